@@ -1,0 +1,14 @@
+"""Low-precision training for PyTorch: FP8-LM's levels O1, O2, O3 in any loop.
+
+model, optimizer = msamp.initialize(model, optimizer, opt_level="O2")
+"""
+
+from msamp.integrations.initialize import initialize
+from msamp.nn.convert import convert
+from msamp.nn.linear import FP8Linear
+from msamp.numerics import recipe as recipes
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.adamw import FP8AdamW
+from msamp.optim.clip import clip_grad_norm_
+
+__all__ = ["FP8AdamW", "FP8Linear", "ScalingTensor", "clip_grad_norm_", "convert", "initialize", "recipes"]

@@ -1,0 +1,86 @@
+"""The op table: schema, fake (shape) version and dispatch of every kernel, as torch operators `torch.ops.msamp.*`.
+
+A CPU tensor gets the reference twin; a CUDA tensor the Triton kernel, or the twin where Triton is not installed.
+Operators rather than bare functions, so that torch.compile keeps a layer in one graph.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+
+import torch
+
+from msamp.kernels import scaled_mm as _gemm
+
+_LIBRARY = torch.library.Library("msamp", "DEF")
+_SCHEMAS = (
+    "amax(Tensor x) -> Tensor",
+    "cast(Tensor x, Tensor scale, Tensor(a!)? amax_slot, ScalarType dtype) -> Tensor",
+    "cast_transpose(Tensor x, Tensor scale, Tensor(a!)? amax_slot, ScalarType dtype) -> (Tensor, Tensor)",
+    "scaled_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
+)
+
+
+@functools.cache
+def _implementation(name: str, device_type: str) -> Callable[..., object]:
+    """The function that runs `name` on a device type."""
+    if name == "scaled_mm":
+        return _gemm.scaled_mm
+    use_triton = device_type == "cuda" and importlib.util.find_spec("triton") is not None
+    has_kernel = importlib.util.find_spec(f"msamp.kernels.triton.{name}") is not None
+    package = "triton" if use_triton and has_kernel else "reference"
+    return getattr(importlib.import_module(f"msamp.kernels.{package}.{name}"), name)
+
+
+def _dispatcher(name: str, device_type: str) -> Callable[..., object]:
+    def run(*args: object) -> object:
+        return _implementation(name, device_type)(*args)
+
+    return run
+
+
+def _fake_amax(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+def _fake_cast(x: torch.Tensor, scale: torch.Tensor, amax_slot: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def _fake_cast_transpose(
+    x: torch.Tensor, scale: torch.Tensor, amax_slot: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[1], x.shape[0]), dtype=dtype)
+
+
+def _fake_scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+_FAKES = {"amax": _fake_amax, "cast": _fake_cast, "cast_transpose": _fake_cast_transpose, "scaled_mm": _fake_scaled_mm}
+
+
+def _register() -> None:
+    for schema in _SCHEMAS:
+        name = schema.split("(")[0]
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, _dispatcher(name, "cpu"), "CPU")
+        _LIBRARY.impl(name, _dispatcher(name, "cuda"), "CUDA")
+        torch.library.register_fake(f"msamp::{name}", _FAKES[name], lib=_LIBRARY)
+
+
+_register()
+
+amax = torch.ops.msamp.amax.default
+cast = torch.ops.msamp.cast.default
+cast_transpose = torch.ops.msamp.cast_transpose.default
+scaled_mm = torch.ops.msamp.scaled_mm.default

@@ -1,0 +1,1 @@
+"""Reference twins: the kernels' arithmetic in plain torch, on any device."""

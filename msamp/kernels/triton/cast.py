@@ -1,0 +1,72 @@
+"""Scaled cast, one read of the input. Twin: `msamp.kernels.reference.cast`."""
+
+import torch
+import triton
+import triton.language as tl
+
+from msamp.numerics.formats import of_dtype
+
+BLOCK = 8192
+
+
+@triton.jit
+def _fp8_code(v, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr):
+    """Code (uint8) of FP32 `v` rounded to nearest even and saturated; NaN stays NaN.
+
+    Without HARDWARE the rounding is done in integers: Triton's interpreter rounds ties away from zero and loses carries.
+    """
+    clamped = tl.minimum(tl.maximum(v, -FP8_MAX), FP8_MAX)
+    if HARDWARE:
+        if MANTISSA == 3:
+            code = clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            code = clamped.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        bits = tl.abs(clamped).to(tl.int32, bitcast=True)
+        SHIFT: tl.constexpr = 23 - MANTISSA
+        even = bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)
+        normal = (even >> SHIFT) - ((127 - BIAS) << MANTISSA)
+        # Adding 2^(1 - BIAS + SHIFT) makes the FP32 adder round at the spacing of the format's subnormals.
+        MAGIC: tl.constexpr = (1 - BIAS + SHIFT + 127) << 23
+        magic = tl.full(bits.shape, MAGIC, tl.int32).to(tl.float32, bitcast=True)
+        subnormal = (tl.abs(clamped) + magic).to(tl.int32, bitcast=True) - MAGIC
+        code = tl.where(bits < ((1 - BIAS + 127) << 23), subnormal, normal).to(tl.uint8)
+    sign = ((v.to(tl.int32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
+    if not HARDWARE:
+        code = code | sign
+    return tl.where(v == v, code, sign | 0x7F)
+
+
+@triton.jit
+def _block_amax(v):
+    return tl.max(tl.where(v == v, tl.abs(v), float("inf")))
+
+
+@triton.jit
+def _cast_kernel(
+    x, y, scale, amax, numel,
+    BLOCK: tl.constexpr, AMAX: tl.constexpr, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + at, mask=at < numel, other=0.0).to(tl.float32)
+    if AMAX:
+        tl.atomic_max(amax, _block_amax(v), sem="relaxed")
+    tl.store(y + at, _fp8_code(v * tl.load(scale), FP8_MAX, MANTISSA, BIAS, HARDWARE), mask=at < numel)
+
+
+def fp8_constants(dtype: torch.dtype, device: torch.device) -> dict[str, float | int | bool]:
+    """The format of `dtype` as compile-time constants of a kernel; HARDWARE is False under the interpreter (CPU tensors)."""
+    fmt = of_dtype(dtype)
+    bias = {3: 7, 2: 15}[fmt.mantissa_bits]
+    return {"FP8_MAX": fmt.max, "MANTISSA": fmt.mantissa_bits, "BIAS": bias, "HARDWARE": device.type == "cuda"}
+
+
+def cast(x: torch.Tensor, scale: torch.Tensor, amax_slot: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """See the reference twin."""
+    x = x.contiguous()
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    grid = (triton.cdiv(x.numel(), BLOCK),)
+    amax = scale if amax_slot is None else amax_slot
+    constants = fp8_constants(dtype, x.device)
+    _cast_kernel[grid](x, y.view(torch.uint8), scale, amax, x.numel(), BLOCK=BLOCK, AMAX=amax_slot is not None, num_warps=8, **constants)
+    return y

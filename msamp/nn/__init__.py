@@ -1,0 +1,1 @@
+"""Layers that compute in FP8, and the conversion of a model to them."""

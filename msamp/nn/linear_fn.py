@@ -1,0 +1,106 @@
+"""The three GEMMs of an FP8 linear layer as one autograd function (FP8-LM section 2): E4M3 forward, E5M2 backward."""
+
+from typing import Any
+
+import torch
+
+from msamp.kernels import ops
+from msamp.nn.scaling_state import LinearScaling, Slot
+from msamp.numerics.formats import Format
+from msamp.numerics.scaling import inverse, scale_from_amax
+from msamp.numerics.tensor import ScalingTensor
+
+
+def _scales(x: torch.Tensor, slot: Slot, fmt: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(scale, scale_inv, slot whose amax the cast still has to take) for `x`."""
+    if slot.scale is not None and slot.scale_inv is not None:
+        return slot.scale, slot.scale_inv, slot.amax
+    amax = ops.amax(x)
+    if slot.amax is not None:
+        slot.amax.copy_(torch.maximum(slot.amax, amax))
+    scale = scale_from_amax(amax, fmt.max)
+    return scale, inverse(scale), None
+
+
+def weight_operand(payload: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, transpose: bool) -> torch.Tensor:
+    """The FP8 weight from what is stored: [N, K], or its transpose [K, N] for grad_input, row-major either way."""
+    if payload.dtype == dtype:
+        return payload.view(torch.uint8).t().contiguous().view(dtype) if transpose else payload
+    if transpose:
+        return ops.cast_transpose(payload, multiplier, None, dtype)[1]
+    return ops.cast(payload, multiplier, None, dtype)
+
+
+class LinearFunction(torch.autograd.Function):
+    """y = x W^T + b with FP8 operands.
+
+    Saved for backward: the FP8 input, already transposed as grad_weight's GEMM wants it (1 byte an element), and the
+    weight's stored payload, cast again in backward to the same bits: no FP8 or transposed copy of a weight outlives its GEMM.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: torch.Tensor,
+        weight: ScalingTensor,
+        bias: torch.Tensor | None,
+        scaling: LinearScaling,
+        record: bool,
+    ) -> torch.Tensor:
+        gemm = scaling.gemm
+        x_slot, ctx.grad_slot = scaling.slots(record)
+        x2d = x.reshape(-1, x.shape[-1])
+        x_scale, x_scale_inv, amax_slot = _scales(x2d, x_slot, gemm.input.format)
+        if weight.payload.dtype == gemm.weight.format.dtype:
+            multiplier = w_scale_inv = weight.scale_inv
+        else:
+            multiplier, w_scale_inv = scaling.weight_scales(weight)
+        if ctx.needs_input_grad[1]:
+            x8, x8_t = ops.cast_transpose(x2d, x_scale, amax_slot, gemm.input.format.dtype)
+        else:
+            x8, x8_t = ops.cast(x2d, x_scale, amax_slot, gemm.input.format.dtype), None
+        w8 = weight_operand(weight.payload, multiplier, gemm.weight.format.dtype, transpose=False)
+        y = ops.scaled_mm(x8, w8, x_scale_inv, w_scale_inv, None if bias is None else bias.to(x.dtype), x.dtype, True)
+        # Delayed scales change in place when the step rolls; the scale_inv that belongs to x8_t must not change with them.
+        saved_x_inv = x_scale_inv.clone() if x_slot.scale is not None else x_scale_inv
+        ctx.save_for_backward(x8_t, saved_x_inv, weight.payload, multiplier, w_scale_inv)
+        ctx.gemm, ctx.shape, ctx.weight_dtype = gemm, x.shape, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        x8_t, x_scale_inv, w_payload, multiplier, w_scale_inv = ctx.saved_tensors
+        gemm = ctx.gemm
+        fmt = gemm.grad_output.format
+        g2d = grad_output.reshape(-1, grad_output.shape[-1])
+        scale, scale_inv, amax_slot = _scales(g2d, ctx.grad_slot, fmt)
+        grad_x = grad_w = grad_b = None
+        if ctx.needs_input_grad[1]:
+            g8, g8_t = ops.cast_transpose(g2d, scale, amax_slot, fmt.dtype)
+            grad_w = ops.scaled_mm(g8_t, x8_t, scale_inv, x_scale_inv, None, ctx.weight_dtype, False)
+        elif ctx.needs_input_grad[0]:
+            g8 = ops.cast(g2d, scale, amax_slot, fmt.dtype)
+        if ctx.needs_input_grad[0]:
+            w8_t = weight_operand(w_payload, multiplier, gemm.weight.format.dtype, transpose=True)
+            grad_x = ops.scaled_mm(g8, w8_t, scale_inv, w_scale_inv, None, grad_output.dtype, False).view(ctx.shape)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            grad_b = g2d.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return grad_x, grad_w, grad_b, None, None
+
+
+def linear(x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, scaling: LinearScaling) -> torch.Tensor:
+    """FP8 linear `x @ weight.T + bias`.
+
+    Args:
+        x: [..., K] BF16, FP16 or FP32; under autocast it is taken in the autocast dtype.
+        weight: [N, K] FP16-scaled or E4M3.
+        bias: [N] or None.
+        scaling: the layer's scales; histories are recorded while gradients are enabled.
+
+    Returns:
+        [..., N] in the dtype of `x`.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return LinearFunction.apply(x, weight, bias, scaling, torch.is_grad_enabled())

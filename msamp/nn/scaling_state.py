@@ -1,0 +1,152 @@
+"""The scales of a model's linear layers between steps: delayed scaling kept on the device, rolled once a step."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from msamp.kernels import ops
+from msamp.numerics.recipe import Gemm
+from msamp.numerics.scaling import inverse, scale_from_amax
+from msamp.numerics.tensor import ScalingTensor
+
+INPUT, GRAD_OUTPUT = 0, 1  # rows of a layer's arrays
+
+
+class Slot(NamedTuple):
+    """What one cast needs: the scale known beforehand (None: just in time) and where this step's amax goes (None: nowhere)."""
+
+    scale: torch.Tensor | None
+    scale_inv: torch.Tensor | None
+    amax: torch.Tensor | None
+
+
+class LinearScaling(nn.Module):
+    """Scales of one linear layer: its input's and its grad_output's history, and the FP8 scale of its weight.
+
+    Buffers (FP32, saved with the model): `amax` [2] of the step so far, `history` [2, window], `scale` and `scale_inv`
+    [2], row 0 the input, row 1 the grad_output; `seen` (int64) steps recorded. Until the window is filled, and with
+    current scaling, casts are just-in-time.
+    """
+
+    amax: torch.Tensor
+    history: torch.Tensor
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self, gemm: Gemm, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        if gemm.input.scaling != gemm.grad_output.scaling:
+            raise ValueError(
+                f"input scaling {gemm.input.scaling} and grad_output scaling {gemm.grad_output.scaling} differ; give both the same rule"
+            )
+        self.gemm = gemm
+        self.window = gemm.input.scaling.window
+        self.register_buffer("amax", torch.zeros(2, device=device))
+        self.register_buffer("history", torch.zeros(2, self.window, device=device))
+        self.register_buffer("scale", torch.ones(2, device=device))
+        self.register_buffer("scale_inv", torch.ones(2, device=device))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64, device=device))
+        self.steps = 0  # `seen` on the host: asking the device would be a sync in every forward
+        self._weight_key: tuple[int, int] | None = None
+        self._weight_scales: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def delayed(self) -> bool:
+        """True once the history is full and the scales come from it."""
+        return 0 < self.window <= self.steps
+
+    def slots(self, record: bool) -> tuple[Slot, Slot]:
+        """The slots of input and grad_output; `record` False (evaluation) leaves no trace in the history."""
+
+        def slot(row: int) -> Slot:
+            amax = self.amax[row] if record and self.window else None
+            return Slot(self.scale[row], self.scale_inv[row], amax) if self.delayed else Slot(None, None, amax)
+
+        return slot(INPUT), slot(GRAD_OUTPUT)
+
+    def weight_scales(self, weight: ScalingTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(multiplier from `weight.payload` into FP8, scale_inv of the FP8 weight), both FP32 0-dim.
+
+        The weight's own amax decides, taken anew whenever the payload has changed: a weight changes once a step, and its
+        version counter tells without a sync.
+        """
+        key = (weight.payload.data_ptr(), weight.payload._version)
+        if self._weight_scales is None or key != self._weight_key:
+            amax = ops.amax(weight.payload) * weight.scale_inv
+            scale = scale_from_amax(amax, self.gemm.weight.format.max)
+            self._weight_key, self._weight_scales = key, (scale * weight.scale_inv, inverse(scale))
+        return self._weight_scales
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.steps = int(self.seen)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "LinearScaling":
+        # model.bfloat16() must move these arrays with the model and leave their precision alone.
+        def keep_dtype(x: torch.Tensor) -> torch.Tensor:
+            moved = fn(x)
+            return moved if moved.dtype == x.dtype else x.to(moved.device)
+
+        self._weight_key = self._weight_scales = None
+        return super()._apply(keep_dtype, recurse)
+
+    def extra_repr(self) -> str:
+        return f"input {self.gemm.input}, grad_output {self.gemm.grad_output}"
+
+
+class ScalingState:
+    """All the LinearScaling of a model, rolled together once a step.
+
+    Args:
+        model: the module tree to look through.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers: dict[str, LinearScaling] = {
+            name: module for name, module in model.named_modules() if isinstance(module, LinearScaling) and module.window
+        }
+        windows = {layer.window for layer in self.layers.values()}
+        if len(windows) > 1:
+            raise ValueError(f"layers have scaling windows {sorted(windows)}; convert a model with one window")
+
+    def _stack(self, name: str) -> torch.Tensor:
+        return torch.stack([getattr(layer, name) for layer in self.layers.values()])
+
+    def _store(self, name: str, values: Iterable[torch.Tensor]) -> None:
+        torch._foreach_copy_([getattr(layer, name) for layer in self.layers.values()], list(values))
+
+    @torch.no_grad()
+    def roll(self, group: dist.ProcessGroup | None = None) -> None:
+        """End of a step: this step's amaxes enter the histories and the next scales follow from them.
+
+        Args:
+            group: ranks whose amaxes are combined (MAX, one small all-reduce for the whole model), so that every rank
+                keeps the same histories and any rank's checkpoint serves all.
+        """
+        if not self.layers:
+            return
+        layers = list(self.layers.values())
+        amax = self._stack("amax")
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+        history = torch.cat([self._stack("history")[..., 1:], amax.unsqueeze(-1)], dim=-1)
+        gemm = layers[0].gemm
+        window_amax, last = history.amax(-1), self._stack("scale")
+        scale = torch.stack(
+            [
+                scale_from_amax(window_amax[:, INPUT], gemm.input.format.max, last[:, INPUT]),
+                scale_from_amax(window_amax[:, GRAD_OUTPUT], gemm.grad_output.format.max, last[:, GRAD_OUTPUT]),
+            ],
+            dim=1,
+        )
+        self._store("history", history.unbind())
+        self._store("scale", scale.unbind())
+        self._store("scale_inv", inverse(scale).unbind())
+        torch._foreach_zero_([layer.amax for layer in layers])
+        for layer in layers:
+            layer.seen += 1
+            layer.steps += 1

@@ -1,0 +1,69 @@
+"""The storage formats and their limits (FP8-LM appendix A.1; IEEE 754 for the wider ones)."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Format:
+    """A floating-point storage format.
+
+    Attributes:
+        name: what flags and recipes call it.
+        dtype: the torch dtype of a payload.
+        max: largest finite value.
+        tiny: smallest normal value.
+        smallest: smallest subnormal value.
+        mantissa_bits: explicit fraction bits.
+        scaled: True where a payload of this format carries a `scale_inv`.
+    """
+
+    name: str
+    dtype: torch.dtype
+    max: float
+    tiny: float
+    smallest: float
+    mantissa_bits: int
+    scaled: bool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes an element."""
+        return self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return self.name
+
+
+E4M3 = Format("fp8-e4m3", torch.float8_e4m3fn, 448.0, 2.0**-6, 2.0**-9, 3, True)
+E5M2 = Format("fp8-e5m2", torch.float8_e5m2, 57344.0, 2.0**-14, 2.0**-16, 2, True)
+FP16 = Format("fp16", torch.float16, 65504.0, 2.0**-14, 2.0**-24, 10, True)
+BF16 = Format("bf16", torch.bfloat16, (2.0 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-133, 7, False)
+FP32 = Format("fp32", torch.float32, (2.0 - 2.0**-23) * 2.0**127, 2.0**-126, 2.0**-149, 23, False)
+
+ALL = (FP32, BF16, FP16, E4M3, E5M2)
+
+
+def by_name(name: str) -> Format:
+    """The format that a flag names.
+
+    Raises:
+        ValueError: for a name that is not one of `ALL`.
+    """
+    for fmt in ALL:
+        if fmt.name == name:
+            return fmt
+    raise ValueError(f"format {name!r} is unknown; choose one of {', '.join(f.name for f in ALL)}")
+
+
+def of_dtype(dtype: torch.dtype) -> Format:
+    """The format that stores `dtype`.
+
+    Raises:
+        ValueError: for a dtype that no format stores.
+    """
+    for fmt in ALL:
+        if fmt.dtype == dtype:
+            return fmt
+    raise ValueError(f"{dtype} is not a storage format; choose one of {', '.join(str(f.dtype) for f in ALL)}")

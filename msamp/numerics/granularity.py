@@ -1,0 +1,42 @@
+"""Which elements of a tensor share one scale.
+
+A granularity answers one question, the largest magnitude of each set of elements that shares a scale; everything else
+(`scale_from_amax`, `quantize`, `dequantize`) works on any shape that broadcasts against the tensor.
+"""
+
+from typing import Protocol
+
+import torch
+
+
+class Granularity(Protocol):
+    """The seam for other ways to share scales: rows, blocks, groups."""
+
+    def amax(self, x: torch.Tensor) -> torch.Tensor:
+        """FP32 amax of each set, in a shape that broadcasts against `x`; +inf where the set holds a NaN or an infinity."""
+
+
+class Tensorwise:
+    """One scale for a whole tensor (FP8-LM appendix A.2)."""
+
+    def amax(self, x: torch.Tensor) -> torch.Tensor:
+        """FP32 scalar (0-dim) amax of `x`: 0 for an empty tensor, +inf where `x` holds a NaN or an infinity.
+
+        NaN becomes +inf because a maximum that drops NaN (Triton's, gloo's) and one that keeps it (torch's) must agree.
+        """
+        if x.numel() == 0:
+            return torch.zeros((), dtype=torch.float32, device=x.device)
+        amax = torch.linalg.vector_norm(x.detach(), float("inf"), dtype=torch.float32)  # one pass, and no copy of |x|
+        return amax.masked_fill(amax.isnan(), float("inf"))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tensorwise)
+
+    def __hash__(self) -> int:
+        return hash(Tensorwise)
+
+    def __repr__(self) -> str:
+        return "tensorwise"
+
+
+TENSORWISE = Tensorwise()

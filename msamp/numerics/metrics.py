@@ -1,0 +1,42 @@
+"""How much a representation loses: SQNR, underflow, saturation, and Collage's EDQ and lost arithmetic.
+
+SQNR alone is blind to elements that vanish, so the first three are always read together.
+"""
+
+import torch
+
+from msamp.numerics.formats import Format
+
+
+def sqnr_db(x: torch.Tensor, approx: torch.Tensor) -> float:
+    """Signal to quantisation-noise ratio in dB, 10 log10(sum x^2 / sum (x - approx)^2), in FP64; inf where they are equal."""
+    x, approx = x.detach().double(), approx.detach().double()
+    noise = (x - approx).square().sum()
+    return float(10.0 * torch.log10(x.square().sum() / noise))
+
+
+def underflow_frac(x: torch.Tensor, approx: torch.Tensor) -> float:
+    """Share of the non-zero elements of `x` that are zero in `approx`; 0 where `x` has none."""
+    nonzero = x != 0
+    return float((nonzero & (approx == 0)).sum() / nonzero.sum().clamp(min=1))
+
+
+def saturation_frac(payload: torch.Tensor, fmt: Format) -> float:
+    """Share of the elements of `payload` (of `fmt.dtype`) whose magnitude is the largest of the format."""
+    return float((payload.float().abs() == fmt.max).float().mean())
+
+
+def edq(update: torch.Tensor, effective: torch.Tensor) -> float:
+    """Effective descent quality, <update / |update|, effective> in FP64 [Collage, definition of EDQ].
+
+    Args:
+        update: the update that the optimizer wanted, any shape.
+        effective: the change of the parameters' value that took place, same shape.
+    """
+    update, effective = update.double().flatten(), effective.double().flatten()
+    return float(torch.dot(update / update.norm(), effective))
+
+
+def lost_frac(update: torch.Tensor, effective: torch.Tensor) -> float:
+    """Lost arithmetic: share of the parameters left unchanged by a non-zero update [Collage]."""
+    return float(((update != 0) & (effective == 0)).double().mean())

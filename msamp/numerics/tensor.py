@@ -1,0 +1,112 @@
+"""ScalingTensor: a low-precision payload and the scale that gives it back its values, as one torch.Tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from msamp.numerics import tensor_ops
+from msamp.numerics.formats import Format, of_dtype
+from msamp.numerics.granularity import TENSORWISE
+from msamp.numerics.quantize import dequantize, quantize
+from msamp.numerics.scaling import inverse, scale_from_amax
+
+
+class ScalingTensor(torch.Tensor):
+    """A tensor stored as `payload` (native FP8 or FP16) and `scale_inv`; its value is `payload * scale_inv` (FP8-LM 2.1).
+
+    It looks like a tensor of `dtype` (the outer dtype, which gradients take), works as a Parameter and in `.grad`, and
+    is saved and loaded with its payload as it is. Only the operations in `tensor_ops.TABLE` are defined; any other
+    raises with its name, so that nothing is silently inflated to a wider format.
+
+    Attributes:
+        payload: FP8 or FP16, the shape of the tensor.
+        scale_inv: FP32, 0-dim, one for the whole tensor. NaN marks a tensor quantised from values that were not finite.
+    """
+
+    payload: torch.Tensor
+    scale_inv: torch.Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # ops are met below autograd, in __torch_dispatch__
+
+    @staticmethod
+    def __new__(cls, payload: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> ScalingTensor:
+        fmt = of_dtype(payload.dtype)
+        if not fmt.scaled:
+            raise ValueError(f"a payload of {payload.dtype} carries no scale; use torch.float8_e4m3fn, torch.float8_e5m2 or torch.float16")
+        if scale_inv.dtype != torch.float32 or scale_inv.numel() != 1:
+            raise ValueError(f"scale_inv is {scale_inv.dtype} of shape {tuple(scale_inv.shape)}; it must be one torch.float32 value")
+        return torch.Tensor._make_wrapper_subclass(
+            cls, payload.shape, strides=payload.stride(), dtype=dtype, device=payload.device, requires_grad=False
+        )
+
+    def __init__(self, payload: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.payload = payload
+        self.scale_inv = scale_inv
+
+    @classmethod
+    def quantize(cls, x: torch.Tensor, fmt: Format, scale: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> ScalingTensor:
+        """Quantise `x` with one scale, its own just-in-time one where `scale` is None.
+
+        Args:
+            x: FP32, BF16 or FP16, any shape.
+            fmt: E4M3, E5M2 or FP16.
+            scale: FP32, 0-dim power of two. Where it is None and `x` holds values that are not finite, the result is
+                poisoned: its `scale_inv` is NaN, so that whoever reads it sees them although the payload saturates.
+            dtype: the outer dtype; that of `x` by default.
+        """
+        x = x.detach()
+        if scale is not None:
+            return cls(quantize(x, scale, fmt), inverse(scale), dtype or x.dtype)
+        amax = TENSORWISE.amax(x)
+        scale = scale_from_amax(amax, fmt.max)
+        return cls(quantize(x, scale, fmt), inverse(scale).masked_fill(~amax.isfinite(), float("nan")), dtype or x.dtype)
+
+    @property
+    def format(self) -> Format:
+        """The format of the payload."""
+        return of_dtype(self.payload.dtype)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values as a plain tensor of `dtype` (the outer dtype by default), `payload * scale_inv` rounded once."""
+        return dequantize(self.payload, self.scale_inv, dtype or self.dtype)
+
+    def store_(self, value: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+        """Overwrite the values in place: `value` (FP32, same shape) quantised with `scale`, or just in time."""
+        new = type(self).quantize(value, self.format, scale)
+        self.payload.copy_(new.payload)
+        self.scale_inv.copy_(new.scale_inv)
+
+    def share_memory_(self) -> ScalingTensor:
+        """Refused: the wrapper has no storage to share (torch would crash on it). Share `payload` and `scale_inv`."""
+        raise ValueError("a ScalingTensor cannot be moved to shared memory; share its payload and its scale_inv instead")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ScalingTensor({self.format}, shape={tuple(self.shape)}, scale_inv={self.scale_inv.item():g}, as {self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["payload", "scale_inv"], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], dtype: torch.dtype, size: Any, stride: Any) -> ScalingTensor:
+        return cls(inner["payload"], inner["scale_inv"], dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self.payload, self.scale_inv, self.dtype, self.requires_grad, isinstance(self, torch.nn.Parameter))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        op = tensor_ops.TABLE.get(func)
+        if op is None:
+            # Not a TypeError: Python would turn that into "unsupported operand" and drop the name.
+            raise RuntimeError(f"{func} is not defined for a ScalingTensor; call .dequantize() first, or work on its payload and scale_inv")
+        return op(func, *args, **(kwargs or {}))
+
+
+def _rebuild(payload: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, requires_grad: bool, parameter: bool) -> torch.Tensor:
+    tensor = ScalingTensor(payload, scale_inv, dtype)
+    return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([ScalingTensor, _rebuild])

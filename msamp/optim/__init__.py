@@ -1,0 +1,1 @@
+"""Optimizers whose states are stored in low precision."""

@@ -1,0 +1,50 @@
+"""Adam's arithmetic, written once: FP32, in torch.optim.AdamW's own order of operations, so that FP32 states equal it bit for bit."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Hyper(NamedTuple):
+    """Adam's numbers for one parameter group. `decoupled`: AdamW's decay; otherwise Adam's, added to the gradient."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool = True
+
+
+def adam_(
+    ps: Sequence[torch.Tensor],
+    ms: Sequence[torch.Tensor],
+    vs: Sequence[torch.Tensor],
+    gs: Sequence[torch.Tensor],
+    steps: Sequence[int],
+    hyper: Hyper,
+) -> None:
+    """One step of Adam(W) on lists of tensors, in place.
+
+    The parameters are updated from the moments as just computed, before those are rounded to what stores them
+    (FP8-LM section 2.2).
+
+    Args:
+        ps, ms, vs, gs: parameters, first and second moments, gradients; FP32, equal shapes at equal places. `gs` is scratch.
+        steps: number of this step for each tensor, from 1.
+        hyper: the group's numbers.
+    """
+    lr, beta1, beta2, eps, weight_decay, decoupled = hyper
+    if weight_decay:
+        if decoupled:
+            torch._foreach_mul_(ps, 1 - lr * weight_decay)
+        else:
+            gs = torch._foreach_add(gs, ps, alpha=weight_decay)
+    torch._foreach_lerp_(ms, gs, 1 - beta1)
+    torch._foreach_mul_(vs, beta2)
+    torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
+    denominators = torch._foreach_sqrt(vs)
+    torch._foreach_div_(denominators, [(1 - beta2**step) ** 0.5 for step in steps])
+    torch._foreach_add_(denominators, eps)
+    torch._foreach_addcdiv_(ps, ms, denominators, [-(lr / (1 - beta1**step)) for step in steps])

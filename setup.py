@@ -1,0 +1,31 @@
+"""Packaging of the msamp library and of the megatron.lm trainer.
+
+`megatron` is a namespace package shared with NVIDIA's megatron-core wheel: only `megatron.lm` is ours, and a
+`megatron/__init__.py` would hide `megatron.core`.
+"""
+
+from setuptools import find_namespace_packages, find_packages, setup
+
+setup(
+    name="msamp",
+    version="0.1.0",
+    description="FP8 and other low-precision training of large language models, on Megatron-core",
+    license="MIT",
+    python_requires=">=3.11",
+    packages=find_packages(include=["msamp", "msamp.*"]) + find_namespace_packages(include=["megatron.lm", "megatron.lm.*"]),
+    install_requires=[
+        "torch>=2.8",
+        "megatron-core==0.16.1",
+        "numpy",
+        "psutil",  # megatron-core's dist_checkpointing imports it without declaring it
+        "safetensors",
+        "tensorboard",
+        "tiktoken",
+        "tokenizers",
+    ],
+    extras_require={
+        "dev": ["pytest", "pytest-timeout", "ruff==0.17.5", "mypy==2.4.1", "ml_dtypes", "triton>=3.6"],
+        "gpu": ["triton>=3.6", "transformer-engine[pytorch]", "flash-attn"],
+        "plot": ["matplotlib"],
+    },
+)
