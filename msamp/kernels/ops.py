@@ -66,7 +66,12 @@ def _fake_scaled_mm(
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-_FAKES = {"amax": _fake_amax, "cast": _fake_cast, "cast_transpose": _fake_cast_transpose, "scaled_mm": _fake_scaled_mm}
+_FAKES: dict[str, Callable[..., object]] = {
+    "amax": _fake_amax,
+    "cast": _fake_cast,
+    "cast_transpose": _fake_cast_transpose,
+    "scaled_mm": _fake_scaled_mm,
+}
 
 
 def _register() -> None:

@@ -34,7 +34,7 @@ def convert(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> nn.Mo
         if type(module) is nn.Linear and owners[id(module.weight)] == 1 and accept(name, module):
             replacements[module] = FP8Linear.from_linear(module, recipe, f"{name}.weight" if name else "weight")
     for module in list(model.modules()):
-        for child_name, child in list(module.named_children()):
+        for child_name, child in list(module._modules.items()):  # named_children would pass over a layer used twice
             if child in replacements:
                 setattr(module, child_name, replacements[child])
     return replacements.get(model, model)

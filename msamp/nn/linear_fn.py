@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.nn.scaling_state import LinearScaling, Slot
@@ -69,6 +70,7 @@ class LinearFunction(torch.autograd.Function):
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x8_t, x_scale_inv, w_payload, multiplier, w_scale_inv = ctx.saved_tensors
         gemm = ctx.gemm
@@ -103,4 +105,6 @@ def linear(x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, sc
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"input is {x.dtype}; an FP8 linear layer takes torch.bfloat16, torch.float16 or torch.float32")
     return LinearFunction.apply(x, weight, bias, scaling, torch.is_grad_enabled())

@@ -28,7 +28,7 @@ class ScalingTensor(torch.Tensor):
     payload: torch.Tensor
     scale_inv: torch.Tensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # ops are met below autograd, in __torch_dispatch__
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # ops are met below autograd, in __torch_dispatch__
 
     @staticmethod
     def __new__(cls, payload: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> ScalingTensor:
@@ -93,10 +93,15 @@ class ScalingTensor(torch.Tensor):
         return cls(inner["payload"], inner["scale_inv"], dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self.payload, self.scale_inv, self.dtype, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        # An FP8 payload travels as bytes: plain pickle knows no float8 storage.
+        payload = self.payload.view(torch.uint8) if self.payload.itemsize == 1 else self.payload
+        flags = (self.requires_grad, isinstance(self, torch.nn.Parameter))
+        return _rebuild, (payload, self.payload.dtype, self.scale_inv, self.dtype, *flags)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         op = tensor_ops.TABLE.get(func)
         if op is None:
             # Not a TypeError: Python would turn that into "unsupported operand" and drop the name.
@@ -104,8 +109,15 @@ class ScalingTensor(torch.Tensor):
         return op(func, *args, **(kwargs or {}))
 
 
-def _rebuild(payload: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, requires_grad: bool, parameter: bool) -> torch.Tensor:
-    tensor = ScalingTensor(payload, scale_inv, dtype)
+def _rebuild(
+    payload: torch.Tensor,
+    payload_dtype: torch.dtype,
+    scale_inv: torch.Tensor,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    parameter: bool,
+) -> torch.Tensor:
+    tensor = ScalingTensor(payload.view(payload_dtype), scale_inv, dtype)
     return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
 
 

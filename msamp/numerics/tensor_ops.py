@@ -55,6 +55,8 @@ def _clone(func: Any, x: "ScalingTensor", *, memory_format: torch.memory_format 
 @_on(aten._to_copy.default)
 def _to_copy(func: Any, x: "ScalingTensor", *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """`.to(device)` moves payload and scale; `.to(dtype)` changes only the outer dtype, so the payload stays as small as it is."""
+    if dtype is not None and not dtype.is_floating_point:
+        raise RuntimeError(f"{func} of a ScalingTensor to {dtype} is not defined; call .dequantize() first")
     memory_format = kwargs.pop("memory_format", None)
     payload = func(x.payload, memory_format=memory_format, **kwargs)
     return _like(x, payload, func(x.scale_inv, **kwargs), dtype)
@@ -88,6 +90,7 @@ def _plain_new(func: Any, x: "ScalingTensor", size: Any, *, dtype: torch.dtype |
 @_on(aten.zero_.default)
 def _zero_(func: Any, x: "ScalingTensor") -> Any:
     x.payload.zero_()
+    x.scale_inv.masked_fill_(~x.scale_inv.isfinite(), 1.0)  # a poisoned gradient that was zeroed is a gradient again
     return x
 
 

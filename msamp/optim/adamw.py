@@ -31,6 +31,8 @@ def _check(name: str, value: float, low: float, high: float) -> None:
 class FP8AdamW(torch.optim.Optimizer):
     """AdamW with states in low precision; with FP32 formats, torch.optim.AdamW bit for bit.
 
+    A gradient is `p.main_grad` where a synchroniser has put one (in any format), else `p.grad`.
+
     Each step loads to FP32, updates in FP32 from the unquantised new moments and stores. Scales come from bounds that
     hold before the values are known: m from beta1 amax_m + (1 - beta1) amax_g, v likewise with squares, master and
     weight from twice the master's amax. A step whose gradients are not all finite is skipped, counted in
@@ -69,7 +71,7 @@ class FP8AdamW(torch.optim.Optimizer):
         self.clip_grad = clip_grad
         self.grad_norm = torch.zeros((), dtype=torch.float64)
         self.skipped_steps = 0
-        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=decoupled, formats=formats)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled, "formats": formats}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -92,6 +94,10 @@ class FP8AdamW(torch.optim.Optimizer):
                 return
         raise ValueError(f"a parameter of shape {tuple(p.shape)} is not in this optimizer; add its group first")
 
+    def restart(self) -> None:
+        """Start all masters and moments anew from the parameters as they are: after weights were loaded by themselves."""
+        self.state.clear()
+
     def _init_state(self, p: torch.Tensor, formats: dict[str, str], values: torch.Tensor | None = None) -> None:
         master = by_name(formats["master"])
         state = self.state[p]
@@ -103,18 +109,19 @@ class FP8AdamW(torch.optim.Optimizer):
 
     def _gradients(self) -> list[torch.Tensor]:
         """Every group's gradients in parameter order, quantised to the group's gradient format."""
-        gradients = []
+        gradients: list[torch.Tensor] = []
         for group in self.param_groups:
             fmt = by_name(group["formats"]["grad"])
             for p in group["params"]:
-                if p.grad is None:
+                g = gradient(p)
+                if g is None:
                     continue
-                if p.grad.is_sparse:
+                if g.is_sparse:
                     raise ValueError(f"the gradient of a parameter of shape {tuple(p.shape)} is sparse; use dense embeddings")
-                if fmt.scaled and not isinstance(p.grad, ScalingTensor):
-                    gradients.append(ScalingTensor.quantize(p.grad, fmt))
+                if isinstance(g, ScalingTensor):
+                    gradients.append(g)
                 else:
-                    gradients.append(p.grad if fmt.scaled else p.grad.to(fmt.dtype))
+                    gradients.append(ScalingTensor.quantize(g, fmt) if fmt.scaled else g.to(fmt.dtype))
         return gradients
 
     @torch.no_grad()
@@ -132,7 +139,7 @@ class FP8AdamW(torch.optim.Optimizer):
         coefficient = None if self.clip_grad is None else clip_coefficient(self.grad_norm, self.clip_grad)
         remaining = iter(gradients)
         for group in self.param_groups:
-            pairs = [(p, next(remaining)) for p in group["params"] if p.grad is not None]
+            pairs = [(p, next(remaining)) for p in group["params"] if gradient(p) is not None]
             for p, _ in pairs:
                 if not self.state[p]:
                     self._init_state(p, group["formats"])
@@ -178,9 +185,9 @@ class FP8AdamW(torch.optim.Optimizer):
             ValueError: where the saved formats are not this optimizer's, naming both; nothing has changed then.
         """
         for i, (saved, group) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
-            if saved.get("formats", group["formats"]) != group["formats"]:
+            if saved.get("formats") != group["formats"]:
                 raise ValueError(
-                    f"parameter group {i} was saved with formats {saved['formats']}, this optimizer has {group['formats']}; "
+                    f"parameter group {i} was saved with formats {saved.get('formats')}, this optimizer has {group['formats']}; "
                     "build it with the saved formats, or start from the weights alone"
                 )
         super().load_state_dict({**state_dict, "state": {}})
@@ -191,9 +198,16 @@ class FP8AdamW(torch.optim.Optimizer):
                 self.state[p] = {k: v if k == "step" else v.to(p.device) for k, v in state_dict["state"][i].items()}
 
 
+def gradient(p: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of `p`: `p.main_grad` where a synchroniser has put one (Megatron's name), else `p.grad`."""
+    main_grad = getattr(p, "main_grad", None)
+    return p.grad if main_grad is None else main_grad
+
+
 def _amaxes(xs: list[torch.Tensor]) -> torch.Tensor:
     """FP32 [len(xs)] amax of FP32 tensors."""
-    return torch.stack(torch._foreach_norm(xs, float("inf")))
+    filled = [x if x.numel() else x.new_zeros(1) for x in xs]  # an empty tensor has no infinity norm
+    return torch.stack(torch._foreach_norm(filled, float("inf")))
 
 
 def _chunks(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:

@@ -18,10 +18,10 @@ class Hyper(NamedTuple):
 
 
 def adam_(
-    ps: Sequence[torch.Tensor],
-    ms: Sequence[torch.Tensor],
-    vs: Sequence[torch.Tensor],
-    gs: Sequence[torch.Tensor],
+    ps: list[torch.Tensor],
+    ms: list[torch.Tensor],
+    vs: list[torch.Tensor],
+    gs: list[torch.Tensor],
     steps: Sequence[int],
     hyper: Hyper,
 ) -> None:
@@ -40,11 +40,11 @@ def adam_(
         if decoupled:
             torch._foreach_mul_(ps, 1 - lr * weight_decay)
         else:
-            gs = torch._foreach_add(gs, ps, alpha=weight_decay)
+            gs = list(torch._foreach_add(gs, ps, alpha=weight_decay))
     torch._foreach_lerp_(ms, gs, 1 - beta1)
     torch._foreach_mul_(vs, beta2)
     torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
-    denominators = torch._foreach_sqrt(vs)
+    denominators = list(torch._foreach_sqrt(vs))
     torch._foreach_div_(denominators, [(1 - beta2**step) ** 0.5 for step in steps])
     torch._foreach_add_(denominators, eps)
     torch._foreach_addcdiv_(ps, ms, denominators, [-(lr / (1 - beta1**step)) for step in steps])

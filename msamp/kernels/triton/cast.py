@@ -17,10 +17,8 @@ def _fp8_code(v, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constex
     """
     clamped = tl.minimum(tl.maximum(v, -FP8_MAX), FP8_MAX)
     if HARDWARE:
-        if MANTISSA == 3:
-            code = clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            code = clamped.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        FP8: tl.constexpr = tl.float8e4nv if MANTISSA == 3 else tl.float8e5
+        code = clamped.to(FP8).to(tl.uint8, bitcast=True)
     else:
         bits = tl.abs(clamped).to(tl.int32, bitcast=True)
         SHIFT: tl.constexpr = 23 - MANTISSA

@@ -1,0 +1,55 @@
+# `make` lists the targets. On a machine with its own python and no network: make test-gpu PYTHON=python3
+
+PYTHON ?= .venv/bin/python
+# Torch is pinned and installed first: left to the resolver, a machine without a GPU takes the newest CUDA build and gigabytes of
+# NVIDIA packages with it. Where the package source has a CPU build of this version (2.13.0+cpu), pip prefers it; to add a source:
+# make TORCH='torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu'
+TORCH ?= torch==2.13.0
+
+# Only the default interpreter is ours to make.
+READY := $(if $(filter .venv/bin/python,$(PYTHON)),.venv/.installed)
+PYTEST = $(PYTHON) -m pytest --durations=10
+# So that an interpreter of the machine, into which nothing was installed, finds us too.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+LINTED = msamp megatron tools tests setup.py
+
+.PHONY: help venv quickstart test test-gpu test-multi-gpu lint bench clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
+
+venv: $(READY) ## make .venv and install everything into it
+
+# editable_mode=compat puts this folder itself on the path: `megatron` stays a namespace shared with NVIDIA's wheel, and the
+# scripts in tools/ find each other.
+.venv/.installed: setup.py pyproject.toml
+	python3 -m venv .venv
+	.venv/bin/python -m pip install --upgrade 'pip>=24' 'setuptools>=77'
+	.venv/bin/python -m pip install $(TORCH)
+	.venv/bin/python -m pip install --config-settings editable_mode=compat -e '.[dev,plot]'
+	@touch $@
+
+quickstart: $(READY) ## train a small GPT in BF16 and at O2 on this machine, compare them (ARGS=... for more flags)
+	$(PYTHON) tools/quickstart.py $(ARGS)
+
+test: $(READY) ## every test that needs no GPU
+	$(PYTEST) -m "not gpu and not multi_gpu and not slow" tests $(ARGS)
+
+test-gpu: $(READY) ## tests on one GPU with FP8
+	$(PYTEST) -m "gpu and not multi_gpu" tests $(ARGS)
+
+test-multi-gpu: $(READY) ## tests on two or more GPUs
+	$(PYTEST) -m multi_gpu tests $(ARGS)
+
+lint: $(READY) ## ruff and mypy
+	$(PYTHON) -m ruff check $(LINTED)
+	$(PYTHON) -m ruff format --check $(LINTED)
+	$(PYTHON) -m mypy msamp megatron/lm tools
+
+bench: $(READY) ## step time of GPT-1.3B at O0 to O3 on this GPU
+	$(PYTHON) tools/bench/bench_step.py $(ARGS)
+
+clean: ## remove .venv, caches and build output; data/ and runs/ stay
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""GPT pre-training on megatron-core with the low-precision recipes of msamp: `python -m megatron.lm.pretrain --help`."""

@@ -1,0 +1,207 @@
+"""Plain checkpoints of a data-parallel run: everything a resume needs, bit for bit, in one folder an iteration.
+
+A folder appears under its final name only when it is whole, and `latest_checkpointed_iteration.txt` moves only after
+that, so a kill at any moment leaves the last good checkpoint. Files are read with `weights_only=True`: no code runs.
+"""
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from megatron.lm import process_groups
+from megatron.lm.checks import LATEST_CHECKPOINT_FILE
+from megatron.lm.cli import config_from_dict, config_to_dict
+from megatron.lm.config import Config
+from megatron.lm.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.lm.model.gpt import build_model
+from megatron.lm.optim import build_recipe
+from megatron.lm.step import Training
+
+STATE_FILE = "state.pt"
+VERSION = 1
+
+
+def iteration_folder(root: Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration stands, in Megatron-LM's spelling."""
+    return root / f"iter_{iteration:07d}"
+
+
+def latest(root: Path) -> Path:
+    """The newest whole checkpoint in `root`.
+
+    Raises:
+        ValueError: no checkpoint there, or the one that is named is missing.
+    """
+    marker = root / LATEST_CHECKPOINT_FILE
+    try:
+        folder = iteration_folder(root, int(marker.read_text(encoding="utf-8").strip()))
+    except (OSError, ValueError):
+        raise ValueError(
+            f"{root} holds no checkpoint: {marker} is missing or names no iteration; give the folder of an earlier --save"
+        ) from None
+    if not (folder / STATE_FILE).is_file():
+        raise ValueError(
+            f"{marker} names {folder.name}, but {folder / STATE_FILE} is missing; restore it or name an older iteration in that file"
+        )
+    return folder
+
+
+def _rng_state() -> dict[str, Any]:
+    version, keys, *rest = numpy.random.get_state(legacy=True)
+    python_version, python_keys, python_gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "numpy": [version, torch.from_numpy(keys.astype("int64")), *rest],  # type: ignore[union-attr]
+        "python": [python_version, list(python_keys), python_gauss],
+    }
+
+
+def _restore_rng(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"].cpu())
+    if torch.cuda.is_available() and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+    version, keys, *rest = state["numpy"]
+    numpy.random.set_state((version, keys.numpy().astype("uint32"), *rest))
+    python_version, python_keys, python_gauss = state["python"]
+    random.setstate((python_version, tuple(python_keys), python_gauss))
+
+
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    # megatron-core's linear layers leave an empty `_extra_state`, which says nothing.
+    return {key: value for key, value in model.state_dict().items() if not key.endswith("_extra_state")}
+
+
+def save(training: Training, root: Path) -> Path:
+    """Write the checkpoint of the current iteration; collective, rank 0 writes what all ranks share.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        ValueError: the folder cannot be written (full disk, permissions); the last checkpoint is as it was.
+    """
+    folder = iteration_folder(root, training.iteration)
+    partial = folder.with_name(folder.name + ".partial")
+    rank = torch.distributed.get_rank()
+    problem = None
+    try:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            torch.save(_shared_state(training), partial / STATE_FILE)
+        torch.distributed.barrier()
+        torch.save(_rng_state(), partial / f"rng_{rank:05d}.pt")
+    except OSError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(problems, problem)
+    if any(problems):
+        raise ValueError(f"cannot save to {folder}: {next(p for p in problems if p)}; free space or choose another --save")
+    if rank == 0:
+        _publish(partial, folder, root)
+    torch.distributed.barrier()
+    return folder
+
+
+def _publish(partial: Path, folder: Path, root: Path) -> None:
+    for file in partial.iterdir():
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+    marker = root / (LATEST_CHECKPOINT_FILE + ".partial")
+    marker.write_text(str(int(folder.name.removeprefix("iter_"))), encoding="utf-8")
+    marker.rename(root / LATEST_CHECKPOINT_FILE)
+
+
+def _shared_state(training: Training) -> dict[str, Any]:
+    return {
+        "version": VERSION,
+        "torch": str(torch.__version__),
+        "config": config_to_dict(training.config),
+        "vocab_size": training.vocab_size,
+        "iteration": training.iteration,
+        "consumed_samples": training.consumed_samples,
+        "skipped_steps": training.optimizer.skipped_steps,
+        "model": _model_state(training.model),
+        "optimizer": training.optimizer.state_dict(),
+        "schedule": training.schedule.state_dict(),
+    }
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises a different type for each kind of damage
+        raise ValueError(f"{folder / STATE_FILE} cannot be read ({error}); name an older iteration in {LATEST_CHECKPOINT_FILE}") from None
+    if state.get("version") != VERSION:
+        raise ValueError(f"{folder} has checkpoint version {state.get('version')}; this code reads version {VERSION}")
+    return state
+
+
+def _check_same_model(saved: dict[str, Any], config: Config, precision_too: bool) -> None:
+    """ValueError naming every setting of the model that differs from the saved run's."""
+    now, then = config_to_dict(config), saved["config"]
+    differing = [
+        f"--{k.replace('_', '-')} {v} (saved: {then['model'].get(k)})" for k, v in now["model"].items() if then["model"].get(k) != v
+    ]
+    name = config_from_dict(then).precision.name
+    if precision_too and name != config.precision.name:
+        differing.append(f"precision {config.precision.name} (saved: {name}; --finetune takes over the weights alone)")
+    if differing:
+        raise ValueError(f"the checkpoint in {config.checkpoint.load} does not fit: {'; '.join(differing)}. Give the saved values")
+
+
+def load(training: Training) -> None:
+    """Resume from `--load`: the newest checkpoint there; with `--finetune` the weights alone, at iteration 0.
+
+    Raises:
+        ValueError: no or a damaged checkpoint, or one of another model or precision. Nothing has changed then.
+    """
+    config = training.config
+    assert config.checkpoint.load is not None
+    folder = latest(Path(config.checkpoint.load))
+    saved = _read(folder)
+    _check_same_model(saved, config, precision_too=not config.checkpoint.finetune)
+    if config.checkpoint.finetune:
+        training.model.load_state_dict(_without_scaling(saved["model"]), strict=False)
+        training.optimizer.restart()
+        return
+    if not config.checkpoint.no_load_optim:
+        training.optimizer.load_state_dict(saved["optimizer"])
+        training.schedule.load_state_dict(saved["schedule"])
+        training.optimizer.skipped_steps = saved["skipped_steps"]
+    training.model.load_state_dict(saved["model"])
+    if config.checkpoint.no_load_optim:
+        training.optimizer.restart()
+    training.iteration = saved["iteration"]
+    training.consumed_samples = saved["consumed_samples"]
+    rng = folder / f"rng_{torch.distributed.get_rank():05d}.pt"
+    if not config.checkpoint.no_load_rng and rng.is_file():
+        _restore_rng(torch.load(rng, map_location="cpu", weights_only=True))
+
+
+def _without_scaling(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if ".scaling." not in key}
+
+
+def load_for_inference(path: str | Path) -> tuple[nn.Module, Config, Tokenizer]:
+    """Model in evaluation mode, configuration and tokenizer of the newest checkpoint in `path`, for one process.
+
+    Makes the process groups megatron-core asks for, of one rank, where there are none.
+    """
+    saved = _read(latest(Path(path)))
+    config = config_from_dict(saved["config"])
+    if not torch.distributed.is_initialized():
+        process_groups.initialize(config)
+    model = build_model(config, build_recipe(config.precision), saved["vocab_size"])
+    model.load_state_dict(saved["model"])
+    return model.eval(), config, build_tokenizer(config.data)

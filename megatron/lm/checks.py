@@ -1,0 +1,349 @@
+"""Settings judged together, before anything is allocated or written: `check` raises one ValueError that lists every problem.
+
+A rule is a generator of messages, each with the value, what is legal and the remedy. Rules see only sections whose single values passed,
+so they may divide by them. What the files contain is judged by those who read them (data/datasets.py, data/tokenizer.py, checkpoint.py).
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from megatron.lm.config import DEFAULT_SPLIT, Config, flag
+
+LATEST_CHECKPOINT_FILE = "latest_checkpointed_iteration.txt"
+TOKENIZER_SETTINGS = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+}
+STATE_FORMAT_FIELDS = ("master_format", "grad_format", "exp_avg_format", "exp_avg_sq_format")
+
+Problems = Iterator[str]
+
+
+def check(config: Config, world_size: int) -> None:
+    """Raise a ValueError listing every setting that is out of range, contradicts another or is not served by this version.
+
+    `world_size` is the number of processes. Looks at the file system (do the named files exist, may the folders be written?) and
+    writes nothing; the same on every process that sees the same files.
+    """
+    problems: list[str] = []
+    broken: set[str] = set()
+    for section in ("model", "optimizer", "training", "parallel", "precision", "data", "logging", "checkpoint"):
+        found = list(single_values(getattr(config, section)))
+        problems += found
+        broken |= {section} if found else set()
+    for rule, sections in RULES.items():
+        if not broken & set(sections):
+            problems += rule(config, world_size)
+    if problems:
+        count = "a setting is" if len(problems) == 1 else f"{len(problems)} settings are"
+        raise ValueError("\n- ".join([f"{count} refused, nothing was started:", *problems]))
+
+
+def single_values(section: object) -> Problems:
+    """Choices and intervals of one section, from the metadata of its fields."""
+    for setting in fields(section):  # type: ignore[arg-type]
+        value, legal, choices = getattr(section, setting.name), setting.metadata["legal"], setting.metadata["choices"]
+        if value is None:
+            continue
+        if choices is not None and value not in choices:
+            yield f"{flag(setting.name)} {value}: choose one of {', '.join(choices)}"
+        if legal is not None and value not in legal:
+            yield f"{flag(setting.name)} {value}: give a number in {legal}"
+
+
+def attention_shape(config: Config, world_size: int) -> Problems:
+    """Heads, groups of heads, positions."""
+    model = config.model
+    heads, groups = model.num_attention_heads, model.query_groups
+    if model.kv_channels is None and model.hidden_size % heads:
+        yield (
+            f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads {heads}: "
+            f"choose a multiple of {heads}, or give the heads' width with --kv-channels"
+        )
+    elif int(model.head_size * model.rotary_percent) % 2 and model.position_embedding_type == "rope":
+        yield (
+            f"rotary position embeddings turn pairs: {model.head_size} channels a head x --rotary-percent {model.rotary_percent:g} must be "
+            "an even number; change --num-attention-heads or --kv-channels"
+        )
+    if model.num_query_groups is not None and not model.group_query_attention:
+        yield f"--num-query-groups {model.num_query_groups} has no effect by itself: add --group-query-attention, or drop it"
+    elif heads % groups:
+        yield f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: choose a divisor of {heads}"
+    if model.max_positions < model.seq_length:
+        yield (
+            f"--max-position-embeddings {model.max_positions} is less than --seq-length {model.seq_length}: "
+            f"give at least {model.seq_length}, or drop it"
+        )
+
+
+def positions(config: Config, world_size: int) -> Problems:
+    """Position ids reach only learned embeddings."""
+    if config.data.reset_position_ids and config.model.position_embedding_type == "rope":
+        yield (
+            "--reset-position-ids has no effect with --position-embedding-type rope, which counts from the start of the sequence: "
+            "drop it, or use learned_absolute"
+        )
+
+
+def recomputation(config: Config, world_size: int) -> Problems:
+    """The three recomputation flags come together."""
+    training, stages = config.training, config.parallel.pipeline_model_parallel_size
+    for name in ("recompute_method", "recompute_num_layers"):
+        value = getattr(training, name)
+        if training.recompute_granularity is None and value is not None:
+            yield f"{flag(name)} {value} has no effect by itself: add --recompute-granularity full, or drop it"
+        if training.recompute_granularity is not None and value is None:
+            yield f"--recompute-granularity full needs {flag(name)}: add --recompute-method uniform --recompute-num-layers 1"
+    layers = -(-config.model.num_layers // stages)
+    if training.recompute_num_layers is not None and training.recompute_num_layers > layers:
+        yield (
+            f"--recompute-num-layers {training.recompute_num_layers} is more than the {layers} layers of a pipeline stage: "
+            f"give a number in [1, {layers}]"
+        )
+
+
+def tensor_parallel_shape(config: Config, world_size: int) -> Problems:
+    """What tensor and sequence parallelism cut must be divisible."""
+    model, parallel = config.model, config.parallel
+    tp = parallel.tensor_model_parallel_size
+    cut = {
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.query_groups if model.group_query_attention else tp,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_size,
+        "seq_length": model.seq_length if parallel.sequence_parallel else tp,
+    }
+    for name, size in cut.items():
+        if size % tp:
+            yield f"{flag(name)} {size} is not divisible by --tensor-model-parallel-size {tp}: choose a multiple of {tp}"
+    if parallel.sequence_parallel and tp == 1:
+        yield "--sequence-parallel splits between tensor-parallel processes, and there is one: drop it"
+
+
+def pipeline_shape(config: Config, world_size: int) -> Problems:
+    """Layers over stages and virtual stages."""
+    layers, stages = config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    virtual = config.parallel.num_layers_per_virtual_pipeline_stage
+    if layers % stages:
+        yield f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {stages}: choose a divisor of {layers}"
+    elif virtual is not None and stages == 1:
+        yield f"--num-layers-per-virtual-pipeline-stage {virtual} needs pipeline stages, and there is one: drop it"
+    elif virtual is not None and (layers // stages) % virtual:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage {virtual} does not divide the {layers // stages} layers of a pipeline stage: "
+            f"choose a divisor of {layers // stages}"
+        )
+
+
+def batches(config: Config, world_size: int) -> Problems:
+    """World size over TP x PP, global batch over micro-batch x DP, micro-batches over an interleaved pipeline."""
+    parallel, micro = config.parallel, config.training.micro_batch_size
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if world_size < 1 or world_size % (tp * pp):
+        yield (
+            f"{world_size} processes do not fit --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}: "
+            f"start a multiple of {tp * pp}, or lower the two sizes"
+        )
+        return
+    copies = config.data_parallel_size(world_size)
+    size = config.global_batch_size(world_size)
+    if size % (micro * copies):
+        yield (
+            f"--global-batch-size {size} is not divisible by --micro-batch-size {micro} x {copies} data-parallel processes: "
+            f"choose a multiple of {micro * copies}"
+        )
+    elif parallel.num_layers_per_virtual_pipeline_stage is not None and config.num_micro_batches(world_size) % pp:
+        yield (
+            f"interleaved pipelining wants the {config.num_micro_batches(world_size)} micro-batches of a step to be a multiple of "
+            f"--pipeline-model-parallel-size {pp}: choose --global-batch-size as a multiple of {micro * copies * pp}"
+        )
+
+
+def precision_names(config: Config, world_size: int) -> Problems:
+    """One recipe, and formats only where it leaves them open."""
+    precision = config.precision
+    try:
+        is_fp8 = precision.is_fp8
+    except ValueError as error:
+        yield str(error)
+        return
+    if is_fp8:
+        return
+    for name in STATE_FORMAT_FIELDS:
+        value = getattr(precision, name)
+        if value is not None:
+            yield (
+                f"{flag(name)} {value} contradicts precision {precision.name}, whose formats are fixed: "
+                "drop it, or use --opt-level O1, O2 or O3"
+            )
+    if precision.fp8_scaling != "delayed":
+        yield (
+            f"--fp8-scaling {precision.fp8_scaling} contradicts precision {precision.name}, which has no FP8: "
+            "drop it, or use --opt-level O1, O2 or O3"
+        )
+
+
+def served_parallelism(config: Config, world_size: int) -> Problems:
+    """This version trains with data parallelism only: the rest is refused by name, whatever the launch."""
+    parallel = config.parallel
+    fp8 = len(set(config.precision.requests.values())) == 1 and config.precision.is_fp8
+    kind, refusal = "FP8 " if fp8 else "", "is not part of this version, which trains data-parallel only"
+    for name, what in (("tensor_model_parallel_size", "tensor"), ("pipeline_model_parallel_size", "pipeline")):
+        size = getattr(parallel, name)
+        if size > 1:
+            yield f"{flag(name)} {size}: {kind}{what} parallelism {refusal}; the one legal value is 1"
+    if parallel.sequence_parallel:
+        yield f"--sequence-parallel: {kind}sequence parallelism {refusal}; drop it (after a preset: --no-sequence-parallel)"
+    if parallel.num_layers_per_virtual_pipeline_stage is not None:
+        value = parallel.num_layers_per_virtual_pipeline_stage
+        yield f"--num-layers-per-virtual-pipeline-stage {value}: {kind}interleaved pipeline parallelism {refusal}; drop it"
+    if parallel.use_distributed_optimizer:
+        yield "--use-distributed-optimizer: ZeRO is not part of this version, every process keeps the whole optimizer state; drop it"
+    if fp8 and config.precision.name == "O3" and config.data_parallel_size(world_size) > 1:
+        yield (
+            f"O3 runs on one process in this version, and {config.data_parallel_size(world_size)} data-parallel processes were started: "
+            "use --opt-level O2, or start one"
+        )
+
+
+def schedule(config: Config, world_size: int) -> Problems:
+    """Learning rates and warm-up in order."""
+    optimizer, end = config.optimizer, config.lr_decay_iters
+    if optimizer.min_lr > optimizer.lr:
+        yield f"--min-lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}: give a value in [0, {optimizer.lr:g}]"
+    if optimizer.lr_warmup_iters >= end:
+        last = "--train-iters" if optimizer.lr_decay_iters is None else "--lr-decay-iters"
+        yield f"--lr-warmup-iters {optimizer.lr_warmup_iters} must end before {last} {end}: give a number in [0, {end - 1}]"
+
+
+def datasets(config: Config, world_size: int) -> Problems:
+    """Data named once, in full, and there."""
+    data = config.data
+    per_split = {name: getattr(data, name) for name in ("train_data_path", "valid_data_path", "test_data_path")}
+    given = [flag(name) for name, words in per_split.items() if words]
+    if data.data_path and given:
+        yield f"--data-path and {', '.join(given)} contradict each other: give --data-path with --split, or the others"
+    elif not data.data_path and not data.train_data_path:
+        beside = f" beside {', '.join(given)}" if given else ""
+        yield f"no training data{beside}: give --data-path PREFIX or --train-data-path PREFIX (made by tools/preprocess_data.py)"
+    elif data.train_data_path and data.split != DEFAULT_SPLIT:
+        yield f"--split {data.split} has no effect on --train-data-path: drop it, or give --data-path"
+    if not _is_split(data.split):
+        yield f"--split {data.split}: give one to three numbers, 0 or more, for train, valid and test, the first above 0, such as 969,30,1"
+    for name, words in {"data_path": data.data_path, **per_split}.items():
+        yield from _blend(name, words)
+
+
+def _is_split(text: str) -> bool:
+    shares = [_number(word) for word in text.split(",")]
+    return len(shares) <= 3 and shares[0] != 0 and all(share is not None and 0 <= share < float("inf") for share in shares)
+
+
+def _blend(name: str, words: tuple[str, ...]) -> Problems:
+    weights, prefixes = words[0::2], words[1::2]
+    if all(_number(word) is None for word in words):
+        prefixes = words
+    elif len(words) % 2 or any(_number(word) is not None for word in prefixes):
+        yield f"{flag(name)} {' '.join(words)}: give prefixes alone, or a weight before each prefix"
+        return
+    else:
+        for weight in weights:
+            value = _number(weight)
+            if value is None or not 0 < value < float("inf"):
+                yield f"{flag(name)} {' '.join(words)}: the weight {weight} is not a number above 0; leave out what is not to be used"
+    for prefix in prefixes:
+        missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
+        if missing:
+            yield f"{flag(name)} {prefix}: {' and '.join(missing)} do not exist; give the prefix of what tools/preprocess_data.py wrote"
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def tokenizer(config: Config, world_size: int) -> Problems:
+    """A tokenizer with just the settings that belong to it."""
+    kind = config.data.tokenizer_type
+    if kind is None:
+        yield f"--tokenizer-type is missing: choose one of {', '.join(TOKENIZER_SETTINGS)}"
+        return
+    for owner, names in TOKENIZER_SETTINGS.items():
+        for name in names:
+            value = getattr(config.model if name == "vocab_size" else config.data, name)
+            if owner != kind and value is not None:
+                yield f"{flag(name)} {value} belongs to {owner} and has no effect on --tokenizer-type {kind}: drop it"
+            if owner == kind and value is None:
+                yield f"--tokenizer-type {kind} needs {' and '.join(map(flag, names))}: add {flag(name)}"
+            if owner == kind and isinstance(value, str) and not os.path.exists(value):
+                yield f"{flag(name)} {value} does not exist: name the file that the data was tokenised with"
+    if kind == "NullTokenizer" and config.model.vocab_size == 1:
+        yield "--vocab-size 1 leaves no token beside the end of document: give at least 2"
+
+
+def loading(config: Config, world_size: int) -> Problems:
+    """A checkpoint to load is there, and flags about loading have one."""
+    checkpoint = config.checkpoint
+    if checkpoint.load is None:
+        for name in ("finetune", "no_load_optim", "no_load_rng"):
+            if getattr(checkpoint, name):
+                yield f"{flag(name)} has no effect without a checkpoint: add --load FOLDER, or drop it"
+        return
+    folder = Path(checkpoint.load)
+    if not os.path.isdir(folder):  # unlike Path.is_dir, no exception where a folder above may not be entered
+        yield f"--load {folder} is no folder: name one that a run with --save wrote, or drop --load to start afresh"
+    elif not os.path.isfile(folder / LATEST_CHECKPOINT_FILE):
+        yield f"--load {folder} holds no checkpoint ({LATEST_CHECKPOINT_FILE} is missing): name another, or drop --load to start afresh"
+
+
+def outputs(config: Config, world_size: int) -> Problems:
+    """Everything that will be written can be."""
+    if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
+        yield f"--save-interval {config.checkpoint.save_interval} has no effect without a folder: add --save FOLDER, or drop it"
+    folders = {
+        "save": config.checkpoint.save,
+        "tensorboard_dir": config.logging.tensorboard_dir,
+        "data_cache_path": config.data.data_cache_path,
+    }
+    for name, folder in folders.items():
+        if folder is not None:
+            yield from _writable(f"{flag(name)} {folder}", Path(folder))
+    if config.logging.metrics_file is not None:
+        file = Path(config.logging.metrics_file)
+        if os.path.isdir(file):
+            yield f"--metrics-file {file} is a folder: name a file in it"
+        elif os.path.exists(file) and not os.access(file, os.W_OK):
+            yield f"--metrics-file {file} cannot be written: change its permissions, or name another"
+        else:
+            yield from _writable(f"--metrics-file {file}", file.parent)
+
+
+def _writable(what: str, folder: Path) -> Problems:
+    """Can `folder` be written to, or made in the nearest folder above it that exists?"""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    if not os.path.isdir(nearest):
+        yield f"{what}: {nearest} is a file, not a folder; name another place"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        yield f"{what}: no permission to write in {nearest}; name another place, or change its permissions"
+
+
+RULES: dict[Callable[[Config, int], Problems], tuple[str, ...]] = {
+    attention_shape: ("model",),
+    positions: ("model", "data"),
+    recomputation: ("model", "training", "parallel"),
+    tensor_parallel_shape: ("model", "parallel"),
+    pipeline_shape: ("model", "parallel"),
+    batches: ("training", "parallel"),
+    precision_names: ("precision",),
+    served_parallelism: ("parallel", "precision"),
+    schedule: ("optimizer", "training"),
+    datasets: ("data",),
+    tokenizer: ("model", "data"),
+    loading: ("checkpoint",),
+    outputs: ("checkpoint", "logging", "data"),
+}

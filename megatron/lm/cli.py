@@ -1,0 +1,178 @@
+"""Command line of the trainer: flags generated from the dataclasses of `config.py`, and the way back.
+
+`--preset NAME` lays the values of `presets.py` under the flags: what is written beside it overrides them.
+"""
+
+import argparse
+import difflib
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, fields
+from types import NoneType, UnionType
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+from megatron.lm.config import Config, flag
+from megatron.lm.presets import PRESETS, preset
+
+
+def section_types() -> dict[str, type]:
+    """Name of each field of `Config` -> its dataclass."""
+    return get_type_hints(Config)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> Config:
+    """Flags (default: those of the process) -> Config. A usage error leaves with exit code 2 and a message on stderr.
+
+    Values are only parsed here; `checks.check` judges them.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    chosen = _preset_parser(add_help=False).parse_known_args(argv)[0].preset
+    parser = _parser(preset(chosen) if chosen else {})
+    _refuse_unknown_flags(parser, argv)
+    values = vars(parser.parse_args(argv))
+    return config_from_dict({name: {f.name: values[f.name] for f in fields(cls)} for name, cls in section_types().items()})
+
+
+def to_argv(config: Config) -> list[str]:
+    """The flags that make `config`: the required ones and those that differ from their default; `parse_args(to_argv(c)) == c`."""
+    argv: list[str] = []
+    for section, setting in _settings():
+        value = getattr(getattr(config, section), setting.name)
+        if value == setting.default:
+            continue
+        argv.append(flag(setting.name))
+        if isinstance(value, tuple):
+            argv.extend(value)
+        elif value is not True:
+            argv.append(str(value))
+    return argv
+
+
+def config_to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """Config -> {section: {field: value}}, which JSON can hold (tuples become lists)."""
+    return {section: {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()} for section, values in asdict(config).items()}
+
+
+def config_from_dict(data: Mapping[str, Mapping[str, Any]]) -> Config:
+    """The inverse of `config_to_dict`; settings left out take their defaults.
+
+    ValueError naming a section or setting that is unknown, missing though required, or of the wrong type.
+    """
+    sections = section_types()
+    _refuse_unknown_keys(data, sections, "section of the configuration")
+    return Config(**{name: _section(name, cls, data.get(name, {})) for name, cls in sections.items()})
+
+
+def _section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
+    hints = get_type_hints(cls)
+    _refuse_unknown_keys(values, hints, f"setting of the section {name!r}")
+    missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
+    if missing:
+        raise ValueError(f"the section {name!r} lacks the required {', '.join(missing)}: add them")
+    return cls(**{key: _typed(f"{name}.{key}", hints[key], value) for key, value in values.items()})
+
+
+def _typed(name: str, hint: Any, value: Any) -> Any:
+    kind, optional, many = _kind(hint)
+    if value is None and optional:
+        return None
+    if many and isinstance(value, list | tuple) and all(isinstance(item, kind) for item in value):
+        return tuple(value)
+    if not many and type(value) is kind:
+        return value
+    if kind is float and type(value) is int:
+        return float(value)
+    wanted = ("a list of " if many else "") + kind.__name__ + (" or null" if optional else "")
+    raise ValueError(f"{name} is {value!r}: give {wanted}")
+
+
+def _refuse_unknown_keys(data: Mapping[str, Any], known: Mapping[str, Any], what: str) -> None:
+    for key in data:
+        if key not in known:
+            raise ValueError(f"{key!r} is no {what}{_did_you_mean(key, known)}; known: {', '.join(known)}")
+
+
+def _did_you_mean(word: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _kind(hint: Any) -> tuple[type, bool, bool]:
+    """Type hint -> (scalar type, may it be None, is it a tuple of scalars)."""
+    optional = isinstance(hint, UnionType)
+    if optional:
+        hint = next(arg for arg in get_args(hint) if arg is not NoneType)
+    many = get_origin(hint) is tuple
+    return (get_args(hint)[0] if many else hint), optional, many
+
+
+def _settings() -> Iterator[tuple[str, Field]]:
+    for section, cls in section_types().items():
+        for setting in fields(cls):
+            yield section, setting
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors without the usage text, which would fill two screens."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
+
+
+def _preset_parser(**kwargs: Any) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m megatron.lm.pretrain",
+        usage="%(prog)s [--preset NAME] [flags]",
+        description="Pre-train a GPT. Under torchrun with several processes, without it with one.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=40, width=132),
+        **kwargs,
+    )
+    parser.add_argument("--preset", choices=tuple(PRESETS), help="start from the settings of this model size; flags override them")
+    return parser
+
+
+def _parser(presets: Mapping[str, Any]) -> argparse.ArgumentParser:
+    """All flags; those in `presets` have the value there as default and are not required."""
+    parser = _preset_parser()
+    for section, cls in section_types().items():
+        group = parser.add_argument_group(section, (cls.__doc__ or "").splitlines()[0])
+        for setting in fields(cls):
+            _add_flag(group, setting, get_type_hints(cls)[setting.name], presets.get(setting.name, setting.default))
+    return parser
+
+
+def _add_flag(group: Any, setting: Field, hint: Any, default: Any) -> None:
+    kind, _, many = _kind(hint)
+    text = setting.metadata["help"]
+    legal = setting.metadata["legal"]
+    shown = [f"in {legal}"] if legal and not (math.isinf(legal.high) and legal.low in (0, 1)) else []
+    if default is MISSING:
+        shown.append("required")
+    elif default not in (None, ()) and kind is not bool:
+        shown.append(f"default: {default}")
+    options: dict[str, Any] = {"help": (f"{text} ({', '.join(shown)})" if shown else text).replace("%", "%%")}
+    if kind is bool:
+        # A flag that a preset has switched on needs a way back; elsewhere --no-X would only double the help.
+        group.add_argument(
+            flag(setting.name), action=argparse.BooleanOptionalAction if default else "store_true", default=default, **options
+        )
+        return
+    if many:
+        options["nargs"] = "*"
+    if default is MISSING:
+        options["required"] = True
+    else:
+        options["default"] = default
+    choices = setting.metadata["choices"]
+    metavar = None if choices else {int: "N", float: "X", str: "TEXT"}[kind]
+    group.add_argument(flag(setting.name), type=kind, choices=choices, metavar=metavar, **options)
+
+
+def _refuse_unknown_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """Before argparse, which would first complain of the required flag that was misspelt, and propose nothing."""
+    known = {option: None for action in parser._actions for option in action.option_strings}
+    for word in (token.partition("=")[0] for token in argv if token.startswith("--")):
+        if word not in known:
+            parser.error(f"unknown flag {word}{_did_you_mean(word, known)}")

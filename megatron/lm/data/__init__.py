@@ -1,0 +1,1 @@
+"""From text on disk to micro-batches on the device: tokenizer, indexing, datasets, batch."""

@@ -1,0 +1,109 @@
+"""Micro-batches of one data-parallel rank: deterministic order, resumable by the number of samples already consumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchSampler:
+    """Indices of one rank's micro-batches, as a batch sampler of torch's DataLoader.
+
+    Samples go out in order, in rows of micro_batch_size x data_parallel_size; rank r takes the r-th micro-batch of a row. So a global
+    batch is the same set of samples whatever the number of ranks. A row that is not full is dropped; nothing repeats.
+
+    Raises:
+        ValueError: sizes below 1, a rank outside the data-parallel group, consumed_samples outside [0, total_samples].
+    """
+
+    total_samples: int
+    consumed_samples: int
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_size < 1 or self.data_parallel_size < 1:
+            raise ValueError(f"micro batch {self.micro_batch_size} and data-parallel size {self.data_parallel_size} must be at least 1")
+        if not 0 <= self.data_parallel_rank < self.data_parallel_size:
+            raise ValueError(f"data-parallel rank {self.data_parallel_rank} is outside [0, {self.data_parallel_size})")
+        if not 0 <= self.consumed_samples <= self.total_samples:
+            raise ValueError(
+                f"{self.consumed_samples} samples are consumed already, the dataset has {self.total_samples}: "
+                "raise --train-iters, or load the checkpoint with the data it was trained on"
+            )
+
+    @property
+    def row(self) -> int:
+        """Samples that all ranks together take at once."""
+        return self.micro_batch_size * self.data_parallel_size
+
+    def __len__(self) -> int:
+        return (self.total_samples - self.consumed_samples) // self.row
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self.consumed_samples + self.data_parallel_rank * self.micro_batch_size
+        for start in range(first, first + len(self) * self.row, self.row):
+            yield list(range(start, start + self.micro_batch_size))
+
+
+def batches(
+    dataset: Dataset,
+    *,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    consumed_samples: int = 0,
+    num_workers: int = 0,
+    device: torch.device | str = "cpu",
+) -> Iterator[dict[str, Tensor]]:
+    """Micro-batches of this rank, on `device`, until the dataset has no full row left.
+
+    Args:
+        dataset: of `build_datasets`; `len` and `[i]` are used.
+        consumed_samples: samples that all ranks together have taken already; a resumed run goes on behind them.
+        num_workers: processes that read ahead; 0 reads in this one.
+        device: a CUDA device is fed from pinned memory by asynchronous copies.
+
+    Returns:
+        An iterator over tokens, labels, position_ids [b, s] int64 and loss_mask [b, s] float32. No random number is drawn.
+
+    Raises:
+        ValueError: see MicroBatchSampler; at the call, not at the first batch.
+    """
+    device = torch.device(device)
+    sampler = MicroBatchSampler(
+        total_samples=len(cast("Sized", dataset)),
+        consumed_samples=consumed_samples,
+        micro_batch_size=micro_batch_size,
+        data_parallel_rank=data_parallel_rank,
+        data_parallel_size=data_parallel_size,
+    )
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=_collate,
+        pin_memory=device.type == "cuda",
+        # A generator of its own: the loader would else draw its base seed from the global one, and shift dropout after a resume.
+        generator=torch.Generator().manual_seed(0),
+    )
+    return _on_device(loader, device)
+
+
+def _collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Stack what the model takes; a blend's `dataset_id` stays behind."""
+    return default_collate([{key: sample[key] for key in BATCH_KEYS} for sample in samples])
+
+
+def _on_device(loader: DataLoader, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    for batch in loader:
+        yield {key: tensor.to(device, non_blocking=device.type == "cuda") for key, tensor in batch.items()}

@@ -1,0 +1,304 @@
+"""Train, valid and test datasets of megatron-core from `--data-path`, checked before anything is built.
+
+megatron-core meets bad data with an assertion, a read past the end of a map, or an endless loop: the checks here say what is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import DType
+from torch.utils.data import Dataset
+
+from megatron.lm.config import Config, DataConfig
+from megatron.lm.data.tokenizer import Tokenizer
+
+SPLITS = ("train", "valid", "test")
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
+_MAGIC = b"MMIDIDX\x00\x00"
+_SCAN = 1 << 24  # tokens looked at at once
+_HOW_TO_MAKE = "make one with tools/preprocess_data.py, and give its prefix without .bin or .idx"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blend:
+    """Datasets to draw from, with their weights (None: in proportion to their tokens)."""
+
+    prefixes: list[str]
+    weights: list[float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedFile:
+    """What the index of one dataset says. lengths: [documents] int32, tokens of each document; fingerprint: hash of the index."""
+
+    prefix: str
+    lengths: np.ndarray
+    dtype: np.dtype
+    fingerprint: str
+
+
+def build_datasets(
+    config: Config, tokenizer: Tokenizer, sample_counts: tuple[int, int, int]
+) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    """Train, valid and test datasets through megatron-core's BlendedMegatronDatasetBuilder and GPTDataset.
+
+    Collective: every rank calls it with the same arguments; without a process group it is a world of one. Rank 0 writes the index
+    caches (`--data-cache-path`, else `index_cache` beside the first dataset), the others read them. A cache belongs to the content of
+    the indices, so a dataset that was made anew under the same name gets new ones.
+
+    Args:
+        config: model.seq_length, training.seed and data.
+        tokenizer: gives the end of document and the legal range of ids.
+        sample_counts: samples of seq_length tokens wanted of each split; short data repeats by epochs, shuffled anew. 0: no dataset.
+
+    Returns:
+        One dataset a split, of at least that many samples: `dataset[i]` holds tokens, labels, position_ids [s] int64 and loss_mask
+        [s] float32. None where the split has no samples to give, or none are wanted.
+
+    Raises:
+        ValueError: on every rank alike: data missing, empty, truncated, of a wrong form, with ids outside the vocabulary, or shorter
+            than one sequence; contradictory or malformed `--data-path` or `--split`.
+    """
+    blends = split_blends(config.data)
+    shares = parse_split(config.data.split) if config.data.data_path else [1.0 if blend else 0.0 for blend in blends]
+    wanted = [count if share > 0 else 0 for count, share in zip(sample_counts, shares, strict=True)]
+    if sample_counts[0] > 0 and wanted[0] == 0:
+        raise ValueError(f"no training data: give train a share in --split {config.data.split}, or --train-data-path")
+    with _process_group():
+        files = _together(lambda: _open_all(blends, wanted, shares, config))
+        cache = _cache_folder(config.data, files)
+        _together(lambda: _prepare_cache(cache, files, tokenizer))
+        weighted = [_weighted(blend, files, i, shares, config.data) for i, blend in enumerate(blends)]
+        dataset_config = _gpt_config(config, tokenizer, weighted, wanted, cache)
+        built = BlendedMegatronDatasetBuilder(GPTDataset, list(wanted), lambda: True, dataset_config).build()
+    train, valid, test = built
+    return train, valid, test
+
+
+def split_blends(data: DataConfig) -> list[Blend | None]:
+    """The blend of each split, from `--data-path` (one for all) or `--{train,valid,test}-data-path`; ValueError if neither or both."""
+    per_split = [data.train_data_path, data.valid_data_path, data.test_data_path]
+    if data.data_path:
+        if any(per_split):
+            raise ValueError("--data-path and --train/valid/test-data-path exclude each other: give one or the others")
+        blend = parse_blend(data.data_path, "--data-path")
+        return [blend, blend, blend]
+    if not any(per_split):
+        raise ValueError("no data: give --data-path, or --train-data-path with --valid-data-path and --test-data-path")
+    return [parse_blend(path, f"--{name}-data-path") if path else None for name, path in zip(SPLITS, per_split, strict=True)]
+
+
+def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
+    """`prefix`, `prefix prefix ...` or `weight prefix weight prefix ...`; ValueError for a mixture or a weight that is not > 0."""
+    numbers = [_number(word) for word in words]
+    if all(number is None for number in numbers):
+        return Blend(prefixes=list(words))
+    weights = numbers[0::2]
+    if len(words) % 2 or any(number is not None for number in numbers[1::2]):
+        raise ValueError(f"{flag} {' '.join(words)}: give either prefixes alone, or a weight before every prefix")
+    if any(weight is None or not 0 < weight < float("inf") for weight in weights):
+        raise ValueError(f"{flag} {' '.join(words)}: every prefix wants a weight > 0 before it; leave out what is not to be used")
+    return Blend(prefixes=list(words[1::2]), weights=[weight for weight in weights if weight is not None])
+
+
+def parse_split(split: str) -> list[float]:
+    """`969,30,1` as three shares that sum to 1; ValueError unless one to three numbers >= 0 with a sum > 0."""
+    numbers = [_number(word.strip()) for word in split.split(",")]
+    legal = [number for number in numbers if number is not None and 0 <= number < float("inf")]
+    if len(legal) != len(numbers) or len(numbers) > len(SPLITS) or sum(legal) <= 0:
+        raise ValueError(f"--split {split!r}: give up to three weights >= 0 for train, valid, test, not all 0, such as 969,30,1")
+    legal += [0.0] * (len(SPLITS) - len(legal))
+    return [number / sum(legal) for number in legal]
+
+
+def read_index(prefix: str) -> IndexedFile:
+    """Read `prefix.idx` and hold it against `prefix.bin`, without reading tokens.
+
+    Raises:
+        ValueError: a file missing or empty, an index that is not one or is cut short, data shorter or longer than the index says.
+    """
+    idx, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    for path in (data, idx):
+        if not path.is_file():
+            raise ValueError(f"dataset {prefix}: {path} does not exist; {_HOW_TO_MAKE}")
+        if path.stat().st_size == 0:
+            raise ValueError(f"dataset {prefix}: {path} is empty; {_HOW_TO_MAKE}")
+    raw = idx.read_bytes()
+    if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
+        raise ValueError(f"dataset {prefix}: {idx} is not an index of megatron-core; {_HOW_TO_MAKE}")
+    _, version, code, count, boundaries = _HEADER.unpack_from(raw)
+    known = {item.value: np.dtype(item.name) for item in DType}
+    if version != 1 or code not in known or known[code].kind not in "iu":
+        raise ValueError(f"dataset {prefix}: {idx} has version {version} and dtype code {code}; version 1 with integer tokens is read")
+    expected = _HEADER.size + count * (4 + 8) + boundaries * 8
+    if len(raw) != expected:
+        raise ValueError(f"dataset {prefix}: {idx} has {len(raw)} bytes where its header asks for {expected}: damaged; {_HOW_TO_MAKE}")
+    lengths = np.frombuffer(raw, np.int32, count, _HEADER.size)
+    pointers = np.frombuffer(raw, np.int64, count, _HEADER.size + 4 * count)
+    if count == 0 or lengths.min() < 0 or int(lengths.sum(dtype=np.int64)) == 0:
+        raise ValueError(f"dataset {prefix}: {idx} lists no tokens; {_HOW_TO_MAKE}")
+    if boundaries == 0 or np.frombuffer(raw, np.int64, boundaries, _HEADER.size + 12 * count)[-1] != count:
+        raise ValueError(f"dataset {prefix}: {idx} has document boundaries that do not end at its {count} sequences: damaged")
+    _check_size(prefix, data, int((pointers + lengths * np.int64(known[code].itemsize)).max()))
+    return IndexedFile(prefix=prefix, lengths=lengths, dtype=known[code], fingerprint=hashlib.sha256(raw).hexdigest())
+
+
+def check_token_range(prefix: str, dtype: np.dtype, vocab_size: int) -> None:
+    """One memory-mapped pass over `prefix.bin`; ValueError if an id is outside [0, vocab_size)."""
+    if dtype.kind == "u" and np.iinfo(dtype).max < vocab_size:
+        return
+    tokens = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")
+    for start in range(0, len(tokens), _SCAN):
+        part = tokens[start : start + _SCAN]
+        low, high = int(part.min()), int(part.max())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"dataset {prefix}: token id {low if low < 0 else high} is outside the tokenizer's [0, {vocab_size}): "
+                "train with the tokenizer the data was made with, or make the data anew with tools/preprocess_data.py"
+            )
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _check_size(prefix: str, data: Path, expected: int) -> None:
+    actual = data.stat().st_size
+    if actual < expected:
+        raise ValueError(f"dataset {prefix}: {data} is truncated: {actual} of the {expected} bytes its index asks for; {_HOW_TO_MAKE}")
+    if actual > expected:
+        raise ValueError(f"dataset {prefix}: {data} has {actual} bytes, its index only {expected}: .bin and .idx do not belong together")
+
+
+def _together(work: Any) -> Any:
+    """`work()` on every rank; a ValueError of any rank is raised on all, so that none waits for the others at a barrier."""
+    result, message = None, None
+    try:
+        result = work()
+    except ValueError as error:
+        message = str(error)
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    first = next((text for text in messages if text is not None), None)
+    if first is not None:
+        raise ValueError(first)
+    return result
+
+
+@contextlib.contextmanager
+def _process_group() -> Iterator[None]:
+    """A group of one where there is none: megatron-core's blends ask for a rank."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _open_all(blends: list[Blend | None], wanted: list[int], shares: list[float], config: Config) -> dict[str, IndexedFile]:
+    """Read every index that a wanted split draws from, and see that the split's part of it fills a sequence."""
+    files: dict[str, IndexedFile] = {}
+    for i, (blend, count) in enumerate(zip(blends, wanted, strict=True)):
+        for prefix in blend.prefixes if blend and count > 0 else []:
+            files.setdefault(prefix, read_index(prefix))
+            part = _part(files[prefix], i, shares, config.data)
+            tokens, needed = int(part.sum(dtype=np.int64)), config.model.seq_length + 1
+            if tokens < needed:
+                raise ValueError(
+                    f"the {SPLITS[i]} split of {prefix} holds {tokens} tokens in {len(part)} documents; --seq-length "
+                    f"{config.model.seq_length} needs {needed}: take a shorter --seq-length, a larger share of --split, or more text"
+                )
+    return files
+
+
+def _part(file: IndexedFile, split: int, shares: list[float], data: DataConfig) -> np.ndarray:
+    """Lengths of the documents that megatron-core gives to a split, by its own rounding."""
+    if not data.data_path:
+        return file.lengths
+    edges = [round(edge * len(file.lengths)) for edge in itertools.accumulate(shares, initial=0.0)]
+    return file.lengths[edges[split] : edges[split + 1]]
+
+
+def _weighted(
+    blend: Blend | None, files: dict[str, IndexedFile], split: int, shares: list[float], data: DataConfig
+) -> tuple[list[str], list[float] | None] | None:
+    """megatron-core's form of a blend. Several datasets get weights always: without, it stops after one epoch."""
+    if blend is None:
+        return None
+    if len(blend.prefixes) == 1:
+        return blend.prefixes, None
+    if blend.weights is not None:
+        return blend.prefixes, blend.weights
+    if not all(prefix in files for prefix in blend.prefixes):
+        return blend.prefixes, None
+    return blend.prefixes, [float(files[prefix].lengths.sum(dtype=np.int64)) for prefix in blend.prefixes]
+
+
+def _cache_folder(data: DataConfig, files: dict[str, IndexedFile]) -> Path:
+    root = Path(data.data_cache_path) if data.data_cache_path else Path(next(iter(files))).parent / "index_cache" if files else Path()
+    digest = hashlib.sha256("".join(file.fingerprint for file in files.values()).encode()).hexdigest()
+    return root / digest[:16]
+
+
+def _prepare_cache(cache: Path, files: dict[str, IndexedFile], tokenizer: Tokenizer) -> None:
+    """On rank 0: check the token ids, and make the cache folder. What was found in range is noted there, by size and time of the data."""
+    if dist.get_rank() != 0 or not files:
+        return
+    note = cache / "token_range.json"
+    seen = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
+    found = {}
+    for prefix, file in files.items():
+        state = os.stat(f"{prefix}.bin")
+        found[prefix] = [state.st_size, state.st_mtime_ns, tokenizer.vocab_size]
+        if seen.get(prefix) != found[prefix]:
+            check_token_range(prefix, file.dtype, tokenizer.vocab_size)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        note.write_text(json.dumps(seen | found), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"index caches cannot be written to {cache} ({error}): name a writable folder with --data-cache-path") from None
+
+
+def _gpt_config(
+    config: Config, tokenizer: Tokenizer, blends: list[tuple[list[str], list[float] | None] | None], wanted: list[int], cache: Path
+) -> GPTDatasetConfig:
+    shared = config.data.data_path is not None and len(config.data.data_path) > 0
+    used = [blend if count > 0 else None for blend, count in zip(blends, wanted, strict=True)]
+    result = GPTDatasetConfig(
+        random_seed=config.training.seed,
+        sequence_length=config.model.seq_length,
+        blend=blends[0] if shared else None,
+        blend_per_split=None if shared else used,
+        split=config.data.split if shared else None,
+        path_to_cache=str(cache),
+        mmap_bin_files=True,
+        tokenizer=tokenizer,
+        reset_position_ids=config.data.reset_position_ids,
+        reset_attention_mask=False,  # attention is causal over the whole sequence: no mask is made
+        eod_mask_loss=config.data.eod_mask_loss,
+        create_attention_mask=False,
+    )
+    if result.split_matrix is not None:
+        # A split nobody asked for is not built: with few documents it may be empty, and megatron-core would look for its tokens for ever.
+        result.split_matrix = [edges if count > 0 else None for edges, count in zip(result.split_matrix, wanted, strict=True)]
+    return result

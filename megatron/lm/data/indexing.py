@@ -1,0 +1,342 @@
+"""Text to megatron-core's indexed datasets: read documents, tokenise them in worker processes, write `.bin`, `.idx` and `.json`.
+
+The `.json` beside a dataset holds its counts, so that a loss in nats a token becomes bits per byte:
+bits_per_byte = loss / ln 2 * tokens / text_bytes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import numpy as np
+
+from megatron.lm.config import DataConfig
+from megatron.lm.data.tokenizer import END_OF_TEXT, Tokenizer, build_tokenizer
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+DOCUMENT_SEPARATORS = ("endoftext", "blank-lines")
+_CHUNK_BYTES = 1 << 18  # text handed to a worker at once: long enough to hide the hand-over, short enough for a live progress line
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Document:
+    """One document: its text by JSON key, and how many bytes of the input file it took."""
+
+    texts: Mapping[str, str]
+    source_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatasetCounts:
+    """What `<prefix>.json` holds. tokens include the end-of-document ids; text_bytes are UTF-8 bytes of the text alone."""
+
+    documents: int
+    tokens: int
+    text_bytes: int
+    vocab_size: int
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncodeOptions:
+    """How text becomes ids: the tokenizer's configuration, and whether eod closes every document."""
+
+    data: DataConfig
+    vocab_size: int | None = None
+    append_eod: bool = True
+
+
+def read_documents(path: Path, keys: list[str], separator: str = "endoftext") -> Iterator[Document]:
+    """Documents of a `.jsonl` (or `.json`) file, one object a line, or of a `.txt` file.
+
+    Args:
+        path: the file; its suffix decides the form.
+        keys: JSON keys to take; a `.txt` file gives its text under every one of them.
+        separator: what parts the documents of a `.txt`: lines holding only `<|endoftext|>`, or blank lines.
+
+    Raises:
+        ValueError: not UTF-8; a line that is no JSON object, lacks a key, or holds something else than text under it.
+    """
+    reader = _json_lines(path, keys) if path.suffix in (".jsonl", ".json") else _plain_text(path, keys, separator)
+    try:
+        yield from reader
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start} of a line): convert it first") from None
+
+
+def check_inputs(paths: list[Path]) -> int:
+    """Total size of the input files, in bytes; ValueError for one that is missing, empty or of an unknown kind."""
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"--input {path} does not exist: give .jsonl, .json or .txt files")
+        if path.suffix not in (".jsonl", ".json", ".txt"):
+            raise ValueError(f"--input {path}: kind {path.suffix!r} is unknown, accepted are .jsonl, .json (one object a line) and .txt")
+        if path.stat().st_size == 0:
+            raise ValueError(f"--input {path} is empty: there is nothing to tokenise")
+    return sum(path.stat().st_size for path in paths)
+
+
+def write_datasets(
+    documents: Iterable[Document],
+    prefixes: Mapping[str, Path],
+    options: EncodeOptions,
+    *,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> dict[str, DatasetCounts]:
+    """Tokenise `documents` and write one indexed dataset a key: `prefixes[key]` plus `.bin`, `.idx` and `.json`.
+
+    Written under temporary names and renamed at the end, `.idx` last: a kill at any moment leaves the old dataset or the new one,
+    or none that a trainer would open, never half of one. Token ids are uint16 where the vocabulary allows it, else int32.
+
+    Args:
+        workers: processes that tokenise; 0 tokenises in this one.
+
+    Returns:
+        The counts of each dataset.
+
+    Raises:
+        ValueError: from the tokenizer or the reader; or no document with any text under a key.
+    """
+    from megatron.core.datasets.indexed_dataset import DType  # deferred: workers import this module and do without it
+
+    tokenizer = build_tokenizer(options.data, options.vocab_size)
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    with contextlib.ExitStack() as stack:
+        writers = {key: stack.enter_context(_Writer(prefix, tokenizer, dtype)) for key, prefix in prefixes.items()}
+        # Closed by hand: an error below must stop the workers now, not when the traceback is collected.
+        encoded_chunks = stack.enter_context(contextlib.closing(_encoded(_chunks(documents), options, workers)))
+        for chunk in encoded_chunks:
+            for key, encoded in chunk.items.items():
+                writers[key].add(encoded)
+            if progress is not None:
+                progress.advance(chunk.documents, chunk.source_bytes)
+        for key, writer in writers.items():
+            if writer.tokens == 0:
+                raise ValueError(f"the input holds no text under key {key!r}: nothing was written")
+        return {key: writer.publish() for key, writer in writers.items()}
+
+
+class Progress:
+    """Prints documents/s, MB/s and the time left to standard error, at most once in `interval` documents."""
+
+    def __init__(self, total_bytes: int, interval: int, stream: TextIO | None = None) -> None:
+        self.documents = 0
+        self._bytes, self._total_bytes = 0, total_bytes
+        self._interval, self._next = interval, interval
+        self._start = time.monotonic()
+        self._stream = stream
+
+    def advance(self, documents: int, source_bytes: int) -> None:
+        """Count what was just written, and print when the interval is full."""
+        self.documents += documents
+        self._bytes += source_bytes
+        if self.documents >= self._next:
+            self._next = self.documents + self._interval
+            print(self.line(), file=self._stream or sys.stderr, flush=True)
+
+    def line(self) -> str:
+        """Where the work stands, in one line."""
+        seconds = max(time.monotonic() - self._start, 1e-6)
+        left = (self._total_bytes - self._bytes) * seconds / max(self._bytes, 1)
+        share = 100 * self._bytes / max(self._total_bytes, 1)
+        rates = f"{self.documents / seconds:.0f} documents/s, {self._bytes / seconds / 1e6:.2f} MB/s"
+        return f"{self.documents} documents ({share:.0f} %), {rates}, {max(left, 0):.0f} s left"
+
+
+class _Writer:
+    """One dataset under temporary names: `publish` gives it its own; leaving without it removes what was written."""
+
+    def __init__(self, prefix: Path, tokenizer: Tokenizer, dtype: type[np.number]) -> None:
+        self._prefix, self._vocab_size, self._dtype = prefix, tokenizer.vocab_size, dtype
+        self.documents = self.tokens = self.text_bytes = 0
+        self._builder: IndexedDatasetBuilder
+
+    def __enter__(self) -> _Writer:
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+        self._prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._builder = IndexedDatasetBuilder(str(self._name(".bin.partial")), dtype=self._dtype)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._builder.data_file.close()
+        for suffix in (".bin", ".idx", ".json"):
+            self._name(suffix + ".partial").unlink(missing_ok=True)
+
+    def _name(self, suffix: str) -> Path:
+        return self._prefix.with_name(self._prefix.name + suffix)
+
+    def add(self, encoded: _Encoded) -> None:
+        for ids in np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]):
+            if len(ids):
+                self._builder.add_document(ids, [len(ids)])
+                self.documents += 1
+        self.tokens += len(encoded.ids)
+        self.text_bytes += encoded.text_bytes
+
+    def publish(self) -> DatasetCounts:
+        counts = DatasetCounts(
+            documents=self.documents,
+            tokens=self.tokens,
+            text_bytes=self.text_bytes,
+            vocab_size=self._vocab_size,
+            dtype=np.dtype(self._dtype).name,
+        )
+        self._builder.finalize(str(self._name(".idx.partial")))
+        self._name(".json.partial").write_text(json.dumps(dataclasses.asdict(counts), indent=2) + "\n", encoding="utf-8")
+        # The index goes first and comes last: without it nobody opens the rest.
+        self._name(".idx").unlink(missing_ok=True)
+        for suffix in (".bin", ".json", ".idx"):
+            os.replace(self._name(suffix + ".partial"), self._name(suffix))
+        return counts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Encoded:
+    """Documents of one chunk, joined: ids [tokens] int32, lengths [documents], bytes of their text."""
+
+    ids: np.ndarray
+    lengths: list[int]
+    text_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    items: dict[str, _Encoded]
+    documents: int
+    source_bytes: int
+
+
+class _Encoder:
+    """Tokenises chunks of documents; one lives in each worker."""
+
+    def __init__(self, options: EncodeOptions) -> None:
+        self._tokenizer = build_tokenizer(options.data, options.vocab_size)
+        self._end = [self._tokenizer.eod] if options.append_eod else []
+
+    def __call__(self, documents: list[Document]) -> _Chunk:
+        items = {key: self._encode([document.texts[key] for document in documents]) for key in documents[0].texts}
+        return _Chunk(items=items, documents=len(documents), source_bytes=sum(document.source_bytes for document in documents))
+
+    def _encode(self, texts: list[str]) -> _Encoded:
+        lists = [self._tokenizer.tokenize(text) for text in texts]
+        # A document without a token would only add an end of document: leave it out.
+        ended = [ids + self._end if ids else ids for ids in lists]
+        return _Encoded(
+            ids=np.fromiter(itertools.chain.from_iterable(ended), dtype=np.int32),
+            lengths=[len(ids) for ids in ended],
+            text_bytes=sum(len(text.encode()) for text, ids in zip(texts, lists, strict=True) if ids),
+        )
+
+
+def _json_lines(path: Path, keys: list[str]) -> Iterator[Document]:
+    with path.open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error}); every line must be one JSON object") from None
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}, line {number}: a JSON object is wanted, not a {type(record).__name__}")
+            for key in keys:
+                if key not in record:
+                    raise ValueError(f"{path}, line {number}: no key {key!r}; it has {', '.join(map(repr, record))}: see --json-keys")
+                if not isinstance(record[key], str):
+                    raise ValueError(f"{path}, line {number}: {key!r} must hold text, not {type(record[key]).__name__}")
+            yield Document(texts={key: record[key] for key in keys}, source_bytes=len(line.encode()))
+
+
+def _plain_text(path: Path, keys: list[str], separator: str) -> Iterator[Document]:
+    if separator not in DOCUMENT_SEPARATORS:
+        raise ValueError(f"--split-documents {separator} is unknown: choose one of {', '.join(DOCUMENT_SEPARATORS)}")
+    marker = END_OF_TEXT if separator == "endoftext" else ""
+    lines: list[str] = []
+    size = 0
+    with path.open(encoding="utf-8") as stream:
+        for line in stream:
+            size += len(line.encode())
+            if line.strip() != marker:
+                lines.append(line)
+            elif lines:
+                yield _joined(lines, keys, size)
+                lines, size = [], 0
+    if lines:
+        yield _joined(lines, keys, size)
+
+
+def _joined(lines: list[str], keys: list[str], size: int) -> Document:
+    text = "".join(lines).strip("\n")
+    return Document(texts=dict.fromkeys(keys, text), source_bytes=size)
+
+
+def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    chunk: list[Document] = []
+    size = 0
+    for document in documents:
+        chunk.append(document)
+        size += document.source_bytes
+        if size >= _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _encoded(chunks: Iterator[list[Document]], options: EncodeOptions, workers: int) -> Generator[_Chunk]:
+    """Encoded chunks in the order of the input, with a bounded number of them in flight."""
+    if workers <= 0:
+        yield from map(_Encoder(options), chunks)
+        return
+    # Spawned, not forked: a fork of a process that holds torch's threads can stand still.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (options,)) as pool:
+        waiting: deque[concurrent.futures.Future[_Chunk]] = deque()
+        try:
+            for chunk in chunks:
+                waiting.append(pool.submit(_work, chunk))
+                if len(waiting) >= 4 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+_WORKER: dict[str, _Encoder] = {}  # filled in each worker process, never in the parent
+
+
+def _start_worker(options: EncodeOptions) -> None:
+    _WORKER["encoder"] = _Encoder(options)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """A killed parent tells its workers nothing: they watch it themselves, or they would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _work(chunk: list[Document]) -> _Chunk:
+    return _WORKER["encoder"](chunk)

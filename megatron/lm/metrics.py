@@ -1,0 +1,149 @@
+"""What a run tells about itself: the log line, TensorBoard and the metrics file (one JSON object a line)."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from megatron.core import parallel_state
+from torch.utils.tensorboard import SummaryWriter
+
+from megatron.lm.config import Config
+from megatron.lm.presets import flops_per_token
+from megatron.lm.step import StepResult
+
+# Dense BF16 peak by compute capability 9.0 (H100 and H200 SXM data sheet): the denominator of MFU at every precision, as in the papers.
+HOPPER_PEAK_TFLOPS = 989.0
+
+
+def peak_tflops(config: Config) -> float | None:
+    """TFLOP/s that count as 100 % MFU: `--peak-tflops`, 989 on a Hopper GPU, else None (no MFU is given)."""
+    if config.logging.peak_tflops is not None:
+        return config.logging.peak_tflops
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return HOPPER_PEAK_TFLOPS if hopper else None
+
+
+def memory_gib() -> float:
+    """Peak memory of this process in GiB: allocated on the GPU, or resident on a CPU (as it is now)."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return psutil.Process().memory_info().rss / 2**30
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03`."""
+    minutes, s = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
+
+
+class Metrics:
+    """Collects steps and reports an interval at a time. Rank 0 writes; on the others only the sums are combined.
+
+    Args:
+        config: of the run.
+        vocab_size: rows of the embedding (padded).
+        iteration: where the run starts, for the remaining time.
+    """
+
+    def __init__(self, config: Config, vocab_size: int, iteration: int) -> None:
+        world_size = torch.distributed.get_world_size()
+        self.config = config
+        self.world_size = world_size
+        self.main = torch.distributed.get_rank() == 0
+        self.tokens_a_step = config.global_batch_size(world_size) * config.model.seq_length
+        self.flops_a_token = flops_per_token(config.model, vocab_size)
+        self.peak = peak_tflops(config)
+        self.start_iteration, self.start_time = iteration, time.perf_counter()
+        self.skipped = 0
+        self.writer = SummaryWriter(config.logging.tensorboard_dir) if self.main and config.logging.tensorboard_dir else None
+        self.file = None
+        if self.main and config.logging.metrics_file:
+            path = Path(config.logging.metrics_file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = path.open("a", encoding="utf-8")
+        self._begin_interval()
+
+    def _begin_interval(self) -> None:
+        self.steps: list[StepResult] = []
+        self.interval_start = time.perf_counter()
+        self.paused = 0.0
+
+    def pause(self, seconds: float) -> None:
+        """Time that is not training (evaluation, saving) stays out of the throughput."""
+        self.paused += seconds
+
+    def record(self, step: StepResult, iteration: int) -> None:
+        """Take in one step; report where the interval ends."""
+        self.steps.append(step)
+        self.skipped += step.skipped
+        if iteration % self.config.logging.log_interval == 0 or iteration == self.config.training.train_iters:
+            self._report(iteration)
+            self._begin_interval()
+
+    def _report(self, iteration: int) -> None:
+        # One collective and one host sync an interval: the steps left their sums on the device.
+        sums = torch.stack([torch.stack([s.loss_sum, s.tokens]) for s in self.steps]).double().sum(0)
+        torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        loss = float(sums[0] / sums[1])
+        seconds = (time.perf_counter() - self.interval_start - self.paused) / len(self.steps)
+        if not self.main:
+            return
+        tokens_per_s = self.tokens_a_step / seconds
+        tflops = tokens_per_s * self.flops_a_token / 1e12 / self.world_size
+        left = (time.perf_counter() - self.start_time) / (iteration - self.start_iteration) * (self.config.training.train_iters - iteration)
+        last = self.steps[-1]
+        row: dict[str, Any] = {
+            "kind": "train",
+            "iteration": iteration,
+            "tokens": iteration * self.tokens_a_step,
+            "loss": loss,
+            "lr": last.lr,
+            "grad_norm": float(last.grad_norm),
+            "skipped": self.skipped,
+            "step_ms": seconds * 1e3,
+            "tokens_per_s": tokens_per_s,
+            "tflops": tflops,
+            "mfu": tflops / self.peak if self.peak else None,
+            "memory_gib": memory_gib(),
+        }
+        self.write(row)
+        mfu = f" (MFU {100 * row['mfu']:.1f}% of {self.peak:g})" if row["mfu"] is not None else ""
+        print(
+            f"iteration {iteration:>7}/{self.config.training.train_iters} | tokens {row['tokens']:.3e} | loss {loss:.4f} | "
+            f"lr {last.lr:.3e} | grad norm {row['grad_norm']:.3f} | skipped {self.skipped} | step {row['step_ms']:.1f} ms | "
+            f"{tokens_per_s:,.0f} tokens/s | {tflops:.2f} TFLOP/s/device{mfu} | memory {row['memory_gib']:.2f} GiB | "
+            f"left {duration(left)}",
+            flush=True,
+        )
+
+    def evaluation(self, kind: str, iteration: int, loss: float, bits_per_byte: float | None) -> None:
+        """Report the loss (nats a token) of the `valid` or `test` split."""
+        if not self.main:
+            return
+        perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
+        tokens = iteration * self.tokens_a_step
+        self.write(
+            {"kind": kind, "iteration": iteration, "tokens": tokens, "loss": loss, "ppl": perplexity, "bits_per_byte": bits_per_byte}
+        )
+        bits = f" | {bits_per_byte:.4f} bits a byte" if bits_per_byte is not None else ""
+        print(f"{kind} at iteration {iteration}: loss {loss:.4f} | perplexity {perplexity:.2f}{bits}", flush=True)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """One object to the metrics file, its numbers to TensorBoard under kind/name. Does nothing on ranks other than 0."""
+        if self.file is not None:
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
+        if self.writer is not None and "iteration" in row:
+            prefix = "/".join(str(row[key]) for key in ("kind", "layer", "tensor") if key in row)
+            for key, value in row.items():
+                if isinstance(value, int | float) and key != "iteration":
+                    self.writer.add_scalar(f"{prefix}/{key}", value, row["iteration"])
+
+    def close(self) -> None:
+        """Flush and close what was opened."""
+        for stream in (self.file, self.writer):
+            if stream is not None:
+                stream.close()

@@ -1,0 +1,164 @@
+"""GPT: megatron-core's GPTModel built from our configuration, with our layers in it."""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+from megatron.lm.config import Config
+from megatron.lm.model.attention import check_backend
+from megatron.lm.model.loss import token_loss
+from megatron.lm.model.spec import block_spec
+from megatron.lm.process_groups import virtual_pipeline_size
+
+if TYPE_CHECKING:
+    from msamp.numerics.recipe import Recipe
+
+
+class GPT(GPTModel):
+    """GPTModel with the class of its output layer as an argument and the loss of `megatron.lm.model.loss`.
+
+    `forward(tokens, position_ids, None, labels=labels)` takes [b, s] int64 and returns the loss of every token, [b, s] FP32, or, without
+    labels, logits [b, s, padded vocabulary / tensor-parallel size]; on a pipeline stage that is not the last, hidden states [s, b, h].
+
+    Args:
+        output_linear: class of the output layer (LM head), constructed as megatron-core's `ColumnParallelLinear`.
+        The others are GPTModel's.
+    """
+
+    output_layer: ColumnParallelLinear
+
+    def __init__(self, *args: Any, output_linear: type[ColumnParallelLinear] = ColumnParallelLinear, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process and output_linear is not ColumnParallelLinear:
+            weight: Tensor | None = self.output_layer.weight
+            self.output_layer = output_linear(
+                self.config.hidden_size,
+                self.vocab_size,
+                config=self.config,
+                init_method=self.config.init_method,
+                bias=False,
+                gather_output=not self.parallel_output,
+                # The weight GPTModel made moves over, marks and all: none is allocated or drawn twice.
+                skip_weight_param_allocation=True,
+                tp_group=self.pg_collection.tp,
+            )
+            self.output_layer.weight = weight
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """labels [b, s], logits [s, b, vocabulary / TP] -> loss of every token [b, s] FP32."""
+        return token_loss(logits, labels)
+
+
+def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
+    """megatron-core's configuration of the model that `config` describes, its parameters in `recipe.compute_dtype`."""
+    model, parallel = config.model, config.parallel
+    interleaved = virtual_pipeline_size(config) is not None
+    residual_std = model.init_method_std / math.sqrt(2 * model.num_layers)
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.query_groups,
+        ffn_hidden_size=model.ffn_size,
+        kv_channels=model.head_size,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=model.swiglu,
+        # GPT's GELU is the tanh form: the same function fused or not, on a CPU or a GPU.
+        activation_func=functional.silu if model.swiglu else _gelu,
+        add_bias_linear=not model.disable_bias_linear,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        init_method=normal_(model.init_method_std),
+        embedding_init_method=normal_(model.init_method_std),
+        output_layer_init_method=normal_(residual_std),
+        recompute_granularity=config.training.recompute_granularity,
+        recompute_method=config.training.recompute_method,
+        recompute_num_layers=config.training.recompute_num_layers,
+        params_dtype=recipe.compute_dtype,
+        bf16=recipe.compute_dtype is torch.bfloat16,
+        pipeline_dtype=recipe.compute_dtype,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_size(config),
+        sequence_parallel=parallel.sequence_parallel,
+        # Interleaved stages over gloo get wrong gradients from batched point-to-point exchange.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        gradient_accumulation_fusion=False,
+        # torch.compile for the sake of one addition: it saves well under 1 % of a step on a GPU and wants a C compiler everywhere.
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int | None = None) -> GPT:
+    """This rank's part of the model, on its device, with parameters in `recipe.compute_dtype`; needs `process_groups.initialize`.
+
+    Parameters depend on the seed, the model's shape and the tensor and pipeline layout; not on data parallelism, nor on the recipe beyond
+    rounding: they are drawn in FP32. The vocabulary is padded (`Config.padded_vocab_size`).
+
+    Args:
+        recipe: its linear layers fill the block, `compute_dtype` is the parameters'.
+        vocab_size: the tokenizer's, not padded.
+        vp_stage: which chunk of an interleaved pipeline stage; None without interleaving.
+
+    Raises:
+        ValueError: an attention backend that this machine does not have, or an unknown norm.
+    """
+    from megatron.lm.model.linear import column_linear, output_linear, row_linear
+
+    linears = (column_linear(recipe), row_linear(recipe), output_linear(recipe))
+    return assemble(config, transformer_config(config, recipe), vocab_size, linears, vp_stage)
+
+
+def assemble(
+    config: Config,
+    core_config: TransformerConfig,
+    vocab_size: int,
+    linears: tuple[type, type, type],
+    vp_stage: int | None = None,
+) -> GPT:
+    """`build_model` with megatron-core's configuration and the classes of (column, row, output) linear layers given."""
+    check_backend(config.model.attention_backend)
+    column_linear, row_linear, output_linear = linears
+    model = config.model
+    return GPT(
+        config=core_config,
+        transformer_layer_spec=block_spec(core_config, column_linear, row_linear, vp_stage, model.attention_backend),
+        vocab_size=config.padded_vocab_size(vocab_size),
+        max_sequence_length=model.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        vp_stage=vp_stage,
+        output_linear=output_linear,
+    )
+
+
+def normal_(std: float) -> Callable[[Tensor], Tensor]:
+    """An initializer that fills a tensor of any floating dtype from N(0, std^2), drawn in FP32.
+
+    So every precision starts from the same numbers, rounded, and BF16's own coarse generator is not used.
+    """
+
+    @torch.no_grad()
+    def fill_(tensor: Tensor) -> Tensor:
+        return tensor.copy_(torch.empty_like(tensor, dtype=torch.float32).normal_(0.0, std))
+
+    return fill_
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")

@@ -1,0 +1,38 @@
+"""Cross entropy over a vocabulary that may be split across tensor-parallel ranks, and its mean over a micro-batch."""
+
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from torch import Tensor
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of every token, in nats, computed in FP32.
+
+    Args:
+        logits: [s, b, padded vocabulary / tensor-parallel size], any floating dtype; FP32 logits are overwritten.
+        labels: [b, s] int64, below the whole vocabulary's size.
+
+    Returns:
+        [b, s] FP32.
+    """
+    # Works in place on one FP32 copy of the logits, the largest tensor of the step; torch's own cross entropy holds three of them.
+    return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t()
+
+
+def masked_mean_loss(token_losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean loss of a micro-batch, as megatron-core's schedules want it of a loss function (their two-value form).
+
+    The schedule divides the first value by the number of micro-batches and runs backward from it, so that gradients are the mean over
+    micro-batches of the mean over counted tokens. Give it `functools.partial(masked_mean_loss, loss_mask=mask)`.
+
+    Args:
+        token_losses: [b, s] FP32, from `token_loss`.
+        loss_mask: [b, s] FP32, 1 where the token counts, 0 where it does not.
+
+    Returns:
+        The mean, a scalar with gradient (0 when no token counts), and for the log `{"loss_sum", "tokens"}`: scalars without gradient,
+        whose sums over micro-batches and data-parallel ranks give the exact mean over all counted tokens.
+    """
+    loss_sum = (token_losses * loss_mask).sum()
+    tokens = loss_mask.sum()
+    mean = loss_sum / tokens.clamp(min=1)
+    return mean, {"loss_sum": loss_sum.detach(), "tokens": tokens.detach()}

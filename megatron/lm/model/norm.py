@@ -1,0 +1,40 @@
+"""LayerNorm and RMSNorm for megatron-core's norm slots: usable under sequence parallelism, without Apex or Transformer Engine."""
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.lm.process_groups import device
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """Layer normalisation over the last dimension.
+
+    Weight and bias are [hidden_size] in the parameters' dtype; mean and variance are taken in FP32 whatever the input's dtype.
+    Both carry `sequence_parallel`: under sequence parallelism each rank sees a slice of the sequence, so that
+    megatron-core's `finalize_model_grads` must sum their gradients over the tensor-parallel group.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps, device=device(), dtype=config.params_dtype)
+        _mark_sequence_parallel(self, config)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Root-mean-square normalisation over the last dimension: no mean, no bias; otherwise as `LayerNorm`."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps, device=device(), dtype=config.params_dtype)
+        _mark_sequence_parallel(self, config)
+
+
+def norm_class(normalization: str) -> type[torch.nn.Module]:
+    """The norm called `normalization`; ValueError when there is none of that name."""
+    classes = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+    if normalization not in classes:
+        raise ValueError(f"--normalization {normalization}: choose one of {', '.join(classes)}")
+    return classes[normalization]
+
+
+def _mark_sequence_parallel(norm: torch.nn.Module, config: TransformerConfig) -> None:
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -1,0 +1,104 @@
+"""The trainer's optimizer and learning-rate schedule: which parameter gets which formats, and decay or none."""
+
+from dataclasses import replace
+
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
+
+from megatron.lm.config import Config, PrecisionConfig
+from megatron.lm.model.linear import FP8Gemm
+from msamp.numerics import formats, recipe
+from msamp.numerics.recipe import FP32_STATES, Recipe
+from msamp.numerics.scaling import Current
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.adamw import FP8AdamW
+
+
+def build_recipe(precision: PrecisionConfig) -> Recipe:
+    """The preset that the flags name, with their scaling rule and state formats (Table 6 of FP8-LM)."""
+    base = recipe.by_name(precision.name)
+    if precision.fp8_scaling == "current":
+        base = base.with_scaling(Current())
+    names = {
+        "master": precision.master_format,
+        "grad": precision.grad_format,
+        "m": precision.exp_avg_format,
+        "v": precision.exp_avg_sq_format,
+    }
+    return base.with_states(**{key: formats.by_name(name) for key, name in names.items() if name is not None})
+
+
+def build_optimizer(model: nn.Module, config: Config, recipe: Recipe) -> FP8AdamW:
+    """FP8AdamW in up to three groups: linear weights, other matrices (embeddings, LM head), vectors (norms, biases).
+
+    Matrices decay; vectors do not (as in Megatron-LM) and have FP32 states. At the FP8 levels the embedding's gradient is
+    BF16, its master and moments those of a linear weight.
+    """
+    optim = config.optimizer
+    params = list(model.parameters())
+    linear = [p for p in params if isinstance(p, ScalingTensor)]
+    matrices = [p for p in params if p.dim() > 1 and not isinstance(p, ScalingTensor)]
+    vectors = [p for p in params if p.dim() <= 1]
+    matrix_states = replace(recipe.states, grad=formats.BF16) if recipe.fp8 else recipe.states
+    groups = [
+        {"params": linear, "formats": recipe.states, "wd_mult": 1.0},
+        {"params": matrices, "formats": matrix_states, "wd_mult": 1.0},
+        {"params": vectors, "formats": FP32_STATES, "wd_mult": 0.0},
+    ]
+    optimizer = FP8AdamW(
+        [group for group in groups if group["params"]],
+        lr=optim.lr,
+        betas=(optim.adam_beta1, optim.adam_beta2),
+        eps=optim.adam_eps,
+        weight_decay=optim.weight_decay,
+        clip_grad=optim.clip_grad or None,
+    )
+    for layer in model.modules():
+        values = layer.take_initial_weight() if isinstance(layer, FP8Gemm) else None
+        if values is not None:
+            optimizer.init_master(layer.weight, values)  # type: ignore[arg-type]
+    return optimizer
+
+
+def gradient_formats(optimizer: FP8AdamW) -> dict[nn.Parameter, formats.Format]:
+    """Each parameter's gradient format, in the optimizer's order."""
+    return {p: formats.by_name(group["formats"]["grad"]) for group in optimizer.param_groups for p in group["params"]}
+
+
+def build_schedule(optimizer: FP8AdamW, config: Config) -> OptimizerParamScheduler:
+    """megatron-core's schedule, counted in iterations: linear warm-up from 0, then the decay of `--lr-decay-style`."""
+    optim = config.optimizer
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optim.lr,
+        min_lr=optim.min_lr,
+        lr_warmup_steps=optim.lr_warmup_iters,
+        lr_decay_steps=config.lr_decay_iters,
+        lr_decay_style=optim.lr_decay_style,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=config.lr_decay_iters,
+        wd_incr_style="constant",
+    )
+
+
+def bytes_per_parameter(model: nn.Module, optimizer: FP8AdamW) -> dict[str, float]:
+    """Mean bytes a parameter that each kind of state takes, measured from the tensors.
+
+    Keys: weight, master (0 where the weight is its own), grad, m, v. Before the first step the moments are those their
+    formats will take.
+    """
+    total = dict.fromkeys(("weight", "master", "grad", "m", "v"), 0)
+    count = 0
+    for group in optimizer.param_groups:
+        named = {key: formats.by_name(name) for key, name in group["formats"].items()}
+        for p in group["params"]:
+            stored = p.payload if isinstance(p, ScalingTensor) else p
+            own_master = formats.of_dtype(stored.dtype) == named["master"]
+            count += p.numel()
+            total["weight"] += stored.numel() * stored.element_size()
+            total["master"] += 0 if own_master else p.numel() * named["master"].bytes
+            for key in ("grad", "m", "v"):
+                total[key] += p.numel() * named[key].bytes
+    return {key: size / count for key, size in total.items()}

@@ -1,0 +1,84 @@
+"""GPT sizes as data, and what follows from a shape by arithmetic alone: parameters and FLOPs.
+
+125m, 7b, 13b and 175b are table 1 of FP8-LM (the 7B to 175B micro-batches: table 5); 345m and 1.3b are GPT-2's and GPT-3's
+shapes with GPT-3's learning rates and batches. All train as section 3.1.2 of FP8-LM says: sequences of 2,048 tokens, betas 0.9 and
+0.95, weight decay 0.1, 1,000 iterations of warm-up, cosine decay to a tenth of the learning rate.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megatron.lm.config import ModelConfig
+
+SEQ_LENGTH = 2048
+MILLION_TOKENS = 2**20
+
+
+def _size(
+    layers: int, hidden: int, heads: int, *, lr: float, batch: int, tokens: float, micro_batch: int, tp: int = 1, pp: int = 1
+) -> Mapping[str, Any]:
+    """Settings of one size; `batch` and `tokens` (of the whole training) in tokens."""
+    return MappingProxyType(
+        {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "seq_length": SEQ_LENGTH,
+            "micro_batch_size": micro_batch,
+            "global_batch_size": batch // SEQ_LENGTH,
+            "train_iters": round(tokens / batch),
+            "lr": lr,
+            "min_lr": round(lr / 10, 12),  # 3e-05, not 2.9999999999999997e-05, wherever it is printed
+            "lr_warmup_iters": 1000,
+            "lr_decay_style": "cosine",
+            "weight_decay": 0.1,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.95,
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "sequence_parallel": tp > 1,
+        }
+    )
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "125m": _size(12, 768, 12, lr=6e-4, batch=MILLION_TOKENS, tokens=100e9, micro_batch=8),
+        "345m": _size(24, 1024, 16, lr=3e-4, batch=MILLION_TOKENS // 2, tokens=100e9, micro_batch=8),
+        "1.3b": _size(24, 2048, 16, lr=2e-4, batch=MILLION_TOKENS, tokens=100e9, micro_batch=4),
+        "7b": _size(32, 4096, 32, lr=3e-4, batch=4 * MILLION_TOKENS, tokens=100e9, micro_batch=2),
+        "13b": _size(40, 5120, 40, lr=3e-4, batch=4 * MILLION_TOKENS, tokens=100e9, micro_batch=2, tp=2),
+        "175b": _size(96, 12288, 96, lr=3e-5, batch=MILLION_TOKENS, tokens=40e9, micro_batch=1, tp=8, pp=4),
+    }
+)
+
+
+def preset(name: str) -> dict[str, Any]:
+    """Settings of a size, by field name (over all sections of `Config`). ValueError listing the names for any other."""
+    if name not in PRESETS:
+        raise ValueError(f"--preset {name!r} is unknown: choose one of {', '.join(PRESETS)}")
+    return dict(PRESETS[name])
+
+
+def parameter_count(model: ModelConfig, vocab_size: int) -> int:
+    """Parameters of the whole GPT with `vocab_size` embedding rows (the padded vocabulary)."""
+    hidden, ffn, biases = model.hidden_size, model.ffn_size, not model.disable_bias_linear
+    queries = model.num_attention_heads * model.head_size
+    qkv = queries + 2 * model.query_groups * model.head_size
+    fc1 = 2 * ffn if model.swiglu else ffn
+    linear = hidden * (qkv + queries + fc1 + ffn) + biases * (qkv + hidden + fc1 + hidden)
+    norm = hidden if model.normalization == "RMSNorm" else 2 * hidden
+    embeddings = vocab_size * (2 if model.untie_embeddings_and_output_weights else 1)
+    positions = model.max_positions if model.position_embedding_type == "learned_absolute" else 0
+    return model.num_layers * (linear + 2 * norm) + norm + hidden * (embeddings + positions)
+
+
+def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
+    """FLOPs of forward and backward for one token: 6 a parameter, and causal attention's 6 x layers x width x sequence.
+
+    Attention: two products, 2 FLOPs each, over half of the sequence in the mean, and twice as much again in backward. Recomputed
+    layers are not counted (model FLOPs, as in MFU). `vocab_size` as in `parameter_count`.
+    """
+    attention = 6 * model.num_layers * model.num_attention_heads * model.head_size * model.seq_length
+    return 6 * parameter_count(model, vocab_size) + attention

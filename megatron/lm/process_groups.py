@@ -1,0 +1,151 @@
+"""Process groups, the device of this process and its random seeds, from torchrun's environment or without it."""
+
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy
+import torch
+import torch.distributed
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from megatron.lm.config import Config
+from megatron.lm.cpu_home import enter_cpu_home
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """This process's place among those that were started together: global and per-machine rank and count."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def launch_from_environment(environment: Mapping[str, str] = os.environ) -> Launch:
+    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them; without any of them, one process alone.
+
+    Raises:
+        ValueError: only some of RANK and WORLD_SIZE are set, a value is no integer, or a rank is outside its count.
+    """
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        return Launch()
+    rank, world_size = _integer(environment, "RANK"), _integer(environment, "WORLD_SIZE")
+    local_rank = _integer(environment, "LOCAL_RANK", default=rank)
+    local_world_size = _integer(environment, "LOCAL_WORLD_SIZE", default=world_size)
+    for name, value, count_name, count in (
+        ("RANK", rank, "WORLD_SIZE", world_size),
+        ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),
+    ):
+        if not 0 <= value < count:
+            raise ValueError(f"{name}={value} must be at least 0 and below {count_name}={count}: {_REMEDY}")
+    return Launch(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size)
+
+
+def world_size_from_environment(environment: Mapping[str, str] = os.environ) -> int:
+    """How many processes train together; ValueError as `launch_from_environment`."""
+    return launch_from_environment(environment).world_size
+
+
+def device() -> torch.device:
+    """Where this process computes: its CUDA device where there is one, the CPU elsewhere."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def initialize(config: Config) -> None:
+    """Join the process groups of data, tensor and pipeline parallelism, take this process's device and seed every generator.
+
+    A default process group that exists already is used as it is. Ranks of one pipeline stage and tensor shard get the same seed whatever
+    their data-parallel rank, so that their parameters start equal; stages and shards get seeds of their own.
+
+    Raises:
+        ValueError: an environment as in `launch_from_environment`, more processes on this machine than GPUs, NCCL without a GPU,
+            or a number of processes that tensor x pipeline parallel sizes do not divide.
+    """
+    parallel = config.parallel
+    launch = launch_from_environment()
+    backend = _backend(parallel.distributed_backend)
+    model_parallel_size = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    if launch.world_size % model_parallel_size:
+        raise ValueError(
+            f"{launch.world_size} processes are no multiple of tensor x pipeline parallel size {model_parallel_size}: start one"
+        )
+    enter_cpu_home()
+    if torch.cuda.is_available():
+        _take_gpu(launch)
+    if not torch.distributed.is_initialized():
+        _init_process_group(backend, launch, timedelta(minutes=parallel.distributed_timeout_minutes))
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_size(config),
+        distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+        # Its second set of groups over gloo serves only megatron-core's own optimizer checkpoints; creating them takes seconds at scale.
+        create_gloo_process_groups=False,
+    )
+    seed_all(config.training.seed)
+
+
+def virtual_pipeline_size(config: Config) -> int | None:
+    """How many model chunks a pipeline stage holds; None without interleaving."""
+    layers = config.parallel.num_layers_per_virtual_pipeline_stage
+    return config.model.num_layers // config.parallel.pipeline_model_parallel_size // layers if layers else None
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, NumPy, torch and megatron-core's tracker of tensor-parallel random numbers."""
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(stage_seed)
+    numpy.random.seed(stage_seed)
+    torch.manual_seed(stage_seed)
+    model_parallel_cuda_manual_seed(stage_seed)
+
+
+def shutdown() -> None:
+    """Leave all process groups; nothing when there are none."""
+    parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+_REMEDY = "start with `torchrun --nproc-per-node N -m megatron.lm.pretrain ...`, or unset RANK and WORLD_SIZE to train on one process"
+
+
+def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        state = "is not set beside it" if text is None else f"is {text!r}"
+        raise ValueError(f"{name} {state}, and must be an integer: {_REMEDY}") from None
+
+
+def _backend(name: str) -> str:
+    cuda = torch.cuda.is_available()
+    if name == "nccl" and not cuda:
+        raise ValueError("--distributed-backend nccl needs a CUDA device and this machine has none: use gloo or auto")
+    return ("nccl" if cuda else "gloo") if name == "auto" else name
+
+
+def _take_gpu(launch: Launch) -> None:
+    gpus = torch.cuda.device_count()
+    if launch.local_rank >= gpus:
+        raise ValueError(
+            f"LOCAL_RANK={launch.local_rank} of {launch.local_world_size} processes here, on a machine of {gpus} GPUs (one a process): "
+            f"start with --nproc-per-node {gpus} or fewer"
+        )
+    torch.cuda.set_device(launch.local_rank)
+
+
+def _init_process_group(backend: str, launch: Launch, timeout: timedelta) -> None:
+    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        # Alone there is nobody to meet: no port, no host name.
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        torch.distributed.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout)

@@ -1,0 +1,162 @@
+"""Sets a run up, and drives it: train, evaluate, log, save."""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from torch.utils.data import Dataset
+
+from megatron.lm import checkpoint, process_groups
+from megatron.lm.config import Config
+from megatron.lm.data.batch import batches
+from megatron.lm.data.datasets import build_datasets, split_blends
+from megatron.lm.data.tokenizer import build_tokenizer
+from megatron.lm.distributed import GradSync
+from megatron.lm.metrics import Metrics
+from megatron.lm.model.gpt import build_model
+from megatron.lm.optim import build_optimizer, build_recipe, build_schedule, bytes_per_parameter, gradient_formats
+from megatron.lm.precision_probe import probing
+from megatron.lm.step import Batches, Training, evaluate, train_step
+from msamp.kernels.scaled_mm import warn_if_emulated
+from msamp.nn.scaling_state import ScalingState
+
+
+def build_training(config: Config, vocab_size: int) -> Training:
+    """Model, optimizer, schedule and gradient synchroniser for this rank; needs `process_groups.initialize`.
+
+    Args:
+        vocab_size: the tokenizer's (the model pads it).
+    """
+    recipe = build_recipe(config.precision)
+    if recipe.fp8:
+        warn_if_emulated(process_groups.device())
+    model = build_model(config, recipe, vocab_size)
+    optimizer = build_optimizer(model, config, recipe)
+    micro_batches = config.num_micro_batches(torch.distributed.get_world_size())
+    return Training(
+        config=config,
+        model=model,
+        optimizer=optimizer,
+        schedule=build_schedule(optimizer, config),
+        grad_sync=GradSync(gradient_formats(optimizer), parallel_state.get_data_parallel_group(), micro_batches),
+        scaling=ScalingState(model),
+        micro_batches=micro_batches,
+        vocab_size=vocab_size,
+    )
+
+
+class Trainer:
+    """One run from its configuration to its last checkpoint.
+
+    Raises:
+        ValueError: bad data, tokenizer or checkpoint, before the first step.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.tokenizer = build_tokenizer(config.data)
+        self.train_data, self.valid_data, self.test_data = build_datasets(config, self.tokenizer, self._sample_counts())
+        self.training = build_training(config, self.tokenizer.vocab_size)
+        if config.checkpoint.load:
+            checkpoint.load(self.training)
+        self.metrics = Metrics(config, config.padded_vocab_size(self.tokenizer.vocab_size), self.training.iteration)
+        self._announce()
+
+    def _sample_counts(self) -> tuple[int, int, int]:
+        """Sequences of training, validation and test data that the whole run reads."""
+        training = self.config.training
+        batch = self.config.global_batch_size(torch.distributed.get_world_size())
+        evaluation = training.eval_iters * batch
+        return training.train_iters * batch, evaluation, evaluation
+
+    def _announce(self) -> None:
+        model, optimizer = self.training.model, self.training.optimizer
+        parameters = sum(p.numel() for p in model.parameters())
+        sizes = bytes_per_parameter(model, optimizer)
+        self.metrics.write({"kind": "precision", "parameters": parameters, "bytes_per_parameter": sizes})
+        if self.metrics.main:
+            if self.training.iteration:
+                print(f"resumed from {self.config.checkpoint.load} at iteration {self.training.iteration}")
+            listed = ", ".join(f"{key} {size:.2f}" for key, size in sizes.items())
+            print(model)
+            print(
+                f"{parameters / 1e6:.1f}M parameters | precision {self.config.precision.name} | "
+                f"bytes a parameter {sum(sizes.values()):.2f} ({listed}) | "
+                f"{torch.distributed.get_world_size()} processes | micro-batches a step {self.training.micro_batches}",
+                flush=True,
+            )
+
+    def _batches(self, dataset: Dataset, consumed_samples: int) -> Batches:
+        return batches(
+            dataset,
+            micro_batch_size=self.config.training.micro_batch_size,
+            data_parallel_rank=parallel_state.get_data_parallel_rank(),
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            consumed_samples=consumed_samples,
+            num_workers=self.config.data.num_workers,
+            device=process_groups.device(),
+        )
+
+    def run(self) -> None:
+        """Train to `--train-iters` (or to `--exit-interval`), with evaluations and checkpoints between, and evaluate at the end."""
+        training, settings = self.training, self.config.training
+        if self.train_data is None:
+            raise ValueError("there is no training data; give --train-data-path, or a --split whose first share is not 0")
+        stream = self._batches(self.train_data, training.consumed_samples)
+        for iteration in self._iterations():
+            with self._probe(iteration):
+                result = train_step(training, stream)
+            self.metrics.record(result, iteration)
+            started = time.perf_counter()
+            if iteration % settings.eval_interval == 0 and iteration < settings.train_iters:
+                self._evaluate("valid", self.valid_data)
+            leaving = settings.exit_interval is not None and iteration % settings.exit_interval == 0
+            interval = self.config.checkpoint.save_interval
+            if leaving or (interval is not None and iteration % interval == 0 and iteration < settings.train_iters):
+                self._save()
+            if leaving:
+                break
+            self.metrics.pause(time.perf_counter() - started)
+        else:
+            self._evaluate("valid", self.valid_data)
+            self._evaluate("test", self.test_data)
+            self._save()
+        self.metrics.close()
+
+    def _iterations(self) -> Iterator[int]:
+        """Numbers of the steps still to do, from 1."""
+        return iter(range(self.training.iteration + 1, self.config.training.train_iters + 1))
+
+    def _probe(self, iteration: int) -> contextlib.AbstractContextManager[None]:
+        interval = self.config.logging.log_underflow_interval
+        if not interval or (iteration - 1) % interval:
+            return contextlib.nullcontext()
+        return probing(self.training.model, iteration, self.metrics.write)
+
+    def _evaluate(self, kind: str, dataset: Dataset | None) -> None:
+        if dataset is None or not self.config.training.eval_iters:
+            return
+        loss = evaluate(self.training, self._batches(dataset, 0), self.config.training.eval_iters)
+        self.metrics.evaluation(kind, self.training.iteration, loss, self._bits_per_byte(kind, loss))
+
+    def _bits_per_byte(self, kind: str, loss: float) -> float | None:
+        """Loss in bits for each byte of text, where preprocessing has left the counts of a split's one dataset beside it."""
+        blend = split_blends(self.config.data)[("train", "valid", "test").index(kind)]
+        if blend is None or len(blend.prefixes) != 1:
+            return None
+        counts = Path(f"{blend.prefixes[0]}.json")
+        if not counts.is_file():
+            return None
+        found = json.loads(counts.read_text(encoding="utf-8"))
+        return loss / math.log(2) * found["tokens"] / found["bytes"]
+
+    def _save(self) -> None:
+        if self.config.checkpoint.save:
+            folder = checkpoint.save(self.training, Path(self.config.checkpoint.save))
+            if self.metrics.main:
+                print(f"saved {folder}", flush=True)

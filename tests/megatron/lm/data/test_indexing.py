@@ -1,0 +1,161 @@
+"""Reading documents and writing indexed datasets: contents, counts, atomicity, workers, bad input."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron.lm.config import DataConfig
+from megatron.lm.data import indexing
+from megatron.lm.data.indexing import Document, EncodeOptions, Progress, check_inputs, read_documents, write_datasets
+
+OPTIONS = EncodeOptions(data=DataConfig(tokenizer_type="NullTokenizer"), vocab_size=100)
+
+
+def documents(*texts, key="text"):
+    return [Document(texts={key: text}, source_bytes=len(text)) for text in texts]
+
+
+def contents(prefix):
+    dataset = IndexedDataset(str(prefix))
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_written_datasets_read_back_in_order(tmp_path, workers, monkeypatch):
+    monkeypatch.setattr(indexing, "_CHUNK_BYTES", 8)
+    texts = [" ".join(str(i % 99) for _ in range(1 + i % 4)) for i in range(40)]
+    counts = write_datasets(documents(*texts), {"text": tmp_path / "p"}, OPTIONS, workers=workers)["text"]
+    assert contents(tmp_path / "p") == [[*map(int, text.split()), 99] for text in texts]
+    assert counts.documents == 40
+    assert counts.tokens == sum(len(text.split()) + 1 for text in texts)
+    assert counts.text_bytes == sum(map(len, texts))
+    assert json.loads((tmp_path / "p.json").read_text()) == {
+        "documents": 40,
+        "tokens": counts.tokens,
+        "text_bytes": counts.text_bytes,
+        "vocab_size": 100,
+        "dtype": "uint16",
+    }
+
+
+def test_without_eod_and_without_empty_documents(tmp_path):
+    options = EncodeOptions(data=OPTIONS.data, vocab_size=70000, append_eod=False)
+    counts = write_datasets(documents("1 2", "  ", "69000"), {"text": tmp_path / "p"}, options, workers=0)["text"]
+    assert contents(tmp_path / "p") == [[1, 2], [69000]]
+    assert (counts.documents, counts.dtype, counts.text_bytes) == (2, "int32", 8)
+
+
+def test_each_key_makes_a_dataset(tmp_path):
+    both = [Document(texts={"question": "1", "answer": "2 3"}, source_bytes=4)]
+    write_datasets(both, {"question": tmp_path / "q", "answer": tmp_path / "a"}, OPTIONS, workers=0)
+    assert contents(tmp_path / "q") == [[1, 99]]
+    assert contents(tmp_path / "a") == [[2, 3, 99]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_text_leaves_the_old_dataset_and_no_other_file(tmp_path, workers):
+    write_datasets(documents("1 2 3"), {"text": tmp_path / "p"}, OPTIONS, workers=0)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="whitespace-separated integers"):
+        write_datasets(documents("4", "word"), {"text": tmp_path / "p"}, OPTIONS, workers=workers)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_nothing_to_write(tmp_path):
+    with pytest.raises(ValueError, match="no text under key 'text'"):
+        write_datasets(documents("", " "), {"text": tmp_path / "p"}, OPTIONS, workers=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_kill_leaves_no_dataset(tmp_path):
+    script = f"""
+import os
+from pathlib import Path
+from megatron.lm.config import DataConfig
+from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
+def documents():
+    for i in range(3):
+        yield Document(texts={{"text": "1 2 3"}}, source_bytes=1 << 20)
+    os.kill(os.getpid(), 9)
+options = EncodeOptions(data=DataConfig(tokenizer_type="NullTokenizer"), vocab_size=100)
+write_datasets(documents(), {{"text": Path({str(tmp_path / "p")!r})}}, options, workers=0)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=False, env={"PYTHONPATH": ":".join(filter(None, sys.path))})
+    assert done.returncode == -9
+    assert not any((tmp_path / f"p{suffix}").exists() for suffix in (".bin", ".idx", ".json"))
+
+
+def test_jsonl(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one", "id": 1}\n\n{"text": "zw\u00f6lf"}\n', encoding="utf-8")
+    read = list(read_documents(path, ["text"]))
+    assert [document.texts["text"] for document in read] == ["one", "zwölf"]
+    assert sum(document.source_bytes for document in read) == path.stat().st_size - 1
+
+
+@pytest.mark.parametrize(
+    ("separator", "expected"),
+    [("endoftext", ["a\n\nb", "c"]), ("blank-lines", ["a", "b\n<|endoftext|>\nc"])],
+)
+def test_txt(tmp_path, separator, expected):
+    path = tmp_path / "a.txt"
+    path.write_text("a\n\nb\n<|endoftext|>\nc\n", encoding="utf-8")
+    assert [document.texts["text"] for document in read_documents(path, ["text"], separator)] == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "a"}\n{"text": \n', "line 2: not JSON"),
+        ('["a"]\n', "line 1: a JSON object is wanted, not a list"),
+        ('{"body": "a"}\n', "line 1: no key 'text'; it has 'body': see --json-keys"),
+        ('{"text": 3}\n', "line 1: 'text' must hold text, not int"),
+    ],
+)
+def test_bad_jsonl(tmp_path, content, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        list(read_documents(path, ["text"]))
+
+
+def test_not_utf8(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        list(read_documents(path, ["text"]))
+
+
+def test_unknown_separator(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ValueError, match="endoftext, blank-lines"):
+        list(read_documents(tmp_path / "a.txt", ["text"], "pages"))
+
+
+def test_check_inputs(tmp_path):
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "a.csv").write_text("abc")
+    assert check_inputs([tmp_path / "a.txt"] * 2) == 6
+    for name, message in (("none.txt", "does not exist"), ("empty.jsonl", "is empty"), ("a.csv", r"accepted are \.jsonl")):
+        with pytest.raises(ValueError, match=message):
+            check_inputs([tmp_path / "a.txt", tmp_path / name])
+
+
+def test_progress_counts_and_keeps_its_interval(capsys):
+    progress = Progress(total_bytes=1000, interval=10)
+    for _ in range(4):
+        progress.advance(5, 100)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("10 documents (20 %)")
+    assert all(word in lines[1] for word in ("20 documents (40 %)", "documents/s", "MB/s", "s left"))
+
+
+def test_token_dtype_of_the_files(tmp_path):
+    write_datasets(documents("1 98"), {"text": tmp_path / "p"}, OPTIONS, workers=0)
+    assert np.fromfile(tmp_path / "p.bin", dtype=np.uint16).tolist() == [1, 98, 99]

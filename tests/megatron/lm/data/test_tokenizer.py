@@ -1,0 +1,158 @@
+"""Tokenizers: round trips, special tokens in the text, the seam to megatron-core, and every bad input."""
+
+import json
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megatron.lm.config import DataConfig
+from megatron.lm.data.tokenizer import END_OF_TEXT, NullTokenizer, build_tokenizer
+
+TEXT = "It's the state of the union: 1,234 words - naïve façade.\n\n  the the 🙂 end"
+
+
+def trained(end: str = END_OF_TEXT) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=[end], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    return tokenizer
+
+
+@pytest.fixture
+def gpt2_files(tmp_path):
+    """Files in the form of GPT-2's, from a BPE trained here; the reference tokenizer too."""
+    reference = trained()
+    content = json.loads(reference.to_str())["model"]
+    (tmp_path / "encoder.json").write_text(json.dumps(content["vocab"]), encoding="utf-8")
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["merges"]]
+    (tmp_path / "vocab.bpe").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
+    return tmp_path, reference
+
+
+def gpt2(folder):
+    return DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(folder / "encoder.json"), merge_file=str(folder / "vocab.bpe"))
+
+
+def test_gpt2_bpe_agrees_with_the_tokenizers_library(gpt2_files):
+    folder, reference = gpt2_files
+    tokenizer = build_tokenizer(gpt2(folder))
+    assert tokenizer.tokenize(TEXT) == reference.encode(TEXT).ids
+    assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
+    assert (tokenizer.vocab_size, tokenizer.eod) == (reference.get_vocab_size(), reference.token_to_id(END_OF_TEXT))
+
+
+def test_gpt2_bpe_is_not_confused_by_a_second_file_of_the_same_name(gpt2_files):
+    folder, _ = gpt2_files
+    first = build_tokenizer(gpt2(folder)).vocab_size
+    vocabulary = json.loads((folder / "encoder.json").read_text())
+    (folder / "encoder.json").write_text(json.dumps(dict(list(vocabulary.items())[:-1])))
+    merges = (folder / "vocab.bpe").read_text().splitlines()[:-1]
+    (folder / "vocab.bpe").write_text("\n".join(merges))
+    assert build_tokenizer(gpt2(folder)).vocab_size == first - 1
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_huggingface_round_trip(tmp_path, as_folder):
+    reference = trained()
+    reference.save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path if as_folder else tmp_path / "tokenizer.json"
+    tokenizer = build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path)))
+    assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
+    assert (tokenizer.vocab_size, tokenizer.eod) == (reference.get_vocab_size(), 0)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "huggingface"])
+def test_spelling_of_a_special_token_in_text_is_text(gpt2_files, kind):
+    folder, reference = gpt2_files
+    reference.save(str(folder / "tokenizer.json"))
+    config = gpt2(folder) if kind == "gpt2" else DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    tokenizer = build_tokenizer(config)
+    ids = tokenizer.tokenize(f"the {END_OF_TEXT} end")
+    assert tokenizer.eod not in ids
+    assert tokenizer.detokenize(ids) == f"the {END_OF_TEXT} end"
+    assert tokenizer.detokenize([tokenizer.eod]) == END_OF_TEXT
+
+
+def test_null_tokenizer():
+    tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), vocab_size=100)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (100, 99)
+    assert tokenizer.tokenize(" 1 22\n3") == [1, 22, 3]
+    assert tokenizer.detokenize([1, 22, 3]) == "1 22 3"
+
+
+def test_unique_identifiers_are_json(gpt2_files):
+    folder, _ = gpt2_files
+    tokenizer = build_tokenizer(gpt2(folder))
+    assert json.loads(json.dumps(tokenizer.unique_identifiers))["vocab_size"] == tokenizer.vocab_size
+
+
+def test_no_pad_attribute():
+    # megatron-core masks the loss where a label equals tokenizer.pad: without one it takes -1, which no label is.
+    assert not hasattr(NullTokenizer(10), "pad")
+
+
+@pytest.mark.parametrize("word", ["x", "1.5", "100", "-1"])
+def test_null_tokenizer_refuses(word):
+    with pytest.raises(ValueError, match=word.replace("-", "[-]")):
+        NullTokenizer(100).tokenize(f"1 {word}")
+
+
+def test_detokenize_refuses_padded_ids():
+    with pytest.raises(ValueError, match=r"token id 128 is not in \[0, 100\)"):
+        NullTokenizer(100).detokenize([1, 128])
+
+
+@pytest.mark.parametrize("kind", ["BertTokenizer", None])
+def test_unknown_type_lists_what_is_accepted(kind):
+    with pytest.raises(ValueError, match="GPT2BPETokenizer, HuggingFaceTokenizer, NullTokenizer"):
+        build_tokenizer(DataConfig(tokenizer_type=kind))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DataConfig(tokenizer_type="GPT2BPETokenizer"), "--vocab-file is missing"),
+        (DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="nowhere.json"), "--vocab-file nowhere.json does not exist"),
+        (DataConfig(tokenizer_type="HuggingFaceTokenizer"), "--tokenizer-model is missing"),
+        (DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="nowhere"), "--tokenizer-model nowhere does not exist"),
+        (DataConfig(tokenizer_type="NullTokenizer"), "--vocab-size"),
+    ],
+)
+def test_missing_files(config, message):
+    with pytest.raises(ValueError, match=message):
+        build_tokenizer(config)
+
+
+def test_huggingface_without_an_end_of_document(tmp_path):
+    trained(end="[SEP]").save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"has none of .*</s>.*add one"):
+        build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+
+
+def test_damaged_huggingface_file(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(ValueError, match=r"is not a tokenizer\.json"):
+        build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("encoder.json", "{", "is not a JSON object of token to id"),
+        ("encoder.json", '["a"]', "is not a JSON object of token to id"),
+        ("encoder.json", '{"a": 0}', "has no <|endoftext|>"),
+        ("encoder.json", '{"<|endoftext|>": 0, "\u4e00": 1}', "byte alphabet"),
+        ("vocab.bpe", "", "is not a list of merges"),
+        ("vocab.bpe", "t h e\n", "is not a list of merges"),
+        ("vocab.bpe", "q q\n", "does not belong to --vocab-file"),
+    ],
+)
+def test_damaged_gpt2_files(gpt2_files, name, content, message):
+    folder, _ = gpt2_files
+    (folder / name).write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+        build_tokenizer(gpt2(folder))

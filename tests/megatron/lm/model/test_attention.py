@@ -1,0 +1,118 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.lm import process_groups
+from megatron.lm.config import Config, ModelConfig, OptimizerConfig, TrainingConfig
+from megatron.lm.cpu_home import cpu_home
+from megatron.lm.model.attention import SDPAttention, check_backend
+
+HEADS, CHANNELS = 4, 8
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    with cpu_home():
+        model = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=HEADS, seq_length=8)
+        process_groups.initialize(
+            Config(model=model, optimizer=OptimizerConfig(lr=1e-3), training=TrainingConfig(micro_batch_size=1, train_iters=1))
+        )
+        yield
+        process_groups.shutdown()
+
+
+def attention(groups: int = HEADS, dropout: float = 0.0, scale: float | None = None, backend: str = "auto") -> SDPAttention:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * CHANNELS,
+        num_attention_heads=HEADS,
+        num_query_groups=groups,
+        attention_dropout=dropout,
+    )
+    return SDPAttention(config, 1, AttnMaskType.causal, softmax_scale=scale, backend=backend)
+
+
+def tensors(groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(6, 3, heads, CHANNELS) for heads in (HEADS, groups, groups)]
+    return [torch.randn(s, generator=generator).to(process_groups.device(), dtype).requires_grad_() for s in shapes]
+
+
+def explicit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    repeats = query.shape[2] // key.shape[2]
+    q = query.double()
+    k, v = (x.double().repeat_interleave(repeats, dim=2) for x in (key, value))
+    scores = torch.einsum("sbhd,tbhd->bhst", q, k) * scale
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+    return torch.einsum("bhst,tbhd->sbhd", weights, v).flatten(2)
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
+def test_value_and_gradient(groups: int, dtype: torch.dtype, tolerance: float):
+    q, k, v = tensors(groups, dtype)
+    y = attention(groups)(q, k, v, None, attn_mask_type=AttnMaskType.causal)
+    reference = explicit(q, k, v, CHANNELS**-0.5)
+    assert y.shape == (6, 3, HEADS * CHANNELS)
+    assert y.dtype is dtype
+    torch.testing.assert_close(y.double(), reference, rtol=tolerance, atol=tolerance)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    for mine, theirs in zip(torch.autograd.grad(y, (q, k, v), grad), torch.autograd.grad(reference, (q, k, v), grad.double()), strict=True):
+        torch.testing.assert_close(mine.double(), theirs.double(), rtol=tolerance, atol=tolerance)
+
+
+def test_scale_is_honoured():
+    q, k, v = tensors(HEADS, torch.float32)
+    torch.testing.assert_close(attention(scale=0.5)(q, k, v).double(), explicit(q, k, v, 0.5), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["auto", "math"])
+def test_backends_agree(backend: str):
+    q, k, v = tensors(2, torch.float32)
+    y = attention(2, backend=backend)(q, k, v)
+    torch.testing.assert_close(y.double(), explicit(q, k, v, CHANNELS**-0.5), rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_only_while_training_and_reproducible():
+    q, k, v = tensors(HEADS, torch.float32)
+    module, plain = attention(dropout=0.5), attention()(q, k, v)
+    first = module(q, k, v)
+    assert not torch.allclose(first, plain)
+    assert not torch.equal(module(q, k, v), first)
+    process_groups.seed_all(1234)
+    assert torch.equal(module(q, k, v), first)
+    assert torch.equal(module.eval()(q, k, v), plain)
+
+
+def test_what_it_does_not_serve_is_refused():
+    q, k, v = tensors(HEADS, torch.float32)
+    with pytest.raises(ValueError, match="implied causal mask"):
+        attention()(q, k, v, torch.ones(1, 1, 6, 6))
+    with pytest.raises(ValueError, match="causal only"):
+        SDPAttention(attention().config, 1, AttnMaskType.padding)
+    with pytest.raises(ValueError, match=r"--attention-backend triton.*auto, cudnn, flash, math"):
+        attention(backend="triton")
+
+
+@pytest.mark.skipif(torch.backends.cudnn.is_available(), reason="this machine has cuDNN")
+def test_cudnn_is_refused_where_there_is_none():
+    with pytest.raises(ValueError, match="no cuDNN; choose auto, flash or math"):
+        check_backend("cudnn")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [16, 4])
+@pytest.mark.parametrize("backend", ["auto", "cudnn", "flash"])
+def test_gpu_kernels(backend: str, groups: int):
+    config = TransformerConfig(num_layers=1, hidden_size=1024, num_attention_heads=16, num_query_groups=groups, attention_dropout=0.0)
+    module = SDPAttention(config, 1, AttnMaskType.causal, backend=backend)
+    q, k, v = (torch.randn(256, 2, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (16, groups, groups))
+    y, reference = module(q, k, v), explicit(q, k, v, 0.125)
+    torch.testing.assert_close(y.double(), reference, rtol=2**-6, atol=2**-6)
+    grad = torch.randn_like(y)
+    for mine, theirs in zip(torch.autograd.grad(y, (q, k, v), grad), torch.autograd.grad(reference, (q, k, v), grad.double()), strict=True):
+        torch.testing.assert_close(mine.double(), theirs.double(), rtol=2**-5, atol=2**-5)

@@ -1,0 +1,352 @@
+"""The model against a plain PyTorch GPT written out below, on one process, through megatron-core's schedules, and cut over two."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import dist
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+from torch.nn import functional
+
+from megatron.lm import process_groups
+from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron.lm.cpu_home import cpu_home
+from megatron.lm.model import linear
+from megatron.lm.model.gpt import GPT, assemble, build_model, normal_, transformer_config
+from megatron.lm.model.loss import masked_mean_loss
+from msamp.numerics.recipe import BF16, FP32, O2, Recipe
+
+VOCABULARY = 60  # padded to 64
+LINEARS = (ColumnParallelLinear, RowParallelLinear, ColumnParallelLinear)
+
+GPT2_LIKE = {"position_embedding_type": "learned_absolute"}
+GPT_ROPE = {"rotary_percent": 0.5}
+LLAMA_LIKE = {
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def config(model: dict | None = None, parallel: dict | None = None, training: dict | None = None) -> Config:
+    return Config(
+        model=ModelConfig(
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            seq_length=16,
+            make_vocab_size_divisible_by=32,
+            init_method_std=0.1,
+            **(model or {}),
+        ),
+        optimizer=OptimizerConfig(lr=1e-3),
+        training=TrainingConfig(micro_batch_size=3, train_iters=1, **(training or {})),
+        parallel=ParallelConfig(distributed_backend="auto", **(parallel or {})),
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    with cpu_home():
+        process_groups.initialize(config())
+        yield
+        process_groups.shutdown()
+
+
+def new_model(settings: Config, recipe: Recipe = FP32) -> GPT:
+    model = assemble(settings, transformer_config(settings, recipe), VOCABULARY, LINEARS)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "layernorm" in name:  # constants at the start: a mistake in them would not show
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    return model
+
+
+def batch(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(0, VOCABULARY, (3, 17), generator=generator)
+    mask = (torch.rand(3, 16, generator=generator) < 0.8).float()
+    fields = {
+        "tokens": text[:, :-1].contiguous(),
+        "labels": text[:, 1:].contiguous(),
+        "loss_mask": mask,
+        "position_ids": torch.arange(16).expand(3, 16),
+    }
+    return {name: tensor.to(process_groups.device()) for name, tensor in fields.items()}
+
+
+def loss_of(model: GPT, data: dict[str, Tensor]) -> Tensor:
+    losses = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+    return masked_mean_loss(losses, data["loss_mask"])[0]
+
+
+# A GPT in plain PyTorch, batch first, over the same named weights.
+
+
+def plain_norm(weights: dict[str, Tensor], name: str, x: Tensor, config: ModelConfig) -> Tensor:
+    if config.normalization == "RMSNorm":
+        return weights[f"{name}.weight"] * x * (x.square().mean(-1, keepdim=True) + config.norm_epsilon).rsqrt()
+    return functional.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], config.norm_epsilon)
+
+
+def plain_linear(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+
+def plain_rotation(x: Tensor, config: ModelConfig) -> Tensor:
+    """x [b, heads, s, d]: rotate pairs (i, i + r/2) of the first r = rotary_percent d channels by position * base^(-2i/r)."""
+    rotated = int(x.shape[-1] * config.rotary_percent)
+    frequencies = config.rotary_base ** (-torch.arange(0, rotated, 2, device=x.device) / rotated)
+    angles = torch.arange(x.shape[-2], device=x.device)[:, None] * frequencies
+    real, imaginary = x[..., : rotated // 2], x[..., rotated // 2 : rotated]
+    turned = [real * angles.cos() - imaginary * angles.sin(), imaginary * angles.cos() + real * angles.sin()]
+    return torch.cat([*turned, x[..., rotated:]], -1)
+
+
+def plain_attention(weights: dict[str, Tensor], name: str, x: Tensor, config: ModelConfig) -> Tensor:
+    b, s, _ = x.shape
+    groups, per_group, d = config.query_groups, config.num_attention_heads // config.query_groups, config.head_size
+    qkv = plain_linear(weights, f"{name}.linear_qkv", x).view(b, s, groups, per_group + 2, d)
+    q = qkv[:, :, :, :per_group].reshape(b, s, -1, d).transpose(1, 2)
+    k, v = (qkv[:, :, :, per_group + i].repeat_interleave(per_group, dim=2).transpose(1, 2) for i in (0, 1))
+    if config.position_embedding_type == "rope":
+        q, k = plain_rotation(q, config), plain_rotation(k, config)
+    scores = q @ k.transpose(-1, -2) / d**0.5
+    future = torch.ones(s, s, dtype=torch.bool, device=x.device).triu(1)
+    context = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+    return plain_linear(weights, f"{name}.linear_proj", context.transpose(1, 2).reshape(b, s, -1))
+
+
+def plain_mlp(weights: dict[str, Tensor], name: str, x: Tensor, config: ModelConfig) -> Tensor:
+    h = plain_linear(weights, f"{name}.linear_fc1", x)
+    if config.swiglu:
+        gate, up = h.chunk(2, -1)
+        h = functional.silu(gate) * up
+    else:
+        h = functional.gelu(h, approximate="tanh")
+    return plain_linear(weights, f"{name}.linear_fc2", h)
+
+
+def plain_loss(weights: dict[str, Tensor], data: dict[str, Tensor], config: ModelConfig) -> Tensor:
+    embedding = weights["embedding.word_embeddings.weight"]
+    x = embedding[data["tokens"]]
+    if config.position_embedding_type == "learned_absolute":
+        x = x + weights["embedding.position_embeddings.weight"][data["position_ids"]]
+    for i in range(config.num_layers):
+        layer = f"decoder.layers.{i}"
+        x = x + plain_attention(weights, f"{layer}.self_attention", plain_norm(weights, f"{layer}.input_layernorm", x, config), config)
+        x = x + plain_mlp(weights, f"{layer}.mlp", plain_norm(weights, f"{layer}.pre_mlp_layernorm", x, config), config)
+    x = plain_norm(weights, "decoder.final_layernorm", x, config)
+    head = weights["output_layer.weight"] if config.untie_embeddings_and_output_weights else embedding
+    losses = functional.cross_entropy((x @ head.t()).flatten(0, 1), data["labels"].flatten(), reduction="none")
+    mask = data["loss_mask"].flatten()
+    return (losses * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("shape", [GPT2_LIKE, GPT_ROPE, LLAMA_LIKE], ids=["gelu-tied-learned", "gelu-tied-rope", "swiglu-rms-gqa-untied"])
+def test_equals_a_plain_gpt(shape: dict):
+    settings = config(shape)
+    model = new_model(settings)
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    loss, expected = loss_of(model, batch()), plain_loss(weights, batch(), settings.model)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    loss.backward()
+    expected.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_logits_without_labels():
+    data = batch()
+    model = new_model(config())
+    logits = model(data["tokens"], data["position_ids"], None)
+    assert logits.shape == (3, 16, 64)
+    expected = masked_mean_loss(functional.cross_entropy(logits.transpose(1, 2), data["labels"], reduction="none"), data["loss_mask"])
+    torch.testing.assert_close(loss_of(model, data), expected[0])
+
+
+def test_every_precision_starts_from_the_same_numbers():
+    def parameters(recipe: Recipe) -> dict[str, Tensor]:
+        process_groups.seed_all(7)
+        return dict(assemble(config(), transformer_config(config(), recipe), VOCABULARY, LINEARS).named_parameters())
+
+    fp32, bf16 = parameters(FP32), parameters(BF16)
+    assert all(p.dtype is torch.bfloat16 and torch.equal(p, fp32[name].bfloat16()) for name, p in bf16.items())
+    assert fp32["decoder.layers.0.mlp.linear_fc1.weight"].std().item() == pytest.approx(0.1, rel=0.05)
+    assert fp32["decoder.layers.0.mlp.linear_fc2.weight"].std().item() == pytest.approx(0.1 / 4**0.5, rel=0.05)  # 1 / sqrt(2 layers)
+
+
+def test_initializer_has_the_asked_deviation_in_bf16():
+    x = normal_(0.02)(torch.empty(1000, 1000, dtype=torch.bfloat16, device=process_groups.device()))
+    assert x.float().std().item() == pytest.approx(0.02, rel=0.01)
+    assert abs(x.float().mean().item()) < 1e-4
+
+
+def test_bf16_is_close_to_fp32():
+    data = batch()
+    bf16, fp32 = new_model(config(LLAMA_LIKE), BF16), new_model(config(LLAMA_LIKE))
+    fp32.load_state_dict(bf16.state_dict())
+    assert loss_of(bf16, data).item() == pytest.approx(loss_of(fp32, data).item(), rel=2**-7)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_recomputation_gives_the_same_gradients(dropout: float):
+    shape = {"hidden_dropout": dropout, "attention_dropout": dropout}
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    gradients = []
+    for training in (None, recompute):
+        process_groups.seed_all(7)
+        model = new_model(config(shape, training=training))
+        loss_of(model, batch()).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, grad in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], grad, rtol=1e-5, atol=1e-6)
+
+
+class OtherLinear(ColumnParallelLinear):
+    calls = 0
+
+    def _forward_impl(self, *args: object, **kwargs: object) -> Tensor:
+        type(self).calls += 1
+        return super()._forward_impl(*args, **kwargs)
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_class_of_the_output_layer(untied: bool):
+    settings = config({"untie_embeddings_and_output_weights": untied})
+    built = []
+    for head in (ColumnParallelLinear, OtherLinear):
+        process_groups.seed_all(7)
+        built.append(assemble(settings, transformer_config(settings, FP32), VOCABULARY, (*LINEARS[:2], head)))
+    usual, other = built
+    assert [name for name, _ in other.named_parameters()] == [name for name, _ in usual.named_parameters()]
+    calls = OtherLinear.calls
+    assert torch.equal(loss_of(other, batch()), loss_of(usual, batch()))
+    assert OtherLinear.calls == calls + 1
+    if untied:
+        assert other.output_layer.weight.is_embedding_or_output_parameter
+
+
+# Through megatron-core's schedules, as the trainer does.
+
+
+def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: GPT) -> tuple[Tensor, Callable]:
+    data = next(data_iterator)
+    losses = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+    return losses, partial(masked_mean_loss, loss_mask=data["loss_mask"])
+
+
+def run_schedule(model: GPT, micro_batches: int = 2) -> list[dict[str, Tensor]]:
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter([batch(seed) for seed in range(micro_batches)]),
+        model=[model],
+        num_microbatches=micro_batches,
+        seq_length=16,
+        micro_batch_size=3,
+        forward_only=False,
+    )
+
+
+def whole_run(shape: dict) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
+    """Weights, mean loss of each of two micro-batches, gradients: one process, no schedule."""
+    model = new_model(config(shape))
+    losses = [loss_of(model, batch(seed)) for seed in range(2)]
+    torch.stack(losses).mean().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, [loss.item() for loss in losses], gradients
+
+
+def test_schedule_of_one_process():
+    weights, losses, gradients = whole_run(GPT2_LIKE)
+    model = new_model(config(GPT2_LIKE))
+    model.load_state_dict(weights, strict=False)
+    reports = run_schedule(model)
+    assert [(r["loss_sum"] / r["tokens"]).item() for r in reports] == pytest.approx(losses, rel=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+
+
+def shard(parameter: Tensor, whole: Tensor) -> Tensor:
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    return whole.chunk(size, parameter.partition_dim)[rank]
+
+
+def whole_name(name: str) -> str:
+    """The name in a model that is not cut into stages of one layer."""
+    return name.replace("layers.0.", f"layers.{parallel_state.get_pipeline_model_parallel_rank()}.")
+
+
+def cut_run(weights: dict[str, Tensor], gradients: dict[str, Tensor], shape: dict) -> dict[str, list[float]]:
+    """Losses by layout, seen from this rank; gradients are checked here, each rank its own part."""
+    layouts = {
+        "tp-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "pp": {"pipeline_model_parallel_size": 2},
+    }
+    seen = {}
+    for layout, sizes in layouts.items():
+        settings = config(shape, sizes)
+        process_groups.initialize(settings)
+        model = assemble(settings, transformer_config(settings, FP32), VOCABULARY, LINEARS)
+        rename = whole_name if layout == "pp" else str
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(shard(parameter, weights[rename(name)]))
+        seen[layout] = [(r["loss_sum"] / r["tokens"]).item() for r in run_schedule(model)]
+        for name, parameter in model.named_parameters():
+            if getattr(parameter, "sequence_parallel", False):
+                torch.distributed.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
+            expected = shard(parameter, gradients[rename(name)])
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        parallel_state.destroy_model_parallel()
+    return seen
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
+def test_tensor_sequence_and_pipeline_parallel():
+    shape = {"untie_embeddings_and_output_weights": True}
+    weights, losses, gradients = whole_run(shape)
+    first, second = dist.run(cut_run, 2, weights, gradients, shape)
+    assert first["tp-sp"] == pytest.approx(losses, rel=1e-5)
+    assert second == {"tp-sp": pytest.approx(losses, rel=1e-5), "pp": pytest.approx(losses, rel=1e-5)}
+    assert first["pp"] == []  # only the last stage knows the loss
+
+
+def test_settings_reach_megatron_core():
+    settings = config(LLAMA_LIKE | {"kv_channels": 16, "ffn_hidden_size": 48, "norm_epsilon": 1e-6})
+    core_config = transformer_config(settings, BF16)
+    assert (core_config.kv_channels, core_config.ffn_hidden_size, core_config.num_query_groups) == (16, 48, 2)
+    assert core_config.layernorm_epsilon == 1e-6
+    assert core_config.bf16
+    assert core_config.params_dtype is core_config.pipeline_dtype is torch.bfloat16
+    interleaved = dataclasses.replace(
+        settings, parallel=ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
+    )
+    interleaved = dataclasses.replace(interleaved, model=dataclasses.replace(settings.model, num_layers=4))
+    core_config = transformer_config(interleaved, BF16)
+    assert core_config.virtual_pipeline_model_parallel_size == 2
+    assert core_config.overlap_p2p_comm
+    assert not core_config.batch_p2p_comm
+
+
+@pytest.mark.parametrize("recipe", [FP32, BF16, O2], ids=lambda recipe: recipe.name)
+def test_build_model_uses_the_linears_of_the_recipe(recipe: Recipe):
+    model = build_model(config(), recipe, VOCABULARY)
+    for layer in model.decoder.layers:
+        assert type(layer.self_attention.linear_qkv) is type(layer.mlp.linear_fc1) is linear.column_linear(recipe)
+        assert type(layer.self_attention.linear_proj) is type(layer.mlp.linear_fc2) is linear.row_linear(recipe)
+    assert isinstance(model.output_layer, linear.WideGemm)
+    process_groups.seed_all(1234)
+    plain = assemble(config(), transformer_config(config(), FP32), VOCABULARY, LINEARS)
+    assert loss_of(model, batch()).item() == pytest.approx(loss_of(plain, batch()).item(), rel=0.02)

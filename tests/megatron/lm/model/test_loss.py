@@ -1,0 +1,103 @@
+import math
+from collections.abc import Iterator
+
+import dist
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron.lm.cpu_home import cpu_home
+from megatron.lm.model.loss import masked_mean_loss, token_loss
+from megatron.lm.process_groups import device, initialize, shutdown
+
+
+def config(**parallel: int) -> Config:
+    return Config(
+        model=ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=5),
+        optimizer=OptimizerConfig(lr=1e-3),
+        training=TrainingConfig(micro_batch_size=2, train_iters=1),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    with cpu_home():
+        initialize(config())
+        yield
+        shutdown()
+
+
+def batch(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(5, 2, 8, generator=generator)  # [s, b, v]
+    return logits.to(device(), dtype), torch.randint(0, 8, (2, 5), generator=generator).to(device())
+
+
+def reference(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    log_p = logits.double().log_softmax(-1)
+    return torch.stack([torch.stack([-log_p[s, b, labels[b, s]] for s in range(5)]) for b in range(2)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_token_loss(one_process: None, dtype: torch.dtype):
+    logits, labels = batch(dtype)
+    logits.requires_grad_()
+    loss = token_loss(logits * 1, labels)  # a copy: FP32 logits are overwritten
+    assert loss.shape == (2, 5)
+    assert loss.dtype is torch.float32
+    expected = reference(logits, labels)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+    (mine,), (theirs,) = torch.autograd.grad(loss.square().sum(), logits), torch.autograd.grad(expected.square().sum(), logits)
+    torch.testing.assert_close(mine, theirs, rtol=1e-5 if dtype is torch.float32 else 2**-7, atol=1e-5)
+
+
+def test_uniform_logits_cost_the_logarithm_of_the_vocabulary(one_process: None):
+    loss = token_loss(torch.zeros(3, 1, 4096, device=device()), torch.zeros(1, 3, dtype=torch.int64, device=device()))
+    torch.testing.assert_close(loss, torch.full((1, 3), math.log(4096), device=device()))
+
+
+def test_masked_mean():
+    losses = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], requires_grad=True)
+    mask = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+    mean, report = masked_mean_loss(losses, mask)
+    assert mean.item() == pytest.approx((1 + 3 + 6) / 3)
+    assert {name: value.item() for name, value in report.items()} == {"loss_sum": 10.0, "tokens": 3.0}
+    mean.backward()
+    torch.testing.assert_close(losses.grad, mask / 3)
+    # The schedules divide the loss in place: the report must not follow.
+    with torch.no_grad():
+        mean /= 2
+    assert report["loss_sum"].item() == 10.0
+
+
+def test_a_micro_batch_without_counted_tokens_has_loss_zero():
+    losses = torch.ones(1, 2, requires_grad=True)
+    mean, report = masked_mean_loss(losses, torch.zeros(1, 2))
+    mean.backward()
+    assert mean.item() == 0
+    assert report["tokens"].item() == 0
+    assert losses.grad is not None
+    assert losses.grad.tolist() == [[0.0, 0.0]]
+
+
+def split_vocabulary() -> tuple[torch.Tensor, torch.Tensor]:
+    initialize(config(tensor_model_parallel_size=2))
+    logits, labels = batch()
+    part = logits.chunk(2, dim=-1)[parallel_state.get_tensor_model_parallel_rank()].contiguous().requires_grad_()
+    loss = token_loss(part * 1, labels)
+    (grad,) = torch.autograd.grad(loss.square().sum(), part)
+    return loss.detach(), grad
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
+def test_split_vocabulary():
+    logits, labels = batch()
+    logits.requires_grad_()
+    expected = reference(logits, labels)
+    (grad,) = torch.autograd.grad(expected.square().sum(), logits)
+    ranks = dist.run(split_vocabulary, 2)
+    for loss, _ in ranks:
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(torch.cat([part for _, part in ranks], dim=-1), grad, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,66 @@
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.lm.model.norm import LayerNorm, RMSNorm, norm_class
+
+
+def config(sequence_parallel: bool = False, dtype: torch.dtype = torch.float32) -> TransformerConfig:
+    size = 2 if sequence_parallel else 1
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        tensor_model_parallel_size=size,
+        sequence_parallel=sequence_parallel,
+        params_dtype=dtype,
+    )
+
+
+def expected(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    if isinstance(norm, LayerNorm):
+        x = x - x.mean(-1, keepdim=True)
+    y = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+    return y + norm.bias if isinstance(norm, LayerNorm) else y
+
+
+@pytest.mark.parametrize("cls", [LayerNorm, RMSNorm])
+def test_value_and_gradient(cls: type):
+    torch.manual_seed(0)
+    norm = cls(config(), 8, eps=1e-3)
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(5, 3, 8, device=norm.weight.device, requires_grad=True)
+    y = norm(x)
+    torch.testing.assert_close(y.double(), expected(norm, x), rtol=1e-5, atol=1e-5)
+    wrt = [x, *norm.parameters()]
+    for mine, reference in zip(
+        torch.autograd.grad(y.sin().sum(), wrt), torch.autograd.grad(expected(norm, x).sin().sum(), wrt), strict=True
+    ):
+        torch.testing.assert_close(mine, reference.to(mine.dtype), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cls", [LayerNorm, RMSNorm])
+def test_statistics_are_fp32_under_bf16(cls: type):
+    """Summed in BF16, 4096 squares near 1 stop growing at 256: the norm would be four times too large."""
+    norm = cls(config(dtype=torch.bfloat16), 4096)
+    x = (1 + 0.1 * torch.randn(2, 4096, generator=torch.Generator().manual_seed(0))).bfloat16().to(norm.weight.device)
+    y = norm(x)
+    assert y.dtype is torch.bfloat16
+    assert norm.weight.dtype is torch.bfloat16
+    torch.testing.assert_close(y.double(), expected(norm, x), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("cls", [LayerNorm, RMSNorm])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_parameters_carry_sequence_parallel(cls: type, sequence_parallel: bool):
+    norm = cls(config(sequence_parallel), 8)
+    assert [p.sequence_parallel for p in norm.parameters()] == [sequence_parallel] * len(list(norm.parameters()))
+
+
+def test_names():
+    assert norm_class("LayerNorm") is LayerNorm
+    assert norm_class("RMSNorm") is RMSNorm
+    with pytest.raises(ValueError, match=r"BatchNorm.*LayerNorm, RMSNorm"):
+        norm_class("BatchNorm")

@@ -1,0 +1,239 @@
+"""Every refusal: what it says, that all are said at once, and that nothing is written."""
+
+import dataclasses
+import math
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from megatron.lm import checks
+from megatron.lm.checks import RULES, check
+from megatron.lm.cli import parse_args
+
+GOOD = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 5 --lr 1e-3 "
+    "--data-path corpus --tokenizer-type NullTokenizer --vocab-size 100"
+)
+# flags beside (and over) GOOD, processes, what the message must hold
+REFUSALS = {
+    "heads": ("--hidden-size 66", 1, "--hidden-size 66 is not divisible by --num-attention-heads 4: choose a multiple of 4"),
+    "rotary width": ("--hidden-size 60", 1, "15 channels a head x --rotary-percent 1 must be an even number; change"),
+    "lone groups": ("--num-query-groups 2", 1, "--num-query-groups 2 has no effect by itself: add --group-query-attention"),
+    "groups": (
+        "--group-query-attention --num-query-groups 3",
+        1,
+        "--num-attention-heads 4 is not divisible by --num-query-groups 3: choose",
+    ),
+    "positions": ("--max-position-embeddings 16", 1, "--max-position-embeddings 16 is less than --seq-length 32: give at least 32"),
+    "reset": ("--reset-position-ids", 1, "--reset-position-ids has no effect with --position-embedding-type rope.*drop it"),
+    "dropout": ("--hidden-dropout 1", 1, r"--hidden-dropout 1.0: give a number in \[0, 1\)"),
+    "layers": ("--num-layers 0", 1, r"--num-layers 0: give a number in \[1, inf\)"),
+    "seed": ("--seed 4294967296", 1, r"--seed 4294967296: give a number in \[0, 2147483647\]"),
+    "lone recompute": ("--recompute-method block", 1, "--recompute-method block has no effect by itself: add --recompute-granularity"),
+    "half recompute": ("--recompute-granularity full", 1, "--recompute-granularity full needs --recompute-method: add --recompute-method"),
+    "recompute": (
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 5",
+        1,
+        r"--recompute-num-layers 5 is more than the 4 layers of a pipeline stage: give a number in \[1, 4\]",
+    ),
+    "TP heads": ("--tensor-model-parallel-size 3", 3, "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3: choose"),
+    "TP hidden": ("--tensor-model-parallel-size 3", 3, "--hidden-size 64 is not divisible by --tensor-model-parallel-size 3: choose"),
+    "TP ffn": ("--tensor-model-parallel-size 2 --ffn-hidden-size 99", 2, "--ffn-hidden-size 99 is not divisible by --tensor.*: choose"),
+    "TP groups": (
+        "--tensor-model-parallel-size 2 --group-query-attention",
+        2,
+        "--num-query-groups 1 is not divisible by --tensor.*: choose",
+    ),
+    "SP length": ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 31", 2, "--seq-length 31 is not divisible by --tensor"),
+    "SP alone": ("--sequence-parallel", 1, "--sequence-parallel splits between tensor-parallel processes, and there is one: drop it"),
+    "PP layers": ("--pipeline-model-parallel-size 3", 3, "--num-layers 4 is not divisible by --pipeline-model-parallel-size 3: choose"),
+    "lone virtual": ("--num-layers-per-virtual-pipeline-stage 2", 1, "virtual-pipeline-stage 2 needs pipeline stages.*: drop it"),
+    "virtual": (
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+        2,
+        "virtual-pipeline-stage 3 does not divide the 2 layers of a pipeline stage: choose a divisor of 2",
+    ),
+    "virtual micro-batches": (
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 6",
+        2,
+        "the 3 micro-batches of a step to be a multiple of --pipeline-model-parallel-size 2: choose --global-batch-size as a multiple of 4",
+    ),
+    "world": (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        6,
+        "6 processes do not fit --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2: start a multiple of 4",
+    ),
+    "global batch": (
+        "--global-batch-size 10",
+        2,
+        "--global-batch-size 10 is not divisible by --micro-batch-size 2 x 2 data-parallel processes: choose a multiple of 4",
+    ),
+    "two recipes": ("--precision fp32 --opt-level O2", 1, "--precision fp32 and --opt-level O2 contradict each other: keep one of them"),
+    "bf16 and O1": ("--bf16 --opt-level O1", 1, "--opt-level O1 and --bf16 contradict each other: keep one of them"),
+    "format": ("--grad-format fp8-e4m3", 1, "--grad-format fp8-e4m3 contradicts precision bf16, whose formats are fixed: drop it, or use"),
+    "scaling": ("--precision fp32 --fp8-scaling current", 1, "--fp8-scaling current contradicts precision fp32.*: drop it, or use"),
+    "TP": (
+        "--tensor-model-parallel-size 2",
+        2,
+        "--tensor-model-parallel-size 2: tensor parallelism is not part of this version.*value is 1",
+    ),
+    "FP8 TP": ("--tensor-model-parallel-size 2 --opt-level O2", 2, "size 2: FP8 tensor parallelism is not part of this version.*is 1"),
+    "PP": ("--pipeline-model-parallel-size 2", 2, "--pipeline-model-parallel-size 2: pipeline parallelism is not part.*value is 1"),
+    "SP": ("--sequence-parallel --opt-level O1", 1, "--sequence-parallel: FP8 sequence parallelism is not part of this version.*; drop it"),
+    "VPP": (
+        "--num-layers-per-virtual-pipeline-stage 2 --opt-level O3",
+        1,
+        "-stage 2: FP8 interleaved pipeline parallelism is not.*drop it",
+    ),
+    "ZeRO": ("--use-distributed-optimizer", 2, "--use-distributed-optimizer: ZeRO is not part of this version.*; drop it"),
+    "O3": ("--opt-level O3", 2, "O3 runs on one process in this version, and 2 data-parallel processes were started: use --opt-level O2"),
+    "lr": ("--lr 0", 1, r"--lr 0.0: give a number in \(0, inf\)"),
+    "lr nan": ("--lr nan", 1, r"--lr nan: give a number in \(0, inf\)"),
+    "min lr": ("--min-lr 0.01", 1, r"--min-lr 0.01 is above --lr 0.001: give a value in \[0, 0.001\]"),
+    "warm-up": ("--lr-warmup-iters 5", 1, r"--lr-warmup-iters 5 must end before --train-iters 5: give a number in \[0, 4\]"),
+    "warm-up, decay": ("--lr-warmup-iters 3 --lr-decay-iters 3", 1, r"must end before --lr-decay-iters 3: give a number in \[0, 2\]"),
+    "no data": ("--data-path", 1, "no training data: give --data-path PREFIX or --train-data-path PREFIX"),
+    "no train data": ("--data-path --valid-data-path corpus", 1, "no training data beside --valid-data-path: give"),
+    "data twice": ("--train-data-path corpus", 1, "--data-path and --train-data-path contradict each other: give --data-path with"),
+    "split alone": ("--data-path --train-data-path corpus --split 9,1", 1, "--split 9,1 has no effect on --train-data-path: drop it, or"),
+    "split words": ("--split most,rest", 1, "--split most,rest: give one to three numbers.*such as 969,30,1"),
+    "split four": ("--split 1,1,1,1", 1, "--split 1,1,1,1: give one to three numbers"),
+    "split sign": ("--split 2,-1", 1, "--split 2,-1: give one to three numbers, 0 or more"),
+    "split empty": ("--split 0,1", 1, "--split 0,1: give one to three numbers.*the first above 0"),
+    "blend": ("--data-path 0.5 corpus corpus", 1, "--data-path 0.5 corpus corpus: give prefixes alone, or a weight before each prefix"),
+    "weight": ("--data-path 0.5 corpus 0 corpus", 1, "the weight 0 is not a number above 0; leave out"),
+    "weights missing": ("--data-path 1 corpus corpus corpus", 1, "the weight corpus is not a number above 0; leave out"),
+    "data missing": (
+        "--data-path corpse",
+        1,
+        "--data-path corpse: corpse.bin and corpse.idx do not exist; give the prefix of what tools/prep",
+    ),
+    "half data": ("--data-path half", 1, "--data-path half: half.idx do not exist"),
+    "tokenizer file": (
+        "--tokenizer-type GPT2BPETokenizer --vocab-file v",
+        1,
+        "--tokenizer-type GPT2BPETokenizer needs.*: add --merge-file",
+    ),
+    "tokenizer there": (
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model gone.json",
+        1,
+        "--tokenizer-model gone.json does not exist",
+    ),
+    "tokenizer of others": (
+        "--vocab-file v",
+        1,
+        "--vocab-file v belongs to GPT2BPETokenizer and has no effect on .*NullTokenizer: drop it",
+    ),
+    "one token": ("--vocab-size 1", 1, "--vocab-size 1 leaves no token beside the end of document: give at least 2"),
+    "load": ("--load gone", 1, "--load gone is no folder: name one that a run with --save wrote, or drop --load"),
+    "load empty": ("--load folder", 1, r"--load folder holds no checkpoint \(latest_checkpointed_iteration.txt is missing\): name another"),
+    "finetune": ("--finetune", 1, "--finetune has no effect without a checkpoint: add --load FOLDER"),
+    "no optimizer": ("--no-load-optim", 1, "--no-load-optim has no effect without a checkpoint: add --load FOLDER"),
+    "interval": ("--save-interval 2", 1, "--save-interval 2 has no effect without a folder: add --save FOLDER"),
+    "save": ("--save corpus.bin", 1, "--save corpus.bin: .*corpus.bin is a file, not a folder; name another place"),
+    "save below": ("--save corpus.bin/a/b", 1, "--save corpus.bin/a/b: .*corpus.bin is a file, not a folder; name another place"),
+    "metrics": ("--metrics-file folder", 1, "--metrics-file folder is a folder: name a file in it"),
+    "metrics below": ("--metrics-file corpus.bin/m", 1, "--metrics-file corpus.bin/m: .*corpus.bin is a file, not a folder"),
+}
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    """A working folder with a dataset, half a dataset, and an empty folder; nothing may appear in it."""
+    for name in ("corpus.bin", "corpus.idx", "half.bin"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert sorted(os.listdir(tmp_path)) == ["corpus.bin", "corpus.idx", "folder", "half.bin"]
+
+
+def config(flags: str = ""):
+    return parse_args(shlex.split(f"{GOOD} {flags}"))
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal_names_value_and_remedy(name):
+    flags, world_size, message = REFUSALS[name]
+    with pytest.raises(ValueError, match=message):
+        check(config(flags), world_size)
+
+
+def test_every_rule_is_proved_by_a_refusal():
+    fired = set()
+    for flags, world_size, _ in REFUSALS.values():
+        for rule in RULES:
+            try:
+                fired |= {rule} if list(rule(config(flags), world_size)) else set()
+            except (ValueError, ZeroDivisionError):  # a rule on values that `check` would have refused before it
+                continue
+    assert fired == set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        ("", 1),
+        ("", 3),
+        ("--opt-level O0 --bf16", 2),
+        ("--opt-level O1 --fp8-scaling current", 2),
+        ("--opt-level O2 --master-format bf16 --grad-format fp32 --exp-avg-sq-format fp8-e5m2", 2),
+        ("--opt-level O3", 1),
+        ("--precision fp32 --global-batch-size 12", 3),
+        ("--group-query-attention --swiglu --normalization RMSNorm", 1),
+        ("--hidden-size 66 --kv-channels 16", 1),
+        ("--position-embedding-type learned_absolute --max-position-embeddings 64 --reset-position-ids", 1),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 1),
+        ("--data-path 0.3 corpus 0.7 corpus --split 1", 1),
+        ("--data-path corpus corpus --split 90,10", 1),
+        ("--data-path --train-data-path corpus --valid-data-path corpus", 1),
+        ("--save new/run --save-interval 2 --metrics-file new/run/m.jsonl --tensorboard-dir folder", 1),
+        ("--lr-warmup-iters 4 --min-lr 1e-3", 1),
+    ],
+)
+def test_legal_settings_pass(flags, world_size):
+    check(config(flags), world_size)
+
+
+def test_all_problems_are_told_at_once_even_beside_values_out_of_range():
+    with pytest.raises(ValueError, match="3 settings are refused, nothing was started") as caught:
+        check(config("--num-attention-heads 0 --lr-warmup-iters 9 --opt-level O2 --bf16"), 1)
+    lines = str(caught.value).splitlines()
+    assert [line.split()[1] for line in lines[1:]] == ["--num-attention-heads", "--opt-level", "--lr-warmup-iters"]
+    assert all(line.startswith("- ") for line in lines[1:])
+
+
+def test_settings_that_did_not_come_from_flags_are_judged_too():
+    good = config()
+    odd = dataclasses.replace(good, precision=dataclasses.replace(good.precision, opt_level="O4"))
+    with pytest.raises(ValueError, match="--opt-level O4: choose one of O0, O1, O2, O3"):
+        check(odd, 1)
+    infinite = dataclasses.replace(good, optimizer=dataclasses.replace(good.optimizer, clip_grad=math.inf))
+    with pytest.raises(ValueError, match="--clip-grad inf: give a number in"):
+        check(infinite, 1)
+    nameless = dataclasses.replace(good, data=dataclasses.replace(good.data, tokenizer_type=None))
+    with pytest.raises(ValueError, match="--tokenizer-type is missing: choose one of GPT2BPETokenizer"):
+        check(nameless, 1)
+
+
+def test_a_checkpoint_folder_is_recognised(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    (folder / checks.LATEST_CHECKPOINT_FILE).write_text("10")
+    check(config(f"--load {folder} --finetune --no-load-rng"), 1)
+
+
+def test_folders_without_permission_are_refused(monkeypatch):
+    # By hand, because root may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match="2 settings are refused") as caught:
+        check(config("--save folder/new --metrics-file corpus.bin"), 1)
+    assert "--save folder/new: no permission to write in" in str(caught.value)
+    assert "--metrics-file corpus.bin cannot be written: change its permissions, or name another" in str(caught.value)
+
+
+def test_checking_imports_neither_torch_nor_megatron_core():
+    program = "import sys, megatron.lm.checks; sys.exit(any(m == 'torch' or m.startswith('megatron.core') for m in sys.modules))"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,142 @@
+"""Flags to Config and back."""
+
+import dataclasses
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from megatron.lm.checks import single_values
+from megatron.lm.cli import config_from_dict, config_to_dict, parse_args, section_types, to_argv
+from megatron.lm.config import Config, ModelConfig, OptimizerConfig, TrainingConfig, flag
+from megatron.lm.presets import PRESETS
+
+REQUIRED = shlex.split(
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 5 --lr 1e-3"
+)
+EVERYTHING = shlex.split(
+    "--group-query-attention --num-query-groups 2 --kv-channels 16 --swiglu --disable-bias-linear --normalization RMSNorm "
+    "--untie-embeddings-and-output-weights --rotary-percent 0.5 --hidden-dropout 0.1 --attention-backend flash "
+    "--opt-level O2 --fp8-scaling current --master-format fp8-e4m3 --exp-avg-sq-format fp8-e5m2 "
+    "--min-lr 1e-5 --lr-decay-style cosine --adam-eps 1e-10 --global-batch-size 8 --eval-iters 0 "
+    "--data-path 0.3 a 0.7 b --split 98,2 --tokenizer-type NullTokenizer --vocab-size 100 --eod-mask-loss "
+    "--save out --save-interval 3 --no-load-rng --metrics-file m.jsonl --peak-tflops 100.5 --distributed-backend gloo"
+)
+
+
+def usage_error(capsys, argv):
+    with pytest.raises(SystemExit) as left:
+        parse_args(argv)
+    assert left.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_required_flags_suffice():
+    assert parse_args(REQUIRED) == Config(
+        model=ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32),
+        training=TrainingConfig(micro_batch_size=2, train_iters=5),
+        optimizer=OptimizerConfig(lr=1e-3),
+    )
+
+
+def test_values_arrive_typed():
+    config = parse_args(REQUIRED + EVERYTHING)
+    assert config.data.data_path == ("0.3", "a", "0.7", "b")
+    assert config.model.swiglu is True
+    assert config.model.num_query_groups == 2
+    assert config.logging.peak_tflops == 100.5
+    assert config.precision.name == "O2"
+
+
+@pytest.mark.parametrize("argv", [REQUIRED, REQUIRED + EVERYTHING, *(["--preset", name] for name in PRESETS)], ids=" ".join)
+def test_round_trips(argv):
+    config = parse_args(argv)
+    assert parse_args(to_argv(config)) == config
+    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
+
+
+def test_argv_tells_only_what_differs_from_the_defaults():
+    assert set(to_argv(parse_args([*REQUIRED, "--seed", "1234", "--log-interval", "7"]))) == {*REQUIRED, "0.001", "--log-interval", "7"} - {
+        "1e-3"
+    }
+
+
+def test_flags_override_a_preset():
+    config = parse_args(["--preset", "13b", "--hidden-size", "1280", "--no-sequence-parallel", "--lr", "1"])
+    assert (config.model.num_layers, config.model.hidden_size) == (40, 1280)
+    assert config.parallel.tensor_model_parallel_size == 2
+    assert config.parallel.sequence_parallel is False
+    assert config.optimizer.lr == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], ["required", "--num-layers", "--train-iters"]),
+        (["--opt-level", "O4"], ["--opt-level", "'O4'", "O0", "O1", "O2", "O3"]),
+        (["--precision", "int8"], ["--precision", "'int8'", "bf16"]),
+        (["--preset", "6b"], ["--preset", "'6b'", "7b", "175b"]),
+        (["--tokenizer-type", "Sentencepiece"], ["'Sentencepiece'", "GPT2BPETokenizer", "HuggingFaceTokenizer"]),
+        (["--num-layers", "two"], ["--num-layers", "'two'", "int"]),
+        (["--num-layer", "2"], ["unknown flag --num-layer", "did you mean --num-layers?"]),
+        (["--max-lr=3"], ["unknown flag --max-lr", "did you mean --min-lr?"]),
+        (["--xyzzy"], ["unknown flag --xyzzy", "--help"]),
+        ([*REQUIRED, "stray"], ["unrecognized arguments: stray"]),
+        (["--no-swiglu"], ["unknown flag --no-swiglu"]),
+    ],
+)
+def test_usage_errors_name_the_value_and_the_remedy(capsys, argv, words):
+    message = usage_error(capsys, argv)
+    assert all(word in message for word in words), message
+    assert "Traceback" not in message
+
+
+def test_help_lists_every_flag_and_needs_neither_torch_nor_megatron_core():
+    program = (
+        "import sys; sys.argv = ['x', '--help']\n"
+        "from megatron.lm import cli, checks\n"
+        "try: cli.parse_args()\n"
+        "finally: print([m for m in sys.modules if m == 'torch' or m.startswith('megatron.core')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    for cls in section_types().values():
+        for name in (setting.name for setting in dataclasses.fields(cls)):
+            assert f"{flag(name)} " in done.stdout or f"{flag(name)}\n" in done.stdout, name
+    assert "--preset" in done.stdout
+    assert done.stdout.rstrip().endswith("[]"), "heavy imports make every usage error slow"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"modle": {}}, r"'modle' is no section of the configuration \(did you mean model\?\)"),
+        ({"optimizer": {"lr": 1.0, "beta": 1}}, r"'beta' is no setting of the section 'optimizer'"),
+        ({"optimizer": {}}, r"section 'optimizer' lacks the required lr"),
+        ({"optimizer": {"lr": "high"}}, r"optimizer\.lr is 'high': give float"),
+        ({"training": {"micro_batch_size": True, "train_iters": 1}}, r"micro_batch_size is True: give int"),
+        ({"data": {"data_path": "a"}}, r"data\.data_path is 'a': give a list of str"),
+        ({"checkpoint": {"save": 3}}, r"checkpoint\.save is 3: give str or null"),
+        ({"logging": {"log_interval": None}}, r"logging\.log_interval is None: give int$"),
+    ],
+)
+def test_a_damaged_dictionary_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_dict(config_to_dict(parse_args(REQUIRED)) | change)
+
+
+def test_whole_numbers_are_floats_too_and_left_out_settings_take_defaults():
+    data = config_to_dict(parse_args(REQUIRED))
+    data["optimizer"] = {"lr": 1}
+    del data["logging"]
+    config = config_from_dict(data)
+    assert config.optimizer.lr == 1.0
+    assert isinstance(config.optimizer.lr, float)
+    assert config.logging.log_interval == 100
+
+
+def test_what_a_preset_gives_is_legal():
+    for name in PRESETS:
+        config = parse_args(["--preset", name])
+        assert [problem for section in section_types() for problem in single_values(getattr(config, section))] == []

@@ -1,0 +1,130 @@
+import random
+from collections.abc import Iterator
+
+import dist
+import numpy
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from megatron.lm import process_groups
+from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron.lm.cpu_home import cpu_home
+from megatron.lm.process_groups import Launch, launch_from_environment, world_size_from_environment
+
+
+def config(**parallel: object) -> Config:
+    return Config(
+        model=ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=2, seq_length=8),
+        optimizer=OptimizerConfig(lr=1e-3),
+        training=TrainingConfig(micro_batch_size=1, train_iters=1, seed=5),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with cpu_home():
+        yield
+        process_groups.shutdown()
+
+
+def test_environment_of_torchrun():
+    environment = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert launch_from_environment(environment) == Launch(rank=5, world_size=8, local_rank=1, local_world_size=4)
+    assert world_size_from_environment(environment) == 8
+    assert launch_from_environment({}) == Launch()
+    assert launch_from_environment({"RANK": "1", "WORLD_SIZE": "2"}) == Launch(rank=1, world_size=2, local_rank=1, local_world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be at least 0 and below WORLD_SIZE=2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1"),
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        ({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_RANK=4"),
+    ],
+)
+def test_bad_environment_names_value_and_remedy(environment: dict[str, str], named: str):
+    with pytest.raises(ValueError, match="torchrun") as error:
+        launch_from_environment(environment)
+    assert named in str(error.value)
+
+
+def test_more_processes_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"LOCAL_RANK=2 of 3 processes.*2 GPUs.*--nproc-per-node 2"):
+        process_groups._take_gpu(Launch(rank=2, world_size=3, local_rank=2, local_world_size=3))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_nccl_without_a_gpu_is_refused(alone: None):
+    with pytest.raises(ValueError, match=r"nccl needs a CUDA device.*gloo"):
+        process_groups.initialize(config(distributed_backend="nccl"))
+    assert not torch.distributed.is_initialized()
+
+
+def test_sizes_that_do_not_divide_the_world_are_refused(alone: None):
+    with pytest.raises(ValueError, match="tensor x pipeline parallel size 2"):
+        process_groups.initialize(config(tensor_model_parallel_size=2))
+    assert not torch.distributed.is_initialized()
+
+
+def draw() -> tuple[float, float, list[float]]:
+    return random.random(), float(numpy.random.rand()), torch.rand(2).tolist()
+
+
+def test_one_process_without_torchrun(alone: None):
+    process_groups.initialize(config())
+    first = draw()
+    assert torch.distributed.get_world_size() == 1
+    assert parallel_state.get_data_parallel_world_size() == 1
+    assert process_groups.device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+    torch.distributed.barrier()
+    process_groups.seed_all(5)
+    assert draw() == first
+    process_groups.seed_all(6)
+    assert draw() != first
+    process_groups.shutdown()
+    assert not torch.distributed.is_initialized()
+    process_groups.shutdown()  # a second time is harmless
+
+
+def test_virtual_stages():
+    assert process_groups.virtual_pipeline_size(config()) is None
+    parallel = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+    assert process_groups.virtual_pipeline_size(config(**parallel)) == 2
+
+
+def groups_of_two() -> list[tuple[int, int, int, float]]:
+    """From torchrun's variables alone: sizes of (DP, TP, PP) and the first random number, for three layouts."""
+    seen = []
+    for sizes in ({}, {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}):
+        process_groups.initialize(config(**sizes, distributed_backend="gloo"))
+        x = torch.ones(1, device=process_groups.device())
+        torch.distributed.all_reduce(x)
+        assert x.item() == 2
+        seen.append(
+            (
+                parallel_state.get_data_parallel_world_size(),
+                parallel_state.get_tensor_model_parallel_world_size(),
+                parallel_state.get_pipeline_model_parallel_world_size(),
+                torch.rand(1).item(),
+            )
+        )
+        parallel_state.destroy_model_parallel()
+    process_groups.shutdown()
+    return seen
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
+def test_two_processes():
+    first, second = dist.run(groups_of_two, 2, init=False)
+    assert [sizes[:3] for sizes in first] == [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
+    equal_draws = [a[3] == b[3] for a, b in zip(first, second, strict=True)]
+    assert equal_draws == [True, True, False]  # pipeline stages hold different layers: they draw their own numbers

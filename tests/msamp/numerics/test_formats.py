@@ -1,0 +1,40 @@
+import pytest
+import torch
+
+from msamp.numerics import formats
+
+
+@pytest.mark.parametrize("fmt", formats.ALL, ids=str)
+def test_limits_are_those_of_the_dtype(fmt):
+    info = torch.finfo(fmt.dtype)
+    assert fmt.max == info.max
+    assert fmt.tiny == info.smallest_normal
+    assert 2.0**-fmt.mantissa_bits == info.eps
+    assert fmt.smallest == info.smallest_normal * info.eps
+    assert fmt.bytes == info.bits // 8
+
+
+def test_the_design_s_numbers():
+    assert (formats.E4M3.max, formats.E4M3.tiny, formats.E4M3.smallest) == (448, 2**-6, 2**-9)
+    assert (formats.E5M2.max, formats.E5M2.tiny, formats.E5M2.smallest) == (57344, 2**-14, 2**-16)
+    assert formats.FP16.max == 65504
+
+
+def test_which_formats_carry_a_scale():
+    assert [f.name for f in formats.ALL if f.scaled] == ["fp16", "fp8-e4m3", "fp8-e5m2"]
+
+
+@pytest.mark.parametrize("fmt", formats.ALL, ids=str)
+def test_found_by_name_and_by_dtype(fmt):
+    assert formats.by_name(str(fmt)) is fmt
+    assert formats.of_dtype(fmt.dtype) is fmt
+
+
+def test_an_unknown_name_lists_those_accepted():
+    with pytest.raises(ValueError, match=r"'fp4'.*fp32, bf16, fp16, fp8-e4m3, fp8-e5m2"):
+        formats.by_name("fp4")
+
+
+def test_an_unknown_dtype_lists_those_accepted():
+    with pytest.raises(ValueError, match=r"torch\.int8.*torch\.float8_e4m3fn"):
+        formats.of_dtype(torch.int8)

@@ -1,0 +1,48 @@
+import math
+
+import pytest
+import torch
+from numerics import floats, golden
+
+from msamp.numerics.formats import E4M3
+from msamp.numerics.metrics import edq, lost_frac, saturation_frac, sqnr_db, underflow_frac
+from msamp.numerics.quantize import dequantize, quantize
+
+
+def test_golden_metrics():
+    vectors = golden("metrics")
+    x = floats(vectors["x"])
+    payload = quantize(x, vectors["scale"], E4M3)
+    back = dequantize(payload, 1 / vectors["scale"])
+    assert sqnr_db(x, back) == pytest.approx(vectors["sqnr_db"], rel=1e-6)
+    assert underflow_frac(x, back) == pytest.approx(vectors["underflow_frac"], rel=1e-6)
+    assert saturation_frac(payload, E4M3) == pytest.approx(vectors["saturation_frac"], rel=1e-6)
+    update, effective = (torch.tensor([float(v) for v in vectors[k]], dtype=torch.float64) for k in ("update", "effective"))
+    assert edq(update, effective) == pytest.approx(vectors["edq"], rel=1e-6)
+    assert lost_frac(update, effective) == pytest.approx(vectors["lost_frac"], rel=1e-6)
+
+
+def test_sqnr_of_known_noise():
+    x = torch.ones(1000)
+    assert sqnr_db(x, x * 1.1) == pytest.approx(20.0, abs=1e-4)
+    assert sqnr_db(x.bfloat16(), x) == math.inf
+    assert sqnr_db(x, torch.zeros(1000)) == 0.0
+
+
+def test_underflow_counts_only_what_was_not_zero():
+    x = torch.tensor([0.0, 0.0, 1e-9, 1.0])
+    assert underflow_frac(x, torch.tensor([0.0, 0.0, 0.0, 1.0])) == 0.5
+    assert underflow_frac(torch.zeros(3), torch.zeros(3)) == 0.0
+
+
+def test_saturation_counts_both_signs():
+    payload = torch.tensor([448.0, -448.0, 416.0, 0.0]).to(torch.float8_e4m3fn)
+    assert saturation_frac(payload, E4M3) == 0.5
+
+
+def test_edq_of_a_perfect_and_of_a_lost_update():
+    update = torch.tensor([3.0, 4.0])
+    assert edq(update, update) == pytest.approx(5.0)
+    assert edq(update, torch.zeros(2)) == 0.0
+    assert lost_frac(update, torch.tensor([3.0, 0.0])) == 0.5
+    assert lost_frac(torch.zeros(2), torch.zeros(2)) == 0.0

@@ -1,0 +1,66 @@
+import dataclasses
+
+import pytest
+import torch
+
+from msamp.numerics import formats, recipe
+from msamp.numerics.scaling import Current, Delayed
+
+
+def names(r: recipe.Recipe) -> tuple[str, ...]:
+    return r.compute.name, r.weight.name, *(getattr(r.states, f).name for f in ("master", "grad", "m", "v"))
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    {
+        "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32", "fp32"),
+        "bf16": ("bf16", "bf16", "fp32", "fp32", "fp32", "fp32"),
+        "O1": ("bf16", "fp16", "fp16", "fp8-e4m3", "fp32", "fp32"),
+        "O2": ("bf16", "fp16", "fp16", "fp8-e4m3", "fp8-e4m3", "fp16"),
+        "O3": ("bf16", "fp8-e4m3", "fp16", "fp8-e4m3", "fp8-e4m3", "fp16"),
+    }.items(),
+)
+def test_the_table_of_levels(name, want):
+    assert names(recipe.by_name(name)) == want
+
+
+def test_every_preset_is_found_by_its_name_and_o0_is_bf16():
+    assert all(recipe.by_name(r.name) is r for r in recipe.ALL)
+    assert recipe.by_name("O0") is recipe.BF16
+
+
+@pytest.mark.parametrize("bad", ["O4", "o2", "", "fp8"])
+def test_an_unknown_name_lists_those_accepted(bad):
+    with pytest.raises(ValueError, match=rf"'{bad}'.*fp32, bf16, O1, O2, O3"):
+        recipe.by_name(bad)
+
+
+def test_operands_of_the_three_gemms():
+    gemm = recipe.O2.gemm
+    assert (gemm.input.format, gemm.weight.format, gemm.grad_output.format) == (formats.E4M3, formats.E4M3, formats.E5M2)
+    assert gemm.input.scaling == gemm.grad_output.scaling == Delayed(16)
+    assert gemm.weight.scaling == Current()
+    assert recipe.O2.fp8
+    assert not recipe.BF16.fp8
+    assert recipe.O1.compute_dtype == torch.bfloat16
+    assert recipe.FP32.compute_dtype == torch.float32
+
+
+def test_states_are_replaced_one_by_one():
+    changed = recipe.O2.with_states(master=formats.BF16, v=None)
+    assert names(changed)[2:] == ("bf16", "fp8-e4m3", "fp8-e4m3", "fp16")
+    assert names(recipe.O2)[2] == "fp16"
+
+
+def test_the_scaling_rule_is_replaced_for_activations_and_grad_outputs():
+    gemm = recipe.O3.with_scaling(Current()).gemm
+    assert gemm.input.scaling == gemm.grad_output.scaling == Current()
+    assert recipe.BF16.with_scaling(Current()) is recipe.BF16
+
+
+def test_recipes_are_data():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.O2.name = "mine"
+    assert str(recipe.O2.states) == "master fp16, grad fp8-e4m3, m fp8-e4m3, v fp16"
+    assert str(recipe.O2.gemm.input) == "fp8-e4m3 delayed(16)"

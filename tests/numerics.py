@@ -1,0 +1,101 @@
+"""What the numerics tests share: inputs of three kinds, the three measures of loss, the table of limits, and the golden vectors.
+
+SQNR alone is blind to elements that vanish, so a representation is always judged three ways at once. The limits were measured on the
+inputs made here (CPU, seeds as below) and set with a margin of about 0.5 dB and a tenth of a share.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from msamp.numerics.formats import Format
+from msamp.numerics.metrics import saturation_frac, sqnr_db, underflow_frac
+from msamp.numerics.quantize import cast
+from msamp.numerics.scaling import scale_from_amax
+
+KINDS = ("normal", "channel-outlier", "log-normal")
+SMALL, LARGE = (256, 128), (1024, 512)
+GOLDEN = Path(__file__).parent / "golden" / "golden.json"
+
+
+class Measures(NamedTuple):
+    """SQNR in dB, share of non-zero elements that became zero, share of elements at the format's largest value."""
+
+    sqnr_db: float
+    underflow: float
+    saturation: float
+
+
+def make(kind: str, shape: tuple[int, ...], seed: int = 0, device: torch.device | str = "cpu") -> torch.Tensor:
+    """FP32 test input, the same on every device: standard normal; normal with every 32nd channel 50 times as large; log-normal
+    magnitudes (sigma 2, some 25 binades) with random signs."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    if kind == "channel-outlier":
+        x[..., ::32] *= 50.0
+    elif kind == "log-normal":
+        x = (2.0 * x).exp() * (torch.randint(0, 2, shape, generator=generator) * 2 - 1)
+    elif kind != "normal":
+        raise ValueError(f"input kind {kind!r} is unknown; choose one of {', '.join(KINDS)}")
+    return x.to(device)
+
+
+def random_floats(count: int, seed: int = 0) -> torch.Tensor:
+    """FP32 [count] of random bit patterns: all magnitudes, subnormals, infinities and NaN."""
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 2**32, count, dtype=np.uint32).view(np.float32).copy())
+
+
+def every_bf16() -> torch.Tensor:
+    """BF16 [65536]: every bit pattern once."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def codes(payload: torch.Tensor) -> torch.Tensor:
+    """The bit patterns of an 8- or 16-bit payload as int32, on the CPU."""
+    eight = payload.element_size() == 1
+    raw = payload.detach().contiguous().view(torch.uint8 if eight else torch.int16).cpu().int()
+    return raw if eight else raw & 0xFFFF
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The bit pattern of any plain tensor, so that NaN equals NaN and -0 differs from 0."""
+    return x.detach().contiguous().view(torch.uint8).cpu()
+
+
+def measure(x: torch.Tensor, approx: torch.Tensor, payload: torch.Tensor | None = None, fmt: Format | None = None) -> Measures:
+    """The three measures of `approx` for `x`; saturation is that of `payload` (0 where there is none)."""
+    saturation = saturation_frac(payload, fmt) if payload is not None and fmt is not None else 0.0
+    return Measures(sqnr_db(x, approx), underflow_frac(x, approx), saturation)
+
+
+def saturation_of_cast(x: torch.Tensor, fmt: Format) -> float:
+    """Share of the elements of `x`, cast just in time, that are at the largest value of `fmt`."""
+    scale = scale_from_amax(x.abs().amax().float(), fmt.max)
+    return saturation_frac(cast(x.float() * scale, fmt), fmt)
+
+
+def check(what: str, fmt: str, kind: str, shape: tuple[int, ...], measured: Measures) -> None:
+    """Assert that all three measures keep within the table's limits."""
+    limit = LIMITS[what, fmt, kind, shape]
+    where = f"{what} {fmt} {kind} {shape}: measured {measured}, limits {limit}"
+    assert measured.sqnr_db >= limit.sqnr_db, where
+    assert measured.underflow <= limit.underflow, where
+    assert measured.saturation <= limit.saturation, where
+
+
+def golden(key: str) -> Any:
+    """One entry of the golden vectors, as it stands in the file."""
+    return json.loads(GOLDEN.read_text())[key]
+
+
+def floats(values: list[Any]) -> torch.Tensor:
+    """FP32 [n] from hexadecimal strings or numbers."""
+    return torch.tensor([float.fromhex(v) if isinstance(v, str) else float(v) for v in values], dtype=torch.float64).float()
+
+
+# (what, format or output dtype, input kind, shape) -> least SQNR in dB, largest underflow share, largest saturation share.
+# A linear layer's shape is [tokens, in_features, out_features] and its saturation that of its worse operand.
+LIMITS: dict[tuple[str, str, str, tuple[int, ...]], Measures] = {}

@@ -1,0 +1,81 @@
+"""The preprocessing tool as a user calls it: names of its outputs, exit codes and messages."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+PATH = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("preprocess_data", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "1 2 3", "title": "4"}\n{"text": "5", "title": "6 7"}\n')
+    (tmp_path / "b.txt").write_text("8 9\n<|endoftext|>\n10\n")
+    common = ["--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "NullTokenizer", "--vocab-size", "50", "--workers", "0"]
+    return ["--input", str(tmp_path / "a.jsonl"), *common]
+
+
+def read(prefix):
+    dataset = IndexedDataset(str(prefix))
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+def test_jsonl_and_txt_in_the_order_given(tool, arguments, tmp_path, capsys):
+    arguments.insert(2, str(tmp_path / "b.txt"))
+    assert tool.main([*arguments, "--append-eod", "--log-interval", "2"]) == 0
+    assert read(tmp_path / "out_text_document") == [[1, 2, 3, 49], [5, 49], [8, 9, 49], [10, 49]]
+    assert json.loads((tmp_path / "out_text_document.json").read_text())["tokens"] == 11
+    captured = capsys.readouterr()
+    assert "out_text_document: 4 documents, 11 tokens (uint16)" in captured.out
+    assert "documents/s" in captured.err
+
+
+def test_keys_and_no_eod(tool, arguments, tmp_path):
+    assert tool.main([*arguments, "--json-keys", "text", "title"]) == 0
+    assert read(tmp_path / "out_text_document") == [[1, 2, 3], [5]]
+    assert read(tmp_path / "out_title_document") == [[4], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "is empty"), ("{\n", "line 1: not JSON"), ('{"body": "1"}\n', "no key 'text'"), ('{"text": "fifty"}\n', "integers")],
+)
+def test_bad_input_exits_2_and_writes_nothing(tool, arguments, tmp_path, capsys, content, message):
+    (tmp_path / "a.jsonl").write_text(content)
+    assert tool.main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--input", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
+        (["--tokenizer-type", "WordPiece"], "GPT2BPETokenizer, HuggingFaceTokenizer, NullTokenizer"),
+        (["--tokenizer-type", "HuggingFaceTokenizer"], "--tokenizer-model is missing"),
+        (["--workers", "-1"], "--workers -1"),
+        (["--log-interval", "0"], "--log-interval 0"),
+    ],
+)
+def test_bad_flags_exit_2(tool, arguments, tmp_path, capsys, change, message):
+    assert tool.main([*arguments, *change]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_help_explains_the_forms(tool, capsys):
+    with pytest.raises(SystemExit) as left:
+        tool.main(["--help"])
+    assert left.value.code == 0
+    assert "<|endoftext|>" in capsys.readouterr().out

@@ -1,0 +1,140 @@
+"""Reading metrics files, and a page that stands alone with plots that hold what the files say."""
+
+import json
+import math
+
+import pytest
+
+from tools import report
+
+BYTES = {"weight": 2, "grad": 1, "master": 0, "m": 1, "v": 2}
+
+
+def train_line(iteration, loss, **more):
+    line = {"kind": "train", "iteration": iteration, "tokens": iteration * 10, "loss": loss, "lr": 1e-3, "grad_norm": 1.0, "skipped": 0}
+    return line | {"tokens_per_s": 1000.0, "tflops": 0.1, "memory_gib": 0.5} | more
+
+
+def valid_line(iteration, loss):
+    return {"kind": "valid", "iteration": iteration, "tokens": 0, "loss": loss, "ppl": math.exp(loss), "bits_per_byte": None}
+
+
+def write(path, lines, tail=""):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+    return path
+
+
+@pytest.fixture
+def files(tmp_path):
+    found = {}
+    for name, offset in (("O0", 0.0), ("O2", 0.02)):
+        lines = [{"kind": "precision", "bytes_per_parameter": BYTES, "parameters": 10}]
+        lines += [train_line(i, 8 - 0.1 * i + offset) for i in range(1, 21)]
+        lines += [valid_line(10, 7.2 + offset), valid_line(20, 6.2 + offset)]
+        if offset:
+            lines += [
+                {"kind": "underflow", "iteration": i, "layer": layer, "tensor": t, "underflow": 0.1, "saturation": 0.0, "sqnr_db": 30.0}
+                for i in (5, 10)
+                for layer in ("a.fc1", "b.fc1", "c.fc1")
+                for t in report.TENSORS
+            ]
+        found[name] = write(tmp_path / f"{name}.jsonl", lines)
+    return found
+
+
+def test_read_sorts_by_kind_and_iteration(files):
+    run = report.read_run("O2", files["O2"])
+    assert [line["iteration"] for line in run.train] == list(range(1, 21))
+    assert run.final_valid_loss == pytest.approx(6.22)
+    assert run.precision is not None
+    assert run.precision["bytes_per_parameter"] == BYTES
+    assert report.sampled_layers([run]) == ["a.fc1", "b.fc1", "c.fc1"]
+    assert len(run.underflow) == 18
+
+
+def test_a_resumed_run_overrides_and_a_half_written_line_is_left_out(tmp_path):
+    lines = [train_line(1, 5.0), train_line(2, 4.0), train_line(2, 3.0)]
+    run = report.read_run("x", write(tmp_path / "m", lines, tail='{"kind": "tra'))
+    assert [(line["iteration"], line["loss"]) for line in run.train] == [(1, 5.0), (2, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "tail", "message"),
+    [
+        ([], "", "no training line"),
+        ([train_line(1, 5.0)], "not json\n", "line 2 is not a line of metrics"),
+        ([train_line(1, 5.0)], "[1]\n", "line 2"),
+        ([{"kind": "train"}], "", "line 1"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, lines, tail, message):
+    with pytest.raises(ValueError, match=message):
+        report.read_run("x", write(tmp_path / "m", lines, tail))
+
+
+def test_missing_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere.jsonl does not exist: give the trainer's --metrics-file"):
+        report.read_run("x", tmp_path / "nowhere.jsonl")
+
+
+def test_smooth_keeps_length_mean_and_straight_lines():
+    assert report.smooth([1.0, 2.0, 6.0], 1) == [1.0, 2.0, 6.0]
+    assert report.smooth([0.0, 3.0, 6.0, 9.0], 3) == [1.5, 3.0, 6.0, 7.5]
+    assert report.smooth([4.0] * 7, 4) == [4.0] * 7
+
+
+def test_differences_are_relative_and_over_common_iterations():
+    base = report.Run(name="a", train=[train_line(i, 2.0) for i in (1, 2, 3)])
+    other = report.Run(name="b", train=[train_line(i, 2.1) for i in (2, 3, 4)])
+    iterations, relative = report.differences(base, other, 2)
+    assert iterations == [2, 3]
+    assert relative == pytest.approx([0.05, 0.05])
+    with pytest.raises(ValueError, match="no common iteration"):
+        report.differences(base, report.Run(name="c", train=[train_line(9, 1.0)]), 2)
+
+
+def test_page_stands_alone(files, tmp_path, capsys):
+    meta = tmp_path / "meta.json"
+    meta.write_text('{"unigram_entropy_nats": 6.6}')
+    sample = tmp_path / "sample.txt"
+    sample.write_text("We <b> the people")
+    arguments = ["--run", f"O0={files['O0']}", "--run", f"O2={files['O2']}", "--meta", str(meta), "--sample", f"O2={sample}"]
+    assert report.main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out/report.html").read_text()
+    for name in ("loss", "underflow", "bytes"):
+        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert page.count("data:image/png;base64,") == 3
+    assert "http" not in page
+    assert "We &lt;b&gt; the people" in page
+    assert "<td>6.2200</td>" in page
+    printed = capsys.readouterr().out
+    assert "O2 is +0.32 % from O0; O0 is 6.1 % below the unigram entropy of 6.6000" in printed
+
+
+def test_plots_show_the_files_numbers(files):
+    runs = [report.read_run(name, path) for name, path in files.items()]
+    loss = report.loss_figure(runs, 6.6, 1)
+    labels = [text.get_text() for text in loss.axes[0].get_legend().get_texts()]
+    assert labels == ["O0 training", "O0 validation", "O2 training", "O2 validation", "unigram entropy 6.60"]
+    points = next(line for line in loss.axes[0].get_lines() if line.get_label() == "O2 validation")
+    assert points.get_xydata().tolist() == [[10, pytest.approx(7.22)], [20, pytest.approx(6.22)]]
+    assert [patch.get_width() for patch in report.bytes_figure(runs[:1]).axes[0].patches] == list(BYTES.values())
+    underflow = report.underflow_figure(runs, "b.fc1").axes[0].get_lines()
+    assert [line.get_ydata() for line in underflow] == [pytest.approx([10.0, 10.0])] * 3
+
+
+def test_one_run_without_extras_still_makes_a_page(tmp_path):
+    run = report.Run(name="alone", train=[train_line(1, 5.0), train_line(2, 4.0)])
+    page = report.write_report([run], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "report.html"]
+    assert "validation loss: alone none" in page.read_text()
+
+
+def test_bad_flags(files, tmp_path, capsys):
+    run = ["--run", f"O2={files['O2']}", "--out", str(tmp_path / "out")]
+    assert report.main([*run, "--layer", "d.fc1"]) == 2
+    assert "no run sampled the layer 'd.fc1'; sampled: a.fc1, b.fc1, c.fc1" in capsys.readouterr().err
+    assert report.main([*run, "--window", "0"]) == 2
+    with pytest.raises(SystemExit):
+        report.main(["--run", "O2", "--out", str(tmp_path)])
+    assert not (tmp_path / "out").exists()

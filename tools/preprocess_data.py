@@ -1,0 +1,83 @@
+"""Tokenise .jsonl or .txt files into megatron-core's indexed datasets: `PREFIX_<key>_document.{bin,idx,json}`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from megatron.lm.config import DataConfig
+from megatron.lm.data.indexing import (
+    DOCUMENT_SEPARATORS,
+    EncodeOptions,
+    Progress,
+    check_inputs,
+    read_documents,
+    write_datasets,
+)
+
+_EPILOG = """\
+input forms:
+  .jsonl, .json   one JSON object a line; --json-keys names the members to take, each making its own dataset
+  .txt            documents separated by lines holding only <|endoftext|>, or with --split-documents blank-lines by blank lines
+
+example:
+  python tools/preprocess_data.py --input books.jsonl --output-prefix data/books --tokenizer-type GPT2BPETokenizer \\
+      --vocab-file encoder.json --merge-file vocab.bpe --append-eod --workers 8
+  then train with --data-path data/books_text_document
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool; returns 0, or 2 after a message on standard error for bad input (nothing is written then)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        _preprocess(arguments)
+    except ValueError as error:
+        print(f"preprocess_data: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", nargs="+", required=True, type=Path, metavar="FILE", help=".jsonl, .json or .txt files, in order")
+    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="JSON members that hold text (default: text)")
+    parser.add_argument("--split-documents", choices=DOCUMENT_SEPARATORS, default=DOCUMENT_SEPARATORS[0], help="what parts a .txt file")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="the datasets are PREFIX_<key>_document")
+    parser.add_argument("--tokenizer-type", required=True, help="GPT2BPETokenizer, HuggingFaceTokenizer or NullTokenizer")
+    parser.add_argument("--vocab-file", help="GPT2BPETokenizer: encoder.json")
+    parser.add_argument("--merge-file", help="GPT2BPETokenizer: vocab.bpe")
+    parser.add_argument("--tokenizer-model", help="HuggingFaceTokenizer: a tokenizer.json, or a folder with one")
+    parser.add_argument("--vocab-size", type=int, help="NullTokenizer: number of ids, the last one ends a document")
+    parser.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's end-of-document id")
+    parser.add_argument("--workers", type=int, default=1, help="processes that tokenise; 0: in this one (default: 1)")
+    parser.add_argument("--log-interval", type=int, default=1000, metavar="N", help="documents between two lines of progress")
+    return parser
+
+
+def _preprocess(arguments: argparse.Namespace) -> None:
+    if arguments.workers < 0 or arguments.log_interval < 1:
+        raise ValueError(f"--workers {arguments.workers} must be >= 0 and --log-interval {arguments.log_interval} must be >= 1")
+    total_bytes = check_inputs(arguments.input)
+    data = DataConfig(
+        tokenizer_type=arguments.tokenizer_type,
+        vocab_file=arguments.vocab_file,
+        merge_file=arguments.merge_file,
+        tokenizer_model=arguments.tokenizer_model,
+    )
+    options = EncodeOptions(data=data, vocab_size=arguments.vocab_size, append_eod=arguments.append_eod)
+    documents = (document for path in arguments.input for document in read_documents(path, arguments.json_keys, arguments.split_documents))
+    prefixes = {key: Path(f"{arguments.output_prefix}_{key}_document") for key in arguments.json_keys}
+    start = time.monotonic()
+    progress = Progress(total_bytes, arguments.log_interval)
+    counts = write_datasets(documents, prefixes, options, workers=arguments.workers, progress=progress)
+    for key, prefix in prefixes.items():
+        made = counts[key]
+        print(f"{prefix}: {made.documents} documents, {made.tokens} tokens ({made.dtype}), {made.text_bytes} bytes of text")
+    print(f"done in {time.monotonic() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Train the same small GPT twice on this machine, in BF16 (O0) and at O2, and put the two side by side.
+
+    make quickstart            or: python tools/quickstart.py [--iters N] [--processes N] [--out runs/quickstart]
+
+Prepares real text and a tokenizer (downloaded once, as pinned packages), trains, evaluates, generates a few words from each model, and
+writes report.html with its plots. Leaves with 1 where O2 ends more than 1 % from BF16, or where the model learned too little.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from tools.report import Run, read_run, summary, write_report
+
+ROOT = Path(__file__).resolve().parents[1]
+LEVELS = ("O0", "O2")
+ITERATIONS = 400
+MAX_DIFFERENCE = 0.01  # of O2's validation loss from O0's
+MIN_GAIN = 0.15  # of the validation loss below the unigram entropy
+PROMPT = "The people of the United States"
+MARKER = "command.txt"  # only folders that hold it are emptied
+
+MODEL = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
+OPTIMIZER = "--lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0"
+BATCH = 16  # sequences an iteration, over all processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line."""
+
+    iters: int
+    processes: int
+    out: Path
+    data: Path
+
+
+def training_flags(level: str, options: Options) -> list[str]:
+    """Flags of `python -m megatron.lm.pretrain` for one level.
+
+    Raises:
+        ValueError: the processes do not divide the batch, or there are no iterations.
+    """
+    if options.processes < 1 or BATCH % options.processes:
+        raise ValueError(f"--processes {options.processes} must divide the batch of {BATCH} sequences: give 1, 2, 4, 8 or 16")
+    if options.iters < 1:
+        raise ValueError(f"--iters {options.iters} must be at least 1 (default: {ITERATIONS})")
+    iters, folder = options.iters, options.out / level
+    return [
+        *MODEL.split(),
+        *OPTIMIZER.split(),
+        *f"--opt-level {level} --seed 1234 --train-iters {iters} --lr-warmup-iters {iters // 10}".split(),
+        *f"--micro-batch-size {min(8, BATCH // options.processes)} --global-batch-size {BATCH}".split(),
+        *f"--eval-interval {iters if iters % 4 else iters // 4} --eval-iters 16".split(),
+        *f"--log-interval {max(1, iters // 40)} --log-underflow-interval {max(1, iters // 20)}".split(),
+        *("--train-data-path", str(options.data / "train_text_document")),
+        *("--valid-data-path", str(options.data / "valid_text_document")),
+        *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(options.data / "tokenizer.json")),
+        *("--metrics-file", str(folder / "metrics.jsonl"), "--tensorboard-dir", str(folder / "tensorboard")),
+        *("--save", str(folder / "checkpoint")),
+    ]
+
+
+def train_command(level: str, options: Options) -> list[str]:
+    """The whole command that trains one level: torchrun's processes on this machine."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.processes)]
+    return [*torchrun, "-m", "megatron.lm.pretrain", *training_flags(level, options)]
+
+
+def verdict(base: Run, other: Run, entropy: float) -> list[str]:
+    """What is wrong with the two runs; nothing if they are as they should be."""
+    losses = {run.name: run.final_valid_loss for run in (base, other)}
+    missing = [name for name, loss in losses.items() if loss is None]
+    if missing:
+        return [f"{' and '.join(missing)} was never evaluated"]
+    left, right = losses[base.name] or 0.0, losses[other.name] or 0.0
+    problems = []
+    if not abs(right - left) <= MAX_DIFFERENCE * left:
+        problems.append(f"{other.name} is more than {100 * MAX_DIFFERENCE:g} % from {base.name}")
+    problems += [
+        f"{name} is not {100 * MIN_GAIN:g} % below the unigram entropy: train longer (--iters)"
+        for name, loss in ((base.name, left), (other.name, right))
+        if not loss <= (1 - MIN_GAIN) * entropy
+    ]
+    return problems
+
+
+def run(command: Sequence[str], threads: int, *, capture: bool = False) -> str:
+    """Run a command from the repository's root, its output shown as it comes, or returned with `capture`.
+
+    Raises:
+        RuntimeError: it failed. However this function is left, nothing the command started is left running.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    stdout = subprocess.PIPE if capture else None
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, text=True)
+    try:
+        output, _ = process.communicate()
+    finally:
+        if process.poll() is None:
+            _stop(process)
+    if process.returncode:
+        raise RuntimeError(f"exit code {process.returncode} from: {shlex.join(command)}")
+    return output or ""
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """End a process and its descendants: torchrun gives its workers sessions of their own, which no signal to it reaches at once."""
+    import psutil
+
+    try:
+        parent = psutil.Process(process.pid)
+        family = [*parent.children(recursive=True), parent]
+    except psutil.NoSuchProcess:
+        return
+    for member in family:
+        try:
+            member.terminate()
+        except psutil.NoSuchProcess:
+            continue
+    for member in psutil.wait_procs(family, timeout=5)[1]:
+        member.kill()
+    process.wait()
+
+
+def fresh(folder: Path) -> None:
+    """Make `folder` an empty folder; ValueError if there is something in it that an earlier quick start did not leave."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: choose another --out")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file():
+        raise ValueError(f"{folder} holds something that no earlier quick start left: choose another --out")
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def train_all(options: Options) -> list[Run]:
+    """Train both levels, and write a few words from each into its folder (sample.txt)."""
+    threads = max(1, (os.cpu_count() or 1) // options.processes)
+    commands = {level: train_command(level, options) for level in LEVELS}
+    for level in LEVELS:
+        fresh(options.out / level)
+        (options.out / level / MARKER).write_text(shlex.join(commands[level]) + "\n", encoding="utf-8")
+    for level, command in commands.items():
+        say(f"training at {level}: {options.iters} iterations on {options.processes} processes")
+        run(command, threads)
+    for level in LEVELS:
+        say(f"words from {level}")
+        generate = [sys.executable, str(ROOT / "tools/generate.py"), "--load", str(options.out / level / "checkpoint"), "--prompt", PROMPT]
+        text = run(generate, threads, capture=True).strip()
+        print(text, flush=True)
+        (options.out / level / "sample.txt").write_text(text + "\n", encoding="utf-8")
+    return [read_run(level, options.out / level / "metrics.jsonl") for level in LEVELS]
+
+
+def say(text: str) -> None:
+    """Announce a step."""
+    print(f"\n== {text}", flush=True)
+
+
+def quickstart(options: Options) -> int:
+    """Everything; 0, or 1 where the two runs are not as they should be."""
+    training_flags(LEVELS[0], options)  # bad values are refused before anything is downloaded
+    say("text and tokenizer")
+    run([sys.executable, str(ROOT / "tools/prepare_text.py"), "quickstart", "--out", str(options.data)], threads=os.cpu_count() or 1)
+    runs = train_all(options)
+    meta = json.loads((options.data / "meta.json").read_text(encoding="utf-8"))
+    entropy = meta["unigram_entropy_nats"]
+    samples = {level: (options.out / level / "sample.txt").read_text(encoding="utf-8") for level in LEVELS}
+    page = write_report(runs, options.out, meta=meta, samples=samples)
+    problems = verdict(runs[0], runs[1], entropy)
+    lines = [*summary(runs, entropy), *(f"FAILED: {problem}" for problem in problems)]
+    (options.out / "summary.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    say("result")
+    print(*lines, f"report: {page}", *(f"plot:   {path}" for path in sorted(options.out.glob("*.png"))), sep="\n")
+    return 1 if problems else 0
+
+
+def default_processes() -> int:
+    """2; where there are GPUs, at most one process for each."""
+    import torch
+
+    return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; 0, 1 where a run failed or is not as it should be, 2 for bad input, 130 when interrupted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iters", type=int, default=ITERATIONS, help="training iterations of each run (default: %(default)s)")
+    parser.add_argument("--processes", type=int, help="processes to train with (default: 2, or fewer where there are fewer GPUs)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/quickstart"), help="folder for the runs and the report (default: %(default)s)"
+    )
+    parser.add_argument("--data", type=Path, default=ROOT / "data/quickstart", help="folder for text and tokenizer")
+    args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, _interrupt)  # so that a kill, like Ctrl-C, takes the training processes along
+    started = time.monotonic()
+    try:
+        processes = default_processes() if args.processes is None else args.processes
+        code = quickstart(Options(iters=args.iters, processes=processes, out=args.out.resolve(), data=args.data.resolve()))
+    except ValueError as error:
+        print(f"quickstart.py: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"quickstart.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("quickstart.py: interrupted", file=sys.stderr)
+        return 130
+    print(f"took:   {time.monotonic() - started:.0f} s")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
