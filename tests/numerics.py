@@ -62,7 +62,7 @@ def codes(payload: torch.Tensor) -> torch.Tensor:
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     """The bit pattern of any plain tensor, so that NaN equals NaN and -0 differs from 0."""
-    return x.detach().contiguous().view(torch.uint8).cpu()
+    return x.detach().reshape(-1).contiguous().view(torch.uint8).cpu()
 
 
 def measure(x: torch.Tensor, approx: torch.Tensor, payload: torch.Tensor | None = None, fmt: Format | None = None) -> Measures:

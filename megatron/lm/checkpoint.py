@@ -204,4 +204,4 @@ def load_for_inference(path: str | Path) -> tuple[nn.Module, Config, Tokenizer]:
         process_groups.initialize(config)
     model = build_model(config, build_recipe(config.precision), saved["vocab_size"])
     model.load_state_dict(saved["model"])
-    return model.eval(), config, build_tokenizer(config.data)
+    return model.eval(), config, build_tokenizer(config.data, config.model.vocab_size)

@@ -59,7 +59,7 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.tokenizer = build_tokenizer(config.data)
+        self.tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         self.train_data, self.valid_data, self.test_data = build_datasets(config, self.tokenizer, self._sample_counts())
         self.training = build_training(config, self.tokenizer.vocab_size)
         if config.checkpoint.load:
@@ -153,7 +153,7 @@ class Trainer:
         if not counts.is_file():
             return None
         found = json.loads(counts.read_text(encoding="utf-8"))
-        return loss / math.log(2) * found["tokens"] / found["bytes"]
+        return loss / math.log(2) * found["tokens"] / found["text_bytes"]
 
     def _save(self) -> None:
         if self.config.checkpoint.save:

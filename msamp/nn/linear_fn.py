@@ -8,6 +8,7 @@ from torch.autograd.function import once_differentiable
 from msamp.kernels import ops
 from msamp.nn.scaling_state import LinearScaling, Slot
 from msamp.numerics.formats import Format
+from msamp.numerics.recipe import Gemm
 from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
 
@@ -45,17 +46,14 @@ class LinearFunction(torch.autograd.Function):
         x: torch.Tensor,
         weight: ScalingTensor,
         bias: torch.Tensor | None,
-        scaling: LinearScaling,
-        record: bool,
+        gemm: Gemm,
+        slots: tuple[Slot, Slot],
+        weight_scales: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        gemm = scaling.gemm
-        x_slot, ctx.grad_slot = scaling.slots(record)
+        x_slot, ctx.grad_slot = slots
+        multiplier, w_scale_inv = weight_scales
         x2d = x.reshape(-1, x.shape[-1])
         x_scale, x_scale_inv, amax_slot = _scales(x2d, x_slot, gemm.input.format)
-        if weight.payload.dtype == gemm.weight.format.dtype:
-            multiplier = w_scale_inv = weight.scale_inv
-        else:
-            multiplier, w_scale_inv = scaling.weight_scales(weight)
         if ctx.needs_input_grad[1]:
             x8, x8_t = ops.cast_transpose(x2d, x_scale, amax_slot, gemm.input.format.dtype)
         else:
@@ -88,7 +86,7 @@ class LinearFunction(torch.autograd.Function):
             grad_x = ops.scaled_mm(g8, w8_t, scale_inv, w_scale_inv, None, grad_output.dtype, False).view(ctx.shape)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_b = g2d.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, grad_w, grad_b, None, None
+        return grad_x, grad_w, grad_b, None, None, None
 
 
 def linear(x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, scaling: LinearScaling) -> torch.Tensor:
@@ -107,4 +105,5 @@ def linear(x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, sc
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"input is {x.dtype}; an FP8 linear layer takes torch.bfloat16, torch.float16 or torch.float32")
-    return LinearFunction.apply(x, weight, bias, scaling, torch.is_grad_enabled())
+    slots = scaling.slots(record=torch.is_grad_enabled())
+    return LinearFunction.apply(x, weight, bias, scaling.gemm, slots, scaling.weight_scales(weight))

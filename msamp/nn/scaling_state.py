@@ -51,7 +51,7 @@ class LinearScaling(nn.Module):
         self.register_buffer("scale_inv", torch.ones(2, device=device))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64, device=device))
         self.steps = 0  # `seen` on the host: asking the device would be a sync in every forward
-        self._weight_key: tuple[int, int, int] | None = None
+        self._weight_key: tuple[int, int] | None = None
         self._weight_scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -69,12 +69,14 @@ class LinearScaling(nn.Module):
         return slot(INPUT), slot(GRAD_OUTPUT)
 
     def weight_scales(self, weight: ScalingTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(multiplier from `weight.payload` into FP8, scale_inv of the FP8 weight), both FP32 0-dim.
+        """(multiplier from `weight.payload` into FP8, scale_inv of the FP8 weight), both FP32 0-dim; an FP8 payload is taken as it is.
 
-        The weight's own amax decides, taken anew whenever the weight has changed: that is once a step, and version
-        counters tell without a sync.
+        The weight's own amax decides, taken anew whenever the weight has changed: that is once a step, and the payload's
+        version counter tells without a sync.
         """
-        key = (weight.payload.data_ptr(), weight.payload._version, weight.scale_inv._version)
+        if weight.payload.dtype == self.gemm.weight.format.dtype:
+            return weight.scale_inv, weight.scale_inv
+        key = (weight.payload.data_ptr(), weight.payload._version)
         if self._weight_scales is None or key != self._weight_key:
             amax = ops.amax(weight.payload) * weight.scale_inv
             scale = scale_from_amax(amax, self.gemm.weight.format.max)

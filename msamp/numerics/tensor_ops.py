@@ -31,9 +31,18 @@ def _is_scaling(x: Any) -> bool:
     return hasattr(x, "payload") and hasattr(x, "scale_inv")
 
 
+def _changed(x: "ScalingTensor") -> "ScalingTensor":
+    # Down here torch does not count versions itself, and a layer tells by the payload's counter that its weight has changed.
+    torch.autograd.graph.increment_version(x.payload)
+    return x
+
+
+@_on(aten.detach.default, aten.alias.default)
+def _same_payload(func: Any, x: "ScalingTensor") -> Any:
+    return _like(x, x.payload)
+
+
 @_on(
-    aten.detach.default,
-    aten.alias.default,
     aten.view.default,
     aten._unsafe_view.default,
     aten.t.default,
@@ -43,7 +52,6 @@ def _is_scaling(x: Any) -> bool:
     aten.squeeze.dim,
 )
 def _same_scale(func: Any, x: "ScalingTensor", *args: Any) -> Any:
-    # The inner detach keeps the payload's version counter: a cached scale sees a later change of the values.
     return _like(x, func(x.payload, *args))
 
 
@@ -69,9 +77,9 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
     if _is_scaling(source) and source.payload.dtype == target.payload.dtype:
         target.payload.copy_(source.payload, non_blocking)
         target.scale_inv.copy_(source.scale_inv, non_blocking)
-        return target
+        return _changed(target)
     target.store_(source.dequantize(torch.float32) if _is_scaling(source) else source.to(target.device, torch.float32))
-    return target
+    return _changed(target)
 
 
 @_on(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default, aten.rand_like.default)
@@ -91,7 +99,7 @@ def _plain_new(func: Any, x: "ScalingTensor", size: Any, *, dtype: torch.dtype |
 def _zero_(func: Any, x: "ScalingTensor") -> Any:
     x.payload.zero_()
     x.scale_inv.masked_fill_(~x.scale_inv.isfinite(), 1.0)  # a poisoned gradient that was zeroed is a gradient again
-    return x
+    return _changed(x)
 
 
 @_on(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar)
@@ -103,7 +111,7 @@ def _scale_(func: Any, x: "ScalingTensor", factor: Any) -> Any:
         )
     factor = factor.reshape(()) if isinstance(factor, torch.Tensor) else factor
     (x.scale_inv.mul_ if func in (aten.mul_.Tensor, aten.mul_.Scalar) else x.scale_inv.div_)(factor)
-    return x
+    return _changed(x)
 
 
 @_on(aten.linalg_vector_norm.default)

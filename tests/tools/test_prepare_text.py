@@ -186,7 +186,7 @@ def export(*pages):
     return f"<mediawiki>{body}</mediawiki>"
 
 
-def test_articles_leave_out_redirects_stubs_and_other_spaces(tool):
+def test_articles_leave_out_redirects_short_pages_and_other_spaces(tool):
     long = "A sentence with some words in it. " * 10
     dump = export(("A &amp; B", long), ("Other", "#REDIRECT [[A]]"), ("Wikipedia:Rules", long), ("Short", "Nothing."))
     assert tool.articles(dump) == [f"A & B\n\n{long.strip()}"]

@@ -1,0 +1,363 @@
+"""FP8Linear as a layer: what it computes, what it keeps, and how it behaves in other people's training loops."""
+
+import copy
+import io
+
+import pytest
+import torch
+from numerics import KINDS, Measures, check, make, measure, saturation_of_cast
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from msamp.nn.linear import FP8Linear, scaling_parameter
+from msamp.nn.scaling_state import ScalingState
+from msamp.numerics import recipe
+from msamp.numerics.formats import E4M3, E5M2, FP16
+from msamp.numerics.metrics import sqnr_db
+from msamp.numerics.tensor import ScalingTensor
+
+LEVELS = (recipe.O1, recipe.O2, recipe.O3)
+every_level = pytest.mark.parametrize("level", LEVELS, ids=lambda r: r.name)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def pair(features=(64, 48), level=recipe.O2, dtype=torch.float32, bias=True, device="cpu", seed=0) -> tuple[nn.Linear, FP8Linear]:
+    """The same layer twice: plain, and FP8."""
+    torch.manual_seed(seed)
+    plain = nn.Linear(*features, bias=bias, dtype=dtype).to(device)
+    return plain, FP8Linear.from_linear(copy.deepcopy(plain), level)
+
+
+def run(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(output, grad_input, grad_weight) of one forward and backward."""
+    x = x.detach().clone().requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    y.backward(g.to(y.dtype))
+    return y.detach(), x.grad, layer.weight.grad
+
+
+@pytest.mark.parametrize("shape", [(128, 64, 96), (512, 256, 256)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@every_dtype
+def test_the_three_gemms_against_fp32_three_ways(shape, kind, dtype, device):
+    tokens, fan_in, fan_out = shape
+    plain, low = pair((fan_in, fan_out), dtype=dtype, bias=False, device=device)
+    x, g = (make(kind, (tokens, n), seed=s, device=device).to(dtype) for s, n in ((1, fan_in), (2, fan_out)))
+    got = run(low, x, g)
+    want = run(plain.float(), x.float(), g.float())
+    saturation = [saturation_of_cast(t, fmt) for t, fmt in ((x, E4M3), (plain.weight, E4M3), (g, E5M2))]
+    operands = {"output": (0, 1), "grad_input": (2, 1), "grad_weight": (2, 0)}
+    for (what, (a, b)), approx, exact in zip(operands.items(), got, want, strict=True):
+        assert approx.dtype == dtype
+        m = measure(exact, approx.float())
+        check(what, str(dtype).removeprefix("torch."), kind, shape, Measures(m.sqnr_db, m.underflow, max(saturation[a], saturation[b])))
+
+
+@every_level
+def test_it_is_the_product_of_the_quantised_values(level, device):
+    _, low = pair(level=level, device=device)
+    x, g = make("normal", (40, 64), seed=1, device=device), make("normal", (40, 48), seed=2, device=device)
+    y, grad_x, grad_w = run(low, x, g)
+    x8 = ScalingTensor.quantize(x, E4M3).dequantize()
+    w8 = ScalingTensor.quantize(low.weight.detach().dequantize(), E4M3).dequantize()
+    g8 = ScalingTensor.quantize(g, E5M2).dequantize()
+    rtol = 1e-4 if device.type == "cpu" else 1e-2
+    for got, want in ((y, x8 @ w8.t() + low.bias), (grad_x, g8 @ w8), (grad_w, g8.t() @ x8), (low.bias.grad, g.sum(0))):
+        assert (got - want).norm() / want.norm() < rtol
+
+
+@every_level
+def test_the_weight_is_stored_as_the_level_says(level):
+    plain, low = pair(level=level, dtype=torch.bfloat16)
+    assert isinstance(low.weight, ScalingTensor)
+    assert isinstance(low.weight, nn.Parameter)
+    assert low.weight.format is {"O1": FP16, "O2": FP16, "O3": E4M3}[level.name]
+    assert (low.weight.dtype, low.weight.shape) == (plain.weight.dtype, plain.weight.shape)
+    assert low.bias.equal(plain.bias)
+
+
+def test_made_from_sizes_it_starts_as_torch_s_linear_does():
+    torch.manual_seed(0)
+    low = FP8Linear(64, 48, device="cpu")
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 48)
+    assert torch.equal(low.weight.detach(), ScalingTensor.quantize(plain.weight, FP16))
+    assert low.bias.equal(plain.bias)
+    assert FP8Linear(16, 16, bias=False).bias is None
+
+
+@pytest.mark.parametrize("shape", [(64,), (5, 64), (2, 3, 64), (2, 1, 3, 64)], ids=str)
+@every_dtype
+def test_any_leading_dimensions(shape, dtype):
+    plain, low = pair(dtype=dtype)
+    x = make("normal", shape, seed=1).to(dtype).requires_grad_()
+    y = low(x)
+    assert (y.shape, y.dtype) == ((*shape[:-1], 48), dtype)
+    y.sum().backward()
+    assert (x.grad.shape, x.grad.dtype) == (x.shape, dtype)
+    assert sqnr_db(plain(x), y) > 25
+
+
+def test_sizes_that_are_no_multiples_of_16(device):
+    plain, low = pair((37, 19), device=device)
+    x, g = make("normal", (11, 37), seed=1, device=device), make("normal", (11, 19), seed=2, device=device)
+    for got, want in zip(run(low, x, g), run(plain, x, g), strict=True):
+        assert got.shape == want.shape
+        assert sqnr_db(want, got) > 22
+
+
+def test_inputs_with_strides(device):
+    plain, low = pair(device=device)
+    x = make("normal", (64, 2, 20), seed=1, device=device)
+    assert sqnr_db(plain(x.permute(2, 1, 0)), low(x.permute(2, 1, 0))) > 25
+    g = make("normal", (48, 20), seed=2, device=device).t()
+    got, want = (run(layer, x[:, 0].t(), g) for layer in (low, plain))
+    assert all(sqnr_db(b, a) > 22 for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (0, 5, 64), (3, 0, 64)], ids=str)
+@every_dtype
+def test_an_empty_batch(shape, dtype, device):
+    _, low = pair(dtype=dtype, device=device)
+    x = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+    y = low(x)
+    assert y.shape == (*shape[:-1], 48)
+    y.sum().backward()
+    assert x.grad.shape == shape
+    assert low.weight.grad.eq(0).all()
+    assert low.bias.grad.eq(0).all()
+
+
+def test_another_number_of_features_is_refused():
+    with pytest.raises(ValueError, match="input has 32 features in its last dimension, this layer takes 64"):
+        pair()[1](torch.randn(2, 32))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_refused(bad):
+    plain = nn.Linear(16, 16)
+    with torch.no_grad():
+        plain.weight[3, 4] = plain.weight[0, 0] = bad
+    with pytest.raises(ValueError, match=r"blocks\.3\.fc1\.weight holds 2 values that are NaN or infinite"):
+        FP8Linear.from_linear(plain, name="blocks.3.fc1.weight")
+    with pytest.raises(ValueError, match="weight holds 2 values"):
+        scaling_parameter(plain.weight, recipe.O2)
+
+
+@pytest.mark.parametrize("level", [recipe.BF16, recipe.FP32], ids=lambda r: r.name)
+def test_a_recipe_without_fp8_is_refused(level):
+    with pytest.raises(ValueError, match=f"recipe {level.name} has no FP8 GEMM; use O1, O2 or O3"):
+        FP8Linear(16, 16, recipe=level)
+    with pytest.raises(ValueError, match=f"recipe {level.name} has no FP8 GEMM; use O1, O2 or O3"):
+        FP8Linear.from_linear(nn.Linear(16, 16), level)
+
+
+@every_level
+def test_print_shows_the_precision(level):
+    text = str(pair(level=level)[1])
+    stored = "fp8-e4m3" if level is recipe.O3 else "fp16"
+    assert f"64, 48, bias=True, weight {stored}, GEMM fp8-e4m3 x fp8-e4m3, grad_output fp8-e5m2" in text
+    assert "delayed(16)" in text
+
+
+# ------------------------------------------------------------------------------------------------- in a training loop
+
+
+def test_frozen_weight_and_input_without_gradient():
+    plain, low = pair()
+    x = make("normal", (8, 64), seed=1)
+    low.weight.requires_grad_(False)
+    inner = x.clone().requires_grad_()
+    low(inner).sum().backward()
+    assert low.weight.grad is None
+    assert low.bias.grad is not None
+    reference = x.clone().requires_grad_()
+    plain(reference).sum().backward()
+    assert sqnr_db(reference.grad, inner.grad) > 22
+    low.weight.requires_grad_(True)
+    low(x).sum().backward()
+    assert low.weight.grad is not None
+    for p in low.parameters():
+        p.requires_grad_(False)
+    assert not low(x).requires_grad
+
+
+def test_from_linear_keeps_what_is_frozen_and_the_mode():
+    plain = nn.Linear(16, 16).eval()
+    plain.weight.requires_grad_(False)
+    low = FP8Linear.from_linear(plain)
+    assert not low.weight.requires_grad
+    assert low.bias is plain.bias
+    assert not low.training
+
+
+def test_autocast_takes_the_input_in_its_dtype(device):
+    _, low = pair(device=device)
+    x = make("normal", (8, 64), seed=1, device=device).requires_grad_()
+    with torch.autocast(device.type, torch.bfloat16):
+        y = low(x)
+        z = low(nn.functional.relu(x))
+    assert y.dtype == z.dtype == torch.bfloat16
+    y.sum().backward()
+    assert x.grad.dtype == torch.float32
+    assert low.weight.grad.dtype == torch.float32
+    assert y.equal(low(x.bfloat16()))
+
+
+@every_level
+def test_micro_batches_accumulate(level):
+    low = pair(level=level)[1]
+    parts = [(make("normal", (16, 64), seed=s), make("normal", (16, 48), seed=s + 10)) for s in range(3)]
+    want = sum(run(low, x, g)[2] for x, g in parts)
+    low.zero_grad()
+    low.scaling.amax.zero_()
+    for x, g in parts:
+        low(x).backward(g)
+    assert torch.allclose(low.weight.grad, want, rtol=1e-6, atol=1e-6)
+    assert low.scaling.amax.tolist() == [max(x.abs().max().item() for x, _ in parts), max(g.abs().max().item() for _, g in parts)]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("steps", [0, 16])
+def test_gradient_checkpointing_changes_nothing(reentrant, steps):
+    torch.manual_seed(0)
+    base = nn.Sequential(FP8Linear(32, 48), nn.GELU(), FP8Linear(48, 32))
+    x = make("normal", (24, 32), seed=1)
+    state = ScalingState(base)
+    for i in range(steps):
+        base(x * (1 + i)).sum().backward()
+        state.roll()
+    base.zero_grad()
+    other = copy.deepcopy(base)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, z = base(a), checkpoint(other, b, use_reentrant=reentrant)
+    y.square().sum().backward()
+    z.square().sum().backward()
+    assert y.equal(z)
+    assert a.grad.equal(b.grad)
+    for p, q in zip(base.parameters(), other.parameters(), strict=True):
+        assert p.grad.equal(q.grad)
+    for (name, p), q in zip(base.named_buffers(), other.buffers(), strict=True):
+        assert p.equal(q), name
+
+
+def test_an_evaluation_leaves_the_histories_untouched():
+    low = pair()[1]
+    low(make("normal", (8, 64)))
+    before = {k: v.clone() for k, v in low.scaling.named_buffers()}
+    assert before["amax"][0] > 0
+    low.eval()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            low(make("normal", (8, 64), seed=1) * 1e6)
+    assert all(v.equal(before[k]) for k, v in low.scaling.named_buffers())
+
+
+CHANGES = {
+    "copy_": lambda low, w: low.weight.copy_(w),
+    "copy_ through data": lambda low, w: low.weight.data.copy_(w),
+    "copy_ through detach": lambda low, w: low.weight.detach().copy_(w),
+    "store_": lambda low, w: low.weight.store_(w),
+    "load_state_dict": lambda low, w: low.load_state_dict({**low.state_dict(), "weight": w}),
+    "load_state_dict assign": lambda low, w: low.load_state_dict(
+        {**low.state_dict(), "weight": ScalingTensor.quantize(w, low.weight.format)}, assign=True
+    ),
+    "mul_": lambda low, w: low.weight.mul_(1000.0),
+    "zero_": lambda low, w: low.weight.zero_(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@every_level
+def test_a_weight_changed_in_place_refreshes_its_scale(name, level):
+    _, low = pair(level=level, bias=False)
+    x = make("normal", (8, 64), seed=1)
+    low(x)
+    for _ in range(2):
+        with torch.no_grad():
+            CHANGES[name](low, low.weight.detach().dequantize() * 300.0)
+        want = x @ low.weight.detach().dequantize().t()
+        assert low(x).equal(want) if name == "zero_" else sqnr_db(want, low(x)) > 25
+
+
+def test_a_weight_changed_between_forward_and_backward_is_noticed():
+    low = pair()[1]
+    y = low(make("normal", (8, 64)).requires_grad_())
+    with torch.no_grad():
+        low.weight.copy_(torch.randn(48, 64))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@every_level
+def test_saved_and_loaded_layers_go_on_alike(level):
+    low = pair(level=level)[1]
+    state = ScalingState(low)
+    for i in range(20):
+        low(make("normal", (8, 64), seed=i) * (1 + i % 3)).square().sum().backward()
+        state.roll()
+    low(make("normal", (8, 64), seed=99))
+    buffer = io.BytesIO()
+    torch.save(low.state_dict(), buffer)
+    buffer.seek(0)
+    other = pair(level=level, seed=1)[1]
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    assert other.scaling.delayed
+    assert all(a.equal(b) for a, b in zip(low.buffers(), other.buffers(), strict=True))
+    x, g = make("normal", (8, 64), seed=50) * 7, make("normal", (8, 48), seed=51)
+    assert all(a.equal(b) for a, b in zip(run(low, x, g), run(other, x, g), strict=True))
+
+
+def test_the_model_s_dtype_changes_and_the_scales_stay_fp32(device):
+    low = pair(device=device)[1]
+    low.bfloat16()
+    assert low.weight.dtype == torch.bfloat16
+    assert low.weight.format is FP16
+    assert low.bias.dtype == torch.bfloat16
+    assert all(b.dtype == (torch.int64 if name == "seen" else torch.float32) for name, b in low.scaling.named_buffers())
+    y = low(make("normal", (8, 64), device=device).bfloat16())
+    assert y.dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+@every_level
+def test_moved_to_the_gpu_it_computes_the_same(level):
+    low = pair(level=level)[1]
+    x, g = make("normal", (32, 64), seed=1), make("normal", (32, 48), seed=2)
+    want = run(low, x, g)
+    got = run(low.cuda(), x.cuda(), g.cuda())
+    assert low.weight.payload.is_cuda
+    assert all(sqnr_db(w, v.cpu()) > 55 for w, v in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize("steps", [0, 16])
+@every_level
+def test_compiled_it_computes_the_same(level, steps):
+    low = pair(level=level)[1]
+    x, g = make("normal", (16, 64), seed=1), make("normal", (16, 48), seed=2)
+    state = ScalingState(low)
+    for _ in range(steps):
+        run(low, x, g)
+        state.roll()
+    other = copy.deepcopy(low)
+    torch._dynamo.reset()
+    compiled = torch.compile(other, backend="aot_eager")
+    inner = x.clone().requires_grad_()
+    y = compiled(inner)
+    y.backward(g)
+    want = run(low, x, g)
+    assert all(a.equal(b) for a, b in zip((y, inner.grad, other.weight.grad), want, strict=True))
+    assert other.scaling.amax.equal(low.scaling.amax)
+
+
+@pytest.mark.gpu
+@every_level
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_a_bf16_linear_of_real_size_on_the_gpu(level, kind):
+    plain, low = pair((2048, 6144), level, torch.bfloat16, device="cuda")
+    x, g = make(kind, (4, 1024, 2048), seed=1, device="cuda").bfloat16(), make(kind, (4, 1024, 6144), seed=2, device="cuda").bfloat16()
+    limit = {"normal": (26, 24, 24), "channel-outlier": (26, 24, 24), "log-normal": (24, 22, 22)}[kind]
+    for got, want, least in zip(run(low, x, g), run(plain, x, g), limit, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert sqnr_db(want, got) > least

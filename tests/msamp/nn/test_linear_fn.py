@@ -1,0 +1,198 @@
+"""The autograd function: delayed scales in use, what is kept for backward, what the slots take."""
+
+import pytest
+import torch
+from numerics import codes, make
+from torch import nn
+
+from msamp.nn.linear import FP8Linear
+from msamp.nn.linear_fn import LinearFunction, linear, weight_operand
+from msamp.nn.scaling_state import ScalingState
+from msamp.numerics import recipe
+from msamp.numerics.formats import E4M3, E5M2
+from msamp.numerics.quantize import dequantize, quantize
+from msamp.numerics.scaling import AmaxHistory, Current, Delayed, inverse
+from msamp.numerics.tensor import ScalingTensor
+
+every_level = pytest.mark.parametrize("level", [recipe.O1, recipe.O2, recipe.O3], ids=lambda r: r.name)
+
+
+def layer(level=recipe.O2, features=(32, 48), dtype=torch.float32, device="cpu") -> FP8Linear:
+    torch.manual_seed(0)
+    return FP8Linear.from_linear(nn.Linear(*features, bias=False, dtype=dtype).to(device), level)
+
+
+def swings(steps: int) -> list[float]:
+    """Amaxes that rise, fall and jump over six decades."""
+    return [10.0 ** v for v in (torch.rand(steps, generator=torch.Generator().manual_seed(0)) * 6 - 3).tolist()]
+
+
+@pytest.mark.parametrize("scaling", [Delayed(16), Delayed(3), Current()], ids=str)
+def test_forty_steps_use_the_scales_of_the_definition(scaling, device):
+    low = layer(recipe.O2.with_scaling(scaling), device=device)
+    state = ScalingState(low)
+    inputs, grads = AmaxHistory(scaling, E4M3), AmaxHistory(scaling, E5M2)
+    w8 = ScalingTensor.quantize(low.weight.detach().dequantize(), E4M3).dequantize()
+    for i, size in enumerate(swings(40)):
+        x = make("normal", (16, 32), seed=i, device=device) * size
+        g = make("normal", (16, 48), seed=100 + i, device=device) / size
+        s, t = inputs.step(x.abs().amax()), grads.step(g.abs().amax())
+        x8, g8 = dequantize(quantize(x, s, E4M3), inverse(s)), dequantize(quantize(g, t, E5M2), inverse(t))
+        x.requires_grad_()
+        low.zero_grad()
+        y = low(x)
+        y.backward(g)
+        tolerance = 1e-4 if device.type == "cpu" else 1e-2
+        for got, want in ((y, x8 @ w8.t()), (x.grad, g8 @ w8), (low.weight.grad, g8.t() @ x8)):
+            assert (got - want).norm() <= tolerance * want.norm(), f"step {i}"
+        state.roll()
+
+
+def test_histories_roll_between_forward_and_backward_of_a_kept_graph_without_harm():
+    # A pipeline holds forwards whose backward comes after others: the scale_inv belongs to the payload saved with it.
+    low = layer()
+    state = ScalingState(low)
+    for _ in range(16):
+        low(make("normal", (16, 32))).sum().backward()
+        state.roll()
+    x, g = make("normal", (16, 32), seed=1), make("normal", (16, 48), seed=2)
+    low.zero_grad()
+    low(x).backward(g)
+    want = low.weight.grad.clone()
+    low.zero_grad()
+    y = low(x)
+    low.scaling.scale[0].mul_(64)
+    low.scaling.scale_inv[0].div_(64)
+    y.backward(g)
+    assert low.weight.grad.equal(want)
+
+
+def saved_tensors(low: FP8Linear, x: torch.Tensor) -> list[torch.Tensor]:
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        low(x)
+    return kept
+
+
+@every_level
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_byte_an_input_element_is_kept_for_backward(level, dtype, device):
+    low = layer(level, (64, 96), dtype, device)
+    x = make("normal", (256, 64), device=device).to(dtype).requires_grad_()
+    own = {low.weight.payload.data_ptr()}
+    extra = sum(t.nbytes for t in saved_tensors(low, x) if t.data_ptr() not in own)
+    assert extra - x.numel() in range(0, 33), f"{extra} bytes for {x.numel()} input elements"
+
+
+@every_level
+def test_a_frozen_weight_keeps_no_input(level):
+    low = layer(level)
+    low.weight.requires_grad_(False)
+    own = {low.weight.payload.data_ptr()}
+    assert sum(t.nbytes for t in saved_tensors(low, make("normal", (64, 32)).requires_grad_()) if t.data_ptr() not in own) < 33
+
+
+@pytest.mark.gpu
+@every_level
+def test_memory_between_forward_and_backward_on_the_gpu(level):
+    low = layer(level, (2048, 2048), torch.bfloat16, "cuda")
+    x = torch.randn(8192, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    low(x).sum().backward()
+    low.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = low(x)
+    kept = torch.cuda.memory_allocated() - before - y.nbytes
+    assert kept <= 1.02 * x.numel()
+
+
+@pytest.mark.gpu
+def test_a_step_makes_no_host_sync():
+    low = layer(features=(64, 64), dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    state = ScalingState(low)
+    for _ in range(17):  # just in time, then delayed
+        torch.cuda.set_sync_debug_mode("default" if low.weight.grad is None else "error")
+        try:
+            low(x).sum().backward()
+            state.roll()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_slots_take_the_amaxes_of_input_and_grad_output():
+    low = layer()
+    x, g = torch.full((4, 32), -3.0, requires_grad=True), torch.full((4, 48), 0.25)
+    low(x).backward(g)
+    assert low.scaling.amax.tolist() == [3.0, 0.25]
+    with torch.no_grad():
+        low(x * 100)
+    assert low.scaling.amax.tolist() == [3.0, 0.25]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("steps", [0, 16])
+def test_what_is_not_finite_shows_in_the_slots(bad, steps):
+    low = layer()
+    state = ScalingState(low)
+    for _ in range(steps):
+        low(make("normal", (4, 32))).sum().backward()
+        state.roll()
+    x, g = make("normal", (4, 32)), make("normal", (4, 48))
+    x[1, 2] = g[3, 4] = bad
+    low(x).backward(g)
+    assert low.scaling.amax.isinf().all()
+
+
+@pytest.mark.parametrize("level", [recipe.O2, recipe.O3], ids=lambda r: r.name)
+def test_the_weight_operand_in_both_layouts(level):
+    low = layer(level)
+    weight = low.weight.detach()
+    multiplier = weight.scale_inv if level is recipe.O3 else low.scaling.weight_scales(weight)[0]
+    w8 = weight_operand(weight.payload, multiplier, E4M3.dtype, transpose=False)
+    w8_t = weight_operand(weight.payload, multiplier, E4M3.dtype, transpose=True)
+    assert (w8.shape, w8_t.shape) == ((48, 32), (32, 48))
+    assert w8_t.is_contiguous()
+    assert codes(w8_t).equal(codes(w8).t())
+
+
+def test_each_gradient_alone_equals_the_one_among_all():
+    x, g = make("normal", (16, 32), seed=1), make("normal", (16, 48), seed=2)
+    low = FP8Linear(32, 48)
+    inner = x.clone().requires_grad_()
+    low(inner).backward(g)
+    want = {"x": inner.grad, "weight": low.weight.grad, "bias": low.bias.grad}
+    for name, value in want.items():
+        low.zero_grad()
+        low.weight.requires_grad_(name == "weight")
+        low.bias.requires_grad_(name == "bias")
+        inner = x.clone().requires_grad_(name == "x")
+        low(inner).backward(g)
+        got = {"x": inner.grad, "weight": low.weight.grad, "bias": low.bias.grad}
+        assert got[name].equal(value), name
+        assert all(v is None for k, v in got.items() if k != name)
+
+
+def test_a_bias_of_another_dtype_is_cast_and_its_gradient_summed_in_fp32():
+    low = FP8Linear(32, 48)
+    x = make("normal", (4096, 32)).bfloat16()
+    y = low(x)
+    assert y.dtype == torch.bfloat16
+    y.backward(torch.ones(4096, 48, dtype=torch.bfloat16))
+    assert low.bias.grad.dtype == torch.float32
+    assert low.bias.grad.eq(4096).all()
+
+
+def test_the_function_is_what_the_layer_calls():
+    low = layer()
+    x = make("normal", (8, 32)).requires_grad_()
+    y = linear(x, low.weight, None, low.scaling)
+    assert y.equal(LinearFunction.apply(x, low.weight, None, low.scaling, False))
+    assert y.equal(low(x))
+
+
+def test_a_second_derivative_is_refused():
+    low = layer()
+    x = make("normal", (8, 32)).requires_grad_()
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.grad(low(x).square().sum(), x, create_graph=True)[0].square().sum().backward()

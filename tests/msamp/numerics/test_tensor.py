@@ -1,0 +1,297 @@
+"""ScalingTensor as a tensor, a Parameter, a gradient, a thing in files and in other processes."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from numerics import bits, codes, make
+from torch import nn
+
+from msamp.numerics.formats import E4M3, E5M2, FP16
+from msamp.numerics.quantize import quantize
+from msamp.numerics.tensor import ScalingTensor
+
+FORMATS = (E4M3, E5M2, FP16)
+every_format = pytest.mark.parametrize("fmt", FORMATS, ids=str)
+
+
+def tensor(fmt=E4M3, shape=(6, 10), dtype=torch.bfloat16, device="cpu") -> ScalingTensor:
+    return ScalingTensor.quantize(make("normal", shape, device=device), fmt, dtype=dtype)
+
+
+def assert_same(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Payload bits, scale and outer dtype."""
+    assert isinstance(a, ScalingTensor)
+    assert isinstance(b, ScalingTensor)
+    assert a.dtype == b.dtype
+    assert a.payload.dtype == b.payload.dtype
+    assert codes(a.payload).equal(codes(b.payload))
+    assert bits(a.scale_inv).equal(bits(b.scale_inv))
+
+
+@every_format
+def test_it_looks_like_its_outer_dtype_over_a_small_payload(fmt, device):
+    x = tensor(fmt, device=device)
+    assert (x.shape, x.dtype, x.device.type) == ((6, 10), torch.bfloat16, device.type)
+    assert x.format is fmt
+    assert x.payload.dtype == fmt.dtype
+    assert x.payload.element_size() == fmt.bytes
+    assert x.scale_inv.shape == ()
+    assert not x.requires_grad
+
+
+@every_format
+def test_its_value_is_payload_times_scale_inv(fmt):
+    values = make("log-normal", (50, 3))
+    x = ScalingTensor.quantize(values, fmt)
+    assert x.dtype == torch.float32
+    assert x.dequantize().equal(x.payload.float() * x.scale_inv)
+    assert x.dequantize(torch.bfloat16).equal((x.payload.float() * x.scale_inv).bfloat16())
+    assert 2.0 ** torch.log2(x.scale_inv).round() == x.scale_inv
+
+
+def test_just_in_time_scale_and_a_given_one():
+    values = torch.tensor([10.0, -3.0, 0.1])
+    assert ScalingTensor.quantize(values, E4M3).scale_inv == 1 / 32
+    given = ScalingTensor.quantize(values, E4M3, torch.tensor(4.0))
+    assert given.scale_inv == 0.25
+    assert codes(given.payload).equal(codes(quantize(values, 4.0, E4M3)))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@every_format
+def test_values_that_are_not_finite_poison_the_scale(fmt, bad):
+    x = ScalingTensor.quantize(torch.tensor([1.0, bad, 2.0]), fmt)
+    assert x.scale_inv.isnan()
+    assert x.dequantize().isnan().all()
+
+
+def test_all_zero_values_have_scale_one():
+    x = ScalingTensor.quantize(torch.zeros(4, 4), E4M3)
+    assert x.scale_inv == 1
+    assert x.dequantize().eq(0).all()
+
+
+def test_a_payload_without_scale_is_refused():
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 carries no scale.*float8_e4m3fn"):
+        ScalingTensor(torch.zeros(3, dtype=torch.bfloat16), torch.ones(()))
+    with pytest.raises(ValueError, match=r"torch\.int8 is not a storage format"):
+        ScalingTensor(torch.zeros(3, dtype=torch.int8), torch.ones(()))
+
+
+@pytest.mark.parametrize("scale_inv", [torch.ones((), dtype=torch.float64), torch.ones(2)])
+def test_a_scale_of_another_kind_is_refused(scale_inv):
+    with pytest.raises(ValueError, match=r"it must be one torch\.float32 value"):
+        ScalingTensor(torch.zeros(3, dtype=torch.float16), scale_inv)
+
+
+@every_format
+def test_to_dtype_changes_only_the_outer_dtype(fmt):
+    x = tensor(fmt)
+    for dtype in (torch.float32, torch.float16):
+        y = x.to(dtype)
+        assert y.dtype == dtype
+        assert y.payload.dtype == fmt.dtype
+        assert codes(y.payload).equal(codes(x.payload))
+        assert y.scale_inv == x.scale_inv
+    assert x.to(torch.bfloat16) is x
+    assert x.float().dtype == torch.float32
+
+
+@pytest.mark.gpu
+@every_format
+def test_to_device_moves_payload_and_scale(fmt):
+    x = tensor(fmt)
+    y = x.to("cuda")
+    assert {y.device.type, y.payload.device.type, y.scale_inv.device.type} == {"cuda"}
+    assert_same(y.cpu(), x)
+    assert_same(x.cuda().to("cpu", torch.bfloat16), x)
+
+
+@every_format
+def test_clone_and_deepcopy_share_nothing(fmt):
+    x = tensor(fmt)
+    for y in (x.clone(), copy.deepcopy(x)):
+        assert_same(x, y)
+        assert y.payload.data_ptr() != x.payload.data_ptr()
+        assert y.scale_inv.data_ptr() != x.scale_inv.data_ptr()
+
+
+def test_deepcopy_of_a_parameter_and_of_a_model_keep_what_they_are():
+    p = nn.Parameter(tensor(), requires_grad=False)
+    q = copy.deepcopy(p)
+    assert isinstance(q, nn.Parameter)
+    assert not q.requires_grad
+    assert_same(p, q)
+    holder = copy.deepcopy(Holder(E4M3))
+    assert isinstance(holder.weight, nn.Parameter)
+    assert holder.weight.requires_grad
+
+
+@every_format
+def test_saved_and_loaded_with_weights_only(fmt, tmp_path):
+    x = tensor(fmt, (256, 512))
+    file = tmp_path / "x.pt"
+    torch.save({"x": x, "p": nn.Parameter(x)}, file)
+    loaded = torch.load(file, weights_only=True)
+    assert_same(loaded["x"], x)
+    assert_same(loaded["p"], x)
+    assert isinstance(loaded["p"], nn.Parameter)
+    assert not isinstance(loaded["x"], nn.Parameter)
+    assert file.stat().st_size < x.numel() * fmt.bytes * 1.05 + 4096, "an element takes more bytes in the file than in memory"
+
+
+@every_format
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_pickle(fmt, protocol):
+    x = tensor(fmt)
+    assert_same(pickle.loads(pickle.dumps(x, protocol)), x)
+    parameter = pickle.loads(pickle.dumps(nn.Parameter(x), protocol))
+    assert isinstance(parameter, nn.Parameter)
+    assert parameter.requires_grad
+
+
+class Use(torch.autograd.Function):
+    """x times the values of w, elementwise, with the gradients of both."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w.payload, w.scale_inv)
+        return x * w.dequantize(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, payload, scale_inv = ctx.saved_tensors
+        return grad * (payload.float() * scale_inv).to(grad.dtype), (grad * x).bfloat16()
+
+
+class Holder(nn.Module):
+    def __init__(self, fmt) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(tensor(fmt, (4, 8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Use.apply(x, self.weight)
+
+
+@every_format
+def test_a_parameter_takes_gradients_of_its_outer_dtype(fmt):
+    holder = Holder(fmt)
+    assert isinstance(holder.weight, ScalingTensor)
+    assert isinstance(holder.weight, nn.Parameter)
+    x = make("normal", (4, 8), seed=1)
+    holder(x).sum().backward()
+    holder(x).sum().backward()
+    assert holder.weight.grad.dtype == torch.bfloat16
+    assert holder.weight.grad.equal(x.bfloat16() + x.bfloat16())
+
+
+def test_post_accumulate_grad_hook_runs_and_may_replace_the_gradient():
+    holder = Holder(FP16)
+    seen = []
+
+    def quantise_it(p: torch.Tensor) -> None:
+        seen.append(p.grad.dtype)
+        p.grad = ScalingTensor.quantize(p.grad, E4M3)
+
+    holder.weight.register_post_accumulate_grad_hook(quantise_it)
+    holder(torch.ones(4, 8)).sum().backward()
+    assert seen == [torch.bfloat16]
+    assert isinstance(holder.weight.grad, ScalingTensor)
+    assert holder.weight.grad.format is E4M3
+    holder.zero_grad()
+    assert holder.weight.grad is None
+
+
+@every_format
+def test_it_sits_in_grad(fmt):
+    for p in (nn.Parameter(torch.randn(6, 10)), nn.Parameter(tensor(FP16, dtype=torch.float32))):
+        p.grad = tensor(fmt, dtype=torch.float32)
+        assert isinstance(p.grad, ScalingTensor)
+        assert p.grad.payload.element_size() == fmt.bytes
+        p.grad.zero_()
+        assert p.grad.dequantize().eq(0).all()
+
+
+def test_torch_s_clip_grad_norm_on_mixed_gradients():
+    plain, low = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(6, 10))
+    plain.grad = make("normal", (5,), seed=2)
+    low.grad = tensor(E4M3, dtype=torch.float32)
+    values = low.grad.dequantize()
+    want = torch.sqrt(plain.grad.double().square().sum() + values.double().square().sum()).item()
+    before = codes(low.grad.payload)
+    norm = nn.utils.clip_grad_norm_([plain, low], 0.25)
+    assert norm.item() == pytest.approx(want, rel=1e-6)
+    assert codes(low.grad.payload).equal(before), "clipping rounds no element"
+    assert torch.allclose(low.grad.dequantize(), values * (0.25 / want), rtol=1e-5)
+
+
+@every_format
+def test_store_overwrites_in_place(fmt):
+    x = tensor(fmt, dtype=torch.float32)
+    payload, values = x.payload, make("normal", (6, 10), seed=3) * 100
+    version = payload._version
+    x.store_(values)
+    assert x.payload is payload
+    assert payload._version > version
+    assert_same(x, ScalingTensor.quantize(values, fmt))
+    x.store_(values, torch.tensor(0.5))
+    assert x.scale_inv == 2
+    assert codes(x.payload).equal(codes(quantize(values, 0.5, fmt)))
+
+
+def test_shared_memory_is_refused():
+    with pytest.raises(ValueError, match=r"shared memory; share its payload"):
+        tensor().share_memory_()
+    with pytest.raises(ValueError, match=r"shared memory"):
+        Holder(E4M3).share_memory()
+
+
+def test_repr_says_format_shape_and_scale():
+    assert repr(ScalingTensor.quantize(torch.tensor([10.0]), E4M3)) == "ScalingTensor(fp8-e4m3, shape=(1,), scale_inv=0.03125, as torch.float32)"
+    assert "fp8-e4m3" in repr(nn.Parameter(tensor()))
+
+
+@every_format
+def test_compiles_as_a_parameter_of_a_model(fmt):
+    model = Holder(fmt)
+    x = make("normal", (4, 8), seed=4).requires_grad_()
+    want = model(x)
+    want.sum().backward()
+    wanted = [model.weight.grad.clone(), x.grad.clone()]
+    model.zero_grad()
+    x.grad = None
+    torch._dynamo.reset()
+    got = torch.compile(model, backend="aot_eager")(x)
+    got.sum().backward()
+    assert got.equal(want)
+    assert model.weight.grad.equal(wanted[0])
+    assert x.grad.equal(wanted[1])
+
+
+@pytest.mark.parametrize("source", FORMATS, ids=str)
+@pytest.mark.parametrize("target", FORMATS, ids=str)
+def test_state_dict_between_formats(source, target):
+    a, b = Holder(source), Holder(target)
+    with torch.no_grad():
+        b.weight.zero_()
+    buffer = io.BytesIO()
+    torch.save(a.state_dict(), buffer)
+    buffer.seek(0)
+    b.load_state_dict(torch.load(buffer, weights_only=True))
+    assert b.weight.format is target
+    values = a.weight.dequantize(torch.float32)
+    if source is target:
+        assert_same(b.weight.detach(), a.weight.detach())
+    else:
+        assert_same(b.weight.detach(), ScalingTensor.quantize(values, target, dtype=torch.bfloat16))
+
+
+def test_state_dict_from_and_into_plain_weights():
+    low, plain = Holder(E4M3), nn.ParameterDict({"weight": torch.randn(4, 8)})
+    low.load_state_dict(plain.state_dict())
+    assert_same(low.weight.detach(), ScalingTensor.quantize(plain["weight"], E4M3, dtype=torch.bfloat16))
+    plain.load_state_dict(low.state_dict())
+    assert plain["weight"].equal(low.weight.dequantize(torch.float32))

@@ -1,0 +1,229 @@
+"""The aten table: what is in it keeps payload and scale, what is not raises with its name."""
+
+import pytest
+import torch
+from numerics import codes, make
+
+from msamp.numerics.formats import E4M3, E5M2, FP16
+from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.tensor_ops import TABLE
+
+every_format = pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16], ids=str)
+
+
+def tensor(fmt=E4M3, shape=(4, 6)) -> ScalingTensor:
+    return ScalingTensor.quantize(make("normal", shape), fmt)
+
+
+VIEWS = {
+    "detach": lambda x: x.detach(),
+    "view": lambda x: x.view(2, 12),
+    "view flat": lambda x: x.view(-1),
+    "reshape": lambda x: x.reshape(6, 4),
+    "flatten": lambda x: x.flatten(),
+    "t": lambda x: x.t(),
+    "T": lambda x: x.T,
+    "transpose": lambda x: x.transpose(0, 1),
+    "permute": lambda x: x.permute(1, 0),
+    "unsqueeze": lambda x: x.unsqueeze(0),
+    "squeeze": lambda x: x.unsqueeze(1).squeeze(1),
+}
+
+
+@every_format
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_share_the_payload_and_keep_the_scale(name, fmt):
+    x = tensor(fmt)
+    y = VIEWS[name](x)
+    assert isinstance(y, ScalingTensor)
+    assert y.payload.data_ptr() == x.payload.data_ptr()
+    assert y.scale_inv is x.scale_inv
+    assert y.dequantize().equal(VIEWS[name](x.dequantize()))
+    assert y.stride() == y.payload.stride()
+
+
+def test_a_view_sees_a_change_of_its_base():
+    x = tensor()
+    y = x.t()
+    x.store_(torch.ones(4, 6))
+    assert y.dequantize().equal(torch.ones(6, 4))
+
+
+def test_a_detached_tensor_counts_versions_with_its_base():
+    x = tensor()
+    y = x.detach()
+    x.store_(torch.ones(4, 6))
+    assert y.payload._version == x.payload._version > 0
+
+
+@every_format
+def test_a_transposed_tensor_becomes_contiguous(fmt):
+    x = tensor(fmt)
+    y = x.t().contiguous()
+    assert y.is_contiguous()
+    assert y.payload.is_contiguous()
+    assert y.dequantize().equal(x.dequantize().t())
+
+
+LIKE = {"zeros_like": 0.0, "ones_like": 1.0}
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_new_tensors_like_it_are_plain(name, device):
+    x = tensor().to(device)
+    y = getattr(torch, name)(x)
+    assert type(y) is torch.Tensor
+    assert (y.dtype, y.shape, y.device) == (x.dtype, x.shape, x.device)
+    assert y.eq(LIKE[name]).all()
+    assert getattr(torch, name)(x, dtype=torch.float64).dtype == torch.float64
+
+
+def test_other_new_tensors():
+    x = tensor()
+    assert torch.full_like(x, 3.0).eq(3).all()
+    assert torch.empty_like(x, memory_format=torch.preserve_format).shape == x.shape
+    assert torch.rand_like(x).std() > 0
+    assert x.new_zeros(3).equal(torch.zeros(3))
+    assert x.new_empty((2, 2), dtype=torch.int64).dtype == torch.int64
+
+
+@every_format
+def test_zero(fmt):
+    x = tensor(fmt)
+    assert x.zero_() is x
+    assert x.dequantize().eq(0).all()
+
+
+def test_zero_clears_the_poison():
+    x = ScalingTensor.quantize(torch.tensor([1.0, float("nan")]), E4M3)
+    x.zero_()
+    assert x.dequantize().equal(torch.zeros(2))
+
+
+MULTIPLY = {
+    "mul_ number": (lambda x: x.mul_(0.3), 0.3),
+    "mul_ tensor": (lambda x: x.mul_(torch.tensor(0.3)), 0.3),
+    "mul_ one element": (lambda x: x.mul_(torch.tensor([0.3])), 0.3),
+    "div_ number": (lambda x: x.div_(4.0), 0.25),
+    "div_ tensor": (lambda x: x.div_(torch.tensor(4.0)), 0.25),
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLY)
+def test_a_factor_folds_into_the_scale(name):
+    multiply, factor = MULTIPLY[name]
+    x = tensor()
+    values, payload = x.dequantize(), codes(x.payload)
+    assert multiply(x) is x
+    assert codes(x.payload).equal(payload)
+    assert x.scale_inv.shape == ()
+    assert torch.allclose(x.dequantize(), values * factor, rtol=1e-6)
+
+
+def test_a_factor_for_each_element_is_refused():
+    with pytest.raises(RuntimeError, match=r"aten\.mul_\.Tensor of a ScalingTensor takes one number, not a tensor of shape \(4, 6\)"):
+        tensor().mul_(torch.ones(4, 6))
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+def test_norm_is_that_of_the_values(order):
+    x = tensor()
+    assert torch.linalg.vector_norm(x, order) == torch.linalg.vector_norm(x.dequantize(), order)
+    assert x.norm() == x.dequantize().norm()
+
+
+def test_equal_compares_bits_and_scales():
+    x = tensor()
+    assert torch.equal(x, x.clone())
+    assert not torch.equal(x, tensor(E5M2))
+    assert not torch.equal(x, x.dequantize())
+    assert not torch.equal(x, x.clone().mul_(2.0))
+    other = x.clone()
+    other.payload.view(torch.uint8)[0, 0] ^= 1
+    assert not torch.equal(x, other)
+
+
+@every_format
+def test_copy_from_plain_quantises_with_a_scale_of_its_own(fmt):
+    x, values = tensor(fmt), make("log-normal", (4, 6), seed=5) * 1000
+    assert x.copy_(values) is x
+    want = ScalingTensor.quantize(values, fmt)
+    assert torch.equal(x, want)
+    x.copy_(values.bfloat16())
+    assert torch.equal(x, ScalingTensor.quantize(values.bfloat16(), fmt, dtype=torch.float32))
+
+
+@every_format
+def test_copy_within_a_format_takes_the_bits(fmt):
+    x, y = tensor(fmt), ScalingTensor.quantize(make("normal", (4, 6), seed=6), fmt, torch.tensor(2.0))
+    x.copy_(y)
+    assert torch.equal(x, y)
+    assert x.scale_inv is not y.scale_inv
+
+
+def test_copy_into_plain_dequantises():
+    x, plain = tensor(), torch.empty(4, 6, dtype=torch.bfloat16)
+    plain.copy_(x)
+    assert plain.equal(x.dequantize(torch.bfloat16))
+
+
+REFUSED = {
+    "aten.add.Tensor": lambda x: x + 1,
+    "aten.add_.Tensor": lambda x: x.add_(1),
+    "aten.mul.Tensor": lambda x: x * 2.0,
+    "aten.mm.default": lambda x: x @ x.t(),
+    "aten._softmax.default": lambda x: x.softmax(-1),
+    "aten.sum.default": lambda x: x.sum(),
+    "aten.select.int": lambda x: x[0],
+    "aten.slice.Tensor": lambda x: x[1:3],
+    "aten.item.default|aten._local_scalar_dense.default": lambda x: tensor(shape=(1,)).item(),
+    "aten.eq.Tensor": lambda x: x == x,
+    "aten.relu.default": lambda x: x.relu(),
+    "aten.abs.default": lambda x: x.abs(),
+    "aten.normal_.default": lambda x: torch.nn.init.normal_(x),
+    "aten.fill_.Scalar": lambda x: x.fill_(1.0),
+    "aten.expand.default": lambda x: x.expand(2, 4, 6),
+    "aten.split.Tensor": lambda x: x.split(2),
+    "aten.cat.default": lambda x: torch.cat([x, x]),
+    "aten.stack.default": lambda x: torch.stack([x, x]),
+    "aten._foreach_mul_.Scalar": lambda x: torch._foreach_mul_([x], 2.0),
+    "aten.addcdiv_.default": lambda x: x.addcdiv_(torch.ones(4, 6), torch.ones(4, 6)),
+    "aten.lerp_.Scalar": lambda x: x.lerp_(torch.ones(4, 6), 0.1),
+    "aten.mm.default ": lambda x: torch.nn.functional.linear(torch.ones(2, 6), x),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_operation_not_in_the_table_raises_with_its_name(name):
+    with pytest.raises(RuntimeError, match=rf"({name.strip()}) is not defined for a ScalingTensor; call \.dequantize\(\) first"):
+        REFUSED[name](tensor())
+
+
+def test_a_plain_tensor_is_not_inflated_by_one_either():
+    with pytest.raises(RuntimeError, match=r"aten\.add\.Tensor is not defined"):
+        torch.ones(4, 6) + tensor()
+
+
+def test_the_table_holds_operations_only():
+    assert all(isinstance(op, torch._ops.OpOverload) for op in TABLE)
+    assert all(callable(fn) for fn in TABLE.values())
+
+
+CHANGES = {
+    "copy_ plain": lambda x: x.copy_(torch.ones(4, 6)),
+    "copy_ same format": lambda x: x.copy_(tensor()),
+    "copy_ through detach": lambda x: x.detach().copy_(torch.ones(4, 6)),
+    "copy_ through data": lambda x: x.data.copy_(torch.ones(4, 6)),
+    "mul_": lambda x: x.mul_(2.0),
+    "zero_": lambda x: x.zero_(),
+    "store_": lambda x: x.store_(torch.ones(4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_change_in_place_is_counted(name):
+    # What was made from the old values (a cached scale, a tensor saved for backward) has to notice.
+    x = tensor()
+    before = (x.payload._version, x.scale_inv._version)
+    CHANGES[name](x)
+    assert (x.payload._version, x.scale_inv._version) > before
