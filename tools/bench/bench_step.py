@@ -1,0 +1,166 @@
+"""Time and memory of whole training steps of a GPT at O0, O1, O2 and O3 on one GPU, and of the peers beside them in the same run.
+
+    python tools/bench/bench_step.py                                  GPT-1.3B, micro-batch 4, sequence 2048, tied 50,304 tokens
+    python tools/bench/bench_step.py --levels O0 O2 --preset 345m --micro-batch-size 8
+    python tools/bench/bench_step.py --peer 'python bench_megatron.py --cases bf16 te-delayed'
+
+A step is forward, backward, clipping and update on random tokens. A peer is any command that prints one JSON object a case with the keys
+case, ms, tokens_s_gpu, peak_gib (and those of COLUMNS it has). Rows are appended to --csv.
+"""
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.lm import process_groups
+from megatron.lm.cli import parse_args
+from megatron.lm.config import Config
+from megatron.lm.metrics import peak_tflops
+from megatron.lm.presets import PRESETS, flops_per_token
+from megatron.lm.step import train_step
+from megatron.lm.trainer import build_training
+from tools.bench import rows
+
+COLUMNS = (
+    "case",
+    "preset",
+    "micro_batch",
+    "gpus",
+    "params_m",
+    "ms_p20",
+    "ms",
+    "ms_p80",
+    "tokens_s_gpu",
+    "tflops",
+    "mfu",
+    "peak_gib",
+    "rest_gib",
+    "loss",
+)
+WARM_UP = 20  # delayed scaling is just-in-time for 16 steps: measure what runs for ever after
+
+
+def configuration(level: str, options: argparse.Namespace) -> Config:
+    """The preset as the trainer would run it, at one level, on one process."""
+    flags = ["--preset", options.preset, "--opt-level", level, "--micro-batch-size", str(options.micro_batch_size)]
+    flags += ["--global-batch-size", str(options.micro_batch_size), "--train-iters", "10000"]
+    flags += ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
+    flags += ["--no-sequence-parallel"] if PRESETS[options.preset]["sequence_parallel"] else []
+    return parse_args([*flags, *shlex.split(options.flags)])
+
+
+def random_batches(config: Config, vocab_size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """The same random tokens for ever."""
+    shape = (config.training.micro_batch_size, config.model.seq_length + 1)
+    tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    batch = {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "loss_mask": torch.ones(shape[0], shape[1] - 1, device=device),
+        "position_ids": torch.arange(shape[1] - 1, device=device).expand(shape[0], -1),
+    }
+    return itertools.repeat(batch)
+
+
+def measure(level: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One row of our own; needs `process_groups.initialize`."""
+    config = configuration(level, options)
+    training = build_training(config, options.vocab_size)
+    device = process_groups.device()
+    batches = random_batches(config, options.vocab_size, device)
+    times = []
+    for step in range(options.warm_up + options.steps):
+        if step == options.warm_up and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        _synchronize(device)
+        start = time.perf_counter()
+        result = train_step(training, batches)
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    low, median, high = rows.percentiles(times[options.warm_up :])
+    tokens = config.training.micro_batch_size * config.model.seq_length
+    tflops = flops_per_token(config.model, config.padded_vocab_size(options.vocab_size)) * tokens / median / 1e12
+    peak = peak_tflops(config)
+    cuda = device.type == "cuda"
+    return {
+        "case": level,
+        "params_m": round(sum(p.numel() for p in training.model.parameters()) / 1e6, 1),
+        "ms_p20": round(low * 1e3, 1),
+        "ms": round(median * 1e3, 1),
+        "ms_p80": round(high * 1e3, 1),
+        "tokens_s_gpu": round(tokens / median),
+        "tflops": round(tflops, 1),
+        "mfu": round(tflops / peak, 3) if peak else "",
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else "",
+        "rest_gib": round(torch.cuda.memory_allocated() / 2**30, 2) if cuda else "",
+        "loss": round(float(result.loss_sum / result.tokens), 4),
+    }
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def peer_rows(command: str) -> Iterator[dict[str, Any]]:
+    """The JSON objects that a peer prints; a failed case keeps its error as its name, so that a miss is on record."""
+    output = subprocess.run(shlex.split(command), stdout=subprocess.PIPE, text=True, check=False).stdout
+    for line in output.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            found = json.loads(line)
+            if isinstance(found, dict) and "case" in found:
+                name = Path(shlex.split(command)[1]).stem.removeprefix("bench_")
+                suffix = f" ({found['error']})" if "error" in found else ""
+                yield found | {"case": f"{name} {found['case']}{suffix}"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and append rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--levels", nargs="*", default=["O0", "O1", "O2", "O3"], choices=["O0", "O1", "O2", "O3"])
+    parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
+    parser.add_argument("--micro-batch-size", type=int, default=4)
+    parser.add_argument("--vocab-size", type=int, default=50304)
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps that are not measured")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps")
+    parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
+    parser.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="measure a peer too; may be given several times")
+    parser.add_argument("--csv", type=Path, default=rows.ROOT / "tools/bench/results/step.csv")
+    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    options = parser.parse_args(argv)
+    if options.steps < 2:
+        parser.error(f"--steps {options.steps}: give at least 2, percentiles want more than one")
+    common = {"preset": options.preset, "micro_batch": options.micro_batch_size, "gpus": 1}
+    where = rows.machine(options.commit)
+    if options.levels:
+        process_groups.initialize(configuration(options.levels[0], options))
+    for level in options.levels:
+        _report(options.csv, where, common | measure(level, options))
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    for command in options.peer:
+        for row in peer_rows(command):
+            _report(options.csv, where, common | row)
+    return 0
+
+
+def _report(path: Path, where: dict[str, str], row: dict[str, Any]) -> None:
+    print(json.dumps(row), flush=True)
+    rows.append(path, [where | {column: row.get(column, "") for column in COLUMNS}])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""One measurement, one CSV row: every speed or memory figure of the project stands in `tools/bench/results/`, with what it was taken on."""
+
+import csv
+import datetime
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def commit() -> str:
+    """Short hash of the tree that is measured, with `+` where it has uncommitted changes; `unknown` outside git."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def driver() -> str:
+    """Version of the NVIDIA driver, empty without one."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def machine(tree: str | None = None) -> dict[str, str]:
+    """The columns that say where and when; `tree` names the commit where git is not at hand."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": tree or commit(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "driver": driver(),
+        "torch": torch.__version__,
+    }
+
+
+def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """20th, 50th and 80th percentile of at least two times."""
+    cuts = statistics.quantiles(times, n=10, method="inclusive")
+    return cuts[1], statistics.median(times), cuts[7]
+
+
+def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append rows to a CSV, writing the header first where the file is new.
+
+    Raises:
+        ValueError: where the file has other columns than the rows.
+    """
+    if not rows:
+        return
+    columns = list(rows[0])
+    new = not path.exists()
+    if not new:
+        with path.open(encoding="utf-8", newline="") as stream:
+            found = next(csv.reader(stream), [])
+        if found != columns:
+            raise ValueError(f"{path} has columns {found}, the rows have {columns}; write to another file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, columns)
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
