@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", type=named_path, required=True, metavar="NAME=METRICS", help="the run to compare with")
     parser.add_argument("--other", type=named_path, required=True, metavar="NAME=METRICS", help="the run to judge")
     parser.add_argument("--max-rel", type=float, help="largest accepted relative difference of the final loss, such as 0.01")
-    parser.add_argument("--window", type=int, default=5, help="logged lines averaged by smoothing (default: %(default)s)")
+    parser.add_argument("--window", type=int, default=3, help="logged lines averaged by smoothing (default: %(default)s)")
     args = parser.parse_args(argv)
     try:
         if args.window < 1:

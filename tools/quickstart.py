@@ -25,7 +25,7 @@ from tools.report import Run, read_run, summary, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 LEVELS = ("O0", "O2")
-ITERATIONS = 400
+ITERATIONS = 300
 MAX_DIFFERENCE = 0.01  # of O2's validation loss from O0's
 MIN_GAIN = 0.15  # of the validation loss below the unigram entropy
 PROMPT = "The people of the United States"
@@ -63,7 +63,7 @@ def training_flags(level: str, options: Options) -> list[str]:
         *f"--opt-level {level} --seed 1234 --train-iters {iters} --lr-warmup-iters {iters // 10}".split(),
         *f"--micro-batch-size {min(8, BATCH // options.processes)} --global-batch-size {BATCH}".split(),
         *f"--eval-interval {iters if iters % 4 else iters // 4} --eval-iters 16".split(),
-        *f"--log-interval {max(1, iters // 40)} --log-underflow-interval {max(1, iters // 20)}".split(),
+        *f"--log-interval {max(1, iters // 30)} --log-underflow-interval {max(1, iters // 20)}".split(),
         *("--train-data-path", str(options.data / "train_text_document")),
         *("--valid-data-path", str(options.data / "valid_text_document")),
         *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(options.data / "tokenizer.json")),

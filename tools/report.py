@@ -226,7 +226,7 @@ def write_report(
     meta: Mapping[str, Any] | None = None,
     samples: Mapping[str, str] | None = None,
     layer: str | None = None,
-    window: int = 5,
+    window: int = 3,
 ) -> Path:
     """Write report.html and its plots into the folder `out` (made if need be); returns the page's path.
 
@@ -277,6 +277,7 @@ def _page(runs: Sequence[Run], images: Mapping[str, str], entropy: float | None,
     parts = [f"<h1>Training runs: {html.escape(', '.join(run.name for run in runs))}</h1>"]
     parts += [f'<p class="lead">{html.escape(line)}</p>' for line in summary(runs, entropy) if line]
     parts.append(_table(runs))
+    parts.append('<p class="note">Hardware without FP8 (a CPU, an A100) computes it by emulation: compare losses there, not speeds.</p>')
     for name, image in images.items():
         title, note = notes[name]
         parts.append(f'<h2>{title}</h2>\n{image}\n<p class="note">{note}</p>')
@@ -313,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--meta", type=Path, help="meta.json of the data, for its unigram entropy")
     parser.add_argument("--sample", type=named_path, action="append", default=[], metavar="NAME=TEXT", help="a file of generated text")
     parser.add_argument("--layer", help="layer whose underflow is plotted (default: the middle one sampled)")
-    parser.add_argument("--window", type=int, default=5, help="logged lines averaged by smoothing (default: %(default)s)")
+    parser.add_argument("--window", type=int, default=3, help="logged lines averaged by smoothing (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     args = parser.parse_args(argv)
     try:

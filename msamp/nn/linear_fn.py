@@ -60,9 +60,7 @@ class LinearFunction(torch.autograd.Function):
             x8, x8_t = ops.cast(x2d, x_scale, amax_slot, gemm.input.format.dtype), None
         w8 = weight_operand(weight.payload, multiplier, gemm.weight.format.dtype, transpose=False)
         y = ops.scaled_mm(x8, w8, x_scale_inv, w_scale_inv, None if bias is None else bias.to(x.dtype), x.dtype, True)
-        # Delayed scales change in place when the step rolls; the scale_inv that belongs to x8_t must not change with them.
-        saved_x_inv = x_scale_inv.clone() if x_slot.scale is not None else x_scale_inv
-        ctx.save_for_backward(x8_t, saved_x_inv, weight.payload, multiplier, w_scale_inv)
+        ctx.save_for_backward(x8_t, x_scale_inv, weight.payload, multiplier, w_scale_inv)
         ctx.gemm, ctx.shape, ctx.weight_dtype = gemm, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y.view(*x.shape[:-1], y.shape[-1])

@@ -64,7 +64,10 @@ class LinearScaling(nn.Module):
 
         def slot(row: int) -> Slot:
             amax = self.amax[row] if record and self.window else None
-            return Slot(self.scale[row], self.scale_inv[row], amax) if self.delayed else Slot(None, None, amax)
+            if not self.delayed:
+                return Slot(None, None, amax)
+            # A copy of scale_inv: cuBLAS wants it 16-byte aligned (row 1 is not), and what backward saves must not roll on.
+            return Slot(self.scale[row], self.scale_inv[row].clone(), amax)
 
         return slot(INPUT), slot(GRAD_OUTPUT)
 

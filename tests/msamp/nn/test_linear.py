@@ -134,6 +134,12 @@ def test_another_number_of_features_is_refused():
         pair()[1](torch.randn(2, 32))
 
 
+def test_a_dtype_that_no_gemm_takes_is_refused():
+    low = pair()[1].double()
+    with pytest.raises(ValueError, match=r"input is torch\.float64; an FP8 linear layer takes torch\.bfloat16, torch\.float16 or"):
+        low(torch.randn(2, 64, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_weight_that_is_not_finite_is_refused(bad):
     plain = nn.Linear(16, 16)
@@ -340,6 +346,7 @@ def test_compiled_it_computes_the_same(level, steps):
     for _ in range(steps):
         run(low, x, g)
         state.roll()
+    low.zero_grad()
     other = copy.deepcopy(low)
     torch._dynamo.reset()
     compiled = torch.compile(other, backend="aot_eager")

@@ -148,7 +148,7 @@ def test_what_is_not_finite_shows_in_the_slots(bad, steps):
 def test_the_weight_operand_in_both_layouts(level):
     low = layer(level)
     weight = low.weight.detach()
-    multiplier = weight.scale_inv if level is recipe.O3 else low.scaling.weight_scales(weight)[0]
+    multiplier, _ = low.scaling.weight_scales(weight)
     w8 = weight_operand(weight.payload, multiplier, E4M3.dtype, transpose=False)
     w8_t = weight_operand(weight.payload, multiplier, E4M3.dtype, transpose=True)
     assert (w8.shape, w8_t.shape) == ((48, 32), (32, 48))
@@ -187,7 +187,8 @@ def test_the_function_is_what_the_layer_calls():
     low = layer()
     x = make("normal", (8, 32)).requires_grad_()
     y = linear(x, low.weight, None, low.scaling)
-    assert y.equal(LinearFunction.apply(x, low.weight, None, low.scaling, False))
+    weight_scales = low.scaling.weight_scales(low.weight)
+    assert y.equal(LinearFunction.apply(x, low.weight, None, low.scaling.gemm, low.scaling.slots(record=False), weight_scales))
     assert y.equal(low(x))
 
 
