@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import nn
 
 from megatron.lm import process_groups
@@ -58,6 +59,7 @@ def _rng_state() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tensor_parallel": get_cuda_rng_tracker().get_states(),  # what the attention core's dropout draws from
         "numpy": [version, torch.from_numpy(keys.astype("int64")), *rest],  # type: ignore[union-attr]
         "python": [python_version, list(python_keys), python_gauss],
     }
@@ -67,6 +69,7 @@ def _restore_rng(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if torch.cuda.is_available() and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"].cpu())
+    get_cuda_rng_tracker().set_states(state["tensor_parallel"])
     version, keys, *rest = state["numpy"]
     numpy.random.set_state((version, keys.numpy().astype("uint32"), *rest))
     python_version, python_keys, python_gauss = state["python"]

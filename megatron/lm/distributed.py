@@ -1,5 +1,7 @@
 """Gradients of the data-parallel ranks: accumulated over micro-batches, averaged, handed to the optimizer as `p.main_grad`."""
 
+import functools
+import weakref
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -31,7 +33,9 @@ class GradSync:
         self.group = group
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self.quantize_at_once = self.ranks == 1 and micro_batches == 1
-        self.handles = [p.register_post_accumulate_grad_hook(self._take) for p in formats]
+        # A weak reference: hooks live in autograd's graph, where the collector does not find a cycle back to the model.
+        hook = functools.partial(_take, weakref.ref(self))
+        self.handles = [p.register_post_accumulate_grad_hook(hook) for p in formats if p.requires_grad]
         self.clear()
 
     def clear(self) -> None:
@@ -69,6 +73,12 @@ class GradSync:
         flat /= self.ranks
         for g, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             g.copy_(mean.view_as(g))
+
+
+def _take(sync: "weakref.ref[GradSync]", p: Tensor) -> None:
+    alive = sync()
+    if alive is not None:
+        alive._take(p)
 
 
 def _buckets(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

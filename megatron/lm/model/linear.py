@@ -31,6 +31,11 @@ class FP8Gemm(nn.Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.recipe.gemm is not None
+        size = self.config.tensor_model_parallel_size  # type: ignore[union-attr]
+        if size != 1:
+            raise ValueError(
+                f"FP8 linear layers run with --tensor-model-parallel-size 1 in this version, not {size}; or use --opt-level O0"
+            )
         drawn = self.weight
         self.weight = scaling_parameter(drawn.detach(), self.recipe)
         self.weight.__dict__.update(drawn.__dict__)  # megatron-core's marks: how the weight is split
@@ -44,8 +49,6 @@ class FP8Gemm(nn.Module):
         return values
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any) -> Tensor:
-        if kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"]:
-            raise ValueError("FP8 linear layers run with tensor-parallel size 1 in this version; use --tensor-model-parallel-size 1")
         return linear(input, weight, bias, self.scaling)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:

@@ -1,0 +1,216 @@
+"""Our linear layers in megatron-core's classes: against msamp's FP8Linear, the weight as drawn, marks, refusals, `print(model)`."""
+
+from collections.abc import Iterator
+
+import dist
+import pytest
+import tiny
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron.lm import process_groups
+from megatron.lm.model import linear
+from megatron.lm.model.gpt import build_model, normal_, transformer_config
+from megatron.lm.model.linear import FP8Gemm, column_linear, output_linear, row_linear
+from msamp.nn.linear import FP8Linear
+from msamp.nn.scaling_state import ScalingState
+from msamp.numerics import formats
+from msamp.numerics.recipe import BF16, FP32, O1, O2, O3, Recipe
+from msamp.numerics.tensor import ScalingTensor
+
+IN, OUT = 32, 48
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    with tiny.started(tiny.config("corpus")):
+        yield
+
+
+def make(kind: str, recipe: Recipe, tensor_parallel: int = 1) -> nn.Module:
+    """One column- or row-parallel layer [OUT, IN] as the specification's slots construct them, with the bias kept apart."""
+    core = transformer_config(tiny.config("corpus", tensor_model_parallel_size=tensor_parallel), recipe)
+    common = {"config": core, "init_method": normal_(0.1), "bias": True, "skip_bias_add": True}
+    if kind == "column":
+        return column_linear(recipe)(IN, OUT, gather_output=False, is_expert=False, **common)
+    return row_linear(recipe)(IN, OUT, input_is_parallel=True, is_expert=False, **common)
+
+
+def random(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(process_groups.device(), torch.bfloat16)
+
+
+def twin_of(layer: nn.Module, recipe: Recipe) -> FP8Linear:
+    """msamp's layer with the very payload of ours."""
+    twin = FP8Linear(IN, OUT, bias=False, recipe=recipe, device=process_groups.device(), dtype=torch.bfloat16)
+    with torch.no_grad():
+        twin.weight.copy_(layer.weight)
+    return twin
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("recipe", [O1, O2, O3], ids=lambda r: r.name)
+def test_equals_fp8_linear_over_a_window_and_beyond(kind: str, recipe: Recipe):
+    ours = make(kind, recipe)
+    twin = twin_of(ours, recipe)
+    states = [ScalingState(layer) for layer in (ours, twin)]
+    for step in range(18):  # just in time, then delayed
+        x = [((1 + step) * random(8, 2, IN, seed=step)).requires_grad_() for _ in range(2)]
+        g = random(8, 2, OUT, seed=100 + step) * 1e-3
+        (y, bias), expected = ours(x[0]), twin(x[1])
+        assert y.dtype is torch.bfloat16
+        assert torch.equal(y, expected)
+        assert bias is ours.bias  # the layer behind adds it, in its own fused way
+        y.backward(g)
+        expected.backward(g)
+        assert torch.equal(x[0].grad, x[1].grad)
+        assert torch.equal(ours.weight.grad, twin.weight.grad)
+        ours.weight.grad = twin.weight.grad = None
+        for state in states:
+            state.roll()
+    assert ours.scaling.delayed
+    assert torch.equal(ours.scaling.history, twin.scaling.history)
+
+
+def test_bias_that_is_added_here():
+    core = transformer_config(tiny.config("corpus"), O2)
+    layer = column_linear(O2)(IN, OUT, config=core, init_method=normal_(0.1), bias=True, gather_output=False)
+    with torch.no_grad():
+        layer.bias.copy_(random(OUT))
+    x = random(4, 2, IN)
+    y, none = layer(x)
+    assert none is None
+    torch.testing.assert_close(y, twin_of(layer, O2)(x) + layer.bias)
+
+
+def drawn(recipe: Recipe, kind: str) -> nn.Module:
+    process_groups.seed_all(3)
+    return make(kind, recipe)
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_o3_hands_the_weight_as_drawn_out_once(kind: str):
+    layer, plain = drawn(O3, kind), drawn(BF16, kind)
+    assert layer.weight.format is formats.E4M3
+    values = layer.take_initial_weight()
+    assert torch.equal(values, plain.weight)
+    assert not torch.equal(layer.weight.dequantize(), plain.weight)
+    assert layer.take_initial_weight() is None
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("recipe", [O1, O2], ids=lambda r: r.name)
+def test_where_the_weight_is_its_own_master_nothing_is_kept(recipe: Recipe, kind: str):
+    layer, plain = drawn(recipe, kind), drawn(BF16, kind)
+    assert layer.weight.format is formats.FP16
+    assert torch.equal(layer.weight.dequantize(), plain.weight)  # BF16's 8 bits of significand fit into FP16's 11
+    assert layer.take_initial_weight() is None
+
+
+@pytest.mark.parametrize("master", [formats.FP32, formats.BF16, formats.E4M3])
+def test_a_master_of_another_format_starts_from_the_weight_as_drawn(master: formats.Format):
+    recipe = O2.with_states(master=master)
+    assert torch.equal(drawn(recipe, "column").take_initial_weight(), drawn(BF16, "column").weight)
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_marks_of_megatron_core_stay_on_the_weight(kind: str):
+    ours, plain = make(kind, O2), make(kind, BF16)
+    for name in ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce"):
+        assert getattr(ours.weight, name) == getattr(plain.weight, name), name
+    assert isinstance(ours.weight, nn.Parameter)
+    assert isinstance(ours.weight, ScalingTensor)
+    assert ours.weight.requires_grad
+
+
+@pytest.mark.parametrize("recipe", [FP32, BF16], ids=lambda r: r.name)
+def test_without_fp8_the_weights_are_plain(recipe: Recipe):
+    for kind in ("column", "row"):
+        layer = make(kind, recipe)
+        assert not isinstance(layer, FP8Gemm)
+        assert type(layer.weight) is nn.Parameter
+        assert layer.weight.dtype is recipe.compute_dtype
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_wide_gemm_rounds_the_fp32_product_once(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(linear, "native_bf16", lambda device: False)
+    layer = make(kind, BF16)
+    x = random(64, 2, IN).requires_grad_()
+    y, _ = layer(x)
+    exact = functional.linear(x.double(), layer.weight.double())
+    assert y.dtype is torch.bfloat16
+    assert (y != exact.bfloat16()).float().mean() < 0.01  # the FP32 sum seldom crosses a rounding boundary of BF16
+    torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-6)
+    g = random(64, 2, OUT, seed=2)
+    y.backward(g)
+    expected = g.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1)
+    assert layer.weight.grad.dtype is torch.bfloat16
+    torch.testing.assert_close(layer.weight.grad.double(), expected, rtol=2**-8, atol=1e-4)
+    torch.testing.assert_close(x.grad.double(), g.double() @ layer.weight.double(), rtol=2**-8, atol=1e-5)
+
+
+def test_wide_gemm_leaves_fp32_and_native_bf16_to_megatron_core(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(linear.functional, "linear", None)  # the wide product would call it
+    x = random(4, 2, IN)
+    monkeypatch.setattr(linear, "native_bf16", lambda device: True)
+    layer = make("column", BF16)
+    torch.testing.assert_close(layer(x)[0], x @ layer.weight.t(), rtol=2**-7, atol=1e-3)
+    monkeypatch.setattr(linear, "native_bf16", lambda device: False)
+    layer = make("column", FP32)
+    torch.testing.assert_close(layer(x.float())[0], x.float() @ layer.weight.t())
+
+
+def test_the_head_stays_in_the_compute_dtype():
+    assert not issubclass(output_linear(O2), FP8Gemm)
+    model = build_model(tiny.config("corpus", opt_level="O2"), O2, tiny.VOCABULARY)
+    assert not isinstance(model.output_layer, FP8Gemm)
+    assert model.shared_embedding_or_output_weight().dtype is torch.bfloat16
+    assert sum(isinstance(layer, FP8Gemm) for layer in model.modules()) == 8  # qkv, proj, fc1, fc2 of two layers
+
+
+@pytest.mark.parametrize("recipe", [FP32, BF16, O1, O2, O3], ids=lambda r: r.name)
+def test_printing_the_model_shows_the_precision_of_every_linear(recipe: Recipe):
+    lines = str(build_model(tiny.config("corpus"), recipe, tiny.VOCABULARY)).splitlines()
+    stored = {"O1": "weight fp16", "O2": "weight fp16", "O3": "weight fp8-e4m3"}.get(recipe.name, f"weight and GEMM {recipe.name}")
+    for slot in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
+        found = [line for line in lines if f"({slot})" in line]
+        assert found  # equal layers are printed once
+        for line in found:
+            assert stored in line
+            if recipe.fp8:
+                assert "GEMM fp8-e4m3 x fp8-e4m3, grad_output fp8-e5m2, scaling delayed(16)" in line
+    head = next(line for line in lines if "(output_layer)" in line)
+    assert f"GEMM {'fp32' if recipe is FP32 else 'bf16'}" in head
+
+
+def test_linears_of_one_recipe_share_a_class():
+    assert column_linear(O2) is column_linear(O2)
+    assert column_linear(O2) is not column_linear(O3)
+    assert column_linear(O2).__name__ == "FP8ColumnParallelLinear"
+    assert row_linear(O3).__name__ == "FP8RowParallelLinear"
+
+
+def refused_under_tensor_parallelism() -> list[str]:
+    """What each layer says that is cut over two processes."""
+    settings = tiny.config("corpus", tensor_model_parallel_size=2)
+    process_groups.initialize(settings)
+    said = []
+    for kind, width in (("column", IN), ("row", IN // 2)):
+        try:
+            make(kind, O2, tensor_parallel=2)(random(4, 2, width).requires_grad_())
+            said.append(f"{kind} ran")
+        except ValueError as error:
+            said.append(str(error))
+    parallel_state.destroy_model_parallel()
+    return said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
+def test_tensor_parallelism_is_refused():
+    for said in dist.run(refused_under_tensor_parallelism, 2, init=False):
+        for message in said:
+            assert "tensor-parallel size 1" in message
+            assert "--tensor-model-parallel-size 1" in message

@@ -1,0 +1,244 @@
+"""The trainer's optimizer: groups and formats of every level, decay, schedule, and the bytes it says against those it takes."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor, nn
+
+from megatron.lm import process_groups
+from megatron.lm.config import Config, PrecisionConfig
+from megatron.lm.model.gpt import GPT, build_model
+from megatron.lm.optim import build_optimizer, build_recipe, build_schedule, bytes_per_parameter, gradient_formats
+from msamp.numerics import formats, recipe
+from msamp.numerics.scaling import Current, Delayed
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.adamw import FP8AdamW
+
+FP32 = {"master": "fp32", "grad": "fp32", "m": "fp32", "v": "fp32"}
+STATES = {
+    "fp32": FP32,
+    "bf16": FP32,
+    "O1": {"master": "fp16", "grad": "fp8-e4m3", "m": "fp32", "v": "fp32"},
+    "O2": {"master": "fp16", "grad": "fp8-e4m3", "m": "fp8-e4m3", "v": "fp16"},
+    "O3": {"master": "fp16", "grad": "fp8-e4m3", "m": "fp8-e4m3", "v": "fp16"},
+}
+# Table 6 of FP8-LM: how each row is asked for, and (linear weight, master, m, v); None: the weight is its own master.
+TABLE_6: dict[str, tuple[dict[str, Any], tuple[str, str | None, str, str]]] = {
+    "#0": ({"precision": "fp32"}, ("fp32", None, "fp32", "fp32")),
+    "#1": ({"opt_level": "O0"}, ("bf16", "fp32", "fp32", "fp32")),
+    "#2a": ({"opt_level": "O2"}, ("fp16", None, "fp8-e4m3", "fp16")),
+    "#2b": ({"opt_level": "O2", "master_format": "bf16"}, ("fp16", "bf16", "fp8-e4m3", "fp16")),
+    "#3": ({"opt_level": "O2", "master_format": "fp8-e4m3"}, ("fp16", "fp8-e4m3", "fp8-e4m3", "fp16")),
+    "#4": ({"opt_level": "O2", "exp_avg_sq_format": "fp8-e4m3"}, ("fp16", None, "fp8-e4m3", "fp8-e4m3")),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    with tiny.started(tiny.config("corpus")):
+        yield
+
+
+def build(**settings: Any) -> tuple[GPT, FP8AdamW, Config]:
+    config = tiny.config("corpus", **settings)
+    kind = build_recipe(config.precision)
+    model = build_model(config, kind, tiny.VOCABULARY)
+    return model, build_optimizer(model, config, kind), config
+
+
+def step(model: GPT, optimizer: FP8AdamW) -> None:
+    """One update from made-up gradients in the formats that GradSync would leave."""
+    generator = torch.Generator().manual_seed(1)
+    for p, fmt in gradient_formats(optimizer).items():
+        g = torch.randn(p.shape, generator=generator).to(p.device, torch.bfloat16)
+        p.main_grad = ScalingTensor.quantize(g, fmt) if fmt.scaled else g.to(fmt.dtype)
+    optimizer.step()
+
+
+def format_of(x: Tensor) -> str:
+    return (x.format if isinstance(x, ScalingTensor) else formats.of_dtype(x.dtype)).name
+
+
+def size_of(x: Tensor) -> int:
+    stored = x.payload if isinstance(x, ScalingTensor) else x
+    return stored.numel() * stored.element_size()
+
+
+@pytest.mark.parametrize("level", list(STATES))
+def test_groups_and_formats_of_a_level(level: str):
+    model, optimizer, _ = build(precision=level)
+    names = {p: name for name, p in model.named_parameters()}
+    groups = {frozenset(names[p] for p in group["params"]): group for group in optimizer.param_groups}
+    linear = {name for name in names.values() if ".linear_" in name and name.endswith("weight")}
+    vectors = {name for name in names.values() if name.endswith("bias") or "layernorm" in name}
+    rest = set(names.values()) - linear - vectors
+    assert rest == {"embedding.word_embeddings.weight"}
+    assert len(linear) == 8
+    if level in ("fp32", "bf16"):
+        expected = {frozenset(linear | rest): (STATES[level], 0.1), frozenset(vectors): (FP32, 0.0)}
+    else:
+        embedding = {**STATES[level], "grad": "bf16"}
+        expected = {frozenset(linear): (STATES[level], 0.1), frozenset(rest): (embedding, 0.1), frozenset(vectors): (FP32, 0.0)}
+    assert set(groups) == set(expected)
+    build_schedule(optimizer, tiny.config("corpus"))  # sets each group's decay
+    for members, (states, decay) in expected.items():
+        assert groups[members]["formats"] == states
+        assert groups[members]["weight_decay"] == pytest.approx(decay)
+    assert gradient_formats(optimizer) == {
+        p: formats.by_name(group["formats"]["grad"]) for group in optimizer.param_groups for p in group["params"]
+    }
+
+
+def test_an_untied_head_is_a_matrix_like_the_embedding():
+    model, optimizer, _ = build(opt_level="O2", untie_embeddings_and_output_weights=True, position_embedding_type="learned_absolute")
+    names = {p: name for name, p in model.named_parameters()}
+    matrices = {names[p] for p in optimizer.param_groups[1]["params"]}
+    assert matrices == {"embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight"}
+
+
+@pytest.mark.parametrize("row", list(TABLE_6))
+def test_rows_of_table_6(row: str):
+    flags, (weight, master, m, v) = TABLE_6[row]
+    model, optimizer, _ = build(**flags)
+    step(model, optimizer)
+    layer = model.decoder.layers[0].mlp.linear_fc1.weight
+    state = optimizer.state[layer]
+    assert format_of(layer) == weight
+    assert ("master" in state) == (master is not None)
+    if master is not None:
+        assert format_of(state["master"]) == master
+    assert (format_of(state["exp_avg"]), format_of(state["exp_avg_sq"])) == (m, v)
+    norm = optimizer.state[model.decoder.final_layernorm.weight]
+    assert (format_of(norm["exp_avg"]), format_of(norm["exp_avg_sq"])) == ("fp32", "fp32")
+
+
+def test_gradient_format_reaches_linear_weights_only():
+    model, optimizer, _ = build(opt_level="O2", grad_format="fp8-e5m2")
+    found = {p: fmt.name for p, fmt in gradient_formats(optimizer).items()}
+    assert found[model.decoder.layers[0].mlp.linear_fc1.weight] == "fp8-e5m2"
+    assert found[model.embedding.word_embeddings.weight] == "bf16"
+    assert found[model.decoder.final_layernorm.weight] == "fp32"
+
+
+def test_recipes_of_the_flags():
+    assert build_recipe(PrecisionConfig()) == recipe.BF16
+    assert build_recipe(PrecisionConfig(opt_level="O0")) == recipe.BF16
+    assert build_recipe(PrecisionConfig(precision="fp32")) == recipe.FP32
+    for level in ("O1", "O2", "O3"):
+        assert build_recipe(PrecisionConfig(opt_level=level)) == recipe.by_name(level)
+    current = build_recipe(PrecisionConfig(opt_level="O2", fp8_scaling="current"))
+    assert current.gemm.input.scaling == current.gemm.grad_output.scaling == Current()
+    assert build_recipe(PrecisionConfig(opt_level="O2")).gemm.input.scaling == Delayed(16)
+
+
+@pytest.mark.parametrize("level", list(STATES))
+def test_vectors_do_not_decay_and_matrices_do(level: str):
+    model, optimizer, config = build(precision=level, lr=0.1, weight_decay=0.5, lr_warmup_iters=0)
+    build_schedule(optimizer, config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                p.fill_(0.5)
+    before = {name: p.float() if not isinstance(p, ScalingTensor) else p.dequantize(torch.float32) for name, p in model.named_parameters()}
+    before = {name: value.detach().clone() for name, value in before.items()}
+    for p, fmt in gradient_formats(optimizer).items():
+        zeros = torch.zeros(p.shape, dtype=torch.bfloat16, device=p.device)
+        p.main_grad = ScalingTensor.quantize(zeros, fmt) if fmt.scaled else zeros.to(fmt.dtype)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        now = p.dequantize(torch.float32) if isinstance(p, ScalingTensor) else p.float()
+        factor = 1 - 0.1 * 0.5 if p.dim() > 1 else 1.0
+        coarse = isinstance(p, ScalingTensor) and p.format is formats.E4M3
+        torch.testing.assert_close(now, factor * before[name], rtol=2**-3 if coarse else 2**-8, atol=2e-3 if coarse else 1e-6)
+
+
+def test_the_o3_master_starts_from_the_weight_as_drawn():
+    o3, optimizer, _ = build(opt_level="O3")
+    process_groups.seed_all(tiny.config("corpus").training.seed)
+    plain, _, _ = build(opt_level="O0")
+    weight = o3.decoder.layers[1].mlp.linear_fc2.weight
+    master = optimizer.state[weight]["master"].dequantize(torch.bfloat16)
+    assert torch.equal(master, plain.decoder.layers[1].mlp.linear_fc2.weight)
+    assert not torch.equal(weight.dequantize(), plain.decoder.layers[1].mlp.linear_fc2.weight)
+
+
+def measured(model: nn.Module, optimizer: FP8AdamW) -> dict[str, float]:
+    """Bytes a parameter, from the tensors that are there after a step."""
+    params = list(model.parameters())
+    states = [optimizer.state[p] for p in params]
+    sizes = {
+        "weight": sum(map(size_of, params)),
+        "master": sum(size_of(state["master"]) for state in states if "master" in state),
+        "grad": sum(size_of(p.main_grad) for p in params),
+        "m": sum(size_of(state["exp_avg"]) for state in states),
+        "v": sum(size_of(state["exp_avg_sq"]) for state in states),
+    }
+    count = sum(p.numel() for p in params)
+    return {key: size / count for key, size in sizes.items()}
+
+
+@pytest.mark.parametrize("flags", [{"precision": level} for level in STATES] + [flags for flags, _ in TABLE_6.values()], ids=str)
+def test_bytes_per_parameter_are_those_of_the_tensors(flags: dict[str, Any]):
+    model, optimizer, _ = build(**flags)
+    foretold = bytes_per_parameter(model, optimizer)
+    step(model, optimizer)
+    assert bytes_per_parameter(model, optimizer) == foretold == pytest.approx(measured(model, optimizer))
+
+
+def test_a_linear_weight_takes_six_bytes_at_o2_and_o3_adds_one():
+    sums = {}
+    for level in ("O2", "O3"):
+        model, optimizer, _ = build(opt_level=level)
+        step(model, optimizer)
+        p = model.decoder.layers[0].mlp.linear_fc1.weight
+        state = optimizer.state[p]
+        tensors = [p, p.main_grad, state["exp_avg"], state["exp_avg_sq"], *([state["master"]] if "master" in state else [])]
+        sums[level] = sum(map(size_of, tensors)) / p.numel()
+    assert sums == {"O2": 2 + 1 + 1 + 2, "O3": 1 + 2 + 1 + 1 + 2}
+
+
+def lrs(steps: int, **settings: Any) -> list[float]:
+    """Learning rate of each of the first steps."""
+    _, optimizer, config = build(**settings)
+    schedule = build_schedule(optimizer, config)
+    found = []
+    for _ in range(steps):
+        rates = {group["lr"] for group in optimizer.param_groups}
+        assert len(rates) == 1
+        found.append(rates.pop())
+        schedule.step(1)
+    return found
+
+
+def test_warm_up_and_cosine():
+    found = lrs(25, lr=1e-3, min_lr=1e-4, lr_warmup_iters=4, lr_decay_style="cosine", train_iters=20)
+    assert found[:5] == pytest.approx([0, 0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
+    assert found[12] == pytest.approx(5.5e-4)  # half-way of the decay
+    for i in (7, 9, 18):
+        assert found[i] == pytest.approx(1e-4 + 0.5 * 9e-4 * (1 + math.cos(math.pi * (i - 4) / 16)))
+    assert found[20:] == pytest.approx([1e-4] * 5)
+
+
+def test_decay_iters_shorter_than_the_run():
+    found = lrs(12, lr=1e-3, min_lr=0.0, lr_warmup_iters=0, lr_decay_style="linear", lr_decay_iters=8, train_iters=20)
+    assert found == pytest.approx([1e-3 * (8 - i) / 8 for i in range(9)] + [0.0] * 3)
+
+
+def test_constant():
+    assert lrs(4, lr=1e-3, lr_warmup_iters=2, lr_decay_style="constant") == pytest.approx([0, 5e-4, 1e-3, 1e-3])
+
+
+def test_no_clipping_at_zero():
+    assert build(clip_grad=0.0)[1].clip_grad is None
+    assert build(clip_grad=0.7)[1].clip_grad == 0.7
+
+
+def test_hyper_parameters_arrive():
+    _, optimizer, _ = build(adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6)
+    for group in optimizer.param_groups:
+        assert group["betas"] == (0.8, 0.95)
+        assert group["eps"] == 1e-6

@@ -1,0 +1,432 @@
+"""`msamp.initialize` in plain PyTorch loops."""
+
+import copy
+import io
+
+import dist
+import pytest
+import torch
+from numerics import make
+from torch import nn
+
+import msamp
+from msamp.nn.filters import include_names
+from msamp.nn.linear import FP8Linear
+from msamp.numerics import recipe
+from msamp.numerics.formats import E4M3, FP16
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.adamw import FP8AdamW, format_names
+
+LEVELS = ("O1", "O2", "O3")
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 16))
+
+
+def batches(steps: int, device="cpu", seed=1):
+    """Inputs and what a fixed small network makes of them."""
+    torch.manual_seed(100)
+    teacher = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 16))
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        x = torch.randn(128, 64, generator=generator)
+        yield x.to(device), teacher(x).detach().to(device)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, device="cpu", seed=1, dtype=torch.float32) -> torch.Tensor:
+    """Losses [steps] of an ordinary loop, clipping by torch's own function."""
+    losses = []
+    for x, y in batches(steps, device, seed):
+        loss = (model(x.to(dtype)).float() - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).cpu()
+
+
+def adamw(model: nn.Module, **options) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), **{"lr": 2e-3, **options})
+
+
+@every_level
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam], ids=lambda c: c.__name__)
+def test_the_loss_follows_the_fp32_curve(level, cls, device):
+    plain, low = mlp().to(device), mlp().to(device)
+    want = train(plain, cls(plain.parameters(), lr=2e-3), 150, device)
+    got = train(*msamp.initialize(low, cls(low.parameters(), lr=2e-3), level), 150, device)
+    assert want[-10:].mean() < 0.3 * want[0]
+    assert got[0] == pytest.approx(want[0].item(), rel=0.02)
+    assert torch.allclose(got[:50], want[:50], rtol=0.05)
+    assert got[-10:].mean() < 1.15 * want[-10:].mean()
+
+
+@every_level
+def test_a_bf16_model_follows_its_own_curve(level, device):
+    plain, low = mlp().to(device, torch.bfloat16), mlp().to(device, torch.bfloat16)
+    want = train(plain, adamw(plain), 100, device, dtype=torch.bfloat16)
+    got = train(*msamp.initialize(low, adamw(low), level), 100, device, dtype=torch.bfloat16)
+    assert got[-10:].mean() < 1.15 * want[-10:].mean()
+
+
+@every_level
+def test_what_has_become_of_the_model(level):
+    model = mlp()
+    low, optimizer = msamp.initialize(model, adamw(model), opt_level=level)
+    assert low is model
+    assert isinstance(optimizer, FP8AdamW)
+    assert [type(low[i]) for i in (0, 3, 5)] == [FP8Linear] * 3
+    assert type(low[2]) is nn.LayerNorm
+    assert low[0].weight.format is (E4M3 if level == "O3" else FP16)
+    train(low, optimizer, 1)
+    state = optimizer.state[low[0].weight]
+    formats = format_names(recipe.by_name(level).states)
+    found = {k: str(state[n].format) if isinstance(state[n], ScalingTensor) else "fp32" for k, n in (("m", "exp_avg"), ("v", "exp_avg_sq"))}
+    assert found == {k: formats[k] for k in ("m", "v")}
+    assert ("master" in state) == (level == "O3")
+    assert optimizer.state[low[2].weight]["exp_avg"].dtype == torch.float32
+    assert optimizer.state[low[0].bias]["exp_avg"].dtype == torch.float32
+
+
+def test_o2_is_the_default_level():
+    model = mlp()
+    assert msamp.initialize(model, adamw(model))[1].param_groups[0]["formats"] == format_names(recipe.O2.states)
+
+
+def test_at_o3_the_master_starts_from_the_weight_as_it_was():
+    model = mlp()
+    weight = model[0].weight.detach().clone()
+    low, optimizer = msamp.initialize(model, adamw(model), "O3")
+    master = optimizer.state[low[0].weight]["master"].dequantize()
+    assert (master - weight).norm() < 1e-3 * weight.norm()
+
+
+# ------------------------------------------------------------------------------------------------------ optimizers
+
+
+@every_level
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam], ids=lambda c: c.__name__)
+def test_param_groups_are_mapped(level, cls):
+    model = mlp()
+    groups = [
+        {"params": [model[0].weight, model[0].bias], "lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3},
+        {"params": [model[3].weight]},
+        {"params": [model[2].weight, model[2].bias], "weight_decay": 0.0},
+    ]
+    low, optimizer = msamp.initialize(model, cls(groups, lr=5e-4, weight_decay=0.1), level)
+    keys = ("lr", "betas", "eps", "weight_decay", "decoupled")
+    first = (1e-3, (0.8, 0.9), 1e-6, 0.3, cls is torch.optim.AdamW)
+    found = [({id(p) for p in g["params"]}, tuple(g[k] for k in keys)) for g in optimizer.param_groups]
+    assert found == [
+        ({id(low[0].weight)}, first),
+        ({id(low[0].bias)}, first),
+        ({id(low[3].weight)}, (5e-4, (0.9, 0.999), 1e-8, 0.1, first[-1])),
+        ({id(low[2].weight), id(low[2].bias)}, (5e-4, (0.9, 0.999), 1e-8, 0.0, first[-1])),
+    ]
+    formats = [g["formats"] for g in optimizer.param_groups]
+    states = format_names(recipe.by_name(level).states)
+    assert formats == [states, format_names(recipe.FP32_STATES), states, format_names(recipe.FP32_STATES)]
+
+
+def test_adam_with_decoupled_decay_stays_decoupled():
+    model = mlp()
+    optimizer = msamp.initialize(model, torch.optim.Adam(model.parameters(), weight_decay=0.1, decoupled_weight_decay=True))[1]
+    assert all(g["decoupled"] for g in optimizer.param_groups)
+
+
+def test_without_an_optimizer_one_with_adamw_s_defaults_is_made():
+    model = mlp()
+    count = len(list(model.parameters()))
+    low, optimizer = msamp.initialize(model)
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == count
+    assert all((g["lr"], g["betas"], g["weight_decay"], g["decoupled"]) == (1e-3, (0.9, 0.999), 0.01, True) for g in optimizer.param_groups)
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in low.parameters()}
+
+
+def test_parameters_outside_the_optimizer_stay_outside():
+    model = mlp()
+    low, optimizer = msamp.initialize(model, torch.optim.AdamW(model[5].parameters(), lr=1e-2), "O3")
+    before = low[0].weight.payload.clone().view(torch.uint8)
+    train(low, optimizer, 3)
+    assert low[0].weight.payload.view(torch.uint8).equal(before)
+
+
+@pytest.mark.parametrize("scheduler", [
+    lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=10),
+    lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, step / 4)),
+    lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1e-2, total_steps=20),
+], ids=["cosine", "lambda", "one cycle"])  # fmt: skip
+def test_a_scheduler_on_the_returned_optimizer_sets_the_same_rates(scheduler):
+    model = mlp()
+    plain = adamw(copy.deepcopy(model))
+    low, optimizer = msamp.initialize(model, adamw(model), "O2")
+    schedules = scheduler(plain), scheduler(optimizer)
+    for _ in range(8):
+        train(low, optimizer, 1)
+        plain.step()
+        for s in schedules:
+            s.step()
+        assert {g["lr"] for g in optimizer.param_groups} == {plain.param_groups[0]["lr"]}
+
+
+class MyAdamW(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize("make_it", [lambda p: torch.optim.SGD(p, lr=0.1), torch.optim.NAdam, MyAdamW, torch.optim.Adagrad])
+def test_any_other_optimizer_is_refused_with_those_accepted(make_it):
+    model = mlp()
+    optimizer = make_it(model.parameters())
+    with pytest.raises(ValueError, match=rf"{type(optimizer).__name__}; accepted are torch\.optim\.AdamW, torch\.optim\.Adam and None"):
+        msamp.initialize(model, optimizer)
+    assert_untouched(model)
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "o2", "", None, 2])
+def test_any_other_level_is_refused_with_those_accepted(level):
+    model = mlp()
+    with pytest.raises(ValueError, match=rf"opt_level is {level!r}; it must be one of O1, O2, O3"):
+        msamp.initialize(model, adamw(model), level)
+    assert_untouched(model)
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize", "differentiable"])
+def test_options_without_a_low_precision_form_are_refused(option):
+    model = mlp()
+    with pytest.raises(ValueError, match=rf"optimizer option {option}=True is not available in low precision"):
+        msamp.initialize(model, adamw(model, **{option: True}))
+    assert_untouched(model)
+
+
+def test_an_optimizer_that_has_stepped_is_refused():
+    model = mlp()
+    optimizer = adamw(model)
+    train(model, optimizer, 1)
+    with pytest.raises(ValueError, match=r"has stepped already; call msamp\.initialize before the first step"):
+        msamp.initialize(model, optimizer)
+    assert_untouched(model)
+
+
+@every_level
+def test_a_weight_with_nan_is_refused_by_name(level):
+    model = mlp()
+    with torch.no_grad():
+        model[3].weight[5, 5] = float("nan")
+    optimizer = adamw(model)
+    with pytest.raises(ValueError, match=r"3\.weight holds 1 values that are NaN or infinite"):
+        msamp.initialize(model, optimizer, level)
+    assert_untouched(model)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+
+
+def assert_untouched(model: nn.Module) -> None:
+    assert not any(isinstance(m, FP8Linear) for m in model.modules())
+    assert not any(isinstance(p, ScalingTensor) for p in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------- models
+
+
+@every_level
+def test_a_convolution_net_trains(level, device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 16))
+    model, optimizer = msamp.initialize(model.to(device), torch.optim.AdamW(model.parameters(), lr=1e-2), level)
+    losses = []
+    for _ in range(40):
+        where = torch.randint(0, 16, (64,))
+        patch = nn.functional.one_hot(where, 16).view(-1, 1, 4, 4).float()
+        x = nn.functional.interpolate(patch, scale_factor=2) * 3 + torch.randn(64, 1, 8, 8) * 0.3
+        loss = nn.functional.cross_entropy(model(x.to(device)), where.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert isinstance(model[5], FP8Linear)
+    assert losses[-1] < 0.2 * losses[0]
+
+
+class TinyLM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+        self.fc = nn.Linear(32, 32)
+        self.out = nn.Linear(32, 64, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.fc(self.layer(self.embedding(x))))
+
+
+@every_level
+def test_a_transformer_with_tied_weights_trains(level):
+    torch.manual_seed(0)
+    model, optimizer = msamp.initialize(tiny := TinyLM(), adamw(tiny, lr=3e-3), level)
+    assert model.out.weight is model.embedding.weight
+    losses = []
+    for _ in range(60):
+        start = torch.randint(0, 64, (32, 1))
+        tokens = (start + torch.arange(9)) % 64
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@every_level
+def test_a_model_that_is_itself_a_linear(level):
+    model = nn.Linear(64, 16)
+    low, optimizer = msamp.initialize(model, adamw(model), level)
+    assert isinstance(low, FP8Linear)
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(low.weight), id(low.bias)}
+    losses = train(low, optimizer, 80)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_layer_used_twice_is_trained_once():
+    layer = nn.Linear(64, 64)
+    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(64, 16))
+    low, optimizer = msamp.initialize(model, adamw(model))
+    assert low[0] is low[2]
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == 4
+    losses = train(low, optimizer, 80)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_filter_leaves_layers_out():
+    model = mlp()
+    low, optimizer = msamp.initialize(model, adamw(model), accept=include_names("^3$"))
+    assert [isinstance(low[i], FP8Linear) for i in (0, 3, 5)] == [False, True, False]
+    train(low, optimizer, 2)
+
+
+# ------------------------------------------------------------------------------------------------------- the loop
+
+
+def test_the_end_of_an_optimizer_step_rolls_the_histories():
+    model = mlp()
+    low, optimizer = msamp.initialize(model, adamw(model))
+    train(low, optimizer, 17)
+    for i in (0, 3, 5):
+        assert low[i].scaling.seen == 17
+        assert low[i].scaling.delayed
+        assert low[i].scaling.amax.eq(0).all()
+        assert (low[i].scaling.history > 0).all()
+
+
+def test_micro_batches_roll_once():
+    model = mlp()
+    low, optimizer = msamp.initialize(model, adamw(model))
+    for x, y in batches(3):
+        (low(x) - y).square().mean().backward()
+    optimizer.step()
+    assert low[0].scaling.seen == 1
+
+
+@every_level
+def test_a_step_with_a_bad_gradient_is_skipped_and_training_goes_on(level):
+    model = mlp()
+    low, optimizer = msamp.initialize(model, adamw(model), level)
+    train(low, optimizer, 5)
+    before = [p.detach().clone() for p in low.parameters()]
+    optimizer.zero_grad()
+    low(torch.full((4, 64), float("inf"))).sum().backward()
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert all(torch.equal(a, b) for a, b in zip(low.parameters(), before, strict=True))
+    losses = train(low, optimizer, 60)
+    assert optimizer.skipped_steps == 1
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@every_level
+def test_saved_with_weights_only_and_loaded_it_goes_on_bit_for_bit(level):
+    model = mlp()
+    low, optimizer = msamp.initialize(model, adamw(model), level)
+    train(low, optimizer, 20)
+    file = io.BytesIO()
+    torch.save({"model": low.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    fresh = mlp()
+    other, other_optimizer = msamp.initialize(fresh, adamw(fresh, lr=1.0), level)
+    other.load_state_dict(saved["model"])
+    other_optimizer.load_state_dict(saved["optimizer"])
+    assert train(low, optimizer, 5, seed=7).equal(train(other, other_optimizer, 5, seed=7))
+
+
+def test_states_of_another_level_are_refused():
+    models = mlp(), mlp()
+    optimizers = [msamp.initialize(m, adamw(m), level)[1] for m, level in zip(models, ("O1", "O2"), strict=True)]
+    with pytest.raises(ValueError, match="was saved with formats"):
+        optimizers[0].load_state_dict(optimizers[1].state_dict())
+
+
+def test_autocast_in_the_loop():
+    model = mlp()
+    low, optimizer = msamp.initialize(model, adamw(model))
+    losses = []
+    for x, y in batches(60):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = (low(x).float() - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_compiled_model_trains_alike():
+    a, b = mlp(), mlp()
+    low, optimizer = msamp.initialize(a, adamw(a))
+    other, other_optimizer = msamp.initialize(b, adamw(b))
+    torch._dynamo.reset()
+    want = train(low, optimizer, 20)
+    got = train(torch.compile(other, backend="aot_eager"), other_optimizer, 20)
+    assert torch.allclose(got, want, rtol=1e-3)
+
+
+def test_the_three_lines_work_from_the_package_s_front_door():
+    assert set(msamp.__all__) >= {"initialize", "convert", "FP8Linear", "FP8AdamW", "ScalingTensor", "clip_grad_norm_", "recipes"}
+    assert all(hasattr(msamp, name) for name in msamp.__all__)
+
+
+def _initialize_on_a_rank(level: str) -> str:
+    model = mlp()
+    try:
+        low, _ = msamp.initialize(model, adamw(model), level)
+    except ValueError as error:
+        assert_untouched(model)
+        return str(error)
+    return type(low[0]).__name__
+
+
+def test_o3_on_several_processes_is_refused_by_name():
+    assert dist.run(_initialize_on_a_rank, 2, "O2") == ["FP8Linear"] * 2
+    for text in dist.run(_initialize_on_a_rank, 2, "O3"):
+        assert "opt_level O3 runs on one process in this version, and there are 2; use O2" in text
+
+
+@pytest.mark.gpu
+@every_level
+def test_parameters_and_optimizer_memory_on_the_gpu(level):
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(8)))
+    parameters = 8 * 2048 * 2048
+    low, optimizer = msamp.initialize(model, adamw(model), level)
+    low(make("normal", (64, 2048), device="cuda").bfloat16()).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    low.zero_grad()
+    torch.cuda.synchronize()
+    standing = (torch.cuda.memory_allocated() - before) / parameters
+    want = {"O1": 2 + 8, "O2": 2 + 3, "O3": 1 + 2 + 3}[level]
+    assert standing <= want * 1.05

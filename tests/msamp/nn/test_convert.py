@@ -1,0 +1,195 @@
+"""Conversion of all sorts of module trees."""
+
+import copy
+
+import pytest
+import torch
+from numerics import make
+from torch import nn
+
+from msamp.nn.convert import convert
+from msamp.nn.filters import exclude_names, include_names, min_features
+from msamp.nn.linear import FP8Linear
+from msamp.numerics import recipe
+from msamp.numerics.metrics import sqnr_db
+from msamp.numerics.tensor import ScalingTensor
+
+every_level = pytest.mark.parametrize("level", [recipe.O1, recipe.O2, recipe.O3], ids=lambda r: r.name)
+
+
+class Block(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+        self.experts = nn.ModuleDict({"a": nn.Linear(size, size), "b": nn.Linear(size, size, bias=False)})
+        self.extra = nn.ModuleList([nn.Linear(size, 8), nn.Linear(size, size)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return self.extra[1](self.experts["a"](x) + self.experts["b"](x))
+
+
+class Tree(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(32), Block(32))
+        self.lm_head = nn.Linear(32, 100)
+        self.nothing = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.blocks(x))
+
+
+def converted(model: nn.Module) -> list[str]:
+    return [name for name, m in model.named_modules() if isinstance(m, FP8Linear)]
+
+
+@every_level
+def test_a_nested_tree_in_place(level):
+    model = Tree()
+    x = make("normal", (4, 32))
+    want = model(x)
+    assert convert(model, level) is model
+    assert converted(model) == [f"blocks.{i}.{n}" for i in range(2) for n in ("experts.a", "experts.b", "extra.1")]
+    assert type(model.lm_head) is nn.Linear
+    assert type(model.blocks[0].norm) is nn.LayerNorm
+    assert sqnr_db(want, model(x)) > 18
+    assert model.blocks[0].experts["b"].bias is None
+    model(x).sum().backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if "extra.0" not in n)
+
+
+@pytest.mark.parametrize(
+    ("accept", "want"),
+    [
+        (include_names(r"^blocks\.1.*experts"), ["blocks.1.experts.a", "blocks.1.experts.b"]),
+        (exclude_names("blocks"), ["lm_head"]),
+        (min_features(33), []),
+        (lambda name, layer: layer.out_features == 8, ["blocks.0.extra.0", "blocks.1.extra.0"]),
+    ],
+)
+def test_filters_decide_by_name_and_shape(accept, want):
+    assert converted(convert(Tree(), recipe.O2, accept)) == want
+
+
+@pytest.mark.parametrize("level", [recipe.BF16, recipe.FP32], ids=lambda r: r.name)
+def test_a_recipe_without_fp8_changes_nothing(level):
+    assert converted(convert(Tree(), level)) == []
+
+
+@every_level
+def test_a_model_that_is_itself_a_linear(level):
+    plain = nn.Linear(32, 48)
+    low = convert(plain, level)
+    assert isinstance(low, FP8Linear)
+    assert low.bias is plain.bias
+    kept = nn.Linear(32, 8)
+    assert convert(kept, level) is kept
+
+
+def test_a_layer_used_twice_stays_one_layer():
+    layer = nn.Linear(32, 32)
+    model = convert(nn.Sequential(layer, nn.ReLU(), layer, nn.Sequential(layer)), recipe.O2)
+    assert isinstance(model[0], FP8Linear)
+    assert model[2] is model[0]
+    assert model[3][0] is model[0]
+    assert len(list(model.parameters())) == 2
+
+
+def test_tied_weights_are_left_alone():
+    model = nn.ModuleDict({"embedding": nn.Embedding(64, 32), "hidden": nn.Linear(32, 32), "out": nn.Linear(32, 64)})
+    model["out"].weight = model["embedding"].weight
+    convert(model, recipe.O2)
+    assert converted(model) == ["hidden"]
+    assert model["out"].weight is model["embedding"].weight
+    pair = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+    pair[1].weight = pair[0].weight
+    assert converted(convert(pair, recipe.O2)) == []
+
+
+def test_subclasses_of_linear_are_left_alone():
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    model = nn.Sequential(Scaled(32, 32), nn.MultiheadAttention(32, 2), nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)))
+    assert converted(convert(model, recipe.O2)) == []
+
+
+def test_converting_twice_changes_nothing_more():
+    model = convert(Tree(), recipe.O2)
+    layers = {name: model.get_submodule(name) for name in converted(model)}
+    convert(model, recipe.O2)
+    assert all(model.get_submodule(name) is layer for name, layer in layers.items())
+
+
+def test_modes_and_frozen_weights_are_kept():
+    model = Tree().eval()
+    model.blocks[0].experts["a"].weight.requires_grad_(False)
+    convert(model, recipe.O2)
+    assert not any(m.training for m in model.modules() if isinstance(m, FP8Linear))
+    assert not model.blocks[0].experts["a"].weight.requires_grad
+    assert model.blocks[0].experts["b"].weight.requires_grad
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+def test_a_weight_that_is_not_finite_is_refused_by_name_and_nothing_is_converted(bad):
+    model = Tree()
+    with torch.no_grad():
+        model.blocks[1].extra[1].weight[0, 0] = bad
+    before = {name: id(p) for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"blocks\.1\.extra\.1\.weight holds 1 values that are NaN or infinite"):
+        convert(model, recipe.O2)
+    assert converted(model) == []
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 64), nn.ReLU(),
+        nn.Linear(64, 16),
+    )  # fmt: skip
+
+
+def bright_patches(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """8 x 8 images with a bright patch in one of 16 places, and the place."""
+    where = torch.randint(0, 16, (count,))
+    patch = nn.functional.one_hot(where, 16).view(count, 1, 4, 4).float()
+    return nn.functional.interpolate(patch, scale_factor=2) * 3 + torch.randn(count, 1, 8, 8) * 0.3, where
+
+
+@every_level
+def test_a_convolution_net_passes_through_and_trains(level):
+    model = convert(net(), level)
+    assert converted(model) == ["5", "7"]
+    assert type(model[0]) is nn.Conv2d
+    losses = []
+    for _ in range(40):
+        x, where = bright_patches(64)
+        loss = nn.functional.cross_entropy(model(x), where)
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():  # plain SGD: a low-precision weight is overwritten with what it should be
+                value = p.dequantize() if isinstance(p, ScalingTensor) else p
+                p.copy_(value - 0.3 * p.grad)
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_conversion_leaves_the_values_where_they_were():
+    model = net()
+    want = copy.deepcopy(model).eval()
+    convert(model, recipe.O2).eval()
+    x = torch.randn(8, 1, 8, 8)
+    assert sqnr_db(want(x), model(x)) > 22
+    assert model[5].weight.dtype == torch.float32
+
+
+@every_level
+def test_print_shows_each_layer_s_precision(level):
+    text = str(convert(Tree(), level))
+    stored = "fp8-e4m3" if level is recipe.O3 else "fp16"
+    assert text.count(f"weight {stored}, GEMM fp8-e4m3 x fp8-e4m3, grad_output fp8-e5m2") == 6
+    assert "(lm_head): Linear(in_features=32, out_features=100" in text

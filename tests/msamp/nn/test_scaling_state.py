@@ -1,0 +1,178 @@
+"""The scales between steps: recorded, rolled, shared by ranks, saved."""
+
+import dist
+import pytest
+import torch
+from numerics import make
+from torch import nn
+
+from msamp.nn.convert import convert
+from msamp.nn.linear import FP8Linear
+from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, LinearScaling, ScalingState
+from msamp.numerics import recipe
+from msamp.numerics.formats import E4M3, E5M2, FP16
+from msamp.numerics.scaling import AmaxHistory, Current, Delayed, scale_from_amax
+from msamp.numerics.tensor import ScalingTensor
+
+
+def scaling(rule=None) -> LinearScaling:
+    return LinearScaling((recipe.O2 if rule is None else recipe.O2.with_scaling(rule)).gemm)
+
+
+def model(rule=None) -> nn.Module:
+    torch.manual_seed(0)
+    level = recipe.O2 if rule is None else recipe.O2.with_scaling(rule)
+    return convert(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)), level)
+
+
+def test_forty_rolls_give_the_scales_of_the_definition():
+    layer = scaling()
+    holder = nn.ModuleList([layer])
+    state = ScalingState(holder)
+    histories = [AmaxHistory(Delayed(16), fmt) for fmt in (E4M3, E5M2)]
+    amaxes = 10 ** (torch.rand(40, 2, generator=torch.Generator().manual_seed(1)) * 8 - 4)
+    for i, amax in enumerate(amaxes):
+        want = [float(h.step(a)) for h, a in zip(histories, amax, strict=True)]
+        slots = layer.slots(record=True)
+        assert layer.delayed == (i >= 16)
+        for slot, a, w in zip(slots, amax, want, strict=True):
+            assert slot.scale is None if i < 16 else (slot.scale == w and slot.scale_inv == 1 / w)
+            slot.amax.copy_(a)
+        state.roll()
+    assert layer.seen == layer.steps == 40
+    assert layer.history.equal(amaxes[-16:].t())
+
+
+def test_a_roll_empties_the_step_s_amaxes():
+    net = model()
+    state = ScalingState(net)
+    net(make("normal", (8, 32))).sum().backward()
+    recorded = net[0].scaling.amax.clone()
+    assert (recorded > 0).all()
+    state.roll()
+    assert net[0].scaling.amax.eq(0).all()
+    assert net[0].scaling.history[:, -1].equal(recorded)
+    assert net[0].scaling.scale[INPUT] == scale_from_amax(recorded[INPUT], E4M3.max)
+    assert net[0].scaling.scale[GRAD_OUTPUT] == scale_from_amax(recorded[GRAD_OUTPUT], E5M2.max)
+
+
+def test_a_step_that_saw_nothing_finite_keeps_the_last_scale():
+    layer = scaling(Delayed(2))
+    state = ScalingState(nn.ModuleList([layer]))
+    for amax in (10.0, 10.0, float("inf")):
+        layer.amax.fill_(amax)
+        state.roll()
+    assert layer.scale.tolist() == [32.0, 4096.0]
+    for _ in range(2):
+        layer.amax.fill_(1.0)
+        state.roll()
+    assert layer.scale.tolist() == [256.0, 32768.0]
+
+
+def test_current_scaling_keeps_no_history():
+    net = model(Current())
+    layer = net[0].scaling
+    assert ScalingState(net).layers == {}
+    for _ in range(20):
+        net(make("normal", (8, 32))).sum().backward()
+        ScalingState(net).roll()
+    assert not layer.delayed
+    assert layer.history.shape == (2, 0)
+    assert layer.slots(record=True)[INPUT].amax is None
+
+
+def test_a_slot_of_an_evaluation_records_nothing():
+    layer = scaling()
+    assert all(slot.amax is None for slot in layer.slots(record=False))
+    assert all(slot.amax is not None for slot in layer.slots(record=True))
+
+
+def test_layers_are_found_by_name_and_a_model_without_any_rolls_too():
+    assert list(ScalingState(model()).layers) == ["0.scaling", "2.scaling"]
+    ScalingState(nn.Linear(3, 3)).roll()
+
+
+def test_different_windows_are_refused():
+    with pytest.raises(ValueError, match=r"scaling windows \[3, 16\]; convert a model with one window"):
+        ScalingState(nn.ModuleList([scaling(), scaling(Delayed(3))]))
+
+
+def test_different_rules_for_input_and_grad_output_are_refused():
+    from dataclasses import replace
+
+    gemm = replace(recipe.O2.gemm, input=replace(recipe.O2.gemm.input, scaling=Current()))
+    with pytest.raises(ValueError, match=r"input scaling current and grad_output scaling delayed\(16\) differ"):
+        LinearScaling(gemm)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+def test_the_weight_s_scale_is_that_of_its_own_amax(size):
+    layer, weight = scaling(), ScalingTensor.quantize(make("normal", (32, 16)) * size, FP16)
+    multiplier, scale_inv = layer.weight_scales(weight)
+    want = scale_from_amax(weight.dequantize().abs().amax(), E4M3.max)
+    assert scale_inv == 1 / want
+    assert multiplier == want * weight.scale_inv
+
+
+def test_the_weight_s_scale_is_taken_once_as_long_as_the_weight_stands():
+    layer, weight = scaling(), ScalingTensor.quantize(make("normal", (32, 16)), FP16)
+    first = layer.weight_scales(weight)
+    assert layer.weight_scales(weight) is first
+    weight.store_(weight.dequantize() * 100)
+    assert layer.weight_scales(weight)[1] != first[1]
+
+
+def test_an_fp8_weight_is_taken_as_it_is():
+    weight = ScalingTensor.quantize(make("normal", (32, 16)), E4M3)
+    assert all(s is weight.scale_inv for s in scaling().weight_scales(weight))
+
+
+def test_buffers_are_saved_and_the_host_s_count_follows():
+    net = model()
+    state = ScalingState(net)
+    for _ in range(17):
+        net(make("normal", (8, 32))).sum().backward()
+        state.roll()
+    saved = net.state_dict()
+    assert {k.removeprefix("0.scaling.") for k in saved if k.startswith("0.scaling.")} == {"amax", "history", "scale", "scale_inv", "seen"}
+    other = model()
+    assert not other[0].scaling.delayed
+    other.load_state_dict(saved)
+    assert other[0].scaling.steps == 17
+    assert other[0].scaling.delayed
+
+
+def _train_on_a_rank() -> dict[str, torch.Tensor]:
+    rank = torch.distributed.get_rank()
+    net = model()
+    state = ScalingState(net)
+    for step in range(18):
+        x = make("normal", (8, 32), seed=10 * step + rank) * (1.0 + rank * step)
+        net(x).sum().backward()
+        state.roll(torch.distributed.group.WORLD)
+    return {k: v.clone() for k, v in net.named_buffers()}
+
+
+def _record_on_a_rank() -> torch.Tensor:
+    layer = scaling()
+    layer.amax.copy_(torch.tensor([[1.0, 5.0], [4.0, 2.0]])[torch.distributed.get_rank()])
+    ScalingState(nn.ModuleList([layer])).roll(torch.distributed.group.WORLD)
+    return layer.history[:, -1].clone()
+
+
+def test_a_roll_over_ranks_makes_their_histories_equal():
+    first, second = dist.run(_train_on_a_rank, 2)
+    assert first.keys() == second.keys()
+    assert all(first[k].equal(second[k]) for k in first)
+    assert len({float(a) for a in first["0.scaling.history"][INPUT]}) == 16
+
+
+def test_a_roll_over_ranks_takes_the_largest_amax():
+    for amax in dist.run(_record_on_a_rank, 2):
+        assert amax.tolist() == [4.0, 5.0]
+
+
+@pytest.mark.parametrize("layer_type", [FP8Linear, LinearScaling])
+def test_print_shows_the_rules(layer_type):
+    layer = FP8Linear(16, 16) if layer_type is FP8Linear else scaling()
+    assert "input fp8-e4m3 delayed(16), grad_output fp8-e5m2 delayed(16)" in str(layer)

@@ -1,0 +1,474 @@
+"""FP8AdamW: torch's AdamW in FP32, the golden vectors in FP8, and every row of Table 6."""
+
+import copy
+import io
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from numerics import codes, floats, golden, make
+from torch import nn
+
+from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
+from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim import adamw
+from msamp.optim.adamw import FP8AdamW, format_names
+from msamp.optim.clip import clip_grad_norm_
+
+ANY = (FP32, BF16, FP16, E4M3, E5M2)
+TABLE6 = {
+    "#0": FP32_STATES,
+    "#1": FP32_STATES,  # beside a BF16 weight
+    "#2a": O2.states,
+    "#2b": replace(O2.states, master=BF16),
+    "#3": replace(O2.states, master=E4M3),
+    "#4": replace(O2.states, v=E4M3),
+    "O1": O1.states,
+}
+ONE_CHANGED = {
+    f"{field} {fmt}": replace(O2.states, **{field: fmt}) for field, fmt in itertools.product(("master", "grad", "m", "v"), ANY)
+}
+
+
+def parameter(shape=(24, 16), weight=FP16, seed=0, device="cpu") -> nn.Parameter:
+    x = make("normal", shape, seed=seed, device=device) * 0.1
+    return nn.Parameter(ScalingTensor.quantize(x, weight) if weight.scaled else x.to(weight.dtype))
+
+
+def value(p: torch.Tensor) -> torch.Tensor:
+    return p.detach().dequantize(torch.float32) if isinstance(p, ScalingTensor) else p.detach().float()
+
+
+def snapshot(optimizer: FP8AdamW) -> list[torch.Tensor]:
+    """Copies of all bits of weights and states."""
+    tensors = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            for t in (p, *(v for _, v in sorted(optimizer.state[p].items()))):
+                tensors += [codes(t.payload), t.scale_inv.clone()] if isinstance(t, ScalingTensor) else [t.detach().clone()]
+    return tensors
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(x.equal(y) for x, y in zip(a, b, strict=True))
+
+
+# --------------------------------------------------------------------------------------------------------- FP32 and golden
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam])
+def test_fp32_formats_equal_torch_bit_for_bit_over_50_steps(cls):
+    def groups() -> list[dict]:
+        ps = [nn.Parameter(make("normal", s, seed=i)) for i, s in enumerate([(33, 17), (5,), (8, 3, 2), (64,), ()])]
+        return [
+            {"params": ps[:2]},
+            {"params": ps[2:4], "lr": 1e-2, "weight_decay": 0.3, "betas": (0.8, 0.95), "eps": 1e-6},
+            {"params": ps[4:], "weight_decay": 0.0},
+        ]
+
+    ours, theirs = groups(), groups()
+    theirs_optimizer = cls(theirs, lr=3e-3, weight_decay=0.1)
+    ours_optimizer = FP8AdamW(ours, lr=3e-3, weight_decay=0.1, formats=FP32_STATES, decoupled=cls is torch.optim.AdamW)
+    for step in range(50):
+        for i, (a, b) in enumerate(zip(*([p for g in gs for p in g["params"]] for gs in (ours, theirs)), strict=True)):
+            g = None if (step + i) % 4 == 3 or (i == 1 and step < 7) else make("log-normal", a.shape, seed=100 * step + i)
+            a.grad, b.grad = g, None if g is None else g.clone()
+        for optimizer in (ours_optimizer, theirs_optimizer):
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.99
+            optimizer.step()
+    for a, b in zip(*([p for g in gs for p in g["params"]] for gs in (ours, theirs)), strict=True):
+        assert a.equal(b)
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            assert ours_optimizer.state[a][name].equal(theirs_optimizer.state[b][name]), name
+
+
+def test_golden_fp8_steps(device):
+    vectors = golden("adamw_fp8")
+    hyper = vectors["hyper"]
+    p = nn.Parameter(ScalingTensor.quantize(floats(vectors["weight"]).to(device), FP16))
+    names = ("lr", "eps", "weight_decay", "clip_grad")
+    optimizer = FP8AdamW([p], betas=tuple(hyper["betas"]), formats=O2.states, **{n: hyper[n] for n in names})
+    for step in vectors["steps"]:
+        p.grad = floats(step["grad"]).to(device)
+        assert 1 / ScalingTensor.quantize(p.grad, E4M3).scale_inv == step["grad_scale"]
+        optimizer.step()
+        coefficient = min(1.0, hyper["clip_grad"] / (optimizer.grad_norm.item() + 1e-6))
+        assert coefficient == pytest.approx(step["clip_coef"], rel=1e-6)
+        state = optimizer.state[p]
+        for name, tensor in (("m", state["exp_avg"]), ("v", state["exp_avg_sq"]), ("master", p.detach())):
+            assert 1 / tensor.scale_inv == step[f"{name}_scale"], name
+            wrong = (codes(tensor.payload) != torch.tensor(step[name])).float().mean()
+            assert wrong <= (0 if device.type == "cpu" else 0.01), name
+
+
+# ---------------------------------------------------------------------------------------------------------------- formats
+
+
+def descend(formats: StateFormats, weight=FP16, steps=60) -> tuple[float, float]:
+    """First and last loss of a linear regression."""
+    torch.manual_seed(0)
+    x, target = torch.randn(256, 24), torch.randn(24, 16)
+    p = parameter(weight=weight)
+    optimizer = FP8AdamW([p], lr=0.05, betas=(0.9, 0.95), weight_decay=0.0, formats=formats, clip_grad=100.0)
+    losses = []
+    for _ in range(steps):
+        error = x @ (value(p) - target)
+        losses.append(error.square().mean().item())
+        p.grad = (2 * x.t() @ error / error.numel()).to(p.dtype)
+        optimizer.step()
+    return losses[0], losses[-1]
+
+
+@pytest.mark.parametrize("name", [*TABLE6, *ONE_CHANGED])
+def test_every_format_runs_and_descends(name):
+    first, last = descend({**TABLE6, **ONE_CHANGED}[name], weight=BF16 if name == "#1" else FP16)
+    assert last < (0.5 if name == "master fp8-e5m2" else 0.3) * first  # two mantissa bits: updates below an eighth are lost
+
+
+@pytest.mark.parametrize("weight", ANY, ids=str)
+def test_every_weight_format_descends_with_an_fp16_master(weight):
+    first, last = descend(O3.states, weight)
+    assert last < 0.3 * first
+
+
+def nbytes(t: torch.Tensor) -> int:
+    return t.payload.nbytes if isinstance(t, ScalingTensor) else t.nbytes
+
+
+@pytest.mark.parametrize(
+    ("level", "want"),
+    [
+        (O1, {"weight": 2, "grad": 1, "exp_avg": 4, "exp_avg_sq": 4}),
+        (O2, {"weight": 2, "grad": 1, "exp_avg": 1, "exp_avg_sq": 2}),
+        (O3, {"weight": 1, "grad": 1, "master": 2, "exp_avg": 1, "exp_avg_sq": 2}),
+    ],
+    ids=lambda v: getattr(v, "name", ""),
+)
+def test_bytes_per_parameter(level, want):
+    p = parameter((64, 32), level.weight)
+    optimizer = FP8AdamW([p], formats=level.states)
+    p.grad = ScalingTensor.quantize(make("normal", (64, 32), seed=1), level.states.grad)
+    optimizer.step()
+    state = {k: v for k, v in optimizer.state[p].items() if k != "step"}
+    measured = {k: nbytes(v) / p.numel() for k, v in {"weight": p, "grad": p.grad, **state}.items()}
+    assert measured == want
+    assert sum(want.values()) == {"O1": 11, "O2": 6, "O3": 7}[level.name]
+
+
+def test_a_bf16_parameter_keeps_an_fp32_master():
+    p = parameter(weight=BF16)
+    optimizer = FP8AdamW([p], lr=1e-4, weight_decay=0.0, formats=FP32_STATES)
+    start = value(p)
+    for _ in range(20):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    master = optimizer.state[p]["master"]
+    assert master.dtype == torch.float32
+    assert torch.allclose(master, start - 20e-4, atol=1e-5)
+    assert p.equal(master.bfloat16())
+
+
+def test_an_fp8_weight_is_the_rounded_master():
+    p = parameter(weight=E4M3)
+    optimizer = FP8AdamW([p], formats=O3.states)
+    for step in range(3):
+        p.grad = make("normal", p.shape, seed=step)
+        optimizer.step()
+    master = optimizer.state[p]["master"].dequantize()
+    assert (value(p) - master).abs().max() <= 2.0**-4 * master.abs().max()
+    assert (value(p) - master).norm() < 0.04 * master.norm()
+
+
+def test_the_master_starts_from_given_values():
+    values = make("normal", (24, 16))
+    p = nn.Parameter(ScalingTensor.quantize(values, E4M3))
+    optimizer = FP8AdamW([p], lr=0.0, formats=O3.states)
+    optimizer.init_master(p, values)
+    assert (optimizer.state[p]["master"].dequantize() - values).norm() < 1e-3 * values.norm()
+    with pytest.raises(ValueError, match=r"shape \(2, 2\) is not in this optimizer; add its group first"):
+        optimizer.init_master(parameter((2, 2)), values)
+
+
+def test_restart_forgets_states_and_takes_the_weights_as_they_are():
+    p = parameter(weight=E4M3)
+    optimizer = FP8AdamW([p], lr=0.0, weight_decay=0.0, formats=O3.states)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    with torch.no_grad():
+        p.copy_(torch.ones(24, 16))
+    optimizer.restart()
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert value(p).eq(1).all()
+    assert optimizer.state[p]["step"] == 1
+
+
+def test_master_and_moments_come_from_the_unquantised_moments():
+    # One step from zero: m and v are exact multiples of the gradient, so the update is lr whatever m's format loses.
+    p = parameter()
+    before = value(p)
+    optimizer = FP8AdamW([p], lr=2.0**-10, weight_decay=0.0, formats=O2.states)
+    p.grad = ScalingTensor.quantize(make("normal", p.shape, seed=1), E4M3)
+    optimizer.step()
+    moved = before - value(p)
+    taken = p.grad.dequantize() != 0
+    assert torch.allclose(moved[taken].abs(), torch.full_like(moved[taken], 2.0**-10), atol=2.0**-11 * 0.3)
+
+
+def test_a_plain_gradient_is_quantised_to_its_format_and_left_alone():
+    a, b = parameter(), parameter()
+    g = make("log-normal", a.shape, seed=1)
+    a.grad, b.grad = g.clone(), ScalingTensor.quantize(g, E4M3)
+    for p in (a, b):
+        FP8AdamW([p], formats=O2.states).step()
+    assert torch.equal(a.detach(), b.detach())
+    assert a.grad.equal(g)
+
+
+def test_main_grad_goes_before_grad():
+    a, b = parameter(), parameter()
+    g = ScalingTensor.quantize(make("normal", a.shape, seed=1), E4M3)
+    a.main_grad, a.grad, b.grad = g, torch.full_like(a, float("nan")), g
+    for p in (a, b):
+        FP8AdamW([p], formats=O2.states).step()
+    assert torch.equal(a.detach(), b.detach())
+
+
+def test_an_empty_parameter_takes_part(device):
+    empty, p = nn.Parameter(torch.empty(0, 4, device=device)), parameter(device=device)
+    optimizer = FP8AdamW([empty, p], formats=O2.states)
+    empty.grad, p.grad = torch.empty(0, 4, device=device), torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
+
+
+def test_chunks_change_nothing(monkeypatch):
+    def run() -> list[torch.Tensor]:
+        ps = [parameter((8, 4), seed=i) for i in range(5)]
+        optimizer = FP8AdamW(ps, formats=O2.states)
+        for step in range(3):
+            for i, p in enumerate(ps):
+                p.grad = make("normal", (8, 4), seed=10 * step + i)
+            optimizer.step()
+        return snapshot(optimizer)
+
+    want = run()
+    monkeypatch.setattr(adamw, "CHUNK", 64)
+    assert same(run(), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [O1, O2, O3], ids=lambda r: r.name)
+def test_on_the_gpu_as_on_the_cpu(level):
+    optimizers = []
+    for device in ("cpu", "cuda"):
+        p = parameter((512, 256), level.weight, device=device)
+        optimizer = FP8AdamW([p], formats=level.states, clip_grad=1.0)
+        for step in range(5):
+            p.grad = make("normal", p.shape, seed=step, device=device)
+            optimizer.step()
+        optimizers.append(snapshot(optimizer))
+    for a, b in zip(*optimizers, strict=True):
+        if a.dtype == torch.int32:
+            assert (a != b.cpu()).float().mean() <= 0.01
+            assert (a - b.cpu()).abs().max() <= 1
+        else:
+            assert torch.allclose(a, b.cpu(), rtol=1e-5, atol=1e-8)
+
+
+# --------------------------------------------------------------------------------------------------- skipping and clipping
+
+
+BAD = {
+    "nan": lambda g: g.index_fill(0, torch.tensor([3]), float("nan")),
+    "inf": lambda g: g.index_fill(0, torch.tensor([3]), float("inf")),
+    "-inf": lambda g: g.index_fill(0, torch.tensor([3]), -float("inf")),
+    "poisoned fp8": lambda g: ScalingTensor.quantize(g.index_fill(0, torch.tensor([3]), float("nan")), E4M3),
+    "overflowed fp8": lambda g: ScalingTensor.quantize(g.index_fill(0, torch.tensor([3]), float("inf")), E5M2),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("formats", [O1.states, O2.states, FP32_STATES], ids=["O1", "O2", "fp32"])
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_counted(bad, formats):
+    def run(with_bad_steps: bool) -> FP8AdamW:
+        ps = [parameter(weight=formats.master), nn.Parameter(torch.ones(7))]
+        optimizer = FP8AdamW([{"params": ps[:1]}, {"params": ps[1:], "formats": FP32_STATES}], lr=0.01, formats=formats, clip_grad=1.0)
+        for step in range(6):
+            good = [make("normal", p.shape, seed=10 * step + i) for i, p in enumerate(ps)]
+            if with_bad_steps and step in (0, 3):
+                ps[0].grad, ps[1].grad = BAD[bad](good[0]), good[1]
+                before = snapshot(optimizer)
+                optimizer.step()
+                assert same(snapshot(optimizer), before)
+                assert not optimizer.grad_norm.isfinite()
+            ps[0].grad, ps[1].grad = good
+            optimizer.step()
+        return optimizer
+
+    skipping, plain = run(True), run(False)
+    assert (skipping.skipped_steps, plain.skipped_steps) == (2, 0)
+    assert same(snapshot(skipping), snapshot(plain)), "a skipped step leaves no trace, in the bias correction neither"
+
+
+def test_large_finite_gradients_are_not_skipped():
+    p = parameter(weight=FP32)
+    optimizer = FP8AdamW([p], formats=FP32_STATES, clip_grad=1.0)
+    p.grad = torch.full_like(p, 3e38)
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
+    assert value(p).isfinite().all()
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_clipping_inside_the_step_is_clipping_before_it(fp8):
+    def run(inside: bool) -> FP8AdamW:
+        ps = [parameter(seed=0), parameter((8, 8), seed=1)]
+        optimizer = FP8AdamW(ps, formats=O2.states, clip_grad=0.5 if inside else None)
+        for step in range(4):
+            for i, p in enumerate(ps):
+                g = ScalingTensor.quantize(make("normal", p.shape, seed=10 * step + i), E4M3)
+                p.grad = g if fp8 else g.dequantize()
+                if not inside and not fp8:
+                    p.grad = ScalingTensor.quantize(p.grad, E4M3)
+            if not inside:
+                clip_grad_norm_(ps, 0.5)
+            optimizer.step()
+        return optimizer
+
+    assert same(snapshot(run(True)), snapshot(run(False)))
+
+
+def test_a_norm_below_the_limit_clips_nothing():
+    a, b = parameter(), parameter()
+    a.grad, b.grad = (make("normal", a.shape, seed=1) for _ in range(2))
+    FP8AdamW([a], formats=O2.states, clip_grad=1e6).step()
+    FP8AdamW([b], formats=O2.states).step()
+    assert torch.equal(a.detach(), b.detach())
+
+
+def test_the_norm_is_that_of_the_quantised_gradients():
+    p = parameter()
+    p.grad = make("log-normal", p.shape, seed=1)
+    optimizer = FP8AdamW([p], formats=O2.states)
+    optimizer.step()
+    assert optimizer.grad_norm.item() == pytest.approx(ScalingTensor.quantize(p.grad, E4M3).dequantize(torch.float64).norm().item(), rel=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------------ saving and refusing
+
+
+def trained(formats: StateFormats, weight=FP16, steps=4) -> tuple[list[nn.Parameter], FP8AdamW]:
+    ps = [parameter(weight=weight), nn.Parameter(make("normal", (7,)))]
+    groups = [{"params": ps[:1], "lr": 0.02}, {"params": ps[1:], "formats": FP32_STATES, "weight_decay": 0.0}]
+    optimizer = FP8AdamW(groups, lr=0.01, formats=formats, clip_grad=1.0)
+    go_on(ps, optimizer, range(steps))
+    return ps, optimizer
+
+
+def go_on(ps: list[nn.Parameter], optimizer: FP8AdamW, steps: range) -> None:
+    for step in steps:
+        for i, p in enumerate(ps):
+            p.grad = make("normal", p.shape, seed=10 * step + i)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", [*TABLE6, "O3"])
+def test_a_loaded_optimizer_goes_on_bit_for_bit(name):
+    formats, weight = (O3.states, E4M3) if name == "O3" else (TABLE6[name], FP16)
+    ps, optimizer = trained(formats, weight)
+    file = io.BytesIO()
+    torch.save({"weights": ps, "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    others, other = trained(formats, weight, steps=1)
+    with torch.no_grad():
+        for p, q in zip(others, loaded["weights"], strict=True):
+            p.copy_(q)
+    other.load_state_dict(loaded["optimizer"])
+    assert same(snapshot(other), snapshot(optimizer))
+    assert [g["lr"] for g in other.param_groups] == [0.02, 0.01]
+    go_on(ps, optimizer, range(4, 8))
+    go_on(others, other, range(4, 8))
+    assert same(snapshot(other), snapshot(optimizer))
+
+
+def test_a_state_dict_names_its_formats_in_plain_strings():
+    groups = trained(O2.states)[1].state_dict()["param_groups"]
+    assert groups[0]["formats"] == format_names(O2.states) == {"master": "fp16", "grad": "fp8-e4m3", "m": "fp8-e4m3", "v": "fp16"}
+    assert set(groups[1]["formats"].values()) == {"fp32"}
+
+
+@pytest.mark.parametrize("saved", [O1.states, TABLE6["#4"], FP32_STATES], ids=str)
+def test_states_in_other_formats_are_refused_and_nothing_changes(saved):
+    _, optimizer = trained(O2.states)
+    before, groups = snapshot(optimizer), copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups])
+    with pytest.raises(ValueError, match=r"parameter group 0 was saved with formats .*this optimizer has .*build it with the saved formats"):
+        optimizer.load_state_dict(trained(saved)[1].state_dict())
+    assert same(snapshot(optimizer), before)
+    assert [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] == groups
+
+
+@pytest.mark.parametrize("formats", [O2.states, FP32_STATES], ids=["O2", "fp32"])
+def test_a_state_dict_of_torch_is_refused(formats):
+    p = parameter(weight=FP32)
+    theirs = torch.optim.AdamW([p])
+    p.grad = torch.ones_like(p)
+    theirs.step()
+    with pytest.raises(ValueError, match="parameter group 0 was saved with formats None"):
+        FP8AdamW([p], formats=formats).load_state_dict(theirs.state_dict())
+
+
+def test_other_groups_are_refused_and_nothing_changes():
+    _, optimizer = trained(O2.states)
+    before = snapshot(optimizer)
+    saved = trained(O2.states)[1].state_dict()
+    saved["param_groups"] = saved["param_groups"][:1]
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(saved)
+    assert same(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"lr": -1e-3}, r"lr is -0\.001; it must be in \[0\.0, inf\)"),
+        ({"lr": float("nan")}, r"lr is nan"),
+        ({"betas": (1.0, 0.9)}, r"betas\[0\] is 1\.0; it must be in \[0\.0, 1\.0\)"),
+        ({"betas": (0.9, -0.1)}, r"betas\[1\] is -0\.1"),
+        ({"eps": -1e-8}, r"eps is -1e-08"),
+        ({"weight_decay": -0.1}, r"weight_decay is -0\.1"),
+        ({"clip_grad": 0.0}, r"clipping norm is 0\.0; it must be greater than 0"),
+        ({"clip_grad": -1.0}, r"clipping norm is -1\.0"),
+    ],
+)
+def test_hyper_parameters_out_of_range_are_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        FP8AdamW([parameter()], **setting)
+    if "clip_grad" not in setting:
+        with pytest.raises(ValueError, match=message):
+            FP8AdamW([{"params": [parameter()], **setting}])
+
+
+def test_sparse_gradients_are_refused():
+    table = nn.Embedding(10, 4, sparse=True)
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match=r"shape \(10, 4\) is sparse; use dense embeddings"):
+        FP8AdamW(table.parameters(), formats=FP32_STATES).step()
+
+
+def test_a_closure_and_a_group_added_later():
+    p, q = parameter(), parameter(seed=1)
+    optimizer = FP8AdamW([p], formats=O2.states)
+    optimizer.add_param_group({"params": [q], "lr": 0.5})
+
+    def closure() -> float:
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+        return 3.0
+
+    before = value(q)
+    assert optimizer.step(closure) == 3.0
+    assert ((before - value(q)) - 0.5).abs().max() < 0.01

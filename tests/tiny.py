@@ -1,0 +1,104 @@
+"""A GPT and a dataset small enough to be trained many times in a test, and whole runs of them.
+
+    folder = tiny.write_data(tmp_path)
+    rows = tiny.run(tiny.config(folder, opt_level="O2", train_iters=10))
+    assert tiny.losses(rows)[-1] < 3
+"""
+
+import contextlib
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron.lm import process_groups
+from megatron.lm.cli import config_from_dict, section_types
+from megatron.lm.config import Config, DataConfig
+from megatron.lm.cpu_home import cpu_home
+from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
+from megatron.lm.trainer import Trainer
+
+VOCABULARY = 60  # padded to 64
+SETTINGS: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "seq_length": 16,
+    "make_vocab_size_divisible_by": 32,
+    "vocab_size": VOCABULARY,
+    "tokenizer_type": "NullTokenizer",
+    "split": "80,15,5",
+    "micro_batch_size": 4,
+    "train_iters": 10,
+    "lr": 5e-3,
+    "min_lr": 5e-4,
+    "lr_warmup_iters": 2,
+    "lr_decay_style": "cosine",
+    "weight_decay": 0.1,
+    "eval_interval": 1000,
+    "eval_iters": 0,
+    "log_interval": 1,
+}
+
+
+def write_data(folder: Path, name: str = "corpus") -> Path:
+    """An indexed dataset of 200 documents of 40 tokens in `folder`, each token one of three followers of the last; its prefix."""
+    draw = random.Random(5)
+    followers = [draw.sample(range(VOCABULARY - 1), 3) for _ in range(VOCABULARY - 1)]
+    documents = []
+    for _ in range(200):
+        tokens = [draw.randrange(VOCABULARY - 1)]
+        while len(tokens) < 39:
+            tokens.append(draw.choice(followers[tokens[-1]]))
+        documents.append(Document(texts={"text": " ".join(map(str, tokens))}, source_bytes=1))
+    options = EncodeOptions(data=DataConfig(tokenizer_type="NullTokenizer"), vocab_size=VOCABULARY)
+    write_datasets(documents, {"text": folder / name}, options, workers=0)
+    return folder / name
+
+
+def config(prefix: Path | str, **settings: Any) -> Config:
+    """The tiny run on the data at `prefix`; `settings` by field name, whatever their section."""
+    values = SETTINGS | {"data_path": [str(prefix)]} | settings
+    sections = {name: {f.name: values.pop(f.name) for f in fields(cls) if f.name in values} for name, cls in section_types().items()}
+    assert not values, f"unknown settings {sorted(values)}"
+    return config_from_dict(sections)
+
+
+@contextlib.contextmanager
+def started(settings: Config) -> Iterator[None]:
+    """Process groups, device and seeds of a run; on a CPU, in the CPU home."""
+    with cpu_home():
+        process_groups.initialize(settings)
+        try:
+            yield
+        finally:
+            process_groups.shutdown()
+
+
+@contextlib.contextmanager
+def trainer(settings: Config) -> Iterator[Trainer]:
+    """A trainer ready to run; its process groups live as long as the block."""
+    with started(settings):
+        yield Trainer(settings)
+
+
+def run(settings: Config) -> list[dict[str, Any]]:
+    """A whole run; the rows of its metrics file (rank 0 has them, other ranks get none)."""
+    with trainer(settings) as made:
+        rows: list[dict[str, Any]] = []
+        write = made.metrics.write
+        made.metrics.write = lambda row: (rows.append(row), write(row))[1]  # type: ignore[method-assign,assignment,func-returns-value]
+        made.run()
+    return rows
+
+
+def read(metrics_file: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics file."""
+    return [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
+
+
+def losses(rows: list[dict[str, Any]]) -> list[float]:
+    """Training losses by iteration."""
+    return [row["loss"] for row in rows if row["kind"] == "train"]
