@@ -36,5 +36,7 @@ def triton_device(request: pytest.FixtureRequest) -> torch.device:
     """Where a Triton kernel runs: the CPU under the interpreter, and a GPU in tests marked `gpu`."""
     pytest.importorskip("triton")
     if (request.param == "interpreter") != _interpreting():
-        pytest.skip("Triton is set to compile; TRITON_INTERPRET=1 interprets" if request.param == "interpreter" else "TRITON_INTERPRET=1 is set")
+        pytest.skip(
+            "Triton is set to compile; TRITON_INTERPRET=1 interprets" if request.param == "interpreter" else "TRITON_INTERPRET=1 is set"
+        )
     return torch.device("cpu" if request.param == "interpreter" else "cuda")

@@ -8,12 +8,17 @@
 import contextlib
 import json
 import random
+import tempfile
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from megatron.core import parallel_state
+
 from megatron.lm import process_groups
+from megatron.lm.checks import check
 from megatron.lm.cli import config_from_dict, section_types
 from megatron.lm.config import Config, DataConfig
 from megatron.lm.cpu_home import cpu_home
@@ -34,7 +39,6 @@ SETTINGS: dict[str, Any] = {
     "train_iters": 10,
     "lr": 5e-3,
     "min_lr": 5e-4,
-    "lr_warmup_iters": 2,
     "lr_decay_style": "cosine",
     "weight_decay": 0.1,
     "eval_interval": 1000,
@@ -61,6 +65,7 @@ def write_data(folder: Path, name: str = "corpus") -> Path:
 def config(prefix: Path | str, **settings: Any) -> Config:
     """The tiny run on the data at `prefix`; `settings` by field name, whatever their section."""
     values = SETTINGS | {"data_path": [str(prefix)]} | settings
+    values.setdefault("lr_warmup_iters", min(2, values["train_iters"] - 1))
     sections = {name: {f.name: values.pop(f.name) for f in fields(cls) if f.name in values} for name, cls in section_types().items()}
     assert not values, f"unknown settings {sorted(values)}"
     return config_from_dict(sections)
@@ -68,30 +73,31 @@ def config(prefix: Path | str, **settings: Any) -> Config:
 
 @contextlib.contextmanager
 def started(settings: Config) -> Iterator[None]:
-    """Process groups, device and seeds of a run; on a CPU, in the CPU home."""
+    """Process groups, device and seeds of a run; on a CPU, in the CPU home. A default process group that is there already stays."""
+    leave = parallel_state.destroy_model_parallel if torch.distributed.is_initialized() else process_groups.shutdown
     with cpu_home():
         process_groups.initialize(settings)
         try:
             yield
         finally:
-            process_groups.shutdown()
+            leave()
 
 
 @contextlib.contextmanager
 def trainer(settings: Config) -> Iterator[Trainer]:
     """A trainer ready to run; its process groups live as long as the block."""
+    check(settings, process_groups.world_size_from_environment())
     with started(settings):
         yield Trainer(settings)
 
 
 def run(settings: Config) -> list[dict[str, Any]]:
-    """A whole run; the rows of its metrics file (rank 0 has them, other ranks get none)."""
-    with trainer(settings) as made:
-        rows: list[dict[str, Any]] = []
-        write = made.metrics.write
-        made.metrics.write = lambda row: (rows.append(row), write(row))[1]  # type: ignore[method-assign,assignment,func-returns-value]
-        made.run()
-    return rows
+    """A whole run; the rows of its metrics file (rank 0 has them, other ranks none)."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(settings.logging.metrics_file or f"{folder}/metrics.jsonl")
+        with trainer(replace(settings, logging=replace(settings.logging, metrics_file=str(file)))) as made:
+            made.run()
+        return read(file) if file.exists() else []
 
 
 def read(metrics_file: Path) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ underflow.png and bytes.png.
 
 import argparse
 import base64
+import csv
 import html
 import json
 import math
@@ -228,7 +229,7 @@ def write_report(
     layer: str | None = None,
     window: int = 3,
 ) -> Path:
-    """Write report.html and its plots into the folder `out` (made if need be); returns the page's path.
+    """Write report.html, its plots and the loss curves (curves.csv) into the folder `out` (made if need be); returns the page's path.
 
     meta: of the data (`unigram_entropy_nats` becomes a line in the plot); samples: run's name -> text it generated;
     layer: whose underflow is shown (default: the middle one); window: logged lines averaged by smoothing.
@@ -246,9 +247,22 @@ def write_report(
         path = out / f"{name}.png"
         figure.savefig(path)
         images[name] = f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
+    write_curves(runs, out / "curves.csv")
     page = out / "report.html"
     page.write_text(_page(runs, images, entropy, samples or {}), encoding="utf-8")
     return page
+
+
+CURVE_COLUMNS = ("run", "kind", "iteration", "tokens", "loss", "grad_norm", "skipped", "bits_per_byte")
+
+
+def write_curves(runs: Sequence[Run], path: Path) -> None:
+    """The training and evaluation lines of all runs as one CSV: what is kept of a run in the repository."""
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, CURVE_COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        for run in runs:
+            writer.writerows({"run": run.name, **line} for line in (*run.train, *run.valid, *run.test))
 
 
 def summary(runs: Sequence[Run], entropy: float | None) -> list[str]:

@@ -116,12 +116,13 @@ def _synchronize(device: torch.device) -> None:
 
 def peer_rows(command: str) -> Iterator[dict[str, Any]]:
     """The JSON objects that a peer prints; a failed case keeps its error as its name, so that a miss is on record."""
+    script = next((word for word in shlex.split(command) if word.endswith(".py")), command)
+    name = Path(script).stem.removeprefix("bench_")
     output = subprocess.run(shlex.split(command), stdout=subprocess.PIPE, text=True, check=False).stdout
     for line in output.splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             found = json.loads(line)
             if isinstance(found, dict) and "case" in found:
-                name = Path(shlex.split(command)[1]).stem.removeprefix("bench_")
                 suffix = f" ({found['error']})" if "error" in found else ""
                 yield found | {"case": f"{name} {found['case']}{suffix}"}
 

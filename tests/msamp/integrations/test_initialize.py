@@ -57,8 +57,8 @@ def adamw(model: nn.Module, **options) -> torch.optim.AdamW:
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam], ids=lambda c: c.__name__)
 def test_the_loss_follows_the_fp32_curve(level, cls, device):
     plain, low = mlp().to(device), mlp().to(device)
-    want = train(plain, cls(plain.parameters(), lr=2e-3), 150, device)
-    got = train(*msamp.initialize(low, cls(low.parameters(), lr=2e-3), level), 150, device)
+    want = train(plain, cls(plain.parameters(), lr=2e-3), 100, device)
+    got = train(*msamp.initialize(low, cls(low.parameters(), lr=2e-3), level), 100, device)
     assert want[-10:].mean() < 0.3 * want[0]
     assert got[0] == pytest.approx(want[0].item(), rel=0.02)
     assert torch.allclose(got[:50], want[:50], rtol=0.05)
@@ -68,8 +68,8 @@ def test_the_loss_follows_the_fp32_curve(level, cls, device):
 @every_level
 def test_a_bf16_model_follows_its_own_curve(level, device):
     plain, low = mlp().to(device, torch.bfloat16), mlp().to(device, torch.bfloat16)
-    want = train(plain, adamw(plain), 100, device, dtype=torch.bfloat16)
-    got = train(*msamp.initialize(low, adamw(low), level), 100, device, dtype=torch.bfloat16)
+    want = train(plain, adamw(plain), 60, device, dtype=torch.bfloat16)
+    got = train(*msamp.initialize(low, adamw(low), level), 60, device, dtype=torch.bfloat16)
     assert got[-10:].mean() < 1.15 * want[-10:].mean()
 
 
@@ -331,13 +331,14 @@ def test_micro_batches_roll_once():
 
 
 @every_level
-def test_a_step_with_a_bad_gradient_is_skipped_and_training_goes_on(level):
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_with_a_bad_gradient_is_skipped_and_training_goes_on(bad, level):
     model = mlp()
     low, optimizer = msamp.initialize(model, adamw(model), level)
     train(low, optimizer, 5)
     before = [p.detach().clone() for p in low.parameters()]
     optimizer.zero_grad()
-    low(torch.full((4, 64), float("inf"))).sum().backward()
+    (low(next(batches(1))[0]) * bad).sum().backward()
     optimizer.step()
     assert optimizer.skipped_steps == 1
     assert all(torch.equal(a, b) for a, b in zip(low.parameters(), before, strict=True))
@@ -388,8 +389,8 @@ def test_the_compiled_model_trains_alike():
     low, optimizer = msamp.initialize(a, adamw(a))
     other, other_optimizer = msamp.initialize(b, adamw(b))
     torch._dynamo.reset()
-    want = train(low, optimizer, 20)
-    got = train(torch.compile(other, backend="aot_eager"), other_optimizer, 20)
+    want = train(low, optimizer, 18)
+    got = train(torch.compile(other, backend="aot_eager"), other_optimizer, 18)
     assert torch.allclose(got, want, rtol=1e-3)
 
 
@@ -398,20 +399,18 @@ def test_the_three_lines_work_from_the_package_s_front_door():
     assert all(hasattr(msamp, name) for name in msamp.__all__)
 
 
-def _initialize_on_a_rank(level: str) -> str:
+def _initialize_on_a_rank() -> str:
     model = mlp()
-    try:
-        low, _ = msamp.initialize(model, adamw(model), level)
-    except ValueError as error:
-        assert_untouched(model)
-        return str(error)
-    return type(low[0]).__name__
+    with pytest.raises(ValueError, match="O3") as raised:
+        msamp.initialize(model, adamw(model), "O3")
+    assert_untouched(model)
+    assert isinstance(msamp.initialize(model, adamw(model), "O2")[0][0], FP8Linear)
+    return str(raised.value)
 
 
 def test_o3_on_several_processes_is_refused_by_name():
-    assert dist.run(_initialize_on_a_rank, 2, "O2") == ["FP8Linear"] * 2
-    for text in dist.run(_initialize_on_a_rank, 2, "O3"):
-        assert "opt_level O3 runs on one process in this version, and there are 2; use O2" in text
+    for text in dist.run(_initialize_on_a_rank, 2):
+        assert text == "opt_level O3 runs on one process in this version, and there are 2; use O2"
 
 
 @pytest.mark.gpu

@@ -358,6 +358,21 @@ def test_compiled_it_computes_the_same(level, steps):
     assert other.scaling.amax.equal(low.scaling.amax)
 
 
+def test_compiled_once_not_at_every_step():
+    low = pair()[1]
+    x, g = make("normal", (16, 64), seed=1), make("normal", (16, 48), seed=2)
+    state = ScalingState(low)
+    torch._dynamo.reset()
+    compiled = torch.compile(low, backend="aot_eager")
+    graphs = []
+    for _ in range(20):
+        run(compiled, x, g)
+        state.roll()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[14] == graphs[2], "just in time: compiled in the first step or two, not again"
+    assert graphs[19] == graphs[17], "delayed: likewise"
+
+
 @pytest.mark.gpu
 @every_level
 @pytest.mark.parametrize("kind", KINDS)

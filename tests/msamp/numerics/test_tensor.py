@@ -215,10 +215,10 @@ def test_it_sits_in_grad(fmt):
         assert p.grad.dequantize().eq(0).all()
 
 
-def test_torch_s_clip_grad_norm_on_mixed_gradients():
-    plain, low = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(6, 10))
-    plain.grad = make("normal", (5,), seed=2)
-    low.grad = tensor(E4M3, dtype=torch.float32)
+def test_torch_s_clip_grad_norm_on_mixed_gradients(device):
+    plain, low = nn.Parameter(torch.zeros(5, device=device)), nn.Parameter(torch.zeros(6, 10, device=device))
+    plain.grad = make("normal", (5,), seed=2, device=device)
+    low.grad = tensor(E4M3, dtype=torch.float32, device=device)
     values = low.grad.dequantize()
     want = torch.sqrt(plain.grad.double().square().sum() + values.double().square().sum()).item()
     before = codes(low.grad.payload)
@@ -250,7 +250,10 @@ def test_shared_memory_is_refused():
 
 
 def test_repr_says_format_shape_and_scale():
-    assert repr(ScalingTensor.quantize(torch.tensor([10.0]), E4M3)) == "ScalingTensor(fp8-e4m3, shape=(1,), scale_inv=0.03125, as torch.float32)"
+    assert (
+        repr(ScalingTensor.quantize(torch.tensor([10.0]), E4M3))
+        == "ScalingTensor(fp8-e4m3, shape=(1,), scale_inv=0.03125, as torch.float32)"
+    )
     assert "fp8-e4m3" in repr(nn.Parameter(tensor()))
 
 

@@ -27,9 +27,7 @@ TABLE6 = {
     "#4": replace(O2.states, v=E4M3),
     "O1": O1.states,
 }
-ONE_CHANGED = {
-    f"{field} {fmt}": replace(O2.states, **{field: fmt}) for field, fmt in itertools.product(("master", "grad", "m", "v"), ANY)
-}
+ONE_CHANGED = {f"{field} {fmt}": replace(O2.states, **{field: fmt}) for field, fmt in itertools.product(("master", "grad", "m", "v"), ANY)}
 
 
 def parameter(shape=(24, 16), weight=FP16, seed=0, device="cpu") -> nn.Parameter:
@@ -355,7 +353,9 @@ def test_the_norm_is_that_of_the_quantised_gradients():
     p.grad = make("log-normal", p.shape, seed=1)
     optimizer = FP8AdamW([p], formats=O2.states)
     optimizer.step()
-    assert optimizer.grad_norm.item() == pytest.approx(ScalingTensor.quantize(p.grad, E4M3).dequantize(torch.float64).norm().item(), rel=1e-12)
+    assert optimizer.grad_norm.item() == pytest.approx(
+        ScalingTensor.quantize(p.grad, E4M3).dequantize(torch.float64).norm().item(), rel=1e-12
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ saving and refusing
@@ -406,7 +406,9 @@ def test_a_state_dict_names_its_formats_in_plain_strings():
 def test_states_in_other_formats_are_refused_and_nothing_changes(saved):
     _, optimizer = trained(O2.states)
     before, groups = snapshot(optimizer), copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups])
-    with pytest.raises(ValueError, match=r"parameter group 0 was saved with formats .*this optimizer has .*build it with the saved formats"):
+    with pytest.raises(
+        ValueError, match=r"parameter group 0 was saved with formats .*this optimizer has .*build it with the saved formats"
+    ):
         optimizer.load_state_dict(trained(saved)[1].state_dict())
     assert same(snapshot(optimizer), before)
     assert [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] == groups

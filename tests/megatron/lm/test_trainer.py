@@ -1,0 +1,304 @@
+"""Whole runs: levels against each other, what must not change a trajectory, data-parallel runs, evaluation and saving on time."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dist
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from megatron.lm import step, trainer
+from megatron.lm.config import Config
+from megatron.lm.trainer import Trainer
+from msamp.numerics.tensor import ScalingTensor
+
+LEVELS = ("fp32", "bf16", "O1", "O2", "O3")
+LONG = {"train_iters": 60, "global_batch_size": 8, "micro_batch_size": 8}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_data(tmp_path_factory.mktemp("data"))
+
+
+def kinds(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(row["kind"], row.get("iteration", 0)) for row in rows if row["kind"] != "train"]
+
+
+# Quality
+
+
+@pytest.fixture(scope="module")
+def level_rows(prefix: Path) -> dict[str, list[dict[str, Any]]]:
+    return {level: tiny.run(tiny.config(prefix, precision=level, eval_iters=4, **LONG)) for level in LEVELS}
+
+
+def valid_loss(rows: list[dict[str, Any]]) -> float:
+    return next(row["loss"] for row in rows if row["kind"] == "valid")
+
+
+def test_every_level_learns_and_they_end_near_each_other(level_rows: dict[str, list[dict[str, Any]]]):
+    starts = {level: tiny.losses(rows)[0] for level, rows in level_rows.items()}
+    ends = {level: valid_loss(rows) for level, rows in level_rows.items()}
+    assert list(starts.values()) == pytest.approx([math.log(64)] * 5, rel=0.02)
+    assert max(ends.values()) < 2.9, ends
+    assert list(ends.values()) == pytest.approx([ends["bf16"]] * 5, rel=0.02), ends
+
+
+def test_no_step_is_skipped(level_rows: dict[str, list[dict[str, Any]]]):
+    assert all(row["skipped"] == 0 for rows in level_rows.values() for row in rows if row["kind"] == "train")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_current_scaling(prefix: Path, level: str, level_rows: dict[str, list[dict[str, Any]]]):
+    rows = tiny.run(tiny.config(prefix, opt_level=level, fp8_scaling="current", eval_iters=4, **LONG))
+    assert tiny.losses(rows)[:16] == tiny.losses(level_rows[level])[:16]  # delayed scaling is just in time until its window is full
+    assert valid_loss(rows) == pytest.approx(valid_loss(level_rows[level]), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "formats", [{"master_format": "bf16"}, {"exp_avg_sq_format": "fp8-e4m3"}, {"master_format": "fp32", "grad_format": "fp32"}], ids=str
+)
+def test_other_state_formats_train(prefix: Path, formats: dict[str, str]):
+    losses = tiny.losses(tiny.run(tiny.config(prefix, opt_level="O2", **formats, **LONG)))
+    assert all(math.isfinite(loss) for loss in losses)
+    assert losses[-1] < losses[0] - (0.1 if formats == {"exp_avg_sq_format": "fp8-e4m3"} else 0.8)
+
+
+# What must not change a trajectory, bit for bit
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+@pytest.fixture(scope="module")
+def reference(prefix: Path) -> list[float]:
+    """Losses of 22 steps at O2, past the filling of the delayed window."""
+    return tiny.losses(tiny.run(tiny.config(prefix, opt_level="O2", train_iters=22, **DROPOUT)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"eval_iters": 2, "eval_interval": 5},
+        {"log_underflow_interval": 4},
+        {"save": "checkpoints", "save_interval": 5},
+        {"log_interval": 1, "peak_tflops": 1.0, "tensorboard_dir": "events", "metrics_file": "metrics.jsonl"},
+    ],
+    ids=lambda settings: "+".join(settings) or "again",
+)
+def test_the_same_losses(prefix: Path, tmp_path: Path, reference: list[float], settings: dict[str, Any]):
+    settings = {k: str(tmp_path / v) if isinstance(v, str) else v for k, v in settings.items()}
+    rows = tiny.run(tiny.config(prefix, opt_level="O2", train_iters=22, **DROPOUT, **settings))
+    assert tiny.losses(rows) == reference
+
+
+@pytest.mark.parametrize("num_workers", [1])
+def test_reading_ahead_gives_the_same_losses(prefix: Path, reference: list[float], num_workers: int):
+    assert tiny.losses(tiny.run(tiny.config(prefix, opt_level="O2", train_iters=22, num_workers=num_workers, **DROPOUT))) == reference
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("method", ["uniform", "block"])
+def test_recomputation_gives_the_same_losses(prefix: Path, level: str, method: str):
+    recompute = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": 1}
+    losses = [
+        tiny.losses(tiny.run(tiny.config(prefix, precision=level, train_iters=20, global_batch_size=8, **extra, **DROPOUT)))
+        for extra in ({}, recompute)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_the_seed_decides(prefix: Path):
+    def first(seed: int) -> list[float]:
+        return tiny.losses(tiny.run(tiny.config(prefix, opt_level="O2", train_iters=2, seed=seed)))
+
+    assert first(1) == first(1)
+    assert first(1) != first(2)
+
+
+# When things happen
+
+
+def test_evaluations_and_checkpoints_on_time(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = tiny.run(tiny.config(prefix, train_iters=10, eval_interval=4, eval_iters=1, save=str(tmp_path / "save"), save_interval=3))
+    assert kinds(rows) == [("precision", 0), ("valid", 4), ("valid", 8), ("valid", 10), ("test", 10)]
+    assert sorted(path.name for path in (tmp_path / "save").iterdir()) == [
+        "iter_0000003",
+        "iter_0000006",
+        "iter_0000009",
+        "iter_0000010",
+        "latest_checkpointed_iteration.txt",
+    ]
+    said = capsys.readouterr().out
+    assert "valid at iteration 4:" in said
+    assert f"saved {tmp_path / 'save' / 'iter_0000009'}" in said
+
+
+def test_exit_interval_saves_and_leaves(prefix: Path, tmp_path: Path):
+    rows = tiny.run(tiny.config(prefix, train_iters=10, exit_interval=4, eval_iters=1, save=str(tmp_path)))
+    assert [row["iteration"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
+
+
+def test_an_exit_interval_that_ends_with_the_run_still_evaluates(prefix: Path, tmp_path: Path):
+    rows = tiny.run(tiny.config(prefix, train_iters=4, exit_interval=4, eval_iters=1, save=str(tmp_path)))
+    assert kinds(rows)[1:] == [("valid", 4), ("test", 4)]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
+
+
+def test_steps_before_an_early_exit_are_reported(prefix: Path):
+    rows = tiny.run(tiny.config(prefix, train_iters=10, exit_interval=3, log_interval=2))
+    assert [row["iteration"] for row in rows if row["kind"] == "train"] == [2, 3]
+
+
+def test_without_save_nothing_is_written(prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    tiny.run(tiny.config(prefix, train_iters=2, eval_iters=1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_empty_splits_are_not_evaluated(prefix: Path):
+    assert kinds(tiny.run(tiny.config(prefix, train_iters=2, eval_iters=1, split="1"))) == [("precision", 0)]
+
+
+def test_bits_per_byte_from_the_counts_beside_the_data(prefix: Path):
+    import json
+
+    counts = json.loads(Path(f"{prefix}.json").read_text())
+    rows = tiny.run(tiny.config(prefix, train_iters=1, eval_iters=1))
+    row = next(row for row in rows if row["kind"] == "valid")
+    assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2) * counts["tokens"] / counts["text_bytes"])
+    assert row["ppl"] == pytest.approx(math.exp(row["loss"]))
+
+
+def test_what_is_said_at_the_start(prefix: Path, capsys: pytest.CaptureFixture[str]):
+    rows = tiny.run(tiny.config(prefix, opt_level="O2", train_iters=1, global_batch_size=8))
+    said = capsys.readouterr().out
+    assert "GEMM fp8-e4m3 x fp8-e4m3" in said
+    assert "precision O2" in said
+    assert "micro-batches a step 2" in said
+    (row,) = [row for row in rows if row["kind"] == "precision"]
+    assert set(row["bytes_per_parameter"]) == {"weight", "master", "grad", "m", "v"}
+    assert row["parameters"] == 64 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
+
+
+def test_a_planted_nan_is_skipped_and_counted_in_the_log_line(prefix: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    settings = tiny.config(prefix, opt_level="O2", train_iters=6)
+
+    def spoiled(training: step.Training, stream: step.Batches) -> step.StepResult:
+        if training.iteration != 3:
+            return step.train_step(training, stream)
+        handle = training.model.decoder.final_layernorm.weight.register_hook(lambda g: g * math.nan)
+        try:
+            return step.train_step(training, stream)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(trainer, "train_step", spoiled)
+    rows = [row for row in tiny.run(settings) if row["kind"] == "train"]
+    assert [row["skipped"] for row in rows] == [0, 0, 0, 1, 1, 1]
+    assert rows[3]["lr"] == rows[4]["lr"] != rows[5]["lr"]  # the schedule waits for the step that counts
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("iteration")]
+    assert ["| skipped 1 |" in line for line in lines] == [False, False, False, True, True, True]
+
+
+def test_no_training_data_is_refused(prefix: Path):
+    with tiny.started(tiny.config(prefix)), pytest.raises(ValueError, match="no training data.*--split"):
+        Trainer(tiny.config(prefix, split="0,1")).run()
+
+
+# Data parallel: two processes against one, with the same global batch. One spawn serves all.
+
+
+def final_weights(made: Trainer) -> list[Tensor]:
+    values = [p.detach() for p in made.training.model.parameters()]
+    parts = [part for p in values for part in ([p.payload, p.scale_inv] if isinstance(p, ScalingTensor) else [p])]
+    return [part.reshape(-1).contiguous().view(torch.uint8).clone() for part in parts]
+
+
+def trained(settings: Config) -> tuple[list[float], list[Tensor]]:
+    """Losses (rank 0 has them) and the bits of the weights after a run."""
+    rows: list[dict[str, Any]] = []
+    with tiny.trainer(settings) as made:
+        made.metrics.write = rows.append  # type: ignore[method-assign]
+        made.run()
+        return tiny.losses(rows), final_weights(made)
+
+
+def data_parallel(prefix: str) -> dict[str, Any]:
+    shared = {"global_batch_size": 8, "train_iters": 20}
+    seen: dict[str, Any] = {
+        level: trained(tiny.config(prefix, precision=level, micro_batch_size=4, **shared)) for level in ("fp32", "bf16", "O1", "O2")
+    }
+    seen["again"] = trained(tiny.config(prefix, precision="O2", micro_batch_size=4, **shared))
+    seen["accumulated"] = trained(tiny.config(prefix, precision="fp32", micro_batch_size=2, **shared))
+    rows = tiny.run(tiny.config(prefix, precision="fp32", micro_batch_size=4, eval_iters=2, eval_interval=5, **shared))
+    seen["evaluated"] = rows
+    return seen
+
+
+@pytest.fixture(scope="module")
+def ranks(prefix: Path) -> Iterator[list[dict[str, Any]]]:
+    if torch.cuda.is_available():
+        pytest.skip("two processes on one GPU")
+    yield dist.run(data_parallel, 2, str(prefix))
+
+
+@pytest.fixture(scope="module")
+def alone(prefix: Path) -> dict[str, tuple[list[float], list[Tensor]]]:
+    shared = {"global_batch_size": 8, "micro_batch_size": 8, "train_iters": 20}
+    return {level: trained(tiny.config(prefix, precision=level, **shared)) for level in ("fp32", "bf16", "O1", "O2")}
+
+
+@pytest.mark.parametrize(("level", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-3), ("O1", 5e-3), ("O2", 5e-3)])
+def test_two_processes_train_as_one(ranks: list[dict], alone: dict, level: str, tolerance: float):
+    two, one = ranks[0][level][0], alone[level][0]
+    assert len(two) == 20
+    assert two[:10] == pytest.approx(one[:10], rel=min(tolerance, 2e-3))
+    assert two == pytest.approx(one, rel=tolerance)
+
+
+@pytest.mark.parametrize("level", ["fp32", "bf16", "O1", "O2"])
+def test_the_ranks_hold_the_same_weights(ranks: list[dict], level: str):
+    first, second = (rank[level][1] for rank in ranks)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_two_processes_give_the_same_bits_from_run_to_run(ranks: list[dict]):
+    assert ranks[0]["O2"][0] == ranks[0]["again"][0]
+    assert all(torch.equal(a, b) for a, b in zip(ranks[0]["O2"][1], ranks[0]["again"][1], strict=True))
+
+
+def test_two_processes_with_micro_batches(ranks: list[dict], alone: dict):
+    assert ranks[0]["accumulated"][0] == pytest.approx(alone["fp32"][0], rel=1e-5)
+
+
+def test_evaluation_over_two_processes(ranks: list[dict], prefix: Path):
+    shared = {"global_batch_size": 8, "train_iters": 20, "eval_iters": 2, "eval_interval": 5}
+    one = tiny.run(tiny.config(prefix, precision="fp32", micro_batch_size=8, **shared))
+    two = ranks[0]["evaluated"]
+    assert kinds(two) == kinds(one)
+    for a, b in zip(two, one, strict=True):
+        if a["kind"] in ("valid", "test"):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+            assert a["tokens"] == b["tokens"] == a["iteration"] * 8 * 16
+    assert tiny.losses(two) == ranks[0]["fp32"][0]
+
+
+def test_micro_batches_two_by_four_equal_one_of_eight(prefix: Path, alone: dict):
+    two = tiny.losses(tiny.run(tiny.config(prefix, precision="fp32", micro_batch_size=4, global_batch_size=8, train_iters=20)))
+    assert two == pytest.approx(alone["fp32"][0], rel=1e-5)
+
+
+def test_batches_go_on_where_a_resume_starts(prefix: Path):
+    """The stream of a resumed run is the rest of the first one's, so no sample is seen twice."""
+    with tiny.trainer(tiny.config(prefix, train_iters=6)) as made:
+        whole = [batch["tokens"] for batch in made._batches(made.train_data, 0)]
+        rest = [batch["tokens"] for batch in made._batches(made.train_data, 8)]
+    assert len(whole) >= 6
+    assert all(torch.equal(a, b) for a, b in zip(whole[2:], rest, strict=True))
