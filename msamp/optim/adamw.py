@@ -35,7 +35,7 @@ class FP8AdamW(torch.optim.Optimizer):
 
     Each step loads to FP32, updates in FP32 from the unquantised new moments and stores. Scales come from bounds that
     hold before the values are known: m from beta1 amax_m + (1 - beta1) amax_g, v likewise with squares, master and
-    weight from twice the master's amax. A step whose gradients are not all finite is skipped, counted in
+    weight from twice the master's amax. A weight with a master beside it is cast from the master as stored. A step whose gradients are not all finite is skipped, counted in
     `skipped_steps`, and does not advance the bias correction.
 
     State of a parameter: `step` (FP32, on the CPU as in torch), `exp_avg`, `exp_avg_sq`, and `master` where the
@@ -175,8 +175,10 @@ class FP8AdamW(torch.optim.Optimizer):
         master_format.store_(stored_master, ps, p_bound)
         for i, (p, _) in enumerate(pairs):
             if "master" in states[i]:
+                # From the master as it is stored: a cast of the unrounded update would let every weight whose master sits
+                # midway between two FP8 codes (one BF16 value in 16) jump by a code with an update too small for the master.
                 bound = p_bound[i : i + 1] if p_bound is not None else None
-                state_format(weight_format(p)).store_([p], [ps[i]], bound)
+                state_format(weight_format(p)).store_([p], master_format.load([stored_master[i]]), bound)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states in the precision in which they were saved (torch's own would cast them to the parameter's dtype).

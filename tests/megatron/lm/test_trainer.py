@@ -1,5 +1,6 @@
 """Whole runs: levels against each other, what must not change a trajectory, data-parallel runs, evaluation and saving on time."""
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,8 +103,7 @@ def test_reading_ahead_gives_the_same_losses(prefix: Path, reference: list[float
     assert tiny.losses(tiny.run(tiny.config(prefix, opt_level="O2", train_iters=22, num_workers=num_workers, **DROPOUT))) == reference
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("method", ["uniform", "block"])
+@pytest.mark.parametrize(("level", "method"), [("fp32", "uniform"), ("bf16", "block"), ("O1", "block"), ("O2", "uniform"), ("O3", "block")])
 def test_recomputation_gives_the_same_losses(prefix: Path, level: str, method: str):
     recompute = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": 1}
     losses = [
@@ -167,8 +167,6 @@ def test_empty_splits_are_not_evaluated(prefix: Path):
 
 
 def test_bits_per_byte_from_the_counts_beside_the_data(prefix: Path):
-    import json
-
     counts = json.loads(Path(f"{prefix}.json").read_text())
     rows = tiny.run(tiny.config(prefix, train_iters=1, eval_iters=1))
     row = next(row for row in rows if row["kind"] == "valid")

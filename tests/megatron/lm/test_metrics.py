@@ -1,0 +1,266 @@
+"""What a run says: log line, metrics file, TensorBoard, and the arithmetic behind them."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.lm import metrics, trainer
+from megatron.lm.metrics import Metrics, duration, memory_gib, peak_tflops
+from megatron.lm.presets import flops_per_token
+from megatron.lm.step import StepResult
+
+# The fields that tools read by name.
+TRAIN_KEYS = {"kind", "iteration", "tokens", "loss", "lr", "grad_norm", "skipped", "tokens_per_s", "tflops", "memory_gib"}
+EVALUATION_KEYS = {"kind", "iteration", "tokens", "loss", "ppl", "bits_per_byte"}
+UNDERFLOW_KEYS = {"kind", "iteration", "layer", "tensor", "underflow", "saturation", "sqnr_db"}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    with tiny.started(tiny.config("corpus")):
+        yield
+
+
+class Clock:
+    """Stands for the clock of `metrics`: time passes only when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(metrics.time, "perf_counter", lambda: self.now)
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def result(loss_sum: float, tokens: float, skipped: bool = False) -> StepResult:
+    return StepResult(
+        loss_sum=torch.tensor(loss_sum),
+        tokens=torch.tensor(tokens),
+        grad_norm=torch.tensor(1.5, dtype=torch.float64),
+        lr=2e-4,
+        skipped=skipped,
+    )
+
+
+def collect(made: Metrics) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    made.write = rows.append  # type: ignore[method-assign]
+    return rows
+
+
+def test_the_arithmetic_of_an_interval(one_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    clock = Clock(monkeypatch)
+    config = tiny.config("corpus", log_interval=2, train_iters=10, global_batch_size=8, peak_tflops=1e-6)
+    made = Metrics(config, vocab_size=64, iteration=0)
+    rows = collect(made)
+    clock.pass_(1.0)
+    made.record(result(300.0, 100.0), 1)
+    assert rows == []
+    clock.pass_(3.0)
+    made.record(result(500.0, 100.0, skipped=True), 2)
+    (row,) = rows
+    tokens_per_s = 8 * 16 / 2.0
+    flops = flops_per_token(config.model, 64)
+    assert row["loss"] == pytest.approx(4.0)  # of all counted tokens of the interval
+    assert row["tokens"] == 2 * 8 * 16
+    assert row["skipped"] == 1
+    assert row["step_ms"] == pytest.approx(2000)
+    assert row["tokens_per_s"] == pytest.approx(tokens_per_s)
+    assert row["tflops"] == pytest.approx(tokens_per_s * flops / 1e12)
+    assert row["mfu"] == pytest.approx(tokens_per_s * flops / 1e12 / 1e-6)
+    line = capsys.readouterr().out
+    for part in (
+        r"iteration +2/10 \|",
+        r"tokens 2\.560e\+02 \|",
+        r"loss 4\.0000 \|",
+        r"lr 2\.000e-04 \|",
+        r"grad norm 1\.500 \|",
+        r"skipped 1 \|",
+        r"step 2000\.0 ms \|",
+        r"64 tokens/s \|",
+        r"TFLOP/s/device \(MFU \d+\.\d% of 1e-06\) \|",
+        r"memory \d+\.\d\d GiB \|",
+        r"left 0:00:16$",
+    ):
+        assert re.search(part, line, re.MULTILINE), (part, line)
+
+
+def test_evaluations_and_saving_stay_out_of_the_throughput(one_process: None, monkeypatch: pytest.MonkeyPatch):
+    clock = Clock(monkeypatch)
+    made = Metrics(tiny.config("corpus", log_interval=1, micro_batch_size=4), vocab_size=64, iteration=0)
+    rows = collect(made)
+    for iteration in (1, 2):
+        clock.pass_(2.0)
+        made.record(result(1.0, 1.0), iteration)
+        clock.pass_(50.0)
+        made.pause(50.0)
+    assert [row["tokens_per_s"] for row in rows] == pytest.approx([4 * 16 / 2] * 2)
+
+
+def test_throughput_of_a_run_with_evaluations_and_checkpoints(prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    clock = Clock(monkeypatch)
+
+    def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*args: Any) -> Any:
+            clock.pass_(seconds)
+            return function(*args)
+
+        return slow
+
+    monkeypatch.setattr(trainer, "train_step", taking(2.0, trainer.train_step))
+    monkeypatch.setattr(trainer, "evaluate", taking(50.0, trainer.evaluate))
+    monkeypatch.setattr(trainer.checkpoint, "save", taking(70.0, trainer.checkpoint.save))
+    rows = tiny.run(tiny.config(prefix, train_iters=6, eval_iters=1, eval_interval=2, save=str(tmp_path), save_interval=3))
+    assert [row["step_ms"] for row in rows if row["kind"] == "train"] == pytest.approx([2000] * 6)
+
+
+def test_the_last_iteration_is_reported_whatever_the_interval(one_process: None):
+    made = Metrics(tiny.config("corpus", log_interval=4, train_iters=6), vocab_size=64, iteration=0)
+    rows = collect(made)
+    for iteration in range(1, 7):
+        made.record(result(float(iteration), 1.0), iteration)
+    assert [(row["iteration"], row["loss"]) for row in rows] == [(4, 2.5), (6, 5.5)]
+
+
+def test_a_resumed_run_tells_the_time_left_from_its_own_steps(
+    one_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    clock = Clock(monkeypatch)
+    made = Metrics(tiny.config("corpus", train_iters=110), vocab_size=64, iteration=100)
+    clock.pass_(3.0)
+    made.record(result(1.0, 1.0), 101)
+    assert "left 0:00:27" in capsys.readouterr().out
+
+
+def test_mfu_only_where_the_peak_is_known(one_process: None, capsys: pytest.CaptureFixture[str]):
+    assert peak_tflops(tiny.config("corpus", peak_tflops=3.0)) == 3.0
+    if torch.cuda.is_available():
+        pytest.skip("the peak of this GPU may be known")
+    assert peak_tflops(tiny.config("corpus")) is None
+    made = Metrics(tiny.config("corpus"), vocab_size=64, iteration=0)
+    rows = collect(made)
+    made.record(result(1.0, 1.0), 1)
+    assert rows[0]["mfu"] is None
+    assert "MFU" not in capsys.readouterr().out
+
+
+def test_hopper_counts_989_tflops_at_every_precision(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for level in ("O0", "O2"):
+        assert peak_tflops(tiny.config("corpus", opt_level=level)) == 989.0
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert peak_tflops(tiny.config("corpus")) is None
+
+
+def test_durations_and_memory():
+    assert [duration(seconds) for seconds in (0, 59.6, 3723, 90000)] == ["0:00:00", "0:01:00", "1:02:03", "25:00:00"]
+    assert 0.05 < memory_gib() < 100
+
+
+def test_rows_of_the_metrics_file(prefix: Path, tmp_path: Path):
+    file = tmp_path / "new" / "folder" / "metrics.jsonl"
+    settings = {"opt_level": "O2", "train_iters": 4, "eval_iters": 1, "eval_interval": 2, "log_underflow_interval": 2, "log_interval": 2}
+    rows = tiny.run(tiny.config(prefix, metrics_file=str(file), **settings))
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_kind.setdefault(row["kind"], []).append(row)
+    assert {kind: len(found) for kind, found in by_kind.items()} == {
+        "precision": 1,
+        "underflow": 2 * 8 * 3,
+        "train": 2,
+        "valid": 2,
+        "test": 1,
+    }
+    assert all(set(row) >= TRAIN_KEYS for row in by_kind["train"])
+    assert all(set(row) == EVALUATION_KEYS for row in by_kind["valid"] + by_kind["test"])
+    assert all(set(row) == UNDERFLOW_KEYS for row in by_kind["underflow"])
+    assert set(by_kind["precision"][0]) == {"kind", "bytes_per_parameter", "parameters"}
+    for row in by_kind["train"]:
+        for key in TRAIN_KEYS - {"kind"}:
+            assert isinstance(row[key], int | float), key
+            assert math.isfinite(row[key]), key
+    assert [row["tokens"] for row in by_kind["train"]] == [2 * 4 * 16, 4 * 4 * 16]
+    again = tiny.run(tiny.config(prefix, metrics_file=str(file), **settings))
+    assert len(again) == 2 * len(rows)  # a resumed run goes on in the same file
+    assert again[: len(rows)] == rows
+
+
+def test_a_metrics_file_is_strict_json_even_where_a_step_was_not_finite(one_process: None, tmp_path: Path):
+    file = tmp_path / "metrics.jsonl"
+    made = Metrics(tiny.config("corpus", metrics_file=str(file)), vocab_size=64, iteration=0)
+    bad = StepResult(
+        loss_sum=torch.tensor(math.nan),
+        tokens=torch.tensor(1.0),
+        grad_norm=torch.tensor(math.inf, dtype=torch.float64),
+        lr=1e-3,
+        skipped=True,
+    )
+    made.record(bad, 1)
+    made.close()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    (row,) = [json.loads(line, parse_constant=refuse) for line in file.read_text().splitlines()]
+    assert row["skipped"] == 1
+
+
+def test_tensorboard_can_be_read(prefix: Path, tmp_path: Path):
+    folder = tmp_path / "events"
+    rows = tiny.run(
+        tiny.config(prefix, opt_level="O2", train_iters=4, eval_iters=1, tensorboard_dir=str(folder), log_underflow_interval=3)
+    )
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {f"train/{key}" for key in TRAIN_KEYS - {"kind", "iteration"}} <= tags
+    assert {"valid/loss", "valid/ppl", "test/loss"} <= tags
+    assert "underflow/decoder.layers.0.mlp.linear_fc1/grad_output/sqnr_db" in tags
+    losses = events.Scalars("train/loss")
+    assert [event.step for event in losses] == [1, 2, 3, 4]
+    assert [event.value for event in losses] == pytest.approx(tiny.losses(rows), rel=1e-6)
+
+
+def test_other_ranks_write_nothing(one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *group: 1)
+    made = Metrics(
+        tiny.config("corpus", metrics_file=str(tmp_path / "m.jsonl"), tensorboard_dir=str(tmp_path / "t")), vocab_size=64, iteration=0
+    )
+    made.record(result(1.0, 1.0), 1)
+    made.evaluation("valid", 1, 1.0, None)
+    made.close()
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_evaluation_line_and_row(one_process: None, capsys: pytest.CaptureFixture[str]):
+    made = Metrics(tiny.config("corpus", global_batch_size=8), vocab_size=64, iteration=0)
+    rows = collect(made)
+    made.evaluation("valid", 5, 2.0, 1.25)
+    made.evaluation("test", 5, 2.0, None)
+    assert rows[0] == {
+        "kind": "valid",
+        "iteration": 5,
+        "tokens": 5 * 8 * 16,
+        "loss": 2.0,
+        "ppl": pytest.approx(math.exp(2)),
+        "bits_per_byte": 1.25,
+    }
+    assert rows[1]["bits_per_byte"] is None
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "valid at iteration 5: loss 2.0000 | perplexity 7.39 | 1.2500 bits a byte"
+    assert second == "test at iteration 5: loss 2.0000 | perplexity 7.39"
