@@ -1,8 +1,8 @@
 """A GPT and a dataset small enough to be trained many times in a test, and whole runs of them.
 
-    folder = tiny.write_data(tmp_path)
-    rows = tiny.run(tiny.config(folder, opt_level="O2", train_iters=10))
-    assert tiny.losses(rows)[-1] < 3
+folder = tiny.write_data(tmp_path)
+rows = tiny.run(tiny.config(folder, opt_level="O2", train_iters=10))
+assert tiny.losses(rows)[-1] < 3
 """
 
 import contextlib

@@ -7,6 +7,7 @@ that, so a kill at any moment leaves the last good checkpoint. Files are read wi
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,18 @@ from torch import nn
 from megatron.lm import process_groups
 from megatron.lm.checks import LATEST_CHECKPOINT_FILE
 from megatron.lm.cli import config_from_dict, config_to_dict
-from megatron.lm.config import Config
+from megatron.lm.config import Config, flag
 from megatron.lm.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.lm.model.gpt import build_model
 from megatron.lm.optim import build_recipe
 from megatron.lm.step import Training
+from msamp.numerics.tensor import ScalingTensor
 
 STATE_FILE = "state.pt"
 VERSION = 1
+_KEYS = ("version", "config", "vocab_size", "iteration", "consumed_samples", "skipped_steps", "model", "optimizer", "schedule")
+# Settings of the model that may change on resume: they give no saved number another meaning.
+_FREE = {"attention_backend", "hidden_dropout", "attention_dropout", "init_method_std"}
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -88,41 +93,60 @@ def save(training: Training, root: Path) -> Path:
         Its folder.
 
     Raises:
-        ValueError: the folder cannot be written (full disk, permissions); the last checkpoint is as it was.
+        ValueError: on every rank, where one cannot write (full disk, permissions); the last checkpoint is as it was.
     """
     folder = iteration_folder(root, training.iteration)
     partial = folder.with_name(folder.name + ".partial")
     rank = torch.distributed.get_rank()
-    problem = None
-    try:
+
+    def write_shared() -> None:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             torch.save(_shared_state(training), partial / STATE_FILE)
-        torch.distributed.barrier()
-        torch.save(_rng_state(), partial / f"rng_{rank:05d}.pt")
-    except OSError as error:
-        problem = str(error)
-    problems: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(problems, problem)
-    if any(problems):
-        raise ValueError(f"cannot save to {folder}: {next(p for p in problems if p)}; free space or choose another --save")
-    if rank == 0:
-        _publish(partial, folder, root)
-    torch.distributed.barrier()
+
+    def publish() -> None:
+        if rank == 0:
+            _publish(partial, folder, root)
+
+    _all_or_none(write_shared, folder)
+    _all_or_none(lambda: torch.save(_rng_state(), partial / f"rng_{rank:05d}.pt"), folder)
+    _all_or_none(publish, folder)
     return folder
 
 
+def _all_or_none(work: Callable[[], object], folder: Path) -> None:
+    """`work()` on every rank, then a meeting: where it failed on one, all raise, and none waits for the others for ever."""
+    problem = None
+    try:
+        work()
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
+        problem = str(error)
+    problems: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(problems, problem)
+    first = next((p for p in problems if p is not None), None)
+    if first is not None:
+        raise ValueError(f"cannot save to {folder}: {first}; free space, set permissions or choose another --save")
+
+
 def _publish(partial: Path, folder: Path, root: Path) -> None:
+    """Bring the finished folder to its name, then move the marker; at every moment one of the two names a whole checkpoint."""
     for file in partial.iterdir():
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
-    if folder.exists():
-        shutil.rmtree(folder)
+    aside = _aside(folder)
+    if folder.exists():  # a run that was started again has come by here before
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
     partial.rename(folder)
     marker = root / (LATEST_CHECKPOINT_FILE + ".partial")
     marker.write_text(str(int(folder.name.removeprefix("iter_"))), encoding="utf-8")
     marker.rename(root / LATEST_CHECKPOINT_FILE)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".replaced")
 
 
 def _shared_state(training: Training) -> dict[str, Any]:
@@ -141,26 +165,48 @@ def _shared_state(training: Training) -> dict[str, Any]:
 
 
 def _read(folder: Path) -> dict[str, Any]:
+    file = folder / STATE_FILE
+    remedy = f"name an older iteration in {LATEST_CHECKPOINT_FILE}"
     try:
-        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+        state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a different type for each kind of damage
-        raise ValueError(f"{folder / STATE_FILE} cannot be read ({error}); name an older iteration in {LATEST_CHECKPOINT_FILE}") from None
-    if state.get("version") != VERSION:
-        raise ValueError(f"{folder} has checkpoint version {state.get('version')}; this code reads version {VERSION}")
+        raise ValueError(f"{file} cannot be read ({error}); {remedy}") from None
+    missing = [key for key in _KEYS if key not in state] if isinstance(state, dict) else list(_KEYS)
+    if missing:
+        raise ValueError(f"{file} is damaged or no checkpoint: it lacks {', '.join(missing)}; {remedy}")
+    if state["version"] != VERSION:
+        raise ValueError(f"{folder} has checkpoint version {state['version']}; this code reads version {VERSION}")
     return state
 
 
-def _check_same_model(saved: dict[str, Any], config: Config, precision_too: bool) -> None:
-    """ValueError naming every setting of the model that differs from the saved run's."""
-    now, then = config_to_dict(config), saved["config"]
-    differing = [
-        f"--{k.replace('_', '-')} {v} (saved: {then['model'].get(k)})" for k, v in now["model"].items() if then["model"].get(k) != v
-    ]
-    name = config_from_dict(then).precision.name
-    if precision_too and name != config.precision.name:
-        differing.append(f"precision {config.precision.name} (saved: {name}; --finetune takes over the weights alone)")
+def _check_same_model(saved: dict[str, Any], training: Training) -> None:
+    """ValueError naming every setting that gives the saved numbers another meaning."""
+    config, finetune = training.config, training.config.checkpoint.finetune
+    now, then = config_to_dict(config)["model"], saved["config"].get("model", {})
+    free = _FREE | ({"seq_length"} if finetune and config.model.position_embedding_type == "rope" else set())
+    differing = [f"{flag(k)} {v} (saved: {then.get(k)})" for k, v in now.items() if k not in free and then.get(k) != v]
+    if saved["vocab_size"] != training.vocab_size:
+        differing.append(f"a tokenizer of {training.vocab_size} tokens (saved: {saved['vocab_size']})")
+    was = config_from_dict(saved["config"]).precision
+    if not finetune and was.name != config.precision.name:
+        differing.append(f"precision {config.precision.name} (saved: {was.name}; --finetune takes over the weights alone)")
+    elif not finetune and was.fp8_scaling != config.precision.fp8_scaling:
+        differing.append(f"--fp8-scaling {config.precision.fp8_scaling} (saved: {was.fp8_scaling})")
     if differing:
         raise ValueError(f"the checkpoint in {config.checkpoint.load} does not fit: {'; '.join(differing)}. Give the saved values")
+
+
+def _check_weights(weights: dict[str, Any], model: nn.Module, folder: Path) -> None:
+    """ValueError naming the first weight that is missing, of another shape, or not finite."""
+    for name, p in model.named_parameters():
+        found = weights.get(name)
+        if not isinstance(found, torch.Tensor) or found.shape != p.shape:
+            shape = tuple(found.shape) if isinstance(found, torch.Tensor) else "missing"
+            raise ValueError(f"{folder} is damaged: {name} is {shape}, the model wants {tuple(p.shape)}; load an older checkpoint")
+        values = found.dequantize(torch.float32) if isinstance(found, ScalingTensor) else found
+        bad = int((~values.isfinite()).sum())
+        if bad:
+            raise ValueError(f"{folder}: {name} holds {bad} values that are NaN or infinite; load an older checkpoint")
 
 
 def load(training: Training) -> None:
@@ -170,30 +216,32 @@ def load(training: Training) -> None:
         ValueError: no or a damaged checkpoint, or one of another model or precision. Nothing has changed then.
     """
     config = training.config
-    assert config.checkpoint.load is not None
-    folder = latest(Path(config.checkpoint.load))
+    settings = config.checkpoint
+    assert settings.load is not None
+    folder = latest(Path(settings.load))
     saved = _read(folder)
-    _check_same_model(saved, config, precision_too=not config.checkpoint.finetune)
-    if config.checkpoint.finetune:
-        training.model.load_state_dict(_without_scaling(saved["model"]), strict=False)
+    _check_same_model(saved, training)
+    weights = saved["model"]
+    _check_weights(weights, training.model, folder)
+    if settings.finetune:
+        weights = {key: value for key, value in weights.items() if ".scaling." not in key}
+    if settings.finetune or settings.no_load_optim:
         training.optimizer.restart()
-        return
-    if not config.checkpoint.no_load_optim:
+        for name, p in training.model.named_parameters():
+            found = weights[name]
+            training.optimizer.init_master(p, found.dequantize(torch.float32) if isinstance(found, ScalingTensor) else found)
+    else:
         training.optimizer.load_state_dict(saved["optimizer"])
         training.schedule.load_state_dict(saved["schedule"])
         training.optimizer.skipped_steps = saved["skipped_steps"]
-    training.model.load_state_dict(saved["model"])
-    if config.checkpoint.no_load_optim:
-        training.optimizer.restart()
+    training.model.load_state_dict(weights, strict=False)  # megatron-core's empty `_extra_state` is not saved
+    if settings.finetune:
+        return
     training.iteration = saved["iteration"]
     training.consumed_samples = saved["consumed_samples"]
     rng = folder / f"rng_{torch.distributed.get_rank():05d}.pt"
-    if not config.checkpoint.no_load_rng and rng.is_file():
+    if not settings.no_load_rng and rng.is_file():
         _restore_rng(torch.load(rng, map_location="cpu", weights_only=True))
-
-
-def _without_scaling(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if ".scaling." not in key}
 
 
 def load_for_inference(path: str | Path) -> tuple[nn.Module, Config, Tokenizer]:

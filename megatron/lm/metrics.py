@@ -1,6 +1,7 @@
 """What a run tells about itself: the log line, TensorBoard and the metrics file (one JSON object a line)."""
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron.lm.config import Config
 from megatron.lm.presets import flops_per_token
-from megatron.lm.step import StepResult
+from megatron.lm.step import StepResult, Training
 
 # Dense BF16 peak by compute capability 9.0 (H100 and H200 SXM data sheet): the denominator of MFU at every precision, as in the papers.
 HOPPER_PEAK_TFLOPS = 989.0
@@ -39,16 +40,23 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
 
 
+def _finite(value: Any) -> Any:
+    """`value` with null for NaN and infinities, which JSON does not know and strict readers refuse."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class Metrics:
     """Collects steps and reports an interval at a time. Rank 0 writes; on the others only the sums are combined.
 
     Args:
         config: of the run.
         vocab_size: rows of the embedding (padded).
-        iteration: where the run starts, for the remaining time.
+        training: where the run starts, for the remaining time and the count of skipped steps.
     """
 
-    def __init__(self, config: Config, vocab_size: int, iteration: int) -> None:
+    def __init__(self, config: Config, vocab_size: int, training: Training) -> None:
         world_size = torch.distributed.get_world_size()
         self.config = config
         self.world_size = world_size
@@ -56,8 +64,8 @@ class Metrics:
         self.tokens_a_step = config.global_batch_size(world_size) * config.model.seq_length
         self.flops_a_token = flops_per_token(config.model, vocab_size)
         self.peak = peak_tflops(config)
-        self.start_iteration, self.start_time = iteration, time.perf_counter()
-        self.skipped = 0
+        self.start_iteration, self.start_time = training.iteration, time.perf_counter()
+        self.skipped = training.optimizer.skipped_steps
         self.writer = SummaryWriter(config.logging.tensorboard_dir) if self.main and config.logging.tensorboard_dir else None
         self.file = None
         if self.main and config.logging.metrics_file:
@@ -80,6 +88,11 @@ class Metrics:
         self.steps.append(step)
         self.skipped += step.skipped
         if iteration % self.config.logging.log_interval == 0 or iteration == self.config.training.train_iters:
+            self.report(iteration)
+
+    def report(self, iteration: int) -> None:
+        """Report the steps since the last report, if there are any; collective."""
+        if self.steps:
             self._report(iteration)
             self._begin_interval()
 
@@ -134,7 +147,7 @@ class Metrics:
     def write(self, row: dict[str, Any]) -> None:
         """One object to the metrics file, its numbers to TensorBoard under kind/name. Does nothing on ranks other than 0."""
         if self.file is not None:
-            self.file.write(json.dumps(row) + "\n")
+            self.file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
             self.file.flush()
         if self.writer is not None and "iteration" in row:
             prefix = "/".join(str(row[key]) for key in ("kind", "layer", "tensor") if key in row)

@@ -12,7 +12,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train as the flags say. Returns the exit code: 2 for settings or data that are refused, with what to do on stderr."""
     config = parse_args(argv)
     try:
-        check(config, int(os.environ.get("WORLD_SIZE", "1")))
+        check(config, _world_size())
     except ValueError as error:
         return _refuse(error)
 
@@ -31,9 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _world_size() -> int:
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"WORLD_SIZE is {text!r}; it must be a number of processes: start with torchrun, or unset it to train on one")
+    return int(text)
+
+
 def _refuse(error: ValueError) -> int:
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    rank = os.environ.get("RANK", "0")
+    print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
     return 2
 
 

@@ -64,7 +64,7 @@ class Trainer:
         self.training = build_training(config, self.tokenizer.vocab_size)
         if config.checkpoint.load:
             checkpoint.load(self.training)
-        self.metrics = Metrics(config, config.padded_vocab_size(self.tokenizer.vocab_size), self.training.iteration)
+        self.metrics = Metrics(config, config.padded_vocab_size(self.tokenizer.vocab_size), self.training)
         self._announce()
 
     def _sample_counts(self) -> tuple[int, int, int]:
@@ -115,11 +115,12 @@ class Trainer:
             started = time.perf_counter()
             if iteration % settings.eval_interval == 0 and iteration < settings.train_iters:
                 self._evaluate("valid", self.valid_data)
-            leaving = settings.exit_interval is not None and iteration % settings.exit_interval == 0
+            leaving = settings.exit_interval is not None and iteration % settings.exit_interval == 0 and iteration < settings.train_iters
             interval = self.config.checkpoint.save_interval
             if leaving or (interval is not None and iteration % interval == 0 and iteration < settings.train_iters):
                 self._save()
             if leaving:
+                self.metrics.report(iteration)
                 break
             self.metrics.pause(time.perf_counter() - started)
         else:

@@ -13,15 +13,25 @@ from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
 
 
-def _scales(x: torch.Tensor, slot: Slot, fmt: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(scale, scale_inv, slot whose amax the cast still has to take) for `x`."""
-    if slot.scale is not None and slot.scale_inv is not None:
-        return slot.scale, slot.scale_inv, slot.amax
-    amax = ops.amax(x)
-    if slot.amax is not None:
-        slot.amax.copy_(torch.maximum(slot.amax, amax))
-    scale = scale_from_amax(amax, fmt.max)
-    return scale, inverse(scale), None
+def _quantize(x: torch.Tensor, slot: Slot, fmt: Format, transpose: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(payload, its transpose where asked for, scale_inv) of `x` [M, N], with the slot's scale or just in time."""
+    amax, scale, scale_inv = slot.amax, slot.scale, slot.scale_inv
+    if scale is None or scale_inv is None:
+        amax = ops.amax(x)
+        if slot.amax is not None:
+            slot.amax.copy_(torch.maximum(slot.amax, amax))
+        scale = scale_from_amax(amax, fmt.max)
+        scale_inv = inverse(scale)
+    taken = None if slot.scale is None else slot.amax
+    if transpose:
+        payload, payload_t = ops.cast_transpose(x, scale, taken, fmt.dtype)
+    else:
+        payload, payload_t = ops.cast(x, scale, taken, fmt.dtype), None
+    if amax is None:
+        return payload, payload_t, scale_inv.clone()
+    # An infinity saturates in the payload and shows only in amax: scale_inv + 0 * amax is NaN then, and with it the result.
+    # It is also a copy, which must be: cuBLAS wants scales 16-byte aligned, and what backward saves must not roll on.
+    return payload, payload_t, torch.add(scale_inv, amax, alpha=0)
 
 
 def weight_operand(payload: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, transpose: bool) -> torch.Tensor:
@@ -53,11 +63,7 @@ class LinearFunction(torch.autograd.Function):
         x_slot, ctx.grad_slot = slots
         multiplier, w_scale_inv = weight_scales
         x2d = x.reshape(-1, x.shape[-1])
-        x_scale, x_scale_inv, amax_slot = _scales(x2d, x_slot, gemm.input.format)
-        if ctx.needs_input_grad[1]:
-            x8, x8_t = ops.cast_transpose(x2d, x_scale, amax_slot, gemm.input.format.dtype)
-        else:
-            x8, x8_t = ops.cast(x2d, x_scale, amax_slot, gemm.input.format.dtype), None
+        x8, x8_t, x_scale_inv = _quantize(x2d, x_slot, gemm.input.format, transpose=ctx.needs_input_grad[1])
         w8 = weight_operand(weight.payload, multiplier, gemm.weight.format.dtype, transpose=False)
         y = ops.scaled_mm(x8, w8, x_scale_inv, w_scale_inv, None if bias is None else bias.to(x.dtype), x.dtype, True)
         ctx.save_for_backward(x8_t, x_scale_inv, weight.payload, multiplier, w_scale_inv)
@@ -70,15 +76,12 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x8_t, x_scale_inv, w_payload, multiplier, w_scale_inv = ctx.saved_tensors
         gemm = ctx.gemm
-        fmt = gemm.grad_output.format
         g2d = grad_output.reshape(-1, grad_output.shape[-1])
-        scale, scale_inv, amax_slot = _scales(g2d, ctx.grad_slot, fmt)
         grad_x = grad_w = grad_b = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            g8, g8_t, scale_inv = _quantize(g2d, ctx.grad_slot, gemm.grad_output.format, transpose=ctx.needs_input_grad[1])
         if ctx.needs_input_grad[1]:
-            g8, g8_t = ops.cast_transpose(g2d, scale, amax_slot, fmt.dtype)
             grad_w = ops.scaled_mm(g8_t, x8_t, scale_inv, x_scale_inv, None, ctx.weight_dtype, False)
-        elif ctx.needs_input_grad[0]:
-            g8 = ops.cast(g2d, scale, amax_slot, fmt.dtype)
         if ctx.needs_input_grad[0]:
             w8_t = weight_operand(w_payload, multiplier, gemm.weight.format.dtype, transpose=True)
             grad_x = ops.scaled_mm(g8, w8_t, scale_inv, w_scale_inv, None, grad_output.dtype, False).view(ctx.shape)

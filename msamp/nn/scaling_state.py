@@ -50,14 +50,15 @@ class LinearScaling(nn.Module):
         self.register_buffer("scale", torch.ones(2, device=device))
         self.register_buffer("scale_inv", torch.ones(2, device=device))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64, device=device))
-        self.steps = 0  # `seen` on the host: asking the device would be a sync in every forward
+        # `seen` on the host, since asking the device would be a sync in every forward; and whether the window is full, as a
+        # flag of its own: torch.compile would make a new graph for every value of a counter.
+        self.steps = 0
+        self.delayed = False
         self._weight_key: tuple[int, int] | None = None
         self._weight_scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    @property
-    def delayed(self) -> bool:
-        """True once the history is full and the scales come from it."""
-        return 0 < self.window <= self.steps
+    def _count(self, steps: int) -> None:
+        self.steps, self.delayed = steps, 0 < self.window <= steps
 
     def slots(self, record: bool) -> tuple[Slot, Slot]:
         """The slots of input and grad_output; `record` False (evaluation) leaves no trace in the history."""
@@ -66,11 +67,11 @@ class LinearScaling(nn.Module):
             amax = self.amax[row] if record and self.window else None
             if not self.delayed:
                 return Slot(None, None, amax)
-            # A copy of scale_inv: cuBLAS wants it 16-byte aligned (row 1 is not), and what backward saves must not roll on.
-            return Slot(self.scale[row], self.scale_inv[row].clone(), amax)
+            return Slot(self.scale[row], self.scale_inv[row], amax)
 
         return slot(INPUT), slot(GRAD_OUTPUT)
 
+    @torch.compiler.disable  # the version counter is the host's business
     def weight_scales(self, weight: ScalingTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(multiplier from `weight.payload` into FP8, scale_inv of the FP8 weight), both FP32 0-dim; an FP8 payload is taken as it is.
 
@@ -88,7 +89,7 @@ class LinearScaling(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self.steps = int(self.seen)
+        self._count(int(self.seen))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "LinearScaling":
         # model.bfloat16() must move these arrays with the model and leave their precision alone.
@@ -152,6 +153,6 @@ class ScalingState:
         self._store("scale", scale.unbind())
         self._store("scale_inv", inverse(scale).unbind())
         torch._foreach_zero_([layer.amax for layer in layers])
+        torch._foreach_add_([layer.seen for layer in layers], 1)
         for layer in layers:
-            layer.seen += 1
-            layer.steps += 1
+            layer._count(layer.steps + 1)

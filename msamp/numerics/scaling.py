@@ -40,7 +40,7 @@ def scale_from_amax(amax: torch.Tensor, fp_max: float, last: torch.Tensor | floa
     exponent = exponent.clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
     scale = ((exponent + _EXPONENT_BIAS) << _MANTISSA_BITS).view(torch.float32)
     keep = ~((amax > 0) & amax.isfinite())
-    return torch.where(keep, torch.as_tensor(last, dtype=torch.float32, device=amax.device), scale)
+    return torch.where(keep, last, scale) if isinstance(last, torch.Tensor) else scale.masked_fill(keep, last)
 
 
 def inverse(scale: torch.Tensor) -> torch.Tensor:

@@ -35,8 +35,8 @@ class FP8AdamW(torch.optim.Optimizer):
 
     Each step loads to FP32, updates in FP32 from the unquantised new moments and stores. Scales come from bounds that
     hold before the values are known: m from beta1 amax_m + (1 - beta1) amax_g, v likewise with squares, master and
-    weight from twice the master's amax. A weight with a master beside it is cast from the master as stored. A step whose gradients are not all finite is skipped, counted in
-    `skipped_steps`, and does not advance the bias correction.
+    weight from twice the master's amax. A weight with a master beside it is cast from the master as stored. A step whose
+    gradients are not all finite is skipped, counted in `skipped_steps`, and does not advance the bias correction.
 
     State of a parameter: `step` (FP32, on the CPU as in torch), `exp_avg`, `exp_avg_sq`, and `master` where the
     parameter is not itself stored in the master's format. This is the reference path: one host sync a step (is the norm

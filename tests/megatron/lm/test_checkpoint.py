@@ -4,12 +4,13 @@ import dataclasses
 import errno
 import json
 import math
+import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import dist
+import numpy
 import pytest
 import tiny
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor
 from megatron.lm import checkpoint, process_groups
 from megatron.lm.checkpoint import latest, load, load_for_inference, save
 from megatron.lm.config import Config
-from megatron.lm.trainer import Trainer
+from megatron.lm.cpu_home import cpu_home
+from megatron.lm.trainer import Trainer, build_training
 from msamp.numerics.tensor import ScalingTensor
 
 MARKER = "latest_checkpointed_iteration.txt"
@@ -76,11 +78,8 @@ def edit(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("first", "last"), [(6, 12), (14, 20)], ids=["just-in-time", "window-fills"])
-@pytest.mark.parametrize("dropout", [{}, {"hidden_dropout": 0.1}, DROPOUT], ids=["no-dropout", "hidden-dropout", "dropout"])
+@pytest.mark.parametrize(("first", "last", "dropout"), [(6, 12, {}), (14, 20, DROPOUT)], ids=["just-in-time", "window-fills-dropout"])
 def test_resume_is_bit_exact(prefix: Path, tmp_path: Path, level: str, first: int, last: int, dropout: dict[str, float]):
-    if (first, bool(dropout)) == (6, True):
-        pytest.skip("seen with 14 steps")
     shared = {"precision": level, "train_iters": last, "micro_batch_size": 2, "global_batch_size": 4, **dropout}
     straight, bits = trained(tiny.config(prefix, **shared))
     before, _ = trained(tiny.config(prefix, exit_interval=first, save=str(tmp_path), **shared))
@@ -126,22 +125,6 @@ def test_a_skipped_step_is_remembered(prefix: Path, tmp_path: Path):
 # Two processes, then one. One spawn serves all.
 
 
-def spoil_rank_0(training: Any, root: Path) -> str:
-    """What a save says whose state file cannot be written on rank 0."""
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    write, checkpoint.torch.save = checkpoint.torch.save, full if torch.distributed.get_rank() == 0 else checkpoint.torch.save
-    try:
-        save(training, root)
-        return "saved"
-    except ValueError as error:
-        return str(error)
-    finally:
-        checkpoint.torch.save = write
-
-
 def two_processes(prefix: str, folder: str) -> dict[str, Any]:
     shared = {"opt_level": "O2", "train_iters": 12, "global_batch_size": 8, "micro_batch_size": 4}
     seen: dict[str, Any] = {"straight": trained(tiny.config(prefix, **shared))[0]}
@@ -150,19 +133,28 @@ def two_processes(prefix: str, folder: str) -> dict[str, Any]:
     return seen
 
 
-def failing_save(folder: str) -> str:
-    with tiny.started(tiny.config("corpus", micro_batch_size=4)):
-        from megatron.lm.trainer import build_training
+def full_disk(*args: Any, **kwargs: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
-        return spoil_rank_0(build_training(tiny.config("corpus"), tiny.VOCABULARY), Path(folder))
+
+def failing_save(folder: str) -> str:
+    """What a save says whose state file cannot be written by rank 0."""
+    settings = tiny.config("corpus")
+    with tiny.started(settings), pytest.MonkeyPatch.context() as patch:
+        training = build_training(settings, tiny.VOCABULARY)
+        if torch.distributed.get_rank() == 0:
+            patch.setattr(checkpoint.torch, "save", full_disk)
+        with pytest.raises(ValueError, match=r"cannot save to") as error:
+            save(training, Path(folder))
+        return str(error.value)
 
 
 @pytest.fixture(scope="module")
-def ranks(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[dict[str, Any]], Path]]:
+def ranks(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     if torch.cuda.is_available():
         pytest.skip("two processes on one GPU")
     folder = tmp_path_factory.mktemp("two")
-    yield dist.run(two_processes, 2, str(prefix), str(folder)), folder
+    return dist.run(two_processes, 2, str(prefix), str(folder)), folder
 
 
 def test_two_processes_resume_bit_for_bit(ranks: tuple[list[dict[str, Any]], Path]):
@@ -172,16 +164,13 @@ def test_two_processes_resume_bit_for_bit(ranks: tuple[list[dict[str, Any]], Pat
 
 
 def test_one_process_goes_on_where_two_stopped(ranks: tuple[list[dict[str, Any]], Path], prefix: Path):
-    losses, _ = trained(
-        tiny.config(prefix, opt_level="O2", train_iters=12, global_batch_size=8, micro_batch_size=8, load=str(ranks[1]))
-    )
+    losses, _ = trained(tiny.config(prefix, opt_level="O2", train_iters=12, global_batch_size=8, micro_batch_size=8, load=str(ranks[1])))
     assert losses == pytest.approx(ranks[0][0]["resumed"], rel=5e-3)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
 def test_a_save_that_fails_on_one_rank_ends_on_both(tmp_path: Path):
     for said in dist.run(failing_save, 2, str(tmp_path), timeout=40):
-        assert "cannot save to" in said
         assert "No space left" in said
 
 
@@ -246,7 +235,9 @@ def test_a_kill_while_the_same_iteration_is_saved_again(prefix: Path, copy: Path
     assert resume(prefix, copy)
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")]
+)
 def test_a_full_disk_leaves_the_last_checkpoint(prefix: Path, copy: Path, monkeypatch: pytest.MonkeyPatch, error: Exception):
     before = contents(copy)
 
@@ -255,14 +246,14 @@ def test_a_full_disk_leaves_the_last_checkpoint(prefix: Path, copy: Path, monkey
 
     with tiny.trainer(tiny.config(prefix, opt_level="O2", train_iters=6, load=str(copy), save=str(copy))) as made:
         monkeypatch.setattr(checkpoint.torch, "save", full)
-        with pytest.raises(ValueError, match="cannot save to .*iter_0000004.*free space or choose another --save"):
+        with pytest.raises(ValueError, match=r"cannot save to .*iter_0000004.*free space or choose another --save"):
             save(made.training, copy)
     assert contents(copy) == before
 
 
 def test_a_folder_that_cannot_be_made(prefix: Path, tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
-    with tiny.trainer(tiny.config(prefix)) as made, pytest.raises(ValueError, match="cannot save to .*choose another --save"):
+    with tiny.trainer(tiny.config(prefix)) as made, pytest.raises(ValueError, match=r"cannot save to .*choose another --save"):
         save(made.training, tmp_path / "file" / "save")
 
 
@@ -308,8 +299,7 @@ def test_a_damaged_state_file(prefix: Path, copy: Path, damage: str):
     untouched(prefix, copy, r"state\.pt|iter_0000004")
 
 
-@pytest.mark.parametrize("value", ["nan", "inf"])
-@pytest.mark.parametrize("level", ["fp32", "bf16", "O1", "O2", "O3"])
+@pytest.mark.parametrize(("level", "value"), [("fp32", "nan"), ("O2", "inf"), ("O3", "nan")])
 @pytest.mark.parametrize("weight", ["decoder.layers.1.mlp.linear_fc1.weight", "decoder.final_layernorm.weight"])
 def test_a_weight_that_is_not_finite(prefix: Path, tmp_path: Path, level: str, value: str, weight: str):
     saved_run(prefix, tmp_path, precision=level)
@@ -374,7 +364,9 @@ def hugging_face(folder: Path, words: int) -> Path:
     added = {"id": words - 1, "content": "<|endoftext|>", "special": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     file = folder / f"tokenizer-{words}.json"
-    file.write_text(json.dumps({"version": "1.0", "added_tokens": [added | flags], "pre_tokenizer": {"type": "Whitespace"}, "model": model}))
+    file.write_text(
+        json.dumps({"version": "1.0", "added_tokens": [added | flags], "pre_tokenizer": {"type": "Whitespace"}, "model": model})
+    )
     return file
 
 
@@ -439,10 +431,6 @@ def test_random_state_is_restored_or_not(prefix: Path, tmp_path: Path):
 
 
 def test_random_generators_of_python_and_numpy_are_restored(prefix: Path, tmp_path: Path):
-    import random
-
-    import numpy
-
     with tiny.trainer(tiny.config(prefix, save=str(tmp_path))) as made:
         random.gauss(0, 1)  # leaves a second value waiting in the generator
         numpy.random.standard_normal()
@@ -485,8 +473,6 @@ def test_the_loaded_model_gives_the_logits_of_the_trained_one(prefix: Path, tmp_
 
 
 def test_inference_makes_its_own_process_groups(good: Path):
-    from megatron.lm.cpu_home import cpu_home
-
     with cpu_home():
         try:
             model, _, _ = load_for_inference(str(good))

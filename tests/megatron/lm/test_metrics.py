@@ -221,9 +221,7 @@ def test_a_metrics_file_is_strict_json_even_where_a_step_was_not_finite(one_proc
 
 def test_tensorboard_can_be_read(prefix: Path, tmp_path: Path):
     folder = tmp_path / "events"
-    rows = tiny.run(
-        tiny.config(prefix, opt_level="O2", train_iters=4, eval_iters=1, tensorboard_dir=str(folder), log_underflow_interval=3)
-    )
+    rows = tiny.run(tiny.config(prefix, opt_level="O2", train_iters=4, eval_iters=1, tensorboard_dir=str(folder), log_underflow_interval=3))
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     tags = set(events.Tags()["scalars"])

@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,7 +174,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(level: str
     (after,) = steps(made, 1, first=3)
     assert not after.skipped
     assert after.lr == pytest.approx(rates[0])
-    assert all(bool(p.dequantize().isfinite().all() if isinstance(p, ScalingTensor) else p.isfinite().all()) for p in made.model.parameters())
+    assert all(
+        bool(p.dequantize().isfinite().all() if isinstance(p, ScalingTensor) else p.isfinite().all()) for p in made.model.parameters()
+    )
 
 
 def names(made: Training) -> list[str]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +184,9 @@ def test_what_is_said_at_the_start(prefix: Path, capsys: pytest.CaptureFixture[s
     assert row["parameters"] == 64 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
 
 
-def test_a_planted_nan_is_skipped_and_counted_in_the_log_line(prefix: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_planted_nan_is_skipped_and_counted_in_the_log_line(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     settings = tiny.config(prefix, opt_level="O2", train_iters=6)
 
     def spoiled(training: step.Training, stream: step.Batches) -> step.StepResult:
@@ -206,7 +207,7 @@ def test_a_planted_nan_is_skipped_and_counted_in_the_log_line(prefix: Path, monk
 
 
 def test_no_training_data_is_refused(prefix: Path):
-    with tiny.started(tiny.config(prefix)), pytest.raises(ValueError, match="no training data.*--split"):
+    with tiny.started(tiny.config(prefix)), pytest.raises(ValueError, match=r"no training data.*--split"):
         Trainer(tiny.config(prefix, split="0,1")).run()
 
 
@@ -241,10 +242,10 @@ def data_parallel(prefix: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(prefix: Path) -> Iterator[list[dict[str, Any]]]:
+def ranks(prefix: Path) -> list[dict[str, Any]]:
     if torch.cuda.is_available():
         pytest.skip("two processes on one GPU")
-    yield dist.run(data_parallel, 2, str(prefix))
+    return dist.run(data_parallel, 2, str(prefix))
 
 
 @pytest.fixture(scope="module")

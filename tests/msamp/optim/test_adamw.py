@@ -261,20 +261,22 @@ def test_chunks_change_nothing(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", [O1, O2, O3], ids=lambda r: r.name)
 def test_on_the_gpu_as_on_the_cpu(level):
-    optimizers = []
+    states = []
     for device in ("cpu", "cuda"):
         p = parameter((512, 256), level.weight, device=device)
         optimizer = FP8AdamW([p], formats=level.states, clip_grad=1.0)
         for step in range(5):
             p.grad = make("normal", p.shape, seed=step, device=device)
             optimizer.step()
-        optimizers.append(snapshot(optimizer))
-    for a, b in zip(*optimizers, strict=True):
-        if a.dtype == torch.int32:
-            assert (a != b.cpu()).float().mean() <= 0.01
-            assert (a - b.cpu()).abs().max() <= 1
-        else:
-            assert torch.allclose(a, b.cpu(), rtol=1e-5, atol=1e-8)
+        states.append({"weight": p.detach(), **{k: v for k, v in optimizer.state[p].items() if k != "step"}})
+    for name, on_cpu in states[0].items():
+        on_gpu = states[1][name]
+        assert on_gpu.is_cuda
+        if isinstance(on_cpu, ScalingTensor):
+            assert on_gpu.scale_inv.cpu().equal(on_cpu.scale_inv), name
+            assert (codes(on_gpu.payload) != codes(on_cpu.payload)).float().mean() <= 0.01, name
+        difference = (value(on_gpu).cpu() - value(on_cpu)).norm() / value(on_cpu).norm()
+        assert difference < 3e-3, name
 
 
 # --------------------------------------------------------------------------------------------------- skipping and clipping

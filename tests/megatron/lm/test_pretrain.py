@@ -1,0 +1,327 @@
+"""The command line from end to end: exit codes, messages, and nothing written when something is refused."""
+
+import os
+import shlex
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from megatron.lm import pretrain, process_groups
+from megatron.lm.cpu_home import cpu_home
+
+ROOT = Path(__file__).parents[3]
+FLAGS = shlex.split(
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 --tokenizer-type NullTokenizer "
+    "--micro-batch-size 2 --train-iters 4 --lr 1e-3 --eval-iters 1 --split 80,15,5 --log-interval 2"
+)
+LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in LAUNCH:
+        monkeypatch.delenv(name, raising=False)
+    with cpu_home():
+        yield
+        process_groups.shutdown()
+
+
+def contents(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def run(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command in this process."""
+    try:
+        code = pretrain.main(argv)
+    except SystemExit as leaving:  # argparse
+        code = int(leaving.code or 0)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def outputs(folder: Path) -> list[str]:
+    """Everything a run may write, inside `folder`."""
+    return [
+        *("--save", str(folder / "save"), "--metrics-file", str(folder / "out" / "metrics.jsonl")),
+        *("--tensorboard-dir", str(folder / "events"), "--data-cache-path", str(folder / "cache")),
+    ]
+
+
+# One run that works, and every way in which it may be refused
+
+
+def test_a_run_trains_evaluates_and_saves(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run([*FLAGS, "--data-path", str(corpus), "--opt-level", "O2", *outputs(tmp_path)], capsys)
+    assert code == 0
+    assert "precision O2" in out
+    for part in ("iteration       4/4", "valid at iteration 4", "test at iteration 4", f"saved {tmp_path / 'save' / 'iter_0000004'}"):
+        assert part in out
+    assert not torch.distributed.is_initialized()
+    assert {row["kind"] for row in tiny.read(tmp_path / "out" / "metrics.jsonl")} == {"precision", "train", "valid", "test"}
+    assert list((tmp_path / "events").iterdir())
+    code, out, _ = run(
+        [*FLAGS, "--train-iters", "6", "--data-path", str(corpus), "--opt-level", "O2", "--load", str(tmp_path / "save")], capsys
+    )
+    assert code == 0
+    assert "at iteration 4" in out
+    assert "iteration       6/6" in out
+
+
+# flags beside (and over) FLAGS; what stderr must hold: the value, and the remedy
+BAD_SETTINGS = {
+    "heads": ("--num-attention-heads 3", ["--hidden-size 32", "--num-attention-heads 3", "choose a multiple of 3"]),
+    "global batch": ("--global-batch-size 5", ["--global-batch-size 5", "--micro-batch-size 2 x 1", "choose a multiple of 2"]),
+    "load": ("--load nowhere", ["--load nowhere", "or drop --load"]),
+    "level": ("--opt-level O4", ["O4", "O0", "O1", "O2", "O3"]),
+    "precision": ("--precision fp4", ["fp4", "fp32", "bf16"]),
+    "two levels": ("--opt-level O2 --bf16", ["--opt-level O2", "--bf16", "keep one"]),
+    "format without FP8": ("--opt-level O0 --exp-avg-format fp8-e4m3", ["--exp-avg-format fp8-e4m3", "drop it"]),
+    "scaling without FP8": ("--precision fp32 --fp8-scaling current", ["--fp8-scaling current", "drop it"]),
+    "tokenizer": ("--tokenizer-type WordTokenizer", ["WordTokenizer", "NullTokenizer", "GPT2BPETokenizer"]),
+    "TP": ("--tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2", "start a multiple of 2"]),
+    "ZeRO": ("--use-distributed-optimizer", ["--use-distributed-optimizer", "drop it"]),
+    "no data": ("--data-path", ["--data-path PREFIX"]),
+    "missing data": ("--data-path nothing", ["nothing.bin", "nothing.idx", "do not exist", "preprocess_data"]),
+    "unknown flag": ("--learning-rate 1", ["--learning-rate"]),
+    "misspelt flag": ("--num-layer 2", ["--num-layer", "did you mean --num-layers"]),
+    "warm-up": ("--lr-warmup-iters 4", ["--lr-warmup-iters 4", "[0, 3]"]),
+    "lr": ("--lr nan", ["--lr nan", "(0, inf)"]),
+    "save is a file": ("--save {corpus}.bin", ["--save", "is a file"]),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD_SETTINGS))
+def test_bad_settings(case: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    flags, wanted = BAD_SETTINGS[case]
+    monkeypatch.chdir(tmp_path)
+    before = contents(corpus.parent)
+    code, _, said = run([*FLAGS, "--data-path", str(corpus), *outputs(tmp_path), *flags.format(corpus=corpus).split()], capsys)
+    assert code == 2
+    for part in wanted:
+        assert part in said, said
+    assert "Traceback" not in said
+    assert len(said) < 1000
+    assert list(tmp_path.iterdir()) == []
+    assert contents(corpus.parent) == before
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_global_batch_counts_the_processes(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    flags = [*FLAGS, "--data-path", str(corpus), *outputs(tmp_path)]
+    code, _, said = run([*flags, "--global-batch-size", "6"], capsys)
+    assert code == 2
+    assert "--global-batch-size 6 is not divisible by --micro-batch-size 2 x 2 data-parallel processes: choose a multiple of 4" in said
+    code, _, said = run([*flags, "--opt-level", "O3"], capsys)
+    assert code == 2
+    assert "O3 runs on one process" in said
+    assert "use --opt-level O2" in said
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    code, _, said = run([*flags, "--tensor-model-parallel-size", "2"], capsys)
+    assert code == 2
+    assert "3 processes do not fit --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1: start a multiple of 2" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", ["two", "0", "-1", ""])
+def test_a_bad_number_of_processes(value: str, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("WORLD_SIZE", value)
+    monkeypatch.setenv("RANK", "0")
+    code, _, said = run([*FLAGS, "--data-path", str(corpus)], capsys)
+    assert code == 2
+    assert "WORLD_SIZE" in said
+    assert "torchrun" in said
+
+
+def test_a_rank_that_refuses_alone_says_so(corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """A file missing on one machine of several: only the ranks there meet the error."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    code, _, said = run([*FLAGS, "--data-path", "nothing"], capsys)
+    assert code == 2
+    assert "nothing.bin" in said
+
+
+def damaged(corpus: Path, folder: Path, damage: str) -> str:
+    """A damaged copy of the corpus in `folder`; its prefix."""
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{corpus}{suffix}", folder / f"corpus{suffix}")
+    data, index = folder / "corpus.bin", folder / "corpus.idx"
+    if damage == "empty":
+        data.write_bytes(b"")
+    elif damage == "truncated":
+        data.write_bytes(data.read_bytes()[:-100])
+    elif damage == "index truncated":
+        index.write_bytes(index.read_bytes()[:-100])
+    elif damage == "not an index":
+        index.write_bytes(b"hello world" * 10)
+    elif damage == "index empty":
+        index.write_bytes(b"")
+    elif damage == "ids":
+        tokens = np.fromfile(data, dtype=np.uint16)
+        tokens[77] = 60
+        tokens.tofile(data)
+    elif damage == "other version":
+        raw = bytearray(index.read_bytes())
+        raw[9:17] = struct.pack("<Q", 7)
+        index.write_bytes(raw)
+    return str(folder / "corpus")
+
+
+# damage or flags; what stderr must hold
+BAD_DATA = {
+    "empty": ["corpus.bin is empty", "preprocess_data"],
+    "truncated": ["corpus.bin is truncated", "15900 of the 16000 bytes"],
+    "index truncated": ["corpus.idx", "damaged", "preprocess_data"],
+    "not an index": ["corpus.idx is not an index", "preprocess_data"],
+    "index empty": ["corpus.idx is empty"],
+    "other version": ["version 7"],
+    "ids": ["token id 60 is outside the tokenizer's [0, 60)", "tokenizer the data was made with"],
+}
+
+
+@pytest.mark.parametrize("damage", list(BAD_DATA))
+def test_bad_data(damage: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    prefix = damaged(corpus, tmp_path, damage)
+    (tmp_path / "run").mkdir()
+    code, _, said = run([*FLAGS, "--data-path", prefix, *outputs(tmp_path / "run")], capsys)
+    assert code == 2
+    assert said.startswith("error: ")
+    for part in BAD_DATA[damage]:
+        assert part in said, said
+    assert "Traceback" not in said
+    assert list((tmp_path / "run").iterdir()) == []
+    assert not torch.distributed.is_initialized()
+
+
+# flags; what stderr must hold
+BAD_FITS = {
+    "sequence longer than the data": ("--seq-length 9000", ["split of", "--seq-length 9000 needs 9001", "take a shorter --seq-length"]),
+    "vocabulary smaller than the ids": ("--vocab-size 40", ["outside the tokenizer's [0, 40)", "tokenizer the data was made with"]),
+    "no share for training": ("--split 0,1", ["--split 0,1", "the first above 0"]),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD_FITS))
+def test_data_that_does_not_fit(case: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    flags, wanted = BAD_FITS[case]
+    code, _, said = run([*FLAGS, "--data-path", str(corpus), *outputs(tmp_path), *flags.split()], capsys)
+    assert code == 2
+    for part in wanted:
+        assert part in said, said
+    assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_of_another_model(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    flags = [*FLAGS, "--data-path", str(corpus)]
+    assert run([*flags, "--save", str(tmp_path / "first")], capsys)[0] == 0
+    (tmp_path / "run").mkdir()
+    code, _, said = run([*flags, *outputs(tmp_path / "run"), "--load", str(tmp_path / "first"), "--num-layers", "3"], capsys)
+    assert code == 2
+    assert "--num-layers 3 (saved: 2)" in said
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {"cache"}  # indices of good data, nothing of the run
+
+
+def test_a_checkpoint_with_nan(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    flags = [*FLAGS, "--data-path", str(corpus), "--opt-level", "O2"]
+    assert run([*flags, "--save", str(tmp_path)], capsys)[0] == 0
+    file = tmp_path / "iter_0000004" / "state.pt"
+    state = torch.load(file, weights_only=True)
+    state["model"]["decoder.layers.1.mlp.linear_fc2.weight"].payload[3, 4] = float("nan")
+    torch.save(state, file)
+    code, _, said = run([*flags, "--train-iters", "8", "--load", str(tmp_path)], capsys)
+    assert code == 2
+    assert "decoder.layers.1.mlp.linear_fc2.weight" in said
+    assert "Traceback" not in said
+
+
+def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as leaving:
+        pretrain.main(["--help"])
+    assert leaving.value.code == 0
+    text = capsys.readouterr().out
+    for flag in ("--opt-level", "--precision", "--tensor-model-parallel-size", "--data-path", "--metrics-file", "--preset"):
+        assert flag in text
+
+
+# As a user starts it
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCH}
+    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def command(arguments: list[str], **changes: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments], env=environment() | changes, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def test_a_typo_is_told_before_torch_is_imported(corpus: Path, tmp_path: Path):
+    program = (
+        "import sys; from megatron.lm import pretrain; code = pretrain.main(sys.argv[1:]); "
+        "print('torch' in sys.modules, 'megatron.core' in sys.modules); sys.exit(code)"
+    )
+    code, out, err = ended(command(["-c", program, *FLAGS, "--data-path", str(corpus), *outputs(tmp_path), "--num-attention-heads", "3"]))
+    assert (code, out.split()) == (2, ["False", "False"])
+    assert "--num-attention-heads 3" in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
+def test_two_processes_by_torchrun(corpus: Path, tmp_path: Path):
+    flags = [*FLAGS, "--data-path", str(corpus), "--opt-level", "O2", "--global-batch-size", "8", *outputs(tmp_path)]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    code, out, err = ended(command([*launch, "-m", "megatron.lm.pretrain", *flags]))
+    assert code == 0, err
+    assert out.count("iteration       4/4") == 1  # one rank speaks
+    assert "2 processes" in out
+    assert (tmp_path / "save" / "iter_0000004" / "rng_00001.pt").is_file()
+    assert len(tiny.losses(tiny.read(tmp_path / "out" / "metrics.jsonl"))) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
+def test_two_processes_with_bad_data_both_end_with_2_and_one_message(corpus: Path, tmp_path: Path):
+    prefix = damaged(corpus, tmp_path, "truncated")
+    (tmp_path / "run").mkdir()
+    flags = [*FLAGS, "--data-path", prefix, *outputs(tmp_path / "run")]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [command(["-m", "megatron.lm.pretrain", *flags], RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(2)]
+    (first, _, said), (second, _, other) = (ended(process) for process in processes)
+    assert (first, second) == (2, 2)
+    assert "corpus.bin is truncated" in said
+    assert "Traceback" not in said + other
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
