@@ -9,7 +9,7 @@ import contextlib
 import json
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from megatron.lm.config import Config, DataConfig
 from megatron.lm.cpu_home import cpu_home
 from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
 from megatron.lm.trainer import Trainer
+from msamp.numerics.tensor import ScalingTensor
 
 VOCABULARY = 60  # padded to 64
 SETTINGS: dict[str, Any] = {
@@ -108,3 +109,14 @@ def read(metrics_file: Path) -> list[dict[str, Any]]:
 def losses(rows: list[dict[str, Any]]) -> list[float]:
     """Training losses by iteration."""
     return [row["loss"] for row in rows if row["kind"] == "train"]
+
+
+def bits(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of the bytes of tensors, a ScalingTensor's payload and scale apart: so that NaN equals NaN, and -0 is not 0."""
+    plain = [part for x in tensors for part in ([x.payload, x.scale_inv] if isinstance(x, ScalingTensor) else [x])]
+    return [x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).clone() for x in plain]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    """Whether two lists of bytes are equal."""
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -126,7 +126,7 @@ def _all_or_none(work: Callable[[], object], folder: Path) -> None:
     torch.distributed.all_gather_object(problems, problem)
     first = next((p for p in problems if p is not None), None)
     if first is not None:
-        raise ValueError(f"cannot save to {folder}: {first}; free space, set permissions or choose another --save")
+        raise ValueError(f"cannot save to {folder}: {first}; free space or choose another --save")
 
 
 def _publish(partial: Path, folder: Path, root: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from megatron.lm.checks import check
@@ -16,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return _refuse(error)
 
+    warnings.filterwarnings("ignore", message=".*Apex")  # megatron-core says at every start that it does without
     # Only now: torch and megatron-core take seconds to import, and a typo should not.
     from megatron.lm import process_groups
     from megatron.lm.trainer import Trainer

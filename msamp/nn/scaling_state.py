@@ -71,7 +71,6 @@ class LinearScaling(nn.Module):
 
         return slot(INPUT), slot(GRAD_OUTPUT)
 
-    @torch.compiler.disable  # the version counter is the host's business
     def weight_scales(self, weight: ScalingTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(multiplier from `weight.payload` into FP8, scale_inv of the FP8 weight), both FP32 0-dim; an FP8 payload is taken as it is.
 
@@ -90,6 +89,10 @@ class LinearScaling(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self._count(int(self.seen))
+
+    # What torch.compiler.disable sets: the version counter is the host's business, and a guard on it would compile anew at every
+    # step. The decorator itself would import the whole compiler with msamp.
+    weight_scales._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def _apply(self, fn: Any, recurse: bool = True) -> "LinearScaling":
         # model.bfloat16() must move these arrays with the model and leave their precision alone.

@@ -90,7 +90,8 @@ class FP8AdamW(torch.optim.Optimizer):
         """Start the master of `p` from `values`: what `p` was before it was rounded to FP8. No effect where `p` is its own master."""
         for group in self.param_groups:
             if any(q is p for q in group["params"]):
-                self._init_state(p, group["formats"], values)
+                if not is_own_master(p, by_name(group["formats"]["master"])):
+                    self._init_state(p, group["formats"], values)
                 return
         raise ValueError(f"a parameter of shape {tuple(p.shape)} is not in this optimizer; add its group first")
 

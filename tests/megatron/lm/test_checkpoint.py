@@ -8,6 +8,7 @@ import random
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import dist
 import numpy
@@ -20,6 +21,7 @@ from megatron.lm import checkpoint, process_groups
 from megatron.lm.checkpoint import latest, load, load_for_inference, save
 from megatron.lm.config import Config
 from megatron.lm.cpu_home import cpu_home
+from megatron.lm.step import Training
 from megatron.lm.trainer import Trainer, build_training
 from msamp.numerics.tensor import ScalingTensor
 
@@ -41,8 +43,7 @@ def everything(made: Trainer) -> list[Tensor]:
         tensors += [value for _, value in sorted(training.optimizer.state[p].items())]
     tensors += [torch.get_rng_state(), torch.tensor(training.schedule.num_steps), torch.tensor(training.consumed_samples)]
     tensors += [torch.tensor([group["lr"] for group in training.optimizer.param_groups], dtype=torch.float64)]
-    plain = [part for x in tensors for part in ([x.payload, x.scale_inv] if isinstance(x, ScalingTensor) else [x])]
-    return [x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).clone() for x in plain]
+    return tiny.bits(tensors)
 
 
 def trained(settings: Config) -> tuple[list[float], list[Tensor]]:
@@ -52,10 +53,6 @@ def trained(settings: Config) -> tuple[list[float], list[Tensor]]:
         made.metrics.write = rows.append  # type: ignore[method-assign]
         made.run()
         return tiny.losses(rows), everything(made)
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def saved_run(prefix: Path, folder: Path, **settings: Any) -> Path:
@@ -86,7 +83,7 @@ def test_resume_is_bit_exact(prefix: Path, tmp_path: Path, level: str, first: in
     after, resumed_bits = trained(tiny.config(prefix, load=str(tmp_path), **shared))
     assert (len(before), len(after)) == (first, last - first)
     assert before + after == straight
-    assert same(bits, resumed_bits)
+    assert tiny.same(bits, resumed_bits)
 
 
 @pytest.mark.parametrize("flags", [{"fp8_scaling": "current"}, {"master_format": "bf16"}, {"exp_avg_sq_format": "fp8-e4m3"}], ids=str)
@@ -96,7 +93,7 @@ def test_resume_is_bit_exact_in_other_formats(prefix: Path, tmp_path: Path, flag
     before, _ = trained(tiny.config(prefix, exit_interval=4, save=str(tmp_path), **shared))
     after, resumed_bits = trained(tiny.config(prefix, load=str(tmp_path), **shared))
     assert before + after == straight
-    assert same(bits, resumed_bits)
+    assert tiny.same(bits, resumed_bits)
 
 
 def test_resume_counts_on(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -133,17 +130,13 @@ def two_processes(prefix: str, folder: str) -> dict[str, Any]:
     return seen
 
 
-def full_disk(*args: Any, **kwargs: Any) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def failing_save(folder: str) -> str:
     """What a save says whose state file cannot be written by rank 0."""
     settings = tiny.config("corpus")
     with tiny.started(settings), pytest.MonkeyPatch.context() as patch:
         training = build_training(settings, tiny.VOCABULARY)
         if torch.distributed.get_rank() == 0:
-            patch.setattr(checkpoint.torch, "save", full_disk)
+            patch.setattr(checkpoint.torch, "save", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(ValueError, match=r"cannot save to") as error:
             save(training, Path(folder))
         return str(error.value)
@@ -208,28 +201,22 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_last_checkpoint(prefix: Path,
     assert (copy / MARKER).read_text() == "6"
 
 
-@pytest.mark.parametrize("at", ["fsync", "rename of the folder", "rename of the marker"])
+@pytest.mark.parametrize("at", ["fsync", "iter_0000004", "iter_0000004.partial", MARKER])
 def test_a_kill_while_the_same_iteration_is_saved_again(prefix: Path, copy: Path, monkeypatch: pytest.MonkeyPatch, at: str):
     """A finished run that is started once more saves its last iteration over itself."""
-
-    class Killed(BaseException):
-        pass
 
     rename = Path.rename
 
     def dying(self: Path, target: Path) -> Path:
-        if (at == "rename of the folder") == (Path(target).name != MARKER):
-            raise Killed
+        if self.name.startswith(at):
+            raise KeyboardInterrupt
         return rename(self, target)
 
-    def dying_fsync(descriptor: int) -> None:
-        raise Killed
-
     if at == "fsync":
-        monkeypatch.setattr(checkpoint.os, "fsync", dying_fsync)
+        monkeypatch.setattr(checkpoint.os, "fsync", Mock(side_effect=KeyboardInterrupt))
     else:
         monkeypatch.setattr(Path, "rename", dying)
-    with pytest.raises(Killed):
+    with pytest.raises(KeyboardInterrupt):
         tiny.run(tiny.config(prefix, opt_level="O2", train_iters=4, load=str(copy), save=str(copy)))
     monkeypatch.undo()
     assert resume(prefix, copy)
@@ -241,12 +228,9 @@ def test_a_kill_while_the_same_iteration_is_saved_again(prefix: Path, copy: Path
 def test_a_full_disk_leaves_the_last_checkpoint(prefix: Path, copy: Path, monkeypatch: pytest.MonkeyPatch, error: Exception):
     before = contents(copy)
 
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise error
-
     with tiny.trainer(tiny.config(prefix, opt_level="O2", train_iters=6, load=str(copy), save=str(copy))) as made:
-        monkeypatch.setattr(checkpoint.torch, "save", full)
-        with pytest.raises(ValueError, match=r"cannot save to .*iter_0000004.*free space or choose another --save"):
+        monkeypatch.setattr(checkpoint.torch, "save", Mock(side_effect=error))
+        with pytest.raises(ValueError, match=r"cannot save to .*iter_0000004.*free space.* choose another --save"):
             save(made.training, copy)
     assert contents(copy) == before
 
@@ -270,7 +254,7 @@ def untouched(prefix: Path, folder: Path, said: str, **settings: Any) -> None:
         made.training.config = loading
         with pytest.raises(ValueError, match=said):
             load(made.training)
-        assert same(before, everything(made))
+        assert tiny.same(before, everything(made))
         assert (made.training.iteration, made.training.consumed_samples) == (0, 0)
     assert contents(folder) == files
 
@@ -313,6 +297,22 @@ def test_a_weight_that_is_not_finite(prefix: Path, tmp_path: Path, level: str, v
     untouched(prefix, tmp_path, said, opt_level=None, precision=level)
     with pytest.raises(ValueError, match=said):
         tiny.run(tiny.config(prefix, precision=level, load=str(tmp_path), finetune=True))
+
+
+def test_a_master_weight_that_is_not_finite(prefix: Path, tmp_path: Path):
+    saved_run(prefix, tmp_path, opt_level="O0")
+    optimizer = torch.load(tmp_path / "iter_0000004" / "state.pt", weights_only=True)["optimizer"]
+    optimizer["state"][0]["master"][0] = math.nan
+    edit(tmp_path, optimizer=optimizer)
+    untouched(prefix, tmp_path, "NaN|finite", opt_level="O0")
+
+
+@pytest.mark.parametrize("damage", ["cut short", "noise"])
+def test_a_damaged_random_state(prefix: Path, copy: Path, damage: str):
+    file = copy / "iter_0000004" / "rng_00000.pt"
+    file.write_bytes(file.read_bytes()[:-500] if damage == "cut short" else b"noise")
+    untouched(prefix, copy, r"rng_00000\.pt.*(--no-load-rng|older)")
+    assert len(resume(prefix, copy, no_load_rng=True)) == 2
 
 
 @pytest.mark.parametrize("marker", [None, "", "four", "9"])
@@ -386,6 +386,19 @@ def test_what_is_no_shape_may_change(prefix: Path, copy: Path, settings: dict[st
 # Parts of a checkpoint
 
 
+def fresh(training: Training) -> bool:
+    """Whether no step has gone into the optimizer, and every master is its weight to the weight's own precision."""
+    for p, state in training.optimizer.state.items():
+        weight = p.dequantize(torch.float32) if isinstance(p, ScalingTensor) else p.float()
+        for key, value in state.items():
+            values = value.dequantize(torch.float32) if isinstance(value, ScalingTensor) else value.float()
+            if key == "master":
+                torch.testing.assert_close(values, weight.detach(), rtol=2**-4, atol=2e-3)
+            elif values.any():
+                return False
+    return True
+
+
 def weights_of(prefix: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
     with tiny.trainer(tiny.config(prefix, **settings)) as made:
         found = {
@@ -393,7 +406,7 @@ def weights_of(prefix: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
             for name, p in made.training.model.named_parameters()
         }
         assert (made.training.iteration, made.training.consumed_samples, made.training.schedule.num_steps) == (0, 0, 0)
-        assert not any(made.training.optimizer.state.values())
+        assert fresh(made.training)
         assert all(not module.steps for name, module in made.training.model.named_modules() if name.endswith(".scaling"))
     return found
 
@@ -415,7 +428,7 @@ def test_finetune_takes_the_weights_into_any_precision(prefix: Path, good: Path,
 def test_without_the_optimizer_weights_and_place_are_kept(prefix: Path, good: Path):
     with tiny.trainer(tiny.config(prefix, opt_level="O2", load=str(good), no_load_optim=True)) as made:
         assert (made.training.iteration, made.training.consumed_samples) == (4, 16)
-        assert not any(made.training.optimizer.state.values())
+        assert fresh(made.training)
         saved = torch.load(good / "iter_0000004" / "state.pt", weights_only=True)["model"]
         for name, p in made.training.model.named_parameters():
             assert torch.equal(p.cpu(), saved[name]), name

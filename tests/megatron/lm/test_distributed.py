@@ -1,5 +1,7 @@
 """Gradient synchronisation: formats, accumulation, odd parameters, and averages over two ranks."""
 
+import gc
+import weakref
 from collections.abc import Iterable
 
 import dist
@@ -51,13 +53,15 @@ def test_one_micro_batch_is_quantised_as_it_appears(fmt: Format):
 
 def test_of_an_fp8_layer_only_main_grad_is_left():
     layer = FP8Linear(32, 32, recipe=O2, dtype=torch.bfloat16)
-    GradSync({layer.weight: E4M3, layer.bias: FP32}, None, 1)
+    sync = GradSync({layer.weight: E4M3, layer.bias: FP32}, None, 1)
     layer(vector(0, 4, 32).bfloat16()).sum().backward()
     assert layer.weight.grad is None
     assert layer.bias.grad is None
     assert layer.weight.main_grad.format is E4M3
     assert layer.bias.main_grad.dtype is torch.float32
     assert torch.equal(layer.bias.main_grad, torch.full((32,), 4.0))
+    sync.clear()
+    assert layer.weight.main_grad is None
 
 
 def test_micro_batches_accumulate_in_bf16_and_are_quantised_once():
@@ -147,6 +151,16 @@ def test_a_gradient_that_is_not_finite_stays_visible(bad: float, fmt: Format, mi
     optimizer.step()
     assert optimizer.skipped_steps == 1
     assert torch.equal(p, before)
+
+
+def test_a_synchroniser_dies_with_its_last_reference():
+    """Hooks hang in autograd's graph, out of the collector's sight: they must not keep model and gradients alive."""
+    p = parameter()
+    sync = weakref.ref(GradSync({p: E4M3}, None, 1))
+    gc.collect()
+    assert sync() is None
+    give(p, vector(0, 4, 8))
+    assert p.grad is not None
 
 
 def test_buckets_hold_at_most_their_size(monkeypatch: pytest.MonkeyPatch):

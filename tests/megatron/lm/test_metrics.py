@@ -5,7 +5,8 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import tiny
@@ -13,9 +14,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.lm import metrics, trainer
+from megatron.lm.config import Config
 from megatron.lm.metrics import Metrics, duration, memory_gib, peak_tflops
 from megatron.lm.presets import flops_per_token
-from megatron.lm.step import StepResult
+from megatron.lm.step import StepResult, Training
 
 # The fields that tools read by name.
 TRAIN_KEYS = {"kind", "iteration", "tokens", "loss", "lr", "grad_norm", "skipped", "tokens_per_s", "tflops", "memory_gib"}
@@ -55,6 +57,12 @@ def result(loss_sum: float, tokens: float, skipped: bool = False) -> StepResult:
     )
 
 
+def new(config: Config, iteration: int = 0, skipped: int = 0) -> Metrics:
+    """Metrics of a run that stands at `iteration`."""
+    training = SimpleNamespace(iteration=iteration, optimizer=SimpleNamespace(skipped_steps=skipped))
+    return Metrics(config, vocab_size=64, training=cast("Training", training))
+
+
 def collect(made: Metrics) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     made.write = rows.append  # type: ignore[method-assign]
@@ -64,7 +72,7 @@ def collect(made: Metrics) -> list[dict[str, Any]]:
 def test_the_arithmetic_of_an_interval(one_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     clock = Clock(monkeypatch)
     config = tiny.config("corpus", log_interval=2, train_iters=10, global_batch_size=8, peak_tflops=1e-6)
-    made = Metrics(config, vocab_size=64, iteration=0)
+    made = new(config)
     rows = collect(made)
     clock.pass_(1.0)
     made.record(result(300.0, 100.0), 1)
@@ -100,7 +108,7 @@ def test_the_arithmetic_of_an_interval(one_process: None, monkeypatch: pytest.Mo
 
 def test_evaluations_and_saving_stay_out_of_the_throughput(one_process: None, monkeypatch: pytest.MonkeyPatch):
     clock = Clock(monkeypatch)
-    made = Metrics(tiny.config("corpus", log_interval=1, micro_batch_size=4), vocab_size=64, iteration=0)
+    made = new(tiny.config("corpus", log_interval=1, micro_batch_size=4))
     rows = collect(made)
     for iteration in (1, 2):
         clock.pass_(2.0)
@@ -128,7 +136,7 @@ def test_throughput_of_a_run_with_evaluations_and_checkpoints(prefix: Path, tmp_
 
 
 def test_the_last_iteration_is_reported_whatever_the_interval(one_process: None):
-    made = Metrics(tiny.config("corpus", log_interval=4, train_iters=6), vocab_size=64, iteration=0)
+    made = new(tiny.config("corpus", log_interval=4, train_iters=6))
     rows = collect(made)
     for iteration in range(1, 7):
         made.record(result(float(iteration), 1.0), iteration)
@@ -139,10 +147,18 @@ def test_a_resumed_run_tells_the_time_left_from_its_own_steps(
     one_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     clock = Clock(monkeypatch)
-    made = Metrics(tiny.config("corpus", train_iters=110), vocab_size=64, iteration=100)
+    made = new(tiny.config("corpus", train_iters=110), iteration=100)
     clock.pass_(3.0)
     made.record(result(1.0, 1.0), 101)
     assert "left 0:00:27" in capsys.readouterr().out
+
+
+def test_a_resumed_run_counts_skipped_steps_on(one_process: None):
+    made = new(tiny.config("corpus", train_iters=110), iteration=100, skipped=2)
+    rows = collect(made)
+    made.record(result(1.0, 1.0, skipped=True), 101)
+    made.record(result(1.0, 1.0), 102)
+    assert [row["skipped"] for row in rows] == [3, 3]
 
 
 def test_mfu_only_where_the_peak_is_known(one_process: None, capsys: pytest.CaptureFixture[str]):
@@ -150,7 +166,7 @@ def test_mfu_only_where_the_peak_is_known(one_process: None, capsys: pytest.Capt
     if torch.cuda.is_available():
         pytest.skip("the peak of this GPU may be known")
     assert peak_tflops(tiny.config("corpus")) is None
-    made = Metrics(tiny.config("corpus"), vocab_size=64, iteration=0)
+    made = new(tiny.config("corpus"))
     rows = collect(made)
     made.record(result(1.0, 1.0), 1)
     assert rows[0]["mfu"] is None
@@ -201,7 +217,7 @@ def test_rows_of_the_metrics_file(prefix: Path, tmp_path: Path):
 
 def test_a_metrics_file_is_strict_json_even_where_a_step_was_not_finite(one_process: None, tmp_path: Path):
     file = tmp_path / "metrics.jsonl"
-    made = Metrics(tiny.config("corpus", metrics_file=str(file)), vocab_size=64, iteration=0)
+    made = new(tiny.config("corpus", metrics_file=str(file)))
     bad = StepResult(
         loss_sum=torch.tensor(math.nan),
         tokens=torch.tensor(1.0),
@@ -235,9 +251,7 @@ def test_tensorboard_can_be_read(prefix: Path, tmp_path: Path):
 
 def test_other_ranks_write_nothing(one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *group: 1)
-    made = Metrics(
-        tiny.config("corpus", metrics_file=str(tmp_path / "m.jsonl"), tensorboard_dir=str(tmp_path / "t")), vocab_size=64, iteration=0
-    )
+    made = new(tiny.config("corpus", metrics_file=str(tmp_path / "m.jsonl"), tensorboard_dir=str(tmp_path / "t")))
     made.record(result(1.0, 1.0), 1)
     made.evaluation("valid", 1, 1.0, None)
     made.close()
@@ -246,7 +260,7 @@ def test_other_ranks_write_nothing(one_process: None, tmp_path: Path, monkeypatc
 
 
 def test_evaluation_line_and_row(one_process: None, capsys: pytest.CaptureFixture[str]):
-    made = Metrics(tiny.config("corpus", global_batch_size=8), vocab_size=64, iteration=0)
+    made = new(tiny.config("corpus", global_batch_size=8))
     rows = collect(made)
     made.evaluation("valid", 5, 2.0, 1.25)
     made.evaluation("test", 5, 2.0, None)

@@ -66,12 +66,7 @@ def bits(made: Training) -> list[Tensor]:
             tensors.append(value)
     for state in made.optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    plain = [part for x in tensors for part in ([x.payload, x.scale_inv] if isinstance(x, ScalingTensor) else [x])]
-    return [x.detach().reshape(-1).contiguous().view(torch.uint8).clone() for x in plain]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return tiny.bits(tensors)
 
 
 def rate(config: Config, iteration: int) -> float:
@@ -239,7 +234,7 @@ def test_evaluation_changes_nothing(level: str):
     before, random = bits(made), torch.get_rng_state()
     first, again = (evaluate(made, stream(made.config, 100), 3) for _ in range(2))
     assert first == again  # no dropout
-    assert same(before, bits(made))
+    assert tiny.same(before, bits(made))
     assert torch.equal(random, torch.get_rng_state())
     assert (made.iteration, made.consumed_samples) == (17, 68)
     steps(made, 1, first=17)
@@ -268,7 +263,7 @@ def test_histories_roll_once_a_step_whatever_the_micro_batches():
 
 def test_steps_are_the_same_from_run_to_run():
     results = [bits_after(3) for _ in range(2)]
-    assert same(*results)
+    assert tiny.same(*results)
 
 
 def bits_after(count: int) -> list[Tensor]:

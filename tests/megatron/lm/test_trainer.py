@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron.lm import step, trainer
 from megatron.lm.config import Config
 from megatron.lm.trainer import Trainer
-from msamp.numerics.tensor import ScalingTensor
 
 LEVELS = ("fp32", "bf16", "O1", "O2", "O3")
 LONG = {"train_iters": 60, "global_batch_size": 8, "micro_batch_size": 8}
@@ -214,19 +213,13 @@ def test_no_training_data_is_refused(prefix: Path):
 # Data parallel: two processes against one, with the same global batch. One spawn serves all.
 
 
-def final_weights(made: Trainer) -> list[Tensor]:
-    values = [p.detach() for p in made.training.model.parameters()]
-    parts = [part for p in values for part in ([p.payload, p.scale_inv] if isinstance(p, ScalingTensor) else [p])]
-    return [part.reshape(-1).contiguous().view(torch.uint8).clone() for part in parts]
-
-
 def trained(settings: Config) -> tuple[list[float], list[Tensor]]:
     """Losses (rank 0 has them) and the bits of the weights after a run."""
     rows: list[dict[str, Any]] = []
     with tiny.trainer(settings) as made:
         made.metrics.write = rows.append  # type: ignore[method-assign]
         made.run()
-        return tiny.losses(rows), final_weights(made)
+        return tiny.losses(rows), tiny.bits(made.training.model.parameters())
 
 
 def data_parallel(prefix: str) -> dict[str, Any]:
@@ -265,12 +258,12 @@ def test_two_processes_train_as_one(ranks: list[dict], alone: dict, level: str, 
 @pytest.mark.parametrize("level", ["fp32", "bf16", "O1", "O2"])
 def test_the_ranks_hold_the_same_weights(ranks: list[dict], level: str):
     first, second = (rank[level][1] for rank in ranks)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert tiny.same(first, second)
 
 
 def test_two_processes_give_the_same_bits_from_run_to_run(ranks: list[dict]):
     assert ranks[0]["O2"][0] == ranks[0]["again"][0]
-    assert all(torch.equal(a, b) for a, b in zip(ranks[0]["O2"][1], ranks[0]["again"][1], strict=True))
+    assert tiny.same(ranks[0]["O2"][1], ranks[0]["again"][1])
 
 
 def test_two_processes_with_micro_batches(ranks: list[dict], alone: dict):
