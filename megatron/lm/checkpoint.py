@@ -164,13 +164,17 @@ def _shared_state(training: Training) -> dict[str, Any]:
     }
 
 
+def _load_file(file: Path, remedy: str) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises a different type for each kind of damage
+        raise ValueError(f"{file} cannot be read ({error}); {remedy}") from None
+
+
 def _read(folder: Path) -> dict[str, Any]:
     file = folder / STATE_FILE
     remedy = f"name an older iteration in {LATEST_CHECKPOINT_FILE}"
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises a different type for each kind of damage
-        raise ValueError(f"{file} cannot be read ({error}); {remedy}") from None
+    state = _load_file(file, remedy)
     missing = [key for key in _KEYS if key not in state] if isinstance(state, dict) else list(_KEYS)
     if missing:
         raise ValueError(f"{file} is damaged or no checkpoint: it lacks {', '.join(missing)}; {remedy}")
@@ -196,6 +200,13 @@ def _check_same_model(saved: dict[str, Any], training: Training) -> None:
         raise ValueError(f"the checkpoint in {config.checkpoint.load} does not fit: {'; '.join(differing)}. Give the saved values")
 
 
+def _check_finite(name: str, x: torch.Tensor, folder: Path) -> None:
+    values = x.dequantize(torch.float32) if isinstance(x, ScalingTensor) else x
+    bad = int((~values.isfinite()).sum())
+    if bad:
+        raise ValueError(f"{folder}: {name} holds {bad} values that are NaN or infinite; load an older checkpoint")
+
+
 def _check_weights(weights: dict[str, Any], model: nn.Module, folder: Path) -> None:
     """ValueError naming the first weight that is missing, of another shape, or not finite."""
     for name, p in model.named_parameters():
@@ -203,10 +214,7 @@ def _check_weights(weights: dict[str, Any], model: nn.Module, folder: Path) -> N
         if not isinstance(found, torch.Tensor) or found.shape != p.shape:
             shape = tuple(found.shape) if isinstance(found, torch.Tensor) else "missing"
             raise ValueError(f"{folder} is damaged: {name} is {shape}, the model wants {tuple(p.shape)}; load an older checkpoint")
-        values = found.dequantize(torch.float32) if isinstance(found, ScalingTensor) else found
-        bad = int((~values.isfinite()).sum())
-        if bad:
-            raise ValueError(f"{folder}: {name} holds {bad} values that are NaN or infinite; load an older checkpoint")
+        _check_finite(name, found, folder)
 
 
 def load(training: Training) -> None:
@@ -223,6 +231,9 @@ def load(training: Training) -> None:
     _check_same_model(saved, training)
     weights = saved["model"]
     _check_weights(weights, training.model, folder)
+    rng = folder / f"rng_{torch.distributed.get_rank():05d}.pt"
+    take_rng = not settings.finetune and not settings.no_load_rng and rng.is_file()
+    rng_state = _load_file(rng, "resume with --no-load-rng") if take_rng else None
     if settings.finetune:
         weights = {key: value for key, value in weights.items() if ".scaling." not in key}
     if settings.finetune or settings.no_load_optim:
@@ -231,6 +242,9 @@ def load(training: Training) -> None:
             found = weights[name]
             training.optimizer.init_master(p, found.dequantize(torch.float32) if isinstance(found, ScalingTensor) else found)
     else:
+        for index, state in saved["optimizer"]["state"].items():
+            for key, value in state.items():
+                _check_finite(f"{key} of the optimizer's parameter {index}", value, folder)
         training.optimizer.load_state_dict(saved["optimizer"])
         training.schedule.load_state_dict(saved["schedule"])
         training.optimizer.skipped_steps = saved["skipped_steps"]
@@ -239,9 +253,8 @@ def load(training: Training) -> None:
         return
     training.iteration = saved["iteration"]
     training.consumed_samples = saved["consumed_samples"]
-    rng = folder / f"rng_{torch.distributed.get_rank():05d}.pt"
-    if not settings.no_load_rng and rng.is_file():
-        _restore_rng(torch.load(rng, map_location="cpu", weights_only=True))
+    if rng_state is not None:
+        _restore_rng(rng_state)
 
 
 def load_for_inference(path: str | Path) -> tuple[nn.Module, Config, Tokenizer]:

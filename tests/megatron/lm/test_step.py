@@ -207,14 +207,14 @@ def test_a_grad_output_that_is_not_finite_is_not_hidden_by_the_cast(value: float
     assert result.skipped
 
 
-@pytest.mark.parametrize("when", [0, 3, 17])
+@pytest.mark.parametrize("when", [0, 17])
 def test_training_goes_on_after_a_gradient_that_is_not_finite(when: int):
     """A non-finite amax enters no scale: the losses end where those of a run without the accident end."""
 
     def final(accident: bool) -> float:
-        made = training(opt_level="O2", lr_warmup_iters=0, train_iters=60)
+        made = training(opt_level="O2", lr_warmup_iters=0, train_iters=40)
         results = []
-        for i in range(60):
+        for i in range(40):
             hook = None
             if accident and i == when:
                 hook = made.model.decoder.layers[1].mlp.linear_fc1.register_forward_hook(Spoil(math.nan))
