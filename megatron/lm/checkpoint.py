@@ -51,11 +51,10 @@ def latest(root: Path) -> Path:
         raise ValueError(
             f"{root} holds no checkpoint: {marker} is missing or names no iteration; give the folder of an earlier --save"
         ) from None
-    if not (folder / STATE_FILE).is_file():
-        raise ValueError(
-            f"{marker} names {folder.name}, but {folder / STATE_FILE} is missing; restore it or name an older iteration in that file"
-        )
-    return folder
+    for candidate in (folder, _aside(folder)):
+        if (candidate / STATE_FILE).is_file():
+            return candidate
+    raise ValueError(f"{marker} names {folder.name}, but {folder / STATE_FILE} is missing; restore it or name an older iteration there")
 
 
 def _rng_state() -> dict[str, Any]:
@@ -168,7 +167,8 @@ def _load_file(file: Path, remedy: str) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a different type for each kind of damage
-        raise ValueError(f"{file} cannot be read ({error}); {remedy}") from None
+        first_line = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{file} cannot be read ({first_line}); {remedy}") from None
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """One training step: against a plain PyTorch loop, over micro-batches, with a gradient that is not finite; and one evaluation."""
 
+import gc
 import itertools
 import math
 from collections.abc import Iterator
@@ -287,6 +288,7 @@ def test_one_step_of_each_level_on_the_gpu(level: str):
 @pytest.mark.gpu
 def test_memory_of_the_states_falls_with_the_level():
     def resident(level: str) -> int:
+        gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         made = training(precision=level, hidden_size=1024, num_attention_heads=8)
