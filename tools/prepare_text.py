@@ -255,13 +255,13 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     return float(-(frequencies * np.log(frequencies)).sum())
 
 
-def prepare(recipe: Text, out: Path, *, valid_share: float, seed: int, workers: int) -> dict[str, Any]:
+def prepare(source: Text, out: Path, *, valid_share: float, seed: int, workers: int) -> dict[str, Any]:
     """Write `out`: {train,valid}_text_document.{bin,idx,json}, {train,valid}.jsonl, the tokenizer's files, and meta.json last.
 
     Returns:
         The content of meta.json. A folder that holds the same settings already is left as it is.
     """
-    settings = {"form": FORM, "text": recipe.name, "valid_share": valid_share, "seed": seed, **recipe.settings}
+    settings = {"form": FORM, "text": source.name, "valid_share": valid_share, "seed": seed, **source.settings}
     meta_path = out / "meta.json"
     if _is_there(out, settings):
         print(f"{out}: already there")
@@ -269,9 +269,9 @@ def prepare(recipe: Text, out: Path, *, valid_share: float, seed: int, workers: 
     out.mkdir(parents=True, exist_ok=True)
     meta_path.unlink(missing_ok=True)
     start = time.monotonic()
-    parts = dict(zip(("train", "valid"), hold_out(recipe.documents(), valid_share, seed), strict=True))
+    parts = dict(zip(("train", "valid"), hold_out(source.documents(), valid_share, seed), strict=True))
     print(f"{len(parts['train'])} training and {len(parts['valid'])} validation documents, {time.monotonic() - start:.1f} s", flush=True)
-    data = recipe.tokenizer(out, parts["train"])
+    data = source.tokenizer(out, parts["train"])
     counts = {}
     for name, documents in parts.items():
         _write_jsonl(out / f"{name}.jsonl", documents)
@@ -387,8 +387,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not 0 < arguments.valid_share < 1:
             raise ValueError(f"--valid-share {arguments.valid_share} must lie between 0 and 1")
-        recipe = _quickstart(arguments) if arguments.text == "quickstart" else _enwik8(arguments)
-        meta = prepare(recipe, arguments.out, valid_share=arguments.valid_share, seed=arguments.seed, workers=arguments.workers)
+        source = _quickstart(arguments) if arguments.text == "quickstart" else _enwik8(arguments)
+        meta = prepare(source, arguments.out, valid_share=arguments.valid_share, seed=arguments.seed, workers=arguments.workers)
         if arguments.text == "enwik8" and arguments.export_xz is not None:
             _export_xz(arguments.out, arguments.export_xz)
     except ValueError as error:
