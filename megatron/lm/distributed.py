@@ -60,19 +60,19 @@ class GradSync:
         if self.quantize_at_once:
             return
         present = [p for p in self.formats if p.main_grad is not None]  # type: ignore[attr-defined]
-        if self.ranks > 1:
-            for bucket in _buckets(present):
-                self._average([p.main_grad for p in bucket])  # type: ignore[attr-defined]
-        for p in present:
-            if self.formats[p].scaled:
-                p.main_grad = ScalingTensor.quantize(p.main_grad, self.formats[p], dtype=p.dtype)  # type: ignore[attr-defined]
+        for bucket in _buckets(present):
+            for p, mean in zip(bucket, self._averages([p.main_grad for p in bucket]), strict=True):  # type: ignore[attr-defined]
+                fmt = self.formats[p]
+                p.main_grad = ScalingTensor.quantize(mean, fmt, dtype=p.dtype) if fmt.scaled else mean.to(fmt.dtype)  # type: ignore[attr-defined]
 
-    def _average(self, gradients: list[Tensor]) -> None:
+    def _averages(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Means over the ranks in FP32; one rank's gradients as they are."""
+        if self.ranks == 1:
+            return gradients
         flat = torch.cat([g.flatten().float() for g in gradients])
         dist.all_reduce(flat, group=self.group)
         flat /= self.ranks
-        for g, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            g.copy_(mean.view_as(g))
+        return [mean.view_as(g) for g, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True)]
 
 
 def _take(sync: "weakref.ref[GradSync]", p: Tensor) -> None:

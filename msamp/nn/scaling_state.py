@@ -142,6 +142,7 @@ class ScalingState:
         amax = self._stack("amax")
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+        amax = amax.masked_fill(~amax.isfinite(), 0.0)  # its step is skipped; kept, it would hold the scale for a whole window
         history = torch.cat([self._stack("history")[..., 1:], amax.unsqueeze(-1)], dim=-1)
         gemm = layers[0].gemm
         window_amax, last = history.amax(-1), self._stack("scale")

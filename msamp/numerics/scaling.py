@@ -81,6 +81,8 @@ Scaling = Current | Delayed
 class AmaxHistory:
     """The amax of the last steps of one tensor and the scale that follows: the definition of delayed scaling, one slot.
 
+    An amax that is not finite enters as 0: its step is skipped, and in the window it would hold the scale for as long.
+
     `msamp.nn.scaling_state` keeps the same for all tensors of a model in flat arrays.
 
     Args:
@@ -99,5 +101,5 @@ class AmaxHistory:
         filled = self.scaling.window > 0 and len(self.amaxes) >= self.scaling.window
         source = torch.stack(self.amaxes).amax() if filled else amax
         self.last = scale_from_amax(source, self.fmt.max, self.last)
-        self.amaxes = [*self.amaxes, amax][-self.scaling.window :] if self.scaling.window else []
+        self.amaxes = [*self.amaxes, amax.masked_fill(~amax.isfinite(), 0.0)][-self.scaling.window :] if self.scaling.window else []
         return self.last
