@@ -126,7 +126,10 @@ def test_plots_show_the_files_numbers(files):
 def test_one_run_without_extras_still_makes_a_page(tmp_path):
     run = report.Run(name="alone", train=[train_line(1, 5.0), train_line(2, 4.0)])
     page = report.write_report([run], tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "report.html"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.csv", "loss.png", "report.html"]
+    header, *lines = (tmp_path / "curves.csv").read_text().splitlines()
+    assert header.startswith("run,kind,iteration,tokens,loss")
+    assert [line.split(",")[:3] for line in lines] == [["alone", "train", "1"], ["alone", "train", "2"]]
     assert "validation loss: alone none" in page.read_text()
 
 
