@@ -118,9 +118,9 @@ class ScalingState:
         self.layers: dict[str, LinearScaling] = {
             name: module for name, module in model.named_modules() if isinstance(module, LinearScaling) and module.window
         }
-        windows = {layer.window for layer in self.layers.values()}
-        if len(windows) > 1:
-            raise ValueError(f"layers have scaling windows {sorted(windows)}; convert a model with one window")
+        casts = {f"input {layer.gemm.input}, grad_output {layer.gemm.grad_output}" for layer in self.layers.values()}
+        if len(casts) > 1:
+            raise ValueError(f"layers are cast in different ways ({'; '.join(sorted(casts))}); convert a model with one recipe")
 
     def _stack(self, name: str) -> torch.Tensor:
         return torch.stack([getattr(layer, name) for layer in self.layers.values()])

@@ -93,7 +93,7 @@ def test_layers_are_found_by_name_and_a_model_without_any_rolls_too():
 
 
 def test_different_windows_are_refused():
-    with pytest.raises(ValueError, match=r"scaling windows \[3, 16\]; convert a model with one window"):
+    with pytest.raises(ValueError, match=r"delayed\(16\).*delayed\(3\).*; convert a model with one recipe"):
         ScalingState(nn.ModuleList([scaling(), scaling(Delayed(3))]))
 
 
