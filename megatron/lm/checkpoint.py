@@ -22,6 +22,7 @@ from megatron.lm.cli import config_from_dict, config_to_dict
 from megatron.lm.config import Config, flag
 from megatron.lm.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.lm.model.gpt import build_model
+from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.optim import build_recipe
 from megatron.lm.step import Training
 from msamp.numerics.tensor import ScalingTensor
@@ -30,6 +31,7 @@ STATE_FILE = "state.pt"
 VERSION = 1
 _KEYS = ("version", "config", "vocab_size", "iteration", "consumed_samples", "skipped_steps", "model", "optimizer", "schedule")
 # Settings of the model that may change on resume: they give no saved number another meaning.
+_HYPER = ("betas", "eps", "wd_mult")  # of a parameter group; lr and weight decay come with the schedule
 _FREE = {"attention_backend", "hidden_dropout", "attention_dropout", "init_method_std"}
 
 
@@ -196,6 +198,9 @@ def _check_same_model(saved: dict[str, Any], training: Training) -> None:
         differing.append(f"precision {config.precision.name} (saved: {was.name}; --finetune takes over the weights alone)")
     elif not finetune and was.fp8_scaling != config.precision.fp8_scaling:
         differing.append(f"--fp8-scaling {config.precision.fp8_scaling} (saved: {was.fp8_scaling})")
+    batch, before = config.global_batch_size(torch.distributed.get_world_size()), saved["consumed_samples"]
+    if not finetune and batch * saved["iteration"] != before:
+        differing.append(f"--global-batch-size {batch} (saved: {before // max(1, saved['iteration'])})")
     if differing:
         raise ValueError(f"the checkpoint in {config.checkpoint.load} does not fit: {'; '.join(differing)}. Give the saved values")
 
@@ -234,6 +239,8 @@ def load(training: Training) -> None:
     rng = folder / f"rng_{torch.distributed.get_rank():05d}.pt"
     take_rng = not settings.finetune and not settings.no_load_rng and rng.is_file()
     rng_state = _load_file(rng, "resume with --no-load-rng") if take_rng else None
+    if not settings.finetune and not settings.no_load_rng and rng_state is None:
+        print(f"{rng} is missing: this rank's random state (dropout) starts from --seed", flush=True)
     if settings.finetune:
         weights = {key: value for key, value in weights.items() if ".scaling." not in key}
     if settings.finetune or settings.no_load_optim:
@@ -245,12 +252,17 @@ def load(training: Training) -> None:
         for index, state in saved["optimizer"]["state"].items():
             for key, value in state.items():
                 _check_finite(f"{key} of the optimizer's parameter {index}", value, folder)
+        hyper = [{key: group[key] for key in _HYPER} for group in training.optimizer.param_groups]
         training.optimizer.load_state_dict(saved["optimizer"])
-        training.schedule.load_state_dict(saved["schedule"])
+        for group, values in zip(training.optimizer.param_groups, hyper, strict=True):
+            group.update(values)
         training.optimizer.skipped_steps = saved["skipped_steps"]
     training.model.load_state_dict(weights, strict=False)  # megatron-core's empty `_extra_state` is not saved
     if settings.finetune:
         return
+    # Only the place in the schedule is taken over: its shape, like every hyper-parameter, is what this run's flags say.
+    training.schedule.num_steps = saved["schedule"]["num_steps"]
+    training.schedule.step(0)
     training.iteration = saved["iteration"]
     training.consumed_samples = saved["consumed_samples"]
     if rng_state is not None:
@@ -262,10 +274,15 @@ def load_for_inference(path: str | Path) -> tuple[nn.Module, Config, Tokenizer]:
 
     Makes the process groups megatron-core asks for, of one rank, where there are none.
     """
-    saved = _read(latest(Path(path)))
+    folder = latest(Path(path))
+    saved = _read(folder)
     config = config_from_dict(saved["config"])
     if not torch.distributed.is_initialized():
         process_groups.initialize(config)
     model = build_model(config, build_recipe(config.precision), saved["vocab_size"])
+    _check_weights(saved["model"], model, folder)
     model.load_state_dict(saved["model"])
+    for layer in model.modules():
+        if isinstance(layer, FP8Gemm):
+            layer.take_initial_weight()  # no master will start from it
     return model.eval(), config, build_tokenizer(config.data, config.model.vocab_size)

@@ -84,10 +84,10 @@ def build_schedule(optimizer: FP8AdamW, config: Config) -> OptimizerParamSchedul
 
 
 def bytes_per_parameter(model: nn.Module, optimizer: FP8AdamW) -> dict[str, float]:
-    """Mean bytes a parameter that each kind of state takes, measured from the tensors.
+    """Mean bytes a parameter that each kind of state takes, by its format, over all parameters of this rank.
 
-    Keys: weight, master (0 where the weight is its own), grad, m, v. Before the first step the moments are those their
-    formats will take.
+    Keys: weight, master (0 where the weight is its own), m, v, and grad: the gradient that the optimizer takes (while
+    several micro-batches or ranks are summed it is BF16 where it will be FP8).
     """
     total = dict.fromkeys(("weight", "master", "grad", "m", "v"), 0)
     count = 0

@@ -77,8 +77,11 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> int:
 def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
     """FLOPs of forward and backward for one token: 6 a parameter, and causal attention's 6 x layers x width x sequence.
 
+    Looking up an embedding is no product: an input embedding that is not also the LM head, and positions, do not count.
     Attention: two products, 2 FLOPs each, over half of the sequence in the mean, and twice as much again in backward. Recomputed
     layers are not counted (model FLOPs, as in MFU). `vocab_size` as in `parameter_count`.
     """
     attention = 6 * model.num_layers * model.num_attention_heads * model.head_size * model.seq_length
-    return 6 * parameter_count(model, vocab_size) + attention
+    untied = vocab_size if model.untie_embeddings_and_output_weights else 0
+    positions = model.max_positions if model.position_embedding_type == "learned_absolute" else 0
+    return 6 * (parameter_count(model, vocab_size) - model.hidden_size * (untied + positions)) + attention

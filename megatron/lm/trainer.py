@@ -83,11 +83,12 @@ class Trainer:
             if self.training.iteration:
                 print(f"resumed from {self.config.checkpoint.load} at iteration {self.training.iteration}")
             listed = ", ".join(f"{key} {size:.2f}" for key, size in sizes.items())
+            wire = ", gradients averaged in FP32" if self.training.grad_sync.ranks > 1 else ""
             print(model)
             print(
                 f"{parameters / 1e6:.1f}M parameters | precision {self.config.precision.name} | "
                 f"bytes a parameter {sum(sizes.values()):.2f} ({listed}) | "
-                f"{torch.distributed.get_world_size()} processes | micro-batches a step {self.training.micro_batches}",
+                f"{torch.distributed.get_world_size()} processes{wire} | micro-batches a step {self.training.micro_batches}",
                 flush=True,
             )
 

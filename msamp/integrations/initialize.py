@@ -9,21 +9,25 @@ from torch import nn
 from msamp.kernels.scaled_mm import warn_if_emulated
 from msamp.nn.convert import convert
 from msamp.nn.filters import DEFAULT, Filter
-from msamp.nn.linear import FP8Linear
+from msamp.nn.linear import FP8Linear, check_finite
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import recipe as recipes
 from msamp.numerics.recipe import FP32_STATES, Recipe
 from msamp.optim.adamw import FP8AdamW
 
 LEVELS = {"O1": recipes.O1, "O2": recipes.O2, "O3": recipes.O3}
-_UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
+_UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
+_TORCH_ONLY = {*_UNSUPPORTED, "params", "foreach", "fused", "decoupled_weight_decay"}
 
 
 def _recipe(opt_level: str) -> Recipe:
     if opt_level not in LEVELS:
         raise ValueError(f"opt_level is {opt_level!r}; it must be one of {', '.join(LEVELS)} (without msamp the loop is O0)")
-    if opt_level == "O3" and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ValueError(f"opt_level O3 runs on one process in this version, and there are {dist.get_world_size()}; use O2")
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"msamp.initialize runs on one process in this version, and there are {dist.get_world_size()}; "
+            "a GPT trains data-parallel at O1 and O2 with python -m megatron.lm.pretrain"
+        )
     return LEVELS[opt_level]
 
 
@@ -49,9 +53,8 @@ def _low_precision_optimizer(
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         params = [renamed.get(id(p), p) for p in group["params"]]
-        common = {k: group[k] for k in ("betas", "eps", "weight_decay")} | {"lr": float(group["lr"])}
+        common = {k: v for k, v in group.items() if k not in _TORCH_ONLY} | {"lr": float(group["lr"])}
         common["decoupled"] = bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
-        common |= {"initial_lr": group["initial_lr"]} if "initial_lr" in group else {}
         linear = [p for p in params if id(p) in weights]
         rest = [p for p in params if id(p) not in weights]
         groups += [{"params": linear, "formats": recipe.states, **common}] if linear else []
@@ -74,6 +77,8 @@ def initialize(
 ) -> tuple[nn.Module, FP8AdamW]:
     """Turn a model and its Adam into their FP8 counterparts (FP8-LM section 2; levels of section 3).
 
+    For one process: torch's DistributedDataParallel cannot hold FP8 weights.
+
     Linear layers that `accept` admits compute in FP8 and store their weight as FP16 scaled (O1, O2) or E4M3 with an FP16
     master (O3). Their gradient is quantised to E4M3 in `optimizer.step()`, once, after all micro-batches of the step have
     accumulated in it. Moments are FP32 (O1) or E4M3 and FP16 (O2, O3). Everything else keeps its dtype and FP32 states.
@@ -88,7 +93,7 @@ def initialize(
         accept: which linear layers, see `msamp.nn.filters`.
 
     Returns:
-        The model (the converted layer, where it is itself a Linear) and the optimizer.
+        The model, the same object, and the optimizer.
 
     Raises:
         ValueError: for another level or optimizer (listing those accepted), an optimizer option without a low-precision
@@ -98,6 +103,13 @@ def initialize(
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters())
     _check_optimizer(optimizer)
+    for name, p in model.named_parameters():
+        if p.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"{name} is {p.dtype}; use a model in torch.float32 or torch.bfloat16 (model.float() or model.bfloat16())")
+        check_finite(p, name)
+    known = {id(p) for p in model.parameters()}
+    if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError("the optimizer holds no parameter of this model; build it from model.parameters()")
     originals = {name: m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for device in {p.device for p in model.parameters()}:
         warn_if_emulated(device)

@@ -7,6 +7,7 @@ Operators rather than bare functions, so that torch.compile keeps a layer in one
 import functools
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -27,15 +28,22 @@ def _implementation(name: str, device_type: str) -> Callable[..., object]:
     """The function that runs `name` on a device type."""
     if name == "scaled_mm":
         return _gemm.scaled_mm
-    use_triton = device_type == "cuda" and importlib.util.find_spec("triton") is not None
-    has_kernel = importlib.util.find_spec(f"msamp.kernels.triton.{name}") is not None
-    package = "triton" if use_triton and has_kernel else "reference"
+    has_kernel = device_type == "cuda" and importlib.util.find_spec(f"msamp.kernels.triton.{name}") is not None
+    has_triton = importlib.util.find_spec("triton") is not None
+    if has_kernel and not has_triton:
+        warnings.warn(f"Triton is not installed, {name} runs as plain torch operations, slower; pip install triton", stacklevel=2)
+    package = "triton" if has_kernel and has_triton else "reference"
     return getattr(importlib.import_module(f"msamp.kernels.{package}.{name}"), name)
 
 
-def _dispatcher(name: str, device_type: str) -> Callable[..., object]:
-    def run(*args: object) -> object:
-        return _implementation(name, device_type)(*args)
+def _on_cpu(name: str) -> Callable[..., object]:
+    return lambda *args: _implementation(name, "cpu")(*args)
+
+
+def _on_cuda(name: str) -> Callable[..., object]:
+    def run(x: torch.Tensor, *args: object) -> object:
+        with torch.cuda.device(x.device):  # Triton launches on the current device, whatever its arguments are on
+            return _implementation(name, "cuda")(x, *args)
 
     return run
 
@@ -78,8 +86,8 @@ def _register() -> None:
     for schema in _SCHEMAS:
         name = schema.split("(")[0]
         _LIBRARY.define(schema)
-        _LIBRARY.impl(name, _dispatcher(name, "cpu"), "CPU")
-        _LIBRARY.impl(name, _dispatcher(name, "cuda"), "CUDA")
+        _LIBRARY.impl(name, _on_cpu(name), "CPU")
+        _LIBRARY.impl(name, _on_cuda(name), "CUDA")
         torch.library.register_fake(f"msamp::{name}", _FAKES[name], lib=_LIBRARY)
 
 

@@ -28,8 +28,8 @@ def warn_if_emulated(device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         warnings.warn(
             f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}) has no FP8 (that needs 8.9 or later): "
-            "casts and scales are those of FP8, but the GEMMs run in BF16 on the dequantised values, so expect the same losses and "
-            "no speed-up; use --opt-level O0 for speed on this GPU",
+            "casts and scales are those of FP8, but the GEMMs run in 16 or 32 bits on the dequantised values, so expect the same losses "
+            "and no speed-up; for speed on this GPU train in BF16 (O0)",
             stacklevel=2,
         )
 
@@ -43,7 +43,7 @@ def _padded(x: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _values(dtype: torch.dtype, wide: torch.dtype) -> torch.Tensor:
     """The 256 values of an FP8 dtype by code."""
-    return torch.arange(256, dtype=torch.uint8).view(dtype).to(wide)
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).to(wide)
 
 
 def _decode(x: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
@@ -91,6 +91,9 @@ def scaled_mm(
         out = emulated_mm(a, b, a_scale_inv, b_scale_inv, out_dtype)
         return out if bias is None else out + bias
     M, N = a.shape[0], b.shape[0]
+    if 0 in (M, N, a.shape[1]):  # cuBLAS takes no empty operand
+        out = torch.zeros((M, N), dtype=out_dtype, device=a.device)
+        return out if bias is None else out + bias
     inner_bias = bias if out_dtype != torch.float32 and N % ALIGNMENT == 0 else None  # cuBLAS adds no FP32 bias
     out = torch._scaled_mm(
         _padded(a),

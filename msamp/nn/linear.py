@@ -11,16 +11,21 @@ from msamp.numerics.recipe import O2, Gemm, Recipe
 from msamp.numerics.tensor import ScalingTensor
 
 
+def check_finite(values: torch.Tensor, name: str) -> None:
+    """ValueError naming the weight where a value is NaN or infinite."""
+    bad = int((~torch.isfinite(values.detach())).sum())
+    if bad:
+        raise ValueError(f"{name} holds {bad} values that are NaN or infinite; a weight must be finite: check the checkpoint it came from")
+
+
 def scaling_parameter(values: torch.Tensor, recipe: Recipe, requires_grad: bool = True, name: str = "weight") -> nn.Parameter:
     """A Parameter that holds `values` (any float dtype) in the recipe's weight format and looks like their dtype.
 
     Raises:
         ValueError: where a value is NaN or infinite.
     """
-    bad = int((~torch.isfinite(values.detach())).sum())
-    if bad:
-        raise ValueError(f"{name} holds {bad} values that are NaN or infinite; a weight must be finite: check the checkpoint it came from")
-    return nn.Parameter(ScalingTensor.quantize(values, recipe.weight), requires_grad)
+    check_finite(values, name)
+    return nn.Parameter(ScalingTensor.quantize(values.contiguous(), recipe.weight), requires_grad)
 
 
 def describe_gemm(gemm: Gemm, weight: torch.Tensor) -> str:
@@ -33,7 +38,7 @@ class FP8Linear(nn.Module):
     """y = x W^T + b, all three GEMMs in FP8 (see `msamp.nn.linear_fn`).
 
     Args:
-        in_features, out_features: any size; the GEMMs pad to multiples of 16.
+        in_features, out_features: at least 1; the GEMMs pad to multiples of 16.
         bias: learn an additive bias of `dtype`.
         recipe: one with FP8 GEMMs (O1, O2, O3); its `weight` format is how `weight` is stored.
         device, dtype: of the layer; `dtype` is what the weight looks like and its gradient's dtype.

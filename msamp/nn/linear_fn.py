@@ -15,21 +15,23 @@ from msamp.numerics.tensor import ScalingTensor
 
 def _quantize(x: torch.Tensor, slot: Slot, fmt: Format, transpose: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(payload, its transpose where asked for, scale_inv) of `x` [M, N], with the slot's scale or just in time."""
-    amax, scale, scale_inv = slot.amax, slot.scale, slot.scale_inv
-    if scale is None or scale_inv is None:
+    if slot.scale is None or slot.scale_inv is None:
         amax = ops.amax(x)
-        if slot.amax is not None:
-            slot.amax.copy_(torch.maximum(slot.amax, amax))
         scale = scale_from_amax(amax, fmt.max)
-        scale_inv = inverse(scale)
-    taken = None if slot.scale is None else slot.amax
+        scale_inv, taken = inverse(scale), None
+    else:
+        scale, scale_inv = slot.scale, slot.scale_inv
+        amax = taken = None if slot.amax is None else torch.zeros_like(scale)
     if transpose:
         payload, payload_t = ops.cast_transpose(x, scale, taken, fmt.dtype)
     else:
         payload, payload_t = ops.cast(x, scale, taken, fmt.dtype), None
     if amax is None:
         return payload, payload_t, scale_inv.clone()
+    if slot.amax is not None:
+        slot.amax.copy_(torch.maximum(slot.amax, amax))
     # An infinity saturates in the payload and shows only in amax: scale_inv + 0 * amax is NaN then, and with it the result.
+    # By this cast's own amax: the step's may still hold what a loop that skipped its optimizer.step() has passed over.
     # It is also a copy, which must be: cuBLAS wants scales 16-byte aligned, and what backward saves must not roll on.
     return payload, payload_t, torch.add(scale_inv, amax, alpha=0)
 

@@ -1,5 +1,6 @@
 """The scales of a model's linear layers between steps: delayed scaling kept on the device, rolled once a step."""
 
+import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -54,7 +55,8 @@ class LinearScaling(nn.Module):
         # flag of its own: torch.compile would make a new graph for every value of a counter.
         self.steps = 0
         self.delayed = False
-        self._weight_key: tuple[int, int] | None = None
+        self._weight_ref: weakref.ref[torch.Tensor] | None = None
+        self._weight_seen = (0, 0)  # version and address of the payload that the weight's scales were taken from
         self._weight_scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _count(self, steps: int) -> None:
@@ -79,12 +81,25 @@ class LinearScaling(nn.Module):
         """
         if weight.payload.dtype == self.gemm.weight.format.dtype:
             return weight.scale_inv, weight.scale_inv
-        key = (weight.payload.data_ptr(), weight.payload._version)
-        if self._weight_scales is None or key != self._weight_key:
-            amax = ops.amax(weight.payload) * weight.scale_inv
-            scale = scale_from_amax(amax, self.gemm.weight.format.max)
-            self._weight_key, self._weight_scales = key, (scale * weight.scale_inv, inverse(scale))
+        payload = weight.payload
+        if payload.is_inference():  # such a tensor counts no versions
+            return self._fresh_weight_scales(weight)
+        # The address says nothing that the reference does not, but torch.compile leaves its graph to ask for it. It would
+        # otherwise take the version for a constant.
+        seen = (payload._version, payload.data_ptr())
+        known = self._weight_ref is not None and self._weight_ref() is payload and self._weight_seen == seen
+        if self._weight_scales is None or not known:
+            with torch.inference_mode(False), torch.no_grad():  # evaluation must not leave scales that training cannot save
+                self._weight_scales = self._fresh_weight_scales(weight)
+            self._weight_ref, self._weight_seen = weakref.ref(payload), seen
         return self._weight_scales
+
+    def _fresh_weight_scales(self, weight: ScalingTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = scale_from_amax(ops.amax(weight.payload) * weight.scale_inv, self.gemm.weight.format.max)
+        return scale * weight.scale_inv, inverse(scale)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_weight_ref": None, "_weight_scales": None}  # a copy looks at its own weight
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -100,7 +115,7 @@ class LinearScaling(nn.Module):
             moved = fn(x)
             return moved if moved.dtype == x.dtype else x.to(moved.device)
 
-        self._weight_key = self._weight_scales = None
+        self._weight_ref = self._weight_scales = None
         return super()._apply(keep_dtype, recurse)
 
     def extra_repr(self) -> str:

@@ -3,6 +3,8 @@
 SQNR alone is blind to elements that vanish, so the first three are always read together.
 """
 
+import math
+
 import torch
 
 from msamp.numerics.formats import Format
@@ -12,6 +14,8 @@ def sqnr_db(x: torch.Tensor, approx: torch.Tensor) -> float:
     """Signal to quantisation-noise ratio in dB, 10 log10(sum x^2 / sum (x - approx)^2), in FP64; inf where they are equal."""
     x, approx = x.detach().double(), approx.detach().double()
     noise = (x - approx).square().sum()
+    if not noise.item():
+        return math.inf
     return float(10.0 * torch.log10(x.square().sum() / noise))
 
 

@@ -62,7 +62,8 @@ class Current:
 class Delayed:
     """Delayed scaling: the scale comes from the largest amax of the last `window` steps (FP8-LM appendix A.2).
 
-    Until the window is filled the scaling is just-in-time, so that no first steps run with a guessed scale.
+    Until the window is filled the scaling is just-in-time, so that no first steps run with a guessed scale. A tensor that
+    was not there for a whole window (an idle layer) comes back with the last scale it had.
     """
 
     window: int = 16

@@ -9,12 +9,12 @@ import torch
 from msamp.numerics.formats import by_name
 from msamp.numerics.recipe import O2, StateFormats
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.clip import clip_coefficient, grad_norm
+from msamp.optim.clip import check_max_norm, clip_coefficient, grad_norm
 from msamp.optim.master import is_own_master, make_master, weight_format
 from msamp.optim.state_fp8 import state_format
 from msamp.optim.update import Hyper, adam_
 
-# Elements updated at a time: bounds the FP32 temporaries (five of them) at 640 MiB, or those of the largest tensor.
+# Elements updated at a time: each of the half dozen FP32 temporaries takes 128 MiB, or as much as the largest tensor.
 CHUNK = 2**25
 
 
@@ -67,7 +67,7 @@ class FP8AdamW(torch.optim.Optimizer):
         clip_grad: float | None = None,
     ) -> None:
         if clip_grad is not None:
-            clip_coefficient(torch.zeros(()), clip_grad)
+            check_max_norm(clip_grad)
         self.clip_grad = clip_grad
         self.grad_norm = torch.zeros((), dtype=torch.float64)
         self.skipped_steps = 0
@@ -76,15 +76,27 @@ class FP8AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch; refuses hyper-parameters out of range, naming value and range."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        group = {**self.defaults, **param_group}
         _check("lr", float(group["lr"]), 0.0, float("inf"))
         _check("eps", group["eps"], 0.0, float("inf"))
         _check("weight_decay", group["weight_decay"], 0.0, float("inf"))
         for i, beta in enumerate(group["betas"]):
             _check(f"betas[{i}]", beta, 0.0, 1.0)
-        if isinstance(group["formats"], StateFormats):
-            group["formats"] = format_names(group["formats"])
+        params = group["params"]
+        for p in [params] if isinstance(params, torch.Tensor) else list(params):
+            dtype = p[1].dtype if isinstance(p, tuple) else p.dtype
+            if dtype not in (torch.float32, torch.bfloat16):
+                raise ValueError(
+                    f"a parameter is {dtype}; the optimizer takes torch.float32, torch.bfloat16 and ScalingTensors: convert the model"
+                )
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        if isinstance(added["formats"], StateFormats):
+            added["formats"] = format_names(added["formats"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("clip_grad", "grad_norm", "skipped_steps")}
+        return {**super().__getstate__(), **own}
 
     def init_master(self, p: torch.Tensor, values: torch.Tensor) -> None:
         """Start the master of `p` from `values`: what `p` was before it was rounded to FP8. No effect where `p` is its own master."""
@@ -134,7 +146,9 @@ class FP8AdamW(torch.optim.Optimizer):
                 loss = closure()
         gradients = self._gradients()
         self.grad_norm = grad_norm(gradients)
-        if not bool(self.grad_norm.isfinite()):
+        # A gradient whose square leaves FP32 would leave the second moment without a bound; clipping brings it back in range.
+        usable = self.grad_norm.isfinite() if self.clip_grad is not None else self.grad_norm.float().square().isfinite()
+        if not bool(usable):
             self.skipped_steps += 1
             return loss
         coefficient = None if self.clip_grad is None else clip_coefficient(self.grad_norm, self.clip_grad)
@@ -159,6 +173,9 @@ class FP8AdamW(torch.optim.Optimizer):
         if coefficient is not None:
             gs = [g * coefficient for g in gs]
         ms, vs, ps = m_format.load(stored_m), v_format.load(stored_v), master_format.load(stored_master)
+        weight_decay = group["weight_decay"]
+        if weight_decay and not group["decoupled"]:  # Adam's decay is part of the gradient, so the bounds must see it
+            gs, weight_decay = list(torch._foreach_add(gs, ps, alpha=weight_decay)), 0.0
         for s in states:
             s["step"] += 1
         beta1, beta2 = group["betas"]
@@ -169,7 +186,7 @@ class FP8AdamW(torch.optim.Optimizer):
             v_bound = beta2 * _amaxes(vs) + (1 - beta2) * g_amax.square()
         if formats["master"].scaled or any(isinstance(p, ScalingTensor) for p, _ in pairs):
             p_bound = 2.0 * _amaxes(ps)
-        hyper = Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], group["decoupled"])
+        hyper = Hyper(float(group["lr"]), beta1, beta2, group["eps"], weight_decay)
         adam_(ps, ms, vs, gs, [int(s["step"]) for s in states], hyper)
         m_format.store_(stored_m, ms, m_bound)
         v_format.store_(stored_v, vs, v_bound)

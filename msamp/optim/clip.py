@@ -23,14 +23,15 @@ def grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
 
 
-def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """min(1, max_norm / (norm + 1e-6)), FP32 0-dim.
-
-    Raises:
-        ValueError: for a `max_norm` that is not positive.
-    """
+def check_max_norm(max_norm: float) -> None:
+    """ValueError for a clipping norm that is not positive."""
     if not max_norm > 0:
         raise ValueError(f"clipping norm is {max_norm}; it must be greater than 0 (leave it out to clip nothing)")
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """min(1, max_norm / (norm + 1e-6)), FP32 0-dim; ValueError for a `max_norm` that is not positive."""
+    check_max_norm(max_norm)
     return (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
 
 

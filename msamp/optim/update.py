@@ -7,14 +7,13 @@ import torch
 
 
 class Hyper(NamedTuple):
-    """Adam's numbers for one parameter group. `decoupled`: AdamW's decay; otherwise Adam's, added to the gradient."""
+    """Adam's numbers for one parameter group; `weight_decay` is decoupled (AdamW's)."""
 
     lr: float
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
-    decoupled: bool = True
 
 
 def adam_(
@@ -25,22 +24,19 @@ def adam_(
     steps: Sequence[int],
     hyper: Hyper,
 ) -> None:
-    """One step of Adam(W) on lists of tensors, in place.
+    """One step of AdamW on lists of tensors, in place.
 
     The parameters are updated from the moments as just computed, before those are rounded to what stores them
     (FP8-LM section 2.2).
 
     Args:
-        ps, ms, vs, gs: parameters, first and second moments, gradients; FP32, equal shapes at equal places. `gs` is scratch.
+        ps, ms, vs, gs: parameters, first and second moments, gradients; FP32, equal shapes at equal places. `gs` is only read.
         steps: number of this step for each tensor, from 1.
         hyper: the group's numbers.
     """
-    lr, beta1, beta2, eps, weight_decay, decoupled = hyper
+    lr, beta1, beta2, eps, weight_decay = hyper
     if weight_decay:
-        if decoupled:
-            torch._foreach_mul_(ps, 1 - lr * weight_decay)
-        else:
-            gs = list(torch._foreach_add(gs, ps, alpha=weight_decay))
+        torch._foreach_mul_(ps, 1 - lr * weight_decay)
     torch._foreach_lerp_(ms, gs, 1 - beta1)
     torch._foreach_mul_(vs, beta2)
     torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)

@@ -223,6 +223,12 @@ def _open_all(blends: list[Blend | None], wanted: list[int], shares: list[float]
             files.setdefault(prefix, read_index(prefix))
             part = _part(files[prefix], i, shares, config.data)
             tokens, needed = int(part.sum(dtype=np.int64)), config.model.seq_length + 1
+            if not len(part):
+                share = f"--split {config.data.split}" if config.data.data_path else f"--{SPLITS[i]}-data-path"
+                raise ValueError(
+                    f"the {SPLITS[i]} split of {prefix} holds no document: {len(files[prefix].lengths)} are too few for its share of "
+                    f"{share}; give it a larger share or none (such as --split 95,5,0), or --eval-iters 0"
+                )
             if tokens < needed:
                 raise ValueError(
                     f"the {SPLITS[i]} split of {prefix} holds {tokens} tokens in {len(part)} documents; --seq-length "

@@ -171,8 +171,11 @@ class _Writer:
     def __enter__(self) -> _Writer:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-        self._prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._builder = IndexedDatasetBuilder(str(self._name(".bin.partial")), dtype=self._dtype)
+        try:
+            self._prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._builder = IndexedDatasetBuilder(str(self._name(".bin.partial")), dtype=self._dtype)
+        except OSError as error:
+            raise ValueError(f"--output-prefix {self._prefix} cannot be written ({error}): name a writable folder") from None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -262,6 +265,8 @@ def _json_lines(path: Path, keys: list[str]) -> Iterator[Document]:
                     raise ValueError(f"{path}, line {number}: no key {key!r}; it has {', '.join(map(repr, record))}: see --json-keys")
                 if not isinstance(record[key], str):
                     raise ValueError(f"{path}, line {number}: {key!r} must hold text, not {type(record[key]).__name__}")
+                if any("\ud800" <= letter <= "\udfff" for letter in record[key]):
+                    raise ValueError(f"{path}, line {number}: {key!r} holds half of a surrogate pair, which is no text: clean the line")
             yield Document(texts={key: record[key] for key in keys}, source_bytes=len(line.encode()))
 
 

@@ -21,8 +21,10 @@ BACKENDS: dict[str, list[SDPBackend]] = {
 }
 
 
-def check_backend(backend: str) -> None:
+def check_backend(backend: str, dropout: float = 0.0) -> None:
     """ValueError when `--attention-backend` is unknown, or asks of this machine what it does not have."""
+    if backend == "flash" and dropout and not torch.cuda.is_available():
+        raise ValueError(f"--attention-backend flash has no --attention-dropout ({dropout:g}) on a CPU; choose auto or math")
     if backend not in BACKENDS:
         raise ValueError(f"--attention-backend {backend}: choose one of {', '.join(BACKENDS)}")
     if backend == "cudnn" and not torch.backends.cudnn.is_available():
@@ -55,7 +57,7 @@ class SDPAttention(MegatronModule):
         backend: str = "auto",
     ) -> None:
         super().__init__(config=config)
-        check_backend(backend)
+        check_backend(backend, config.attention_dropout)
         if attn_mask_type is not AttnMaskType.causal:
             raise ValueError(f"attention mask {attn_mask_type}: this core attention is causal only")
         self.backends = BACKENDS[backend]

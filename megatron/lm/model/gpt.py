@@ -37,6 +37,9 @@ class GPT(GPTModel):
 
     def __init__(self, *args: Any, output_linear: type[ColumnParallelLinear] = ColumnParallelLinear, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.pre_process and hasattr(self.embedding, "position_embeddings"):
+            # The one layer that megatron-core makes in FP32 whatever params_dtype says.
+            self.embedding.position_embeddings.to(self.config.params_dtype)
         if self.post_process and output_linear is not ColumnParallelLinear:
             weight: Tensor | None = self.output_layer.weight
             self.output_layer = output_linear(
@@ -128,7 +131,7 @@ def assemble(
     vp_stage: int | None = None,
 ) -> GPT:
     """`build_model` with megatron-core's configuration and the classes of (column, row, output) linear layers given."""
-    check_backend(config.model.attention_backend)
+    check_backend(config.model.attention_backend, config.model.attention_dropout)
     column_linear, row_linear, output_linear = linears
     model = config.model
     return GPT(

@@ -68,7 +68,10 @@ def test_parameters_are_those_of_the_layers(changes):
 
 def test_flops_are_six_a_parameter_and_causal_attention():
     gpt = model("1.3b")
-    assert flops_per_token(gpt, VOCABULARY) == 6 * parameter_count(gpt, VOCABULARY) + 6 * 24 * 2048 * 2048
+    expected = 6 * parameter_count(gpt, VOCABULARY) + 6 * 24 * 2048 * 2048
+    assert flops_per_token(gpt, VOCABULARY) == expected
+    looked_up = dataclasses.replace(gpt, untie_embeddings_and_output_weights=True, position_embedding_type="learned_absolute")
+    assert flops_per_token(looked_up, VOCABULARY) == expected  # neither a second embedding nor positions multiply anything
 
 
 def test_presets_name_real_settings_and_cannot_be_changed():

@@ -19,7 +19,8 @@ def test_bit_for_bit_what_torch_computes(decoupled, weight_decay):
         g = make("log-normal", (33, 17), seed=step)
         reference.grad = g.clone()
         optimizer.step()
-        adam_([p], [m], [v], [g], [step], Hyper(3e-3, 0.8, 0.99, 1e-6, weight_decay, decoupled))
+        g = g if decoupled else torch.add(g, p, alpha=weight_decay)  # Adam's decay is the gradient's
+        adam_([p], [m], [v], [g], [step], Hyper(3e-3, 0.8, 0.99, 1e-6, weight_decay if decoupled else 0.0))
     assert p.equal(reference)
     assert m.equal(optimizer.state[reference]["exp_avg"])
     assert v.equal(optimizer.state[reference]["exp_avg_sq"])
