@@ -42,7 +42,7 @@ def convert(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> nn.Mo
         module.__class__ = FP8Linear  # type: ignore[assignment]
         module.weight = layer.weight
         module.add_module("scaling", layer.scaling)
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.linear1, FP8Linear):
-            module.activation_relu_or_gelu = 0  # torch's fused inference path would read linear1.weight as a plain tensor
+    for parent in model.modules():
+        if isinstance(parent, nn.TransformerEncoderLayer) and isinstance(parent.linear1, FP8Linear):
+            parent.activation_relu_or_gelu = 0  # torch's fused inference path would read linear1.weight as a plain tensor
     return model
