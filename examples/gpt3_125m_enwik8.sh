@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GPT-125M (12 layers, hidden 768, 12 heads, sequence 2048) on cleaned English Wikipedia text (enwik8, 15.5M GPT-2 tokens):
-# 1,500 steps of 16k tokens on one GPU. The curve of one level; run it once a level to compare them.
+# 1,500 steps of 16k tokens on 1, 2, 4 or 8 GPUs. The curve of one level; run it once a level to compare them.
 #
 #   OPT_LEVEL=O2 SEED=1234 bash examples/gpt3_125m_enwik8.sh [more flags of megatron.lm.pretrain]
 set -euo pipefail
@@ -16,7 +16,7 @@ PYTHON=${PYTHON:-python3}
 
 exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS_PER_NODE" -m megatron.lm.pretrain \
   --preset 125m --opt-level "$OPT_LEVEL" --seed "$SEED" \
-  --micro-batch-size 8 --global-batch-size 8 --train-iters 1500 \
+  --micro-batch-size $((8 / GPUS_PER_NODE)) --global-batch-size 8 --train-iters 1500 \
   --lr 6e-4 --min-lr 6e-5 --lr-warmup-iters 150 --lr-decay-style cosine \
   --train-data-path "$DATA/train_text_document" --valid-data-path "$DATA/valid_text_document" \
   --tokenizer-type GPT2BPETokenizer --vocab-file "$DATA/encoder.json" --merge-file "$DATA/vocab.bpe" \
