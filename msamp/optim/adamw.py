@@ -83,7 +83,9 @@ class FP8AdamW(torch.optim.Optimizer):
         for i, beta in enumerate(group["betas"]):
             _check(f"betas[{i}]", beta, 0.0, 1.0)
         params = group["params"]
-        for p in [params] if isinstance(params, torch.Tensor) else list(params):
+        if not isinstance(params, torch.Tensor | set):  # a set is torch's to refuse: its order is not sure
+            param_group["params"] = params = list(params)
+        for p in [params] if isinstance(params, torch.Tensor) else params:
             dtype = p[1].dtype if isinstance(p, tuple) else p.dtype
             if dtype not in (torch.float32, torch.bfloat16):
                 raise ValueError(

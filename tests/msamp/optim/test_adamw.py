@@ -494,3 +494,7 @@ def test_adam_s_decay_is_inside_the_bounds():
     for name, limit in (("exp_avg", 0.3), ("exp_avg_sq", 0.05)):
         want = plain.state[reference][name]
         assert (optimizer.state[low][name].dequantize(torch.float32) - want).norm() < limit * want.norm()
+
+
+def test_groups_of_generators_keep_their_parameters():
+    assert len(FP8AdamW([{"params": torch.nn.Linear(2, 2).parameters()}]).param_groups[0]["params"]) == 2
