@@ -25,7 +25,7 @@ from megatron.lm.model.gpt import build_model
 from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.optim import build_recipe
 from megatron.lm.step import Training
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.tensor import fp32_values
 
 STATE_FILE = "state.pt"
 VERSION = 1
@@ -206,8 +206,7 @@ def _check_same_model(saved: dict[str, Any], training: Training) -> None:
 
 
 def _check_finite(name: str, x: torch.Tensor, folder: Path) -> None:
-    values = x.dequantize(torch.float32) if isinstance(x, ScalingTensor) else x
-    bad = int((~values.isfinite()).sum())
+    bad = int((~fp32_values(x).isfinite()).sum())
     if bad:
         raise ValueError(f"{folder}: {name} holds {bad} values that are NaN or infinite; load an older checkpoint")
 
@@ -246,8 +245,7 @@ def load(training: Training) -> None:
     if settings.finetune or settings.no_load_optim:
         training.optimizer.restart()
         for name, p in training.model.named_parameters():
-            found = weights[name]
-            training.optimizer.init_master(p, found.dequantize(torch.float32) if isinstance(found, ScalingTensor) else found)
+            training.optimizer.init_master(p, weights[name])
     else:
         for index, state in saved["optimizer"]["state"].items():
             for key, value in state.items():

@@ -35,7 +35,9 @@ class GradSync:
         self.quantize_at_once = self.ranks == 1 and micro_batches == 1
         # A weak reference: hooks live in autograd's graph, where the collector does not find a cycle back to the model.
         hook = functools.partial(_take, weakref.ref(self))
-        self.handles = [p.register_post_accumulate_grad_hook(hook) for p in formats if p.requires_grad]
+        for p in formats:
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(hook)
         self.clear()
 
     def clear(self) -> None:

@@ -12,6 +12,7 @@ from msamp.numerics.recipe import FP32_STATES, Recipe
 from msamp.numerics.scaling import Current
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
+from msamp.optim.master import is_own_master, weight_format
 
 
 def build_recipe(precision: PrecisionConfig) -> Recipe:
@@ -83,7 +84,7 @@ def build_schedule(optimizer: FP8AdamW, config: Config) -> OptimizerParamSchedul
     )
 
 
-def bytes_per_parameter(model: nn.Module, optimizer: FP8AdamW) -> dict[str, float]:
+def bytes_per_parameter(optimizer: FP8AdamW) -> dict[str, float]:
     """Mean bytes a parameter that each kind of state takes, by its format, over all parameters of this rank.
 
     Keys: weight, master (0 where the weight is its own), m, v, and grad: the gradient that the optimizer takes (while
@@ -94,11 +95,9 @@ def bytes_per_parameter(model: nn.Module, optimizer: FP8AdamW) -> dict[str, floa
     for group in optimizer.param_groups:
         named = {key: formats.by_name(name) for key, name in group["formats"].items()}
         for p in group["params"]:
-            stored = p.payload if isinstance(p, ScalingTensor) else p
-            own_master = formats.of_dtype(stored.dtype) == named["master"]
             count += p.numel()
-            total["weight"] += stored.numel() * stored.element_size()
-            total["master"] += 0 if own_master else p.numel() * named["master"].bytes
+            total["weight"] += p.numel() * weight_format(p).bytes
+            total["master"] += 0 if is_own_master(p, named["master"]) else p.numel() * named["master"].bytes
             for key in ("grad", "m", "v"):
                 total[key] += p.numel() * named[key].bytes
     return {key: size / count for key, size in total.items()}

@@ -55,7 +55,7 @@ def train_step(training: Training, batches: Batches) -> StepResult:
     """
     training.model.train()
     training.grad_sync.clear()
-    loss_sum, tokens = _forward_backward(training, batches, training.micro_batches, forward_only=False)
+    loss_sum, tokens = _forward_backward(training, batches, forward_only=False)
 
     training.grad_sync.finish()  # p.main_grad: averaged over the ranks, in its format (FP8 at O1 to O3)
 
@@ -79,19 +79,19 @@ def evaluate(training: Training, batches: Batches, iterations: int) -> float:
     training.model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=next(training.model.parameters()).device)
     for _ in range(iterations):
-        total += torch.stack(_forward_backward(training, batches, training.micro_batches, forward_only=True)).double()
+        total += torch.stack(_forward_backward(training, batches, forward_only=True)).double()
     torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return float(total[0] / total[1])
 
 
-def _forward_backward(training: Training, batches: Batches, micro_batches: int, forward_only: bool) -> tuple[Tensor, Tensor]:
+def _forward_backward(training: Training, batches: Batches, forward_only: bool) -> tuple[Tensor, Tensor]:
     """megatron-core's schedule over one rank's micro-batches; sums of loss and of counted tokens, on the device."""
     config = training.config
     results = get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=batches,
         model=[training.model],
-        num_microbatches=micro_batches,
+        num_microbatches=training.micro_batches,
         seq_length=config.model.seq_length,
         micro_batch_size=config.training.micro_batch_size,
         forward_only=forward_only,

@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -75,9 +74,9 @@ class Trainer:
         return training.train_iters * batch, evaluation, evaluation
 
     def _announce(self) -> None:
-        model, optimizer = self.training.model, self.training.optimizer
+        model = self.training.model
         parameters = sum(p.numel() for p in model.parameters())
-        sizes = bytes_per_parameter(model, optimizer)
+        sizes = bytes_per_parameter(self.training.optimizer)
         self.metrics.write({"kind": "precision", "parameters": parameters, "bytes_per_parameter": sizes})
         if self.metrics.main:
             if self.training.iteration:
@@ -109,7 +108,7 @@ class Trainer:
         if self.train_data is None:
             raise ValueError("there is no training data; give --train-data-path, or a --split whose first share is not 0")
         stream = self._batches(self.train_data, training.consumed_samples)
-        for iteration in self._iterations():
+        for iteration in range(training.iteration + 1, settings.train_iters + 1):
             with self._probe(iteration):
                 result = train_step(training, stream)
             self.metrics.record(result, iteration)
@@ -129,10 +128,6 @@ class Trainer:
             self._evaluate("test", self.test_data)
             self._save()
         self.metrics.close()
-
-    def _iterations(self) -> Iterator[int]:
-        """Numbers of the steps still to do, from 1."""
-        return iter(range(self.training.iteration + 1, self.config.training.train_iters + 1))
 
     def _probe(self, iteration: int) -> contextlib.AbstractContextManager[None]:
         interval = self.config.logging.log_underflow_interval

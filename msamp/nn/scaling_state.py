@@ -84,7 +84,7 @@ class LinearScaling(nn.Module):
         payload = weight.payload
         if payload.is_inference():  # such a tensor counts no versions
             return self._fresh_weight_scales(weight)
-        # The address says nothing that the reference does not, but torch.compile leaves its graph to ask for it. It would
+        # The address says nothing that the reference does not, but torch.compile leaves its graph to ask for it: it would
         # otherwise take the version for a constant.
         seen = (payload._version, payload.data_ptr())
         known = self._weight_ref is not None and self._weight_ref() is payload and self._weight_seen == seen
@@ -104,10 +104,6 @@ class LinearScaling(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self._count(int(self.seen))
-
-    # What torch.compiler.disable sets: the version counter is the host's business, and a guard on it would compile anew at every
-    # step. The decorator itself would import the whole compiler with msamp.
-    weight_scales._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def _apply(self, fn: Any, recurse: bool = True) -> "LinearScaling":
         # model.bfloat16() must move these arrays with the model and leave their precision alone.

@@ -109,6 +109,11 @@ class ScalingTensor(torch.Tensor):
         return op(func, *args, **(kwargs or {}))
 
 
+def fp32_values(x: torch.Tensor) -> torch.Tensor:
+    """The values of a ScalingTensor or a plain float tensor, detached, as FP32; `x` itself where it is plain FP32."""
+    return x.dequantize(torch.float32) if isinstance(x, ScalingTensor) else x.detach().float()
+
+
 def _rebuild(
     payload: torch.Tensor,
     payload_dtype: torch.dtype,

@@ -8,7 +8,7 @@ import torch
 
 from msamp.numerics.formats import by_name
 from msamp.numerics.recipe import O2, StateFormats
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.clip import check_max_norm, clip_coefficient, grad_norm
 from msamp.optim.master import is_own_master, make_master, weight_format
 from msamp.optim.state_fp8 import state_format
@@ -171,7 +171,7 @@ class FP8AdamW(torch.optim.Optimizer):
         states = [self.state[p] for p, _ in pairs]
         stored_m, stored_v = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
         stored_master = [s.get("master", p) for s, (p, _) in zip(states, pairs, strict=True)]
-        gs = [g.dequantize(torch.float32) if isinstance(g, ScalingTensor) else g.float() for _, g in pairs]
+        gs = [fp32_values(g) for _, g in pairs]
         if coefficient is not None:
             gs = [g * coefficient for g in gs]
         ms, vs, ps = m_format.load(stored_m), v_format.load(stored_v), master_format.load(stored_master)

@@ -3,7 +3,7 @@
 import torch
 
 from msamp.numerics.formats import Format, of_dtype
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.state_fp8 import state_format
 
 
@@ -25,9 +25,7 @@ def make_master(p: torch.Tensor, master: Format, values: torch.Tensor | None = N
         master: the copy's format.
         values: what the parameter was before it was rounded to its own format (any float dtype); its values by default.
     """
-    if values is None:
-        values = p.dequantize(torch.float32) if isinstance(p, ScalingTensor) else p.detach()
-    values = values.detach().to(p.device, torch.float32)
+    values = fp32_values(p if values is None else values).to(p.device)
     if master.scaled:
         return ScalingTensor.quantize(values, master)
     copy = state_format(master).init(p)

@@ -11,7 +11,7 @@ from torch import nn
 
 from msamp.numerics.formats import E4M3, E5M2, FP16
 from msamp.numerics.quantize import quantize
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.tensor import ScalingTensor, fp32_values
 
 FORMATS = (E4M3, E5M2, FP16)
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -298,3 +298,12 @@ def test_state_dict_from_and_into_plain_weights():
     assert_same(low.weight.detach(), ScalingTensor.quantize(plain["weight"], E4M3, dtype=torch.bfloat16))
     plain.load_state_dict(low.state_dict())
     assert plain["weight"].equal(low.weight.dequantize(torch.float32))
+
+
+def test_fp32_values_of_both_kinds():
+    plain = torch.randn(3, 4, requires_grad=True)
+    assert fp32_values(plain).data_ptr() == plain.data_ptr()
+    assert not fp32_values(plain).requires_grad
+    assert torch.equal(fp32_values(plain.bfloat16()), plain.detach().bfloat16().float())
+    low = ScalingTensor.quantize(plain, E4M3)
+    assert torch.equal(fp32_values(low), low.dequantize(torch.float32))
