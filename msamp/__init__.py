@@ -3,6 +3,7 @@
 model, optimizer = msamp.initialize(model, optimizer, opt_level="O2")
 """
 
+from msamp.comm.grad_sync import GradSync
 from msamp.integrations.initialize import initialize
 from msamp.nn.convert import convert
 from msamp.nn.linear import FP8Linear
@@ -10,5 +11,18 @@ from msamp.numerics import recipe as recipes
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
 from msamp.optim.clip import clip_grad_norm_
+from msamp.parallel.data_parallel import grad_sync
+from msamp.parallel.greedy_zero import GreedyZeRO
 
-__all__ = ["FP8AdamW", "FP8Linear", "ScalingTensor", "clip_grad_norm_", "convert", "initialize", "recipes"]
+__all__ = [
+    "FP8AdamW",
+    "FP8Linear",
+    "GradSync",
+    "GreedyZeRO",
+    "ScalingTensor",
+    "clip_grad_norm_",
+    "convert",
+    "grad_sync",
+    "initialize",
+    "recipes",
+]

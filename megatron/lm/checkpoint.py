@@ -99,12 +99,13 @@ def save(training: Training, root: Path) -> Path:
     folder = iteration_folder(root, training.iteration)
     partial = folder.with_name(folder.name + ".partial")
     rank = torch.distributed.get_rank()
+    state = _shared_state(training)  # under ZeRO the ranks bring their parts together
 
     def write_shared() -> None:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            torch.save(_shared_state(training), partial / STATE_FILE)
+            torch.save(state, partial / STATE_FILE)
 
     def publish() -> None:
         if rank == 0:
@@ -161,6 +162,7 @@ def _shared_state(training: Training) -> dict[str, Any]:
         "skipped_steps": training.optimizer.skipped_steps,
         "model": _model_state(training.model),
         "optimizer": training.optimizer.state_dict(),
+        "grad_sync": training.grad_sync.state_dict(),
         "schedule": training.schedule.state_dict(),
     }
 
@@ -255,6 +257,8 @@ def load(training: Training) -> None:
         for group, values in zip(training.optimizer.param_groups, hyper, strict=True):
             group.update(values)
         training.optimizer.skipped_steps = saved["skipped_steps"]
+        if "grad_sync" in saved:  # earlier checkpoints have none: mu starts at 1
+            training.grad_sync.load_state_dict(saved["grad_sync"])
     training.model.load_state_dict(weights, strict=False)  # megatron-core's empty `_extra_state` is not saved
     if settings.finetune:
         return

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from megatron.lm.config import DEFAULT_SPLIT, Config, flag
+from megatron.lm.config import DEFAULT_SPLIT, FP8_FORMATS, Config, flag
 
 LATEST_CHECKPOINT_FILE = "latest_checkpointed_iteration.txt"
 TOKENIZER_SETTINGS = {
@@ -30,7 +30,7 @@ def check(config: Config, world_size: int) -> None:
     """
     problems: list[str] = []
     broken: set[str] = set()
-    for section in ("model", "optimizer", "training", "parallel", "precision", "data", "logging", "checkpoint"):
+    for section in (f.name for f in fields(config)):
         found = list(single_values(getattr(config, section)))
         problems += found
         broken |= {section} if found else set()
@@ -186,6 +186,34 @@ def precision_names(config: Config, world_size: int) -> Problems:
         )
 
 
+def gradients(config: Config, world_size: int) -> Problems:
+    """FP8 flags want FP8 gradients, and mu wants the exchange that it guards."""
+    precision, communication = config.precision, config.communication
+    exchange, scaling, mu_rule = communication.grad_exchange, communication.grad_scaling, communication.mu_rule
+    if len(set(precision.requests.values())) < 2 and not precision.has_fp8_gradients:
+        if precision.is_fp8:
+            lack, served = f"--grad-format {precision.grad_format} leaves none", ["fp32", "bf16"]
+            remedy = f"drop one, or use --grad-format {' or '.join(FP8_FORMATS)}"
+        else:
+            lack, served = f"precision {precision.name} has none", ["fp32"]
+            remedy = "drop it, or use --opt-level O1, O2 or O3"
+        if exchange == "nccl":
+            yield f"--grad-exchange nccl sums FP8 gradients, and {lack}: {remedy}"
+        if precision.grad_accum not in served:
+            yield (
+                f"--grad-accum-dtype {precision.grad_accum} is for FP8 gradients, and {lack}; legal here is {' or '.join(served)}: {remedy}"
+            )
+    if exchange != "nccl":
+        for name, value in (("grad_scaling", scaling), ("mu_rule", mu_rule)):
+            if value is not None:
+                yield (
+                    f"{flag(name)} {value} has no effect with --grad-exchange {exchange}, which sums in FP32, cannot overflow and has no "
+                    "mu: drop it, or use --grad-exchange nccl"
+                )
+    elif mu_rule is not None and communication.gradient_scaling != "auto":
+        yield f"--mu-rule {mu_rule} has no effect with --grad-scaling {scaling}, whose mu is fixed: drop it, or use --grad-scaling auto"
+
+
 def served_parallelism(config: Config, world_size: int) -> Problems:
     """This version trains with data parallelism only: the rest is refused by name, whatever the launch."""
     parallel = config.parallel
@@ -200,13 +228,6 @@ def served_parallelism(config: Config, world_size: int) -> Problems:
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
         value = parallel.num_layers_per_virtual_pipeline_stage
         yield f"--num-layers-per-virtual-pipeline-stage {value}: {kind}interleaved pipeline parallelism {refusal}; drop it"
-    if parallel.use_distributed_optimizer:
-        yield "--use-distributed-optimizer: ZeRO is not part of this version, every process keeps the whole optimizer state; drop it"
-    if fp8 and config.precision.name == "O3" and config.data_parallel_size(world_size) > 1:
-        yield (
-            f"O3 runs on one process in this version, and {config.data_parallel_size(world_size)} data-parallel processes were started: "
-            "use --opt-level O2, or start one"
-        )
 
 
 def schedule(config: Config, world_size: int) -> Problems:
@@ -340,6 +361,7 @@ RULES: dict[Callable[[Config, int], Problems], tuple[str, ...]] = {
     pipeline_shape: ("model", "parallel"),
     batches: ("training", "parallel"),
     precision_names: ("precision",),
+    gradients: ("precision", "communication"),
     served_parallelism: ("parallel", "precision"),
     schedule: ("optimizer", "training"),
     datasets: ("data",),

@@ -41,6 +41,9 @@ def to_argv(config: Config) -> list[str]:
         value = getattr(getattr(config, section), setting.name)
         if value == setting.default:
             continue
+        if value is False:
+            argv.append(flag(f"no_{setting.name}"))
+            continue
         argv.append(flag(setting.name))
         if isinstance(value, tuple):
             argv.extend(value)

@@ -1,4 +1,4 @@
-"""Settings of a training run: eight frozen dataclasses and `Config`, which holds one of each.
+"""Settings of a training run: nine frozen dataclasses and `Config`, which holds one of each.
 
 A field is a flag: its name with dashes is the spelling (Megatron-LM's wherever Megatron-LM has the flag), its metadata carries the help
 text, the choices and the legal interval. `cli.py` generates the flags from here and `checks.py` judges the values; nothing here looks
@@ -12,6 +12,11 @@ from typing import Any
 PRECISIONS = ("fp32", "bf16", "O1", "O2", "O3")
 OPT_LEVELS = ("O0", "O1", "O2", "O3")
 STATE_FORMATS = ("fp32", "bf16", "fp16", "fp8-e4m3", "fp8-e5m2")
+FP8_FORMATS = ("fp8-e4m3", "fp8-e5m2")
+GRAD_ACCUM_DTYPES = ("fp8", "fp8-sr", "bf16", "fp32")
+GRAD_EXCHANGES = ("fp32-sum", "nccl")
+GRAD_SCALINGS = ("auto", "pre", "post")
+MU_RULES = ("halve", "paper")
 TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 DEFAULT_SPLIT = "969,30,1"
 
@@ -113,7 +118,7 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = setting("processes that share the stack of layers (PP)", 1, legal=COUNT)
     num_layers_per_virtual_pipeline_stage: int | None = setting("layers of one virtual stage (interleaved PP)", None, legal=COUNT)
     sequence_parallel: bool = setting("split norms and dropout along the sequence between the TP processes", False)
-    use_distributed_optimizer: bool = setting("shard the optimizer's states over the data-parallel processes (ZeRO)", False)
+    use_distributed_optimizer: bool = setting("shard the optimizer's states over the data-parallel processes (ZeRO; O3 always does)", False)
     distributed_backend: str = setting("collectives; auto: nccl with CUDA, else gloo", "auto", choices=("auto", "nccl", "gloo"))
     distributed_timeout_minutes: float = setting("minutes after which a hanging collective fails", 10.0, legal=POSITIVE)
 
@@ -132,6 +137,11 @@ class PrecisionConfig:
     grad_format: str | None = setting("weight gradient at O1 to O3; derived: the level's own", None, choices=STATE_FORMATS)
     exp_avg_format: str | None = setting("first moment at O1 to O3; derived: the level's own", None, choices=STATE_FORMATS)
     exp_avg_sq_format: str | None = setting("second moment at O1 to O3; derived: the level's own", None, choices=STATE_FORMATS)
+    grad_accum_dtype: str | None = setting(
+        "in what the micro-batches of a step add up (sr: stochastic rounding); derived: bf16 where weight gradients are FP8, else fp32",
+        None,
+        choices=GRAD_ACCUM_DTYPES,
+    )
 
     @property
     def requests(self) -> dict[str, str]:
@@ -157,6 +167,58 @@ class PrecisionConfig:
     def is_fp8(self) -> bool:
         """Whether the linear layers compute in FP8."""
         return self.name in ("O1", "O2", "O3")
+
+    @property
+    def has_fp8_gradients(self) -> bool:
+        """Whether the weight gradients of the linear layers are FP8."""
+        return self.is_fp8 and self.grad_format in (None, *FP8_FORMATS)
+
+    @property
+    def grad_accum(self) -> str:
+        """In what the weight gradients of several micro-batches add up: one of `GRAD_ACCUM_DTYPES`."""
+        return self.grad_accum_dtype or ("bf16" if self.has_fp8_gradients else "fp32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationConfig:
+    """What data-parallel processes send each other, and when (FP8-LM, section 2.1 and figure 7)."""
+
+    grad_exchange: str = setting(
+        "how FP8 gradients are summed over the ranks: in FP32 by their owner, or in FP8 by NCCL as in the paper",
+        "fp32-sum",
+        choices=GRAD_EXCHANGES,
+    )
+    grad_scaling: str | None = setting(
+        "guard against overflow of --grad-exchange nccl: a factor mu that adapts itself, or division by the number of ranks "
+        "before or after the sum; derived: auto",
+        None,
+        choices=GRAD_SCALINGS,
+    )
+    mu_rule: str | None = setting(
+        "how mu of --grad-scaling auto falls when gradients saturate: by half, or at once to 1/2 as in the paper; derived: halve",
+        None,
+        choices=MU_RULES,
+    )
+    overlap_grad_reduce: bool = setting("send gradients bucket by bucket during backward; on by default, unlike in Megatron-LM", True)
+    overlap_param_gather: bool = setting(
+        "gather weights under ZeRO bucket by bucket while the next forward runs; on by default, unlike in Megatron-LM", True
+    )
+    ddp_bucket_size: int | None = setting("elements in a bucket of gradients or weights; derived: 2^25", None, legal=COUNT)
+
+    @property
+    def gradient_scaling(self) -> str | None:
+        """One of `GRAD_SCALINGS`; None for the exchange fp32-sum, which cannot overflow."""
+        return self.grad_scaling or ("auto" if self.grad_exchange == "nccl" else None)
+
+    @property
+    def mu_adaptation(self) -> str | None:
+        """One of `MU_RULES`; None where no mu adapts itself."""
+        return self.mu_rule or ("halve" if self.gradient_scaling == "auto" else None)
+
+    @property
+    def bucket_size(self) -> int:
+        """Elements that travel together; a larger tensor is a bucket of its own."""
+        return self.ddp_bucket_size or 2**25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +306,7 @@ class Config:
     training: TrainingConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     data: DataConfig = field(default_factory=DataConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -252,6 +315,11 @@ class Config:
     def lr_decay_iters(self) -> int:
         """Iteration at which the learning rate reaches `min_lr`."""
         return self.optimizer.lr_decay_iters or self.training.train_iters
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether each data-parallel process keeps and updates only its own part of the optimizer's states (ZeRO)."""
+        return self.parallel.use_distributed_optimizer or self.precision.name == "O3"
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """`vocab_size` up to the next multiple of make_vocab_size_divisible_by x TP: rows of the embedding."""

@@ -13,7 +13,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron.lm.config import Config
 from megatron.lm.presets import flops_per_token
+from megatron.lm.process_groups import device
 from megatron.lm.step import StepResult, Training
+from msamp.comm.counters import KINDS
 
 # Dense BF16 peak by compute capability 9.0 (H100 and H200 SXM data sheet): the denominator of MFU at every precision, as in the papers.
 HOPPER_PEAK_TFLOPS = 989.0
@@ -32,6 +34,13 @@ def memory_gib() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return psutil.Process().memory_info().rss / 2**30
+
+
+def least_and_most(value: float) -> tuple[float, float]:
+    """The least and the greatest of the ranks' values; collective."""
+    values = torch.tensor([-value, value], dtype=torch.float64, device=device())
+    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
+    return -float(values[0]), float(values[1])
 
 
 def duration(seconds: float) -> str:
@@ -66,6 +75,7 @@ class Metrics:
         self.peak = peak_tflops(config)
         self.start_iteration, self.start_time = training.iteration, time.perf_counter()
         self.skipped = training.optimizer.skipped_steps
+        self.grad_sync = training.grad_sync
         self.writer = SummaryWriter(config.logging.tensorboard_dir) if self.main and config.logging.tensorboard_dir else None
         self.file = None
         if self.main and config.logging.metrics_file:
@@ -87,8 +97,12 @@ class Metrics:
         """Take in one step; report where the interval ends."""
         self.steps.append(step)
         self.skipped += step.skipped
-        if iteration % self.config.logging.log_interval == 0 or iteration == self.config.training.train_iters:
+        if self.reports(iteration):
             self.report(iteration)
+
+    def reports(self, iteration: int) -> bool:
+        """Whether an interval ends with this iteration."""
+        return iteration % self.config.logging.log_interval == 0 or iteration == self.config.training.train_iters
 
     def report(self, iteration: int) -> None:
         """Report the steps since the last report, if there are any; collective."""
@@ -102,6 +116,8 @@ class Metrics:
         torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
         loss = float(sums[0] / sums[1])
         seconds = (time.perf_counter() - self.interval_start - self.paused) / len(self.steps)
+        memory = least_and_most(memory_gib())
+        communication = self._communication()
         if not self.main:
             return
         tokens_per_s = self.tokens_a_step / seconds
@@ -120,17 +136,35 @@ class Metrics:
             "tokens_per_s": tokens_per_s,
             "tflops": tflops,
             "mfu": tflops / self.peak if self.peak else None,
-            "memory_gib": memory_gib(),
+            "memory_gib": memory[1],
+            "memory_gib_min": memory[0],
+            **communication,
         }
         self.write(row)
+        spread = " to ".join(dict.fromkeys(f"{value:.2f}" for value in memory))
         mfu = f" (MFU {100 * row['mfu']:.1f}% of {self.peak:g})" if row["mfu"] is not None else ""
         print(
             f"iteration {iteration:>7}/{self.config.training.train_iters} | tokens {row['tokens']:.3e} | loss {loss:.4f} | "
             f"lr {last.lr:.3e} | grad norm {row['grad_norm']:.3f} | skipped {self.skipped} | step {row['step_ms']:.1f} ms | "
-            f"{tokens_per_s:,.0f} tokens/s | {tflops:.2f} TFLOP/s/device{mfu} | memory {row['memory_gib']:.2f} GiB | "
+            f"{tokens_per_s:,.0f} tokens/s | {tflops:.2f} TFLOP/s/device{mfu} | memory {spread} GiB | "
+            f"sent {row['sent_weight_mib']:.2f} MiB a step | "
             f"left {duration(left)}",
             flush=True,
         )
+
+    def _communication(self) -> dict[str, Any]:
+        """What this rank sent in a step of the interval, by kind and collective; how the last step's gradients fared; collective."""
+        sync, steps = self.grad_sync, len(self.steps)
+        sent = sync.sent.take()
+        row: dict[str, Any] = {
+            f"sent_{kind}_mib": sum(size for (k, _), size in sent.items() if k == kind) / steps / 2**20 for kind in KINDS
+        }
+        row["sent_bytes"] = {f"{kind} {collective}": size / steps for (kind, collective), size in sorted(sent.items())}
+        if sync.statistics.numel and sync.statistics.active:
+            row |= sync.statistics.shares(sync.peers)
+        if sync.autoscale is not None:
+            row |= {"mu_min": float(sync.autoscale.mu.min()), "mu_max": float(sync.autoscale.mu.max())}
+        return row
 
     def evaluation(self, kind: str, iteration: int, loss: float, bits_per_byte: float | None) -> None:
         """Report the loss (nats a token) of the `valid` or `test` split."""

@@ -1,18 +1,21 @@
 """The trainer's optimizer and learning-rate schedule: which parameter gets which formats, and decay or none."""
 
 from dataclasses import replace
+from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from megatron.lm.config import Config, PrecisionConfig
 from megatron.lm.model.linear import FP8Gemm
+from msamp.comm.grad_sync import GradSync
 from msamp.numerics import formats, recipe
 from msamp.numerics.recipe import FP32_STATES, Recipe
 from msamp.numerics.scaling import Current
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
 from msamp.optim.master import is_own_master, weight_format
+from msamp.parallel.greedy_zero import GreedyZeRO
 
 
 def build_recipe(precision: PrecisionConfig) -> Recipe:
@@ -29,13 +32,12 @@ def build_recipe(precision: PrecisionConfig) -> Recipe:
     return base.with_states(**{key: formats.by_name(name) for key, name in names.items() if name is not None})
 
 
-def build_optimizer(model: nn.Module, config: Config, recipe: Recipe) -> FP8AdamW:
-    """FP8AdamW in up to three groups: linear weights, other matrices (embeddings, LM head), vectors (norms, biases).
+def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+    """Up to three groups: linear weights, other matrices (embeddings, LM head), vectors (norms, biases).
 
     Matrices decay; vectors do not (as in Megatron-LM) and have FP32 states. At the FP8 levels the embedding's gradient is
     BF16, its master and moments those of a linear weight.
     """
-    optim = config.optimizer
     params = list(model.parameters())
     linear = [p for p in params if isinstance(p, ScalingTensor)]
     matrices = [p for p in params if p.dim() > 1 and not isinstance(p, ScalingTensor)]
@@ -46,24 +48,30 @@ def build_optimizer(model: nn.Module, config: Config, recipe: Recipe) -> FP8Adam
         {"params": matrices, "formats": matrix_states, "wd_mult": 1.0},
         {"params": vectors, "formats": FP32_STATES, "wd_mult": 0.0},
     ]
-    optimizer = FP8AdamW(
-        [group for group in groups if group["params"]],
-        lr=optim.lr,
-        betas=(optim.adam_beta1, optim.adam_beta2),
-        eps=optim.adam_eps,
-        weight_decay=optim.weight_decay,
-        clip_grad=optim.clip_grad or None,
-    )
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, config: Config, recipe: Recipe, grad_sync: GradSync) -> FP8AdamW:
+    """The optimizer of this rank: all states, or under ZeRO those of the tensors it owns."""
+    optim = config.optimizer
+    settings: dict[str, Any] = {
+        "lr": optim.lr,
+        "betas": (optim.adam_beta1, optim.adam_beta2),
+        "eps": optim.adam_eps,
+        "weight_decay": optim.weight_decay,
+        "clip_grad": optim.clip_grad or None,
+    }
+    groups = parameter_groups(model, recipe)
+    optimizer: FP8AdamW
+    if grad_sync.shard:
+        optimizer = GreedyZeRO(groups, grad_sync, overlap=config.communication.overlap_param_gather, **settings)
+    else:
+        optimizer = FP8AdamW(groups, **settings)
     for layer in model.modules():
         values = layer.take_initial_weight() if isinstance(layer, FP8Gemm) else None
         if values is not None:
             optimizer.init_master(layer.weight, values)  # type: ignore[arg-type]
     return optimizer
-
-
-def gradient_formats(optimizer: FP8AdamW) -> dict[nn.Parameter, formats.Format]:
-    """Each parameter's gradient format, in the optimizer's order."""
-    return {p: formats.by_name(group["formats"]["grad"]) for group in optimizer.param_groups for p in group["params"]}
 
 
 def build_schedule(optimizer: FP8AdamW, config: Config) -> OptimizerParamScheduler:
@@ -85,19 +93,20 @@ def build_schedule(optimizer: FP8AdamW, config: Config) -> OptimizerParamSchedul
 
 
 def bytes_per_parameter(optimizer: FP8AdamW) -> dict[str, float]:
-    """Mean bytes a parameter that each kind of state takes, by its format, over all parameters of this rank.
+    """Mean bytes a parameter of the model that each kind of state takes on this rank, by its format.
 
     Keys: weight, master (0 where the weight is its own), m, v, and grad: the gradient that the optimizer takes (while
-    several micro-batches or ranks are summed it is BF16 where it will be FP8).
+    several micro-batches are summed it is wider where it will be FP8). Under ZeRO a rank has master, gradient and moments
+    of what it owns, and all weights.
     """
     total = dict.fromkeys(("weight", "master", "grad", "m", "v"), 0)
-    count = 0
-    for group in optimizer.param_groups:
-        named = {key: formats.by_name(name) for key, name in group["formats"].items()}
-        for p in group["params"]:
-            count += p.numel()
-            total["weight"] += p.numel() * weight_format(p).bytes
-            total["master"] += 0 if is_own_master(p, named["master"]) else p.numel() * named["master"].bytes
-            for key in ("grad", "m", "v"):
-                total[key] += p.numel() * named[key].bytes
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in params:
+        total["weight"] += p.numel() * weight_format(p).bytes
+    for piece in optimizer.pieces():
+        named = {key: formats.by_name(name) for key, name in piece.group["formats"].items()}
+        total["master"] += 0 if is_own_master(piece.param, named["master"]) else piece.weight.numel() * named["master"].bytes
+        for key in ("grad", "m", "v"):
+            total[key] += piece.weight.numel() * named[key].bytes
+    count = sum(p.numel() for p in params)
     return {key: size / count for key, size in total.items()}

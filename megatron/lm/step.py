@@ -12,9 +12,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron.lm.config import Config
-from megatron.lm.distributed import GradSync
 from megatron.lm.model.gpt import GPT
 from megatron.lm.model.loss import masked_mean_loss
+from msamp.comm.grad_sync import GradSync
 from msamp.nn.scaling_state import ScalingState
 from msamp.optim.adamw import FP8AdamW
 
@@ -49,7 +49,7 @@ class StepResult:
 
 
 def train_step(training: Training, batches: Batches) -> StepResult:
-    """Micro-batches forward and backward, gradients averaged, clipped, the update, new scales.
+    """Micro-batches forward and backward, gradients averaged while backward runs, clipped, the update, new scales.
 
     A step whose gradient is not finite changes no weight and does not advance the schedule; its data is consumed.
     """
@@ -57,11 +57,12 @@ def train_step(training: Training, batches: Batches) -> StepResult:
     training.grad_sync.clear()
     loss_sum, tokens = _forward_backward(training, batches, forward_only=False)
 
-    training.grad_sync.finish()  # p.main_grad: averaged over the ranks, in its format (FP8 at O1 to O3)
+    # Buckets have left during backward: min scale -> FP8 payload -> exchange -> FP32 sum, rounded once by its owner.
+    training.grad_sync.finish()
 
     skipped_before = training.optimizer.skipped_steps
     lr = training.optimizer.param_groups[0]["lr"]
-    training.optimizer.step()  # clip -> load -> AdamW in FP32 -> store
+    training.optimizer.step()  # clip -> load -> AdamW in FP32 -> store; under ZeRO on owned tensors, then gather the weights
     skipped = training.optimizer.skipped_steps > skipped_before
     if not skipped:
         training.schedule.step(1)

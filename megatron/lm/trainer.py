@@ -15,10 +15,10 @@ from megatron.lm.config import Config
 from megatron.lm.data.batch import batches
 from megatron.lm.data.datasets import build_datasets, split_blends
 from megatron.lm.data.tokenizer import build_tokenizer
-from megatron.lm.distributed import GradSync
-from megatron.lm.metrics import Metrics
+from megatron.lm.distributed import build_grad_sync
+from megatron.lm.metrics import Metrics, least_and_most
 from megatron.lm.model.gpt import build_model
-from megatron.lm.optim import build_optimizer, build_recipe, build_schedule, bytes_per_parameter, gradient_formats
+from megatron.lm.optim import build_optimizer, build_recipe, build_schedule, bytes_per_parameter
 from megatron.lm.precision_probe import probing
 from megatron.lm.step import Batches, Training, evaluate, train_step
 from msamp.kernels.scaled_mm import warn_if_emulated
@@ -35,16 +35,16 @@ def build_training(config: Config, vocab_size: int) -> Training:
     if recipe.fp8:
         warn_if_emulated(process_groups.device())
     model = build_model(config, recipe, vocab_size)
-    optimizer = build_optimizer(model, config, recipe)
-    micro_batches = config.num_micro_batches(torch.distributed.get_world_size())
+    grad_sync = build_grad_sync(model, config, recipe)
+    optimizer = build_optimizer(model, config, recipe, grad_sync)
     return Training(
         config=config,
         model=model,
         optimizer=optimizer,
         schedule=build_schedule(optimizer, config),
-        grad_sync=GradSync(gradient_formats(optimizer), parallel_state.get_data_parallel_group(), micro_batches),
+        grad_sync=grad_sync,
         scaling=ScalingState(model),
-        micro_batches=micro_batches,
+        micro_batches=config.num_micro_batches(torch.distributed.get_world_size()),
         vocab_size=vocab_size,
     )
 
@@ -74,20 +74,22 @@ class Trainer:
         return training.train_iters * batch, evaluation, evaluation
 
     def _announce(self) -> None:
-        model = self.training.model
-        parameters = sum(p.numel() for p in model.parameters())
-        sizes = bytes_per_parameter(self.training.optimizer)
-        self.metrics.write({"kind": "precision", "parameters": parameters, "bytes_per_parameter": sizes})
+        training, processes = self.training, torch.distributed.get_world_size()
+        parameters = sum(p.numel() for p in training.model.parameters())
+        sizes = bytes_per_parameter(training.optimizer)
+        low, high = least_and_most(parameters * sum(sizes.values()) / 2**30)
+        state = {"state_gib_min": low, "state_gib_max": high}
+        self.metrics.write({"kind": "precision", "parameters": parameters, "bytes_per_parameter": sizes} | state)
         if self.metrics.main:
-            if self.training.iteration:
-                print(f"resumed from {self.config.checkpoint.load} at iteration {self.training.iteration}")
+            if training.iteration:
+                print(f"resumed from {self.config.checkpoint.load} at iteration {training.iteration}")
             listed = ", ".join(f"{key} {size:.2f}" for key, size in sizes.items())
-            wire = ", gradients averaged in FP32" if self.training.grad_sync.ranks > 1 else ""
-            print(model)
+            zero = ", ZeRO" if training.grad_sync.shard else ""
+            print(training.model)
             print(
                 f"{parameters / 1e6:.1f}M parameters | precision {self.config.precision.name} | "
-                f"bytes a parameter {sum(sizes.values()):.2f} ({listed}) | "
-                f"{torch.distributed.get_world_size()} processes{wire} | micro-batches a step {self.training.micro_batches}",
+                f"bytes a parameter {sum(sizes.values()):.2f} ({listed}) | model state {low:.2f} to {high:.2f} GiB a process | "
+                f"{processes} processes{zero}, {training.grad_sync} | micro-batches a step {training.micro_batches}",
                 flush=True,
             )
 
@@ -109,6 +111,7 @@ class Trainer:
             raise ValueError("there is no training data; give --train-data-path, or a --split whose first share is not 0")
         stream = self._batches(self.train_data, training.consumed_samples)
         for iteration in range(training.iteration + 1, settings.train_iters + 1):
+            training.grad_sync.statistics.watch(self.metrics.reports(iteration))
             with self._probe(iteration):
                 result = train_step(training, stream)
             self.metrics.record(result, iteration)

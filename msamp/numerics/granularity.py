@@ -4,6 +4,7 @@ A granularity answers one question, the largest magnitude of each set of element
 (`scale_from_amax`, `quantize`, `dequantize`) works on any shape that broadcasts against the tensor.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -28,6 +29,16 @@ class Tensorwise:
             return torch.zeros((), dtype=torch.float32, device=x.device)
         low, high = torch.aminmax(x.detach())  # one pass and no copy of |x|; 20 times faster than a vector norm on a CPU
         amax = torch.maximum(-low, high).float()
+        return amax.masked_fill(amax.isnan(), float("inf"))
+
+    def amaxes(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """FP32 [len(xs)]: `amax` of each of several tensors on one device; on a GPU in a few launches for all of them."""
+        if not xs:
+            return torch.zeros(0)
+        if not xs[0].is_cuda:
+            return torch.stack([self.amax(x) for x in xs])
+        filled = [x.detach() if x.numel() else x.new_zeros(1) for x in xs]  # an empty tensor has no infinity norm
+        amax = torch.stack([norm.float() for norm in torch._foreach_norm(filled, float("inf"))])
         return amax.masked_fill(amax.isnan(), float("inf"))
 
     def __eq__(self, other: object) -> bool:

@@ -1,7 +1,7 @@
 """FP8 AdamW: AdamW whose master weights, gradients and moments each have a format of their own (FP8-LM section 2.2, Table 6)."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -9,13 +9,43 @@ import torch
 from msamp.numerics.formats import by_name
 from msamp.numerics.recipe import O2, StateFormats
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.clip import check_max_norm, clip_coefficient, grad_norm
+from msamp.optim.clip import check_max_norm, clip_coefficient, norms_from_square_sums, square_sum, tensor_amaxes, unit_scale
 from msamp.optim.master import is_own_master, make_master, weight_format
 from msamp.optim.state_fp8 import state_format
 from msamp.optim.update import Hyper, adam_
 
 # Elements updated at a time: each of the half dozen FP32 temporaries takes 128 MiB, or as much as the largest tensor.
 CHUNK = 2**25
+GRAD, M, V, MASTER = range(4)  # rows of the table of amaxes
+
+
+@dataclass(eq=False)
+class Piece:
+    """What one process updates of a parameter: all of it, or (ZeRO) some of its rows.
+
+    Attributes:
+        param: the parameter.
+        group: its parameter group.
+        index: its number over all groups: the order in which norms are added.
+        weight: what is updated in place, the parameter itself or a view of its rows; `optimizer.state` is keyed by it.
+        rows: which rows along dim 0 that is; None for all.
+        grad: in this step, in the group's gradient format.
+    """
+
+    param: torch.Tensor
+    group: dict[str, Any]
+    index: int
+    weight: torch.Tensor
+    rows: slice | None = None
+    grad: torch.Tensor | None = None
+
+    def copy_of(self, x: torch.Tensor) -> torch.Tensor:
+        """This piece of a state of the whole parameter: a copy of its rows, or `x` itself where the piece is everything."""
+        if self.rows is None:
+            return x
+        if isinstance(x, ScalingTensor):
+            return ScalingTensor(x.payload[self.rows].clone(), x.scale_inv.clone(), x.dtype)
+        return x[self.rows].clone()
 
 
 def format_names(formats: StateFormats) -> dict[str, str]:
@@ -102,42 +132,60 @@ class FP8AdamW(torch.optim.Optimizer):
 
     def init_master(self, p: torch.Tensor, values: torch.Tensor) -> None:
         """Start the master of `p` from `values`: what `p` was before it was rounded to FP8. No effect where `p` is its own master."""
-        for group in self.param_groups:
-            if any(q is p for q in group["params"]):
-                if not is_own_master(p, by_name(group["formats"]["master"])):
-                    self._init_state(p, group["formats"], values)
-                return
-        raise ValueError(f"a parameter of shape {tuple(p.shape)} is not in this optimizer; add its group first")
+        if not any(q is p for group in self.param_groups for q in group["params"]):
+            raise ValueError(f"a parameter of shape {tuple(p.shape)} is not in this optimizer; add its group first")
+        for piece in self.pieces():
+            if piece.param is p and not is_own_master(p, by_name(piece.group["formats"]["master"])):
+                self._init_state(piece, values)
 
     def restart(self) -> None:
         """Start all masters and moments anew from the parameters as they are: after weights were loaded by themselves."""
         self.state.clear()
 
-    def _init_state(self, p: torch.Tensor, formats: dict[str, str], values: torch.Tensor | None = None) -> None:
+    def _init_state(self, piece: Piece, values: torch.Tensor | None = None) -> None:
+        formats = piece.group["formats"]
         master = by_name(formats["master"])
-        state = self.state[p]
+        state = self.state[piece.weight]
         state["step"] = torch.zeros(())
-        state["exp_avg"] = state_format(by_name(formats["m"])).init(p)
-        state["exp_avg_sq"] = state_format(by_name(formats["v"])).init(p)
-        if not is_own_master(p, master):
-            state["master"] = make_master(p, master, values)
+        state["exp_avg"] = state_format(by_name(formats["m"])).init(piece.weight)
+        state["exp_avg_sq"] = state_format(by_name(formats["v"])).init(piece.weight)
+        if not is_own_master(piece.param, master):
+            # From the whole parameter, so that its scale does not depend on how it is cut.
+            state["master"] = piece.copy_of(make_master(piece.param, master, values))
 
-    def _gradients(self) -> list[torch.Tensor]:
-        """Every group's gradients in parameter order, quantised to the group's gradient format."""
-        gradients: list[torch.Tensor] = []
+    def pieces(self) -> list[Piece]:
+        """What this process updates, in parameter order."""
+        numbered = enumerate((group, p) for group in self.param_groups for p in group["params"])
+        return [Piece(p, group, index, p) for index, (group, p) in numbered]
+
+    def _ready(self) -> list[Piece]:
+        """Those with a gradient in this step, which they carry in its format."""
+        pieces = []
+        for piece in self.pieces():
+            g = gradient(piece.param)
+            if g is None:
+                continue
+            if g.is_sparse:
+                raise ValueError(f"the gradient of a parameter of shape {tuple(g.shape)} is sparse; use dense embeddings")
+            fmt = by_name(piece.group["formats"]["grad"])
+            if not isinstance(g, ScalingTensor):
+                g = ScalingTensor.quantize(g, fmt) if fmt.scaled else g.to(fmt.dtype)
+            piece.grad = g
+            pieces.append(piece)
+        return pieces
+
+    def _combine_max(self, table: torch.Tensor) -> torch.Tensor:
+        """FP32 [.., parameters] maxima of this process's pieces -> those of whole tensors."""
+        return table
+
+    def _combine_sum(self, table: torch.Tensor) -> torch.Tensor:
+        """int64 [parameters] sums over this process's pieces -> those over whole tensors."""
+        return table
+
+    def _batches(self, pieces: list[Piece], amaxes: torch.Tensor) -> Iterator[list[Piece]]:
+        """The pieces in the order of their update, some at a time, each batch of one group; `amaxes` as in `_amaxes`."""
         for group in self.param_groups:
-            fmt = by_name(group["formats"]["grad"])
-            for p in group["params"]:
-                g = gradient(p)
-                if g is None:
-                    continue
-                if g.is_sparse:
-                    raise ValueError(f"the gradient of a parameter of shape {tuple(p.shape)} is sparse; use dense embeddings")
-                if isinstance(g, ScalingTensor):
-                    gradients.append(g)
-                else:
-                    gradients.append(ScalingTensor.quantize(g, fmt) if fmt.scaled else g.to(fmt.dtype))
-        return gradients
+            yield from chunks([piece for piece in pieces if piece.group is group])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -146,59 +194,102 @@ class FP8AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gradients = self._gradients()
-        self.grad_norm = grad_norm(gradients)
+        pieces = self._ready()
+        fresh = [piece for piece in pieces if not self.state.get(piece.weight)]
+        for piece in fresh:
+            self._init_state(piece)
+        amaxes = self._combine_max(self._amaxes(pieces))
+        self.grad_norm = self._norm(pieces, amaxes[GRAD])
         # A gradient whose square leaves FP32 would leave the second moment without a bound; clipping brings it back in range.
         usable = self.grad_norm.isfinite() if self.clip_grad is not None else self.grad_norm.float().square().isfinite()
         if not bool(usable):
             self.skipped_steps += 1
+            for piece in fresh:  # a skipped step leaves no trace
+                del self.state[piece.weight]
             return loss
-        coefficient = None if self.clip_grad is None else clip_coefficient(self.grad_norm, self.clip_grad)
-        remaining = iter(gradients)
-        for group in self.param_groups:
-            pairs = [(p, next(remaining)) for p in group["params"] if gradient(p) is not None]
-            for p, _ in pairs:
-                if not self.state[p]:
-                    self._init_state(p, group["formats"])
-            for chunk in _chunks(pairs):
-                self._update(chunk, group, coefficient)
+        if self.clip_grad is None:
+            coefficient = None
+        else:
+            coefficient = clip_coefficient(self.grad_norm, self.clip_grad)
+            amaxes[GRAD] *= coefficient
+        for batch in self._batches(pieces, amaxes):
+            self._update(batch, amaxes[:, [piece.index for piece in batch]], coefficient)
         return loss
 
-    def _update(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], group: dict[str, Any], coefficient: torch.Tensor | None) -> None:
-        """Load, update, store for some parameters of one group."""
+    def _amaxes(self, pieces: list[Piece]) -> torch.Tensor:
+        """FP32 [4, parameters]: amax of gradient, m, v and master as stored; 0 where no scale will be taken from it."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        table = torch.zeros(4 * len(params), device=params[0].device)
+        places: list[int] = []
+        tensors: list[torch.Tensor] = []
+        for piece in pieces:
+            state, formats = self.state[piece.weight], piece.group["formats"]
+            scaled = {key: by_name(formats[key]).scaled for key in ("m", "v", "master")}
+            assert piece.grad is not None
+            needed = {GRAD: piece.grad}
+            if scaled["m"]:
+                needed[M] = state["exp_avg"]
+            if scaled["v"]:
+                needed[V] = state["exp_avg_sq"]
+            if scaled["master"] or isinstance(piece.weight, ScalingTensor) or not piece.group["decoupled"]:
+                needed[MASTER] = state.get("master", piece.weight)
+            places += [row * len(params) + piece.index for row in needed]
+            tensors += needed.values()
+        if tensors:
+            index = torch.tensor(places).to(table.device, non_blocking=True)
+            table.scatter_reduce_(0, index, tensor_amaxes(tensors), "amax")
+        return table.view(4, -1)
+
+    def _norm(self, pieces: list[Piece], amax: torch.Tensor) -> torch.Tensor:
+        """FP64 0-dim norm of all gradients, whichever process holds them."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        scales = unit_scale(amax).unbind()
+        sums: list[torch.Tensor] = [torch.zeros((), dtype=torch.int64, device=amax.device)] * len(params)
+        for piece in pieces:
+            assert piece.grad is not None
+            for part in fp32_values(piece.grad).flatten().split(CHUNK):
+                sums[piece.index] = sums[piece.index] + square_sum(part, scales[piece.index], piece.param.numel())
+        totals = self._combine_sum(torch.stack(sums))
+        return torch.linalg.vector_norm(norms_from_square_sums(totals, amax, [p.numel() for p in params]))
+
+    def _update(self, pieces: list[Piece], amaxes: torch.Tensor, coefficient: torch.Tensor | None) -> None:
+        """Load, update, store for some pieces of one group.
+
+        Args:
+            amaxes: FP32 [4, pieces]: of the whole tensors that the pieces belong to, the gradient's after clipping.
+        """
+        group = pieces[0].group
         formats = {name: by_name(value) for name, value in group["formats"].items()}
         m_format, v_format, master_format = (state_format(formats[k]) for k in ("m", "v", "master"))
-        states = [self.state[p] for p, _ in pairs]
+        states = [self.state[piece.weight] for piece in pieces]
         stored_m, stored_v = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
-        stored_master = [s.get("master", p) for s, (p, _) in zip(states, pairs, strict=True)]
-        gs = [fp32_values(g) for _, g in pairs]
+        stored_master = [s.get("master", piece.weight) for s, piece in zip(states, pieces, strict=True)]
+        gs = [fp32_values(piece.grad) for piece in pieces]  # type: ignore[arg-type]
         if coefficient is not None:
             gs = [g * coefficient for g in gs]
         ms, vs, ps = m_format.load(stored_m), v_format.load(stored_v), master_format.load(stored_master)
-        weight_decay = group["weight_decay"]
+        g_amax, weight_decay = amaxes[GRAD], group["weight_decay"]
         if weight_decay and not group["decoupled"]:  # Adam's decay is part of the gradient, so the bounds must see it
             gs, weight_decay = list(torch._foreach_add(gs, ps, alpha=weight_decay)), 0.0
+            g_amax = g_amax + group["weight_decay"] * amaxes[MASTER]
         for s in states:
             s["step"] += 1
         beta1, beta2 = group["betas"]
-        m_bound = v_bound = p_bound = None
-        if formats["m"].scaled or formats["v"].scaled:
-            g_amax = _amaxes(gs)
-            m_bound = beta1 * _amaxes(ms) + (1 - beta1) * g_amax
-            v_bound = beta2 * _amaxes(vs) + (1 - beta2) * g_amax.square()
-        if formats["master"].scaled or any(isinstance(p, ScalingTensor) for p, _ in pairs):
-            p_bound = 2.0 * _amaxes(ps)
+        m_bound = beta1 * amaxes[M] + (1 - beta1) * g_amax
+        v_bound = beta2 * amaxes[V] + (1 - beta2) * g_amax.square()
+        p_bound = 2.0 * amaxes[MASTER]
         hyper = Hyper(float(group["lr"]), beta1, beta2, group["eps"], weight_decay)
         adam_(ps, ms, vs, gs, [int(s["step"]) for s in states], hyper)
         m_format.store_(stored_m, ms, m_bound)
         v_format.store_(stored_v, vs, v_bound)
         master_format.store_(stored_master, ps, p_bound)
-        for i, (p, _) in enumerate(pairs):
-            if "master" in states[i]:
-                # From the master as it is stored: a cast of the unrounded update would let every weight whose master sits
-                # midway between two FP8 codes (one BF16 value in 16) jump by a code with an update too small for the master.
-                bound = p_bound[i : i + 1] if p_bound is not None else None
-                state_format(weight_format(p)).store_([p], master_format.load([stored_master[i]]), bound)
+        # A weight beside a master comes from the master as it is stored: a cast of the unrounded update would let every weight
+        # whose master sits midway between two FP8 codes (one BF16 value in 16) jump by a code with an update too small for the master.
+        apart = [i for i, state in enumerate(states) if "master" in state]
+        values = dict(zip(apart, master_format.load([stored_master[i] for i in apart]), strict=True))
+        for fmt in {weight_format(pieces[i].weight) for i in apart}:
+            alike = [i for i in apart if weight_format(pieces[i].weight) == fmt]
+            state_format(fmt).store_([pieces[i].weight for i in alike], [values[i] for i in alike], p_bound[alike])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states in the precision in which they were saved (torch's own would cast them to the parameter's dtype).
@@ -214,10 +305,11 @@ class FP8AdamW(torch.optim.Optimizer):
                 )
         super().load_state_dict({**state_dict, "state": {}})
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for i, p in zip(ids, params, strict=True):
-            if i in state_dict["state"]:
-                self.state[p] = {k: v if k == "step" else v.to(p.device) for k, v in state_dict["state"][i].items()}
+        for piece in self.pieces():
+            saved = state_dict["state"].get(ids[piece.index])
+            if saved is not None:
+                states = {key: piece.copy_of(value).to(piece.weight.device) for key, value in saved.items() if key != "step"}
+                self.state[piece.weight] = {"step": saved["step"].clone(), **states}
 
 
 def gradient(p: torch.Tensor) -> torch.Tensor | None:
@@ -226,21 +318,15 @@ def gradient(p: torch.Tensor) -> torch.Tensor | None:
     return p.grad if main_grad is None else main_grad
 
 
-def _amaxes(xs: list[torch.Tensor]) -> torch.Tensor:
-    """FP32 [len(xs)] amax of FP32 tensors."""
-    filled = [x if x.numel() else x.new_zeros(1) for x in xs]  # an empty tensor has no infinity norm
-    return torch.stack(torch._foreach_norm(filled, float("inf")))
-
-
-def _chunks(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Runs of parameters with at most CHUNK elements together (or one larger tensor)."""
-    chunk: list[tuple[torch.Tensor, torch.Tensor]] = []
+def chunks(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    """Runs of pieces with at most CHUNK elements together (or one larger piece)."""
+    chunk: list[Piece] = []
     elements = 0
-    for pair in pairs:
-        if chunk and elements + pair[0].numel() > CHUNK:
+    for piece in pieces:
+        if chunk and elements + piece.weight.numel() > CHUNK:
             yield chunk
             chunk, elements = [], 0
-        chunk.append(pair)
-        elements += pair[0].numel()
+        chunk.append(piece)
+        elements += piece.weight.numel()
     if chunk:
         yield chunk

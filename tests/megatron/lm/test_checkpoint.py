@@ -119,15 +119,7 @@ def test_a_skipped_step_is_remembered(prefix: Path, tmp_path: Path):
         assert made.training.optimizer.skipped_steps == 3
 
 
-# Two processes, then one. One spawn serves all.
-
-
-def two_processes(prefix: str, folder: str) -> dict[str, Any]:
-    shared = {"opt_level": "O2", "train_iters": 12, "global_batch_size": 8, "micro_batch_size": 4}
-    seen: dict[str, Any] = {"straight": trained(tiny.config(prefix, **shared))[0]}
-    seen["first"] = trained(tiny.config(prefix, exit_interval=6, save=folder, **shared))[0]
-    seen["resumed"] = trained(tiny.config(prefix, load=folder, **shared))[0]
-    return seen
+# Saves that do not come to their end
 
 
 def failing_save(folder: str) -> str:
@@ -142,32 +134,10 @@ def failing_save(folder: str) -> str:
         return str(error.value)
 
 
-@pytest.fixture(scope="module")
-def ranks(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
-    if torch.cuda.is_available():
-        pytest.skip("two processes on one GPU")
-    folder = tmp_path_factory.mktemp("two")
-    return dist.run(two_processes, 2, str(prefix), str(folder)), folder
-
-
-def test_two_processes_resume_bit_for_bit(ranks: tuple[list[dict[str, Any]], Path]):
-    seen = ranks[0][0]
-    assert seen["first"] + seen["resumed"] == seen["straight"]
-    assert sorted(path.name for path in (ranks[1] / "iter_0000006").iterdir()) == ["rng_00000.pt", "rng_00001.pt", "state.pt"]
-
-
-def test_one_process_goes_on_where_two_stopped(ranks: tuple[list[dict[str, Any]], Path], prefix: Path):
-    losses, _ = trained(tiny.config(prefix, opt_level="O2", train_iters=12, global_batch_size=8, micro_batch_size=8, load=str(ranks[1])))
-    assert losses == pytest.approx(ranks[0][0]["resumed"], rel=5e-3)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
 def test_a_save_that_fails_on_one_rank_ends_on_both(tmp_path: Path):
     for said in dist.run(failing_save, 2, str(tmp_path), timeout=40):
         assert "No space left" in said
-
-
-# Saves that do not come to their end
 
 
 @pytest.fixture(scope="module")

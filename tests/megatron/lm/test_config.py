@@ -7,7 +7,16 @@ from typing import get_type_hints
 import pytest
 
 from megatron.lm import config as settings
-from megatron.lm.config import Config, Interval, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
+from megatron.lm.config import (
+    CommunicationConfig,
+    Config,
+    Interval,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainingConfig,
+)
 
 SECTIONS = get_type_hints(Config)
 GPT = ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=64)
@@ -96,6 +105,50 @@ def test_recipe_name(flags, name):
 def test_contradictory_recipes_have_no_name():
     with pytest.raises(ValueError, match=r"--opt-level O2 and --bf16 contradict each other: keep one"):
         _ = PrecisionConfig(opt_level="O2", bf16=True).name
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_fp8_gradients", "accumulated_in"),
+    [
+        ({}, False, "fp32"),
+        ({"precision": "fp32"}, False, "fp32"),
+        ({"opt_level": "O1"}, True, "bf16"),
+        ({"opt_level": "O2", "grad_format": "fp8-e5m2"}, True, "bf16"),
+        ({"opt_level": "O2", "grad_format": "bf16"}, False, "fp32"),
+        ({"opt_level": "O3", "grad_accum_dtype": "fp8-sr"}, True, "fp8-sr"),
+    ],
+)
+def test_gradients_of_micro_batches(flags, has_fp8_gradients, accumulated_in):
+    precision = PrecisionConfig(**flags)
+    assert precision.has_fp8_gradients is has_fp8_gradients
+    assert precision.grad_accum == accumulated_in
+
+
+@pytest.mark.parametrize(
+    ("flags", "scaling", "rule"),
+    [
+        ({}, None, None),
+        ({"grad_exchange": "nccl"}, "auto", "halve"),
+        ({"grad_exchange": "nccl", "mu_rule": "paper"}, "auto", "paper"),
+        ({"grad_exchange": "nccl", "grad_scaling": "pre"}, "pre", None),
+    ],
+)
+def test_only_the_sum_of_nccl_has_a_mu(flags, scaling, rule):
+    communication = CommunicationConfig(**flags)
+    assert (communication.gradient_scaling, communication.mu_adaptation) == (scaling, rule)
+
+
+def test_buckets_hold_two_to_the_25_elements_unless_told():
+    assert CommunicationConfig().bucket_size == 2**25
+    assert CommunicationConfig(ddp_bucket_size=100).bucket_size == 100
+
+
+@pytest.mark.parametrize(
+    ("level", "asked", "shards"), [("O0", False, False), ("O0", True, True), ("O2", False, False), ("O2", True, True), ("O3", False, True)]
+)
+def test_O3_always_shards_the_optimizer(level, asked, shards):
+    config = make(precision=PrecisionConfig(opt_level=level), parallel=ParallelConfig(use_distributed_optimizer=asked))
+    assert config.shards_optimizer is shards
 
 
 def test_vocabulary_is_padded_for_the_tensor_parallel_size():

@@ -12,15 +12,22 @@ import pytest
 import tiny
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
 from megatron.lm import metrics, trainer
 from megatron.lm.config import Config
 from megatron.lm.metrics import Metrics, duration, memory_gib, peak_tflops
 from megatron.lm.presets import flops_per_token
 from megatron.lm.step import StepResult, Training
+from msamp.numerics.formats import FP32
+from msamp.parallel.data_parallel import grad_sync
 
 # The fields that tools read by name.
-TRAIN_KEYS = {"kind", "iteration", "tokens", "loss", "lr", "grad_norm", "skipped", "tokens_per_s", "tflops", "memory_gib"}
+TRAIN_KEYS = {"kind", "iteration", "tokens", "loss", "lr", "grad_norm", "skipped", "tokens_per_s", "tflops", "memory_gib"} | {
+    "memory_gib_min",
+    "sent_weight_mib",
+    "sent_activation_mib",
+}
 EVALUATION_KEYS = {"kind", "iteration", "tokens", "loss", "ppl", "bits_per_byte"}
 UNDERFLOW_KEYS = {"kind", "iteration", "layer", "tensor", "underflow", "saturation", "sqnr_db"}
 
@@ -59,7 +66,9 @@ def result(loss_sum: float, tokens: float, skipped: bool = False) -> StepResult:
 
 def new(config: Config, iteration: int = 0, skipped: int = 0) -> Metrics:
     """Metrics of a run that stands at `iteration`."""
-    training = SimpleNamespace(iteration=iteration, optimizer=SimpleNamespace(skipped_steps=skipped))
+    layer = nn.Linear(2, 2)
+    sync = grad_sync(layer, dict.fromkeys(layer.parameters(), FP32))
+    training = SimpleNamespace(iteration=iteration, optimizer=SimpleNamespace(skipped_steps=skipped), grad_sync=sync)
     return Metrics(config, vocab_size=64, training=cast("Training", training))
 
 
@@ -77,6 +86,9 @@ def test_the_arithmetic_of_an_interval(one_process: None, monkeypatch: pytest.Mo
     clock.pass_(1.0)
     made.record(result(300.0, 100.0), 1)
     assert rows == []
+    made.grad_sync.sent.add("weight", "all-to-all", 4 * 2**20)
+    made.grad_sync.sent.add("weight", "all-gather", 2 * 2**20)
+    made.grad_sync.sent.add("activation", "all-reduce", 2**20)
     clock.pass_(3.0)
     made.record(result(500.0, 100.0, skipped=True), 2)
     (row,) = rows
@@ -89,6 +101,10 @@ def test_the_arithmetic_of_an_interval(one_process: None, monkeypatch: pytest.Mo
     assert row["tokens_per_s"] == pytest.approx(tokens_per_s)
     assert row["tflops"] == pytest.approx(tokens_per_s * flops / 1e12)
     assert row["mfu"] == pytest.approx(tokens_per_s * flops / 1e12 / 1e-6)
+    assert row["memory_gib_min"] == row["memory_gib"] > 0  # the least and the most of one process
+    assert (row["sent_weight_mib"], row["sent_activation_mib"]) == (3.0, 0.5)  # a step
+    assert row["sent_bytes"] == {"weight all-to-all": 2**21, "weight all-gather": 2**20, "activation all-reduce": 2**19}
+    assert not {"grad_saturation", "mu_min"} & set(row)  # no gradient is scaled
     line = capsys.readouterr().out
     for part in (
         r"iteration +2/10 \|",
@@ -101,6 +117,7 @@ def test_the_arithmetic_of_an_interval(one_process: None, monkeypatch: pytest.Mo
         r"64 tokens/s \|",
         r"TFLOP/s/device \(MFU \d+\.\d% of 1e-06\) \|",
         r"memory \d+\.\d\d GiB \|",
+        r"sent 3\.00 MiB a step \|",
         r"left 0:00:16$",
     ):
         assert re.search(part, line, re.MULTILINE), (part, line)
@@ -204,7 +221,13 @@ def test_rows_of_the_metrics_file(prefix: Path, tmp_path: Path):
     assert all(set(row) >= TRAIN_KEYS for row in by_kind["train"])
     assert all(set(row) == EVALUATION_KEYS for row in by_kind["valid"] + by_kind["test"])
     assert all(set(row) == UNDERFLOW_KEYS for row in by_kind["underflow"])
-    assert set(by_kind["precision"][0]) == {"kind", "bytes_per_parameter", "parameters"}
+    assert set(by_kind["precision"][0]) == {"kind", "bytes_per_parameter", "parameters", "state_gib_min", "state_gib_max"}
+    for row in by_kind["train"]:
+        assert row["sent_bytes"] == {}  # there is no one to send to
+        assert row["grad_saturation"] == row["grad_saturation_reduced"] < 1e-3
+        assert row["grad_underflow"] >= row["grad_underflow_reduced"]
+        assert 0 < row["grad_underflow"] < 0.05
+        assert "mu_min" not in row
     for row in by_kind["train"]:
         for key in TRAIN_KEYS - {"kind"}:
             assert isinstance(row[key], int | float), key
@@ -213,6 +236,14 @@ def test_rows_of_the_metrics_file(prefix: Path, tmp_path: Path):
     again = tiny.run(tiny.config(prefix, metrics_file=str(file), **settings))
     assert len(again) == 2 * len(rows)  # a resumed run goes on in the same file
     assert again[: len(rows)] == rows
+
+
+def test_mu_is_in_the_rows_where_it_adapts(prefix: Path):
+    rows = [row for row in tiny.run(tiny.config(prefix, opt_level="O2", train_iters=3, grad_exchange="nccl")) if row["kind"] == "train"]
+    assert [row["mu_max"] for row in rows] == pytest.approx([4.0 ** (i / 1000) for i in (1, 2, 3)])
+    assert all(0.25 <= row["mu_min"] <= row["mu_max"] for row in rows)
+    fixed = tiny.run(tiny.config(prefix, opt_level="O2", train_iters=1, grad_exchange="nccl", grad_scaling="post"))
+    assert "mu_min" not in fixed[-1]
 
 
 def test_a_metrics_file_is_strict_json_even_where_a_step_was_not_finite(one_process: None, tmp_path: Path):

@@ -10,14 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from megatron.lm import process_groups
-from megatron.lm.config import Config, PrecisionConfig
+from megatron.lm.config import PrecisionConfig
+from megatron.lm.distributed import build_grad_sync
 from megatron.lm.model.gpt import GPT, build_model
-from megatron.lm.optim import build_optimizer, build_recipe, build_schedule, bytes_per_parameter, gradient_formats
+from megatron.lm.optim import build_optimizer, build_recipe, build_schedule, bytes_per_parameter
+from msamp.comm.grad_sync import GradSync
 from msamp.numerics import formats, recipe
+from msamp.numerics.formats import Format
 from msamp.numerics.scaling import Current, Delayed
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
+from msamp.parallel.greedy_zero import GreedyZeRO
 
+ZERO = {"opt_level": "O0", "use_distributed_optimizer": True}
 FP32 = {"master": "fp32", "grad": "fp32", "m": "fp32", "v": "fp32"}
 STATES = {
     "fp32": FP32,
@@ -43,20 +48,27 @@ def one_process() -> Iterator[None]:
         yield
 
 
-def build(**settings: Any) -> tuple[GPT, FP8AdamW, Config]:
+def build(**settings: Any) -> tuple[GPT, FP8AdamW, GradSync]:
     config = tiny.config("corpus", **settings)
     kind = build_recipe(config.precision)
     model = build_model(config, kind, tiny.VOCABULARY)
-    return model, build_optimizer(model, config, kind), config
+    sync = build_grad_sync(model, config, kind)
+    return model, build_optimizer(model, config, kind, sync), sync
 
 
-def step(model: GPT, optimizer: FP8AdamW) -> None:
-    """One update from made-up gradients in the formats that GradSync would leave."""
+def step(optimizer: FP8AdamW, sync: GradSync, scale: float = 1.0) -> None:
+    """One update from made-up gradients of this magnitude, left there until the next."""
     generator = torch.Generator().manual_seed(1)
-    for p, fmt in gradient_formats(optimizer).items():
-        g = torch.randn(p.shape, generator=generator).to(p.device, torch.bfloat16)
-        p.main_grad = ScalingTensor.quantize(g, fmt) if fmt.scaled else g.to(fmt.dtype)
+    sync.clear()
+    for p in sync.names:
+        p.grad = scale * torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+        sync.take(p)
+    sync.finish()
     optimizer.step()
+
+
+def gradient_formats(optimizer: FP8AdamW) -> dict[Tensor, Format]:
+    return {p: formats.by_name(group["formats"]["grad"]) for group in optimizer.param_groups for p in group["params"]}
 
 
 def format_of(x: Tensor) -> str:
@@ -70,7 +82,7 @@ def size_of(x: Tensor) -> int:
 
 @pytest.mark.parametrize("level", list(STATES))
 def test_groups_and_formats_of_a_level(level: str):
-    model, optimizer, _ = build(precision=level)
+    model, optimizer, sync = build(precision=level)
     names = {p: name for name, p in model.named_parameters()}
     groups = {frozenset(names[p] for p in group["params"]): group for group in optimizer.param_groups}
     linear = {name for name in names.values() if ".linear_" in name and name.endswith("weight")}
@@ -88,9 +100,8 @@ def test_groups_and_formats_of_a_level(level: str):
     for members, (states, decay) in expected.items():
         assert groups[members]["formats"] == states
         assert groups[members]["weight_decay"] == pytest.approx(decay)
-    assert gradient_formats(optimizer) == {
-        p: formats.by_name(group["formats"]["grad"]) for group in optimizer.param_groups for p in group["params"]
-    }
+    assert gradient_formats(optimizer) == {p: sync.bucket_of(p).format for p in names}
+    assert isinstance(optimizer, GreedyZeRO) == sync.shard == (level == "O3")
 
 
 def test_an_untied_head_is_a_matrix_like_the_embedding():
@@ -103,8 +114,8 @@ def test_an_untied_head_is_a_matrix_like_the_embedding():
 @pytest.mark.parametrize("row", list(TABLE_6))
 def test_rows_of_table_6(row: str):
     flags, (weight, master, m, v) = TABLE_6[row]
-    model, optimizer, _ = build(**flags)
-    step(model, optimizer)
+    model, optimizer, sync = build(**flags)
+    step(optimizer, sync)
     layer = model.decoder.layers[0].mlp.linear_fc1.weight
     state = optimizer.state[layer]
     assert format_of(layer) == weight
@@ -137,18 +148,16 @@ def test_recipes_of_the_flags():
 
 @pytest.mark.parametrize("level", list(STATES))
 def test_vectors_do_not_decay_and_matrices_do(level: str):
-    model, optimizer, config = build(precision=level, lr=0.1, weight_decay=0.5, lr_warmup_iters=0)
-    build_schedule(optimizer, config)
+    settings = {"precision": level, "lr": 0.1, "weight_decay": 0.5, "lr_warmup_iters": 0}
+    model, optimizer, sync = build(**settings)
+    build_schedule(optimizer, tiny.config("corpus", **settings))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("bias"):
                 p.fill_(0.5)
     before = {name: p.float() if not isinstance(p, ScalingTensor) else p.dequantize(torch.float32) for name, p in model.named_parameters()}
     before = {name: value.detach().clone() for name, value in before.items()}
-    for p, fmt in gradient_formats(optimizer).items():
-        zeros = torch.zeros(p.shape, dtype=torch.bfloat16, device=p.device)
-        p.main_grad = ScalingTensor.quantize(zeros, fmt) if fmt.scaled else zeros.to(fmt.dtype)
-    optimizer.step()
+    step(optimizer, sync, scale=0.0)
     for name, p in model.named_parameters():
         now = p.dequantize(torch.float32) if isinstance(p, ScalingTensor) else p.float()
         factor = 1 - 0.1 * 0.5 if p.dim() > 1 else 1.0
@@ -166,14 +175,18 @@ def test_the_o3_master_starts_from_the_weight_as_drawn():
     assert not torch.equal(weight.dequantize(), plain.decoder.layers[1].mlp.linear_fc2.weight)
 
 
-def measured(model: nn.Module, optimizer: FP8AdamW) -> dict[str, float]:
+def gradients(p: Tensor, sync: GradSync) -> list[Tensor]:
+    return [slot.grad for slot in sync.owned(p)] if sync.shard else [p.main_grad]
+
+
+def measured(model: nn.Module, optimizer: FP8AdamW, sync: GradSync) -> dict[str, float]:
     """Bytes a parameter, from the tensors that are there after a step."""
     params = list(model.parameters())
     states = [optimizer.state[p] for p in params]
     sizes = {
         "weight": sum(map(size_of, params)),
         "master": sum(size_of(state["master"]) for state in states if "master" in state),
-        "grad": sum(size_of(p.main_grad) for p in params),
+        "grad": sum(size_of(g) for p in params for g in gradients(p, sync)),
         "m": sum(size_of(state["exp_avg"]) for state in states),
         "v": sum(size_of(state["exp_avg_sq"]) for state in states),
     }
@@ -181,30 +194,30 @@ def measured(model: nn.Module, optimizer: FP8AdamW) -> dict[str, float]:
     return {key: size / count for key, size in sizes.items()}
 
 
-@pytest.mark.parametrize("flags", [{"precision": level} for level in STATES] + [flags for flags, _ in TABLE_6.values()], ids=str)
+@pytest.mark.parametrize("flags", [{"precision": level} for level in STATES] + [flags for flags, _ in TABLE_6.values()] + [ZERO], ids=str)
 def test_bytes_per_parameter_are_those_of_the_tensors(flags: dict[str, Any]):
-    model, optimizer, _ = build(**flags)
+    model, optimizer, sync = build(**flags)
     foretold = bytes_per_parameter(optimizer)
-    step(model, optimizer)
-    assert bytes_per_parameter(optimizer) == foretold == pytest.approx(measured(model, optimizer))
+    step(optimizer, sync)
+    assert bytes_per_parameter(optimizer) == foretold == pytest.approx(measured(model, optimizer, sync))
 
 
 def test_a_linear_weight_takes_six_bytes_at_o2_and_o3_adds_one():
     sums = {}
     for level in ("O2", "O3"):
-        model, optimizer, _ = build(opt_level=level)
-        step(model, optimizer)
+        model, optimizer, sync = build(opt_level=level)
+        step(optimizer, sync)
         p = model.decoder.layers[0].mlp.linear_fc1.weight
         state = optimizer.state[p]
-        tensors = [p, p.main_grad, state["exp_avg"], state["exp_avg_sq"], *([state["master"]] if "master" in state else [])]
+        tensors = [p, *gradients(p, sync), state["exp_avg"], state["exp_avg_sq"], *([state["master"]] if "master" in state else [])]
         sums[level] = sum(map(size_of, tensors)) / p.numel()
     assert sums == {"O2": 2 + 1 + 1 + 2, "O3": 1 + 2 + 1 + 1 + 2}
 
 
 def lrs(steps: int, **settings: Any) -> list[float]:
     """Learning rate of each of the first steps."""
-    _, optimizer, config = build(**settings)
-    schedule = build_schedule(optimizer, config)
+    _, optimizer, _ = build(**settings)
+    schedule = build_schedule(optimizer, tiny.config("corpus", **settings))
     found = []
     for _ in range(steps):
         rates = {group["lr"] for group in optimizer.param_groups}

@@ -94,7 +94,7 @@ BAD_SETTINGS = {
     "scaling without FP8": ("--precision fp32 --fp8-scaling current", ["--fp8-scaling current", "drop it"]),
     "tokenizer": ("--tokenizer-type WordTokenizer", ["WordTokenizer", "NullTokenizer", "GPT2BPETokenizer"]),
     "TP": ("--tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2", "start a multiple of 2"]),
-    "ZeRO": ("--use-distributed-optimizer", ["--use-distributed-optimizer", "drop it"]),
+    "exchange": ("--grad-exchange nccl", ["--grad-exchange nccl", "drop it"]),
     "no data": ("--data-path", ["--data-path PREFIX"]),
     "missing data": ("--data-path nothing", ["nothing.bin", "nothing.idx", "do not exist", "preprocess_data"]),
     "unknown flag": ("--learning-rate 1", ["--learning-rate"]),
@@ -130,10 +130,6 @@ def test_the_global_batch_counts_the_processes(
     code, _, said = run([*flags, "--global-batch-size", "6"], capsys)
     assert code == 2
     assert "--global-batch-size 6 is not divisible by --micro-batch-size 2 x 2 data-parallel processes: choose a multiple of 4" in said
-    code, _, said = run([*flags, "--opt-level", "O3"], capsys)
-    assert code == 2
-    assert "O3 runs on one process" in said
-    assert "use --opt-level O2" in said
     monkeypatch.setenv("WORLD_SIZE", "3")
     code, _, said = run([*flags, "--tensor-model-parallel-size", "2"], capsys)
     assert code == 2

@@ -1,18 +1,15 @@
-"""Whole runs: levels against each other, what must not change a trajectory, data-parallel runs, evaluation and saving on time."""
+"""Whole runs: levels against each other, what must not change a trajectory, evaluation and saving on time."""
 
 import json
 import math
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
 import tiny
 import torch
-from torch import Tensor
 
 from megatron.lm import step, trainer
-from megatron.lm.config import Config
 from megatron.lm.trainer import Trainer
 
 LEVELS = ("fp32", "bf16", "O1", "O2", "O3")
@@ -208,83 +205,6 @@ def test_a_planted_nan_is_skipped_and_counted_in_the_log_line(
 def test_no_training_data_is_refused(prefix: Path):
     with tiny.started(tiny.config(prefix)), pytest.raises(ValueError, match=r"no training data.*--split"):
         Trainer(tiny.config(prefix, split="0,1")).run()
-
-
-# Data parallel: two processes against one, with the same global batch. One spawn serves all.
-
-
-def trained(settings: Config) -> tuple[list[float], list[Tensor]]:
-    """Losses (rank 0 has them) and the bits of the weights after a run."""
-    rows: list[dict[str, Any]] = []
-    with tiny.trainer(settings) as made:
-        made.metrics.write = rows.append  # type: ignore[method-assign]
-        made.run()
-        return tiny.losses(rows), tiny.bits(made.training.model.parameters())
-
-
-def data_parallel(prefix: str) -> dict[str, Any]:
-    shared = {"global_batch_size": 8, "train_iters": 20}
-    seen: dict[str, Any] = {
-        level: trained(tiny.config(prefix, precision=level, micro_batch_size=4, **shared)) for level in ("fp32", "bf16", "O1", "O2")
-    }
-    seen["again"] = trained(tiny.config(prefix, precision="O2", micro_batch_size=4, **shared))
-    seen["accumulated"] = trained(tiny.config(prefix, precision="fp32", micro_batch_size=2, **shared))
-    rows = tiny.run(tiny.config(prefix, precision="fp32", micro_batch_size=4, eval_iters=2, eval_interval=5, **shared))
-    seen["evaluated"] = rows
-    return seen
-
-
-@pytest.fixture(scope="module")
-def ranks(prefix: Path) -> list[dict[str, Any]]:
-    if torch.cuda.is_available():
-        pytest.skip("two processes on one GPU")
-    return dist.run(data_parallel, 2, str(prefix))
-
-
-@pytest.fixture(scope="module")
-def alone(prefix: Path) -> dict[str, tuple[list[float], list[Tensor]]]:
-    shared = {"global_batch_size": 8, "micro_batch_size": 8, "train_iters": 20}
-    return {level: trained(tiny.config(prefix, precision=level, **shared)) for level in ("fp32", "bf16", "O1", "O2")}
-
-
-@pytest.mark.parametrize(("level", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-3), ("O1", 5e-3), ("O2", 5e-3)])
-def test_two_processes_train_as_one(ranks: list[dict], alone: dict, level: str, tolerance: float):
-    two, one = ranks[0][level][0], alone[level][0]
-    assert len(two) == 20
-    assert two[:10] == pytest.approx(one[:10], rel=min(tolerance, 2e-3))
-    assert two == pytest.approx(one, rel=tolerance)
-
-
-@pytest.mark.parametrize("level", ["fp32", "bf16", "O1", "O2"])
-def test_the_ranks_hold_the_same_weights(ranks: list[dict], level: str):
-    first, second = (rank[level][1] for rank in ranks)
-    assert tiny.same(first, second)
-
-
-def test_two_processes_give_the_same_bits_from_run_to_run(ranks: list[dict]):
-    assert ranks[0]["O2"][0] == ranks[0]["again"][0]
-    assert tiny.same(ranks[0]["O2"][1], ranks[0]["again"][1])
-
-
-def test_two_processes_with_micro_batches(ranks: list[dict], alone: dict):
-    assert ranks[0]["accumulated"][0] == pytest.approx(alone["fp32"][0], rel=1e-5)
-
-
-def test_evaluation_over_two_processes(ranks: list[dict], prefix: Path):
-    shared = {"global_batch_size": 8, "train_iters": 20, "eval_iters": 2, "eval_interval": 5}
-    one = tiny.run(tiny.config(prefix, precision="fp32", micro_batch_size=8, **shared))
-    two = ranks[0]["evaluated"]
-    assert kinds(two) == kinds(one)
-    for a, b in zip(two, one, strict=True):
-        if a["kind"] in ("valid", "test"):
-            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
-            assert a["tokens"] == b["tokens"] == a["iteration"] * 8 * 16
-    assert tiny.losses(two) == ranks[0]["fp32"][0]
-
-
-def test_micro_batches_two_by_four_equal_one_of_eight(prefix: Path, alone: dict):
-    two = tiny.losses(tiny.run(tiny.config(prefix, precision="fp32", micro_batch_size=4, global_batch_size=8, train_iters=20)))
-    assert two == pytest.approx(alone["fp32"][0], rel=1e-5)
 
 
 def test_batches_go_on_where_a_resume_starts(prefix: Path):

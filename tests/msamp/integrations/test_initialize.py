@@ -3,7 +3,6 @@
 import copy
 import io
 
-import dist
 import pytest
 import torch
 from numerics import make
@@ -395,23 +394,55 @@ def test_the_compiled_model_trains_alike():
 
 
 def test_the_three_lines_work_from_the_package_s_front_door():
-    assert set(msamp.__all__) >= {"initialize", "convert", "FP8Linear", "FP8AdamW", "ScalingTensor", "clip_grad_norm_", "recipes"}
+    names = "initialize convert FP8Linear FP8AdamW GradSync GreedyZeRO ScalingTensor clip_grad_norm_ grad_sync recipes"
+    assert set(msamp.__all__) >= set(names.split())
     assert all(hasattr(msamp, name) for name in msamp.__all__)
 
 
-def _initialize_on_a_rank() -> str:
+def test_on_one_process_zero_changes_nothing_and_gradients_are_the_user_s():
+    losses = []
+    for zero in (None, False, True):
+        model = mlp()
+        low, optimizer = msamp.initialize(model, adamw(model), "O3", zero=zero)
+        assert type(optimizer) is FP8AdamW
+        assert optimizer.grad_sync is None
+        with optimizer.no_sync():
+            low(next(batches(1))[0]).sum().backward()
+        assert all(p.grad is not None for p in low.parameters())
+        losses.append(train(low, optimizer, 5))
+    assert losses[0].equal(losses[1])
+    assert losses[0].equal(losses[2])
+
+
+def test_the_optimizer_clips():
+    def step(factor: float, clip_grad: float | None) -> tuple[float, torch.Tensor]:
+        model = mlp()
+        low, optimizer = msamp.initialize(model, adamw(model, eps=1.0), clip_grad=clip_grad)  # eps 1: Adam minds the gradient's size
+        (low(next(batches(1))[0]).sum() * factor).backward()
+        optimizer.step()
+        return optimizer.grad_norm.item(), low[2].bias.detach()
+
+    norm, _ = step(1.0, None)
+    clipped, halved = step(1.0, norm / 2), step(0.5, None)
+    assert clipped[0] == norm
+    assert torch.allclose(clipped[1], halved[1], rtol=1e-3)
     model = mlp()
-    for level in ("O1", "O2", "O3"):
-        with pytest.raises(ValueError, match="one process") as raised:
-            msamp.initialize(model, adamw(model), level)
+    with pytest.raises(ValueError, match=r"clipping norm is -1\.0; it must be greater than 0"):
+        msamp.initialize(model, adamw(model), clip_grad=-1.0)
     assert_untouched(model)
-    return str(raised.value)
 
 
-def test_several_processes_are_refused_by_name():
-    for text in dist.run(_initialize_on_a_rank, 2):
-        assert text.startswith("msamp.initialize runs on one process in this version, and there are 2; ")
-        assert "megatron.lm.pretrain" in text
+def test_distributed_data_parallel_is_refused(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(mlp())
+        with pytest.raises(ValueError, match=r"DistributedDataParallel cannot hold FP8 weights; give model\.module"):
+            msamp.initialize(model, adamw(model))
+        assert_untouched(model)
+        _, optimizer = msamp.initialize(model.module, adamw(model))  # a group of one is one process
+        assert optimizer.grad_sync is None
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.gpu

@@ -4,12 +4,20 @@ import math
 
 import pytest
 import torch
-from numerics import codes, make
+from numerics import KINDS, codes, make
 from torch import nn
 
 from msamp.numerics.formats import E4M3, E5M2, FP16
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.clip import clip_coefficient, clip_grad_norm_, grad_norm, tensor_norm
+from msamp.optim.clip import (
+    clip_coefficient,
+    clip_grad_norm_,
+    grad_norm,
+    norms_from_square_sums,
+    square_sum,
+    tensor_amaxes,
+    unit_scale,
+)
 
 
 def gradients(device="cpu") -> list[torch.Tensor]:
@@ -32,8 +40,8 @@ def parameters(grads: list[torch.Tensor]) -> list[nn.Parameter]:
 def test_the_norm_of_each_gradient_and_of_all(device):
     grads = gradients(device)
     for g in grads:
-        assert tensor_norm(g).dtype == torch.float64
-        assert tensor_norm(g).item() == pytest.approx(values(g).norm().item(), rel=1e-12)
+        assert grad_norm([g]).dtype == torch.float64
+        assert grad_norm([g]).item() == pytest.approx(values(g).norm().item(), rel=1e-12)
     want = math.sqrt(sum(values(g).square().sum().item() for g in grads))
     assert grad_norm(grads).item() == pytest.approx(want, rel=1e-12)
 
@@ -48,11 +56,74 @@ def test_a_norm_beyond_fp32_is_finite():
     assert grad_norm([torch.full((4,), 3e38), torch.full((4,), 3e38)]).item() == pytest.approx(math.sqrt(8) * 3e38, rel=1e-6)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+VALUES = {
+    **{f"{kind}, {rows} rows": make(kind, (rows, 16)) for kind in KINDS for rows in (1, 63, 500)},
+    "tiny": make("normal", (40, 8)) * 1e-38 * 1e-2,  # subnormal: the scale's exponent is at its limit
+    "smallest": torch.full((5, 3), 2.0**-149),
+    "huge": make("normal", (40, 8)).sign() * 3e38,
+    "bf16": make("log-normal", (63, 16)).bfloat16(),
+    "one": torch.full((), -0.3),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_norm_is_that_of_fp64(name, device):
+    x = VALUES[name]
+    assert x.isfinite().all()
+    assert grad_norm([x.to(device)]).item() == pytest.approx(x.double().norm().item(), rel=1e-12, abs=0)
+
+
+def test_in_a_large_tensor_small_values_count_beside_large_ones():
+    x = torch.full((2**22,), 2.0**-18)
+    x[0] = 1.0
+    assert grad_norm([x]).item() == pytest.approx(x.double().norm().item(), rel=2.0**-24)
+
+
+@pytest.mark.parametrize("cuts", [[500], [1, 499], [123, 0, 77, 300], [100] * 5])
+def test_squares_add_up_to_the_same_number_over_any_cut_and_in_any_order(cuts, device):
+    x = make("log-normal", (500, 7), device=device)
+    scale = unit_scale(tensor_amaxes([x]))[0]
+    parts = [square_sum(rows, scale, x.numel()) for rows in x.split(cuts)]
+    assert all(part.dtype == torch.int64 for part in parts)
+    total = square_sum(x[torch.randperm(500, device=device)], scale, x.numel())
+    assert sum(parts[1:], parts[0]).equal(total)
+    assert sum(reversed(parts[:-1]), parts[-1]).equal(total)
+    assert norms_from_square_sums(total[None], tensor_amaxes([x]), [x.numel()]).equal(grad_norm([x])[None])
+
+
+def test_squares_at_the_limits_do_not_overflow():
+    for value, numel in ((3.4e38, 2**16), (1.0, 2**20), (1.9999999, 2**20 - 1)):
+        x = torch.full((numel,), value)
+        assert grad_norm([x]).item() == pytest.approx(x[0].double().item() * math.sqrt(numel), rel=1e-12)
+
+
+def test_amaxes_of_all_kinds_at_once(device):
+    xs = [*gradients(device), torch.zeros(3, device=device), torch.empty(0, 4, device=device), torch.full((), -2.0, device=device)]
+    amaxes = tensor_amaxes(xs)
+    assert amaxes.dtype == torch.float32
+    assert amaxes.tolist() == [float(values(x).abs().max()) if x.numel() else 0.0 for x in xs]
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_an_amax_is_infinite_where_a_value_is_not_finite(bad, fmt, device):
+    x = torch.tensor([1.0, bad, 2.0], device=device)
+    payload = torch.tensor([1.0, float("nan"), 2.0], device=device).to(fmt.dtype)
+    poisoned = ScalingTensor.quantize(x, fmt)
+    assert tensor_amaxes([x, poisoned, x.bfloat16(), ScalingTensor(payload, torch.ones((), device=device))]).isposinf().all()
+
+
+def test_gradients_of_zeros_have_norm_zero():
+    zeros = [torch.zeros(4), ScalingTensor.quantize(torch.zeros(4, 4), E4M3), torch.zeros(0, 3)]
+    assert grad_norm(zeros).item() == 0
+    assert clip_grad_norm_(parameters(zeros), 1.0) == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_shows_in_the_norm(bad):
     x = make("normal", (8, 8))
     x[1, 1] = bad
-    for g in (x, ScalingTensor.quantize(x, E4M3)):
+    for g in (x, x.bfloat16(), ScalingTensor.quantize(x, E4M3), ScalingTensor.quantize(x, FP16)):
         assert not grad_norm([torch.ones(3), g]).isfinite()
 
 

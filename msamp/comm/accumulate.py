@@ -1,0 +1,81 @@
+"""How the micro-batch gradients of one parameter add up before they leave (`--grad-accum-dtype`)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from msamp.numerics.formats import Format
+from msamp.numerics.granularity import TENSORWISE
+from msamp.numerics.quantize import quantize, quantize_stochastic
+from msamp.numerics.scaling import inverse, scale_from_amax
+from msamp.numerics.tensor import ScalingTensor, fp32_values
+
+ACCUMULATORS = ("fp8", "fp8-sr", "bf16", "fp32")
+
+
+class Accumulator(Protocol):
+    """One way to add up gradients."""
+
+    def add(self, total: torch.Tensor | None, g: torch.Tensor) -> torch.Tensor:
+        """The sum so far with `g` in it. Values that are not finite stay visible in it, whatever is added later.
+
+        Args:
+            total: what `add` returned for the micro-batch before, used up by this call; None for the first.
+            g: FP32 or BF16, handed over (p.grad, which is dropped): a first `g` of the right dtype is the total from then
+                on, without a copy, and a later `add` writes into it. Else `g` is only read.
+
+        Returns:
+            A plain tensor, or a ScalingTensor with a NaN `scale_inv` where a value was not finite; in the shape of `g`.
+        """
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A plain tensor of `dtype`, added to in place: the sum is taken in FP32 and rounded to nearest even."""
+
+    dtype: torch.dtype
+
+    def add(self, total: torch.Tensor | None, g: torch.Tensor) -> torch.Tensor:
+        return g.detach().to(self.dtype) if total is None else total.add_(g.detach())
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A ScalingTensor of `fmt`: every sum is taken in FP32 and rounded anew by `rounding`, with its own just-in-time scale."""
+
+    fmt: Format
+    rounding: Callable[[torch.Tensor, torch.Tensor, Format], torch.Tensor]
+
+    def add(self, total: torch.Tensor | None, g: torch.Tensor) -> torch.Tensor:
+        values = fp32_values(g) if total is None else fp32_values(total) + fp32_values(g)
+        amax = TENSORWISE.amax(values)
+        scale = scale_from_amax(amax, self.fmt.max)
+        scale_inv = inverse(scale).masked_fill(~amax.isfinite(), float("nan"))
+        return ScalingTensor(self.rounding(values, scale, self.fmt), scale_inv, g.dtype)
+
+
+def accumulator(name: str, fmt: Format, generator: torch.Generator | None = None) -> Accumulator:
+    """The accumulator that a flag names, for a parameter whose gradient leaves in `fmt`.
+
+    Args:
+        name: one of `ACCUMULATORS`. "fp8" rounds every sum to nearest even in `fmt`, as in the paper: over many micro-batches
+            it loses what is small beside the sum. "fp8-sr" rounds stochastically, which is unbiased. For a gradient that has
+            no scale (FP32, BF16) they and "bf16" mean its own dtype; "fp32" means FP32 for every gradient.
+        fmt: the parameter's gradient format.
+        generator: the random numbers of "fp8-sr", on the gradients' device; seed it for runs that repeat.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if name not in ACCUMULATORS:
+        raise ValueError(f"gradient accumulation {name!r} is unknown; choose one of {', '.join(ACCUMULATORS)}")
+    if name == "fp32":
+        return Plain(torch.float32)
+    if not fmt.scaled:
+        return Plain(fmt.dtype)
+    if name == "bf16":
+        return Plain(torch.bfloat16)
+    return Scaled(fmt, quantize if name == "fp8" else partial(quantize_stochastic, generator=generator))

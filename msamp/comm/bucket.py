@@ -1,0 +1,126 @@
+"""Where the gradients of some parameters stand in one flat buffer: slice r is exactly what rank r owns, and nothing is padded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from msamp.numerics.formats import Format
+
+
+class Piece(Protocol):
+    """Rows `[row, row + rows)` of parameter `tensor`, and the rank that owns them (`msamp.parallel.partition` makes them)."""
+
+    @property
+    def tensor(self) -> int: ...
+    @property
+    def row(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def owner(self) -> int: ...
+
+
+@dataclass(eq=False)
+class Slot:
+    """One piece of a parameter in a bucket.
+
+    Attributes:
+        index: place of the parameter in the bucket.
+        row, rows: its rows along dim 0 (a 0-dim parameter has one).
+        owner: rank that sums it and, under ZeRO, updates it.
+        start, elements: its place in the flat buffer.
+        grad: on the owner under ZeRO, after `GradSync.finish`: the averaged gradient of these rows; None without one.
+    """
+
+    index: int
+    row: int
+    rows: int
+    owner: int
+    start: int
+    elements: int
+    grad: torch.Tensor | None = None
+
+
+class Bucket:
+    """Layout of a bucket, and the gradients that have arrived for it in this step.
+
+    Args:
+        params: in the order in which their gradients appear.
+        names: theirs, for messages.
+        fmt: the format in which their gradients travel.
+        pieces: of these parameters, `tensor` being the place in `params`; they tile every parameter.
+        ranks, rank: of the data-parallel group.
+
+    Attributes:
+        slots: all pieces in the order of the flat buffer, by (owner, parameter, row).
+        owned: those of this rank.
+        sizes: elements that each rank owns.
+        cut: whether a parameter is in more than one piece.
+        own: this rank's slice of the flat buffer.
+        gradients: this rank's own, by place in `params`; None where none has come.
+        waiting: how many have not come.
+        sent: whether the bucket has left in this step.
+        absent: parameters of which no rank had a gradient, by place.
+    """
+
+    def __init__(
+        self, params: Sequence[torch.Tensor], names: Sequence[str], fmt: Format, pieces: Sequence[Piece], ranks: int, rank: int
+    ) -> None:
+        self.params = list(params)
+        self.names = list(names)
+        self.format = fmt
+        self.slots: list[Slot] = []
+        self.sizes = [0] * ranks
+        start = 0
+        for piece in sorted(pieces, key=lambda piece: (piece.owner, piece.tensor, piece.row)):
+            p = self.params[piece.tensor]
+            elements = piece.rows * (p.numel() // max(1, p.shape[0])) if p.dim() else 1
+            self.slots.append(Slot(piece.tensor, piece.row, piece.rows, piece.owner, start, elements))
+            self.sizes[piece.owner] += elements
+            start += elements
+        self.owned = [slot for slot in self.slots if slot.owner == rank]
+        self.own = slice(sum(self.sizes[:rank]), sum(self.sizes[: rank + 1]))
+        self.cut = len(self.slots) > len(self.params)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the gradients of the last step."""
+        self.gradients: list[torch.Tensor | None] = [None] * len(self.params)
+        self.waiting = len(self.params)
+        self.sent = False
+        self.absent: set[int] = set()
+        for slot in self.owned:
+            slot.grad = None
+
+    def __str__(self) -> str:
+        return self.names[0] if len(self.names) == 1 else f"{self.names[0]} ... {self.names[-1]}"
+
+    def rows_of(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:
+        """The rows of a slot, flat, from `x` in the shape of its parameter."""
+        first = slot.row * (slot.elements // slot.rows) if slot.rows else 0
+        return x.reshape(-1)[first : first + slot.elements]
+
+    def flatten(self, payloads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The flat buffer from one payload a parameter, each of the parameter's shape and of one dtype."""
+        dtype = payloads[0].dtype
+        flat = torch.cat([as_bytes(self.rows_of(slot, payloads[slot.index])) for slot in self.slots])
+        return flat.view(dtype)
+
+    def unflatten(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """One payload a parameter, in its shape, from the flat buffer: a view of it where the parameter is whole."""
+        parts: list[list[tuple[int, torch.Tensor]]] = [[] for _ in self.params]
+        for slot in self.slots:
+            parts[slot.index].append((slot.row, flat[slot.start : slot.start + slot.elements]))
+        payloads = []
+        for p, pieces in zip(self.params, parts, strict=True):
+            ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
+            whole = ordered[0] if len(ordered) == 1 else torch.cat([as_bytes(piece) for piece in ordered]).view(flat.dtype)
+            payloads.append(whole.view(p.shape))
+        return payloads
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """A flat contiguous tensor as uint8: what any backend carries, and what FP8 tensors can be concatenated as everywhere."""
+    return x.view(torch.uint8)

@@ -1,0 +1,121 @@
+"""The collectives of the data-parallel group: any dtype over any backend, bytes counted, and a lost rank named."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from msamp.comm.bucket import as_bytes
+from msamp.comm.counters import WireBytes, all_gather_sent, all_reduce_sent, all_to_all_sent
+
+ROLL_CALL_SECONDS = 5.0  # how long a rank that saw a collective fail waits for the others to say that they are alive
+
+
+class Peers:
+    """The ranks of a group, as seen from this one. With one rank no collective is run.
+
+    Over gloo everything goes by all-to-all, where each rank talks to each: a lost rank fails all others at once, while in
+    a ring those that are not its neighbours go on waiting and look lost themselves.
+
+    Args:
+        group: None is this process alone.
+        sent: where the bytes that this rank sends are counted.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, sent: WireBytes) -> None:
+        self.group = group
+        self.ranks = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.nccl = group is not None and self.ranks > 1 and dist.get_backend(group) == "nccl"
+        self.sent = sent
+
+    def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str, kind: str | None = "weight") -> torch.Tensor:
+        """`x` combined over the ranks, in place; NCCL also sums float8 (each hop rounds and saturates). `kind` None is not counted."""
+        if self.ranks > 1:
+            run = dist.all_reduce if self.nccl else _all_reduce_by_exchange
+            self.run(lambda: run(x, op, self.group), f"all-reduce of {what}")
+            if kind is not None:
+                self.sent.add(kind, "all-reduce", all_reduce_sent(x.nbytes, self.ranks))
+        return x
+
+    def all_to_all(self, flat: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight") -> list[torch.Tensor]:
+        """Slice r of `flat` (`sizes[r]` elements) goes to rank r; returns this rank's slice of every rank, by rank."""
+        own = sizes[self.rank]
+        if self.ranks == 1:
+            return [flat]
+        received = torch.empty(self.ranks * own, dtype=flat.dtype, device=flat.device)
+        size = flat.element_size()
+        self.run(
+            lambda: dist.all_to_all_single(
+                as_bytes(received), as_bytes(flat), [own * size] * self.ranks, [n * size for n in sizes], self.group
+            ),
+            f"all-to-all of {what}",
+        )
+        self.sent.add(kind, "all-to-all", all_to_all_sent([n * size for n in sizes], self.rank))
+        return list(received.view(self.ranks, own))
+
+    def all_gather(self, own: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight") -> torch.Tensor:
+        """The flat buffer from every rank's slice (`sizes[r]` elements of rank r)."""
+        if self.ranks == 1:
+            return own
+        flat = torch.empty(sum(sizes), dtype=own.dtype, device=own.device)
+        slices = [as_bytes(part) for part in flat.split(list(sizes))]
+        mine = as_bytes(own)
+
+        def run() -> None:
+            if self.nccl:  # point to point: nothing is padded to the largest slice
+                dist.all_to_all(slices, [mine] * self.ranks, self.group)
+            else:
+                dist.all_to_all_single(as_bytes(flat), mine.repeat(self.ranks), [len(s) for s in slices], None, self.group)
+
+        self.run(run, f"all-gather of {what}")
+        self.sent.add(kind, "all-gather", all_gather_sent(own.nbytes, self.ranks))
+        return flat
+
+    def reduce_scatter(self, flat: torch.Tensor, sizes: Sequence[int], what: str) -> torch.Tensor:
+        """NCCL's own sum, in the dtype of `flat`, of which this rank keeps its slice."""
+        own = torch.empty(sizes[self.rank], dtype=flat.dtype, device=flat.device)
+        self.run(lambda: dist.reduce_scatter(own, list(flat.split(list(sizes))), group=self.group), f"reduce-scatter of {what}")
+        sent = all_to_all_sent([n * flat.element_size() for n in sizes], self.rank)
+        self.sent.add("weight", "reduce-scatter", sent)
+        return own
+
+    def run(self, collective: Callable[[], object], what: str) -> None:
+        """Run a collective; RuntimeError naming it, and the ranks that do not answer, where it fails."""
+        try:
+            collective()
+        except RuntimeError as error:
+            lost = self._missing()
+            names = f"rank {', '.join(map(str, lost))} does not answer" if lost else "every rank still answers"
+            first = str(error).strip().partition("\n")[0]
+            raise RuntimeError(f"rank {dist.get_rank()}: the {what} failed: {names} ({first})") from error
+
+    def _missing(self) -> list[int]:
+        """Global ranks of the group that do not report to the rendezvous store after a failure."""
+        store = dist.PrefixStore("msamp/roll-call", dist.distributed_c10d._get_default_store())
+        others = [r for r in dist.get_process_group_ranks(self.group) if r != dist.get_rank()]
+        lost = []
+        try:
+            store.set(str(dist.get_rank()), "alive")
+        except RuntimeError:
+            return [0]  # the store is gone, and it lives with rank 0
+        for rank in others:
+            try:
+                store.wait([str(rank)], timedelta(seconds=ROLL_CALL_SECONDS))
+            except RuntimeError:
+                lost.append(rank)
+        return lost
+
+
+def _all_reduce_by_exchange(x: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+    rows = x.reshape(1, -1).repeat(dist.get_world_size(group), 1)
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(as_bytes(received.view(-1)), as_bytes(rows.view(-1)), group=group)
+    combine: dict[Any, Callable[..., torch.Tensor]] = {
+        dist.ReduceOp.SUM: torch.sum,
+        dist.ReduceOp.MIN: torch.amin,
+        dist.ReduceOp.MAX: torch.amax,
+    }
+    x.copy_(combine[op](received, 0).view(x.shape))

@@ -1,0 +1,354 @@
+"""Gradients of the data-parallel ranks: taken from backward, averaged bucket by bucket while it goes on (FP8-LM section 2.1)."""
+
+import contextlib
+import functools
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from msamp.comm.accumulate import Accumulator, accumulator
+from msamp.comm.autoscale import AutoScale
+from msamp.comm.bucket import Bucket, Slot
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
+from msamp.comm.scale_sync import ABSENT, local_slots, usable
+from msamp.comm.statistics import SATURATED, SUM_SATURATED, Statistics
+from msamp.comm.wire import FP32SumWire, NCCLWire, PlainWire, Reduced, Wire
+from msamp.numerics.formats import Format
+from msamp.numerics.tensor import ScalingTensor, fp32_values
+
+EXCHANGES = ("fp32-sum", "nccl")
+GRAD_SCALINGS = ("auto", "pre", "post")
+
+
+class GradSync:
+    """Averages gradients over a data-parallel group.
+
+    Gradients enter by post-accumulate hooks and `p.grad` is dropped at once. When the last one of a bucket has come, the
+    ranks agree on one scale a tensor (one small MIN all-reduce a bucket), the gradients are quantised into the bucket's
+    flat payload, each once, and the bucket leaves: on a GPU on a stream of its own, beside the rest of backward. Buckets
+    leave in the same order on every rank. No step waits for the host.
+
+    A parameter unused on some ranks counts as zero there; unused on all it has no gradient. A gradient that is not
+    finite on any rank is not finite on every rank (its `scale_inv` is NaN), so that all skip the same step.
+
+    After `finish`: without `shard` every `p.main_grad` is the average; with it each owner finds that of its rows in
+    `owned(p)[i].grad`. A gradient in FP8 or FP16 is a ScalingTensor in the parameter's outer dtype. Both ways the values
+    are the same to the bit.
+
+    Args:
+        model: whose parameters are synchronised; those that want no gradient are left out.
+        formats: gradient format of every parameter that wants one.
+        plan: buckets of pieces, over those parameters in reverse order (`msamp.parallel.data_parallel` makes it).
+        group: the data-parallel ranks; None for one process.
+        shard: only the owner of a piece needs its average (ZeRO).
+        exchange: "fp32-sum" or "nccl", see `msamp.comm.wire`.
+        scaling: "auto" (the default there), "pre" or "post": how exchange "nccl" scales FP8 gradients (Figure 7).
+        mu_rule: "halve" (the default there) or "paper" for scaling "auto", see `msamp.comm.autoscale`.
+        accumulate: how several micro-batches add up, see `msamp.comm.accumulate`.
+        overlap: let buckets leave during backward, else at `finish`.
+        seed: of stochastic rounding.
+
+    Attributes:
+        model: a weak reference to it.
+        sent: bytes this rank has sent, by kind and collective.
+        statistics: saturation and underflow before and after the exchange, while `statistics.active`.
+
+    Raises:
+        ValueError: an unknown strategy, a parameter without format, or ranks whose models differ, naming the first difference.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        formats: Mapping[Tensor, Format],
+        plan: Sequence[Any],
+        group: dist.ProcessGroup | None = None,
+        *,
+        shard: bool = False,
+        exchange: str = "fp32-sum",
+        scaling: str | None = None,
+        mu_rule: str | None = None,
+        accumulate: str = "bf16",
+        overlap: bool = True,
+        seed: int = 0,
+    ) -> None:
+        _check_strategy(exchange, scaling, mu_rule)
+        self.sent = WireBytes()
+        self.peers = Peers(group, self.sent)
+        self.shard, self.exchange, self.overlap, self.seed = shard, exchange, overlap, seed
+        self.scaling = (scaling or "auto") if exchange == "nccl" else "post"  # fp32-sum divides at the end, with mu = 1
+        self.model = weakref.ref(model)
+        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        _check_same_on_all_ranks(self.names, formats, self.peers)
+        _check_formats(self.names, formats)
+        self.buckets = _build(plan, self.names, formats, self.peers)
+        self._place = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)}
+        self._slots: dict[Tensor, list[Slot]] = {}
+        for bucket in self.buckets:
+            for slot in bucket.owned:
+                self._slots.setdefault(bucket.params[slot.index], []).append(slot)
+        self._wires = {fmt: self._wire(fmt) for fmt in {bucket.format for bucket in self.buckets}}
+        device = next((p.device for p in self.names), torch.device("cpu"))
+        self._generator = torch.Generator(device) if accumulate == "fp8-sr" else None
+        self._accumulators: dict[Format, Accumulator] = {fmt: accumulator(accumulate, fmt, self._generator) for fmt in self._wires}
+        scaled = [len(bucket.params) if bucket.format.scaled else 0 for bucket in self.buckets]
+        self._first_scaled = dict(zip(self.buckets, itertools.accumulate(scaled, initial=0), strict=False))
+        numel = [p.numel() for bucket in self.buckets if bucket.format.scaled for p in bucket.params]
+        self.autoscale = AutoScale(numel, self.peers.ranks, mu_rule or "halve", device) if self.scaling == "auto" else None
+        self.statistics = Statistics(numel, device, always=self.autoscale is not None)
+        self._valid = torch.zeros(len(numel), dtype=torch.bool, device=device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and self.peers.ranks > 1 else None
+        # A weak reference: hooks live in autograd's graph, where the collector does not find a cycle back to the model.
+        hook = functools.partial(_take, weakref.ref(self))
+        for p in self.names:
+            p.register_post_accumulate_grad_hook(hook)
+        self._holding = False
+        self.steps = 0
+        self.clear()
+
+    def __str__(self) -> str:
+        scaled = sorted({str(bucket.format) for bucket in self.buckets if bucket.format.scaled}) or ["no FP8 gradients"]
+        how = self.exchange if self.scaling != "auto" else f"{self.exchange} with auto-scaling"
+        return f"gradients in {len(self.buckets)} buckets ({', '.join(scaled)}, {how})"
+
+    def _wire(self, fmt: Format) -> Wire:
+        if not fmt.scaled:
+            return PlainWire(fmt)
+        return NCCLWire(fmt) if self.exchange == "nccl" else FP32SumWire(fmt)
+
+    def bucket_of(self, p: Tensor) -> Bucket:
+        """The bucket in which a parameter's gradient leaves."""
+        return self._place[p][0]
+
+    def owned(self, p: Tensor) -> list[Slot]:
+        """The pieces of a parameter that this rank owns."""
+        return self._slots.get(p, [])
+
+    def clear(self) -> None:
+        """Forget the gradients of the last step."""
+        for bucket in self.buckets:
+            bucket.clear()
+            for p in bucket.params:
+                p.main_grad = None  # type: ignore[attr-defined]
+        self._totals: dict[Tensor, Tensor] = {}
+        self._next = 0
+        self.statistics.clear()
+        if self._generator is not None:  # by step and rank, so that a resumed run draws the same numbers
+            self._generator.manual_seed(((self.seed * 1_000_003 + self.steps) * 100_003 + self.peers.rank) % 2**63)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For all micro-batches of a step but the last: gradients add up on this rank and none leaves."""
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding = False
+
+    def take(self, p: Tensor) -> None:
+        """A gradient has come: add it up, or send its bucket off where it was the last one."""
+        g, p.grad = p.grad, None
+        assert g is not None
+        bucket, i = self._place[p]
+        if bucket.gradients[i] is not None or bucket.sent:
+            raise ValueError(
+                f"{self.names[p]} got a second gradient in one step after its first had left; "
+                "run every backward of a step but the last under no_sync(), and call finish() and clear() between steps"
+            )
+        total = self._totals.pop(p, None)
+        if self._holding:
+            self._totals[p] = self._accumulators[bucket.format].add(total, g)
+            return
+        bucket.gradients[i] = g if total is None else self._accumulators[bucket.format].add(total, g)
+        bucket.waiting -= 1
+        while self.overlap and self._next < len(self.buckets) and not self.buckets[self._next].waiting:
+            self._send_next()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Send what has not left, and bring every average to its place. The compute stream waits, not the host.
+
+        Raises:
+            ValueError: where the model has a parameter that this synchroniser does not know, naming it.
+            RuntimeError: where a collective fails, naming the ranks that do not answer and the tensors.
+        """
+        self._check_model()
+        for p, total in self._totals.items():  # used by an earlier micro-batch only
+            bucket, i = self._place[p]
+            bucket.gradients[i] = total
+        self._totals = {}
+        while self._next < len(self.buckets):
+            self._send_next()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        if self.autoscale is not None:
+            summed, largest = self.statistics.combine(self.peers)
+            self.autoscale.update(largest[SATURATED], summed[SUM_SATURATED], self._valid)
+        self.steps += 1
+
+    def _check_model(self) -> None:
+        model = self.model()
+        for name, p in model.named_parameters() if model is not None else ():
+            if p.requires_grad and p not in self._place:
+                raise ValueError(f"{name} was not there when the synchroniser was built; build a new one after changing the model")
+
+    def _send_next(self) -> None:
+        bucket = self.buckets[self._next]
+        self._next += 1
+        bucket.sent = True
+        with torch.no_grad(), self._on_stream(bucket):
+            self._send(bucket)
+
+    @contextlib.contextmanager
+    def _on_stream(self, bucket: Bucket) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        for g in bucket.gradients:
+            if g is not None:  # made by the compute stream, read by this one: its memory must wait for both
+                for part in (g.payload, g.scale_inv) if isinstance(g, ScalingTensor) else (g,):
+                    part.record_stream(self._stream)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _factor(self, bucket: Bucket, scales: Tensor) -> Tensor:
+        """FP32 [n]: what multiplies the gradients of a bucket into their payloads."""
+        if not bucket.format.scaled or self.scaling == "post":
+            return scales
+        if self.autoscale is None:  # pre
+            return scales / self.peers.ranks
+        return scales * self.autoscale.mu[self._scaled(bucket)].float()
+
+    def _scaled(self, bucket: Bucket) -> slice:
+        """Where a bucket's tensors stand among all scaled ones."""
+        first = self._first_scaled[bucket]
+        return slice(first, first + len(bucket.params))
+
+    def _send(self, bucket: Bucket) -> None:
+        wire, peers = self._wires[bucket.format], self.peers
+        device = bucket.params[0].device
+        gradients = [fp32_values(g) if isinstance(g, ScalingTensor) else g for g in bucket.gradients]
+        bucket.gradients = [None] * len(gradients)
+        slots = local_slots(gradients, bucket.format, device)
+        peers.all_reduce(slots, dist.ReduceOp.MIN, f"the scales of {bucket}")
+        factor = self._factor(bucket, usable(slots))
+        filled = [torch.zeros(p.shape, device=device) if g is None else g for p, g in zip(bucket.params, gradients, strict=True)]
+        payloads = [wire.pack(g, factor[i]) for i, g in enumerate(filled)]
+        flat = bucket.flatten(payloads)
+        counting = bucket.format.scaled and self.statistics.active
+        if counting:
+            self.statistics.count_packed(self._first_scaled[bucket], gradients, payloads, bucket.format)
+        missing = [i for i, g in enumerate(gradients) if g is None]
+        del gradients, filled, payloads
+        reduced = wire.reduce(bucket, flat, factor, peers, self.shard)
+        if bucket.format.scaled:
+            self._valid[self._scaled(bucket)] = (slots > 0) & ~slots.isinf()
+            if counting:
+                self.statistics.count_reduced(self._first_scaled[bucket], bucket, reduced.own, reduced.before)
+        # Only a rank that lacks a gradient asks whether the others had one: a host sync that no usual step takes.
+        bucket.absent = {i for i in missing if peers.ranks == 1 or slots[i].item() == ABSENT}
+        self._place_averages(bucket, reduced, slots)
+
+    def _place_averages(self, bucket: Bucket, reduced: Reduced, slots: Tensor) -> None:
+        scale_inv = None if reduced.scale_inv is None else reduced.scale_inv.masked_fill(slots < 0, float("nan"))
+
+        def average(payload: Tensor, i: int) -> Tensor:
+            return payload if scale_inv is None else ScalingTensor(payload, scale_inv[i], bucket.params[i].dtype)
+
+        if self.shard:
+            for slot in bucket.owned:
+                if slot.index not in bucket.absent:
+                    p, start = bucket.params[slot.index], slot.start - bucket.own.start
+                    shape = (slot.rows, *p.shape[1:]) if p.dim() else ()
+                    slot.grad = average(reduced.own[start : start + slot.elements].view(shape), slot.index)
+            return
+        flat = reduced.flat
+        if flat is None:
+            flat = self.peers.all_gather(reduced.own, bucket.sizes, f"the averaged gradients of {bucket}")
+        for i, (p, payload) in enumerate(zip(bucket.params, bucket.unflatten(flat), strict=True)):
+            if i not in bucket.absent:
+                p.main_grad = average(payload, i)  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """mu by parameter name, and the number of steps; the same on every rank."""
+        mu = {} if self.autoscale is None else dict(zip(self._scaled_names(), self.autoscale.mu.cpu().unbind(), strict=True))
+        return {"steps": self.steps, "mu": {name: value.clone() for name, value in mu.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved state, whatever the number of ranks was; a tensor without a saved mu keeps 1."""
+        self.steps = int(state["steps"])
+        if self.autoscale is not None:
+            mu = [float(state["mu"].get(name, 1.0)) for name in self._scaled_names()]
+            self.autoscale.mu.copy_(torch.tensor(mu, dtype=torch.float64))
+        self.clear()
+
+    def _scaled_names(self) -> list[str]:
+        return [name for bucket in self.buckets if bucket.format.scaled for name in bucket.names]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    tensor: int
+    row: int
+    rows: int
+    owner: int
+
+
+def _take(sync: "weakref.ref[GradSync]", p: Tensor) -> None:
+    alive = sync()
+    if alive is not None:
+        alive.take(p)
+
+
+def _check_strategy(exchange: str, scaling: str | None, mu_rule: str | None) -> None:
+    if exchange not in EXCHANGES:
+        raise ValueError(f"gradient exchange {exchange!r} is unknown; choose one of {', '.join(EXCHANGES)}")
+    if scaling is not None and scaling not in GRAD_SCALINGS:
+        raise ValueError(f"gradient scaling {scaling!r} is unknown; choose one of {', '.join(GRAD_SCALINGS)}")
+    if exchange != "nccl" and (scaling is not None or mu_rule is not None):
+        raise ValueError(
+            f"gradient scaling {scaling or 'auto'!r} and mu belong to exchange 'nccl': an FP32 sum neither overflows nor needs them; "
+            "drop them, or choose exchange='nccl'"
+        )
+    if scaling not in (None, "auto") and mu_rule is not None:
+        raise ValueError(f"mu rule {mu_rule!r} belongs to gradient scaling 'auto', not {scaling!r}; drop one of the two")
+
+
+def _check_formats(names: Mapping[Tensor, str], formats: Mapping[Tensor, Format]) -> None:
+    for p, name in names.items():
+        if p not in formats:
+            raise ValueError(f"{name} has no gradient format; give one for every parameter that wants a gradient")
+        if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"{name} is {p.dtype}; gradients are synchronised for torch.float32, torch.bfloat16 and torch.float16")
+
+
+def _check_same_on_all_ranks(names: Mapping[Tensor, str], formats: Mapping[Tensor, Format], peers: Peers) -> None:
+    """ValueError on every rank where the ranks' parameters differ in name, shape, dtype or gradient format."""
+    if peers.ranks == 1:
+        return
+    mine = [f"{name} {tuple(p.shape)} {p.dtype}, gradient {formats.get(p)}" for p, name in names.items()]
+    lists: list[list[str]] = [[] for _ in range(peers.ranks)]
+    peers.run(lambda: dist.all_gather_object(lists, mine, group=peers.group), "comparison of the ranks' models")
+    for rank, theirs in enumerate(lists):
+        for a, b in itertools.zip_longest(lists[0], theirs, fillvalue="nothing"):
+            if a != b:
+                raise ValueError(f"the ranks' models differ: where rank 0 has {a}, rank {rank} has {b}; build the same model on every rank")
+
+
+def _build(plan: Sequence[Any], names: Mapping[Tensor, str], formats: Mapping[Tensor, Format], peers: Peers) -> list[Bucket]:
+    params = list(reversed(list(names)))  # backward meets the last layer first
+    buckets = []
+    for planned in plan:
+        place = {index: i for i, index in enumerate(planned.tensors)}
+        members = [params[index] for index in planned.tensors]
+        pieces = [_Piece(place[x.tensor], x.row, x.rows, x.owner) for x in planned.pieces]
+        buckets.append(Bucket(members, [names[p] for p in members], formats[members[0]], pieces, peers.ranks, peers.rank))
+    return buckets

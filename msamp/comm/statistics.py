@@ -1,0 +1,87 @@
+"""Saturation and underflow of scaled gradients, before and after the exchange: counted on the device, combined once a step."""
+
+from collections.abc import Sequence
+
+import torch
+
+from msamp.comm.bucket import Bucket
+from msamp.comm.collectives import Peers
+from msamp.numerics.formats import Format
+
+NONZERO, SATURATED, VANISHED, SUM_SATURATED, SUM_VANISHED = range(5)
+
+
+def saturated(payload: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """int64 0-dim: elements of a payload at the format's largest magnitude."""
+    return (payload.float().abs() == fmt.max).sum()
+
+
+def vanished(values: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
+    """int64 0-dim: elements that are zero in the payload and were not in `values`."""
+    return ((values != 0) & (payload.float() == 0)).sum()
+
+
+class Statistics:
+    """Counts of one step, by tensor.
+
+    Args:
+        numel: elements of each scaled gradient, in the order of the buckets.
+        device: theirs.
+        always: count in every step (mu needs it); else only what `watch` asks for, since counting reads every payload again.
+
+    Attributes:
+        active: whether this step is counted.
+        counts: int64 [5, n]: elements that are not zero; at the maximum and vanished in this rank's payload; the same two
+            of the sum, in the pieces that this rank owns. A sum's element has vanished where the FP32 sum was not zero
+            (exchange nccl: where this rank's own payload was not zero).
+    """
+
+    def __init__(self, numel: Sequence[int], device: torch.device, always: bool) -> None:
+        self.numel = list(numel)
+        self.always = always
+        self.active = always
+        self.counts = torch.zeros(5, len(self.numel), dtype=torch.int64, device=device)
+
+    def watch(self, on: bool) -> None:
+        """Count the next step, or not (where nothing needs it)."""
+        self.active = on or self.always
+
+    def clear(self) -> None:
+        """Start a step."""
+        self.counts.zero_()
+
+    def count_packed(self, first: int, gradients: Sequence[torch.Tensor | None], payloads: Sequence[torch.Tensor], fmt: Format) -> None:
+        """Count one bucket's payloads before the exchange; `first`: place of its first tensor."""
+        for i, (g, payload) in enumerate(zip(gradients, payloads, strict=True), first):
+            if g is not None:
+                self.counts[NONZERO, i] = (g != 0).sum()
+                self.counts[SATURATED, i] = saturated(payload, fmt)
+                self.counts[VANISHED, i] = vanished(g, payload)
+
+    def count_reduced(self, first: int, bucket: Bucket, own: torch.Tensor, before: torch.Tensor) -> None:
+        """Count this rank's slice of the sum; `before`: flat, what must not have vanished from it."""
+        for slot in bucket.owned:
+            place = slice(slot.start - bucket.own.start, slot.start - bucket.own.start + slot.elements)
+            self.counts[SUM_SATURATED, first + slot.index] += saturated(own[place], bucket.format)
+            self.counts[SUM_VANISHED, first + slot.index] += vanished(before[place], own[place])
+
+    def combine(self, peers: Peers) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [5, n] twice: sums over the ranks, and the largest of a rank; one small collective."""
+        gathered = peers.all_gather(self.counts.flatten(), [self.counts.numel()] * peers.ranks, "the counts of the gradients")
+        stacked = gathered.view(peers.ranks, *self.counts.shape)
+        return stacked.sum(0), stacked.amax(0)
+
+    def shares(self, peers: Peers) -> dict[str, float]:
+        """Shares over all scaled gradients and ranks, before and after the exchange; collective, and a host sync.
+
+        Saturation: of all elements; underflow: of those that are not zero.
+        """
+        total = self.combine(peers)[0].sum(1).tolist()
+        elements = max(1, sum(self.numel))
+        nonzero = max(1, total[NONZERO])
+        return {
+            "grad_saturation": total[SATURATED] / (elements * peers.ranks),
+            "grad_underflow": total[VANISHED] / nonzero,
+            "grad_saturation_reduced": total[SUM_SATURATED] / elements,
+            "grad_underflow_reduced": total[SUM_VANISHED] / elements,
+        }

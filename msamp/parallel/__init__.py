@@ -1,0 +1,1 @@
+"""How optimizer states, gradients and weights are spread over ranks."""

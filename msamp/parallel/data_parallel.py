@@ -1,0 +1,37 @@
+"""A gradient synchroniser for a model: its parameters in buckets, each bucket spread over the ranks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from msamp.comm.grad_sync import GradSync
+from msamp.numerics.formats import Format
+from msamp.parallel.partition import plan_buckets
+
+BUCKET_ELEMENTS = 2**25
+
+
+def grad_sync(
+    model: nn.Module,
+    formats: Mapping[Tensor, Format],
+    group: dist.ProcessGroup | None = None,
+    *,
+    bucket_elements: int = BUCKET_ELEMENTS,
+    **options: Any,
+) -> GradSync:
+    """A GradSync whose buckets fill in the order of backward and are spread evenly over the ranks.
+
+    Args:
+        model: whose parameters are synchronised.
+        formats: gradient format of every parameter that wants one.
+        group: the data-parallel ranks; None for one process.
+        bucket_elements: elements of a bucket; a larger parameter has one of its own.
+        options: GradSync's.
+    """
+    params = [p for p in model.parameters() if p.requires_grad and p in formats]
+    params.reverse()
+    ranks = 1 if group is None else dist.get_world_size(group)
+    plan = plan_buckets([p.shape for p in params], [formats[p].name for p in params], ranks, bucket_elements)
+    return GradSync(model, formats, plan.buckets, group, **options)

@@ -1,0 +1,272 @@
+"""ZeRO that distributes tensors whole, scale and all (FP8-LM section 2.3, Algorithm 1, Figure 3)."""
+
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from msamp.comm.bucket import Bucket, Slot, as_bytes
+from msamp.comm.grad_sync import GradSync
+from msamp.numerics.formats import Format, by_name
+from msamp.numerics.recipe import O2, StateFormats
+from msamp.numerics.scaling import inverse, scale_from_amax
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.adamw import MASTER, FP8AdamW, Piece, chunks
+from msamp.optim.master import is_own_master
+
+
+class GreedyZeRO(FP8AdamW):
+    """FP8AdamW whose states are spread over the data-parallel ranks: each updates the tensors, or rows of tensors, it owns.
+
+    A step: the owner takes the averaged gradient of its pieces, all agree on the norm and on each tensor's amax (two small
+    all-reduces), owners update, and the new weights are gathered bucket by bucket in the order in which forward needs
+    them: FP8 weights in FP8, with a scale that every rank computes for itself. On a GPU the gathering goes on while the
+    next forward runs, and a module waits for its own weights only. Pieces of a cut tensor share its scales, and the norm
+    is exact whatever the cut, so weights and states do not depend on the number of ranks for the same gradients.
+
+    Args:
+        params: as FP8AdamW; every parameter that wants a gradient must be known to `sync`.
+        sync: a GradSync built with `shard=True`; call its `finish` before `step` and its `clear` after.
+        overlap: let the gathering go on after `step`, on a GPU.
+        The others: as FP8AdamW.
+
+    Raises:
+        ValueError: a parameter that `sync` does not know (also one added later), or a `sync` that does not shard.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        sync: GradSync,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        formats: StateFormats = O2.states,
+        decoupled: bool = True,
+        clip_grad: float | None = None,
+        overlap: bool = True,
+    ) -> None:
+        if not sync.shard:
+            raise ValueError("the synchroniser gives every rank all gradients; build it with shard=True, or use FP8AdamW")
+        self.sync = sync
+        self._views: dict[Slot, tuple[torch.Tensor, slice | None]] = {}
+        super().__init__(params, lr, betas, eps, weight_decay, formats=formats, decoupled=decoupled, clip_grad=clip_grad)
+        device = next(iter(sync.names)).device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and sync.peers.ranks > 1 and overlap else None
+        self._pending: dict[Bucket, torch.cuda.Event] = {}
+        if self._stream is not None:
+            self._watch_forward()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As FP8AdamW; refuses parameters that the synchroniser does not know, or averages in another format."""
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        for p in added["params"]:
+            problem = None
+            if p.requires_grad and p not in self.sync.names:
+                problem = "is not known to the gradient synchroniser; build both anew after adding parameters to the model"
+            elif p.requires_grad and self.sync.bucket_of(p).format.name != added["formats"]["grad"]:
+                problem = (
+                    f"is averaged in {self.sync.bucket_of(p).format} by the synchroniser, and its group has gradient format "
+                    f"{added['formats']['grad']}; give both the same"
+                )
+            if problem is not None:
+                self.param_groups.pop()
+                raise ValueError(f"a parameter of shape {tuple(p.shape)} {problem}")
+
+    def pieces(self) -> list[Piece]:
+        return [piece for piece, _ in self._owned()]
+
+    def _owned(self) -> list[tuple[Piece, Slot]]:
+        """What this rank owns, in parameter order."""
+        owned = []
+        for whole in super().pieces():
+            for slot in self.sync.owned(whole.param):
+                if slot not in self._views:
+                    self._views[slot] = _view(whole.param, slot)
+                weight, rows = self._views[slot]
+                owned.append((Piece(whole.param, whole.group, whole.index, weight, rows), slot))
+        return owned
+
+    def _ready(self) -> list[Piece]:
+        self.wait()
+        pieces = []
+        for piece, slot in self._owned():
+            piece.grad = slot.grad
+            if slot.grad is not None:
+                if piece.rows is not None and isinstance(piece.param, ScalingTensor) and isinstance(piece.weight, ScalingTensor):
+                    piece.weight.scale_inv.copy_(piece.param.scale_inv)  # loading a model changes only the parameter's own
+                pieces.append(piece)
+        return pieces
+
+    def _combine_max(self, table: torch.Tensor) -> torch.Tensor:
+        return self.sync.peers.all_reduce(table, dist.ReduceOp.MAX, "the amaxes of gradients and optimizer states")
+
+    def _combine_sum(self, table: torch.Tensor) -> torch.Tensor:
+        return self.sync.peers.all_reduce(table, dist.ReduceOp.SUM, "the gradient norm")
+
+    def _batches(self, pieces: list[Piece], amaxes: torch.Tensor) -> Iterator[list[Piece]]:
+        by_bucket: dict[Bucket, list[Piece]] = {bucket: [] for bucket in self.sync.buckets}
+        for piece in pieces:
+            by_bucket[self.sync.bucket_of(piece.param)].append(piece)
+        scale_invs = self._new_scale_invs(amaxes[MASTER]) if self.sync.peers.ranks > 1 else {}
+        for bucket, members in reversed(by_bucket.items()):
+            for group in self.param_groups:
+                yield from chunks([piece for piece in members if piece.group is group])
+            if self.sync.peers.ranks > 1:
+                self._gather(bucket, scale_invs)
+
+    def _params(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _new_scale_invs(self, master_amaxes: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
+        """The scale_inv that each scaled weight is about to be stored with, as its owner computes it (`ScaledFormat.store_`)."""
+        by_format: dict[Format, list[tuple[int, ScalingTensor]]] = {}
+        for i, p in enumerate(self._params()):
+            if isinstance(p, ScalingTensor):
+                by_format.setdefault(p.format, []).append((i, p))
+        found: dict[torch.Tensor, torch.Tensor] = {}
+        for fmt, members in by_format.items():
+            last = inverse(torch.stack([p.scale_inv for _, p in members]))
+            scales = scale_from_amax(2.0 * master_amaxes[[i for i, _ in members]], fmt.max, last)
+            found |= zip((p for _, p in members), inverse(scales).unbind(), strict=True)
+        return found
+
+    def _gather(self, bucket: Bucket, scale_invs: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Send this rank's new weights of a bucket and take the others'."""
+        if self._stream is None:
+            self._exchange(bucket, scale_invs)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._exchange(bucket, scale_invs)
+            self._pending[bucket] = self._stream.record_event()
+            for p in bucket.params:
+                if p in scale_invs:
+                    scale_invs[p].record_stream(self._stream)
+
+    def _exchange(self, bucket: Bucket, scale_invs: dict[torch.Tensor, torch.Tensor]) -> None:
+        stored = [p.payload if isinstance(p, ScalingTensor) else p.detach() for p in bucket.params]
+        sizes = [0] * self.sync.peers.ranks
+        for slot in bucket.slots:
+            sizes[slot.owner] += slot.elements * stored[slot.index].element_size()
+        parts = [as_bytes(_rows(stored[slot.index], slot).reshape(-1)) for slot in bucket.owned]
+        own = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=stored[0].device)
+        flat = self.sync.peers.all_gather(own, sizes, f"the weights of {bucket}")
+        start = 0
+        for slot in bucket.slots:
+            target = _rows(stored[slot.index], slot)
+            if slot.owner != self.sync.peers.rank:
+                target.copy_(flat[start : start + target.nbytes].view(target.dtype).view(target.shape))
+            start += target.nbytes
+        for i, p in enumerate(bucket.params):
+            if isinstance(p, ScalingTensor) and i not in bucket.absent and p in scale_invs:
+                p.scale_inv.copy_(scale_invs[p])
+
+    def wait(self) -> None:
+        """Let the compute stream wait for all weights that are still on their way."""
+        for event in self._pending.values():
+            torch.cuda.current_stream().wait_event(event)
+        self._pending.clear()
+
+    def _watch_forward(self) -> None:
+        """Before a module's forward, and before anything is saved or loaded, wait for weights that are still on their way."""
+        model = self.sync.model()
+        assert model is not None
+        alive = weakref.ref(self)
+        for module in model.modules():
+            module.register_state_dict_pre_hook(functools.partial(_wait_for_all, alive))
+            module.register_load_state_dict_pre_hook(functools.partial(_wait_for_all, alive))
+            if any(True for _ in module.parameters(recurse=False)):
+                # Its children's too: nn.MultiheadAttention computes with the weight of its out_proj, past that one's forward.
+                buckets = {self.sync.bucket_of(p) for p in module.parameters() if p in self.sync.names}
+                module.register_forward_pre_hook(functools.partial(_wait_for, alive, buckets))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the whole optimizer, as FP8AdamW's, gathered tensor by tensor; collective.
+
+        The group's first rank has all of it, on the CPU; on the others "state" is empty. Load the first rank's on every rank.
+        """
+        self.wait()
+        if self.sync.peers.ranks == 1:
+            return super().state_dict()
+        mine, self.state = self.state, defaultdict(dict)
+        try:
+            packed = super().state_dict()
+        finally:
+            self.state = mine
+        params = self._params()
+        steps = torch.full((len(params),), -1.0)
+        for piece in self.pieces():
+            if self.state.get(piece.weight):
+                steps[piece.index] = self.state[piece.weight]["step"]
+        device = params[0].device
+        steps = self.sync.peers.all_reduce(steps.to(device), dist.ReduceOp.MAX, "the optimizer's step counts", None).cpu()
+        for i, step in enumerate(steps):
+            if step >= 0:
+                state = self._whole_state(i)
+                if self.sync.peers.rank == 0:
+                    packed["state"][i] = {"step": step.clone(), **state}
+        return packed
+
+    def _whole_state(self, index: int) -> dict[str, torch.Tensor]:
+        """The states of a parameter from those of its pieces, on the group's first rank; collective."""
+        everything = super().pieces()[index]
+        p, group = everything.param, everything.group
+        owned = [(piece, slot) for piece, slot in self._owned() if piece.param is p]
+        formats = {"exp_avg": group["formats"]["m"], "exp_avg_sq": group["formats"]["v"]}
+        if not is_own_master(p, by_name(group["formats"]["master"])):
+            formats["master"] = group["formats"]["master"]
+        name = self.sync.names[p]
+        whole: dict[str, torch.Tensor] = {}
+        for key, stored_in in formats.items():
+            fmt = by_name(stored_in)
+            payload = torch.zeros(p.shape, dtype=fmt.dtype, device=p.device)
+            scale_inv = torch.zeros((), device=p.device)
+            for piece, slot in owned:
+                stored = self.state[piece.weight][key]
+                _rows(payload, slot).copy_(stored.payload if isinstance(stored, ScalingTensor) else stored)
+                if isinstance(stored, ScalingTensor):
+                    scale_inv = stored.scale_inv.clone()
+            # Each byte is zero on every rank but its owner.
+            self.sync.peers.all_reduce(as_bytes(payload.reshape(-1)), dist.ReduceOp.SUM, f"{key} of {name}", None)
+            self.sync.peers.all_reduce(scale_inv, dist.ReduceOp.MAX, f"the scale of {key} of {name}", None)
+            if self.sync.peers.rank == 0:
+                whole[key] = ScalingTensor(payload.cpu(), scale_inv.cpu(), torch.float32) if fmt.scaled else payload.cpu()
+        return whole
+
+
+def _view(p: torch.Tensor, slot: Slot) -> tuple[torch.Tensor, slice | None]:
+    """What an owner updates of a parameter, in its memory; the scale of a cut one is its own copy, since each piece stores it."""
+    if p.dim() == 0 or slot.rows == p.shape[0]:
+        return p, None
+    rows = slice(slot.row, slot.row + slot.rows)
+    if isinstance(p, ScalingTensor):
+        return ScalingTensor(p.payload[rows], p.scale_inv.clone(), p.dtype), rows
+    return p.detach()[rows], rows
+
+
+def _rows(x: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """A view of the rows of a slot."""
+    return x[slot.row : slot.row + slot.rows] if x.dim() else x
+
+
+def _wait_for(alive: "weakref.ref[GreedyZeRO]", buckets: set[Bucket], *_: Any) -> None:
+    optimizer = alive()
+    if optimizer is not None:
+        for bucket in buckets:
+            event = optimizer._pending.get(bucket)
+            if event is not None:
+                torch.cuda.current_stream().wait_event(event)
+
+
+def _wait_for_all(alive: "weakref.ref[GreedyZeRO]", *_: Any) -> None:
+    optimizer = alive()
+    if optimizer is not None:
+        optimizer.wait()

@@ -1,0 +1,234 @@
+"""Runs over 1, 2 and 4 gloo processes with one global batch: the same losses, the same weights on every rank, and what is sent.
+
+One start of processes serves all runs of a size; the tests look at what it returns.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import dist
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from megatron.lm.config import Config
+from megatron.lm.step import train_step
+
+# Largest relative difference of a training loss from one process's over 20 steps, and over the first 10: the noise of the rounding.
+LIMITS = {"fp32": (1e-5, 1e-5), "bf16": (2e-3, 2e-3), "O1": (1e-2, 5e-3), "O2": (1e-2, 5e-3), "O3": (2e-2, 5e-3)}
+LEVELS = tuple(LIMITS)
+SHARED = {"global_batch_size": 8, "train_iters": 20, "ddp_bucket_size": 5000}  # several buckets, and rows of one tensor on several ranks
+ZERO = {"use_distributed_optimizer": True}
+LATE = {"overlap_grad_reduce": False, "overlap_param_gather": False}
+NCCL = {"grad_exchange": "nccl"}
+ACCUMULATION = ("fp8", "fp8-sr", "bf16", "fp32")
+FOUR_MICRO_BATCHES = {"micro_batch_size": 1, "train_iters": 12}
+
+# What two processes run; a pair whose names differ in their last word only has to agree bit for bit.
+TWO: dict[str, dict[str, Any]] = {
+    **{level: {"precision": level} for level in LEVELS},
+    **{f"{level} ZeRO": {"precision": level, **ZERO} for level in ("bf16", "O1", "O2")},
+    "O2 again": {"precision": "O2"},
+    "O2 late": {"precision": "O2", **LATE},
+    "O3 late": {"precision": "O3", **LATE},
+    "O2 one-bucket": {"precision": "O2", "ddp_bucket_size": None, **ZERO},
+    "nccl": {"precision": "O2", **NCCL},
+    "nccl ZeRO": {"precision": "O2", **NCCL, **ZERO},
+    "micro": {"precision": "fp32", "micro_batch_size": 2},
+    **{f"accumulated {kind}": {"precision": "O2", "grad_accum_dtype": kind, **FOUR_MICRO_BATCHES} for kind in ACCUMULATION},
+    "accumulated fp8-sr ZeRO": {"precision": "O2", "grad_accum_dtype": "fp8-sr", **FOUR_MICRO_BATCHES, **ZERO},
+}
+FOUR: dict[str, dict[str, Any]] = {**{level: {"precision": level} for level in LEVELS}, "O2 ZeRO": {"precision": "O2", **ZERO}}
+SAME_BITS = [
+    *((level, f"{level} ZeRO") for level in ("bf16", "O1", "O2")),
+    ("O2", "O2 again"),
+    ("O2", "O2 late"),
+    ("O3", "O3 late"),
+    ("O2", "O2 one-bucket"),
+    ("nccl", "nccl ZeRO"),
+    ("accumulated fp8-sr", "accumulated fp8-sr ZeRO"),
+]
+EVALUATED = {"precision": "fp32", "micro_batch_size": 4, "eval_iters": 2, "eval_interval": 5}
+
+
+def trained(settings: Config) -> dict[str, Any]:
+    """Rows of the metrics (rank 0 has them) and the bits of the weights after a run."""
+    rows: list[dict[str, Any]] = []
+    with tiny.trainer(settings) as made:
+        made.metrics.write = rows.append  # type: ignore[method-assign]
+        made._announce()
+        made.run()
+        return {"rows": rows, "weights": tiny.bits(made.training.model.parameters())}
+
+
+def settings_of(prefix: str, processes: int, flags: dict[str, Any]) -> Config:
+    return tiny.config(prefix, **{"micro_batch_size": 8 // processes, **SHARED, **flags})
+
+
+def all_runs(prefix: str, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    processes = torch.distributed.get_world_size()
+    return {name: trained(settings_of(prefix, processes, flags)) for name, flags in runs.items()}
+
+
+def sent_by_kind(prefix: str, flags: dict[str, Any]) -> dict[str, int]:
+    """Bytes that this rank sends in one step, by collective."""
+    with tiny.trainer(settings_of(prefix, 2, flags)) as made:
+        stream = made._batches(made.train_data, 0)
+        train_step(made.training, stream)
+        made.training.grad_sync.sent.take()
+        train_step(made.training, stream)
+        return {f"{kind} {collective}": sent for (kind, collective), sent in made.training.grad_sync.sent.take().items()}
+
+
+def two_processes(prefix: str) -> dict[str, Any]:
+    runs = all_runs(prefix, {**TWO, "evaluated": EVALUATED})
+    return {"runs": runs, "sent": {level: sent_by_kind(prefix, {"precision": level, **ZERO}) for level in ("O2", "O3")}}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if torch.cuda.is_available():
+        pytest.skip("several processes on one GPU")
+    return tiny.write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def one(prefix: Path) -> dict[str, dict[str, Any]]:
+    runs = {**{level: {"precision": level} for level in LEVELS}, "O2 ZeRO": {"precision": "O2", **ZERO}}
+    return {name: trained(settings_of(str(prefix), 1, flags)) for name, flags in runs.items()}
+
+
+@pytest.fixture(scope="module")
+def pair(prefix: Path) -> list[dict[str, Any]]:
+    return dist.run(two_processes, 2, str(prefix), timeout=400)
+
+
+@pytest.fixture(scope="module")
+def two(pair: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [rank["runs"] for rank in pair]
+
+
+@pytest.fixture(scope="module")
+def four(prefix: Path) -> list[dict[str, Any]]:
+    return dist.run(all_runs, 4, str(prefix), FOUR, timeout=400)
+
+
+def losses(run: dict[str, Any]) -> list[float]:
+    return tiny.losses(run["rows"])
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("level", LEVELS)
+def test_several_processes_train_as_one(request: pytest.FixtureRequest, one: dict, processes: int, level: str):
+    ranks = request.getfixturevalue({2: "two", 4: "four"}[processes])
+    found, expected = losses(ranks[0][level]), losses(one[level])
+    assert len(found) == 20
+    assert found[-1] < found[0] - 0.3
+    limit, early = LIMITS[level]
+    assert found[:10] == pytest.approx(expected[:10], rel=early)
+    assert found == pytest.approx(expected, rel=limit)
+
+
+@pytest.mark.parametrize(("processes", "name"), [*((2, name) for name in TWO), *((4, name) for name in FOUR)])
+def test_the_ranks_hold_the_same_weights(request: pytest.FixtureRequest, processes: int, name: str):
+    ranks = request.getfixturevalue({2: "two", 4: "four"}[processes])
+    assert all(tiny.same(ranks[0][name]["weights"], rank[name]["weights"]) for rank in ranks[1:])
+
+
+@pytest.mark.parametrize(("plain", "other"), SAME_BITS)
+def test_what_must_not_change_a_bit(two: list[dict], plain: str, other: str):
+    """ZeRO, overlap, the size of the buckets, and running it again."""
+    assert losses(two[0][other]) == losses(two[0][plain])
+    assert tiny.same(two[0][other]["weights"], two[0][plain]["weights"])
+
+
+def test_zero_changes_no_bit_on_one_process_nor_on_four(one: dict, four: list[dict]):
+    for runs in (one, four[0]):
+        assert losses(runs["O2 ZeRO"]) == losses(runs["O2"])
+        assert tiny.same(runs["O2 ZeRO"]["weights"], runs["O2"]["weights"])
+
+
+def test_the_sum_in_fp8_trains_too(two: list[dict], one: dict):
+    assert losses(two[0]["nccl"]) == pytest.approx(losses(one["O2"]), rel=2e-2)
+    assert losses(two[0]["nccl"]) != losses(two[0]["O2"])
+
+
+def test_micro_batches(two: list[dict], one: dict):
+    assert losses(two[0]["micro"]) == pytest.approx(losses(one["fp32"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ACCUMULATION)
+def test_every_accumulation_trains(two: list[dict], kind: str):
+    """Four micro-batches a rank: FP32 sums are the measure."""
+    found = {name: losses(two[0][f"accumulated {name}"]) for name in ACCUMULATION}
+    assert found[kind] == pytest.approx(found["fp32"], rel=2e-2)
+    assert len({tuple(curve) for curve in found.values()}) == len(ACCUMULATION)
+
+
+def test_evaluation_over_two_processes(two: list[dict], prefix: Path):
+    alone = tiny.run(settings_of(str(prefix), 1, {**EVALUATED, "micro_batch_size": 8}))
+    rows = two[0]["evaluated"]["rows"]
+    assert [(row["kind"], row.get("iteration")) for row in rows] == [(row["kind"], row.get("iteration")) for row in alone]
+    for a, b in zip(rows, alone, strict=True):
+        if a["kind"] in ("valid", "test"):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+            assert a["tokens"] == b["tokens"] == a["iteration"] * 8 * 16
+    assert tiny.losses(rows) == losses(two[0]["fp32"])
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_step_sends_each_gradient_and_each_weight_once(pair: list[dict], level: str):
+    """Of N ranks each sends (N - 1) / N of a tensor: a linear weight 1 byte an element there and (O3: 1, O2: 2) back."""
+    linear, embedding, vectors = 2 * 12 * 32 * 32, 64 * 32, 2 * 13 * 32 + 2 * 32
+    share = 1 / 2
+    mean = {kind: sum(rank["sent"][level][kind] for rank in pair) / 2 for kind in pair[0]["sent"][level]}
+    assert mean["weight all-to-all"] == share * (1 * linear + 2 * embedding + 4 * vectors)
+    weight_bytes = {"O2": 2, "O3": 1}[level]
+    assert mean["weight all-gather"] == share * (weight_bytes * linear + 2 * embedding + 2 * vectors)
+    assert set(mean) == {"weight all-to-all", "weight all-gather", "weight all-reduce"}
+
+
+def test_the_bytes_sent_are_in_the_row(pair: list[dict]):
+    rows = [row for row in pair[0]["runs"]["O3"]["rows"] if row["kind"] == "train"]
+    (sent,) = {tuple(sorted(row["sent_bytes"].items())) for row in rows[1:-1]}  # every step sends the same
+    sent = dict(sent)
+    assert {kind: sent[kind] for kind in ("weight all-to-all", "weight all-gather")} == {
+        kind: pair[0]["sent"]["O3"][kind] for kind in ("weight all-to-all", "weight all-gather")
+    }
+    assert rows[1]["sent_weight_mib"] == sum(sent.values()) / 2**20
+    assert rows[1]["sent_activation_mib"] == 0
+
+
+def test_zero_halves_the_states_of_a_process(pair: list[dict]):
+    def least_and_most(name: str) -> tuple[float, float]:
+        row = pair[0]["runs"][name]["rows"][0]
+        assert row["kind"] == "precision"
+        return row["state_gib_min"] * 2**30, row["state_gib_max"] * 2**30
+
+    plain, (low, high) = least_and_most("O2"), least_and_most("O2 ZeRO")
+    assert plain[0] == plain[1] > high >= low
+    row = pair[0]["runs"]["O2"]["rows"][0]
+    weights = row["bytes_per_parameter"]["weight"] * row["parameters"]
+    assert (low + high) / 2 == pytest.approx(weights + (plain[0] - weights) / 2)
+    assert high - weights < 1.25 * (low - weights)
+
+
+@pytest.mark.parametrize("name", ["O2", "nccl"])
+def test_saturation_and_underflow_are_in_the_row(two: list[dict], name: str):
+    for row in two[0][name]["rows"]:
+        if row["kind"] == "train":
+            for key in ("grad_saturation", "grad_saturation_reduced", "grad_underflow_reduced"):
+                assert 0 <= row[key] < 0.02, key
+            assert 0 < row["grad_underflow"] < 0.1
+            assert ("mu_min" in row) == (name == "nccl")
+
+
+def weights_differ(a: list[Tensor], b: list[Tensor]) -> bool:
+    return not tiny.same(a, b)
+
+
+def test_runs_that_may_differ_do(two: list[dict]):
+    """So that the comparisons above compare something."""
+    assert weights_differ(two[0]["O2"]["weights"], two[0]["nccl"]["weights"])
+    assert weights_differ(two[0]["accumulated bf16"]["weights"], two[0]["accumulated fp32"]["weights"])

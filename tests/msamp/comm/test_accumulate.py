@@ -1,0 +1,181 @@
+"""What each way of accumulating micro-batch gradients loses against the FP64 sum.
+
+Micro-batches are of two sorts: `own` are independent of each other, `shared` have one signal in common beside noise of the same size,
+as gradients of one model have. An error is relative, |sum - exact| / |exact|, after the one rounding to E4M3 with which the sum leaves
+(2.6 to 2.8 % by itself) unless said otherwise. Limits were measured and set with a margin; small inputs are too few outlier channels
+for a limit as close as BF16's, so that one is held on large ones.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from numerics import KINDS, LARGE, SMALL, bits, make
+
+from msamp.comm.accumulate import ACCUMULATORS, accumulator
+from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
+from msamp.numerics.tensor import ScalingTensor, fp32_values
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+scaled = pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16], ids=str)
+INF, NAN = float("inf"), float("nan")
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def micro_batches(kind: str, sort: str, shape: tuple[int, ...], count: int) -> Iterator[torch.Tensor]:
+    signal = make(kind, shape, seed=10**6) * (sort == "shared")
+    return (make(kind, shape, seed=i) + signal for i in range(count))
+
+
+def accumulate(name: str, gradients, fmt=E4M3, random: torch.Generator | None = None) -> torch.Tensor:
+    how, total = accumulator(name, fmt, random), None
+    for g in gradients:
+        total = how.add(total, g.clone())
+    return total
+
+
+def error(total: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((fp32_values(total).double() - exact).norm() / exact.norm())
+
+
+def leaving(total: torch.Tensor) -> torch.Tensor:
+    return ScalingTensor.quantize(fp32_values(total), E4M3)
+
+
+def losses(name: str, kind: str, sort: str, shape: tuple[int, ...], checkpoints: tuple[int, ...], leave: bool = True) -> list[float]:
+    """The errors after each of `checkpoints` micro-batches."""
+    how, total, exact, found = accumulator(name, E4M3, generator()), None, torch.zeros(shape, dtype=torch.float64), []
+    for i, g in enumerate(micro_batches(kind, sort, shape, checkpoints[-1]), 1):
+        exact += g
+        total = how.add(total, g)
+        if i in checkpoints:
+            found.append(error(leaving(total) if leave else total, exact))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "sort"), [*((kind, "own") for kind in KINDS), ("normal", "shared"), ("channel-outlier", "shared")])
+def test_bf16_keeps_3_percent_over_64_micro_batches_and_3_and_a_half_over_256(kind, sort):
+    after_64, after_256 = losses("bf16", kind, sort, LARGE, (64, 256))
+    assert after_64 <= 0.03
+    assert after_256 <= 0.035
+
+
+def test_bf16_loses_more_where_all_micro_batches_agree():
+    """Measured: log-normal with a shared signal 3.7 and 8.0 %, the same gradient 256 times 10 %; then it takes fp32 to stay at 3 %."""
+    after_64, after_256 = losses("bf16", "log-normal", "shared", SMALL, (64, 256))
+    assert 0.03 < after_64 <= 0.045
+    assert 0.035 < after_256 <= 0.09
+    g = make("normal", SMALL)
+    assert 0.08 < error(leaving(accumulate("bf16", [g] * 256)), 256 * g.double()) <= 0.11
+    assert error(leaving(accumulate("fp32", [g] * 256)), 256 * g.double()) <= 0.03
+
+
+@pytest.mark.parametrize("sort", ["own", "shared"])
+@kinds
+def test_fp32_adds_nothing_to_the_one_rounding(kind, sort):
+    (before,) = losses("fp32", kind, sort, SMALL, (256,), leave=False)
+    (after,) = losses("fp32", kind, sort, SMALL, (256,))
+    assert before <= 1e-6
+    assert after <= 0.03
+
+
+@pytest.mark.parametrize(("sort", "low", "high"), [("own", 0.25, 0.32), ("shared", 0.7, 0.8)])
+@pytest.mark.parametrize("kind", ["normal", "channel-outlier"])
+def test_fp8_loses_29_to_76_percent_over_256_micro_batches(kind, sort, low, high):
+    assert low <= losses("fp8", kind, sort, SMALL, (256,))[0] <= high
+
+
+def test_fp8_on_log_normal_gradients():
+    """A few large elements carry the norm: 8 % where micro-batches are independent, and nearly everything where they agree."""
+    assert 0.05 <= losses("fp8", "log-normal", "own", SMALL, (256,))[0] <= 0.11
+    assert 0.8 <= losses("fp8", "log-normal", "shared", SMALL, (256,))[0] <= 0.95
+
+
+# Measured over 256 micro-batches for each of KINDS, plus a tenth: noise without bias, so it can exceed what rounding to nearest loses.
+SR_LIMITS = {"own": (0.47, 0.47, 0.18), "shared": (0.24, 0.24, 0.26)}
+
+
+@pytest.mark.parametrize("sort", SR_LIMITS)
+@kinds
+def test_the_noise_of_fp8_sr(kind, sort):
+    assert losses("fp8-sr", kind, sort, SMALL, (256,))[0] <= SR_LIMITS[sort][KINDS.index(kind)]
+
+
+@kinds
+def test_fp8_sr_is_unbiased(kind):
+    """The mean of 64 runs is nearer to the true sum by the root of 64 than a run is, where rounding to nearest has lost a third or more."""
+    gradients, runs = list(micro_batches(kind, "shared", SMALL, 64)), 64
+    exact = torch.stack(gradients).double().sum(0)
+    random = generator()
+    sums = torch.stack([fp32_values(accumulate("fp8-sr", gradients, random=random)).double() for _ in range(runs)])
+    mean, variance_of_mean = sums.mean(0), sums.var(0) / runs
+    assert error(sums[0], exact) >= 0.15
+    assert error(mean, exact) <= 0.03
+    for weight in (exact, exact.sign()):  # neither the large elements nor the many drift, towards zero or away from it
+        assert abs((weight * (mean - exact)).sum()) <= 4 * (weight.square() * variance_of_mean).sum().sqrt()
+    assert error(accumulate("fp8", gradients), exact) >= 0.3
+
+
+def test_a_seed_repeats_fp8_sr():
+    gradients = list(micro_batches("normal", "own", SMALL, 4))
+    first, again, other = (accumulate("fp8-sr", gradients, random=generator(seed)) for seed in (1, 1, 2))
+    assert bits(first.payload).equal(bits(again.payload))
+    assert not bits(first.payload).equal(bits(other.payload))
+
+
+@scaled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_is_the_scaling_tensor_of_the_fp32_sum(fmt, dtype):
+    a, b = (make("normal", SMALL, seed=i).to(dtype) for i in range(2))
+    first = ScalingTensor.quantize(a, fmt)
+    want = ScalingTensor.quantize(first.dequantize(torch.float32) + b.float(), fmt)
+    got = accumulate("fp8", [a, b], fmt)
+    assert isinstance(got, ScalingTensor)
+    assert got.dtype == dtype
+    assert bits(got.payload).equal(bits(want.payload))
+    assert got.scale_inv.equal(want.scale_inv)
+
+
+@pytest.mark.parametrize("name", ACCUMULATORS)
+@pytest.mark.parametrize("fmt", [FP32, BF16, E4M3, E5M2, FP16], ids=str)
+def test_what_holds_the_sum(name, fmt):
+    total = accumulate(name, [torch.ones(3), torch.ones(3).bfloat16()], fmt)
+    assert fp32_values(total).tolist() == [2.0] * 3
+    if name == "fp32":
+        assert total.dtype == torch.float32
+    elif fmt.scaled and name == "bf16":
+        assert total.dtype == torch.bfloat16
+    else:
+        assert (total.payload if fmt.scaled else total).dtype == fmt.dtype
+    assert isinstance(total, ScalingTensor) == (fmt.scaled and name.startswith("fp8"))
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("name", ACCUMULATORS)
+@pytest.mark.parametrize("fmt", [BF16, E4M3], ids=str)
+def test_values_that_are_not_finite_stay_visible(fmt, name, at, bad):
+    gradients = [torch.ones(4, 4) for _ in range(4)]
+    gradients[at][1, 2] = bad
+    total = accumulate(name, gradients, fmt, generator())
+    assert not fp32_values(total).isfinite().all()
+    assert not isinstance(total, ScalingTensor) or total.scale_inv.isnan()
+
+
+@pytest.mark.parametrize("name", ACCUMULATORS)
+def test_only_a_first_gradient_of_the_right_dtype_is_taken_over(name):
+    first, second = torch.ones(8, requires_grad=True), torch.full((8,), 2.0)
+    how = accumulator(name, E4M3, generator())
+    total = how.add(how.add(None, first), second)
+    assert fp32_values(total).tolist() == [3.0] * 8
+    assert not total.requires_grad
+    assert second.tolist() == [2.0] * 8
+    assert first.tolist() == [3.0 if name == "fp32" else 1.0] * 8
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="'fp16' is unknown; choose one of fp8, fp8-sr, bf16, fp32"):
+        accumulator("fp16", E4M3)

@@ -1,0 +1,127 @@
+"""Layout of a bucket: slices by owner, nothing padded, every element in its place once."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from numerics import bits, random_floats
+
+from msamp.comm.bucket import Bucket, as_bytes
+from msamp.numerics.formats import ALL, E4M3
+from msamp.parallel.partition import Piece, plan_buckets
+
+SHAPES = [(7,), (3, 5, 7), (), (64, 33), (0, 4), (130, 3), (1,), (4, 0), (1, 257)]
+formats = pytest.mark.parametrize("fmt", ALL, ids=str)
+world_sizes = pytest.mark.parametrize("ranks", [1, 2, 4, 16])
+
+
+def planned(ranks: int, rank: int = 0, shapes=SHAPES) -> tuple[Bucket, tuple[Piece, ...]]:
+    (plan,) = plan_buckets(shapes, ["one"] * len(shapes), ranks, 10**9).buckets
+    params = [torch.zeros(shape) for shape in shapes]
+    return Bucket(params, [f"p{i}" for i in range(len(shapes))], E4M3, plan.pieces, ranks, rank), plan.pieces
+
+
+def payloads(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Random bit patterns, NaN included."""
+    sizes = [math.prod(shape) for shape in SHAPES]
+    raw = bits(random_floats(sum(sizes)))[: sum(sizes) * dtype.itemsize].view(dtype)
+    return [x.view(shape) for x, shape in zip(raw.split(sizes), SHAPES, strict=True)]
+
+
+@world_sizes
+def test_slots_tile_the_flat_buffer_owner_after_owner(ranks):
+    bucket, pieces = planned(ranks)
+    assert bucket.slots[0].start == 0
+    for a, b in itertools.pairwise(bucket.slots):
+        assert b.start == a.start + a.elements
+        assert (a.owner, a.index, a.row) < (b.owner, b.index, b.row)
+    assert bucket.slots[-1].start + bucket.slots[-1].elements == sum(math.prod(shape) for shape in SHAPES)
+    assert sorted((s.index, s.row, s.rows, s.owner) for s in bucket.slots) == sorted(map(tuple, pieces))
+    assert bucket.cut == (len(pieces) > len(SHAPES))
+
+
+@world_sizes
+def test_the_slice_of_a_rank_is_what_it_owns(ranks):
+    end = 0
+    for rank in range(ranks):
+        bucket, pieces = planned(ranks, rank)
+        assert [(s.index, s.row, s.rows) for s in bucket.owned] == sorted(p[:3] for p in pieces if p.owner == rank)
+        assert bucket.own.start == end
+        assert bucket.own.stop - bucket.own.start == bucket.sizes[rank] == sum(s.elements for s in bucket.owned)
+        end = bucket.own.stop
+    assert end == sum(math.prod(shape) for shape in SHAPES)
+
+
+@world_sizes
+@formats
+def test_flat_buffer_holds_the_rows_of_every_piece(fmt, ranks):
+    bucket, pieces = planned(ranks)
+    values = payloads(fmt.dtype)
+    flat = bucket.flatten(values)
+    ordered = sorted(pieces, key=lambda piece: (piece.owner, piece.tensor, piece.row))
+    rows = [values[i][row : row + rows] if values[i].dim() else values[i] for i, row, rows, _ in ordered]
+    assert flat.dtype is fmt.dtype
+    assert bits(flat).equal(torch.cat([bits(x) for x in rows]))
+
+
+@world_sizes
+@formats
+def test_unflatten_is_the_way_back(fmt, ranks):
+    bucket, _ = planned(ranks)
+    values = payloads(fmt.dtype)
+    back = bucket.unflatten(bucket.flatten(values))
+    for x, y in zip(values, back, strict=True):
+        assert y.shape == x.shape
+        assert y.dtype is x.dtype
+        assert bits(x).equal(bits(y))
+
+
+def test_a_whole_parameter_comes_back_as_a_view():
+    bucket, _ = planned(1)
+    flat = bucket.flatten(payloads(torch.float32))
+    assert all(x.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for x in bucket.unflatten(flat))
+
+
+def test_strided_payloads_are_laid_out_by_rows():
+    bucket, _ = planned(4)
+    values = payloads(torch.float32)
+    strided = [x.mT.contiguous().mT if x.dim() > 1 else x for x in values]
+    assert bits(bucket.flatten(strided)).equal(bits(bucket.flatten(values)))
+
+
+def test_pieces_may_come_in_any_order_and_leave_ranks_empty():
+    params = [torch.arange(6.0).view(3, 2), torch.arange(10.0, 14.0)]
+    pieces = [Piece(1, 0, 4, 2), Piece(0, 2, 1, 0), Piece(0, 0, 2, 2)]
+    bucket = Bucket(params, ["a", "b"], E4M3, pieces, 4, 3)
+    assert bucket.sizes == [2, 0, 8, 0]
+    assert bucket.owned == []
+    assert bucket.own == slice(10, 10)
+    flat = bucket.flatten(params)
+    assert flat.tolist() == [4, 5, 0, 1, 2, 3, 10, 11, 12, 13]
+    assert all(x.equal(p) for x, p in zip(bucket.unflatten(flat), params, strict=True))
+    assert [bucket.rows_of(slot, params[slot.index]).tolist() for slot in bucket.slots] == [[4, 5], [0, 1, 2, 3], [10, 11, 12, 13]]
+
+
+def test_clear_forgets_a_step():
+    bucket, _ = planned(2)
+    bucket.gradients[0], bucket.waiting, bucket.sent, bucket.absent = torch.ones(7), 3, True, {1}
+    bucket.owned[0].grad = torch.ones(1)
+    bucket.clear()
+    assert bucket.gradients == [None] * len(SHAPES)
+    assert (bucket.waiting, bucket.sent, bucket.absent) == (len(SHAPES), False, set())
+    assert all(slot.grad is None for slot in bucket.owned)
+
+
+def test_messages_name_a_bucket_by_its_ends():
+    assert str(planned(1)[0]) == "p0 ... p8"
+    assert str(planned(1, shapes=[(2,)])[0]) == "p0"
+
+
+@formats
+def test_as_bytes_shares_memory(fmt):
+    x = torch.zeros(4, dtype=torch.uint8).view(torch.uint8).repeat(fmt.bytes).view(fmt.dtype)
+    as_bytes(x).fill_(1)
+    assert as_bytes(x).dtype is torch.uint8
+    assert as_bytes(x).shape == (4 * fmt.bytes,)
+    assert bits(x).eq(1).all()

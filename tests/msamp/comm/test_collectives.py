@@ -1,0 +1,218 @@
+"""Collectives over any dtype and uneven slices, the bytes they count, and what the survivors say when a rank dies.
+
+A rank dies with exit code 0 here, so that `dist.run` gives the others the time to report into a file before it misses the result.
+"""
+
+import datetime
+import os
+import time
+from pathlib import Path
+from unittest import mock
+
+import dist
+import pytest
+import torch
+from numerics import bits, make
+from torch import nn
+
+from msamp.comm import collectives
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
+from msamp.comm.statistics import Statistics
+from msamp.numerics.formats import E4M3
+from msamp.parallel.data_parallel import grad_sync
+
+WORLD = 4
+SIZES = ([5, 0, 7, 3], [0, 0, 1, 0], [0, 0, 0, 0], [64, 64, 64, 64])
+DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.uint8)
+TIMEOUT, ROLL_CALL = 10.0, 2.0  # seconds
+
+
+def flat(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return make("normal", (count,), rank).mul(4).abs().to(dtype)
+
+
+def exchanged(group) -> list:
+    """(what, sizes or name, dtype, result, bytes counted) of each collective on this rank."""
+    found = []
+    rank = torch.distributed.get_rank(group)
+    for dtype in DTYPES:
+        for sizes in SIZES:
+            sizes = sizes[: torch.distributed.get_world_size(group)]
+            sent = WireBytes()
+            peers = Peers(group, sent)
+            received = peers.all_to_all(flat(rank, sum(sizes), dtype), sizes, "x", "activation")
+            found.append(("all_to_all", sizes, dtype, [bits(x) for x in received], sent.take()))
+            found.append(("all_gather", sizes, dtype, bits(peers.all_gather(flat(rank, sizes[rank], dtype), sizes, "x")), sent.take()))
+    return found
+
+
+def reduced(group) -> dict:
+    ops = torch.distributed.ReduceOp
+    sent = WireBytes()
+    peers = Peers(group, sent)
+    rank = peers.rank
+    found = {}
+    for name, op in (("MIN", ops.MIN), ("MAX", ops.MAX), ("SUM", ops.SUM)):
+        x = torch.tensor([float(rank), -1.0 if rank == 2 else 5.0, float("inf"), 2.0 ** (5 * rank)])
+        assert peers.all_reduce(x, op, "x") is x
+        found[name] = x.tolist()
+    found["sent"] = sent.take()
+    peers.all_reduce(torch.ones(7), ops.SUM, "x", None)
+    found["uncounted"] = sent.take()
+    peers.all_reduce(torch.ones(7, dtype=torch.int64), ops.SUM, "x", "activation")
+    found["int64"] = sent.take()
+    try:
+        peers.all_to_all(torch.ones(3), [1, 1, 1, 1], "three elements")
+    except RuntimeError as error:
+        found["bad sizes"] = str(error)
+    return found
+
+
+def four_ranks() -> dict:
+    some = torch.distributed.new_group([1, 3])
+    inside = torch.distributed.get_rank() in (1, 3)
+    return {
+        "world": exchanged(torch.distributed.group.WORLD),
+        "reduced": reduced(torch.distributed.group.WORLD),
+        "some": exchanged(some) if inside else [],
+        "place": (Peers(some, WireBytes()).rank, Peers(some, WireBytes()).ranks) if inside else None,
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict]:
+    return dist.run(four_ranks, WORLD)
+
+
+@pytest.mark.parametrize(("group", "members"), [("world", (0, 1, 2, 3)), ("some", (1, 3))])
+def test_slices_arrive_bit_for_bit_and_every_byte_is_counted(ranks, group, members):
+    for rank, member in enumerate(members):
+        assert len(ranks[member][group]) == 2 * len(DTYPES) * len(SIZES)
+        for what, sizes, dtype, found, sent in ranks[member][group]:
+            start, own = sum(sizes[:rank]), sizes[rank]
+            if what == "all_to_all":
+                want = [bits(flat(r, sum(sizes), dtype)[start : start + own]) for r in range(len(members))]
+                assert all(a.equal(b) for a, b in zip(found, want, strict=True)), (sizes, dtype)
+                assert sent == {("activation", "all-to-all"): (sum(sizes) - own) * dtype.itemsize}
+            else:
+                assert found.equal(torch.cat([bits(flat(r, n, dtype)) for r, n in enumerate(sizes)])), (sizes, dtype)
+                assert sent == {("weight", "all-gather"): own * (len(members) - 1) * dtype.itemsize}
+
+
+def test_all_reduce(ranks):
+    for rank in ranks:
+        assert rank["reduced"]["MIN"] == [0, -1, float("inf"), 1]
+        assert rank["reduced"]["MAX"] == [3, 5, float("inf"), 2.0**15]
+        assert rank["reduced"]["SUM"] == [6, 14, float("inf"), 1 + 2**5 + 2**10 + 2**15]
+        assert rank["reduced"]["sent"] == {("weight", "all-reduce"): 3 * 24}  # 16 bytes, 2 (N - 1) / N of them
+        assert rank["reduced"]["uncounted"] == {}
+        assert rank["reduced"]["int64"] == {("activation", "all-reduce"): 84}
+
+
+def test_a_rank_stands_by_its_place_in_the_group(ranks):
+    assert [rank["place"] for rank in ranks] == [None, (0, 2), None, (1, 2)]
+
+
+def test_a_failure_of_all_names_no_rank(ranks):
+    for rank, found in enumerate(ranks):
+        assert found["reduced"]["bad sizes"].startswith(f"rank {rank}: the all-to-all of three elements failed: every rank still answers (")
+
+
+def test_one_rank_runs_no_collective():
+    sent = WireBytes()
+    peers = Peers(None, sent)
+    x = make("normal", (6,)).to(torch.float8_e4m3fn)
+    assert (peers.rank, peers.ranks, peers.nccl) == (0, 1, False)
+    assert peers.all_reduce(x, torch.distributed.ReduceOp.MIN, "x") is x
+    assert peers.all_to_all(x, [6], "x")[0] is x
+    assert peers.all_gather(x, [6], "x") is x
+    assert sent.rows() == {}
+
+
+def survive(folder: str, action) -> None:
+    """Run `action` and write what it raised, and after how long."""
+    before = time.monotonic()
+    with mock.patch.object(collectives, "ROLL_CALL_SECONDS", ROLL_CALL):
+        try:
+            action()
+        except RuntimeError as error:
+            seconds = time.monotonic() - before
+            Path(folder, str(torch.distributed.get_rank())).write_text(f"{seconds:.1f} {error}")
+
+
+def new_groups(*members: list[int]) -> list:
+    return [torch.distributed.new_group(ranks, timeout=datetime.timedelta(seconds=TIMEOUT)) for ranks in members]
+
+
+def backward_with_a_death(group, lost: int) -> None:
+    """Three layers, a bucket each; the lost rank exits where the gradient of the middle one has come to be."""
+    model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("first", "middle", "last")})
+    sync = grad_sync(model, dict.fromkeys(model.parameters(), E4M3), group, bucket_elements=64)
+    if torch.distributed.get_rank() == lost:
+        model["middle"].weight.register_hook(lambda g: os._exit(0))
+    model["last"](model["middle"](model["first"](torch.ones(2, 8)))).sum().backward()
+    sync.finish()
+
+
+def dying_groups(folder: str) -> None:
+    """World sizes 2 and 4 side by side, as subgroups: the names must be those of the whole world."""
+    two, four = new_groups([0, 1], [2, 3, 4, 5])
+    group, lost = (two, 1) if torch.distributed.get_rank() < 2 else (four, 3)
+    survive(folder, lambda: backward_with_a_death(group, lost))
+
+
+def dying_store(folder: str) -> None:
+    """Rank 2 dies where statistics are combined; then rank 0, and with it the rendezvous store that it keeps."""
+    timeout = datetime.timedelta(seconds=60)
+    torch.distributed.init_process_group("gloo", timeout=timeout)
+    rank = torch.distributed.get_rank()
+    later, first = new_groups([1, 2], [0, 1])
+    peers = Peers(first if rank == 0 else later, WireBytes())
+    if rank != 0:
+        statistics = Statistics([8], torch.device("cpu"), always=True)
+        statistics.combine(peers)
+        if rank == 2:
+            os._exit(0)
+        survive(folder, lambda: statistics.combine(peers))
+        Path(folder, "1").rename(Path(folder, "statistics"))
+        peers = Peers(first, WireBytes())
+    peers.all_reduce(torch.ones(1), torch.distributed.ReduceOp.MIN, "x")
+    if rank == 0:
+        os._exit(0)
+    survive(folder, lambda: peers.all_reduce(torch.ones(1), torch.distributed.ReduceOp.MIN, "the scales of a ... b"))
+    os._exit(0)  # without a store the process group cannot be taken down in order
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("survivors")
+    with pytest.raises(FileNotFoundError, match=r"result_[13]\.pkl"):
+        dist.run(dying_groups, 6, str(folder), timeout=60)
+    return {file.name: file.read_text() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("rank", "lost"), [(0, 1), (2, 3), (4, 3), (5, 3)])
+def test_every_survivor_names_the_lost_rank_and_the_tensor_in_time(reports, rank, lost):
+    seconds, message = reports[str(rank)].split(" ", 1)
+    assert message.startswith(f"rank {rank}: the all-reduce of the scales of middle.weight failed: rank {lost} does not answer (")
+    assert float(seconds) <= TIMEOUT
+
+
+@pytest.fixture(scope="module")
+def store_reports(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("store")
+    with pytest.raises(FileNotFoundError, match="result_"):
+        dist.run(dying_store, 3, str(folder), timeout=60, init=False)
+    return {file.name: file.read_text() for file in folder.iterdir()}
+
+
+def test_a_rank_lost_while_statistics_are_combined_is_named(store_reports):
+    assert store_reports["statistics"].split(" ", 1)[1].startswith("rank 1: the ")
+    assert "failed: rank 2 does not answer" in store_reports["statistics"]
+
+
+def test_rank_0_is_named_when_the_store_went_with_it(store_reports):
+    seconds, message = store_reports["1"].split(" ", 1)
+    assert message.startswith("rank 1: the all-reduce of the scales of a ... b failed: rank 0 does not answer (")
+    assert float(seconds) <= TIMEOUT

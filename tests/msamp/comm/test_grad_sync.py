@@ -1,0 +1,275 @@
+"""The synchroniser on one process: what a step leaves behind, odd parameters, refusals. Several ranks: test_grad_sync_ranks.py."""
+
+import contextlib
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from numerics import bits, make
+from torch import Tensor, nn
+
+from msamp.comm.accumulate import ACCUMULATORS
+from msamp.comm.grad_sync import GradSync
+from msamp.nn.linear import FP8Linear
+from msamp.numerics.formats import ALL, BF16, E4M3, E5M2, FP16, FP32, Format, by_name
+from msamp.numerics.recipe import O2, O3
+from msamp.numerics.tensor import ScalingTensor, fp32_values
+from msamp.optim.adamw import FP8AdamW
+from msamp.parallel.data_parallel import grad_sync
+
+INF, NAN = float("inf"), float("nan")
+formats = pytest.mark.parametrize("fmt", ALL, ids=str)
+
+
+def model_of(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> nn.ParameterDict:
+    model = nn.ParameterDict()  # which sorts what it is given at once
+    for name, shape in shapes.items():
+        model[name] = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    return model
+
+
+def formats_of(model: nn.Module) -> dict[Tensor, Format]:
+    """By the part of the name before "_"."""
+    return {p: by_name(name.split("_")[0]) for name, p in model.named_parameters()}
+
+
+def synced(model: nn.Module, group=None, **options: Any) -> GradSync:
+    return grad_sync(model, formats_of(model), group, **options)
+
+
+def one(fmt: Format, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[nn.Parameter, GradSync]:
+    model = model_of({f"{fmt}_p": (4, 8)}, dtype)
+    sync = synced(model, **options)
+    sync.keep_alive = model  # type: ignore[attr-defined]  # it holds its model weakly
+    return next(model.parameters()), sync
+
+
+def give(model: nn.ParameterDict, gradients: dict[str, Tensor]) -> None:
+    """One backward that brings these gradients."""
+    sum((model[name] * g).sum() for name, g in gradients.items()).backward()
+
+
+def back(p: nn.Parameter, g: Tensor) -> None:
+    (p * g.to(p.dtype)).sum().backward()
+
+
+def stamp(g: Tensor) -> tuple:
+    """Everything about a gradient, comparable and small to send."""
+    payload = g.payload if isinstance(g, ScalingTensor) else g
+    scale = bits(g.scale_inv).numpy().tobytes() if isinstance(g, ScalingTensor) else b""
+    return g.dtype, payload.dtype, tuple(g.shape), bits(payload).numpy().tobytes(), scale
+
+
+@formats
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_micro_batch_is_quantised_once(dtype, shard, fmt):
+    p, sync = one(fmt, dtype, shard=shard)
+    g = make("normal", (4, 8)).to(dtype)
+    back(p, g)
+    sync.finish()
+    found = sync.owned(p)[0].grad if shard else p.main_grad
+    assert stamp(found) == stamp(ScalingTensor.quantize(g, fmt) if fmt.scaled else g.to(fmt.dtype))
+    assert shard == (p.main_grad is None)
+    sync.clear()
+    assert p.main_grad is None
+    assert sync.owned(p)[0].grad is None
+    assert sync.sent.rows() == {}
+
+
+@pytest.mark.parametrize("recipe", [O2, O3])
+def test_of_an_fp8_layer_only_main_grad_is_left(recipe):
+    layer = FP8Linear(32, 32, recipe=recipe, dtype=torch.bfloat16)
+    sync = grad_sync(layer, {layer.weight: E4M3, layer.bias: FP32})
+    layer(make("normal", (4, 32)).bfloat16()).sum().backward()
+    sync.finish()
+    assert layer.weight.grad is None
+    assert layer.bias.grad is None
+    assert layer.weight.main_grad.format is E4M3
+    assert layer.bias.main_grad.equal(torch.full((32,), 4.0))
+
+
+def test_a_tied_weight_gets_the_sum_of_both_uses():
+    embedding, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, head)
+    sync = grad_sync(model, {embedding.weight: FP32})
+    ids = torch.tensor([1, 5, 5])
+    apart = [embedding.weight.detach().clone().requires_grad_() for _ in range(2)]
+    for i in range(2):
+        with sync.no_sync() if i == 0 else contextlib.nullcontext():
+            model(ids).square().sum().backward()
+        nn.functional.linear(nn.functional.embedding(ids, apart[0]), apart[1]).square().sum().backward()
+    sync.finish()
+    torch.testing.assert_close(embedding.weight.main_grad, apart[0].grad + apart[1].grad)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_frozen_and_unused_parameters_are_left_out(shard):
+    model = model_of({"fp8-e4m3_used": (4, 8), "fp8-e4m3_unused": (4, 8), "fp8-e4m3_frozen": (4, 8), "fp32_empty": (0, 3)})
+    used, unused, frozen, empty = model.values()
+    frozen.requires_grad_(False)
+    sync = synced(model, shard=shard)
+    give(model, {"fp8-e4m3_used": make("normal", (4, 8)), "fp32_empty": torch.zeros(0, 3)})
+    sync.finish()
+    found = {p: sync.owned(p)[0].grad if shard else p.main_grad for p in (used, unused, empty)}
+    assert found[unused] is None
+    assert found[empty].shape == (0, 3)
+    assert stamp(found[used]) == stamp(ScalingTensor.quantize(make("normal", (4, 8)), E4M3))
+    assert sync.owned(frozen) == []
+    assert not hasattr(frozen, "main_grad")
+
+
+def test_buckets_leave_in_their_order_whatever_order_they_fill_in():
+    model = model_of({f"fp8-e4m3_{i}": (4, 8) for i in range(3)})
+    first, second, third = reversed(list(model.values()))
+    sync = synced(model, bucket_elements=32)
+    assert [bucket.params for bucket in sync.buckets] == [[first], [second], [third]]
+    back(second, torch.ones(4, 8))
+    assert [bucket.sent for bucket in sync.buckets] == [False, False, False]
+    back(first, torch.ones(4, 8))
+    assert [bucket.sent for bucket in sync.buckets] == [True, True, False]
+    assert first.main_grad is not None
+    sync.finish()
+    assert [bucket.sent for bucket in sync.buckets] == [True, True, True]
+    assert third.main_grad is None
+    later = synced(model_of({"fp8-e4m3_0": (4, 8)}), overlap=False)
+    back(later.buckets[0].params[0], torch.ones(4, 8))
+    assert not later.buckets[0].sent
+
+
+@pytest.mark.parametrize("accumulate", ACCUMULATORS)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("fmt", [E4M3, FP16, BF16, FP32], ids=str)
+@pytest.mark.parametrize("when", [0, 1])
+def test_a_gradient_that_is_not_finite_skips_the_step_and_is_gone_in_the_next(when, fmt, bad, accumulate):
+    p, sync = one(fmt, accumulate=accumulate)
+    optimizer = FP8AdamW([p])
+    for step in range(2):
+        for i in range(2):
+            g = make("normal", (4, 8), i)
+            g[1, 2] = bad if (step, i) == (0, when) else 1.0
+            with sync.no_sync() if i == 0 else contextlib.nullcontext():
+                back(p, g)
+        sync.finish()
+        optimizer.step()
+        assert fp32_values(p.main_grad).isfinite().all() == bool(step)
+        assert (optimizer.skipped_steps, bool(p.any())) == (1, bool(step))
+        sync.clear()
+
+
+def test_stochastic_rounding_goes_on_where_it_was_saved():
+    def step(p: nn.Parameter, sync: GradSync) -> tuple:
+        sync.clear()
+        for i in range(2):
+            with sync.no_sync() if i == 0 else contextlib.nullcontext():
+                back(p, make("normal", (4, 8), i))
+        sync.finish()
+        return stamp(p.main_grad)
+
+    p, sync = one(E4M3, accumulate="fp8-sr", seed=7)
+    found = [step(p, sync) for _ in range(3)]
+    assert len(set(found)) == 3
+    q, resumed = one(E4M3, accumulate="fp8-sr", seed=7)
+    resumed.load_state_dict({"steps": 2, "mu": {}})
+    assert step(q, resumed) == found[2]
+    assert step(*one(E4M3, accumulate="fp8-sr", seed=8)) != found[0]
+
+
+def test_any_seed_that_torch_takes_will_do():
+    assert one(E4M3, accumulate="fp8-sr", seed=2**32 - 1)[1].steps == 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("between", [False, True])
+def test_a_second_gradient_is_refused(between, overlap):
+    p, sync = one(E4M3, overlap=overlap)
+    back(p, torch.ones(4, 8))
+    if between:
+        sync.finish()
+    with pytest.raises(ValueError, match=r"fp8-e4m3_p got a second gradient in one step .* run every backward .* under no_sync\(\)"):
+        back(p, torch.ones(4, 8))
+    assert p.grad is None
+
+
+def test_no_sync_ends_with_its_block_even_if_that_fails():
+    p, sync = one(E4M3)
+    with pytest.raises(KeyError), sync.no_sync():
+        raise KeyError
+    back(p, torch.ones(4, 8))
+    assert sync.buckets[0].sent
+
+
+@pytest.mark.parametrize("how", ["added", "thawed"])
+def test_a_parameter_that_came_later_is_refused(how):
+    model = model_of({"fp8-e4m3_a": (4, 8), "fp8-e4m3_late": (3,)})
+    late = model["fp8-e4m3_late"].requires_grad_(False)
+    sync = synced(model)
+    if how == "added":
+        model["fp8-e4m3_new"] = nn.Parameter(torch.zeros(2))
+    else:
+        late.requires_grad_()
+    name = "fp8-e4m3_new" if how == "added" else "fp8-e4m3_late"
+    with pytest.raises(ValueError, match=f"{name} was not there when the synchroniser was built; build a new one"):
+        sync.finish()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exchange": "mpi"}, "gradient exchange 'mpi' is unknown; choose one of fp32-sum, nccl"),
+        ({"exchange": "nccl", "scaling": "both"}, "gradient scaling 'both' is unknown; choose one of auto, pre, post"),
+        ({"exchange": "nccl", "mu_rule": "third"}, "mu rule 'third' is unknown; choose one of halve, paper"),
+        ({"scaling": "auto"}, "gradient scaling 'auto' and mu belong to exchange 'nccl'.*drop them"),
+        ({"scaling": "pre"}, "gradient scaling 'pre' and mu belong to exchange 'nccl'"),
+        ({"mu_rule": "halve"}, "mu belong to exchange 'nccl'"),
+        ({"exchange": "nccl", "scaling": "post", "mu_rule": "paper"}, "mu rule 'paper' belongs to gradient scaling 'auto', not 'post'"),
+        ({"accumulate": "fp16"}, "gradient accumulation 'fp16' is unknown; choose one of fp8, fp8-sr, bf16, fp32"),
+        ({"bucket_elements": 0}, "bucket_elements is 0, legal is 1 or more"),
+    ],
+)
+def test_unknown_choices_are_refused(options, message):
+    model = model_of({"fp8-e4m3_p": (4, 8)})
+    with pytest.raises(ValueError, match=message):
+        synced(model, **options)
+    back(model["fp8-e4m3_p"], torch.ones(4, 8))
+    assert model["fp8-e4m3_p"].grad is not None  # nothing was hooked
+
+
+def test_a_parameter_without_format_or_of_an_unsupported_dtype_is_refused():
+    model = model_of({"fp8-e4m3_a": (3,), "fp8-e4m3_b": (3,)})
+    with pytest.raises(ValueError, match="fp8-e4m3_b has no gradient format; give one for every parameter"):
+        grad_sync(model, {model["fp8-e4m3_a"]: E4M3})
+    with pytest.raises(ValueError, match=r"fp32_d is torch.float64; gradients are synchronised for torch.float32"):
+        synced(model_of({"fp32_d": (3,)}, torch.float64))
+
+
+def test_a_synchroniser_dies_with_its_last_reference():
+    """Hooks hang in autograd's graph, out of the collector's sight: they must not keep model and gradients alive."""
+    model = model_of({"fp8-e4m3_p": (4, 8)})
+    sync = weakref.ref(synced(model))
+    gc.collect()
+    assert sync() is None
+    back(model["fp8-e4m3_p"], torch.ones(4, 8))
+    assert model["fp8-e4m3_p"].grad is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exchange", ["fp32-sum", "nccl"])
+@pytest.mark.parametrize("accumulate", ACCUMULATORS)
+def test_a_step_never_waits_for_the_host(accumulate, exchange):
+    model = model_of({f"{fmt}_{i}": (64, 32) for fmt in (E4M3, E5M2, FP16, BF16, FP32) for i in range(2)}).cuda()
+    sync = synced(model, exchange=exchange, accumulate=accumulate, bucket_elements=3000)
+    for step in range(3):
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first compiles kernels
+        try:
+            for i in range(2):
+                with sync.no_sync() if i == 0 else contextlib.nullcontext():
+                    give(model, {name: p.detach() + 1 for name, p in model.items()})
+            sync.finish()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(fp32_values(p.main_grad).eq(2).all() for p in model.values())
+        sync.clear()

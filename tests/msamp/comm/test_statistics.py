@@ -1,0 +1,104 @@
+"""Counts of saturation and underflow against a count element by element."""
+
+import math
+
+import pytest
+import torch
+
+from msamp.comm.bucket import Bucket
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
+from msamp.comm.statistics import NONZERO, SATURATED, SUM_SATURATED, SUM_VANISHED, VANISHED, Statistics, saturated, vanished
+from msamp.numerics.formats import E4M3, E5M2, FP16, Format
+from msamp.numerics.quantize import quantize
+from msamp.parallel.partition import Piece
+
+scaled = pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16], ids=str)
+CPU = torch.device("cpu")
+
+
+def planted(fmt: Format) -> torch.Tensor:
+    """3 at the maximum (two beyond it), 2 that vanish, 3 zeros (one negative), 4 in between."""
+    top, small = fmt.max, fmt.smallest
+    return torch.tensor([top, -2 * top, 1e30, small / 2, -small / 4, 0.0, 0.0, -0.0, 1.0, -1.0, small, top / 2])
+
+
+def by_hand(values: list[float], payload: list[float], fmt: Format) -> tuple[int, int, int]:
+    """Not zero, at the maximum, vanished."""
+    pairs = list(zip(values, payload, strict=True))
+    return sum(v != 0 for v, _ in pairs), sum(abs(q) == fmt.max for _, q in pairs), sum(v != 0 and q == 0 for v, q in pairs)
+
+
+@scaled
+def test_elements_are_counted_one_by_one(fmt):
+    values = planted(fmt)
+    payload = quantize(values, 1.0, fmt)
+    assert by_hand(values.tolist(), payload.float().tolist(), fmt) == (9, 3, 2)
+    assert saturated(payload, fmt).item() == 3
+    assert vanished(values, payload).item() == 2
+    assert saturated(payload, fmt).dtype is torch.int64
+    assert vanished(values.view(3, 4).bfloat16(), payload.view(3, 4)).dim() == 0
+
+
+@scaled
+def test_nan_is_neither(fmt):
+    payload = quantize(torch.tensor([math.nan, 1.0]), 1.0, fmt)
+    assert saturated(payload, fmt).item() == 0
+    assert vanished(torch.tensor([math.nan, 1.0]), payload).item() == 0
+
+
+@scaled
+def test_a_packed_bucket_is_counted_in_its_place_and_absent_tensors_are_not(fmt):
+    statistics = Statistics([1, 12, 12, 12], CPU, always=False)
+    payload = quantize(planted(fmt), 1.0, fmt)
+    zeros = torch.zeros(12).to(fmt.dtype)
+    statistics.count_packed(1, [planted(fmt), None, torch.zeros(12)], [payload, payload, zeros], fmt)
+    assert statistics.counts[:, 1].tolist() == [9, 3, 2, 0, 0]
+    assert not statistics.counts[:, [0, 2, 3]].any()
+    statistics.clear()
+    assert not statistics.counts.any()
+
+
+@scaled
+@pytest.mark.parametrize("rank", [0, 1])
+def test_pieces_of_a_sum_add_up_to_their_tensor(fmt, rank):
+    """Tensor b is cut: rank 0 owns its last row, rank 1 the others and a."""
+    values = planted(fmt)
+    params = [torch.zeros(3), torch.zeros(3, 4)]
+    bucket = Bucket(params, ["a", "b"], fmt, [Piece(0, 0, 3, 1), Piece(1, 0, 1, 1), Piece(1, 1, 1, 1), Piece(1, 2, 1, 0)], 2, rank)
+    flat = bucket.flatten([values[:3], values.view(3, 4)])
+    payload = quantize(flat, 1.0, fmt)
+    statistics = Statistics([5, 3, 12], CPU, always=True)
+    statistics.count_reduced(1, bucket, payload[bucket.own], flat[bucket.own])
+    a = by_hand(values[:3].tolist(), quantize(values[:3], 1.0, fmt).float().tolist(), fmt)
+    owned = values[8:] if rank == 0 else values[:8]
+    b = by_hand(owned.tolist(), quantize(owned, 1.0, fmt).float().tolist(), fmt)
+    assert statistics.counts[SUM_SATURATED].tolist() == [0, a[1] * rank, b[1]]
+    assert statistics.counts[SUM_VANISHED].tolist() == [0, a[2] * rank, b[2]]
+    assert not statistics.counts[: SUM_SATURATED - 1].any()
+
+
+def test_active_follows_always():
+    assert Statistics([1], CPU, always=True).active
+    assert not Statistics([1], CPU, always=False).active
+
+
+def test_shares_of_one_rank():
+    statistics = Statistics([60, 40], CPU, always=False)
+    for row, counts in ((NONZERO, (50, 30)), (SATURATED, (5, 0)), (VANISHED, (4, 4)), (SUM_SATURATED, (1, 2)), (SUM_VANISHED, (0, 6))):
+        statistics.counts[row] = torch.tensor(counts)
+    peers = Peers(None, WireBytes())
+    assert statistics.shares(peers) == {
+        "grad_saturation": 0.05,
+        "grad_underflow": 0.1,
+        "grad_saturation_reduced": 0.03,
+        "grad_underflow_reduced": 0.06,
+    }
+    summed, largest = statistics.combine(peers)
+    assert summed.equal(statistics.counts)
+    assert largest.equal(statistics.counts)
+
+
+def test_shares_without_anything_to_count_are_zero():
+    for numel in ([], [10]):
+        assert set(Statistics(numel, CPU, always=False).shares(Peers(None, WireBytes())).values()) == {0.0}

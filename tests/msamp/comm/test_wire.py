@@ -1,0 +1,314 @@
+"""The three wires against sums computed on one process from their definition (DESIGN section 4): bit for bit over 2 and 4 ranks.
+
+The definition here shares no code with the library but the order of its operations: scales are searched in FP64, casts are torch's.
+"""
+
+import datetime
+import functools
+import itertools
+import math
+import os
+from types import SimpleNamespace
+
+import dist
+import pytest
+import torch
+from numerics import KINDS, SMALL, Measures, bits, codes, floats, golden, make, measure
+from torch import Tensor
+
+from msamp.comm.bucket import Bucket
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
+from msamp.comm.wire import FP32SumWire, NCCLWire, PlainWire, pack_scaled, sum_in_rank_order
+from msamp.numerics.formats import ALL, BF16, E4M3, E5M2, FP16, FP32, Format, by_name
+from msamp.parallel.partition import plan_buckets
+
+SCALED = (E4M3, E5M2, FP16)
+SHAPES = [(7,), (3, 5, 7), (), (65, 33), (0, 4), (130, 3), (1,), SMALL]
+WORLDS = (2, 4)
+MAGNITUDES = (1.0, 1e-3, 300.0, 1e-6)  # of the ranks, in this order and turned by one from tensor to tensor
+FACTORS = {"post": lambda ranks: 1.0, "pre": lambda ranks: 1 / ranks, "auto": lambda ranks: 4.0 ** (1 / 3), "quarter": lambda ranks: 0.25}
+# Least SQNR in dB, largest underflow and saturation share against the FP32 mean, for each of KINDS: ranks of like magnitude, the worse of
+# 2 and 4 of them, with a margin of 0.5 dB and a tenth. What underflows are mostly sums of two that cancel once they are rounded.
+LIMITS = {
+    "fp8-e4m3": (Measures(27.6, 0.0148, 6e-5), Measures(27.4, 0.0149, 6e-5), Measures(30.6, 0.0102, 6e-5)),
+    "fp8-e5m2": (Measures(21.5, 0.0316, 6e-5), Measures(21.5, 0.0316, 6e-5), Measures(23.8, 0.0134, 6e-5)),
+    "fp16": (Measures(69.7, 1.4e-4, 0), Measures(69.8, 1.4e-4, 0), Measures(71.1, 1e-4, 0)),
+}
+
+
+@functools.cache
+def gradients(kind: str, rank: int) -> list[Tensor]:
+    """One a shape: magnitudes far apart but for the last; the second is zero on rank 0, the third zero everywhere."""
+    made = [MAGNITUDES[(rank + i) % 4] * make(kind, shape or (1,), 100 * rank + i).view(shape) for i, shape in enumerate(SHAPES)]
+    made[1] *= rank != 0
+    made[2] *= 0
+    made[-1] = make(kind, SHAPES[-1], rank)
+    return made
+
+
+def scale_of(amax: float, limit: float) -> float:
+    """The largest power of two with amax * scale <= limit; 1 without an amax."""
+    scale = 2.0 ** math.floor(math.log2(limit / amax)) if amax else 1.0
+    return scale / 2 if amax * scale > limit else scale
+
+
+def shared_scale(parts: list[Tensor], fmt: Format) -> float:
+    return min((scale_of(float(g.abs().max()), fmt.max) for g in parts if g.any()), default=1.0)
+
+
+def cast(x: Tensor, fmt: Format) -> Tensor:
+    return x.clamp(-fmt.max, fmt.max).to(fmt.dtype) if fmt.scaled else x.to(fmt.dtype)
+
+
+def fp32_sum(parts: list[Tensor], fmt: Format) -> tuple[Tensor, float, Tensor]:
+    """Payload and scale of the averaged gradient, and the FP32 mean that it was rounded from, times the shared scale."""
+    shared = shared_scale(parts, fmt)
+    total, *others = [cast(g.float() * shared, fmt).float() for g in parts]
+    for payload in others:
+        total = total + payload
+    mean = total / (shared * len(parts))
+    scale = scale_of(float(mean.abs().max()) if mean.numel() else 0.0, fmt.max)
+    return cast(mean * scale, fmt), scale, mean * shared
+
+
+def fp8_sum(parts: list[Tensor], fmt: Format, mu: float) -> tuple[Tensor, Tensor]:
+    """Payload and scale_inv of the sum in the format itself, rank after rank."""
+    factor = torch.tensor(shared_scale(parts, fmt)) * torch.tensor(mu)
+    total, *others = [cast(g.float() * factor, fmt) for g in parts]
+    for payload in others:
+        total = cast(total.float() + payload.float(), fmt)
+    return total, 1 / (factor * len(parts))
+
+
+def bucket_of(shapes, fmt: Format, peers: Peers, limit: float) -> Bucket:
+    (plan,) = plan_buckets(shapes, [0] * len(shapes), peers.ranks, 10**9, bucket_limit=limit, limit=limit).buckets
+    return Bucket([torch.zeros(shape) for shape in shapes], [str(i) for i in range(len(shapes))], fmt, plan.pieces, peers.ranks, peers.rank)
+
+
+def exchange(wire, fmt: Format, grads: list[Tensor], factor: Tensor, peers: Peers, shard: bool, limit: float = 0.05) -> dict:
+    """Pack, reduce, and put back together: by (tensor, row) the payload, and what this rank knows of the scales."""
+    device = grads[0].device
+    bucket = bucket_of([g.shape for g in grads], fmt, peers, limit)
+    payloads = [wire.pack(g, factor[i]) for i, g in enumerate(grads)]
+    reduced = wire.reduce(bucket, bucket.flatten(payloads), factor.to(device), peers, shard)
+    pieces = {}
+    for slot in bucket.owned:
+        start = slot.start - bucket.own.start
+        place = slice(start, start + slot.elements)
+        pieces[slot.index, slot.row] = (bits(reduced.own[place]), bits(reduced.before[place]))
+    return {
+        "pieces": pieces,
+        "dtypes": (reduced.own.dtype, reduced.before.dtype),
+        "scale_inv": None if reduced.scale_inv is None else reduced.scale_inv.cpu(),
+        "cut": bucket.cut,
+        "flat": None if reduced.flat is None else bits(reduced.flat),
+        "payloads": [bits(x) for x in payloads],
+    }
+
+
+def factors_of(kind: str, fmt: Format, ranks: int, mu: float) -> Tensor:
+    parts = zip(*(gradients(kind, rank) for rank in range(ranks)), strict=True)
+    return torch.tensor([shared_scale(list(tensors), fmt) for tensors in parts]) * torch.tensor(mu)
+
+
+def several_ranks() -> dict:
+    peers = Peers(torch.distributed.group.WORLD, WireBytes())
+    found = {}
+    for kind in KINDS:
+        grads = gradients(kind, peers.rank)
+        for fmt in SCALED:
+            one = factors_of(kind, fmt, peers.ranks, 1.0)
+            for shard, limit in itertools.product((False, True), (0.05, math.inf)):
+                found["fp32-sum", fmt.name, kind, shard, limit] = exchange(FP32SumWire(fmt), fmt, grads, one, peers, shard, limit)
+            for name, mu in FACTORS.items():
+                factor = factors_of(kind, fmt, peers.ranks, mu(peers.ranks))
+                found["nccl", fmt.name, kind, name] = exchange(NCCLWire(fmt), fmt, grads, factor, peers, False)
+        for fmt in (BF16, FP32):
+            found["plain", fmt.name, kind] = exchange(PlainWire(fmt), fmt, grads, torch.ones(len(SHAPES)), peers, True)
+    vectors = golden("exchange_fp32_sum")
+    if peers.ranks == len(vectors["ranks"]):
+        factor = torch.tensor([vectors["shared"]])
+        found["golden"] = exchange(FP32SumWire(E4M3), E4M3, [floats(vectors["ranks"][peers.rank])], factor, peers, False)
+    return found
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def ranks(request) -> list[dict]:
+    return dist.run(several_ranks, request.param)
+
+
+def whole(ranks: list[dict], key, tensor: int, which: int = 0) -> Tensor:
+    """A tensor from its owners' pieces, flat: the payload, or what it must not have vanished from."""
+    pieces = {row: x[which] for rank in ranks for (i, row), x in rank[key]["pieces"].items() if i == tensor}
+    return torch.cat([pieces[row] for row in sorted(pieces)]).view(ranks[0][key]["dtypes"][which])
+
+
+def parts_of(ranks: list[dict], kind: str, tensor: int) -> list[Tensor]:
+    return [gradients(kind, rank)[tensor] for rank in range(len(ranks))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fmt", SCALED, ids=str)
+def test_fp32_sum_is_quantise_sum_quantise_on_one_process(ranks, fmt, kind):
+    for shard, limit in itertools.product((False, True), (0.05, math.inf)):
+        key = ("fp32-sum", fmt.name, kind, shard, limit)
+        assert ranks[0][key]["cut"] == (limit < 1)
+        for i in range(len(SHAPES)):
+            payload, scale, mean = fp32_sum(parts_of(ranks, kind, i), fmt)
+            assert bits(whole(ranks, key, i)).equal(bits(payload)), (key, SHAPES[i])
+            assert whole(ranks, key, i, 1).eq(mean.flatten()).all(), (key, SHAPES[i])
+            holders = [rank for rank in ranks if not shard or any(piece[0] == i for piece in rank[key]["pieces"])]
+            assert {float(rank[key]["scale_inv"][i]) for rank in holders} == {1 / scale}, (key, SHAPES[i])
+
+
+@pytest.mark.parametrize("fmt", SCALED, ids=str)
+def test_fp32_sum_against_the_mean_in_fp32(ranks, fmt):
+    """As three measures: SQNR alone would not see small elements vanish, nor large ones saturate."""
+    for kind in KINDS:
+        key = ("fp32-sum", fmt.name, kind, True, 0.05)
+        last = len(SHAPES) - 1
+        mean = torch.stack(parts_of(ranks, kind, last)).mean(0).flatten()
+        payload = whole(ranks, key, last)
+        owner = next(rank for rank in ranks if any(piece[0] == last for piece in rank[key]["pieces"]))
+        found = measure(mean, payload.float() * owner[key]["scale_inv"][last], payload, fmt)
+        limit = LIMITS[fmt.name][KINDS.index(kind)]
+        assert found.sqnr_db >= limit.sqnr_db, (kind, found)
+        assert found.underflow <= limit.underflow, (kind, found)
+        assert found.saturation <= limit.saturation, (kind, found)
+
+
+@pytest.mark.parametrize("scaling", FACTORS)
+@pytest.mark.parametrize("fmt", SCALED, ids=str)
+def test_nccl_over_gloo_is_the_sum_in_the_format_in_rank_order(ranks, fmt, scaling):
+    for kind, i in itertools.product(KINDS, range(len(SHAPES))):
+        key = ("nccl", fmt.name, kind, scaling)
+        payload, scale_inv = fp8_sum(parts_of(ranks, kind, i), fmt, FACTORS[scaling](len(ranks)))
+        assert bits(whole(ranks, key, i)).equal(bits(payload)), (key, SHAPES[i])
+        assert {float(rank[key]["scale_inv"][i]) for rank in ranks} == {float(scale_inv)}, (key, SHAPES[i])
+
+
+def test_what_must_not_vanish_from_the_sum_of_nccl_is_the_own_payload(ranks):
+    key = ("nccl", "fp8-e4m3", "normal", "post")
+    for rank, found in enumerate(ranks):
+        for (i, row), (_, before) in found[key]["pieces"].items():
+            factor = factors_of("normal", E4M3, len(ranks), 1.0)[i]
+            mine = cast(gradients("normal", rank)[i] * factor, E4M3).float()
+            rows = mine.flatten() if mine.dim() == 0 else mine[row:].flatten()[: before.numel()]
+            assert before.view(torch.float8_e4m3fn).float().equal(rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fmt", [BF16, FP32], ids=str)
+def test_plain_gradients_are_summed_in_fp32_and_rounded_once(ranks, fmt, kind):
+    for i in range(len(SHAPES)):
+        total = torch.zeros(SHAPES[i])
+        for g in parts_of(ranks, kind, i):
+            total = total + g.to(fmt.dtype).float()
+        want = (total / len(ranks)).to(fmt.dtype)
+        assert whole(ranks, ("plain", fmt.name, kind), i).eq(want.flatten()).all()
+        assert all(rank["plain", fmt.name, kind]["scale_inv"] is None for rank in ranks)
+
+
+@pytest.mark.parametrize("ranks", [4], indirect=True)
+def test_golden_exchange_on_4_processes(ranks):
+    vectors = golden("exchange_fp32_sum")
+    for rank, found in enumerate(ranks):
+        assert found["golden"]["payloads"][0].tolist() == vectors["payload"][rank]
+        assert found["golden"]["scale_inv"].tolist() == [1 / vectors["out_scale"]]
+    assert codes(whole(ranks, "golden", 0)).tolist() == vectors["out"]
+    assert whole(ranks, "golden", 0, 1).equal(floats(vectors["mean"]) * vectors["shared"])
+
+
+def test_golden_exchange_on_one_process():
+    vectors = golden("exchange_fp32_sum")
+    parts = [floats(g) for g in vectors["ranks"]]
+    shared = torch.tensor(vectors["shared"])
+    for rank, g in enumerate(parts):
+        assert codes(FP32SumWire(E4M3).pack(g, shared)).tolist() == vectors["payload"][rank]
+        assert codes(NCCLWire(E4M3).pack(g, shared * 0.5)).tolist() == vectors["payload_mu_half"][rank]
+    total = sum_in_rank_order([pack_scaled(g, shared, E4M3) for g in parts])
+    assert (total / (4 * shared)).equal(floats(vectors["mean"]))
+    payload, scale, mean = fp32_sum(parts, E4M3)
+    assert codes(payload).tolist() == vectors["out"]
+    assert scale == vectors["out_scale"]
+    assert mean.equal(floats(vectors["mean"]) * shared)
+
+
+@pytest.mark.parametrize("wire", [FP32SumWire, NCCLWire])
+@pytest.mark.parametrize("fmt", SCALED, ids=str)
+def test_one_rank_keeps_its_payload(fmt, wire):
+    """Quantised once, not twice."""
+    grads = gradients("normal", 3)
+    factor = factors_of("normal", fmt, 4, 0.5)
+    found = exchange(wire(fmt), fmt, grads, factor, Peers(None, WireBytes()), True)
+    assert found["scale_inv"].equal(1 / factor)
+    for i, g in enumerate(grads):
+        assert found["pieces"][i, 0][0].equal(bits(cast(g * factor[i], fmt)))
+
+
+@pytest.mark.parametrize("fmt", ALL, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_payload_is_the_cast_of_the_product_in_the_shape_of_the_gradient(dtype, fmt):
+    wire = FP32SumWire(fmt) if fmt.scaled else PlainWire(fmt)
+    factor = torch.tensor(3.7) if fmt.scaled else torch.tensor(1.0)
+    x = make("log-normal", (12, 10)).clamp(-6e4, 6e4).to(dtype)
+    x[0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+    for g in (x, x.T, x[::2, 1::3], x.view(3, 4, 10).mT, x[0], x[5, 5], x[:0]):
+        payload = wire.pack(g, factor)
+        assert payload.shape == g.shape
+        assert payload.is_contiguous()
+        torch.testing.assert_close(payload.float(), cast(g.float() * factor, fmt).float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_order_of_a_sum_is_that_of_the_ranks():
+    parts = [torch.tensor([x]).bfloat16() for x in (2.0**25, 1.0, -(2.0**25), 3.0)]
+    assert sum_in_rank_order(parts).item() == 3.0
+    assert parts[0].item() == 2.0**25
+    assert sum_in_rank_order([torch.ones(1), torch.ones(1)]).dtype is torch.float32
+
+
+def test_gradients_near_the_end_of_the_range_are_averaged():
+    """Their scale is the largest there is, 2^126: times the number of ranks it leaves FP32."""
+    small = torch.tensor([2.0**-120, -(2.0**-123)])
+    factor = torch.tensor([2.0**126])
+    for wire in (FP32SumWire(E4M3), NCCLWire(E4M3)):
+        payload = wire.pack(small, factor[0])
+        one = SimpleNamespace(ranks=4, rank=0, nccl=False, all_to_all=lambda flat, *_: [flat] * 4, all_reduce=lambda x, *_: x)
+        bucket = Bucket([small], ["small"], E4M3, [SimpleNamespace(tensor=0, row=0, rows=2, owner=0)], 4, 0)
+        reduced = wire.reduce(bucket, payload, factor, one, False)
+        assert (reduced.own.float() * reduced.scale_inv).equal(small)
+
+
+def two_gpus() -> dict:
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("nccl", timeout=datetime.timedelta(seconds=60))
+    peers = Peers(torch.distributed.group.WORLD, WireBytes())
+    assert peers.nccl
+    found = {}
+    for kind, fmt, shard in itertools.product(KINDS, SCALED, (False, True)):
+        grads = [g.cuda() for g in gradients(kind, peers.rank)]
+        for wire in (FP32SumWire(fmt), NCCLWire(fmt)):
+            factor = factors_of(kind, fmt, peers.ranks, 1.0).cuda()
+            found[type(wire).__name__, fmt.name, kind, shard] = exchange(wire, fmt, grads, factor, peers, shard)
+    return found
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus():
+    """fp32-sum as on one process, to the bit; NCCL's sum within the rounding of its one hop, and the same on both ranks."""
+    ranks = dist.run(two_gpus, 2, init=False)
+    for name, form, kind, shard in ranks[0]:
+        key, fmt = (name, form, kind, shard), by_name(form)
+        if name == "NCCLWire" and not shard:
+            assert ranks[0][key]["flat"].equal(ranks[1][key]["flat"])
+        for i in range(len(SHAPES)):
+            parts, found = parts_of(ranks, kind, i), whole(ranks, key, i)
+            if name == "FP32SumWire":
+                assert bits(found).equal(bits(fp32_sum(parts, fmt)[0])), (key, SHAPES[i])
+                continue
+            shared = shared_scale(parts, fmt)
+            exact = sum(cast(g * shared, fmt).float().flatten() for g in parts).clamp(-fmt.max, fmt.max)
+            room = exact.abs() * 2.0 ** -(fmt.mantissa_bits + 1) + fmt.smallest / 2
+            assert ((found.float() - exact).abs() <= room).all(), (key, SHAPES[i])

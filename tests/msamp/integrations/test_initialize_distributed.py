@@ -1,0 +1,278 @@
+"""`msamp.initialize` on several processes: the loop of one process, and its results."""
+
+import re
+
+import dist
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+
+import msamp
+from msamp.nn.linear import FP8Linear
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.adamw import FP8AdamW
+from msamp.parallel.greedy_zero import GreedyZeRO
+
+LEVELS = ("O1", "O2", "O3")
+STEPS = 18  # the window of delayed scaling is 16
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+class Net(nn.Module):
+    """An MLP with a layer that no batch uses, a frozen one and a buffer."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 64), nn.GELU(), nn.Linear(64, 16))
+        self.unused = nn.Linear(16, 16)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.register_buffer("shift", torch.randn(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.body(x)
+        return y + 0.01 * self.frozen(y) + self.shift
+
+
+def place() -> tuple[int, int]:
+    """(rank, ranks); one process has no group."""
+    ready = torch.distributed.is_initialized()
+    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if ready else (0, 1)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's share of a step's 64 examples, and what a fixed map makes of them."""
+    generator = torch.Generator().manual_seed(1)
+    teacher = torch.randn(64, 16, generator=generator) / 8
+    x = torch.randn(64, 64, generator=generator.manual_seed(step + 2))
+    rank, ranks = place()
+    return tuple(part.chunk(ranks)[rank] for part in (x, torch.tanh(x @ teacher)))
+
+
+def wanting(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+
+
+def parts(x: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor as bytes, which compare and travel in any dtype; of a ScalingTensor, its payload and its scale."""
+    return [part.reshape(-1).view(torch.uint8) for part in ([x.payload, x.scale_inv] if isinstance(x, ScalingTensor) else [x])]
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    """All that a model keeps, scaling histories included."""
+    return [part.clone() for x in model.state_dict().values() for part in parts(x)]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def train(level: str, *, micro_batches: int = 1, closure: bool = False, seed: int = 0, steps: int = STEPS, **options) -> dict:
+    """An ordinary loop over `batch`: losses of the whole batch, what the model has become, and the optimizer's state."""
+    rank, ranks = place()
+    model = Net(seed + rank * 100)
+    model, optimizer = msamp.initialize(model, wanting(model), level, **options)
+    start = values(model)
+    losses = []
+    for step in range(steps):
+        micro = list(zip(*(whole.chunk(micro_batches) for whole in batch(step)), strict=True))
+
+        def backward(x: torch.Tensor, y: torch.Tensor, count: int = len(micro)) -> torch.Tensor:
+            loss = (model(x) - y).square().mean() / count
+            loss.backward()
+            return loss.detach()
+
+        if closure:
+            loss = optimizer.step(lambda last=micro[-1]: backward(*last))
+        else:
+            with optimizer.no_sync():
+                loss = sum(backward(*part) for part in micro[:-1])
+            loss = loss + backward(*micro[-1])
+            assert ranks == 1 or all(p.grad is None for p in model.parameters())
+            optimizer.step()
+        optimizer.zero_grad()
+        if ranks > 1:
+            torch.distributed.all_reduce(loss)
+        losses.append(float(loss) / ranks)
+    sync, state = optimizer.grad_sync, optimizer.state_dict()["state"]
+    return {
+        "losses": torch.tensor(losses),
+        "start": start,
+        "model": values(model),
+        "kind": type(optimizer),
+        "state": [part for i in sorted(state) for key in sorted(state[i]) for part in parts(state[i][key])],
+        "bytes": sync and sync.sent.total("weight"),
+        "norm": float(optimizer.grad_norm),
+        "skipped": optimizer.skipped_steps,
+    }
+
+
+def every_case() -> dict:
+    """What the tests below look at, from one set of processes."""
+    cases = {(level, zero): train(level, zero=zero) for level in LEVELS for zero in (False, True)}
+    cases["default"] = {level: train(level, steps=1)["kind"] for level in LEVELS}
+    cases["accumulated"] = {zero: train("O2", zero=zero, micro_batches=4, steps=8) for zero in (False, True)}
+    cases["closure"] = train("O2", closure=True, steps=5)
+    cases["clipped"] = {zero: train("O3", zero=zero, clip_grad=0.05, steps=6) for zero in (False, True)}
+    cases["nan"] = bad_gradient()
+    cases["resumed"] = resumed()
+    cases["refusals"] = refusals()
+    return cases
+
+
+def bad_gradient() -> tuple[bool, int]:
+    """A NaN on the last rank only: (nothing changed, steps skipped) on this one."""
+    rank, ranks = place()
+    model, optimizer = msamp.initialize(net := Net(), wanting(net), "O3")
+    before = [part.clone() for p in model.parameters() for part in parts(p.detach())]
+    x, y = batch(0)
+    ((model(x) - y).square().mean() * (float("nan") if rank == ranks - 1 else 1.0)).backward()
+    optimizer.step()
+    return same(before, [part for p in model.parameters() for part in parts(p.detach())]), optimizer.skipped_steps
+
+
+def resumed() -> bool:
+    """Whether a model that goes on and one loaded from what its first rank saved stay the same."""
+
+    def go(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
+        for step in steps:
+            x, y = batch(step)
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+        return values(model)
+
+    (model, optimizer), (other, other_optimizer) = (msamp.initialize(net := Net(seed), wanting(net), "O3") for seed in (0, 1))
+    go(model, optimizer, range(3))
+    saved = [(model.state_dict(), optimizer.state_dict())]
+    torch.distributed.broadcast_object_list(saved, 0)
+    other.load_state_dict(saved[0][0])
+    other_optimizer.load_state_dict(saved[0][1])
+    return same(go(model, optimizer, range(3, 6)), go(other, other_optimizer, range(3, 6)))
+
+
+def refusals() -> dict[str, str]:
+    """What is said to bad input; nothing is converted."""
+    rank, _ = place()
+    said = {}
+
+    def refused(name: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, level: str = "O2", **options) -> None:
+        with pytest.raises(ValueError, match=r"\w") as raised:
+            msamp.initialize(model, optimizer, level, **options)
+        said[name] = str(raised.value)
+        assert not any(isinstance(m, FP8Linear) for m in model.modules())
+
+    net = Net()
+    refused("level", net, level="O4")
+    refused("optimizer", net, torch.optim.SGD(net.parameters(), lr=0.1))
+    refused("stray", net, torch.optim.AdamW([*net.parameters(), nn.Parameter(torch.zeros(3))]))
+    refused("shape", nn.Linear(32 + 16 * rank, 16))
+    refused("frozen", nn.Linear(32, 16).requires_grad_(rank == 0))
+    with torch.no_grad():
+        net.body[3].weight[0] = float("nan") if rank == 0 else 0.0  # of which every rank hears: rank 0's weights are everyone's
+    refused("nan", net)
+    first = torch.distributed.new_group([0])
+    if rank == 0:
+        assert msamp.initialize(alone := Net(), wanting(alone), group=first)[1].grad_sync is None
+    else:
+        refused("group", Net(), group=first)
+    model, optimizer = msamp.initialize(Net())
+    x, _ = batch(0)
+    model(x).sum().backward()
+    with pytest.raises(ValueError, match=r"\w") as raised:
+        model(x).sum().backward()
+    said["twice"] = str(raised.value)
+    del optimizer
+    return said
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict]:
+    return dist.run(every_case, 2, timeout=280)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict]:
+    return {level: train(level) for level in LEVELS}
+
+
+every_way = pytest.mark.parametrize("zero", [False, True], ids=["all states", "zero"])
+
+
+@every_level
+@every_way
+def test_ranks_start_from_the_first_one_s_model_and_stay_equal(ranks, alone, level, zero):
+    first, second = (rank[level, zero] for rank in ranks)
+    assert same(first["start"], alone[level]["start"])
+    assert same(second["start"], alone[level]["start"])
+    assert same(first["model"], second["model"])
+
+
+@every_level
+@every_way
+def test_the_loss_falls_as_on_one_process(ranks, alone, level, zero):
+    want, got = alone[level]["losses"], ranks[0][level, zero]["losses"]
+    assert want[-1] < 0.5 * want[0]
+    assert torch.allclose(got, want, rtol=0.02)
+
+
+@every_level
+def test_zero_is_the_same_to_the_bit(ranks, level):
+    off, on = (ranks[0][level, zero] for zero in (False, True))
+    assert off["losses"].equal(on["losses"])
+    assert same(off["model"], on["model"])
+    assert same(off["state"], on["state"])
+    assert off["bytes"] > 0
+    assert not ranks[1][level, True]["state"]  # the first rank has it all
+
+
+def test_o3_spreads_the_optimizer_by_default(ranks):
+    assert ranks[0]["default"] == {"O1": FP8AdamW, "O2": FP8AdamW, "O3": GreedyZeRO}
+
+
+@every_way
+def test_micro_batches_under_no_sync_are_one_step(ranks, zero):
+    whole, accumulated = ranks[0]["O2", zero], ranks[0]["accumulated"][zero]
+    assert torch.allclose(accumulated["losses"], whole["losses"][:8], rtol=0.02)
+    assert accumulated["bytes"] * STEPS == whole["bytes"] * 8
+    assert same(accumulated["model"], ranks[1]["accumulated"][zero]["model"])
+
+
+def test_a_closure_is_a_backward_like_any_other(ranks):
+    assert ranks[0]["closure"]["losses"].equal(ranks[0]["O2", False]["losses"][:5])
+
+
+def test_clipping_by_the_norm_of_the_average(ranks):
+    want = train("O3", clip_grad=0.05, steps=6)
+    for zero in (False, True):
+        got = ranks[0]["clipped"][zero]
+        assert got["norm"] > 0.05
+        assert got["norm"] == pytest.approx(want["norm"], rel=0.05)
+        assert torch.allclose(got["losses"], want["losses"], rtol=0.02)
+    assert not torch.allclose(want["losses"], ranks[0]["O3", True]["losses"][:6], rtol=1e-3)
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(ranks):
+    assert [rank["nan"] for rank in ranks] == [(True, 1)] * 2
+
+
+def test_saved_by_one_rank_and_loaded_by_all_it_goes_on_bit_for_bit(ranks):
+    assert [rank["resumed"] for rank in ranks] == [True, True]
+
+
+@pytest.mark.parametrize(("bad", "text"), [
+    ("level", r"opt_level is 'O4'; it must be one of O1, O2, O3"),
+    ("optimizer", r"SGD; accepted are torch\.optim\.AdamW"),
+    ("stray", r"1 of the optimizer's 13 parameters are not in this model.*build one optimizer a model"),
+    ("shape", r"ranks 0 and 1 of the group have different models \(.*weight \(16, 32\) torch\.float32.*build the same one on every rank"),
+    ("frozen", r"different models \(.*weight \(16, 32\) torch\.float32, no gradient"),
+    ("nan", r"body\.3\.weight holds 128 values that are NaN or infinite"),
+    ("twice", r"got a second gradient in one step.*run every backward of a step but the last under no_sync\(\)"),
+])  # fmt: skip
+def test_bad_input_is_refused_on_every_rank(ranks, bad, text):
+    for rank in ranks:
+        assert re.search(text, rank["refusals"][bad])
+
+
+def test_a_rank_outside_the_group_is_refused(ranks):
+    assert ranks[1]["refusals"]["group"] == "rank 1 is not in the group given; pass the group of its own data-parallel ranks"

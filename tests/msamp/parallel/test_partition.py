@@ -1,0 +1,175 @@
+import math
+
+import pytest
+from numerics import golden
+
+from msamp.parallel.partition import Piece, partition, plan_buckets
+
+SIZES = {"345m": (24, 1024, 1), "1.3b": (24, 2048, 1), "7b": (32, 4096, 1), "13b": (40, 5120, 1), "175b": (96, 12288, 1)}
+SIZES |= {"13b-tp2": (40, 5120, 2), "175b-tp8": (96, 12288, 8)}
+MODEL = [(300, 16), (64, 16), (64,), (64,), (16, 64), (), (48, 16), (48,), (0, 16), (16, 16), (16,), (5, 0)]
+KINDS = ["bf16", "fp8", "fp32", "fp32", "fp8", "fp32", "fp8", "fp32", "fp8", "fp8", "fp32", "fp32"]
+
+
+def linear_weights(layers, hidden, tp=1):
+    return [(3 * hidden // tp, hidden), (hidden, hidden // tp), (4 * hidden // tp, hidden), (hidden, 4 * hidden // tp)] * layers
+
+
+def elements(shapes, pieces):
+    return [piece.rows * math.prod(shapes[piece.tensor][1:]) for piece in pieces]
+
+
+def assert_tiled(shapes, pieces):
+    """Every row of every tensor once, and every tensor somewhere."""
+    for tensor, shape in enumerate(shapes):
+        mine = sorted((piece.row, piece.rows) for piece in pieces if piece.tensor == tensor)
+        ends = [row + rows for row, rows in mine]
+        assert [row for row, _ in mine] == [0, *ends[:-1]], (tensor, mine)
+        assert ends[-1] == (shape[0] if shape else 1)
+
+
+def test_golden_pieces_loads_and_padding():
+    want = golden("partition")
+    found = partition(want["shapes"], want["ranks"])
+    assert [list(piece) for piece in found.pieces] == want["pieces"]
+    assert list(found.loads) == want["loads"]
+    assert found.padding == want["padding"]
+
+
+@pytest.mark.parametrize("want", golden("partition")["large"], ids=lambda want: f"{want['layers']}x{want['hidden']}-dp{want['ranks']}")
+def test_golden_gpt_sizes(want):
+    found = partition(linear_weights(want["layers"], want["hidden"]), want["ranks"])
+    measured = len(found.pieces), max(found.loads), min(found.loads), found.padding
+    assert measured == (want["pieces"], want["max_load"], want["min_load"], want["padding"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 64])
+def test_pieces_tile_the_tensors_and_loads_are_theirs(ranks):
+    found = partition(MODEL, ranks)
+    assert_tiled(MODEL, found.pieces)
+    assert list(found.pieces) == sorted(found.pieces)
+    loads = [0] * ranks
+    for piece, size in zip(found.pieces, elements(MODEL, found.pieces), strict=True):
+        loads[piece.owner] += size
+    assert list(found.loads) == loads
+    assert found.padding == max(loads) / (sum(loads) / ranks) - 1
+    assert found == partition(MODEL, ranks)
+
+
+def test_one_rank_owns_whole_tensors():
+    assert partition(MODEL, 1).pieces == tuple(Piece(i, 0, shape[0] if shape else 1, 0) for i, shape in enumerate(MODEL))
+
+
+def test_whole_tensors_at_345m_on_128_ranks_would_pad_by_78_percent():
+    shapes = linear_weights(*SIZES["345m"])
+    whole = partition(shapes, 128, limit=math.inf)
+    assert len(whole.pieces) == len(shapes)
+    assert whole.padding == pytest.approx(0.78, abs=0.005)
+    assert partition(shapes, 128).padding <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("shapes", "ranks", "pieces", "largest"),
+    [
+        ([], 4, 0, 0),
+        ([(0, 8), (8, 0)], 4, 2, 0),
+        ([()], 4, 1, 1),
+        ([(1, 1000), (8, 0), (10, 10)], 4, 3, 1000),  # one row rules: the rest stays whole
+        ([(4,)] * 3, 128, 12, 1),  # fewer elements than ranks
+        ([(1, 7)] * 9, 4, 9, 21),  # nothing can be cut
+        ([(4096,)], 1000, 4096, 5),  # 22 % above the mean, and no cut does better
+    ],
+)
+def test_what_cannot_be_balanced_ends_with_the_best_cut(shapes, ranks, pieces, largest):
+    found = partition(shapes, ranks)
+    assert_tiled(shapes, found.pieces)
+    assert (len(found.pieces), max(found.loads)) == (pieces, largest)
+
+
+def test_what_ranks_carry_only_breaks_ties():
+    shapes = [(3, 4), (2, 4), (2, 4), (1, 4)]
+    plain = partition(shapes, 3, limit=math.inf)
+    assert [piece.owner for piece in plain.pieces] == [0, 1, 2, 1]
+    held = partition(shapes, 3, limit=math.inf, carried=[9, 8, 1])
+    assert [piece.owner for piece in held.pieces] == [2, 1, 0, 1]
+    assert sorted(held.loads) == sorted(plain.loads)
+    assert partition(shapes, 3, carried=[5, 5, 5]) == partition(shapes, 3)
+
+
+@pytest.mark.parametrize("ranks", [2**k for k in range(1, 11)])
+@pytest.mark.parametrize("size", SIZES)
+def test_gpt_linear_weights_stay_within_the_limits(size, ranks):
+    shapes = linear_weights(*SIZES[size])[::-1]
+    plan = plan_buckets(shapes, ["fp8"] * len(shapes), ranks)
+    assert plan.padding <= 0.05
+    assert plan.busiest <= 1.25
+    assert sum(plan.loads) == sum(map(math.prod, shapes))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5, 64])
+def test_a_plan_holds_every_tensor_once_in_buckets_of_one_kind(ranks):
+    plan = plan_buckets(MODEL, KINDS, ranks, bucket_elements=1100)
+    assert sorted(i for bucket in plan.buckets for i in bucket.tensors) == list(range(len(MODEL)))
+    assert_tiled(MODEL, [piece for bucket in plan.buckets for piece in bucket.pieces])
+    loads, busiest = [0] * ranks, 1.0
+    for bucket in plan.buckets:
+        assert len({KINDS[i] for i in bucket.tensors}) == 1
+        assert sum(math.prod(MODEL[i]) for i in bucket.tensors) <= 1100 or len(bucket.tensors) == 1
+        assert {piece.tensor for piece in bucket.pieces} == set(bucket.tensors)
+        assert list(bucket.pieces) == sorted(bucket.pieces, key=lambda p: (p.owner, p.tensor, p.row))
+        received = [0] * ranks
+        for piece, size in zip(bucket.pieces, elements(MODEL, bucket.pieces), strict=True):
+            received[piece.owner] += size
+        loads = [a + b for a, b in zip(loads, received, strict=True)]
+        busiest = max(busiest, max(received) / max(sum(received) / ranks, 1e-9))
+    assert list(plan.loads) == loads
+    assert plan.padding == pytest.approx(max(loads) / (sum(loads) / ranks) - 1)
+    assert plan.busiest == pytest.approx(busiest)
+    assert plan == plan_buckets(MODEL, KINDS, ranks, bucket_elements=1100)
+
+
+def test_buckets_are_ordered_by_when_their_last_tensor_appears():
+    shapes = [(4, 4), (2,), (4, 4), (4, 4), (9, 9), (2,), (4, 4)]
+    kinds = ["fp8", "fp32", "fp8", "fp8", "fp8", "fp32", "fp8"]
+    plan = plan_buckets(shapes, kinds, 1, bucket_elements=32)
+    assert [bucket.tensors for bucket in plan.buckets] == [(0, 2), (3,), (4,), (1, 5), (6,)]
+
+
+def test_a_tiny_bucket_that_cannot_be_balanced_cuts_nothing_else():
+    weights = [(64, 64)] * 256
+    alone = plan_buckets(weights, ["fp8"] * 256, 64)
+    plan = plan_buckets([*weights, (3,)], ["fp8"] * 256 + ["fp32"], 64)
+    assert plan.busiest == pytest.approx(64 / 3)
+    assert plan.padding <= 0.05
+    assert plan.buckets[:-1] == alone.buckets
+
+
+def test_buckets_are_cut_further_until_the_whole_keeps_the_limit():
+    loose = plan_buckets([(1000, 8)], ["fp8"], 3, limit=0.25)
+    assert (len(loose.buckets[0].pieces), loose.padding) == (8, pytest.approx(0.125))
+    tight = plan_buckets([(1000, 8)], ["fp8"], 3)
+    assert (len(tight.buckets[0].pieces), max(tight.loads)) == (32, 344 * 8)
+
+
+def test_an_empty_plan():
+    plan = plan_buckets([], [], 3)
+    assert (plan.buckets, plan.loads, plan.padding, plan.busiest) == ((), (0, 0, 0), 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: partition([(2, 2)], 0), "ranks is 0, legal is 1 or more"),
+        (lambda: partition([(2, 2)], 2, limit=0), "limit is 0, legal is above 0"),
+        (lambda: partition([(2, 2)], 2, limit=math.nan), "limit is nan, legal is above 0"),
+        (lambda: partition([(2, 2)], 2, carried=[1]), "carried has 1 entries for 2 ranks"),
+        (lambda: plan_buckets([(2, 2)], ["fp8"], 0), "ranks is 0"),
+        (lambda: plan_buckets([(2, 2)], ["fp8"], 2, limit=-1), "limit is -1, legal is above 0"),
+        (lambda: plan_buckets([(2, 2)], ["fp8"], 2, bucket_limit=0), "bucket_limit is 0, legal is above 0"),
+        (lambda: plan_buckets([(2, 2)], ["fp8"], 2, 0), "bucket_elements is 0, legal is 1 or more"),
+        (lambda: plan_buckets([(2, 2)], [], 2), "0 kinds for 1 shapes: give one kind a tensor"),
+    ],
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,134 @@
+import contextlib
+import csv
+import io
+import math
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import dist
+import pytest
+import tiny
+import torch
+
+from megatron.lm.cli import to_argv
+from msamp.comm.autoscale import MU_MAX, AutoScale
+from msamp.comm.wire import FP32SumWire, NCCLWire
+from msamp.numerics.formats import E4M3
+from msamp.numerics.quantize import quantize
+from tools.reproduce import fig7
+
+
+def reproduce(folder: str) -> tuple[list[dict[str, str]], str]:
+    """In a process of its own: the script makes the process groups."""
+    prefix = tiny.write_data(Path(folder))
+    settings = tiny.config(prefix, opt_level="O2", train_iters=20)
+    flags = to_argv(replace(settings, data=replace(settings.data, data_cache_path=f"{folder}/cache")))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert fig7.main(["--dp", "2", "4", "--out", folder, "--commit", "abc1234", *flags]) == 0
+    with open(f"{folder}/fig7.csv", newline="") as stream:
+        return list(csv.DictReader(stream)), printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def made():
+    with tempfile.TemporaryDirectory() as folder:
+        (found,) = dist.run(reproduce, 1, folder, init=False)
+        yield Path(folder), *found
+
+
+def test_a_row_for_every_size_block_and_strategy(made):
+    _, table, _ = made
+    assert tuple(table[0]) == fig7.COLUMNS
+    assert [(row["dp"], row["block"], row["strategy"]) for row in table] == [
+        (dp, block, strategy) for dp in ("2", "4") for block in ("0", "1") for strategy in ("pre", "post", "auto", "fp32-sum")
+    ]
+    assert all(math.isfinite(float(row[name])) for row in table for name in fig7.MEASURES)
+    assert all((row["mu_min"] != "") == (row["strategy"] == "auto") for row in table)
+    common = {"model": "gpt-2x32", "opt_level": "O2", "train_iters": "20", "micro_batch": "4", "commit": "abc1234", "seed": "1234"}
+    assert all(common.items() <= row.items() for row in table)
+    assert float(table[0]["loss"]) < math.log(tiny.VOCABULARY)
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_the_strategies_differ_as_their_arithmetic_says(made, dp):
+    def mean(strategy: str, name: str) -> float:
+        return statistics.fmean(float(row[name]) for row in made[1] if (row["dp"], row["strategy"]) == (str(dp), strategy))
+
+    for strategy in ("pre", "post", "auto"):
+        # Of two ranks the sum is rounded once either way.
+        assert mean("fp32-sum", "snr_db") > mean(strategy, "snr_db") - (0.05 if dp == 2 else 0)
+    assert mean("post", "overflow") >= mean("pre", "overflow")
+    assert mean("pre", "underflow") >= mean("post", "underflow")
+    assert mean("pre", "underflow_local") > mean("post", "underflow_local")
+    assert mean("pre", "overflow_local") == 0
+    assert mean("auto", "overflow") <= max(mean("post", "overflow"), 1e-3)
+
+
+def test_the_paper_stands_beside_the_figures_and_they_can_be_drawn_again(made, tmp_path, capsys):
+    folder, _, printed = made
+    assert (folder / "fig7.png").stat().st_size > 10_000
+    summary = printed[printed.index("  DP  strategy") :]
+    assert summary.count("larger underflow rate") == 2
+    assert summary.count("auto has the best SNR of the three: ") == 2
+    assert fig7.main(["--rows", str(folder / "fig7.csv"), "--plot-dp", "2", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == summary
+    assert [path.name for path in tmp_path.iterdir()] == ["fig7.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dp", "1", "2"], "--dp 1: give sizes of 2 or more"),
+        (["--mu-steps", "-1"], "--mu-steps -1: give 0"),
+        (["--dp", "2", "4", "--plot-dp", "8"], "--plot-dp 8 is not measured: choose one of 2, 4"),
+        (["--rows", __file__], "give the fig7.csv of an earlier run"),
+        (["--dp", "2"], "--data-path"),
+    ],
+)
+def test_bad_input_is_refused_with_what_to_do(arguments, message, capsys):
+    assert fig7.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_flags_of_the_trainer_are_refused_where_nothing_is_trained(made, capsys):
+    assert fig7.main(["--rows", str(made[0] / "fig7.csv"), "--lr", "1"]) == 2
+    assert "--lr 1: nothing is trained with --rows" in capsys.readouterr().err
+
+
+def test_the_simulated_exchange_is_the_definition():
+    gradients = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    scale = torch.tensor(64.0)
+    payloads = [quantize(g, scale, E4M3).flatten() for g in gradients]
+    mean = sum(q.float() for q in payloads) / (64.0 * 4)
+    reduced, sent = fig7.exchange(FP32SumWire(E4M3), gradients, scale)
+    assert tiny.same(tiny.bits(sent), tiny.bits(payloads))
+    assert reduced.scale_inv is not None
+    assert tiny.same(tiny.bits([reduced.own]), tiny.bits([quantize(mean, 1 / reduced.scale_inv, E4M3)]))
+    total = payloads[0]
+    for q in payloads[1:]:  # each hop rounds and saturates
+        total = quantize(total.float() + q.float(), 1.0, E4M3)
+    reduced, _ = fig7.exchange(NCCLWire(E4M3), gradients, scale)
+    assert tiny.same(tiny.bits([reduced.own]), tiny.bits([total]))
+    assert reduced.scale_inv is not None
+    assert reduced.scale_inv.item() == 1 / (64 * 4)
+
+
+@pytest.mark.parametrize("limit", [0.02, 0.3, 0.9, 1.7, 5.0])
+def test_mu_by_its_threshold_is_mu_measured_in_every_step(limit):
+    threshold = fig7.mu_threshold(lambda mu: mu > limit, ranks=16)
+    assert threshold == pytest.approx(min(limit, MU_MAX * fig7.GROWTH), rel=1e-3)
+    scale = AutoScale([1], ranks=16)
+    for _ in range(700):
+        at_max = torch.tensor([2 if scale.mu > limit else 0])
+        scale.update(at_max, at_max, torch.tensor([True]))
+    mu = fig7.adapted_mu(torch.tensor([threshold], dtype=torch.float64), 16, 700)
+    assert mu.item() == pytest.approx(scale.mu.item(), rel=0.01)  # a few steps of growth apart
+
+
+def test_mu_falls_until_the_sum_no_longer_exceeds():
+    gradients = torch.ones(8, 4, 4).bfloat16()  # on every rank the same: the sum is 8 times the scaled maximum
+    (mu,) = fig7.auto_mu([gradients], [torch.tensor(256.0)], steps=20)
+    assert 1 / 16 < mu <= 448 / (8 * 256)

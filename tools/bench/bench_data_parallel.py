@@ -1,0 +1,332 @@
+"""Time, memory, bytes on the wire and exposed communication of GPT training steps, data-parallel over the GPUs of one host.
+
+    torchrun --nproc-per-node 2 tools/bench/bench_data_parallel.py              GPT-1.3B at O0 with ZeRO, O1, O2 and O3
+    torchrun --nproc-per-node 2 tools/bench/bench_data_parallel.py --cases O3 "O2 --use-distributed-optimizer" "O3 --grad-exchange nccl"
+    NCCL_P2P_DISABLE=1 torchrun ...                                             without the link between GPUs: a slow network
+    ... --peer 'torchrun --standalone --nproc-per-node 2 bench_megatron.py --cases bf16 --overlap'
+
+A case is a level and further flags of megatron.lm.pretrain. Every rank has the same random tokens, so the loss is that of one GPU. Steps
+follow each other without a host sync between them, so that weights are gathered while the next forward runs. Peers, as in bench_step.py,
+run when our processes have left the GPUs; what they print of memory is their rank 0's and stands under `_max`. Rows are appended to --csv.
+
+Columns: `ms` of rank 0; `_min`, `_max` over the ranks; `wire_mib` what a rank sent in a step for weights and gradients, mean over the
+ranks; `wire_bytes_param` the same for each parameter x N / (N - 1), which no number N of ranks changes; `wire_linear_bytes_param` that of
+the payloads of linear weights alone; `exposed_ms` and `exposed_share` as `exposed_communication` defines them.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity
+
+from megatron.lm import process_groups
+from megatron.lm.config import Config
+from megatron.lm.metrics import least_and_most
+from megatron.lm.presets import PRESETS
+from megatron.lm.step import Batches, Training, train_step
+from megatron.lm.trainer import build_training
+from msamp.comm.collectives import Peers
+from msamp.comm.grad_sync import GradSync
+from msamp.numerics.tensor import ScalingTensor
+from tools.bench import bench_step, rows
+
+COLUMNS = (
+    "case",
+    "level",
+    "zero",
+    "exchange",
+    "preset",
+    "micro_batch",
+    "gpus",
+    "p2p",
+    "params_m",
+    "ms_p20",
+    "ms",
+    "ms_p80",
+    "tokens_s_gpu",
+    "peak_gib_min",
+    "peak_gib_max",
+    "rest_gib_min",
+    "rest_gib_max",
+    "wire_mib",
+    "wire_bytes_param",
+    "wire_linear_bytes_param",
+    "profiled_ms",
+    "exposed_ms",
+    "exposed_share",
+    "silent_ms",
+    "communication_share",
+    "loss",
+)
+CASES = ("O0 --use-distributed-optimizer", "O1", "O2", "O3")
+PROFILED_STEPS = 2
+LEAVING_SECONDS = 10.0  # what the other ranks' processes take to end and free their GPUs
+
+Interval = tuple[float, float]
+
+
+def configuration(case: str, options: argparse.Namespace, ranks: int) -> Config:
+    """The preset as the trainer would run a case on `ranks` processes; flags of the case override --flags."""
+    level, *flags = shlex.split(case)
+    batch = ["--global-batch-size", str(options.micro_batch_size * ranks)]
+    flags = [*batch, *shlex.split(options.flags), *flags]
+    return bench_step.configuration(level, argparse.Namespace(**vars(options) | {"flags": shlex.join(flags)}))
+
+
+def wire_bytes_a_parameter(sync: GradSync, params: Collection[Tensor]) -> float:
+    """Payload bytes that a parameter costs in a step, mean over `params`: what all ranks send together over their number less 1.
+
+    A gradient goes to its owner; then the new weight comes back under ZeRO, else the averaged gradient. Without the scales:
+    a few floats a tensor.
+    """
+    total = 0
+    for bucket in sync.buckets:
+        for p in bucket.params:
+            if p in params:
+                back = (p.payload if isinstance(p, ScalingTensor) else p).element_size() if sync.shard else bucket.format.bytes
+                total += p.numel() * (bucket.format.bytes + back)
+    return total / sum(p.numel() for p in params)
+
+
+def linear_weights(sync: GradSync) -> set[Tensor]:
+    """Weights of the transformer layers' linear layers, at any level."""
+    return {p for p, name in sync.names.items() if ".linear_" in name and p.dim() == 2}
+
+
+def covered(intervals: Sequence[Interval]) -> float:
+    """Length of the union of intervals (start, end), in any order."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def exposed(communication: Sequence[Interval], compute: Sequence[Interval]) -> float:
+    """Length of what some interval of communication covers and none of compute does; in any order, overlapping or not."""
+    return covered([*communication, *compute]) - covered(compute)
+
+
+def device_intervals(trace: Mapping[str, Any]) -> tuple[list[Interval], list[Interval]]:
+    """What ran on the GPU by a Chrome trace of torch.profiler: NCCL's kernels, and all else (copies too), each sorted, in ms.
+
+    By category, because a trace also repeats the host's annotations on the GPU's tracks, under names such as nccl:all_to_all.
+    """
+    communication: list[Interval] = []
+    compute: list[Interval] = []
+    for event in trace["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            interval = (event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
+            (communication if "nccl" in event["name"].lower() else compute).append(interval)
+    return sorted(communication), sorted(compute)
+
+
+def exposed_communication(training: Training, batches: Batches) -> dict[str, float]:
+    """Time of this rank's step in which a kernel of NCCL runs and no other kernel or copy; collective.
+
+    An upper bound of what communication costs: NCCL's kernels also spin while they wait for a later rank, and a GPU without
+    other work may be waiting for its host.
+
+    Returns:
+        exposed_ms and profiled_ms (the whole step) a step under the profiler, and their ratio exposed_share; empty without
+        CUDA, and where the profiler saw no NCCL.
+    """
+    device = process_groups.device()
+    if device.type != "cuda":
+        return {}
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA], schedule=schedule) as profiler:
+        train_step(training, batches)
+        torch.cuda.synchronize()
+        profiler.step()
+        dist.all_reduce(torch.zeros(1, device=device))  # the ranks start together, however long their profilers took
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(PROFILED_STEPS):
+            train_step(training, batches)
+        torch.cuda.synchronize()
+        ms = (time.perf_counter() - start) * 1e3
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        communication, compute = device_intervals(json.loads(path.read_text(encoding="utf-8")))
+    if not communication:
+        return {}
+    alone = exposed(communication[1:], compute)  # the first is the all-reduce above
+    return {
+        "profiled_ms": round(ms / PROFILED_STEPS, 1),
+        "exposed_ms": round(alone / PROFILED_STEPS, 2),
+        "exposed_share": round(alone / ms, 4),
+    }
+
+
+class SilentPeers(Peers):
+    """Ranks that send nothing: each takes its own data for the others', so that all other work stays as it is."""
+
+    def all_reduce(self, x: Tensor, *_: Any) -> Tensor:
+        return x
+
+    def all_to_all(self, flat: Tensor, sizes: Sequence[int], *_: Any) -> list[Tensor]:
+        return [flat.split(list(sizes))[self.rank]] * self.ranks
+
+    def all_gather(self, own: Tensor, sizes: Sequence[int], *_: Any) -> Tensor:
+        return own.repeat(-(-sum(sizes) // max(1, own.numel())))[: sum(sizes)]
+
+    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *_: Any) -> Tensor:
+        return flat.split(list(sizes))[self.rank].clone()
+
+
+def without_communication(training: Training, batches: Batches, steps: int, ms: float) -> dict[str, float]:
+    """The step with its collectives left out, and the share of `ms`, the whole step, that they cost; spoils the weights.
+
+    What overlap hides and what the host is late for anyway do not count: this is what a faster network could save.
+    """
+    sync, device = training.grad_sync, process_groups.device()
+    if sync.peers.ranks == 1:
+        return {}
+    sync.peers = SilentPeers(sync.peers.group, sync.sent)
+    training.optimizer._gather = lambda *_: None  # type: ignore[attr-defined]  # under ZeRO new weights stay with their owners
+    marks = []
+    for step in range(steps + 2):
+        if step > 1:
+            marks.append(_mark(device))
+        train_step(training, batches)
+    marks.append(_mark(device))
+    silent = rows.percentiles([_seconds(*pair) for pair in itertools.pairwise(marks)])[1] * 1e3
+    return {"silent_ms": round(silent, 1), "communication_share": round(1 - silent / ms, 4)}
+
+
+def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
+    """One row of our own, as seen from this rank; collective; needs `process_groups.initialize`."""
+    device, ranks = process_groups.device(), dist.get_world_size()
+    training = build_training(config, options.vocab_size)
+    sync = training.grad_sync
+    batches = bench_step.random_batches(config, options.vocab_size, device)
+    for _ in range(options.warm_up):
+        train_step(training, batches)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    sync.sent.take()
+    marks = [_mark(device)]
+    for _ in range(options.steps):
+        result = train_step(training, batches)
+        marks.append(_mark(device))
+    loss = float(result.loss_sum / result.tokens)
+    wire = torch.tensor(sync.sent.total("weight") / options.steps, dtype=torch.float64, device=device)
+    memory = _memory(device)
+    dist.all_reduce(wire)
+    low, median, high = rows.percentiles([_seconds(*pair) for pair in itertools.pairwise(marks)])
+    params = sum(p.numel() for p in training.model.parameters())
+    row: dict[str, Any] = {
+        "zero": "on" if sync.shard else "off",
+        "exchange": sync.exchange,
+        "params_m": round(params / 1e6, 1),
+        "ms_p20": round(low * 1e3, 1),
+        "ms": round(median * 1e3, 1),
+        "ms_p80": round(high * 1e3, 1),
+        "tokens_s_gpu": round(config.global_batch_size(ranks) * config.model.seq_length / median / ranks),
+        "wire_mib": round(float(wire) / ranks / 2**20, 3),
+        "loss": round(loss, 4),
+    }
+    if ranks > 1:
+        row["wire_bytes_param"] = round(float(wire) / (ranks - 1) / params, 4)
+        row["wire_linear_bytes_param"] = round(wire_bytes_a_parameter(sync, linear_weights(sync)), 4)
+    row |= memory | exposed_communication(training, batches)
+    return row | without_communication(training, batches, options.steps, median * 1e3)
+
+
+def _mark(device: torch.device) -> Any:
+    """This moment on the compute stream, or on the clock."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    """GiB that torch has allocated, at most and between steps; empty without CUDA."""
+    if device.type != "cuda":
+        return {}
+    torch.cuda.synchronize()
+    sizes = {"peak_gib": torch.cuda.max_memory_allocated(), "rest_gib": torch.cuda.memory_allocated()}
+    found = {}
+    for name, size in sizes.items():
+        for end, value in zip(("min", "max"), least_and_most(size / 2**30), strict=True):
+            found[f"{name}_{end}"] = round(value, 2)
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", default=CASES, metavar="CASE", help='a level and flags, such as "O3 --grad-exchange nccl"')
+    parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
+    parser.add_argument("--micro-batch-size", type=int, default=4)
+    parser.add_argument("--vocab-size", type=int, default=50304)
+    parser.add_argument("--warm-up", type=int, default=bench_step.WARM_UP, help="steps that are not measured")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps")
+    parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every case")
+    parser.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="measure a peer too; may be given several times")
+    parser.add_argument("--csv", type=Path, default=rows.ROOT / "tools/bench/results/data_parallel.csv")
+    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure on every rank; rank 0 prints and appends rows, and runs the peers after the others have left."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.steps < 2:
+        parser.error(f"--steps {options.steps}: give at least 2, percentiles want more than one")
+    launch = process_groups.launch_from_environment()
+    where = rows.machine(options.commit) if launch.rank == 0 else {}
+    p2p = "off" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "on"
+    common = {"preset": options.preset, "micro_batch": options.micro_batch_size, "gpus": launch.world_size, "p2p": p2p}
+
+    def report(row: dict[str, Any]) -> None:
+        print(json.dumps(row), flush=True)
+        rows.append(options.csv, [where | {column: row.get(column, "") for column in COLUMNS}])
+
+    configs = {case: configuration(case, options, launch.world_size) for case in options.cases}
+    if configs:
+        process_groups.initialize(next(iter(configs.values())))
+    for case, config in configs.items():
+        row = common | {"case": case, "level": case.split()[0]} | measure(config, options)
+        if launch.rank == 0:
+            report(row)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    process_groups.shutdown()
+    if launch.rank > 0:
+        return 0
+    if options.peer and launch.world_size > 1 and torch.cuda.is_available():
+        time.sleep(LEAVING_SECONDS)
+    for command in options.peer:
+        for row in bench_step.peer_rows(command):
+            report(common | {f"{key}_max": row[key] for key in ("peak_gib", "rest_gib") if key in row} | row)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,367 @@
+"""FP8-LM Figure 7: SNR, underflow and overflow of FP8 gradient all-reduce over transformer blocks, on the gradients of a GPT trained here.
+
+    python tools/reproduce/fig7.py --train-data-path data/enwik8/train_text_document --tokenizer-type GPT2BPETokenizer \\
+        --vocab-file data/enwik8/encoder.json --merge-file data/enwik8/vocab.bpe
+    python tools/reproduce/fig7.py --rows tools/reproduce/results/fig7/fig7.csv     table and figure once more, nothing measured
+
+Flags that are not listed by --help go to the trainer (`python -m megatron.lm.pretrain --help`), after DEFAULTS. One process trains the
+model; then N ranks are simulated: the gradients of the linear weights on the next N micro-batches, each of its own text, as they leave
+the GEMM. Scales, payloads and sums are those of `msamp.comm`: `fp32-sum` is our default exchange; `pre`, `post` and `auto` sum in FP8
+as NCCL does, hop by hop, here in rank order. Everything is compared with the FP64 mean of the gradients before any quantisation:
+
+- snr_db: of the mean that comes out, over all linear weights of a block;
+- underflow: share of the elements of the mean that are not zero and come out as zero, also where the payloads cancel out;
+- underflow_local: share of the elements of the ranks' gradients that are not zero and are zero in their payloads ("when quantifying
+  gradients from 32-bit to 8-bit", which is what the paper says of its underflow);
+- overflow, overflow_local: share of elements at the format's maximum in the payload of the sum, and in those of the ranks.
+
+The paper measured a GPT-7B at DP 128, and tells its result in words and curves only.
+"""
+
+import argparse
+import csv
+import importlib.util
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.lm import process_groups
+from megatron.lm.checks import check
+from megatron.lm.cli import parse_args
+from megatron.lm.config import Config
+from megatron.lm.data.batch import batches
+from megatron.lm.data.datasets import build_datasets
+from megatron.lm.data.tokenizer import build_tokenizer
+from megatron.lm.model.gpt import GPT
+from megatron.lm.model.loss import masked_mean_loss
+from megatron.lm.step import train_step
+from megatron.lm.trainer import build_training
+from msamp.comm.autoscale import GROWTH, MU_MAX, exceeds, next_mu
+from msamp.comm.bucket import Bucket
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
+from msamp.comm.scale_sync import local_slots, usable
+from msamp.comm.statistics import saturated, vanished
+from msamp.comm.wire import FP32SumWire, NCCLWire, Reduced
+from msamp.numerics.formats import E4M3
+from msamp.numerics.metrics import sqnr_db, underflow_frac
+from msamp.parallel.partition import Piece
+from tools.bench import rows
+
+DEFAULTS = "--preset 125m --opt-level O2 --micro-batch-size 4 --global-batch-size 8 --train-iters 500 --lr-warmup-iters 50 --eval-iters 0"
+DATA_PARALLEL = (2, 4, 8, 16, 32, 64, 128)
+PAPER = {
+    "pre": "larger underflow rate",
+    "post": "higher overflow rate",
+    "auto": "diminishes both, much better SNR",
+    "fp32-sum": "- (ours)",
+}
+COLORS = {"pre": "#2563eb", "post": "#ea580c", "auto": "#059669", "fp32-sum": "#7c3aed"}
+MEASURES = ("snr_db", "underflow", "underflow_local", "overflow", "overflow_local")
+RUN = ("opt_level", "micro_batch", "train_iters", "loss", "seed", "gpu", "driver", "torch", "commit", "date")
+COLUMNS = ("model", "dp", "block", "strategy", *MEASURES, "mu_min", "mu_max", *RUN)
+BISECTIONS = 14  # of at most 11 octaves: finer than one step of growth of mu
+
+
+# ------------------------------------------------------------------------------------------------------------------ gradients
+
+
+class Ranks:
+    """The gradients of N simulated ranks, of a model that was just trained.
+
+    Attributes:
+        blocks: for each transformer block its linear weights' gradients, one [N, rows, columns] a weight, in the dtype of the GEMM.
+        loss: of the last training iteration, nats a token.
+    """
+
+    def __init__(self, config: Config, ranks: int) -> None:
+        settings = config.training
+        tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+        samples = settings.train_iters * config.global_batch_size(1) + ranks * settings.micro_batch_size
+        data, _, _ = build_datasets(config, tokenizer, (samples, 0, 0))
+        assert data is not None
+        stream = batches(
+            data,
+            micro_batch_size=settings.micro_batch_size,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            num_workers=config.data.num_workers,
+            device=process_groups.device(),
+        )
+        training = build_training(config, tokenizer.vocab_size)
+        for iteration in range(1, settings.train_iters + 1):
+            result = train_step(training, stream)
+            if iteration in (1, settings.train_iters) or iteration % config.logging.log_interval == 0:
+                self.loss = float(result.loss_sum / result.tokens)
+                print(f"iteration {iteration} | loss {self.loss:.4f}", flush=True)
+        self.blocks = _gradients(training.model, stream, ranks)
+
+
+def _gradients(model: GPT, stream: Iterator[dict[str, Tensor]], ranks: int) -> list[list[Tensor]]:
+    layers = [[p for p in layer.parameters() if p.dim() == 2] for layer in model.decoder.layers]
+    weights = [p for layer in layers for p in layer]
+    stacks: list[Tensor] = []
+    for rank in range(ranks):
+        batch = next(stream)
+        loss, _ = masked_mean_loss(model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]), batch["loss_mask"])
+        gradients = torch.autograd.grad(loss, weights)  # accumulates nowhere: no hook of the synchroniser takes them
+        stacks = stacks or [g.new_empty(ranks, *g.shape) for g in gradients]
+        for stack, g in zip(stacks, gradients, strict=True):
+            stack[rank] = g
+    found = iter(stacks)
+    return [[next(found) for _ in layer] for layer in layers]
+
+
+# ------------------------------------------------------------------------------------------------------------------- exchange
+
+
+class SimulatedPeers(Peers):
+    """All ranks of a group in one process, seen from rank 0, which owns everything and receives what `payloads` says the ranks send."""
+
+    def __init__(self, payloads: Sequence[Tensor]) -> None:
+        super().__init__(None, WireBytes())
+        self.ranks = len(payloads)
+        self.payloads = list(payloads)
+
+    def all_to_all(self, flat: Tensor, sizes: Sequence[int], what: str, kind: str = "weight") -> list[Tensor]:
+        return self.payloads
+
+
+def exchange(wire: FP32SumWire, gradients: Tensor, factor: Tensor) -> tuple[Reduced, list[Tensor]]:
+    """The average of a weight's gradients and what each rank sent for it, flat; `gradients` [N, rows, columns], `factor` FP32 0-dim."""
+    payloads = [wire.pack(g, factor).flatten() for g in gradients]
+    ranks, count = gradients.shape[:2]
+    bucket = Bucket([gradients[0]], ["weight"], wire.format, [Piece(tensor=0, row=0, rows=count, owner=0)], ranks, 0)
+    return wire.reduce(bucket, payloads[0], factor[None], SimulatedPeers(payloads), shard=True), payloads
+
+
+def mu_threshold(exceeded: Callable[[float], bool], ranks: int) -> float:
+    """The largest mu, to 0.1 %, whose exchange does not exceed, by bisection from 1 / (4 N), which never does, to above MU_MAX."""
+    low, high = 1 / (4 * ranks), MU_MAX * GROWTH
+    for _ in range(BISECTIONS):
+        middle = math.sqrt(low * high)
+        if exceeded(middle):
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def adapted_mu(thresholds: Tensor, ranks: int, steps: int) -> Tensor:
+    """mu of each tensor after `steps` steps with the same gradients, FP64 [n]; a step exceeds where mu is above its threshold.
+
+    So the exchange is measured some 14 times for the threshold and not in every step: 500 quiet ones lead from 1 to 2.
+    """
+    mu = torch.ones_like(thresholds)
+    for _ in range(steps):
+        mu = next_mu(mu, mu > thresholds, ranks)
+    return mu
+
+
+def auto_mu(gradients: Sequence[Tensor], scales: Sequence[Tensor], steps: int) -> list[float]:
+    """mu of each weight of a block after `steps` steps."""
+    ranks = len(gradients[0])
+
+    def threshold(g: Tensor, scale: Tensor) -> float:
+        def exceeded(mu: float) -> bool:
+            reduced, payloads = exchange(NCCLWire(E4M3), g, scale * mu)
+            counts = torch.stack([torch.stack([saturated(q, E4M3) for q in payloads]).amax(), saturated(reduced.own, E4M3)])
+            return bool(exceeds(counts, torch.tensor(g[0].numel(), device=counts.device)).any())
+
+        return mu_threshold(exceeded, ranks)
+
+    found = torch.tensor([threshold(g, scale) for g, scale in zip(gradients, scales, strict=True)], dtype=torch.float64)
+    return adapted_mu(found, ranks, steps).tolist()
+
+
+def measure_block(gradients: Sequence[Tensor], mu_steps: int) -> list[dict[str, Any]]:
+    """MEASURES of every strategy on one block: for each of its weights the gradients of N ranks, [N, rows, columns]."""
+    ranks = len(gradients[0])
+    scales = [usable(local_slots(list(g), E4M3, g.device).amin()) for g in gradients]
+    mean = torch.cat([g.mean(0, dtype=torch.float64).flatten() for g in gradients])
+    mu = auto_mu(gradients, scales, mu_steps)
+    factors = {
+        "pre": [scale / ranks for scale in scales],
+        "post": scales,
+        "auto": [scale * m for scale, m in zip(scales, mu, strict=True)],
+        "fp32-sum": scales,
+    }
+    found = []
+    for strategy, multipliers in factors.items():
+        wire = FP32SumWire(E4M3) if strategy == "fp32-sum" else NCCLWire(E4M3)
+        values, counts = [], torch.zeros(4, dtype=torch.int64, device=mean.device)
+        for g, factor in zip(gradients, multipliers, strict=True):
+            reduced, payloads = exchange(wire, g, factor)
+            assert reduced.scale_inv is not None
+            values.append(reduced.own.float() * reduced.scale_inv)
+            for x, q in zip(g, payloads, strict=True):
+                counts[:3] += torch.stack([(x != 0).sum(), vanished(x.flatten(), q), saturated(q, E4M3)])
+            counts[3] += saturated(reduced.own, E4M3)
+        approx = torch.cat(values)
+        nonzero, lost, at_max_local, at_max = counts.tolist()
+        row = {"strategy": strategy, "snr_db": sqnr_db(mean, approx), "underflow": underflow_frac(mean, approx)}
+        row |= {"underflow_local": lost / max(1, nonzero), "overflow": at_max / mean.numel()}
+        row |= {"overflow_local": at_max_local / (ranks * mean.numel())}
+        found.append(row | ({"mu_min": min(mu), "mu_max": max(mu)} if strategy == "auto" else {"mu_min": "", "mu_max": ""}))
+    return found
+
+
+def measure(config: Config, sizes: Sequence[int], mu_steps: int, tree: str | None) -> list[dict[str, Any]]:
+    """All rows: train, then every data-parallel size, block and strategy; needs `process_groups.initialize`."""
+    started = time.perf_counter()
+    ranks = Ranks(config, max(sizes))
+    print(f"trained, and the gradients of {max(sizes)} ranks taken, after {time.perf_counter() - started:.0f} s", flush=True)
+    common: dict[str, Any] = {"model": f"gpt-{config.model.num_layers}x{config.model.hidden_size}", "opt_level": config.precision.name}
+    common |= {"micro_batch": config.training.micro_batch_size, "train_iters": config.training.train_iters}
+    common |= {"loss": f"{ranks.loss:.4f}", "seed": config.training.seed} | rows.machine(tree)
+    table = []
+    with torch.no_grad():
+        for dp in sizes:
+            for block, gradients in enumerate(ranks.blocks):
+                table += [common | {"dp": dp, "block": block} | row for row in measure_block([g[:dp] for g in gradients], mu_steps)]
+            print(f"DP {dp} measured after {time.perf_counter() - started:.0f} s", flush=True)
+    return [{column: row[column] for column in COLUMNS} for row in table]
+
+
+# --------------------------------------------------------------------------------------------------------------------- output
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows that an earlier run wrote; ValueError where they are not."""
+    with path.open(encoding="utf-8", newline="") as stream:
+        reader = csv.DictReader(stream)
+        table: list[dict[str, Any]] = list(reader)
+    if tuple(reader.fieldnames or ()) != COLUMNS or not table:
+        raise ValueError(f"--rows {path} is no table of fig7.py: give the fig7.csv of an earlier run")
+    for row in table:
+        row |= {"dp": int(row["dp"]), "block": int(row["block"])} | {name: float(row[name]) for name in MEASURES}
+    return table
+
+
+def chosen(table: Sequence[dict[str, Any]], dp: int, strategy: str) -> list[dict[str, Any]]:
+    """Rows of one data-parallel size and strategy, by block."""
+    return [row for row in table if (row["dp"], row["strategy"]) == (dp, strategy)]
+
+
+def block_mean(table: Sequence[dict[str, Any]], dp: int, strategy: str, name: str) -> float:
+    """Mean of one of MEASURES over the blocks."""
+    return statistics.fmean(row[name] for row in chosen(table, dp, strategy))
+
+
+def summary(table: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The printed table, and whether the paper's three sentences hold in it."""
+    heads = f"{'DP':>4}  {'strategy':<8}  {'SNR dB':>7}  {'underflow':>9}  {'local':>9}  {'overflow':>9}  {'local':>9}  {'mu':<13}"
+    yield f"{heads}  paper (section 3.3, at DP 128)"
+    for dp in sorted({row["dp"] for row in table}):
+        mean = {s: {name: block_mean(table, dp, s, name) for name in MEASURES} for s in PAPER}
+        for strategy, said in PAPER.items():
+            snr, *shares = mean[strategy].values()
+            mus = [float(row[end]) for row in chosen(table, dp, strategy) for end in ("mu_min", "mu_max") if row[end] != ""]
+            span = f"{min(mus):.4f}-{max(mus):.4f}" if mus else ""
+            cells = "  ".join(f"{share:>9.4%}" for share in shares)
+            yield f"{dp:>4}  {strategy:<8}  {snr:>7.2f}  {cells}  {span:<13}  {said}"
+        more_lost = mean["pre"]["underflow_local"] > mean["post"]["underflow_local"]
+        more_at_max = mean["post"]["overflow"] > mean["pre"]["overflow"]
+        gain = mean["auto"]["snr_db"] - max(mean["pre"]["snr_db"], mean["post"]["snr_db"])
+        yield (
+            f"{dp:>4}  pre underflows more than post (local): {_yes(more_lost)}; post overflows more than pre: {_yes(more_at_max)}; "
+            f"auto has the best SNR of the three: {_yes(gain > 0)} ({gain:+.2f} dB)"
+        )
+
+
+def _yes(held: bool) -> str:
+    return "yes" if held else "no"
+
+
+def draw(table: Sequence[dict[str, Any]], dp: int, path: Path) -> None:
+    """Three panels over the blocks at one data-parallel size, dashed what the ranks send, and the SNR over all sizes."""
+    from matplotlib.figure import Figure  # without pyplot: no display, no state between figures
+
+    figure = Figure(figsize=(10, 7), dpi=130, layout="constrained")
+    axes = figure.subplots(2, 2).flatten()
+    sizes = sorted({row["dp"] for row in table})
+    panels = (("snr_db", "SNR (dB)", 1), ("underflow", "underflow (%), dashed local", 100), ("overflow", "overflow (%), dashed local", 100))
+    for strategy, color in COLORS.items():
+        lines = chosen(table, dp, strategy)
+        width = 3.5 if strategy == "pre" else 1.5  # auto often lies on it
+        for axis, (name, _, unit) in zip(axes, panels, strict=False):
+            blocks = [x["block"] for x in lines]
+            axis.plot(blocks, [unit * x[name] for x in lines], color=color, linewidth=width, marker="o", markersize=3, label=strategy)
+            axis.set_xticks(blocks)
+            if f"{name}_local" in MEASURES:
+                axis.plot(blocks, [unit * x[f"{name}_local"] for x in lines], color=color, linestyle="dashed", linewidth=1)
+        means = [block_mean(table, n, strategy, "snr_db") for n in sizes]
+        axes[3].plot(sizes, means, color=color, linewidth=width, marker="o", markersize=3)
+    for axis, (_, title, _) in zip(axes, panels, strict=False):
+        axis.set_xlabel(f"transformer block, DP {dp}")
+        axis.set_ylabel(title)
+    axes[3].set_xscale("log", base=2)
+    axes[3].set_xticks(sizes, [str(n) for n in sizes])
+    axes[3].set_xlabel("data-parallel ranks")
+    axes[3].set_ylabel("SNR (dB), mean over blocks")
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color="#e5e7eb", linewidth=0.8)
+        axis.set_axisbelow(True)
+    axes[0].legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0)
+    figure.savefig(path)
+
+
+def _measured(options: argparse.Namespace, flags: Sequence[str]) -> list[dict[str, Any]]:
+    config = parse_args([*DEFAULTS.split(), *flags])
+    check(config, 1)
+    process_groups.initialize(config)
+    try:
+        return measure(config, sorted(set(options.dp)), options.mu_steps, options.commit)
+    finally:
+        process_groups.shutdown()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; 0, or 2 with a message on stderr for bad input."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--dp", nargs="+", type=int, default=DATA_PARALLEL, metavar="N", help="data-parallel sizes")
+    parser.add_argument("--plot-dp", type=int, metavar="N", help="the one drawn over the blocks (default: the largest)")
+    parser.add_argument("--mu-steps", type=int, default=1000, help="steps that mu adapts itself before it is measured")
+    parser.add_argument("--rows", type=Path, help="CSV of an earlier run: draw it, measure nothing")
+    parser.add_argument("--out", type=Path, default=rows.ROOT / "tools/reproduce/results/fig7", help="folder for fig7.csv and fig7.png")
+    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    options, flags = parser.parse_known_args(arguments)
+    try:
+        earlier = read_rows(options.rows) if options.rows else []
+        sizes = {row["dp"] for row in earlier} or set(options.dp)
+        if min(sizes) < 2:
+            raise ValueError(f"--dp {min(sizes)}: give sizes of 2 or more, one rank exchanges nothing")
+        if options.mu_steps < 0:
+            raise ValueError(f"--mu-steps {options.mu_steps}: give 0 (mu stays 1) or more")
+        if options.plot_dp and options.plot_dp not in sizes:
+            raise ValueError(f"--plot-dp {options.plot_dp} is not measured: choose one of {', '.join(map(str, sorted(sizes)))}")
+        if options.rows and flags:
+            raise ValueError(f"{' '.join(flags)}: nothing is trained with --rows; drop one of the two")
+        table = earlier or _measured(options, flags)
+    except (ValueError, OSError) as error:
+        print(f"fig7.py: {error}", file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    if not options.rows:
+        with (options.out / "fig7.csv").open("w", encoding="utf-8", newline="") as stream:
+            writer = csv.DictWriter(stream, COLUMNS)
+            writer.writeheader()
+            writer.writerows(table)
+    print(*summary(table), sep="\n")
+    if importlib.util.find_spec("matplotlib"):
+        draw(table, options.plot_dp or max(sizes), options.out / "fig7.png")
+    else:
+        print(f"no figure: matplotlib is not installed; draw it elsewhere with --rows {options.out / 'fig7.csv'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

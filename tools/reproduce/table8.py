@@ -1,0 +1,201 @@
+"""FP8-LM Table 8: the least and the most memory that a rank of the whole grid holds, computed from shapes; nothing is allocated.
+
+    python tools/reproduce/table8.py --csv tools/reproduce/results/table8.csv
+
+What is counted is model state: weights, gradients and optimizer. The paper measured whole processes, activations included, so its
+figures compare only by their spread, max - min, as a measure of how evenly ZeRO loads the ranks.
+
+| method | linear weights | embedding | norms, biases | divided |
+| --- | --- | --- | --- | --- |
+| zero-bf16 | 2 + 4, and 12 shared | the same | the same | every buffer into equal parts, as Megatron-LM |
+| greedy-whole | 1, and 6 shared | 2, and 7 shared | 2, and 16 shared | Algorithm 1 over all tensors, each whole |
+| greedy-cut | as greedy-whole | | | bucket by bucket, tensors cut: `msamp.parallel.partition.plan_buckets` |
+
+in bytes an element. Shared means held by its owner alone: FP32 master and moments (12); FP8 gradient, FP16 master, E4M3 and FP16 moments
+(6); the same with a BF16 gradient (7); all in FP32 (16). The gradient of FP8 training is the reduced one. With several micro-batches
+every rank also accumulates its own before the exchange (BF16, norms and biases FP32), which Megatron-LM does in the FP32 gradient
+counted already: `accumulate_gib`. Scales, a few bytes a tensor, and buckets under way are left out.
+"""
+
+import argparse
+import csv
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.lm.presets import PRESETS
+from msamp.parallel.partition import Piece, partition, plan_buckets
+
+GIB = 2**30
+VOCABULARY, VOCABULARY_MULTIPLE = 50304, 128  # padded to a multiple of 128 x TP, as the trainer does
+DATA_PARALLEL = {"7b": 32, "13b": 16, "175b": 4}
+MORE_RANKS = (64, 256, 1024)
+METHODS = {"zero-bf16": "BF16", "greedy-whole": "FP8 (Ours)", "greedy-cut": "FP8 (Ours)"}  # ours -> the paper's row
+PAPER = {  # GB, as measured there
+    ("7b", "BF16"): (69.07, 69.63),
+    ("7b", "FP8 (TE)"): (76.97, 77.28),
+    ("7b", "FP8 (Ours)"): (49.06, 49.36),
+    ("13b", "BF16"): (67.98, 68.18),
+    ("13b", "FP8 (TE)"): (73.68, 76.36),
+    ("13b", "FP8 (Ours)"): (48.45, 48.85),
+    ("175b", "BF16"): (65.60, 66.12),
+    ("175b", "FP8 (TE)"): (69.04, 69.57),
+    ("175b", "FP8 (Ours)"): (38.64, 40.28),
+}
+COLUMNS = (
+    "model",
+    "tp",
+    "pp",
+    "dp",
+    "method",
+    "min_gib",
+    "max_gib",
+    "spread",
+    "stage_spread",
+    "accumulate_gib",
+    "padding",
+    "pieces",
+    "paper_row",
+    "paper_min_gb",
+    "paper_max_gb",
+    "paper_spread",
+)
+
+
+class Bytes(NamedTuple):
+    """Bytes an element of one kind of tensor in FP8 training."""
+
+    replicated: int
+    owned: int
+    accumulated: int
+
+
+FP8_BYTES = {"linear": Bytes(1, 6, 2), "embedding": Bytes(2, 7, 2), "small": Bytes(2, 16, 4)}
+BF16_REPLICATED, BF16_SHARED = 2 + 4, 12
+
+
+class Tensors(NamedTuple):
+    """What a rank of one pipeline stage has: shapes, and for each the kind, a key of `FP8_BYTES`; in the order of backward."""
+
+    shapes: list[tuple[int, ...]]
+    kinds: list[str]
+
+
+def stage_tensors(layers: int, hidden: int, tp: int, *, embedding: bool = True, final_norm: bool = True) -> Tensors:
+    """Parameters of one tensor-parallel rank of a stage of a GPT: LayerNorm, biases, MLP of 4 x hidden, tied embedding, no positions."""
+    layer: list[tuple[tuple[int, ...], str]] = [
+        ((hidden, 4 * hidden // tp), "linear"),
+        ((hidden,), "small"),
+        ((4 * hidden // tp, hidden), "linear"),
+        ((4 * hidden // tp,), "small"),
+        *[((hidden,), "small")] * 2,
+        ((hidden, hidden // tp), "linear"),
+        ((hidden,), "small"),
+        ((3 * hidden // tp, hidden), "linear"),
+        ((3 * hidden // tp,), "small"),
+        *[((hidden,), "small")] * 2,
+    ]
+    multiple = VOCABULARY_MULTIPLE * tp
+    rows = -(-VOCABULARY // multiple) * multiple // tp
+    tensors = [((hidden,), "small")] * 2 * final_norm + layer * layers + [((rows, hidden), "embedding")] * embedding
+    return Tensors([shape for shape, _ in tensors], [kind for _, kind in tensors])
+
+
+def rank_bytes(tensors: Tensors, pieces: Sequence[Piece], dp: int) -> list[int]:
+    """Bytes of model state on each data-parallel rank in FP8 training, its tensors owned as `pieces` says."""
+    sizes = [math.prod(shape) for shape in tensors.shapes]
+    held = [sum(size * FP8_BYTES[kind].replicated for size, kind in zip(sizes, tensors.kinds, strict=True))] * dp
+    for piece in pieces:
+        shape, kind = tensors.shapes[piece.tensor], tensors.kinds[piece.tensor]
+        held[piece.owner] += piece.rows * math.prod(shape[1:]) * FP8_BYTES[kind].owned
+    return held
+
+
+def divide(tensors: Tensors, dp: int, method: str) -> tuple[list[int], float, int]:
+    """Bytes of each data-parallel rank of a stage, padding in elements, and number of pieces."""
+    if method == "zero-bf16":
+        total = sum(map(math.prod, tensors.shapes))
+        return [BF16_REPLICATED * total + BF16_SHARED * -(-total // dp)] * dp, 0.0, dp
+    if method == "greedy-whole":
+        whole = partition(tensors.shapes, dp, limit=math.inf)
+        return rank_bytes(tensors, whole.pieces, dp), whole.padding, len(whole.pieces)
+    plan = plan_buckets(tensors.shapes, tensors.kinds, dp)
+    pieces = [piece for bucket in plan.buckets for piece in bucket.pieces]
+    return rank_bytes(tensors, pieces, dp), plan.padding, len(pieces)
+
+
+def accumulated(tensors: Tensors) -> int:
+    """Bytes of the local gradients of several micro-batches in FP8 training."""
+    return sum(math.prod(shape) * FP8_BYTES[kind].accumulated for shape, kind in zip(tensors.shapes, tensors.kinds, strict=True))
+
+
+def row(model: str, dp: int, method: str) -> dict[str, Any]:
+    """One line of the table: over all ranks of the grid; padding, pieces and `stage_spread` (max - min in a stage) of the worst stage."""
+    size = PRESETS[model]
+    tp, pp = size["tensor_model_parallel_size"], size["pipeline_model_parallel_size"]
+    stages = [
+        stage_tensors(size["num_layers"] // pp, size["hidden_size"], tp, embedding=stage in (0, pp - 1), final_norm=stage == pp - 1)
+        for stage in sorted({0, 1, pp - 1} & set(range(pp)))  # those between first and last are alike
+    ]
+    divided = [divide(tensors, dp, method) for tensors in stages]
+    least, most = min(min(held) for held, _, _ in divided), max(max(held) for held, _, _ in divided)
+    paper_row = METHODS[method] if dp == DATA_PARALLEL[model] else ""
+    found: dict[str, Any] = grid(model, dp) | {"method": method}
+    found |= {"min_gib": f"{least / GIB:.3f}", "max_gib": f"{most / GIB:.3f}", "spread": f"{(most - least) / GIB:.3f}"}
+    found["stage_spread"] = f"{max(max(held) - min(held) for held, _, _ in divided) / GIB:.3f}"
+    found["accumulate_gib"] = "0.000" if method == "zero-bf16" else f"{max(map(accumulated, stages)) / GIB:.3f}"
+    found |= {"padding": f"{max(padding for _, padding, _ in divided):.4f}", "pieces": max(pieces for _, _, pieces in divided)}
+    return found | paper_columns(model, paper_row)
+
+
+def grid(model: str, dp: int) -> dict[str, Any]:
+    """The columns that name the processes."""
+    size = PRESETS[model]
+    return {"model": model, "tp": size["tensor_model_parallel_size"], "pp": size["pipeline_model_parallel_size"], "dp": dp}
+
+
+def paper_columns(model: str, paper_row: str) -> dict[str, str]:
+    """The paper's figures, empty where `paper_row` is."""
+    if not paper_row:
+        return dict.fromkeys(COLUMNS[-4:], "")
+    low, high = PAPER[model, paper_row]
+    return dict(zip(COLUMNS[-4:], (paper_row, f"{low:.2f}", f"{high:.2f}", f"{high - low:.2f}"), strict=True))
+
+
+def table(models: Sequence[str], ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """All lines: each model at the paper's data-parallel size and at `ranks`."""
+    rows = []
+    for model in models:
+        for dp in sorted({DATA_PARALLEL[model], *ranks}):
+            rows += [row(model, dp, method) for method in METHODS]
+            if dp == DATA_PARALLEL[model]:  # not rebuilt: its figures, beside ours
+                rows.append(dict.fromkeys(COLUMNS, "") | grid(model, dp) | {"method": "-"} | paper_columns(model, "FP8 (TE)"))
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="FP8-LM Table 8 from shapes: model state of the least and the most loaded rank.")
+    parser.add_argument("--models", nargs="+", choices=DATA_PARALLEL, default=list(DATA_PARALLEL))
+    parser.add_argument("--ranks", nargs="*", type=int, default=MORE_RANKS, help="data-parallel sizes beside the paper's")
+    parser.add_argument("--csv", type=Path, help="file to write")
+    options = parser.parse_args(arguments)
+    if any(dp < 1 for dp in options.ranks):
+        parser.error(f"--ranks {' '.join(map(str, options.ranks))}: data-parallel sizes are 1 or more")
+    rows = table(options.models, options.ranks)
+    widths = {name: max(len(name), *(len(str(line[name])) for line in rows)) for name in COLUMNS}
+    print("Model state (weights, gradients, optimizer) a rank, no activations; the paper's GB include them: compare spreads only.")
+    for line in [dict(zip(COLUMNS, COLUMNS, strict=True)), *rows]:
+        print("  ".join(str(line[name]).rjust(widths[name]) for name in COLUMNS))
+    if options.csv:
+        options.csv.parent.mkdir(parents=True, exist_ok=True)
+        with options.csv.open("w", encoding="utf-8", newline="") as stream:
+            writer = csv.DictWriter(stream, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
