@@ -203,7 +203,7 @@ class CommunicationConfig:
     overlap_param_gather: bool = setting(
         "gather weights under ZeRO bucket by bucket while the next forward runs; on by default, unlike in Megatron-LM", True
     )
-    ddp_bucket_size: int | None = setting("elements in a bucket of gradients or weights; derived: 2^25", None, legal=COUNT)
+    ddp_bucket_size: int | None = setting("elements in a bucket of gradients or weights; derived: 2^27", None, legal=COUNT)
 
     @property
     def gradient_scaling(self) -> str | None:
@@ -218,7 +218,7 @@ class CommunicationConfig:
     @property
     def bucket_size(self) -> int:
         """Elements that travel together; a larger tensor is a bucket of its own."""
-        return self.ddp_bucket_size or 2**25
+        return self.ddp_bucket_size or 2**27
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,7 +187,7 @@ class GradSync:
         while self._next < len(self.buckets):
             self._send_next()
         if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         if self.autoscale is not None:
             summed, largest = self.statistics.combine(self.peers)
             self.autoscale.update(largest[SATURATED], summed[SUM_SATURATED], self._valid)
@@ -215,7 +215,7 @@ class GradSync:
             if g is not None:  # made by the compute stream, read by this one: its memory must wait for both
                 for part in (g.payload, g.scale_inv) if isinstance(g, ScalingTensor) else (g,):
                     part.record_stream(self._stream)
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             yield
 

@@ -19,6 +19,7 @@ _SCHEMAS = (
     "amax(Tensor x) -> Tensor",
     "cast(Tensor x, Tensor scale, Tensor(a!)? amax_slot, ScalarType dtype) -> Tensor",
     "cast_transpose(Tensor x, Tensor scale, Tensor(a!)? amax_slot, ScalarType dtype) -> (Tensor, Tensor)",
+    "square_sum(Tensor x, Tensor factor, float units) -> Tensor",
     "scaled_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
 )
 
@@ -62,6 +63,10 @@ def _fake_cast_transpose(
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[1], x.shape[0]), dtype=dtype)
 
 
+def _fake_square_sum(x: torch.Tensor, factor: torch.Tensor, units: float) -> torch.Tensor:
+    return x.new_empty((2,), dtype=torch.int64)
+
+
 def _fake_scaled_mm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -78,6 +83,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "amax": _fake_amax,
     "cast": _fake_cast,
     "cast_transpose": _fake_cast_transpose,
+    "square_sum": _fake_square_sum,
     "scaled_mm": _fake_scaled_mm,
 }
 
@@ -97,3 +103,4 @@ amax = torch.ops.msamp.amax.default
 cast = torch.ops.msamp.cast.default
 cast_transpose = torch.ops.msamp.cast_transpose.default
 scaled_mm = torch.ops.msamp.scaled_mm.default
+square_sum = torch.ops.msamp.square_sum.default

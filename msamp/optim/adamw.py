@@ -179,7 +179,7 @@ class FP8AdamW(torch.optim.Optimizer):
         return table
 
     def _combine_sum(self, table: torch.Tensor) -> torch.Tensor:
-        """int64 [parameters] sums over this process's pieces -> those over whole tensors."""
+        """int64 [parameters, 2] sums over this process's pieces -> those over whole tensors."""
         return table
 
     def _batches(self, pieces: list[Piece], amaxes: torch.Tensor) -> Iterator[list[Piece]]:
@@ -244,11 +244,10 @@ class FP8AdamW(torch.optim.Optimizer):
         """FP64 0-dim norm of all gradients, whichever process holds them."""
         params = [p for group in self.param_groups for p in group["params"]]
         scales = unit_scale(amax).unbind()
-        sums: list[torch.Tensor] = [torch.zeros((), dtype=torch.int64, device=amax.device)] * len(params)
+        sums: list[torch.Tensor] = [torch.zeros(2, dtype=torch.int64, device=amax.device)] * len(params)
         for piece in pieces:
             assert piece.grad is not None
-            for part in fp32_values(piece.grad).flatten().split(CHUNK):
-                sums[piece.index] = sums[piece.index] + square_sum(part, scales[piece.index], piece.param.numel())
+            sums[piece.index] = sums[piece.index] + square_sum(piece.grad, scales[piece.index], piece.param.numel())
         totals = self._combine_sum(torch.stack(sums))
         return torch.linalg.vector_norm(norms_from_square_sums(totals, amax, [p.numel() for p in params]))
 

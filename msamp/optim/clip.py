@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from msamp.kernels import ops
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.scaling import scale_from_amax
-from msamp.numerics.tensor import ScalingTensor, fp32_values
+from msamp.numerics.tensor import ScalingTensor
 
 _BITS = 57  # of 63: scale_from_amax leaves up to two bits above 1 where its exponent is clamped, and their squares four
 
@@ -39,17 +40,17 @@ def _fp8_amaxes(payloads: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(largest) if largest else torch.zeros(0)
 
 
-def square_sum(values: torch.Tensor, scale: torch.Tensor, numel: int) -> torch.Tensor:
-    """Sum of squares of some rows of a tensor in units that all its rows share: int64 0-dim, exact to add up in any order.
-
-    Each square is rounded to a unit of about amax^2 2^-57 times the power of two above `numel`, far below what FP32 resolves.
+def square_sum(g: torch.Tensor, scale: torch.Tensor, numel: int) -> torch.Tensor:
+    """Sum of squares of some rows of a gradient, in units that all its rows share: int64 [2], see `kernels.reference.square_sum`.
 
     Args:
-        values: FP32, any shape.
+        g: plain or a ScalingTensor, any shape.
         scale: FP64 0-dim `unit_scale` of the amax of the whole tensor.
         numel: elements of the whole tensor.
     """
-    return (values.double() * scale).square_().mul_(_units(numel)).round_().to(torch.int64).sum()
+    if isinstance(g, ScalingTensor):
+        return ops.square_sum(g.payload, scale * g.scale_inv.double(), _units(numel))
+    return ops.square_sum(g.detach(), scale, _units(numel))
 
 
 def unit_scale(amax: torch.Tensor) -> torch.Tensor:
@@ -58,14 +59,14 @@ def unit_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 def norms_from_square_sums(totals: torch.Tensor, amaxes: torch.Tensor, numels: Sequence[int]) -> torch.Tensor:
-    """FP64 [n] L2 norms of tensors from the int64 [n] sums of their `square_sum`s; NaN where an amax is not finite."""
+    """FP64 [n] L2 norms of tensors from the int64 [n, 2] sums of their `square_sum`s; NaN where an amax is not finite."""
     units = torch.tensor([_units(numel) for numel in numels], dtype=torch.float64).to(totals.device, non_blocking=True)
-    norms = (totals.double() / units).sqrt() / unit_scale(amaxes)
+    norms = ((totals[:, 0].double() + totals[:, 1].double() * 2.0**-30) / units).sqrt() / unit_scale(amaxes)
     return norms.masked_fill(~amaxes.isfinite(), float("nan"))
 
 
 def _units(numel: int) -> float:
-    return 2.0 ** min(52, _BITS - numel.bit_length())
+    return 2.0 ** min(46, _BITS - numel.bit_length())
 
 
 def grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -74,7 +75,7 @@ def grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     if not gs:
         return torch.zeros((), dtype=torch.float64)
     amaxes = tensor_amaxes(gs)
-    totals = torch.stack([square_sum(fp32_values(g), scale, g.numel()) for g, scale in zip(gs, unit_scale(amaxes), strict=True)])
+    totals = torch.stack([square_sum(g, scale, g.numel()) for g, scale in zip(gs, unit_scale(amaxes), strict=True)])
     return torch.linalg.vector_norm(norms_from_square_sums(totals, amaxes, [g.numel() for g in gs]))
 
 

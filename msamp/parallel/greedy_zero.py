@@ -57,8 +57,8 @@ class GreedyZeRO(FP8AdamW):
         self.sync = sync
         self._views: dict[Slot, tuple[torch.Tensor, slice | None]] = {}
         super().__init__(params, lr, betas, eps, weight_decay, formats=formats, decoupled=decoupled, clip_grad=clip_grad)
-        device = next(iter(sync.names)).device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and sync.peers.ranks > 1 and overlap else None
+        self._device = next(iter(sync.names)).device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" and sync.peers.ranks > 1 and overlap else None
         self._pending: dict[Bucket, torch.cuda.Event] = {}
         if self._stream is not None:
             self._watch_forward()
@@ -143,7 +143,7 @@ class GreedyZeRO(FP8AdamW):
         if self._stream is None:
             self._exchange(bucket, scale_invs)
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._exchange(bucket, scale_invs)
             self._pending[bucket] = self._stream.record_event()
@@ -171,9 +171,14 @@ class GreedyZeRO(FP8AdamW):
 
     def wait(self) -> None:
         """Let the compute stream wait for all weights that are still on their way."""
-        for event in self._pending.values():
-            torch.cuda.current_stream().wait_event(event)
+        for bucket in list(self._pending):
+            self.wait_for(bucket)
         self._pending.clear()
+
+    def wait_for(self, bucket: Bucket) -> None:
+        """Let the compute stream wait for the weights of one bucket."""
+        if bucket in self._pending:
+            torch.cuda.current_stream(self._device).wait_event(self._pending[bucket])
 
     def _watch_forward(self) -> None:
         """Before a module's forward, and before anything is saved or loaded, wait for weights that are still on their way."""
@@ -261,9 +266,7 @@ def _wait_for(alive: "weakref.ref[GreedyZeRO]", buckets: set[Bucket], *_: Any) -
     optimizer = alive()
     if optimizer is not None:
         for bucket in buckets:
-            event = optimizer._pending.get(bucket)
-            if event is not None:
-                torch.cuda.current_stream().wait_event(event)
+            optimizer.wait_for(bucket)
 
 
 def _wait_for_all(alive: "weakref.ref[GreedyZeRO]", *_: Any) -> None:

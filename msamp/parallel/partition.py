@@ -115,7 +115,7 @@ def plan_buckets(
     shapes: Sequence[Sequence[int]],
     kinds: Sequence[Hashable],
     ranks: int,
-    bucket_elements: int = 2**25,
+    bucket_elements: int = 2**27,
     *,
     bucket_limit: float = 0.25,
     limit: float = 0.05,

@@ -139,7 +139,7 @@ def test_only_the_sum_of_nccl_has_a_mu(flags, scaling, rule):
 
 
 def test_buckets_hold_two_to_the_25_elements_unless_told():
-    assert CommunicationConfig().bucket_size == 2**25
+    assert CommunicationConfig().bucket_size == 2**27
     assert CommunicationConfig(ddp_bucket_size=100).bucket_size == 100
 
 

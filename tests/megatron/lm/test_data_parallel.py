@@ -15,41 +15,37 @@ from torch import Tensor
 from megatron.lm.config import Config
 from megatron.lm.step import train_step
 
-# Largest relative difference of a training loss from one process's over 20 steps, and over the first 10: the noise of the rounding.
-LIMITS = {"fp32": (1e-5, 1e-5), "bf16": (2e-3, 2e-3), "O1": (1e-2, 5e-3), "O2": (1e-2, 5e-3), "O3": (2e-2, 5e-3)}
+# Largest relative difference of a training loss from one process's over 20 steps: the noise of the rounding, four times what is found.
+LIMITS = {"fp32": 1e-6, "bf16": 5e-4, "O1": 3e-3, "O2": 3e-3, "O3": 3e-3}
 LEVELS = tuple(LIMITS)
 SHARED = {"global_batch_size": 8, "train_iters": 20, "ddp_bucket_size": 5000}  # several buckets, and rows of one tensor on several ranks
 ZERO = {"use_distributed_optimizer": True}
 LATE = {"overlap_grad_reduce": False, "overlap_param_gather": False}
 NCCL = {"grad_exchange": "nccl"}
 ACCUMULATION = ("fp8", "fp8-sr", "bf16", "fp32")
-FOUR_MICRO_BATCHES = {"micro_batch_size": 1, "train_iters": 12}
+TWO_MICRO_BATCHES = {"micro_batch_size": 2, "train_iters": 10}
+EVALUATION = {"eval_iters": 2, "eval_interval": 5}
 
-# What two processes run; a pair whose names differ in their last word only has to agree bit for bit.
+# What two processes run.
 TWO: dict[str, dict[str, Any]] = {
     **{level: {"precision": level} for level in LEVELS},
-    **{f"{level} ZeRO": {"precision": level, **ZERO} for level in ("bf16", "O1", "O2")},
-    "O2 again": {"precision": "O2"},
-    "O2 late": {"precision": "O2", **LATE},
+    "fp32": {"precision": "fp32", **EVALUATION},
+    **{f"{level} ZeRO": {"precision": level, **ZERO} for level in ("bf16", "O1")},
+    "O2 ZeRO": {"precision": "O2", "ddp_bucket_size": None, **ZERO},  # nor may the size of the buckets matter
     "O3 late": {"precision": "O3", **LATE},
-    "O2 one-bucket": {"precision": "O2", "ddp_bucket_size": None, **ZERO},
     "nccl": {"precision": "O2", **NCCL},
     "nccl ZeRO": {"precision": "O2", **NCCL, **ZERO},
     "micro": {"precision": "fp32", "micro_batch_size": 2},
-    **{f"accumulated {kind}": {"precision": "O2", "grad_accum_dtype": kind, **FOUR_MICRO_BATCHES} for kind in ACCUMULATION},
-    "accumulated fp8-sr ZeRO": {"precision": "O2", "grad_accum_dtype": "fp8-sr", **FOUR_MICRO_BATCHES, **ZERO},
+    **{f"accumulated {kind}": {"precision": "O2", "grad_accum_dtype": kind, **TWO_MICRO_BATCHES} for kind in ACCUMULATION},
+    "accumulated fp8-sr ZeRO": {"precision": "O2", "grad_accum_dtype": "fp8-sr", **TWO_MICRO_BATCHES, **ZERO},
 }
 FOUR: dict[str, dict[str, Any]] = {**{level: {"precision": level} for level in LEVELS}, "O2 ZeRO": {"precision": "O2", **ZERO}}
 SAME_BITS = [
     *((level, f"{level} ZeRO") for level in ("bf16", "O1", "O2")),
-    ("O2", "O2 again"),
-    ("O2", "O2 late"),
     ("O3", "O3 late"),
-    ("O2", "O2 one-bucket"),
     ("nccl", "nccl ZeRO"),
     ("accumulated fp8-sr", "accumulated fp8-sr ZeRO"),
 ]
-EVALUATED = {"precision": "fp32", "micro_batch_size": 4, "eval_iters": 2, "eval_interval": 5}
 
 
 def trained(settings: Config) -> dict[str, Any]:
@@ -82,7 +78,7 @@ def sent_by_kind(prefix: str, flags: dict[str, Any]) -> dict[str, int]:
 
 
 def two_processes(prefix: str) -> dict[str, Any]:
-    runs = all_runs(prefix, {**TWO, "evaluated": EVALUATED})
+    runs = all_runs(prefix, TWO)
     return {"runs": runs, "sent": {level: sent_by_kind(prefix, {"precision": level, **ZERO}) for level in ("O2", "O3")}}
 
 
@@ -95,7 +91,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(prefix: Path) -> dict[str, dict[str, Any]]:
-    runs = {**{level: {"precision": level} for level in LEVELS}, "O2 ZeRO": {"precision": "O2", **ZERO}}
+    runs = {**FOUR, "fp32": {"precision": "fp32", **EVALUATION}}
     return {name: trained(settings_of(str(prefix), 1, flags)) for name, flags in runs.items()}
 
 
@@ -125,9 +121,7 @@ def test_several_processes_train_as_one(request: pytest.FixtureRequest, one: dic
     found, expected = losses(ranks[0][level]), losses(one[level])
     assert len(found) == 20
     assert found[-1] < found[0] - 0.3
-    limit, early = LIMITS[level]
-    assert found[:10] == pytest.approx(expected[:10], rel=early)
-    assert found == pytest.approx(expected, rel=limit)
+    assert found == pytest.approx(expected, rel=LIMITS[level])
 
 
 @pytest.mark.parametrize(("processes", "name"), [*((2, name) for name in TWO), *((4, name) for name in FOUR)])
@@ -138,7 +132,7 @@ def test_the_ranks_hold_the_same_weights(request: pytest.FixtureRequest, process
 
 @pytest.mark.parametrize(("plain", "other"), SAME_BITS)
 def test_what_must_not_change_a_bit(two: list[dict], plain: str, other: str):
-    """ZeRO, overlap, the size of the buckets, and running it again."""
+    """ZeRO, overlap, the size of the buckets."""
     assert losses(two[0][other]) == losses(two[0][plain])
     assert tiny.same(two[0][other]["weights"], two[0][plain]["weights"])
 
@@ -150,7 +144,7 @@ def test_zero_changes_no_bit_on_one_process_nor_on_four(one: dict, four: list[di
 
 
 def test_the_sum_in_fp8_trains_too(two: list[dict], one: dict):
-    assert losses(two[0]["nccl"]) == pytest.approx(losses(one["O2"]), rel=2e-2)
+    assert losses(two[0]["nccl"]) == pytest.approx(losses(one["O2"]), rel=LIMITS["O2"])
     assert losses(two[0]["nccl"]) != losses(two[0]["O2"])
 
 
@@ -160,21 +154,20 @@ def test_micro_batches(two: list[dict], one: dict):
 
 @pytest.mark.parametrize("kind", ACCUMULATION)
 def test_every_accumulation_trains(two: list[dict], kind: str):
-    """Four micro-batches a rank: FP32 sums are the measure."""
+    """Two micro-batches a rank: FP32 sums are the measure."""
     found = {name: losses(two[0][f"accumulated {name}"]) for name in ACCUMULATION}
-    assert found[kind] == pytest.approx(found["fp32"], rel=2e-2)
+    assert found[kind] == pytest.approx(found["fp32"], rel=2e-3)
     assert len({tuple(curve) for curve in found.values()}) == len(ACCUMULATION)
 
 
-def test_evaluation_over_two_processes(two: list[dict], prefix: Path):
-    alone = tiny.run(settings_of(str(prefix), 1, {**EVALUATED, "micro_batch_size": 8}))
-    rows = two[0]["evaluated"]["rows"]
-    assert [(row["kind"], row.get("iteration")) for row in rows] == [(row["kind"], row.get("iteration")) for row in alone]
-    for a, b in zip(rows, alone, strict=True):
-        if a["kind"] in ("valid", "test"):
-            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
-            assert a["tokens"] == b["tokens"] == a["iteration"] * 8 * 16
-    assert tiny.losses(rows) == losses(two[0]["fp32"])
+def test_evaluation_over_two_processes(two: list[dict], one: dict):
+    pairs = list(zip(two[0]["fp32"]["rows"], one["fp32"]["rows"], strict=True))
+    assert [row["kind"] for row, _ in pairs if row["kind"] in ("valid", "test")] == ["valid"] * 4 + ["test"]
+    for row, alone in pairs:
+        assert (row["kind"], row.get("iteration")) == (alone["kind"], alone.get("iteration"))
+        if row["kind"] in ("valid", "test"):
+            assert row["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+            assert row["tokens"] == alone["tokens"] == row["iteration"] * 8 * 16
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -190,14 +183,12 @@ def test_a_step_sends_each_gradient_and_each_weight_once(pair: list[dict], level
 
 
 def test_the_bytes_sent_are_in_the_row(pair: list[dict]):
-    rows = [row for row in pair[0]["runs"]["O3"]["rows"] if row["kind"] == "train"]
-    (sent,) = {tuple(sorted(row["sent_bytes"].items())) for row in rows[1:-1]}  # every step sends the same
-    sent = dict(sent)
-    assert {kind: sent[kind] for kind in ("weight all-to-all", "weight all-gather")} == {
-        kind: pair[0]["sent"]["O3"][kind] for kind in ("weight all-to-all", "weight all-gather")
-    }
-    assert rows[1]["sent_weight_mib"] == sum(sent.values()) / 2**20
-    assert rows[1]["sent_activation_mib"] == 0
+    """In the first row exactly: later ones also have the few bytes by which the report before found the saturation of all ranks."""
+    first, *later = (row for row in pair[0]["runs"]["O3"]["rows"] if row["kind"] == "train")
+    assert first["sent_bytes"] == pair[0]["sent"]["O3"]
+    assert first["sent_weight_mib"] == sum(first["sent_bytes"].values()) / 2**20
+    assert first["sent_activation_mib"] == 0
+    assert all(row["sent_weight_mib"] == pytest.approx(first["sent_weight_mib"], abs=1e-3) for row in later)
 
 
 def test_zero_halves_the_states_of_a_process(pair: list[dict]):
@@ -206,9 +197,9 @@ def test_zero_halves_the_states_of_a_process(pair: list[dict]):
         assert row["kind"] == "precision"
         return row["state_gib_min"] * 2**30, row["state_gib_max"] * 2**30
 
-    plain, (low, high) = least_and_most("O2"), least_and_most("O2 ZeRO")
+    plain, (low, high) = least_and_most("bf16"), least_and_most("bf16 ZeRO")
     assert plain[0] == plain[1] > high >= low
-    row = pair[0]["runs"]["O2"]["rows"][0]
+    row = pair[0]["runs"]["bf16"]["rows"][0]
     weights = row["bytes_per_parameter"]["weight"] * row["parameters"]
     assert (low + high) / 2 == pytest.approx(weights + (plain[0] - weights) / 2)
     assert high - weights < 1.25 * (low - weights)

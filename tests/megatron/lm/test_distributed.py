@@ -31,7 +31,7 @@ def build(**settings: Any) -> tuple[GPT, GradSync]:
 
 
 DEFAULTS = {
-    "bucket_elements": 2**25,
+    "bucket_elements": 2**27,
     "shard": False,
     "exchange": "fp32-sum",
     "scaling": None,

@@ -175,8 +175,10 @@ def test_what_is_said_at_the_start(prefix: Path, capsys: pytest.CaptureFixture[s
     assert "GEMM fp8-e4m3 x fp8-e4m3" in said
     assert "precision O2" in said
     assert "micro-batches a step 2" in said
+    assert "1 processes, gradients in" in said
     (row,) = [row for row in rows if row["kind"] == "precision"]
     assert set(row["bytes_per_parameter"]) == {"weight", "master", "grad", "m", "v"}
+    assert row["state_gib_min"] == row["state_gib_max"] == sum(row["bytes_per_parameter"].values()) * row["parameters"] / 2**30
     assert row["parameters"] == 64 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
 
 

@@ -138,7 +138,7 @@ SCALINGS: tuple[dict[str, Any], ...] = ({}, {"scaling": "pre"}, {"scaling": "pos
 
 
 def overflowing(step: int, rank: int, name: str) -> Tensor | None:
-    """hot: everything at the maximum in steps 1 to 3. gone: absent in step 3, not finite on rank 1 in step 4. lone: one maximum."""
+    """hot: everything at the maximum in steps 1 to 3. gone: absent in step 3, not finite on rank 1 in step 4. lone: one maximum a rank."""
     place = list(MU_SHAPES).index(name)
     g = make("normal", MU_SHAPES[name], 100 * step + 10 * rank + place)
     if name == "fp8-e4m3_hot" and step in (1, 2, 3):
@@ -149,7 +149,7 @@ def overflowing(step: int, rank: int, name: str) -> Tensor | None:
         g[3, 3] = NAN
     if name == "fp8-e4m3_lone":
         g = torch.full(MU_SHAPES[name], 1e-3)
-        g[5] = 448.0 if rank == 0 else 1e-3
+        g[5] = 448.0
     return g
 
 

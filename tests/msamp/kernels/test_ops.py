@@ -8,6 +8,7 @@ from msamp.kernels import ops
 from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.cast import cast
 from msamp.kernels.reference.cast_transpose import cast_transpose
+from msamp.kernels.reference.square_sum import square_sum
 from msamp.kernels.scaled_mm import scaled_mm
 from msamp.numerics.formats import E4M3, E5M2
 
@@ -20,12 +21,13 @@ def arguments(device: torch.device | str) -> dict[str, tuple]:
         "amax": (x,),
         "cast": (x, scale, slot, E4M3.dtype),
         "cast_transpose": (x, scale, slot, E5M2.dtype),
+        "square_sum": (x, torch.tensor(0.25, dtype=torch.float64, device=device), 2.0**40),
         "scaled_mm": (a, b, scale, scale, bias, torch.bfloat16, True),
     }
 
 
 NAMES = tuple(arguments("cpu"))
-TWINS = {"amax": amax, "cast": cast, "cast_transpose": cast_transpose, "scaled_mm": scaled_mm}
+TWINS = {"amax": amax, "cast": cast, "cast_transpose": cast_transpose, "square_sum": square_sum, "scaled_mm": scaled_mm}
 
 
 def outputs(result) -> list[torch.Tensor]:

@@ -5,7 +5,9 @@ Each number of ranks is one run of `everything` (a start of processes takes seco
 
 import contextlib
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import dist
@@ -301,6 +303,15 @@ def reference(level: str) -> dict[str, Any]:
     return {**saved, "straight": loop.run(range(3, 5), same=True).whole()}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in the processes of `dist.run`, whose results are compared bit for bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def references() -> dict[str, dict[str, Any]]:
     return {level: reference(level) for level in LEVELS}
@@ -453,48 +464,37 @@ def test_a_piece_of_a_state_is_a_copy_of_its_rows(low):
     assert Piece(x, {}, 0, x).copy_of(whole) is whole
 
 
-class Recorder:
-    """Stands for the compute stream: what waited for which bucket's event."""
-
-    def __init__(self) -> None:
-        self.waited: set[Any] = set()
-
-    def wait_event(self, event: Any) -> None:
-        self.waited.add(event)
-
-
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, set[Any], Recorder]:
-    """A model whose weights are all on their way, as on a GPU after `step`; their events; the stream."""
-    stream = Recorder()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, set[str], set[str]]:
+    """A model whose weights are all on their way, as on a GPU after `step`; the names of their events; those waited for."""
+    waited: set[str] = set()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(wait_event=waited.add))
     model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True, bucket_elements=1)
-    optimizer = GreedyZeRO(model.parameters(), sync, formats=FP32_STATES)
+    model.kept_alive = optimizer = GreedyZeRO(model.parameters(), sync, formats=FP32_STATES)  # type: ignore[assignment]
     optimizer._watch_forward()
     optimizer._pending.update({bucket: str(bucket) for bucket in sync.buckets})  # type: ignore[misc]
-    model.kept_alive = optimizer  # type: ignore[assignment]
-    return model, {str(bucket) for bucket in sync.buckets}, stream
+    return model, {str(bucket) for bucket in sync.buckets}, waited
 
 
 def test_a_module_waits_for_its_own_weights(watched):
-    model, _, stream = watched
+    model, _, waited = watched
     model.linear1(torch.ones(1, 16))
-    assert stream.waited == {"linear1.weight", "linear1.bias"}
+    assert waited == {"linear1.weight", "linear1.bias"}
 
 
 def test_a_module_waits_for_the_weights_that_it_takes_from_its_children(watched):
     """nn.MultiheadAttention reads its projection's weight without calling the projection."""
-    model, events, stream = watched
+    model, events, waited = watched
     x = torch.ones(1, 3, 16)
     model.self_attn(x, x, x)
-    assert stream.waited == {name for name in events if name.startswith("self_attn")}
+    assert waited == {name for name in events if name.startswith("self_attn")}
 
 
 @pytest.mark.parametrize("what", ["save", "save a part", "load", "load a part"])
 def test_weights_on_their_way_arrive_before_a_model_is_saved_or_loaded(watched, what):
-    model, events, stream = watched
+    model, events, waited = watched
     part = model.self_attn if "part" in what else model
     state = (nn.TransformerEncoderLayer(16, 2, 32) if part is model else nn.MultiheadAttention(16, 2)).state_dict()
     part.state_dict() if what.startswith("save") else part.load_state_dict(state)
-    assert stream.waited >= ({name for name in events if name.startswith("self_attn")} if "part" in what else events)
+    assert waited >= ({name for name in events if name.startswith("self_attn")} if "part" in what else events)
