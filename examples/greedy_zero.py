@@ -29,8 +29,10 @@ for step in range(31):
     if rank == 0 and step % 10 == 0:
         sent = optimizer.grad_sync.sent.total("weight") if optimizer.grad_sync else 0
         print(f"step {step:2}  loss {loss.item():.4f}  bytes sent {sent}")
-stored = sum(state.nbytes for states in optimizer.state.values() for state in states.values())
+stored = sum(getattr(state, "payload", state).nbytes for states in optimizer.state.values() for state in states.values())
 print(f"rank {rank} of {ranks} keeps {stored} bytes of optimizer states")
-for p in model.parameters() if ranks > 1 else ():
-    dist.broadcast(first := fp32_values(p.detach()).clone(), 0)
-    assert first.equal(fp32_values(p.detach())), "the ranks have different weights"
+if ranks > 1:
+    for p in model.parameters():
+        dist.broadcast(first := fp32_values(p.detach()).clone(), 0)
+        assert first.equal(fp32_values(p.detach())), "the ranks have different weights"
+    dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """The collectives of the data-parallel group: any dtype over any backend, bytes counted, and a lost rank named."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,11 +26,23 @@ class Peers:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, sent: WireBytes) -> None:
-        self.group = group
+        # Weak: a process group that outlives destroy_process_group() leaves gloo's threads running into the interpreter's
+        # end, where one that still drops a tensor aborts the process (seen in 1 of 4 runs on a busy machine).
+        self._group = None if group is None else weakref.ref(group)
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.nccl = group is not None and self.ranks > 1 and dist.get_backend(group) == "nccl"
         self.sent = sent
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group; RuntimeError where it has been destroyed."""
+        if self._group is None:
+            return None
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed while gradients or weights were still to be exchanged")
+        return group
 
     def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str, kind: str | None = "weight") -> torch.Tensor:
         """`x` combined over the ranks, in place; NCCL also sums float8 (each hop rounds and saturates). `kind` None is not counted."""

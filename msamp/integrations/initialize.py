@@ -106,8 +106,8 @@ def _groups(optimizer: torch.optim.Optimizer, renamed: Mapping[int, nn.Parameter
 class _Step:
     """Optimizer hooks: `optimizer.step()` begins with the average of the gradients, and its end is the step's end for the scales."""
 
-    def __init__(self, state: ScalingState, sync: GradSync | None, group: dist.ProcessGroup | None) -> None:
-        self.state, self.sync, self.group = state, sync, group
+    def __init__(self, state: ScalingState, sync: GradSync | None) -> None:
+        self.state, self.sync = state, sync
 
     def before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         sync, closure = self.sync, kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -125,7 +125,7 @@ class _Step:
         return (optimizer, averaged), {}
 
     def after(self, *_: Any) -> None:
-        self.state.roll(self.group)
+        self.state.roll(None if self.sync is None else self.sync.peers.group)
         if self.sync is not None:
             self.sync.clear()
 
@@ -148,7 +148,7 @@ def _low_precision_optimizer(
     low = GreedyZeRO(groups, sync, clip_grad=clip_grad) if sync is not None and zero else FP8AdamW(groups, clip_grad=clip_grad)
     low.grad_sync = sync  # type: ignore[attr-defined]
     low.no_sync = contextlib.nullcontext if sync is None else sync.no_sync  # type: ignore[attr-defined]
-    hooks = _Step(ScalingState(model), sync, group)
+    hooks = _Step(ScalingState(model), sync)
     low.register_step_pre_hook(hooks.before)
     low.register_step_post_hook(hooks.after)
     return low

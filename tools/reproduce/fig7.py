@@ -213,21 +213,21 @@ def measure_block(gradients: Sequence[Tensor], mu_steps: int) -> list[dict[str, 
     return found
 
 
-def measure(config: Config, sizes: Sequence[int], mu_steps: int, tree: str | None) -> list[dict[str, Any]]:
-    """All rows: train, then every data-parallel size, block and strategy; needs `process_groups.initialize`."""
+def measure(config: Config, sizes: Sequence[int], mu_steps: int, tree: str | None) -> Iterator[list[dict[str, Any]]]:
+    """Train, then the rows of one data-parallel size after the other, by block and strategy; needs `process_groups.initialize`."""
     started = time.perf_counter()
     ranks = Ranks(config, max(sizes))
     print(f"trained, and the gradients of {max(sizes)} ranks taken, after {time.perf_counter() - started:.0f} s", flush=True)
     common: dict[str, Any] = {"model": f"gpt-{config.model.num_layers}x{config.model.hidden_size}", "opt_level": config.precision.name}
     common |= {"micro_batch": config.training.micro_batch_size, "train_iters": config.training.train_iters}
     common |= {"loss": f"{ranks.loss:.4f}", "seed": config.training.seed} | rows.machine(tree)
-    table = []
-    with torch.no_grad():
-        for dp in sizes:
-            for block, gradients in enumerate(ranks.blocks):
+    for dp in sizes:
+        table = []
+        for block, gradients in enumerate(ranks.blocks):
+            with torch.no_grad():
                 table += [common | {"dp": dp, "block": block} | row for row in measure_block([g[:dp] for g in gradients], mu_steps)]
-            print(f"DP {dp} measured after {time.perf_counter() - started:.0f} s", flush=True)
-    return [{column: row[column] for column in COLUMNS} for row in table]
+        print(f"DP {dp} measured after {time.perf_counter() - started:.0f} s", flush=True)
+        yield [{column: row[column] for column in COLUMNS} for row in table]
 
 
 # --------------------------------------------------------------------------------------------------------------------- output
@@ -315,13 +315,22 @@ def draw(table: Sequence[dict[str, Any]], dp: int, path: Path) -> None:
 
 
 def _measured(options: argparse.Namespace, flags: Sequence[str]) -> list[dict[str, Any]]:
+    """All rows; each size's are in the file as soon as they are measured, so that a run cut short keeps what it has."""
     config = parse_args([*DEFAULTS.split(), *flags])
     check(config, 1)
     process_groups.initialize(config)
+    options.out.mkdir(parents=True, exist_ok=True)
+    table: list[dict[str, Any]] = []
     try:
-        return measure(config, sorted(set(options.dp)), options.mu_steps, options.commit)
+        for part in measure(config, sorted(set(options.dp)), options.mu_steps, options.commit):
+            table += part
+            with (options.out / "fig7.csv").open("w", encoding="utf-8", newline="") as stream:
+                writer = csv.DictWriter(stream, COLUMNS)
+                writer.writeheader()
+                writer.writerows(table)
     finally:
         process_groups.shutdown()
+    return table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -350,11 +359,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fig7.py: {error}", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
-    if not options.rows:
-        with (options.out / "fig7.csv").open("w", encoding="utf-8", newline="") as stream:
-            writer = csv.DictWriter(stream, COLUMNS)
-            writer.writeheader()
-            writer.writerows(table)
     print(*summary(table), sep="\n")
     if importlib.util.find_spec("matplotlib"):
         draw(table, options.plot_dp or max(sizes), options.out / "fig7.png")

@@ -271,5 +271,7 @@ def test_a_step_never_waits_for_the_host(accumulate, exchange):
             sync.finish()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert all(fp32_values(p.main_grad).eq(2).all() for p in model.values())
+        for p in model.values():  # mu grows from step to step, and with it 2 stands between two FP8 codes
+            tolerance = 2.0**-3 if exchange == "nccl" and step else 0.0
+            assert (fp32_values(p.main_grad) - 2).abs().max() <= 2 * tolerance
         sync.clear()
