@@ -1,5 +1,6 @@
 """Process groups, the device of this process and its random seeds, from torchrun's environment or without it."""
 
+import gc
 import os
 import random
 from collections.abc import Mapping
@@ -107,6 +108,8 @@ def seed_all(seed: int) -> None:
 
 def shutdown() -> None:
     """Leave all process groups; nothing when there are none."""
+    # A model in a reference cycle holds its groups, and gloo's threads, running into the interpreter's end, may abort the process.
+    gc.collect()
     parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
