@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # imported early, see Peers
 
 from msamp.comm.bucket import as_bytes
 from msamp.comm.counters import WireBytes, all_gather_sent, all_reduce_sent, all_to_all_sent
@@ -27,7 +28,9 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup | None, sent: WireBytes) -> None:
         # Weak: a process group that outlives destroy_process_group() leaves gloo's threads running into the interpreter's
-        # end, where one that still drops a tensor aborts the process (seen in 1 of 4 runs on a busy machine).
+        # end, where one that still drops a tensor aborts the process (1 of 4 runs on a busy machine). For the same reason
+        # the import above: its functions have the group of the moment as their default, and the first optimizer made
+        # imports it too (by way of torch.compile), usually when there is one.
         self._group = None if group is None else weakref.ref(group)
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)

@@ -5,6 +5,8 @@ A rank dies with exit code 0 here, so that `dist.run` gives the others the time 
 
 import datetime
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -216,3 +218,25 @@ def test_rank_0_is_named_when_the_store_went_with_it(store_reports):
     seconds, message = store_reports["1"].split(" ", 1)
     assert message.startswith("rank 1: the all-reduce of the scales of a ... b failed: rank 0 does not answer (")
     assert float(seconds) <= TIMEOUT
+
+
+GROUP_ENDS = """
+import gc, weakref
+import torch, torch.distributed as dist
+import msamp
+from msamp.numerics.recipe import FP32_STATES
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(32, 32)
+sync = msamp.grad_sync(model, dict.fromkeys(model.parameters(), FP32_STATES.grad), dist.group.WORLD)
+optimizer = msamp.FP8AdamW(model.parameters(), formats=FP32_STATES)
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+gc.collect()
+assert group() is None, "something holds the group"
+"""
+
+
+def test_a_process_group_ends_when_it_is_destroyed():
+    """Else its threads run into the interpreter's end, and one that drops a tensor there aborts the process."""
+    done = subprocess.run([sys.executable, "-c", GROUP_ENDS], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
