@@ -102,6 +102,11 @@ class Bucket:
         first = slot.row * (slot.elements // slot.rows) if slot.rows else 0
         return x.reshape(-1)[first : first + slot.elements]
 
+    def part(self, slot: Slot, own: torch.Tensor) -> torch.Tensor:
+        """What belongs to a slot of this rank in `own`, this rank's slice of a flat buffer."""
+        start = slot.start - self.own.start
+        return own[start : start + slot.elements]
+
     def flatten(self, payloads: Sequence[torch.Tensor]) -> torch.Tensor:
         """The flat buffer from one payload a parameter, each of the parameter's shape and of one dtype."""
         dtype = payloads[0].dtype

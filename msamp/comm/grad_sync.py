@@ -5,7 +5,6 @@ import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -266,9 +265,9 @@ class GradSync:
         if self.shard:
             for slot in bucket.owned:
                 if slot.index not in bucket.absent:
-                    p, start = bucket.params[slot.index], slot.start - bucket.own.start
+                    p = bucket.params[slot.index]
                     shape = (slot.rows, *p.shape[1:]) if p.dim() else ()
-                    slot.grad = average(reduced.own[start : start + slot.elements].view(shape), slot.index)
+                    slot.grad = average(bucket.part(slot, reduced.own).view(shape), slot.index)
             return
         flat = reduced.flat
         if flat is None:
@@ -292,14 +291,6 @@ class GradSync:
 
     def _scaled_names(self) -> list[str]:
         return [name for bucket in self.buckets if bucket.format.scaled for name in bucket.names]
-
-
-@dataclass(frozen=True)
-class _Piece:
-    tensor: int
-    row: int
-    rows: int
-    owner: int
 
 
 def _take(sync: "weakref.ref[GradSync]", p: Tensor) -> None:
@@ -349,6 +340,6 @@ def _build(plan: Sequence[Any], names: Mapping[Tensor, str], formats: Mapping[Te
     for planned in plan:
         place = {index: i for i, index in enumerate(planned.tensors)}
         members = [params[index] for index in planned.tensors]
-        pieces = [_Piece(place[x.tensor], x.row, x.rows, x.owner) for x in planned.pieces]
+        pieces = [piece._replace(tensor=place[piece.tensor]) for piece in planned.pieces]
         buckets.append(Bucket(members, [names[p] for p in members], formats[members[0]], pieces, peers.ranks, peers.rank))
     return buckets

@@ -61,9 +61,9 @@ class Statistics:
     def count_reduced(self, first: int, bucket: Bucket, own: torch.Tensor, before: torch.Tensor) -> None:
         """Count this rank's slice of the sum; `before`: flat, what must not have vanished from it."""
         for slot in bucket.owned:
-            place = slice(slot.start - bucket.own.start, slot.start - bucket.own.start + slot.elements)
-            self.counts[SUM_SATURATED, first + slot.index] += saturated(own[place], bucket.format)
-            self.counts[SUM_VANISHED, first + slot.index] += vanished(before[place], own[place])
+            payload = bucket.part(slot, own)
+            self.counts[SUM_SATURATED, first + slot.index] += saturated(payload, bucket.format)
+            self.counts[SUM_VANISHED, first + slot.index] += vanished(bucket.part(slot, before), payload)
 
     def combine(self, peers: Peers) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [5, n] twice: sums over the ranks, and the largest of a rank; one small collective."""

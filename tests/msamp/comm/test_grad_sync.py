@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from numerics import bits, make
+from synced import model_of, synced
 from torch import Tensor, nn
 
 from msamp.comm.accumulate import ACCUMULATORS
 from msamp.comm.grad_sync import GradSync
 from msamp.nn.linear import FP8Linear
-from msamp.numerics.formats import ALL, BF16, E4M3, E5M2, FP16, FP32, Format, by_name
+from msamp.numerics.formats import ALL, BF16, E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.recipe import O2, O3
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.adamw import FP8AdamW
@@ -21,22 +22,6 @@ from msamp.parallel.data_parallel import grad_sync
 
 INF, NAN = float("inf"), float("nan")
 formats = pytest.mark.parametrize("fmt", ALL, ids=str)
-
-
-def model_of(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> nn.ParameterDict:
-    model = nn.ParameterDict()  # which sorts what it is given at once
-    for name, shape in shapes.items():
-        model[name] = nn.Parameter(torch.zeros(shape, dtype=dtype))
-    return model
-
-
-def formats_of(model: nn.Module) -> dict[Tensor, Format]:
-    """By the part of the name before "_"."""
-    return {p: by_name(name.split("_")[0]) for name, p in model.named_parameters()}
-
-
-def synced(model: nn.Module, group=None, **options: Any) -> GradSync:
-    return grad_sync(model, formats_of(model), group, **options)
 
 
 def one(fmt: Format, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[nn.Parameter, GradSync]:

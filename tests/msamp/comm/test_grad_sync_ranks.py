@@ -11,6 +11,7 @@ import dist
 import pytest
 import torch
 from numerics import KINDS, bits, make
+from synced import model_of, synced
 from torch import Tensor, nn
 
 from msamp.comm.accumulate import ACCUMULATORS
@@ -24,22 +25,6 @@ from msamp.parallel.data_parallel import grad_sync
 
 INF, NAN = float("inf"), float("nan")
 WORLDS = (2, 4)
-
-
-def model_of(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> nn.ParameterDict:
-    model = nn.ParameterDict()  # which sorts what it is given at once
-    for name, shape in shapes.items():
-        model[name] = nn.Parameter(torch.zeros(shape, dtype=dtype))
-    return model
-
-
-def formats_of(model: nn.Module) -> dict[Tensor, Format]:
-    """By the part of the name before "_"."""
-    return {p: by_name(name.split("_")[0]) for name, p in model.named_parameters()}
-
-
-def synced(model: nn.Module, group=None, **options: Any) -> GradSync:
-    return grad_sync(model, formats_of(model), group, **options)
 
 
 def give(model: nn.ParameterDict, gradients: dict[str, Tensor | None], turned: bool = False) -> None:
