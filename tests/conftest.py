@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU with FP8 (compute capability 8.9 or later)")
     for item in items:
-        if "gpu" in item.keywords:
+        if "gpu" in item.keywords or "multi_gpu" in item.keywords:
             item.add_marker(skip)
 
 

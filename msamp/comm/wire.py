@@ -112,10 +112,15 @@ class NCCLWire(FP32SumWire):
         if not peers.nccl:
             return Reduced(self._sum(peers.all_to_all(flat, bucket.sizes, what)), None, scale_inv, before)
         if shard:
-            return Reduced(peers.reduce_scatter(flat, bucket.sizes, what), None, scale_inv, before)
+            return Reduced(self._saturate(peers.reduce_scatter(flat, bucket.sizes, what)), None, scale_inv, before)
         before = before.clone()
         peers.all_reduce(flat, dist.ReduceOp.SUM, what)
+        self._saturate(flat)
         return Reduced(flat[bucket.own], flat, scale_inv, before)
+
+    def _saturate(self, total: torch.Tensor) -> torch.Tensor:
+        # NCCL's FP8 sum saturates by itself; its FP16 sum becomes infinite (H200, NCCL 2.28), which would reach the weights.
+        return total.clamp_(-self.format.max, self.format.max) if self.format.bytes > 1 else total
 
     def _sum(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
         total = received[0]
