@@ -1,7 +1,9 @@
-"""Plain checkpoints of a data-parallel run: everything a resume needs, bit for bit, in one folder an iteration.
+"""Plain checkpoints: everything a resume needs, bit for bit, in one folder an iteration.
 
-A folder appears under its final name only when it is whole, and `latest_checkpointed_iteration.txt` moves only after
-that, so a kill at any moment leaves the last good checkpoint. Files are read with `weights_only=True`: no code runs.
+What data-parallel ranks share is in one file for each part of the model that tensor and pipeline parallelism cut it into, the
+random states in one a rank. The number of data-parallel ranks may change on resume, the cut may not. A folder appears under its
+final name only when it is whole, and `latest_checkpointed_iteration.txt` moves only after that, so a kill at any moment leaves
+the last good checkpoint. Files are read with `weights_only=True`: no code runs.
 """
 
 import os
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import nn
 
@@ -27,12 +30,21 @@ from megatron.lm.optim import build_recipe
 from megatron.lm.step import Training
 from msamp.numerics.tensor import fp32_values
 
-STATE_FILE = "state.pt"
 VERSION = 1
 _KEYS = ("version", "config", "vocab_size", "iteration", "consumed_samples", "skipped_steps", "model", "optimizer", "schedule")
 # Settings of the model that may change on resume: they give no saved number another meaning.
 _HYPER = ("betas", "eps", "wd_mult")  # of a parameter group; lr and weight decay come with the schedule
 _FREE = {"attention_backend", "hidden_dropout", "attention_dropout", "init_method_std"}
+_GRID = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
+
+
+def state_file(tensor_rank: int = 0, pipeline_rank: int = 0) -> str:
+    """Name of the file with one part of the model, in Megatron-LM's spelling."""
+    return f"mp_rank_{tensor_rank:02d}_{pipeline_rank:03d}.pt"
+
+
+def _own_state_file() -> str:
+    return state_file(parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -54,9 +66,9 @@ def latest(root: Path) -> Path:
             f"{root} holds no checkpoint: {marker} is missing or names no iteration; give the folder of an earlier --save"
         ) from None
     for candidate in (folder, _aside(folder)):
-        if (candidate / STATE_FILE).is_file():
+        if (candidate / state_file()).is_file():
             return candidate
-    raise ValueError(f"{marker} names {folder.name}, but {folder / STATE_FILE} is missing; restore it or name an older iteration there")
+    raise ValueError(f"{marker} names {folder.name}, but {folder / state_file()} is missing; restore it or name an older iteration there")
 
 
 def _rng_state() -> dict[str, Any]:
@@ -88,7 +100,7 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def save(training: Training, root: Path) -> Path:
-    """Write the checkpoint of the current iteration; collective, rank 0 writes what all ranks share.
+    """Write the checkpoint of the current iteration; collective. The first data-parallel rank of each part of the model writes it.
 
     Returns:
         Its folder.
@@ -101,18 +113,22 @@ def save(training: Training, root: Path) -> Path:
     rank = torch.distributed.get_rank()
     state = _shared_state(training)  # under ZeRO the ranks bring their parts together
 
-    def write_shared() -> None:
+    def make_folder() -> None:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            torch.save(state, partial / STATE_FILE)
+
+    def write() -> None:
+        if parallel_state.get_data_parallel_rank() == 0:
+            torch.save(state, partial / _own_state_file())
+        torch.save(_rng_state(), partial / f"rng_{rank:05d}.pt")
 
     def publish() -> None:
         if rank == 0:
             _publish(partial, folder, root)
 
-    _all_or_none(write_shared, folder)
-    _all_or_none(lambda: torch.save(_rng_state(), partial / f"rng_{rank:05d}.pt"), folder)
+    _all_or_none(make_folder, folder)
+    _all_or_none(write, folder)
     _all_or_none(publish, folder)
     return folder
 
@@ -175,8 +191,8 @@ def _load_file(file: Path, remedy: str) -> Any:
         raise ValueError(f"{file} cannot be read ({first_line}); {remedy}") from None
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    file = folder / STATE_FILE
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    file = folder / name
     remedy = f"name an older iteration in {LATEST_CHECKPOINT_FILE}"
     state = _load_file(file, remedy)
     missing = [key for key in _KEYS if key not in state] if isinstance(state, dict) else list(_KEYS)
@@ -193,6 +209,7 @@ def _check_same_model(saved: dict[str, Any], training: Training) -> None:
     now, then = config_to_dict(config)["model"], saved["config"].get("model", {})
     free = _FREE | ({"seq_length"} if finetune and config.model.position_embedding_type == "rope" else set())
     differing = [f"{flag(k)} {v} (saved: {then.get(k)})" for k, v in now.items() if k not in free and then.get(k) != v]
+    differing += _other_grid(saved, config)
     if saved["vocab_size"] != training.vocab_size:
         differing.append(f"a tokenizer of {training.vocab_size} tokens (saved: {saved['vocab_size']})")
     was = config_from_dict(saved["config"]).precision
@@ -205,6 +222,12 @@ def _check_same_model(saved: dict[str, Any], training: Training) -> None:
         differing.append(f"--global-batch-size {batch} (saved: {before // max(1, saved['iteration'])})")
     if differing:
         raise ValueError(f"the checkpoint in {config.checkpoint.load} does not fit: {'; '.join(differing)}. Give the saved values")
+
+
+def _other_grid(saved: dict[str, Any], config: Config) -> list[str]:
+    """The settings that cut the model into other parts than the saved one was cut into."""
+    was, now = config_from_dict(saved["config"]).parallel, config.parallel
+    return [f"{flag(k)} {getattr(now, k)} (saved: {getattr(was, k)})" for k in _GRID if getattr(was, k) != getattr(now, k)]
 
 
 def _check_finite(name: str, x: torch.Tensor, folder: Path) -> None:
@@ -233,8 +256,11 @@ def load(training: Training) -> None:
     settings = config.checkpoint
     assert settings.load is not None
     folder = latest(Path(settings.load))
-    saved = _read(folder)
+    # The grid is judged by the first part, which every grid has; then each rank takes its own.
+    saved = _read(folder, state_file())
     _check_same_model(saved, training)
+    if _own_state_file() != state_file():
+        saved = _read(folder, _own_state_file())
     weights = saved["model"]
     _check_weights(weights, training.model, folder)
     rng = folder / f"rng_{torch.distributed.get_rank():05d}.pt"
@@ -277,8 +303,14 @@ def load_for_inference(path: str | Path) -> tuple[nn.Module, Config, Tokenizer]:
     Makes the process groups megatron-core asks for, of one rank, where there are none.
     """
     folder = latest(Path(path))
-    saved = _read(folder)
+    saved = _read(folder, state_file())
     config = config_from_dict(saved["config"])
+    parts = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    if parts > 1:
+        raise ValueError(
+            f"{folder} holds a model cut into {parts} parts by tensor and pipeline parallelism; sampling takes one that was saved with "
+            "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
+        )
     if not torch.distributed.is_initialized():
         process_groups.initialize(config)
     model = build_model(config, build_recipe(config.precision), saved["vocab_size"])

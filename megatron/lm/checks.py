@@ -4,6 +4,7 @@ A rule is a generator of messages, each with the value, what is legal and the re
 so they may divide by them. What the files contain is judged by those who read them (data/datasets.py, data/tokenizer.py, checkpoint.py).
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -90,51 +91,80 @@ def positions(config: Config, world_size: int) -> Problems:
 
 def recomputation(config: Config, world_size: int) -> Problems:
     """The three recomputation flags come together."""
-    training, stages = config.training, config.parallel.pipeline_model_parallel_size
+    training, parallel = config.training, config.parallel
     for name in ("recompute_method", "recompute_num_layers"):
         value = getattr(training, name)
         if training.recompute_granularity is None and value is not None:
             yield f"{flag(name)} {value} has no effect by itself: add --recompute-granularity full, or drop it"
         if training.recompute_granularity is not None and value is None:
             yield f"--recompute-granularity full needs {flag(name)}: add --recompute-method uniform --recompute-num-layers 1"
-    layers = -(-config.model.num_layers // stages)
+    stage = max(1, config.model.num_layers // parallel.pipeline_model_parallel_size)
+    layers = min(stage, parallel.num_layers_per_virtual_pipeline_stage or stage)
     if training.recompute_num_layers is not None and training.recompute_num_layers > layers:
-        yield (
-            f"--recompute-num-layers {training.recompute_num_layers} is more than the {layers} layers of a pipeline stage: "
-            f"give a number in [1, {layers}]"
-        )
+        what = "pipeline stage" if layers == stage else "virtual pipeline stage"
+        yield f"--recompute-num-layers {training.recompute_num_layers} is more than the {layers} layers of a {what}: give 1 to {layers}"
 
 
 def tensor_parallel_shape(config: Config, world_size: int) -> Problems:
-    """What tensor and sequence parallelism cut must be divisible."""
+    """What tensor and sequence parallelism cut must be divisible. (The vocabulary is: it is padded.)"""
     model, parallel = config.model, config.parallel
-    tp = parallel.tensor_model_parallel_size
-    cut = {
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.query_groups if model.group_query_attention else tp,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_size,
-        "seq_length": model.seq_length if parallel.sequence_parallel else tp,
-    }
-    for name, size in cut.items():
+    tp, heads = parallel.tensor_model_parallel_size, model.num_attention_heads
+    size_flag = f"--tensor-model-parallel-size {tp}"
+    if heads % tp:
+        yield f"--num-attention-heads {heads} is not divisible by {size_flag}: choose {_nearest_multiples(heads, tp)}"
+    elif model.group_query_attention and heads % model.query_groups == 0 and model.query_groups % tp:
+        legal = [groups for groups in _divisors(heads) if groups % tp == 0]
+        yield f"--num-query-groups {model.query_groups} is not divisible by {size_flag}: choose {_nearest(model.query_groups, legal)}"
+    cut = [("hidden_size", model.hidden_size, tp if model.kv_channels else math.lcm(tp, heads)), ("ffn_hidden_size", model.ffn_size, tp)]
+    if parallel.sequence_parallel:
+        cut.append(("seq_length", model.seq_length, tp))
+    for name, size, multiple in cut:
         if size % tp:
-            yield f"{flag(name)} {size} is not divisible by --tensor-model-parallel-size {tp}: choose a multiple of {tp}"
+            yield f"{flag(name)} {size} is not divisible by {size_flag}: choose {_nearest_multiples(size, multiple)}"
     if parallel.sequence_parallel and tp == 1:
-        yield "--sequence-parallel splits between tensor-parallel processes, and there is one: drop it"
+        yield (
+            "--sequence-parallel splits between tensor-parallel processes, and there is one: drop it (after a preset: "
+            "--no-sequence-parallel), or raise --tensor-model-parallel-size"
+        )
+
+
+def _nearest_multiples(value: int, of: int) -> str:
+    """The multiple of `of` below `value` and the one above, as words."""
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def _divisors(value: int) -> list[int]:
+    return [number for number in range(1, value + 1) if value % number == 0]
+
+
+def _nearest(value: int, legal: list[int]) -> str:
+    """The legal number below `value` and the one above, as words."""
+    around = [*[number for number in legal if number < value][-1:], *[number for number in legal if number > value][:1]]
+    return " or ".join(map(str, around))
 
 
 def pipeline_shape(config: Config, world_size: int) -> Problems:
     """Layers over stages and virtual stages."""
     layers, stages = config.model.num_layers, config.parallel.pipeline_model_parallel_size
     virtual = config.parallel.num_layers_per_virtual_pipeline_stage
-    if layers % stages:
-        yield f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {stages}: choose a divisor of {layers}"
-    elif virtual is not None and stages == 1:
-        yield f"--num-layers-per-virtual-pipeline-stage {virtual} needs pipeline stages, and there is one: drop it"
-    elif virtual is not None and (layers // stages) % virtual:
+    if virtual is not None and stages == 1:
         yield (
-            f"--num-layers-per-virtual-pipeline-stage {virtual} does not divide the {layers // stages} layers of a pipeline stage: "
-            f"choose a divisor of {layers // stages}"
+            f"--num-layers-per-virtual-pipeline-stage {virtual} interleaves pipeline stages, and there is one: drop it, or raise "
+            "--pipeline-model-parallel-size"
+        )
+    elif layers % stages:
+        yield (
+            f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {stages}: "
+            f"choose {_nearest_multiples(layers, stages * (virtual or 1))}"
+        )
+    elif virtual is not None and (virtual == layers // stages or layers // stages % virtual):
+        smaller = _divisors(layers // stages)[:-1]
+        whole = virtual == layers // stages
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage {virtual} "
+            + ("leaves nothing to interleave: it is a whole" if whole else f"does not divide the {layers // stages} layers of a")
+            + f" pipeline stage: {f'choose {_nearest(virtual, smaller)}, or ' if smaller else ''}drop it"
         )
 
 
@@ -145,7 +175,7 @@ def batches(config: Config, world_size: int) -> Problems:
     if world_size < 1 or world_size % (tp * pp):
         yield (
             f"{world_size} processes do not fit --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}: "
-            f"start a multiple of {tp * pp}, or lower the two sizes"
+            f"start {_nearest_multiples(world_size, tp * pp)}, or lower the two sizes"
         )
         return
     copies = config.data_parallel_size(world_size)
@@ -214,20 +244,18 @@ def gradients(config: Config, world_size: int) -> Problems:
         yield f"--mu-rule {mu_rule} has no effect with --grad-scaling {scaling}, whose mu is fixed: drop it, or use --grad-scaling auto"
 
 
-def served_parallelism(config: Config, world_size: int) -> Problems:
-    """This version trains with data parallelism only: the rest is refused by name, whatever the launch."""
-    parallel = config.parallel
-    fp8 = len(set(config.precision.requests.values())) == 1 and config.precision.is_fp8
-    kind, refusal = "FP8 " if fp8 else "", "is not part of this version, which trains data-parallel only"
-    for name, what in (("tensor_model_parallel_size", "tensor"), ("pipeline_model_parallel_size", "pipeline")):
-        size = getattr(parallel, name)
-        if size > 1:
-            yield f"{flag(name)} {size}: {kind}{what} parallelism {refusal}; the one legal value is 1"
-    if parallel.sequence_parallel:
-        yield f"--sequence-parallel: {kind}sequence parallelism {refusal}; drop it (after a preset: --no-sequence-parallel)"
-    if parallel.num_layers_per_virtual_pipeline_stage is not None:
-        value = parallel.num_layers_per_virtual_pipeline_stage
-        yield f"--num-layers-per-virtual-pipeline-stage {value}: {kind}interleaved pipeline parallelism {refusal}; drop it"
+def tensor_parallel_wire(config: Config, world_size: int) -> Problems:
+    """FP8 between tensor-parallel processes is O3's, and each of its two flags wants the parallelism whose transfer it is about."""
+    parallel, precision = config.parallel, config.precision
+    is_o3 = set(precision.requests.values()) == {"O3"}
+    for name, default, ground, there in (
+        ("tp_wire", "bf16", "--tensor-model-parallel-size above 1", parallel.tensor_model_parallel_size > 1),
+        ("tp_saved_input", "shard", "--sequence-parallel", parallel.sequence_parallel),
+    ):
+        value = getattr(parallel, name)
+        lacking = [remedy for remedy, given in (("--opt-level O3", is_o3), (ground, there)) if not given]
+        if value != default and lacking:
+            yield f"{flag(name)} {value} has no effect without {' and '.join(lacking)}: drop it, or add {' and '.join(lacking)}"
 
 
 def schedule(config: Config, world_size: int) -> Problems:
@@ -245,6 +273,8 @@ def datasets(config: Config, world_size: int) -> Problems:
     data = config.data
     per_split = {name: getattr(data, name) for name in ("train_data_path", "valid_data_path", "test_data_path")}
     given = [flag(name) for name, words in per_split.items() if words]
+    if config.logging.dry_run and not data.data_path and not given:
+        return
     if data.data_path and given:
         yield f"--data-path and {', '.join(given)} contradict each other: give --data-path with --split, or the others"
     elif not data.data_path and not data.train_data_path:
@@ -291,6 +321,8 @@ def _number(word: str) -> float | None:
 def tokenizer(config: Config, world_size: int) -> Problems:
     """A tokenizer with just the settings that belong to it."""
     kind = config.data.tokenizer_type
+    if kind is None and config.logging.dry_run:
+        return
     if kind is None:
         yield f"--tokenizer-type is missing: choose one of {', '.join(TOKENIZER_SETTINGS)}"
         return
@@ -323,7 +355,9 @@ def loading(config: Config, world_size: int) -> Problems:
 
 
 def outputs(config: Config, world_size: int) -> Problems:
-    """Everything that will be written can be."""
+    """Everything that will be written can be; flags of a dry run have one."""
+    if config.logging.device_memory_gib is not None and not config.logging.dry_run:
+        yield f"--device-memory-gib {config.logging.device_memory_gib:g} has no effect without --dry-run: add it, or drop the memory"
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
         yield f"--save-interval {config.checkpoint.save_interval} has no effect without a folder: add --save FOLDER, or drop it"
     folders = {
@@ -362,10 +396,10 @@ RULES: dict[Callable[[Config, int], Problems], tuple[str, ...]] = {
     batches: ("training", "parallel"),
     precision_names: ("precision",),
     gradients: ("precision", "communication"),
-    served_parallelism: ("parallel", "precision"),
+    tensor_parallel_wire: ("parallel", "precision"),
     schedule: ("optimizer", "training"),
-    datasets: ("data",),
-    tokenizer: ("model", "data"),
+    datasets: ("data", "logging"),
+    tokenizer: ("model", "data", "logging"),
     loading: ("checkpoint",),
     outputs: ("checkpoint", "logging", "data"),
 }

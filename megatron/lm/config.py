@@ -17,6 +17,8 @@ GRAD_ACCUM_DTYPES = ("fp8", "fp8-sr", "bf16", "fp32")
 GRAD_EXCHANGES = ("fp32-sum", "nccl")
 GRAD_SCALINGS = ("auto", "pre", "post")
 MU_RULES = ("halve", "paper")
+TP_WIRES = ("bf16", "fp8")
+TP_SAVED_INPUTS = ("shard", "gathered")
 TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 DEFAULT_SPLIT = "969,30,1"
 
@@ -118,6 +120,18 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = setting("processes that share the stack of layers (PP)", 1, legal=COUNT)
     num_layers_per_virtual_pipeline_stage: int | None = setting("layers of one virtual stage (interleaved PP)", None, legal=COUNT)
     sequence_parallel: bool = setting("split norms and dropout along the sequence between the TP processes", False)
+    tp_wire: str = setting(
+        "how the sum of a row-parallel layer's output travels at O3 with tensor parallelism: in BF16, or as FP8 that each process adds "
+        "up in FP32",
+        "bf16",
+        choices=TP_WIRES,
+    )
+    tp_saved_input: str = setting(
+        "what a column-parallel layer keeps of its gathered FP8 input for backward at O3 with --sequence-parallel: its own shard, "
+        "gathered again in backward, or all of it",
+        "shard",
+        choices=TP_SAVED_INPUTS,
+    )
     use_distributed_optimizer: bool = setting("shard the optimizer's states over the data-parallel processes (ZeRO; O3 always does)", False)
     distributed_backend: str = setting("collectives; auto: nccl with CUDA, else gloo", "auto", choices=("auto", "nccl", "gloo"))
     distributed_timeout_minutes: float = setting("minutes after which a hanging collective fails", 10.0, legal=POSITIVE)
@@ -280,6 +294,10 @@ class LoggingConfig:
     tensorboard_dir: str | None = setting("folder for TensorBoard's event files", None)
     metrics_file: str | None = setting("file to which every measurement is appended, one JSON object a line", None)
     peak_tflops: float | None = setting("peak of one device in TFLOP/s, for MFU; derived: 989 (BF16) on H100, H200", None, legal=POSITIVE)
+    dry_run: bool = setting("print the grid, and parameters and bytes of a process, without training; refuse what does not fit", False)
+    device_memory_gib: float | None = setting(
+        "memory of one device, for --dry-run; derived: that of the GPU here, without one 80", None, legal=POSITIVE
+    )
     log_underflow_interval: int = setting(
         "iterations between samples of underflow, saturation and SQNR in the linear layers; 0: none", 0, legal=COUNT_OR_ZERO
     )

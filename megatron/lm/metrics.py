@@ -8,7 +8,6 @@ from typing import Any
 
 import psutil
 import torch
-from megatron.core import parallel_state
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron.lm.config import Config
@@ -113,7 +112,7 @@ class Metrics:
     def _report(self, iteration: int) -> None:
         # One collective and one host sync an interval: the steps left their sums on the device.
         sums = torch.stack([torch.stack([s.loss_sum, s.tokens]) for s in self.steps]).double().sum(0)
-        torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        torch.distributed.all_reduce(sums)  # of tensor-parallel ranks all have the same: their ratio does not change
         loss = float(sums[0] / sums[1])
         seconds = (time.perf_counter() - self.interval_start - self.paused) / len(self.steps)
         memory = least_and_most(memory_gib())

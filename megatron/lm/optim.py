@@ -1,13 +1,19 @@
 """The trainer's optimizer and learning-rate schedule: which parameter gets which formats, and decay or none."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.lm.config import Config, PrecisionConfig
 from megatron.lm.model.linear import FP8Gemm
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics import formats, recipe
 from msamp.numerics.recipe import FP32_STATES, Recipe
@@ -62,6 +68,7 @@ def build_optimizer(model: nn.Module, config: Config, recipe: Recipe, grad_sync:
         "clip_grad": optim.clip_grad or None,
     }
     groups = parameter_groups(model, recipe)
+    settings["combine_norms"] = global_norm([p for group in groups for p in group["params"]])
     optimizer: FP8AdamW
     if grad_sync.shard:
         optimizer = GreedyZeRO(groups, grad_sync, overlap=config.communication.overlap_param_gather, **settings)
@@ -72,6 +79,26 @@ def build_optimizer(model: nn.Module, config: Config, recipe: Recipe, grad_sync:
         if values is not None:
             optimizer.init_master(layer.weight, values)  # type: ignore[arg-type]
     return optimizer
+
+
+def global_norm(params: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+    """For an optimizer of `params`: their FP64 [n] gradient norms -> the norm over the whole grid, every tensor counted once.
+
+    What several tensor-parallel ranks have alike counts on the first of them, a tied embedding on the first pipeline stage.
+    """
+    peers = Peers(parallel_state.get_model_parallel_group(), WireBytes())
+    first = parallel_state.get_tensor_model_parallel_rank() == 0
+    counts = [not getattr(p, "shared", False) and (first or getattr(p, "tensor_model_parallel", False)) for p in params]
+    counted = torch.tensor(counts, dtype=torch.float64)
+
+    def combine(norms: Tensor) -> Tensor:
+        if peers.ranks == 1:
+            return torch.linalg.vector_norm(norms)
+        # Not selected but multiplied: a copy that is not finite shows as well.
+        total = (norms.square() * counted.to(norms.device, non_blocking=True)).sum()
+        return peers.all_reduce(total, dist.ReduceOp.SUM, "the gradient norm of the grid", None).sqrt()
+
+    return combine
 
 
 def build_schedule(optimizer: FP8AdamW, config: Config) -> OptimizerParamScheduler:

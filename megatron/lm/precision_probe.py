@@ -60,7 +60,7 @@ class _Reporter:
             return
         self.done = True
         gemm = layer.scaling.gemm
-        input_slot, grad_slot = layer.scaling.slots(record=False)
+        input_slot, grad_slot = layer.scaling.slots(record=False)[:2]
         self._report("input", sample(args[0], gemm.input, input_slot.scale))
         self._report("weight", sample(layer.weight.dequantize(torch.float32), gemm.weight, None))
         if output[0].requires_grad:

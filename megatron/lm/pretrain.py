@@ -7,13 +7,18 @@ from collections.abc import Sequence
 
 from megatron.lm.checks import check
 from megatron.lm.cli import parse_args
+from megatron.lm.config import Config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the flags say. Returns the exit code: 2 for settings or data that are refused, with what to do on stderr."""
     config = parse_args(argv)
     try:
-        check(config, _world_size())
+        world_size = _world_size()
+        check(config, world_size)
+        if config.logging.dry_run:
+            _dry_run(config, world_size)
+            return 0
     except ValueError as error:
         return _refuse(error)
 
@@ -31,6 +36,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return _refuse(error)
     return 0
+
+
+def _dry_run(config: Config, world_size: int) -> None:
+    """Print what a process would hold; ValueError where that is more than its device has."""
+    import torch
+
+    from megatron.lm import plan
+
+    memory = (config.logging.device_memory_gib or 80) * plan.GIB
+    if config.logging.device_memory_gib is None and torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory
+    if os.environ.get("RANK", "0") == "0":
+        print(plan.report(config, world_size), flush=True)
+    plan.check_fits(config, world_size, memory)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"fits into {memory / plan.GIB:.1f} GiB; nothing was started", flush=True)
 
 
 def _world_size() -> int:

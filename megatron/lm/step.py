@@ -1,6 +1,7 @@
 """One training step, and one evaluation, on one screen."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.lm.config import Config
+from megatron.lm.distributed import chunks, count_pipeline_traffic
 from megatron.lm.model.gpt import GPT
 from megatron.lm.model.loss import masked_mean_loss
 from msamp.comm.grad_sync import GradSync
@@ -23,10 +25,10 @@ Batches = Iterator[dict[str, Tensor]]
 
 @dataclass(kw_only=True)
 class Training:
-    """What a step works on."""
+    """What a step works on. `model`: this rank's GPT, or the ModuleList of its chunks with interleaved pipeline stages."""
 
     config: Config
-    model: GPT
+    model: nn.Module
     optimizer: FP8AdamW
     schedule: OptimizerParamScheduler
     grad_sync: GradSync
@@ -39,7 +41,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """`loss_sum` and `tokens`: of this rank, on the device. `grad_norm`: before clipping, FP64."""
+    """`loss_sum` and `tokens`: of this rank, on the device, 0 off the last pipeline stage. `grad_norm`: before clipping, FP64."""
 
     loss_sum: Tensor
     tokens: Tensor
@@ -67,7 +69,8 @@ def train_step(training: Training, batches: Batches) -> StepResult:
     if not skipped:
         training.schedule.step(1)
 
-    training.scaling.roll(parallel_state.get_data_parallel_group())  # delayed scaling: histories move on
+    # Delayed scaling: histories move on, alike for all who share a layer, so that what they send each other has one scale.
+    training.scaling.roll(parallel_state.get_tensor_and_data_parallel_group())
 
     training.iteration += 1
     training.consumed_samples += training.config.global_batch_size(torch.distributed.get_world_size())
@@ -81,22 +84,27 @@ def evaluate(training: Training, batches: Batches, iterations: int) -> float:
     total = torch.zeros(2, dtype=torch.float64, device=next(training.model.parameters()).device)
     for _ in range(iterations):
         total += torch.stack(_forward_backward(training, batches, forward_only=True)).double()
-    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    torch.distributed.all_reduce(total)  # of tensor-parallel ranks all have the same: their ratio does not change
     return float(total[0] / total[1])
 
 
 def _forward_backward(training: Training, batches: Batches, forward_only: bool) -> tuple[Tensor, Tensor]:
     """megatron-core's schedule over one rank's micro-batches; sums of loss and of counted tokens, on the device."""
-    config = training.config
+    config, parts = training.config, chunks(training.model)
     results = get_forward_backward_func()(
         forward_step_func=_forward_step,
-        data_iterator=batches,
-        model=[training.model],
+        # Each chunk of an interleaved stage takes every micro-batch.
+        data_iterator=batches if len(parts) == 1 else list(itertools.tee(batches, len(parts))),
+        model=parts,
         num_microbatches=training.micro_batches,
         seq_length=config.model.seq_length,
         micro_batch_size=config.training.micro_batch_size,
         forward_only=forward_only,
     )
+    count_pipeline_traffic(training.grad_sync.sent, config, parts, training.micro_batches, forward_only)
+    if not results:
+        nothing = torch.zeros((), device=next(training.model.parameters()).device)
+        return nothing, nothing
     return torch.stack([r["loss_sum"] for r in results]).sum(), torch.stack([r["tokens"] for r in results]).sum()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
+from torch import nn
 from torch.utils.data import Dataset
 
 from megatron.lm import checkpoint, process_groups
@@ -20,7 +21,9 @@ from megatron.lm.metrics import Metrics, least_and_most
 from megatron.lm.model.gpt import build_model
 from megatron.lm.optim import build_optimizer, build_recipe, build_schedule, bytes_per_parameter
 from megatron.lm.precision_probe import probing
+from megatron.lm.presets import parameter_count
 from megatron.lm.step import Batches, Training, evaluate, train_step
+from msamp.comm.counters import WireBytes
 from msamp.kernels.scaled_mm import warn_if_emulated
 from msamp.nn.scaling_state import ScalingState
 
@@ -34,8 +37,14 @@ def build_training(config: Config, vocab_size: int) -> Training:
     recipe = build_recipe(config.precision)
     if recipe.fp8:
         warn_if_emulated(process_groups.device())
-    model = build_model(config, recipe, vocab_size)
-    grad_sync = build_grad_sync(model, config, recipe)
+    sent = WireBytes()
+    stages = process_groups.virtual_pipeline_size(config)
+    model: nn.Module
+    if stages is None:
+        model = build_model(config, recipe, vocab_size, sent=sent)
+    else:
+        model = nn.ModuleList([build_model(config, recipe, vocab_size, vp_stage, sent) for vp_stage in range(stages)])
+    grad_sync = build_grad_sync(model, config, recipe, sent)
     optimizer = build_optimizer(model, config, recipe, grad_sync)
     return Training(
         config=config,
@@ -75,9 +84,9 @@ class Trainer:
 
     def _announce(self) -> None:
         training, processes = self.training, torch.distributed.get_world_size()
-        parameters = sum(p.numel() for p in training.model.parameters())
         sizes = bytes_per_parameter(training.optimizer)
-        low, high = least_and_most(parameters * sum(sizes.values()) / 2**30)
+        low, high = least_and_most(sum(p.numel() for p in training.model.parameters()) * sum(sizes.values()) / 2**30)
+        parameters = parameter_count(self.config.model, self.config.padded_vocab_size(training.vocab_size))
         state = {"state_gib_min": low, "state_gib_max": high}
         self.metrics.write({"kind": "precision", "parameters": parameters, "bytes_per_parameter": sizes} | state)
         if self.metrics.main:
@@ -89,9 +98,19 @@ class Trainer:
             print(
                 f"{parameters / 1e6:.1f}M parameters | precision {self.config.precision.name} | "
                 f"bytes a parameter {sum(sizes.values()):.2f} ({listed}) | model state {low:.2f} to {high:.2f} GiB a process | "
-                f"{processes} processes{zero}, {training.grad_sync} | micro-batches a step {training.micro_batches}",
+                f"{processes} processes{self._grid()}{zero}, {training.grad_sync} | micro-batches a step {training.micro_batches}",
                 flush=True,
             )
+
+    def _grid(self) -> str:
+        """` (tensor 2 with sequence, pipeline 2 x 2 virtual, data 1)`; nothing where every process has the whole model."""
+        parallel, copies = self.config.parallel, parallel_state.get_data_parallel_world_size()
+        tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        if tensor * pipeline == 1:
+            return ""
+        stages = process_groups.virtual_pipeline_size(self.config)
+        sequence = " with sequence" if parallel.sequence_parallel else ""
+        return f" (tensor {tensor}{sequence}, pipeline {pipeline}{f' x {stages} virtual' if stages else ''}, data {copies})"
 
     def _batches(self, dataset: Dataset, consumed_samples: int) -> Batches:
         return batches(

@@ -1,9 +1,9 @@
-"""The collectives of the data-parallel group: any dtype over any backend, bytes counted, and a lost rank named."""
+"""The collectives of a group of ranks: any dtype over any backend, bytes counted, and a lost rank named."""
 
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from msamp.comm.bucket import as_bytes
 from msamp.comm.counters import WireBytes, all_gather_sent, all_reduce_sent, all_to_all_sent
 
 ROLL_CALL_SECONDS = 5.0  # how long a rank that saw a collective fail waits for the others to say that they are alive
+
+T = TypeVar("T")
 
 
 class Peers:
@@ -47,61 +49,102 @@ class Peers:
             raise RuntimeError("the process group was destroyed while gradients or weights were still to be exchanged")
         return group
 
-    def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str, kind: str | None = "weight") -> torch.Tensor:
-        """`x` combined over the ranks, in place; NCCL also sums float8 (each hop rounds and saturates). `kind` None is not counted."""
+    def all_reduce(
+        self, x: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str, kind: str | None = "weight", label: str = "all-reduce"
+    ) -> torch.Tensor:
+        """`x` combined over the ranks, in place; NCCL also sums float8 (each hop rounds and saturates).
+
+        Like all that follow it counts what it sends as `label`, of `kind`; `kind` None is not counted.
+        """
         if self.ranks > 1:
             run = dist.all_reduce if self.nccl else _all_reduce_by_exchange
             self.run(lambda: run(x, op, self.group), f"all-reduce of {what}")
             if kind is not None:
-                self.sent.add(kind, "all-reduce", all_reduce_sent(x.nbytes, self.ranks))
+                self.sent.add(kind, label, all_reduce_sent(x.nbytes, self.ranks))
         return x
 
     def all_to_all(self, flat: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight") -> list[torch.Tensor]:
         """Slice r of `flat` (`sizes[r]` elements) goes to rank r; returns this rank's slice of every rank, by rank."""
-        own = sizes[self.rank]
         if self.ranks == 1:
             return [flat]
-        received = torch.empty(self.ranks * own, dtype=flat.dtype, device=flat.device)
-        size = flat.element_size()
-        self.run(
-            lambda: dist.all_to_all_single(
-                as_bytes(received), as_bytes(flat), [own * size] * self.ranks, [n * size for n in sizes], self.group
-            ),
-            f"all-to-all of {what}",
-        )
-        self.sent.add(kind, "all-to-all", all_to_all_sent([n * size for n in sizes], self.rank))
-        return list(received.view(self.ranks, own))
+        received = self.start_all_to_all(flat, sizes, what, kind, async_op=False).wait()
+        return list(received.view(self.ranks, sizes[self.rank]))
 
-    def all_gather(self, own: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight") -> torch.Tensor:
-        """The flat buffer from every rank's slice (`sizes[r]` elements of rank r)."""
+    def start_all_to_all(
+        self,
+        flat: torch.Tensor,
+        sizes: Sequence[int],
+        what: str,
+        kind: str = "weight",
+        label: str = "all-to-all",
+        async_op: bool = True,
+    ) -> "Pending":
+        """`all_to_all` on its way; its result is flat, rank after rank."""
         if self.ranks == 1:
-            return own
+            return Pending(self, flat)
+        received = torch.empty(self.ranks * sizes[self.rank], dtype=flat.dtype, device=flat.device)
+        counts = [n * flat.element_size() for n in sizes]
+        own = [counts[self.rank]] * self.ranks
+        what = f"all-to-all of {what}"
+        work = self.run(lambda: dist.all_to_all_single(as_bytes(received), as_bytes(flat), own, counts, self.group, async_op), what)
+        self.sent.add(kind, label, all_to_all_sent(counts, self.rank))
+        return Pending(self, received, work, what)
+
+    def all_gather(
+        self, own: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight", label: str = "all-gather"
+    ) -> torch.Tensor:
+        """The flat buffer from every rank's slice (`sizes[r]` elements of rank r)."""
+        return self.start_all_gather(own, sizes, what, kind, label, async_op=False).wait()
+
+    def start_all_gather(
+        self,
+        own: torch.Tensor,
+        sizes: Sequence[int],
+        what: str,
+        kind: str = "weight",
+        label: str = "all-gather",
+        async_op: bool = True,
+    ) -> "Pending":
+        """`all_gather` on its way."""
+        if self.ranks == 1:
+            return Pending(self, own)
         flat = torch.empty(sum(sizes), dtype=own.dtype, device=own.device)
-        slices = [as_bytes(part) for part in flat.split(list(sizes))]
-        mine = as_bytes(own)
+        whole, mine = as_bytes(flat), as_bytes(own)
+        counts = [n * own.element_size() for n in sizes]
 
-        def run() -> None:
-            if self.nccl:  # point to point: nothing is padded to the largest slice
-                dist.all_to_all(slices, [mine] * self.ranks, self.group)
-            else:
-                dist.all_to_all_single(as_bytes(flat), mine.repeat(self.ranks), [len(s) for s in slices], None, self.group)
+        def run() -> dist.Work | None:
+            if not self.nccl:
+                return dist.all_to_all_single(whole, mine.repeat(self.ranks), counts, None, self.group, async_op)
+            if len(set(counts)) == 1:
+                return dist.all_gather_into_tensor(whole, mine, self.group, async_op)
+            # Point to point: nothing is padded to the largest slice.
+            return dist.all_to_all(list(whole.split(counts)), [mine] * self.ranks, self.group, async_op)
 
-        self.run(run, f"all-gather of {what}")
-        self.sent.add(kind, "all-gather", all_gather_sent(own.nbytes, self.ranks))
-        return flat
+        what = f"all-gather of {what}"
+        work = self.run(run, what)
+        self.sent.add(kind, label, all_gather_sent(own.nbytes, self.ranks))
+        return Pending(self, flat, work, what)
 
-    def reduce_scatter(self, flat: torch.Tensor, sizes: Sequence[int], what: str) -> torch.Tensor:
+    def reduce_scatter(
+        self, flat: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight", label: str = "reduce-scatter"
+    ) -> torch.Tensor:
         """NCCL's own sum, in the dtype of `flat`, of which this rank keeps its slice."""
         own = torch.empty(sizes[self.rank], dtype=flat.dtype, device=flat.device)
-        self.run(lambda: dist.reduce_scatter(own, list(flat.split(list(sizes))), group=self.group), f"reduce-scatter of {what}")
-        sent = all_to_all_sent([n * flat.element_size() for n in sizes], self.rank)
-        self.sent.add("weight", "reduce-scatter", sent)
+
+        def run() -> None:
+            if len(set(sizes)) == 1:
+                dist.reduce_scatter_tensor(own, flat, group=self.group)
+            else:
+                dist.reduce_scatter(own, list(flat.split(list(sizes))), group=self.group)
+
+        self.run(run, f"reduce-scatter of {what}")
+        self.sent.add(kind, label, all_to_all_sent([n * flat.element_size() for n in sizes], self.rank))
         return own
 
-    def run(self, collective: Callable[[], object], what: str) -> None:
+    def run(self, collective: Callable[[], T], what: str) -> T:
         """Run a collective; RuntimeError naming it, and the ranks that do not answer, where it fails."""
         try:
-            collective()
+            return collective()
         except RuntimeError as error:
             lost = self._missing()
             names = f"rank {', '.join(map(str, lost))} does not answer" if lost else "every rank still answers"
@@ -123,6 +166,27 @@ class Peers:
             except RuntimeError:
                 lost.append(rank)
         return lost
+
+
+class Pending:
+    """The result of a collective that is on its way.
+
+    Args:
+        peers: whose collective it is.
+        result: filled once it has ended.
+        work: torch's handle; None where it has ended already.
+        what: its name in messages.
+    """
+
+    def __init__(self, peers: Peers, result: torch.Tensor, work: dist.Work | None = None, what: str = "") -> None:
+        self._peers, self._result, self._work, self._what = peers, result, work, what
+
+    def wait(self) -> torch.Tensor:
+        """The result. On a GPU the current stream waits for it and the host does not; RuntimeError as `Peers.run`."""
+        if self._work is not None:
+            self._peers.run(self._work.wait, self._what)
+            self._work = None
+        return self._result
 
 
 def _all_reduce_by_exchange(x: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:

@@ -53,6 +53,10 @@ class GradSync:
         accumulate: how several micro-batches add up, see `msamp.comm.accumulate`.
         overlap: let buckets leave during backward, else at `finish`.
         seed: of stochastic rounding.
+        sums: parameters whose gradients, which carry no scale, are also added up over ranks outside the group, at `finish` and
+            before the average: copies of a weight on other pipeline stages, norms under sequence parallelism. Every rank of
+            such peers gives the same shapes in the same order. Their buckets leave last.
+        sent: where bytes are counted; None is a counter of its own.
 
     Attributes:
         model: a weak reference to it.
@@ -77,9 +81,11 @@ class GradSync:
         accumulate: str = "bf16",
         overlap: bool = True,
         seed: int = 0,
+        sums: Sequence[tuple[Peers, Sequence[Tensor]]] = (),
+        sent: WireBytes | None = None,
     ) -> None:
         _check_strategy(exchange, scaling, mu_rule)
-        self.sent = WireBytes()
+        self.sent = WireBytes() if sent is None else sent
         self.peers = Peers(group, self.sent)
         self.shard, self.exchange, self.overlap, self.seed = shard, exchange, overlap, seed
         self.scaling = (scaling or "auto") if exchange == "nccl" else "post"  # fp32-sum divides at the end, with mu = 1
@@ -87,7 +93,11 @@ class GradSync:
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
         _check_same_on_all_ranks(self.names, formats, self.peers)
         _check_formats(self.names, formats)
-        self.buckets = _build(plan, self.names, formats, self.peers)
+        self.sums = [(others, list(params)) for others, params in sums]
+        summed = {p for _, params in self.sums for p in params}
+        buckets = _build(plan, self.names, formats, self.peers)
+        self._held_back = {bucket for bucket in buckets if summed & set(bucket.params)}
+        self.buckets = sorted(buckets, key=lambda bucket: bucket in self._held_back)
         self._place = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)}
         self._slots: dict[Tensor, list[Slot]] = {}
         for bucket in self.buckets:
@@ -167,8 +177,11 @@ class GradSync:
             return
         bucket.gradients[i] = g if total is None else self._accumulators[bucket.format].add(total, g)
         bucket.waiting -= 1
-        while self.overlap and self._next < len(self.buckets) and not self.buckets[self._next].waiting:
+        while self.overlap and self._next < len(self.buckets) and self._ready(self.buckets[self._next]):
             self._send_next()
+
+    def _ready(self, bucket: Bucket) -> bool:
+        return not bucket.waiting and bucket not in self._held_back
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -183,6 +196,8 @@ class GradSync:
             bucket, i = self._place[p]
             bucket.gradients[i] = total
         self._totals = {}
+        for others, params in self.sums:
+            self._add_up(others, params)
         while self._next < len(self.buckets):
             self._send_next()
         if self._stream is not None:
@@ -191,6 +206,20 @@ class GradSync:
             summed, largest = self.statistics.combine(self.peers)
             self.autoscale.update(largest[SATURATED], summed[SUM_SATURATED], self._valid)
         self.steps += 1
+
+    def _add_up(self, others: Peers, params: Sequence[Tensor]) -> None:
+        """The gradients of some parameters become their sums over `others`."""
+        places = [self._place[p] for p in params]
+        dtype = places[0][0].format.dtype
+        found = [bucket.gradients[i] for bucket, i in places]
+        parts = [(torch.zeros_like(p) if g is None else g).to(dtype).flatten() for p, g in zip(params, found, strict=True)]
+        total = torch.cat(parts)
+        name = self.names[params[0]]
+        others.all_reduce(
+            total, dist.ReduceOp.SUM, f"the gradients of {name} and {len(params) - 1} more", label="model-parallel all-reduce"
+        )
+        for (bucket, i), p, part in zip(places, params, total.split([p.numel() for p in params]), strict=True):
+            bucket.gradients[i] = part.view(p.shape)
 
     def _check_model(self) -> None:
         model = self.model()

@@ -1,5 +1,6 @@
 """The three GEMMs of an FP8 linear layer as one autograd function (FP8-LM section 2): E4M3 forward, E5M2 backward."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +14,23 @@ from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
 
 
-def _quantize(x: torch.Tensor, slot: Slot, fmt: Format, transpose: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(payload, its transpose where asked for, scale_inv) of `x` [M, N], with the slot's scale or just in time."""
+def quantize_operand(
+    x: torch.Tensor, slot: Slot, fmt: Format, transpose: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """One tensor of a linear layer in FP8, with its slot's scale or just in time; its amax enters the slot.
+
+    Args:
+        x: [M, N] BF16, FP16 or FP32.
+        slot: of the scale and the amax.
+        fmt: E4M3 or E5M2.
+        transpose: give the transpose too.
+        combine: makes of a just-in-time amax (FP32, 0-dim) that of all ranks who must share the scale; a slot's own is shared already.
+
+    Returns:
+        Payload [M, N], its transpose [N, M] or None, and scale_inv (FP32, 0-dim, a copy; NaN where `x` is not finite).
+    """
     if slot.scale is None or slot.scale_inv is None:
-        amax = ops.amax(x)
+        amax = ops.amax(x) if combine is None else combine(ops.amax(x))
         scale = scale_from_amax(amax, fmt.max)
         scale_inv, taken = inverse(scale), None
     else:
@@ -36,10 +50,15 @@ def _quantize(x: torch.Tensor, slot: Slot, fmt: Format, transpose: bool) -> tupl
     return payload, payload_t, torch.add(scale_inv, amax, alpha=0)
 
 
+def transpose_payload(payload: torch.Tensor) -> torch.Tensor:
+    """The transpose [N, M] of an FP8 payload [M, N], row-major."""
+    return payload.view(torch.uint8).t().contiguous().view(payload.dtype)
+
+
 def weight_operand(payload: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, transpose: bool) -> torch.Tensor:
     """The FP8 weight from what is stored: [N, K], or its transpose [K, N] for grad_input, row-major either way."""
     if payload.dtype == dtype:
-        return payload.view(torch.uint8).t().contiguous().view(dtype) if transpose else payload
+        return transpose_payload(payload) if transpose else payload
     if transpose:
         return ops.cast_transpose(payload, multiplier, None, dtype)[1]
     return ops.cast(payload, multiplier, None, dtype)
@@ -65,7 +84,7 @@ class LinearFunction(torch.autograd.Function):
         x_slot, ctx.grad_slot = slots
         multiplier, w_scale_inv = weight_scales
         x2d = x.reshape(-1, x.shape[-1])
-        x8, x8_t, x_scale_inv = _quantize(x2d, x_slot, gemm.input.format, transpose=ctx.needs_input_grad[1])
+        x8, x8_t, x_scale_inv = quantize_operand(x2d, x_slot, gemm.input.format, transpose=ctx.needs_input_grad[1])
         w8 = weight_operand(weight.payload, multiplier, gemm.weight.format.dtype, transpose=False)
         y = ops.scaled_mm(x8, w8, x_scale_inv, w_scale_inv, None if bias is None else bias.to(x.dtype), x.dtype, True)
         ctx.save_for_backward(x8_t, x_scale_inv, weight.payload, multiplier, w_scale_inv)
@@ -81,7 +100,7 @@ class LinearFunction(torch.autograd.Function):
         g2d = grad_output.reshape(-1, grad_output.shape[-1])
         grad_x = grad_w = grad_b = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            g8, g8_t, scale_inv = _quantize(g2d, ctx.grad_slot, gemm.grad_output.format, transpose=ctx.needs_input_grad[1])
+            g8, g8_t, scale_inv = quantize_operand(g2d, ctx.grad_slot, gemm.grad_output.format, transpose=ctx.needs_input_grad[1])
         if ctx.needs_input_grad[1]:
             grad_w = ops.scaled_mm(g8_t, x8_t, scale_inv, x_scale_inv, None, ctx.weight_dtype, False)
         if ctx.needs_input_grad[0]:
@@ -90,6 +109,15 @@ class LinearFunction(torch.autograd.Function):
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_b = g2d.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return grad_x, grad_w, grad_b, None, None, None
+
+
+def activation(x: torch.Tensor) -> torch.Tensor:
+    """The input of a linear layer, under autocast in the autocast dtype; ValueError where a layer does not take its dtype."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"input is {x.dtype}; an FP8 linear layer takes torch.bfloat16, torch.float16 or torch.float32")
+    return x
 
 
 def linear(x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, scaling: LinearScaling) -> torch.Tensor:
@@ -104,9 +132,6 @@ def linear(x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, sc
     Returns:
         [..., N] in the dtype of `x`.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"input is {x.dtype}; an FP8 linear layer takes torch.bfloat16, torch.float16 or torch.float32")
-    slots = scaling.slots(record=torch.is_grad_enabled())
-    return LinearFunction.apply(x, weight, bias, scaling.gemm, slots, scaling.weight_scales(weight))
+    x = activation(x)
+    x_slot, grad_slot = scaling.slots(record=torch.is_grad_enabled())[:2]
+    return LinearFunction.apply(x, weight, bias, scaling.gemm, (x_slot, grad_slot), scaling.weight_scales(weight))

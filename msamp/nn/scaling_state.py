@@ -1,7 +1,6 @@
 """The scales of a model's linear layers between steps: delayed scaling kept on the device, rolled once a step."""
 
 import weakref
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,11 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 from msamp.kernels import ops
+from msamp.numerics.formats import Format
 from msamp.numerics.recipe import Gemm
 from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
 
-INPUT, GRAD_OUTPUT = 0, 1  # rows of a layer's arrays
+INPUT, GRAD_OUTPUT, WIRE = 0, 1, 2  # rows of a layer's arrays
 
 
 class Slot(NamedTuple):
@@ -27,9 +27,15 @@ class Slot(NamedTuple):
 class LinearScaling(nn.Module):
     """Scales of one linear layer: its input's and its grad_output's history, and the FP8 scale of its weight.
 
-    Buffers (FP32, saved with the model): `amax` [2] of the step so far, `history` [2, window], `scale` and `scale_inv`
-    [2], row 0 the input, row 1 the grad_output; `seen` (int64) steps recorded. Until the window is filled, and with
+    Buffers (FP32, saved with the model): `amax` [rows] of the step so far, `history` [rows, window], `scale` and `scale_inv`
+    [rows], row 0 the input, row 1 the grad_output; `seen` (int64) steps recorded. Until the window is filled, and with
     current scaling, casts are just-in-time.
+
+    Args:
+        gemm: how the operands are cast.
+        device: of the buffers.
+        wire: the format in which partial sums of this layer travel between tensor-parallel ranks, the input's or the
+            grad_output's; they get row 2. None: there are two rows.
     """
 
     amax: torch.Tensor
@@ -38,18 +44,23 @@ class LinearScaling(nn.Module):
     scale_inv: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(self, gemm: Gemm, device: torch.device | str | None = None) -> None:
+    def __init__(self, gemm: Gemm, device: torch.device | str | None = None, wire: Format | None = None) -> None:
         super().__init__()
         if gemm.input.scaling != gemm.grad_output.scaling:
             raise ValueError(
                 f"input scaling {gemm.input.scaling} and grad_output scaling {gemm.grad_output.scaling} differ; give both the same rule"
             )
+        operands = (gemm.input.format, gemm.grad_output.format)
+        if wire is not None and wire not in operands:
+            raise ValueError(f"partial sums in {wire} are unknown; choose {operands[0]} or {operands[1]}, the formats of the layer's casts")
         self.gemm = gemm
+        self.formats = operands if wire is None else (*operands, wire)  # by row
         self.window = gemm.input.scaling.window
-        self.register_buffer("amax", torch.zeros(2, device=device))
-        self.register_buffer("history", torch.zeros(2, self.window, device=device))
-        self.register_buffer("scale", torch.ones(2, device=device))
-        self.register_buffer("scale_inv", torch.ones(2, device=device))
+        rows = len(self.formats)
+        self.register_buffer("amax", torch.zeros(rows, device=device))
+        self.register_buffer("history", torch.zeros(rows, self.window, device=device))
+        self.register_buffer("scale", torch.ones(rows, device=device))
+        self.register_buffer("scale_inv", torch.ones(rows, device=device))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64, device=device))
         # `seen` on the host, since asking the device would be a sync in every forward; and whether the window is full, as a
         # flag of its own: torch.compile would make a new graph for every value of a counter.
@@ -62,8 +73,8 @@ class LinearScaling(nn.Module):
     def _count(self, steps: int) -> None:
         self.steps, self.delayed = steps, 0 < self.window <= steps
 
-    def slots(self, record: bool) -> tuple[Slot, Slot]:
-        """The slots of input and grad_output; `record` False (evaluation) leaves no trace in the history."""
+    def slots(self, record: bool) -> tuple[Slot, ...]:
+        """The slots by row; `record` False (evaluation) leaves no trace in the history."""
 
         def slot(row: int) -> Slot:
             amax = self.amax[row] if record and self.window else None
@@ -71,7 +82,7 @@ class LinearScaling(nn.Module):
                 return Slot(None, None, amax)
             return Slot(self.scale[row], self.scale_inv[row], amax)
 
-        return slot(INPUT), slot(GRAD_OUTPUT)
+        return tuple(slot(row) for row in range(len(self.formats)))
 
     def weight_scales(self, weight: ScalingTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(multiplier from `weight.payload` into FP8, scale_inv of the FP8 weight), both FP32 0-dim; an FP8 payload is taken as it is.
@@ -115,7 +126,8 @@ class LinearScaling(nn.Module):
         return super()._apply(keep_dtype, recurse)
 
     def extra_repr(self) -> str:
-        return f"input {self.gemm.input}, grad_output {self.gemm.grad_output}"
+        wire = f", partial sums {self.formats[WIRE]}" if len(self.formats) > WIRE else ""
+        return f"input {self.gemm.input}, grad_output {self.gemm.grad_output}{wire}"
 
 
 class ScalingState:
@@ -132,12 +144,22 @@ class ScalingState:
         casts = {f"input {layer.gemm.input}, grad_output {layer.gemm.grad_output}" for layer in self.layers.values()}
         if len(casts) > 1:
             raise ValueError(f"layers are cast in different ways ({'; '.join(sorted(casts))}); convert a model with one recipe")
+        self._as_grad: torch.Tensor | None = None
 
-    def _stack(self, name: str) -> torch.Tensor:
-        return torch.stack([getattr(layer, name) for layer in self.layers.values()])
+    def _all(self, name: str) -> torch.Tensor:
+        """The rows of every layer, one layer after the other."""
+        return torch.cat([getattr(layer, name) for layer in self.layers.values()])
 
-    def _store(self, name: str, values: Iterable[torch.Tensor]) -> None:
-        torch._foreach_copy_([getattr(layer, name) for layer in self.layers.values()], list(values))
+    def _store(self, name: str, values: torch.Tensor) -> None:
+        stored = [getattr(layer, name) for layer in self.layers.values()]
+        torch._foreach_copy_(stored, values.split([len(rows) for rows in stored]))
+
+    def _in_grad_format(self, device: torch.device) -> torch.Tensor:
+        """Bool, by row: cast into the grad_output's format and not into the input's. Kept, since to make it is a host sync."""
+        if self._as_grad is None or self._as_grad.device != device:
+            rows = [fmt == layer.gemm.grad_output.format for layer in self.layers.values() for fmt in layer.formats]
+            self._as_grad = torch.tensor(rows, device=device)
+        return self._as_grad
 
     @torch.no_grad()
     def roll(self, group: dist.ProcessGroup | None = None) -> None:
@@ -150,23 +172,20 @@ class ScalingState:
         if not self.layers:
             return
         layers = list(self.layers.values())
-        amax = self._stack("amax")
+        amax = self._all("amax")
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group)
         amax = amax.masked_fill(~amax.isfinite(), 0.0)  # its step is skipped; kept, it would hold the scale for a whole window
-        history = torch.cat([self._stack("history")[..., 1:], amax.unsqueeze(-1)], dim=-1)
-        gemm = layers[0].gemm
-        window_amax, last = history.amax(-1), self._stack("scale")
-        scale = torch.stack(
-            [
-                scale_from_amax(window_amax[:, INPUT], gemm.input.format.max, last[:, INPUT]),
-                scale_from_amax(window_amax[:, GRAD_OUTPUT], gemm.grad_output.format.max, last[:, GRAD_OUTPUT]),
-            ],
-            dim=1,
+        history = torch.cat([self._all("history")[:, 1:], amax.unsqueeze(-1)], dim=-1)
+        window_amax, last, gemm = history.amax(-1), self._all("scale"), layers[0].gemm
+        scale = torch.where(
+            self._in_grad_format(amax.device),
+            scale_from_amax(window_amax, gemm.grad_output.format.max, last),
+            scale_from_amax(window_amax, gemm.input.format.max, last),
         )
-        self._store("history", history.unbind())
-        self._store("scale", scale.unbind())
-        self._store("scale_inv", inverse(scale).unbind())
+        self._store("history", history)
+        self._store("scale", scale)
+        self._store("scale_inv", inverse(scale))
         torch._foreach_zero_([layer.amax for layer in layers])
         torch._foreach_add_([layer.seen for layer in layers], 1)
         for layer in layers:

@@ -61,6 +61,7 @@ class Recipe:
         gemm: operand casts of linear layers; None: the GEMM runs in `compute`.
         weight: format in which a linear weight stands between steps. Where it equals `states.master`, it is the master.
         states: optimizer formats of linear weights, embeddings and the LM head. Norms and biases always have FP32 states.
+        fp8_wire: whether activations and their gradients travel in FP8 between tensor-parallel ranks, else in `compute`.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Recipe:
     gemm: Gemm | None
     weight: Format
     states: StateFormats
+    fp8_wire: bool = False
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -101,7 +103,7 @@ FP32 = Recipe(name="fp32", compute=FP32_FORMAT, gemm=None, weight=FP32_FORMAT, s
 BF16 = Recipe(name="bf16", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=FP32_STATES)
 O1 = Recipe(name="O1", compute=BF16_FORMAT, gemm=_GEMM, weight=FP16, states=StateFormats(FP16, E4M3, FP32_FORMAT, FP32_FORMAT))
 O2 = Recipe(name="O2", compute=BF16_FORMAT, gemm=_GEMM, weight=FP16, states=StateFormats(FP16, E4M3, E4M3, FP16))
-O3 = Recipe(name="O3", compute=BF16_FORMAT, gemm=_GEMM, weight=E4M3, states=StateFormats(FP16, E4M3, E4M3, FP16))
+O3 = Recipe(name="O3", compute=BF16_FORMAT, gemm=_GEMM, weight=E4M3, states=StateFormats(FP16, E4M3, E4M3, FP16), fp8_wire=True)
 
 ALL = (FP32, BF16, O1, O2, O3)
 

@@ -78,6 +78,8 @@ class FP8AdamW(torch.optim.Optimizer):
         formats: master, gradient, m and v. A plain gradient is quantised to its format just-in-time in `step`.
         decoupled: False takes Adam's L2 decay in the gradient.
         clip_grad: clip the global gradient norm to this; None does not clip.
+        combine_norms: FP64 [parameters], the gradient norms of this process's parameters -> the global norm, FP64 0-dim, the same
+            on all processes that must decide alike, where a model is spread over several.
 
     Attributes:
         grad_norm: FP64 0-dim norm of the last step's (quantised) gradients, before clipping.
@@ -95,10 +97,12 @@ class FP8AdamW(torch.optim.Optimizer):
         formats: StateFormats = O2.states,
         decoupled: bool = True,
         clip_grad: float | None = None,
+        combine_norms: Callable[[torch.Tensor], torch.Tensor] = torch.linalg.vector_norm,
     ) -> None:
         if clip_grad is not None:
             check_max_norm(clip_grad)
         self.clip_grad = clip_grad
+        self.combine_norms = combine_norms
         self.grad_norm = torch.zeros((), dtype=torch.float64)
         self.skipped_steps = 0
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled, "formats": formats}
@@ -127,7 +131,7 @@ class FP8AdamW(torch.optim.Optimizer):
             added["formats"] = format_names(added["formats"])
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("clip_grad", "grad_norm", "skipped_steps")}
+        own = {name: getattr(self, name) for name in ("clip_grad", "combine_norms", "grad_norm", "skipped_steps")}
         return {**super().__getstate__(), **own}
 
     def init_master(self, p: torch.Tensor, values: torch.Tensor) -> None:
@@ -249,7 +253,7 @@ class FP8AdamW(torch.optim.Optimizer):
             assert piece.grad is not None
             sums[piece.index] = sums[piece.index] + square_sum(piece.grad, scales[piece.index], piece.param.numel())
         totals = self._combine_sum(torch.stack(sums))
-        return torch.linalg.vector_norm(norms_from_square_sums(totals, amax, [p.numel() for p in params]))
+        return self.combine_norms(norms_from_square_sums(totals, amax, [p.numel() for p in params]))
 
     def _update(self, pieces: list[Piece], amaxes: torch.Tensor, coefficient: torch.Tensor | None) -> None:
         """Load, update, store for some pieces of one group.

@@ -34,5 +34,9 @@ def grad_sync(
     params = [p for p in model.parameters() if p.requires_grad and p in formats]
     params.reverse()
     ranks = 1 if group is None else dist.get_world_size(group)
-    plan = plan_buckets([p.shape for p in params], [formats[p].name for p in params], ranks, bucket_elements)
-    return GradSync(model, formats, plan.buckets, group, **options)
+    # What leaves late for such a sum shares no bucket with what need not wait.
+    sums = [(others, members) for others, members in options.pop("sums", ()) if members and others.ranks > 1]
+    summed = {p for _, members in sums for p in members}
+    kinds = [formats[p].name + (" summed" if p in summed else "") for p in params]
+    plan = plan_buckets([p.shape for p in params], kinds, ranks, bucket_elements)
+    return GradSync(model, formats, plan.buckets, group, sums=sums, **options)

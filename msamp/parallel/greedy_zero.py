@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -50,13 +50,15 @@ class GreedyZeRO(FP8AdamW):
         formats: StateFormats = O2.states,
         decoupled: bool = True,
         clip_grad: float | None = None,
+        combine_norms: Callable[[torch.Tensor], torch.Tensor] = torch.linalg.vector_norm,
         overlap: bool = True,
     ) -> None:
         if not sync.shard:
             raise ValueError("the synchroniser gives every rank all gradients; build it with shard=True, or use FP8AdamW")
         self.sync = sync
         self._views: dict[Slot, tuple[torch.Tensor, slice | None]] = {}
-        super().__init__(params, lr, betas, eps, weight_decay, formats=formats, decoupled=decoupled, clip_grad=clip_grad)
+        settings: dict[str, Any] = {"formats": formats, "decoupled": decoupled, "clip_grad": clip_grad, "combine_norms": combine_norms}
+        super().__init__(params, lr, betas, eps, weight_decay, **settings)
         self._device = next(iter(sync.names)).device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" and sync.peers.ranks > 1 and overlap else None
         self._pending: dict[Bucket, torch.cuda.Event] = {}

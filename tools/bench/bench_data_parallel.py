@@ -23,7 +23,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from megatron.lm import process_groups
 from megatron.lm.config import Config
 from megatron.lm.metrics import least_and_most
 from megatron.lm.presets import PRESETS
-from megatron.lm.step import Batches, Training, train_step
+from megatron.lm.step import Batches, StepResult, Training, train_step
 from megatron.lm.trainer import build_training
 from msamp.comm.collectives import Peers
 from msamp.comm.grad_sync import GradSync
@@ -194,18 +194,14 @@ def without_communication(training: Training, batches: Batches, steps: int, ms: 
 
     What overlap hides and what the host is late for anyway do not count: this is what a faster network could save.
     """
-    sync, device = training.grad_sync, process_groups.device()
+    sync = training.grad_sync
     if sync.peers.ranks == 1:
         return {}
     sync.peers = SilentPeers(sync.peers.group, sync.sent)
     training.optimizer._gather = lambda *_: None  # type: ignore[attr-defined]  # under ZeRO new weights stay with their owners
-    marks = []
-    for step in range(steps + 2):
-        if step > 1:
-            marks.append(_mark(device))
+    for _ in range(2):
         train_step(training, batches)
-    marks.append(_mark(device))
-    silent = rows.percentiles([_seconds(*pair) for pair in itertools.pairwise(marks)])[1] * 1e3
+    silent = rows.percentiles(step_times(training, batches, steps)[0])[1] * 1e3
     return {"silent_ms": round(silent, 1), "communication_share": round(1 - silent / ms, 4)}
 
 
@@ -220,15 +216,12 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     sync.sent.take()
-    marks = [_mark(device)]
-    for _ in range(options.steps):
-        result = train_step(training, batches)
-        marks.append(_mark(device))
+    times, result = step_times(training, batches, options.steps)
     loss = float(result.loss_sum / result.tokens)
     wire = torch.tensor(sync.sent.total("weight") / options.steps, dtype=torch.float64, device=device)
-    memory = _memory(device)
+    found = memory()
     dist.all_reduce(wire)
-    low, median, high = rows.percentiles([_seconds(*pair) for pair in itertools.pairwise(marks)])
+    low, median, high = rows.percentiles(times)
     params = sum(p.numel() for p in training.model.parameters())
     row: dict[str, Any] = {
         "zero": "on" if sync.shard else "off",
@@ -244,8 +237,18 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     if ranks > 1:
         row["wire_bytes_param"] = round(float(wire) / (ranks - 1) / params, 4)
         row["wire_linear_bytes_param"] = round(wire_bytes_a_parameter(sync, linear_weights(sync)), 4)
-    row |= memory | exposed_communication(training, batches)
+    row |= found | exposed_communication(training, batches)
     return row | without_communication(training, batches, options.steps, median * 1e3)
+
+
+def step_times(training: Training, batches: Batches, steps: int) -> tuple[list[float], StepResult]:
+    """Seconds of each of some steps on this rank, without a host sync between them, and the result of the last."""
+    device = process_groups.device()
+    marks = [_mark(device)]
+    for _ in range(steps):
+        result = train_step(training, batches)
+        marks.append(_mark(device))
+    return [_seconds(*pair) for pair in itertools.pairwise(marks)], result
 
 
 def _mark(device: torch.device) -> Any:
@@ -264,9 +267,9 @@ def _seconds(start: Any, end: Any) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def _memory(device: torch.device) -> dict[str, float]:
-    """GiB that torch has allocated, at most and between steps; empty without CUDA."""
-    if device.type != "cuda":
+def memory() -> dict[str, float]:
+    """GiB that torch has allocated, at most and between steps, of the least and the fullest rank; empty without CUDA; collective."""
+    if not torch.cuda.is_available():
         return {}
     torch.cuda.synchronize()
     sizes = {"peak_gib": torch.cuda.max_memory_allocated(), "rest_gib": torch.cuda.memory_allocated()}
@@ -277,31 +280,44 @@ def _memory(device: torch.device) -> dict[str, float]:
     return found
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="*", default=CASES, metavar="CASE", help='a level and flags, such as "O3 --grad-exchange nccl"')
-    parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
-    parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--vocab-size", type=int, default=50304)
-    parser.add_argument("--warm-up", type=int, default=bench_step.WARM_UP, help="steps that are not measured")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps")
-    parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every case")
-    parser.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="measure a peer too; may be given several times")
-    parser.add_argument("--csv", type=Path, default=rows.ROOT / "tools/bench/results/data_parallel.csv")
-    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
-    return parser
+def parser(description: str | None, cases: Sequence[str], csv: str) -> argparse.ArgumentParser:
+    """The flags of a benchmark over several processes, whose rows go to the file `csv` of the results; `--warm-up` is the caller's."""
+    flags = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--cases", nargs="*", default=cases, metavar="CASE", help='a level and flags, such as "O3 --grad-exchange nccl"')
+    flags.add_argument("--preset", default="1.3b", choices=list(PRESETS))
+    flags.add_argument("--micro-batch-size", type=int, default=4)
+    flags.add_argument("--vocab-size", type=int, default=50304)
+    flags.add_argument("--steps", type=int, default=10, help="measured steps")
+    flags.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every case")
+    flags.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="measure a peer too; may be given several times")
+    flags.add_argument("--csv", type=Path, default=rows.ROOT / "tools/bench/results" / csv)
+    flags.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    return flags
+
+
+def peer_rows(commands: Sequence[str], processes: int) -> Iterator[dict[str, Any]]:
+    """The rows of all peers, once the other ranks of ours have left the GPUs; their memory as that of the fullest rank."""
+    if commands and processes > 1 and torch.cuda.is_available():
+        time.sleep(LEAVING_SECONDS)
+    for row in itertools.chain.from_iterable(map(bench_step.peer_rows, commands)):
+        yield {f"{key}_max": row[key] for key in ("peak_gib", "rest_gib") if key in row} | row
+
+
+def link() -> str:
+    """Whether NCCL may use the link between GPUs, on or off."""
+    return "off" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "on"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on every rank; rank 0 prints and appends rows, and runs the peers after the others have left."""
-    parser = _parser()
-    options = parser.parse_args(argv)
+    flags = parser(__doc__, CASES, "data_parallel.csv")
+    flags.add_argument("--warm-up", type=int, default=bench_step.WARM_UP, help="steps that are not measured")
+    options = flags.parse_args(argv)
     if options.steps < 2:
-        parser.error(f"--steps {options.steps}: give at least 2, percentiles want more than one")
+        flags.error(f"--steps {options.steps}: give at least 2, percentiles want more than one")
     launch = process_groups.launch_from_environment()
     where = rows.machine(options.commit) if launch.rank == 0 else {}
-    p2p = "off" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "on"
-    common = {"preset": options.preset, "micro_batch": options.micro_batch_size, "gpus": launch.world_size, "p2p": p2p}
+    common = {"preset": options.preset, "micro_batch": options.micro_batch_size, "gpus": launch.world_size, "p2p": link()}
 
     def report(row: dict[str, Any]) -> None:
         print(json.dumps(row), flush=True)
@@ -320,11 +336,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     process_groups.shutdown()
     if launch.rank > 0:
         return 0
-    if options.peer and launch.world_size > 1 and torch.cuda.is_available():
-        time.sleep(LEAVING_SECONDS)
-    for command in options.peer:
-        for row in bench_step.peer_rows(command):
-            report(common | {f"{key}_max": row[key] for key in ("peak_gib", "rest_gib") if key in row} | row)
+    for row in peer_rows(options.peer, launch.world_size):
+        report(common | row)
     return 0
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.lm import process_groups
 from megatron.lm.checks import check
@@ -39,7 +39,6 @@ from megatron.lm.config import Config
 from megatron.lm.data.batch import batches
 from megatron.lm.data.datasets import build_datasets
 from megatron.lm.data.tokenizer import build_tokenizer
-from megatron.lm.model.gpt import GPT
 from megatron.lm.model.loss import masked_mean_loss
 from megatron.lm.step import train_step
 from megatron.lm.trainer import build_training
@@ -104,8 +103,8 @@ class Ranks:
         self.blocks = _gradients(training.model, stream, ranks)
 
 
-def _gradients(model: GPT, stream: Iterator[dict[str, Tensor]], ranks: int) -> list[list[Tensor]]:
-    layers = [[p for p in layer.parameters() if p.dim() == 2] for layer in model.decoder.layers]
+def _gradients(model: nn.Module, stream: Iterator[dict[str, Tensor]], ranks: int) -> list[list[Tensor]]:
+    layers = [[p for p in layer.parameters() if p.dim() == 2] for layer in model.decoder.layers]  # type: ignore[union-attr]
     weights = [p for layer in layers for p in layer]
     stacks: list[Tensor] = []
     for rank in range(ranks):

@@ -1,7 +1,5 @@
 """GPT: megatron-core's GPTModel built from our configuration, with our layers in it."""
 
-import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,14 +7,17 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.lm.config import Config
 from megatron.lm.model.attention import check_backend
+from megatron.lm.model.initial import draw_weights
+from megatron.lm.model.linear import column_linear, connect, output_linear, row_linear
 from megatron.lm.model.loss import token_loss
 from megatron.lm.model.spec import block_spec
 from megatron.lm.process_groups import virtual_pipeline_size
+from msamp.comm.counters import WireBytes
 
 if TYPE_CHECKING:
     from msamp.numerics.recipe import Recipe
@@ -64,7 +65,6 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
     """megatron-core's configuration of the model that `config` describes, its parameters in `recipe.compute_dtype`."""
     model, parallel = config.model, config.parallel
     interleaved = virtual_pipeline_size(config) is not None
-    residual_std = model.init_method_std / math.sqrt(2 * model.num_layers)
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -80,9 +80,10 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
         add_bias_linear=not model.disable_bias_linear,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
-        init_method=normal_(model.init_method_std),
-        embedding_init_method=normal_(model.init_method_std),
-        output_layer_init_method=normal_(residual_std),
+        # `draw_weights` fills them, each by its name.
+        init_method=nn.init.zeros_,
+        embedding_init_method=nn.init.zeros_,
+        output_layer_init_method=nn.init.zeros_,
         recompute_granularity=config.training.recompute_granularity,
         recompute_method=config.training.recompute_method,
         recompute_num_layers=config.training.recompute_num_layers,
@@ -103,24 +104,25 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
     )
 
 
-def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int | None = None) -> GPT:
+def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int | None = None, sent: WireBytes | None = None) -> GPT:
     """This rank's part of the model, on its device, with parameters in `recipe.compute_dtype`; needs `process_groups.initialize`.
 
-    Parameters depend on the seed, the model's shape and the tensor and pipeline layout; not on data parallelism, nor on the recipe beyond
-    rounding: they are drawn in FP32. The vocabulary is padded (`Config.padded_vocab_size`).
+    Weights depend on the seed and the model's shape, not on how it is spread over processes, nor on the recipe beyond
+    rounding. The vocabulary is padded (`Config.padded_vocab_size`).
 
     Args:
         recipe: its linear layers fill the block, `compute_dtype` is the parameters'.
         vocab_size: the tokenizer's, not padded.
         vp_stage: which chunk of an interleaved pipeline stage; None without interleaving.
+        sent: where tensor-parallel layers count the bytes that this rank sends.
 
     Raises:
         ValueError: an attention backend that this machine does not have, or an unknown norm.
     """
-    from megatron.lm.model.linear import column_linear, output_linear, row_linear
-
     linears = (column_linear(recipe), row_linear(recipe), output_linear(recipe))
-    return assemble(config, transformer_config(config, recipe), vocab_size, linears, vp_stage)
+    model = assemble(config, transformer_config(config, recipe), vocab_size, linears, vp_stage)
+    connect(model, config.parallel, WireBytes() if sent is None else sent)
+    return model
 
 
 def assemble(
@@ -130,11 +132,11 @@ def assemble(
     linears: tuple[type, type, type],
     vp_stage: int | None = None,
 ) -> GPT:
-    """`build_model` with megatron-core's configuration and the classes of (column, row, output) linear layers given."""
+    """`build_model` with megatron-core's configuration and the classes of (column, row, output) linear layers given, not connected."""
     check_backend(config.model.attention_backend, config.model.attention_dropout)
     column_linear, row_linear, output_linear = linears
     model = config.model
-    return GPT(
+    gpt = GPT(
         config=core_config,
         transformer_layer_spec=block_spec(core_config, column_linear, row_linear, vp_stage, model.attention_backend),
         vocab_size=config.padded_vocab_size(vocab_size),
@@ -148,19 +150,8 @@ def assemble(
         vp_stage=vp_stage,
         output_linear=output_linear,
     )
-
-
-def normal_(std: float) -> Callable[[Tensor], Tensor]:
-    """An initializer that fills a tensor of any floating dtype from N(0, std^2), drawn in FP32.
-
-    So every precision starts from the same numbers, rounded, and BF16's own coarse generator is not used.
-    """
-
-    @torch.no_grad()
-    def fill_(tensor: Tensor) -> Tensor:
-        return tensor.copy_(torch.empty_like(tensor, dtype=torch.float32).normal_(0.0, std))
-
-    return fill_
+    draw_weights(gpt, config)
+    return gpt
 
 
 def _gelu(x: Tensor) -> Tensor:

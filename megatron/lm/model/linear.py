@@ -1,54 +1,141 @@
 """The linear layers in the model's ModuleSpec slots: megatron-core's column- and row-parallel layers around our GEMMs."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatron.lm.config import ParallelConfig
+from msamp.comm.counters import WireBytes, all_gather_sent, all_reduce_sent
 from msamp.kernels.scaled_mm import native_bf16
 from msamp.nn.linear import describe_gemm, scaling_parameter
 from msamp.nn.linear_fn import linear
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.recipe import BF16, Recipe
+from msamp.parallel.tensor_parallel import TensorParallel
+from msamp.parallel.tensor_parallel import column_linear as fp8_column_linear
+from msamp.parallel.tensor_parallel import row_linear as fp8_row_linear
 
 
-class FP8Gemm(nn.Module):
+class Counted(nn.Module):
+    """Mixed into a megatron-core linear layer: counts what megatron-core's collectives of it send, in the compute dtype.
+
+    Attributes:
+        sent: where; None without tensor parallelism, and where the layer's own collectives count for themselves.
+        what: goes before the names of the collectives.
+        gathers_again: whether backward gathers the input a second time, as megatron-core's layers do.
+    """
+
+    tp_group: dist.ProcessGroup
+    sent: WireBytes | None = None
+    what = ""
+    gathers_again = True
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
+        if self.sent is not None:
+            (self._count_row if isinstance(self, RowParallelLinear) else self._count_column)(self.sent, input_, output)
+        return output, bias
+
+    def _count_column(self, sent: WireBytes, x: Tensor, y: Tensor) -> None:
+        ranks = self.tp_group.size()
+        size = all_gather_sent(x.nbytes, ranks)
+        if not self.sequence_parallel:
+            _after(x, lambda: self._add(sent, "grad_input all-reduce", all_reduce_sent(x.nbytes, ranks)))
+            return
+        self._add(sent, "input all-gather", size)
+        if self.gathers_again:
+            _after(x, lambda: self._add(sent, "input all-gather again", size))
+        _after(x, lambda: self._add(sent, "grad_input reduce-scatter", size))
+
+    def _count_row(self, sent: WireBytes, x: Tensor, y: Tensor) -> None:
+        ranks = self.tp_group.size()
+        if not self.sequence_parallel:
+            self._add(sent, "output all-reduce", all_reduce_sent(y.nbytes, ranks))
+            return
+        size = all_gather_sent(y.nbytes, ranks)  # of the reduce-scatter too: a slice to each of the others
+        self._add(sent, "output reduce-scatter", size)
+        _after(y, lambda: self._add(sent, "grad_output all-gather", size))
+
+    def _add(self, sent: WireBytes, collective: str, size: int) -> None:
+        sent.add("activation", self.what + collective, size)
+
+
+def _after(x: Tensor, count: Callable[[], None]) -> None:
+    """Run `count` when the gradient of `x` has been computed."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        x.register_hook(lambda _: count())
+
+
+class FP8Gemm(Counted):
     """Mixed into a megatron-core linear layer: its weight in the recipe's format, its three GEMMs in FP8.
+
+    With tensor parallelism at O3 activations and their gradients travel in FP8 too (`converter`, FP8-LM Figure 2); at O1 and
+    O2 megatron-core's own collectives carry them in the compute dtype.
 
     Attributes:
         recipe: set by the subclass.
-        scaling: scales of input, grad_output and weight.
+        scaling: scales of input, grad_output and weight, and of what a tensor-parallel layer sends.
+        converter: set by `connect`.
     """
 
     recipe: Recipe
     weight: nn.Parameter
+    converter: TensorParallel | None = None
+    gathers_again = False  # backward keeps the gathered input, in FP8
     _initial_weight: Tensor | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        assert self.recipe.gemm is not None
-        size = self.config.tensor_model_parallel_size  # type: ignore[union-attr]
-        if size != 1:
-            raise ValueError(
-                f"FP8 linear layers run with --tensor-model-parallel-size 1 in this version, not {size}; or use --opt-level O0"
-            )
-        drawn = self.weight
-        self.weight = scaling_parameter(drawn.detach(), self.recipe)
-        self.weight.__dict__.update(drawn.__dict__)  # megatron-core's marks: how the weight is split
-        self.scaling = LinearScaling(self.recipe.gemm, device=drawn.device)
+        gemm = self.recipe.gemm
+        assert gemm is not None
+        wire = None
+        if self.recipe.fp8_wire and self.tp_group.size() > 1:
+            wire = (gemm.input if isinstance(self, RowParallelLinear) else gemm.grad_output).format
+        self.scaling = LinearScaling(gemm, device=self.weight.device, wire=wire)
+        self.start_from(self.weight.detach())
+
+    def start_from(self, values: Tensor) -> None:
+        """Make `values`, in the compute dtype, the initial weight."""
+        marks = self.weight.__dict__
+        self.weight = scaling_parameter(values, self.recipe)
+        for name in marks.keys() - self.weight.__dict__.keys():  # megatron-core's: how the weight is split
+            setattr(self.weight, name, marks[name])
         own_master = self.recipe.weight == self.recipe.states.master
-        self._initial_weight = None if own_master else drawn.detach()
+        self._initial_weight = None if own_master else values
 
     def take_initial_weight(self) -> Tensor | None:
         """The weight as drawn, for a master that must not start from its FP8 rounding; handed out once, then forgotten."""
         values, self._initial_weight = self._initial_weight, None
         return values
 
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if self.converter is None or not isinstance(self, RowParallelLinear):
+            return super().forward(input_, *args, **kwargs)
+        output = fp8_row_linear(input_, self.weight, self.scaling, self.converter)  # type: ignore[arg-type]
+        if self.skip_bias_add or self.bias is None:
+            return output, self.bias
+        return output + self.bias, None
+
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any) -> Tensor:
+        if self.converter is not None:
+            return fp8_column_linear(input, weight, bias, self.scaling, self.converter)  # type: ignore[arg-type]
+        if kwargs["sequence_parallel"]:
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=self.tp_group)
+        elif kwargs["allreduce_dgrad"]:
+            input = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
         return linear(input, weight, bias, self.scaling)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
@@ -56,7 +143,7 @@ class FP8Gemm(nn.Module):
         return super().__repr__().removesuffix(")") + f", {precision}, scaling {self.scaling.gemm.input.scaling})"
 
 
-class WideGemm(nn.Module):
+class WideGemm(Counted):
     """Mixed into a megatron-core linear layer: a CPU that only emulates BF16 multiplies the BF16 values in FP32.
 
     The sum is rounded to BF16 once, as tensor cores do it; emulated BF16 products are tens of times slower.
@@ -73,12 +160,18 @@ class WideGemm(nn.Module):
         return super().__repr__().removesuffix(")") + f", weight and GEMM {precision})"
 
 
+class HeadGemm(WideGemm):
+    """`WideGemm` of the LM head, whose traffic is counted apart from that of the layers."""
+
+    what = "LM head "
+
+
 @functools.cache
-def _bind(base: type[nn.Module], recipe: Recipe) -> type[nn.Module]:
+def _bind(base: type[nn.Module], recipe: Recipe, wide: type[nn.Module] = WideGemm) -> type[nn.Module]:
     """`base` with the GEMMs of `recipe`."""
     if recipe.fp8:
         return type(f"FP8{base.__name__}", (FP8Gemm, base), {"recipe": recipe})
-    return type(base.__name__, (WideGemm, base), {})
+    return type(base.__name__, (wide, base), {})
 
 
 def column_linear(recipe: Recipe) -> type[nn.Module]:
@@ -93,4 +186,22 @@ def row_linear(recipe: Recipe) -> type[nn.Module]:
 
 def output_linear(recipe: Recipe) -> type[nn.Module]:
     """Class of the LM head, which stays in the compute dtype at every level."""
-    return _bind(ColumnParallelLinear, BF16)
+    return _bind(ColumnParallelLinear, BF16, HeadGemm)
+
+
+def connect(model: nn.Module, parallel: ParallelConfig, sent: WireBytes) -> None:
+    """Give the tensor-parallel layers of a model what they share: at O3 the FP8 converter, else a counter of bytes in `sent`."""
+    if parallel.tensor_model_parallel_size == 1:
+        return
+    converter = TensorParallel(
+        parallel_state.get_tensor_model_parallel_group(),
+        sequence_parallel=parallel.sequence_parallel,
+        wire=parallel.tp_wire,
+        saved_input=parallel.tp_saved_input,
+        sent=sent,
+    )
+    for layer in model.modules():
+        if isinstance(layer, FP8Gemm) and layer.recipe.fp8_wire:
+            layer.converter = converter
+        elif isinstance(layer, Counted):
+            layer.sent = sent

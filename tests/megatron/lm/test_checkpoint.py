@@ -67,7 +67,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def edit(folder: Path, **changes: Any) -> None:
     """Change entries of the newest state file."""
-    file = latest(folder) / checkpoint.STATE_FILE
+    file = latest(folder) / checkpoint.state_file()
     torch.save(torch.load(file, weights_only=True) | changes, file)
 
 
@@ -163,8 +163,8 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_last_checkpoint(prefix: Path,
     else:
         (copy / "iter_0000005.partial").mkdir()
         if written == "half of the state":
-            whole = (copy / "iter_0000004" / "state.pt").read_bytes()
-            (copy / "iter_0000005.partial" / "state.pt").write_bytes(whole[: len(whole) // 2])
+            whole = (copy / "iter_0000004" / "mp_rank_00_000.pt").read_bytes()
+            (copy / "iter_0000005.partial" / "mp_rank_00_000.pt").write_bytes(whole[: len(whole) // 2])
     assert resume(prefix, copy) == resume(prefix, good)
     assert resume(prefix, copy, save=str(copy))  # and the next save clears what the kill left
     assert sorted(path.name for path in copy.iterdir() if ".partial" in path.name and "0000006" in path.name) == []
@@ -230,7 +230,7 @@ def untouched(prefix: Path, folder: Path, said: str, **settings: Any) -> None:
 
 @pytest.mark.parametrize("damage", ["cut short", "empty", "noise", "a list", "no model", "a weight missing", "a weight of another shape"])
 def test_a_damaged_state_file(prefix: Path, copy: Path, damage: str):
-    file = copy / "iter_0000004" / "state.pt"
+    file = copy / "iter_0000004" / "mp_rank_00_000.pt"
     state = torch.load(file, weights_only=True)
     if damage == "cut short":
         file.write_bytes(file.read_bytes()[:-500])
@@ -256,7 +256,7 @@ def test_a_damaged_state_file(prefix: Path, copy: Path, damage: str):
 @pytest.mark.parametrize("weight", ["decoder.layers.1.mlp.linear_fc1.weight", "decoder.final_layernorm.weight"])
 def test_a_weight_that_is_not_finite(prefix: Path, tmp_path: Path, level: str, value: str, weight: str):
     saved_run(prefix, tmp_path, precision=level)
-    model = torch.load(tmp_path / "iter_0000004" / "state.pt", weights_only=True)["model"]
+    model = torch.load(tmp_path / "iter_0000004" / "mp_rank_00_000.pt", weights_only=True)["model"]
     if isinstance(model[weight], ScalingTensor):
         model[weight].scale_inv.fill_(float(value))
     else:
@@ -270,7 +270,7 @@ def test_a_weight_that_is_not_finite(prefix: Path, tmp_path: Path, level: str, v
 
 def test_a_master_weight_that_is_not_finite(prefix: Path, tmp_path: Path):
     saved_run(prefix, tmp_path, opt_level="O0")
-    optimizer = torch.load(tmp_path / "iter_0000004" / "state.pt", weights_only=True)["optimizer"]
+    optimizer = torch.load(tmp_path / "iter_0000004" / "mp_rank_00_000.pt", weights_only=True)["optimizer"]
     optimizer["state"][0]["master"][0] = math.nan
     edit(tmp_path, optimizer=optimizer)
     untouched(prefix, tmp_path, "NaN|finite", opt_level="O0")
@@ -382,7 +382,7 @@ def weights_of(prefix: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_finetune_takes_the_weights_into_any_precision(prefix: Path, good: Path, level: str):
-    saved = torch.load(good / "iter_0000004" / "state.pt", weights_only=True)["model"]
+    saved = torch.load(good / "iter_0000004" / "mp_rank_00_000.pt", weights_only=True)["model"]
     found = weights_of(prefix, {"precision": level, "load": str(good), "finetune": True})
     assert set(found) == {name for name in saved if ".scaling." not in name}
     for name, values in found.items():
@@ -398,7 +398,7 @@ def test_without_the_optimizer_weights_and_place_are_kept(prefix: Path, good: Pa
     with tiny.trainer(tiny.config(prefix, opt_level="O2", load=str(good), no_load_optim=True)) as made:
         assert (made.training.iteration, made.training.consumed_samples) == (4, 16)
         assert fresh(made.training)
-        saved = torch.load(good / "iter_0000004" / "state.pt", weights_only=True)["model"]
+        saved = torch.load(good / "iter_0000004" / "mp_rank_00_000.pt", weights_only=True)["model"]
         for name, p in made.training.model.named_parameters():
             assert torch.equal(p.cpu(), saved[name]), name
     assert all(map(math.isfinite, resume(prefix, good, no_load_optim=True)))
@@ -426,10 +426,10 @@ def test_random_generators_of_python_and_numpy_are_restored(prefix: Path, tmp_pa
 def test_files_hold_no_code(prefix: Path, tmp_path: Path, level: str):
     saved_run(prefix, tmp_path, precision=level)
     files = sorted(tmp_path.glob("iter_*/*.pt"))
-    assert [file.name for file in files] == ["rng_00000.pt", "state.pt"]
+    assert [file.name for file in files] == ["mp_rank_00_000.pt", "rng_00000.pt"]
     for file in files:
         assert torch.load(file, weights_only=True)
-    state = torch.load(files[1], weights_only=True)
+    state = torch.load(files[0], weights_only=True)
     json.dumps(state["config"])
     assert state["iteration"] == 4
 

@@ -12,7 +12,7 @@ import tiny
 import torch
 from torch import Tensor
 
-from megatron.lm.checkpoint import STATE_FILE, latest
+from megatron.lm.checkpoint import latest, state_file
 from megatron.lm.config import Config
 from megatron.lm.trainer import Trainer
 from msamp.numerics.tensor import ScalingTensor
@@ -59,7 +59,7 @@ def run(settings: Config) -> dict[str, Any]:
 def as_saved(made: Trainer) -> bool:
     """Whether optimizer, weights and mu are those of the newest checkpoint; collective, and only rank 0 sees all states."""
     assert made.config.checkpoint.load is not None
-    saved = torch.load(latest(Path(made.config.checkpoint.load)) / STATE_FILE, weights_only=True)
+    saved = torch.load(latest(Path(made.config.checkpoint.load)) / state_file(), weights_only=True)
     training = made.training
     optimizer, sync, model = training.optimizer.state_dict(), training.grad_sync.state_dict(), training.model.state_dict()
     main = torch.distributed.get_rank() == 0
@@ -124,7 +124,7 @@ def test_two_processes_resume_bit_for_bit(saved: tuple[list[dict[str, Any]], Pat
         assert rank["resumed"]["loaded"]
         assert tiny.same(rank["resumed"]["bits"], rank["straight"]["bits"])
     files = sorted(path.name for path in (saved[1] / name / "iter_0000006").iterdir())
-    assert files == ["rng_00000.pt", "rng_00001.pt", "state.pt"]
+    assert files == ["mp_rank_00_000.pt", "rng_00000.pt", "rng_00001.pt"]
 
 
 @pytest.mark.parametrize("name", CROSSED)
@@ -145,14 +145,14 @@ def test_fewer_or_more_processes_go_on(saved: tuple[list[dict[str, Any]], Path],
 
 
 def test_a_checkpoint_is_the_same_with_zero_and_without(saved: tuple[list[dict[str, Any]], Path]):
-    plain, zero = (torch.load(saved[1] / name / "iter_0000006" / STATE_FILE, weights_only=True) for name in CROSSED)
+    plain, zero = (torch.load(saved[1] / name / "iter_0000006" / state_file(), weights_only=True) for name in CROSSED)
     assert tiny.same(flat(plain["optimizer"]["state"]), flat(zero["optimizer"]["state"]))
     assert plain["optimizer"]["param_groups"] == zero["optimizer"]["param_groups"]
     assert plain["model"].keys() == zero["model"].keys()
 
 
 def test_mu_is_saved(saved: tuple[list[dict[str, Any]], Path]):
-    state = torch.load(saved[1] / "O3 nccl" / "iter_0000006" / STATE_FILE, weights_only=True)["grad_sync"]
+    state = torch.load(saved[1] / "O3 nccl" / "iter_0000006" / state_file(), weights_only=True)["grad_sync"]
     assert state["steps"] == 6
     assert len(state["mu"]) == 8
     assert all(float(mu) != 1 for mu in state["mu"].values())

@@ -17,6 +17,7 @@ GOOD = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 5 --lr 1e-3 "
     "--data-path corpus --tokenizer-type NullTokenizer --vocab-size 100"
 )
+PP_2 = "--pipeline-model-parallel-size 2"
 # flags beside (and over) GOOD, processes, what the message must hold
 REFUSALS = {
     "heads": ("--hidden-size 66", 1, "--hidden-size 66 is not divisible by --num-attention-heads 4: choose a multiple of 4"),
@@ -37,24 +38,80 @@ REFUSALS = {
     "recompute": (
         "--recompute-granularity full --recompute-method block --recompute-num-layers 5",
         1,
-        r"--recompute-num-layers 5 is more than the 4 layers of a pipeline stage: give a number in \[1, 4\]",
+        "--recompute-num-layers 5 is more than the 4 layers of a pipeline stage: give 1 to 4",
     ),
-    "TP heads": ("--tensor-model-parallel-size 3", 3, "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3: choose"),
-    "TP hidden": ("--tensor-model-parallel-size 3", 3, "--hidden-size 64 is not divisible by --tensor-model-parallel-size 3: choose"),
-    "TP ffn": ("--tensor-model-parallel-size 2 --ffn-hidden-size 99", 2, "--ffn-hidden-size 99 is not divisible by --tensor.*: choose"),
+    "recompute, virtual": (
+        f"{PP_2} --num-layers-per-virtual-pipeline-stage 1 --recompute-granularity full --recompute-method block --recompute-num-layers 2",
+        2,
+        "--recompute-num-layers 2 is more than the 1 layers of a virtual pipeline stage: give 1 to 1",
+    ),
+    "TP heads": (
+        "--tensor-model-parallel-size 3",
+        3,
+        "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3: choose 3 or 6$",
+    ),
+    "TP heads, few": ("--tensor-model-parallel-size 8", 8, "--num-attention-heads 4 is not divisible by --tensor.* 8: choose 8$"),
+    "TP hidden": ("--tensor-model-parallel-size 3", 3, "--hidden-size 64 is not divisible by --tensor.* 3: choose 60 or 72$"),
+    "TP hidden, channels": ("--tensor-model-parallel-size 3 --kv-channels 16", 3, "--hidden-size 64 is not .* 3: choose 63 or 66$"),
+    "TP ffn": (
+        "--tensor-model-parallel-size 2 --ffn-hidden-size 99",
+        2,
+        "--ffn-hidden-size 99 is not divisible by --t.* 2: choose 98 or 100$",
+    ),
     "TP groups": (
         "--tensor-model-parallel-size 2 --group-query-attention",
         2,
-        "--num-query-groups 1 is not divisible by --tensor.*: choose",
+        "--num-query-groups 1 is not divisible by --tensor.* 2: choose 2$",
     ),
-    "SP length": ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 31", 2, "--seq-length 31 is not divisible by --tensor"),
-    "SP alone": ("--sequence-parallel", 1, "--sequence-parallel splits between tensor-parallel processes, and there is one: drop it"),
-    "PP layers": ("--pipeline-model-parallel-size 3", 3, "--num-layers 4 is not divisible by --pipeline-model-parallel-size 3: choose"),
-    "lone virtual": ("--num-layers-per-virtual-pipeline-stage 2", 1, "virtual-pipeline-stage 2 needs pipeline stages.*: drop it"),
-    "virtual": (
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+    "TP groups, both": (
+        "--tensor-model-parallel-size 2 --group-query-attention --num-attention-heads 16 --num-query-groups 1",
         2,
-        "virtual-pipeline-stage 3 does not divide the 2 layers of a pipeline stage: choose a divisor of 2",
+        "--num-query-groups 1 is not divisible by --tensor-model-parallel-size 2: choose 2$",
+    ),
+    "SP length": (
+        "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 31",
+        2,
+        "--seq-length 31 is not divisible by --tensor-model-parallel-size 2: choose 30 or 32$",
+    ),
+    "SP alone": (
+        "--sequence-parallel",
+        1,
+        "--sequence-parallel splits between tensor-parallel processes, and there is one: drop it .*--no-sequence-parallel.*, or raise --t",
+    ),
+    "PP layers": (
+        "--pipeline-model-parallel-size 3",
+        3,
+        "--num-layers 4 is not divisible by --pipeline-model-parallel-size 3: choose 3 or 6$",
+    ),
+    "PP layers, virtual": (
+        "--pipeline-model-parallel-size 3 --num-layers 10 --num-layers-per-virtual-pipeline-stage 2",
+        3,
+        "--num-layers 10 is not divisible by --pipeline-model-parallel-size 3: choose 6 or 12$",
+    ),
+    "lone virtual": (
+        "--num-layers-per-virtual-pipeline-stage 2",
+        1,
+        "-stage 2 interleaves pipeline stages, and there is one: drop it, or raise",
+    ),
+    "virtual": (
+        "--pipeline-model-parallel-size 2 --num-layers 12 --num-layers-per-virtual-pipeline-stage 4",
+        2,
+        "virtual-pipeline-stage 4 does not divide the 6 layers of a pipeline stage: choose 3, or drop it",
+    ),
+    "virtual, two": (
+        "--pipeline-model-parallel-size 2 --num-layers 24 --num-layers-per-virtual-pipeline-stage 5",
+        2,
+        "virtual-pipeline-stage 5 does not divide the 12 layers of a pipeline stage: choose 4 or 6, or drop it",
+    ),
+    "virtual, whole": (
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+        2,
+        "virtual-pipeline-stage 2 leaves nothing to interleave: it is a whole pipeline stage: choose 1, or drop it",
+    ),
+    "virtual, one layer": (
+        "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1",
+        4,
+        "virtual-pipeline-stage 1 leaves nothing to interleave: it is a whole pipeline stage: drop it",
     ),
     "virtual micro-batches": (
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 6",
@@ -64,7 +121,7 @@ REFUSALS = {
     "world": (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
         6,
-        "6 processes do not fit --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2: start a multiple of 4",
+        "6 processes do not fit --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2: start 4 or 8, or lower the two sizes",
     ),
     "global batch": (
         "--global-batch-size 10",
@@ -75,19 +132,22 @@ REFUSALS = {
     "bf16 and O1": ("--bf16 --opt-level O1", 1, "--opt-level O1 and --bf16 contradict each other: keep one of them"),
     "format": ("--grad-format fp8-e4m3", 1, "--grad-format fp8-e4m3 contradicts precision bf16, whose formats are fixed: drop it, or use"),
     "scaling": ("--precision fp32 --fp8-scaling current", 1, "--fp8-scaling current contradicts precision fp32.*: drop it, or use"),
-    "TP": (
-        "--tensor-model-parallel-size 2",
+    "TP wire, level": (
+        "--tensor-model-parallel-size 2 --tp-wire fp8 --opt-level O2",
         2,
-        "--tensor-model-parallel-size 2: tensor parallelism is not part of this version.*value is 1",
+        "--tp-wire fp8 has no effect without --opt-level O3: drop it, or add --opt-level O3",
     ),
-    "FP8 TP": ("--tensor-model-parallel-size 2 --opt-level O2", 2, "size 2: FP8 tensor parallelism is not part of this version.*is 1"),
-    "PP": ("--pipeline-model-parallel-size 2", 2, "--pipeline-model-parallel-size 2: pipeline parallelism is not part.*value is 1"),
-    "SP": ("--sequence-parallel --opt-level O1", 1, "--sequence-parallel: FP8 sequence parallelism is not part of this version.*; drop it"),
-    "VPP": (
-        "--num-layers-per-virtual-pipeline-stage 2 --opt-level O3",
+    "TP wire, one process": (
+        "--opt-level O3 --tp-wire fp8",
         1,
-        "-stage 2: FP8 interleaved pipeline parallelism is not.*drop it",
+        "--tp-wire fp8 has no effect without --tensor-model-parallel-size above 1: drop it, or add",
     ),
+    "saved input, SP": (
+        "--opt-level O3 --tensor-model-parallel-size 2 --tp-saved-input gathered",
+        2,
+        "--tp-saved-input gathered has no effect without --sequence-parallel: drop it, or add --sequence-parallel",
+    ),
+    "saved input": ("--tp-saved-input gathered", 1, "has no effect without --opt-level O3 and --sequence-parallel: drop it, or add --opt"),
     "exchange": ("--grad-exchange nccl", 2, "--grad-exchange nccl sums FP8 gradients, and precision bf16 has none: drop it, or use --opt"),
     "exchange, format": (
         "--opt-level O2 --grad-format fp32 --grad-exchange nccl",
@@ -121,6 +181,9 @@ REFUSALS = {
         2,
         "--mu-rule paper has no effect with --grad-scaling pre, whose mu is fixed: drop it, or use --grad-scaling auto",
     ),
+    "world, few": ("--tensor-model-parallel-size 4", 2, "2 processes do not fit --tensor-model-parallel-size 4 .* 1: start 4, or lower"),
+    "dry run": ("--device-memory-gib 40", 1, "--device-memory-gib 40 has no effect without --dry-run: add it, or drop the memory"),
+    "dry run, data": ("--dry-run --data-path corpse", 1, "corpse.bin and corpse.idx do not exist"),
     "bucket": ("--ddp-bucket-size 0", 2, r"--ddp-bucket-size 0: give a number in \[1, inf\)"),
     "lr": ("--lr 0", 1, r"--lr 0.0: give a number in \(0, inf\)"),
     "lr nan": ("--lr nan", 1, r"--lr nan: give a number in \(0, inf\)"),
@@ -190,16 +253,17 @@ def config(flags: str = ""):
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusal_names_value_and_remedy(name):
     flags, world_size, message = REFUSALS[name]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"(?m){message}"):
         check(config(flags), world_size)
 
 
 def test_every_rule_is_proved_by_a_refusal():
     fired = set()
     for flags, world_size, _ in REFUSALS.values():
+        settings = config(flags)
         for rule in RULES:
             try:
-                fired |= {rule} if list(rule(config(flags), world_size)) else set()
+                fired |= {rule} if list(rule(settings, world_size)) else set()
             except (ValueError, ZeroDivisionError):  # a rule on values that `check` would have refused before it
                 continue
     assert fired == set(RULES)
@@ -234,10 +298,18 @@ def test_every_rule_is_proved_by_a_refusal():
         ("--data-path --train-data-path corpus --valid-data-path corpus", 1),
         ("--save new/run --save-interval 2 --metrics-file new/run/m.jsonl --tensorboard-dir folder", 1),
         ("--lr-warmup-iters 4 --min-lr 1e-3", 1),
+        ("--opt-level O3 --tensor-model-parallel-size 2 --tp-wire fp8", 2),
+        ("--opt-level O3 --tensor-model-parallel-size 2 --sequence-parallel --tp-wire fp8 --tp-saved-input gathered", 4),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4", 2),
+        ("--opt-level O1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4),
     ],
 )
 def test_legal_settings_pass(flags, world_size):
     check(config(flags), world_size)
+
+
+def test_a_dry_run_needs_no_data_and_no_tokenizer():
+    check(parse_args(shlex.split("--preset 175b --dry-run --device-memory-gib 80")), 128)
 
 
 def test_all_problems_are_told_at_once_even_beside_values_out_of_range():

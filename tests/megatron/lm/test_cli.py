@@ -22,7 +22,7 @@ EVERYTHING = shlex.split(
     "--untie-embeddings-and-output-weights --rotary-percent 0.5 --hidden-dropout 0.1 --attention-backend flash "
     "--opt-level O2 --fp8-scaling current --master-format fp8-e4m3 --exp-avg-sq-format fp8-e5m2 "
     "--use-distributed-optimizer --grad-exchange nccl --mu-rule paper --grad-accum-dtype fp8-sr --no-overlap-param-gather "
-    "--ddp-bucket-size 4096 "
+    "--ddp-bucket-size 4096 --tp-wire fp8 --tp-saved-input gathered --dry-run --device-memory-gib 79.5 "
     "--min-lr 1e-5 --lr-decay-style cosine --adam-eps 1e-10 --global-batch-size 8 --eval-iters 0 "
     "--data-path 0.3 a 0.7 b --split 98,2 --tokenizer-type NullTokenizer --vocab-size 100 --eod-mask-loss "
     "--save out --save-interval 3 --no-load-rng --metrics-file m.jsonl --peak-tflops 100.5 --distributed-backend gloo"

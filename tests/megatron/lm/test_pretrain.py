@@ -93,7 +93,7 @@ BAD_SETTINGS = {
     "format without FP8": ("--opt-level O0 --exp-avg-format fp8-e4m3", ["--exp-avg-format fp8-e4m3", "drop it"]),
     "scaling without FP8": ("--precision fp32 --fp8-scaling current", ["--fp8-scaling current", "drop it"]),
     "tokenizer": ("--tokenizer-type WordTokenizer", ["WordTokenizer", "NullTokenizer", "GPT2BPETokenizer"]),
-    "TP": ("--tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2", "start a multiple of 2"]),
+    "TP": ("--tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2", "start 2, or lower"]),
     "exchange": ("--grad-exchange nccl", ["--grad-exchange nccl", "drop it"]),
     "no data": ("--data-path", ["--data-path PREFIX"]),
     "missing data": ("--data-path nothing", ["nothing.bin", "nothing.idx", "do not exist", "preprocess_data"]),
@@ -133,7 +133,7 @@ def test_the_global_batch_counts_the_processes(
     monkeypatch.setenv("WORLD_SIZE", "3")
     code, _, said = run([*flags, "--tensor-model-parallel-size", "2"], capsys)
     assert code == 2
-    assert "3 processes do not fit --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1: start a multiple of 2" in said
+    assert "3 processes do not fit --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1: start 2 or 4, or lower" in said
     assert list(tmp_path.iterdir()) == []
 
 
@@ -240,7 +240,7 @@ def test_a_checkpoint_of_another_model(corpus: Path, tmp_path: Path, capsys: pyt
 def test_a_checkpoint_with_nan(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     flags = [*FLAGS, "--data-path", str(corpus), "--opt-level", "O2"]
     assert run([*flags, "--save", str(tmp_path)], capsys)[0] == 0
-    file = tmp_path / "iter_0000004" / "state.pt"
+    file = tmp_path / "iter_0000004" / "mp_rank_00_000.pt"
     state = torch.load(file, weights_only=True)
     state["model"]["decoder.layers.1.mlp.linear_fc2.weight"].payload[3, 4] = float("nan")
     torch.save(state, file)
@@ -248,6 +248,26 @@ def test_a_checkpoint_with_nan(corpus: Path, tmp_path: Path, capsys: pytest.Capt
     assert code == 2
     assert "decoder.layers.1.mlp.linear_fc2.weight" in said
     assert "Traceback" not in said
+
+
+def test_a_dry_run_prints_the_plan_of_a_rank_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    flags = [*outputs(tmp_path), "--preset", "13b", "--opt-level", "O3", "--dry-run", "--device-memory-gib"]
+    code, out, said = run([*flags, "100"], capsys)
+    assert (code, said) == (0, "")
+    for part in ("grid: 4 processes = TP 2 x PP 1 x DP 2", "parameters: ", "fullest: stage 0", "fits into 100.0 GiB; nothing was started"):
+        assert part in out
+    code, out, said = run([*flags, "40"], capsys)
+    assert code == 2
+    assert "fullest: stage 0" in out
+    assert "fits" not in out
+    assert "the device has 40.0 (--device-memory-gib)" in said
+    monkeypatch.setenv("RANK", "1")  # one rank speaks
+    assert run([*flags, "100"], capsys)[1] == ""
+    assert list(tmp_path.iterdir()) == []
+    assert not torch.distributed.is_initialized()
 
 
 def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]):

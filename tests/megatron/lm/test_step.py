@@ -117,7 +117,7 @@ def test_fp32_equals_a_plain_loop_with_torch_adamw(shape: dict[str, Any]):
     assert [result.lr for result in results] == pytest.approx([rate(made.config, i) for i in range(10)])
     for name, p in made.model.named_parameters():
         torch.testing.assert_close(p, weights[name], rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
-    assert losses[-1] < losses[0] - 0.2
+    assert losses[-1] < losses[0] - 0.15
 
 
 def test_what_a_step_reports_and_counts():

@@ -49,6 +49,24 @@ def exchanged(group) -> list:
     return found
 
 
+def started(group) -> dict:
+    """Collectives that are on their way at the same time, with names of their own."""
+    sent = WireBytes()
+    peers = Peers(group, sent)
+    sizes = [2] * peers.ranks
+    gathered = peers.start_all_gather(flat(peers.rank, 2, E4M3.dtype), sizes, "x", "activation", "input all-gather")
+    received = peers.start_all_to_all(flat(peers.rank, 2 * peers.ranks, torch.bfloat16), sizes, "x", "activation", "output reduce-scatter")
+    total = peers.all_reduce(torch.ones(1), torch.distributed.ReduceOp.SUM, "x", "activation", "amax all-reduce")
+    found = {"received": bits(received.wait()), "gathered": bits(gathered.wait()), "total": float(total), "sent": sent.take()}
+    assert received.wait() is received.wait()
+    bad = peers.start_all_to_all(torch.ones(3), [1, 1, 1, 1], "three elements")
+    try:
+        bad.wait()
+    except RuntimeError as error:
+        found["bad sizes"] = str(error)
+    return found
+
+
 def reduced(group) -> dict:
     ops = torch.distributed.ReduceOp
     sent = WireBytes()
@@ -76,6 +94,7 @@ def four_ranks() -> dict:
     inside = torch.distributed.get_rank() in (1, 3)
     return {
         "world": exchanged(torch.distributed.group.WORLD),
+        "started": started(torch.distributed.group.WORLD),
         "reduced": reduced(torch.distributed.group.WORLD),
         "some": exchanged(some) if inside else [],
         "place": (Peers(some, WireBytes()).rank, Peers(some, WireBytes()).ranks) if inside else None,
@@ -112,6 +131,17 @@ def test_all_reduce(ranks):
         assert rank["reduced"]["int64"] == {("activation", "all-reduce"): 84}
 
 
+def test_collectives_on_their_way(ranks):
+    for rank, found in enumerate(ranks):
+        found = found["started"]
+        assert found["gathered"].equal(torch.cat([bits(flat(r, 2, E4M3.dtype)) for r in range(WORLD)]))
+        assert found["received"].equal(torch.cat([bits(flat(r, 2 * WORLD, torch.bfloat16)[2 * rank : 2 * rank + 2]) for r in range(WORLD)]))
+        assert found["total"] == WORLD
+        labels = {"input all-gather": 3 * 2, "output reduce-scatter": 3 * 2 * 2, "amax all-reduce": 6}
+        assert found["sent"] == {("activation", label): count for label, count in labels.items()}
+        assert found["bad sizes"].startswith(f"rank {rank}: the all-to-all of three elements failed: every rank still answers (")
+
+
 def test_a_rank_stands_by_its_place_in_the_group(ranks):
     assert [rank["place"] for rank in ranks] == [None, (0, 2), None, (1, 2)]
 
@@ -129,6 +159,8 @@ def test_one_rank_runs_no_collective():
     assert peers.all_reduce(x, torch.distributed.ReduceOp.MIN, "x") is x
     assert peers.all_to_all(x, [6], "x")[0] is x
     assert peers.all_gather(x, [6], "x") is x
+    assert peers.start_all_to_all(x, [6], "x").wait() is x
+    assert peers.start_all_gather(x, [6], "x").wait() is x
     assert sent.rows() == {}
 
 
@@ -157,9 +189,22 @@ def backward_with_a_death(group, lost: int) -> None:
     sync.finish()
 
 
+def gather_with_a_death(group) -> None:
+    """The first gather ends well; rank 7 exits before it takes part in the second."""
+    peers = Peers(group, WireBytes())
+    for _ in range(2):
+        waiting = peers.start_all_gather(torch.ones(2), [2, 2], "input")
+        waiting.wait()
+        if torch.distributed.get_rank() == 7:
+            os._exit(0)
+
+
 def dying_groups(folder: str) -> None:
-    """World sizes 2 and 4 side by side, as subgroups: the names must be those of the whole world."""
-    two, four = new_groups([0, 1], [2, 3, 4, 5])
+    """World sizes 2, 4 and 2 side by side, as subgroups: the names must be those of the whole world."""
+    two, four, waiting = new_groups([0, 1], [2, 3, 4, 5], [6, 7])
+    if torch.distributed.get_rank() > 5:
+        survive(folder, lambda: gather_with_a_death(waiting))
+        return
     group, lost = (two, 1) if torch.distributed.get_rank() < 2 else (four, 3)
     survive(folder, lambda: backward_with_a_death(group, lost))
 
@@ -189,8 +234,8 @@ def dying_store(folder: str) -> None:
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("survivors")
-    with pytest.raises(FileNotFoundError, match=r"result_[13]\.pkl"):
-        dist.run(dying_groups, 6, str(folder), timeout=60)
+    with pytest.raises(FileNotFoundError, match=r"result_[137]\.pkl"):
+        dist.run(dying_groups, 8, str(folder), timeout=60)
     return {file.name: file.read_text() for file in folder.iterdir()}
 
 
@@ -198,6 +243,12 @@ def reports(tmp_path_factory) -> dict[str, str]:
 def test_every_survivor_names_the_lost_rank_and_the_tensor_in_time(reports, rank, lost):
     seconds, message = reports[str(rank)].split(" ", 1)
     assert message.startswith(f"rank {rank}: the all-reduce of the scales of middle.weight failed: rank {lost} does not answer (")
+    assert float(seconds) <= TIMEOUT
+
+
+def test_a_rank_lost_while_a_collective_is_on_its_way_is_named(reports):
+    seconds, message = reports["6"].split(" ", 1)
+    assert message.startswith("rank 6: the all-gather of input failed: rank 7 does not answer (")
     assert float(seconds) <= TIMEOUT
 
 

@@ -1,5 +1,7 @@
 """The scales between steps: recorded, rolled, shared by ranks, saved."""
 
+import copy
+
 import dist
 import pytest
 import torch
@@ -8,15 +10,15 @@ from torch import nn
 
 from msamp.nn.convert import convert
 from msamp.nn.linear import FP8Linear
-from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, LinearScaling, ScalingState
+from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, WIRE, LinearScaling, ScalingState
 from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3, E5M2, FP16
 from msamp.numerics.scaling import AmaxHistory, Current, Delayed, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
 
 
-def scaling(rule=None) -> LinearScaling:
-    return LinearScaling((recipe.O2 if rule is None else recipe.O2.with_scaling(rule)).gemm)
+def scaling(rule=None, wire=None) -> LinearScaling:
+    return LinearScaling((recipe.O2 if rule is None else recipe.O2.with_scaling(rule)).gemm, wire=wire)
 
 
 def model(rule=None) -> nn.Module:
@@ -41,6 +43,52 @@ def test_forty_rolls_give_the_scales_of_the_definition():
         state.roll()
     assert layer.seen == layer.steps == 40
     assert layer.history.equal(amaxes[-16:].t())
+
+
+def rolled(layers: list[LinearScaling], amaxes: list[torch.Tensor]) -> None:
+    """Steps of some layers in one model; `amaxes` by layer, [steps, rows]."""
+    state = ScalingState(nn.ModuleList(layers))
+    for step in range(len(amaxes[0])):
+        for layer, amax in zip(layers, amaxes, strict=True):
+            for slot, a in zip(layer.slots(record=True), amax[step], strict=True):
+                slot.amax.copy_(a)
+        state.roll()
+
+
+def test_layers_with_and_without_partial_sums_roll_together_as_each_alone():
+    wires = (None, E5M2, E4M3, None, E5M2)
+    draw = torch.Generator().manual_seed(2)
+    amaxes = [10 ** (torch.rand(20, 2 if wire is None else 3, generator=draw) * 8 - 4) for wire in wires]
+    together = [scaling(wire=wire) for wire in wires]
+    rolled(together, amaxes)
+    for layer, wire, amax in zip(together, wires, amaxes, strict=True):
+        alone = scaling(wire=wire)
+        rolled([alone], [amax])
+        for name, found in layer.named_buffers():
+            assert found.equal(alone.get_buffer(name)), (wire, name)
+        assert layer.history.equal(amax[-16:].t())
+        for row, fmt in enumerate((E4M3, E5M2) if wire is None else (E4M3, E5M2, wire)):
+            assert layer.slots(record=False)[row].scale == scale_from_amax(amax[-16:, row].amax(), fmt.max)
+
+
+def test_partial_sums_are_saved_and_copied_with_the_rest():
+    layer = scaling(Delayed(2), E5M2)
+    assert all(slot.scale is None for slot in layer.slots(record=True))
+    rolled([layer], [torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 1e-3]])])
+    assert layer.slots(record=True)[WIRE].scale == scale_from_amax(torch.tensor(3.0), E5M2.max)
+    other = scaling(Delayed(2), E5M2)
+    other.load_state_dict(layer.state_dict())
+    assert other.delayed
+    assert other.slots(record=True)[WIRE].scale == layer.scale[WIRE]
+    assert copy.deepcopy(layer).bfloat16().scale.equal(layer.scale)
+    assert "partial sums fp8-e5m2" in str(layer)
+    with pytest.raises(RuntimeError, match="size mismatch for amax"):
+        scaling(Delayed(2)).load_state_dict(layer.state_dict())
+
+
+def test_partial_sums_in_a_format_of_neither_operand_are_refused():
+    with pytest.raises(ValueError, match="partial sums in fp16 are unknown; choose fp8-e4m3 or fp8-e5m2"):
+        scaling(wire=FP16)
 
 
 def test_a_roll_empties_the_step_s_amaxes():

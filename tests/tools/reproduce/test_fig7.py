@@ -59,7 +59,7 @@ def test_the_strategies_differ_as_their_arithmetic_says(made, dp):
 
     for strategy in ("pre", "post", "auto"):
         # Of two ranks the sum is rounded once either way.
-        assert mean("fp32-sum", "snr_db") > mean(strategy, "snr_db") - (0.05 if dp == 2 else 0)
+        assert mean("fp32-sum", "snr_db") > mean(strategy, "snr_db") - (0.1 if dp == 2 else 0)
     assert mean("post", "overflow") >= mean("pre", "overflow")
     assert mean("pre", "underflow") >= mean("post", "underflow")
     assert mean("pre", "underflow_local") > mean("post", "underflow_local")

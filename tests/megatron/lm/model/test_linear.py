@@ -1,5 +1,6 @@
 """Our linear layers in megatron-core's classes: against msamp's FP8Linear, the weight as drawn, marks, refusals, `print(model)`."""
 
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn import functional
 
 from megatron.lm import process_groups
 from megatron.lm.model import linear
-from megatron.lm.model.gpt import build_model, normal_, transformer_config
+from megatron.lm.model.gpt import build_model, transformer_config
 from megatron.lm.model.linear import FP8Gemm, column_linear, output_linear, row_linear
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import ScalingState
@@ -19,6 +20,7 @@ from msamp.numerics.recipe import BF16, FP32, O1, O2, O3, Recipe
 from msamp.numerics.tensor import ScalingTensor
 
 IN, OUT = 32, 48
+normal_ = functools.partial(nn.init.normal_, std=0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -27,10 +29,10 @@ def one_process() -> Iterator[None]:
         yield
 
 
-def make(kind: str, recipe: Recipe, tensor_parallel: int = 1) -> nn.Module:
+def make(kind: str, recipe: Recipe) -> nn.Module:
     """One column- or row-parallel layer [OUT, IN] as the specification's slots construct them, with the bias kept apart."""
-    core = transformer_config(tiny.config("corpus", tensor_model_parallel_size=tensor_parallel), recipe)
-    common = {"config": core, "init_method": normal_(0.1), "bias": True, "skip_bias_add": True}
+    core = transformer_config(tiny.config("corpus"), recipe)
+    common = {"config": core, "init_method": normal_, "bias": True, "skip_bias_add": True}
     if kind == "column":
         return column_linear(recipe)(IN, OUT, gather_output=False, is_expert=False, **common)
     return row_linear(recipe)(IN, OUT, input_is_parallel=True, is_expert=False, **common)
@@ -74,7 +76,7 @@ def test_equals_fp8_linear_over_a_window_and_beyond(kind: str, recipe: Recipe):
 
 def test_bias_that_is_added_here():
     core = transformer_config(tiny.config("corpus"), O2)
-    layer = column_linear(O2)(IN, OUT, config=core, init_method=normal_(0.1), bias=True, gather_output=False)
+    layer = column_linear(O2)(IN, OUT, config=core, init_method=normal_, bias=True, gather_output=False)
     with torch.no_grad():
         layer.bias.copy_(random(OUT))
     x = random(4, 2, IN)
@@ -189,9 +191,3 @@ def test_linears_of_one_recipe_share_a_class():
     assert column_linear(O2) is not column_linear(O3)
     assert column_linear(O2).__name__ == "FP8ColumnParallelLinear"
     assert row_linear(O3).__name__ == "FP8RowParallelLinear"
-
-
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_tensor_parallelism_is_refused(kind: str):
-    with pytest.raises(ValueError, match=r"--tensor-model-parallel-size 1 .*not 2"):
-        make(kind, O2, tensor_parallel=2)

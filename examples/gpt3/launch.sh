@@ -1,0 +1,123 @@
+# Sourced by the scripts of this folder, each of which sets the numbers of one model size; starts megatron.lm.pretrain with them.
+#
+#   OPT_LEVEL       O0, O1, O2, O3 (default O3)
+#   DATA            a folder made by tools/prepare_text.py, or the prefix of a dataset made by tools/preprocess_data.py
+#   TOKENIZER       folder with encoder.json and vocab.bpe, or tokenizer.json (default: where the data lies)
+#   GPUS_PER_NODE   processes on a machine (default 8)
+#   NNODES          machines (default: the script's); by hand, start it on each with NODE_RANK, MASTER_ADDR and MASTER_PORT
+#   DRY_RUN=1       print the grid, and parameters and bytes of a process; exit with 2 where they do not fit
+#   GPU_MEMORY_GIB  into which DRY_RUN=1 has to fit (default: that of the GPU here, without one 80)
+#   TOY=1           the same grid and flags on a few CPU processes: a small model, three steps, generated data
+#   PYTHON          interpreter (default python3)
+#
+# Under srun either one task a GPU, or one task a machine; MASTER_ADDR is then the first host of the job. Flags of
+# megatron.lm.pretrain may follow and override what stands here: bash pretrain_gpt_13b.sh --save checkpoints --save-interval 500
+
+refuse() {
+  echo "error: $*" >&2
+  exit 2
+}
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+PYTHON=${PYTHON:-python3}
+GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+SEQUENCE=2048
+
+FLAGS=(
+  --opt-level "${OPT_LEVEL:-O3}" --use-distributed-optimizer
+  --num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads "$HEADS" --seq-length "$SEQUENCE"
+  --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
+  --micro-batch-size "$MICRO_BATCH" --global-batch-size $((BATCH_TOKENS / SEQUENCE))
+  --train-iters $(((TOKENS + BATCH_TOKENS / 2) / BATCH_TOKENS))
+  --lr "$LR" --min-lr "$MIN_LR" --lr-warmup-iters 1000 --lr-decay-style cosine
+  --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95
+)
+if ((TP > 1)); then
+  FLAGS+=(--sequence-parallel)
+  # As Megatron-LM: a collective that is issued before a GEMM also starts before it.
+  export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+fi
+
+toy() {
+  ((TP * PP <= 4)) || refuse "TOY=1 runs TP x PP processes on this CPU, at most 4, and TP $TP x PP $PP are $((TP * PP)): use DRY_RUN=1"
+  NNODES=1 GPUS_PER_NODE=$((TP * PP))
+  unset SLURM_STEP_ID
+  export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
+  FLAGS+=(
+    --num-layers $((2 * PP)) --hidden-size 64 --num-attention-heads 4 --seq-length 32 --make-vocab-size-divisible-by 32
+    --micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr-warmup-iters 1 --eval-iters 0 --log-interval 1
+    --tokenizer-type NullTokenizer --vocab-size 60
+  )
+  if [ "${DRY_RUN:-0}" = 1 ]; then return; fi
+  folder=$(mktemp -d)
+  trap 'rm -rf "$folder"' EXIT
+  awk 'BEGIN { for (d = 1; d <= 100; d++) { for (i = 0; i < 40; i++) printf "%d ", d * i % 59; print "\n<|endoftext|>" } }' >"$folder/toy.txt"
+  "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "$folder/toy.txt" --output-prefix "$folder/toy" \
+    --tokenizer-type NullTokenizer --vocab-size 60 --append-eod >"$folder/log" 2>&1 || refuse "no toy data: $(cat "$folder/log")"
+  FLAGS+=(--train-data-path "$folder/toy_text_document")
+}
+
+data() {
+  local tokenizer
+  if [ -z "${DATA:-}" ]; then
+    refuse "DATA is not set: give DATA=FOLDER made by 'python tools/prepare_text.py enwik8 --out FOLDER', or DATA=PREFIX made by" \
+      "'python tools/preprocess_data.py'; TOY=1 and DRY_RUN=1 need none"
+  elif [ -f "$DATA/train_text_document.bin" ]; then
+    FLAGS+=(--train-data-path "$DATA/train_text_document" --valid-data-path "$DATA/valid_text_document")
+    tokenizer=${TOKENIZER:-$DATA}
+  elif [ -f "$DATA.bin" ]; then
+    FLAGS+=(--data-path "$DATA")
+    tokenizer=${TOKENIZER:-$(dirname "$DATA")}
+  else
+    refuse "DATA=$DATA: neither $DATA/train_text_document.bin nor $DATA.bin exists; give a folder made by tools/prepare_text.py, or" \
+      "a prefix made by tools/preprocess_data.py"
+  fi
+  if [ -f "$tokenizer/encoder.json" ]; then
+    FLAGS+=(--tokenizer-type GPT2BPETokenizer --vocab-file "$tokenizer/encoder.json" --merge-file "$tokenizer/vocab.bpe")
+  elif [ -f "$tokenizer/tokenizer.json" ]; then
+    FLAGS+=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$tokenizer/tokenizer.json")
+  fi # else --tokenizer-type is among the flags that follow, or is refused as missing
+}
+
+# One task a GPU: each is a process of the run already. One task a machine, or none: torchrun starts the processes of this machine.
+launch() {
+  local tasks=1
+  if [ -n "${SLURM_STEP_ID:-}" ]; then
+    tasks=$SLURM_NTASKS NNODES=$SLURM_NNODES NODE_RANK=$SLURM_NODEID
+    MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
+    MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
+    export MASTER_ADDR MASTER_PORT
+  fi
+  if ((tasks > NNODES)); then
+    export RANK=$SLURM_PROCID WORLD_SIZE=$tasks LOCAL_RANK=$SLURM_LOCALID
+    COMMAND=("$PYTHON" -m megatron.lm.pretrain)
+  elif ((NNODES == 1)); then
+    COMMAND=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS_PER_NODE" -m megatron.lm.pretrain)
+  elif [ -z "${MASTER_ADDR:-}" ] || [ -z "${NODE_RANK:-}" ]; then
+    refuse "NNODES=$NNODES machines have to find each other: start this with srun, or on each machine with MASTER_ADDR=HOST and" \
+      "NODE_RANK=0 to $((NNODES - 1)); for one machine NNODES=1"
+  else
+    COMMAND=("$PYTHON" -m torch.distributed.run --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$GPUS_PER_NODE"
+      --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" -m megatron.lm.pretrain)
+  fi
+}
+
+if [ "${TOY:-0}" = 1 ]; then
+  toy
+elif [ "${DRY_RUN:-0}" != 1 ]; then
+  data
+fi
+if [ "${DRY_RUN:-0}" = 1 ]; then
+  FLAGS+=(--dry-run ${GPU_MEMORY_GIB:+--device-memory-gib "$GPU_MEMORY_GIB"})
+  export WORLD_SIZE=$((GPUS_PER_NODE * NNODES))
+  COMMAND=("$PYTHON" -m megatron.lm.pretrain)
+else
+  launch
+fi
+COMMAND+=("${FLAGS[@]}" "$@")
+if [ "${TOY:-0}" = 1 ]; then
+  "${COMMAND[@]}" # this shell stays, to remove the data
+else
+  exec "${COMMAND[@]}"
+fi

@@ -1,0 +1,75 @@
+"""Initial weights that depend on the seed and the model's shape alone: each is drawn by its name, and a rank keeps its part.
+
+So a model starts from the same numbers on one process and on any grid of tensor and pipeline parallelism, in any
+precision but for its rounding. Equal draws want equal devices: a CPU and a GPU have different generators.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor, nn
+
+from megatron.lm.model.linear import FP8Gemm
+
+if TYPE_CHECKING:
+    from megatron.lm.config import Config
+
+_RESIDUAL = ("linear_proj", "linear_fc2")  # their outputs are added to the residual stream once a layer each
+
+
+@torch.no_grad()
+def draw_weights(model: GPTModel, config: "Config") -> None:
+    """Fill every matrix of this rank's part of the model from N(0, std^2), drawn in FP32.
+
+    std is `--init-method-std`, for the layers that write to the residual stream divided by sqrt(2 x layers). Vectors stay as
+    their layers made them: biases 0, norms 1. The rows that pad the vocabulary are drawn like the others.
+    """
+    std, residual_std = config.model.init_method_std, config.model.init_method_std / math.sqrt(2 * config.model.num_layers)
+    for name, module in named_globally(model):
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() < 2:
+                continue
+            whole = _draw(f"{name}.{key}", parameter, model.pg_collection.tp.size(), config.training.seed)
+            whole *= residual_std if name.endswith(_RESIDUAL) else std
+            strips = 2 if config.model.swiglu and name.endswith("linear_fc1") else 1  # a rank has its part of the gate, then of the rest
+            part = _part(whole, parameter, strips, model.pg_collection.tp.rank(), model.pg_collection.tp.size())
+            if isinstance(module, FP8Gemm):
+                module.start_from(part.to(parameter.dtype))
+            else:
+                parameter.copy_(part)
+
+
+def named_globally(model: GPTModel) -> Iterator[tuple[str, nn.Module]]:
+    """Modules by the names that they would have in a model on one process."""
+    offset = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
+    for name, module in model.named_modules():
+        if name.startswith("decoder.layers."):
+            first, second, number, *rest = name.split(".")
+            yield ".".join([first, second, str(int(number) + offset), *rest]), module
+        elif name == "output_layer" and model.share_embeddings_and_output_weights:
+            # The last stage's own copy of the embedding; on one process it is the embedding, which has been drawn.
+            if not model.pre_process:
+                yield "embedding.word_embeddings", module
+        else:
+            yield name, module
+
+
+def _draw(name: str, parameter: Tensor, ranks: int, seed: int) -> Tensor:
+    """FP32 standard normal values of the whole tensor that `parameter` is a part of."""
+    shape = list(parameter.shape)
+    if getattr(parameter, "tensor_model_parallel", False):
+        shape[parameter.partition_dim] *= ranks  # type: ignore[attr-defined]
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+    generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest))
+    return torch.empty(shape, device=parameter.device).normal_(generator=generator)
+
+
+def _part(whole: Tensor, parameter: Tensor, strips: int, rank: int, ranks: int) -> Tensor:
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    dim = parameter.partition_dim  # type: ignore[attr-defined]
+    return torch.cat([strip.chunk(ranks, dim)[rank] for strip in whole.chunk(strips, dim)], dim)

@@ -1,0 +1,303 @@
+"""What every process of a grid will hold, from shapes alone: `--dry-run`. Nothing is allocated and no process group is needed.
+
+Parameters and model states are exact but for the scales, a few bytes a tensor. Activations are counted as Korthikanti et al. (2022,
+"Reducing Activation Recomputation in Large Transformer Models", section 4) count them, for what these layers save: see `layer_activations`.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.lm.config import Config
+from megatron.lm.presets import parameter_count
+from msamp.comm.accumulate import Plain, accumulator
+from msamp.numerics import formats, recipe
+from msamp.numerics.formats import Format
+from msamp.numerics.recipe import FP32_STATES, StateFormats
+from msamp.parallel.partition import plan_buckets
+
+GIB = 2**30
+GPT2_VOCABULARY = 50257
+# CUDA's context, NCCL's buffers, workspaces of GEMMs, a gathered activation, and what the allocator loses between blocks.
+RESERVED = 3 * GIB
+
+
+class Parameter(NamedTuple):
+    """One parameter on one rank: `kind` is linear, matrix (embeddings, LM head) or vector (norms, biases), as in `optim.parameter_groups`.
+
+    `summed`: its gradient is also added up over other ranks than the data-parallel ones, so that it shares no bucket with the others.
+    """
+
+    shape: tuple[int, ...]
+    kind: str
+    summed: bool = False
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """Bytes on one rank: of pipeline stage `stage`, number `copy` of its data-parallel ranks, and any tensor-parallel rank.
+
+    Attributes:
+        parameters: elements of the parameters it has.
+        weight, master, m, v: model states between steps.
+        gradient: the averaged gradient that the optimizer takes.
+        accumulated: sums over the micro-batches of a step, before they are averaged; 0 where there is one.
+        activations: what backward needs of the micro-batches under way, and the logits.
+    """
+
+    stage: int
+    copy: int
+    parameters: int
+    weight: int
+    master: int
+    m: int
+    v: int
+    gradient: int
+    accumulated: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """The most at one time: averaged gradients come, bucket by bucket, as activations and sums of micro-batches go."""
+        return self.weight + self.master + self.m + self.v + max(self.accumulated + self.activations, self.gradient)
+
+
+def plan(config: Config, world_size: int) -> list[Rank]:
+    """Every rank of the grid but for tensor-parallel peers, which are alike; `config` has passed `checks.check`."""
+    copies = config.data_parallel_size(world_size)
+    ranks = []
+    for stage in range(config.parallel.pipeline_model_parallel_size):
+        parameters = stage_parameters(config, stage)
+        activations = stage_activations(config, stage, config.num_micro_batches(world_size))
+        for copy, states in enumerate(_states(config, parameters, copies, config.num_micro_batches(world_size) > 1)):
+            size = sum(p.size for p in parameters)
+            ranks.append(Rank(stage=stage, copy=copy, parameters=size, activations=activations, **states))
+    return ranks
+
+
+def vocabulary(config: Config) -> int:
+    """Rows of the embedding: `--vocab-size`, or GPT-2's (other tokenizers bring their own, which is not read here), padded."""
+    return config.padded_vocab_size(config.model.vocab_size or GPT2_VOCABULARY)
+
+
+def stage_parameters(config: Config, stage: int) -> list[Parameter]:
+    """The parameters of one tensor-parallel rank of a pipeline stage, in the order of `model.parameters()`."""
+    model, tp, stages = config.model, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    hidden, last = model.hidden_size, stage == stages - 1
+    embedding = Parameter((vocabulary(config) // tp, hidden), "matrix", stages > 1 and not model.untie_embeddings_and_output_weights)
+    found = []
+    if stage == 0:
+        found.append(embedding)
+        if model.position_embedding_type == "learned_absolute":
+            found.append(Parameter((model.max_positions, hidden), "matrix"))
+    found += _layer(config) * (model.num_layers // stages)
+    if last:
+        found += _norm(config)
+    if last and (model.untie_embeddings_and_output_weights or stages > 1):
+        found.append(embedding)
+    return found
+
+
+def _layer(config: Config) -> list[Parameter]:
+    """One transformer layer."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    hidden, ffn = model.hidden_size, model.ffn_size // tp
+    queries, keys = model.num_attention_heads * model.head_size // tp, model.query_groups * model.head_size // tp
+
+    def linear(rows: int, columns: int, summed: bool) -> list[Parameter]:
+        return [Parameter((rows, columns), "linear"), Parameter((rows,), "vector", summed)][: 1 if model.disable_bias_linear else 2]
+
+    split = config.parallel.sequence_parallel  # row-parallel biases are added to a slice of the sequence
+    attention = linear(hidden, queries, split) + linear(queries + 2 * keys, hidden, False)
+    mlp = linear(ffn * (2 if model.swiglu else 1), hidden, False) + linear(hidden, ffn, split)
+    return [*_norm(config), *attention, *_norm(config), *mlp]
+
+
+def _norm(config: Config) -> list[Parameter]:
+    vector = Parameter((config.model.hidden_size,), "vector", config.parallel.sequence_parallel)
+    return [vector] * (1 if config.model.normalization == "RMSNorm" else 2)
+
+
+def state_formats(config: Config) -> dict[str, tuple[Format, StateFormats]]:
+    """Kind of parameter -> its weight's format, and those of its master, gradient and moments."""
+    precision = config.precision
+    base = recipe.by_name(precision.name)
+    named = (precision.master_format, precision.grad_format, precision.exp_avg_format, precision.exp_avg_sq_format)
+    states = base.with_states(
+        **{key: formats.by_name(name) for key, name in zip(("master", "grad", "m", "v"), named, strict=True) if name}
+    ).states
+    matrix = StateFormats(states.master, formats.BF16, states.m, states.v) if base.fp8 else states
+    return {"linear": (base.weight, states), "matrix": (base.compute, matrix), "vector": (base.compute, FP32_STATES)}
+
+
+def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumulates: bool) -> Iterator[dict[str, int]]:
+    """Bytes of each model state on each of `copies` data-parallel ranks."""
+    by_kind = state_formats(config)
+    owned: list[dict[str, int]] = [dict.fromkeys(by_kind, 0) for _ in range(copies)]
+    if config.shards_optimizer:
+        backward = list(reversed(parameters))
+        buckets = [(by_kind[p.kind][1].grad.name, p.summed) for p in backward]
+        divided = plan_buckets([p.shape for p in backward], buckets, copies, config.communication.bucket_size)
+        for piece in (piece for bucket in divided.buckets for piece in bucket.pieces):
+            p = backward[piece.tensor]
+            owned[piece.owner][p.kind] += piece.rows * math.prod(p.shape[1:])
+    else:
+        for p in parameters:
+            for held in owned:
+                held[p.kind] += p.size
+    local = sum(p.size * _accumulator_bytes(config, by_kind[p.kind][1].grad) for p in parameters) if accumulates else 0
+    weight = sum(p.size * by_kind[p.kind][0].bytes for p in parameters)
+    for held in owned:
+        sizes = {key: sum(n * getattr(by_kind[kind][1], key).bytes for kind, n in held.items()) for key in ("grad", "m", "v")}
+        master = sum(n * by_kind[kind][1].master.bytes for kind, n in held.items() if by_kind[kind][0] != by_kind[kind][1].master)
+        yield {
+            "weight": weight,
+            "master": master,
+            "m": sizes["m"],
+            "v": sizes["v"],
+            "gradient": sizes["grad"],
+            "accumulated": local,
+        }
+
+
+def _accumulator_bytes(config: Config, grad: Format) -> int:
+    """Bytes an element of the sum over micro-batches."""
+    chosen = accumulator(config.precision.grad_accum, grad)
+    return chosen.dtype.itemsize if isinstance(chosen, Plain) else grad.bytes
+
+
+def layer_activations(config: Config) -> int:
+    """Bytes that one layer saves for backward of one micro-batch on one rank.
+
+    With a = 2 bytes (4 at fp32), l = 1 for the input of an FP8 linear layer (a without FP8), s sequence, b micro-batch, t TP (T: t with
+    sequence parallelism, else 1), q and k the widths of a rank's queries and keys, f that of its share of the MLP:
+
+        norms          2 a h / T             their inputs, which are the residual stream
+        QKV, fc1       2 l h / G             their inputs; G = t where a rank keeps its shard and gathers again (BF16, and O3 with
+                                             --tp-saved-input shard), else 1: O1 and O2 keep all of it
+        attention      a (q + 2 k)           QKV's output, of which the values are a view
+                       a (q + k)             queries and keys after rope
+                       a q                   the output; no s x s matrix: the kernels recompute it
+                       l q with FP8          the projection's input, cast; without FP8 it is the output itself
+        MLP            a f, SwiGLU 4 a f     what GELU sees; SwiGLU's two halves, and the two factors of their product
+                       l f                   fc2's input
+        dropout        2 h / T               two masks, where there is dropout on the residual stream
+
+    in units of s b. A GPT without tensor parallelism has 36 s b h in BF16, 31 s b h with FP8; Korthikanti et al. have 34 s b h for BF16,
+    with three dropout masks, and without the QKV output and rope.
+    """
+    model, parallel = config.model, config.parallel
+    wide, narrow = _compute_bytes(config), 1 if config.precision.is_fp8 else _compute_bytes(config)
+    tp, split = parallel.tensor_model_parallel_size, _sequence_split(config)
+    hidden, ffn = model.hidden_size, model.ffn_size / tp
+    queries, keys = model.num_attention_heads * model.head_size / tp, model.query_groups * model.head_size / tp
+    shard = not config.precision.is_fp8 or (config.precision.name == "O3" and parallel.tp_saved_input == "shard")
+    norms = 2 * wide * hidden / split
+    column = 2 * narrow * hidden / (split if shard else 1)
+    rotated = queries + keys if model.position_embedding_type == "rope" else 0
+    attention = wide * (queries + 2 * keys + rotated + queries) + (queries if config.precision.is_fp8 else 0)
+    mlp = wide * ffn * (4 if model.swiglu else 1) + narrow * ffn
+    masks = 2 * hidden / split if model.hidden_dropout else 0
+    return int((norms + column + attention + mlp + masks) * _tokens(config))
+
+
+def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
+    """Bytes that a rank of a pipeline stage keeps for backward, at the moment when they are most.
+
+    1F1B has P - p micro-batches under way on stage p of P; interleaved with V chunks a stage, 2 (P - p - 1) + (V - 1) P + 1 times a chunk.
+    Full recomputation leaves the inputs of its units, and of one unit everything. The last stage adds what the final norm, the LM head and
+    the cross entropy keep of one micro-batch: logits in the compute dtype and in FP32.
+    """
+    model, training, parallel = config.model, config.training, config.parallel
+    stages, chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    layers = model.num_layers // stages
+    if chunk is None:
+        chunk, under_way = layers, min(micro_batches, stages - stage)
+    else:
+        chunks = layers // chunk
+        under_way = min(micro_batches * chunks, 2 * (stages - stage - 1) + (chunks - 1) * stages + 1)
+    whole = layer_activations(config)
+    stream = _compute_bytes(config) * model.hidden_size * _tokens(config) // _sequence_split(config)
+    unit = training.recompute_num_layers or 1
+    if training.recompute_granularity is None:
+        kept, again = chunk * whole, 0
+    elif training.recompute_method == "uniform":
+        kept, again = -(-chunk // unit) * stream, unit * whole
+    else:
+        kept, again = unit * stream + (chunk - unit) * whole, whole
+    head = 0
+    if stage == stages - 1:
+        columns = vocabulary(config) // parallel.tensor_model_parallel_size
+        head = 2 * stream + columns * _tokens(config) * (_compute_bytes(config) + 4)
+    return under_way * kept + again + head
+
+
+def _compute_bytes(config: Config) -> int:
+    return recipe.by_name(config.precision.name).compute.bytes
+
+
+def _tokens(config: Config) -> int:
+    return config.model.seq_length * config.training.micro_batch_size
+
+
+def _sequence_split(config: Config) -> int:
+    return config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+
+
+def report(config: Config, world_size: int) -> str:
+    """Grid, parameters and GiB of the least and the fullest rank, as text."""
+    parallel, training, ranks = config.parallel, config.training, plan(config, world_size)
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    virtual = parallel.num_layers_per_virtual_pipeline_stage
+    grid = (
+        f"grid: {world_size} process{'es' if world_size > 1 else ''} = TP {tp} x PP {pp} x DP {config.data_parallel_size(world_size)}"
+        + (", sequence parallel" if parallel.sequence_parallel else "")
+        + (f", {virtual} layers a virtual stage" if virtual else "")
+        + (", ZeRO" if config.shards_optimizer else "")
+    )
+    tokens = config.global_batch_size(world_size) * config.model.seq_length
+    batch = (
+        f"batch: {config.global_batch_size(world_size)} sequences = {tokens:,} tokens, {config.num_micro_batches(world_size)} x "
+        f"{training.micro_batch_size} a process; {training.train_iters:,} iterations = "
+        f"{training.train_iters * tokens / 1e9:.1f}B tokens"
+    )
+    few, many = min(rank.parameters for rank in ranks), max(rank.parameters for rank in ranks)
+    whole = parameter_count(config.model, vocabulary(config))
+    size = f"parameters: {whole:,}; a process {few:,}" + (f" to {many:,}" if many > few else "") + f"; vocabulary {vocabulary(config):,}"
+    columns = ("weight", "master", "m", "v", "gradient", "accumulated", "activations", "total")
+    table = [f"{'GiB a process, ' + config.precision.name:<34}" + "".join(f"{name:>12}" for name in columns)]
+    for what, rank in (("least", min(ranks, key=lambda rank: rank.total)), ("fullest", max(ranks, key=lambda rank: rank.total))):
+        where = f"{what}: stage {rank.stage}, data-parallel {rank.copy}"
+        table.append(f"{where:<34}" + "".join(f"{getattr(rank, name) / GIB:>12.2f}" for name in columns))
+    return "\n".join([grid, batch, size, *table])
+
+
+def check_fits(config: Config, world_size: int, device_memory: float) -> None:
+    """Raise a ValueError where the fullest rank and `RESERVED` need more than `device_memory` bytes."""
+    fullest = max(plan(config, world_size), key=lambda rank: rank.total)
+    if fullest.total + RESERVED > device_memory:
+        raise ValueError(
+            f"pipeline stage {fullest.stage} needs {fullest.total / GIB:.1f} GiB a process and {RESERVED / GIB:g} for CUDA and NCCL, "
+            f"and the device has {device_memory / GIB:.1f} (--device-memory-gib): {', '.join(_remedies(config, fullest))}"
+        )
+
+
+def _remedies(config: Config, rank: Rank) -> Iterator[str]:
+    """What would make a rank smaller, the cheapest first."""
+    states = rank.weight + rank.master + rank.m + rank.v
+    if not config.shards_optimizer:
+        yield "add --use-distributed-optimizer"
+    if rank.activations > states / 4:
+        if config.training.micro_batch_size > 1:
+            yield f"lower --micro-batch-size {config.training.micro_batch_size}"
+        if config.training.recompute_granularity is None:
+            yield "add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    if not config.precision.is_fp8:
+        yield "use --opt-level O3"
+    yield "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"

@@ -1,0 +1,97 @@
+"""What lies between sequence- and tensor-parallel regions: converter g and its conjugate (FP8-LM section 2.3, Figure 2).
+
+Rows are gathered, and partial sums added up, with the conversion to FP8 before the collective. Without sequence parallelism nothing is
+gathered, and an all-reduce takes the place of the reduce-scatter.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from msamp.comm.collectives import Peers
+from msamp.comm.wire import pack_scaled, sum_in_rank_order
+from msamp.nn.linear_fn import quantize_operand
+from msamp.nn.scaling_state import Slot
+from msamp.numerics.formats import Format
+
+KIND = "activation"
+
+
+def shared_amax(amax: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """The largest amax (FP32, 0-dim, changed in place) of all ranks, so that one scale serves them."""
+    return peers.all_reduce(amax, dist.ReduceOp.MAX, "the amax of an activation", KIND, "amax all-reduce")
+
+
+def gathered_shape(shape: Sequence[int], peers: Peers) -> tuple[int, ...]:
+    """The shape of a tensor whose dim 0 is spread evenly over the ranks."""
+    return (shape[0] * peers.ranks, *shape[1:])
+
+
+def start_gather(payload: torch.Tensor, peers: Peers, label: str) -> Callable[[], torch.Tensor]:
+    """All-gather rows, the same number from each rank.
+
+    Args:
+        payload: contiguous [M, N], any dtype; FP8 travels in one byte an element.
+        peers: the ranks.
+        label: under which the bytes are counted, such as "input all-gather".
+
+    Returns:
+        What waits, on a GPU in the stream alone, and gives [ranks M, N], rank after rank.
+    """
+    pending = peers.start_all_gather(payload.view(-1), [payload.numel()] * peers.ranks, label.split()[0], KIND, label)
+    return lambda: pending.wait().view(gathered_shape(payload.shape, peers))
+
+
+def start_sum(
+    partial: torch.Tensor, peers: Peers, role: str, *, scatter: bool, wire: tuple[Slot, Format] | None = None
+) -> Callable[[], torch.Tensor]:
+    """Add up the ranks' partial sums of a GEMM.
+
+    In FP8 each rank quantises its own with the shared scale and sends to each other rank the slice that this one owns,
+    which adds the payloads up in FP32 in rank order. To have the whole sum everywhere, the slices are quantised once more,
+    with a scale so much smaller that ranks times the largest payload fit, and gathered.
+
+    Args:
+        partial: contiguous [M, N] FP32, BF16 or FP16; overwritten where NCCL sums it.
+        peers: the ranks.
+        role: "output" or "grad_input"; bytes are counted under "{role} reduce-scatter" or "{role} all-reduce".
+        scatter: leave on each rank its block of M / ranks rows, of which M must be a multiple; else the whole sum.
+        wire: scale and FP8 format. None: the sum travels in the dtype of `partial`, summed by NCCL itself or over other
+            backends in FP32 in rank order and rounded once.
+
+    Returns:
+        What waits, on a GPU in the stream alone, and gives [M / ranks, N] or [M, N] in the dtype of `partial`; the whole
+        sum is bitwise the same on all ranks.
+    """
+    if peers.ranks == 1:
+        return lambda: partial
+    label, what = f"{role} {'reduce-scatter' if scatter else 'all-reduce'}", f"the partial sums of {role}"
+    even, more = divmod(partial.numel(), peers.ranks)
+    sizes = [even + (rank < more) for rank in range(peers.ranks)]
+    shape = (partial.shape[0] // peers.ranks if scatter else partial.shape[0], partial.shape[1])
+    if wire is None and peers.nccl:
+        if scatter:
+            summed = peers.reduce_scatter(partial.view(-1), sizes, what, KIND, label)
+        else:
+            summed = peers.all_reduce(partial, dist.ReduceOp.SUM, what, KIND, label)
+        return lambda: summed.view(shape)
+    payload, scale_inv, dtype = partial, None, partial.dtype
+    if wire is not None:
+        slot, fmt = wire
+        payload, _, scale_inv = quantize_operand(partial, slot, fmt, False, lambda amax: shared_amax(amax, peers))
+    pending = peers.start_all_to_all(payload.view(-1), sizes, what, KIND, label)
+
+    def finish() -> torch.Tensor:
+        total = sum_in_rank_order(list(pending.wait().view(peers.ranks, sizes[peers.rank])))
+        if scatter:
+            whole = total if scale_inv is None else total.mul_(scale_inv)
+        elif scale_inv is None:
+            whole = peers.all_gather(total.to(dtype), sizes, f"the sums of {role}", KIND, label)
+        else:
+            room = 2.0 ** (peers.ranks - 1).bit_length()
+            rounded = pack_scaled(total, total.new_full((), 1.0 / room), fmt)
+            whole = peers.all_gather(rounded, sizes, f"the sums of {role}", KIND, label).float().mul_(scale_inv * room)
+        return whole.to(dtype).view(shape)
+
+    return finish

@@ -1,0 +1,235 @@
+"""Column- and row-parallel FP8 linear layers, whose activations travel in FP8 in both directions (FP8-LM section 2.3, Figure 2).
+
+Tensors are quantised first and gathered once: the gathered payload is the GEMM's operand as it is. What travels has one scale on all
+ranks of the group. With delayed scaling that costs nothing, since histories are rolled over the group; just in time it costs an
+all-reduce of one number.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
+from msamp.kernels import ops
+from msamp.nn.linear_fn import activation, quantize_operand, transpose_payload, weight_operand
+from msamp.nn.scaling_state import WIRE, LinearScaling, Slot
+from msamp.numerics.formats import Format
+from msamp.numerics.recipe import Gemm
+from msamp.numerics.tensor import ScalingTensor
+from msamp.parallel.sequence_parallel import gathered_shape, shared_amax, start_gather, start_sum
+
+WIRES = ("bf16", "fp8")
+SAVED_INPUTS = ("shard", "gathered")
+
+Slots = tuple[Slot, ...]
+Scales = tuple[torch.Tensor, torch.Tensor]
+
+
+class TensorParallel:
+    """What the FP8 linear layers of one tensor-parallel group share.
+
+    Args:
+        group: the ranks.
+        sequence_parallel: dim 0 of the activations outside (column layers' input, row layers' output) is spread over the ranks.
+        wire: how the sum of a row-parallel layer's output travels in forward: "bf16" (the dtype of the activations, which
+            may be FP32) or "fp8".
+        saved_input: what a column-parallel layer keeps of its FP8 input under sequence parallelism: "shard", gathered again
+            in backward while grad_input's GEMM runs, or "gathered", ranks times as large.
+        sent: where bytes are counted, as kind "activation"; None is a counter of its own.
+
+    Raises:
+        ValueError: another `wire` or `saved_input`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        sequence_parallel: bool,
+        wire: str = "bf16",
+        saved_input: str = "shard",
+        sent: WireBytes | None = None,
+    ) -> None:
+        for name, value, legal in (("wire", wire, WIRES), ("saved_input", saved_input, SAVED_INPUTS)):
+            if value not in legal:
+                raise ValueError(f"{name} is {value!r}; choose one of {', '.join(legal)}")
+        self.sequence_parallel = sequence_parallel
+        self.wire = wire
+        self.saved_input = saved_input
+        self.sent = WireBytes() if sent is None else sent
+        self.peers = Peers(group, self.sent)
+
+    def shared_amax(self, amax: torch.Tensor) -> torch.Tensor:
+        """The largest amax of the group; what a rank gives is alike, or not sent, without sequence parallelism."""
+        return shared_amax(amax, self.peers) if self.sequence_parallel else amax
+
+
+class ColumnFunction(torch.autograd.Function):
+    """y = x W^T + b, W's rows spread over the ranks: g gathers the input, and adds up the partial sums of its gradient."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: torch.Tensor,
+        weight: ScalingTensor,
+        bias: torch.Tensor | None,
+        gemm: Gemm,
+        slots: Slots,
+        weight_scales: Scales,
+        tp: TensorParallel,
+    ) -> torch.Tensor:
+        x_slot, ctx.grad_slot, ctx.wire_slot = slots
+        multiplier, w_scale_inv = weight_scales
+        keep, gather = ctx.needs_input_grad[1], tp.sequence_parallel
+        x2d, shape = x.reshape(-1, x.shape[-1]), gathered_shape(x.shape, tp.peers) if gather else x.shape
+        x8, saved, x_scale_inv = quantize_operand(x2d, x_slot, gemm.input.format, keep and not gather, tp.shared_amax)
+        if gather:
+            gathered = start_gather(x8, tp.peers, "input all-gather")
+        w8 = weight_operand(weight.payload, multiplier, gemm.weight.format.dtype, transpose=False)
+        if gather:
+            shard, x8 = x8, gathered()
+            saved = (shard if tp.saved_input == "shard" else x8) if keep else None
+        y = ops.scaled_mm(x8, w8, x_scale_inv, w_scale_inv, None if bias is None else bias.to(x.dtype), x.dtype, True)
+        ctx.save_for_backward(saved, x_scale_inv, weight.payload, multiplier, w_scale_inv)
+        ctx.gemm, ctx.tp, ctx.shape, ctx.weight_dtype = gemm, tp, x.shape, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y.view(*shape[:-1], y.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        saved, x_scale_inv, w_payload, multiplier, w_scale_inv = ctx.saved_tensors
+        gemm, tp, (needs_x, needs_w, needs_b, *_) = ctx.gemm, ctx.tp, ctx.needs_input_grad
+        grad_x = grad_w = grad_b = None
+        again = needs_w and tp.sequence_parallel and tp.saved_input == "shard"
+        if again:
+            gathered = start_gather(saved, tp.peers, "input all-gather again")
+        g2d = grad_output.reshape(-1, grad_output.shape[-1])
+        if needs_x or needs_w:
+            g8, g8_t, scale_inv = quantize_operand(g2d, ctx.grad_slot, gemm.grad_output.format, transpose=needs_w)
+        if needs_x:
+            w8_t = weight_operand(w_payload, multiplier, gemm.weight.format.dtype, transpose=True)
+            summed = start_sum(
+                ops.scaled_mm(g8, w8_t, scale_inv, w_scale_inv, None, grad_output.dtype, False),
+                tp.peers,
+                "grad_input",
+                scatter=tp.sequence_parallel,
+                wire=(ctx.wire_slot, gemm.grad_output.format),
+            )
+        if needs_w:
+            x8 = gathered() if again else saved
+            x8_t = transpose_payload(x8) if tp.sequence_parallel else x8
+            grad_w = ops.scaled_mm(g8_t, x8_t, scale_inv, x_scale_inv, None, ctx.weight_dtype, False)
+        if needs_b and ctx.bias_dtype is not None:
+            grad_b = g2d.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        if needs_x:
+            grad_x = summed().view(ctx.shape)
+        return grad_x, grad_w, grad_b, None, None, None, None
+
+
+class RowFunction(torch.autograd.Function):
+    """y = x W^T, W's columns spread over the ranks: g-bar adds up the partial sums of the output, and gathers its gradient."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, weight: ScalingTensor, gemm: Gemm, slots: Slots, weight_scales: Scales, tp: TensorParallel
+    ) -> torch.Tensor:
+        x_slot, ctx.grad_slot, *_ = slots
+        multiplier, w_scale_inv = weight_scales
+        x2d = x.reshape(-1, x.shape[-1])
+        x8, x8_t, x_scale_inv = quantize_operand(x2d, x_slot, gemm.input.format, transpose=ctx.needs_input_grad[1])
+        w8 = weight_operand(weight.payload, multiplier, gemm.weight.format.dtype, transpose=False)
+        partial = ops.scaled_mm(x8, w8, x_scale_inv, w_scale_inv, None, x.dtype, True)
+        wire = (slots[WIRE], gemm.input.format) if tp.wire == "fp8" else None
+        y = start_sum(partial, tp.peers, "output", scatter=tp.sequence_parallel, wire=wire)()
+        ctx.save_for_backward(x8_t, x_scale_inv, weight.payload, multiplier, w_scale_inv)
+        ctx.gemm, ctx.tp, ctx.shape, ctx.weight_dtype = gemm, tp, x.shape, weight.dtype
+        rows = x.shape[0] // tp.peers.ranks if tp.sequence_parallel else x.shape[0]
+        return y.view(rows, *x.shape[1:-1], y.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        x8_t, x_scale_inv, w_payload, multiplier, w_scale_inv = ctx.saved_tensors
+        gemm, tp, (needs_x, needs_w, *_) = ctx.gemm, ctx.tp, ctx.needs_input_grad
+        grad_x = grad_w = None
+        gather = tp.sequence_parallel
+        g2d = grad_output.reshape(-1, grad_output.shape[-1])
+        transpose = needs_w and not gather
+        g8, g8_t, scale_inv = quantize_operand(g2d, ctx.grad_slot, gemm.grad_output.format, transpose, tp.shared_amax)
+        if gather:
+            gathered = start_gather(g8, tp.peers, "grad_output all-gather")
+        if needs_x:
+            w8_t = weight_operand(w_payload, multiplier, gemm.weight.format.dtype, transpose=True)
+        if gather:
+            g8 = gathered()
+        if needs_x:
+            grad_x = ops.scaled_mm(g8, w8_t, scale_inv, w_scale_inv, None, grad_output.dtype, False).view(ctx.shape)
+        if needs_w:
+            g8_t = transpose_payload(g8) if gather else g8_t
+            grad_w = ops.scaled_mm(g8_t, x8_t, scale_inv, x_scale_inv, None, ctx.weight_dtype, False)
+        return grad_x, grad_w, None, None, None, None
+
+
+def column_linear(
+    x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, scaling: LinearScaling, tp: TensorParallel
+) -> torch.Tensor:
+    """FP8 linear whose output features are spread over the ranks.
+
+    Args:
+        x: BF16, FP16 or FP32, under autocast taken in the autocast dtype. [s / ranks, ..., K] with sequence parallelism, the
+            same s on every rank; else [s, ..., K], the same values on every rank.
+        weight: [N / ranks, K] FP16-scaled or E4M3, with a scale of its own.
+        bias: [N / ranks] or None.
+        scaling: of the layer, with a row for the partial sums of grad_input (`wire` E5M2).
+        tp: the group.
+
+    Returns:
+        [s, ..., N / ranks] in the dtype of `x`.
+
+    Raises:
+        ValueError: a shape that does not fit, an input dtype that is none of these, or a `scaling` without the third row.
+    """
+    x, slots = _prepare(x, weight, scaling, scaling.gemm.grad_output.format)
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; this weight shard takes ({weight.shape[0]},)")
+    return ColumnFunction.apply(x, weight, bias, scaling.gemm, slots, scaling.weight_scales(weight), tp)
+
+
+def row_linear(x: torch.Tensor, weight: ScalingTensor, scaling: LinearScaling, tp: TensorParallel) -> torch.Tensor:
+    """FP8 linear whose input features are spread over the ranks; a bias is added to its result.
+
+    Args:
+        x: [s, ..., K / ranks] BF16, FP16 or FP32, under autocast taken in the autocast dtype.
+        weight: [N, K / ranks] FP16-scaled or E4M3, with a scale of its own.
+        scaling: of the layer, for `tp.wire` "fp8" with a row for the partial sums of the output (`wire` E4M3).
+        tp: the group.
+
+    Returns:
+        [s / ranks, ..., N] with sequence parallelism, else [s, ..., N], the same on every rank; in the dtype of `x`.
+
+    Raises:
+        ValueError: as `column_linear`; also, under sequence parallelism, an s that is no multiple of the ranks.
+    """
+    x, slots = _prepare(x, weight, scaling, scaling.gemm.input.format if tp.wire == "fp8" else None)
+    ranks = tp.peers.ranks
+    if tp.sequence_parallel and x.shape[0] % ranks:
+        raise ValueError(
+            f"sequence length {x.shape[0]} is no multiple of the {ranks} ranks that sequence parallelism spreads it over; "
+            f"use {-(-x.shape[0] // ranks) * ranks}, or turn sequence parallelism off"
+        )
+    return RowFunction.apply(x, weight, scaling.gemm, slots, scaling.weight_scales(weight), tp)
+
+
+def _prepare(x: torch.Tensor, weight: ScalingTensor, scaling: LinearScaling, wire: Format | None) -> tuple[torch.Tensor, Slots]:
+    """The checked input in its dtype, and the layer's slots; `wire` is the format that its partial sums need a scale for."""
+    if x.dim() < 2:
+        raise ValueError(f"input has shape {tuple(x.shape)}; it must be [sequence, ..., features]")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"weight shard has shape {tuple(weight.shape)}; an input of {x.shape[-1]} features takes (N, {x.shape[-1]})")
+    if wire is not None and scaling.formats[WIRE:] != (wire,):
+        raise ValueError(f"the layer has no scale for partial sums in {wire}; make its LinearScaling with wire={wire}")
+    return activation(x), scaling.slots(record=torch.is_grad_enabled())

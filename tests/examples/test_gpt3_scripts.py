@@ -1,0 +1,193 @@
+"""The launch scripts of examples/gpt3: the numbers they pass, how they start processes, and runs of them at a toy size."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.lm.cli import parse_args
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "gpt3"
+SCRIPTS = {"125m": "125m", "345m": "345m", "1p3b": "1.3b", "7b": "7b", "13b": "13b", "175b": "175b"}  # name in the file's -> preset
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    """A dataset by name, with GPT-2's tokenizer beside it."""
+    for name in ("corpus.bin", "corpus.idx", "encoder.json", "vocab.bpe"):
+        (tmp_path / name).write_bytes(b"")
+    return tmp_path / "corpus"
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """Stands where the interpreter would: tells how it was called."""
+    file = tmp_path / "python"
+    names = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT CUDA_DEVICE_MAX_CONNECTIONS"
+    file.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@"\nfor name in {names}; do echo "$name=${{!name:-}}"; done\n', encoding="utf-8")
+    file.chmod(0o755)
+    return file
+
+
+def start(size: str, *arguments: str, **environment: object) -> subprocess.CompletedProcess[str]:
+    """Run a script in a clean environment with `environment`; from the root folder, which none of them may rely on."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
+    env = (
+        kept | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHON": sys.executable} | {k: str(v) for k, v in environment.items()}
+    )
+    script = ["bash", str(FOLDER / f"pretrain_gpt_{size}.sh"), *arguments]
+    return subprocess.run(script, env=env, cwd="/", capture_output=True, text=True, timeout=240, check=False)
+
+
+def called(done: subprocess.CompletedProcess[str]) -> tuple[list[str], list[str], dict[str, str]]:
+    """What stands before the trainer's module, the flags after it, and the environment."""
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    words = [line for line in lines if not re.match(r"[A-Z_]+=", line)]
+    at = words.index("megatron.lm.pretrain")
+    return words[: at - 1], words[at + 1 :], dict(line.split("=", 1) for line in lines[len(words) :])
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 2, done.stdout + done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("file", [*sorted(p.name for p in FOLDER.glob("*.sh"))])
+def test_the_shell_can_read_it(file):
+    assert subprocess.run(["bash", "-n", str(FOLDER / file)], check=False).returncode == 0
+    if file != "launch.sh":
+        assert (FOLDER / file).read_text(encoding="utf-8").count("\n") <= 12
+
+
+@pytest.mark.parametrize("size", SCRIPTS)
+def test_the_numbers_are_those_of_the_preset_and_so_of_table_1(size, prefix, python):
+    _, flags, environment = called(start(size, PYTHON=python, DATA=prefix, OPT_LEVEL="O2", NNODES=1))
+    files = ["--vocab-file", str(prefix.parent / "encoder.json"), "--merge-file", str(prefix.parent / "vocab.bpe")]
+    data = ["--data-path", str(prefix), "--tokenizer-type", "GPT2BPETokenizer", *files]
+    assert parse_args(flags) == parse_args(["--preset", SCRIPTS[size], "--opt-level", "O2", "--use-distributed-optimizer", *data])
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == ("1" if size in ("13b", "175b") else "")
+
+
+@pytest.mark.parametrize(("size", "gpus"), [("125m", 8), ("345m", 8), ("1p3b", 8), ("7b", 32), ("13b", 32), ("175b", 128)])
+def test_a_dry_run_fits_on_the_gpus_of_the_script(size, gpus):
+    done = start(size, DRY_RUN=1, GPU_MEMORY_GIB=80)
+    assert done.returncode == 0, done.stderr
+    assert f"grid: {gpus} processes = TP" in done.stdout
+    assert re.search(r"fullest: stage 0, data-parallel \d+ ", done.stdout)
+    assert "fits into 80.0 GiB; nothing was started" in done.stdout
+
+
+def test_a_dry_run_refuses_what_does_not_fit():
+    done = start("13b", DRY_RUN=1, NNODES=1, GPUS_PER_NODE=2, GPU_MEMORY_GIB=40)
+    assert "pipeline stage 0 needs" in refused(done)
+    assert "the device has 40.0 (--device-memory-gib)" in done.stderr
+    assert "grid: 2 processes = TP 2 x PP 1 x DP 1, sequence parallel, ZeRO" in done.stdout
+
+
+def test_a_dry_run_refuses_processes_that_do_not_fit_the_grid():
+    said = refused(start("175b", DRY_RUN=1, NNODES=3, GPU_MEMORY_GIB=80))
+    assert "24 processes do not fit --tensor-model-parallel-size 8 x --pipeline-model-parallel-size 4: start 32" in said
+
+
+def test_flags_that_follow_override(prefix, python):
+    _, flags, _ = called(start("125m", "--lr", "1e-3", "--save", "out", PYTHON=python, DATA=prefix))
+    assert parse_args(flags).optimizer.lr == 1e-3
+    assert parse_args(flags).checkpoint.save == "out"
+
+
+def test_a_prepared_folder_brings_validation_data_and_its_tokenizer(tmp_path, python):
+    for name in ("train_text_document.bin", "valid_text_document.bin", "tokenizer.json"):
+        (tmp_path / name).write_bytes(b"")
+    _, flags, _ = called(start("125m", PYTHON=python, DATA=tmp_path))
+    data = parse_args(flags).data
+    assert (data.train_data_path, data.valid_data_path) == ((f"{tmp_path}/train_text_document",), (f"{tmp_path}/valid_text_document",))
+    assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", f"{tmp_path}/tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({}, ["DATA is not set", "tools/prepare_text.py", "tools/preprocess_data.py", "DRY_RUN=1"]),
+        ({"DATA": "/nowhere"}, ["DATA=/nowhere", "/nowhere.bin", "/nowhere/train_text_document.bin", "tools/preprocess_data.py"]),
+        ({"DATA": "corpus"}, ["NNODES=4 machines have to find each other", "srun", "MASTER_ADDR=HOST", "NODE_RANK=0 to 3"]),
+    ],
+)
+def test_what_is_missing_is_said(environment, wanted, prefix):
+    if environment.get("DATA") == "corpus":
+        environment = {"DATA": prefix}
+    said = refused(start("7b", **environment))
+    for part in wanted:
+        assert part in said
+
+
+# How processes are started
+
+
+def test_one_machine_is_torchrun_alone(prefix, python):
+    launch, _, _ = called(start("125m", PYTHON=python, DATA=prefix, GPUS_PER_NODE=4))
+    assert launch == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+
+
+def test_several_machines_by_hand(prefix, python):
+    launch, _, _ = called(start("7b", PYTHON=python, DATA=prefix, NODE_RANK=3, MASTER_ADDR="first"))
+    assert " ".join(launch[2:]) == "--nnodes 4 --node-rank 3 --nproc-per-node 8 --master-addr first --master-port 29500"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Variables of a step of a job on four machines, and scontrol."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/bash\n[ "$*" = "show hostnames gpu[1-4]" ] && printf "gpu1\\ngpu2\\ngpu3\\ngpu4\\n"\n', encoding="utf-8")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return {"SLURM_STEP_ID": 0, "SLURM_JOB_ID": 20007, "SLURM_JOB_NODELIST": "gpu[1-4]", "SLURM_NNODES": 4}
+
+
+def test_srun_with_one_task_a_gpu_needs_no_torchrun(prefix, python, slurm):
+    tasks = {"SLURM_NTASKS": 32, "SLURM_PROCID": 17, "SLURM_LOCALID": 1, "SLURM_NODEID": 2}
+    launch, _, environment = called(start("7b", PYTHON=python, DATA=prefix, **slurm, **tasks))
+    assert launch == []
+    expected = {"RANK": "17", "WORLD_SIZE": "32", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu1", "MASTER_PORT": "20007"}
+    assert expected.items() <= environment.items()
+
+
+def test_srun_with_one_task_a_machine_starts_torchrun_on_each(prefix, python, slurm):
+    tasks = {"SLURM_NTASKS": 4, "SLURM_PROCID": 2, "SLURM_LOCALID": 0, "SLURM_NODEID": 2}
+    launch, _, environment = called(start("7b", PYTHON=python, DATA=prefix, **slurm, **tasks))
+    assert " ".join(launch[2:]) == "--nnodes 4 --node-rank 2 --nproc-per-node 8 --master-addr gpu1 --master-port 20007"
+    assert environment["RANK"] == ""
+
+
+# At a toy size
+
+
+def test_the_toy_has_the_grid_and_the_flags(python):
+    done = start("175b", TOY=1, PYTHON=python)
+    assert "TP 8 x PP 4 are 32: use DRY_RUN=1" in refused(done)
+    done = start("13b", TOY=1, DRY_RUN=1)
+    assert done.returncode == 0, done.stderr
+    assert "grid: 2 processes = TP 2 x PP 1 x DP 1, sequence parallel, ZeRO" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("size", "level"),
+    [
+        ("125m", "O3"),
+        ("13b", "O3"),
+        *(pytest.param(size, "O3", marks=pytest.mark.slow) for size in ("345m", "1p3b", "7b")),
+        *(pytest.param("13b", level, marks=pytest.mark.slow) for level in ("O0", "O1", "O2")),
+    ],
+)
+def test_the_toy_trains(size, level, tmp_path):
+    done = start(size, TOY=1, OPT_LEVEL=level, TMPDIR=tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"iteration +\d/3 .* loss (\S+)", done.stdout)]
+    assert len(losses) == 3
+    assert all(3 < loss < 5 for loss in losses)  # log 64 is 4.2
+    assert ("(tensor 2 with sequence, pipeline 1, data 1)" in done.stdout) == (size == "13b")
+    assert list(tmp_path.rglob("toy*")) == []  # the generated data is gone

@@ -1,0 +1,276 @@
+"""Runs over grids of tensor, sequence, pipeline and data parallelism: as on one process, gradient by gradient, alike on all ranks.
+
+One start of processes serves all runs of a size; the tests look at what it returns. By default 2 processes and the grids that differ
+most; `slow` adds the rest of the table and 4 processes.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import dist
+import pytest
+import tiny
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron.lm.config import Config
+from megatron.lm.distributed import chunks
+from megatron.lm.model.initial import named_globally
+from megatron.lm.step import Training, train_step
+from msamp.numerics.metrics import sqnr_db
+from msamp.numerics.tensor import fp32_values
+
+STEPS = 20
+SHARED: dict[str, Any] = {
+    "num_layers": 4,
+    "num_attention_heads": 4,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "train_iters": STEPS,
+    "make_vocab_size_divisible_by": 16,
+}
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+SP, VPP = {"sequence_parallel": True}, {"num_layers_per_virtual_pipeline_stage": 1}
+ZERO = {"use_distributed_optimizer": True}
+UNTIED = {"untie_embeddings_and_output_weights": True}
+LLAMA = {"swiglu": True, "group_query_attention": True, "num_query_groups": 2, "normalization": "RMSNorm", "disable_bias_linear": True}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+LEARNED = {"position_embedding_type": "learned_absolute"}
+# Largest relative difference of a loss from one process's over the steps; least SQNR in dB of a parameter's gradient in the first.
+LIMITS = {"fp32": (1e-5, 100.0), "bf16": (5e-3, 30.0), "O1": (1e-2, 12.0), "O2": (1e-2, 12.0), "O3": (1e-2, 12.0)}
+
+# Model settings by name: each is trained on one process too.
+MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "llama": LLAMA | UNTIED, "learned": LEARNED}
+Case = tuple[str, str, dict[str, Any]]  # recipe, model, grid
+TWO: dict[str, Case] = {
+    "fp32 TP": ("fp32", "gpt", TP2),
+    "fp32 TP+SP": ("fp32", "gpt", TP2 | SP),
+    "fp32 PP": ("fp32", "gpt", PP2),
+    "fp32 interleaved": ("fp32", "gpt", PP2 | VPP),
+    "O3 TP+SP": ("O3", "gpt", TP2 | SP),
+    "O3 TP+SP again": ("O3", "gpt", TP2 | SP),
+    "O3 TP+SP recomputed": ("O3", "gpt", TP2 | SP | RECOMPUTE),
+    "O3 interleaved": ("O3", "gpt", PP2 | VPP),
+}
+TWO_SLOW: dict[str, Case] = {
+    **{
+        f"{recipe} {name}": (recipe, "gpt", grid)
+        for recipe in LIMITS
+        for name, grid in {"DP": {}, "TP": TP2, "TP+SP": TP2 | SP, "PP": PP2, "interleaved": PP2 | VPP}.items()
+        if f"{recipe} {name}" not in TWO
+    },
+    "O3 TP recomputed": ("O3", "gpt", TP2 | RECOMPUTE),
+    "O3 PP recomputed": ("O3", "gpt", PP2 | RECOMPUTE),
+    "O3 TP+SP fp8 wire": ("O3", "gpt", TP2 | SP | {"tp_wire": "fp8"}),
+    "O3 TP fp8 wire": ("O3", "gpt", TP2 | {"tp_wire": "fp8"}),
+    "O3 TP+SP gathered": ("O3", "gpt", TP2 | SP | {"tp_saved_input": "gathered"}),
+    "O3 TP+SP current": ("O3", "gpt", TP2 | SP | {"fp8_scaling": "current"}),
+    **{f"{recipe} llama TP+SP": (recipe, "llama", TP2 | SP) for recipe in ("fp32", "bf16", "O3")},
+    **{f"{recipe} llama interleaved": (recipe, "llama", PP2 | VPP) for recipe in ("fp32", "O3")},
+    "fp32 learned TP+SP": ("fp32", "learned", TP2 | SP),
+    "fp32 learned PP": ("fp32", "learned", PP2),
+    "O1 PP ZeRO": ("O1", "gpt", PP2 | ZERO),
+}
+FOUR: dict[str, Case] = {
+    f"{recipe} {name}": (recipe, "gpt", grid)
+    for recipe in LIMITS
+    for name, grid in {
+        "TP 4 + SP": {"tensor_model_parallel_size": 4} | SP,
+        "PP 4": {"pipeline_model_parallel_size": 4},
+        "TP+SP x PP": TP2 | SP | PP2,
+        "TP+SP x interleaved": TP2 | SP | PP2 | VPP,
+        "DP x TP": TP2,
+        "DP x TP+SP ZeRO": TP2 | SP | ZERO,
+        "DP x PP": PP2,
+        "DP x PP ZeRO": PP2 | ZERO,
+        "DP x interleaved": PP2 | VPP,
+    }.items()
+}
+SAME_BITS = [("O3 TP+SP", "O3 TP+SP again"), ("O3 TP+SP", "O3 TP+SP recomputed")]
+SAME_BITS_SLOW = [("O3 TP", "O3 TP recomputed"), ("O3 PP", "O3 PP recomputed"), ("O3 TP+SP", "O3 TP+SP gathered"), ("O1 PP", "O1 PP ZeRO")]
+SAME_BITS_FOUR = [(f"{recipe} DP x PP", f"{recipe} DP x PP ZeRO") for recipe in LIMITS]
+
+
+def settings_of(prefix: str, case: Case) -> Config:
+    recipe, model, grid = case
+    return tiny.config(prefix, **{"precision": recipe, **SHARED, **MODELS[model], **grid})
+
+
+def gradients(training: Training) -> dict[str, tuple[Tensor, dict[str, int]]]:
+    """This rank's averaged gradients by the name on one process, each with how its parameter is cut."""
+    found = {}
+    sync = training.grad_sync
+    for chunk in chunks(training.model):
+        for name, module in named_globally(chunk):
+            for key, p in module.named_parameters(recurse=False):
+                rows = [(slot.row, slot.grad) for slot in sync.owned(p)] if sync.shard else [(0, p.main_grad)]
+                rows = [(row, g) for row, g in rows if g is not None]
+                if not rows or (sync.shard and sum(slot.rows for slot in sync.owned(p)) < p.shape[0]):
+                    continue  # under ZeRO another data-parallel rank has some of it
+                g = torch.cat([fp32_values(g) for _, g in sorted(rows, key=lambda pair: pair[0])])
+                cut = getattr(p, "tensor_model_parallel", False)
+                found[f"{name}.{key}"] = (g.cpu(), {"dim": p.partition_dim} if cut else {})
+    return found
+
+
+def trained(settings: Config) -> dict[str, Any]:
+    """What this rank saw of a run of `STEPS` steps."""
+    with tiny.trainer(settings) as made:
+        training = made.training
+        stream = made._batches(made.train_data, 0)
+        losses, norms, first = [], [], {}
+        for _ in range(STEPS):
+            result = train_step(training, stream)
+            total = torch.stack([result.loss_sum, result.tokens])
+            torch.distributed.all_reduce(total)
+            losses.append(float(total[0] / total[1]))
+            norms.append(float(result.grad_norm))
+            first = first or gradients(training)
+        alike = {
+            f"{name}.{key}": tiny.bits([p])
+            for chunk in chunks(training.model)
+            for name, module in named_globally(chunk)
+            for key, p in module.named_parameters(recurse=False)
+            if not getattr(p, "tensor_model_parallel", False) or name == "embedding.word_embeddings"
+        }
+        return {
+            "losses": losses,
+            "norms": norms,
+            "gradients": first,
+            "alike": alike,
+            "weights": tiny.bits(training.model.parameters()),
+            "place": (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()),
+        }
+
+
+def all_runs(prefix: str, cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+    return {name: trained(settings_of(prefix, case)) for name, case in cases.items()}
+
+
+def poisoned(prefix: str) -> list[tuple[bool, float]]:
+    """Was the step skipped and what is the norm, where in the second step one gradient of the last rank is NaN."""
+    found = []
+    with tiny.trainer(settings_of(prefix, ("O3", "gpt", TP2 | PP2))) as made:
+        stream = made._batches(made.train_data, 0)
+        bad = next(p for name, p in made.training.model.named_parameters() if name.endswith("linear_fc1.weight"))
+        for step in range(3):
+            handle = None
+            if step == 1 and torch.distributed.get_rank() == 3:
+                handle = bad.register_hook(lambda g: g * float("nan"))
+            result = train_step(made.training, stream)
+            found.append((result.skipped, float(result.grad_norm)))
+            if handle is not None:
+                handle.remove()
+    return found
+
+
+def four_processes(prefix: str) -> dict[str, Any]:
+    return {"runs": all_runs(prefix, FOUR), "poisoned": poisoned(prefix)}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if torch.cuda.is_available():
+        pytest.skip("several processes on one GPU")
+    return tiny.write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def one(prefix: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Runs on one process, made when first asked for."""
+
+    class Runs(dict):
+        def __missing__(self, key: tuple[str, str]) -> dict[str, Any]:
+            self[key] = dist.run(all_runs, 1, str(prefix), {"it": (*key, {})})[0]["it"]
+            return self[key]
+
+    return Runs()
+
+
+@pytest.fixture(scope="module")
+def two(prefix: Path) -> list[dict[str, Any]]:
+    return dist.run(all_runs, 2, str(prefix), TWO, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def two_slow(prefix: Path) -> list[dict[str, Any]]:
+    return dist.run(all_runs, 2, str(prefix), TWO_SLOW, timeout=1200)
+
+
+@pytest.fixture(scope="module")
+def four(prefix: Path) -> list[dict[str, Any]]:
+    return dist.run(four_processes, 4, str(prefix), timeout=1800)
+
+
+def check(ranks: list[dict[str, Any]], name: str, case: Case, one: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """A run against one process: losses, gradients, and what must be alike on several ranks."""
+    recipe, model, _ = case
+    runs, alone = [rank[name] for rank in ranks], one[recipe, model]
+    limit, least = LIMITS[recipe]
+    for run in runs:
+        assert run["losses"] == runs[0]["losses"]
+        assert run["norms"] == runs[0]["norms"], "the global norm decides on every rank alike"
+        assert run["losses"] == pytest.approx(alone["losses"], rel=limit)
+        assert run["norms"][0] == pytest.approx(alone["norms"][0], rel=10 * limit)
+    seen: set[str] = set()
+    for run in runs:
+        rank, size = run["place"]
+        for key, (g, cut) in run["gradients"].items():
+            whole = alone["gradients"][key][0]
+            if cut:
+                strips = whole.chunk(2 if model == "llama" and "linear_fc1" in key else 1, cut["dim"])
+                whole = torch.cat([strip.chunk(size, cut["dim"])[rank] for strip in strips], cut["dim"])
+            assert sqnr_db(whole, g) >= least, key
+            seen.add(key)
+    assert seen == set(alone["gradients"])
+    for key in {key for run in runs for key in run["alike"]}:
+        for rank in {run["place"][0] for run in runs}:  # the embedding is cut over tensor-parallel ranks, and has a copy a stage
+            same = [run["alike"][key] for run in runs if key in run["alike"] and (run["place"][0] == rank or "word_emb" not in key)]
+            assert all(tiny.same(same[0], other) for other in same), key
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_processes_train_as_one(two, one, name: str):
+    check(two, name, TWO[name], one)
+
+
+@pytest.mark.parametrize(("a", "b"), SAME_BITS, ids=str)
+def test_bits_do_not_depend_on_the_run_nor_on_recomputation(two, a: str, b: str):
+    for rank in two:
+        assert rank[a]["losses"] == rank[b]["losses"]
+        assert tiny.same(rank[a]["weights"], rank[b]["weights"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWO_SLOW)
+def test_every_recipe_on_two_processes(two_slow, one, name: str):
+    check(two_slow, name, TWO_SLOW[name], one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("a", "b"), SAME_BITS_SLOW, ids=str)
+def test_same_bits_on_two_processes(two, two_slow, a: str, b: str):
+    for rank, more in zip(two, two_slow, strict=True):
+        runs = rank | more
+        assert tiny.same(runs[a]["weights"], runs[b]["weights"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_every_recipe_on_four_processes(four, one, name: str):
+    check([rank["runs"] for rank in four], name, FOUR[name], one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("a", "b"), SAME_BITS_FOUR, ids=str)
+def test_zero_changes_no_bit_in_a_grid(four, a: str, b: str):
+    for rank in four:
+        assert tiny.same(rank["runs"][a]["weights"], rank["runs"][b]["weights"])
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(four):
+    for rank in four:
+        assert [skipped for skipped, _ in rank["poisoned"]] == [False, True, False]
+        assert [repr(norm) for _, norm in rank["poisoned"]] == [repr(norm) for _, norm in four[0]["poisoned"]]

@@ -1,0 +1,185 @@
+"""The dry run's arithmetic: against built models on one process and on grids, against measured peaks, and by hand."""
+
+import dataclasses
+from typing import Any
+
+import dist
+import pytest
+import tiny
+
+from megatron.lm.cli import parse_args
+from megatron.lm.config import Config
+from megatron.lm.plan import GIB, Rank, check_fits, layer_activations, plan, report, stage_activations, stage_parameters, vocabulary
+from megatron.lm.presets import PRESETS, parameter_count
+
+STATES = ("weight", "master", "grad", "m", "v")
+MODELS: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "fp32"},
+    "O0 untied": {"opt_level": "O0", "untie_embeddings_and_output_weights": True, "position_embedding_type": "learned_absolute"},
+    "O1": {"opt_level": "O1"},
+    "O2 modern": {
+        "opt_level": "O2",
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "disable_bias_linear": True,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+    },
+    "O2 formats": {"opt_level": "O2", "master_format": "bf16", "grad_format": "fp32", "exp_avg_sq_format": "fp8-e5m2"},
+    "O3": {"opt_level": "O3"},
+}
+TP, SP, PP = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
+GRIDS: dict[str, dict[str, Any]] = {
+    "DP": {"opt_level": "O3", "ddp_bucket_size": 5000},
+    "TP SP": {**MODELS["O3"], **TP, **SP},
+    "TP modern": {**MODELS["O2 modern"], **TP},
+    "PP": {"opt_level": "O3", **PP},
+    "PP untied": {**MODELS["O0 untied"], **PP},
+}
+
+
+def flags(text: str) -> Config:
+    return parse_args(text.split())
+
+
+def built(settings: Config) -> tuple[list[tuple[int, ...]], dict[str, float]]:
+    """Shapes of the parameters of this rank, and the bytes of its model states."""
+    from megatron.lm.optim import bytes_per_parameter
+    from megatron.lm.trainer import build_training
+
+    with tiny.started(settings):
+        training = build_training(settings, tiny.VOCABULARY)
+        shapes = [tuple(p.shape) for p in training.model.parameters()]
+        count = sum(p.numel() for p in training.model.parameters())
+        return shapes, {key: size * count for key, size in bytes_per_parameter(training.optimizer).items()}
+
+
+def built_all(settings: list[Config]) -> list[tuple[list[tuple[int, ...]], dict[str, float]]]:
+    return [built(one) for one in settings]
+
+
+def planned(rank: Rank) -> list[float]:
+    return [getattr(rank, "gradient" if key == "grad" else key) for key in STATES]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_and_states_are_those_of_the_built_model(name):
+    settings = tiny.config("unread", **MODELS[name])
+    shapes, states = built(settings)
+    assert [p.shape for p in stage_parameters(settings, 0)] == shapes
+    (rank,) = plan(settings, 1)
+    assert planned(rank) == pytest.approx([states[key] for key in STATES])
+
+
+def test_parameters_and_states_are_those_of_every_rank_of_a_grid():
+    settings = [tiny.config("unread", **grid) for grid in GRIDS.values()]
+    found = dist.run(built_all, 2, settings)
+    for i, (name, config) in enumerate(zip(GRIDS, settings, strict=True)):
+        ranks = plan(config, 2)
+        for number in (0, 1):
+            shapes, states = found[number][i]
+            rank = ranks[number if len(ranks) == 2 else 0]  # tensor-parallel peers are alike
+            assert [p.shape for p in stage_parameters(config, rank.stage)] == shapes, name
+            assert planned(rank) == pytest.approx([states[key] for key in STATES]), name
+
+
+@pytest.mark.parametrize("size", PRESETS)
+def test_the_ranks_of_a_grid_hold_the_model_and_copies_of_what_is_not_split(size):
+    config = flags(f"--preset {size}")
+    model, tp, pp = config.model, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    held = tp * sum(p.size for stage in range(pp) for p in stage_parameters(config, stage))
+    norms, row_biases = (2 * model.num_layers + 1) * 2 * model.hidden_size, model.num_layers * 2 * model.hidden_size
+    tied_copy = vocabulary(config) * model.hidden_size if pp > 1 else 0
+    assert held == parameter_count(model, vocabulary(config)) + (tp - 1) * (norms + row_biases) + tied_copy
+
+
+# level, GPUs, peak GiB: rows of tools/bench/results (step.csv, data_parallel.csv), GPT-1.3B with micro-batches of 4 on H200s
+MEASURED = [("O0", 1, 33.09), ("O1", 1, 26.53), ("O2", 1, 20.43), ("O3", 1, 21.6), ("O0", 2, 25.76), ("O3", 2, 18.5), ("O3", 4, 16.97)]
+
+
+@pytest.mark.parametrize(("level", "gpus", "peak"), MEASURED)
+def test_the_peak_is_the_measured_one(level, gpus, peak):
+    config = flags(f"--preset 1.3b --opt-level {level} --global-batch-size {4 * gpus} --use-distributed-optimizer")
+    assert max(rank.total for rank in plan(config, gpus)) / GIB == pytest.approx(peak, rel=0.01)
+
+
+def per_element(text: str) -> float:
+    """Bytes a layer saves, in units of sequence x micro-batch x hidden size."""
+    config = flags(f"--preset 1.3b {text}")
+    return layer_activations(config) / (config.model.seq_length * config.training.micro_batch_size * config.model.hidden_size)
+
+
+def test_activations_of_a_layer():
+    assert per_element("--opt-level O0") == 36
+    assert per_element("--opt-level O2") == 31
+    assert per_element("--precision fp32") == 72
+    tp = "--tensor-model-parallel-size 2"
+    assert per_element(f"--opt-level O0 {tp} --sequence-parallel") == 18
+    assert per_element(f"--opt-level O3 {tp} --sequence-parallel") == 15.5
+    assert per_element(f"--opt-level O3 {tp} --sequence-parallel --tp-saved-input gathered") == 16.5
+    assert per_element(f"--opt-level O2 {tp} --sequence-parallel") == 16.5  # its gather is BF16, so it keeps the cast whole
+    assert per_element(f"--opt-level O3 {tp}") == 15.5 + 2 + 1  # the residual stream and its casts on every rank
+    assert per_element("--opt-level O0 --position-embedding-type learned_absolute") == 32
+    assert per_element("--opt-level O0 --hidden-dropout 0.1") == 38
+
+
+def test_micro_batches_under_way_on_the_stages_of_a_pipeline():
+    config = flags("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4")
+    layer, stream = layer_activations(config), 2 * 2048 * 4 * 2048
+    head = 2 * stream + vocabulary(config) * 2048 * 4 * 6
+    assert [stage_activations(config, stage, 8) for stage in range(4)] == [24 * layer, 18 * layer, 12 * layer, 6 * layer + head]
+    assert stage_activations(config, 0, 2) == 12 * layer
+    interleaved = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, num_layers_per_virtual_pipeline_stage=3))
+    assert [stage_activations(interleaved, stage, 8) for stage in range(3)] == [33 * layer, 27 * layer, 21 * layer]
+    assert stage_activations(interleaved, 3, 8) == 15 * layer + head
+
+
+def test_full_recomputation_keeps_the_inputs_of_its_units():
+    config = flags("--preset 1.3b --opt-level O3 --recompute-granularity full --recompute-method uniform --recompute-num-layers 5")
+    layer, stream = layer_activations(config), 2 * 2048 * 4 * 2048
+    head = 2 * stream + vocabulary(config) * 2048 * 4 * 6
+    assert stage_activations(config, 0, 1) == 5 * stream + 5 * layer + head
+    blocks = dataclasses.replace(config, training=dataclasses.replace(config.training, recompute_method="block"))
+    assert stage_activations(blocks, 0, 1) == 5 * stream + 19 * layer + layer + head
+
+
+def test_several_micro_batches_are_summed_in_the_accumulators_format():
+    def accumulated(text: str, world_size: int = 1) -> int:
+        config = flags(f"--preset 125m --global-batch-size {16 * world_size} {text}")
+        return plan(config, world_size)[0].accumulated
+
+    count = parameter_count(flags("--preset 125m").model, 50304)
+    small = sum(p.size for p in stage_parameters(flags("--preset 125m"), 0) if p.kind == "vector")
+    assert accumulated("--opt-level O0") == 4 * count
+    assert accumulated("--opt-level O3", 2) == 2 * (count - small) + 4 * small
+    assert accumulated("--opt-level O3 --grad-accum-dtype fp8") == count - small + 4 * small + 50304 * 768
+    assert accumulated("--opt-level O3 --micro-batch-size 16") == 0
+
+
+def test_the_report_names_grid_batch_parameters_and_the_fullest_rank():
+    said = report(flags("--preset 175b --opt-level O3"), 128)
+    assert "grid: 128 processes = TP 8 x PP 4 x DP 4, sequence parallel, ZeRO" in said
+    assert "batch: 512 sequences = 1,048,576 tokens, 128 x 1 a process; 38,147 iterations = 40.0B tokens" in said
+    assert "parameters: 174,590,681,088; a process 5,437,845,504 to 5,516,513,280; vocabulary 51,200" in said
+    assert "fullest: stage 0" in said
+    assert "least: stage 3" in said
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize(("size", "gpus"), [("7b", 32), ("13b", 32), ("175b", 128)])
+def test_the_papers_models_fit_on_the_papers_gpus_at_every_level(size, gpus, level):
+    check_fits(flags(f"--preset {size} --opt-level {level} --use-distributed-optimizer"), gpus, 80 * GIB)
+
+
+def test_what_does_not_fit_is_refused_with_what_would_help():
+    config = flags("--preset 13b --opt-level O0 --micro-batch-size 4")
+    with pytest.raises(
+        ValueError, match=r"pipeline stage 0 needs 1\d\d.\d GiB a process and 3 for CUDA and NCCL, and the device"
+    ) as caught:
+        check_fits(config, 2, 80 * GIB)
+    for remedy in ("--use-distributed-optimizer", "lower --micro-batch-size 4", "--opt-level O3", "raise --tensor-model-parallel-size"):
+        assert remedy in str(caught.value)
+    assert "device has 80.0 (--device-memory-gib)" in str(caught.value)
+    check_fits(config, 2, 1000 * GIB)

@@ -1,0 +1,218 @@
+"""Time, memory, bytes on the wire and exposed communication of GPT training steps on grids of tensor, pipeline and data parallelism.
+
+    torchrun --nproc-per-node 2 tools/bench/bench_grid.py --micro-batch-size 8          GPT-1.3B over TP 2 + SP, at O0 and O3
+    torchrun --nproc-per-node 4 tools/bench/bench_grid.py --preset 7b --micro-batch-size 2 --no-profile --steps 5 \\
+        --cases "O0 --pipeline-model-parallel-size 2 --use-distributed-optimizer" "O3 --pipeline-model-parallel-size 2"
+    ... --peer 'torchrun --standalone --nproc-per-node 2 bench_megatron.py --cases bf16 --tp 2 --mbs 8'
+
+A case is a level and further flags of megatron.lm.pretrain. It names its grid: without flags it is TP 1, PP 1 without sequence parallelism,
+whatever the preset has, and what remains of the processes is DP. A step has --micro-batches of them on each process, all of the same random
+tokens. Steps follow each other without a host sync. Each case has process groups of its own, and one model is held at a time; rows are
+appended to --csv as they come, so that a case out of memory takes none along but those after it. Peers: as in bench_data_parallel.py.
+
+Columns: `ms` and `exposed_*` of rank 0 (on a pipeline NCCL's kernels also wait for other stages, so the bubble counts as exposed); `_min`,
+`_max` over the ranks. MiB are what a rank sends in a step, mean over the ranks: `weight_mib` gradients and weights, `activation_mib` all
+that follows but `table7_mib`. Of the transformer layers: `input_gather_mib` in forward and `input_gather_again_mib` of the saved input
+in backward (column-parallel layers), `grad_input_mib` the sum of its gradient, `output_mib` the sum of row-parallel layers' outputs,
+`grad_output_mib` the gather of its gradient. `head_mib` all of the LM head's, `pipeline_mib` between stages, `other_activation_mib` the
+amaxes of casts just in time. Counted nowhere: the embedding's sum and the gather of its gradient, once a micro-batch, and what the loss
+sends, a few numbers a token. `table7_mib` has the scope of FP8-LM Table 7: all-gathers of the layers' inputs and reduce-scatters of their
+gradients.
+"""
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.lm import process_groups
+from megatron.lm.checks import check
+from megatron.lm.config import Config
+from megatron.lm.presets import parameter_count
+from megatron.lm.step import train_step
+from megatron.lm.trainer import build_training
+from tools.bench import bench_step, rows
+from tools.bench.bench_data_parallel import exposed_communication, link, memory, parser, peer_rows, step_times
+
+ROLES = {
+    "input all-gather": "input_gather",
+    "input all-gather again": "input_gather_again",
+    "grad_input all-reduce": "grad_input",
+    "grad_input reduce-scatter": "grad_input",
+    "output all-reduce": "output",
+    "output reduce-scatter": "output",
+    "grad_output all-gather": "grad_output",
+    "pipeline send": "pipeline",
+}
+TABLE7 = ("input_gather", "input_gather_again", "grad_input")
+ACTIVATIONS = (*dict.fromkeys(ROLES.values()), "head", "other_activation")
+COLUMNS = (
+    "case",
+    "level",
+    "preset",
+    "tp",
+    "pp",
+    "vpp",
+    "dp",
+    "sp",
+    "tp_wire",
+    "micro_batch",
+    "micro_batches",
+    "gpus",
+    "p2p",
+    "params_m",
+    "ms_p20",
+    "ms",
+    "ms_p80",
+    "tokens_s_gpu",
+    "peak_gib_min",
+    "peak_gib_max",
+    "rest_gib_min",
+    "rest_gib_max",
+    "weight_mib",
+    "activation_mib",
+    "input_gather_mib",
+    "input_gather_again_mib",
+    "grad_input_mib",
+    "output_mib",
+    "grad_output_mib",
+    "head_mib",
+    "pipeline_mib",
+    "other_activation_mib",
+    "table7_mib",
+    "exposed_ms",
+    "exposed_share",
+    "loss",
+)
+CASES = tuple(f"{case} --tensor-model-parallel-size 2 --sequence-parallel" for case in ("O0", "O3", "O3 --tp-wire fp8"))
+PEER_NAMES = {"mbs": "micro_batch", "nmb": "micro_batches"}
+
+
+def configuration(case: str, options: argparse.Namespace, ranks: int) -> Config:
+    """The preset as the trainer would run a case on `ranks` processes; flags of the case override --flags.
+
+    Raises:
+        ValueError: a grid that does not fit the ranks or the model, naming the remedy.
+    """
+    level, _, flags = case.partition(" ")
+    config = bench_step.configuration(level, argparse.Namespace(**vars(options) | {"flags": f"{options.flags} {flags}"}))
+    pp = config.parallel.pipeline_model_parallel_size
+    micro_batches = options.micro_batches or (4 * pp if pp > 1 else 1)
+    batch = config.training.micro_batch_size * max(1, config.data_parallel_size(ranks)) * micro_batches
+    config = replace(config, training=replace(config.training, global_batch_size=batch))
+    check(replace(config, logging=replace(config.logging, dry_run=True)), ranks)  # of a dry run no data is asked
+    return config
+
+
+def warm_up(config: Config) -> int:
+    """Steps before those that are measured: delayed scaling is just-in-time until its window of 16 is full."""
+    return 17 if config.precision.is_fp8 and config.precision.fp8_scaling == "delayed" else 3
+
+
+def grid(config: Config, ranks: int) -> dict[str, Any]:
+    """The columns that say how the model is spread and fed."""
+    parallel = config.parallel
+    tp = parallel.tensor_model_parallel_size
+    return {
+        "tp": tp,
+        "pp": parallel.pipeline_model_parallel_size,
+        "vpp": process_groups.virtual_pipeline_size(config) or 1,
+        "dp": config.data_parallel_size(ranks),
+        "sp": "on" if parallel.sequence_parallel else "off",
+        "tp_wire": parallel.tp_wire if tp > 1 else "",
+        "micro_batch": config.training.micro_batch_size,
+        "micro_batches": config.num_micro_batches(ranks),
+    }
+
+
+def role(collective: str) -> str:
+    """What an activation's collective, as the counters name it, is counted as: one of `ACTIVATIONS`."""
+    return "head" if collective.startswith("LM head ") else ROLES.get(collective, "other_activation")
+
+
+def traffic(sent: Mapping[tuple[str, str], int], steps: int) -> dict[str, float]:
+    """The columns in MiB, from the bytes that this rank sent in `steps` steps by (kind, collective); collective."""
+    sizes = dict.fromkeys(("weight", *ACTIVATIONS), 0)
+    for (kind, collective), size in sent.items():
+        sizes["weight" if kind == "weight" else role(collective)] += size
+    total = torch.tensor(list(sizes.values()), dtype=torch.float64, device=process_groups.device())
+    dist.all_reduce(total)
+    mean = dict(zip(sizes, (total / (dist.get_world_size() * steps * 2**20)).tolist(), strict=True))
+    mean |= {"activation": sum(mean[name] for name in ACTIVATIONS), "table7": sum(mean[name] for name in TABLE7)}
+    return {f"{name}_mib": round(size, 3) for name, size in mean.items()}
+
+
+def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
+    """One row of our own, as seen from this rank; collective; needs `process_groups.initialize`."""
+    device, ranks = process_groups.device(), dist.get_world_size()
+    training = build_training(config, options.vocab_size)
+    batches = bench_step.random_batches(config, options.vocab_size, device)
+    for _ in range(warm_up(config) if options.warm_up is None else options.warm_up):
+        train_step(training, batches)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    training.grad_sync.sent.take()
+    times, result = step_times(training, batches, options.steps)
+    row: dict[str, Any] = memory() | traffic(training.grad_sync.sent.take(), options.steps)
+    loss = torch.stack([result.loss_sum, result.tokens]).double()
+    dist.all_reduce(loss)  # only the last pipeline stage has it; tensor-parallel ranks have the same
+    low, median, high = rows.percentiles(times)
+    row |= {
+        "params_m": round(parameter_count(config.model, config.padded_vocab_size(options.vocab_size)) / 1e6, 1),
+        "ms_p20": round(low * 1e3, 1),
+        "ms": round(median * 1e3, 1),
+        "ms_p80": round(high * 1e3, 1),
+        "tokens_s_gpu": round(config.global_batch_size(ranks) * config.model.seq_length / median / ranks),
+        "loss": round(float(loss[0] / loss[1]), 4),
+    }
+    return row if options.no_profile else row | exposed_communication(training, batches)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure on every rank; rank 0 prints and appends rows, and runs the peers after the others have left."""
+    flags = parser(__doc__, CASES, "grid.csv")
+    flags.add_argument("--micro-batches", type=int, help="of each process in a step; derived: 1, on a pipeline 4 x its stages")
+    flags.add_argument("--warm-up", type=int, help="steps that are not measured; derived: 17 with delayed scaling, else 3")
+    flags.add_argument("--no-profile", action="store_true", help="leave the exposed share out: 3 steps and a trace less a case")
+    options = flags.parse_args(argv)
+    if options.steps < 2:
+        flags.error(f"--steps {options.steps}: give at least 2, percentiles want more than one")
+    launch = process_groups.launch_from_environment()
+    ranks = launch.world_size
+    try:
+        configs = {case: configuration(case, options, ranks) for case in options.cases}
+    except ValueError as error:
+        flags.error(str(error))
+    where = rows.machine(options.commit) if launch.rank == 0 else {}
+    common = {"preset": options.preset, "gpus": ranks, "p2p": link()}
+
+    def report(row: dict[str, Any]) -> None:
+        print(json.dumps(row), flush=True)
+        rows.append(options.csv, [where | {column: row.get(column, "") for column in COLUMNS}])
+
+    for case, config in configs.items():
+        process_groups.initialize(config)
+        name = f"{case} {options.flags}".strip()
+        row = common | {"case": name, "level": case.split()[0]} | grid(config, ranks) | measure(config, options)
+        if launch.rank == 0:
+            report(row)
+        parallel_state.destroy_model_parallel()  # the next case has another grid, and megatron-core's buffers of its own
+        gc.collect()
+        torch.cuda.empty_cache()
+    process_groups.shutdown()
+    if launch.rank > 0:
+        return 0
+    for row in peer_rows(options.peer, ranks):
+        report(common | row | {column: row[name] for name, column in PEER_NAMES.items() if name in row})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

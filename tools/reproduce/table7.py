@@ -1,0 +1,214 @@
+"""FP8-LM Table 7: what tensor and sequence parallelism send, in BF16 and in FP8; from shapes alone, and as counted on GPUs.
+
+    python tools/reproduce/table7.py --csv tools/reproduce/results/table7.csv
+
+A transformer layer has two column-parallel linear layers (QKV, fc1) and two row-parallel ones (projection, fc2). With sequence parallelism
+(FP8-LM section 2.3, Figure 2) each transfer of one of them moves a tensor [s b, h] that is spread over t ranks, of which a rank sends
+
+    (t - 1) / t  s b h   elements, 2 bytes each in BF16 and 1 in FP8
+
+in an all-gather (its shard to each other rank) as in a reduce-scatter (the others' shares of its partial sum). A layer of the first kind
+gathers its input in forward, gathers it again in backward where the rank keeps its shard only, and reduce-scatters its gradient: the
+scope of Table 7, 6 transfers a layer in BF16. One of the second kind reduce-scatters its output and gathers that one's gradient: with these
+`all_gib`, 10 transfers. GiB are a rank's for one micro-batch, `*_step_gib` for all micro-batches of a step.
+
+The paper's figures are these. Its 4.7 and 5.9 "GB" of BF16 are the GiB of one micro-batch in this scope (4.69 and 5.91), and its 3.1 and
+3.9 are what FP8 all-gathers beside a reduce-scatter in BF16 come to: 2/3 (`the paper's FP8`), printed as -34 %. At O3 the gradients travel
+in FP8 too: 1/2. What its g-bar sends is not told. Left out: embedding, LM head and loss, in BF16 at every level, and pipeline stages.
+
+The paper's `rate` is the share of a step's time that this communication takes. Shapes know no time: measured rows, from --grid, give the
+share of a step in which only NCCL's kernels ran, whatever they sent (`exposed_share` of bench_grid.py), and the bytes that were counted.
+"""
+
+import argparse
+import csv
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.lm.presets import PRESETS
+from tools.reproduce.table8 import DATA_PARALLEL
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+LAYERS_OF_A_KIND = 2  # column-parallel, and as many row-parallel, in a transformer layer
+PAPER_SCHEME = "the paper's FP8"
+PAPER = {  # rate in %, volume in GB
+    ("13b", "O0"): (12.9, 4.7),
+    ("13b", PAPER_SCHEME): (5.3, 3.1),
+    ("175b", "O0"): (14.9, 5.9),
+    ("175b", PAPER_SCHEME): (5.2, 3.9),
+}
+COLUMNS = (
+    "source",
+    "gpu",
+    "model",
+    "tp",
+    "pp",
+    "dp",
+    "micro_batch",
+    "micro_batches",
+    "case",
+    "scope_gib",
+    "scope_change",
+    "all_gib",
+    "all_change",
+    "scope_step_gib",
+    "all_step_gib",
+    "shapes_scope_gib",
+    "shapes_all_gib",
+    "exposed_share",
+    "paper_gb",
+    "paper_change",
+    "paper_rate",
+)
+GRID = ("preset", "tp", "pp", "vpp", "dp", "micro_batch", "micro_batches", "gpus", "p2p", "gpu")  # what rows that compare have in common
+
+
+class Scheme(NamedTuple):
+    """Bytes an element in each transfer of a layer; 0 where there is none, None where it is not known."""
+
+    input: int
+    input_again: int
+    grad_input: int
+    output: int | None
+    grad_output: int | None
+
+
+def scheme(level: str, tp_wire: str = "bf16", saved_input: str = "shard") -> Scheme:
+    """What a level sends; O1 and O2 keep the gathered input in FP8 and send BF16. ValueError for an unknown level."""
+    if level == "O3":
+        return Scheme(1, int(saved_input == "shard"), 1, 1 if tp_wire == "fp8" else 2, 1)
+    if level not in ("O0", "O1", "O2"):
+        raise ValueError(f"level {level!r} is unknown; choose one of O0, O1, O2, O3")
+    return Scheme(2, 2 if level == "O0" else 0, 2, 2, 2)
+
+
+SCHEMES = {
+    "O0": scheme("O0"),
+    PAPER_SCHEME: Scheme(1, 1, 2, None, None),
+    "O1, O2": scheme("O2"),
+    "O3": scheme("O3"),
+    "O3 --tp-wire fp8": scheme("O3", tp_wire="fp8"),
+    "O3 --tp-wire fp8 --tp-saved-input gathered": scheme("O3", tp_wire="fp8", saved_input="gathered"),
+}
+
+
+def volume(layers: int, hidden: int, tokens: int, tp: int, wire: Scheme) -> tuple[int, int | None]:
+    """Bytes that a rank sends for a micro-batch with sequence parallelism: in the scope of Table 7, and in all transfers.
+
+    Args:
+        layers: transformer layers on the rank.
+        hidden: width of the residual stream.
+        tokens: of the micro-batch, a multiple of `tp`.
+        tp: tensor-parallel ranks.
+        wire: bytes an element; the second result is None where one is not known.
+    """
+    elements = layers * LAYERS_OF_A_KIND * (tokens // tp * (tp - 1) * hidden)
+    scope = elements * (wire.input + wire.input_again + wire.grad_input)
+    if wire.output is None or wire.grad_output is None:
+        return scope, None
+    return scope, scope + elements * (wire.output + wire.grad_output)
+
+
+def preset_volume(model: str, pp: int, tp: int, micro_batch: int, wire: Scheme) -> tuple[int, int | None]:
+    """`volume` of a preset."""
+    size = PRESETS[model]
+    return volume(size["num_layers"] // pp, size["hidden_size"], micro_batch * size["seq_length"], tp, wire)
+
+
+def computed_rows(model: str) -> list[dict[str, Any]]:
+    """The lines of one model of the paper, from shapes: its grid, batch and sequence, under every scheme."""
+    size, dp = PRESETS[model], DATA_PARALLEL[model]
+    tp, pp, micro_batch = size["tensor_model_parallel_size"], size["pipeline_model_parallel_size"], size["micro_batch_size"]
+    micro_batches = size["global_batch_size"] // (dp * micro_batch)
+    common = {
+        "source": "computed",
+        "model": model,
+        "tp": tp,
+        "pp": pp,
+        "dp": dp,
+        "micro_batch": micro_batch,
+        "micro_batches": micro_batches,
+    }
+    before = preset_volume(model, pp, tp, micro_batch, SCHEMES["O0"])
+    found = []
+    for case, wire in SCHEMES.items():
+        row = common | {"case": case} | sizes(preset_volume(model, pp, tp, micro_batch, wire), before, micro_batches)
+        if (model, case) in PAPER:
+            rate, volume_gb = PAPER[model, case]
+            row |= {"paper_gb": volume_gb, "paper_change": change(volume_gb, PAPER[model, "O0"][1]), "paper_rate": rate}
+        found.append(dict.fromkeys(COLUMNS, "") | row)
+    return found
+
+
+def measured_rows(grid: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """The lines of rows of bench_grid.py with sequence parallelism, the last of each case; change against O0 on the same grid."""
+    latest = {(*(row[name] for name in GRID), row["case"]): row for row in grid if row["sp"] == "on" and row["level"]}
+    found = []
+    for key, row in latest.items():
+        plain = next((other for k, other in latest.items() if k[:-1] == key[:-1] and other["level"] == "O0"), None)
+        tp, pp, micro_batch, micro_batches = (int(row[name]) for name in ("tp", "pp", "micro_batch", "micro_batches"))
+        wire = scheme(row["level"], row["tp_wire"], "gathered" if "--tp-saved-input gathered" in row["case"] else "shard")
+        scope, everything = preset_volume(row["preset"], pp, tp, micro_batch, wire)
+        shapes = {"shapes_scope_gib": f"{scope / GIB:.3f}", "shapes_all_gib": "" if everything is None else f"{everything / GIB:.3f}"}
+        line = {"source": f"{row['date']} {row['commit']}", "gpu": f"{row['gpus']} x {row['gpu']}", "model": row["preset"]} | shapes
+        line |= {name: row[name] for name in ("tp", "pp", "dp", "micro_batch", "micro_batches", "case", "exposed_share")}
+        counted_before = None if plain is None else counted(plain)
+        found.append(dict.fromkeys(COLUMNS, "") | line | sizes(counted(row), counted_before, micro_batches))
+    return found
+
+
+def counted(row: Mapping[str, str]) -> tuple[float, float]:
+    """Bytes a micro-batch of a row of bench_grid.py: in the scope of Table 7, and in all transfers of the layers."""
+    scope, output, grad_output = (float(row[name]) for name in ("table7_mib", "output_mib", "grad_output_mib"))
+    unit = 2**20 / int(row["micro_batches"])
+    return scope * unit, (scope + output + grad_output) * unit
+
+
+def sizes(found: tuple[float, float | None], before: tuple[float, float | None] | None, micro_batches: int) -> dict[str, str]:
+    """The columns of a volume a micro-batch in bytes, and of its change against BF16's (None: not known)."""
+    columns: dict[str, str] = {}
+    for i, name in enumerate(("scope", "all")):
+        value, plain = found[i], None if before is None else before[i]
+        if value is None:
+            continue
+        columns |= {f"{name}_gib": f"{value / GIB:.3f}", f"{name}_step_gib": f"{value * micro_batches / GIB:.3f}"}
+        columns[f"{name}_change"] = change(value, plain) if plain else ""
+    return columns
+
+
+def change(value: float, plain: float) -> str:
+    """`-50.0%`; empty where nothing changes."""
+    return "" if value == plain else f"{100 * (value / plain - 1):+.1f}%"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="FP8-LM Table 7: what tensor and sequence parallelism send, in BF16 and in FP8.")
+    parser.add_argument(
+        "--grid", type=Path, default=ROOT / "tools/bench/results/grid.csv", help="rows of bench_grid.py, where there are any"
+    )
+    parser.add_argument("--csv", type=Path, help="file to write")
+    options = parser.parse_args(arguments)
+    found = [row for model in ("13b", "175b") for row in computed_rows(model)]
+    if options.grid.exists():
+        with options.grid.open(encoding="utf-8", newline="") as stream:
+            found += measured_rows(list(csv.DictReader(stream)))
+    widths = {name: max(len(name), *(len(str(line[name])) for line in found)) for name in COLUMNS}
+    print(
+        "GiB that a rank sends for a micro-batch: scope, as in the paper (gathers of inputs, sums of their gradients), and all of a layer."
+    )
+    for line in [dict(zip(COLUMNS, COLUMNS, strict=True)), *found]:
+        print("  ".join(str(line[name]).rjust(widths[name]) for name in COLUMNS))
+    if options.csv:
+        options.csv.parent.mkdir(parents=True, exist_ok=True)
+        with options.csv.open("w", encoding="utf-8", newline="") as stream:
+            writer = csv.DictWriter(stream, COLUMNS)
+            writer.writeheader()
+            writer.writerows(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
