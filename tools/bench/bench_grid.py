@@ -15,8 +15,8 @@ Columns: `ms` and `exposed_*` of rank 0 (on a pipeline NCCL's kernels also wait 
 that follows but `table7_mib`. Of the transformer layers: `input_gather_mib` in forward and `input_gather_again_mib` of the saved input
 in backward (column-parallel layers), `grad_input_mib` the sum of its gradient, `output_mib` the sum of row-parallel layers' outputs,
 `grad_output_mib` the gather of its gradient. `head_mib` all of the LM head's, `pipeline_mib` between stages, `other_activation_mib` the
-amaxes of casts just in time. Counted nowhere: the embedding's sum and the gather of its gradient, once a micro-batch, and what the loss
-sends, a few numbers a token. `table7_mib` has the scope of FP8-LM Table 7: all-gathers of the layers' inputs and reduce-scatters of their
+embedding's sum and the gather of its gradient, and the amaxes of casts just in time. Counted nowhere: what the loss sends, a few numbers
+a token. `table7_mib` has the scope of FP8-LM Table 7: all-gathers of the layers' inputs and reduce-scatters of their
 gradients.
 """
 

@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
+    VocabParallelEmbedding,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
@@ -205,3 +206,16 @@ def connect(model: nn.Module, parallel: ParallelConfig, sent: WireBytes) -> None
             layer.converter = converter
         elif isinstance(layer, Counted):
             layer.sent = sent
+        elif isinstance(layer, VocabParallelEmbedding):
+            layer.register_forward_hook(functools.partial(_count_embedding, sent))
+
+
+def _count_embedding(sent: WireBytes, layer: VocabParallelEmbedding, _: Any, output: Tensor) -> None:
+    """A forward hook: every rank has some rows of the vocabulary, and zeros for the other tokens."""
+    ranks = layer.tp_group.size()
+    if not layer.reduce_scatter_embeddings:
+        sent.add("activation", "embedding all-reduce", all_reduce_sent(output.nbytes, ranks))
+        return
+    size = all_gather_sent(output.nbytes, ranks)
+    sent.add("activation", "embedding reduce-scatter", size)
+    _after(output, lambda: sent.add("activation", "embedding all-gather", size))
