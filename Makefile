@@ -13,7 +13,7 @@ PYTEST = $(PYTHON) -m pytest --durations=10
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 LINTED = msamp megatron tools tests setup.py
 
-.PHONY: help venv quickstart test test-gpu test-multi-gpu lint bench clean
+.PHONY: help venv quickstart test test-slow test-gpu test-multi-gpu lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -35,6 +35,9 @@ quickstart: $(READY) ## train a small GPT in BF16 and at O2 on this machine, com
 
 test: $(READY) ## every test that needs no GPU
 	$(PYTEST) -m "not gpu and not multi_gpu and not slow" tests $(ARGS)
+
+test-slow: $(READY) ## the slower tests that need no GPU, such as every level on every grid of 4 processes
+	$(PYTEST) -m "slow and not gpu and not multi_gpu" tests $(ARGS)
 
 test-gpu: $(READY) ## tests on one GPU with FP8
 	$(PYTEST) -m "gpu and not multi_gpu" tests $(ARGS)

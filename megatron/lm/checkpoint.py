@@ -1,9 +1,10 @@
 """Plain checkpoints: everything a resume needs, bit for bit, in one folder an iteration.
 
 What data-parallel ranks share is in one file for each part of the model that tensor and pipeline parallelism cut it into, the
-random states in one a rank. The number of data-parallel ranks may change on resume, the cut may not. A folder appears under its
-final name only when it is whole, and `latest_checkpointed_iteration.txt` moves only after that, so a kill at any moment leaves
-the last good checkpoint. Files are read with `weights_only=True`: no code runs.
+random states in one a rank, numbered so that each finds its own when there are more data-parallel ranks. Their number may change
+on resume, the cut may not. A folder appears under its final name only when it is whole, and
+`latest_checkpointed_iteration.txt` moves only after that, so a kill at any moment leaves the last good checkpoint. Files are read
+with `weights_only=True`: no code runs.
 """
 
 import os
@@ -11,7 +12,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy
 import torch
@@ -30,12 +31,14 @@ from megatron.lm.optim import build_recipe
 from megatron.lm.step import Training
 from msamp.numerics.tensor import fp32_values
 
-VERSION = 1
-_KEYS = ("version", "config", "vocab_size", "iteration", "consumed_samples", "skipped_steps", "model", "optimizer", "schedule")
+VERSION = 2
+T = TypeVar("T")
+_KEYS = ("version", "config", "vocab_size", "iteration", "consumed_samples", "skipped_steps", "model", "optimizer", "grad_sync", "schedule")
 # Settings of the model that may change on resume: they give no saved number another meaning.
 _HYPER = ("betas", "eps", "wd_mult")  # of a parameter group; lr and weight decay come with the schedule
 _FREE = {"attention_backend", "hidden_dropout", "attention_dropout", "init_method_std"}
-_GRID = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
+# Those that say how the model is cut, and (tp_wire) which scales have a history.
+_GRID = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "tp_wire")
 
 
 def state_file(tensor_rank: int = 0, pipeline_rank: int = 0) -> str:
@@ -45,6 +48,12 @@ def state_file(tensor_rank: int = 0, pipeline_rank: int = 0) -> str:
 
 def _own_state_file() -> str:
     return state_file(parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
+
+
+def _own_rng_file() -> str:
+    tensor, pipeline = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size()
+    number = parallel_state.get_data_parallel_rank() * pipeline + parallel_state.get_pipeline_model_parallel_rank()
+    return f"rng_{number * tensor + parallel_state.get_tensor_model_parallel_rank():05d}.pt"
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -68,6 +77,8 @@ def latest(root: Path) -> Path:
     for candidate in (folder, _aside(folder)):
         if (candidate / state_file()).is_file():
             return candidate
+    if (folder / "state.pt").is_file():
+        raise ValueError(f"{folder} was written by an earlier version of this code (state.pt), which this one does not read")
     raise ValueError(f"{marker} names {folder.name}, but {folder / state_file()} is missing; restore it or name an older iteration there")
 
 
@@ -121,30 +132,30 @@ def save(training: Training, root: Path) -> Path:
     def write() -> None:
         if parallel_state.get_data_parallel_rank() == 0:
             torch.save(state, partial / _own_state_file())
-        torch.save(_rng_state(), partial / f"rng_{rank:05d}.pt")
+        torch.save(_rng_state(), partial / _own_rng_file())
 
     def publish() -> None:
         if rank == 0:
             _publish(partial, folder, root)
 
-    _all_or_none(make_folder, folder)
-    _all_or_none(write, folder)
-    _all_or_none(publish, folder)
+    for work in (make_folder, write, publish):
+        _all_or_none(work, f"cannot save to {folder}: {{}}; free space or choose another --save")
     return folder
 
 
-def _all_or_none(work: Callable[[], object], folder: Path) -> None:
+def _all_or_none(work: Callable[[], T], message: str = "{}") -> T:
     """`work()` on every rank, then a meeting: where it failed on one, all raise, and none waits for the others for ever."""
-    problem = None
+    result, problem = None, None
     try:
-        work()
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
+        result = work()
+    except (OSError, RuntimeError, ValueError) as error:  # torch.save reports a full disk as a RuntimeError
         problem = str(error)
     problems: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(problems, problem)
     first = next((p for p in problems if p is not None), None)
     if first is not None:
-        raise ValueError(f"cannot save to {folder}: {first}; free space or choose another --save")
+        raise ValueError(message.format(first))
+    return cast("T", result)
 
 
 def _publish(partial: Path, folder: Path, root: Path) -> None:
@@ -183,18 +194,18 @@ def _shared_state(training: Training) -> dict[str, Any]:
     }
 
 
-def _load_file(file: Path, remedy: str) -> Any:
+def _load_file(file: Path, remedy: str, mmap: bool = False) -> Any:
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch raises a different type for each kind of damage
         first_line = str(error).strip().partition("\n")[0]
         raise ValueError(f"{file} cannot be read ({first_line}); {remedy}") from None
 
 
-def _read(folder: Path, name: str) -> dict[str, Any]:
+def _read(folder: Path, name: str, mmap: bool = False) -> dict[str, Any]:
     file = folder / name
     remedy = f"name an older iteration in {LATEST_CHECKPOINT_FILE}"
-    state = _load_file(file, remedy)
+    state = _load_file(file, remedy, mmap)
     missing = [key for key in _KEYS if key not in state] if isinstance(state, dict) else list(_KEYS)
     if missing:
         raise ValueError(f"{file} is damaged or no checkpoint: it lacks {', '.join(missing)}; {remedy}")
@@ -227,7 +238,8 @@ def _check_same_model(saved: dict[str, Any], training: Training) -> None:
 def _other_grid(saved: dict[str, Any], config: Config) -> list[str]:
     """The settings that cut the model into other parts than the saved one was cut into."""
     was, now = config_from_dict(saved["config"]).parallel, config.parallel
-    return [f"{flag(k)} {getattr(now, k)} (saved: {getattr(was, k)})" for k in _GRID if getattr(was, k) != getattr(now, k)]
+    names = [name for name in _GRID if name != "tp_wire" or not config.checkpoint.finetune]  # which leaves the scales behind
+    return [f"{flag(k)} {getattr(now, k)} (saved: {getattr(was, k)})" for k in names if getattr(was, k) != getattr(now, k)]
 
 
 def _check_finite(name: str, x: torch.Tensor, folder: Path) -> None:
@@ -246,28 +258,37 @@ def _check_weights(weights: dict[str, Any], model: nn.Module, folder: Path) -> N
         _check_finite(name, found, folder)
 
 
-def load(training: Training) -> None:
-    """Resume from `--load`: the newest checkpoint there; with `--finetune` the weights alone, at iteration 0.
-
-    Raises:
-        ValueError: no or a damaged checkpoint, or one of another model or precision. Nothing has changed then.
-    """
-    config = training.config
-    settings = config.checkpoint
+def _judged(training: Training) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """This rank's part of the checkpoint and its random state, after everything that a ValueError has to say about them."""
+    settings = training.config.checkpoint
     assert settings.load is not None
     folder = latest(Path(settings.load))
     # The grid is judged by the first part, which every grid has; then each rank takes its own.
-    saved = _read(folder, state_file())
-    _check_same_model(saved, training)
-    if _own_state_file() != state_file():
-        saved = _read(folder, _own_state_file())
-    weights = saved["model"]
-    _check_weights(weights, training.model, folder)
-    rng = folder / f"rng_{torch.distributed.get_rank():05d}.pt"
-    take_rng = not settings.finetune and not settings.no_load_rng and rng.is_file()
-    rng_state = _load_file(rng, "resume with --no-load-rng") if take_rng else None
-    if not settings.finetune and not settings.no_load_rng and rng_state is None:
+    _check_same_model(_read(folder, state_file(), mmap=True), training)
+    saved = _read(folder, _own_state_file())
+    _check_weights(saved["model"], training.model, folder)
+    if not settings.finetune and not settings.no_load_optim:
+        for index, state in saved["optimizer"]["state"].items():
+            for key, value in state.items():
+                _check_finite(f"{key} of the optimizer's parameter {index}", value, folder)
+    rng = folder / _own_rng_file()
+    if settings.finetune or settings.no_load_rng:
+        return saved, None
+    if not rng.is_file():
         print(f"{rng} is missing: this rank's random state (dropout) starts from --seed", flush=True)
+        return saved, None
+    return saved, _load_file(rng, "resume with --no-load-rng")
+
+
+def load(training: Training) -> None:
+    """Resume from `--load`: the newest checkpoint there; with `--finetune` the weights alone, at iteration 0. Collective.
+
+    Raises:
+        ValueError: on every rank, for no or a damaged checkpoint, or one of another model, precision or grid. Nothing has changed then.
+    """
+    settings = training.config.checkpoint
+    saved, rng_state = _all_or_none(lambda: _judged(training))
+    weights = saved["model"]
     if settings.finetune:
         weights = {key: value for key, value in weights.items() if ".scaling." not in key}
     if settings.finetune or settings.no_load_optim:
@@ -275,16 +296,12 @@ def load(training: Training) -> None:
         for name, p in training.model.named_parameters():
             training.optimizer.init_master(p, weights[name])
     else:
-        for index, state in saved["optimizer"]["state"].items():
-            for key, value in state.items():
-                _check_finite(f"{key} of the optimizer's parameter {index}", value, folder)
         hyper = [{key: group[key] for key in _HYPER} for group in training.optimizer.param_groups]
         training.optimizer.load_state_dict(saved["optimizer"])
         for group, values in zip(training.optimizer.param_groups, hyper, strict=True):
             group.update(values)
         training.optimizer.skipped_steps = saved["skipped_steps"]
-        if "grad_sync" in saved:  # earlier checkpoints have none: mu starts at 1
-            training.grad_sync.load_state_dict(saved["grad_sync"])
+        training.grad_sync.load_state_dict(saved["grad_sync"])
     training.model.load_state_dict(weights, strict=False)  # megatron-core's empty `_extra_state` is not saved
     if settings.finetune:
         return
@@ -293,7 +310,10 @@ def load(training: Training) -> None:
     training.schedule.step(0)
     training.iteration = saved["iteration"]
     training.consumed_samples = saved["consumed_samples"]
-    if rng_state is not None:
+    # All who share a part of the data must draw the same dropout where they hold the same activations.
+    known = torch.tensor(rng_state is not None, dtype=torch.int32, device=process_groups.device())
+    torch.distributed.all_reduce(known, torch.distributed.ReduceOp.MIN, parallel_state.get_model_parallel_group())
+    if rng_state is not None and known:
         _restore_rng(rng_state)
 
 

@@ -110,12 +110,17 @@ def tensor_parallel_shape(config: Config, world_size: int) -> Problems:
     model, parallel = config.model, config.parallel
     tp, heads = parallel.tensor_model_parallel_size, model.num_attention_heads
     size_flag = f"--tensor-model-parallel-size {tp}"
+    cut: list[tuple[str, int, int]] = []
     if heads % tp:
-        yield f"--num-attention-heads {heads} is not divisible by {size_flag}: choose {_nearest_multiples(heads, tp)}"
-    elif model.group_query_attention and heads % model.query_groups == 0 and model.query_groups % tp:
+        served = [n for n in range(tp, model.hidden_size + 1, tp) if model.kv_channels or model.hidden_size % n == 0]
+        choice = _nearest(heads, served) or _nearest_multiples(heads, tp)
+        yield f"--num-attention-heads {heads} is not divisible by {size_flag}: choose {choice}"
+    if heads % tp == 0 or model.kv_channels:  # else its multiples would be those of heads that cannot stay
+        cut.append(("hidden_size", model.hidden_size, tp if model.kv_channels else math.lcm(tp, heads)))
+    if heads % tp == 0 and model.group_query_attention and heads % model.query_groups == 0 and model.query_groups % tp:
         legal = [groups for groups in _divisors(heads) if groups % tp == 0]
         yield f"--num-query-groups {model.query_groups} is not divisible by {size_flag}: choose {_nearest(model.query_groups, legal)}"
-    cut = [("hidden_size", model.hidden_size, tp if model.kv_channels else math.lcm(tp, heads)), ("ffn_hidden_size", model.ffn_size, tp)]
+    cut.append(("ffn_hidden_size", model.ffn_size, tp))
     if parallel.sequence_parallel:
         cut.append(("seq_length", model.seq_length, tp))
     for name, size, multiple in cut:
@@ -154,10 +159,9 @@ def pipeline_shape(config: Config, world_size: int) -> Problems:
             "--pipeline-model-parallel-size"
         )
     elif layers % stages:
-        yield (
-            f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {stages}: "
-            f"choose {_nearest_multiples(layers, stages * (virtual or 1))}"
-        )
+        unit = stages * (virtual or 1)
+        served = [n for n in range(unit, layers + 2 * unit + 1, unit) if virtual is None or n > unit]  # interleaving takes two of them
+        yield f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {stages}: choose {_nearest(layers, served)}"
     elif virtual is not None and (virtual == layers // stages or layers // stages % virtual):
         smaller = _divisors(layers // stages)[:-1]
         whole = virtual == layers // stages

@@ -62,15 +62,14 @@ def _embedding_group() -> dist.ProcessGroup | None:
     return group if group is not None and dist.get_rank() in dist.get_process_group_ranks(group) else None
 
 
-def count_pipeline_traffic(sent: WireBytes, config: Config, parts: Sequence[GPTModel], micro_batches: int, forward_only: bool) -> None:
-    """Count what this rank has sent to other pipeline stages: an activation a micro-batch onward, its gradient back."""
+def count_pipeline_traffic(sent: WireBytes, config: Config, parts: Sequence[GPTModel], micro_batches: int) -> None:
+    """Count what this rank sends other pipeline stages in a step: an activation a micro-batch onward, its gradient back."""
     model, parallel = config.model, config.parallel
     if parallel.pipeline_model_parallel_size == 1:
         return
     tokens = model.seq_length * config.training.micro_batch_size
     if parallel.sequence_parallel:
         tokens //= parallel.tensor_model_parallel_size
-    onward = sum(not part.post_process for part in parts)
-    back = 0 if forward_only else sum(not part.pre_process for part in parts)
+    transfers = sum((not part.post_process) + (not part.pre_process) for part in parts)
     size = tokens * model.hidden_size * parts[0].config.pipeline_dtype.itemsize
-    sent.add("activation", "pipeline send", (onward + back) * micro_batches * size)
+    sent.add("activation", "pipeline send", transfers * micro_batches * size)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
@@ -89,14 +88,15 @@ def global_norm(params: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
     peers = Peers(parallel_state.get_model_parallel_group(), WireBytes())
     first = parallel_state.get_tensor_model_parallel_rank() == 0
     counts = [not getattr(p, "shared", False) and (first or getattr(p, "tensor_model_parallel", False)) for p in params]
-    counted = torch.tensor(counts, dtype=torch.float64)
+    counted = torch.tensor(counts, dtype=torch.float64, device=params[0].device)
 
     def combine(norms: Tensor) -> Tensor:
         if peers.ranks == 1:
             return torch.linalg.vector_norm(norms)
-        # Not selected but multiplied: a copy that is not finite shows as well.
-        total = (norms.square() * counted.to(norms.device, non_blocking=True)).sum()
-        return peers.all_reduce(total, dist.ReduceOp.SUM, "the gradient norm of the grid", None).sqrt()
+        # Not selected but multiplied: a copy that is not finite shows as well. Gathered and added in rank order: data-parallel copies
+        # of the grid must come to the same bits, over whatever rings their sums would have gone.
+        total = (norms.square() * counted).sum().reshape(1)
+        return peers.all_gather(total, [1] * peers.ranks, "the gradient norm of the grid").sum().sqrt()
 
     return combine
 

@@ -197,7 +197,7 @@ def layer_activations(config: Config) -> int:
     tp, split = parallel.tensor_model_parallel_size, _sequence_split(config)
     hidden, ffn = model.hidden_size, model.ffn_size / tp
     queries, keys = model.num_attention_heads * model.head_size / tp, model.query_groups * model.head_size / tp
-    shard = not config.precision.is_fp8 or (config.precision.name == "O3" and parallel.tp_saved_input == "shard")
+    shard = not config.precision.is_fp8 or (recipe.by_name(config.precision.name).fp8_wire and parallel.tp_saved_input == "shard")
     norms = 2 * wide * hidden / split
     column = 2 * narrow * hidden / (split if shard else 1)
     rotated = queries + keys if model.position_embedding_type == "rope" else 0

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.lm.distributed import chunks
+from megatron.lm.model.initial import named_globally
 from megatron.lm.model.linear import FP8Gemm
 from msamp.numerics.metrics import saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import dequantize, quantize
@@ -34,11 +36,14 @@ def sample(x: Tensor, cast: Cast, scale: Tensor | None) -> dict[str, float]:
 def probing(model: nn.Module, iteration: int, write: Write) -> Iterator[None]:
     """While inside, every FP8 linear layer of `model` reports its input, weight and grad_output once, with the scales it uses.
 
+    Layers have their names in the whole model. Just in time a tensor-parallel layer's shard is judged by its own amax.
+
     Costs host syncs, so a run samples only every `--log-underflow-interval` iterations.
     """
     handles = [
         layer.register_forward_hook(_Reporter(name, iteration, write))
-        for name, layer in model.named_modules()
+        for chunk in chunks(model)
+        for name, layer in named_globally(chunk)
         if isinstance(layer, FP8Gemm)
     ]
     try:

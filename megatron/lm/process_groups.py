@@ -60,8 +60,8 @@ def device() -> torch.device:
 def initialize(config: Config) -> None:
     """Join the process groups of data, tensor and pipeline parallelism, take this process's device and seed every generator.
 
-    A default process group that exists already is used as it is. Ranks of one pipeline stage and tensor shard get the same seed whatever
-    their data-parallel rank, so that their parameters start equal; stages and shards get seeds of their own.
+    A default process group that exists already is used as it is. Ranks of one pipeline stage and tensor shard get the same seed (for
+    dropout; weights are drawn by name) whatever their data-parallel rank; stages and shards get seeds of their own.
 
     Raises:
         ValueError: an environment as in `launch_from_environment`, more processes on this machine than GPUs, NCCL without a GPU,

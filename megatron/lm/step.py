@@ -82,8 +82,9 @@ def evaluate(training: Training, batches: Batches, iterations: int) -> float:
     """Mean loss in nats a token over `iterations` global batches of all ranks. Scales and histories stay as they are."""
     training.model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=next(training.model.parameters()).device)
-    for _ in range(iterations):
-        total += torch.stack(_forward_backward(training, batches, forward_only=True)).double()
+    with training.grad_sync.sent.uncounted():
+        for _ in range(iterations):
+            total += torch.stack(_forward_backward(training, batches, forward_only=True)).double()
     torch.distributed.all_reduce(total)  # of tensor-parallel ranks all have the same: their ratio does not change
     return float(total[0] / total[1])
 
@@ -101,7 +102,7 @@ def _forward_backward(training: Training, batches: Batches, forward_only: bool) 
         micro_batch_size=config.training.micro_batch_size,
         forward_only=forward_only,
     )
-    count_pipeline_traffic(training.grad_sync.sent, config, parts, training.micro_batches, forward_only)
+    count_pipeline_traffic(training.grad_sync.sent, config, parts, training.micro_batches)
     if not results:
         nothing = torch.zeros((), device=next(training.model.parameters()).device)
         return nothing, nothing

@@ -1,6 +1,7 @@
 """Bytes on the wire: what each collective sends from one rank."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 KINDS = ("weight", "activation")
 
@@ -44,6 +45,16 @@ class WireBytes:
         """`rows`, and count from zero again."""
         sent, self._sent = self._sent, {}
         return sent
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Inside, nothing counts: what is sent by the way (an evaluation) is no part of a step."""
+        kept = self._sent
+        self._sent = {}
+        try:
+            yield
+        finally:
+            self._sent = kept
 
 
 def _check(kind: str) -> None:

@@ -94,6 +94,7 @@ class GradSync:
         _check_same_on_all_ranks(self.names, formats, self.peers)
         _check_formats(self.names, formats)
         self.sums = [(others, list(params)) for others, params in sums]
+        _check_sums(self.sums, self.names, formats)
         summed = {p for _, params in self.sums for p in params}
         buckets = _build(plan, self.names, formats, self.peers)
         self._held_back = {bucket for bucket in buckets if summed & set(bucket.params)}
@@ -118,7 +119,6 @@ class GradSync:
         hook = functools.partial(_take, weakref.ref(self))
         for p in self.names:
             p.register_post_accumulate_grad_hook(hook)
-        self._holding = False
         self.steps = 0
         self.clear()
 
@@ -147,6 +147,7 @@ class GradSync:
             for p in bucket.params:
                 p.main_grad = None  # type: ignore[attr-defined]
         self._totals: dict[Tensor, Tensor] = {}
+        self._holding: object | None = None
         self._next = 0
         self.statistics.clear()
         if self._generator is not None:  # by step and rank, so that a resumed run draws the same numbers
@@ -155,11 +156,13 @@ class GradSync:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """For all micro-batches of a step but the last: gradients add up on this rank and none leaves."""
-        self._holding = True
+        # By a token: megatron-core's pipeline leaves the context of an evaluation to the garbage collector, at any later moment.
+        self._holding = token = object()
         try:
             yield
         finally:
-            self._holding = False
+            if self._holding is token:
+                self._holding = None
 
     def take(self, p: Tensor) -> None:
         """A gradient has come: add it up, or send its bucket off where it was the last one."""
@@ -172,7 +175,7 @@ class GradSync:
                 "run every backward of a step but the last under no_sync(), and call finish() and clear() between steps"
             )
         total = self._totals.pop(p, None)
-        if self._holding:
+        if self._holding is not None:
             self._totals[p] = self._accumulators[bucket.format].add(total, g)
             return
         bucket.gradients[i] = g if total is None else self._accumulators[bucket.format].add(total, g)
@@ -348,6 +351,18 @@ def _check_formats(names: Mapping[Tensor, str], formats: Mapping[Tensor, Format]
             raise ValueError(f"{name} has no gradient format; give one for every parameter that wants a gradient")
         if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"{name} is {p.dtype}; gradients are synchronised for torch.float32, torch.bfloat16 and torch.float16")
+
+
+def _check_sums(sums: Sequence[tuple[Peers, Sequence[Tensor]]], names: Mapping[Tensor, str], formats: Mapping[Tensor, Format]) -> None:
+    for _, params in sums:
+        for p in params:
+            if p not in names:
+                raise ValueError(f"a parameter of shape {tuple(p.shape)} is to be added up and has no gradient here; leave it out")
+            if formats[p].scaled or formats[p] != formats[params[0]]:
+                raise ValueError(
+                    f"the gradient of {names[p]} is {formats[p]} and to be added up with {names[params[0]]}, {formats[params[0]]}; "
+                    "give both FP32 or both BF16"
+                )
 
 
 def _check_same_on_all_ranks(names: Mapping[Tensor, str], formats: Mapping[Tensor, Format], peers: Peers) -> None:

@@ -1,11 +1,12 @@
 """A gradient synchroniser for a model: its parameters in buckets, each bucket spread over the ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from msamp.comm.collectives import Peers
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics.formats import Format
 from msamp.parallel.partition import plan_buckets
@@ -20,6 +21,7 @@ def grad_sync(
     group: dist.ProcessGroup | None = None,
     *,
     bucket_elements: int = BUCKET_ELEMENTS,
+    sums: Sequence[tuple[Peers, Sequence[Tensor]]] = (),
     **options: Any,
 ) -> GradSync:
     """A GradSync whose buckets fill in the order of backward and are spread evenly over the ranks.
@@ -29,13 +31,14 @@ def grad_sync(
         formats: gradient format of every parameter that wants one.
         group: the data-parallel ranks; None for one process.
         bucket_elements: elements of a bucket; a larger parameter has one of its own.
-        options: GradSync's.
+        sums: as GradSync's; entries without parameters or other ranks have no effect.
+        options: GradSync's others.
     """
     params = [p for p in model.parameters() if p.requires_grad and p in formats]
     params.reverse()
     ranks = 1 if group is None else dist.get_world_size(group)
     # What leaves late for such a sum shares no bucket with what need not wait.
-    sums = [(others, members) for others, members in options.pop("sums", ()) if members and others.ranks > 1]
+    sums = [(others, members) for others, members in sums if members and others.ranks > 1]
     summed = {p for _, members in sums for p in members}
     kinds = [formats[p].name + (" summed" if p in summed else "") for p in params]
     plan = plan_buckets([p.shape for p in params], kinds, ranks, bucket_elements)

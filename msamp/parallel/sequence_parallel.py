@@ -39,7 +39,7 @@ def start_gather(payload: torch.Tensor, peers: Peers, label: str) -> Callable[[]
     Returns:
         What waits, on a GPU in the stream alone, and gives [ranks M, N], rank after rank.
     """
-    pending = peers.start_all_gather(payload.view(-1), [payload.numel()] * peers.ranks, label.split()[0], KIND, label)
+    pending = peers.start_all_gather(payload.view(-1), [payload.numel()] * peers.ranks, f"an activation ({label})", KIND, label)
     return lambda: pending.wait().view(gathered_shape(payload.shape, peers))
 
 

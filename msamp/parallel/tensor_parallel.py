@@ -2,7 +2,8 @@
 
 Tensors are quantised first and gathered once: the gathered payload is the GEMM's operand as it is. What travels has one scale on all
 ranks of the group. With delayed scaling that costs nothing, since histories are rolled over the group; just in time it costs an
-all-reduce of one number.
+all-reduce of one number a cast. A value that is not finite makes the results of its own rank NaN, and may not show on the others:
+whoever decides by the gradients' norm combines it over the group.
 """
 
 from typing import Any

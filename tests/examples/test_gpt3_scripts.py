@@ -177,9 +177,8 @@ def test_the_toy_has_the_grid_and_the_flags(python):
 @pytest.mark.parametrize(
     ("size", "level"),
     [
-        ("125m", "O3"),
         ("13b", "O3"),
-        *(pytest.param(size, "O3", marks=pytest.mark.slow) for size in ("345m", "1p3b", "7b")),
+        *(pytest.param(size, "O3", marks=pytest.mark.slow) for size in ("125m", "345m", "1p3b", "7b")),
         *(pytest.param("13b", level, marks=pytest.mark.slow) for level in ("O0", "O1", "O2")),
     ],
 )

@@ -1,7 +1,8 @@
 """Initial weights that depend on the seed and the model's shape alone: each is drawn by its name, and a rank keeps its part.
 
 So a model starts from the same numbers on one process and on any grid of tensor and pipeline parallelism, in any
-precision but for its rounding. Equal draws want equal devices: a CPU and a GPU have different generators.
+precision but for its rounding. Equal draws want equal devices, since a CPU and a GPU have different generators, and equal
+padding of the vocabulary, which is a multiple of `--make-vocab-size-divisible-by` x TP.
 """
 
 import hashlib
@@ -45,7 +46,7 @@ def draw_weights(model: GPTModel, config: "Config") -> None:
 
 def named_globally(model: GPTModel) -> Iterator[tuple[str, nn.Module]]:
     """Modules by the names that they would have in a model on one process."""
-    offset = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
+    offset = model.decoder.layers[0].layer_number - 1
     for name, module in model.named_modules():
         if name.startswith("decoder.layers."):
             first, second, number, *rest = name.split(".")

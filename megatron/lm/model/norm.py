@@ -10,8 +10,8 @@ class LayerNorm(torch.nn.LayerNorm):
     """Layer normalisation over the last dimension.
 
     Weight and bias are [hidden_size] in the parameters' dtype; mean and variance are taken in FP32 whatever the input's dtype.
-    Both carry `sequence_parallel`: under sequence parallelism each rank sees a slice of the sequence, so that
-    megatron-core's `finalize_model_grads` must sum their gradients over the tensor-parallel group.
+    Both carry `sequence_parallel`: under sequence parallelism each rank sees a slice of the sequence, so that their gradients
+    must be summed over the tensor-parallel group (`megatron.lm.distributed`).
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:

@@ -136,6 +136,7 @@ def test_zero_may_be_switched_on_or_off(saved: tuple[list[dict[str, Any]], Path]
         assert tiny.same(crossed["bits"], straight["bits"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 4])
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_fewer_or_more_processes_go_on(saved: tuple[list[dict[str, Any]], Path], elsewhere: dict, name: str, processes: int):

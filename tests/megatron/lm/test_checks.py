@@ -51,7 +51,16 @@ REFUSALS = {
         "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3: choose 3 or 6$",
     ),
     "TP heads, few": ("--tensor-model-parallel-size 8", 8, "--num-attention-heads 4 is not divisible by --tensor.* 8: choose 8$"),
-    "TP hidden": ("--tensor-model-parallel-size 3", 3, "--hidden-size 64 is not divisible by --tensor.* 3: choose 60 or 72$"),
+    "TP heads that divide": (
+        "--tensor-model-parallel-size 2 --num-attention-heads 25 --hidden-size 1600",
+        2,
+        "--num-attention-heads 25 is not divisible by --tensor-model-parallel-size 2: choose 20 or 32$",
+    ),
+    "TP hidden": (
+        "--tensor-model-parallel-size 3 --num-attention-heads 6 --hidden-size 64",
+        3,
+        "--hidden-size 64 is not divisible by --tensor.* 3: choose 60 or 66$",
+    ),
     "TP hidden, channels": ("--tensor-model-parallel-size 3 --kv-channels 16", 3, "--hidden-size 64 is not .* 3: choose 63 or 66$"),
     "TP ffn": (
         "--tensor-model-parallel-size 2 --ffn-hidden-size 99",
@@ -86,7 +95,7 @@ REFUSALS = {
     "PP layers, virtual": (
         "--pipeline-model-parallel-size 3 --num-layers 10 --num-layers-per-virtual-pipeline-stage 2",
         3,
-        "--num-layers 10 is not divisible by --pipeline-model-parallel-size 3: choose 6 or 12$",
+        "--num-layers 10 is not divisible by --pipeline-model-parallel-size 3: choose 12$",
     ),
     "lone virtual": (
         "--num-layers-per-virtual-pipeline-stage 2",

@@ -114,7 +114,7 @@ def losses(run: dict[str, Any]) -> list[float]:
     return tiny.losses(run["rows"])
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("level", LEVELS)
 def test_several_processes_train_as_one(request: pytest.FixtureRequest, one: dict, processes: int, level: str):
     ranks = request.getfixturevalue({2: "two", 4: "four"}[processes])
@@ -124,7 +124,9 @@ def test_several_processes_train_as_one(request: pytest.FixtureRequest, one: dic
     assert found == pytest.approx(expected, rel=LIMITS[level])
 
 
-@pytest.mark.parametrize(("processes", "name"), [*((2, name) for name in TWO), *((4, name) for name in FOUR)])
+@pytest.mark.parametrize(
+    ("processes", "name"), [*((2, name) for name in TWO), *(pytest.param(4, name, marks=pytest.mark.slow) for name in FOUR)]
+)
 def test_the_ranks_hold_the_same_weights(request: pytest.FixtureRequest, processes: int, name: str):
     ranks = request.getfixturevalue({2: "two", 4: "four"}[processes])
     assert all(tiny.same(ranks[0][name]["weights"], rank[name]["weights"]) for rank in ranks[1:])
@@ -137,6 +139,7 @@ def test_what_must_not_change_a_bit(two: list[dict], plain: str, other: str):
     assert tiny.same(two[0][other]["weights"], two[0][plain]["weights"])
 
 
+@pytest.mark.slow
 def test_zero_changes_no_bit_on_one_process_nor_on_four(one: dict, four: list[dict]):
     for runs in (one, four[0]):
         assert losses(runs["O2 ZeRO"]) == losses(runs["O2"])

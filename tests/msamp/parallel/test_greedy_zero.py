@@ -23,7 +23,7 @@ from msamp.optim.adamw import FP8AdamW, Piece
 from msamp.parallel.data_parallel import grad_sync
 from msamp.parallel.greedy_zero import GreedyZeRO
 
-WORLDS = (1, 2, 4)
+WORLDS = (1, 2, pytest.param(4, marks=pytest.mark.slow))
 LEVELS = [recipe.name for recipe in ALL]
 BUCKET = 1200  # elements: several buckets of several tensors, and rows of one tensor on several ranks
 # Odd numbers of rows, a single row, one to three dimensions and none; the last is never used.
@@ -317,7 +317,7 @@ def references() -> dict[str, dict[str, Any]]:
     return {level: reference(level) for level in LEVELS}
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids=lambda n: f"DP {n}")
+@pytest.fixture(scope="module", params=WORLDS, ids=("DP 1", "DP 2", "DP 4"))
 def seen(request: pytest.FixtureRequest, references: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """What every rank has seen."""
     if request.param == 1:

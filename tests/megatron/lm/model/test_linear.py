@@ -1,8 +1,10 @@
-"""Our linear layers in megatron-core's classes: against msamp's FP8Linear, the weight as drawn, marks, refusals, `print(model)`."""
+"""Our linear layers in megatron-core's classes: against msamp's FP8Linear, the weight as drawn, marks, bytes sent, `print(model)`."""
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
+import dist
 import pytest
 import tiny
 import torch
@@ -13,6 +15,8 @@ from megatron.lm import process_groups
 from megatron.lm.model import linear
 from megatron.lm.model.gpt import build_model, transformer_config
 from megatron.lm.model.linear import FP8Gemm, column_linear, output_linear, row_linear
+from megatron.lm.optim import build_recipe
+from msamp.comm.counters import WireBytes, all_gather_sent, all_reduce_sent
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import formats
@@ -125,6 +129,24 @@ def test_marks_of_megatron_core_stay_on_the_weight(kind: str):
     assert ours.weight.requires_grad
 
 
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("recipe", [O1, O2, O3], ids=lambda r: r.name)
+def test_a_layer_started_anew_keeps_its_marks_and_nothing_of_its_old_weight(recipe: Recipe, kind: str):
+    layer, values = make(kind, recipe), 100 * random(OUT, IN, seed=3)
+    before = {name: mark for name, mark in vars(layer.weight).items() if name not in ("payload", "scale_inv")}
+    assert before["tensor_model_parallel"]
+    layer.start_from(values)
+    expected = ScalingTensor.quantize(values, recipe.weight)
+    assert torch.equal(layer.weight.dequantize(), expected.dequantize())
+    assert torch.equal(layer.weight.payload.view(torch.uint8), expected.payload.view(torch.uint8))
+    assert torch.equal(layer.weight.scale_inv, expected.scale_inv)
+    assert before.items() <= vars(layer.weight).items()
+    assert isinstance(layer.weight, nn.Parameter)
+    assert next(layer.parameters()) is layer.weight
+    handed = layer.take_initial_weight()
+    assert handed is None if recipe is not O3 else torch.equal(handed, values)
+
+
 @pytest.mark.parametrize("recipe", [FP32, BF16], ids=lambda r: r.name)
 def test_without_fp8_the_weights_are_plain(recipe: Recipe):
     for kind in ("column", "row"):
@@ -191,3 +213,91 @@ def test_linears_of_one_recipe_share_a_class():
     assert column_linear(O2) is not column_linear(O3)
     assert column_linear(O2).__name__ == "FP8ColumnParallelLinear"
     assert row_linear(O3).__name__ == "FP8RowParallelLinear"
+
+
+# Bytes on the wire, on 2 processes
+
+TP = {"tensor_model_parallel_size": 2}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+WIRES: dict[str, dict[str, Any]] = {
+    f"{level}{' SP' if sequence else ''}{' recomputed' if recompute else ''}": {
+        "opt_level": level,
+        "num_layers": 1,
+        "sequence_parallel": sequence,
+        **TP,
+        **(RECOMPUTE if recompute else {}),
+    }
+    for level in ("O0", "O2")
+    for sequence in (False, True)
+    for recompute in (False, True)
+}
+
+
+def watch(passed: dict[str, int]) -> None:
+    """From here on, bytes that this process's groups are given to send, by collective, whatever function of torch they come through."""
+
+    def spy(method: str, collective: str, sent: Any) -> None:
+        original = getattr(torch.distributed.ProcessGroup, method, None)
+        if original is None:  # torch 2.13 has renamed some
+            return
+
+        def counting(group: Any, *args: Any) -> Any:
+            passed[collective] = passed.get(collective, 0) + sent(group.size(), *args)
+            return original(group, *args)
+
+        setattr(torch.distributed.ProcessGroup, method, counting)
+
+    for method in ("_allgather_base", "all_gather_single"):
+        spy(method, "all-gather", lambda ranks, output, x, *_: all_gather_sent(x.nbytes, ranks))
+    for method in ("_reduce_scatter_base", "reduce_scatter_single"):
+        spy(method, "reduce-scatter", lambda ranks, output, x, *_: all_gather_sent(output.nbytes, ranks))
+    spy("allreduce", "all-reduce", lambda ranks, xs, *_: sum(all_reduce_sent(x.nbytes, ranks) for x in xs))
+
+
+def passed_and_counted(flags: dict[str, Any], passed: dict[str, int]) -> dict[str, dict[str, int]]:
+    """Forward and backward of the block's one layer, then of the LM head: bytes by collective."""
+    config, sent = tiny.config("corpus", **flags), WireBytes()
+    found = {}
+    with tiny.started(config):
+        model = build_model(config, build_recipe(config.precision), tiny.VOCABULARY, sent=sent)
+        tokens = 8 if flags["sequence_parallel"] else 16
+        x = random(tokens, 4, 32).requires_grad_()
+
+        def layer() -> Tensor:
+            return model.decoder(hidden_states=x, attention_mask=None, rotary_pos_emb=model.rotary_pos_emb(16))
+
+        def head() -> Tensor:
+            return model.output_layer(x, weight=model.shared_embedding_or_output_weight())[0]
+
+        for name, work in {"layer": layer, "head": head}.items():
+            passed.clear()
+            work().sum().backward()
+            found[name] = {"passed": dict(passed), "counted": {collective: size for (_, collective), size in sent.take().items()}}
+    return found
+
+
+def on_the_wire() -> dict[str, dict[str, dict[str, int]]]:
+    passed: dict[str, int] = {}
+    watch(passed)
+    return {name: passed_and_counted(flags, passed) for name, flags in WIRES.items()}
+
+
+@pytest.fixture(scope="module")
+def wires() -> list[dict[str, dict[str, dict[str, int]]]]:
+    if torch.cuda.is_available():
+        pytest.skip("several processes on one GPU")
+    return dist.run(on_the_wire, 2)
+
+
+@pytest.mark.parametrize("part", ["layer", "head"])
+@pytest.mark.parametrize("name", WIRES)
+def test_counted_bytes_are_those_that_go_through_the_process_groups(wires: list[Any], name: str, part: str):
+    for rank in wires:
+        counted, passed = rank[name][part]["counted"], rank[name][part]["passed"]
+        of_kind = dict.fromkeys(passed, 0)
+        for collective, size in counted.items():
+            assert collective.startswith("LM head ") == (part == "head")
+            of_kind[next(kind for kind in ("all-gather", "reduce-scatter", "all-reduce") if kind in collective)] += size
+        assert of_kind == passed
+        assert sum(passed.values()) > 0
+        assert ("all-reduce" in passed) != WIRES[name]["sequence_parallel"]
