@@ -86,7 +86,9 @@ launch() {
   if [ -n "${SLURM_STEP_ID:-}" ]; then
     # Of the step, which may have fewer machines than the job.
     tasks=${SLURM_STEP_NUM_TASKS:-$SLURM_NTASKS} NNODES=${SLURM_STEP_NUM_NODES:-$SLURM_NNODES} NODE_RANK=$SLURM_NODEID
-    MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}" | head -n 1)}
+    local hosts # not through `head`: a pipe that it closes early ends the script
+    hosts=$(scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}")
+    MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}
     MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
     export MASTER_ADDR MASTER_PORT
   fi

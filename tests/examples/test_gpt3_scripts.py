@@ -66,7 +66,7 @@ def test_the_shell_can_read_it(file):
 
 @pytest.mark.parametrize("size", SCRIPTS)
 def test_the_numbers_are_those_of_the_preset_and_so_of_table_1(size, prefix, python):
-    _, flags, environment = called(start(size, PYTHON=python, DATA=prefix, OPT_LEVEL="O2", NNODES=1))
+    _, flags, _ = called(start(size, PYTHON=python, DATA=prefix, OPT_LEVEL="O2", NNODES=1))
     files = ["--vocab-file", str(prefix.parent / "encoder.json"), "--merge-file", str(prefix.parent / "vocab.bpe")]
     data = ["--data-path", str(prefix), "--tokenizer-type", "GPT2BPETokenizer", *files]
     assert parse_args(flags) == parse_args(["--preset", SCRIPTS[size], "--opt-level", "O2", "--use-distributed-optimizer", *data])
