@@ -84,12 +84,12 @@ def run(settings: Config) -> dict[str, Any]:
         return {"losses": tiny.losses(rows), "bits": everything(made), "loaded": loaded}
 
 
-def refusals(settings: Config, folder: Path) -> tuple[list[str], bool]:
+def refusals(settings: Config, folder: Path, ways: tuple[bool, ...] = (False, True)) -> tuple[list[str], bool]:
     """What a trainer ready to run says to the checkpoint in `folder`, all of it or the weights alone, and whether it is as it was."""
     said = []
     with tiny.trainer(settings) as made:
         before = everything(made)
-        for finetune in (False, True):
+        for finetune in ways:
             made.training.config = replace(settings, checkpoint=replace(settings.checkpoint, load=str(folder), finetune=finetune))
             with pytest.raises(ValueError, match="does not fit") as error:
                 checkpoint.load(made.training)
@@ -125,6 +125,8 @@ def save_and_resume(prefix: str, folder: str) -> dict[str, Any]:
         }
     for name, (saved, flags, _) in OTHERS.items():
         seen[name] = refusals(settings_of(prefix, flags), Path(folder, saved))
+    other_wire = settings_of(prefix, RUNS["O3 TP+SP"][0] | {"tp_wire": "fp8"}, 20)
+    seen["other wire"] = refusals(other_wire, Path(folder, "O3 TP+SP"), (False,))
     seen["a part is missing"] = without_the_second_part(prefix, Path(folder, "fp32 TP"))
     return seen
 
@@ -173,6 +175,24 @@ def test_another_grid_is_refused_by_name_on_every_rank(saved: tuple[list[dict[st
     for message in messages:
         assert message.endswith(f"does not fit: {'; '.join(said)}. Give the saved values")
     assert unchanged
+
+
+def test_another_wire_has_no_history_and_is_refused(saved: tuple[list[dict[str, Any]], Path]):
+    for rank in saved[0]:
+        messages, unchanged = rank["other wire"]
+        assert "does not fit: --tp-wire fp8 (saved: bf16). Give the saved values" in messages[0]
+        assert unchanged
+
+
+def test_random_states_keep_their_numbers_when_there_are_more_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch):
+    def name(tensor: int, pipeline: int, data: int) -> str:
+        for kind, rank in (("tensor_model", tensor), ("pipeline_model", pipeline), ("data", data)):
+            monkeypatch.setattr(checkpoint.parallel_state, f"get_{kind}_parallel_rank", lambda rank=rank: rank)
+            monkeypatch.setattr(checkpoint.parallel_state, f"get_{kind}_parallel_world_size", lambda: 2)
+        return checkpoint._own_rng_file()
+
+    found = [name(tensor, pipeline, data) for data in range(2) for pipeline in range(2) for tensor in range(2)]
+    assert found == [f"rng_{number:05d}.pt" for number in range(8)]
 
 
 def test_a_missing_part_is_an_error_on_every_rank(saved: tuple[list[dict[str, Any]], Path]):

@@ -45,9 +45,7 @@ LIMITS = {"fp32": (1e-5, 100.0), "bf16": (5e-3, 30.0), "O1": (1e-2, 12.0), "O2":
 MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "llama": LLAMA | UNTIED, "learned": LEARNED}
 Case = tuple[str, str, dict[str, Any]]  # recipe, model, grid
 TWO: dict[str, Case] = {
-    "fp32 TP": ("fp32", "gpt", TP2),
     "fp32 TP+SP": ("fp32", "gpt", TP2 | SP),
-    "fp32 PP": ("fp32", "gpt", PP2),
     "fp32 interleaved": ("fp32", "gpt", PP2 | VPP),
     "O3 TP+SP": ("O3", "gpt", TP2 | SP),
     "O3 TP+SP again": ("O3", "gpt", TP2 | SP),

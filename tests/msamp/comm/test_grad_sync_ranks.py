@@ -24,7 +24,7 @@ from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.parallel.data_parallel import grad_sync
 
 INF, NAN = float("inf"), float("nan")
-WORLDS = (2, 4)
+WORLDS = (2, pytest.param(4, marks=pytest.mark.slow))
 
 
 def give(model: nn.ParameterDict, gradients: dict[str, Tensor | None], turned: bool = False) -> None:

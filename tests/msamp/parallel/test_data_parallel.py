@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import dist
@@ -117,15 +116,6 @@ def each_level_on_gpus() -> dict[tuple[str, bool], dict[str, Any]]:
 def check_levels(seen: list[dict[tuple[str, bool], dict[str, Any]]]) -> None:
     for level in LEVELS:
         check_on_and_off([rank[level, True] for rank in seen], [rank[level, False] for rank in seen])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in the processes of `dist.run`, whose results are compared bit for bit."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_one_process_trains_the_same_with_and_without_zero():

@@ -5,7 +5,6 @@ Each number of ranks is one run of `everything` (a start of processes takes seco
 
 import contextlib
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -301,15 +300,6 @@ def reference(level: str) -> dict[str, Any]:
     loop = Loop(level, False).run(range(3), same=True)
     saved = {"weights": [p.detach().clone() for p in loop.names], "saved": copy.deepcopy(loop.optimizer.state_dict())}
     return {**saved, "straight": loop.run(range(3, 5), same=True).whole()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in the processes of `dist.run`, whose results are compared bit for bit."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

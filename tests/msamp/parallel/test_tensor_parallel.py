@@ -28,7 +28,7 @@ from msamp.numerics.scaling import Delayed
 from msamp.parallel.tensor_parallel import TensorParallel, column_linear, row_linear
 
 SHAPE = (S * B, H, F)
-WORLDS = (2, 4)
+WORLDS = (2, pytest.param(4, marks=pytest.mark.slow))
 STEPS = 2  # with a window of one step: the first just in time, the second delayed
 RESULTS = ("output", "grad_input", "grad_weight 1", "grad_weight 2")
 
@@ -284,15 +284,6 @@ def on_ranks() -> dict[str, Any]:
         "alone": alone(),
         "kept": {saved: kept_bytes(saved) for saved in ("shard", "gathered")},
     }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in the processes of `dist.run`, whose results are compared bit for bit."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @functools.cache
