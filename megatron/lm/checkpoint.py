@@ -27,7 +27,7 @@ from megatron.lm.config import Config, flag
 from megatron.lm.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.lm.model.gpt import build_model
 from megatron.lm.model.linear import FP8Gemm
-from megatron.lm.optim import build_recipe
+from megatron.lm.recipe import build_recipe
 from megatron.lm.step import Training
 from msamp.numerics.tensor import fp32_values
 

@@ -1,7 +1,6 @@
 """The trainer's optimizer and learning-rate schedule: which parameter gets which formats, and decay or none."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,49 +8,34 @@ from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
-from megatron.lm.config import Config, PrecisionConfig
+from megatron.lm.config import Config
 from megatron.lm.model.linear import FP8Gemm
+from megatron.lm.recipe import states_by_kind
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_sync import GradSync
-from msamp.numerics import formats, recipe
-from msamp.numerics.recipe import FP32_STATES, Recipe
-from msamp.numerics.scaling import Current
+from msamp.numerics import formats
+from msamp.numerics.recipe import Recipe
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
 from msamp.optim.master import is_own_master, weight_format
 from msamp.parallel.greedy_zero import GreedyZeRO
 
 
-def build_recipe(precision: PrecisionConfig) -> Recipe:
-    """The preset that the flags name, with their scaling rule and state formats (Table 6 of FP8-LM)."""
-    base = recipe.by_name(precision.name)
-    if precision.fp8_scaling == "current":
-        base = base.with_scaling(Current())
-    names = {
-        "master": precision.master_format,
-        "grad": precision.grad_format,
-        "m": precision.exp_avg_format,
-        "v": precision.exp_avg_sq_format,
-    }
-    return base.with_states(**{key: formats.by_name(name) for key, name in names.items() if name is not None})
-
-
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     """Up to three groups: linear weights, other matrices (embeddings, LM head), vectors (norms, biases).
 
-    Matrices decay; vectors do not (as in Megatron-LM) and have FP32 states. At the FP8 levels the embedding's gradient is
-    BF16, its master and moments those of a linear weight.
+    Matrices decay; vectors do not (as in Megatron-LM). Their formats: `states_by_kind`.
     """
     params = list(model.parameters())
     linear = [p for p in params if isinstance(p, ScalingTensor)]
     matrices = [p for p in params if p.dim() > 1 and not isinstance(p, ScalingTensor)]
     vectors = [p for p in params if p.dim() <= 1]
-    matrix_states = replace(recipe.states, grad=formats.BF16) if recipe.fp8 else recipe.states
+    states = states_by_kind(recipe)
     groups = [
-        {"params": linear, "formats": recipe.states, "wd_mult": 1.0},
-        {"params": matrices, "formats": matrix_states, "wd_mult": 1.0},
-        {"params": vectors, "formats": FP32_STATES, "wd_mult": 0.0},
+        {"params": linear, "formats": states["linear"], "wd_mult": 1.0},
+        {"params": matrices, "formats": states["matrix"], "wd_mult": 1.0},
+        {"params": vectors, "formats": states["vector"], "wd_mult": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

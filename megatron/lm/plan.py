@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from megatron.lm.config import Config
 from megatron.lm.presets import parameter_count
+from megatron.lm.recipe import build_recipe, states_by_kind
 from msamp.comm.accumulate import Plain, accumulator
-from msamp.numerics import formats, recipe
 from msamp.numerics.formats import Format
-from msamp.numerics.recipe import FP32_STATES, StateFormats
+from msamp.numerics.recipe import StateFormats
 from msamp.parallel.partition import plan_buckets
 
 GIB = 2**30
@@ -126,14 +126,9 @@ def _norm(config: Config) -> list[Parameter]:
 
 def state_formats(config: Config) -> dict[str, tuple[Format, StateFormats]]:
     """Kind of parameter -> its weight's format, and those of its master, gradient and moments."""
-    precision = config.precision
-    base = recipe.by_name(precision.name)
-    named = (precision.master_format, precision.grad_format, precision.exp_avg_format, precision.exp_avg_sq_format)
-    states = base.with_states(
-        **{key: formats.by_name(name) for key, name in zip(("master", "grad", "m", "v"), named, strict=True) if name}
-    ).states
-    matrix = StateFormats(states.master, formats.BF16, states.m, states.v) if base.fp8 else states
-    return {"linear": (base.weight, states), "matrix": (base.compute, matrix), "vector": (base.compute, FP32_STATES)}
+    recipe = build_recipe(config.precision)
+    weights = {"linear": recipe.weight, "matrix": recipe.compute, "vector": recipe.compute}
+    return {kind: (weights[kind], states) for kind, states in states_by_kind(recipe).items()}
 
 
 def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumulates: bool) -> Iterator[dict[str, int]]:
@@ -197,7 +192,7 @@ def layer_activations(config: Config) -> int:
     tp, split = parallel.tensor_model_parallel_size, _sequence_split(config)
     hidden, ffn = model.hidden_size, model.ffn_size / tp
     queries, keys = model.num_attention_heads * model.head_size / tp, model.query_groups * model.head_size / tp
-    shard = not config.precision.is_fp8 or (recipe.by_name(config.precision.name).fp8_wire and parallel.tp_saved_input == "shard")
+    shard = not config.precision.is_fp8 or (build_recipe(config.precision).fp8_wire and parallel.tp_saved_input == "shard")
     norms = 2 * wide * hidden / split
     column = 2 * narrow * hidden / (split if shard else 1)
     rotated = queries + keys if model.position_embedding_type == "rope" else 0
@@ -239,7 +234,7 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
 
 
 def _compute_bytes(config: Config) -> int:
-    return recipe.by_name(config.precision.name).compute.bytes
+    return build_recipe(config.precision).compute.bytes
 
 
 def _tokens(config: Config) -> int:

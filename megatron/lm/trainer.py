@@ -19,9 +19,10 @@ from megatron.lm.data.tokenizer import build_tokenizer
 from megatron.lm.distributed import build_grad_sync
 from megatron.lm.metrics import Metrics, least_and_most
 from megatron.lm.model.gpt import build_model
-from megatron.lm.optim import build_optimizer, build_recipe, build_schedule, bytes_per_parameter
+from megatron.lm.optim import build_optimizer, build_schedule, bytes_per_parameter
 from megatron.lm.precision_probe import probing
 from megatron.lm.presets import parameter_count
+from megatron.lm.recipe import build_recipe
 from megatron.lm.step import Batches, Training, evaluate, train_step
 from msamp.comm.counters import WireBytes
 from msamp.kernels.scaled_mm import warn_if_emulated

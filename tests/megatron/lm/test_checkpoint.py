@@ -30,11 +30,6 @@ LEVELS = ("fp32", "bf16", "O1", "O2", "O3")
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_data(tmp_path_factory.mktemp("data"))
-
-
 def everything(made: Trainer) -> list[Tensor]:
     """Every bit of model, optimizer, schedule, scales and random generator."""
     training = made.training

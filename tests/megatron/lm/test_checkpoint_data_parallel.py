@@ -96,23 +96,16 @@ def resume(prefix: str, folder: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if torch.cuda.is_available():
-        pytest.skip("several processes on one GPU")
-    return tiny.write_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def saved(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+def saved(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     """What two processes saw, by rank, and where they saved."""
     folder = tmp_path_factory.mktemp("two")
-    return dist.run(save_and_resume, 2, str(prefix), str(folder), timeout=400), folder
+    return dist.run(save_and_resume, 2, str(gloo_prefix), str(folder), timeout=400), folder
 
 
 @pytest.fixture(scope="module")
-def elsewhere(saved: tuple[Any, Path], prefix: Path) -> dict[int, list[dict[str, Any]]]:
+def elsewhere(saved: tuple[Any, Path], gloo_prefix: Path) -> dict[int, list[dict[str, Any]]]:
     """The same runs gone on with by one process and by four, by rank."""
-    return {1: [resume(str(prefix), str(saved[1]))], 4: dist.run(resume, 4, str(prefix), str(saved[1]), timeout=400)}
+    return {1: [resume(str(gloo_prefix), str(saved[1]))], 4: dist.run(resume, 4, str(gloo_prefix), str(saved[1]), timeout=400)}
 
 
 @pytest.mark.parametrize("name", RUNS)

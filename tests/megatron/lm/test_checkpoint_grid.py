@@ -132,17 +132,10 @@ def save_and_resume(prefix: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if torch.cuda.is_available():
-        pytest.skip("several processes on one GPU")
-    return tiny.write_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def saved(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+def saved(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     """What two processes saw, by rank, and where they saved."""
     folder = tmp_path_factory.mktemp("grids")
-    return dist.run(save_and_resume, 2, str(prefix), str(folder), timeout=400), folder
+    return dist.run(save_and_resume, 2, str(gloo_prefix), str(folder), timeout=400), folder
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -203,8 +196,8 @@ def test_a_missing_part_is_an_error_on_every_rank(saved: tuple[list[dict[str, An
     assert unchanged
 
 
-def test_one_process_refuses_a_part_of_a_model(saved: tuple[list[dict[str, Any]], Path], prefix: Path):
-    messages, unchanged = refusals(settings_of(prefix, {"precision": "fp32"}), saved[1] / "fp32 TP")
+def test_one_process_refuses_a_part_of_a_model(saved: tuple[list[dict[str, Any]], Path], gloo_prefix: Path):
+    messages, unchanged = refusals(settings_of(gloo_prefix, {"precision": "fp32"}), saved[1] / "fp32 TP")
     assert all("does not fit: --tensor-model-parallel-size 1 (saved: 2). Give the saved values" in message for message in messages)
     assert unchanged
 

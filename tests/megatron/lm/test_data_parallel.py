@@ -83,21 +83,14 @@ def two_processes(prefix: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if torch.cuda.is_available():
-        pytest.skip("several processes on one GPU")
-    return tiny.write_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def one(prefix: Path) -> dict[str, dict[str, Any]]:
+def one(gloo_prefix: Path) -> dict[str, dict[str, Any]]:
     runs = {**FOUR, "fp32": {"precision": "fp32", **EVALUATION}}
-    return {name: trained(settings_of(str(prefix), 1, flags)) for name, flags in runs.items()}
+    return {name: trained(settings_of(str(gloo_prefix), 1, flags)) for name, flags in runs.items()}
 
 
 @pytest.fixture(scope="module")
-def pair(prefix: Path) -> list[dict[str, Any]]:
-    return dist.run(two_processes, 2, str(prefix), timeout=400)
+def pair(gloo_prefix: Path) -> list[dict[str, Any]]:
+    return dist.run(two_processes, 2, str(gloo_prefix), timeout=400)
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +99,8 @@ def two(pair: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def four(prefix: Path) -> list[dict[str, Any]]:
-    return dist.run(all_runs, 4, str(prefix), FOUR, timeout=400)
+def four(gloo_prefix: Path) -> list[dict[str, Any]]:
+    return dist.run(all_runs, 4, str(gloo_prefix), FOUR, timeout=400)
 
 
 def losses(run: dict[str, Any]) -> list[float]:

@@ -15,7 +15,7 @@ from torch import nn
 from megatron.lm import distributed
 from megatron.lm.distributed import build_grad_sync, chunks, count_pipeline_traffic
 from megatron.lm.model.gpt import GPT, build_model
-from megatron.lm.optim import build_recipe
+from megatron.lm.recipe import build_recipe
 from megatron.lm.step import evaluate, train_step
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_sync import GradSync

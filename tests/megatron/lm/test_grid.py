@@ -183,37 +183,30 @@ def four_processes(prefix: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if torch.cuda.is_available():
-        pytest.skip("several processes on one GPU")
-    return tiny.write_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def one(prefix: Path) -> dict[tuple[str, str], dict[str, Any]]:
+def one(gloo_prefix: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """Runs on one process, made when first asked for."""
 
     class Runs(dict):
         def __missing__(self, key: tuple[str, str]) -> dict[str, Any]:
-            self[key] = trained(settings_of(str(prefix), (*key, {})))
+            self[key] = trained(settings_of(str(gloo_prefix), (*key, {})))
             return self[key]
 
     return Runs()
 
 
 @pytest.fixture(scope="module")
-def two(prefix: Path) -> list[dict[str, Any]]:
-    return dist.run(all_runs, 2, str(prefix), TWO, timeout=400)
+def two(gloo_prefix: Path) -> list[dict[str, Any]]:
+    return dist.run(all_runs, 2, str(gloo_prefix), TWO, timeout=400)
 
 
 @pytest.fixture(scope="module")
-def two_slow(prefix: Path) -> list[dict[str, Any]]:
-    return dist.run(all_runs, 2, str(prefix), TWO_SLOW, timeout=1200)
+def two_slow(gloo_prefix: Path) -> list[dict[str, Any]]:
+    return dist.run(all_runs, 2, str(gloo_prefix), TWO_SLOW, timeout=1200)
 
 
 @pytest.fixture(scope="module")
-def four(prefix: Path) -> list[dict[str, Any]]:
-    return dist.run(four_processes, 4, str(prefix), timeout=1800)
+def four(gloo_prefix: Path) -> list[dict[str, Any]]:
+    return dist.run(four_processes, 4, str(gloo_prefix), timeout=1800)
 
 
 def check(

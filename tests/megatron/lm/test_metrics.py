@@ -32,11 +32,6 @@ EVALUATION_KEYS = {"kind", "iteration", "tokens", "loss", "ppl", "bits_per_byte"
 UNDERFLOW_KEYS = {"kind", "iteration", "layer", "tensor", "underflow", "saturation", "sqnr_db"}
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_data(tmp_path_factory.mktemp("data"))
-
-
 @pytest.fixture
 def one_process() -> Iterator[None]:
     with tiny.started(tiny.config("corpus")):

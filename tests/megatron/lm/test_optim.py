@@ -14,15 +14,14 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron.lm import process_groups
-from megatron.lm.config import PrecisionConfig
 from megatron.lm.distributed import build_grad_sync
 from megatron.lm.model.gpt import GPT, build_model
 from megatron.lm.model.initial import named_globally
-from megatron.lm.optim import build_optimizer, build_recipe, build_schedule, bytes_per_parameter
+from megatron.lm.optim import build_optimizer, build_schedule, bytes_per_parameter
+from megatron.lm.recipe import build_recipe
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics import formats, recipe
 from msamp.numerics.formats import Format
-from msamp.numerics.scaling import Current, Delayed
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
 from msamp.parallel.greedy_zero import GreedyZeRO
@@ -138,17 +137,6 @@ def test_gradient_format_reaches_linear_weights_only():
     assert found[model.decoder.layers[0].mlp.linear_fc1.weight] == "fp8-e5m2"
     assert found[model.embedding.word_embeddings.weight] == "bf16"
     assert found[model.decoder.final_layernorm.weight] == "fp32"
-
-
-def test_recipes_of_the_flags():
-    assert build_recipe(PrecisionConfig()) == recipe.BF16
-    assert build_recipe(PrecisionConfig(opt_level="O0")) == recipe.BF16
-    assert build_recipe(PrecisionConfig(precision="fp32")) == recipe.FP32
-    for level in ("O1", "O2", "O3"):
-        assert build_recipe(PrecisionConfig(opt_level=level)) == recipe.by_name(level)
-    current = build_recipe(PrecisionConfig(opt_level="O2", fp8_scaling="current"))
-    assert current.gemm.input.scaling == current.gemm.grad_output.scaling == Current()
-    assert build_recipe(PrecisionConfig(opt_level="O2")).gemm.input.scaling == Delayed(16)
 
 
 @pytest.mark.parametrize("level", list(STATES))

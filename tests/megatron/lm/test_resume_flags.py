@@ -6,11 +6,6 @@ import pytest
 import tiny
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_data(tmp_path_factory.mktemp("data"))
-
-
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_longer_run_takes_its_own_schedule(prefix: Path, tmp_path: Path, level: str):
     folder = str(tmp_path / "saved")

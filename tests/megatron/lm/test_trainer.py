@@ -16,11 +16,6 @@ LEVELS = ("fp32", "bf16", "O1", "O2", "O3")
 LONG = {"train_iters": 60, "global_batch_size": 8, "micro_batch_size": 8}
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_data(tmp_path_factory.mktemp("data"))
-
-
 def kinds(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
     return [(row["kind"], row.get("iteration", 0)) for row in rows if row["kind"] != "train"]
 

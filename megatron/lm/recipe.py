@@ -1,0 +1,32 @@
+"""The recipe that the precision flags name, and the formats of each kind of parameter; nothing here knows shapes or devices."""
+
+from dataclasses import replace
+
+from megatron.lm.config import PrecisionConfig
+from msamp.numerics import formats, recipe
+from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
+from msamp.numerics.scaling import Current
+
+
+def build_recipe(precision: PrecisionConfig) -> Recipe:
+    """The preset that the flags name, with their scaling rule and state formats (Table 6 of FP8-LM)."""
+    base = recipe.by_name(precision.name)
+    if precision.fp8_scaling == "current":
+        base = base.with_scaling(Current())
+    names = {
+        "master": precision.master_format,
+        "grad": precision.grad_format,
+        "m": precision.exp_avg_format,
+        "v": precision.exp_avg_sq_format,
+    }
+    return base.with_states(**{key: formats.by_name(name) for key, name in names.items() if name is not None})
+
+
+def states_by_kind(recipe: Recipe) -> dict[str, StateFormats]:
+    """Formats of master, gradient and moments of linear weights, other matrices (embeddings, LM head) and vectors (norms, biases).
+
+    Vectors have FP32 states. At the FP8 levels the gradient of other matrices is BF16, their master and moments those of a
+    linear weight.
+    """
+    matrix = replace(recipe.states, grad=formats.BF16) if recipe.fp8 else recipe.states
+    return {"linear": recipe.states, "matrix": matrix, "vector": FP32_STATES}

@@ -1,0 +1,41 @@
+"""Flags -> recipe, and the formats of each kind of parameter."""
+
+import pytest
+
+from megatron.lm.config import PrecisionConfig
+from megatron.lm.recipe import build_recipe, states_by_kind
+from msamp.numerics import formats, recipe
+from msamp.numerics.recipe import FP32_STATES, StateFormats
+from msamp.numerics.scaling import Current, Delayed
+
+
+def test_recipes_of_the_flags():
+    assert build_recipe(PrecisionConfig()) == recipe.BF16
+    assert build_recipe(PrecisionConfig(opt_level="O0")) == recipe.BF16
+    assert build_recipe(PrecisionConfig(precision="fp32")) == recipe.FP32
+    for level in ("O1", "O2", "O3"):
+        assert build_recipe(PrecisionConfig(opt_level=level)) == recipe.by_name(level)
+    current = build_recipe(PrecisionConfig(opt_level="O2", fp8_scaling="current"))
+    assert current.gemm.input.scaling == current.gemm.grad_output.scaling == Current()
+    assert build_recipe(PrecisionConfig(opt_level="O2")).gemm.input.scaling == Delayed(16)
+
+
+def test_state_formats_of_the_flags():
+    flags = PrecisionConfig(
+        opt_level="O2", master_format="fp32", grad_format="fp8-e5m2", exp_avg_format="bf16", exp_avg_sq_format="fp8-e4m3"
+    )
+    assert build_recipe(flags).states == StateFormats(formats.FP32, formats.E5M2, formats.BF16, formats.E4M3)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_kinds_at_the_fp8_levels(level: str):
+    states = recipe.by_name(level).states
+    kinds = states_by_kind(recipe.by_name(level))
+    assert kinds["linear"] == states
+    assert kinds["matrix"] == StateFormats(states.master, formats.BF16, states.m, states.v)
+    assert kinds["vector"] == FP32_STATES
+
+
+@pytest.mark.parametrize("other", [recipe.FP32, recipe.BF16], ids=lambda r: r.name)
+def test_kinds_without_fp8(other: recipe.Recipe):
+    assert states_by_kind(other) == {"linear": other.states, "matrix": other.states, "vector": FP32_STATES}
