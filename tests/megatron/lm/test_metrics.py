@@ -112,7 +112,7 @@ def test_the_arithmetic_of_an_interval(one_process: None, monkeypatch: pytest.Mo
         r"64 tokens/s \|",
         r"TFLOP/s/device \(MFU \d+\.\d% of 1e-06\) \|",
         r"memory \d+\.\d\d GiB \|",
-        r"sent 3\.00 MiB a step \|",
+        r"sent 3\.00 MiB a step and 0\.50 of activations \|",
         r"left 0:00:16$",
     ):
         assert re.search(part, line, re.MULTILINE), (part, line)
