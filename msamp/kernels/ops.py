@@ -4,24 +4,60 @@ A CPU tensor gets the reference twin; a CUDA tensor the Triton kernel, or the tw
 Operators rather than bare functions, so that torch.compile keeps a layer in one graph.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from msamp.kernels import scaled_mm as _gemm
+from msamp.kernels.tables import Tables
 
 _LIBRARY = torch.library.Library("msamp", "DEF")
 _SCHEMAS = (
     "amax(Tensor x) -> Tensor",
     "cast(Tensor x, Tensor scale, Tensor(a!)? amax_slot, ScalarType dtype) -> Tensor",
-    "cast_transpose(Tensor x, Tensor scale, Tensor(a!)? amax_slot, ScalarType dtype) -> (Tensor, Tensor)",
-    "square_sum(Tensor x, Tensor factor, float units) -> Tensor",
+    (
+        "cast_transpose(Tensor x, Tensor? scale, Tensor(a!)? amax_slot, ScalarType dtype, bool row, bool col, bool colsum) "
+        "-> (Tensor y, Tensor y_t, Tensor scale_inv, Tensor sums)"
+    ),
+    "transpose(Tensor x) -> Tensor",
+    "activate(Tensor y, str kind, Tensor? scale, Tensor(a!)? amax_slot, ScalarType dtype) -> (Tensor a, Tensor scale_inv)",
+    (
+        "activate_backward(Tensor grad_a, Tensor y, str kind, Tensor a_scale_inv, ScalarType a_dtype, Tensor? scale, "
+        "Tensor(a!)? amax_slot, ScalarType dtype, bool colsum) -> (Tensor g, Tensor g_t, Tensor scale_inv, Tensor a_t, Tensor sums)"
+    ),
+    "rotary_(Tensor(a!) qkv, Tensor cos, Tensor sin, int heads, int groups) -> ()",
+    (
+        "rotary_backward(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, Tensor? scale, Tensor(a!)? amax_slot, "
+        "ScalarType dtype, bool colsum) -> (Tensor g, Tensor g_t, Tensor scale_inv, Tensor sums)"
+    ),
+    "cross_entropy_(Tensor(a!) logits, Tensor labels, Tensor weights) -> Tensor",
+    (
+        "normalize(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool rms, Tensor? scale, Tensor(a!)? amax_slot, "
+        "ScalarType dtype) -> (Tensor sum, Tensor y, Tensor scale_inv, Tensor mean, Tensor rstd)"
+    ),
+    (
+        "normalize_transposed(Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor? bias, bool rms, Tensor scale_inv, "
+        "ScalarType dtype) -> Tensor"
+    ),
+    (
+        "normalize_backward(Tensor grad_y, Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor? grad_residual, bool rms) "
+        "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)"
+    ),
     "scaled_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
 )
+# The file of an operator, where it holds several.
+_FILES = {
+    "activate_backward": "activate",
+    "rotary_backward": "rotary",
+    "normalize_transposed": "normalize",
+    "normalize_backward": "normalize",
+}
 
 
 @functools.cache
@@ -29,12 +65,13 @@ def _implementation(name: str, device_type: str) -> Callable[..., object]:
     """The function that runs `name` on a device type."""
     if name == "scaled_mm":
         return _gemm.scaled_mm
-    has_kernel = device_type == "cuda" and importlib.util.find_spec(f"msamp.kernels.triton.{name}") is not None
+    file = _FILES.get(name, name.removesuffix("_"))
+    has_kernel = device_type == "cuda" and importlib.util.find_spec(f"msamp.kernels.triton.{file}") is not None
     has_triton = importlib.util.find_spec("triton") is not None
     if has_kernel and not has_triton:
         warnings.warn(f"Triton is not installed, {name} runs as plain torch operations, slower; pip install triton", stacklevel=2)
     package = "triton" if has_kernel and has_triton else "reference"
-    return getattr(importlib.import_module(f"msamp.kernels.{package}.{name}"), name)
+    return getattr(importlib.import_module(f"msamp.kernels.{package}.{file}"), name)
 
 
 def _on_cpu(name: str) -> Callable[..., object]:
@@ -57,14 +94,112 @@ def _fake_cast(x: torch.Tensor, scale: torch.Tensor, amax_slot: torch.Tensor | N
     return x.new_empty(x.shape, dtype=dtype)
 
 
+def _fake_layouts(
+    x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, row: bool, col: bool, colsum: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a kernel that makes a [M, N] operand of `dtype` leaves: both layouts, scale_inv and column sums, empty where not asked for."""
+    y, y_t = x.new_empty(shape if row else 0, dtype=dtype), x.new_empty(shape[::-1] if col else 0, dtype=dtype)
+    scale_inv = x.new_empty(() if dtype.itemsize == 1 else 0, dtype=torch.float32)
+    return y, y_t, scale_inv, scale_inv.new_empty(shape[1] if colsum else 0)
+
+
 def _fake_cast_transpose(
-    x: torch.Tensor, scale: torch.Tensor, amax_slot: torch.Tensor | None, dtype: torch.dtype
+    x: torch.Tensor, scale: torch.Tensor | None, amax_slot: torch.Tensor | None, dtype: torch.dtype, row: bool, col: bool, colsum: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _fake_layouts(x, (x.shape[0], x.shape[1]), dtype, row, col, colsum)
+
+
+def _fake_transpose(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((x.shape[1], x.shape[0]))
+
+
+def _fake_activate(
+    y: torch.Tensor, kind: str, scale: torch.Tensor | None, amax_slot: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[1], x.shape[0]), dtype=dtype)
+    a, _, scale_inv, _ = _fake_layouts(y, (y.shape[0], y.shape[1] // (2 if kind == "swiglu" else 1)), dtype, True, False, False)
+    return a, scale_inv
 
 
-def _fake_square_sum(x: torch.Tensor, factor: torch.Tensor, units: float) -> torch.Tensor:
-    return x.new_empty((2,), dtype=torch.int64)
+def _fake_activate_backward(
+    grad_a: torch.Tensor,
+    y: torch.Tensor,
+    kind: str,
+    a_scale_inv: torch.Tensor,
+    a_dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+    colsum: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    quantised = dtype.itemsize == 1
+    g, g_t, scale_inv, sums = _fake_layouts(y, (y.shape[0], y.shape[1]), dtype, True, quantised, colsum)
+    return g, g_t, scale_inv, y.new_empty((grad_a.shape[1], grad_a.shape[0]) if quantised else 0, dtype=a_dtype), sums
+
+
+def _fake_rotary_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, groups: int) -> None:
+    return None
+
+
+def _fake_rotary_backward(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+    colsum: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    s, b, heads, d = dq.shape
+    return _fake_layouts(dq, (s * b, (heads + 2 * dk.shape[2]) * d), dtype, True, dtype.itemsize == 1, colsum)
+
+
+def _fake_cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return logits.new_empty((logits.shape[0],), dtype=torch.float32)
+
+
+def _fake_normalize(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    rms: bool,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    total = x.new_empty(0 if residual is None else x.shape)
+    scale_inv = x.new_empty(() if dtype.itemsize == 1 else 0, dtype=torch.float32)
+    mean = x.new_empty(0 if rms else x.shape[0], dtype=torch.float32)
+    return total, x.new_empty(x.shape, dtype=dtype), scale_inv, mean, x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def _fake_normalize_transposed(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rms: bool,
+    scale_inv: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[1], x.shape[0]), dtype=dtype)
+
+
+def _fake_normalize_backward(
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    grad_residual: torch.Tensor | None,
+    rms: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_weight = x.new_empty(x.shape[1], dtype=torch.float32)
+    return x.new_empty(x.shape), grad_weight, grad_weight.new_empty(0 if rms else x.shape[1])
 
 
 def _fake_scaled_mm(
@@ -83,7 +218,15 @@ _FAKES: dict[str, Callable[..., object]] = {
     "amax": _fake_amax,
     "cast": _fake_cast,
     "cast_transpose": _fake_cast_transpose,
-    "square_sum": _fake_square_sum,
+    "transpose": _fake_transpose,
+    "activate": _fake_activate,
+    "activate_backward": _fake_activate_backward,
+    "rotary_": _fake_rotary_,
+    "rotary_backward": _fake_rotary_backward,
+    "cross_entropy_": _fake_cross_entropy_,
+    "normalize": _fake_normalize,
+    "normalize_transposed": _fake_normalize_transposed,
+    "normalize_backward": _fake_normalize_backward,
     "scaled_mm": _fake_scaled_mm,
 }
 
@@ -99,8 +242,35 @@ def _register() -> None:
 
 _register()
 
+
+def _over_many(name: str) -> Callable[..., Any]:
+    """The function over many tensors of that name, on the device of its `Tables`.
+
+    No operator: its lists change from step to step, and no graph of torch.compile holds an optimizer.
+    """
+
+    def run(tables: Tables, *args: Any) -> Any:
+        device = tables.device
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            return _implementation(name, device.type)(tables, *args)
+
+    return run
+
+
+adamw = _over_many("adamw")
+grad_stats = _over_many("grad_stats")
+pack = _over_many("pack")
+
+activate = torch.ops.msamp.activate.default
+activate_backward = torch.ops.msamp.activate_backward.default
 amax = torch.ops.msamp.amax.default
 cast = torch.ops.msamp.cast.default
 cast_transpose = torch.ops.msamp.cast_transpose.default
+cross_entropy_ = torch.ops.msamp.cross_entropy_.default
+normalize = torch.ops.msamp.normalize.default
+normalize_backward = torch.ops.msamp.normalize_backward.default
+normalize_transposed = torch.ops.msamp.normalize_transposed.default
+rotary_ = torch.ops.msamp.rotary_.default
+rotary_backward = torch.ops.msamp.rotary_backward.default
 scaled_mm = torch.ops.msamp.scaled_mm.default
-square_sum = torch.ops.msamp.square_sum.default
+transpose = torch.ops.msamp.transpose.default

@@ -1,23 +1,48 @@
-"""Scaled cast that leaves both layouts."""
+"""Scaled cast that leaves either layout or both, and the column sums of its input."""
 
 import torch
 
-from msamp.kernels.reference.cast import cast
+from msamp.kernels.reference.amax import amax
+from msamp.numerics.formats import of_dtype
+from msamp.numerics.quantize import quantize
+from msamp.numerics.scaling import inverse, scale_from_amax
 
 
 def cast_transpose(
-    x: torch.Tensor, scale: torch.Tensor, amax_slot: torch.Tensor | None, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise `x` once and return the payload row-major and transposed: Hopper's FP8 GEMM takes K-major operands only.
+    x: torch.Tensor, scale: torch.Tensor | None, amax_slot: torch.Tensor | None, dtype: torch.dtype, row: bool, col: bool, colsum: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantise `x` once; Hopper's FP8 GEMM takes K-major operands only, so grad_weight wants the transpose (FP8-LM section 2).
 
     Args:
         x: [M, N] FP32, BF16 or FP16.
-        scale: FP32, 0-dim.
-        amax_slot: FP32, 0-dim, raised in place to the amax of `x`; None takes no amax.
+        scale: FP32, 0-dim, a power of two; None takes it from the amax of `x`, just in time.
+        amax_slot: FP32, 0-dim, raised in place to the amax of `x` (+inf where it is not finite); None takes no amax.
         dtype: an FP8 dtype.
+        row: give the payload.
+        col: give its transpose.
+        colsum: give the column sums of `x`: of a grad_output, the gradient of the bias.
 
     Returns:
-        Payload [M, N] and its transpose [N, M], both row-major, of `dtype`.
+        Payload [M, N] and transpose [N, M], both row-major, of `dtype`; scale_inv (FP32, 0-dim; NaN where `x` is not finite,
+        since an infinity saturates in the payload); column sums [N] FP32. What is not asked for is empty.
     """
-    payload = cast(x, scale, amax_slot, dtype)
-    return payload, payload.t().contiguous()
+    taken, fmt = amax(x), of_dtype(dtype)
+    if scale is None:
+        scale = scale_from_amax(taken, fmt.max)
+    if amax_slot is not None:
+        amax_slot.copy_(torch.maximum(amax_slot, taken))
+    payload = quantize(x, scale, fmt).contiguous() if row or col else x.new_empty(0, dtype=dtype)
+    transposed = payload.t().contiguous() if col else x.new_empty(0, dtype=dtype)
+    sums = x.sum(0, dtype=torch.float32) if colsum else x.new_empty(0, dtype=torch.float32)
+    scale_inv = inverse(scale).masked_fill(~taken.isfinite(), float("nan"))
+    return payload if row else x.new_empty(0, dtype=dtype), transposed, scale_inv, sums
+
+
+def _store(
+    v: torch.Tensor, scale: torch.Tensor | None, amax_slot: torch.Tensor | None, dtype: torch.dtype, col: bool, colsum: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a producer leaves of its FP32 result `v` [M, N]: `cast_transpose` of it, or `v` plain in a wide `dtype`."""
+    if dtype.itemsize == 1:
+        return cast_transpose(v, scale, amax_slot, dtype, True, col, colsum)
+    sums = v.sum(0) if colsum else v.new_empty(0)
+    return v.to(dtype), v.new_empty(0, dtype=dtype), v.new_empty(0), sums

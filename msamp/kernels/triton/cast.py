@@ -36,6 +36,16 @@ def _fp8_code(v, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constex
 
 
 @triton.jit
+def _rounded(v, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    """FP32 `v` rounded to nearest even into DTYPE; Triton's interpreter would truncate into BF16."""
+    if not HARDWARE and tl.bfloat16 == DTYPE:
+        bits = v.to(tl.int32, bitcast=True)
+        even = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        v = tl.where(v == v, even, v)
+    return v.to(DTYPE)
+
+
+@triton.jit
 def _block_amax(v):
     return tl.max(tl.where(v == v, tl.abs(v), float("inf")))
 

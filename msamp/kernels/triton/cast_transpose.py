@@ -1,45 +1,231 @@
-"""Scaled cast that leaves both layouts, one read of the input. Twin: `msamp.kernels.reference.cast_transpose`."""
+"""Scaled cast that leaves either layout or both, one read of the input. Twin: `msamp.kernels.reference.cast_transpose`.
+
+What every kernel that makes an FP8 operand needs stands here too. A thread takes four rows that follow each other, so that a column's
+four codes are one 32-bit word before they cross threads on their way into the transpose (byte by byte costs more than the memory
+does), and sums and amaxes cross threads once for four rows.
+"""
+
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.triton.cast import _block_amax, _fp8_code, fp8_constants
+from msamp.kernels.triton.cast import _block_amax, _fp8_code, _rounded, fp8_constants
+from msamp.numerics.formats import of_dtype
+from msamp.numerics.scaling import scale_from_amax
 
-# The tile of the design probe on an H200; `tools/bench/bench_cast.py` measures others.
-TILE_M, TILE_N = 128, 64
+TILE_M, TILE_N, WARPS = 128, 64, 4
+
+
+@triton.jit
+def _code(v, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr):
+    """`_fp8_code` without its NaN's sign: the conversion saturates by itself. In PTX for the reason that `_words` gives."""
+    if HARDWARE and MANTISSA == 3:
+        code = tl.inline_asm_elementwise(
+            "{ .reg .b16 l; cvt.rn.satfinite.e4m3x2.f32 l, 0f00000000, $1; cvt.u32.u16 $0, l; }",
+            "=r,f", [v], dtype=tl.int32, is_pure=True, pack=1,
+        ).to(tl.uint8)  # fmt: skip
+    elif HARDWARE:
+        code = tl.inline_asm_elementwise(
+            "{ .reg .b16 l; cvt.rn.satfinite.e5m2x2.f32 l, 0f00000000, $1; cvt.u32.u16 $0, l; }",
+            "=r,f", [v], dtype=tl.int32, is_pure=True, pack=1,
+        ).to(tl.uint8)  # fmt: skip
+    else:
+        code = _fp8_code(v, FP8_MAX, MANTISSA, BIAS, HARDWARE)
+    return code
+
+
+@triton.jit
+def _load_rows(x, at, stride, m, M, columns):
+    """Four tiles of `x`, 0 outside of it: rows `m`, which start at `at` and are every fourth, and the three rows after each of them.
+
+    All are loaded before any is used: the compiler cannot move a load above a store.
+    """
+    x0 = tl.load(x + at, mask=(m < M)[:, None] & columns[None, :], other=0.0)
+    x1 = tl.load(x + at + stride, mask=(m + 1 < M)[:, None] & columns[None, :], other=0.0)
+    x2 = tl.load(x + at + 2 * stride, mask=(m + 2 < M)[:, None] & columns[None, :], other=0.0)
+    x3 = tl.load(x + at + 3 * stride, mask=(m + 3 < M)[:, None] & columns[None, :], other=0.0)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _higher(top, v):
+    """The larger magnitude, NaN where either is."""
+    return tl.maximum(top, tl.abs(v), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _words(values, scale, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr):
+    """The codes of four FP32 tiles as the bytes of one int32 tile, the first tile's lowest.
+
+    Converted and packed in one piece of PTX: put together from 8-bit codes that are also stored, the words came out wrong (H200, Triton
+    3.6: the transposed half of a cast+transpose, three bytes of four, in either format).
+    """
+    a, b, c, d = values[0] * scale, values[1] * scale, values[2] * scale, values[3] * scale
+    if not HARDWARE:
+        low = _fp8_code(a, FP8_MAX, MANTISSA, BIAS, False).to(tl.int32) | (_fp8_code(b, FP8_MAX, MANTISSA, BIAS, False).to(tl.int32) << 8)
+        high = _fp8_code(c, FP8_MAX, MANTISSA, BIAS, False).to(tl.int32) | (_fp8_code(d, FP8_MAX, MANTISSA, BIAS, False).to(tl.int32) << 8)
+        words = low | (high << 16)
+    elif MANTISSA == 3:
+        words = tl.inline_asm_elementwise(
+            "{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; mov.b32 $0, {l, h}; }",
+            "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        words = tl.inline_asm_elementwise(
+            "{ .reg .b16 l, h; cvt.rn.satfinite.e5m2x2.f32 l, $2, $1; cvt.rn.satfinite.e5m2x2.f32 h, $4, $3; mov.b32 $0, {l, h}; }",
+            "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return words
+
+
+@triton.jit
+def _put(
+    values, y, y_t, at, stride, quad, n, M, columns, scale,
+    ALIGNED: tl.constexpr, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Store four FP32 tiles, rows 4 `quad` and the three after each: in `y` at `at` and multiples of `stride` after it, and in `y_t`.
+
+    Either may be None. Quantised, or plain (and not in `y_t`) where MANTISSA is 0. `n` (int64): columns of the tiles in [M, N].
+    """
+    if MANTISSA == 0:
+        for k in tl.static_range(4):
+            inside = (4 * quad + k < M)[:, None] & columns[None, :]
+            tl.store(y + at + k * stride, _rounded(values[k], y.dtype.element_ty, HARDWARE), mask=inside)
+    else:
+        words = _words(values, scale, FP8_MAX, MANTISSA, BIAS, HARDWARE)
+        if y is not None:
+            for k in tl.static_range(4):
+                inside = (4 * quad + k < M)[:, None] & columns[None, :]
+                tl.store(y.to(tl.pointer_type(tl.uint8), bitcast=True) + at + k * stride, (words >> (8 * k)).to(tl.uint8), mask=inside)
+        _put_transposed(words, y_t, quad, n, M, columns, ALIGNED)
+
+
+@triton.jit
+def _put_transposed(words, y_t, quad, n, M, columns, ALIGNED: tl.constexpr):
+    """Store `words` of four rows each, from row 4 `quad` on, columns `n` (int64) of [M, N], into the transpose [N, M]."""
+    if y_t is not None:
+        if ALIGNED:
+            at = n[:, None] * (M // 4) + quad[None, :]
+            inside = columns[:, None] & (quad < M // 4)[None, :]
+            tl.store(y_t.to(tl.pointer_type(tl.int32), bitcast=True) + at, tl.trans(words), mask=inside)
+        else:
+            for k in tl.static_range(4):
+                m = 4 * quad + k
+                inside = (m < M)[:, None] & columns[None, :]
+                at = m[:, None] + n[None, :] * M
+                tl.store(y_t.to(tl.pointer_type(tl.uint8), bitcast=True) + at, (words >> (8 * k)).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _put_sums(total, sums, n, N, columns):
+    """Store the column sums of a tile in the row of `sums` [tiles, N] that belongs to the program's tokens."""
+    if sums is not None:
+        tl.store(sums + tl.program_id(0).to(tl.int64) * N + n, tl.sum(total, 0), mask=columns)
+
+
+@triton.jit
+def _tell(top, scale, amax, scale_inv):
+    """Raise `amax` to the largest of `top`, and leave 1 / scale in `scale_inv`, or NaN where a program's `top` is not finite.
+
+    Both as integers: the bits of floats that are not negative order as the floats do, and NaN above all.
+    """
+    highest = _block_amax(top)
+    if amax is not None:
+        tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), highest.to(tl.int32, bitcast=True), sem="relaxed")
+    if scale_inv is not None:
+        finite = highest < float("inf")
+        bits = tl.where(finite, tl.div_rn(1.0, scale).to(tl.int32, bitcast=True), 0x7FC00000)
+        first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+        tl.atomic_max(scale_inv.to(tl.pointer_type(tl.int32), bitcast=True), bits, mask=first | (finite == 0), sem="relaxed")
 
 
 @triton.jit
 def _cast_transpose_kernel(
-    x, y, yt, scale, amax, M, N,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, AMAX: tl.constexpr,
+    x, y, y_t, sums, scale, amax, scale_inv, M, N,
+    ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    quad = tl.program_id(0).to(tl.int64) * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
+    m = 4 * quad
     n = tl.program_id(1).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
-    inside = (m[:, None] < M) & (n[None, :] < N)
-    v = tl.load(x + m[:, None] * N + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    if AMAX:
-        tl.atomic_max(amax, _block_amax(v), sem="relaxed")
-    code = _fp8_code(v * tl.load(scale), FP8_MAX, MANTISSA, BIAS, HARDWARE)
-    tl.store(y + m[:, None] * N + n[None, :], code, mask=inside)
-    tl.store(yt + n[:, None] * M + m[None, :], tl.trans(code), mask=(n[:, None] < N) & (m[None, :] < M))
+    columns = n < N
+    at = m[:, None] * N + n[None, :]
+    tiles = _load_rows(x, at, N, m, M, columns)
+    f = 1.0
+    if scale is not None:
+        f = tl.load(scale)
+    top = tl.zeros((TILE_M // 4, TILE_N), tl.float32)
+    total = top
+    values = ()
+    for k in tl.static_range(4):
+        v = tiles[k].to(tl.float32)
+        top, total = _higher(top, v), total + v
+        values = values + (v,)  # noqa: RUF005  # Triton unpacks no tuple into another
+    if scale is not None:
+        _put(values, y, y_t, at, N, quad, n, M, columns, f, ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE)
+        _put_sums(total, sums, n, N, columns)
+    _tell(top, f, amax, scale_inv)
+
+
+def _constants(dtype: torch.dtype, device: torch.device) -> dict[str, float | int | bool]:
+    """`fp8_constants`, with MANTISSA 0 for a dtype that is stored plain."""
+    if dtype.itemsize == 1:
+        return fp8_constants(dtype, device)
+    return {"FP8_MAX": 0.0, "MANTISSA": 0, "BIAS": 0, "HARDWARE": device.type == "cuda"}
+
+
+def _quantise(
+    launch: Callable[[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], None],
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Run a kernel with (scale, amax, scale_inv), twice where the scale is to come from the amax; its scale_inv.
+
+    Without a scale a kernel stores nothing and takes the amax only; into a wide dtype it is given none of the three.
+    """
+    if dtype.itemsize > 1:
+        launch(None, None, None)
+        return torch.empty(0, dtype=torch.float32, device=device)
+    if scale is None:
+        amax = torch.zeros((), dtype=torch.float32, device=device)
+        launch(None, amax, None)
+        scale = scale_from_amax(amax, of_dtype(dtype).max)
+    scale_inv = torch.zeros((), dtype=torch.float32, device=device)
+    launch(scale, amax_slot, scale_inv)
+    return scale_inv
+
+
+def _layouts(M: int, N: int, row: bool, col: bool, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for [M, N] and its transpose, empty where not asked for."""
+    y = torch.empty((M, N) if row else 0, dtype=dtype, device=device)
+    return y, torch.empty((N, M) if col else 0, dtype=dtype, device=device)
+
+
+def _partial_sums(asked: bool, tiles: int, N: int, device: torch.device) -> torch.Tensor:
+    """Memory for the column sums of every row tile, which `sum(0)` adds up in a fixed order; empty where not asked for."""
+    return torch.empty((tiles, N) if asked else 0, dtype=torch.float32, device=device)
 
 
 def cast_transpose(
-    x: torch.Tensor, scale: torch.Tensor, amax_slot: torch.Tensor | None, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, scale: torch.Tensor | None, amax_slot: torch.Tensor | None, dtype: torch.dtype, row: bool, col: bool, colsum: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference twin."""
     x = x.contiguous()
     M, N = x.shape
-    y = torch.empty(M, N, dtype=dtype, device=x.device)
-    yt = torch.empty(N, M, dtype=dtype, device=x.device)
-    grid = (triton.cdiv(M, TILE_M), triton.cdiv(N, TILE_N))
-    amax = scale if amax_slot is None else amax_slot
+    grid = (max(1, triton.cdiv(M, TILE_M)), max(1, triton.cdiv(N, TILE_N)))
+    y, y_t = _layouts(M, N, row, col, dtype, x.device)
+    partial = _partial_sums(colsum, grid[0], N, x.device)
     constants = fp8_constants(dtype, x.device)
-    _cast_transpose_kernel[grid](
-        x, y.view(torch.uint8), yt.view(torch.uint8), scale, amax, M, N,
-        TILE_M=TILE_M, TILE_N=TILE_N, AMAX=amax_slot is not None, num_warps=8, **constants,
-    )  # fmt: skip
-    return y, yt
+
+    def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
+        _cast_transpose_kernel[grid](
+            x, y if row else None, y_t if col else None, partial if colsum else None, scale, amax, scale_inv, M, N,
+            ALIGNED=M % 4 == 0, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **constants,
+        )  # fmt: skip
+
+    scale_inv = _quantise(launch, scale, amax_slot, dtype, x.device)
+    return y, y_t, scale_inv, partial.sum(0) if colsum else partial

@@ -1,21 +1,64 @@
+"""The cast in both layouts: by the definition, with and without a scale, and everything it can leave out."""
+
+import itertools
+
 import pytest
 import torch
-from numerics import codes, make
+from numerics import KINDS, SMALL, check, codes, make, measure
 
 from msamp.kernels.reference.cast import cast
 from msamp.kernels.reference.cast_transpose import cast_transpose
 from msamp.numerics.formats import E4M3, E5M2
+from msamp.numerics.quantize import dequantize
+from msamp.numerics.scaling import inverse, scale_from_amax
+
+every_fp8 = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@every_fp8
 @pytest.mark.parametrize("shape", [(33, 17), (16, 16), (1, 5), (0, 16)], ids=str)
 def test_both_layouts_hold_the_cast(fmt, shape):
     x, slot, want_slot = make("normal", shape), torch.tensor(0.5), torch.tensor(0.5)
-    y, yt = cast_transpose(x, torch.tensor(4.0), slot, fmt.dtype)
+    y, y_t, scale_inv, sums = cast_transpose(x, torch.tensor(4.0), slot, fmt.dtype, True, True, True)
     want = cast(x, torch.tensor(4.0), want_slot, fmt.dtype)
-    assert (y.shape, yt.shape) == (shape, shape[::-1])
+    assert (y.shape, y_t.shape) == (shape, shape[::-1])
     assert y.is_contiguous()
-    assert yt.is_contiguous()
+    assert y_t.is_contiguous()
     assert codes(y).equal(codes(want))
-    assert codes(yt).equal(codes(want).t())
+    assert codes(y_t).equal(codes(want).t())
     assert slot == want_slot
+    assert scale_inv == 0.25
+    torch.testing.assert_close(sums, x.double().sum(0).float(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("asked", list(itertools.product([False, True], repeat=3)), ids=str)
+def test_what_is_not_asked_for_is_empty(asked):
+    x = make("normal", (6, 10))
+    y, y_t, _, sums = cast_transpose(x, None, None, E4M3.dtype, *asked)
+    assert [out.numel() for out in (y, y_t, sums)] == [60 * asked[0], 60 * asked[1], 10 * asked[2]]
+    assert [out.dtype for out in (y, y_t, sums)] == [E4M3.dtype, E4M3.dtype, torch.float32]
+
+
+@every_fp8
+@pytest.mark.parametrize("kind", KINDS)
+def test_just_in_time_keeps_the_limits_of_a_cast(fmt, kind):
+    x = make(kind, SMALL)
+    y, _, scale_inv, _ = cast_transpose(x, None, None, fmt.dtype, True, False, False)
+    assert scale_inv == inverse(scale_from_amax(x.abs().amax(), fmt.max))
+    check("cast", str(fmt), kind, SMALL, measure(x, dequantize(y, scale_inv), y, fmt))
+
+
+@every_fp8
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("scale", [None, 2.0])
+def test_what_is_not_finite_shows_in_scale_inv_and_slot(fmt, bad, scale):
+    x, slot = make("normal", (8, 8)), torch.zeros(())
+    x[3, 4] = bad
+    scale = None if scale is None else torch.tensor(scale)
+    assert cast_transpose(x, scale, slot, fmt.dtype, True, False, False)[2].isnan()
+    assert slot.isinf()
+
+
+def test_column_sums_of_half_precision_are_taken_in_fp32():
+    x = torch.ones(5000, 3, dtype=torch.bfloat16)
+    assert cast_transpose(x, None, None, E5M2.dtype, False, False, True)[3].tolist() == [5000.0] * 3

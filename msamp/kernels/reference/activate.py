@@ -1,0 +1,125 @@
+"""GELU and SwiGLU, quantised as the next GEMM wants them, and their gradients."""
+
+import torch
+
+from msamp.kernels.reference.cast_transpose import _store
+from msamp.numerics.formats import of_dtype
+from msamp.numerics.quantize import quantize
+from msamp.numerics.scaling import inverse
+
+KINDS = ("gelu", "swiglu")
+
+# 0.5 (1 + tanh u) = sigmoid(2 u), which keeps its digits where tanh is next to -1: 2 u = TWICE_SLOPE (y + CUBIC y^3).
+TWICE_SLOPE = 1.5957691216057308
+CUBIC = 0.044715
+# Of y^2: above it the sigmoid is 0 or 1 in FP32 and its derivative 0, and y^2 must not become the infinity that makes that NaN.
+SQUARE_LIMIT = 256.0
+
+
+def features(y: torch.Tensor, kind: str) -> int:
+    """F, the width of what the activation `kind` makes of `y`; ValueError where it takes no such input."""
+    if kind not in KINDS:
+        raise ValueError(f"activation is {kind!r}; choose one of {', '.join(KINDS)}")
+    if y.ndim != 2 or (kind == "swiglu" and y.shape[1] % 2):
+        raise ValueError(f"input of {kind} is {tuple(y.shape)}; it must be [tokens, features], for swiglu [tokens, 2 x features]")
+    return y.shape[1] // 2 if kind == "swiglu" else y.shape[1]
+
+
+def check_gradient(grad_a: torch.Tensor, y: torch.Tensor, kind: str) -> None:
+    """ValueError unless `grad_a` has the shape of what `kind` makes of `y`."""
+    want = (y.shape[0], features(y, kind))
+    if tuple(grad_a.shape) != want:
+        raise ValueError(f"grad_a is {tuple(grad_a.shape)}; the gradient of {kind} of {tuple(y.shape)} must be {want}")
+
+
+def _activation(y: torch.Tensor, kind: str) -> torch.Tensor:
+    """FP32 [M, F]."""
+    if kind == "swiglu":
+        gate, up = y.float().chunk(2, dim=1)
+        return torch.sigmoid(gate).mul_(gate).mul_(up)
+    y = y.float()
+    return _gelu_sigmoid(y, y.square().clamp_(max=SQUARE_LIMIT)).mul_(y)
+
+
+def _gelu_sigmoid(y: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
+    return (square * (TWICE_SLOPE * CUBIC)).add_(TWICE_SLOPE).mul_(y).sigmoid_()
+
+
+def _derivative(grad_a: torch.Tensor, y: torch.Tensor, kind: str) -> torch.Tensor:
+    """FP32 [M, F or 2F]: the gradient of `y`."""
+    grad, y = grad_a.float(), y.float()
+    if kind == "swiglu":
+        gate, up = y.chunk(2, dim=1)
+        s = torch.sigmoid(gate)
+        silu = gate * s
+        return torch.cat([grad * (s + silu * (1 - s)) * up, grad * silu], dim=1)
+    square = y.square().clamp_(max=SQUARE_LIMIT)
+    s = _gelu_sigmoid(y, square)
+    slope = square.mul_(3 * TWICE_SLOPE * CUBIC).add_(TWICE_SLOPE)
+    return slope.mul_(s * (1 - s)).mul_(y).add_(s).mul_(grad)
+
+
+def activate(
+    y: torch.Tensor, kind: str, scale: torch.Tensor | None, amax_slot: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The activation between the two linear layers of an MLP, in the format of the second one's input.
+
+    "gelu" is the tanh form (Hendrycks and Gimpel, 2016), y/2 (1 + tanh(0.79788 (y + 0.044715 y^3))); "swiglu" (Shazeer, 2020) is
+    silu of the first half of the columns times the second half.
+
+    Args:
+        y: BF16, FP16 or FP32, [M, F] for "gelu", [M, 2F] for "swiglu".
+        kind: one of `KINDS`.
+        scale: FP32, 0-dim, a power of two; None takes it from the result's amax, just in time.
+        amax_slot: FP32, 0-dim, raised in place to the amax of the result (+inf where it is not finite); None takes no amax.
+        dtype: of the result: an FP8 dtype quantises; a wide one leaves it plain, without scale and amax.
+
+    Returns:
+        [M, F] of `dtype`; scale_inv FP32, 0-dim, NaN where the result is not finite (empty with a wide `dtype`).
+
+    Raises:
+        ValueError: for another kind or shape.
+    """
+    features(y, kind)
+    a, _, scale_inv, _ = _store(_activation(y, kind), scale, amax_slot, dtype, False, False)
+    return a, scale_inv
+
+
+def activate_backward(
+    grad_a: torch.Tensor,
+    y: torch.Tensor,
+    kind: str,
+    a_scale_inv: torch.Tensor,
+    a_dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+    colsum: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradient of `activate`'s input as the GEMMs want it, and the transposed operand that forward did not keep.
+
+    Args:
+        grad_a: [M, F] BF16, FP16 or FP32.
+        y: as given to `activate`.
+        kind: one of `KINDS`.
+        a_scale_inv: what `activate` returned.
+        a_dtype: FP8 dtype that `activate` was given.
+        scale: of the gradient, FP32, 0-dim, a power of two; None takes it from its amax, just in time.
+        amax_slot: FP32, 0-dim, raised in place to the amax of the gradient (+inf where it is not finite); None takes no amax.
+        dtype: of the gradient: an FP8 dtype quantises; a wide one leaves it plain, and gives no transposes and no scale_inv.
+        colsum: give the column sums of the gradient before quantisation: the gradient of the first layer's bias.
+
+    Returns:
+        Gradient g [M, F or 2F] and its transpose [F or 2F, M], of `dtype`; scale_inv FP32, 0-dim, NaN where g is not finite;
+        the transpose [F, M] of what `activate` gave, the same codes; column sums [F or 2F] FP32. What is not asked for is empty.
+
+    Raises:
+        ValueError: for another kind or shape.
+    """
+    check_gradient(grad_a, y, kind)
+    quantised = dtype.itemsize == 1
+    g, g_t, scale_inv, sums = _store(_derivative(grad_a, y, kind), scale, amax_slot, dtype, quantised, colsum)
+    if not quantised:
+        return g, g_t, scale_inv, y.new_empty(0, dtype=a_dtype), sums
+    a_t = quantize(_activation(y, kind), inverse(a_scale_inv), of_dtype(a_dtype)).t().contiguous()
+    return g, g_t, scale_inv, a_t, sums

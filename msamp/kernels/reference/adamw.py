@@ -1,0 +1,187 @@
+"""Adam's arithmetic, written once: FP32, in torch.optim.AdamW's own order of operations, so that FP32 states equal it bit for bit."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from msamp.kernels.reference.grad_stats import grad_stats
+from msamp.kernels.tables import Tables
+from msamp.numerics.scaling import inverse, scale_from_amax
+from msamp.numerics.tensor import ScalingTensor, fp32_values
+
+# Elements updated at a time: each of the half dozen FP32 temporaries takes 128 MiB, or as much as the largest tensor.
+CHUNK = 2**25
+GRAD, M, V, MASTER = range(4)  # rows of the table of amaxes
+
+
+class Hyper(NamedTuple):
+    """Adam's numbers for one parameter group; `weight_decay` is decoupled (AdamW's)."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors that are updated alike: in each list all are plain and of one dtype, or ScalingTensors of one format.
+
+    Attributes:
+        grads: any format; only read.
+        ms, vs, masters: the states, changed in place, their scales too.
+        weights: what is cast from the masters as stored; empty where the masters are the weights.
+        steps: FP32 0-dim, the number of steps taken, raised by one.
+        indices: column of each in the table of amaxes of whole tensors.
+        places: column of each in the table of amaxes as stored.
+    """
+
+    grads: list[torch.Tensor]
+    ms: list[torch.Tensor]
+    vs: list[torch.Tensor]
+    masters: list[torch.Tensor]
+    weights: list[torch.Tensor]
+    steps: list[torch.Tensor]
+    indices: list[int]
+    places: list[int]
+
+    def chunks(self) -> Iterator["Batch"]:
+        """The batch in parts of at most CHUNK elements (or one larger tensor)."""
+        start, elements = 0, 0
+        for i, g in enumerate(self.grads):
+            if i > start and elements + g.numel() > CHUNK:
+                yield self._part(start, i)
+                start, elements = i, 0
+            elements += g.numel()
+        yield self._part(start, len(self.grads))
+
+    def _part(self, start: int, end: int) -> "Batch":
+        return Batch(**{name: column[start:end] for name, column in vars(self).items()})
+
+
+def adamw(
+    tables: Tables | None,
+    batch: Batch,
+    hyper: torch.Tensor,
+    decoupled: bool,
+    amaxes: torch.Tensor,
+    kept: torch.Tensor,
+    coefficient: torch.Tensor | None,
+    usable: torch.Tensor,
+) -> None:
+    """Load, update, store (FP8-LM section 2.2), or nothing at all where the step is not usable.
+
+    Scales come from bounds that hold before the values are known: m from beta1 amax_m + (1 - beta1) amax_g, v likewise with squares,
+    master and weight from twice the master's amax. A weight is cast from its master as stored: a cast of the unrounded update would
+    let every weight whose master sits midway between two FP8 codes (one BF16 value in 16) jump by a code with an update too small for
+    the master.
+
+    Args:
+        tables: where the kernel keeps its table of addresses; the twin needs none.
+        batch: the tensors.
+        hyper: FP64 [5], a `Hyper`.
+        decoupled: False takes weight decay as Adam's, in the gradient.
+        amaxes: FP32 [4 or more, parameters]: of gradient, m, v and master as stored, of whole tensors.
+        kept: FP32 [3, pieces], changed in place: amaxes of m, v and master as this call stores them; rows of plain moments are 0, and
+            so is that of a plain master unless its weight is scaled or its decay Adam's.
+        coefficient: FP32 0-dim: multiplies gradients; None clips nothing.
+        usable: bool 0-dim.
+    """
+    if not bool(usable):
+        return
+    numbers = Hyper(*hyper.tolist()[:5])
+    for part in batch.chunks():
+        _update(part, numbers, decoupled, amaxes[:, part.indices], kept, coefficient)
+
+
+def _update(
+    batch: Batch, hyper: Hyper, decoupled: bool, amaxes: torch.Tensor, kept: torch.Tensor, coefficient: torch.Tensor | None
+) -> None:
+    gs = [fp32_values(g) for g in batch.grads]
+    g_amax = amaxes[GRAD]
+    if coefficient is not None:
+        gs = [g * coefficient for g in gs]
+        g_amax = g_amax * coefficient
+    ms, vs, ps = load(batch.ms), load(batch.vs), load(batch.masters)
+    if hyper.weight_decay and not decoupled:  # Adam's decay is part of the gradient, so the bounds must see it
+        gs = list(torch._foreach_add(gs, ps, alpha=hyper.weight_decay))
+        g_amax = g_amax + hyper.weight_decay * amaxes[MASTER]
+        hyper = hyper._replace(weight_decay=0.0)
+    torch._foreach_add_(batch.steps, 1)
+    m_bound = hyper.beta1 * amaxes[M] + (1 - hyper.beta1) * g_amax
+    v_bound = hyper.beta2 * amaxes[V] + (1 - hyper.beta2) * g_amax.square()
+    p_bound = 2.0 * amaxes[MASTER]
+    adam_(ps, ms, vs, gs, [int(step) for step in batch.steps], hyper)
+    store_(batch.ms, ms, m_bound)
+    store_(batch.vs, vs, v_bound)
+    store_(batch.masters, ps, p_bound)
+    if batch.weights:
+        store_(batch.weights, load(batch.masters), p_bound)
+    kept[:, batch.places] = stored_amaxes(batch, decoupled)
+
+
+def stored_amaxes(batch: Batch, decoupled: bool) -> torch.Tensor:
+    """FP32 [3, n]: amaxes of m, v and master as they are stored; 0 where no scale and no bound will be taken from them."""
+    scaled = [isinstance(x[0], ScalingTensor) for x in (batch.ms, batch.vs, batch.masters)]
+    scaled[2] |= not decoupled or any(isinstance(x, ScalingTensor) for x in batch.weights)
+    none = torch.zeros(len(batch.ms), device=batch.ms[0].device)
+    columns = zip((batch.ms, batch.vs, batch.masters), scaled, strict=True)
+    return torch.stack([grad_stats(None, states, squares=False)[0][0] if wanted else none for states, wanted in columns])
+
+
+def load(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """FP32 values; a state that is FP32 itself is returned as it is, not copied."""
+    return [fp32_values(state) if isinstance(state, ScalingTensor) else state.float() for state in states]
+
+
+def store_(states: Sequence[torch.Tensor], values: Sequence[torch.Tensor], bounds: torch.Tensor | None) -> None:
+    """Overwrite states, plain or ScalingTensors of one format, with FP32 `values`.
+
+    Args:
+        bounds: FP32 [len(states)], each at least the amax of its values, from which scales follow; a bound of zero keeps the last
+            scale. None for plain states.
+    """
+    if not isinstance(states[0], ScalingTensor):
+        for state, value in zip(states, values, strict=True):
+            if state is not value:
+                state.copy_(value)
+        return
+    assert bounds is not None
+    scale_invs = [state.scale_inv for state in states]  # type: ignore[attr-defined]
+    scales = scale_from_amax(bounds, states[0].format.max, inverse(torch.stack(scale_invs)))
+    for state, value, scale in zip(states, values, scales.unbind(), strict=True):
+        state.payload.copy_(ScalingTensor.quantize(value, state.format, scale).payload)  # type: ignore[attr-defined]
+    torch._foreach_copy_(scale_invs, list(inverse(scales).unbind()))
+
+
+def adam_(
+    ps: list[torch.Tensor],
+    ms: list[torch.Tensor],
+    vs: list[torch.Tensor],
+    gs: list[torch.Tensor],
+    steps: Sequence[int],
+    hyper: Hyper,
+) -> None:
+    """One step of AdamW on lists of tensors, in place.
+
+    The parameters are updated from the moments as just computed, before those are rounded to what stores them
+    (FP8-LM section 2.2).
+
+    Args:
+        ps, ms, vs, gs: parameters, first and second moments, gradients; FP32, equal shapes at equal places. `gs` is only read.
+        steps: number of this step for each tensor, from 1.
+        hyper: the group's numbers.
+    """
+    lr, beta1, beta2, eps, weight_decay = hyper
+    if weight_decay:
+        torch._foreach_mul_(ps, 1 - lr * weight_decay)
+    torch._foreach_lerp_(ms, gs, 1 - beta1)
+    torch._foreach_mul_(vs, beta2)
+    torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
+    denominators = list(torch._foreach_sqrt(vs))
+    torch._foreach_div_(denominators, [(1 - beta2**step) ** 0.5 for step in steps])
+    torch._foreach_add_(denominators, eps)
+    torch._foreach_addcdiv_(ps, ms, denominators, [-(lr / (1 - beta1**step)) for step in steps])

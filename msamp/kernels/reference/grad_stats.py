@@ -1,0 +1,87 @@
+"""Largest magnitudes and sums of squares of many gradients."""
+
+from collections.abc import Sequence
+
+import torch
+
+from msamp.kernels.tables import Tables
+from msamp.numerics.granularity import TENSORWISE
+from msamp.numerics.tensor import ScalingTensor
+
+PAYLOAD_UNITS = 2.0**-3  # FP16's largest square is 2^29 such units, and E4M3's smallest is a multiple of 2^-30 of one
+
+
+def grad_stats(
+    tables: Tables | None,
+    gs: Sequence[torch.Tensor],
+    squares: bool = True,
+    factors: torch.Tensor | None = None,
+    units: Sequence[int] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Amaxes and sums of squares, both exact: any cut and any order comes to the same.
+
+    A payload's range is known before its values, so its amax and squares come from one read. A plain gradient's squares need its amax
+    first: a call without `squares`, then one with `factors`.
+
+    Args:
+        tables: where the kernel keeps its table of addresses; the twin needs none.
+        gs: contiguous plain tensors or ScalingTensors, any shapes, on one device.
+        squares: whether squares are added up.
+        factors: FP64 [n], where `gs` are plain and `squares` are wanted: |g * factor| must stay below 4.
+        units: then, a power of two for each gradient, at most 2^46: the squares must stay below 2^51 units.
+
+    Returns:
+        FP32 [2, n]: the amax of the values, +inf where one is not finite; and scale_inv, 0 where there is none or it is NaN.
+        int64 [n, 2]: sums of (g * factor)^2 in 1 / units, or of payload^2 in 1 / PAYLOAD_UNITS, as whole units and 2^-30 units with
+        0 <= those < 2^30. Meaningless where a value is not finite; int64 [0, 2] without `squares`.
+    """
+    device = gs[0].device if gs else torch.device("cpu")
+    stats = torch.stack([_amaxes(gs), _scale_invs(gs)]) if gs else torch.zeros(2, 0)
+    if not squares or not gs:
+        return stats, torch.zeros(0, 2, dtype=torch.int64, device=device)
+    if factors is None:
+        one = torch.ones((), dtype=torch.float64, device=device)
+        sums = [_square_sum(g.payload, one, PAYLOAD_UNITS) for g in gs]  # type: ignore[attr-defined]
+    else:
+        sums = [_square_sum(g.detach(), factor, unit) for g, factor, unit in zip(gs, factors.unbind(), units, strict=True)]
+    return stats, carried(torch.stack(sums))
+
+
+def carried(sums: torch.Tensor) -> torch.Tensor:
+    """int64 [n, 2] sums with whole units carried out of the 2^-30 units: the same number is then the same bits."""
+    return torch.stack([sums[:, 0] + (sums[:, 1] >> 30), sums[:, 1] & (2**30 - 1)], 1)
+
+
+def _square_sum(x: torch.Tensor, factor: torch.Tensor, units: float) -> torch.Tensor:
+    # Each square is taken in FP64 and rounded to whole units, and what that leaves to 2^-30 units.
+    squares = (x.float().double() * factor).square_().mul_(units)
+    whole = squares.round()
+    rest = squares.sub_(whole).mul_(2.0**30).round_()
+    return torch.stack([whole.to(torch.int64).sum(), rest.to(torch.int64).sum()])
+
+
+def _scale_invs(gs: Sequence[torch.Tensor]) -> torch.Tensor:
+    none = torch.zeros((), device=gs[0].device)
+    return torch.stack([g.scale_inv if isinstance(g, ScalingTensor) and g.numel() else none for g in gs]).nan_to_num(0.0, posinf=0.0)
+
+
+def _amaxes(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    scaled = [x for x in xs if isinstance(x, ScalingTensor)]
+    plain = [x for x in xs if not isinstance(x, ScalingTensor)]
+    wide = [x for x in scaled if x.payload.itemsize > 1]
+    narrow = [x for x in scaled if x.payload.itemsize == 1]
+    found = dict(zip(map(id, plain), TENSORWISE.amaxes(plain).unbind(), strict=True))
+    for members, amax in ((wide, TENSORWISE.amaxes([x.payload for x in wide])), (narrow, _fp8_amaxes([x.payload for x in narrow]))):
+        if members:
+            amax = amax * torch.stack([x.scale_inv for x in members]).abs()
+            found |= zip(map(id, members), amax.unbind(), strict=True)
+    amaxes = torch.stack([found[id(x)] for x in xs])
+    return amaxes.masked_fill(amaxes.isnan(), float("inf"))
+
+
+def _fp8_amaxes(payloads: Sequence[torch.Tensor]) -> torch.Tensor:
+    # Without their sign bit FP8's bit patterns are in the order of the magnitudes: no copy in FP32.
+    largest = [
+        (x.view(torch.uint8) & 0x7F).max().view(x.dtype).float() if x.numel() else x.new_zeros((), dtype=torch.float32) for x in payloads
+    ]
+    return torch.stack(largest) if largest else torch.zeros(0)

@@ -1,0 +1,159 @@
+"""LayerNorm and RMSNorm with the residual addition before and the cast to FP8 behind, their transposed recomputation, their backward."""
+
+import torch
+
+from msamp.kernels.reference.cast_transpose import _store
+from msamp.numerics.formats import of_dtype
+from msamp.numerics.quantize import quantize
+from msamp.numerics.scaling import inverse
+
+WIDE = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_normalize(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, rms: bool, dtype: torch.dtype
+) -> None:
+    """Refuse what the norms are not defined for (ValueError)."""
+    if x.ndim != 2 or x.dtype not in WIDE:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; a norm takes [M, N] of BF16, FP16 or FP32: flatten the tokens into M")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}; it must match x, {x.dtype} {tuple(x.shape)}: convert it")
+    if any(p is not None and p.shape != x.shape[1:] for p in (weight, bias)):
+        raise ValueError(f"weight is {tuple(weight.shape)}; weight and bias must be [N], {tuple(x.shape[1:])}: pass those of this norm")
+    if rms and bias is not None:
+        raise ValueError("RMSNorm got a bias, it has none; pass None, or rms=False for LayerNorm")
+    if dtype not in WIDE and dtype.itemsize != 1:
+        raise ValueError(f"output dtype is {dtype}; choose an FP8 dtype, or bfloat16, float16 or float32 for the unquantised values")
+
+
+def _deviation(x: torch.Tensor, mean: torch.Tensor, rms: bool) -> torch.Tensor:
+    return x.float() if rms else x.float() - mean[:, None]
+
+
+def _normalized(deviation: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    y = deviation * rstd[:, None]
+    y *= weight.float()
+    return y if bias is None else y.add_(bias.float())
+
+
+def normalize(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    rms: bool,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """LayerNorm (Ba et al. 2016, equation 4) or RMSNorm (Zhang and Sennrich 2019, equation 4) of `x + residual`, quantised.
+
+    All arithmetic is FP32, on the sum as it is stored: y = (sum - mean) * rstd * weight + bias.
+
+    Args:
+        x: [M, N] BF16, FP16 or FP32.
+        residual: as `x`, added before the norm; None adds nothing.
+        weight, bias: [N] of any float dtype; bias None adds nothing.
+        eps: added to the variance (RMSNorm: to the mean square).
+        rms: RMSNorm; otherwise LayerNorm.
+        scale: FP32, 0-dim, a power of two, used as it is (delayed scaling); None takes it from the amax of this y (just in time).
+        amax_slot: FP32, 0-dim, raised in place to the amax of the unquantised y (+inf where that is not finite); None takes no amax.
+        dtype: an FP8 dtype; with bfloat16, float16 or float32 y stays unquantised, `scale` and `amax_slot` are left alone.
+
+    Returns:
+        sum [M, N] of the dtype of `x`, x + residual rounded once (empty where residual is None: it would be `x`);
+        y [M, N] of `dtype`; scale_inv FP32 0-dim, NaN where y is not finite (empty where y is not quantised);
+        mean [M] FP32 (empty with `rms`); rstd [M] FP32.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit, and for an RMSNorm with a bias.
+    """
+    check_normalize(x, residual, weight, bias, rms, dtype)
+    total = x.contiguous() if residual is None else (x.float() + residual.float()).to(x.dtype).contiguous()
+    mean = total.new_empty(0, dtype=torch.float32) if rms else total.float().mean(1)
+    deviation = _deviation(total, mean, rms)
+    rstd = deviation.square().mean(1).add_(eps).rsqrt_()
+    y = _normalized(deviation, rstd, weight, bias)
+    stored = x.new_empty(0) if residual is None else total
+    payload, _, scale_inv, _ = _store(y, scale, amax_slot, dtype, False, False)
+    return stored, payload, scale_inv, mean, rstd
+
+
+def normalize_transposed(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rms: bool,
+    scale_inv: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The transpose of the y that `normalize` gave, the same codes, computed again in backward: the grad_weight GEMM wants it K-major.
+
+    Args:
+        x: [M, N], the sum that was normalised, as stored.
+        mean, rstd: [M] FP32, as `normalize` returned them.
+        weight, bias, rms: as given to `normalize`.
+        scale_inv: FP32, 0-dim, as `normalize` returned it.
+        dtype: the FP8 dtype of y.
+
+    Returns:
+        [N, M] of `dtype`, row-major.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit.
+    """
+    check_normalize(x, None, weight, bias, rms, dtype)
+    y = _normalized(_deviation(x, mean, rms), rstd, weight, bias)
+    return quantize(y, inverse(scale_inv), of_dtype(dtype)).t().contiguous()
+
+
+def normalize_backward(
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    grad_residual: torch.Tensor | None,
+    rms: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of LayerNorm or RMSNorm, with the gradient of the residual path added in FP32 before the one rounding.
+
+    Args:
+        grad_y: [M, N] of any float dtype, the gradient of y.
+        x: [M, N] BF16, FP16 or FP32, the sum that was normalised, as stored.
+        mean, rstd: [M] FP32, as `normalize` returned them.
+        weight: [N] of any float dtype.
+        grad_residual: [M, N], the gradient that reaches the sum along the residual path; None adds nothing.
+        rms: RMSNorm; otherwise LayerNorm.
+
+    Returns:
+        grad_x [M, N] of the dtype of `x`, the gradient of `x` and of the residual alike; grad_weight [N] FP32;
+        grad_bias [N] FP32 (empty with `rms`).
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit.
+    """
+    check_backward(grad_y, x, weight, grad_residual)
+    grad = grad_y.float()
+    normal = _deviation(x, mean, rms) * rstd[:, None]
+    grad_x = grad * weight.float()
+    shift = grad_x.mean(1, keepdim=True)
+    grad_x = grad_x.addcmul_(normal, (grad_x * normal).mean(1, keepdim=True), value=-1.0)
+    if not rms:
+        grad_x -= shift
+    grad_x *= rstd[:, None]
+    if grad_residual is not None:
+        grad_x += grad_residual
+    grad_bias = grad.new_empty(0) if rms else grad.sum(0)
+    return grad_x.to(x.dtype).contiguous(), normal.mul_(grad).sum(0), grad_bias
+
+
+def check_backward(grad_y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, grad_residual: torch.Tensor | None) -> None:
+    """Refuse gradients that do not belong to `x` (ValueError)."""
+    check_normalize(x, None, weight, None, False, x.dtype)
+    for name, grad in (("grad_y", grad_y), ("grad_residual", grad_residual)):
+        if grad is not None and grad.shape != x.shape:
+            raise ValueError(f"{name} is {tuple(grad.shape)}; it must be {tuple(x.shape)}, as x: pass the gradient of this norm")

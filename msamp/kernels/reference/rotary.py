@@ -1,0 +1,112 @@
+"""Rotary position embedding on a packed QKV projection, and its gradient as the projection's GEMMs want it."""
+
+import torch
+
+from msamp.kernels.reference.cast_transpose import _store
+
+
+def check_tables(cos: torch.Tensor, sin: torch.Tensor, sequence: int, head_dim: int) -> None:
+    """ValueError unless cos and sin are [sequence, r] with r even and at most the width of a head."""
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.shape != cos.shape or table.ndim != 2 or table.shape[0] != sequence or table.shape[1] % 2 or table.shape[1] > head_dim:
+            raise ValueError(
+                f"{name} is {tuple(table.shape)}; it must be [{sequence}, r] with r even and at most the {head_dim} channels of a head, "
+                "cos and sin alike: cut the tables to the sequence"
+            )
+
+
+def head_width(qkv: torch.Tensor, heads: int, groups: int) -> int:
+    """Width of one head of a packed projection [s, b, (heads + 2 groups) * d]; ValueError where it cannot be cut so."""
+    if groups < 1 or heads % groups:
+        raise ValueError(f"{heads} heads in {groups} query groups; heads must be a multiple of groups")
+    slots = heads + 2 * groups
+    if qkv.ndim != 3 or qkv.shape[2] % (2 * slots):
+        raise ValueError(
+            f"qkv is {tuple(qkv.shape)}; it must be [sequence, batch, {slots} x d] with d even: {heads} queries, {groups} keys and values"
+        )
+    return qkv.shape[2] // slots
+
+
+def check_gradients(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    """ValueError unless dq is [s, b, heads, d] and dk and dv are [s, b, groups, d] of its dtype."""
+    s, b, heads, d = dq.shape
+    for name, grad in (("dk", dk), ("dv", dv)):
+        groups = grad.shape[2]
+        if tuple(grad.shape) != (s, b, dk.shape[2], d) or heads % groups or d % 2 or grad.dtype != dq.dtype:
+            raise ValueError(
+                f"{name} is {tuple(grad.shape)} of {grad.dtype}; beside dq {tuple(dq.shape)} of {dq.dtype} it must be "
+                f"[{s}, {b}, groups, {d}] of the same dtype, with groups a divisor of the heads and an even width"
+            )
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """FP32 of the first r channels of x [s, b, groups, n, d], rotated; cos and sin [s, 1, 1, 1, r]."""
+    half = cos.shape[-1] // 2
+    x1, x2 = x[..., :half].float(), x[..., half : 2 * half].float()
+    cos1, cos2, sin1, sin2 = cos[..., :half], cos[..., half:], sin[..., :half], sin[..., half:]
+    return torch.cat([x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2], dim=-1)
+
+
+def _transposed(sin: torch.Tensor) -> torch.Tensor:
+    """The table that makes `_rotate` its own transpose: halves exchanged and negated."""
+    return -sin.roll(sin.shape[-1] // 2, -1)
+
+
+def rotary_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, groups: int) -> None:
+    """Rotate the queries and keys of a packed projection in place (Su et al., 2021, in the "rotate half" form).
+
+    Of each query and key the first r channels x become x[i] cos[i] - x[i + r/2] sin[i] for i < r/2 and
+    x[i] cos[i] + x[i - r/2] sin[i] above, in FP32 and rounded once; the rest and the values stay.
+
+    Args:
+        qkv: [s, b, (heads + 2 groups) * d], contiguous, BF16, FP16 or FP32, in Megatron's order: for each query group its
+            heads / groups queries, its key, its value, each d wide.
+        cos, sin: FP32 [s, r], r even and at most d; r = 0 rotates nothing.
+        heads, groups: of queries, and of keys and values.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
+    """
+    d = head_width(qkv, heads, groups)
+    check_tables(cos, sin, qkv.shape[0], d)
+    rotated = qkv.view(*qkv.shape[:2], groups, heads // groups + 2, d)[:, :, :, :-1, : cos.shape[1]]
+    rotated.copy_(_rotate(rotated, cos[:, None, None, None], sin[:, None, None, None]))
+
+
+def rotary_backward(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+    colsum: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradient of the packed projection from those of attention's inputs: rotated back, packed, and quantised for the GEMMs.
+
+    Args:
+        dq: [s, b, heads, d] BF16, FP16 or FP32, of any strides.
+        dk, dv: [s, b, groups, d] of its dtype, of any strides.
+        cos, sin: as given to `rotary_`.
+        scale: FP32, 0-dim, a power of two; None takes it from the amax of the gradient, just in time.
+        amax_slot: FP32, 0-dim, raised in place to the amax of the gradient (+inf where it is not finite); None takes no amax.
+        dtype: of the gradient: an FP8 dtype quantises; a wide one leaves it plain, and gives no transpose and no scale_inv.
+        colsum: give the column sums of the gradient before quantisation: the gradient of the projection's bias.
+
+    Returns:
+        Gradient g [s * b, (heads + 2 groups) * d] in the order of `rotary_` and its transpose, of `dtype`; scale_inv FP32, 0-dim,
+        NaN where g is not finite; column sums FP32. What is not asked for is empty.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
+    """
+    check_gradients(dq, dk, dv)
+    s, b, heads, d = dq.shape
+    groups, r = dk.shape[2], cos.shape[1]
+    check_tables(cos, sin, s, d)
+    grouped = dq.reshape(s, b, groups, heads // groups, d)
+    g = torch.cat([grouped, dk.unsqueeze(3), dv.unsqueeze(3)], dim=3).float()
+    g[..., :-1, :r] = _rotate(g[..., :-1, :r], cos[:, None, None, None], _transposed(sin)[:, None, None, None])
+    return _store(g.flatten(2).flatten(0, 1), scale, amax_slot, dtype, dtype.itemsize == 1, colsum)

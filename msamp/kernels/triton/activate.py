@@ -1,0 +1,191 @@
+"""GELU and SwiGLU with FP8 output, and their gradients in both layouts, in one read. Twin: `msamp.kernels.reference.activate`."""
+
+import torch
+import triton
+import triton.language as tl
+
+from msamp.kernels.reference.activate import check_gradient, features
+from msamp.kernels.triton.cast_transpose import (
+    _constants,
+    _higher,
+    _layouts,
+    _load_rows,
+    _partial_sums,
+    _put,
+    _put_sums,
+    _quantise,
+    _tell,
+)
+
+TILE_M, TILE_N, WARPS = 32, 256, 8
+BACKWARD_TILES = {"gelu": (32, 64, 4), "swiglu": (64, 64, 8)}  # rows, columns, warps; of a second half the registers are full
+
+
+@triton.jit
+def _sigmoid(z, HARDWARE: tl.constexpr):
+    """1 / (1 + 2^z). On a GPU without the steps that keep subnormal numbers, which cost more than the function."""
+    if HARDWARE:
+        s = tl.inline_asm_elementwise(
+            "{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.ftz.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }",
+            "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        s = 1.0 / (1.0 + tl.exp2(z))
+    return s
+
+
+@triton.jit
+def _gelu(y, HARDWARE: tl.constexpr):
+    """GELU of `y`, its sigmoid and the clamped y^2. No product is left to add to but in `fma`: the compiler must not contract this
+    in one way in forward and in another in backward, whose codes have to be the same."""
+    square = tl.minimum(y * y, 256.0)
+    # -log2(e) * 2 u, with 2 u = 1.59577 (y + 0.044715 y^3)
+    s = _sigmoid(y * tl.fma(square, -0.10294324, -2.3022082), HARDWARE)
+    return y * s, s, square
+
+
+@triton.jit
+def _silu(y, HARDWARE: tl.constexpr):
+    """silu of `y`, and its sigmoid."""
+    s = _sigmoid(y * -1.4426950408889634, HARDWARE)
+    return y * s, s
+
+
+@triton.jit
+def _activate_kernel(
+    y, a, scale, amax, scale_inv, M, F,
+    SWIGLU: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    quad = tl.program_id(0).to(tl.int64) * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
+    m = 4 * quad
+    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+    columns = n < F
+    N = F
+    if SWIGLU:
+        N = 2 * F
+    at, at_a = m[:, None] * N + n[None, :], m[:, None] * F + n[None, :]
+    firsts = _load_rows(y, at, N, m, M, columns)
+    if SWIGLU:
+        ups = _load_rows(y, at + F, N, m, M, columns)
+    f = 1.0
+    if scale is not None:
+        f = tl.load(scale)
+    top = tl.zeros((TILE_M // 4, TILE_N), tl.float32)
+    values = ()
+    for k in tl.static_range(4):
+        if SWIGLU:
+            silu, _ = _silu(firsts[k].to(tl.float32), HARDWARE)
+            v = silu * ups[k].to(tl.float32)
+        else:
+            v, _, _ = _gelu(firsts[k].to(tl.float32), HARDWARE)
+        top = _higher(top, v)
+        values = values + (v,)  # noqa: RUF005
+    if scale is not None or MANTISSA == 0:
+        _put(values, a, None, at_a, F, quad, n, M, columns, f, True, FP8_MAX, MANTISSA, BIAS, HARDWARE)
+    if MANTISSA > 0:
+        _tell(top, f, amax, scale_inv)
+
+
+@triton.jit
+def _activate_backward_kernel(
+    grad_a, y, a_scale_inv, g, g_t, a_t, sums, scale, amax, scale_inv, M, F,
+    SWIGLU: tl.constexpr, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    A_MAX: tl.constexpr, A_MANTISSA: tl.constexpr, A_BIAS: tl.constexpr,
+    FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    quad = tl.program_id(0).to(tl.int64) * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
+    m = 4 * quad
+    n = tl.program_id(1).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+    columns = n < F
+    N = F
+    if SWIGLU:
+        N = 2 * F
+    at = m[:, None] * N + n[None, :]
+    firsts = _load_rows(y, at, N, m, M, columns)
+    if SWIGLU:
+        ups = _load_rows(y, at + F, N, m, M, columns)
+    grads = _load_rows(grad_a, m[:, None] * F + n[None, :], F, m, M, columns)
+    f = 1.0
+    a_f = 1.0
+    if scale is not None:
+        f, a_f = tl.load(scale), tl.div_rn(1.0, tl.load(a_scale_inv))
+    top = tl.zeros((TILE_M // 4, TILE_N), tl.float32)
+    total, up_total = top, top
+    values, up_values, a_values = (), (), ()
+    for k in tl.static_range(4):
+        first, grad = firsts[k].to(tl.float32), grads[k].to(tl.float32)
+        if SWIGLU:
+            up = ups[k].to(tl.float32)
+            silu, s = _silu(first, HARDWARE)
+            a, v, w = silu * up, grad * (s + silu * (1.0 - s)) * up, grad * silu
+            top, up_total = _higher(top, w), up_total + w
+            up_values = up_values + (w,)  # noqa: RUF005
+        else:
+            a, s, square = _gelu(first, HARDWARE)
+            # y comes late: where it is huge, s (1 - s) is 0, and where it is NaN or infinite the gradient shows it.
+            v = grad * (s + s * (1.0 - s) * first * (square * 0.21406445 + 1.5957691))
+        top, total = _higher(top, v), total + v
+        values = values + (v,)  # noqa: RUF005
+        a_values = a_values + (a,)  # noqa: RUF005
+    if scale is not None:
+        _put(a_values, None, a_t, at, N, quad, n, M, columns, a_f, ALIGNED, A_MAX, A_MANTISSA, A_BIAS, HARDWARE)
+    if scale is not None or MANTISSA == 0:
+        _put(values, g, g_t, at, N, quad, n, M, columns, f, ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE)
+        _put_sums(total, sums, n, N, columns)
+        if SWIGLU:
+            _put(up_values, g, g_t, at + F, N, quad, n + F, M, columns, f, ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE)
+            _put_sums(up_total, sums, n + F, N, columns)
+    if MANTISSA > 0:
+        _tell(top, f, amax, scale_inv)
+
+
+def activate(
+    y: torch.Tensor, kind: str, scale: torch.Tensor | None, amax_slot: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the reference twin."""
+    F = features(y, kind)
+    y, M = y.contiguous(), y.shape[0]
+    a = torch.empty(M, F, dtype=dtype, device=y.device)
+    grid = (max(1, triton.cdiv(M, TILE_M)), max(1, triton.cdiv(F, TILE_N)))
+    constants = _constants(dtype, y.device)
+
+    def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
+        _activate_kernel[grid](
+            y, a, scale, amax, scale_inv, M, F, SWIGLU=kind == "swiglu", TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **constants
+        )
+
+    return a, _quantise(launch, scale, amax_slot, dtype, y.device)
+
+
+def activate_backward(
+    grad_a: torch.Tensor,
+    y: torch.Tensor,
+    kind: str,
+    a_scale_inv: torch.Tensor,
+    a_dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+    colsum: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See the reference twin."""
+    check_gradient(grad_a, y, kind)
+    y, grad_a, quantised = y.contiguous(), grad_a.contiguous(), dtype.itemsize == 1
+    (M, F), N, device = grad_a.shape, y.shape[1], y.device
+    tile_m, tile_n, warps = BACKWARD_TILES[kind]
+    grid = (max(1, triton.cdiv(M, tile_m)), max(1, triton.cdiv(F, tile_n)))
+    g, g_t = _layouts(M, N, True, quantised, dtype, device)
+    a_t = torch.empty((F, M) if quantised else 0, dtype=a_dtype, device=device)
+    partial = _partial_sums(colsum, grid[0], N, device)
+    of_a = _constants(a_dtype, device)
+
+    def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
+        _activate_backward_kernel[grid](
+            grad_a, y, a_scale_inv, g, g_t if quantised else None, a_t if quantised else None, partial if colsum else None,
+            scale, amax, scale_inv, M, F, SWIGLU=kind == "swiglu", ALIGNED=M % 4 == 0, TILE_M=tile_m, TILE_N=tile_n,
+            A_MAX=of_a["FP8_MAX"], A_MANTISSA=of_a["MANTISSA"], A_BIAS=of_a["BIAS"], num_warps=warps, **_constants(dtype, device),
+        )  # fmt: skip
+
+    scale_inv = _quantise(launch, scale, amax_slot, dtype, device)
+    return g, g_t, scale_inv, a_t, partial.sum(0) if colsum else partial

@@ -1,0 +1,269 @@
+"""AdamW over many tensors: a launch for their scales, and one that reads and writes each element once.
+
+Twin: `msamp.kernels.reference.adamw`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from msamp.kernels.reference.adamw import Batch
+from msamp.kernels.tables import Tables
+from msamp.kernels.triton.pack import _payload, _pointer, _span, _value
+from msamp.numerics.formats import of_dtype
+from msamp.numerics.tensor import ScalingTensor
+
+BLOCK, CHUNK = 2048, 16384  # 8 elements a thread at a time: two of FP16's and one of FP32's widest accesses; elements a program
+REGISTERS = 80  # a thread: three blocks of 256 threads share a multiprocessor, and nothing spills
+COLUMNS, SCALARS = 15, 21
+
+
+@triton.jit
+def _fma(x, y, z, HARDWARE: tl.constexpr):
+    # The interpreter's own rounds twice.
+    return tl.fma(x, y, z) if HARDWARE else (x.to(tl.float64) * y.to(tl.float64) + z.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _inverse(scale):
+    return tl.div_rn(scale * 0.0 + 1.0, scale)
+
+
+@triton.jit
+def _new_scale(scale_inv_address, bound, MANTISSA: tl.constexpr):
+    """The old scale_inv, and the new scale and its inverse, which replaces the old: `scale_from_amax` of a bound."""
+    old = bound * 0.0 + 1.0
+    scale = old
+    if MANTISSA != 23 and MANTISSA != 7:
+        MAX_BITS: tl.constexpr = 0x43E00000 if MANTISSA == 3 else (0x47600000 if MANTISSA == 2 else 0x477FE000)
+        old = tl.load(_pointer(scale_inv_address, 23, False))
+        bits = bound.to(tl.int32, bitcast=True)
+        exponent = (MAX_BITS >> 23) - (bits >> 23) - ((bits & 0x7FFFFF) > (MAX_BITS & 0x7FFFFF)).to(tl.int32)
+        exponent = tl.minimum(tl.maximum(exponent, -126), 126)
+        scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+        scale = tl.where((bound > 0) & (bound < float("inf")), scale, _inverse(old))
+        tl.store(_pointer(scale_inv_address, 23, False), _inverse(scale))
+    return old, scale, _inverse(scale)
+
+
+@triton.jit(do_not_specialize=["parameters", "pieces"])
+def _scalars_kernel(
+    table, hyper, amaxes, parameters, kept, pieces, coefficient, usable, scalars,
+    G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, W: tl.constexpr,
+    CLIP: tl.constexpr, DECOUPLED: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
+):  # fmt: skip
+    """Everything about one tensor that is a number: step count, bias correction, bounds and scales."""
+    if tl.load(usable) == 0:
+        return
+    row = table + tl.program_id(0) * COLUMNS
+    index = tl.load(row + 7)
+    place = tl.load(row + 8)
+    lr = tl.load(hyper)
+    beta1 = tl.load(hyper + 1)
+    beta2 = tl.load(hyper + 2)
+    weight_decay = tl.load(hyper + 4)
+    step_pointer = _pointer(tl.load(row + 9), 23, False)
+    step = tl.load(step_pointer) + 1.0
+    tl.store(step_pointer, step)
+    power1 = tl.exp(step.to(tl.float64) * tl.load(hyper + 5))
+    power2 = tl.exp(step.to(tl.float64) * tl.load(hyper + 6))
+    g_amax = tl.load(amaxes + index)
+    p_amax = tl.load(amaxes + 3 * parameters + index)
+    clip = 1.0
+    if CLIP:
+        clip = tl.load(coefficient)
+        g_amax = g_amax * clip
+    if not DECOUPLED:
+        g_amax = g_amax + weight_decay.to(tl.float32) * p_amax
+    b1 = beta1.to(tl.float32)
+    b2 = beta2.to(tl.float32)
+    w1 = (1.0 - beta1).to(tl.float32)
+    w2 = (1.0 - beta2).to(tl.float32)
+    m_bound = b1 * tl.load(amaxes + parameters + index) + w1 * g_amax
+    v_bound = b2 * tl.load(amaxes + 2 * parameters + index) + w2 * (g_amax * g_amax)
+    m_old, m_scale, m_new = _new_scale(tl.load(row + 11), m_bound, M)
+    v_old, v_scale, v_new = _new_scale(tl.load(row + 12), v_bound, V)
+    p_old, p_scale, p_new = _new_scale(tl.load(row + 13), 2.0 * p_amax, P)
+    w_scale = p_scale
+    if W != 0:
+        _, w_scale, _ = _new_scale(tl.load(row + 14), 2.0 * p_amax, W)
+    g_old = 1.0
+    if G != 23 and G != 7:
+        g_old = tl.load(_pointer(tl.load(row + 10), 23, False))
+    out = scalars + tl.program_id(0) * SCALARS
+    tl.store(out, g_old)
+    tl.store(out + 1, clip)
+    tl.store(out + 2, m_old)
+    tl.store(out + 3, m_scale)
+    tl.store(out + 4, m_new)
+    tl.store(out + 5, v_old)
+    tl.store(out + 6, v_scale)
+    tl.store(out + 7, v_new)
+    tl.store(out + 8, p_old)
+    tl.store(out + 9, p_scale)
+    tl.store(out + 10, p_new)
+    tl.store(out + 11, w_scale)
+    tl.store(out + 12, weight_decay.to(tl.float32))
+    tl.store(out + 13, (1.0 - lr * weight_decay).to(tl.float32))
+    tl.store(out + 14, tl.where(w1 < 0.5, w1, w1 - 1.0))
+    tl.store(out + 15, b2)
+    tl.store(out + 16, w2)
+    correction = tl.sqrt(1.0 - power2).to(tl.float32)
+    tl.store(out + 17, correction)
+    tl.store(out + 18, tl.load(hyper + 3).to(tl.float32))
+    tl.store(out + 19, (-(lr / (1.0 - power1))).to(tl.float32))
+    tl.store(out + 20, _inverse(correction))
+    for kind in range(3):
+        tl.store(kept + kind * pieces + place, 0.0)
+
+
+@triton.jit
+def _quotient(x, y, y_inverse, HARDWARE: tl.constexpr):
+    """x / y correctly rounded, for one y of many x and no underflow: what the division itself would do, without asking."""
+    q = x * y_inverse
+    q = _fma(_fma(-y, q, x, HARDWARE), y_inverse, q, HARDWARE)
+    return _fma(_fma(-y, q, x, HARDWARE), y_inverse, q, HARDWARE)
+
+
+@triton.jit
+def _store(pointer, at, inside, v, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
+    """Store, and what now stands there as FP32, without its scale."""
+    payload = _payload(v * scale, MANTISSA, HARDWARE)
+    tl.store(pointer + at, payload, mask=inside)
+    return _value(payload, MANTISSA, HARDWARE)
+
+
+@triton.jit
+def _raise(largest, stored):
+    return tl.maximum(largest, tl.abs(stored), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _keep(kept, largest, scale_inv):
+    # Bits of magnitudes are in the order of the magnitudes, and those of NaN above infinity.
+    bits = tl.max(largest.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    tl.atomic_max(kept, tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True) * scale_inv, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["skipped", "pieces"])
+def _adamw_kernel(
+    table, owners, skipped, scalars, kept, pieces, usable,
+    G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, W: tl.constexpr, KEEP_P: tl.constexpr,
+    DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
+):  # fmt: skip
+    if tl.load(usable) == 0:
+        return
+    row, first, left = _span(table, owners, skipped, COLUMNS, CHUNK, ALIGNED)
+    own = scalars + tl.load(owners + tl.program_id(0)) * SCALARS
+    # All numbers come before the loop: the compiler cannot tell that its stores leave them alone.
+    g_old = tl.load(own)
+    clip = tl.load(own + 1)
+    m_old = tl.load(own + 2)
+    m_scale = tl.load(own + 3)
+    m_new = tl.load(own + 4)
+    v_old = tl.load(own + 5)
+    v_scale = tl.load(own + 6)
+    v_new = tl.load(own + 7)
+    p_old = tl.load(own + 8)
+    p_scale = tl.load(own + 9)
+    p_new = tl.load(own + 10)
+    w_scale = tl.load(own + 11)
+    weight_decay = tl.load(own + 12)
+    remaining = tl.load(own + 13)
+    weight = tl.load(own + 14)
+    beta2 = tl.load(own + 15)
+    w2 = tl.load(own + 16)
+    correction = tl.load(own + 17)
+    eps = tl.load(own + 18)
+    step_size = tl.load(own + 19)
+    correction_inverse = tl.load(own + 20)
+    g_pointer = _pointer(tl.load(row + 2), G, ALIGNED) + first
+    m_pointer = _pointer(tl.load(row + 3), M, ALIGNED) + first
+    v_pointer = _pointer(tl.load(row + 4), V, ALIGNED) + first
+    p_pointer = _pointer(tl.load(row + 5), P, ALIGNED) + first
+    w_pointer = p_pointer
+    if W != 0:
+        w_pointer = _pointer(tl.load(row + 6), W, ALIGNED) + first
+    m_largest = tl.zeros((BLOCK,), tl.float32)
+    v_largest = tl.zeros((BLOCK,), tl.float32)
+    p_largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, left, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < left
+        g = _value(tl.load(g_pointer + at, mask=inside, other=0), G, HARDWARE) * g_old * clip
+        m = _value(tl.load(m_pointer + at, mask=inside, other=0), M, HARDWARE) * m_old
+        v = _value(tl.load(v_pointer + at, mask=inside, other=0), V, HARDWARE) * v_old
+        p = _value(tl.load(p_pointer + at, mask=inside, other=0), P, HARDWARE) * p_old
+        if DECOUPLED:
+            p = p * remaining
+        else:
+            g = _fma(weight_decay, p, g, HARDWARE)
+        m = _fma(weight, g - m, tl.where(weight > 0, m, g), HARDWARE)
+        v = v * beta2
+        # torch multiplies in another order on a CPU than on a GPU, here and below.
+        v = _fma(w2, g * g, v, HARDWARE) if HARDWARE else _fma(w2 * g, g, v, HARDWARE)
+        root = tl.minimum(tl.sqrt_rn(v), 3.4028234663852886e38)
+        d = _quotient(root, correction, correction_inverse, HARDWARE) + eps
+        p = _fma(step_size, tl.div_rn(m, d), p, HARDWARE) if HARDWARE else p + tl.div_rn(step_size * m, d)
+        m_largest = _raise(m_largest, _store(m_pointer, at, inside, m, m_scale, M, HARDWARE))
+        v_largest = _raise(v_largest, _store(v_pointer, at, inside, v, v_scale, V, HARDWARE))
+        stored = _store(p_pointer, at, inside, p, p_scale, P, HARDWARE)
+        p_largest = _raise(p_largest, tl.where(inside, stored, 0.0))
+        if W != 0:
+            _store(w_pointer, at, inside, stored * p_new, w_scale, W, HARDWARE)
+    kept += tl.load(row + 8)
+    if M != 23 and M != 7:
+        _keep(kept, m_largest, m_new)
+    if V != 23 and V != 7:
+        _keep(kept + pieces, v_largest, v_new)
+    if KEEP_P:
+        _keep(kept + 2 * pieces, p_largest, p_new)
+
+
+def _address(x: torch.Tensor) -> int:
+    return (x.payload if isinstance(x, ScalingTensor) else x).data_ptr()
+
+
+def _scale_address(x: torch.Tensor) -> int:
+    return x.scale_inv.data_ptr() if isinstance(x, ScalingTensor) else 0
+
+
+def _mantissa(xs: list[torch.Tensor]) -> int:
+    """The format of tensors that have one; 0 for none."""
+    return of_dtype((xs[0].payload if isinstance(xs[0], ScalingTensor) else xs[0]).dtype).mantissa_bits if xs else 0
+
+
+def adamw(
+    tables: Tables,
+    batch: Batch,
+    hyper: torch.Tensor,
+    decoupled: bool,
+    amaxes: torch.Tensor,
+    kept: torch.Tensor,
+    coefficient: torch.Tensor | None,
+    usable: torch.Tensor,
+) -> None:
+    """See the reference twin; `hyper`: FP64 [7], the logarithms of both betas after a `Hyper`."""
+    columns = (batch.grads, batch.ms, batch.vs, batch.masters, batch.weights)
+    addresses = zip(*([_address(x) for x in column] or [0] * len(batch.grads) for column in columns), strict=True)
+    scales = zip(*([_scale_address(x) for x in column] or [0] * len(batch.grads) for column in columns), strict=True)
+    numbers = zip(batch.grads, addresses, batch.indices, batch.places, batch.steps, scales, strict=True)
+    rows = [(g.numel(), *at, index, place, step.data_ptr(), *of) for g, at, index, place, step, of in numbers]
+    formats = dict(zip("GMVPW", map(_mantissa, columns), strict=True))
+    key = ("adamw", batch.indices[0], *formats.values())
+    table, parts = tables.lay_out(key, rows, 5, CHUNK)
+    scalars = torch.empty(len(rows), SCALARS, device=tables.device)
+    flag, sizes = usable.view(torch.uint8), {"COLUMNS": COLUMNS, "SCALARS": SCALARS}
+    _scalars_kernel[(len(rows),)](
+        table, hyper, amaxes, amaxes.shape[1], kept, kept.shape[1], flag if coefficient is None else coefficient, flag, scalars,
+        CLIP=coefficient is not None, DECOUPLED=decoupled, num_warps=1, enable_fp_fusion=False, **formats, **sizes,
+    )  # fmt: skip
+    keep_master = isinstance(batch.masters[0], ScalingTensor) or not decoupled or any(isinstance(w, ScalingTensor) for w in batch.weights)
+    skipped = 0
+    for owners, aligned in parts:
+        _adamw_kernel[(owners.numel(),)](
+            table, owners, skipped, scalars, kept, kept.shape[1], flag, KEEP_P=keep_master, DECOUPLED=decoupled, ALIGNED=aligned,
+            HARDWARE=amaxes.is_cuda, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=8, maxnreg=REGISTERS, enable_fp_fusion=False, **formats, **sizes,
+        )  # fmt: skip
+        skipped += owners.numel()

@@ -1,0 +1,99 @@
+"""Amaxes and sums of squares of many gradients, one launch a format and one read. Twin: `msamp.kernels.reference.grad_stats`."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from msamp.kernels.reference.grad_stats import carried
+from msamp.kernels.tables import Tables
+from msamp.kernels.triton.pack import _pointer, _span, _value
+from msamp.numerics.formats import of_dtype
+from msamp.numerics.tensor import ScalingTensor
+
+CHUNK = 32768  # elements a program
+COLUMNS = 6
+
+
+@triton.jit
+def _round(v):
+    # Added to 3 * 2^51, the FP64 adder rounds to a whole number, ties to even.
+    return (v + 6755399441055744.0) - 6755399441055744.0
+
+
+@triton.jit(do_not_specialize=["skipped", "count"])
+def _grad_stats_kernel(
+    table, owners, skipped, factors, stats, sums, count,
+    MANTISSA: tl.constexpr, SCALED: tl.constexpr, SQUARES: tl.constexpr, ALIGNED: tl.constexpr,
+    HARDWARE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row, first, left = _span(table, owners, skipped, COLUMNS, CHUNK, ALIGNED)
+    index = tl.load(row + 3)
+    x = _pointer(tl.load(row + 2), MANTISSA, ALIGNED) + first
+    largest = tl.zeros((BLOCK,), tl.int32)
+    whole_sum = tl.zeros((BLOCK,), tl.int64)
+    rest_sum = tl.zeros((BLOCK,), tl.int64)
+    factor = 1.0
+    units = 0.125
+    if SQUARES and not SCALED:
+        factor = tl.load(factors + index)
+        units = tl.load(row + 5).to(tl.float64)
+    for start in range(0, left, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        v = _value(tl.load(x + at, mask=at < left, other=0), MANTISSA, HARDWARE)
+        # Bits of magnitudes are in the order of the magnitudes, and those of NaN above infinity.
+        largest = tl.maximum(largest, v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        if SQUARES and MANTISSA == 3:
+            # Every E4M3 value is a multiple of 2^-9: its square, of 2^-18, is a whole number that 36 bits hold.
+            k = (v * 512.0).to(tl.int32).to(tl.int64)
+            whole_sum += k * k
+        elif SQUARES:
+            d = v.to(tl.float64) * factor
+            squares = d * d * units
+            whole = _round(squares)
+            whole_sum += whole.to(tl.int64)
+            rest_sum += _round((squares - whole) * 1073741824.0).to(tl.int64)
+    amax = tl.minimum(tl.max(largest, 0), 0x7F800000).to(tl.float32, bitcast=True)
+    if SCALED:
+        scale_inv = tl.load(_pointer(tl.load(row + 4), 23, False))
+        amax = amax * tl.abs(scale_inv)
+        amax = tl.where(amax == amax, amax, float("inf"))
+        tl.store(stats + count + index, tl.where(scale_inv == scale_inv, scale_inv, 0.0))
+    tl.atomic_max(stats + index, amax, sem="relaxed")
+    if SQUARES:
+        whole_total = tl.sum(whole_sum, 0)
+        rest_total = tl.sum(rest_sum, 0)
+        if MANTISSA == 3:
+            rest_total = (whole_total & 0x1FFFFF) << 9
+            whole_total = whole_total >> 21
+        tl.atomic_add(sums + 2 * index, whole_total, sem="relaxed")
+        tl.atomic_add(sums + 2 * index + 1, rest_total, sem="relaxed")
+
+
+def grad_stats(
+    tables: Tables,
+    gs: Sequence[torch.Tensor],
+    squares: bool = True,
+    factors: torch.Tensor | None = None,
+    units: Sequence[int] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the reference twin."""
+    stats = torch.zeros(2, len(gs), device=tables.device)
+    sums = torch.zeros(len(gs) if squares else 0, 2, dtype=torch.int64, device=tables.device)
+    by_format: dict[tuple[torch.dtype, bool], list[tuple[int, ...]]] = {}
+    for i, g in enumerate(gs):
+        payload, scale_inv = (g.payload, g.scale_inv.data_ptr()) if isinstance(g, ScalingTensor) else (g, 0)
+        row = (g.numel(), payload.data_ptr(), i, scale_inv, units[i] if units else 0)
+        by_format.setdefault((payload.dtype, scale_inv != 0), []).append(row)
+    for (dtype, scaled), rows in by_format.items():
+        table, parts = tables.lay_out(("stats", dtype, scaled, squares), rows, 1, CHUNK)
+        skipped = 0
+        for owners, aligned in parts:
+            _grad_stats_kernel[(owners.numel(),)](
+                table, owners, skipped, owners if factors is None else factors, stats, sums, len(gs),
+                MANTISSA=of_dtype(dtype).mantissa_bits, SCALED=scaled, SQUARES=squares, ALIGNED=aligned, HARDWARE=stats.is_cuda,
+                BLOCK=4096 if dtype.itemsize == 1 or not squares else 2048, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=8,
+            )  # fmt: skip
+            skipped += owners.numel()
+    return stats, carried(sums) if squares else sums

@@ -1,0 +1,247 @@
+"""LayerNorm and RMSNorm: residual addition, norm and cast in one read; transposed recomputation; backward in one read.
+
+Twin: `msamp.kernels.reference.normalize`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from msamp.kernels.reference.normalize import check_backward, check_normalize
+from msamp.kernels.triton.cast import _rounded, fp8_constants
+from msamp.kernels.triton.cast_transpose import _code, _constants, _quantise, _tell
+
+# Elements a program holds at once; a row longer than that is held by more warps.
+TILE = 4096
+TILE_M, TILE_N = 64, 128
+# Shared memory that prefetching the next rows may take of a multiprocessor's 227 KiB.
+PREFETCH_BYTES = 100 * 1024
+
+
+@triton.jit
+def _normalized(x, mean, rstd, weight, bias, RMS: tl.constexpr):
+    """Both kernels that call it are compiled without contraction to FMA, so that they and the twin round alike."""
+    if not RMS:
+        x = x - mean
+    y = x * rstd * weight
+    if bias is not None:
+        y = y + bias
+    return y
+
+
+@triton.jit
+def _normalize_kernel(
+    x, residual, weight, bias, total, y, mean, rstd, scale, amax, scale_inv, eps, M, N,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, RMS: tl.constexpr,
+    FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    STORE: tl.constexpr = scale is not None or MANTISSA == 0
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    n = tl.arange(0, BLOCK)[None, :]
+    inside = (m < M) & (n < N)
+    at = m.to(tl.int64) * N + n
+    w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
+    b = None
+    if bias is not None:
+        b = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        added = v + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        added = _rounded(added, x.dtype.element_ty, HARDWARE)
+        if STORE:
+            tl.store(total + at, added, mask=inside)
+        v = added.to(tl.float32)
+    mu = 0.0
+    deviation = v
+    if not RMS:
+        mu = tl.sum(v, axis=1, keep_dims=True) / N
+        deviation = tl.where(inside, v - mu, 0.0)
+    r = tl.rsqrt(tl.sum(deviation * deviation, axis=1, keep_dims=True) / N + eps)
+    value = _normalized(v, mu, r, w, b, RMS)
+    factor = 1.0
+    if STORE:
+        if not RMS:
+            tl.store(mean + m, mu, mask=m < M)
+        tl.store(rstd + m, r, mask=m < M)
+        if MANTISSA == 0:
+            tl.store(y + at, _rounded(value, y.dtype.element_ty, HARDWARE), mask=inside)
+        else:
+            factor = tl.load(scale)
+            tl.store(y + at, _code(value * factor, FP8_MAX, MANTISSA, BIAS, HARDWARE), mask=inside)
+    if MANTISSA > 0:
+        _tell(tl.where(inside, value, 0.0), factor, amax, scale_inv)
+
+
+@triton.jit
+def _normalize_transposed_kernel(
+    x, mean, rstd, weight, bias, scale_inv, yt, M, N,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, RMS: tl.constexpr,
+    FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[:, None]
+    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)[None, :]
+    w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
+    b = None
+    if bias is not None:
+        b = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    r = tl.load(rstd + m, mask=m < M, other=0.0)
+    mu = 0.0
+    if not RMS:
+        mu = tl.load(mean + m, mask=m < M, other=0.0)
+    v = tl.load(x + m.to(tl.int64) * N + n, mask=(m < M) & (n < N), other=0.0).to(tl.float32)
+    value = _normalized(v, mu, r, w, b, RMS)
+    code = tl.trans(_code(value * tl.div_rn(1.0, tl.load(scale_inv)), FP8_MAX, MANTISSA, BIAS, HARDWARE))
+    m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[None, :]
+    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)[:, None]
+    tl.store(yt + n.to(tl.int64) * M + m, code, mask=(m < M) & (n < N))
+
+
+@triton.jit
+def _normalize_backward_kernel(
+    grad_y, x, mean, rstd, weight, grad_residual, grad_x, partial, M, N,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, RMS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    n = tl.arange(0, BLOCK)[None, :]
+    w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
+    grad_w = tl.zeros((ROWS, BLOCK), tl.float32)
+    grad_b = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in tl.range(program * ROWS, M, programs * ROWS, num_stages=STAGES):
+        m = first + tl.arange(0, ROWS)[:, None]
+        inside = (m < M) & (n < N)
+        at = m.to(tl.int64) * N + n
+        g = tl.load(grad_y + at, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        r = tl.load(rstd + m, mask=m < M, other=0.0)
+        if not RMS:
+            v = v - tl.load(mean + m, mask=m < M, other=0.0)
+        normal = v * r
+        wg = g * w
+        grad = wg - normal * (tl.sum(wg * normal, axis=1, keep_dims=True) / N)
+        if not RMS:
+            grad = grad - tl.sum(wg, axis=1, keep_dims=True) / N
+            grad_b += g
+        grad = grad * r
+        if grad_residual is not None:
+            grad += tl.load(grad_residual + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_x + at, _rounded(grad, grad_x.dtype.element_ty, HARDWARE), mask=inside)
+        grad_w += g * normal
+    n = tl.arange(0, BLOCK)
+    tl.store(partial + program * N + n, tl.sum(grad_w, axis=0), mask=n < N)
+    if not RMS:
+        tl.store(partial + (programs + program) * N + n, tl.sum(grad_b, axis=0), mask=n < N)
+
+
+@triton.jit
+def _sum_partials_kernel(partial, grad_weight, grad_bias, programs, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    which = tl.program_id(1)
+    total = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    for first in range(0, programs, BLOCK_P):
+        p = first + tl.arange(0, BLOCK_P)[:, None]
+        total += tl.load(partial + (which * programs + p) * N + n[None, :], mask=(p < programs) & (n[None, :] < N), other=0.0)
+    column = tl.sum(total, axis=0)
+    if which == 0:
+        tl.store(grad_weight + n, column, mask=n < N)
+    else:
+        tl.store(grad_bias + n, column, mask=n < N)
+
+
+def _rows(N: int) -> tuple[dict[str, int], int]:
+    """Tile of whole rows of N elements, and how many elements that is."""
+    block = triton.next_power_of_2(N)
+    rows = max(1, TILE // block)
+    return {"ROWS": rows, "BLOCK": block}, rows * block
+
+
+def normalize(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    rms: bool,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See the reference twin."""
+    check_normalize(x, residual, weight, bias, rms, dtype)
+    x = x.contiguous()
+    M, N = x.shape
+    tile, elements = _rows(N)
+    constants = {**tile, **_constants(dtype, x.device), "RMS": rms, "num_warps": max(4, min(32, elements // 1024))}
+    grid = (max(1, triton.cdiv(M, tile["ROWS"])),)  # the first program tells scale_inv, rows or none
+    total = x.new_empty(0) if residual is None else torch.empty_like(x)
+    y = torch.empty(M, N, dtype=dtype, device=x.device)
+    mean = x.new_empty(0 if rms else M, dtype=torch.float32)
+    rstd = x.new_empty(M, dtype=torch.float32)
+    addend = None if residual is None else residual.contiguous()
+    out = y.view(torch.uint8) if dtype.itemsize == 1 else y
+
+    def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
+        _normalize_kernel[grid](
+            x, addend, weight, bias, total, out, mean, rstd, scale, amax, scale_inv, eps, M, N, enable_fp_fusion=False, **constants
+        )
+
+    scale_inv = _quantise(launch, scale, amax_slot, dtype, x.device)
+    return total, y, scale_inv, mean, rstd
+
+
+def normalize_transposed(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rms: bool,
+    scale_inv: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """See the reference twin."""
+    check_normalize(x, None, weight, bias, rms, dtype)
+    x = x.contiguous()
+    M, N = x.shape
+    yt = torch.empty(N, M, dtype=dtype, device=x.device)
+    _normalize_transposed_kernel[triton.cdiv(M, TILE_M), triton.cdiv(N, TILE_N)](
+        x, mean, rstd, weight, bias, scale_inv, yt.view(torch.uint8), M, N,
+        TILE_M=TILE_M, TILE_N=TILE_N, RMS=rms, num_warps=8, enable_fp_fusion=False,
+        **fp8_constants(dtype, x.device),
+    )  # fmt: skip
+    return yt
+
+
+def normalize_backward(
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    grad_residual: torch.Tensor | None,
+    rms: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See the reference twin. The order of the sums over rows depends on the device's number of multiprocessors only."""
+    check_backward(grad_y, x, weight, grad_residual)
+    grad_y, x = grad_y.contiguous(), x.contiguous()
+    addend = None if grad_residual is None else grad_residual.contiguous()
+    M, N = x.shape
+    tile, elements = _rows(N)
+    num_warps = max(8, min(32, elements // 512))
+    resident = max(1, 16 // num_warps)  # programs a multiprocessor holds at 128 registers a thread
+    on_gpu = x.device.type == "cuda"
+    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count if on_gpu else 2
+    programs = max(1, min(multiprocessors * resident, triton.cdiv(M, tile["ROWS"])))
+    grad_x = torch.empty_like(x)
+    partial = torch.empty(1 if rms else 2, programs, N, dtype=torch.float32, device=x.device)
+    grad_weight, grad_bias = partial.new_empty(N), partial.new_empty(0 if rms else N)
+    bytes_read = elements * sum(t.element_size() for t in (grad_y, x, addend) if t is not None)
+    _normalize_backward_kernel[programs,](
+        grad_y, x, mean, rstd, weight, addend, grad_x, partial, M, N,
+        STAGES=2 if bytes_read <= PREFETCH_BYTES else 1, RMS=rms, HARDWARE=on_gpu,
+        num_warps=num_warps, maxnreg=2048 // (resident * num_warps), **tile,
+    )  # fmt: skip
+    BLOCK_P, BLOCK_N = 64, 32
+    _sum_partials_kernel[triton.cdiv(N, BLOCK_N), partial.shape[0]](
+        partial, grad_weight, grad_bias, programs, N, BLOCK_P=BLOCK_P, BLOCK_N=BLOCK_N, num_warps=4
+    )
+    return grad_x, grad_weight, grad_bias

@@ -1,0 +1,125 @@
+"""Casts of many tensors into one flat buffer in one launch: one read, one write. Twin: `msamp.kernels.reference.pack`.
+
+Here is also how kernels over many tensors read and write any format; a format is told by its mantissa bits.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from msamp.kernels.reference.pack import Span
+from msamp.kernels.tables import Tables
+from msamp.kernels.triton.cast import _fp8_code
+from msamp.numerics.formats import of_dtype
+
+BLOCK, CHUNK = 4096, 32768  # elements a program works on at a time, and in all
+COLUMNS = 5
+
+
+@triton.jit
+def _pointer(address, MANTISSA: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer to the payload at an int64 address; FP8 payloads are read and written as bytes."""
+    if MANTISSA == 23:
+        pointer = address.to(tl.pointer_type(tl.float32))
+    elif MANTISSA == 7:
+        pointer = address.to(tl.pointer_type(tl.bfloat16))
+    elif MANTISSA == 10:
+        pointer = address.to(tl.pointer_type(tl.float16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.uint8))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _value(raw, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
+    """FP32 value of a payload."""
+    if MANTISSA > 3:
+        value = raw.to(tl.float32)
+    elif HARDWARE:
+        FP8: tl.constexpr = tl.float8e4nv if MANTISSA == 3 else tl.float8e5
+        value = raw.to(FP8, bitcast=True).to(tl.float32)
+    else:  # the interpreter's own conversion knows no NaN
+        BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
+        FIRST_NAN: tl.constexpr = 0x7F if MANTISSA == 3 else 0x7D
+        code = raw.to(tl.int32)
+        value = ((code & 0x7F) << (23 - MANTISSA)).to(tl.float32, bitcast=True) * 2.0 ** (127 - BIAS)
+        value = tl.where((code & 0x7F) >= FIRST_NAN, float("nan"), value)
+        value = tl.where((MANTISSA == 2) & ((code & 0x7F) == 0x7C), float("inf"), value)
+        value = tl.where(code >= 0x80, -value, value)
+    return value
+
+
+@triton.jit
+def _payload(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
+    """FP32 `v` rounded to nearest even into a payload: FP8 and FP16 saturate, BF16 and FP32 do not; NaN stays NaN."""
+    if MANTISSA <= 3:
+        FP8: tl.constexpr = tl.float8e4nv if MANTISSA == 3 else tl.float8e5
+        if HARDWARE:  # which saturates by itself
+            payload = v.to(FP8).to(tl.uint8, bitcast=True)
+        else:
+            payload = _fp8_code(v, 448.0 if MANTISSA == 3 else 57344.0, MANTISSA, 7 if MANTISSA == 3 else 15, False)
+    elif MANTISSA == 10:
+        payload = tl.clamp(v, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    elif MANTISSA == 23:
+        payload = v
+    elif HARDWARE:
+        payload = v.to(tl.bfloat16)
+    else:  # the interpreter's own conversion truncates
+        bits = v.to(tl.int32, bitcast=True)
+        even = tl.where(v == v, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
+        payload = even.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return payload
+
+
+@triton.jit
+def _span(table, owners, skipped, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
+    """This program's row of the table, the first of its elements, and how many it has."""
+    row = table + tl.load(owners + tl.program_id(0)) * COLUMNS
+    first = (skipped + tl.program_id(0) - tl.load(row)) * CHUNK
+    left = tl.minimum(tl.load(row + 1) - first, CHUNK).to(tl.int32)
+    if ALIGNED:
+        left = tl.multiple_of(left, 16)
+    return row, first, left
+
+
+@triton.jit(do_not_specialize=["skipped"])
+def _pack_kernel(
+    table, owners, skipped, factors,
+    FROM: tl.constexpr, TO: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row, first, left = _span(table, owners, skipped, COLUMNS, CHUNK, ALIGNED)
+    x = _pointer(tl.load(row + 2), FROM, ALIGNED) + first
+    y = _pointer(tl.load(row + 3), TO, ALIGNED) + first
+    factor = 1.0
+    if SCALED:
+        factor = tl.load(factors + tl.load(row + 4))
+    for start in range(0, left, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        v = _value(tl.load(x + at, mask=at < left, other=0), FROM, HARDWARE) * factor
+        tl.store(y + at, _payload(v, TO, HARDWARE), mask=at < left)
+
+
+def pack(tables: Tables, xs: Sequence[torch.Tensor], spans: Sequence[Span], out: torch.Tensor, factors: torch.Tensor | None) -> None:
+    """See the reference twin."""
+    base, size = out.data_ptr(), out.element_size()
+    addresses, dtypes = [x.data_ptr() for x in xs], [x.dtype for x in xs]
+    for dtype in set(dtypes):
+        rows = [
+            (elements, addresses[i] + first * dtype.itemsize, base + start * size, i)
+            for i, first, elements, start in spans
+            if dtypes[i] == dtype
+        ]
+        table, parts = tables.lay_out(("pack", dtype), rows, 2, CHUNK)
+        skipped = 0
+        for owners, aligned in parts:
+            _pack_kernel[(owners.numel(),)](
+                table, owners, skipped, owners if factors is None else factors,
+                FROM=of_dtype(dtype).mantissa_bits, TO=of_dtype(out.dtype).mantissa_bits, SCALED=factors is not None,
+                ALIGNED=aligned, HARDWARE=out.is_cuda, BLOCK=BLOCK, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=8,
+            )  # fmt: skip
+            skipped += owners.numel()

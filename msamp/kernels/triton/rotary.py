@@ -1,0 +1,201 @@
+"""Rotary embedding in place on packed QKV, and its gradient in both layouts. Twin: `msamp.kernels.reference.rotary`.
+
+A program takes some tokens of one query group, whose heads share the loaded cos and sin. The two channels that turn together stand in
+two tiles at the same place; so do, unturned, those above the rotated ones.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from msamp.kernels.reference.rotary import check_gradients, check_tables, head_width
+from msamp.kernels.triton.cast_transpose import (
+    _constants,
+    _higher,
+    _layouts,
+    _partial_sums,
+    _put,
+    _put_sums,
+    _quantise,
+    _tell,
+)
+
+TILE_M, WARPS = 16, 4
+BACKWARD_TILE_M = 32
+CHANNELS_A_WARP = 32  # of a half head, backward
+
+
+@triton.jit
+def _pairs(D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr):
+    """Channels of a head in two halves, those that turn together at the same place, and which places hold channels."""
+    j = tl.arange(0, HALF)
+    channels = j < D // 2
+    if R == D:
+        c1, c2 = j, j + D // 2
+    else:
+        c1, c2 = tl.where(j < R // 2, j, j + R // 2), tl.where(j < R // 2, j + R // 2, j + D // 2)
+    return c1, c2, channels
+
+
+@triton.jit
+def _angles(cos, sin, position, rows, c1, c2, R: tl.constexpr):
+    """cos and sin of both halves; of channels that do not turn, 1 and 0."""
+    at = position[:, None] * R
+    in1, in2 = rows[:, None] & (c1 < R)[None, :], rows[:, None] & (c2 < R)[None, :]
+    cos1, sin1 = tl.load(cos + at + c1[None, :], mask=in1, other=1.0), tl.load(sin + at + c1[None, :], mask=in1, other=0.0)
+    cos2, sin2 = tl.load(cos + at + c2[None, :], mask=in2, other=1.0), tl.load(sin + at + c2[None, :], mask=in2, other=0.0)
+    return cos1, sin1, cos2, sin2
+
+
+@triton.jit
+def _load_pair(part, line, c1, c2, inside):
+    x1 = tl.load(part + line[:, None] + c1[None, :], mask=inside, other=0.0)
+    x2 = tl.load(part + line[:, None] + c2[None, :], mask=inside, other=0.0)
+    return x1, x2
+
+
+@triton.jit
+def _line(token, batch, s_stride, b_stride):
+    """Offsets of tokens, batch inner, in a tensor [s, b, ...]."""
+    return (token // batch).to(tl.int64) * s_stride + (token % batch).to(tl.int64) * b_stride
+
+
+@triton.jit
+def _rotary_kernel(
+    qkv, cos, sin, tokens, batch, groups,
+    PER_GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, TILE_M: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
+    rows = token < tokens
+    c1, c2, channels = _pairs(R, R, HALF)
+    inside = rows[:, None] & channels[None, :]
+    cos1, sin1, cos2, sin2 = _angles(cos, sin, token // batch, rows, c1, c2, R)
+    line = (token.to(tl.int64) * groups + tl.program_id(1)) * ((PER_GROUP + 2) * D)
+    for head in range(PER_GROUP + 1):
+        here = qkv + head * D
+        x1, x2 = _load_pair(here, line, c1, c2, inside)
+        x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+        tl.store(here + line[:, None] + c1[None, :], (x1 * cos1 - x2 * sin1).to(qkv.dtype.element_ty), mask=inside)
+        tl.store(here + line[:, None] + c2[None, :], (x2 * cos2 + x1 * sin2).to(qkv.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _put_head(
+    part, s_stride, b_stride, cos, sin, g, g_t, sums, scale, top, quad, tokens, batch, column, N,
+    ROTATE: tl.constexpr, ALIGNED: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr,
+    FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Turn one head of `part` back and store it at `column`; the higher of `top` and its magnitudes."""
+    c1, c2, channels = _pairs(D, R, HALF)
+    x0 = _load_pair(part, _line(4 * quad, batch, s_stride, b_stride), c1, c2, (4 * quad < tokens)[:, None] & channels[None, :])
+    x1 = _load_pair(part, _line(4 * quad + 1, batch, s_stride, b_stride), c1, c2, (4 * quad + 1 < tokens)[:, None] & channels[None, :])
+    x2 = _load_pair(part, _line(4 * quad + 2, batch, s_stride, b_stride), c1, c2, (4 * quad + 2 < tokens)[:, None] & channels[None, :])
+    x3 = _load_pair(part, _line(4 * quad + 3, batch, s_stride, b_stride), c1, c2, (4 * quad + 3 < tokens)[:, None] & channels[None, :])
+    pairs = (x0, x1, x2, x3)
+    f = 1.0
+    if scale is not None:
+        f = tl.load(scale)
+    total1 = tl.zeros(top.shape, tl.float32)
+    total2 = total1
+    values1, values2 = (), ()
+    for k in tl.static_range(4):
+        token = 4 * quad + k
+        rows = token < tokens
+        v1, v2 = pairs[k]
+        v1, v2 = v1.to(tl.float32), v2.to(tl.float32)
+        if ROTATE:
+            cos1, sin1, cos2, sin2 = _angles(cos, sin, token // batch, rows, c1, c2, R)
+            v1, v2 = v1 * cos1 + v2 * sin2, v2 * cos2 - v1 * sin1
+        top = _higher(_higher(top, v1), v2)
+        total1, total2 = total1 + v1, total2 + v2
+        values1 = values1 + (v1,)  # noqa: RUF005
+        values2 = values2 + (v2,)  # noqa: RUF005
+    if scale is not None or MANTISSA == 0:
+        at = (4 * quad).to(tl.int64)[:, None] * N + column
+        _put(values1, g, g_t, at + c1[None, :], N, quad, column + c1, tokens, channels, f, ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE)
+        _put(values2, g, g_t, at + c2[None, :], N, quad, column + c2, tokens, channels, f, ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE)
+        _put_sums(total1, sums, column + c1, N, channels)
+        _put_sums(total2, sums, column + c2, N, channels)
+    return top
+
+
+@triton.jit
+def _rotary_backward_kernel(
+    dq, dk, dv, cos, sin, g, g_t, sums, scale, amax, scale_inv, tokens, batch, groups,
+    q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h,
+    PER_GROUP: tl.constexpr, ALIGNED: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, TILE_M: tl.constexpr,
+    FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    quad = tl.program_id(0) * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
+    group = tl.program_id(1).to(tl.int64)
+    N = groups * ((PER_GROUP + 2) * D)
+    column = group * ((PER_GROUP + 2) * D)
+    top = tl.zeros((TILE_M // 4, HALF), tl.float32)
+    for head in range(PER_GROUP):
+        top = _put_head(
+            dq + (group * PER_GROUP + head) * q_h, q_s, q_b, cos, sin, g, g_t, sums, scale, top, quad, tokens, batch, column + head * D, N,
+            True, ALIGNED, D, R, HALF, FP8_MAX, MANTISSA, BIAS, HARDWARE,
+        )  # fmt: skip
+    column += PER_GROUP * D
+    top = _put_head(
+        dk + group * k_h, k_s, k_b, cos, sin, g, g_t, sums, scale, top, quad, tokens, batch, column, N,
+        True, ALIGNED, D, R, HALF, FP8_MAX, MANTISSA, BIAS, HARDWARE,
+    )  # fmt: skip
+    top = _put_head(
+        dv + group * v_h, v_s, v_b, cos, sin, g, g_t, sums, scale, top, quad, tokens, batch, column + D, N,
+        False, ALIGNED, D, R, HALF, FP8_MAX, MANTISSA, BIAS, HARDWARE,
+    )  # fmt: skip
+    if MANTISSA > 0:
+        f = 1.0
+        if scale is not None:
+            f = tl.load(scale)
+        _tell(top, f, amax, scale_inv)
+
+
+def rotary_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, groups: int) -> None:
+    """See the reference twin."""
+    d = head_width(qkv, heads, groups)
+    (s, b, _), r = qkv.shape, cos.shape[1]
+    check_tables(cos, sin, s, d)
+    if r == 0 or s * b == 0:
+        return
+    _rotary_kernel[triton.cdiv(s * b, TILE_M), groups](
+        qkv, cos.contiguous(), sin.contiguous(), s * b, b, groups,
+        PER_GROUP=heads // groups, D=d, R=r, HALF=triton.next_power_of_2(r // 2), TILE_M=TILE_M, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def rotary_backward(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+    colsum: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See the reference twin."""
+    check_gradients(dq, dk, dv)
+    s, b, heads, d = dq.shape
+    groups, quantised, device = dk.shape[2], dtype.itemsize == 1, dq.device
+    check_tables(cos, sin, s, d)
+    dq, dk, dv = (part if part.stride(3) == 1 else part.contiguous() for part in (dq, dk, dv))
+    M, N = s * b, (heads + 2 * groups) * d
+    grid = (max(1, triton.cdiv(M, BACKWARD_TILE_M)), groups)
+    g, g_t = _layouts(M, N, True, quantised, dtype, device)
+    partial = _partial_sums(colsum, grid[0], N, device)
+    cos, sin, constants = cos.contiguous(), sin.contiguous(), _constants(dtype, device)
+    half = triton.next_power_of_2(d // 2)
+
+    def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
+        _rotary_backward_kernel[grid](
+            dq, dk, dv, cos, sin, g, g_t if quantised else None, partial if colsum else None, scale, amax, scale_inv, M, max(1, b), groups,
+            *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
+            PER_GROUP=heads // groups, ALIGNED=M % 4 == 0, D=d, R=cos.shape[1], HALF=half, TILE_M=BACKWARD_TILE_M,
+            num_warps=max(1, min(16, half // CHANNELS_A_WARP)), **constants,
+        )  # fmt: skip
+
+    scale_inv = _quantise(launch, scale, amax_slot, dtype, device)
+    return g, g_t, scale_inv, partial.sum(0) if colsum else partial

@@ -1,0 +1,50 @@
+"""Adam's arithmetic against torch's, bit for bit, and against the textbook in FP64."""
+
+import pytest
+import torch
+from numerics import make
+
+from msamp.kernels.reference.adamw import Hyper, adam_
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_bit_for_bit_what_torch_computes(decoupled, weight_decay):
+    p = make("normal", (33, 17))
+    reference = torch.nn.Parameter(p.clone())
+    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = cls([reference], lr=3e-3, betas=(0.8, 0.99), eps=1e-6, weight_decay=weight_decay)
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    for step in range(1, 21):
+        g = make("log-normal", (33, 17), seed=step)
+        reference.grad = g.clone()
+        optimizer.step()
+        g = g if decoupled else torch.add(g, p, alpha=weight_decay)  # Adam's decay is the gradient's
+        adam_([p], [m], [v], [g], [step], Hyper(3e-3, 0.8, 0.99, 1e-6, weight_decay if decoupled else 0.0))
+    assert p.equal(reference)
+    assert m.equal(optimizer.state[reference]["exp_avg"])
+    assert v.equal(optimizer.state[reference]["exp_avg_sq"])
+
+
+def test_one_step_of_the_textbook():
+    p, g = torch.tensor([1.0, -2.0], dtype=torch.float64), torch.tensor([0.5, 0.25], dtype=torch.float64)
+    m, v = torch.tensor([0.1, 0.2], dtype=torch.float64), torch.tensor([0.3, 0.4], dtype=torch.float64)
+    want_m, want_v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g**2
+    m_hat, v_hat = want_m / (1 - 0.9**3), want_v / (1 - 0.99**3)
+    want = p * (1 - 0.01 * 0.1) - 0.01 * m_hat / (v_hat.sqrt() + 1e-8)
+    adam_([p], [m], [v], [g], [3], Hyper(0.01, 0.9, 0.99, 1e-8, 0.1))
+    for got, expected in ((p, want), (m, want_m), (v, want_v)):
+        assert torch.allclose(got, expected, rtol=1e-12)
+
+
+def test_each_tensor_has_its_own_step():
+    def alone(step: int) -> torch.Tensor:
+        p = torch.ones(4)
+        adam_([p], [torch.zeros(4)], [torch.zeros(4)], [torch.full((4,), 0.3)], [step], Hyper(0.1, 0.9, 0.999, 1e-8, 0.0))
+        return p
+
+    ps = [torch.ones(4), torch.ones(4)]
+    zeros = [[torch.zeros(4), torch.zeros(4)] for _ in range(2)]
+    adam_(ps, *zeros, [torch.full((4,), 0.3) for _ in range(2)], [1, 100], Hyper(0.1, 0.9, 0.999, 1e-8, 0.0))
+    assert ps[0].equal(alone(1))
+    assert ps[1].equal(alone(100))

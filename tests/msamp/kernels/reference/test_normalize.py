@@ -1,0 +1,184 @@
+"""The norms against torch's own in FP64, and what they leave behind for FP8."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import KINDS, codes, make, measure
+
+from msamp.kernels import ops
+from msamp.kernels.reference.normalize import normalize, normalize_backward, normalize_transposed
+from msamp.numerics.formats import E4M3, E5M2
+from msamp.numerics.quantize import dequantize, quantize
+from msamp.numerics.scaling import scale_from_amax
+
+M, N, EPS = 48, 96, 1e-5
+both_norms = pytest.mark.parametrize("rms", [False, True], ids=["layer-norm", "rms-norm"])
+every_fp8 = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+
+# Least SQNR in dB of the quantised y, one scale a tensor, for normal, channel-outlier and log-normal input; nothing may saturate but
+# the amax itself.
+SQNR = {E4M3: (31.0, 31.0, 30.5), E5M2: (24.8, 24.8, 24.5)}
+UNDERFLOW = {E4M3: (1e-3, 0.02, 0.06), E5M2: (1e-3, 1e-3, 1e-3)}
+
+
+def parameters(rms: bool, n: int = N) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weight = 1.0 + 0.2 * make("normal", (n,), seed=1)
+    return weight, None if rms else 0.1 * make("normal", (n,), seed=2)
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rms: bool) -> torch.Tensor:
+    """y in FP64 by torch's own norm."""
+    shape = (x.shape[1],)
+    if rms:
+        return F.rms_norm(x.double(), shape, weight.double(), EPS)
+    return F.layer_norm(x.double(), shape, weight.double(), None if bias is None else bias.double(), EPS)
+
+
+@both_norms
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_y_is_that_of_torch(kind, dtype, rms):
+    x, (weight, bias) = make(kind, (M, N)).to(dtype), parameters(rms)
+    total, y, scale_inv, mean, rstd = normalize(x, None, weight, bias, EPS, rms, None, None, torch.float32)
+    torch.testing.assert_close(y.double(), exact(x, weight, bias, rms), rtol=1e-5, atol=1e-5)
+    assert (total.numel(), scale_inv.numel(), mean.shape, rstd.shape) == (0, 0, (0,) if rms else (M,), (M,))
+    assert total.dtype == dtype
+    y16 = normalize(x, None, weight, bias, EPS, rms, None, None, torch.bfloat16)[1]
+    assert y16.equal(y.bfloat16()), "one rounding"
+
+
+@both_norms
+def test_the_sum_is_rounded_before_it_is_normalised(rms):
+    x, residual, (weight, bias) = make("normal", (M, N)).bfloat16(), make("normal", (M, N), seed=3).bfloat16(), parameters(rms)
+    total, y, *_ = normalize(x, residual, weight, bias, EPS, rms, None, None, torch.float32)
+    assert total.equal(x + residual)
+    assert y.equal(normalize(total, None, weight, bias, EPS, rms, None, None, torch.float32)[1])
+
+
+@both_norms
+@every_fp8
+@pytest.mark.parametrize("given", [True, False], ids=["delayed", "just-in-time"])
+def test_scale_amax_and_scale_inv(fmt, rms, given):
+    x, (weight, bias) = make("normal", (M, N)), parameters(rms)
+    wide = normalize(x, None, weight, bias, EPS, rms, None, None, torch.float32)[1]
+    largest = wide.abs().amax()
+    scale = torch.tensor(2.0**-3) if given else scale_from_amax(largest, fmt.max)
+    slot = torch.tensor(0.5)
+    _, y, scale_inv, mean, rstd = normalize(x, None, weight, bias, EPS, rms, scale if given else None, slot, fmt.dtype)
+    assert slot == largest
+    assert scale_inv == 1 / scale
+    assert scale_inv.ndim == 0
+    assert codes(y).equal(codes(quantize(wide, scale, fmt)))
+    y_t = normalize_transposed(x, mean, rstd, weight, bias, rms, scale_inv, fmt.dtype)
+    assert y_t.is_contiguous()
+    assert codes(y_t).equal(codes(y).t())
+
+
+@both_norms
+@every_fp8
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_three_ways(kind, fmt, rms):
+    x, (weight, bias) = make(kind, (256, 128)), parameters(rms, 128)
+    _, y, scale_inv, *_ = normalize(x, None, weight, bias, EPS, rms, None, None, fmt.dtype)
+    got = measure(exact(x, weight, bias, rms).float(), dequantize(y, scale_inv), y, fmt)
+    at = KINDS.index(kind)
+    assert got.sqnr_db >= SQNR[fmt][at], got
+    assert got.underflow <= UNDERFLOW[fmt][at], got
+    assert got.saturation <= 2 / y.numel(), got
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows(bad):
+    x, (weight, bias), slot = make("normal", (M, N)), parameters(False), torch.tensor(0.0)
+    x[3, 5] = bad
+    _, y, scale_inv, *_ = normalize(x, None, weight, bias, EPS, False, torch.tensor(2.0), slot, E4M3.dtype)
+    assert scale_inv.isnan()
+    assert slot.isinf()
+    assert y.float()[3].isnan().all()
+    assert y.float()[4].isfinite().all()
+
+
+@both_norms
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("with_residual", [True, False], ids=["residual", "alone"])
+def test_gradients_are_those_of_autograd(kind, dtype, rms, with_residual):
+    x, grad_y = make(kind, (M, N)).to(dtype), make("normal", (M, N), seed=4).to(dtype)
+    grad_residual = make("normal", (M, N), seed=5).to(dtype) if with_residual else None
+    leaves = [None if p is None else p.double().requires_grad_() for p in (x, *parameters(rms))]
+    exact(*leaves, rms).backward(grad_y.double())
+    want = leaves[0].grad if grad_residual is None else leaves[0].grad + grad_residual.double()
+
+    weight, bias = parameters(rms)
+    *_, mean, rstd = normalize(x, None, weight, bias, EPS, rms, None, None, torch.float32)
+    grad_x, grad_weight, grad_bias = normalize_backward(grad_y, x, mean, rstd, weight, grad_residual, rms)
+    assert (grad_x.dtype, grad_weight.dtype, grad_bias.dtype) == (dtype, torch.float32, torch.float32)
+    # One rounding to the dtype of x; in FP32 the cancellation in the projection, relative to the largest gradient.
+    scale = want.abs().amax().item()
+    torch.testing.assert_close(grad_x.double(), want, rtol=2.0**-8 if dtype == torch.bfloat16 else 1e-5, atol=2e-6 * scale)
+    torch.testing.assert_close(grad_weight.double(), leaves[1].grad, rtol=1e-5, atol=1e-4)
+    if rms:
+        assert grad_bias.numel() == 0
+    else:
+        torch.testing.assert_close(grad_bias.double(), leaves[2].grad, rtol=1e-5, atol=1e-4)
+
+
+def test_no_rows():
+    x, (weight, bias) = torch.empty(0, N), parameters(False)
+    _, y, scale_inv, mean, rstd = normalize(x, None, weight, bias, EPS, False, torch.tensor(2.0), None, E4M3.dtype)
+    assert (y.shape, scale_inv, mean.shape) == ((0, N), 0.5, (0,))
+    assert normalize_transposed(x, mean, rstd, weight, bias, False, scale_inv, E4M3.dtype).shape == (N, 0)
+    grad_x, grad_weight, grad_bias = normalize_backward(x, x, mean, rstd, weight, None, False)
+    assert grad_x.shape == (0, N)
+    assert not grad_weight.any()
+    assert not grad_bias.any()
+
+
+X, ROW = torch.zeros(4, 8), torch.ones(8)
+STATS = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: normalize(X[0], None, ROW, None, EPS, True, None, None, E4M3.dtype), r"\(8,\).*takes \[M, N\].*flatten"),
+        (lambda: normalize(X.double(), None, ROW, None, EPS, True, None, None, E4M3.dtype), "float64.*BF16, FP16 or FP32"),
+        (
+            lambda: normalize(X, X.bfloat16(), ROW, None, EPS, True, None, None, E4M3.dtype),
+            "residual is torch.bfloat16.*must match x.*convert",
+        ),
+        (lambda: normalize(X, X[:2], ROW, None, EPS, True, None, None, E4M3.dtype), r"residual is .*\(2, 8\).*must match x"),
+        (lambda: normalize(X, None, ROW[:4], None, EPS, True, None, None, E4M3.dtype), r"weight is \(4,\).*\[N\], \(8,\).*pass those"),
+        (lambda: normalize(X, None, ROW, ROW, EPS, True, None, None, E4M3.dtype), "RMSNorm got a bias.*pass None"),
+        (lambda: normalize(X, None, ROW, None, EPS, True, None, None, torch.float64), "dtype is torch.float64; choose an FP8 dtype"),
+        (lambda: normalize_transposed(X, STATS, STATS, ROW[:4], None, False, ROW[0], E4M3.dtype), r"weight is \(4,\)"),
+        (lambda: normalize_backward(X[:2], X, STATS, STATS, ROW, None, False), r"grad_y is \(2, 8\); it must be \(4, 8\).*pass"),
+        (lambda: normalize_backward(X, X, STATS, STATS, ROW, X[:2], False), r"grad_residual is \(2, 8\)"),
+        (lambda: normalize_backward(X, X, STATS, STATS, ROW[:4], None, False), r"weight is \(4,\)"),
+    ],
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@both_norms
+@pytest.mark.parametrize("given", [True, False], ids=["everything", "the-least"])
+def test_schema_fake_and_dispatch(rms, given, device):
+    x = make("normal", (24, 40), device=device).bfloat16()
+    weight, bias = (None if p is None else p.to(device) for p in parameters(rms, 40))
+    slot, scale = torch.zeros((), device=device), torch.tensor(4.0, device=device)
+    forward = (x, x, weight, bias, EPS, rms, scale, slot, E4M3.dtype) if given else (x, None, weight, None, EPS, rms, None, None, x.dtype)
+    *_, mean, rstd = ops.normalize(*forward)
+    backward = (x, x, mean, rstd, weight, x if given else None, rms)
+    for op, args in (
+        (ops.normalize, forward),
+        (ops.normalize_transposed, (x, mean, rstd, weight, bias, rms, scale, E4M3.dtype)),
+        (ops.normalize_backward, backward),
+    ):
+        torch.library.opcheck(op, args, test_utils="test_schema")
+        real = op(*args)
+        with torch._subclasses.FakeTensorMode() as mode:
+            fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
+        for r, f in zip(*([t] if isinstance(t, torch.Tensor) else t for t in (real, fake)), strict=True):
+            assert (r.shape, r.dtype, r.stride(), r.device.type) == (f.shape, f.dtype, f.stride(), f.device.type)

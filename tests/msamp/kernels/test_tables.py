@@ -1,0 +1,57 @@
+"""Tables of addresses: what they say, and that they stay where they are."""
+
+import pytest
+import torch
+
+from msamp.kernels.tables import Tables
+
+ROWS = [(100, 32, 8, 7), (64, 16, 48, 5), (0, 0, 0, 1), (32, 160, 16, 9), (48, 80, 0, 3)]
+
+
+def test_every_element_of_every_tensor_has_one_program_and_even_tensors_come_first(device):
+    table, parts = Tables(device).lay_out("a", ROWS, 2, 32)
+    assert table.device.type == device.type
+    assert table.tolist() == [[0, 64, 16, 48, 5], [2, 0, 0, 0, 1], [2, 32, 160, 16, 9], [3, 48, 80, 0, 3], [5, 100, 32, 8, 7]]
+    assert [(owners.tolist(), even) for owners, even in parts] == [([0, 0, 2, 3, 3], True), ([4, 4, 4, 4], False)]
+    assert {owners.dtype for owners, _ in parts} == {torch.int32}
+
+
+def test_no_part_without_programs():
+    assert [even for _, even in Tables(torch.device("cpu")).lay_out("a", ROWS[:1], 2, 32)[1]] == [False]
+    assert Tables(torch.device("cpu")).lay_out("a", ROWS[2:3], 2, 32)[1] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_a_table_is_sent_where_it_has_changed_and_keeps_its_memory(dtype, device):
+    tables = Tables(device)
+    first = tables.send("a", [1, 2], dtype)
+    assert first.dtype == dtype
+    version = first._version
+    assert tables.send("a", [1, 2], dtype) is first
+    assert first._version == version
+    other = tables.send("b", [1, 2], dtype)
+    assert tables.send("a", [3, 4], dtype) is first
+    assert (first.tolist(), other.tolist()) == ([3, 4], [1, 2])
+    assert tables.send("a", [5], dtype).tolist() == [5]
+
+
+@pytest.mark.gpu
+def test_every_graph_reads_what_its_tables_said_when_it_was_captured():
+    tables, out = Tables(torch.device("cuda", 0)), torch.zeros(2, dtype=torch.int64, device="cuda")
+    rows = [[(16 * i, 0)] for i in range(4)]
+
+    def launch(number: int) -> None:
+        table, _ = tables.lay_out("a", rows[number], 1, 32)
+        out.copy_(table[0, 1] + tables.send("b", [7])[0])
+
+    launch(0)
+    graphs = []
+    for number in (0, 1, 2):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            launch(number)
+    launch(3)
+    for number in (2, 0, 1, 2):
+        out.zero_()
+        graphs[number].replay()
+        assert out.tolist() == [16 * number + 7] * 2

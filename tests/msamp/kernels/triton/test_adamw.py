@@ -1,0 +1,188 @@
+"""The Triton AdamW against its twin: under the interpreter here, compiled on a GPU; bit for bit, every combination of formats."""
+
+import copy
+import importlib
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from numerics import bits, make
+
+from msamp.kernels.reference.adamw import Batch
+from msamp.kernels.reference.adamw import adamw as twin
+from msamp.kernels.tables import Tables
+from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
+from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats
+from msamp.numerics.tensor import ScalingTensor
+
+SHAPES = [(33, 17), (), (1,), (3, 5, 7), (64, 48), (0, 4), (2051,)]  # small and ragged, some at 16-byte boundaries
+# Table 6, the levels and what stands beside them: states, and the weight's format where it is not its own master.
+FORMATS: dict[str, tuple[StateFormats, Format | None]] = {
+    "#0 fp32": (FP32_STATES, None),
+    "#1 fp32 beside a bf16 weight": (replace(FP32_STATES, grad=BF16), BF16),
+    "#2b bf16 master": (replace(O2.states, master=BF16), FP16),
+    "#3 e4m3 master": (replace(O2.states, master=E4M3), FP16),
+    "#4 v in e4m3": (replace(O2.states, v=E4M3), None),
+    "O1": (O1.states, None),
+    "O2": (O2.states, None),
+    "O2, matrices": (replace(O2.states, grad=BF16), BF16),
+    "O3": (O3.states, E4M3),
+    "e5m2 everywhere": (StateFormats(E5M2, E5M2, E5M2, E5M2), E5M2),
+    "bf16 and fp16": (StateFormats(FP32, FP16, BF16, BF16), FP32),
+}
+HYPER = {"lr": 0.02, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+
+def kernel(*args):
+    # Imported late: the kernels take the interpreter or the compiler when their file is imported.
+    return importlib.import_module("msamp.kernels.triton.adamw").adamw(*args)
+
+
+def hyper(device, **changed) -> torch.Tensor:
+    numbers = {**HYPER, **changed}
+    logs = [math.log(numbers[beta]) if numbers[beta] else -math.inf for beta in ("beta1", "beta2")]
+    return torch.tensor([*numbers.values(), *logs], dtype=torch.float64, device=device)
+
+
+def stored(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    return ScalingTensor.quantize(x, fmt, dtype=torch.float32) if fmt.scaled else x.to(fmt.dtype)
+
+
+def batch(formats: StateFormats, weight: Format | None, device, shapes=SHAPES) -> Batch:
+    """Tensors in the midst of training, of magnitudes far apart."""
+
+    def states(fmt: Format, seed: int, size: float, positive: bool = False) -> list[torch.Tensor]:
+        made = [make("log-normal" if i % 2 else "normal", shape or (1,), seed + i).view(shape) for i, shape in enumerate(shapes)]
+        return [stored((x.square() if positive else x).to(device) * size * 2.0 ** (i - 3), fmt) for i, x in enumerate(made)]
+
+    count = len(shapes)
+    masters = states(formats.master, 30, 0.1)
+    return Batch(
+        grads=states(formats.grad, 0, 1e-3),
+        ms=states(formats.m, 10, 1e-3),
+        vs=states(formats.v, 20, 1e-6, positive=True),
+        masters=masters,
+        weights=[] if weight is None else states(weight, 30, 0.1),
+        steps=[torch.tensor(float(7 * i), device=device) for i in range(count)],
+        indices=[2 * i for i in range(count)],
+        places=[count - 1 - i for i in range(count)],
+    )
+
+
+def everything(x: Batch, kept: torch.Tensor) -> list[torch.Tensor]:
+    tensors = [t for column in (x.grads, x.ms, x.vs, x.masters, x.weights, x.steps) for t in column]
+    parts = [part for t in tensors for part in ((t.payload, t.scale_inv) if isinstance(t, ScalingTensor) else (t,))]
+    return [bits(part).clone() for part in (*parts, kept)]
+
+
+def amaxes_of(x: Batch, device) -> torch.Tensor:
+    """The table of amaxes of whole tensors, which may be larger than those of the pieces here."""
+    columns = [[float(t.dequantize().abs().max()) if t.numel() else 0.0 for t in c] for c in (x.grads, x.ms, x.vs, x.masters)]
+    table = torch.zeros(5, 2 * len(x.grads))
+    table[:4, ::2] = torch.tensor(columns)
+    table[:, 2] *= 1.5
+    return table.to(device)
+
+
+def run_both(name, device, decoupled=True, clip=0.3, usable=True, shapes=SHAPES, steps=2, **changed) -> tuple[list, list, list]:
+    """What stands in memory before, after the twin's steps and after the kernel's."""
+    formats, weight = FORMATS[name]
+    ours = batch(formats, weight, device, shapes)
+    theirs, tables, results = copy.deepcopy(ours), Tables(torch.device(device)), []
+    before = everything(ours, torch.full((3, len(shapes)), 7.0))
+    for run, x in ((twin, theirs), (kernel, ours)):
+        kept = torch.full((3, len(shapes)), 7.0, device=device)
+        for _ in range(steps):
+            coefficient = None if clip is None else torch.tensor(clip, device=device)
+            flag = torch.tensor(usable, device=device)
+            run(tables, x, hyper(device, **changed), decoupled, amaxes_of(x, device), kept, coefficient, flag)
+        results.append(everything(x, kept))
+    return before, *results
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(x.equal(y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def exact_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU torch takes roots from MKL, which on some machines are off by one place; the kernel's are correctly rounded."""
+    root = torch._foreach_sqrt
+    monkeypatch.setattr(torch, "_foreach_sqrt", lambda xs: root(xs) if xs[0].is_cuda else [x.double().sqrt().float() for x in xs])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_as_its_twin_to_the_bit(name, triton_device):
+    before, want, got = run_both(name, triton_device)
+    assert [i for i, (a, b) in enumerate(zip(got, want, strict=True)) if not a.equal(b)] == []
+    assert not same(before, want)
+
+
+@pytest.mark.parametrize("name", ["#0 fp32", "O1", "O2, matrices"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"decoupled": False},
+        {"weight_decay": 0.0, "clip": None},
+        {"beta1": 0.0, "beta2": 0.0},
+        {"beta1": 0.3, "beta2": 0.999, "eps": 0.0},
+    ],
+    ids=str,
+)
+def test_every_number_does_what_it_does_in_the_twin(name, settings, triton_device):
+    _, want, got = run_both(name, triton_device, **settings)
+    assert same(got, want)
+
+
+@pytest.mark.parametrize("name", ["#0 fp32", "O2", "O3"])
+def test_a_step_that_is_not_usable_leaves_no_trace(name, triton_device):
+    before, want, got = run_both(name, triton_device, usable=False)
+    assert same(got, before)
+    assert same(want, before)
+
+
+def test_states_of_zeros_keep_their_scales(triton_device):
+    device = triton_device
+    made = batch(*FORMATS["O2"], device, [(5, 3)])
+    zeros = [stored(torch.zeros(5, 3, device=device), fmt) for fmt in (E4M3, E4M3, FP16, FP16)]
+    x = replace(made, grads=zeros[:1], ms=zeros[1:2], vs=zeros[2:3], masters=zeros[3:])
+    for state in zeros[1:]:
+        state.scale_inv.fill_(0.25)
+    kept = torch.ones(3, 1, device=device)
+    kernel(
+        Tables(torch.device(device)),
+        x,
+        hyper(device),
+        True,
+        torch.zeros(5, 1, device=device),
+        kept,
+        None,
+        torch.tensor(True, device=device),
+    )
+    assert [float(state.scale_inv) for state in zeros[1:]] == [0.25] * 3
+    assert not any(state.dequantize().any() for state in zeros)
+    assert not kept.any()
+
+
+def test_the_table_follows_tensors_that_have_moved(triton_device):
+    formats, weight = FORMATS["O2"]
+    tables, kept = Tables(torch.device(triton_device)), torch.zeros(3, len(SHAPES), device=triton_device)
+    x = batch(formats, weight, triton_device)
+    for _ in range(2):
+        want, want_kept = copy.deepcopy(x), kept.clone()
+        arguments = hyper(triton_device), True, amaxes_of(x, triton_device)
+        kernel(tables, x, *arguments, kept, None, torch.tensor(True, device=triton_device))
+        twin(None, want, *arguments, want_kept, None, torch.tensor(True))
+        assert same(everything(x, kept), everything(want, want_kept))
+        x = replace(x, grads=copy.deepcopy(x.grads))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_large_tensors_on_the_gpu(name, decoupled):
+    shapes = [(2048, 8192), (6151, 3), (2048,), (50304, 64)]
+    _, want, got = run_both(name, "cuda", decoupled=decoupled, shapes=shapes, steps=3)
+    shares = [float((a != b).float().mean()) for a, b in zip(got, want, strict=True)]
+    assert max(shares) == 0.0, shares

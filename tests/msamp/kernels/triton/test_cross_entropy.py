@@ -1,0 +1,112 @@
+"""The Triton cross entropy against its twin: under the interpreter here, compiled on a GPU.
+
+Exponentials and the order of the sum differ, so FP32 is compared within 1e-5, and BF16 code by code: at most 1 % of the codes may
+differ, by one.
+"""
+
+import importlib
+import math
+
+import pytest
+import torch
+from numerics import KINDS, codes, make, measure
+
+from msamp.kernels.reference.cross_entropy import cross_entropy_ as twin
+
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def kernel(*args):
+    # Imported late: the kernels take the interpreter or the compiler when their file is imported.
+    return importlib.import_module("msamp.kernels.triton.cross_entropy").cross_entropy_(*args)
+
+
+def arguments(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels, the first and the last column among them, and weights of which a fifth is 0."""
+    generator = torch.Generator().manual_seed(1)
+    M, V = logits.shape
+    labels = torch.randint(0, V, (M,), generator=generator)
+    labels[0], labels[-1] = 0, V - 1
+    weights = (torch.rand(M, generator=generator) - 0.2).clamp(min=0)
+    return labels.to(logits.device), weights.to(logits.device)
+
+
+def assert_same(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Kernel against twin; gives the kernel's gradient and the weights."""
+    labels, weights = arguments(logits)
+    got, want = logits.clone(), logits.clone()
+    losses, expected = kernel(got, labels, weights), twin(want, labels, weights)
+    assert (losses.dtype, losses.shape, losses.device) == (expected.dtype, expected.shape, expected.device)
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-5)
+    if logits.dtype is torch.float32:
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    else:
+        normal = want.abs().cpu() > 1e-30  # a GPU may flush what is far below
+        apart = (codes(got) - codes(want)).abs() * normal
+        assert apart.max() <= 1
+        assert apart.sum() <= 0.01 * normal.sum()
+        assert (got.abs().cpu() * ~normal).max() < 2e-30
+    assert got[weights == 0].count_nonzero() == 0
+    return got, weights
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (4, 128), (5, 1000), (3, 20_000)], ids=str)
+def test_ragged_shapes_and_several_blocks(shape, dtype, triton_device):
+    assert_same((3 * make("normal", shape, device=triton_device)).to(dtype))
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_ways_on_three_kinds(kind, dtype, triton_device):
+    logits = make(kind, (16, 9000), device=triton_device).to(dtype)
+    got, weights = assert_same(logits)
+    wide = logits.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(wide, arguments(logits)[0], reduction="none")
+    (losses * weights).sum().backward()
+    normal = wide.grad.abs() > 1e-37  # softmax goes further down than FP32
+    found = measure(wide.grad * normal, got.double() * normal)
+    assert found.sqnr_db > (100 if dtype is torch.float32 else 45)
+    assert found.underflow == 0
+
+
+def test_columns_of_minus_infinity_cost_nothing(triton_device):
+    logits = torch.full((2, 9000), -math.inf, device=triton_device)
+    logits[:, 8990:] = 1.0
+    labels = torch.tensor([8990, 8999], device=triton_device)
+    losses = kernel(logits, labels, torch.ones(2, device=triton_device))
+    assert losses.tolist() == pytest.approx([math.log(10)] * 2)
+    assert logits[0, :8990].count_nonzero() == 0
+    assert logits[0, 8990:].tolist() == pytest.approx([-0.9] + [0.1] * 9)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("at", [0, 8999])
+def test_what_is_not_finite_shows(bad, at, triton_device):
+    logits = torch.ones(2, 9000, device=triton_device)
+    logits[1, at] = bad
+    losses = kernel(logits, torch.tensor([1, 1], device=triton_device), torch.zeros(2, device=triton_device))
+    assert losses.isfinite().tolist() == [True, False]
+    assert logits.isfinite().all(1).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("label", [-100, 8, 2**40])
+def test_a_label_outside_the_vocabulary_makes_loss_and_gradient_nan(label, triton_device):
+    logits = torch.ones(2, 8, device=triton_device)
+    losses = kernel(logits, torch.tensor([7, label], device=triton_device), torch.ones(2, device=triton_device))
+    assert losses.isnan().tolist() == [False, True]
+    assert logits.isnan().all(1).tolist() == [False, True]
+
+
+def test_no_rows_and_logits_that_are_no_matrix_in_memory(triton_device):
+    nothing = torch.empty(0, device=triton_device)
+    assert kernel(torch.empty(0, 8, device=triton_device), nothing.long(), nothing).shape == (0,)
+    with pytest.raises(ValueError, match=r"strides \[1, 4\].*row-major"):
+        kernel(torch.ones(8, 4, device=triton_device).t(), nothing.long(), nothing)
+
+
+@pytest.mark.gpu
+@every_dtype
+@pytest.mark.parametrize("vocabulary", [50_257, 50_304])
+def test_large_on_the_gpu(dtype, vocabulary):
+    assert_same((torch.randn(2048, vocabulary, device="cuda") * 3).to(dtype))

@@ -1,0 +1,69 @@
+"""The Triton casts into one buffer bit for bit against their twin: under the interpreter here, compiled on a GPU."""
+
+import importlib
+
+import pytest
+import torch
+from numerics import KINDS, bits, make, random_floats
+
+from msamp.kernels.reference.pack import pack as twin
+from msamp.kernels.tables import Tables
+from msamp.numerics.formats import ALL
+
+every_format = pytest.mark.parametrize("fmt", ALL, ids=str)
+SHAPES = [(33, 17), (64, 48), (), (0, 4), (3, 5, 7), (20_000,)]
+
+
+def kernel(*args):
+    # Imported late: the kernels take the interpreter or the compiler when their file is imported.
+    return importlib.import_module("msamp.kernels.triton.pack").pack(*args)
+
+
+def assert_same(xs: list[torch.Tensor], fmt, factors: torch.Tensor | None, shift: int = 0) -> None:
+    """Every tensor in two runs, the later one first."""
+    spans, start = [], shift
+    for i, x in reversed(list(enumerate(xs))):
+        for first, end in ((x.numel() // 2, x.numel()), (0, x.numel() // 2)):
+            spans.append((i, first, end - first, start))
+            start += end - first
+    outs = [torch.zeros(start, dtype=torch.uint8, device=xs[0].device).repeat_interleave(fmt.bytes).view(fmt.dtype) for _ in range(2)]
+    kernel(Tables(xs[0].device), xs, spans, outs[0], factors)
+    twin(None, xs, spans, outs[1], factors)
+    assert bits(outs[0]).equal(bits(outs[1]))
+
+
+@every_format
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_of_all_dtypes(kind, fmt, triton_device):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16) * 2
+    made = [make(kind, shape or (1,), i).view(shape).clamp(-6e4, 6e4) for i, shape in enumerate(SHAPES)]
+    xs = [x.to(triton_device, dtype) for x, dtype in zip(made, dtypes, strict=True)]
+    factors = torch.tensor([0.37 * 4.0 ** (2 - i) for i in range(len(xs))], device=triton_device) if fmt.scaled else None
+    assert_same(xs, fmt, factors)
+
+
+@every_format
+def test_random_bits_of_all_magnitudes(fmt, triton_device):
+    x = random_floats(4096, seed=3).to(triton_device)
+    assert_same([x.masked_fill(x.isnan(), -0.0)], fmt, torch.tensor([2.0], device=triton_device) if fmt.scaled else None)
+
+
+@every_format
+def test_nan_stays_nan(fmt, triton_device):  # of what sign and payload may depend on the machine
+    x, out = torch.full((20,), float("nan"), device=triton_device), torch.empty(20, dtype=fmt.dtype, device=triton_device)
+    kernel(Tables(x.device), [x], [(0, 0, 20, 0)], out, torch.ones(1, device=triton_device) if fmt.scaled else None)
+    assert out.float().isnan().all()
+
+
+def test_runs_that_begin_at_any_byte(triton_device):
+    xs = [make("normal", (64, 32), device=triton_device)]
+    for shift in (0, 1, 8, 16):
+        assert_same(xs, ALL[-2], torch.tensor([2.0], device=triton_device), shift)
+
+
+@pytest.mark.gpu
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_tensors_on_the_gpu(dtype, fmt):
+    xs = [make("log-normal", shape, i, "cuda").to(dtype) for i, shape in enumerate([(2048, 8192), (4096, 3001), (77,)])]
+    assert_same(xs, fmt, torch.tensor([1.0, 0.5, 3.0], device="cuda") if fmt.scaled else None)

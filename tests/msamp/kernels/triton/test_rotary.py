@@ -1,0 +1,138 @@
+"""The Triton rotary embedding against its twin: under the interpreter here, compiled on a GPU, where products are contracted."""
+
+import importlib
+import itertools
+
+import pytest
+import torch
+from agreement import assert_codes, assert_no_worse, assert_plain, assert_sums
+from numerics import KINDS, bits, codes, make
+
+from msamp.kernels.reference import rotary as twin
+from msamp.numerics.formats import E4M3, E5M2
+
+SHARE = 1e-4
+# sequence, batch, heads, groups, channels of a head, of them rotated
+SHAPES = [(5, 2, 4, 4, 16, 16), (17, 4, 4, 2, 12, 6), (67, 1, 2, 1, 80, 80), (3, 3, 2, 2, 6, 0), (17, 2, 1, 1, 96, 24)]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy, for the interpreter
+every_scale = pytest.mark.parametrize("scale", [None, 2.0])
+
+
+def kernel(name: str, *args):
+    # Imported late: the kernels take the interpreter or the compiler when their file is imported.
+    return getattr(importlib.import_module("msamp.kernels.triton.rotary"), name)(*args)
+
+
+def tables(s: int, r: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    return make("normal", (s, r), seed=1, device=device), make("normal", (s, r), seed=2, device=device)
+
+
+def gradients(shape, device, dtype=torch.bfloat16, kind="normal") -> list[torch.Tensor]:
+    """dq, dk, dv as three kinds of views that attention's backward gives."""
+    s, b, heads, groups, d, _ = shape
+    dq = make(kind, (b, heads, s, d), seed=3, device=device).to(dtype).permute(2, 0, 1, 3)
+    dk = make(kind, (b, s, groups, d), seed=4, device=device).to(dtype).transpose(0, 1)
+    dv = make(kind, (s, b, groups, 2 * d), seed=5, device=device).to(dtype)[..., :d]
+    return [dq, dk, dv]
+
+
+def assert_same_backward(grads: list[torch.Tensor], r: int, scale: float | None, fmt=E5M2) -> None:
+    device = grads[0].device
+    cos, sin = tables(grads[0].shape[0], r, device)
+    scale_t = None if scale is None else torch.tensor(scale, device=device)
+    slots = [torch.tensor(0.25, device=device) for _ in range(2)]
+    g, g_t, scale_inv, sums = kernel("rotary_backward", *grads, cos, sin, scale_t, slots[0], fmt.dtype, True)
+    want = twin.rotary_backward(*grads, cos, sin, scale_t, slots[1], fmt.dtype, True)
+    assert_codes(g, want[0], SHARE)
+    assert (g_t.shape, g_t.is_contiguous()) == (g.shape[::-1], True)
+    assert codes(g_t).equal(codes(g).t())
+    assert scale_inv.equal(want[2])
+    torch.testing.assert_close(*slots, rtol=1e-6, atol=0.0)
+    plain = twin.rotary_backward(*grads, cos, sin, None, None, torch.float32, False)[0]
+    assert_sums(sums, want[3], plain.abs().sum(0) + 1.0)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), list(zip(SHAPES, itertools.cycle(DTYPES), strict=False)), ids=str)
+def test_in_place(shape, dtype, triton_device):
+    s, b, heads, groups, d, r = shape
+    qkv = make("normal", (s, b, (heads + 2 * groups) * d), device=triton_device).to(dtype)
+    cos, sin = tables(s, r, triton_device)
+    got, want = qkv.clone(), qkv.clone()
+    assert kernel("rotary_", got, cos, sin, heads, groups) is None
+    twin.rotary_(want, cos, sin, heads, groups)
+    assert_plain(got, want, terms=torch.full_like(want, 50.0))
+    values = got.view(s, b, groups, -1, d)[:, :, :, -1], qkv.view(s, b, groups, -1, d)[:, :, :, -1]
+    assert bits(values[0]).equal(bits(values[1]))
+
+
+@every_shape
+@every_scale
+def test_gradients_of_any_strides(shape, scale, triton_device):
+    assert_same_backward(gradients(shape, triton_device), shape[-1], scale)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), list(zip(DTYPES, KINDS, strict=True)), ids=str)
+def test_inputs_of_three_kinds(dtype, kind, triton_device):
+    shape = (40, 2, 2, 1, 32, 32)
+    grads = [t.clamp(-1e3, 1e3) for t in gradients(shape, triton_device, dtype, kind)]
+    assert_same_backward(grads, 32, None, E4M3)
+    cos, sin = tables(40, 32, triton_device)
+    g, _, scale_inv, _ = kernel("rotary_backward", *grads, cos, sin, None, None, E5M2.dtype, False)
+    exact = twin.rotary_backward(*grads, cos, sin, None, None, torch.float32, False)[0]
+    assert_no_worse(exact, g, scale_inv, E5M2, twin.rotary_backward(*grads, cos, sin, None, None, E5M2.dtype, False)[0])
+
+
+@every_dtype
+def test_plain_gradients(dtype, triton_device):
+    grads, slot = gradients((9, 2, 4, 2, 16, 8), triton_device, dtype), torch.zeros((), device=triton_device)
+    g, g_t, scale_inv, sums = kernel("rotary_backward", *grads, *tables(9, 8, triton_device), None, slot, dtype, True)
+    want = twin.rotary_backward(*grads, *tables(9, 8, triton_device), None, None, dtype, True)
+    assert_plain(g, want[0], terms=torch.full_like(want[0], 50.0))
+    assert_sums(sums, want[3], torch.full_like(want[3], 50.0))
+    assert (g_t.numel(), scale_inv.numel(), float(slot)) == (0, 0, 0.0)
+
+
+@pytest.mark.parametrize(("scale", "bad"), [(None, float("nan")), (2.0, float("inf"))])
+def test_what_is_not_finite_shows(scale, bad, triton_device):
+    scale = None if scale is None else torch.tensor(scale, device=triton_device)
+    for which in range(3):
+        grads = gradients((9, 2, 1, 1, 16, 8), triton_device)
+        grads[which][5 + which, 1, 0, -1] = bad
+        slot = torch.zeros((), device=triton_device)
+        assert kernel("rotary_backward", *grads, *tables(9, 8, triton_device), scale, slot, E5M2.dtype, False)[2].isnan()
+        assert slot.isinf()
+
+
+def test_channels_that_are_not_contiguous_and_no_tokens(triton_device):
+    grads = gradients((9, 2, 4, 2, 16, 16), triton_device)
+    assert_same_backward([t.transpose(2, 3).contiguous().transpose(2, 3) for t in grads], 16, 2.0)
+    assert_same_backward([t[:0] for t in grads], 16, 2.0)
+    empty = torch.empty(0, 2, 48, device=triton_device)
+    kernel("rotary_", empty, *tables(0, 8, triton_device), 2, 2)
+
+
+def test_what_does_not_fit_is_refused(triton_device):
+    qkv = torch.zeros(4, 2, 48, device=triton_device)
+    with pytest.raises(ValueError, match="heads must be a multiple"):
+        kernel("rotary_", qkv, *tables(4, 8, triton_device), 3, 2)
+    with pytest.raises(ValueError, match=r"cos is \(3, 8\)"):
+        kernel("rotary_", qkv, *tables(3, 8, triton_device), 2, 2)
+    dq, dk, dv = gradients((4, 2, 4, 2, 16, 8), triton_device)
+    with pytest.raises(ValueError, match=r"dv is \(4, 2, 1, 16\)"):
+        kernel("rotary_backward", dq, dk, dv[:, :, :1], *tables(4, 8, triton_device), None, None, E5M2.dtype, False)
+
+
+@pytest.mark.gpu
+@every_scale
+@pytest.mark.parametrize("shape", [(2048, 4, 16, 16, 128, 128), (2048, 2, 32, 8, 128, 32), (1021, 3, 12, 12, 64, 64)], ids=str)
+def test_large_on_the_gpu(scale, shape):
+    s, b, heads, groups, d, r = shape
+    assert_same_backward(gradients(shape, "cuda"), r, scale)
+    qkv = torch.randn(s, b, (heads + 2 * groups) * d, device="cuda").bfloat16()
+    got, want = qkv.clone(), qkv.clone()
+    kernel("rotary_", got, *tables(s, r, "cuda"), heads, groups)
+    twin.rotary_(want, *tables(s, r, "cuda"), heads, groups)
+    assert_plain(got, want, terms=torch.full_like(want, 50.0))
