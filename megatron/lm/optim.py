@@ -18,6 +18,7 @@ from msamp.numerics import formats
 from msamp.numerics.recipe import Recipe
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
+from msamp.optim.device_flag import DeviceFlag
 from msamp.optim.master import is_own_master, weight_format
 from msamp.parallel.greedy_zero import GreedyZeRO
 
@@ -85,10 +86,32 @@ def global_norm(params: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
     return combine
 
 
-def build_schedule(optimizer: FP8AdamW, config: Config) -> OptimizerParamScheduler:
+class Schedule(OptimizerParamScheduler):
+    """megatron-core's schedule, which does not wait to hear whether a step counts."""
+
+    _skipped: bool | DeviceFlag = True  # the last step that `advance_unless` has told of and `settle` has not
+
+    def advance_unless(self, skipped: bool | DeviceFlag) -> None:
+        """Move on by one step unless `skipped`: at once where that is known, else with the next `settle`."""
+        self._skipped = skipped
+        if isinstance(skipped, bool):
+            self.settle()
+
+    def settle(self) -> None:
+        """Be where the steps so far have led to; waits for the last one's flag."""
+        skipped, self._skipped = self._skipped, True
+        if not skipped:
+            self.step(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.settle()
+        return super().state_dict()
+
+
+def build_schedule(optimizer: FP8AdamW, config: Config) -> Schedule:
     """megatron-core's schedule, counted in iterations: linear warm-up from 0, then the decay of `--lr-decay-style`."""
     optim = config.optimizer
-    return OptimizerParamScheduler(
+    return Schedule(
         optimizer,
         init_lr=0.0,
         max_lr=optim.lr,

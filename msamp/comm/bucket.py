@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from msamp.kernels import ops
+from msamp.kernels.tables import Tables
 from msamp.numerics.formats import Format
 
 
@@ -59,6 +61,8 @@ class Bucket:
         sizes: elements that each rank owns.
         cut: whether a parameter is in more than one piece.
         own: this rank's slice of the flat buffer.
+        spans: of each slot its parameter, the first of its elements there, their number, and the first in the flat buffer.
+        tables: of the launches over this bucket's tensors.
         gradients: this rank's own, by place in `params`; None where none has come.
         waiting: how many have not come.
         sent: whether the bucket has left in this step.
@@ -83,6 +87,8 @@ class Bucket:
         self.owned = [slot for slot in self.slots if slot.owner == rank]
         self.own = slice(sum(self.sizes[:rank]), sum(self.sizes[: rank + 1]))
         self.cut = len(self.slots) > len(self.params)
+        self.spans = [(slot.index, slot.row * (slot.elements // max(1, slot.rows)), slot.elements, slot.start) for slot in self.slots]
+        self.tables = Tables(self.params[0].device)
         self.clear()
 
     def clear(self) -> None:
@@ -97,21 +103,22 @@ class Bucket:
     def __str__(self) -> str:
         return self.names[0] if len(self.names) == 1 else f"{self.names[0]} ... {self.names[-1]}"
 
-    def rows_of(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:
-        """The rows of a slot, flat, from `x` in the shape of its parameter."""
-        first = slot.row * (slot.elements // slot.rows) if slot.rows else 0
-        return x.reshape(-1)[first : first + slot.elements]
-
     def part(self, slot: Slot, own: torch.Tensor) -> torch.Tensor:
         """What belongs to a slot of this rank in `own`, this rank's slice of a flat buffer."""
         start = slot.start - self.own.start
         return own[start : start + slot.elements]
 
-    def flatten(self, payloads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The flat buffer from one payload a parameter, each of the parameter's shape and of one dtype."""
-        dtype = payloads[0].dtype
-        flat = torch.cat([as_bytes(self.rows_of(slot, payloads[slot.index])) for slot in self.slots])
-        return flat.view(dtype)
+    def flatten(self, gradients: Sequence[torch.Tensor], fmt: Format, factor: torch.Tensor | None = None) -> torch.Tensor:
+        """The flat buffer: of one gradient a parameter, of its shape, `cast(g * factor)` in its place.
+
+        Args:
+            gradients: contiguous.
+            fmt: of the buffer.
+            factor: FP32 [parameters]; None casts without one.
+        """
+        flat = torch.empty(sum(self.sizes), dtype=fmt.dtype, device=gradients[0].device)
+        ops.pack(self.tables, gradients, self.spans, flat, factor)
+        return flat
 
     def unflatten(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """One payload a parameter, in its shape, from the flat buffer: a view of it where the parameter is whole."""

@@ -266,24 +266,23 @@ class GradSync:
     def _send(self, bucket: Bucket) -> None:
         wire, peers = self._wires[bucket.format], self.peers
         device = bucket.params[0].device
-        gradients = [fp32_values(g) if isinstance(g, ScalingTensor) else g for g in bucket.gradients]
+        gradients = [None if g is None else (fp32_values(g) if isinstance(g, ScalingTensor) else g.contiguous()) for g in bucket.gradients]
         bucket.gradients = [None] * len(gradients)
-        slots = local_slots(gradients, bucket.format, device)
+        slots = local_slots(gradients, bucket.format, device, bucket.tables)
         peers.all_reduce(slots, dist.ReduceOp.MIN, f"the scales of {bucket}")
         factor = self._factor(bucket, usable(slots))
         filled = [torch.zeros(p.shape, device=device) if g is None else g for p, g in zip(bucket.params, gradients, strict=True)]
-        payloads = [wire.pack(g, factor[i]) for i, g in enumerate(filled)]
-        flat = bucket.flatten(payloads)
+        flat = wire.pack(bucket, filled, factor)
         counting = bucket.format.scaled and self.statistics.active
         if counting:
-            self.statistics.count_packed(self._first_scaled[bucket], gradients, payloads, bucket.format)
+            self.statistics.count_packed(self._first_scaled[bucket], gradients, bucket.unflatten(flat), bucket.format)
         missing = [i for i, g in enumerate(gradients) if g is None]
-        del gradients, filled, payloads
+        del gradients, filled
         reduced = wire.reduce(bucket, flat, factor, peers, self.shard)
-        if bucket.format.scaled:
+        if self.autoscale is not None and bucket.format.scaled:
             self._valid[self._scaled(bucket)] = (slots > 0) & ~slots.isinf()
-            if counting:
-                self.statistics.count_reduced(self._first_scaled[bucket], bucket, reduced.own, reduced.before)
+        if counting:
+            self.statistics.count_reduced(self._first_scaled[bucket], bucket, reduced.own, reduced.before)
         # Only a rank that lacks a gradient asks whether the others had one: a host sync that no usual step takes.
         bucket.absent = {i for i in missing if peers.ranks == 1 or slots[i].item() == ABSENT}
         self._place_averages(bucket, reduced, slots)
@@ -307,6 +306,17 @@ class GradSync:
         for i, (p, payload) in enumerate(zip(bucket.params, bucket.unflatten(flat), strict=True)):
             if i not in bucket.absent:
                 p.main_grad = average(payload, i)  # type: ignore[attr-defined]
+
+    def averages(self) -> list[tuple[Any, str, Any]]:
+        """Where this step's averages have been put, for `restore`: a CUDA graph leaves later ones in the same memory."""
+        slots: list[tuple[Any, str, Any]] = [(slot, "grad", slot.grad) for bucket in self.buckets for slot in bucket.owned]
+        return slots + [(p, "main_grad", p.main_grad) for p in self.names]  # type: ignore[attr-defined]
+
+    def restore(self, averages: Sequence[tuple[Any, str, Any]]) -> None:
+        """Be as `finish` left this object when it gave these `averages`, one step later."""
+        for holder, name, average in averages:
+            setattr(holder, name, average)
+        self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
         """mu by parameter name, and the number of steps; the same on every rank."""

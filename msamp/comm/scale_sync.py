@@ -8,19 +8,20 @@ from collections.abc import Sequence
 
 import torch
 
+from msamp.kernels import ops
+from msamp.kernels.tables import Tables
 from msamp.numerics.formats import Format
-from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.scaling import scale_from_amax
 
 NOT_FINITE, ABSENT = -1.0, float("inf")
 _UNBOUNDED = 2.0**126  # an all-zero gradient asks for nothing: the other ranks' scale holds
 
 
-def local_slots(gradients: Sequence[torch.Tensor | None], fmt: Format, device: torch.device) -> torch.Tensor:
+def local_slots(gradients: Sequence[torch.Tensor | None], fmt: Format, device: torch.device, tables: Tables | None = None) -> torch.Tensor:
     """FP32 [n]: this rank's scale of each gradient by its own amax, or NOT_FINITE, or ABSENT; 1 for a format without scales."""
     present = [g for g in gradients if g is not None]
     if fmt.scaled:
-        amaxes = TENSORWISE.amaxes(present).to(device)
+        amaxes = ops.grad_stats(tables or Tables(device), [g.contiguous() for g in present], False)[0][0]
         scales = scale_from_amax(amaxes, fmt.max, _UNBOUNDED).masked_fill(~amaxes.isfinite(), NOT_FINITE)
     else:
         scales = torch.ones(len(present), device=device)

@@ -11,11 +11,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from msamp.comm.bucket import Bucket, as_bytes
+from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
 from msamp.kernels import ops
 from msamp.numerics.formats import Format
-from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.quantize import quantize
 from msamp.numerics.scaling import inverse, scale_from_amax
 
@@ -41,8 +40,8 @@ class Reduced:
 class Wire(Protocol):
     """The seam: one way to send gradients."""
 
-    def pack(self, g: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """The payload of one gradient, in its shape; `factor` FP32 0-dim."""
+    def pack(self, bucket: Bucket, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
+        """The flat payload of a bucket's gradients, contiguous and one a parameter; `factor` FP32 [parameters]."""
 
     def reduce(self, bucket: Bucket, flat: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
         """Average the packed bucket over the ranks; `factor` FP32 [parameters], `shard`: only the owner needs the result."""
@@ -54,8 +53,8 @@ class PlainWire:
     def __init__(self, fmt: Format) -> None:
         self.format = fmt
 
-    def pack(self, g: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        return g.to(self.format.dtype).contiguous()
+    def pack(self, bucket: Bucket, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
+        return bucket.flatten(gradients, self.format)
 
     def reduce(self, bucket: Bucket, flat: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
         if peers.ranks == 1:
@@ -75,8 +74,8 @@ class FP32SumWire:
     def __init__(self, fmt: Format) -> None:
         self.format = fmt
 
-    def pack(self, g: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        return pack_scaled(g, factor, self.format)
+    def pack(self, bucket: Bucket, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
+        return bucket.flatten(gradients, self.format, factor)
 
     def reduce(self, bucket: Bucket, flat: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
         if peers.ranks == 1:
@@ -85,15 +84,15 @@ class FP32SumWire:
         mean = sum_in_rank_order(peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}")).div_(peers.ranks)
         parts = list(mean.split([slot.elements for slot in bucket.owned]))
         amax = torch.zeros_like(factor)
+        places = bucket.tables.send("owned", [slot.index for slot in bucket.owned])
         if parts:
-            places = torch.tensor([slot.index for slot in bucket.owned]).to(factor.device, non_blocking=True)
-            amax.scatter_reduce_(0, places, TENSORWISE.amaxes(parts), "amax").div_(factor)
+            amax.scatter_reduce_(0, places, ops.grad_stats(bucket.tables, parts, False)[0][0], "amax").div_(factor)
         if bucket.cut or not shard:  # a scale for all pieces of a tensor, and for all who will hold it
             peers.all_reduce(amax, dist.ReduceOp.MAX, f"the amax of the gradients of {bucket}")
         scale = scale_from_amax(amax, self.format.max)
-        multiplier = scale / factor
-        rounded = [as_bytes(pack_scaled(part, multiplier[slot.index], self.format)) for slot, part in zip(bucket.owned, parts, strict=True)]
-        own = torch.cat(rounded).view(flat.dtype) if rounded else flat[:0]
+        own = torch.empty_like(mean, dtype=flat.dtype)
+        spans = [(i, 0, slot.elements, slot.start - bucket.own.start) for i, slot in enumerate(bucket.owned)]
+        ops.pack(bucket.tables, parts, spans, own, (scale / factor)[places])
         return Reduced(own, None, inverse(scale), mean)
 
 

@@ -1,22 +1,34 @@
 """FP8 AdamW: AdamW whose master weights, gradients and moments each have a format of their own (FP8-LM section 2.2, Table 6)."""
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
+from msamp.kernels import ops
+from msamp.kernels.reference.adamw import GRAD, MASTER, Batch, stored_amaxes
+from msamp.kernels.reference.adamw import adamw as reference_adamw
+from msamp.kernels.tables import Tables
 from msamp.numerics.formats import by_name
 from msamp.numerics.recipe import O2, StateFormats
-from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.clip import check_max_norm, clip_coefficient, norms_from_square_sums, square_sum, tensor_amaxes, unit_scale
-from msamp.optim.master import is_own_master, make_master, weight_format
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.clip import (
+    check_max_norm,
+    clip_coefficient,
+    contiguous,
+    first_pass,
+    norms_from_square_sums,
+    scaled_first,
+    second_pass,
+    units,
+)
+from msamp.optim.device_flag import DeviceFlag
+from msamp.optim.master import is_own_master, make_master
 from msamp.optim.state_fp8 import state_format
-from msamp.optim.update import Hyper, adam_
 
-# Elements updated at a time: each of the half dozen FP32 temporaries takes 128 MiB, or as much as the largest tensor.
-CHUNK = 2**25
-GRAD, M, V, MASTER = range(4)  # rows of the table of amaxes
+SCALE_INV = MASTER + 1  # row of the table of amaxes: the gradient's scale_inv
 
 
 @dataclass(eq=False)
@@ -29,6 +41,7 @@ class Piece:
         index: its number over all groups: the order in which norms are added.
         weight: what is updated in place, the parameter itself or a view of its rows; `optimizer.state` is keyed by it.
         rows: which rows along dim 0 that is; None for all.
+        place: its number over all pieces of this process.
         grad: in this step, in the group's gradient format.
     """
 
@@ -37,6 +50,7 @@ class Piece:
     index: int
     weight: torch.Tensor
     rows: slice | None = None
+    place: int = 0
     grad: torch.Tensor | None = None
 
     def copy_of(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,9 +82,14 @@ class FP8AdamW(torch.optim.Optimizer):
     weight from twice the master's amax. A weight with a master beside it is cast from the master as stored. A step whose
     gradients are not all finite is skipped, counted in `skipped_steps`, and does not advance the bias correction.
 
-    State of a parameter: `step` (FP32, on the CPU as in torch), `exp_avg`, `exp_avg_sq`, and `master` where the
-    parameter is not itself stored in the master's format. This is the reference path: one host sync a step (is the norm
-    finite?) and FP32 temporaries of `CHUNK` elements.
+    State of a parameter: `step` (FP32, on the parameter's device), `exp_avg`, `exp_avg_sq`, and `master` where the
+    parameter is not itself stored in the master's format.
+
+    On a GPU with Triton a step is a few launches over all tensors, one a combination of formats, which read and write
+    each element once and take the amaxes that the next step's bounds need; elsewhere, and for weights that are not
+    contiguous, the reference twin (one host sync, FP32 temporaries). No step but the first waits for the host, and a
+    CUDA graph may hold one: gradients must keep their memory, `refresh` goes before a replay, and after `load_state_dict`,
+    `restart` or weights loaded by themselves it must be captured anew.
 
     Args:
         params: parameters or groups. A group may carry its own `formats` (StateFormats) and `decoupled`.
@@ -80,10 +99,6 @@ class FP8AdamW(torch.optim.Optimizer):
         clip_grad: clip the global gradient norm to this; None does not clip.
         combine_norms: FP64 [parameters], the gradient norms of this process's parameters -> the global norm, FP64 0-dim, the same
             on all processes that must decide alike, where a model is spread over several.
-
-    Attributes:
-        grad_norm: FP64 0-dim norm of the last step's (quantised) gradients, before clipping.
-        skipped_steps: steps skipped so far.
     """
 
     def __init__(
@@ -103,10 +118,41 @@ class FP8AdamW(torch.optim.Optimizer):
             check_max_norm(clip_grad)
         self.clip_grad = clip_grad
         self.combine_norms = combine_norms
-        self.grad_norm = torch.zeros((), dtype=torch.float64)
-        self.skipped_steps = 0
+        self._norm = torch.zeros((), dtype=torch.float64)
+        self._skips = torch.zeros((), dtype=torch.int64)
+        self._usable = torch.ones((), dtype=torch.bool)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled, "formats": formats}
         super().__init__(params, defaults)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what is only remembered: tables on the device, amaxes as stored."""
+        self._tables: Tables | None = None
+        self._kept = torch.zeros(0)
+        self._seen: dict[torch.Tensor, tuple[tuple[int, int], ...]] = {}
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """FP64 0-dim norm of the last step's (quantised) gradients, before clipping."""
+        return self._norm.clone()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped so far; reading it waits for the device."""
+        return int(self._skips)
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self._skips.fill_(count)
+
+    def skipped(self) -> bool | DeviceFlag:
+        """Whether the last step was skipped: on a GPU as a flag on its way, which makes nobody wait who asks a little later."""
+        return DeviceFlag(~self._usable) if self._usable.is_cuda else not bool(self._usable)
+
+    def refresh(self) -> None:
+        """Send learning rates and weight decays that have changed to the device: before a replay of a CUDA graph that holds a step."""
+        for number in range(len(self.param_groups)):
+            self._hyper(number)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch; refuses hyper-parameters out of range, naming value and range."""
@@ -131,8 +177,12 @@ class FP8AdamW(torch.optim.Optimizer):
             added["formats"] = format_names(added["formats"])
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("clip_grad", "combine_norms", "grad_norm", "skipped_steps")}
+        own = {name: getattr(self, name) for name in ("clip_grad", "combine_norms", "_norm", "_skips", "_usable")}
         return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
 
     def init_master(self, p: torch.Tensor, values: torch.Tensor) -> None:
         """Start the master of `p` from `values`: what `p` was before it was rounded to FP8. No effect where `p` is its own master."""
@@ -145,12 +195,13 @@ class FP8AdamW(torch.optim.Optimizer):
     def restart(self) -> None:
         """Start all masters and moments anew from the parameters as they are: after weights were loaded by themselves."""
         self.state.clear()
+        self._seen = {}
 
     def _init_state(self, piece: Piece, values: torch.Tensor | None = None) -> None:
         formats = piece.group["formats"]
         master = by_name(formats["master"])
         state = self.state[piece.weight]
-        state["step"] = torch.zeros(())
+        state["step"] = torch.zeros((), device=piece.weight.device)
         state["exp_avg"] = state_format(by_name(formats["m"])).init(piece.weight)
         state["exp_avg_sq"] = state_format(by_name(formats["v"])).init(piece.weight)
         if not is_own_master(piece.param, master):
@@ -160,7 +211,7 @@ class FP8AdamW(torch.optim.Optimizer):
     def pieces(self) -> list[Piece]:
         """What this process updates, in parameter order."""
         numbered = enumerate((group, p) for group in self.param_groups for p in group["params"])
-        return [Piece(p, group, index, p) for index, (group, p) in numbered]
+        return [Piece(p, group, index, p, place=index) for index, (group, p) in numbered]
 
     def _ready(self) -> list[Piece]:
         """Those with a gradient in this step, which they carry in its format."""
@@ -174,7 +225,7 @@ class FP8AdamW(torch.optim.Optimizer):
             fmt = by_name(piece.group["formats"]["grad"])
             if not isinstance(g, ScalingTensor):
                 g = ScalingTensor.quantize(g, fmt) if fmt.scaled else g.to(fmt.dtype)
-            piece.grad = g
+            piece.grad = contiguous(g)
             pieces.append(piece)
         return pieces
 
@@ -185,11 +236,6 @@ class FP8AdamW(torch.optim.Optimizer):
     def _combine_sum(self, table: torch.Tensor) -> torch.Tensor:
         """int64 [parameters, 2] sums over this process's pieces -> those over whole tensors."""
         return table
-
-    def _batches(self, pieces: list[Piece], amaxes: torch.Tensor) -> Iterator[list[Piece]]:
-        """The pieces in the order of their update, some at a time, each batch of one group; `amaxes` as in `_amaxes`."""
-        for group in self.param_groups:
-            yield from chunks([piece for piece in pieces if piece.group is group])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -202,97 +248,128 @@ class FP8AdamW(torch.optim.Optimizer):
         fresh = [piece for piece in pieces if not self.state.get(piece.weight)]
         for piece in fresh:
             self._init_state(piece)
-        amaxes = self._combine_max(self._amaxes(pieces))
-        self.grad_norm = self._norm(pieces, amaxes[GRAD])
+        table, sums = self._measure(pieces)
+        norm = self._combined_norm(pieces, table, sums)
         # A gradient whose square leaves FP32 would leave the second moment without a bound; clipping brings it back in range.
-        usable = self.grad_norm.isfinite() if self.clip_grad is not None else self.grad_norm.float().square().isfinite()
-        if not bool(usable):
-            self.skipped_steps += 1
+        usable = norm.isfinite() if self.clip_grad is not None else norm.float().square().isfinite()
+        # Always in the same memory: a graph writes there, whichever of several is replayed.
+        self._norm = self._norm.to(norm.device).copy_(norm)
+        self._usable = self._usable.to(norm.device).copy_(usable)
+        self._skips = self._skips.to(norm.device).add_(~usable)
+        if (fresh or not usable.is_cuda) and not usable:
             for piece in fresh:  # a skipped step leaves no trace
                 del self.state[piece.weight]
             return loss
-        if self.clip_grad is None:
-            coefficient = None
-        else:
-            coefficient = clip_coefficient(self.grad_norm, self.clip_grad)
-            amaxes[GRAD] *= coefficient
-        for batch in self._batches(pieces, amaxes):
-            self._update(batch, amaxes[:, [piece.index for piece in batch]], coefficient)
+        self._update(pieces, table, None if self.clip_grad is None else clip_coefficient(norm, self.clip_grad))
+        self._written(pieces)
         return loss
 
-    def _amaxes(self, pieces: list[Piece]) -> torch.Tensor:
-        """FP32 [4, parameters]: amax of gradient, m, v and master as stored; 0 where no scale will be taken from it."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        table = torch.zeros(4 * len(params), device=params[0].device)
-        places: list[int] = []
-        tensors: list[torch.Tensor] = []
-        for piece in pieces:
-            state, formats = self.state[piece.weight], piece.group["formats"]
-            scaled = {key: by_name(formats[key]).scaled for key in ("m", "v", "master")}
-            assert piece.grad is not None
-            needed = {GRAD: piece.grad}
-            if scaled["m"]:
-                needed[M] = state["exp_avg"]
-            if scaled["v"]:
-                needed[V] = state["exp_avg_sq"]
-            if scaled["master"] or isinstance(piece.weight, ScalingTensor) or not piece.group["decoupled"]:
-                needed[MASTER] = state.get("master", piece.weight)
-            places += [row * len(params) + piece.index for row in needed]
-            tensors += needed.values()
-        if tensors:
-            index = torch.tensor(places).to(table.device, non_blocking=True)
-            table.scatter_reduce_(0, index, tensor_amaxes(tensors), "amax")
-        return table.view(4, -1)
+    def replayed(self) -> None:
+        """After a replay of a CUDA graph that holds a step: what `step` does on the host once the device has been told."""
+        self._written([piece for piece in self.pieces() if self.state.get(piece.weight)])
 
-    def _norm(self, pieces: list[Piece], amax: torch.Tensor) -> torch.Tensor:
+    def _written(self, pieces: Sequence[Piece]) -> None:
+        """Kernels write behind torch's back: whoever asks for the version of a weight (its FP8 scale is kept by it) must see a new one."""
+        torch.autograd.graph.increment_version([p.payload if isinstance(p, ScalingTensor) else p for p in self._params()])
+        self._seen |= {piece.weight: self._signature(piece) for piece in pieces}
+
+    def _params(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _table(self) -> Tables:
+        device = self.param_groups[0]["params"][0].device
+        if self._tables is None or self._tables.device != device:
+            self._tables = Tables(device)
+        return self._tables
+
+    def _hyper(self, number: int) -> torch.Tensor:
+        """FP64 [7] on the device: a group's `Hyper`, and the logarithms of its betas."""
+        group = self.param_groups[number]
+        logarithms = [math.log(beta) if beta else -math.inf for beta in group["betas"]]
+        numbers = [float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"], *logarithms]
+        return self._table().send(("hyper", number), numbers, torch.float64)
+
+    def _signature(self, piece: Piece) -> tuple[tuple[int, int], ...]:
+        """Changes when somebody else changes a tensor whose amax is kept."""
+        state = self.state[piece.weight]
+        held = (piece.param, state["exp_avg"], state["exp_avg_sq"], state.get("master", piece.param))
+        return tuple((id(x), x._version) for x in held)
+
+    def _measure(self, pieces: list[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the bounds and the norm need before anything is updated.
+
+        Returns:
+            FP32 [5, parameters]: amax of gradient, m, v and master as stored, 0 where no scale will be taken from it, and the
+            gradient's scale_inv, 0 for a plain one; of whole tensors.
+            int64 [parameters, 2]: sums of squares of this process's scaled gradients.
+        """
+        tables, count = self._table(), len(self._params())
+        gs, (scaled, plain) = self._sorted_gradients(pieces)
+        ordered = [pieces[i] for i in scaled + plain]
+        size = 1 + max((piece.place for piece in pieces), default=-1)
+        if self._kept.shape[-1] < size or self._kept.device != tables.device:
+            self._kept, self._seen = torch.zeros(3, size, device=tables.device), {}
+        stale = [piece for piece in ordered if self._seen.get(piece.weight) != self._signature(piece)]
+        for number, batch, _ in self._batches(stale):
+            self._kept[:, batch.places] = stored_amaxes(batch, self.param_groups[number]["decoupled"])
+        table = torch.zeros(5, count, device=tables.device)
+        sums = torch.zeros(count, 2, dtype=torch.int64, device=tables.device)
+        if pieces:
+            stats, found = first_pass(tables, gs[: len(scaled)], gs[len(scaled) :])
+            index = tables.send("indices", [piece.index for piece in ordered])
+            kept = self._kept.index_select(1, tables.send("places", [piece.place for piece in ordered]))
+            table.scatter_reduce_(1, index.expand(5, -1), torch.cat([stats[:1], kept, stats[1:]]), "amax")
+            sums.index_add_(0, index[: len(scaled)], found)
+        return self._combine_max(table), sums
+
+    @staticmethod
+    def _sorted_gradients(pieces: list[Piece]) -> tuple[list[torch.Tensor], tuple[list[int], list[int]]]:
+        """The gradients, scaled ones first; the places in `pieces` of the scaled and of the plain ones."""
+        gs = [piece.grad for piece in pieces if piece.grad is not None]
+        scaled, plain = scaled_first(gs)
+        return [gs[i] for i in scaled + plain], (scaled, plain)
+
+    def _combined_norm(self, pieces: list[Piece], table: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         """FP64 0-dim norm of all gradients, whichever process holds them."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        scales = unit_scale(amax).unbind()
-        sums: list[torch.Tensor] = [torch.zeros(2, dtype=torch.int64, device=amax.device)] * len(params)
-        for piece in pieces:
-            assert piece.grad is not None
-            sums[piece.index] = sums[piece.index] + square_sum(piece.grad, scales[piece.index], piece.param.numel())
-        totals = self._combine_sum(torch.stack(sums))
-        return self.combine_norms(norms_from_square_sums(totals, amax, [p.numel() for p in params]))
+        tables = self._table()
+        gs, (scaled, plain) = self._sorted_gradients(pieces)
+        if plain:
+            index = tables.send("indices of plain", [pieces[i].index for i in plain])
+            numels = [pieces[i].param.numel() for i in plain]
+            sums.index_add_(0, index, second_pass(tables, gs[len(scaled) :], table[GRAD, index], numels))
+        plain_units = tables.send("units", [float(units(p.numel())) for p in self._params()], torch.float64)
+        return self.combine_norms(norms_from_square_sums(self._combine_sum(sums), table[GRAD], table[SCALE_INV], plain_units))
 
     def _update(self, pieces: list[Piece], amaxes: torch.Tensor, coefficient: torch.Tensor | None) -> None:
-        """Load, update, store for some pieces of one group.
+        """Load, update, store; `amaxes` as from `_measure`."""
+        for number, batch, even in self._batches(pieces):
+            adamw = ops.adamw if even else reference_adamw
+            decoupled = self.param_groups[number]["decoupled"]
+            adamw(self._table(), batch, self._hyper(number), decoupled, amaxes, self._kept, coefficient, self._usable)
 
-        Args:
-            amaxes: FP32 [4, pieces]: of the whole tensors that the pieces belong to, the gradient's after clipping.
-        """
-        group = pieces[0].group
-        formats = {name: by_name(value) for name, value in group["formats"].items()}
-        m_format, v_format, master_format = (state_format(formats[k]) for k in ("m", "v", "master"))
-        states = [self.state[piece.weight] for piece in pieces]
-        stored_m, stored_v = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
-        stored_master = [s.get("master", piece.weight) for s, piece in zip(states, pieces, strict=True)]
-        gs = [fp32_values(piece.grad) for piece in pieces]  # type: ignore[arg-type]
-        if coefficient is not None:
-            gs = [g * coefficient for g in gs]
-        ms, vs, ps = m_format.load(stored_m), v_format.load(stored_v), master_format.load(stored_master)
-        g_amax, weight_decay = amaxes[GRAD], group["weight_decay"]
-        if weight_decay and not group["decoupled"]:  # Adam's decay is part of the gradient, so the bounds must see it
-            gs, weight_decay = list(torch._foreach_add(gs, ps, alpha=weight_decay)), 0.0
-            g_amax = g_amax + group["weight_decay"] * amaxes[MASTER]
-        for s in states:
-            s["step"] += 1
-        beta1, beta2 = group["betas"]
-        m_bound = beta1 * amaxes[M] + (1 - beta1) * g_amax
-        v_bound = beta2 * amaxes[V] + (1 - beta2) * g_amax.square()
-        p_bound = 2.0 * amaxes[MASTER]
-        hyper = Hyper(float(group["lr"]), beta1, beta2, group["eps"], weight_decay)
-        adam_(ps, ms, vs, gs, [int(s["step"]) for s in states], hyper)
-        m_format.store_(stored_m, ms, m_bound)
-        v_format.store_(stored_v, vs, v_bound)
-        master_format.store_(stored_master, ps, p_bound)
-        # A weight beside a master comes from the master as it is stored: a cast of the unrounded update would let every weight
-        # whose master sits midway between two FP8 codes (one BF16 value in 16) jump by a code with an update too small for the master.
-        apart = [i for i, state in enumerate(states) if "master" in state]
-        values = dict(zip(apart, master_format.load([stored_master[i] for i in apart]), strict=True))
-        for fmt in {weight_format(pieces[i].weight) for i in apart}:
-            alike = [i for i in apart if weight_format(pieces[i].weight) == fmt]
-            state_format(fmt).store_([pieces[i].weight for i in alike], [values[i] for i in alike], p_bound[alike])
+    def _batches(self, pieces: Sequence[Piece]) -> Iterator[tuple[int, Batch, bool]]:
+        """What one launch updates: pieces of one group whose tensors have the same formats; the group's number; whether all are
+        laid out by rows."""
+        numbers = {id(group): number for number, group in enumerate(self.param_groups)}
+        alike: dict[tuple[Any, ...], list[Piece]] = {}
+        for piece in pieces:
+            own = "master" not in self.state[piece.weight]
+            kind = (numbers[id(piece.group)], piece.weight.is_contiguous(), _dtype(piece.grad), None if own else _dtype(piece.weight))
+            alike.setdefault(kind, []).append(piece)
+        for (number, even, _, own_format), members in alike.items():
+            states = [self.state[piece.weight] for piece in members]
+            weights = [piece.weight for piece in members]
+            batch = Batch(
+                grads=[piece.grad for piece in members if piece.grad is not None],
+                ms=[state["exp_avg"] for state in states],
+                vs=[state["exp_avg_sq"] for state in states],
+                masters=weights if own_format is None else [state["master"] for state in states],
+                weights=[] if own_format is None else weights,
+                steps=[state["step"] for state in states],
+                indices=[piece.index for piece in members],
+                places=[piece.place for piece in members],
+            )
+            yield number, batch, even
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states in the precision in which they were saved (torch's own would cast them to the parameter's dtype).
@@ -312,7 +389,8 @@ class FP8AdamW(torch.optim.Optimizer):
             saved = state_dict["state"].get(ids[piece.index])
             if saved is not None:
                 states = {key: piece.copy_of(value).to(piece.weight.device) for key, value in saved.items() if key != "step"}
-                self.state[piece.weight] = {"step": saved["step"].clone(), **states}
+                step = saved["step"].to(piece.weight.device, torch.float32, copy=True)
+                self.state[piece.weight] = {"step": step, **states}
 
 
 def gradient(p: torch.Tensor) -> torch.Tensor | None:
@@ -321,15 +399,7 @@ def gradient(p: torch.Tensor) -> torch.Tensor | None:
     return p.grad if main_grad is None else main_grad
 
 
-def chunks(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Runs of pieces with at most CHUNK elements together (or one larger piece)."""
-    chunk: list[Piece] = []
-    elements = 0
-    for piece in pieces:
-        if chunk and elements + piece.weight.numel() > CHUNK:
-            yield chunk
-            chunk, elements = [], 0
-        chunk.append(piece)
-        elements += piece.weight.numel()
-    if chunk:
-        yield chunk
+def _dtype(x: torch.Tensor | None) -> tuple[torch.dtype, bool]:
+    """In what a tensor is stored, and whether with a scale."""
+    assert x is not None
+    return (x.payload.dtype, True) if isinstance(x, ScalingTensor) else (x.dtype, False)

@@ -10,47 +10,47 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from msamp.kernels import ops
-from msamp.numerics.granularity import TENSORWISE
+from msamp.kernels.reference.grad_stats import PAYLOAD_UNITS, carried
+from msamp.kernels.tables import Tables
 from msamp.numerics.scaling import scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
 
 _BITS = 57  # of 63: scale_from_amax leaves up to two bits above 1 where its exponent is clamped, and their squares four
 
 
-def tensor_amaxes(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """FP32 [len(xs)] amax of the values of plain tensors or ScalingTensors; +inf where they are not finite."""
-    scaled = [x for x in xs if isinstance(x, ScalingTensor)]
-    plain = [x for x in xs if not isinstance(x, ScalingTensor)]
-    wide = [x for x in scaled if x.payload.itemsize > 1]
-    narrow = [x for x in scaled if x.payload.itemsize == 1]
-    found = dict(zip(map(id, plain), TENSORWISE.amaxes(plain).unbind(), strict=True))
-    for members, amax in ((wide, TENSORWISE.amaxes([x.payload for x in wide])), (narrow, _fp8_amaxes([x.payload for x in narrow]))):
-        if members:
-            amax = amax * torch.stack([x.scale_inv for x in members]).abs()
-            found |= zip(map(id, members), amax.unbind(), strict=True)
-    amaxes = torch.stack([found[id(x)] for x in xs])
-    return amaxes.masked_fill(amaxes.isnan(), float("inf"))
+def contiguous(g: torch.Tensor) -> torch.Tensor:
+    """`g`, detached and laid out by rows, in its own memory where it is that already."""
+    if isinstance(g, ScalingTensor):
+        return g if g.payload.is_contiguous() else ScalingTensor(g.payload.contiguous(), g.scale_inv, g.dtype)
+    return g.detach().contiguous()
 
 
-def _fp8_amaxes(payloads: Sequence[torch.Tensor]) -> torch.Tensor:
-    # Without their sign bit FP8's bit patterns are in the order of the magnitudes: no copy in FP32.
-    largest = [
-        (x.view(torch.uint8) & 0x7F).max().view(x.dtype).float() if x.numel() else x.new_zeros((), dtype=torch.float32) for x in payloads
-    ]
-    return torch.stack(largest) if largest else torch.zeros(0)
+def scaled_first(gs: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Places of the ScalingTensors, and of the plain tensors."""
+    kinds = [isinstance(g, ScalingTensor) for g in gs]
+    return [i for i, scaled in enumerate(kinds) if scaled], [i for i, scaled in enumerate(kinds) if not scaled]
 
 
-def square_sum(g: torch.Tensor, scale: torch.Tensor, numel: int) -> torch.Tensor:
-    """Sum of squares of some rows of a gradient, in units that all its rows share: int64 [2], see `kernels.reference.square_sum`.
+def first_pass(tables: Tables, scaled: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What one read of gradients tells: `grad_stats` of the scaled ones, then the amaxes of the plain ones.
+
+    Returns:
+        FP32 [2, scaled + plain]: amaxes and scale_invs.
+        int64 [scaled, 2]: the scaled ones' sums of squares.
+    """
+    found = [ops.grad_stats(tables, gs, squares) for gs, squares in ((scaled, True), (plain, False)) if gs]
+    sums = found[0][1] if scaled else torch.zeros(0, 2, dtype=torch.int64, device=tables.device)
+    return torch.cat([stats for stats, _ in found], 1), sums
+
+
+def second_pass(tables: Tables, plain: Sequence[torch.Tensor], amaxes: torch.Tensor, numels: Sequence[int]) -> torch.Tensor:
+    """int64 [plain, 2] sums of the squares of plain gradients, which may be rows of larger tensors.
 
     Args:
-        g: plain or a ScalingTensor, any shape.
-        scale: FP64 0-dim `unit_scale` of the amax of the whole tensor.
-        numel: elements of the whole tensor.
+        amaxes: FP32 [plain], of the whole tensors.
+        numels: elements of the whole tensors.
     """
-    if isinstance(g, ScalingTensor):
-        return ops.square_sum(g.payload, scale * g.scale_inv.double(), _units(numel))
-    return ops.square_sum(g.detach(), scale, _units(numel))
+    return ops.grad_stats(tables, plain, True, unit_scale(amaxes), [units(numel) for numel in numels])[1]
 
 
 def unit_scale(amax: torch.Tensor) -> torch.Tensor:
@@ -58,15 +58,26 @@ def unit_scale(amax: torch.Tensor) -> torch.Tensor:
     return scale_from_amax(amax, 1.0).double()
 
 
-def norms_from_square_sums(totals: torch.Tensor, amaxes: torch.Tensor, numels: Sequence[int]) -> torch.Tensor:
-    """FP64 [n] L2 norms of tensors from the int64 [n, 2] sums of their `square_sum`s; NaN where an amax is not finite."""
-    units = torch.tensor([_units(numel) for numel in numels], dtype=torch.float64).to(totals.device, non_blocking=True)
-    norms = ((totals[:, 0].double() + totals[:, 1].double() * 2.0**-30) / units).sqrt() / unit_scale(amaxes)
+def units(numel: int) -> int:
+    """Of which number of parts of 1 the squares of a plain gradient of so many elements are counted."""
+    return 2 ** max(0, min(46, _BITS - numel.bit_length()))
+
+
+def norms_from_square_sums(totals: torch.Tensor, amaxes: torch.Tensor, scale_invs: torch.Tensor, plain_units: torch.Tensor) -> torch.Tensor:
+    """FP64 [n] L2 norms of whole tensors; NaN where an amax is not finite.
+
+    Args:
+        totals: int64 [n, 2], the added sums of squares of all rows.
+        amaxes: FP32 [n].
+        scale_invs: FP32 [n], 0 for plain gradients.
+        plain_units: FP64 [n], `units` of their elements.
+    """
+    whole, rest = carried(totals).double().unbind(1)
+    scaled = scale_invs > 0
+    parts = plain_units.masked_fill(scaled, PAYLOAD_UNITS)
+    worth = torch.where(scaled, scale_invs.double(), unit_scale(amaxes).reciprocal())
+    norms = ((whole + rest * 2.0**-30) / parts).sqrt() * worth
     return norms.masked_fill(~amaxes.isfinite(), float("nan"))
-
-
-def _units(numel: int) -> float:
-    return 2.0 ** min(46, _BITS - numel.bit_length())
 
 
 def grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -74,9 +85,14 @@ def grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     gs = list(gradients)
     if not gs:
         return torch.zeros((), dtype=torch.float64)
-    amaxes = tensor_amaxes(gs)
-    totals = torch.stack([square_sum(g, scale, g.numel()) for g, scale in zip(gs, unit_scale(amaxes), strict=True)])
-    return torch.linalg.vector_norm(norms_from_square_sums(totals, amaxes, [g.numel() for g in gs]))
+    tables = Tables(gs[0].device)
+    scaled, plain = ([contiguous(gs[i]) for i in places] for places in scaled_first(gs))
+    stats, sums = first_pass(tables, scaled, plain)
+    numels = [g.numel() for g in scaled + plain]
+    if plain:
+        sums = torch.cat([sums, second_pass(tables, plain, stats[0, len(scaled) :], numels[len(scaled) :])])
+    parts = tables.send("units", [float(units(numel)) for numel in numels], torch.float64)
+    return torch.linalg.vector_norm(norms_from_square_sums(sums, stats[0], stats[1], parts))
 
 
 def check_max_norm(max_norm: float) -> None:

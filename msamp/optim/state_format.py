@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from msamp.kernels.reference.adamw import load, store_
 from msamp.numerics.formats import Format
 
 
@@ -42,9 +43,7 @@ class PlainFormat:
         return torch.zeros(like.shape, dtype=self.format.dtype, device=like.device)
 
     def load(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [state.float() for state in states]
+        return load(states)
 
     def store_(self, states: Sequence[torch.Tensor], values: Sequence[torch.Tensor], bounds: torch.Tensor | None) -> None:
-        for state, value in zip(states, values, strict=True):
-            if state is not value:
-                state.copy_(value)
+        store_(states, values, bounds)

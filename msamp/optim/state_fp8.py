@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
+from msamp.kernels.reference.adamw import load, store_
 from msamp.numerics.formats import Format
-from msamp.numerics.quantize import quantize
-from msamp.numerics.scaling import inverse, scale_from_amax
-from msamp.numerics.tensor import ScalingTensor, fp32_values
+from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.state_format import PlainFormat, StateFormat
 
 
@@ -22,15 +21,10 @@ class ScaledFormat:
         return ScalingTensor(payload, torch.ones((), device=like.device), torch.float32)
 
     def load(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [fp32_values(state) for state in states]
+        return load(states)
 
     def store_(self, states: Sequence[torch.Tensor], values: Sequence[torch.Tensor], bounds: torch.Tensor | None) -> None:
-        assert bounds is not None
-        scale_invs = [state.scale_inv for state in states]  # type: ignore[attr-defined]
-        scales = scale_from_amax(bounds, self.format.max, inverse(torch.stack(scale_invs)))
-        torch._foreach_copy_(scale_invs, list(inverse(scales).unbind()))
-        for state, value, scale in zip(states, values, scales.unbind(), strict=True):
-            state.payload.copy_(quantize(value, scale, self.format))  # type: ignore[attr-defined]
+        store_(states, values, bounds)
 
 
 def state_format(fmt: Format) -> StateFormat:

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from msamp.comm.bucket import Bucket, Slot, as_bytes
 from msamp.comm.grad_sync import GradSync
+from msamp.kernels.reference.adamw import MASTER
 from msamp.numerics.formats import Format, by_name
 from msamp.numerics.recipe import O2, StateFormats
 from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import MASTER, FP8AdamW, Piece, chunks
+from msamp.optim.adamw import FP8AdamW, Piece
 from msamp.optim.master import is_own_master
 
 
@@ -87,13 +88,13 @@ class GreedyZeRO(FP8AdamW):
 
     def _owned(self) -> list[tuple[Piece, Slot]]:
         """What this rank owns, in parameter order."""
-        owned = []
+        owned: list[tuple[Piece, Slot]] = []
         for whole in super().pieces():
             for slot in self.sync.owned(whole.param):
                 if slot not in self._views:
                     self._views[slot] = _view(whole.param, slot)
                 weight, rows = self._views[slot]
-                owned.append((Piece(whole.param, whole.group, whole.index, weight, rows), slot))
+                owned.append((Piece(whole.param, whole.group, whole.index, weight, rows, len(owned)), slot))
         return owned
 
     def _ready(self) -> list[Piece]:
@@ -113,31 +114,25 @@ class GreedyZeRO(FP8AdamW):
     def _combine_sum(self, table: torch.Tensor) -> torch.Tensor:
         return self.sync.peers.all_reduce(table, dist.ReduceOp.SUM, "the gradient norm")
 
-    def _batches(self, pieces: list[Piece], amaxes: torch.Tensor) -> Iterator[list[Piece]]:
-        by_bucket: dict[Bucket, list[Piece]] = {bucket: [] for bucket in self.sync.buckets}
-        for piece in pieces:
-            by_bucket[self.sync.bucket_of(piece.param)].append(piece)
+    def _update(self, pieces: list[Piece], amaxes: torch.Tensor, coefficient: torch.Tensor | None) -> None:
         scale_invs = self._new_scale_invs(amaxes[MASTER]) if self.sync.peers.ranks > 1 else {}
-        for bucket, members in reversed(by_bucket.items()):
-            for group in self.param_groups:
-                yield from chunks([piece for piece in members if piece.group is group])
-            if self.sync.peers.ranks > 1:
+        super()._update(pieces, amaxes, coefficient)
+        if self.sync.peers.ranks > 1:
+            for bucket in reversed(self.sync.buckets):
                 self._gather(bucket, scale_invs)
 
-    def _params(self) -> list[torch.Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
     def _new_scale_invs(self, master_amaxes: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
-        """The scale_inv that each scaled weight is about to be stored with, as its owner computes it (`ScaledFormat.store_`)."""
+        """The scale_inv that each scaled weight has after this step, as its owner computes it (`store_`)."""
         by_format: dict[Format, list[tuple[int, ScalingTensor]]] = {}
         for i, p in enumerate(self._params()):
             if isinstance(p, ScalingTensor):
                 by_format.setdefault(p.format, []).append((i, p))
         found: dict[torch.Tensor, torch.Tensor] = {}
         for fmt, members in by_format.items():
-            last = inverse(torch.stack([p.scale_inv for _, p in members]))
-            scales = scale_from_amax(2.0 * master_amaxes[[i for i, _ in members]], fmt.max, last)
-            found |= zip((p for _, p in members), inverse(scales).unbind(), strict=True)
+            last = torch.stack([p.scale_inv for _, p in members])
+            index = self._table().send(("weights", fmt), [i for i, _ in members])
+            new = inverse(scale_from_amax(2.0 * master_amaxes[index], fmt.max, inverse(last)))
+            found |= zip((p for _, p in members), torch.where(self._usable, new, last).unbind(), strict=True)
         return found
 
     def _gather(self, bucket: Bucket, scale_invs: dict[torch.Tensor, torch.Tensor]) -> None:
@@ -167,9 +162,9 @@ class GreedyZeRO(FP8AdamW):
             if slot.owner != self.sync.peers.rank:
                 target.copy_(flat[start : start + target.nbytes].view(target.dtype).view(target.shape))
             start += target.nbytes
-        for i, p in enumerate(bucket.params):
-            if isinstance(p, ScalingTensor) and i not in bucket.absent and p in scale_invs:
-                p.scale_inv.copy_(scale_invs[p])
+        here = [p for i, p in enumerate(bucket.params) if isinstance(p, ScalingTensor) and i not in bucket.absent and p in scale_invs]
+        if here:
+            torch._foreach_copy_([p.scale_inv for p in here], [scale_invs[p] for p in here])
 
     def wait(self) -> None:
         """Let the compute stream wait for all weights that are still on their way."""
@@ -183,16 +178,23 @@ class GreedyZeRO(FP8AdamW):
             torch.cuda.current_stream(self._device).wait_event(self._pending[bucket])
 
     def _watch_forward(self) -> None:
-        """Before a module's forward, and before anything is saved or loaded, wait for weights that are still on their way."""
+        """Before a module's forward, and before anything is saved or loaded, wait for weights that are still on their way.
+
+        A module that computes with the weights of others, past their forward, yields these from `weight_holders()`.
+        """
         model = self.sync.model()
         assert model is not None
         alive = weakref.ref(self)
         for module in model.modules():
             module.register_state_dict_pre_hook(functools.partial(_wait_for_all, alive))
             module.register_load_state_dict_pre_hook(functools.partial(_wait_for_all, alive))
+            weight_holders = getattr(module, "weight_holders", None)
+            holders = [] if weight_holders is None else list(weight_holders())
             if any(True for _ in module.parameters(recurse=False)):
                 # Its children's too: nn.MultiheadAttention computes with the weight of its out_proj, past that one's forward.
-                buckets = {self.sync.bucket_of(p) for p in module.parameters() if p in self.sync.names}
+                holders.append(module)
+            if holders:
+                buckets = {self.sync.bucket_of(p) for holder in holders for p in holder.parameters() if p in self.sync.names}
                 module.register_forward_pre_hook(functools.partial(_wait_for, alive, buckets))
 
     def state_dict(self) -> dict[str, Any]:

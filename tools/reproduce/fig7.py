@@ -48,13 +48,16 @@ from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.scale_sync import local_slots, usable
 from msamp.comm.statistics import saturated, vanished
-from msamp.comm.wire import FP32SumWire, NCCLWire, Reduced
+from msamp.comm.wire import FP32SumWire, NCCLWire, Reduced, pack_scaled
 from msamp.numerics.formats import E4M3
 from msamp.numerics.metrics import sqnr_db, underflow_frac
 from msamp.parallel.partition import Piece
 from tools.bench import rows
 
-DEFAULTS = "--preset 125m --opt-level O2 --micro-batch-size 4 --global-batch-size 8 --train-iters 500 --lr-warmup-iters 50 --eval-iters 0"
+DEFAULTS = (
+    "--preset 125m --opt-level O2 --fp8-min-gain 0 --micro-batch-size 4 --global-batch-size 8 --train-iters 500 --lr-warmup-iters 50 "
+    "--eval-iters 0"
+)
 DATA_PARALLEL = (2, 4, 8, 16, 32, 64, 128)
 PAPER = {
     "pre": "larger underflow rate",
@@ -135,7 +138,7 @@ class SimulatedPeers(Peers):
 
 def exchange(wire: FP32SumWire, gradients: Tensor, factor: Tensor) -> tuple[Reduced, list[Tensor]]:
     """The average of a weight's gradients and what each rank sent for it, flat; `gradients` [N, rows, columns], `factor` FP32 0-dim."""
-    payloads = [wire.pack(g, factor).flatten() for g in gradients]
+    payloads = [pack_scaled(g, factor, wire.format).flatten() for g in gradients]
     ranks, count = gradients.shape[:2]
     bucket = Bucket([gradients[0]], ["weight"], wire.format, [Piece(tensor=0, row=0, rows=count, owner=0)], ranks, 0)
     return wire.reduce(bucket, payloads[0], factor[None], SimulatedPeers(payloads), shard=True), payloads

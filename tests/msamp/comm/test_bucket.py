@@ -5,10 +5,11 @@ import math
 
 import pytest
 import torch
-from numerics import bits, random_floats
+from numerics import bits, make
 
 from msamp.comm.bucket import Bucket, as_bytes
-from msamp.numerics.formats import ALL, E4M3
+from msamp.numerics.formats import ALL, E4M3, FP32
+from msamp.numerics.quantize import quantize
 from msamp.parallel.partition import Piece, plan_buckets
 
 SHAPES = [(7,), (3, 5, 7), (), (64, 33), (0, 4), (130, 3), (1,), (4, 0), (1, 257)]
@@ -20,13 +21,6 @@ def planned(ranks: int, rank: int = 0, shapes=SHAPES) -> tuple[Bucket, tuple[Pie
     (plan,) = plan_buckets(shapes, ["one"] * len(shapes), ranks, 10**9).buckets
     params = [torch.zeros(shape) for shape in shapes]
     return Bucket(params, [f"p{i}" for i in range(len(shapes))], E4M3, plan.pieces, ranks, rank), plan.pieces
-
-
-def payloads(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Random bit patterns, NaN included."""
-    sizes = [math.prod(shape) for shape in SHAPES]
-    raw = bits(random_floats(sum(sizes)))[: sum(sizes) * dtype.itemsize].view(dtype)
-    return [x.view(shape) for x, shape in zip(raw.split(sizes), SHAPES, strict=True)]
 
 
 @world_sizes
@@ -53,12 +47,18 @@ def test_the_slice_of_a_rank_is_what_it_owns(ranks):
     assert end == sum(math.prod(shape) for shape in SHAPES)
 
 
+def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
+    return [make("log-normal", shape or (1,), i).view(shape).to(dtype) for i, shape in enumerate(SHAPES)]
+
+
 @world_sizes
 @formats
-def test_flat_buffer_holds_the_rows_of_every_piece(fmt, ranks):
+def test_flat_buffer_holds_the_casts_of_the_rows_of_every_piece(fmt, ranks):
     bucket, pieces = planned(ranks)
-    values = payloads(fmt.dtype)
-    flat = bucket.flatten(values)
+    factor = torch.tensor([3.0**-i for i in range(len(SHAPES))]) if fmt.scaled else None
+    made = gradients(torch.bfloat16)
+    values = [quantize(g, 1.0 if factor is None else factor[i], fmt) for i, g in enumerate(made)]
+    flat = bucket.flatten(made, fmt, factor)
     ordered = sorted(pieces, key=lambda piece: (piece.owner, piece.tensor, piece.row))
     rows = [values[i][row : row + rows] if values[i].dim() else values[i] for i, row, rows, _ in ordered]
     assert flat.dtype is fmt.dtype
@@ -69,8 +69,8 @@ def test_flat_buffer_holds_the_rows_of_every_piece(fmt, ranks):
 @formats
 def test_unflatten_is_the_way_back(fmt, ranks):
     bucket, _ = planned(ranks)
-    values = payloads(fmt.dtype)
-    back = bucket.unflatten(bucket.flatten(values))
+    values = [quantize(g, 1.0, fmt) for g in gradients(torch.float32)]
+    back = bucket.unflatten(bucket.flatten(gradients(torch.float32), fmt))
     for x, y in zip(values, back, strict=True):
         assert y.shape == x.shape
         assert y.dtype is x.dtype
@@ -79,15 +79,8 @@ def test_unflatten_is_the_way_back(fmt, ranks):
 
 def test_a_whole_parameter_comes_back_as_a_view():
     bucket, _ = planned(1)
-    flat = bucket.flatten(payloads(torch.float32))
+    flat = bucket.flatten(gradients(torch.float32), FP32)
     assert all(x.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for x in bucket.unflatten(flat))
-
-
-def test_strided_payloads_are_laid_out_by_rows():
-    bucket, _ = planned(4)
-    values = payloads(torch.float32)
-    strided = [x.mT.contiguous().mT if x.dim() > 1 else x for x in values]
-    assert bits(bucket.flatten(strided)).equal(bits(bucket.flatten(values)))
 
 
 def test_pieces_may_come_in_any_order_and_leave_ranks_empty():
@@ -97,10 +90,10 @@ def test_pieces_may_come_in_any_order_and_leave_ranks_empty():
     assert bucket.sizes == [2, 0, 8, 0]
     assert bucket.owned == []
     assert bucket.own == slice(10, 10)
-    flat = bucket.flatten(params)
+    flat = bucket.flatten(params, FP32)
     assert flat.tolist() == [4, 5, 0, 1, 2, 3, 10, 11, 12, 13]
     assert all(x.equal(p) for x, p in zip(bucket.unflatten(flat), params, strict=True))
-    assert [bucket.rows_of(slot, params[slot.index]).tolist() for slot in bucket.slots] == [[4, 5], [0, 1, 2, 3], [10, 11, 12, 13]]
+    assert bucket.spans == [(0, 4, 2, 0), (0, 0, 4, 2), (1, 0, 4, 6)]
 
 
 def test_clear_forgets_a_step():

@@ -9,7 +9,7 @@ from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.statistics import NONZERO, SATURATED, SUM_SATURATED, SUM_VANISHED, VANISHED, Statistics, saturated, vanished
-from msamp.numerics.formats import E4M3, E5M2, FP16, Format
+from msamp.numerics.formats import E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.quantize import quantize
 from msamp.parallel.partition import Piece
 
@@ -66,7 +66,7 @@ def test_pieces_of_a_sum_add_up_to_their_tensor(fmt, rank):
     values = planted(fmt)
     params = [torch.zeros(3), torch.zeros(3, 4)]
     bucket = Bucket(params, ["a", "b"], fmt, [Piece(0, 0, 3, 1), Piece(1, 0, 1, 1), Piece(1, 1, 1, 1), Piece(1, 2, 1, 0)], 2, rank)
-    flat = bucket.flatten([values[:3], values.view(3, 4)])
+    flat = bucket.flatten([values[:3], values.view(3, 4)], FP32)
     payload = quantize(flat, 1.0, fmt)
     statistics = Statistics([5, 3, 12], CPU, always=True)
     statistics.count_reduced(1, bucket, payload[bucket.own], flat[bucket.own])

@@ -21,7 +21,7 @@ from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.wire import FP32SumWire, NCCLWire, PlainWire, pack_scaled, sum_in_rank_order
 from msamp.numerics.formats import ALL, BF16, E4M3, E5M2, FP16, FP32, Format, by_name
-from msamp.parallel.partition import plan_buckets
+from msamp.parallel.partition import Piece, plan_buckets
 
 SCALED = (E4M3, E5M2, FP16)
 SHAPES = [(7,), (3, 5, 7), (), (65, 33), (0, 4), (130, 3), (1,), SMALL]
@@ -90,8 +90,9 @@ def exchange(wire, fmt: Format, grads: list[Tensor], factor: Tensor, peers: Peer
     """Pack, reduce, and put back together: by (tensor, row) the payload, and what this rank knows of the scales."""
     device = grads[0].device
     bucket = bucket_of([g.shape for g in grads], fmt, peers, limit)
-    payloads = [wire.pack(g, factor[i]) for i, g in enumerate(grads)]
-    reduced = wire.reduce(bucket, bucket.flatten(payloads), factor.to(device), peers, shard)
+    flat = wire.pack(bucket, grads, factor.to(device))
+    payloads = bucket.unflatten(flat.clone())
+    reduced = wire.reduce(bucket, flat, factor.to(device), peers, shard)
     pieces = {}
     for slot in bucket.owned:
         start = slot.start - bucket.own.start
@@ -105,6 +106,10 @@ def exchange(wire, fmt: Format, grads: list[Tensor], factor: Tensor, peers: Peer
         "flat": None if reduced.flat is None else bits(reduced.flat),
         "payloads": [bits(x) for x in payloads],
     }
+
+
+def alone(g: Tensor, fmt: Format, ranks: int = 1) -> Bucket:
+    return Bucket([g], ["alone"], fmt, [Piece(0, 0, g.shape[0] if g.dim() else 1, 0)], ranks, 0)
 
 
 def factors_of(kind: str, fmt: Format, ranks: int, mu: float) -> Tensor:
@@ -225,8 +230,9 @@ def test_golden_exchange_on_one_process():
     parts = [floats(g) for g in vectors["ranks"]]
     shared = torch.tensor(vectors["shared"])
     for rank, g in enumerate(parts):
-        assert codes(FP32SumWire(E4M3).pack(g, shared)).tolist() == vectors["payload"][rank]
-        assert codes(NCCLWire(E4M3).pack(g, shared * 0.5)).tolist() == vectors["payload_mu_half"][rank]
+        bucket = alone(g, E4M3)
+        assert codes(FP32SumWire(E4M3).pack(bucket, [g], shared[None])).tolist() == vectors["payload"][rank]
+        assert codes(NCCLWire(E4M3).pack(bucket, [g], shared[None] * 0.5)).tolist() == vectors["payload_mu_half"][rank]
     total = sum_in_rank_order([pack_scaled(g, shared, E4M3) for g in parts])
     assert (total / (4 * shared)).equal(floats(vectors["mean"]))
     payload, scale, mean = fp32_sum(parts, E4M3)
@@ -255,9 +261,8 @@ def test_a_payload_is_the_cast_of_the_product_in_the_shape_of_the_gradient(dtype
     x = make("log-normal", (12, 10)).clamp(-6e4, 6e4).to(dtype)
     x[0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
     for g in (x, x.T, x[::2, 1::3], x.view(3, 4, 10).mT, x[0], x[5, 5], x[:0]):
-        payload = wire.pack(g, factor)
-        assert payload.shape == g.shape
-        assert payload.is_contiguous()
+        payload = wire.pack(alone(g, fmt), [g.contiguous()], factor[None]).view(g.shape)
+        assert payload.dtype is fmt.dtype
         torch.testing.assert_close(payload.float(), cast(g.float() * factor, fmt).float(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -273,10 +278,9 @@ def test_gradients_near_the_end_of_the_range_are_averaged():
     small = torch.tensor([2.0**-120, -(2.0**-123)])
     factor = torch.tensor([2.0**126])
     for wire in (FP32SumWire(E4M3), NCCLWire(E4M3)):
-        payload = wire.pack(small, factor[0])
         one = SimpleNamespace(ranks=4, rank=0, nccl=False, all_to_all=lambda flat, *_: [flat] * 4, all_reduce=lambda x, *_: x)
-        bucket = Bucket([small], ["small"], E4M3, [SimpleNamespace(tensor=0, row=0, rows=2, owner=0)], 4, 0)
-        reduced = wire.reduce(bucket, payload, factor, one, False)
+        bucket = alone(small, E4M3, ranks=4)
+        reduced = wire.reduce(bucket, wire.pack(bucket, [small], factor), factor, one, False)
         assert (reduced.own.float() * reduced.scale_inv).equal(small)
 
 

@@ -10,10 +10,10 @@ import torch
 from numerics import codes, floats, golden, make
 from torch import nn
 
+from msamp.kernels.reference import adamw
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim import adamw
 from msamp.optim.adamw import FP8AdamW, format_names
 from msamp.optim.clip import clip_grad_norm_
 

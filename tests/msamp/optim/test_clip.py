@@ -7,16 +7,21 @@ import torch
 from numerics import KINDS, codes, make
 from torch import nn
 
+from msamp.kernels import ops
+from msamp.kernels.reference.grad_stats import carried
+from msamp.kernels.tables import Tables
 from msamp.numerics.formats import E4M3, E5M2, FP16
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.clip import (
     clip_coefficient,
     clip_grad_norm_,
+    contiguous,
+    first_pass,
     grad_norm,
     norms_from_square_sums,
-    square_sum,
-    tensor_amaxes,
-    unit_scale,
+    scaled_first,
+    second_pass,
+    units,
 )
 
 
@@ -56,6 +61,10 @@ def test_a_norm_beyond_fp32_is_finite():
     assert grad_norm([torch.full((4,), 3e38), torch.full((4,), 3e38)]).item() == pytest.approx(math.sqrt(8) * 3e38, rel=1e-6)
 
 
+def tensor_amaxes(xs: list[torch.Tensor]) -> torch.Tensor:
+    return ops.grad_stats(Tables(xs[0].device), xs, False)[0][0]
+
+
 VALUES = {
     **{f"{kind}, {rows} rows": make(kind, (rows, 16)) for kind in KINDS for rows in (1, 63, 500)},
     "tiny": make("normal", (40, 8)) * 1e-38 * 1e-2,  # subnormal: the scale's exponent is at its limit
@@ -79,16 +88,31 @@ def test_in_a_large_tensor_small_values_count_beside_large_ones():
     assert grad_norm([x]).item() == pytest.approx(x.double().norm().item(), rel=2.0**-24)
 
 
+def total(parts: list[torch.Tensor], whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The added sums of squares of the rows of a gradient, and its norm."""
+    tables = Tables(whole.device)
+    stats, sums = first_pass(tables, *(([whole], []) if isinstance(whole, ScalingTensor) else ([], [whole])))
+    if isinstance(whole, ScalingTensor):
+        found = [first_pass(tables, [part], [])[1] for part in parts]
+    else:
+        found = [second_pass(tables, [part], stats[0], [whole.numel()]) for part in parts]
+    sums = carried(torch.stack(found).sum(0))
+    plain_units = torch.tensor([float(units(whole.numel()))], dtype=torch.float64, device=whole.device)
+    return sums, norms_from_square_sums(sums, stats[0], stats[1], plain_units)
+
+
+@pytest.mark.parametrize("fmt", [None, E4M3, E5M2, FP16], ids=str)
 @pytest.mark.parametrize("cuts", [[500], [1, 499], [123, 0, 77, 300], [100] * 5])
-def test_squares_add_up_to_the_same_number_over_any_cut_and_in_any_order(cuts, device):
+def test_squares_add_up_to_the_same_number_over_any_cut_and_in_any_order(cuts, fmt, device):
+    def rows(y: torch.Tensor) -> torch.Tensor:
+        return y if fmt is None else ScalingTensor(y.to(fmt.dtype), torch.tensor(0.37, device=device))
+
     x = make("log-normal", (500, 7), device=device)
-    scale = unit_scale(tensor_amaxes([x]))[0]
-    parts = [square_sum(rows, scale, x.numel()) for rows in x.split(cuts)]
-    assert all(part.dtype == torch.int64 for part in parts)
-    total = square_sum(x[torch.randperm(500, device=device)], scale, x.numel())
-    assert sum(parts[1:], parts[0]).equal(total)
-    assert sum(reversed(parts[:-1]), parts[-1]).equal(total)
-    assert norms_from_square_sums(total[None], tensor_amaxes([x]), [x.numel()]).equal(grad_norm([x])[None])
+    x = x if fmt is None else ScalingTensor.quantize(x, fmt).payload.float()
+    sums, norm = total([rows(part) for part in x.split(cuts)], rows(x))
+    assert sums.dtype == torch.int64
+    assert sums.equal(total([rows(x[torch.randperm(500, device=device)])], rows(x))[0])
+    assert norm.equal(grad_norm([rows(x)])[None])
 
 
 def test_squares_at_the_limits_do_not_overflow():
@@ -162,3 +186,18 @@ def test_small_gradients_are_left_as_they_are():
 def test_the_norm_does_not_depend_on_the_grouping_into_calls():
     grads = gradients()
     assert grad_norm(iter(grads)) == grad_norm(grads)
+
+
+def test_scaled_gradients_come_first_and_in_their_order():
+    grads = gradients()
+    assert scaled_first(grads[::-1]) == ([0, 1, 2], [3, 4])
+    assert scaled_first([]) == ([], [])
+
+
+def test_contiguous_copies_only_what_is_not():
+    low = gradients()[2]
+    assert contiguous(low) is low
+    turned = ScalingTensor(low.payload.t(), low.scale_inv)
+    assert contiguous(turned).payload.is_contiguous()
+    assert values(contiguous(turned)).equal(values(low).t())
+    assert contiguous(torch.ones(3, 4).t()).is_contiguous()

@@ -1,0 +1,170 @@
+"""Time of the optimizer's step and of the quantisation of gradients on one GPU, beside the bytes that they must move.
+
+    python tools/bench/bench_optimizer.py                             GPT-1.3B's parameters at O1, O2 and O3
+    python tools/bench/bench_optimizer.py --preset 7b --levels O3
+
+A step reads gradient, m, v and master, writes m, v, master and weight, and reads the gradient once more for its norm. The quantisation
+reads a BF16 gradient twice (its amax, its values) and writes it. `quotient` is the time over that of as many bytes copied on the same GPU
+in the same run. Rows are appended to --csv.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.lm.presets import PRESETS
+from megatron.lm.recipe import states_by_kind
+from msamp.numerics.formats import BF16, Format
+from msamp.numerics.recipe import Recipe, StateFormats, by_name
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.adamw import FP8AdamW
+from msamp.parallel.data_parallel import grad_sync
+from tools.bench import rows
+
+
+class Weights(nn.Module):
+    """The parameters of a GPT by kind, as the trainer stores and groups them."""
+
+    def __init__(self, preset: str, recipe: Recipe, vocab_size: int, device: str = "cuda") -> None:
+        super().__init__()
+        shape = PRESETS[preset]
+        hidden, layers = shape["hidden_size"], shape["num_layers"]
+        linear: list[tuple[int, ...]] = [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)] * layers
+        vectors: list[tuple[int, ...]] = [(hidden,)] * (6 * layers + 2) + [(3 * hidden,), (4 * hidden,)] * layers
+        matrices: list[tuple[int, ...]] = [(vocab_size, hidden), (shape["seq_length"], hidden)]
+        kinds = {"linear": (linear, recipe.weight), "matrix": (matrices, BF16), "vector": (vectors, BF16)}
+        self.kinds = nn.ModuleDict(
+            {kind: nn.ParameterList([weight(s, fmt, device) for s in shapes]) for kind, (shapes, fmt) in kinds.items()}
+        )
+        self.states: dict[str, StateFormats] = states_by_kind(recipe)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of an optimizer."""
+        return [{"params": list(params.parameters()), "formats": self.states[kind]} for kind, params in self.kinds.items()]
+
+    def bytes(self) -> tuple[int, int]:
+        """Bytes that a step, and that a quantisation of BF16 gradients, must move."""
+        step = quantisation = 0
+        for group in self.groups():
+            states: StateFormats = group["formats"]
+            for p in group["params"]:
+                stored = p.payload if isinstance(p, ScalingTensor) else p
+                apart = stored.dtype != states.master.dtype
+                each = 2 * states.grad.bytes + 2 * (states.m.bytes + states.v.bytes + states.master.bytes) + apart * stored.itemsize
+                step += p.numel() * each
+                quantisation += p.numel() * ((4 if states.grad.scaled else 2) + states.grad.bytes)
+        return step, quantisation
+
+
+def weight(shape: tuple[int, ...], fmt: Format, device: str) -> nn.Parameter:
+    """Small random numbers in a format."""
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02
+    return nn.Parameter(ScalingTensor.quantize(x, fmt) if fmt.scaled else x.to(fmt.dtype))
+
+
+def times(prepare: Callable[[], Any], run: Callable[[], Any], repeats: int, warm_up: int = 5) -> list[float]:
+    """Milliseconds of `run` on the device, from its first launch to its last; `prepare` goes before it and is not counted."""
+    found = []
+    for i in range(warm_up + repeats):
+        prepare()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        if i >= warm_up:
+            found.append(start.elapsed_time(end))
+    return found
+
+
+def copy_bandwidth(repeats: int) -> float:
+    """Bytes a second that a copy of 4 GiB reads and writes."""
+    source, target = (torch.empty(2**32, dtype=torch.uint8, device="cuda") for _ in range(2))
+    return 2 * source.nbytes / (rows.percentiles(times(lambda: None, lambda: target.copy_(source), repeats))[1] / 1e3)
+
+
+def graphed(step: Callable[[], Any]) -> Callable[[], Any]:
+    """The same launches without the host between them."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def measure(level: str, options: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
+    """Three rows: the step as it is called, the step in a graph, and the quantisation of the gradients of a step."""
+    model = Weights(options.preset, by_name(level), options.vocab_size)
+    formats = {p: group["formats"].grad for group in model.groups() for p in group["params"]}
+    sync = grad_sync(model, formats)
+    optimizer = FP8AdamW(model.groups(), lr=1e-4, betas=(0.9, 0.95), clip_grad=1.0)
+    gradients = [torch.randn(p.shape, device="cuda", dtype=torch.bfloat16) * 1e-4 for p in sync.names]
+
+    def quantise() -> None:
+        for p, g in zip(sync.names, gradients, strict=True):
+            p.grad = g.to(p.dtype)
+            sync.take(p)
+        sync.finish()
+
+    quantised = times(sync.clear, quantise, options.repeats)
+    step_bytes, quantisation_bytes = model.bytes()
+    cases = {"quantisation": (quantised, quantisation_bytes)}
+    # The averages stay where they are from here on, as a graph wants it.
+    cases["step"] = (times(lambda: None, optimizer.step, options.repeats), step_bytes)
+    cases["step in a graph"] = (times(lambda: None, graphed(optimizer.step), options.repeats), step_bytes)
+    parameters = sum(p.numel() for p in sync.names)
+    return [_row(level, what, found, size, parameters, bandwidth, options) for what, (found, size) in cases.items()]
+
+
+def _row(
+    level: str, what: str, found: Sequence[float], size: int, parameters: int, bandwidth: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    low, middle, high = rows.percentiles(found)
+    return {
+        **rows.machine(options.commit),
+        "case": what,
+        "level": level,
+        "preset": options.preset,
+        "params_m": round(parameters / 1e6, 1),
+        "ms_p20": round(low, 3),
+        "ms": round(middle, 3),
+        "ms_p80": round(high, 3),
+        "bytes_a_param": round(size / parameters, 3),
+        "gb_s": round(size / middle / 1e6),
+        "copy_gb_s": round(bandwidth / 1e9),
+        "quotient": round(middle / 1e3 * bandwidth / size, 3),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and append; nothing to do without a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="1.3b")
+    parser.add_argument("--levels", nargs="+", choices=("O1", "O2", "O3"), default=["O1", "O2", "O3"])
+    parser.add_argument("--vocab-size", type=int, default=50304)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--csv", type=Path, default=rows.ROOT / "tools/bench/results/optimizer.csv")
+    parser.add_argument("--commit", help="name of the tree that is measured, where git is not at hand")
+    options = parser.parse_args(arguments)
+    if options.repeats < 2:
+        parser.error(f"--repeats is {options.repeats}; percentiles want at least 2")
+    if not torch.cuda.is_available():
+        print("bench_optimizer measures a GPU and there is none here", file=sys.stderr)
+        return 1
+    bandwidth = copy_bandwidth(options.repeats)
+    torch.cuda.empty_cache()
+    for level in options.levels:
+        found = measure(level, options, bandwidth)
+        torch.cuda.empty_cache()
+        for row in found:
+            print(row, flush=True)
+        rows.append(options.csv, found)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
