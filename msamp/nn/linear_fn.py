@@ -10,7 +10,7 @@ from msamp.kernels import ops
 from msamp.nn.scaling_state import LinearScaling, Slot
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import Gemm
-from msamp.numerics.scaling import inverse, scale_from_amax
+from msamp.numerics.scaling import scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
 
 
@@ -29,30 +29,20 @@ def quantize_operand(
     Returns:
         Payload [M, N], its transpose [N, M] or None, and scale_inv (FP32, 0-dim, a copy; NaN where `x` is not finite).
     """
-    if slot.scale is None or slot.scale_inv is None:
-        amax = ops.amax(x) if combine is None else combine(ops.amax(x))
-        scale = scale_from_amax(amax, fmt.max)
-        scale_inv, taken = inverse(scale), None
+    if combine is None or slot.scale is not None:
+        payload, payload_t, scale_inv, _ = ops.cast_transpose(x, slot.scale, slot.amax, fmt.dtype, True, transpose, False)
     else:
-        scale, scale_inv = slot.scale, slot.scale_inv
-        amax = taken = None if slot.amax is None else torch.zeros_like(scale)
-    if transpose:
-        payload, payload_t = ops.cast_transpose(x, scale, taken, fmt.dtype)
-    else:
-        payload, payload_t = ops.cast(x, scale, taken, fmt.dtype), None
-    if amax is None:
-        return payload, payload_t, scale_inv.clone()
-    if slot.amax is not None:
-        slot.amax.copy_(torch.maximum(slot.amax, amax))
-    # An infinity saturates in the payload and shows only in amax: scale_inv + 0 * amax is NaN then, and with it the result.
-    # By this cast's own amax: the step's may still hold what a loop that skipped its optimizer.step() has passed over.
-    # It is also a copy, which must be: cuBLAS wants scales 16-byte aligned, and what backward saves must not roll on.
-    return payload, payload_t, torch.add(scale_inv, amax, alpha=0)
+        amax = combine(ops.amax(x))
+        if slot.amax is not None:
+            slot.amax.copy_(torch.maximum(slot.amax, amax))
+        payload, payload_t, scale_inv, _ = ops.cast_transpose(x, scale_from_amax(amax, fmt.max), None, fmt.dtype, True, transpose, False)
+        scale_inv = torch.add(scale_inv, amax, alpha=0)  # NaN on every rank where any rank's share is not finite
+    return payload, payload_t if transpose else None, scale_inv
 
 
 def transpose_payload(payload: torch.Tensor) -> torch.Tensor:
     """The transpose [N, M] of an FP8 payload [M, N], row-major."""
-    return payload.view(torch.uint8).t().contiguous().view(payload.dtype)
+    return ops.transpose(payload)
 
 
 def weight_operand(payload: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, transpose: bool) -> torch.Tensor:
@@ -60,7 +50,7 @@ def weight_operand(payload: torch.Tensor, multiplier: torch.Tensor, dtype: torch
     if payload.dtype == dtype:
         return transpose_payload(payload) if transpose else payload
     if transpose:
-        return ops.cast_transpose(payload, multiplier, None, dtype)[1]
+        return ops.cast_transpose(payload, multiplier, None, dtype, False, True, False)[1]
     return ops.cast(payload, multiplier, None, dtype)
 
 

@@ -1,5 +1,6 @@
 """GPT: megatron-core's GPTModel built from our configuration, with our layers in it."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,12 @@ from torch.nn import functional
 from megatron.lm.config import Config
 from megatron.lm.model.attention import check_backend
 from megatron.lm.model.initial import draw_weights
-from megatron.lm.model.linear import column_linear, connect, output_linear, row_linear
+from megatron.lm.model.linear import connect, layer_linears, output_linear
 from megatron.lm.model.loss import token_loss
 from megatron.lm.model.spec import block_spec
 from megatron.lm.process_groups import virtual_pipeline_size
 from msamp.comm.counters import WireBytes
+from msamp.nn.vocabulary_loss import linear_cross_entropy
 
 if TYPE_CHECKING:
     from msamp.numerics.recipe import Recipe
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
 class GPT(GPTModel):
     """GPTModel with the class of its output layer as an argument and the loss of `megatron.lm.model.loss`.
 
-    `forward(tokens, position_ids, None, labels=labels)` takes [b, s] int64 and returns the loss of every token, [b, s] FP32, or, without
-    labels, logits [b, s, padded vocabulary / tensor-parallel size]; on a pipeline stage that is not the last, hidden states [s, b, h].
+    `forward(tokens, position_ids, None)` takes [b, s] int64 and returns logits [b, s, padded vocabulary / tensor-parallel size]; with
+    `labels` [b, s] int64 the loss of every token, [b, s] FP32; with `labels` and `loss_mask` [b, s] FP32 the sum of the losses times the
+    mask, FP32 0-dim, for which without tensor parallelism no more than a chunk of the logits is ever held. On a pipeline stage that is
+    not the last it returns hidden states [s, b, h].
 
     Args:
         output_linear: class of the output layer (LM head), constructed as megatron-core's `ColumnParallelLinear`.
@@ -55,6 +59,24 @@ class GPT(GPTModel):
                 tp_group=self.pg_collection.tp,
             )
             self.output_layer.weight = weight
+
+    def _postprocess(
+        self, hidden_states: Tensor, *args: Any, labels: Tensor | None = None, loss_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        if self.post_process and labels is not None and loss_mask is not None:
+            if self.pg_collection.tp.size() == 1:
+                return self._loss_sum(hidden_states, labels, loss_mask)
+            return (super()._postprocess(hidden_states, *args, labels=labels, **kwargs) * loss_mask).sum()
+        return super()._postprocess(hidden_states, *args, labels=labels, loss_mask=loss_mask, **kwargs)
+
+    def _loss_sum(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
+        """hidden_states [s, b, h], labels and loss_mask [b, s] -> the masked sum of the losses, FP32 0-dim."""
+        head = self.output_layer
+        for hook in head._forward_pre_hooks.values():  # ZeRO's: the weight may still be on its way
+            hook(head, (hidden_states,))
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else head.weight
+        rows = (labels.t().reshape(-1), loss_mask.t().reshape(-1))
+        return linear_cross_entropy(hidden_states.flatten(0, 1), weight, *rows)[0]
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """labels [b, s], logits [s, b, vocabulary / TP] -> loss of every token [b, s] FP32."""
@@ -87,6 +109,7 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
         recompute_granularity=config.training.recompute_granularity,
         recompute_method=config.training.recompute_method,
         recompute_num_layers=config.training.recompute_num_layers,
+        recompute_modules=list(config.training.recompute_modules) or None,
         params_dtype=recipe.compute_dtype,
         bf16=recipe.compute_dtype is torch.bfloat16,
         pipeline_dtype=recipe.compute_dtype,
@@ -119,7 +142,7 @@ def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int
     Raises:
         ValueError: an attention backend that this machine does not have, or an unknown norm.
     """
-    linears = (column_linear(recipe), row_linear(recipe), output_linear(recipe))
+    linears = layer_linears(recipe, config.precision.bf16_linears or ()) | {"output_layer": output_linear(recipe)}
     model = assemble(config, transformer_config(config, recipe), vocab_size, linears, vp_stage)
     connect(model, config.parallel, WireBytes() if sent is None else sent)
     return model
@@ -129,16 +152,15 @@ def assemble(
     config: Config,
     core_config: TransformerConfig,
     vocab_size: int,
-    linears: tuple[type, type, type],
+    linears: Mapping[str, type],
     vp_stage: int | None = None,
 ) -> GPT:
-    """`build_model` with megatron-core's configuration and the classes of (column, row, output) linear layers given, not connected."""
+    """`build_model` with megatron-core's configuration and the classes of the linear layers by slot given, not connected."""
     check_backend(config.model.attention_backend, config.model.attention_dropout)
-    column_linear, row_linear, output_linear = linears
     model = config.model
     gpt = GPT(
         config=core_config,
-        transformer_layer_spec=block_spec(core_config, column_linear, row_linear, vp_stage, model.attention_backend),
+        transformer_layer_spec=block_spec(core_config, linears, vp_stage, model.attention_backend),
         vocab_size=config.padded_vocab_size(vocab_size),
         max_sequence_length=model.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -148,7 +170,7 @@ def assemble(
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
         vp_stage=vp_stage,
-        output_linear=output_linear,
+        output_linear=linears["output_layer"],
     )
     draw_weights(gpt, config)
     return gpt

@@ -1,7 +1,7 @@
 """The linear layers in the model's ModuleSpec slots: megatron-core's column- and row-parallel layers around our GEMMs."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class Counted(nn.Module):
         output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         if self.sent is not None:
             (self._count_row if isinstance(self, RowParallelLinear) else self._count_column)(self.sent, input_, output)
-        return output, bias
+        return output, _bias_to_add(bias)
 
     def _count_column(self, sent: WireBytes, x: Tensor, y: Tensor) -> None:
         ranks = self.tp_group.size()
@@ -72,6 +72,11 @@ class Counted(nn.Module):
 
     def _add(self, sent: WireBytes, collective: str, size: int) -> None:
         sent.add("activation", self.what + collective, size)
+
+
+def _bias_to_add(bias: Tensor | None) -> Tensor | None:
+    """What a layer hands out whose bias others add: a recomputed MLP's first forward would take the Parameter itself for its own output."""
+    return bias if bias is None or torch.is_grad_enabled() else bias.detach()
 
 
 def _after(x: Tensor, count: Callable[[], None]) -> None:
@@ -127,7 +132,7 @@ class FP8Gemm(Counted):
             return super().forward(input_, *args, **kwargs)
         output = fp8_row_linear(input_, self.weight, self.scaling, self.converter)  # type: ignore[arg-type]
         if self.skip_bias_add or self.bias is None:
-            return output, self.bias
+            return output, _bias_to_add(self.bias)
         return output + self.bias, None
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any) -> Tensor:
@@ -183,6 +188,12 @@ def column_linear(recipe: Recipe) -> type[nn.Module]:
 def row_linear(recipe: Recipe) -> type[nn.Module]:
     """Class for the slots `linear_proj` and `linear_fc2`, constructed as megatron-core's RowParallelLinear."""
     return _bind(RowParallelLinear, recipe)
+
+
+def layer_linears(recipe: Recipe, bf16: Collection[str] = ()) -> dict[str, type[nn.Module]]:
+    """The linear layers of a transformer layer by slot, those named in `bf16` with the GEMMs of O0."""
+    classes = {"linear_qkv": column_linear, "linear_proj": row_linear, "linear_fc1": column_linear, "linear_fc2": row_linear}
+    return {slot: make(BF16 if slot in bf16 else recipe) for slot, make in classes.items()}
 
 
 def output_linear(recipe: Recipe) -> type[nn.Module]:

@@ -19,20 +19,29 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def masked_mean_loss(token_losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean loss of a micro-batch, as megatron-core's schedules want it of a loss function (their two-value form).
-
-    The schedule divides the first value by the number of micro-batches and runs backward from it, so that gradients are the mean over
-    micro-batches of the mean over counted tokens. Give it `functools.partial(masked_mean_loss, loss_mask=mask)`.
+    """`mean_loss` from the loss of every token.
 
     Args:
         token_losses: [b, s] FP32, from `token_loss`.
+        loss_mask: [b, s] FP32, 1 where the token counts, 0 where it does not.
+    """
+    return mean_loss((token_losses * loss_mask).sum(), loss_mask)
+
+
+def mean_loss(loss_sum: Tensor, loss_mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean loss of a micro-batch, as megatron-core's schedules want it of a loss function (their two-value form).
+
+    The schedule divides the first value by the number of micro-batches and runs backward from it, so that gradients are the mean over
+    micro-batches of the mean over counted tokens. Give it `functools.partial(mean_loss, loss_mask=mask)`.
+
+    Args:
+        loss_sum: FP32 0-dim, the sum over counted tokens, as GPT.forward returns it.
         loss_mask: [b, s] FP32, 1 where the token counts, 0 where it does not.
 
     Returns:
         The mean, a scalar with gradient (0 when no token counts), and for the log `{"loss_sum", "tokens"}`: scalars without gradient,
         whose sums over micro-batches and data-parallel ranks give the exact mean over all counted tokens.
     """
-    loss_sum = (token_losses * loss_mask).sum()
     tokens = loss_mask.sum()
     mean = loss_sum / tokens.clamp(min=1)
     return mean, {"loss_sum": loss_sum.detach(), "tokens": tokens.detach()}

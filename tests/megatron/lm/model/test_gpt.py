@@ -18,11 +18,12 @@ from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelCon
 from megatron.lm.cpu_home import cpu_home
 from megatron.lm.model import linear
 from megatron.lm.model.gpt import GPT, assemble, build_model, transformer_config
-from megatron.lm.model.loss import masked_mean_loss
+from megatron.lm.model.loss import masked_mean_loss, mean_loss
 from msamp.numerics.recipe import BF16, FP32, O2, Recipe
 
 VOCABULARY = 60  # padded to 64
-LINEARS = (ColumnParallelLinear, RowParallelLinear, ColumnParallelLinear)
+COLUMN = dict.fromkeys(("linear_qkv", "linear_fc1", "output_layer"), ColumnParallelLinear)
+LINEARS = COLUMN | dict.fromkeys(("linear_proj", "linear_fc2"), RowParallelLinear)
 
 GPT2_LIKE = {"position_embedding_type": "learned_absolute"}
 GPT_ROPE = {"rotary_percent": 0.5}
@@ -84,9 +85,18 @@ def batch(seed: int = 0) -> dict[str, Tensor]:
     return {name: tensor.to(process_groups.device()) for name, tensor in fields.items()}
 
 
+def token_losses(model: GPT, data: dict[str, Tensor]) -> Tensor:
+    """[b, s], from all logits at once."""
+    return model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+
+
+def loss_sum(model: GPT, data: dict[str, Tensor]) -> Tensor:
+    """What the trainer asks for."""
+    return model(data["tokens"], data["position_ids"], None, labels=data["labels"], loss_mask=data["loss_mask"])
+
+
 def loss_of(model: GPT, data: dict[str, Tensor]) -> Tensor:
-    losses = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
-    return masked_mean_loss(losses, data["loss_mask"])[0]
+    return mean_loss(loss_sum(model, data), data["loss_mask"])[0]
 
 
 # A GPT in plain PyTorch, batch first, over the same named weights.
@@ -174,6 +184,61 @@ def test_logits_without_labels():
     torch.testing.assert_close(loss_of(model, data), expected[0])
 
 
+def gradients(model: GPT, loss: Tensor) -> dict[str, Tensor]:
+    names, weights = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, weights), strict=True))
+
+
+def all_logits_loss(model: GPT, data: dict[str, Tensor]) -> Tensor:
+    return masked_mean_loss(token_losses(model, data), data["loss_mask"])[0]
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_the_sum_in_chunks_is_that_of_all_logits(untied: bool):
+    model, data = new_model(config({"untie_embeddings_and_output_weights": untied})), batch()
+    mine, theirs = loss_of(model, data), all_logits_loss(model, data)
+    assert (mine.shape, mine.dtype) == ((), torch.float32)
+    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    expected = gradients(model, theirs)
+    for name, grad in gradients(model, mine).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+    with torch.no_grad():
+        assert torch.equal(loss_of(model, data), mine)
+
+
+def test_in_bf16_the_sum_in_chunks_loses_no_more_than_that_of_all_logits():
+    bf16, fp32, data = new_model(config(), BF16), new_model(config()), batch()
+    fp32.load_state_dict(bf16.state_dict())
+    exact = gradients(fp32, all_logits_loss(fp32, data))
+
+    def error(loss: Tensor) -> float:
+        lost = [(grad.double() - exact[name]).norm() / exact[name].double().norm() for name, grad in gradients(bf16, loss).items()]
+        return torch.stack(lost).square().mean().sqrt().item()
+
+    assert error(loss_of(bf16, data)) < 1.1 * error(all_logits_loss(bf16, data))
+
+
+def test_masked_tokens_leave_no_trace():
+    """With nothing counted the gradients are zeros, and what a masked label is does not matter."""
+    model, data = new_model(config()), batch()
+    other = torch.where(data["loss_mask"] > 0, data["labels"], (data["labels"] + 1) % VOCABULARY)
+    assert torch.equal(loss_of(model, data | {"labels": other}), loss_of(model, data))
+    loss = loss_of(model, data | {"loss_mask": torch.zeros_like(data["loss_mask"])})
+    loss.backward()
+    assert loss == 0
+    assert all(p.grad.count_nonzero() == 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_what_must_happen_before_the_head_happens(untied: bool):
+    """ZeRO waits in forward pre-hooks for weights that are still on their way."""
+    model, seen = new_model(config({"untie_embeddings_and_output_weights": untied})), []
+    model.output_layer.register_forward_pre_hook(lambda *_: seen.append("head"))
+    model.decoder.register_forward_hook(lambda *_: seen.append("decoder"))
+    loss_of(model, batch())
+    assert seen == ["decoder", "head"]
+
+
 def test_every_precision_starts_from_the_same_numbers():
     def parameters(recipe: Recipe) -> dict[str, Tensor]:
         process_groups.seed_all(7)
@@ -220,12 +285,13 @@ def test_class_of_the_output_layer(untied: bool):
     built = []
     for head in (ColumnParallelLinear, OtherLinear):
         process_groups.seed_all(7)
-        built.append(assemble(settings, transformer_config(settings, FP32), VOCABULARY, (*LINEARS[:2], head)))
+        built.append(assemble(settings, transformer_config(settings, FP32), VOCABULARY, LINEARS | {"output_layer": head}))
     usual, other = built
     assert [name for name, _ in other.named_parameters()] == [name for name, _ in usual.named_parameters()]
     calls = OtherLinear.calls
-    assert torch.equal(loss_of(other, batch()), loss_of(usual, batch()))
+    assert torch.equal(token_losses(other, batch()), token_losses(usual, batch()))
     assert OtherLinear.calls == calls + 1
+    assert torch.equal(loss_of(other, batch()), loss_of(usual, batch()))
     if untied:
         assert other.output_layer.weight.is_embedding_or_output_parameter
 
@@ -235,8 +301,7 @@ def test_class_of_the_output_layer(untied: bool):
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: GPT) -> tuple[Tensor, Callable]:
     data = next(data_iterator)
-    losses = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
-    return losses, partial(masked_mean_loss, loss_mask=data["loss_mask"])
+    return loss_sum(model, data), partial(mean_loss, loss_mask=data["loss_mask"])
 
 
 def run_schedule(model: GPT, micro_batches: int = 2) -> list[dict[str, Tensor]]:

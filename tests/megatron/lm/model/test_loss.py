@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.lm.cpu_home import cpu_home
-from megatron.lm.model.loss import masked_mean_loss, token_loss
+from megatron.lm.model.loss import masked_mean_loss, mean_loss, token_loss
 from megatron.lm.process_groups import device, initialize, shutdown
 
 
@@ -70,6 +70,17 @@ def test_masked_mean():
     with torch.no_grad():
         mean /= 2
     assert report["loss_sum"].item() == 10.0
+
+
+def test_mean_of_a_sum_is_the_masked_mean():
+    losses, mask = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 0.0, 1.0]])
+    loss_sum = torch.tensor(4.0, requires_grad=True)
+    mean, report = mean_loss(loss_sum, mask)
+    assert (mean.detach(), report) == masked_mean_loss(losses, mask)
+    mean.backward()
+    assert loss_sum.grad == 0.5
+    assert not report["loss_sum"].requires_grad
+    assert mean_loss(torch.zeros(()), torch.zeros(1, 2))[0] == 0
 
 
 def test_a_micro_batch_without_counted_tokens_has_loss_zero():

@@ -22,6 +22,9 @@ class Row(RowParallelLinear):
     pass
 
 
+LINEARS = {"linear_qkv": Column, "linear_proj": Row, "linear_fc1": Column, "linear_fc2": Row}
+
+
 def config(**model: object) -> Config:
     return Config(
         model=ModelConfig(num_layers=3, hidden_size=16, num_attention_heads=2, seq_length=8, **model),
@@ -42,7 +45,7 @@ def one_process() -> Iterator[None]:
 def test_given_classes_stand_in_their_slots(normalization: str, norm: type):
     settings = config(normalization=normalization, attention_backend="math")
     core_config = transformer_config(settings, SimpleNamespace(name="fp32", compute_dtype=torch.float32))
-    model = assemble(settings, core_config, 32, (Column, Row, Column))
+    model = assemble(settings, core_config, 32, LINEARS | {"output_layer": Column})
     assert len(model.decoder.layers) == 3
     for layer in model.decoder.layers:
         assert type(layer.self_attention.linear_qkv) is type(layer.mlp.linear_fc1) is Column
@@ -56,6 +59,6 @@ def test_given_classes_stand_in_their_slots(normalization: str, norm: type):
 
 def test_a_block_holds_this_stage_s_layers():
     core_config = transformer_config(config(), SimpleNamespace(name="fp32", compute_dtype=torch.float32))
-    spec = block_spec(core_config, Column, Row)
+    spec = block_spec(core_config, LINEARS)
     assert len(spec.layer_specs) == 3
     assert spec.layer_norm is LayerNorm

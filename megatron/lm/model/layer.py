@@ -1,0 +1,83 @@
+"""One transformer layer: with FP8 linear layers two fused functions, else megatron-core's own composition of the same modules."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from megatron.lm.model.linear import FP8Gemm
+from msamp.nn.attention_block import AttentionBlock, AttentionSettings
+from msamp.nn.block_gemm import BlockGemm, Norm
+from msamp.nn.mlp_block import MLPBlock, MLPSettings
+
+
+class Layer(TransformerLayer):
+    """megatron-core's TransformerLayer with the parameters it makes, computed by `msamp.nn`'s blocks where they serve.
+
+    They serve at O1 to O3 without tensor parallelism and hidden dropout. Not while one of the layer's linear layers is watched by a
+    forward hook, since a fused block never calls it, and not in generation with a cache.
+
+    Attributes:
+        fused: whether the blocks serve this layer.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.config
+        self.fused = all(isinstance(m, FP8Gemm) for m in self._linears()) and self.tp_group.size() == 1 and not config.hidden_dropout
+        self.norm = Norm(config.layernorm_epsilon, config.normalization == "RMSNorm")
+        self.activation = "swiglu" if config.gated_linear_unit else "gelu"
+        selected = config.recompute_modules if config.recompute_granularity == "selective" else []
+        self.recompute_attention = "core_attn" in selected and not config.attention_dropout
+        self.recompute_fc1 = "mlp" in selected
+
+    def _linears(self) -> tuple[nn.Module, ...]:
+        attention, mlp = self.self_attention, self.mlp
+        return attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
+
+    def weight_holders(self) -> Iterator[nn.Module]:
+        """The modules whose weights this layer computes with itself: what must be there before its forward."""
+        if self.fused:
+            yield from (self.input_layernorm, self.pre_mlp_layernorm, *self._linears())
+
+    def forward(self, hidden_states: Tensor, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+        """hidden_states [s, b, h] -> (the same after this layer, None); the other arguments are TransformerLayer's."""
+        watched = any(m._forward_hooks for m in self._linears())
+        if not self.fused or watched or any(value is not None for value in (*args, *kwargs.values())):
+            return super().forward(hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        x, delta = self._attention(hidden_states.contiguous(), rotary_pos_emb)
+        norm, fc1, fc2 = self.pre_mlp_layernorm, self.mlp.linear_fc1, self.mlp.linear_fc2
+        how = MLPSettings(
+            self.norm, BlockGemm.of(fc1.scaling, fc1.weight), BlockGemm.of(fc2.scaling, fc2.weight), self.activation, self.recompute_fc1
+        )
+        norm_bias = getattr(norm, "bias", None)
+        return MLPBlock.apply(x, delta, norm.weight, norm_bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias, how), None
+
+    def _attention(self, x: Tensor, rotary_pos_emb: Tensor | None) -> tuple[Tensor, Tensor]:
+        attention, norm = self.self_attention, self.input_layernorm
+        qkv, proj = attention.linear_qkv, attention.linear_proj
+        cos, sin = (x.new_empty(x.shape[0], 0, dtype=torch.float32),) * 2 if rotary_pos_emb is None else _cos_sin(rotary_pos_emb)
+        how = AttentionSettings(
+            norm=self.norm,
+            qkv=BlockGemm.of(qkv.scaling, qkv.weight),
+            proj=BlockGemm.of(proj.scaling, proj.weight),
+            core=functools.partial(attention.core_attention, attention_mask=None),
+            heads=attention.num_attention_heads_per_partition,
+            groups=attention.num_query_groups_per_partition,
+            cos=cos,
+            sin=sin,
+            keep=torch.is_grad_enabled(),
+            recompute=self.recompute_attention,
+        )
+        norm_bias = getattr(norm, "bias", None)
+        return AttentionBlock.apply(x, norm.weight, norm_bias, qkv.weight, qkv.bias, proj.weight, proj.bias, how)
+
+
+@functools.lru_cache(maxsize=8)
+def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """FP32 [s, r] of megatron-core's rotary angles [s, 1, 1, r], which it makes once a sequence length itself."""
+    angles = angles.view(angles.shape[0], -1).float()
+    return angles.cos(), angles.sin()

@@ -1,0 +1,146 @@
+"""The attention half of a transformer layer as one function: norm, QKV, rotary embedding, attention, projection, all casts fused.
+
+What lies between two GEMMs is one kernel, which leaves FP8 operands as the next GEMM wants them. Kept for backward in the compute
+dtype are only the residual stream, the rotated queries, keys and values, and the attention's output; the FP8 operands of the weight
+gradients (normalised input, attention output) are made again from them, to the same bits, at the price of reading 2 bytes an element
+instead of writing 1 in forward.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from msamp.kernels import ops
+from msamp.nn.block_gemm import BlockGemm, Norm, bias_gradient, grad_weight
+from msamp.numerics.tensor import ScalingTensor
+
+Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class AttentionSettings(NamedTuple):
+    """What is no tensor of the graph.
+
+    Attributes:
+        norm: of the input.
+        qkv, proj: the two linear layers.
+        core: differentiable attention: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d].
+        heads, groups: of queries, and of keys and values.
+        cos, sin: FP32 [s, r]: rotary embedding of the first r channels of a head; r = 0 without one.
+        keep: whether backward will come.
+        recompute: forget the attention's output, and run the attention again in backward.
+    """
+
+    norm: Norm
+    qkv: BlockGemm
+    proj: BlockGemm
+    core: Core
+    heads: int
+    groups: int
+    cos: torch.Tensor
+    sin: torch.Tensor
+    keep: bool
+    recompute: bool
+
+
+class AttentionBlock(torch.autograd.Function):
+    """(x, norm weight and bias, QKV weight and bias, projection weight and bias, settings) -> (x, what attention adds to it).
+
+    x is handed through so that its gradient along the residual path is added inside the norm's backward kernel.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: torch.Tensor,
+        norm_weight: torch.Tensor,
+        norm_bias: torch.Tensor | None,
+        qkv_weight: ScalingTensor,
+        qkv_bias: torch.Tensor | None,
+        proj_weight: ScalingTensor,
+        proj_bias: torch.Tensor | None,
+        how: AttentionSettings,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        s, b, _ = x.shape
+        x2d, qkv_gemm, proj = x.view(s * b, -1), how.qkv, how.proj
+        _, n8, n_scale_inv, mean, rstd = ops.normalize(
+            x2d, None, norm_weight, norm_bias, how.norm.eps, how.norm.rms, qkv_gemm.x.scale, qkv_gemm.x.amax, qkv_gemm.x_dtype
+        )
+        qkv = qkv_gemm.output(n8, n_scale_inv, qkv_weight.payload, qkv_bias, x.dtype)
+        ops.rotary_(qkv.view(s, b, -1), how.cos, how.sin, how.heads, how.groups)
+        parts, attended = _attend(qkv.view(s, b, -1), how)
+        o2d = attended.detach().view(s * b, -1)
+        o8, _, o_scale_inv, _ = ops.cast_transpose(o2d, proj.x.scale, proj.x.amax, proj.x_dtype, True, False, False)
+        delta = proj.output(o8, o_scale_inv, proj_weight.payload, proj_bias, x.dtype)
+        if how.keep:
+            norm, weights = (norm_weight, norm_bias, mean, rstd), (qkv_weight.payload, qkv_bias, proj_weight.payload, proj_bias)
+            ctx.save_for_backward(x, *norm, n_scale_inv, o_scale_inv, *weights)
+            ctx.attention, ctx.how = (qkv.view(s, b, -1), None) if how.recompute else (parts, attended), how
+            ctx.weight_dtypes = (qkv_weight.dtype, proj_weight.dtype)
+        return x, delta.view(s, b, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_x: torch.Tensor, grad_delta: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        x, norm_weight, norm_bias, mean, rstd, n_scale_inv, o_scale_inv, *weights = ctx.saved_tensors
+        qkv_weight, qkv_bias, proj_weight, proj_bias = weights
+        how, (parts, attended) = ctx.how, ctx.attention
+        del ctx.attention
+        if attended is None:
+            parts, attended = _attend(parts, how)
+        qkv, proj, (qkv_dtype, proj_dtype) = how.qkv, how.proj, ctx.weight_dtypes
+        x2d, tokens = x.view(-1, x.shape[-1]), x.shape[0] * x.shape[1]
+        g8, g8_t, g_scale_inv, sums = ops.cast_transpose(
+            grad_delta.reshape(tokens, -1), proj.grad.scale, proj.grad.amax, proj.grad_dtype, True, True, proj_bias is not None
+        )
+        grad_proj_bias = bias_gradient(sums, proj_bias)
+        o2d = attended.detach().view(tokens, -1)
+        o8_t = ops.cast_transpose(o2d, o_scale_inv.reciprocal(), None, proj.x_dtype, False, True, False)[1]
+        grad_proj = grad_weight(g8_t, g_scale_inv, o8_t, o_scale_inv, proj_dtype)
+        grad_o = proj.grad_input(g8, g_scale_inv, proj_weight, x.dtype).view(attended.shape)
+        grad_parts = torch.autograd.grad(attended, parts, grad_o)
+        del parts, attended, o2d, o8_t, grad_o
+        g8, g8_t, g_scale_inv, sums = ops.rotary_backward(
+            *grad_parts, how.cos, how.sin, qkv.grad.scale, qkv.grad.amax, qkv.grad_dtype, qkv_bias is not None
+        )
+        del grad_parts
+        n8_t = ops.normalize_transposed(x2d, mean, rstd, norm_weight, norm_bias, how.norm.rms, n_scale_inv, qkv.x_dtype)
+        grad_qkv = grad_weight(g8_t, g_scale_inv, n8_t, n_scale_inv, qkv_dtype)
+        grad_n = qkv.grad_input(g8, g_scale_inv, qkv_weight, x.dtype)
+        residual = grad_x.reshape(tokens, -1)
+        grad_x2d, grad_norm_weight, grad_norm_bias = ops.normalize_backward(grad_n, x2d, mean, rstd, norm_weight, residual, how.norm.rms)
+        return (
+            grad_x2d.view(x.shape),
+            grad_norm_weight.to(norm_weight.dtype),
+            bias_gradient(grad_norm_bias, norm_bias),
+            grad_qkv,
+            bias_gradient(sums, qkv_bias),
+            grad_proj,
+            grad_proj_bias,
+            None,
+        )
+
+
+def _attend(qkv: torch.Tensor, how: AttentionSettings) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Query, key and value from the rotated projection, and attention's output as a function of them."""
+    with torch.set_grad_enabled(how.keep):
+        # A small graph of its own: any attention kernel serves, and its gradients come apart, not as one zero-filled QKV.
+        parts = tuple(part.detach().requires_grad_(how.keep) for part in split_heads(qkv, how.heads, how.groups))
+        return parts, how.core(*parts)
+
+
+def split_heads(qkv: torch.Tensor, heads: int, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query [s, b, heads, d], key and value [s, b, groups, d] of a projection in Megatron's order: for each group its queries, key, value.
+
+    Args:
+        qkv: [s, b, (heads + 2 groups) * d].
+        heads, groups: of queries, and of keys and values.
+
+    Returns:
+        Views; the query is a copy where a group has several heads.
+    """
+    s, b, width = qkv.shape
+    grouped = qkv.view(s, b, groups, heads // groups + 2, width // (heads + 2 * groups))
+    query, key, value = grouped.split([heads // groups, 1, 1], dim=3)
+    return query.reshape(s, b, heads, -1), key.squeeze(3), value.squeeze(3)

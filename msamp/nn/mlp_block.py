@@ -1,0 +1,103 @@
+"""The MLP half of a transformer layer as one function: residual add, norm, FC1, GELU or SwiGLU, FC2, residual add, all casts fused.
+
+Kept for backward in the compute dtype are only the residual stream and FC1's output; the FP8 operands of the weight gradients
+(normalised input, activation) are made again from them, to the same bits.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from msamp.kernels import ops
+from msamp.nn.block_gemm import BlockGemm, Norm, bias_gradient, grad_weight
+from msamp.numerics.tensor import ScalingTensor
+
+
+class MLPSettings(NamedTuple):
+    """What is no tensor of the graph.
+
+    Attributes:
+        norm: of the input.
+        fc1, fc2: the two linear layers.
+        activation: "gelu" (tanh form) or "swiglu".
+        recompute: forget FC1's output too, and run FC1 again in backward.
+    """
+
+    norm: Norm
+    fc1: BlockGemm
+    fc2: BlockGemm
+    activation: str
+    recompute: bool
+
+
+class MLPBlock(torch.autograd.Function):
+    """(x, delta, norm weight and bias, FC1 weight and bias, FC2 weight and bias, settings) -> x + delta + MLP(norm(x + delta))."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: torch.Tensor,
+        delta: torch.Tensor,
+        norm_weight: torch.Tensor,
+        norm_bias: torch.Tensor | None,
+        fc1_weight: ScalingTensor,
+        fc1_bias: torch.Tensor | None,
+        fc2_weight: ScalingTensor,
+        fc2_bias: torch.Tensor | None,
+        how: MLPSettings,
+    ) -> torch.Tensor:
+        x2d, delta2d = x.view(-1, x.shape[-1]), delta.view(-1, x.shape[-1])
+        fc1, fc2 = how.fc1, how.fc2
+        total, n8, n_scale_inv, mean, rstd = ops.normalize(
+            x2d, delta2d, norm_weight, norm_bias, how.norm.eps, how.norm.rms, fc1.x.scale, fc1.x.amax, fc1.x_dtype
+        )
+        y = fc1.output(n8, n_scale_inv, fc1_weight.payload, fc1_bias, x.dtype)
+        a8, a_scale_inv = ops.activate(y, how.activation, fc2.x.scale, fc2.x.amax, fc2.x_dtype)
+        out = fc2.output(a8, a_scale_inv, fc2_weight.payload, fc2_bias, x.dtype).add_(total)
+        kept = None if how.recompute else y
+        norm, weights = (norm_weight, norm_bias, mean, rstd), (fc1_weight.payload, fc1_bias, fc2_weight.payload, fc2_bias)
+        ctx.save_for_backward(total, kept, *norm, n_scale_inv, a_scale_inv, *weights)
+        ctx.how, ctx.weight_dtypes = how, (fc1_weight.dtype, fc2_weight.dtype)
+        return out.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        total, y, norm_weight, norm_bias, mean, rstd, n_scale_inv, a_scale_inv, *weights = ctx.saved_tensors
+        fc1_weight, fc1_bias, fc2_weight, fc2_bias = weights
+        how, (fc1_dtype, fc2_dtype) = ctx.how, ctx.weight_dtypes
+        fc1, fc2, rms, dtype = how.fc1, how.fc2, how.norm.rms, total.dtype
+        g2d = grad_output.reshape(total.shape)
+        if y is None:
+            n8 = ops.normalize(total, None, norm_weight, norm_bias, how.norm.eps, rms, n_scale_inv.reciprocal(), None, fc1.x_dtype)[1]
+            y = fc1.output(n8, n_scale_inv, fc1_weight, fc1_bias, dtype)
+            del n8
+        g8, g8_t, g_scale_inv, sums = ops.cast_transpose(
+            g2d, fc2.grad.scale, fc2.grad.amax, fc2.grad_dtype, True, True, fc2_bias is not None
+        )
+        grad_fc2_bias = bias_gradient(sums, fc2_bias)
+        grad_a = fc2.grad_input(g8, g_scale_inv, fc2_weight, dtype)
+        h8, h8_t, h_scale_inv, a8_t, sums = ops.activate_backward(
+            grad_a, y, how.activation, a_scale_inv, fc2.x_dtype, fc1.grad.scale, fc1.grad.amax, fc1.grad_dtype, fc1_bias is not None
+        )
+        del grad_a, y
+        grad_fc2 = grad_weight(g8_t, g_scale_inv, a8_t, a_scale_inv, fc2_dtype)
+        del g8, g8_t, a8_t
+        n8_t = ops.normalize_transposed(total, mean, rstd, norm_weight, norm_bias, rms, n_scale_inv, fc1.x_dtype)
+        grad_fc1 = grad_weight(h8_t, h_scale_inv, n8_t, n_scale_inv, fc1_dtype)
+        del h8_t, n8_t
+        grad_n = fc1.grad_input(h8, h_scale_inv, fc1_weight, dtype)
+        grad_x, grad_norm_weight, grad_norm_bias = ops.normalize_backward(grad_n, total, mean, rstd, norm_weight, g2d, rms)
+        grad_x = grad_x.view(grad_output.shape)
+        return (
+            grad_x,
+            grad_x,
+            grad_norm_weight.to(norm_weight.dtype),
+            bias_gradient(grad_norm_bias, norm_bias),
+            grad_fc1,
+            bias_gradient(sums, fc1_bias),
+            grad_fc2,
+            grad_fc2_bias,
+            None,
+        )

@@ -1,0 +1,122 @@
+"""The LM head and its cross entropy as one autograd function, which never holds the logits of more than a chunk of tokens.
+
+Gradients are computed in forward, chunk by chunk, while the logits are there: the loss is a weighted sum with weights known in forward,
+so that backward only multiplies by the gradient of the sum. Between the two stand gradients in FP32: [T, h] and [V, h] instead of logits
+[T, V] and their FP32 copy. (For 8,192 tokens, a vocabulary of 50,304 and h = 2,048: 0.48 GB, and a chunk of 0.21, instead of 2.47.)
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from msamp.kernels import ops
+from msamp.kernels.scaled_mm import native_bf16
+
+CHUNK_BYTES = 256 * 2**20  # of logits: some 2,000 tokens of GPT-2's vocabulary, enough rows for a GEMM at full speed
+ROWS = 128  # a chunk is a multiple of so many tokens: tiles of a GEMM
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, chunk_bytes: int = CHUNK_BYTES
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross entropy of `hidden @ weight.T`, logits rounded once to the inputs' dtype, everything behind them in FP32.
+
+    Args:
+        hidden: [T, h] BF16 or FP32.
+        weight: [V, h], of the same dtype.
+        labels: [T] int64, 0 to V - 1; another makes the loss and the gradients NaN.
+        weights: [T] FP32, the loss mask.
+        chunk_bytes: about so many bytes of logits are held at a time.
+
+    Returns:
+        The sum of `weights * losses`, FP32 0-dim, with gradient to `hidden` and `weight`; and the losses [T] FP32 in nats, without.
+
+    Raises:
+        ValueError: shapes or dtypes that do not go together.
+    """
+    _check(hidden, weight, labels, weights)
+    rows = chunk_rows(hidden.shape[0], weight.shape[0], hidden.element_size(), chunk_bytes)
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _LinearCrossEntropy.apply(hidden, weight, labels, weights, rows)  # type: ignore[no-any-return, no-untyped-call]
+    losses = _in_chunks(hidden, weight, labels, weights, rows, None, None)
+    return (weights * losses).sum(), losses
+
+
+def chunk_rows(tokens: int, vocabulary: int, itemsize: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Tokens of a chunk: chunks of equal size, a multiple of 128 unless there is only one, about `chunk_bytes` of logits each."""
+    chunks = -(-tokens * vocabulary * itemsize // chunk_bytes)
+    return min(tokens, -(-tokens // (chunks * ROWS)) * ROWS)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wanted = zip((hidden, weight), ctx.needs_input_grad, strict=False)
+        grads = tuple(torch.empty_like(x, dtype=torch.float32) if needed else None for x, needed in wanted)
+        losses = _in_chunks(hidden, weight, labels, weights, rows, *grads)
+        ctx.save_for_backward(*grads)
+        ctx.dtype = hidden.dtype
+        ctx.mark_non_differentiable(losses)
+        ctx.set_materialize_grads(False)
+        return (weights * losses).sum(), losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss_sum: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        # Out of FP32 in the same pass: one rounding, and the factor is not rounded to BF16 as it would be beside a BF16 tensor.
+        grads = (None if g is None else torch.mul(g, grad_loss_sum, out=torch.empty_like(g, dtype=ctx.dtype)) for g in ctx.saved_tensors)
+        return (*grads, None, None, None)
+
+
+def _in_chunks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    rows: int,
+    grad_hidden: torch.Tensor | None,
+    grad_weight: torch.Tensor | None,
+) -> torch.Tensor:
+    """The losses [T] FP32; writes the gradients of their weighted sum into `grad_hidden` [T, h] and `grad_weight` [V, h], FP32."""
+    logits = hidden.new_empty(rows, weight.shape[0])
+    losses = []
+    for start in range(0, hidden.shape[0], rows):
+        part = slice(start, start + rows)
+        x = hidden[part]
+        chunk = logits[: x.shape[0]]
+        _product(x, weight.t(), chunk)
+        losses.append(ops.cross_entropy_(chunk, labels[part], weights[part]))
+        if grad_hidden is not None:
+            _product(chunk, weight, grad_hidden[part])
+        if grad_weight is not None:
+            _product(chunk.t(), x, grad_weight, accumulate=start > 0)
+    return torch.cat(losses)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool = False) -> None:
+    """`a @ b` into `out`, or added to it, without a second tensor of its size on a GPU."""
+    if not native_bf16(a.device):
+        a, b = a.float(), b.float()
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=int(accumulate), out=out)
+    elif not a.is_cuda:  # torch has no BF16 product with FP32 result there
+        out.add_(a @ b) if accumulate else out.copy_(a @ b)
+    elif not accumulate:
+        torch.mm(a, b, out.dtype, out=out)
+    elif torch.__version__ < "2.10":  # whose addmm takes no FP32 summand
+        out.add_(torch.mm(a, b, out.dtype))
+    else:
+        torch.addmm(out, a, b, out.dtype, out=out)
+
+
+def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> None:
+    if hidden.dtype not in (torch.bfloat16, torch.float32) or weight.dtype != hidden.dtype:
+        raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; both must be torch.bfloat16 or both torch.float32")
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or not hidden.shape[0]:
+        raise ValueError(f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}; they must be [T, h], T at least 1, and [V, h]")
+    for name, x, dtype in (("labels", labels, torch.int64), ("weights", weights, torch.float32)):
+        if x.shape != hidden.shape[:1] or x.dtype != dtype:
+            raise ValueError(f"{name} is {list(x.shape)} {x.dtype}; it must be [{hidden.shape[0]}] {dtype}, one a row of hidden")

@@ -1,0 +1,144 @@
+"""The fused layer against megatron-core's composition of the same modules, and when it steps aside for it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dist
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from megatron.lm import process_groups
+from megatron.lm.model.gpt import GPT, build_model
+from megatron.lm.model.layer import Layer
+from msamp.numerics.metrics import sqnr_db
+from msamp.numerics.recipe import BF16, O2, O3, Recipe
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "rope": {"rotary_percent": 0.5},
+    "learned": {"position_embedding_type": "learned_absolute"},
+    "llama": {
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "num_attention_heads": 4,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "disable_bias_linear": True,
+        "untie_embeddings_and_output_weights": True,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    with tiny.started(tiny.config("unread")):
+        yield
+
+
+def model(recipe: Recipe = O2, **settings: Any) -> GPT:
+    process_groups.seed_all(7)
+    return build_model(tiny.config("unread", hidden_size=64, init_method_std=0.1, **settings), recipe, tiny.VOCABULARY)
+
+
+def layers(made: GPT) -> list[Layer]:
+    return [module for module in made.modules() if isinstance(module, Layer)]
+
+
+def unfused(made: GPT) -> GPT:
+    for layer in layers(made):
+        layer.fused = False
+    return made
+
+
+def forward_backward(made: GPT) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of every token [b, s], and gradients by name."""
+    tokens = torch.randint(0, tiny.VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(0)).to(process_groups.device())
+    losses = made(tokens, torch.arange(16, device=tokens.device).expand(4, 16), None, labels=tokens.roll(1, 1))
+    losses.mean().backward()
+    return losses.detach(), {name: p.grad for name, p in made.named_parameters()}
+
+
+def assert_same_bits(a: tuple[Tensor, dict[str, Tensor]], b: tuple[Tensor, dict[str, Tensor]]) -> None:
+    assert torch.equal(a[0], b[0])
+    assert a[1].keys() == b[1].keys()
+    assert all(torch.equal(grad, b[1][name]) for name, grad in a[1].items())
+
+
+@pytest.mark.parametrize("recipe", [O2, O3], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_close_to_the_composition_of_the_same_modules(shape: str, recipe: Recipe):
+    made = model(recipe, **SHAPES[shape])
+    assert [layer.fused for layer in layers(made)] == [True, True]
+    losses, gradients = forward_backward(made)
+    expected_losses, expected = forward_backward(unfused(model(recipe, **SHAPES[shape])))
+    torch.testing.assert_close(losses.mean(), expected_losses.mean(), rtol=0, atol=1e-2)
+    assert gradients.keys() == expected.keys()
+    assert {name: db for name in expected if (db := sqnr_db(expected[name].float(), gradients[name].float())) < 12} == {}
+
+
+def test_without_gradients_the_losses_are_the_same():
+    made = model()
+    losses = forward_backward(made)[0]
+    tokens = torch.randint(0, tiny.VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(0)).to(process_groups.device())
+    with torch.no_grad():
+        assert torch.equal(made(tokens, torch.arange(16, device=tokens.device).expand(4, 16), None, labels=tokens.roll(1, 1)), losses)
+
+
+@pytest.mark.parametrize("watched", ["self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"])
+def test_a_watched_layer_is_not_fused(watched: str):
+    made, calls = model(), []
+    handles = [layer.get_submodule(watched).register_forward_hook(lambda *_: calls.append(watched)) for layer in layers(made)]
+    assert_same_bits(forward_backward(made), forward_backward(unfused(model())))
+    assert calls == [watched] * 2
+    for handle in handles:
+        handle.remove()
+    made.zero_grad()
+    assert_same_bits(forward_backward(made), forward_backward(model()))
+    assert calls == [watched] * 2
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: model(hidden_dropout=0.1),
+        lambda: model(BF16),
+        lambda: model(bf16_linears=["linear_proj"]),
+        lambda: model(O3, bf16_linears=["linear_fc1"]),
+    ],
+    ids=["dropout", "bf16", "BF16 projection", "BF16 fc1"],
+)
+def test_where_the_blocks_do_not_serve(build: Callable[[], GPT]):
+    for layer in layers(build()):
+        assert not layer.fused
+        assert list(layer.weight_holders()) == []
+
+
+def fused_on_a_rank(recipe: Recipe) -> list[bool]:
+    settings = tiny.config("unread", tensor_model_parallel_size=2)
+    with tiny.started(settings):
+        return [layer.fused for layer in layers(build_model(settings, recipe, tiny.VOCABULARY))]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
+def test_tensor_parallel_layers_are_not_fused():
+    assert dist.run(fused_on_a_rank, 2, O3) == [[False, False]] * 2
+
+
+def test_holders_of_the_weights():
+    layer = layers(model())[0]
+    held = {id(p) for module in layer.weight_holders() for p in module.parameters(recurse=False)}
+    assert held == {id(p) for p in layer.parameters()}
+    layer.fused = False
+    assert list(layer.weight_holders()) == []
+
+
+@pytest.mark.parametrize("recipe", [O2, O3], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("shape", ["rope", "llama"])
+@pytest.mark.parametrize("modules", [["core_attn"], ["mlp"], ["core_attn", "mlp"]], ids="+".join)
+def test_selective_recomputation_changes_no_bit(modules: list[str], shape: str, recipe: Recipe):
+    made = model(recipe, **SHAPES[shape], recompute_granularity="selective", recompute_modules=modules)
+    for layer in layers(made):
+        assert layer.fused
+        assert (layer.recompute_attention, layer.recompute_fc1) == ("core_attn" in modules, "mlp" in modules)
+    assert_same_bits(forward_backward(made), forward_backward(model(recipe, **SHAPES[shape])))
