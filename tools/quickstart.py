@@ -60,7 +60,7 @@ def training_flags(level: str, options: Options) -> list[str]:
     return [
         *MODEL.split(),
         *OPTIMIZER.split(),
-        *f"--opt-level {level} --seed 1234 --train-iters {iters} --lr-warmup-iters {iters // 10}".split(),
+        *f"--opt-level {level} --fp8-min-gain 0 --seed 1234 --train-iters {iters} --lr-warmup-iters {iters // 10}".split(),
         *f"--micro-batch-size {min(8, BATCH // options.processes)} --global-batch-size {BATCH}".split(),
         *f"--eval-interval {iters if iters % 4 else iters // 4} --eval-iters 16".split(),
         *f"--log-interval {max(1, iters // 30)} --log-underflow-interval {max(1, iters // 20)}".split(),

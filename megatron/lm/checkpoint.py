@@ -228,6 +228,9 @@ def _check_same_model(saved: dict[str, Any], training: Training) -> None:
         differing.append(f"precision {config.precision.name} (saved: {was.name}; --finetune takes over the weights alone)")
     elif not finetune and was.fp8_scaling != config.precision.fp8_scaling:
         differing.append(f"--fp8-scaling {config.precision.fp8_scaling} (saved: {was.fp8_scaling})")
+    elif not finetune and (was.bf16_linears or ()) != (config.precision.bf16_linears or ()):
+        mine, theirs = (" ".join(linears or ()) or "none" for linears in (config.precision.bf16_linears, was.bf16_linears))
+        differing.append(f"linear layers in BF16: {mine} (saved: {theirs}; it is taken over without --bf16-linears and --fp8-min-gain 0)")
     batch, before = config.global_batch_size(torch.distributed.get_world_size()), saved["consumed_samples"]
     if not finetune and batch * saved["iteration"] != before:
         differing.append(f"--global-batch-size {batch} (saved: {before // max(1, saved['iteration'])})")
@@ -280,6 +283,14 @@ def _judged(training: Training) -> tuple[dict[str, Any], dict[str, Any] | None]:
     return saved, _load_file(rng, "resume with --no-load-rng")
 
 
+def saved_bf16_linears(config: Config) -> tuple[str, ...] | None:
+    """The linear layers that are BF16 in the checkpoint that `config` resumes; None where it resumes none. ValueError for a damaged one."""
+    if config.checkpoint.load is None or config.checkpoint.finetune:
+        return None
+    saved = _read(latest(Path(config.checkpoint.load)), state_file(), mmap=True)
+    return config_from_dict(saved["config"]).precision.bf16_linears or ()
+
+
 def load(training: Training) -> None:
     """Resume from `--load`: the newest checkpoint there; with `--finetune` the weights alone, at iteration 0. Collective.
 
@@ -306,6 +317,7 @@ def load(training: Training) -> None:
     if settings.finetune:
         return
     # Only the place in the schedule is taken over: its shape, like every hyper-parameter, is what this run's flags say.
+    training.schedule.settle()
     training.schedule.num_steps = saved["schedule"]["num_steps"]
     training.schedule.step(0)
     training.iteration = saved["iteration"]

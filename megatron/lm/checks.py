@@ -49,8 +49,9 @@ def single_values(section: object) -> Problems:
         value, legal, choices = getattr(section, setting.name), setting.metadata["legal"], setting.metadata["choices"]
         if value is None:
             continue
-        if choices is not None and value not in choices:
-            yield f"{flag(setting.name)} {value}: choose one of {', '.join(choices)}"
+        for one in value if isinstance(value, tuple) else (value,):
+            if choices is not None and one not in choices:
+                yield f"{flag(setting.name)} {one}: choose one of {', '.join(choices)}"
         if legal is not None and value not in legal:
             yield f"{flag(setting.name)} {value}: give a number in {legal}"
 
@@ -90,13 +91,16 @@ def positions(config: Config, world_size: int) -> Problems:
 
 
 def recomputation(config: Config, world_size: int) -> Problems:
-    """The three recomputation flags come together."""
+    """The flags of full recomputation come together, that of selective recomputation with its granularity."""
     training, parallel = config.training, config.parallel
+    if training.recompute_modules and training.recompute_granularity != "selective":
+        modules = " ".join(training.recompute_modules)
+        yield f"--recompute-modules {modules} has no effect by itself: add --recompute-granularity selective, or drop it"
     for name in ("recompute_method", "recompute_num_layers"):
         value = getattr(training, name)
-        if training.recompute_granularity is None and value is not None:
+        if training.recompute_granularity != "full" and value is not None:
             yield f"{flag(name)} {value} has no effect by itself: add --recompute-granularity full, or drop it"
-        if training.recompute_granularity is not None and value is None:
+        if training.recompute_granularity == "full" and value is None:
             yield f"--recompute-granularity full needs {flag(name)}: add --recompute-method uniform --recompute-num-layers 1"
     stage = max(1, config.model.num_layers // parallel.pipeline_model_parallel_size)
     layers = min(stage, parallel.num_layers_per_virtual_pipeline_stage or stage)
@@ -205,7 +209,18 @@ def precision_names(config: Config, world_size: int) -> Problems:
         yield str(error)
         return
     if is_fp8:
+        if precision.fp8_gain_cache is not None and (precision.bf16_linears is not None or not precision.fp8_min_gain):
+            ground = "--fp8-min-gain 0" if precision.bf16_linears is None else "--bf16-linears"
+            yield f"--fp8-gain-cache {precision.fp8_gain_cache} has no effect with {ground}, which leaves nothing to measure: drop one"
         return
+    for name in ("fp8_gain_cache", "bf16_linears"):
+        value = getattr(precision, name)
+        if value is not None:
+            given = " ".join(value) if isinstance(value, tuple) else value
+            yield (
+                f"{flag(name)} {given} is about FP8 linear layers, and precision {precision.name} has none: "
+                "drop it, or use --opt-level O1, O2 or O3"
+            )
     for name in STATE_FORMAT_FIELDS:
         value = getattr(precision, name)
         if value is not None:
@@ -372,14 +387,16 @@ def outputs(config: Config, world_size: int) -> Problems:
     for name, folder in folders.items():
         if folder is not None:
             yield from _writable(f"{flag(name)} {folder}", Path(folder))
-    if config.logging.metrics_file is not None:
-        file = Path(config.logging.metrics_file)
+    for name, path in (("metrics_file", config.logging.metrics_file), ("fp8_gain_cache", config.precision.fp8_gain_cache)):
+        if path is None:
+            continue
+        file = Path(path)
         if os.path.isdir(file):
-            yield f"--metrics-file {file} is a folder: name a file in it"
+            yield f"{flag(name)} {file} is a folder: name a file in it"
         elif os.path.exists(file) and not os.access(file, os.W_OK):
-            yield f"--metrics-file {file} cannot be written: change its permissions, or name another"
+            yield f"{flag(name)} {file} cannot be written: change its permissions, or name another"
         else:
-            yield from _writable(f"--metrics-file {file}", file.parent)
+            yield from _writable(f"{flag(name)} {file}", file.parent)
 
 
 def _writable(what: str, folder: Path) -> Problems:
@@ -405,5 +422,5 @@ RULES: dict[Callable[[Config, int], Problems], tuple[str, ...]] = {
     datasets: ("data", "logging"),
     tokenizer: ("model", "data", "logging"),
     loading: ("checkpoint",),
-    outputs: ("checkpoint", "logging", "data"),
+    outputs: ("checkpoint", "logging", "data", "precision"),
 }

@@ -20,6 +20,8 @@ MU_RULES = ("halve", "paper")
 TP_WIRES = ("bf16", "fp8")
 TP_SAVED_INPUTS = ("shard", "gathered")
 TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
+RECOMPUTE_MODULES = ("core_attn", "mlp")
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 DEFAULT_SPLIT = "969,30,1"
 
 
@@ -147,6 +149,19 @@ class PrecisionConfig:
     fp8_scaling: str = setting(
         "scale of GEMM operands at O1 to O3: from the amax of past steps, or just in time", "delayed", choices=("delayed", "current")
     )
+    fp8_min_gain: float = setting(
+        "at O1 to O3 a linear layer stays BF16 whose measured gain (time in BF16 over time in FP8, on this GPU) is less; 0: all are FP8, "
+        "nothing is measured",
+        1.0,
+        legal=NON_NEGATIVE,
+    )
+    fp8_gain_cache: str | None = setting("JSON file of the gains measured so far; derived: in the user's cache folder", None)
+    bf16_linears: tuple[str, ...] | None = setting(
+        "which linear layers of a transformer layer stay BF16 at O1 to O3; derived: the choice of the checkpoint that is resumed, else by "
+        "--fp8-min-gain",
+        None,
+        choices=LINEARS,
+    )
     master_format: str | None = setting("master weight at O1 to O3; derived: the level's own", None, choices=STATE_FORMATS)
     grad_format: str | None = setting("weight gradient at O1 to O3; derived: the level's own", None, choices=STATE_FORMATS)
     exp_avg_format: str | None = setting("first moment at O1 to O3; derived: the level's own", None, choices=STATE_FORMATS)
@@ -262,7 +277,20 @@ class TrainingConfig:
     eval_interval: int = setting("iterations between evaluations", 1000, legal=COUNT)
     eval_iters: int = setting("global batches of an evaluation; 0: no evaluation", 100, legal=COUNT_OR_ZERO)
     exit_interval: int | None = setting("leave (after saving) when the iteration is a multiple of this", None, legal=COUNT)
-    recompute_granularity: str | None = setting("recompute activations in backward, layer by layer", None, choices=("full",))
+    cuda_graph: str | None = setting(
+        "replay forward and backward of a micro-batch as a CUDA graph, or with step the update too; derived: step where possible",
+        None,
+        choices=("none", "micro-batch", "step"),
+    )
+    recompute_granularity: str | None = setting(
+        "recompute activations in backward: whole layers, or the modules of --recompute-modules", None, choices=("full", "selective")
+    )
+    recompute_modules: tuple[str, ...] = setting(
+        "what --recompute-granularity selective recomputes: the attention core, the MLP (at O1 to O3 without tensor parallelism its "
+        "first linear layer: the rest costs no memory there); derived: core_attn",
+        (),
+        choices=RECOMPUTE_MODULES,
+    )
     recompute_method: str | None = setting("recompute every layer, or the first few of a stage", None, choices=("uniform", "block"))
     recompute_num_layers: int | None = setting("layers of one recomputed unit (uniform), or their number (block)", None, legal=COUNT)
 
@@ -338,6 +366,12 @@ class Config:
     def shards_optimizer(self) -> bool:
         """Whether each data-parallel process keeps and updates only its own part of the optimizer's states (ZeRO)."""
         return self.parallel.use_distributed_optimizer or self.precision.name == "O3"
+
+    @property
+    def fuses_layers(self) -> bool:
+        """Whether a transformer layer's linear layers are computed as two fused FP8 blocks: all four in FP8, or none."""
+        fp8 = self.precision.is_fp8 and not self.precision.bf16_linears
+        return fp8 and self.parallel.tensor_model_parallel_size == 1 and not self.model.hidden_dropout
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """`vocab_size` up to the next multiple of make_vocab_size_divisible_by x TP: rows of the embedding."""

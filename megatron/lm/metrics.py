@@ -95,7 +95,6 @@ class Metrics:
     def record(self, step: StepResult, iteration: int) -> None:
         """Take in one step; report where the interval ends."""
         self.steps.append(step)
-        self.skipped += step.skipped
         if self.reports(iteration):
             self.report(iteration)
 
@@ -110,7 +109,8 @@ class Metrics:
             self._begin_interval()
 
     def _report(self, iteration: int) -> None:
-        # One collective and one host sync an interval: the steps left their sums on the device.
+        # One collective and one host sync an interval: the steps left their sums and flags on the device.
+        self.skipped += sum(bool(step.skipped) for step in self.steps)
         sums = torch.stack([torch.stack([s.loss_sum, s.tokens]) for s in self.steps]).double().sum(0)
         torch.distributed.all_reduce(sums)  # of tensor-parallel ranks all have the same: their ratio does not change
         loss = float(sums[0] / sums[1])
@@ -162,7 +162,7 @@ class Metrics:
         row["sent_bytes"] = {f"{kind} {collective}": size / steps for (kind, collective), size in sorted(sent.items())}
         if sync.statistics.numel and sync.statistics.active:
             row |= sync.statistics.shares(sync.peers)
-        if sync.autoscale is not None:
+        if sync.autoscale is not None and sync.autoscale.mu.numel():  # none where every linear layer stays BF16
             row |= {"mu_min": float(sync.autoscale.mu.min()), "mu_max": float(sync.autoscale.mu.max())}
         return row
 

@@ -6,13 +6,14 @@ Parameters and model states are exact but for the scales, a few bytes a tensor. 
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron.lm.config import Config
+from megatron.lm.config import LINEARS, Config
 from megatron.lm.presets import parameter_count
 from megatron.lm.recipe import build_recipe, states_by_kind
 from msamp.comm.accumulate import Plain, accumulator
+from msamp.nn.vocabulary_loss import chunk_rows
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import StateFormats
 from msamp.parallel.partition import plan_buckets
@@ -24,8 +25,10 @@ RESERVED = 3 * GIB
 
 
 class Parameter(NamedTuple):
-    """One parameter on one rank: `kind` is linear, matrix (embeddings, LM head) or vector (norms, biases), as in `optim.parameter_groups`.
+    """One parameter on one rank.
 
+    `kind`: linear, matrix (embeddings, LM head, linear layers that stay BF16 at O1 to O3) or vector (norms, biases), as in
+    `optim.parameter_groups`.
     `summed`: its gradient is also added up over other ranks than the data-parallel ones, so that it shares no bucket with the others.
     """
 
@@ -106,17 +109,28 @@ def stage_parameters(config: Config, stage: int) -> list[Parameter]:
 
 def _layer(config: Config) -> list[Parameter]:
     """One transformer layer."""
+    shapes, wide = linear_shapes(config), config.precision.bf16_linears or ()
+
+    def linear(slot: str, summed: bool = False) -> list[Parameter]:
+        weight = Parameter(shapes[slot], "matrix" if slot in wide else "linear")
+        return [weight, Parameter(weight.shape[:1], "vector", summed)][: 1 if config.model.disable_bias_linear else 2]
+
+    split = config.parallel.sequence_parallel  # row-parallel biases are added to a slice of the sequence
+    attention = linear("linear_proj", split) + linear("linear_qkv")
+    return [*_norm(config), *attention, *_norm(config), *linear("linear_fc1"), *linear("linear_fc2", split)]
+
+
+def linear_shapes(config: Config) -> dict[str, tuple[int, int]]:
+    """The linear layers of a transformer layer by slot -> (outputs, inputs) of a tensor-parallel rank's part."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     hidden, ffn = model.hidden_size, model.ffn_size // tp
     queries, keys = model.num_attention_heads * model.head_size // tp, model.query_groups * model.head_size // tp
-
-    def linear(rows: int, columns: int, summed: bool) -> list[Parameter]:
-        return [Parameter((rows, columns), "linear"), Parameter((rows,), "vector", summed)][: 1 if model.disable_bias_linear else 2]
-
-    split = config.parallel.sequence_parallel  # row-parallel biases are added to a slice of the sequence
-    attention = linear(hidden, queries, split) + linear(queries + 2 * keys, hidden, False)
-    mlp = linear(ffn * (2 if model.swiglu else 1), hidden, False) + linear(hidden, ffn, split)
-    return [*_norm(config), *attention, *_norm(config), *mlp]
+    return {
+        "linear_qkv": (queries + 2 * keys, hidden),
+        "linear_proj": (hidden, queries),
+        "linear_fc1": (ffn * (2 if model.swiglu else 1), hidden),
+        "linear_fc2": (hidden, ffn),
+    }
 
 
 def _norm(config: Config) -> list[Parameter]:
@@ -168,46 +182,84 @@ def _accumulator_bytes(config: Config, grad: Format) -> int:
 
 
 def layer_activations(config: Config) -> int:
-    """Bytes that one layer saves for backward of one micro-batch on one rank.
+    """Bytes that one layer saves for backward of one micro-batch on one rank: the sum of `activation_parts`."""
+    return sum(activation_parts(config).values())
 
-    With a = 2 bytes (4 at fp32), l = 1 for the input of an FP8 linear layer (a without FP8), s sequence, b micro-batch, t TP (T: t with
+
+def activation_parts(config: Config) -> dict[str, int]:
+    """Bytes that one layer saves for backward of one micro-batch on one rank: for its norms (and what they feed), attention and MLP.
+
+    With a = 2 bytes (4 at fp32), l = 1 for the input of an FP8 linear layer (else a), s sequence, b micro-batch, t TP (T: t with
     sequence parallelism, else 1), q and k the widths of a rank's queries and keys, f that of its share of the MLP:
 
         norms          2 a h / T             their inputs, which are the residual stream
-        QKV, fc1       2 l h / G             their inputs; G = t where a rank keeps its shard and gathers again (BF16, and O3 with
-                                             --tp-saved-input shard), else 1: O1 and O2 keep all of it
+                       2 l h / G             the inputs of QKV and fc1; G = t where a rank keeps its shard and gathers again (BF16, and
+                                             O3 with --tp-saved-input shard), else 1: O1 and O2 keep all of it
+                       2 h / T               two masks, where there is dropout on the residual stream
         attention      a (q + 2 k)           QKV's output, of which the values are a view
-                       a (q + k)             queries and keys after rope
+                       a (q + k)             queries and keys after rope, and for each of both the cosines and sines, together
+                       4 a d / b             with d rotated channels of a head
                        a q                   the output; no s x s matrix: the kernels recompute it
                        l q with FP8          the projection's input, cast; without FP8 it is the output itself
         MLP            a f, SwiGLU 4 a f     what GELU sees; SwiGLU's two halves, and the two factors of their product
                        l f                   fc2's input
-        dropout        2 h / T               two masks, where there is dropout on the residual stream
 
-    in units of s b. A GPT without tensor parallelism has 36 s b h in BF16, 31 s b h with FP8; Korthikanti et al. have 34 s b h for BF16,
-    with three dropout masks, and without the QKV output and rope.
+    in units of s b; where core_attn is recomputed, no output but the projection's input; where mlp is, nothing but fc1's input, in the
+    compute dtype. So with tensor parallelism or dropout on the residual stream, and in BF16. The fused FP8 layer of the rest
+    (`Config.fuses_layers`) keeps what cannot be made again from something else:
+
+        norms          2 a h                 their inputs
+        attention      a (q + 2 k)           QKV's output after rope
+                       a q                   the output, unless core_attn is recomputed; as much again for a copy of the queries
+                                             where they come in groups
+        MLP            a f, SwiGLU 2 a f     fc1's output, unless mlp is recomputed
+
+    An unfused GPT without tensor parallelism has 36 s b h in BF16, 31 s b h with FP8, a fused one 20; Korthikanti et al. have 34 s b h
+    for BF16, with three dropout masks, and without the QKV output and rope.
     """
-    model, parallel = config.model, config.parallel
-    wide, narrow = _compute_bytes(config), 1 if config.precision.is_fp8 else _compute_bytes(config)
-    tp, split = parallel.tensor_model_parallel_size, _sequence_split(config)
+    model, wide, again = config.model, _compute_bytes(config), _recomputed(config)
+    tp, split = config.parallel.tensor_model_parallel_size, _sequence_split(config)
     hidden, ffn = model.hidden_size, model.ffn_size / tp
     queries, keys = model.num_attention_heads * model.head_size / tp, model.query_groups * model.head_size / tp
-    shard = not config.precision.is_fp8 or (build_recipe(config.precision).fp8_wire and parallel.tp_saved_input == "shard")
     norms = 2 * wide * hidden / split
-    column = 2 * narrow * hidden / (split if shard else 1)
-    rotated = queries + keys if model.position_embedding_type == "rope" else 0
-    attention = wide * (queries + 2 * keys + rotated + queries) + (queries if config.precision.is_fp8 else 0)
-    mlp = wide * ffn * (4 if model.swiglu else 1) + narrow * ffn
-    masks = 2 * hidden / split if model.hidden_dropout else 0
-    return int((norms + column + attention + mlp + masks) * _tokens(config))
+    if config.fuses_layers:
+        output = queries * (2 if 1 < model.query_groups < model.num_attention_heads else 1)
+        attention = wide * (queries + 2 * keys + (0 if "core_attn" in again and not model.attention_dropout else output))
+        mlp = 0 if "mlp" in again else wide * ffn * (2 if model.swiglu else 1)
+    else:
+        in_bf16 = config.precision.bf16_linears or ()
+        narrow = {slot: 1 if config.precision.is_fp8 and slot not in in_bf16 else wide for slot in LINEARS}
+        gathered = config.precision.is_fp8 and not (build_recipe(config.precision).fp8_wire and config.parallel.tp_saved_input == "shard")
+        for slot in ("linear_qkv", "linear_fc1"):
+            size = wide if slot == "linear_fc1" and "mlp" in again else narrow[slot]
+            norms += size * hidden / (1 if gathered and size == 1 else split)
+        norms += 2 * hidden / split if model.hidden_dropout else 0
+        rotated = queries + keys if model.position_embedding_type == "rope" else 0
+        output = queries if "core_attn" not in again or narrow["linear_proj"] == wide else 0
+        tables = 4 * int(model.head_size * model.rotary_percent) / config.training.micro_batch_size if rotated else 0
+        attention = wide * (queries + 2 * keys + rotated + tables + output) + (queries if narrow["linear_proj"] == 1 else 0)
+        mlp = 0 if "mlp" in again else wide * ffn * (4 if model.swiglu else 1) + narrow["linear_fc2"] * ffn
+    return {name: int(size * _tokens(config)) for name, size in (("norms", norms), ("attention", attention), ("MLP", mlp))}
+
+
+def _recomputed(config: Config) -> tuple[str, ...]:
+    """The modules that selective recomputation recomputes."""
+    return (config.training.recompute_modules or ("core_attn",)) if config.training.recompute_granularity == "selective" else ()
+
+
+def _recomputed_at_once(config: Config) -> int:
+    """Bytes that selective recomputation brings back while backward is in a layer: those of its attention or of its MLP."""
+    everything = replace(config, training=replace(config.training, recompute_granularity=None, recompute_modules=()))
+    kept = activation_parts(config)
+    return max(size - kept[name] for name, size in activation_parts(everything).items())
 
 
 def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
     """Bytes that a rank of a pipeline stage keeps for backward, at the moment when they are most.
 
     1F1B has P - p micro-batches under way on stage p of P; interleaved with V chunks a stage, 2 (P - p - 1) + (V - 1) P + 1 times a chunk.
-    Full recomputation leaves the inputs of its units, and of one unit everything. The last stage adds what the final norm, the LM head and
-    the cross entropy keep of one micro-batch: logits in the compute dtype and in FP32.
+    Full recomputation leaves the inputs of its units, and of one unit everything; selective adds what it recomputes of one layer. The last
+    stage adds what the final norm, the LM head and the cross entropy keep of one micro-batch: see `_head`.
     """
     model, training, parallel = config.model, config.training, config.parallel
     stages, chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
@@ -220,17 +272,28 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
     whole = layer_activations(config)
     stream = _compute_bytes(config) * model.hidden_size * _tokens(config) // _sequence_split(config)
     unit = training.recompute_num_layers or 1
-    if training.recompute_granularity is None:
-        kept, again = chunk * whole, 0
+    if training.recompute_granularity != "full":
+        kept, again = chunk * whole, _recomputed_at_once(config)
     elif training.recompute_method == "uniform":
         kept, again = -(-chunk // unit) * stream, unit * whole
     else:
         kept, again = unit * stream + (chunk - unit) * whole, whole
-    head = 0
-    if stage == stages - 1:
-        columns = vocabulary(config) // parallel.tensor_model_parallel_size
-        head = 2 * stream + columns * _tokens(config) * (_compute_bytes(config) + 4)
+    head = 2 * stream + _head(config) if stage == stages - 1 else 0
     return under_way * kept + again + head
+
+
+def _head(config: Config) -> int:
+    """Bytes of logits and of the LM head's gradients, at the turn from forward to backward of one micro-batch.
+
+    With tensor parallelism the logits in the compute dtype and in FP32. Without, the gradients of the head's input and weight in FP32, and
+    beside them the larger of a chunk of logits (in forward) and the same gradients in the compute dtype (in backward).
+    """
+    rows, tokens, wide = vocabulary(config), _tokens(config), _compute_bytes(config)
+    tp = config.parallel.tensor_model_parallel_size
+    if tp > 1:
+        return rows // tp * tokens * (wide + 4)
+    gradients = (rows + tokens) * config.model.hidden_size
+    return 4 * gradients + wide * max(gradients, chunk_rows(tokens, rows, wide) * rows)
 
 
 def _compute_bytes(config: Config) -> int:

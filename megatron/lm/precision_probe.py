@@ -38,6 +38,9 @@ def probing(model: nn.Module, iteration: int, write: Write) -> Iterator[None]:
 
     Layers have their names in the whole model. Just in time a tensor-parallel layer's shard is judged by its own amax.
 
+    Fused layers are computed unfused meanwhile (`megatron.lm.model.layer`): a sampled iteration's losses, gradients and amaxes differ
+    from the usual ones by the rounding of BF16 intermediate values, and not at all where layers are unfused anyway.
+
     Costs host syncs, so a run samples only every `--log-underflow-interval` iterations.
     """
     handles = [

@@ -42,13 +42,21 @@ def _dry_run(config: Config, world_size: int) -> None:
     """Print what a process would hold; ValueError where that is more than its device has."""
     import torch
 
-    from megatron.lm import plan
+    from megatron.lm import gain, plan
 
+    def saved() -> tuple[str, ...] | None:
+        from megatron.lm.checkpoint import saved_bf16_linears  # megatron-core, for seconds
+
+        return saved_bf16_linears(config)
+
+    choice = gain.choose(config, None, saved if config.checkpoint.load else lambda: None)
+    config = gain.settled(config, choice)
     memory = (config.logging.device_memory_gib or 80) * plan.GIB
     if config.logging.device_memory_gib is None and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
     if os.environ.get("RANK", "0") == "0":
-        print(plan.report(config, world_size), flush=True)
+        print(plan.report(config, world_size))
+        print(gain.describe(config, choice), flush=True)
     plan.check_fits(config, world_size, memory)
     if os.environ.get("RANK", "0") == "0":
         print(f"fits into {memory / plan.GIB:.1f} GiB; nothing was started", flush=True)

@@ -3,51 +3,63 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from megatron.lm.config import Config
 from megatron.lm.distributed import chunks, count_pipeline_traffic
+from megatron.lm.gain import Choice
+from megatron.lm.graph import StepGraphs
 from megatron.lm.model.gpt import GPT
-from megatron.lm.model.loss import masked_mean_loss
+from megatron.lm.model.loss import mean_loss
+from megatron.lm.optim import Schedule
 from msamp.comm.grad_sync import GradSync
 from msamp.nn.scaling_state import ScalingState
 from msamp.optim.adamw import FP8AdamW
+from msamp.optim.device_flag import DeviceFlag
 
 Batches = Iterator[dict[str, Tensor]]
 
 
 @dataclass(kw_only=True)
 class Training:
-    """What a step works on. `model`: this rank's GPT, or the ModuleList of its chunks with interleaved pipeline stages."""
+    """What a step works on.
+
+    `model`: this rank's GPT, or the ModuleList of its chunks with interleaved pipeline stages. `linears`: which of its linear layers are
+    BF16 at O1 to O3, as in `config`, and why. `graphs`: CUDA graphs of the step; None where every step is eager.
+    """
 
     config: Config
     model: nn.Module
     optimizer: FP8AdamW
-    schedule: OptimizerParamScheduler
+    schedule: Schedule
     grad_sync: GradSync
     scaling: ScalingState
     micro_batches: int
     vocab_size: int
+    linears: Choice = field(default_factory=Choice)
+    graphs: StepGraphs | None = None
     iteration: int = 0
     consumed_samples: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """`loss_sum` and `tokens`: of this rank, on the device, 0 off the last pipeline stage. `grad_norm`: before clipping, FP64."""
+    """`loss_sum` and `tokens`: of this rank, on the device, 0 off the last pipeline stage. `grad_norm`: before clipping, FP64.
+
+    `skipped`: on a GPU a flag on its way, which `bool` waits for.
+    """
 
     loss_sum: Tensor
     tokens: Tensor
     grad_norm: Tensor
     lr: float
-    skipped: bool
+    skipped: bool | DeviceFlag
 
 
 def train_step(training: Training, batches: Batches) -> StepResult:
@@ -56,25 +68,31 @@ def train_step(training: Training, batches: Batches) -> StepResult:
     A step whose gradient is not finite changes no weight and does not advance the schedule; its data is consumed.
     """
     training.model.train()
-    training.grad_sync.clear()
-    loss_sum, tokens = _forward_backward(training, batches, forward_only=False)
+    graphs = training.graphs if training.graphs is not None and training.graphs.ready() else None
+    if graphs is not None:
+        loss_sum, tokens = graphs.forward_backward(batches)
+    else:
+        training.grad_sync.clear()
+        loss_sum, tokens = _forward_backward(training, batches, forward_only=False)
+        # Buckets have left during backward: min scale -> FP8 payload -> exchange -> FP32 sum, rounded once by its owner.
+        training.grad_sync.finish()
 
-    # Buckets have left during backward: min scale -> FP8 payload -> exchange -> FP32 sum, rounded once by its owner.
-    training.grad_sync.finish()
-
-    skipped_before = training.optimizer.skipped_steps
+    training.schedule.settle()  # whether the step before this one was skipped has long come from the device
     lr = training.optimizer.param_groups[0]["lr"]
-    training.optimizer.step()  # clip -> load -> AdamW in FP32 -> store; under ZeRO on owned tensors, then gather the weights
-    skipped = training.optimizer.skipped_steps > skipped_before
-    if not skipped:
-        training.schedule.step(1)
-
-    # Delayed scaling: histories move on, alike for all who share a layer, so that what they send each other has one scale.
-    training.scaling.roll(parallel_state.get_tensor_and_data_parallel_group())
+    sharing = parallel_state.get_tensor_and_data_parallel_group()
+    if graphs is not None and graphs.mode == "step":
+        grad_norm = graphs.update(sharing)
+    else:
+        training.optimizer.step()  # clip -> load -> AdamW in FP32 -> store; under ZeRO on owned tensors, then gather the weights
+        grad_norm = training.optimizer.grad_norm
+        # Delayed scaling: histories move on, alike for all who share a layer, so that what they send each other has one scale.
+        training.scaling.roll(sharing)
+    skipped = training.optimizer.skipped()
+    training.schedule.advance_unless(skipped)
 
     training.iteration += 1
     training.consumed_samples += training.config.global_batch_size(torch.distributed.get_world_size())
-    return StepResult(loss_sum=loss_sum, tokens=tokens, grad_norm=training.optimizer.grad_norm, lr=lr, skipped=skipped)
+    return StepResult(loss_sum=loss_sum, tokens=tokens, grad_norm=grad_norm, lr=lr, skipped=skipped)
 
 
 @torch.no_grad()
@@ -111,5 +129,13 @@ def _forward_backward(training: Training, batches: Batches, forward_only: bool) 
 
 def _forward_step(batches: Batches, model: GPT) -> tuple[Tensor, Callable[..., Any]]:
     batch = next(batches)
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return losses, functools.partial(masked_mean_loss, loss_mask=batch["loss_mask"])
+    return _loss_sum(model, batch), functools.partial(mean_loss, loss_mask=batch["loss_mask"])
+
+
+def _loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
+
+
+def micro_batch_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """`mean_loss` of one micro-batch, without a schedule around it."""
+    return mean_loss(_loss_sum(model, batch), batch["loss_mask"])

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import nn
 from torch.utils.data import Dataset
 
-from megatron.lm import checkpoint, process_groups
+from megatron.lm import checkpoint, gain, graph, process_groups
 from megatron.lm.config import Config
 from megatron.lm.data.batch import batches
 from megatron.lm.data.datasets import build_datasets, split_blends
@@ -23,18 +23,23 @@ from megatron.lm.optim import build_optimizer, build_schedule, bytes_per_paramet
 from megatron.lm.precision_probe import probing
 from megatron.lm.presets import parameter_count
 from megatron.lm.recipe import build_recipe
-from megatron.lm.step import Batches, Training, evaluate, train_step
+from megatron.lm.step import Batches, Training, evaluate, micro_batch_loss, train_step
 from msamp.comm.counters import WireBytes
 from msamp.kernels.scaled_mm import warn_if_emulated
 from msamp.nn.scaling_state import ScalingState
 
 
 def build_training(config: Config, vocab_size: int) -> Training:
-    """Model, optimizer, schedule and gradient synchroniser for this rank; needs `process_groups.initialize`.
+    """Model, optimizer, schedule and gradient synchroniser for this rank; needs `process_groups.initialize`. Collective.
 
     Args:
+        config: which linear layers are FP8 may be open in it; it is decided here, and `Training.config` tells.
         vocab_size: the tokenizer's (the model pads it).
+
+    Raises:
+        ValueError: on every rank, where the checkpoint to resume from is none, or a linear layer cannot be measured.
     """
+    config, linears = gain.settle(config, lambda: checkpoint.saved_bf16_linears(config))
     recipe = build_recipe(config.precision)
     if recipe.fp8:
         warn_if_emulated(process_groups.device())
@@ -47,7 +52,7 @@ def build_training(config: Config, vocab_size: int) -> Training:
         model = nn.ModuleList([build_model(config, recipe, vocab_size, vp_stage, sent) for vp_stage in range(stages)])
     grad_sync = build_grad_sync(model, config, recipe, sent)
     optimizer = build_optimizer(model, config, recipe, grad_sync)
-    return Training(
+    training = Training(
         config=config,
         model=model,
         optimizer=optimizer,
@@ -56,7 +61,12 @@ def build_training(config: Config, vocab_size: int) -> Training:
         scaling=ScalingState(model),
         micro_batches=config.num_micro_batches(torch.distributed.get_world_size()),
         vocab_size=vocab_size,
+        linears=linears,
     )
+    mode, _ = graph.choose(config)
+    if mode != "none":
+        training.graphs = graph.StepGraphs(training, mode, micro_batch_loss)
+    return training
 
 
 class Trainer:
@@ -71,6 +81,7 @@ class Trainer:
         self.tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         self.train_data, self.valid_data, self.test_data = build_datasets(config, self.tokenizer, self._sample_counts())
         self.training = build_training(config, self.tokenizer.vocab_size)
+        self.config = config = self.training.config
         if config.checkpoint.load:
             checkpoint.load(self.training)
         self.metrics = Metrics(config, config.padded_vocab_size(self.tokenizer.vocab_size), self.training)
@@ -89,13 +100,17 @@ class Trainer:
         low, high = least_and_most(sum(p.numel() for p in training.model.parameters()) * sum(sizes.values()) / 2**30)
         parameters = parameter_count(self.config.model, self.config.padded_vocab_size(training.vocab_size))
         state = {"state_gib_min": low, "state_gib_max": high}
-        self.metrics.write({"kind": "precision", "parameters": parameters, "bytes_per_parameter": sizes} | state)
+        layers, linears = 4 * self.config.model.num_layers, training.linears
+        counts = {"layers": layers, "bf16": linears.bf16, "gain": linears.gains, "reason": linears.reason}
+        self.metrics.write({"kind": "precision", "parameters": parameters, "bytes_per_parameter": sizes, "linears": counts} | state)
         if self.metrics.main:
             if training.iteration:
                 print(f"resumed from {self.config.checkpoint.load} at iteration {training.iteration}")
             listed = ", ".join(f"{key} {size:.2f}" for key, size in sizes.items())
             zero = ", ZeRO" if training.grad_sync.shard else ""
             print(training.model)
+            print(gain.describe(self.config, linears))
+            print("CUDA graphs: {} ({})".format(*graph.choose(self.config)))
             print(
                 f"{parameters / 1e6:.1f}M parameters | precision {self.config.precision.name} | "
                 f"bytes a parameter {sum(sizes.values()):.2f} ({listed}) | model state {low:.2f} to {high:.2f} GiB a process | "

@@ -34,6 +34,29 @@ REFUSALS = {
     "layers": ("--num-layers 0", 1, r"--num-layers 0: give a number in \[1, inf\)"),
     "seed": ("--seed 4294967296", 1, r"--seed 4294967296: give a number in \[0, 2147483647\]"),
     "lone recompute": ("--recompute-method block", 1, "--recompute-method block has no effect by itself: add --recompute-granularity"),
+    "lone modules": (
+        "--recompute-modules core_attn mlp",
+        1,
+        "--recompute-modules core_attn mlp has no effect by itself: add --recompute-granularity selective, or drop it",
+    ),
+    "modules of whole layers": (
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-modules mlp",
+        1,
+        "--recompute-modules mlp has no effect by itself",
+    ),
+    "gain": ("--opt-level O2 --fp8-min-gain -1", 1, r"--fp8-min-gain -1.0: give a number in \[0, inf\)"),
+    "BF16 in BF16": (
+        "--bf16-linears linear_qkv linear_fc1",
+        1,
+        "--bf16-linears linear_qkv linear_fc1 is about .* precision bf16 has none: drop",
+    ),
+    "table of nothing": ("--opt-level O2 --fp8-min-gain 0 --fp8-gain-cache g", 1, "--fp8-gain-cache g has no effect with --fp8-min-gain 0"),
+    "table beside a choice": (
+        "--opt-level O2 --bf16-linears --fp8-gain-cache g",
+        1,
+        "--fp8-gain-cache g has no effect with --bf16-linears",
+    ),
+    "table in a folder": ("--opt-level O2 --fp8-gain-cache folder", 1, "--fp8-gain-cache folder is a folder: name a file in it"),
     "half recompute": ("--recompute-granularity full", 1, "--recompute-granularity full needs --recompute-method: add --recompute-method"),
     "recompute": (
         "--recompute-granularity full --recompute-method block --recompute-num-layers 5",
@@ -302,6 +325,8 @@ def test_every_rule_is_proved_by_a_refusal():
         ("--hidden-size 66 --kv-channels 16", 1),
         ("--position-embedding-type learned_absolute --max-position-embeddings 64 --reset-position-ids", 1),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 1),
+        ("--recompute-granularity selective", 1),
+        ("--recompute-granularity selective --recompute-modules core_attn mlp", 1),
         ("--data-path 0.3 corpus 0.7 corpus --split 1", 1),
         ("--data-path corpus corpus --split 90,10", 1),
         ("--data-path --train-data-path corpus --valid-data-path corpus", 1),

@@ -37,7 +37,8 @@ def test_fields_carry_help_and_legal_defaults(section):
         if setting.default in (dataclasses.MISSING, None):
             continue
         if setting.metadata["choices"]:
-            assert setting.default in setting.metadata["choices"], setting.name
+            defaults = setting.default if isinstance(setting.default, tuple) else (setting.default,)
+            assert set(defaults) <= set(setting.metadata["choices"]), setting.name
         if numeric:
             assert setting.default in setting.metadata["legal"], setting.name
 

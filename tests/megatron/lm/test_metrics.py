@@ -216,7 +216,7 @@ def test_rows_of_the_metrics_file(prefix: Path, tmp_path: Path):
     assert all(set(row) >= TRAIN_KEYS for row in by_kind["train"])
     assert all(set(row) == EVALUATION_KEYS for row in by_kind["valid"] + by_kind["test"])
     assert all(set(row) == UNDERFLOW_KEYS for row in by_kind["underflow"])
-    assert set(by_kind["precision"][0]) == {"kind", "bytes_per_parameter", "parameters", "state_gib_min", "state_gib_max"}
+    assert set(by_kind["precision"][0]) == {"kind", "bytes_per_parameter", "parameters", "linears", "state_gib_min", "state_gib_max"}
     for row in by_kind["train"]:
         assert row["sent_bytes"] == {}  # there is no one to send to
         assert row["grad_saturation"] == row["grad_saturation_reduced"] < 1e-3

@@ -24,6 +24,7 @@ from msamp.numerics import formats, recipe
 from msamp.numerics.formats import Format
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
+from msamp.optim.device_flag import DeviceFlag
 from msamp.parallel.greedy_zero import GreedyZeRO
 
 ZERO = {"opt_level": "O0", "use_distributed_optimizer": True}
@@ -205,6 +206,27 @@ def test_a_linear_weight_takes_six_bytes_at_o2_and_o3_adds_one():
         tensors = [p, *gradients(p, sync), state["exp_avg"], state["exp_avg_sq"], *([state["master"]] if "master" in state else [])]
         sums[level] = sum(map(size_of, tensors)) / p.numel()
     assert sums == {"O2": 2 + 1 + 1 + 2, "O3": 1 + 2 + 1 + 1 + 2}
+
+
+def test_the_schedule_moves_on_by_steps_that_count_as_soon_as_it_is_told():
+    _, optimizer, _ = build()
+    schedule = build_schedule(optimizer, tiny.config("corpus"))
+
+    def flag(value: bool) -> DeviceFlag:
+        return DeviceFlag(torch.tensor(value))
+
+    schedule.advance_unless(False)
+    schedule.advance_unless(True)
+    assert schedule.num_steps == 1
+    schedule.advance_unless(flag(False))
+    assert schedule.num_steps == 1
+    schedule.settle()
+    schedule.settle()
+    assert schedule.num_steps == 2
+    schedule.advance_unless(flag(True))
+    assert schedule.state_dict()["num_steps"] == 2
+    schedule.advance_unless(flag(False))
+    assert schedule.state_dict()["num_steps"] == 3, "a checkpoint sees the step before it"
 
 
 def lrs(steps: int, **settings: Any) -> list[float]:

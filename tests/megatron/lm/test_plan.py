@@ -29,12 +29,15 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "O2 formats": {"opt_level": "O2", "master_format": "bf16", "grad_format": "fp32", "exp_avg_sq_format": "fp8-e5m2"},
     "O3": {"opt_level": "O3"},
+    "O2 some BF16": {"opt_level": "O2", "bf16_linears": ["linear_qkv", "linear_fc2"]},
+    "O3 all BF16": {"opt_level": "O3", "bf16_linears": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]},
 }
 TP, SP, PP = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
 GRIDS: dict[str, dict[str, Any]] = {
     "DP": {"opt_level": "O3", "ddp_bucket_size": 5000},
     "TP SP": {**MODELS["O3"], **TP, **SP},
     "TP modern": {**MODELS["O2 modern"], **TP},
+    "TP some BF16": {**MODELS["O2 some BF16"], "opt_level": "O3", **TP, **SP},
     "PP": {"opt_level": "O3", **PP},
     "PP untied": {**MODELS["O0 untied"], **PP},
 }
@@ -95,14 +98,25 @@ def test_the_ranks_of_a_grid_hold_the_model_and_copies_of_what_is_not_split(size
     assert held == parameter_count(model, vocabulary(config)) + (tp - 1) * (norms + row_biases) + tied_copy
 
 
-# level, GPUs, peak GiB: rows of tools/bench/results (step.csv, data_parallel.csv), GPT-1.3B with micro-batches of 4 on H200s
-MEASURED = [("O0", 1, 33.09), ("O1", 1, 26.53), ("O2", 1, 20.43), ("O3", 1, 21.6), ("O0", 2, 25.76), ("O3", 2, 18.5), ("O3", 4, 16.97)]
+TP_2, TP_4 = (f"--tensor-model-parallel-size {size} --sequence-parallel" for size in (2, 4))
+# Flags, GPUs, sequences (one micro-batch), peak GiB on H200s, relative tolerance. The last row's layers are fused; the plan counts a
+# little more than they took.
+MEASURED = [
+    (f"--preset 1.3b --opt-level O0 {TP_2}", 2, 8, 24.62, 0.01),
+    (f"--preset 1.3b --opt-level O2 {TP_2}", 2, 8, 18.09, 0.01),
+    (f"--preset 1.3b --opt-level O3 {TP_2}", 2, 8, 17.91, 0.01),
+    (f"--preset 1.3b --opt-level O3 {TP_2} --tp-saved-input gathered", 2, 8, 18.66, 0.01),
+    (f"--preset 7b --opt-level O3 {TP_4}", 4, 8, 26.35, 0.01),
+    ("--preset 1.3b --opt-level O3 --cuda-graph none", 1, 4, 15.23, 0.03),
+]
 
 
-@pytest.mark.parametrize(("level", "gpus", "peak"), MEASURED)
-def test_the_peak_is_the_measured_one(level, gpus, peak):
-    config = flags(f"--preset 1.3b --opt-level {level} --global-batch-size {4 * gpus} --use-distributed-optimizer")
-    assert max(rank.total for rank in plan(config, gpus)) / GIB == pytest.approx(peak, rel=0.01)
+@pytest.mark.parametrize(("text", "gpus", "sequences", "peak", "within"), MEASURED)
+def test_the_peak_is_the_measured_one(text: str, gpus: int, sequences: int, peak: float, within: float):
+    """`max_memory_allocated` during steps. Those with tensor parallelism, whose layers are not fused, are rows of
+    tools/bench/results/grid.csv, measured at commit 91ee630 or before."""
+    config = flags(f"{text} --micro-batch-size {sequences} --global-batch-size {sequences}")
+    assert max(rank.total for rank in plan(config, gpus)) / GIB == pytest.approx(peak, rel=within)
 
 
 def per_element(text: str) -> float:
@@ -111,24 +125,76 @@ def per_element(text: str) -> float:
     return layer_activations(config) / (config.model.seq_length * config.training.micro_batch_size * config.model.hidden_size)
 
 
+# Of the rotary embedding: two tables each for queries and keys, in a layer that is not fused.
+ROPE = 4 * 2 * 128 / (4 * 2048)
+
+
 def test_activations_of_a_layer():
-    assert per_element("--opt-level O0") == 36
-    assert per_element("--opt-level O2") == 31
-    assert per_element("--precision fp32") == 72
+    assert per_element("--opt-level O0") == 36 + ROPE
+    assert per_element("--precision fp32") == 2 * (36 + ROPE)
     tp = "--tensor-model-parallel-size 2"
-    assert per_element(f"--opt-level O0 {tp} --sequence-parallel") == 18
-    assert per_element(f"--opt-level O3 {tp} --sequence-parallel") == 15.5
-    assert per_element(f"--opt-level O3 {tp} --sequence-parallel --tp-saved-input gathered") == 16.5
-    assert per_element(f"--opt-level O2 {tp} --sequence-parallel") == 16.5  # its gather is BF16, so it keeps the cast whole
-    assert per_element(f"--opt-level O3 {tp}") == 15.5 + 2 + 1  # the residual stream and its casts on every rank
+    assert per_element(f"--opt-level O0 {tp} --sequence-parallel") == 18 + ROPE
+    assert per_element(f"--opt-level O3 {tp} --sequence-parallel") == 15.5 + ROPE
+    assert per_element(f"--opt-level O3 {tp} --sequence-parallel --tp-saved-input gathered") == 16.5 + ROPE
+    assert per_element(f"--opt-level O2 {tp} --sequence-parallel") == 16.5 + ROPE  # its gather is BF16, so it keeps the cast whole
+    assert per_element(f"--opt-level O3 {tp}") == 15.5 + 2 + 1 + ROPE  # the residual stream and its casts on every rank
     assert per_element("--opt-level O0 --position-embedding-type learned_absolute") == 32
-    assert per_element("--opt-level O0 --hidden-dropout 0.1") == 38
+    assert per_element("--opt-level O0 --hidden-dropout 0.1") == 38 + ROPE
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_fused_layer_keeps_what_cannot_be_made_again(level: str):
+    assert per_element(f"--opt-level {level}") == 20
+    assert per_element(f"--opt-level {level} --swiglu --ffn-hidden-size 4096") == 20
+    selective = f"--opt-level {level} --recompute-granularity selective"
+    assert per_element(selective) == per_element(f"{selective} --recompute-modules core_attn") == 18
+    assert per_element(f"{selective} --recompute-modules core_attn mlp") == 10
+    assert per_element(f"{selective} --attention-dropout 0.1") == 20  # what dropped out cannot be made again
+    grouped = "--group-query-attention --num-query-groups 4"
+    assert per_element(f"--opt-level {level} {grouped}") == 20 - 2 * 2 * 3 / 4 + 2  # narrower keys and values; queries are copied
+
+
+def test_bf16_linears_keep_bf16_inputs_in_a_layer_that_is_not_fused():
+    fp8 = 31 + ROPE
+    assert per_element("--opt-level O2 --bf16-linears") == 20
+    assert per_element("--opt-level O2 --bf16-linears linear_qkv") == fp8 + 1
+    assert per_element("--opt-level O2 --bf16-linears linear_proj") == fp8 - 1  # attention's output is its input
+    assert per_element("--opt-level O2 --bf16-linears linear_fc2") == fp8 + 4
+    assert per_element("--opt-level O2 --bf16-linears linear_qkv linear_proj linear_fc1 linear_fc2") == 36 + ROPE
+    tp = "--opt-level O2 --tensor-model-parallel-size 2 --sequence-parallel"
+    assert per_element(f"{tp} --bf16-linears linear_qkv") == 16.5 + ROPE  # half of the input in twice the bytes
+
+
+def test_selective_recomputation_brings_one_layer_s_back():
+    config = flags("--preset 1.3b --opt-level O3 --recompute-granularity selective --recompute-modules core_attn mlp")
+    unit = 2048 * 4 * 2048
+    everything = stage_activations(flags("--preset 1.3b --opt-level O3"), 0, 1)
+    assert stage_activations(config, 0, 1) == everything - 24 * 10 * unit + 8 * unit
+    bf16 = flags("--preset 1.3b --opt-level O0 --recompute-granularity selective --recompute-modules core_attn mlp")
+    assert layer_activations(bf16) == (36 + ROPE - 16) * unit  # attention's output is the projection's input
+
+
+# Of the LM head's input and weight: the gradients in FP32, and in BF16 for backward. A chunk of logits, in forward, is less.
+HEAD = (4 + 2) * (2048 * 4 + 50304) * 2048
+
+
+def test_the_head_holds_its_gradients_or_with_tensor_parallelism_all_logits():
+    def head(text: str) -> int:
+        config = flags(f"--opt-level O3 {text}")
+        model = config.model
+        stream = 2 * 2048 * config.training.micro_batch_size * model.hidden_size
+        return stage_activations(config, 0, 1) - layer_activations(config) * model.num_layers - 2 * stream
+
+    assert head("--preset 1.3b") == HEAD
+    assert head("--preset 1.3b --tensor-model-parallel-size 2") == 6 * 8192 * 50432 // 2  # padded to a multiple of 256
+    # A narrow model: the chunk of logits, of 2,048 tokens, is larger than the gradients in BF16.
+    assert head("--preset 125m --micro-batch-size 1") == 4 * (2048 + 50304) * 768 + 2 * 2048 * 50304
 
 
 def test_micro_batches_under_way_on_the_stages_of_a_pipeline():
     config = flags("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4")
     layer, stream = layer_activations(config), 2 * 2048 * 4 * 2048
-    head = 2 * stream + vocabulary(config) * 2048 * 4 * 6
+    head = 2 * stream + HEAD
     assert [stage_activations(config, stage, 8) for stage in range(4)] == [24 * layer, 18 * layer, 12 * layer, 6 * layer + head]
     assert stage_activations(config, 0, 2) == 12 * layer
     interleaved = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, num_layers_per_virtual_pipeline_stage=3))
@@ -139,7 +205,7 @@ def test_micro_batches_under_way_on_the_stages_of_a_pipeline():
 def test_full_recomputation_keeps_the_inputs_of_its_units():
     config = flags("--preset 1.3b --opt-level O3 --recompute-granularity full --recompute-method uniform --recompute-num-layers 5")
     layer, stream = layer_activations(config), 2 * 2048 * 4 * 2048
-    head = 2 * stream + vocabulary(config) * 2048 * 4 * 6
+    head = 2 * stream + HEAD
     assert stage_activations(config, 0, 1) == 5 * stream + 5 * layer + head
     blocks = dataclasses.replace(config, training=dataclasses.replace(config.training, recompute_method="block"))
     assert stage_activations(blocks, 0, 1) == 5 * stream + 19 * layer + layer + head

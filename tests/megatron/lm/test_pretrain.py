@@ -21,7 +21,7 @@ from megatron.lm.cpu_home import cpu_home
 ROOT = Path(__file__).parents[3]
 FLAGS = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 --tokenizer-type NullTokenizer "
-    "--micro-batch-size 2 --train-iters 4 --lr 1e-3 --eval-iters 1 --split 80,15,5 --log-interval 2"
+    "--micro-batch-size 2 --train-iters 4 --lr 1e-3 --eval-iters 1 --split 80,15,5 --log-interval 2 --fp8-min-gain 0"
 )
 LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -254,10 +254,17 @@ def test_a_dry_run_prints_the_plan_of_a_rank_and_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     flags = [*outputs(tmp_path), "--preset", "13b", "--opt-level", "O3", "--dry-run", "--device-memory-gib"]
     code, out, said = run([*flags, "100"], capsys)
     assert (code, said) == (0, "")
-    for part in ("grid: 4 processes = TP 2 x PP 1 x DP 2", "parameters: ", "fullest: stage 0", "fits into 100.0 GiB; nothing was started"):
+    for part in (
+        "grid: 4 processes = TP 2 x PP 1 x DP 2",
+        "parameters: ",
+        "fullest: stage 0",
+        "linear layers: 160 FP8, 0 BF16; not measured",
+        "fits into 100.0 GiB",
+    ):
         assert part in out
     code, out, said = run([*flags, "40"], capsys)
     assert code == 2

@@ -103,6 +103,14 @@ def test_recomputation_gives_the_same_losses(prefix: Path, level: str, method: s
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("modules", [["core_attn"], ["core_attn", "mlp"]], ids="+".join)
+@pytest.mark.parametrize("level", [{"opt_level": "O0"}, {"opt_level": "O3"}, {"opt_level": "O2", **DROPOUT}], ids=str)
+def test_selective_recomputation_gives_the_same_losses(prefix: Path, level: dict[str, Any], modules: list[str]):
+    recompute = {"recompute_granularity": "selective", "recompute_modules": modules}
+    losses = [tiny.losses(tiny.run(tiny.config(prefix, train_iters=4, **level, **extra))) for extra in ({}, recompute)]
+    assert losses[0] == losses[1]
+
+
 def test_the_seed_decides(prefix: Path):
     def first(seed: int) -> list[float]:
         return tiny.losses(tiny.run(tiny.config(prefix, opt_level="O2", train_iters=2, seed=seed)))

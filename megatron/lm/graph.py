@@ -1,0 +1,175 @@
+"""CUDA graphs of a training step: forward and backward of a micro-batch, and the optimizer's step, each replayed as one launch.
+
+What a step needs lives on the device: scales and amax histories, mu, the gradients' buckets, learning rates, whether the step is skipped.
+A replay runs no Python, so what Python did while the graph was captured is repeated around it: bytes sent are counted again, and the
+averaged gradients, which stand at the same addresses in every replay, are handed to the optimizer again.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.lm.config import Config
+
+if TYPE_CHECKING:
+    from megatron.lm.step import Training
+
+WARM_UP = 3  # eager steps before a capture: kernels are compiled, cuDNN and cuBLAS have chosen theirs, communicators exist
+FIRST, MIDDLE, LAST, ONLY, UPDATE = "first", "middle", "last", "only", "update"  # micro-batches of a step by their place, and its end
+
+
+def obstacle(config: Config) -> str | None:
+    """Why the steps of this run cannot be captured; None where they can."""
+    parallel, training, model = config.parallel, config.training, config.model
+    found = {
+        "there is no GPU": not torch.cuda.is_available(),
+        "pipeline stages wait for each other's activations": parallel.pipeline_model_parallel_size > 1,
+        "tensor-parallel layers count their traffic in Python": parallel.tensor_model_parallel_size > 1,
+        "dropout draws random numbers": model.hidden_dropout > 0 or model.attention_dropout > 0,
+        "recomputation outside the fused FP8 layers saves random states": training.recompute_granularity == "full"
+        or (training.recompute_granularity is not None and not config.fuses_layers),
+        "--log-underflow-interval looks into the layers": config.logging.log_underflow_interval > 0,
+        "--grad-accum-dtype fp8-sr draws random numbers": config.precision.grad_accum == "fp8-sr",
+        "gloo's collectives run on the host": torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo",
+    }
+    return next((reason for reason, holds in found.items() if holds), None)
+
+
+def choose(config: Config) -> tuple[str, str]:
+    """(mode, why it is that): what `--cuda-graph` asks for, or "step" where nothing stands in the way.
+
+    Raises:
+        ValueError: graphs are asked for where there can be none.
+    """
+    asked, reason = config.training.cuda_graph, obstacle(config)
+    if asked == "none":
+        return "none", "--cuda-graph none"
+    if reason is None:
+        return asked or "step", "forward and backward" if asked == "micro-batch" else "forward, backward and update"
+    if asked is not None:
+        raise ValueError(f"--cuda-graph {asked}: no graph can be captured, since {reason}; use --cuda-graph none, or drop the flag")
+    return "none", reason
+
+
+class _Captured(NamedTuple):
+    """A graph, and what Python did beside it: bytes sent by kind and collective, and where the averaged gradients stand."""
+
+    graph: torch.cuda.CUDAGraph
+    sent: dict[tuple[str, str], int]
+    averages: Any
+
+
+class StepGraphs:
+    """The graphs of a training step, which share one memory pool.
+
+    The first micro-batch of a step clears the gradients, the last sends them off, those between only add to them: up to three
+    graphs, and one of the update, each captured when it is first needed. A step whose gradients are counted (`Statistics.active`)
+    has its own. Capture waits until delayed scaling has filled its window, since casts are just in time until then; after the first
+    one no step is eager.
+
+    Args:
+        training: what is trained; TP = PP = 1.
+        mode: "micro-batch" or "step", which has the update too.
+        loss: model and micro-batch -> (its mean loss with gradient, {"loss_sum", "tokens"}).
+
+    Attributes:
+        captured: graphs so far.
+    """
+
+    def __init__(self, training: "Training", mode: str, loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> None:
+        self.training, self.mode, self.loss = training, mode, loss
+        self._eager_steps = 0
+        self._graphs: dict[tuple[str, bool], _Captured] = {}
+        self._batch: dict[str, Tensor] = {}
+        self._sums = torch.zeros(2, device="cuda")  # of a micro-batch: loss, counted tokens
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def captured(self) -> int:
+        return len(self._graphs)
+
+    def ready(self) -> bool:
+        """Whether the step that begins is to be replayed; counts the eager steps before the first one."""
+        layers = self.training.scaling.layers.values()
+        if self._eager_steps >= WARM_UP and all(layer.delayed for layer in layers):
+            return True
+        self._eager_steps += 1
+        return False
+
+    def forward_backward(self, batches: Iterator[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        """All micro-batches of a step, their gradients averaged: sums of loss and of counted tokens, on the device."""
+        count = self.training.micro_batches
+        places = [ONLY] if count == 1 else [FIRST, *([MIDDLE] * (count - 2)), LAST]
+        wait = getattr(self.training.optimizer, "wait", None)
+        if wait is not None:  # ZeRO: weights on their way; a graph cannot wait for what began outside it
+            wait()
+        sums = []
+        for place in places:
+            self._fill(next(batches))
+            self._replay(place)
+            sums.append(self._sums.clone())
+        loss_sums, tokens = zip(*(found.unbind() for found in sums), strict=True)
+        return torch.stack(loss_sums).sum(), torch.stack(tokens).sum()
+
+    def update(self, group: torch.distributed.ProcessGroup) -> Tensor:
+        """The optimizer's step, and the new scales; `group` as `ScalingState.roll` takes it. The gradient's norm, FP64 0-dim."""
+        self.training.optimizer.refresh()
+        self._replay(UPDATE, group)
+        self.training.optimizer.replayed()
+        self.training.scaling.count()
+        return self.training.optimizer.grad_norm.clone()
+
+    def _replay(self, place: str, *args: Any) -> None:
+        sync = self.training.grad_sync
+        key = (place, sync.statistics.active)
+        known = key in self._graphs
+        if not known:
+            self._graphs[key] = self._capture(place, *args)
+        done = self._graphs[key]
+        done.graph.replay()
+        if known:
+            for (kind, collective), size in done.sent.items():
+                sync.sent.add(kind, collective, size)
+            if done.averages is not None:
+                sync.restore(done.averages)
+
+    def _capture(self, place: str, *args: Any) -> _Captured:
+        sync = self.training.grad_sync
+        before = sync.sent.rows()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            if place == UPDATE:
+                self._update(*args)
+            else:
+                self._micro_batch(place)
+        sent = {what: size - before.get(what, 0) for what, size in sync.sent.rows().items()}
+        return _Captured(graph, sent, sync.averages() if place in (LAST, ONLY) else None)
+
+    def _micro_batch(self, place: str) -> None:
+        sync = self.training.grad_sync
+        if place in (FIRST, ONLY):
+            sync.clear()
+        with contextlib.nullcontext() if place in (LAST, ONLY) else sync.no_sync():
+            mean, found = self.loss(self.training.model, self._batch)
+            (mean / self.training.micro_batches).backward()
+            self._sums.copy_(torch.stack([found["loss_sum"], found["tokens"]]))
+        if place in (LAST, ONLY):
+            sync.finish()
+
+    def _update(self, group: torch.distributed.ProcessGroup) -> None:
+        optimizer = self.training.optimizer
+        optimizer.step()
+        if hasattr(optimizer, "wait"):
+            optimizer.wait()
+        self.training.scaling.roll_on_device(group)
+
+    def _fill(self, batch: dict[str, Tensor]) -> None:
+        """Bring a micro-batch to where the graphs read it."""
+        if not self._batch:
+            self._batch = {name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in batch.items()}
+        for name, x in batch.items():
+            self._batch[name].copy_(x, non_blocking=True)

@@ -1,0 +1,126 @@
+"""CUDA graphs: what stands in their way, and that replayed steps are eager steps bit for bit."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dist
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from megatron.lm import process_groups
+from megatron.lm.graph import obstacle
+from megatron.lm.step import evaluate, train_step
+from megatron.lm.trainer import build_training
+
+OBSTACLES = {
+    "pipeline": ({"pipeline_model_parallel_size": 2}, "pipeline stages"),
+    "tensor": ({"tensor_model_parallel_size": 2}, "tensor-parallel"),
+    "dropout": ({"hidden_dropout": 0.1}, "dropout"),
+    "recompute": ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, "recomputation"),
+    "selective": ({"recompute_granularity": "selective", "precision": "bf16"}, "recomputation"),
+    "probe": ({"log_underflow_interval": 5, "precision": "O2"}, "--log-underflow-interval"),
+    "stochastic": ({"grad_accum_dtype": "fp8-sr", "precision": "O2"}, "fp8-sr"),
+}
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_what_cannot_be_captured_says_why(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    settings, reason = OBSTACLES[name]
+    assert reason in (obstacle(tiny.config("corpus", **settings)) or "")
+    assert obstacle(tiny.config("corpus", precision="O3", recompute_granularity="selective")) is None
+
+
+def test_without_a_gpu_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert obstacle(tiny.config("corpus")) == "there is no GPU"
+
+
+def batches(config: Any, bad: int | None) -> Iterator[dict[str, Tensor]]:
+    """Micro-batches; number `bad` has an infinite loss."""
+    for number in itertools.count():
+        generator = torch.Generator().manual_seed(number)
+        text = torch.randint(0, 8, (config.training.micro_batch_size, config.model.seq_length + 1), generator=generator).cumsum(1) % 59
+        mask = torch.full(text[:, 1:].shape, float("inf") if number == bad else 1.0)
+        positions = torch.arange(config.model.seq_length).expand_as(mask)
+        fields = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": mask, "position_ids": positions}
+        yield {name: x.contiguous().to(process_groups.device()) for name, x in fields.items()}
+
+
+def trained(mode: str, settings: dict[str, Any], bad: int | None = None) -> tuple[list[Any], list[Tensor], int]:
+    """(losses, norms, rates, bytes sent) of 24 steps with an evaluation among them, the bits they end with, and the graphs captured."""
+    config = tiny.config("corpus", train_iters=30, cuda_graph=mode, **settings)
+    with tiny.started(config):
+        process_groups.seed_all(config.training.seed)
+        made = build_training(config, tiny.VOCABULARY)
+        stream, seen = batches(config, bad), []
+        for step in range(24):
+            made.grad_sync.statistics.watch(step % 5 == 4)
+            result = train_step(made, stream)
+            if step in (10, 20):
+                seen.append(evaluate(made, batches(config, None), 2))
+            made.grad_sync.sent.take()
+            counts = made.grad_sync.statistics.counts.tolist() if made.grad_sync.statistics.active else None
+            seen.append((result.loss_sum.item(), result.grad_norm.item(), result.lr, bool(result.skipped), counts))
+        tensors = [t for t in made.model.state_dict().values() if isinstance(t, Tensor)]
+        tensors += [t for state in made.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        return seen, tiny.bits(tensors), 0 if made.graphs is None else made.graphs.captured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["bf16", "O1", "O2", "O3"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("mode", ["micro-batch", "step"])
+def test_graphs_change_no_bit(level, micro_batches, mode):
+    settings = {"precision": level, "micro_batch_size": 2, "global_batch_size": 2 * micro_batches}
+    eager, bits, _ = trained("none", settings)
+    replayed, same_bits, captured = trained(mode, settings)
+    assert captured
+    for number, (got, want) in enumerate(zip(replayed, eager, strict=True)):
+        assert repr(got) == repr(want), f"row {number}"
+    assert tiny.same(bits, same_bits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["micro-batch", "step"])
+def test_a_skipped_step_is_skipped_in_a_graph_too(mode):
+    settings = {"precision": "O3", "micro_batch_size": 2, "global_batch_size": 2}
+    eager, bits, _ = trained("none", settings, bad=21)
+    replayed, same_bits, captured = trained(mode, settings, bad=21)
+    assert captured
+    assert [row[3] for row in replayed if isinstance(row, tuple)].count(True) == 1
+    assert repr(replayed) == repr(eager)
+    assert tiny.same(bits, same_bits)
+
+
+@pytest.mark.gpu
+def test_current_scaling_and_a_run_with_checkpoints(tmp_path: Path):
+    prefix = tiny.write_data(tmp_path)
+    shared = {"precision": "O2", "fp8_scaling": "current", "train_iters": 12, "save_interval": 5, "eval_interval": 4, "eval_iters": 1}
+    runs = [tiny.run(tiny.config(prefix, save=str(tmp_path / mode), cuda_graph=mode, **shared)) for mode in ("none", "step")]
+    assert tiny.losses(runs[0]) == tiny.losses(runs[1])
+
+
+def two(prefix: str, mode: str, level: str) -> tuple[list[float], list[Tensor]]:
+    settings = tiny.config(prefix, micro_batch_size=2, global_batch_size=8, train_iters=24, precision=level, cuda_graph=mode)
+    file = Path(f"{prefix}.{mode}.{level}.jsonl")
+    settings = tiny.replace(settings, logging=tiny.replace(settings.logging, metrics_file=str(file)))
+    with tiny.trainer(settings) as made:
+        made.run()
+        weights = tiny.bits(made.training.model.parameters())
+        main = torch.distributed.get_rank() == 0
+    return tiny.losses(tiny.read(file)) if main else [], weights
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_graphs_with_collectives_change_no_bit(level, tmp_path: Path):
+    prefix = str(tiny.write_data(tmp_path))
+    (eager, left), _ = dist.run(two, 2, prefix, "none", level, init=False)
+    (replayed, right), _ = dist.run(two, 2, prefix, "step", level, init=False)
+    assert replayed == eager
+    assert tiny.same(left, right)

@@ -1,0 +1,235 @@
+"""Each kernel by itself on one GPU, against the bandwidth or the FLOP rate that the same GPU reaches in the same run.
+
+    python tools/bench/bench_kernels.py                               shapes of GPT-1.3B, micro-batch 4
+    python tools/bench/bench_kernels.py --tokens 4096 --hidden 4096   of GPT-7B, micro-batch 2
+    python tools/bench/bench_kernels.py --only linear attention
+
+`share` is the roofline: bytes that must move over time, over the measured copy bandwidth; for matrix kernels FLOPs over time, over the
+measured rate of a large BF16 GEMM. The L2 cache is overwritten before every launch. Rows are appended to --csv.
+"""
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron.lm.model.attention import BACKENDS
+from msamp.kernels import ops
+from msamp.nn.linear import FP8Linear
+from msamp.nn.scaling_state import ScalingState
+from msamp.numerics.recipe import O3
+from tools.bench import rows
+
+E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+CACHE = 256 * 2**20  # bytes written before a launch, several times the L2
+WARM_UP = 17  # delayed scaling is just in time for 16 steps
+
+
+class Case(NamedTuple):
+    """One kernel: what to run, and the bytes it must move or the FLOPs it must do."""
+
+    name: str
+    run: Callable[[], Any]
+    bytes: float = 0
+    flops: float = 0
+
+
+def times(run: Callable[[], Any], repeats: int) -> list[float]:
+    """Seconds of each of `repeats` launches, with a cold L2."""
+    cache = torch.empty(CACHE, dtype=torch.uint8, device="cuda")
+    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for _ in range(3):
+        run()
+    for start, end in marks:
+        cache.zero_()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in marks]
+
+
+def ceilings(repeats: int) -> tuple[float, float]:
+    """(bytes a second of a large copy, read and write counted; FLOP/s of a large BF16 GEMM on random values)."""
+    source = torch.randint(0, 255, (2**30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy = rows.percentiles(times(lambda: target.copy_(source), repeats))[1]
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
+    gemm = rows.percentiles(times(lambda: a @ b.t(), repeats))[1]
+    return 2 * source.numel() / copy, 2 * 8192**3 / gemm
+
+
+def elementwise(tokens: int, hidden: int) -> Iterator[Case]:
+    """Casts, norms, activations and the rotary embedding; 4 x hidden is the MLP's width, 128 a head's."""
+    ffn, heads = 4 * hidden, hidden // 128
+    new = functools.partial(torch.randn, device="cuda", dtype=BF16)
+    x, delta, wide, grad_wide = new(tokens, hidden), new(tokens, hidden), new(tokens, ffn), new(tokens, ffn)
+    weight, bias, scale = new(hidden), new(hidden), torch.ones((), device="cuda")
+    slot = torch.zeros((), device="cuda")
+    small, large = tokens * hidden, tokens * ffn
+    yield Case("cast, row", lambda: ops.cast_transpose(x, scale, slot, E4M3, True, False, False), 3 * small)
+    yield Case("cast, transposed", lambda: ops.cast_transpose(x, scale, None, E4M3, False, True, False), 3 * small)
+    yield Case("cast + transpose + column sums", lambda: ops.cast_transpose(x, scale, slot, E5M2, True, True, True), 4 * small)
+    payload = torch.randint(0, 120, (ffn, hidden), dtype=torch.uint8, device="cuda").view(E4M3)
+    yield Case("transpose of an FP8 weight", lambda: ops.transpose(payload), 2 * hidden * ffn)
+    normalize = functools.partial(ops.normalize, x, None, weight, bias, 1e-5, False, scale, slot, E4M3)
+    yield Case("norm", normalize, 3 * small)
+    add_norm = functools.partial(ops.normalize, x, delta, weight, bias, 1e-5, False, scale, slot, E4M3)
+    yield Case("residual add + norm", add_norm, 7 * small)
+    _, _, scale_inv, mean, rstd = normalize()
+    again = functools.partial(ops.normalize_transposed, x, mean, rstd, weight, bias, False, scale_inv, E4M3)
+    yield Case("norm again, transposed", again, 3 * small)
+    yield Case("norm backward + residual", lambda: ops.normalize_backward(delta, x, mean, rstd, weight, delta, False), 8 * small)
+    yield Case("GELU", lambda: ops.activate(wide, "gelu", scale, slot, E4M3), 3 * large)
+    backward = functools.partial(ops.activate_backward, grad_wide, wide, "gelu", scale, E4M3, scale, slot, E5M2, True)
+    yield Case("GELU backward + GELU again", backward, 7 * large)
+    yield Case("SwiGLU", lambda: ops.activate(wide, "swiglu", scale, slot, E4M3), 2.5 * large)
+    half = grad_wide[:, : ffn // 2].contiguous()
+    backward = functools.partial(ops.activate_backward, half, wide, "swiglu", scale, E4M3, scale, slot, E5M2, False)
+    yield Case("SwiGLU backward + SwiGLU again", backward, 5.5 * large)
+    sequence = min(tokens, 2048)
+    angles = torch.rand(sequence, 128, device="cuda")
+    qkv = new(sequence, tokens // sequence, 3 * hidden)
+    rotary = functools.partial(ops.rotary_, qkv, angles.cos(), angles.sin(), heads, heads)
+    yield Case("rotary embedding, in place", rotary, 8 * small)
+    grads = [new(sequence, tokens // sequence, heads, 128) for _ in range(3)]
+    backward = functools.partial(ops.rotary_backward, *grads, angles.cos(), angles.sin(), scale, slot, E5M2, True)
+    yield Case("rotary embedding backward", backward, 12 * small)
+
+
+def loss(tokens: int) -> Iterator[Case]:
+    """The cross entropy over 50,304 tokens, logits overwritten by their gradient."""
+    columns = 50304
+    logits = torch.randn(tokens // 4, columns, device="cuda", dtype=BF16)
+    labels, weights = torch.randint(0, columns, (tokens // 4,), device="cuda"), torch.ones(tokens // 4, device="cuda")
+    yield Case("cross entropy, in place", lambda: ops.cross_entropy_(logits, labels, weights), 4 * logits.numel())
+
+
+def gemms(tokens: int, hidden: int) -> Iterator[Case]:
+    """The three GEMMs of FC1 in FP8 and in BF16."""
+    ffn = 4 * hidden
+    flops = 2.0 * tokens * hidden * ffn
+    one = torch.ones((), device="cuda")
+    for name, m, n, k, fast in (("output", tokens, ffn, hidden, True), ("grad_input", tokens, hidden, ffn, False)):
+        a, b = torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda")
+        run = functools.partial(ops.scaled_mm, a.to(E4M3 if fast else E5M2), b.to(E4M3), one, one, None, BF16, fast)
+        yield Case(f"FP8 GEMM, {name}", run, flops=flops)
+        a16, b16 = a.to(BF16), b.to(BF16)
+        yield Case(f"BF16 GEMM, {name}", functools.partial(torch.mm, a16, b16.t()), flops=flops)
+    a, b = torch.randn(ffn, tokens, device="cuda"), torch.randn(hidden, tokens, device="cuda")
+    yield Case("FP8 GEMM, grad_weight", functools.partial(ops.scaled_mm, a.to(E5M2), b.to(E4M3), one, one, None, BF16, False), flops=flops)
+    a16, b16 = a.to(BF16).t().contiguous(), b.to(BF16).t().contiguous()
+    yield Case("BF16 GEMM, grad_weight", functools.partial(torch.mm, a16.t(), b16), flops=flops)
+
+
+def linear(tokens: int) -> Iterator[Case]:
+    """A linear layer by itself, forward and backward with its casts, in FP8 (delayed scaling) and in BF16: 2048 and 8192 wide."""
+    for width in (2048, 8192):
+        x = torch.randn(tokens, width, device="cuda", dtype=BF16, requires_grad=True)
+        grad = torch.randn(tokens, width, device="cuda", dtype=BF16)
+        plain = nn.Linear(width, width, bias=False, device="cuda", dtype=BF16)
+        low = FP8Linear.from_linear(plain, O3)
+        state = ScalingState(low)
+
+        def both(layer: nn.Module, x: Tensor = x, grad: Tensor = grad) -> None:
+            layer(x).backward(grad)
+            x.grad = layer.weight.grad = None
+
+        for _ in range(WARM_UP):
+            both(low)
+            state.roll()
+        flops = 6.0 * tokens * width * width
+        yield Case(f"FP8 linear, {width} x {width}", _captured(functools.partial(both, low)), flops=flops)
+        yield Case(f"BF16 linear, {width} x {width}", _captured(functools.partial(both, plain)), flops=flops)
+
+
+def _captured(run: Callable[[], None]) -> Callable[[], None]:
+    """A CUDA graph of `run`: what the GPU takes, without the host."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay
+
+
+def attention(tokens: int, hidden: int) -> Iterator[Case]:
+    """Causal attention over heads of 128, on the strided views that the QKV projection leaves, by every backend."""
+    sequence, heads = 2048, hidden // 128
+    batch = tokens // sequence
+    flops = 2.0 * batch * heads * sequence**2 * 128
+    for backend in ("cudnn", "flash"):
+        qkv = torch.randn(sequence, batch, heads, 3, 128, device="cuda", dtype=BF16)
+        q, k, v = (qkv.select(3, i).permute(1, 2, 0, 3).detach().requires_grad_() for i in range(3))
+
+        def forward(backend: str = backend, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            with sdpa_kernel(BACKENDS[backend]):
+                return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        out = forward()
+        yield Case(f"attention forward, {backend}", forward, flops=flops)
+        grad = torch.randn_like(out)
+        run = functools.partial(torch.autograd.grad, out, (q, k, v), grad, retain_graph=True)
+        yield Case(f"attention backward, {backend}", run, flops=2.5 * flops)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and append rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--hidden", type=int, default=2048)
+    groups: dict[str, Callable[[argparse.Namespace], Iterator[Case]]] = {
+        "elementwise": lambda o: elementwise(o.tokens, o.hidden),
+        "loss": lambda o: loss(o.tokens),
+        "gemm": lambda o: gemms(o.tokens, o.hidden),
+        "linear": lambda o: linear(o.tokens),
+        "attention": lambda o: attention(o.tokens, o.hidden),
+    }
+    parser.add_argument("--only", nargs="*", choices=list(groups), default=list(groups))
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--csv", type=Path, default=rows.ROOT / "tools/bench/results/kernels.csv")
+    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    options = parser.parse_args(argv)
+    if options.repeats < 2:
+        parser.error(f"--repeats {options.repeats}: give at least 2, percentiles want more than one")
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here; kernels are measured on one")
+    bandwidth, rate = ceilings(options.repeats)
+    where = rows.machine(options.commit)
+    for group in options.only:
+        for case in groups[group](options):
+            row = measure(case, options.repeats, bandwidth, rate)
+            print(json.dumps(row), flush=True)
+            rows.append(options.csv, [where | {"tokens": options.tokens, "hidden": options.hidden} | row])
+    return 0
+
+
+def measure(case: Case, repeats: int, bandwidth: float, rate: float) -> dict[str, Any]:
+    """One row: microseconds, bytes or FLOPs a second, and their share of the ceiling."""
+    low, median, high = rows.percentiles(times(case.run, repeats))
+    reached, ceiling = (case.flops / median, rate) if case.flops else (case.bytes / median, bandwidth)
+    return {
+        "kernel": case.name,
+        "us_p20": round(low * 1e6, 1),
+        "us": round(median * 1e6, 1),
+        "us_p80": round(high * 1e6, 1),
+        "tb_s": "" if case.flops else round(reached / 1e12, 2),
+        "tflops": round(reached / 1e12) if case.flops else "",
+        "share": round(reached / ceiling, 3),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

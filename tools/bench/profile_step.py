@@ -1,0 +1,119 @@
+"""Where the time of a training step goes on one GPU: the kernels of one step by kind, from torch's profiler.
+
+    python tools/bench/profile_step.py --level O3                     GPT-1.3B, micro-batch 4
+    python tools/bench/profile_step.py --level O2 --preset 7b --micro-batch-size 2 --csv profile.csv
+
+Prints the share of each kind and the longest kernels, and appends one row a kind to --csv. "idle" is the time between the first and
+the last kernel of the step in which none ran: what the host or a dependency costs.
+"""
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.lm import process_groups
+from megatron.lm.step import train_step
+from megatron.lm.trainer import build_training
+from tools.bench import rows
+from tools.bench.bench_step import WARM_UP, configuration, random_batches
+
+# The first match names the kind; kernels of ours are named after their files.
+KINDS = (
+    ("attention", ("fmha", "flash", "attention", "sdpa")),
+    ("optimizer", ("adamw", "grad_stats", "square_sum")),
+    ("loss", ("cross_entropy",)),
+    ("norm", ("normalize", "layer_norm", "rms_norm", "gammabeta")),
+    ("activation", ("activate", "gelu", "silu")),
+    ("rotary", ("rotary",)),
+    ("cast", ("cast", "transpose", "amax", "pack")),
+    ("GEMM FP8", ("e4m3", "e5m2", "qgmma", "_fp8", "qqtst", "qqhst", "qq")),
+    ("GEMM", ("gemm", "nvjet", "cutlass", "splitk", "xmma")),
+    ("NCCL", ("nccl",)),
+    ("memory", ("memcpy", "memset", "copy", "cat", "fill")),
+)
+
+
+def kind(name: str) -> str:
+    """The kind of a kernel by its name."""
+    lower = name.lower()
+    return next((label for label, words in KINDS if any(word in lower for word in words)), "other")
+
+
+def kernels(options: argparse.Namespace) -> list[tuple[str, float, float]]:
+    """(name, start, duration) in microseconds of every kernel of one step; needs `process_groups.initialize`."""
+    training = build_training(configuration(options.level, options), options.vocab_size)
+    batches = random_batches(training.config, options.vocab_size, process_groups.device())
+    for _ in range(options.warm_up):
+        train_step(training, batches)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        train_step(training, batches)
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [(event.name, event.time_range.start, event.time_range.elapsed_us()) for event in events]
+
+
+def idle(found: Sequence[tuple[str, float, float]]) -> float:
+    """Microseconds between the first start and the last end that no kernel covers."""
+    gaps = end = 0.0
+    for i, (_, start, duration) in enumerate(sorted(found, key=lambda kernel: kernel[1])):
+        gaps += max(0.0, start - end) if i else 0.0
+        end = max(end, start + duration)
+    return gaps
+
+
+def by_kind(found: Sequence[tuple[str, float, float]]) -> list[dict[str, Any]]:
+    """One row a kind, the longest first: milliseconds and launches."""
+    total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for name, _, duration in found:
+        total[kind(name)][0] += duration / 1e3
+        total[kind(name)][1] += 1
+    listed = sorted(total.items(), key=lambda item: -item[1][0])
+    return [{"kind": label, "ms": round(ms, 2), "launches": count} for label, (ms, count) in listed]
+
+
+def longest(found: Sequence[tuple[str, float, float]], count: int) -> list[str]:
+    """The kernels that take longest in all, one line each."""
+    total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for name, _, duration in found:
+        total[name][0] += duration / 1e3
+        total[name][1] += 1
+    listed = sorted(total.items(), key=lambda item: -item[1][0])[:count]
+    return [f"{ms:9.2f} ms {calls:6d}  {kind(name):<10} {name[:90]}" for name, (ms, calls) in listed]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Profile one step, print and append rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--level", default="O3", choices=["O0", "O1", "O2", "O3"])
+    parser.add_argument("--preset", default="1.3b")
+    parser.add_argument("--micro-batch-size", type=int, default=4)
+    parser.add_argument("--vocab-size", type=int, default=50304)
+    parser.add_argument("--warm-up", type=int, default=WARM_UP)
+    parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
+    parser.add_argument("--top", type=int, default=25, help="kernels listed by name")
+    parser.add_argument("--csv", type=Path, help="append one row a kind here")
+    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here; a profile of kernels needs one")
+    process_groups.initialize(configuration(options.level, options))
+    found = kernels(options)
+    listed = [*by_kind(found), {"kind": "idle", "ms": round(idle(found) / 1e3, 2), "launches": ""}]
+    print(*longest(found, options.top), sep="\n")
+    for row in listed:
+        print(f"{row['ms']:9.2f} ms {row['launches']:>6}  {row['kind']}")
+    if options.csv is not None:
+        common = {"case": options.level, "preset": options.preset, "micro_batch": options.micro_batch_size}
+        rows.append(options.csv, [rows.machine(options.commit) | common | row for row in listed])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""What a GPT holds in memory: predicted by the dry run's formulas, measured here, and the difference; exit status 1 where it exceeds 3 %.
+
+    python tools/memory_report.py --preset 1.3b
+    python tools/memory_report.py --preset 1.3b --levels O3 --recompute-granularity selective --recompute-modules mlp core_attn
+
+Whatever is no flag of this tool goes to megatron.lm.pretrain. One process, whatever the preset's grid.
+
+- States, bytes a parameter: the tensors themselves after a training step.
+- Activations, MiB a layer: what is alive after forward and was not before, in a model of two layers less in one of a single layer; the
+  norms' share is what goes as the hidden size is halved and all other widths stay, the MLP's as its width is. Nothing is asked of
+  autograd, so that what a fused block keeps in places of its own counts too. On a GPU the allocator tells; on a CPU every storage that an
+  operation makes is followed until it is freed, and in place of the attention core, which a CPU computes and keeps in FP32, stands one
+  that keeps what the GPU's kernels keep. (A CPU also keeps more for dropout, and for RMSNorm and a GEMM at O0 where it emulates BF16.)
+- On a GPU, GiB: the peak of a whole step, and what stays between steps.
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron.lm import gain, plan, process_groups
+from megatron.lm.checks import check
+from megatron.lm.cli import parse_args
+from megatron.lm.config import Config, ParallelConfig
+from megatron.lm.model.attention import SDPAttention
+from megatron.lm.model.gpt import build_model
+from megatron.lm.recipe import build_recipe
+from megatron.lm.step import Training, train_step
+from megatron.lm.trainer import build_training
+from msamp.numerics.tensor import ScalingTensor
+from tools.bench import rows
+from tools.bench.bench_step import random_batches
+
+LIMIT = 3.0  # percent
+WARM_UP = 5  # steps before the measured one
+MIB = 2**20
+
+
+class Row(NamedTuple):
+    """One figure; `whole` is what a difference is a share of where nothing is predicted."""
+
+    what: str
+    unit: str
+    predicted: float
+    measured: float
+    whole: float = 0.0
+
+    @property
+    def difference(self) -> float:
+        """Percent of the prediction."""
+        base = self.predicted or self.whole
+        return 100 * (self.measured - self.predicted) / base if base else 100.0 * (self.measured != 0)
+
+
+def configuration(level: str, flags: Sequence[str]) -> Config:
+    """The flags at one level on one process, with the choice of FP8 linear layers made; needs no data."""
+    config = parse_args([*flags, "--opt-level", level, "--train-iters", "10000", "--dry-run"])
+    config = replace(config, parallel=ParallelConfig(), training=replace(config.training, global_batch_size=None))
+    check(config, 1)
+    return gain.settled(config, gain.choose(config, gain.default_measure()))
+
+
+class Alive(TorchDispatchMode):
+    """Follows the storages of plain tensors that operations make while it is entered; those that were there before do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note((args, kwargs), counts=False)
+        result = func(*args, **(kwargs or {}))
+        self._note(result, counts=True)
+        return result
+
+    def _note(self, values: Any, counts: bool) -> None:
+        for x in tree_leaves(values):
+            if isinstance(x, Tensor) and not isinstance(x, ScalingTensor):
+                storage = x.untyped_storage()
+                known = self.found.get(storage._cdata)
+                if known is None or known[0].expired():  # an address may come again
+                    self.found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes() if counts else 0)
+
+    def size(self) -> int:
+        """Bytes that are still alive."""
+        return sum(size for storage, size in self.found.values() if not storage.expired())
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+        output = query.clone()
+        ctx.save_for_backward(query, key, value, output)
+        return output
+
+
+class KeepingAttention(nn.Module):
+    """In the attention core's place: keeps what the GPU's kernels keep (query, key, value, output), and computes nothing."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return _Keep.apply(query, key, value).flatten(2)
+
+
+def forward_bytes(config: Config) -> int:
+    """Bytes that a forward of one micro-batch leaves for backward; needs `process_groups.initialize`."""
+    vocab_size, device = 128, process_groups.device()
+    batch = next(random_batches(config, vocab_size, device))
+    with torch.random.fork_rng():
+        model = build_model(config, build_recipe(config.precision), vocab_size).train()
+    if device.type == "cpu":
+        for parent in list(model.modules()):
+            if isinstance(getattr(parent, "core_attention", None), SDPAttention):
+                parent.core_attention = KeepingAttention()
+
+    def forward() -> Tensor:
+        return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
+
+    forward()  # what is made once and stays
+    gc.collect()
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated()
+        loss = forward()
+        kept = torch.cuda.memory_allocated() - before
+    else:
+        with Alive() as alive:
+            loss = forward()
+        kept = alive.size()
+    del loss
+    return kept
+
+
+def layer_bytes(config: Config, **widths: Any) -> int:
+    """Bytes that one layer of the model leaves for backward, with some widths of the model replaced."""
+    two, one = (forward_bytes(replace(config, model=replace(config.model, num_layers=n, **widths))) for n in (2, 1))
+    return two - one
+
+
+def activations(config: Config) -> Iterator[Row]:
+    """Rows of one layer, by kind and together."""
+    model, predicted = config.model, plan.activation_parts(config)
+    fixed = {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_size}
+    layer = layer_bytes(config)
+    norms = 2 * (layer - layer_bytes(config, **(fixed | {"hidden_size": model.hidden_size // 2})))
+    mlp = 2 * (layer - layer_bytes(config, **(fixed | {"ffn_hidden_size": model.ffn_size // 2})))
+    measured = {"norms": norms, "attention": layer - norms - mlp, "MLP": mlp}
+    whole = sum(predicted.values())
+    for name, size in measured.items():
+        yield Row(f"activations, {name}", "MiB a layer", predicted[name] / MIB, size / MIB, whole / MIB)
+    yield Row("activations, layer", "MiB a layer", whole / MIB, layer / MIB)
+
+
+def stored(x: Tensor | None) -> int:
+    """Bytes of a tensor as it is stored, its scale apart."""
+    if x is None:
+        return 0
+    return x.payload.nbytes if isinstance(x, ScalingTensor) else x.nbytes
+
+
+def state_bytes(training: Training) -> dict[str, int]:
+    """Bytes of the model states after a step, by kind."""
+    optimizer, sync = training.optimizer, training.grad_sync
+    params = list(training.model.parameters())
+    states = [optimizer.state[piece.weight] for piece in optimizer.pieces()]
+    gradients = [getattr(p, "main_grad", None) for p in params] + [slot.grad for p in params for slot in sync.owned(p)]
+    return {
+        "weight": sum(map(stored, params)),
+        "master": sum(stored(state.get("master")) for state in states),
+        "m": sum(stored(state["exp_avg"]) for state in states),
+        "v": sum(stored(state["exp_avg_sq"]) for state in states),
+        "gradient": sum(map(stored, gradients)),
+    }
+
+
+def states(config: Config) -> Iterator[Row]:
+    """Rows of the model states, and on a GPU of the peak and the rest of a step."""
+    (rank,) = plan.plan(config, 1)
+    vocab_size = config.model.vocab_size or plan.GPT2_VOCABULARY
+    training = build_training(config, vocab_size)
+    device = process_groups.device()
+    batches = random_batches(config, vocab_size, device)
+    cuda = device.type == "cuda"
+    for _ in range(WARM_UP if cuda else 0):
+        train_step(training, batches)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    train_step(training, batches)
+    measured = state_bytes(training)
+    predicted = {name: getattr(rank, name) for name in measured}
+    for name, size in measured.items():
+        yield Row(name, "bytes a parameter", predicted[name] / rank.parameters, size / rank.parameters, 1.0)
+    if cuda:
+        yield Row("peak", "GiB", rank.total / plan.GIB, torch.cuda.max_memory_allocated() / plan.GIB)
+        yield Row("rest", "GiB", sum(predicted.values()) / plan.GIB, torch.cuda.memory_allocated() / plan.GIB)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print one table and append its rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--levels", nargs="+", default=["O0", "O1", "O2", "O3"], choices=["O0", "O1", "O2", "O3"])
+    parser.add_argument("--csv", type=Path, help="append the rows to this file, such as tools/bench/results/memory.csv")
+    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    options, flags = parser.parse_known_args(argv)
+    try:
+        configs = {level: configuration(level, flags) for level in options.levels}
+    except ValueError as error:
+        parser.error(str(error))
+    where = rows.machine(options.commit)
+    print(f"{'':<8}{'':<24}{'':<20}{'predicted':>12}{'measured':>12}{'difference':>12}")
+    process_groups.initialize(configs[options.levels[0]])
+    excess = False
+    try:
+        for level, config in configs.items():
+            for measurement in (states, activations):
+                for row in measurement(config):
+                    excess |= abs(row.difference) > LIMIT
+                    _report(options.csv, where, config, level, row)
+                gc.collect()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+    finally:
+        process_groups.shutdown()
+    return int(excess)
+
+
+def _report(path: Path | None, where: dict[str, str], config: Config, level: str, row: Row) -> None:
+    print(f"{level:<8}{row.what:<24}{row.unit:<20}{row.predicted:>12.3f}{row.measured:>12.3f}{row.difference:>10.2f} %", flush=True)
+    if path is None:
+        return
+    model, training = config.model, config.training
+    shape = {
+        "layers": model.num_layers,
+        "hidden": model.hidden_size,
+        "sequence": model.seq_length,
+        "micro_batch": training.micro_batch_size,
+        "recompute": " ".join([training.recompute_granularity or "", *training.recompute_modules]).strip(),
+        "bf16_linears": " ".join(config.precision.bf16_linears or ()),
+    }
+    figures = {"predicted": round(row.predicted, 4), "measured": round(row.measured, 4), "difference_percent": round(row.difference, 3)}
+    rows.append(path, [where | {"case": level} | shape | {"what": row.what, "unit": row.unit} | figures])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
