@@ -189,11 +189,12 @@ def states(config: Config) -> Iterator[Row]:
     device = process_groups.device()
     batches = random_batches(config, vocab_size, device)
     cuda = device.type == "cuda"
-    for _ in range(WARM_UP if cuda else 0):
-        train_step(training, batches)
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
     train_step(training, batches)
+    if cuda:
+        # Before the graphs are captured: a replayed one allocates nothing, its peak is that of its capture.
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(WARM_UP):
+            train_step(training, batches)
     measured = state_bytes(training)
     predicted = {name: getattr(rank, name) for name in measured}
     for name, size in measured.items():

@@ -83,7 +83,9 @@ class ScalingTensor(torch.Tensor):
         raise ValueError("a ScalingTensor cannot be moved to shared memory; share its payload and its scale_inv instead")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ScalingTensor({self.format}, shape={tuple(self.shape)}, scale_inv={self.scale_inv.item():g}, as {self.dtype})"
+        # While torch.compile traces, its inner tensors have no values, and it prints them in its log.
+        scale_inv = f"{self.scale_inv.item():g}" if type(self.scale_inv) is torch.Tensor else "traced"
+        return f"ScalingTensor({self.format}, shape={tuple(self.shape)}, scale_inv={scale_inv}, as {self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         return ["payload", "scale_inv"], self.dtype

@@ -32,7 +32,8 @@ KINDS = (
     ("activation", ("activate", "gelu", "silu")),
     ("rotary", ("rotary",)),
     ("cast", ("cast", "transpose", "amax", "pack")),
-    ("GEMM FP8", ("e4m3", "e5m2", "qgmma", "_fp8", "qqtst", "qqhst", "qq")),
+    # cuBLAS names its operands by a letter: q is E4M3, r E5M2, t BF16.
+    ("GEMM FP8", ("e4m3", "e5m2", "qgmma", "_qq", "_qr", "_rq")),
     ("GEMM", ("gemm", "nvjet", "cutlass", "splitk", "xmma")),
     ("NCCL", ("nccl",)),
     ("memory", ("memcpy", "memset", "copy", "cat", "fill")),
@@ -104,7 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         parser.error("there is no GPU here; a profile of kernels needs one")
     process_groups.initialize(configuration(options.level, options))
-    found = kernels(options)
+    try:
+        found = kernels(options)
+    finally:
+        process_groups.shutdown()
     listed = [*by_kind(found), {"kind": "idle", "ms": round(idle(found) / 1e3, 2), "launches": ""}]
     print(*longest(found, options.top), sep="\n")
     for row in listed:

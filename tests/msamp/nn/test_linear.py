@@ -349,7 +349,7 @@ def test_compiled_it_computes_the_same(level, steps):
     low.zero_grad()
     other = copy.deepcopy(low)
     torch._dynamo.reset()
-    compiled = torch.compile(other, backend="aot_eager")
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
     inner = x.clone().requires_grad_()
     y = compiled(inner)
     y.backward(g)
@@ -363,7 +363,7 @@ def test_compiled_once_not_at_every_step():
     x, g = make("normal", (16, 64), seed=1), make("normal", (16, 48), seed=2)
     state = ScalingState(low)
     torch._dynamo.reset()
-    compiled = torch.compile(low, backend="aot_eager")
+    compiled = torch.compile(low, backend="aot_eager", fullgraph=True)
     graphs = []
     for _ in range(20):
         run(compiled, x, g)
