@@ -96,6 +96,12 @@ def recomputation(config: Config, world_size: int) -> Problems:
     if training.recompute_modules and training.recompute_granularity != "selective":
         modules = " ".join(training.recompute_modules)
         yield f"--recompute-modules {modules} has no effect by itself: add --recompute-granularity selective, or drop it"
+    again = training.recompute_modules or ("core_attn",)
+    if training.recompute_granularity == "selective" and config.fuses_layers and config.model.attention_dropout and "core_attn" in again:
+        yield (
+            f"a fused layer does not recompute attention with --attention-dropout {config.model.attention_dropout:g}: "
+            "give --recompute-modules mlp, or drop one of them"
+        )
     for name in ("recompute_method", "recompute_num_layers"):
         value = getattr(training, name)
         if training.recompute_granularity != "full" and value is not None:

@@ -161,8 +161,8 @@ def settle(config: Config, saved: Callable[[], tuple[str, ...] | None] = lambda:
     if torch.distributed.get_rank() == 0:
         try:
             answer[0] = choose(config, default_measure(), saved)
-        except (OSError, RuntimeError, ValueError) as error:
-            answer[0] = str(error)
+        except Exception as error:  # whatever Triton or CUDA raises: the other ranks wait for an answer
+            answer[0] = str(error) or repr(error)
     torch.distributed.broadcast_object_list(answer)
     choice = answer[0]
     if isinstance(choice, str):

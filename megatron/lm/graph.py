@@ -6,6 +6,7 @@ averaged gradients, which stand at the same addresses in every replay, are hande
 """
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +18,7 @@ from megatron.lm.config import Config
 if TYPE_CHECKING:
     from megatron.lm.step import Training
 
-WARM_UP = 3  # eager steps before a capture: kernels are compiled, cuDNN and cuBLAS have chosen theirs, communicators exist
+WARM_UP = 3  # eager steps as they will be captured: kernels are compiled, cuDNN and cuBLAS have chosen theirs, communicators exist
 FIRST, MIDDLE, LAST, ONLY, UPDATE = "first", "middle", "last", "only", "update"  # micro-batches of a step by their place, and its end
 
 
@@ -26,13 +27,15 @@ def obstacle(config: Config) -> str | None:
     parallel, training, model = config.parallel, config.training, config.model
     found = {
         "there is no GPU": not torch.cuda.is_available(),
+        "Triton is not installed": importlib.util.find_spec("triton") is None,
         "pipeline stages wait for each other's activations": parallel.pipeline_model_parallel_size > 1,
         "tensor-parallel layers count their traffic in Python": parallel.tensor_model_parallel_size > 1,
         "dropout draws random numbers": model.hidden_dropout > 0 or model.attention_dropout > 0,
         "recomputation outside the fused FP8 layers saves random states": training.recompute_granularity == "full"
         or (training.recompute_granularity is not None and not config.fuses_layers),
         "--log-underflow-interval looks into the layers": config.logging.log_underflow_interval > 0,
-        "--grad-accum-dtype fp8-sr draws random numbers": config.precision.grad_accum == "fp8-sr",
+        # Each sum of theirs is a new tensor, and fp8-sr draws random numbers.
+        "--grad-accum-dtype fp8 and fp8-sr do not add up in place": config.precision.grad_accum in ("fp8", "fp8-sr"),
         "gloo's collectives run on the host": torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo",
     }
     return next((reason for reason, holds in found.items() if holds), None)
@@ -55,11 +58,12 @@ def choose(config: Config) -> tuple[str, str]:
 
 
 class _Captured(NamedTuple):
-    """A graph, and what Python did beside it: bytes sent by kind and collective, and where the averaged gradients stand."""
+    """A graph, and what Python did beside it: bytes sent by kind and collective, and, where Python hands the averaged gradients to an
+    eager update, where they stand."""
 
     graph: torch.cuda.CUDAGraph
     sent: dict[tuple[str, str], int]
-    averages: Any
+    averages: list[Any]
 
 
 class StepGraphs:
@@ -67,8 +71,9 @@ class StepGraphs:
 
     The first micro-batch of a step clears the gradients, the last sends them off, those between only add to them: up to three
     graphs, and one of the update, each captured when it is first needed. A step whose gradients are counted (`Statistics.active`)
-    has its own. Capture waits until delayed scaling has filled its window, since casts are just in time until then; after the first
-    one no step is eager.
+    has its own; with mode "step" they stand in the same memory. Capture waits until delayed scaling has filled its window, since casts
+    are just in time until then, and until every weight has been updated once; after the first capture no step is eager. Under ZeRO all
+    weights are there before the next step begins: `--overlap-param-gather` overlaps in eager steps only.
 
     Args:
         training: what is trained; TP = PP = 1.
@@ -94,8 +99,12 @@ class StepGraphs:
 
     def ready(self) -> bool:
         """Whether the step that begins is to be replayed; counts the eager steps before the first one."""
-        layers = self.training.scaling.layers.values()
-        if self._eager_steps >= WARM_UP and all(layer.delayed for layer in layers):
+        if self._graphs:
+            return True
+        if not all(layer.delayed for layer in self.training.scaling.layers.values()):
+            return False
+        optimizer = self.training.optimizer
+        if self._eager_steps >= WARM_UP and all(optimizer.state.get(piece.weight) for piece in optimizer.pieces()):
             return True
         self._eager_steps += 1
         return False
@@ -134,7 +143,7 @@ class StepGraphs:
         if known:
             for (kind, collective), size in done.sent.items():
                 sync.sent.add(kind, collective, size)
-            if done.averages is not None:
+            if place in (LAST, ONLY):
                 sync.restore(done.averages)
 
     def _capture(self, place: str, *args: Any) -> _Captured:
@@ -147,7 +156,9 @@ class StepGraphs:
             else:
                 self._micro_batch(place)
         sent = {what: size - before.get(what, 0) for what, size in sync.sent.rows().items()}
-        return _Captured(graph, sent, sync.averages() if place in (LAST, ONLY) else None)
+        # The update's graph knows the addresses by itself, so that a second variant may have the first one's memory.
+        handed_over = place in (LAST, ONLY) and self.mode == "micro-batch"
+        return _Captured(graph, sent, sync.averages() if handed_over else [])
 
     def _micro_batch(self, place: str) -> None:
         sync = self.training.grad_sync

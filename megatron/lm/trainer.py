@@ -40,6 +40,7 @@ def build_training(config: Config, vocab_size: int) -> Training:
         ValueError: on every rank, where the checkpoint to resume from is none, or a linear layer cannot be measured.
     """
     config, linears = gain.settle(config, lambda: checkpoint.saved_bf16_linears(config))
+    mode, _ = graph.choose(config)
     recipe = build_recipe(config.precision)
     if recipe.fp8:
         warn_if_emulated(process_groups.device())
@@ -63,7 +64,6 @@ def build_training(config: Config, vocab_size: int) -> Training:
         vocab_size=vocab_size,
         linears=linears,
     )
-    mode, _ = graph.choose(config)
     if mode != "none":
         training.graphs = graph.StepGraphs(training, mode, micro_batch_loss)
     return training

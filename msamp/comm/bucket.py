@@ -62,7 +62,7 @@ class Bucket:
         cut: whether a parameter is in more than one piece.
         own: this rank's slice of the flat buffer.
         spans: of each slot its parameter, the first of its elements there, their number, and the first in the flat buffer.
-        tables: of the launches over this bucket's tensors.
+        tables, sum_tables: of the launches over this bucket's gradients, and over the pieces of their sum.
         gradients: this rank's own, by place in `params`; None where none has come.
         waiting: how many have not come.
         sent: whether the bucket has left in this step.
@@ -88,7 +88,7 @@ class Bucket:
         self.own = slice(sum(self.sizes[:rank]), sum(self.sizes[: rank + 1]))
         self.cut = len(self.slots) > len(self.params)
         self.spans = [(slot.index, slot.row * (slot.elements // max(1, slot.rows)), slot.elements, slot.start) for slot in self.slots]
-        self.tables = Tables(self.params[0].device)
+        self.tables, self.sum_tables = Tables(self.params[0].device), Tables(self.params[0].device)
         self.clear()
 
     def clear(self) -> None:

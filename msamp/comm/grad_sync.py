@@ -313,7 +313,7 @@ class GradSync:
         return slots + [(p, "main_grad", p.main_grad) for p in self.names]  # type: ignore[attr-defined]
 
     def restore(self, averages: Sequence[tuple[Any, str, Any]]) -> None:
-        """Be as `finish` left this object when it gave these `averages`, one step later."""
+        """Be as `finish` left this object when it gave these `averages` (or some of them), one step later."""
         for holder, name, average in averages:
             setattr(holder, name, average)
         self.steps += 1

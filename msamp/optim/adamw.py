@@ -256,12 +256,13 @@ class FP8AdamW(torch.optim.Optimizer):
         self._norm = self._norm.to(norm.device).copy_(norm)
         self._usable = self._usable.to(norm.device).copy_(usable)
         self._skips = self._skips.to(norm.device).add_(~usable)
-        if (fresh or not usable.is_cuda) and not usable:
+        # On a GPU the kernels look at the flag, and under ZeRO every rank must come to the gathering, whatever it has to update.
+        if usable.is_cuda or usable:
+            self._update(pieces, table, None if self.clip_grad is None else clip_coefficient(norm, self.clip_grad))
+            self._written(pieces)
+        if fresh and not usable:
             for piece in fresh:  # a skipped step leaves no trace
                 del self.state[piece.weight]
-            return loss
-        self._update(pieces, table, None if self.clip_grad is None else clip_coefficient(norm, self.clip_grad))
-        self._written(pieces)
         return loss
 
     def replayed(self) -> None:

@@ -26,8 +26,9 @@ class GreedyZeRO(FP8AdamW):
     A step: the owner takes the averaged gradient of its pieces, all agree on the norm and on each tensor's amax (two small
     all-reduces), owners update, and the new weights are gathered bucket by bucket in the order in which forward needs
     them: FP8 weights in FP8, with a scale that every rank computes for itself. On a GPU the gathering goes on while the
-    next forward runs, and a module waits for its own weights only. Pieces of a cut tensor share its scales, and the norm
-    is exact whatever the cut, so weights and states do not depend on the number of ranks for the same gradients.
+    next forward runs, and a module waits for its own weights only; a CUDA graph of the forward needs all of them first
+    (`wait`). Pieces of a cut tensor share its scales, and the norm is exact whatever the cut, so weights and states do not
+    depend on the number of ranks for the same gradients.
 
     Args:
         params: as FP8AdamW; every parameter that wants a gradient must be known to `sync`.
