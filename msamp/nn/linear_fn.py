@@ -40,15 +40,10 @@ def quantize_operand(
     return payload, payload_t if transpose else None, scale_inv
 
 
-def transpose_payload(payload: torch.Tensor) -> torch.Tensor:
-    """The transpose [N, M] of an FP8 payload [M, N], row-major."""
-    return ops.transpose(payload)
-
-
 def weight_operand(payload: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, transpose: bool) -> torch.Tensor:
     """The FP8 weight from what is stored: [N, K], or its transpose [K, N] for grad_input, row-major either way."""
     if payload.dtype == dtype:
-        return transpose_payload(payload) if transpose else payload
+        return ops.transpose(payload) if transpose else payload
     if transpose:
         return ops.cast_transpose(payload, multiplier, None, dtype, False, True, False)[1]
     return ops.cast(payload, multiplier, None, dtype)

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.kernels import ops
-from msamp.nn.linear_fn import activation, quantize_operand, transpose_payload, weight_operand
+from msamp.nn.linear_fn import activation, quantize_operand, weight_operand
 from msamp.nn.scaling_state import WIRE, LinearScaling, Slot
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import Gemm
@@ -122,7 +122,7 @@ class ColumnFunction(torch.autograd.Function):
             )
         if needs_w:
             x8 = gathered() if again else saved
-            x8_t = transpose_payload(x8) if tp.sequence_parallel else x8
+            x8_t = ops.transpose(x8) if tp.sequence_parallel else x8
             grad_w = ops.scaled_mm(g8_t, x8_t, scale_inv, x_scale_inv, None, ctx.weight_dtype, False)
         if needs_b and ctx.bias_dtype is not None:
             grad_b = g2d.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
@@ -170,7 +170,7 @@ class RowFunction(torch.autograd.Function):
         if needs_x:
             grad_x = ops.scaled_mm(g8, w8_t, scale_inv, w_scale_inv, None, grad_output.dtype, False).view(ctx.shape)
         if needs_w:
-            g8_t = transpose_payload(g8) if gather else g8_t
+            g8_t = ops.transpose(g8) if gather else g8_t
             grad_w = ops.scaled_mm(g8_t, x8_t, scale_inv, x_scale_inv, None, ctx.weight_dtype, False)
         return grad_x, grad_w, None, None, None, None
 

@@ -5,8 +5,9 @@ import torch
 from numerics import codes, make
 from torch import nn
 
+from msamp.kernels import ops
 from msamp.nn.linear import FP8Linear
-from msamp.nn.linear_fn import LinearFunction, linear, quantize_operand, transpose_payload, weight_operand
+from msamp.nn.linear_fn import LinearFunction, linear, quantize_operand, weight_operand
 from msamp.nn.scaling_state import LinearScaling, ScalingState, Slot
 from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3, E5M2
@@ -180,7 +181,7 @@ def test_the_weight_operand_in_both_layouts(level):
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 def test_a_payload_and_its_transpose(fmt, device):
     payload = quantize(make("normal", (5, 7), device=device), 4.0, fmt)
-    turned = transpose_payload(payload)
+    turned = ops.transpose(payload)
     assert turned.dtype == fmt.dtype
     assert turned.is_contiguous()
     assert codes(turned).equal(codes(payload).t())

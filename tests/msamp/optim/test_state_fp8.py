@@ -5,6 +5,7 @@ import torch
 from numerics import KINDS, LARGE, SMALL, check, codes, make, measure
 from torch import nn
 
+from msamp.kernels.reference.adamw import load, store_
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from msamp.numerics.quantize import quantize
 from msamp.numerics.recipe import FP32_STATES, O2
@@ -29,7 +30,7 @@ def test_a_state_begins_at_zero_with_scale_one(fmt, device):
     assert isinstance(state, ScalingTensor)
     assert (state.format, state.shape, state.device.type) == (fmt, (3, 5), device.type)
     assert state.scale_inv == 1
-    (loaded,) = state_format(fmt).load([state])
+    (loaded,) = load([state])
     assert loaded.dtype == torch.float32
     assert loaded.eq(0).all()
 
@@ -40,7 +41,7 @@ def test_the_bound_decides_the_scale_not_the_values(fmt):
     states = [how.init(torch.empty(6, 4)) for _ in range(2)]
     values = [make("normal", (6, 4), seed=s) for s in range(2)]
     bounds = torch.tensor([7.0, 300.0])
-    how.store_(states, values, bounds)
+    store_(states, values, bounds)
     for state, value, bound in zip(states, values, bounds, strict=True):
         scale = scale_from_amax(bound, fmt.max)
         assert state.scale_inv == 1 / scale
@@ -51,9 +52,9 @@ def test_the_bound_decides_the_scale_not_the_values(fmt):
 def test_a_bound_that_says_nothing_keeps_the_last_scale(bound):
     how = state_format(E4M3)
     state = how.init(torch.empty(4))
-    how.store_([state], [torch.ones(4)], torch.tensor([10.0]))
+    store_([state], [torch.ones(4)], torch.tensor([10.0]))
     assert state.scale_inv == 1 / 32
-    how.store_([state], [torch.zeros(4)], torch.tensor([bound]))
+    store_([state], [torch.zeros(4)], torch.tensor([bound]))
     assert state.scale_inv == 1 / 32
 
 
