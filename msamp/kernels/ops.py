@@ -22,24 +22,29 @@ _SCHEMAS = (
     "amax(Tensor x) -> Tensor",
     "cast(Tensor x, Tensor scale, Tensor(a!)? amax_slot, ScalarType dtype) -> Tensor",
     (
-        "cast_transpose(Tensor x, Tensor? scale, Tensor(a!)? amax_slot, ScalarType dtype, bool row, bool col, bool colsum) "
-        "-> (Tensor y, Tensor y_t, Tensor scale_inv, Tensor sums)"
+        "cast_transpose(Tensor x, Tensor? scale, Tensor(a!)? amax_slot, ScalarType dtype, bool row, bool col, bool colsum, "
+        "Tensor(b!)? scale_inv_slot=None) -> (Tensor y, Tensor y_t, Tensor scale_inv, Tensor sums)"
     ),
+    "cast_transposed(Tensor x, Tensor scale_inv, ScalarType dtype) -> Tensor",
     "transpose(Tensor x) -> Tensor",
-    "activate(Tensor y, str kind, Tensor? scale, Tensor(a!)? amax_slot, ScalarType dtype) -> (Tensor a, Tensor scale_inv)",
+    (
+        "activate(Tensor y, str kind, Tensor? scale, Tensor(a!)? amax_slot, ScalarType dtype, Tensor(b!)? scale_inv_slot=None) "
+        "-> (Tensor a, Tensor scale_inv)"
+    ),
     (
         "activate_backward(Tensor grad_a, Tensor y, str kind, Tensor a_scale_inv, ScalarType a_dtype, Tensor? scale, "
-        "Tensor(a!)? amax_slot, ScalarType dtype, bool colsum) -> (Tensor g, Tensor g_t, Tensor scale_inv, Tensor a_t, Tensor sums)"
+        "Tensor(a!)? amax_slot, ScalarType dtype, bool colsum, Tensor(b!)? scale_inv_slot=None) "
+        "-> (Tensor g, Tensor g_t, Tensor scale_inv, Tensor a_t, Tensor sums)"
     ),
     "rotary_(Tensor(a!) qkv, Tensor cos, Tensor sin, int heads, int groups) -> ()",
     (
         "rotary_backward(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, Tensor? scale, Tensor(a!)? amax_slot, "
-        "ScalarType dtype, bool colsum) -> (Tensor g, Tensor g_t, Tensor scale_inv, Tensor sums)"
+        "ScalarType dtype, bool colsum, Tensor(b!)? scale_inv_slot=None) -> (Tensor g, Tensor g_t, Tensor scale_inv, Tensor sums)"
     ),
     "cross_entropy_(Tensor(a!) logits, Tensor labels, Tensor weights) -> Tensor",
     (
         "normalize(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool rms, Tensor? scale, Tensor(a!)? amax_slot, "
-        "ScalarType dtype) -> (Tensor sum, Tensor y, Tensor scale_inv, Tensor mean, Tensor rstd)"
+        "ScalarType dtype, Tensor(b!)? scale_inv_slot=None) -> (Tensor sum, Tensor y, Tensor scale_inv, Tensor mean, Tensor rstd)"
     ),
     (
         "normalize_transposed(Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor? bias, bool rms, Tensor scale_inv, "
@@ -49,10 +54,13 @@ _SCHEMAS = (
         "normalize_backward(Tensor grad_y, Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor? grad_residual, bool rms) "
         "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)"
     ),
+    "sum_parts(Tensor[] parts, ScalarType dtype) -> Tensor[]",
+    "scale_from_amax(Tensor amax, float fp_max, Tensor? last, float otherwise) -> Tensor",
     "scaled_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
 )
 # The file of an operator, where it holds several.
 _FILES = {
+    "cast_transposed": "cast_transpose",
     "activate_backward": "activate",
     "rotary_backward": "rotary",
     "normalize_transposed": "normalize",
@@ -79,11 +87,18 @@ def _on_cpu(name: str) -> Callable[..., object]:
 
 
 def _on_cuda(name: str) -> Callable[..., object]:
-    def run(x: torch.Tensor, *args: object) -> object:
-        with torch.cuda.device(x.device):  # Triton launches on the current device, whatever its arguments are on
+    def run(x: torch.Tensor | list[torch.Tensor], *args: object) -> object:
+        device = x[0].device if isinstance(x, list) else x.device
+        with torch.cuda.device(device):  # Triton launches on the current device, whatever its arguments are on
             return _implementation(name, "cuda")(x, *args)
 
     return run
+
+
+def _parts(name: str, x: torch.Tensor, *of: Any) -> int:
+    """How many parts of its rows an operator adds up by themselves on the device of `x`: a kernel says it, a twin makes one."""
+    module = importlib.import_module(_implementation(name, x.device.type).__module__)
+    return module.parts(*of) if hasattr(module, "parts") else 1  # type: ignore[no-any-return]
 
 
 def _fake_amax(x: torch.Tensor) -> torch.Tensor:
@@ -95,18 +110,30 @@ def _fake_cast(x: torch.Tensor, scale: torch.Tensor, amax_slot: torch.Tensor | N
 
 
 def _fake_layouts(
-    x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, row: bool, col: bool, colsum: bool
+    x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, row: bool, col: bool, parts: int | None, slot: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What a kernel that makes a [M, N] operand of `dtype` leaves: both layouts, scale_inv and column sums, empty where not asked for."""
     y, y_t = x.new_empty(shape if row else 0, dtype=dtype), x.new_empty(shape[::-1] if col else 0, dtype=dtype)
-    scale_inv = x.new_empty(() if dtype.itemsize == 1 else 0, dtype=torch.float32)
-    return y, y_t, scale_inv, scale_inv.new_empty(shape[1] if colsum else 0)
+    scale_inv = x.new_empty(() if dtype.itemsize == 1 and slot is None else 0, dtype=torch.float32)
+    return y, y_t, scale_inv, scale_inv.new_empty(0 if parts is None else (parts, shape[1]))
 
 
 def _fake_cast_transpose(
-    x: torch.Tensor, scale: torch.Tensor | None, amax_slot: torch.Tensor | None, dtype: torch.dtype, row: bool, col: bool, colsum: bool
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    colsum: bool,
+    scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _fake_layouts(x, (x.shape[0], x.shape[1]), dtype, row, col, colsum)
+    parts = _parts("cast_transpose", x, x.shape[0]) if colsum else None
+    return _fake_layouts(x, (x.shape[0], x.shape[1]), dtype, row, col, parts, scale_inv_slot)
+
+
+def _fake_cast_transposed(x: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.new_empty((x.shape[1], x.shape[0]), dtype=dtype)
 
 
 def _fake_transpose(x: torch.Tensor) -> torch.Tensor:
@@ -114,9 +141,15 @@ def _fake_transpose(x: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_activate(
-    y: torch.Tensor, kind: str, scale: torch.Tensor | None, amax_slot: torch.Tensor | None, dtype: torch.dtype
+    y: torch.Tensor,
+    kind: str,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+    scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    a, _, scale_inv, _ = _fake_layouts(y, (y.shape[0], y.shape[1] // (2 if kind == "swiglu" else 1)), dtype, True, False, False)
+    shape = (y.shape[0], y.shape[1] // (2 if kind == "swiglu" else 1))
+    a, _, scale_inv, _ = _fake_layouts(y, shape, dtype, True, False, None, scale_inv_slot)
     return a, scale_inv
 
 
@@ -130,9 +163,11 @@ def _fake_activate_backward(
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
     colsum: bool,
+    scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     quantised = dtype.itemsize == 1
-    g, g_t, scale_inv, sums = _fake_layouts(y, (y.shape[0], y.shape[1]), dtype, True, quantised, colsum)
+    parts = _parts("activate_backward", y, y.shape[0], kind) if colsum else None
+    g, g_t, scale_inv, sums = _fake_layouts(y, (y.shape[0], y.shape[1]), dtype, True, quantised, parts, scale_inv_slot)
     return g, g_t, scale_inv, y.new_empty((grad_a.shape[1], grad_a.shape[0]) if quantised else 0, dtype=a_dtype), sums
 
 
@@ -150,9 +185,11 @@ def _fake_rotary_backward(
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
     colsum: bool,
+    scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     s, b, heads, d = dq.shape
-    return _fake_layouts(dq, (s * b, (heads + 2 * dk.shape[2]) * d), dtype, True, dtype.itemsize == 1, colsum)
+    parts = _parts("rotary_backward", dq, s * b) if colsum else None
+    return _fake_layouts(dq, (s * b, (heads + 2 * dk.shape[2]) * d), dtype, True, dtype.itemsize == 1, parts, scale_inv_slot)
 
 
 def _fake_cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -169,9 +206,10 @@ def _fake_normalize(
     scale: torch.Tensor | None,
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
+    scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     total = x.new_empty(0 if residual is None else x.shape)
-    scale_inv = x.new_empty(() if dtype.itemsize == 1 else 0, dtype=torch.float32)
+    scale_inv = x.new_empty(() if dtype.itemsize == 1 and scale_inv_slot is None else 0, dtype=torch.float32)
     mean = x.new_empty(0 if rms else x.shape[0], dtype=torch.float32)
     return total, x.new_empty(x.shape, dtype=dtype), scale_inv, mean, x.new_empty(x.shape[0], dtype=torch.float32)
 
@@ -198,8 +236,16 @@ def _fake_normalize_backward(
     grad_residual: torch.Tensor | None,
     rms: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grad_weight = x.new_empty(x.shape[1], dtype=torch.float32)
-    return x.new_empty(x.shape), grad_weight, grad_weight.new_empty(0 if rms else x.shape[1])
+    grad_weight = x.new_empty((_parts("normalize_backward", x, x.shape[0], x.shape[1], x.device), x.shape[1]), dtype=torch.float32)
+    return x.new_empty(x.shape), grad_weight, grad_weight.new_empty(0 if rms else grad_weight.shape)
+
+
+def _fake_sum_parts(parts: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [x.new_empty(x.shape[1], dtype=dtype) for x in parts]
+
+
+def _fake_scale_from_amax(amax: torch.Tensor, fp_max: float, last: torch.Tensor | None, otherwise: float) -> torch.Tensor:
+    return amax.new_empty(amax.shape)
 
 
 def _fake_scaled_mm(
@@ -218,6 +264,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "amax": _fake_amax,
     "cast": _fake_cast,
     "cast_transpose": _fake_cast_transpose,
+    "cast_transposed": _fake_cast_transposed,
     "transpose": _fake_transpose,
     "activate": _fake_activate,
     "activate_backward": _fake_activate_backward,
@@ -227,6 +274,8 @@ _FAKES: dict[str, Callable[..., object]] = {
     "normalize": _fake_normalize,
     "normalize_transposed": _fake_normalize_transposed,
     "normalize_backward": _fake_normalize_backward,
+    "sum_parts": _fake_sum_parts,
+    "scale_from_amax": _fake_scale_from_amax,
     "scaled_mm": _fake_scaled_mm,
 }
 
@@ -266,11 +315,14 @@ activate_backward = torch.ops.msamp.activate_backward.default
 amax = torch.ops.msamp.amax.default
 cast = torch.ops.msamp.cast.default
 cast_transpose = torch.ops.msamp.cast_transpose.default
+cast_transposed = torch.ops.msamp.cast_transposed.default
 cross_entropy_ = torch.ops.msamp.cross_entropy_.default
 normalize = torch.ops.msamp.normalize.default
 normalize_backward = torch.ops.msamp.normalize_backward.default
 normalize_transposed = torch.ops.msamp.normalize_transposed.default
 rotary_ = torch.ops.msamp.rotary_.default
 rotary_backward = torch.ops.msamp.rotary_backward.default
+scale_from_amax = torch.ops.msamp.scale_from_amax.default
 scaled_mm = torch.ops.msamp.scaled_mm.default
+sum_parts = torch.ops.msamp.sum_parts.default
 transpose = torch.ops.msamp.transpose.default

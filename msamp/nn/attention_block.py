@@ -13,7 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
-from msamp.nn.block_gemm import BlockGemm, Norm, bias_gradient, grad_weight
+from msamp.nn.block_gemm import BlockGemm, Norm, ScaleInvs, grad_weight, vector_gradients
 from msamp.numerics.tensor import ScalingTensor
 
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -64,14 +64,16 @@ class AttentionBlock(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         s, b, _ = x.shape
         x2d, qkv_gemm, proj = x.view(s * b, -1), how.qkv, how.proj
-        _, n8, n_scale_inv, mean, rstd = ops.normalize(
-            x2d, None, norm_weight, norm_bias, how.norm.eps, how.norm.rms, qkv_gemm.x.scale, qkv_gemm.x.amax, qkv_gemm.x_dtype
+        ctx.scale_invs = ScaleInvs(4, x.device)
+        n_scale_inv, o_scale_inv = ctx.scale_invs.take(), ctx.scale_invs.take()
+        _, n8, _, mean, rstd = ops.normalize(
+            x2d, None, norm_weight, norm_bias, *how.norm, qkv_gemm.x.scale, qkv_gemm.x.amax, qkv_gemm.x_dtype, n_scale_inv
         )
         qkv = qkv_gemm.output(n8, n_scale_inv, qkv_weight.payload, qkv_bias, x.dtype)
         ops.rotary_(qkv.view(s, b, -1), how.cos, how.sin, how.heads, how.groups)
         parts, attended = _attend(qkv.view(s, b, -1), how)
         o2d = attended.detach().view(s * b, -1)
-        o8, _, o_scale_inv, _ = ops.cast_transpose(o2d, proj.x.scale, proj.x.amax, proj.x_dtype, True, False, False)
+        o8 = ops.cast_transpose(o2d, proj.x.scale, proj.x.amax, proj.x_dtype, True, False, False, o_scale_inv)[0]
         delta = proj.output(o8, o_scale_inv, proj_weight.payload, proj_bias, x.dtype)
         if how.keep:
             norm, weights = (norm_weight, norm_bias, mean, rstd), (qkv_weight.payload, qkv_bias, proj_weight.payload, proj_bias)
@@ -91,35 +93,39 @@ class AttentionBlock(torch.autograd.Function):
             parts, attended = _attend(parts, how)
         qkv, proj, (qkv_dtype, proj_dtype) = how.qkv, how.proj, ctx.weight_dtypes
         x2d, tokens = x.view(-1, x.shape[-1]), x.shape[0] * x.shape[1]
-        g8, g8_t, g_scale_inv, sums = ops.cast_transpose(
-            grad_delta.reshape(tokens, -1), proj.grad.scale, proj.grad.amax, proj.grad_dtype, True, True, proj_bias is not None
+        g_scale_inv = ctx.scale_invs.take()
+        g8, g8_t, _, proj_sums = ops.cast_transpose(
+            grad_delta.reshape(tokens, -1),
+            proj.grad.scale,
+            proj.grad.amax,
+            proj.grad_dtype,
+            True,
+            True,
+            proj_bias is not None,
+            g_scale_inv,
         )
-        grad_proj_bias = bias_gradient(sums, proj_bias)
         o2d = attended.detach().view(tokens, -1)
-        o8_t = ops.cast_transpose(o2d, o_scale_inv.reciprocal(), None, proj.x_dtype, False, True, False)[1]
+        o8_t = ops.cast_transposed(o2d, o_scale_inv, proj.x_dtype)
         grad_proj = grad_weight(g8_t, g_scale_inv, o8_t, o_scale_inv, proj_dtype)
         grad_o = proj.grad_input(g8, g_scale_inv, proj_weight, x.dtype).view(attended.shape)
         grad_parts = torch.autograd.grad(attended, parts, grad_o)
         del parts, attended, o2d, o8_t, grad_o
-        g8, g8_t, g_scale_inv, sums = ops.rotary_backward(
-            *grad_parts, how.cos, how.sin, qkv.grad.scale, qkv.grad.amax, qkv.grad_dtype, qkv_bias is not None
+        g_scale_inv = ctx.scale_invs.take()
+        g8, g8_t, _, qkv_sums = ops.rotary_backward(
+            *grad_parts, how.cos, how.sin, qkv.grad.scale, qkv.grad.amax, qkv.grad_dtype, qkv_bias is not None, g_scale_inv
         )
         del grad_parts
         n8_t = ops.normalize_transposed(x2d, mean, rstd, norm_weight, norm_bias, how.norm.rms, n_scale_inv, qkv.x_dtype)
         grad_qkv = grad_weight(g8_t, g_scale_inv, n8_t, n_scale_inv, qkv_dtype)
         grad_n = qkv.grad_input(g8, g_scale_inv, qkv_weight, x.dtype)
         residual = grad_x.reshape(tokens, -1)
-        grad_x2d, grad_norm_weight, grad_norm_bias = ops.normalize_backward(grad_n, x2d, mean, rstd, norm_weight, residual, how.norm.rms)
-        return (
-            grad_x2d.view(x.shape),
-            grad_norm_weight.to(norm_weight.dtype),
-            bias_gradient(grad_norm_bias, norm_bias),
-            grad_qkv,
-            bias_gradient(sums, qkv_bias),
-            grad_proj,
-            grad_proj_bias,
-            None,
+        grad_x2d, *norm_sums = ops.normalize_backward(grad_n, x2d, mean, rstd, norm_weight, residual, how.norm.rms)
+        vectors = (norm_weight, norm_bias, qkv_bias, proj_bias)
+        grad_norm_weight, grad_norm_bias, grad_qkv_bias, grad_proj_bias = vector_gradients(
+            *zip((*norm_sums, qkv_sums, proj_sums), vectors, strict=True)
         )
+        grad_x = grad_x2d.view(x.shape)
+        return grad_x, grad_norm_weight, grad_norm_bias, grad_qkv, grad_qkv_bias, grad_proj, grad_proj_bias, None
 
 
 def _attend(qkv: torch.Tensor, how: AttentionSettings) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:

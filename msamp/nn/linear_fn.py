@@ -10,7 +10,6 @@ from msamp.kernels import ops
 from msamp.nn.scaling_state import LinearScaling, Slot
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import Gemm
-from msamp.numerics.scaling import scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
 
 
@@ -35,7 +34,8 @@ def quantize_operand(
         amax = combine(ops.amax(x))
         if slot.amax is not None:
             slot.amax.copy_(torch.maximum(slot.amax, amax))
-        payload, payload_t, scale_inv, _ = ops.cast_transpose(x, scale_from_amax(amax, fmt.max), None, fmt.dtype, True, transpose, False)
+        scale = ops.scale_from_amax(amax, fmt.max, None, 1.0)
+        payload, payload_t, scale_inv, _ = ops.cast_transpose(x, scale, None, fmt.dtype, True, transpose, False)
         scale_inv = torch.add(scale_inv, amax, alpha=0)  # NaN on every rank where any rank's share is not finite
     return payload, payload_t if transpose else None, scale_inv
 

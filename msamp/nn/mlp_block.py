@@ -10,7 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
-from msamp.nn.block_gemm import BlockGemm, Norm, bias_gradient, grad_weight
+from msamp.nn.block_gemm import BlockGemm, Norm, ScaleInvs, grad_weight, vector_gradients
 from msamp.numerics.tensor import ScalingTensor
 
 
@@ -49,11 +49,13 @@ class MLPBlock(torch.autograd.Function):
     ) -> torch.Tensor:
         x2d, delta2d = x.view(-1, x.shape[-1]), delta.view(-1, x.shape[-1])
         fc1, fc2 = how.fc1, how.fc2
-        total, n8, n_scale_inv, mean, rstd = ops.normalize(
-            x2d, delta2d, norm_weight, norm_bias, how.norm.eps, how.norm.rms, fc1.x.scale, fc1.x.amax, fc1.x_dtype
+        ctx.scale_invs = ScaleInvs(4, x.device)
+        n_scale_inv, a_scale_inv = ctx.scale_invs.take(), ctx.scale_invs.take()
+        total, n8, _, mean, rstd = ops.normalize(
+            x2d, delta2d, norm_weight, norm_bias, *how.norm, fc1.x.scale, fc1.x.amax, fc1.x_dtype, n_scale_inv
         )
         y = fc1.output(n8, n_scale_inv, fc1_weight.payload, fc1_bias, x.dtype)
-        a8, a_scale_inv = ops.activate(y, how.activation, fc2.x.scale, fc2.x.amax, fc2.x_dtype)
+        a8, _ = ops.activate(y, how.activation, fc2.x.scale, fc2.x.amax, fc2.x_dtype, a_scale_inv)
         out = fc2.output(a8, a_scale_inv, fc2_weight.payload, fc2_bias, x.dtype).add_(total)
         kept = None if how.recompute else y
         norm, weights = (norm_weight, norm_bias, mean, rstd), (fc1_weight.payload, fc1_bias, fc2_weight.payload, fc2_bias)
@@ -73,13 +75,22 @@ class MLPBlock(torch.autograd.Function):
             n8 = ops.normalize(total, None, norm_weight, norm_bias, how.norm.eps, rms, n_scale_inv.reciprocal(), None, fc1.x_dtype)[1]
             y = fc1.output(n8, n_scale_inv, fc1_weight, fc1_bias, dtype)
             del n8
-        g8, g8_t, g_scale_inv, sums = ops.cast_transpose(
-            g2d, fc2.grad.scale, fc2.grad.amax, fc2.grad_dtype, True, True, fc2_bias is not None
+        g_scale_inv, h_scale_inv = ctx.scale_invs.take(), ctx.scale_invs.take()
+        g8, g8_t, _, fc2_sums = ops.cast_transpose(
+            g2d, fc2.grad.scale, fc2.grad.amax, fc2.grad_dtype, True, True, fc2_bias is not None, g_scale_inv
         )
-        grad_fc2_bias = bias_gradient(sums, fc2_bias)
         grad_a = fc2.grad_input(g8, g_scale_inv, fc2_weight, dtype)
-        h8, h8_t, h_scale_inv, a8_t, sums = ops.activate_backward(
-            grad_a, y, how.activation, a_scale_inv, fc2.x_dtype, fc1.grad.scale, fc1.grad.amax, fc1.grad_dtype, fc1_bias is not None
+        h8, h8_t, _, a8_t, fc1_sums = ops.activate_backward(
+            grad_a,
+            y,
+            how.activation,
+            a_scale_inv,
+            fc2.x_dtype,
+            fc1.grad.scale,
+            fc1.grad.amax,
+            fc1.grad_dtype,
+            fc1_bias is not None,
+            h_scale_inv,
         )
         del grad_a, y
         grad_fc2 = grad_weight(g8_t, g_scale_inv, a8_t, a_scale_inv, fc2_dtype)
@@ -88,16 +99,10 @@ class MLPBlock(torch.autograd.Function):
         grad_fc1 = grad_weight(h8_t, h_scale_inv, n8_t, n_scale_inv, fc1_dtype)
         del h8_t, n8_t
         grad_n = fc1.grad_input(h8, h_scale_inv, fc1_weight, dtype)
-        grad_x, grad_norm_weight, grad_norm_bias = ops.normalize_backward(grad_n, total, mean, rstd, norm_weight, g2d, rms)
+        grad_x, *norm_sums = ops.normalize_backward(grad_n, total, mean, rstd, norm_weight, g2d, rms)
         grad_x = grad_x.view(grad_output.shape)
-        return (
-            grad_x,
-            grad_x,
-            grad_norm_weight.to(norm_weight.dtype),
-            bias_gradient(grad_norm_bias, norm_bias),
-            grad_fc1,
-            bias_gradient(sums, fc1_bias),
-            grad_fc2,
-            grad_fc2_bias,
-            None,
+        vectors = (norm_weight, norm_bias, fc1_bias, fc2_bias)
+        grad_norm_weight, grad_norm_bias, grad_fc1_bias, grad_fc2_bias = vector_gradients(
+            *zip((*norm_sums, fc1_sums, fc2_sums), vectors, strict=True)
         )
+        return grad_x, grad_x, grad_norm_weight, grad_norm_bias, grad_fc1, grad_fc1_bias, grad_fc2, grad_fc2_bias, None

@@ -10,7 +10,7 @@ from torch import nn
 from msamp.kernels import ops
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import Gemm
-from msamp.numerics.scaling import inverse, scale_from_amax
+from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
 
 INPUT, GRAD_OUTPUT, WIRE = 0, 1, 2  # rows of a layer's arrays
@@ -105,7 +105,7 @@ class LinearScaling(nn.Module):
         return self._weight_scales
 
     def _fresh_weight_scales(self, weight: ScalingTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = scale_from_amax(ops.amax(weight.payload) * weight.scale_inv, self.gemm.weight.format.max)
+        scale = ops.scale_from_amax(ops.amax(weight.payload) * weight.scale_inv, self.gemm.weight.format.max, None, 1.0)
         return scale * weight.scale_inv, inverse(scale)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,13 +185,14 @@ class ScalingState:
         amax = self._all("amax")
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group)
-        amax = amax.masked_fill(~amax.isfinite(), 0.0)  # its step is skipped; kept, it would hold the scale for a whole window
+        # The step of one that is not finite is skipped; kept, it would hold the scale for a whole window.
+        amax = torch.where(amax < float("inf"), amax, 0.0)
         history = torch.cat([self._all("history")[:, 1:], amax.unsqueeze(-1)], dim=-1)
         window_amax, last, gemm = history.amax(-1), self._all("scale"), layers[0].gemm
         scale = torch.where(
             self._in_grad_format(amax.device),
-            scale_from_amax(window_amax, gemm.grad_output.format.max, last),
-            scale_from_amax(window_amax, gemm.input.format.max, last),
+            ops.scale_from_amax(window_amax, gemm.grad_output.format.max, last, 1.0),
+            ops.scale_from_amax(window_amax, gemm.input.format.max, last, 1.0),
         )
         self._store("history", history)
         self._store("scale", scale)

@@ -12,7 +12,6 @@ import torch
 from msamp.kernels import ops
 from msamp.kernels.reference.grad_stats import PAYLOAD_UNITS, carried
 from msamp.kernels.tables import Tables
-from msamp.numerics.scaling import scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
 
 _BITS = 57  # of 63: scale_from_amax leaves up to two bits above 1 where its exponent is clamped, and their squares four
@@ -55,7 +54,7 @@ def second_pass(tables: Tables, plain: Sequence[torch.Tensor], amaxes: torch.Ten
 
 def unit_scale(amax: torch.Tensor) -> torch.Tensor:
     """FP64 powers of two that bring FP32 `amax` next to 1."""
-    return scale_from_amax(amax, 1.0).double()
+    return ops.scale_from_amax(amax, 1.0, None, 1.0).double()
 
 
 def units(numel: int) -> int:

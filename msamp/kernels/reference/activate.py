@@ -60,7 +60,12 @@ def _derivative(grad_a: torch.Tensor, y: torch.Tensor, kind: str) -> torch.Tenso
 
 
 def activate(
-    y: torch.Tensor, kind: str, scale: torch.Tensor | None, amax_slot: torch.Tensor | None, dtype: torch.dtype
+    y: torch.Tensor,
+    kind: str,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+    scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The activation between the two linear layers of an MLP, in the format of the second one's input.
 
@@ -73,15 +78,16 @@ def activate(
         scale: FP32, 0-dim, a power of two; None takes it from the result's amax, just in time.
         amax_slot: FP32, 0-dim, raised in place to the amax of the result (+inf where it is not finite); None takes no amax.
         dtype: of the result: an FP8 dtype quantises; a wide one leaves it plain, without scale and amax.
+        scale_inv_slot: FP32, 0-dim, as `cast_transpose` takes it.
 
     Returns:
-        [M, F] of `dtype`; scale_inv FP32, 0-dim, NaN where the result is not finite (empty with a wide `dtype`).
+        [M, F] of `dtype`; scale_inv FP32, 0-dim, NaN where the result is not finite (empty with a wide `dtype`, and where it has a slot).
 
     Raises:
         ValueError: for another kind or shape.
     """
     features(y, kind)
-    a, _, scale_inv, _ = _store(_activation(y, kind), scale, amax_slot, dtype, False, False)
+    a, _, scale_inv, _ = _store(_activation(y, kind), scale, amax_slot, dtype, False, False, scale_inv_slot)
     return a, scale_inv
 
 
@@ -95,6 +101,7 @@ def activate_backward(
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
     colsum: bool,
+    scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradient of `activate`'s input as the GEMMs want it, and the transposed operand that forward did not keep.
 
@@ -108,17 +115,19 @@ def activate_backward(
         amax_slot: FP32, 0-dim, raised in place to the amax of the gradient (+inf where it is not finite); None takes no amax.
         dtype: of the gradient: an FP8 dtype quantises; a wide one leaves it plain, and gives no transposes and no scale_inv.
         colsum: give the column sums of the gradient before quantisation: the gradient of the first layer's bias.
+        scale_inv_slot: FP32, 0-dim, as `cast_transpose` takes it.
 
     Returns:
         Gradient g [M, F or 2F] and its transpose [F or 2F, M], of `dtype`; scale_inv FP32, 0-dim, NaN where g is not finite;
-        the transpose [F, M] of what `activate` gave, the same codes; column sums [F or 2F] FP32. What is not asked for is empty.
+        the transpose [F, M] of what `activate` gave, the same codes; column sums of parts of the rows, FP32 [parts, F or 2F], for
+        `sum_parts`. What is not asked for is empty, and so is scale_inv where it has a slot.
 
     Raises:
         ValueError: for another kind or shape.
     """
     check_gradient(grad_a, y, kind)
     quantised = dtype.itemsize == 1
-    g, g_t, scale_inv, sums = _store(_derivative(grad_a, y, kind), scale, amax_slot, dtype, quantised, colsum)
+    g, g_t, scale_inv, sums = _store(_derivative(grad_a, y, kind), scale, amax_slot, dtype, quantised, colsum, scale_inv_slot)
     if not quantised:
         return g, g_t, scale_inv, y.new_empty(0, dtype=a_dtype), sums
     a_t = quantize(_activation(y, kind), inverse(a_scale_inv), of_dtype(a_dtype)).t().contiguous()

@@ -9,7 +9,14 @@ from msamp.numerics.scaling import inverse, scale_from_amax
 
 
 def cast_transpose(
-    x: torch.Tensor, scale: torch.Tensor | None, amax_slot: torch.Tensor | None, dtype: torch.dtype, row: bool, col: bool, colsum: bool
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    colsum: bool,
+    scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantise `x` once; Hopper's FP8 GEMM takes K-major operands only, so grad_weight wants the transpose (FP8-LM section 2).
 
@@ -21,10 +28,13 @@ def cast_transpose(
         row: give the payload.
         col: give its transpose.
         colsum: give the column sums of `x`: of a grad_output, the gradient of the bias.
+        scale_inv_slot: FP32, 0-dim, 16-byte aligned, holding 0: where scale_inv is left instead of in memory that this call would
+            have to zero first.
 
     Returns:
         Payload [M, N] and transpose [N, M], both row-major, of `dtype`; scale_inv (FP32, 0-dim; NaN where `x` is not finite,
-        since an infinity saturates in the payload); column sums [N] FP32. What is not asked for is empty.
+        since an infinity saturates in the payload); column sums of parts of the rows, FP32 [parts, N], for `sum_parts`. What is not
+        asked for is empty, and so is scale_inv where it has a slot.
     """
     taken, fmt = amax(x), of_dtype(dtype)
     if scale is None:
@@ -33,16 +43,39 @@ def cast_transpose(
         amax_slot.copy_(torch.maximum(amax_slot, taken))
     payload = quantize(x, scale, fmt).contiguous() if row or col else x.new_empty(0, dtype=dtype)
     transposed = payload.t().contiguous() if col else x.new_empty(0, dtype=dtype)
-    sums = x.sum(0, dtype=torch.float32) if colsum else x.new_empty(0, dtype=torch.float32)
+    sums = x.sum(0, keepdim=True, dtype=torch.float32) if colsum else x.new_empty(0, dtype=torch.float32)
     scale_inv = inverse(scale).masked_fill(~taken.isfinite(), float("nan"))
+    if scale_inv_slot is not None:
+        scale_inv_slot.copy_(scale_inv)
+        scale_inv = scale_inv.new_empty(0)
     return payload if row else x.new_empty(0, dtype=dtype), transposed, scale_inv, sums
 
 
+def cast_transposed(x: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The transpose of what `cast_transpose` gave, the same codes, made again in backward.
+
+    Args:
+        x: [M, N] FP32, BF16 or FP16.
+        scale_inv: FP32, 0-dim, as `cast_transpose` returned it.
+        dtype: the FP8 dtype of then.
+
+    Returns:
+        [N, M] of `dtype`, row-major.
+    """
+    return quantize(x, inverse(scale_inv), of_dtype(dtype)).t().contiguous()
+
+
 def _store(
-    v: torch.Tensor, scale: torch.Tensor | None, amax_slot: torch.Tensor | None, dtype: torch.dtype, col: bool, colsum: bool
+    v: torch.Tensor,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+    col: bool,
+    colsum: bool,
+    scale_inv_slot: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What a producer leaves of its FP32 result `v` [M, N]: `cast_transpose` of it, or `v` plain in a wide `dtype`."""
     if dtype.itemsize == 1:
-        return cast_transpose(v, scale, amax_slot, dtype, True, col, colsum)
-    sums = v.sum(0) if colsum else v.new_empty(0)
+        return cast_transpose(v, scale, amax_slot, dtype, True, col, colsum, scale_inv_slot)
+    sums = v.sum(0, keepdim=True) if colsum else v.new_empty(0)
     return v.to(dtype), v.new_empty(0, dtype=dtype), v.new_empty(0), sums

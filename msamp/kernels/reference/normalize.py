@@ -46,6 +46,7 @@ def normalize(
     scale: torch.Tensor | None,
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
+    scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """LayerNorm (Ba et al. 2016, equation 4) or RMSNorm (Zhang and Sennrich 2019, equation 4) of `x + residual`, quantised.
 
@@ -60,10 +61,11 @@ def normalize(
         scale: FP32, 0-dim, a power of two, used as it is (delayed scaling); None takes it from the amax of this y (just in time).
         amax_slot: FP32, 0-dim, raised in place to the amax of the unquantised y (+inf where that is not finite); None takes no amax.
         dtype: an FP8 dtype; with bfloat16, float16 or float32 y stays unquantised, `scale` and `amax_slot` are left alone.
+        scale_inv_slot: FP32, 0-dim, as `cast_transpose` takes it.
 
     Returns:
         sum [M, N] of the dtype of `x`, x + residual rounded once (empty where residual is None: it would be `x`);
-        y [M, N] of `dtype`; scale_inv FP32 0-dim, NaN where y is not finite (empty where y is not quantised);
+        y [M, N] of `dtype`; scale_inv FP32 0-dim, NaN where y is not finite (empty where y is not quantised, and where it has a slot);
         mean [M] FP32 (empty with `rms`); rstd [M] FP32.
 
     Raises:
@@ -76,7 +78,7 @@ def normalize(
     rstd = deviation.square().mean(1).add_(eps).rsqrt_()
     y = _normalized(deviation, rstd, weight, bias)
     stored = x.new_empty(0) if residual is None else total
-    payload, _, scale_inv, _ = _store(y, scale, amax_slot, dtype, False, False)
+    payload, _, scale_inv, _ = _store(y, scale, amax_slot, dtype, False, False, scale_inv_slot)
     return stored, payload, scale_inv, mean, rstd
 
 
@@ -130,8 +132,8 @@ def normalize_backward(
         rms: RMSNorm; otherwise LayerNorm.
 
     Returns:
-        grad_x [M, N] of the dtype of `x`, the gradient of `x` and of the residual alike; grad_weight [N] FP32;
-        grad_bias [N] FP32 (empty with `rms`).
+        grad_x [M, N] of the dtype of `x`, the gradient of `x` and of the residual alike; of parts of the rows, for `sum_parts`,
+        grad_weight [parts, N] FP32 and grad_bias [parts, N] FP32 (empty with `rms`).
 
     Raises:
         ValueError: for shapes or dtypes that do not fit.
@@ -147,8 +149,8 @@ def normalize_backward(
     grad_x *= rstd[:, None]
     if grad_residual is not None:
         grad_x += grad_residual
-    grad_bias = grad.new_empty(0) if rms else grad.sum(0)
-    return grad_x.to(x.dtype).contiguous(), normal.mul_(grad).sum(0), grad_bias
+    grad_bias = grad.new_empty(0) if rms else grad.sum(0, keepdim=True)
+    return grad_x.to(x.dtype).contiguous(), normal.mul_(grad).sum(0, keepdim=True), grad_bias
 
 
 def check_backward(grad_y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, grad_residual: torch.Tensor | None) -> None:

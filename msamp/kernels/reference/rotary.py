@@ -83,6 +83,7 @@ def rotary_backward(
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
     colsum: bool,
+    scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradient of the packed projection from those of attention's inputs: rotated back, packed, and quantised for the GEMMs.
 
@@ -94,10 +95,12 @@ def rotary_backward(
         amax_slot: FP32, 0-dim, raised in place to the amax of the gradient (+inf where it is not finite); None takes no amax.
         dtype: of the gradient: an FP8 dtype quantises; a wide one leaves it plain, and gives no transpose and no scale_inv.
         colsum: give the column sums of the gradient before quantisation: the gradient of the projection's bias.
+        scale_inv_slot: FP32, 0-dim, as `cast_transpose` takes it.
 
     Returns:
         Gradient g [s * b, (heads + 2 groups) * d] in the order of `rotary_` and its transpose, of `dtype`; scale_inv FP32, 0-dim,
-        NaN where g is not finite; column sums FP32. What is not asked for is empty.
+        NaN where g is not finite; column sums of parts of the rows, FP32 [parts, (heads + 2 groups) * d], for `sum_parts`. What is not
+        asked for is empty, and so is scale_inv where it has a slot.
 
     Raises:
         ValueError: for shapes that do not fit together.
@@ -109,4 +112,4 @@ def rotary_backward(
     grouped = dq.reshape(s, b, groups, heads // groups, d)
     g = torch.cat([grouped, dk.unsqueeze(3), dv.unsqueeze(3)], dim=3).float()
     g[..., :-1, :r] = _rotate(g[..., :-1, :r], cos[:, None, None, None], _transposed(sin)[:, None, None, None])
-    return _store(g.flatten(2).flatten(0, 1), scale, amax_slot, dtype, dtype.itemsize == 1, colsum)
+    return _store(g.flatten(2).flatten(0, 1), scale, amax_slot, dtype, dtype.itemsize == 1, colsum, scale_inv_slot)

@@ -8,6 +8,7 @@ from msamp.kernels.reference.activate import check_gradient, features
 from msamp.kernels.triton.cast_transpose import (
     _constants,
     _higher,
+    _inverse,
     _layouts,
     _load_rows,
     _partial_sums,
@@ -15,10 +16,12 @@ from msamp.kernels.triton.cast_transpose import (
     _put_sums,
     _quantise,
     _tell,
+    _tile,
 )
 
 TILE_M, TILE_N, WARPS = 32, 256, 8
-BACKWARD_TILES = {"gelu": (32, 64, 4), "swiglu": (64, 64, 8)}  # rows, columns, warps; of a second half the registers are full
+# Rows, columns and warps of a tile, tiles of a program and those under way; with a second half of y the registers are full.
+BACKWARD = {"gelu": (64, 64, 4, 1, 1), "swiglu": (32, 64, 4, 4, 1)}
 
 
 @triton.jit
@@ -57,17 +60,15 @@ def _activate_kernel(
     SWIGLU: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    quad = tl.program_id(0).to(tl.int64) * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
-    m = 4 * quad
-    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
-    columns = n < F
+    quad, column = tl.program_id(0).to(tl.int64) * (TILE_M // 4), tl.program_id(1).to(tl.int64) * TILE_N
     N = F
     if SWIGLU:
         N = 2 * F
-    at, at_a = m[:, None] * N + n[None, :], m[:, None] * F + n[None, :]
-    firsts = _load_rows(y, at, N, m, M, columns)
+    q, n, origin, at = _tile(quad, N, column, TILE_M, TILE_N)
+    left, columns = (M - 4 * quad).to(tl.int32), n < (F - column).to(tl.int32)
+    firsts = _load_rows(y + origin, at, N, q, left, columns)
     if SWIGLU:
-        ups = _load_rows(y, at + F, N, m, M, columns)
+        ups = _load_rows(y + F + origin, at, N, q, left, columns)
     f = 1.0
     if scale is not None:
         f = tl.load(scale)
@@ -82,7 +83,8 @@ def _activate_kernel(
         top = _higher(top, v)
         values = values + (v,)  # noqa: RUF005
     if scale is not None or MANTISSA == 0:
-        _put(values, a, None, at_a, F, quad, n, M, columns, f, True, FP8_MAX, MANTISSA, BIAS, HARDWARE)
+        _, _, origin, at = _tile(quad, F, column, TILE_M, TILE_N)
+        _put(values, a, None, origin, quad, column, at, F, q, n, M, left, columns, f, True, FP8_MAX, MANTISSA, BIAS, HARDWARE)
     if MANTISSA > 0:
         _tell(top, f, amax, scale_inv)
 
@@ -90,58 +92,77 @@ def _activate_kernel(
 @triton.jit
 def _activate_backward_kernel(
     grad_a, y, a_scale_inv, g, g_t, a_t, sums, scale, amax, scale_inv, M, F,
-    SWIGLU: tl.constexpr, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    SWIGLU: tl.constexpr, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
     A_MAX: tl.constexpr, A_MANTISSA: tl.constexpr, A_BIAS: tl.constexpr,
     FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    quad = tl.program_id(0).to(tl.int64) * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
-    m = 4 * quad
-    n = tl.program_id(1).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
-    columns = n < F
+    column = tl.program_id(1).to(tl.int64) * TILE_N
     N = F
     if SWIGLU:
         N = 2 * F
-    at = m[:, None] * N + n[None, :]
-    firsts = _load_rows(y, at, N, m, M, columns)
-    if SWIGLU:
-        ups = _load_rows(y, at + F, N, m, M, columns)
-    grads = _load_rows(grad_a, m[:, None] * F + n[None, :], F, m, M, columns)
     f = 1.0
     a_f = 1.0
     if scale is not None:
-        f, a_f = tl.load(scale), tl.div_rn(1.0, tl.load(a_scale_inv))
+        f, a_f = tl.load(scale), _inverse(tl.load(a_scale_inv))
     top = tl.zeros((TILE_M // 4, TILE_N), tl.float32)
     total, up_total = top, top
-    values, up_values, a_values = (), (), ()
-    for k in tl.static_range(4):
-        first, grad = firsts[k].to(tl.float32), grads[k].to(tl.float32)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        quad = (tl.program_id(0).to(tl.int64) * TILES + tile) * (TILE_M // 4)
+        q, n, origin, at = _tile(quad, N, column, TILE_M, TILE_N)
+        _, _, origin_a, at_a = _tile(quad, F, column, TILE_M, TILE_N)
+        left, columns = (M - 4 * quad).to(tl.int32), n < (F - column).to(tl.int32)
+        firsts = _load_rows(y + origin, at, N, q, left, columns)
         if SWIGLU:
-            up = ups[k].to(tl.float32)
-            silu, s = _silu(first, HARDWARE)
-            a, v, w = silu * up, grad * (s + silu * (1.0 - s)) * up, grad * silu
-            top, up_total = _higher(top, w), up_total + w
-            up_values = up_values + (w,)  # noqa: RUF005
-        else:
-            a, s, square = _gelu(first, HARDWARE)
-            # y comes late: where it is huge, s (1 - s) is 0, and where it is NaN or infinite the gradient shows it.
-            v = grad * (s + s * (1.0 - s) * first * (square * 0.21406445 + 1.5957691))
-        top, total = _higher(top, v), total + v
-        values = values + (v,)  # noqa: RUF005
-        a_values = a_values + (a,)  # noqa: RUF005
-    if scale is not None:
-        _put(a_values, None, a_t, at, N, quad, n, M, columns, a_f, ALIGNED, A_MAX, A_MANTISSA, A_BIAS, HARDWARE)
+            ups = _load_rows(y + F + origin, at, N, q, left, columns)
+        grads = _load_rows(grad_a + origin_a, at_a, F, q, left, columns)
+        values, up_values, a_values = (), (), ()
+        for k in tl.static_range(4):
+            v, grad = firsts[k].to(tl.float32), grads[k].to(tl.float32)
+            if SWIGLU:
+                up = ups[k].to(tl.float32)
+                silu, s = _silu(v, HARDWARE)
+                a, v, w = silu * up, grad * (s + silu * (1.0 - s)) * up, grad * silu
+                top, up_total = _higher(top, w), up_total + w
+                up_values = up_values + (w,)  # noqa: RUF005
+            else:
+                a, s, square = _gelu(v, HARDWARE)
+                # y comes late: where it is huge, s (1 - s) is 0, and where it is NaN or infinite the gradient shows it.
+                v = grad * (s + s * (1.0 - s) * v * (square * 0.21406445 + 1.5957691))
+            top, total = _higher(top, v), total + v
+            values = values + (v,)  # noqa: RUF005
+            a_values = a_values + (a,)  # noqa: RUF005
+        if scale is not None:
+            _put(
+                a_values, None, a_t, origin, quad, column, at, N, q, n, M, left, columns, a_f,
+                ALIGNED, A_MAX, A_MANTISSA, A_BIAS, HARDWARE,
+            )  # fmt: skip
+        if scale is not None or MANTISSA == 0:
+            _put(values, g, g_t, origin, quad, column, at, N, q, n, M, left, columns, f, ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE)
+        if SWIGLU and (scale is not None or MANTISSA == 0):
+            origin, up_column = origin + F, column + F
+            _put(up_values, g, g_t, origin, quad, up_column, at, N, q, n, M, left, columns, f, ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE)
+    n = tl.arange(0, TILE_N)
+    columns = n < (F - column).to(tl.int32)
     if scale is not None or MANTISSA == 0:
-        _put(values, g, g_t, at, N, quad, n, M, columns, f, ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE)
-        _put_sums(total, sums, n, N, columns)
+        _put_sums(total, sums, column, n, N, columns)
         if SWIGLU:
-            _put(up_values, g, g_t, at + F, N, quad, n + F, M, columns, f, ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE)
-            _put_sums(up_total, sums, n + F, N, columns)
+            _put_sums(up_total, sums, column + F, n, N, columns)
     if MANTISSA > 0:
         _tell(top, f, amax, scale_inv)
 
 
+def parts(M: int, kind: str) -> int:
+    """Into how many parts the column sums of a gradient's M rows come."""
+    return max(1, triton.cdiv(M, BACKWARD[kind][0] * BACKWARD[kind][3]))
+
+
 def activate(
-    y: torch.Tensor, kind: str, scale: torch.Tensor | None, amax_slot: torch.Tensor | None, dtype: torch.dtype
+    y: torch.Tensor,
+    kind: str,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+    scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the reference twin."""
     F = features(y, kind)
@@ -155,7 +176,7 @@ def activate(
             y, a, scale, amax, scale_inv, M, F, SWIGLU=kind == "swiglu", TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **constants
         )
 
-    return a, _quantise(launch, scale, amax_slot, dtype, y.device)
+    return a, _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, y.device)
 
 
 def activate_backward(
@@ -168,13 +189,14 @@ def activate_backward(
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
     colsum: bool,
+    scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference twin."""
     check_gradient(grad_a, y, kind)
     y, grad_a, quantised = y.contiguous(), grad_a.contiguous(), dtype.itemsize == 1
     (M, F), N, device = grad_a.shape, y.shape[1], y.device
-    tile_m, tile_n, warps = BACKWARD_TILES[kind]
-    grid = (max(1, triton.cdiv(M, tile_m)), max(1, triton.cdiv(F, tile_n)))
+    tile_m, tile_n, warps, tiles, stages = BACKWARD[kind]
+    grid = (parts(M, kind), max(1, triton.cdiv(F, tile_n)))
     g, g_t = _layouts(M, N, True, quantised, dtype, device)
     a_t = torch.empty((F, M) if quantised else 0, dtype=a_dtype, device=device)
     partial = _partial_sums(colsum, grid[0], N, device)
@@ -183,9 +205,9 @@ def activate_backward(
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _activate_backward_kernel[grid](
             grad_a, y, a_scale_inv, g, g_t if quantised else None, a_t if quantised else None, partial if colsum else None,
-            scale, amax, scale_inv, M, F, SWIGLU=kind == "swiglu", ALIGNED=M % 4 == 0, TILE_M=tile_m, TILE_N=tile_n,
+            scale, amax, scale_inv, M, F, SWIGLU=kind == "swiglu", ALIGNED=M % 4 == 0,
+            TILE_M=tile_m, TILE_N=tile_n, TILES=tiles, STAGES=stages,
             A_MAX=of_a["FP8_MAX"], A_MANTISSA=of_a["MANTISSA"], A_BIAS=of_a["BIAS"], num_warps=warps, **_constants(dtype, device),
         )  # fmt: skip
 
-    scale_inv = _quantise(launch, scale, amax_slot, dtype, device)
-    return g, g_t, scale_inv, a_t, partial.sum(0) if colsum else partial
+    return g, g_t, _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, device), a_t, partial

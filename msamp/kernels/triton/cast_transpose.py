@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.triton.cast import _block_amax, _fp8_code, _rounded, fp8_constants
+from msamp.kernels.triton.scale_from_amax import scale_from_amax
 from msamp.numerics.formats import of_dtype
-from msamp.numerics.scaling import scale_from_amax
 
 TILE_M, TILE_N, WARPS = 128, 64, 4
 
@@ -37,15 +37,24 @@ def _code(v, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, 
 
 
 @triton.jit
-def _load_rows(x, at, stride, m, M, columns):
-    """Four tiles of `x`, 0 outside of it: rows `m`, which start at `at` and are every fourth, and the three rows after each of them.
+def _tile(quad, N, column, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """A tile of [M, N] from row 4 `quad` and from `column` on, both int64: the quads of rows and the columns in it, the offset of its
+    origin, and int32 offsets from there of the quads' first rows. (As int64 they would take twice the registers.)"""
+    q, n = tl.arange(0, TILE_M // 4), tl.arange(0, TILE_N)
+    return q, n, 4 * quad * N + column, (4 * q)[:, None] * N + n[None, :]
+
+
+@triton.jit
+def _load_rows(x, at, stride, q, left, columns):
+    """Four tiles from `x` on, 0 outside of `left` rows and of `columns`: the first rows of quads `q`, which start at `at`, and the three
+    rows after each of them.
 
     All are loaded before any is used: the compiler cannot move a load above a store.
     """
-    x0 = tl.load(x + at, mask=(m < M)[:, None] & columns[None, :], other=0.0)
-    x1 = tl.load(x + at + stride, mask=(m + 1 < M)[:, None] & columns[None, :], other=0.0)
-    x2 = tl.load(x + at + 2 * stride, mask=(m + 2 < M)[:, None] & columns[None, :], other=0.0)
-    x3 = tl.load(x + at + 3 * stride, mask=(m + 3 < M)[:, None] & columns[None, :], other=0.0)
+    x0 = tl.load(x + at, mask=(4 * q < left)[:, None] & columns[None, :], other=0.0)
+    x1 = tl.load(x + stride + at, mask=(4 * q + 1 < left)[:, None] & columns[None, :], other=0.0)
+    x2 = tl.load(x + 2 * stride + at, mask=(4 * q + 2 < left)[:, None] & columns[None, :], other=0.0)
+    x3 = tl.load(x + 3 * stride + at, mask=(4 * q + 3 < left)[:, None] & columns[None, :], other=0.0)
     return x0, x1, x2, x3
 
 
@@ -82,47 +91,55 @@ def _words(values, scale, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: t
 
 @triton.jit
 def _put(
-    values, y, y_t, at, stride, quad, n, M, columns, scale,
+    values, y, y_t, origin, quad, column, at, stride, q, n, M, left, columns, scale,
     ALIGNED: tl.constexpr, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Store four FP32 tiles, rows 4 `quad` and the three after each: in `y` at `at` and multiples of `stride` after it, and in `y_t`.
+    """Store four FP32 tiles, the first rows of quads `q` and the three after each: in `y` from `origin` on, at `at` and multiples of
+    `stride` after it, and in `y_t`, where the tile begins at `quad` and `column` (int64), at quads `q` and columns `n` from there.
 
-    Either may be None. Quantised, or plain (and not in `y_t`) where MANTISSA is 0. `n` (int64): columns of the tiles in [M, N].
+    Either may be None. Quantised, or plain (and not in `y_t`) where MANTISSA is 0.
     """
     if MANTISSA == 0:
         for k in tl.static_range(4):
-            inside = (4 * quad + k < M)[:, None] & columns[None, :]
-            tl.store(y + at + k * stride, _rounded(values[k], y.dtype.element_ty, HARDWARE), mask=inside)
+            inside = (4 * q + k < left)[:, None] & columns[None, :]
+            tl.store(y + (origin + k * stride) + at, _rounded(values[k], y.dtype.element_ty, HARDWARE), mask=inside)
     else:
         words = _words(values, scale, FP8_MAX, MANTISSA, BIAS, HARDWARE)
         if y is not None:
+            codes = y.to(tl.pointer_type(tl.uint8), bitcast=True) + origin
             for k in tl.static_range(4):
-                inside = (4 * quad + k < M)[:, None] & columns[None, :]
-                tl.store(y.to(tl.pointer_type(tl.uint8), bitcast=True) + at + k * stride, (words >> (8 * k)).to(tl.uint8), mask=inside)
-        _put_transposed(words, y_t, quad, n, M, columns, ALIGNED)
+                inside = (4 * q + k < left)[:, None] & columns[None, :]
+                tl.store(codes + k * stride + at, (words >> (8 * k)).to(tl.uint8), mask=inside)
+        if y_t is not None:
+            _put_transposed(words, y_t, quad, column, q, n, M, left, columns, ALIGNED)
 
 
 @triton.jit
-def _put_transposed(words, y_t, quad, n, M, columns, ALIGNED: tl.constexpr):
-    """Store `words` of four rows each, from row 4 `quad` on, columns `n` (int64) of [M, N], into the transpose [N, M]."""
-    if y_t is not None:
-        if ALIGNED:
-            at = n[:, None] * (M // 4) + quad[None, :]
-            inside = columns[:, None] & (quad < M // 4)[None, :]
-            tl.store(y_t.to(tl.pointer_type(tl.int32), bitcast=True) + at, tl.trans(words), mask=inside)
-        else:
-            for k in tl.static_range(4):
-                m = 4 * quad + k
-                inside = (m < M)[:, None] & columns[None, :]
-                at = m[:, None] + n[None, :] * M
-                tl.store(y_t.to(tl.pointer_type(tl.uint8), bitcast=True) + at, (words >> (8 * k)).to(tl.uint8), mask=inside)
+def _put_transposed(words, y_t, quad, column, q, n, M, left, columns, ALIGNED: tl.constexpr):
+    """Store `words` of four rows each into the transpose [N, M], at quads `q` after `quad` and columns `n` after `column`."""
+    if ALIGNED:
+        inside = columns[:, None] & (q < left // 4)[None, :]
+        at = n[:, None] * (M // 4) + q[None, :]
+        tl.store(y_t.to(tl.pointer_type(tl.int32), bitcast=True) + (column * (M // 4) + quad) + at, tl.trans(words), mask=inside)
+    else:
+        codes = y_t.to(tl.pointer_type(tl.uint8), bitcast=True) + (column * M + 4 * quad)
+        for k in tl.static_range(4):
+            inside = (4 * q + k < left)[:, None] & columns[None, :]
+            tl.store(codes + (4 * q + k)[:, None] + n[None, :] * M, (words >> (8 * k)).to(tl.uint8), mask=inside)
 
 
 @triton.jit
-def _put_sums(total, sums, n, N, columns):
-    """Store the column sums of a tile in the row of `sums` [tiles, N] that belongs to the program's tokens."""
+def _put_sums(total, sums, column, n, N, columns):
+    """Store the column sums of a tile, from `column` on, in the row of `sums` [tiles, N] that belongs to the program's tokens."""
     if sums is not None:
-        tl.store(sums + tl.program_id(0).to(tl.int64) * N + n, tl.sum(total, 0), mask=columns)
+        tl.store(sums + (tl.program_id(0).to(tl.int64) * N + column) + n, tl.sum(total, 0), mask=columns)
+
+
+@triton.jit
+def _inverse(scale):
+    """1 / scale of a power of two from 2^-126 to 2^126, exact and without a division; NaN of NaN."""
+    bits = 0x7F000000 - scale.to(tl.int32, bitcast=True)
+    return tl.where(scale == scale, bits.to(tl.float32, bitcast=True), scale)
 
 
 @triton.jit
@@ -136,7 +153,7 @@ def _tell(top, scale, amax, scale_inv):
         tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), highest.to(tl.int32, bitcast=True), sem="relaxed")
     if scale_inv is not None:
         finite = highest < float("inf")
-        bits = tl.where(finite, tl.div_rn(1.0, scale).to(tl.int32, bitcast=True), 0x7FC00000)
+        bits = tl.where(finite, _inverse(scale).to(tl.int32, bitcast=True), 0x7FC00000)
         first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         tl.atomic_max(scale_inv.to(tl.pointer_type(tl.int32), bitcast=True), bits, mask=first | (finite == 0), sem="relaxed")
 
@@ -144,18 +161,18 @@ def _tell(top, scale, amax, scale_inv):
 @triton.jit
 def _cast_transpose_kernel(
     x, y, y_t, sums, scale, amax, scale_inv, M, N,
-    ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    INVERSE: tl.constexpr, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    quad = tl.program_id(0).to(tl.int64) * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
-    m = 4 * quad
-    n = tl.program_id(1).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
-    columns = n < N
-    at = m[:, None] * N + n[None, :]
-    tiles = _load_rows(x, at, N, m, M, columns)
+    quad, column = tl.program_id(0).to(tl.int64) * (TILE_M // 4), tl.program_id(1).to(tl.int64) * TILE_N
+    q, n, origin, at = _tile(quad, N, column, TILE_M, TILE_N)
+    left, columns = (M - 4 * quad).to(tl.int32), n < (N - column).to(tl.int32)
+    tiles = _load_rows(x + origin, at, N, q, left, columns)
     f = 1.0
     if scale is not None:
         f = tl.load(scale)
+        if INVERSE:
+            f = _inverse(f)
     top = tl.zeros((TILE_M // 4, TILE_N), tl.float32)
     total = top
     values = ()
@@ -164,8 +181,8 @@ def _cast_transpose_kernel(
         top, total = _higher(top, v), total + v
         values = values + (v,)  # noqa: RUF005  # Triton unpacks no tuple into another
     if scale is not None:
-        _put(values, y, y_t, at, N, quad, n, M, columns, f, ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE)
-        _put_sums(total, sums, n, N, columns)
+        _put(values, y, y_t, origin, quad, column, at, N, q, n, M, left, columns, f, ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE)
+        _put_sums(total, sums, column, n, N, columns)
     _tell(top, f, amax, scale_inv)
 
 
@@ -180,10 +197,11 @@ def _quantise(
     launch: Callable[[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], None],
     scale: torch.Tensor | None,
     amax_slot: torch.Tensor | None,
+    scale_inv_slot: torch.Tensor | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Run a kernel with (scale, amax, scale_inv), twice where the scale is to come from the amax; its scale_inv.
+    """Run a kernel with (scale, amax, scale_inv), twice where the scale is to come from the amax; its scale_inv, empty with a slot for it.
 
     Without a scale a kernel stores nothing and takes the amax only; into a wide dtype it is given none of the three.
     """
@@ -193,10 +211,10 @@ def _quantise(
     if scale is None:
         amax = torch.zeros((), dtype=torch.float32, device=device)
         launch(None, amax, None)
-        scale = scale_from_amax(amax, of_dtype(dtype).max)
-    scale_inv = torch.zeros((), dtype=torch.float32, device=device)
+        scale = scale_from_amax(amax, of_dtype(dtype).max, None, 1.0)
+    scale_inv = torch.zeros((), dtype=torch.float32, device=device) if scale_inv_slot is None else scale_inv_slot
     launch(scale, amax_slot, scale_inv)
-    return scale_inv
+    return scale_inv if scale_inv_slot is None else scale_inv.new_empty(0)
 
 
 def _layouts(M: int, N: int, row: bool, col: bool, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,17 +224,29 @@ def _layouts(M: int, N: int, row: bool, col: bool, dtype: torch.dtype, device: t
 
 
 def _partial_sums(asked: bool, tiles: int, N: int, device: torch.device) -> torch.Tensor:
-    """Memory for the column sums of every row tile, which `sum(0)` adds up in a fixed order; empty where not asked for."""
+    """Memory for the column sums of every row tile, which `sum_parts` adds up; empty where not asked for."""
     return torch.empty((tiles, N) if asked else 0, dtype=torch.float32, device=device)
 
 
+def parts(M: int) -> int:
+    """Into how many parts the column sums of M rows come."""
+    return max(1, triton.cdiv(M, TILE_M))
+
+
 def cast_transpose(
-    x: torch.Tensor, scale: torch.Tensor | None, amax_slot: torch.Tensor | None, dtype: torch.dtype, row: bool, col: bool, colsum: bool
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    colsum: bool,
+    scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference twin."""
     x = x.contiguous()
     M, N = x.shape
-    grid = (max(1, triton.cdiv(M, TILE_M)), max(1, triton.cdiv(N, TILE_N)))
+    grid = (parts(M), max(1, triton.cdiv(N, TILE_N)))
     y, y_t = _layouts(M, N, row, col, dtype, x.device)
     partial = _partial_sums(colsum, grid[0], N, x.device)
     constants = fp8_constants(dtype, x.device)
@@ -224,8 +254,19 @@ def cast_transpose(
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _cast_transpose_kernel[grid](
             x, y if row else None, y_t if col else None, partial if colsum else None, scale, amax, scale_inv, M, N,
-            ALIGNED=M % 4 == 0, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **constants,
+            INVERSE=False, ALIGNED=M % 4 == 0, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **constants,
         )  # fmt: skip
 
-    scale_inv = _quantise(launch, scale, amax_slot, dtype, x.device)
-    return y, y_t, scale_inv, partial.sum(0) if colsum else partial
+    return y, y_t, _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, x.device), partial
+
+
+def cast_transposed(x: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """See the reference twin."""
+    x = x.contiguous()
+    M, N = x.shape
+    y_t = torch.empty(N, M, dtype=dtype, device=x.device)
+    _cast_transpose_kernel[triton.cdiv(M, TILE_M), triton.cdiv(N, TILE_N)](
+        x, None, y_t, None, scale_inv, None, None, M, N,
+        INVERSE=True, ALIGNED=M % 4 == 0, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **fp8_constants(dtype, x.device),
+    )  # fmt: skip
+    return y_t

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from msamp.kernels.reference.normalize import check_backward, check_normalize
 from msamp.kernels.triton.cast import _rounded, fp8_constants
-from msamp.kernels.triton.cast_transpose import _code, _constants, _quantise, _tell
+from msamp.kernels.triton.cast_transpose import _code, _constants, _inverse, _quantise, _tell
 
 # Elements a program holds at once; a row longer than that is held by more warps.
 TILE = 4096
@@ -90,7 +90,7 @@ def _normalize_transposed_kernel(
         mu = tl.load(mean + m, mask=m < M, other=0.0)
     v = tl.load(x + m.to(tl.int64) * N + n, mask=(m < M) & (n < N), other=0.0).to(tl.float32)
     value = _normalized(v, mu, r, w, b, RMS)
-    code = tl.trans(_code(value * tl.div_rn(1.0, tl.load(scale_inv)), FP8_MAX, MANTISSA, BIAS, HARDWARE))
+    code = tl.trans(_code(value * _inverse(tl.load(scale_inv)), FP8_MAX, MANTISSA, BIAS, HARDWARE))
     m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[None, :]
     n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)[:, None]
     tl.store(yt + n.to(tl.int64) * M + m, code, mask=(m < M) & (n < N))
@@ -98,7 +98,7 @@ def _normalize_transposed_kernel(
 
 @triton.jit
 def _normalize_backward_kernel(
-    grad_y, x, mean, rstd, weight, grad_residual, grad_x, partial, M, N,
+    grad_y, x, mean, rstd, weight, grad_residual, grad_x, grad_weight, grad_bias, M, N,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, RMS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -127,24 +127,9 @@ def _normalize_backward_kernel(
         tl.store(grad_x + at, _rounded(grad, grad_x.dtype.element_ty, HARDWARE), mask=inside)
         grad_w += g * normal
     n = tl.arange(0, BLOCK)
-    tl.store(partial + program * N + n, tl.sum(grad_w, axis=0), mask=n < N)
+    tl.store(grad_weight + program * N + n, tl.sum(grad_w, axis=0), mask=n < N)
     if not RMS:
-        tl.store(partial + (programs + program) * N + n, tl.sum(grad_b, axis=0), mask=n < N)
-
-
-@triton.jit
-def _sum_partials_kernel(partial, grad_weight, grad_bias, programs, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    which = tl.program_id(1)
-    total = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
-    for first in range(0, programs, BLOCK_P):
-        p = first + tl.arange(0, BLOCK_P)[:, None]
-        total += tl.load(partial + (which * programs + p) * N + n[None, :], mask=(p < programs) & (n[None, :] < N), other=0.0)
-    column = tl.sum(total, axis=0)
-    if which == 0:
-        tl.store(grad_weight + n, column, mask=n < N)
-    else:
-        tl.store(grad_bias + n, column, mask=n < N)
+        tl.store(grad_bias + program * N + n, tl.sum(grad_b, axis=0), mask=n < N)
 
 
 def _rows(N: int) -> tuple[dict[str, int], int]:
@@ -164,6 +149,7 @@ def normalize(
     scale: torch.Tensor | None,
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
+    scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference twin."""
     check_normalize(x, residual, weight, bias, rms, dtype)
@@ -184,7 +170,7 @@ def normalize(
             x, addend, weight, bias, total, out, mean, rstd, scale, amax, scale_inv, eps, M, N, enable_fp_fusion=False, **constants
         )
 
-    scale_inv = _quantise(launch, scale, amax_slot, dtype, x.device)
+    scale_inv = _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, x.device)
     return total, y, scale_inv, mean, rstd
 
 
@@ -211,6 +197,19 @@ def normalize_transposed(
     return yt
 
 
+def _backward_warps(elements: int) -> tuple[int, int]:
+    """Warps of a program that holds so many elements, and programs a multiprocessor holds at 128 registers a thread."""
+    num_warps = max(8, min(32, elements // 512))
+    return num_warps, max(1, 16 // num_warps)
+
+
+def parts(M: int, N: int, device: torch.device) -> int:
+    """Into how many parts the gradients of weight and bias come: one a program, as many as the device's multiprocessors hold."""
+    tile, elements = _rows(N)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return max(1, min(multiprocessors * _backward_warps(elements)[1], triton.cdiv(M, tile["ROWS"])))
+
+
 def normalize_backward(
     grad_y: torch.Tensor,
     x: torch.Tensor,
@@ -220,28 +219,21 @@ def normalize_backward(
     grad_residual: torch.Tensor | None,
     rms: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See the reference twin. The order of the sums over rows depends on the device's number of multiprocessors only."""
+    """See the reference twin."""
     check_backward(grad_y, x, weight, grad_residual)
     grad_y, x = grad_y.contiguous(), x.contiguous()
     addend = None if grad_residual is None else grad_residual.contiguous()
     M, N = x.shape
     tile, elements = _rows(N)
-    num_warps = max(8, min(32, elements // 512))
-    resident = max(1, 16 // num_warps)  # programs a multiprocessor holds at 128 registers a thread
-    on_gpu = x.device.type == "cuda"
-    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count if on_gpu else 2
-    programs = max(1, min(multiprocessors * resident, triton.cdiv(M, tile["ROWS"])))
+    num_warps, resident = _backward_warps(elements)
+    programs = parts(M, N, x.device)
     grad_x = torch.empty_like(x)
-    partial = torch.empty(1 if rms else 2, programs, N, dtype=torch.float32, device=x.device)
-    grad_weight, grad_bias = partial.new_empty(N), partial.new_empty(0 if rms else N)
+    grad_weight = torch.empty(programs, N, dtype=torch.float32, device=x.device)
+    grad_bias = torch.empty_like(grad_weight) if not rms else grad_weight.new_empty(0)
     bytes_read = elements * sum(t.element_size() for t in (grad_y, x, addend) if t is not None)
     _normalize_backward_kernel[programs,](
-        grad_y, x, mean, rstd, weight, addend, grad_x, partial, M, N,
-        STAGES=2 if bytes_read <= PREFETCH_BYTES else 1, RMS=rms, HARDWARE=on_gpu,
+        grad_y, x, mean, rstd, weight, addend, grad_x, grad_weight, None if rms else grad_bias, M, N,
+        STAGES=2 if bytes_read <= PREFETCH_BYTES else 1, RMS=rms, HARDWARE=x.is_cuda,
         num_warps=num_warps, maxnreg=2048 // (resident * num_warps), **tile,
     )  # fmt: skip
-    BLOCK_P, BLOCK_N = 64, 32
-    _sum_partials_kernel[triton.cdiv(N, BLOCK_N), partial.shape[0]](
-        partial, grad_weight, grad_bias, programs, N, BLOCK_P=BLOCK_P, BLOCK_N=BLOCK_N, num_warps=4
-    )
     return grad_x, grad_weight, grad_bias

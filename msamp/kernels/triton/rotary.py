@@ -1,7 +1,8 @@
 """Rotary embedding in place on packed QKV, and its gradient in both layouts. Twin: `msamp.kernels.reference.rotary`.
 
-A program takes some tokens of one query group, whose heads share the loaded cos and sin. The two channels that turn together stand in
-two tiles at the same place; so do, unturned, those above the rotated ones.
+A program takes some tokens of one query group, whose heads share the loaded cos and sin; backward, of one head: two heads one after the
+other would wait for each other's memory. The two channels that turn together stand in two tiles at the same place; so do, unturned,
+those above the rotated ones.
 """
 
 import torch
@@ -80,76 +81,68 @@ def _rotary_kernel(
 
 
 @triton.jit
-def _put_head(
-    part, s_stride, b_stride, cos, sin, g, g_t, sums, scale, top, quad, tokens, batch, column, N,
-    ROTATE: tl.constexpr, ALIGNED: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr,
+def _rotary_backward_kernel(
+    dq, dk, dv, cos, sin, g, g_t, sums, scale, amax, scale_inv, tokens, batch, N,
+    q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h,
+    PER_GROUP: tl.constexpr, TOGETHER: tl.constexpr, ALIGNED: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, TILE_M: tl.constexpr,
     FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Turn one head of `part` back and store it at `column`; the higher of `top` and its magnitudes."""
+    q = tl.arange(0, TILE_M // 4)
     c1, c2, channels = _pairs(D, R, HALF)
+    first_quad, column = tl.program_id(0).to(tl.int64) * (TILE_M // 4), tl.program_id(1).to(tl.int64) * D
+    quad = tl.program_id(0) * (TILE_M // 4) + q
+    group, head = tl.program_id(1) // (PER_GROUP + 2), tl.program_id(1) % (PER_GROUP + 2)
+    part, s_stride, b_stride = dq + (group * PER_GROUP + head).to(tl.int64) * q_h, q_s, q_b
+    if head == PER_GROUP:
+        part, s_stride, b_stride = dk + group.to(tl.int64) * k_h, k_s, k_b
+    elif head > PER_GROUP:
+        part, s_stride, b_stride = dv + group.to(tl.int64) * v_h, v_s, v_b
+    turns = head <= PER_GROUP
+    turning = tl.where(turns, tokens, 0)  # tokens whose angles are wanted
     x0 = _load_pair(part, _line(4 * quad, batch, s_stride, b_stride), c1, c2, (4 * quad < tokens)[:, None] & channels[None, :])
     x1 = _load_pair(part, _line(4 * quad + 1, batch, s_stride, b_stride), c1, c2, (4 * quad + 1 < tokens)[:, None] & channels[None, :])
     x2 = _load_pair(part, _line(4 * quad + 2, batch, s_stride, b_stride), c1, c2, (4 * quad + 2 < tokens)[:, None] & channels[None, :])
     x3 = _load_pair(part, _line(4 * quad + 3, batch, s_stride, b_stride), c1, c2, (4 * quad + 3 < tokens)[:, None] & channels[None, :])
     pairs = (x0, x1, x2, x3)
+    cos1, sin1, cos2, sin2 = _angles(cos, sin, 4 * quad // batch, 4 * quad < turning, c1, c2, R)
     f = 1.0
     if scale is not None:
         f = tl.load(scale)
-    total1 = tl.zeros(top.shape, tl.float32)
-    total2 = total1
+    top = tl.zeros((TILE_M // 4, HALF), tl.float32)
+    total1, total2 = top, top
     values1, values2 = (), ()
     for k in tl.static_range(4):
         token = 4 * quad + k
-        rows = token < tokens
         v1, v2 = pairs[k]
         v1, v2 = v1.to(tl.float32), v2.to(tl.float32)
-        if ROTATE:
-            cos1, sin1, cos2, sin2 = _angles(cos, sin, token // batch, rows, c1, c2, R)
-            v1, v2 = v1 * cos1 + v2 * sin2, v2 * cos2 - v1 * sin1
+        if k > 0 and not TOGETHER:
+            cos1, sin1, cos2, sin2 = _angles(cos, sin, token // batch, token < turning, c1, c2, R)
+        v1, v2 = tl.where(turns, v1 * cos1 + v2 * sin2, v1), tl.where(turns, v2 * cos2 - v1 * sin1, v2)
         top = _higher(_higher(top, v1), v2)
         total1, total2 = total1 + v1, total2 + v2
         values1 = values1 + (v1,)  # noqa: RUF005
         values2 = values2 + (v2,)  # noqa: RUF005
     if scale is not None or MANTISSA == 0:
-        at = (4 * quad).to(tl.int64)[:, None] * N + column
-        _put(values1, g, g_t, at + c1[None, :], N, quad, column + c1, tokens, channels, f, ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE)
-        _put(values2, g, g_t, at + c2[None, :], N, quad, column + c2, tokens, channels, f, ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE)
-        _put_sums(total1, sums, column + c1, N, channels)
-        _put_sums(total2, sums, column + c2, N, channels)
-    return top
-
-
-@triton.jit
-def _rotary_backward_kernel(
-    dq, dk, dv, cos, sin, g, g_t, sums, scale, amax, scale_inv, tokens, batch, groups,
-    q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h,
-    PER_GROUP: tl.constexpr, ALIGNED: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, TILE_M: tl.constexpr,
-    FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    quad = tl.program_id(0) * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
-    group = tl.program_id(1).to(tl.int64)
-    N = groups * ((PER_GROUP + 2) * D)
-    column = group * ((PER_GROUP + 2) * D)
-    top = tl.zeros((TILE_M // 4, HALF), tl.float32)
-    for head in range(PER_GROUP):
-        top = _put_head(
-            dq + (group * PER_GROUP + head) * q_h, q_s, q_b, cos, sin, g, g_t, sums, scale, top, quad, tokens, batch, column + head * D, N,
-            True, ALIGNED, D, R, HALF, FP8_MAX, MANTISSA, BIAS, HARDWARE,
+        left, origin = (tokens - 4 * first_quad).to(tl.int32), 4 * first_quad * N + column
+        row = (4 * q)[:, None] * N
+        _put(
+            values1, g, g_t, origin, first_quad, column, row + c1[None, :], N, q, c1, tokens, left, channels, f,
+            ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE,
         )  # fmt: skip
-    column += PER_GROUP * D
-    top = _put_head(
-        dk + group * k_h, k_s, k_b, cos, sin, g, g_t, sums, scale, top, quad, tokens, batch, column, N,
-        True, ALIGNED, D, R, HALF, FP8_MAX, MANTISSA, BIAS, HARDWARE,
-    )  # fmt: skip
-    top = _put_head(
-        dv + group * v_h, v_s, v_b, cos, sin, g, g_t, sums, scale, top, quad, tokens, batch, column + D, N,
-        False, ALIGNED, D, R, HALF, FP8_MAX, MANTISSA, BIAS, HARDWARE,
-    )  # fmt: skip
+        _put(
+            values2, g, g_t, origin, first_quad, column, row + c2[None, :], N, q, c2, tokens, left, channels, f,
+            ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE,
+        )  # fmt: skip
+        _put_sums(total1, sums, column, c1, N, channels)
+        _put_sums(total2, sums, column, c2, N, channels)
     if MANTISSA > 0:
-        f = 1.0
-        if scale is not None:
-            f = tl.load(scale)
         _tell(top, f, amax, scale_inv)
+
+
+def parts(M: int) -> int:
+    """Into how many parts the column sums of a gradient's M rows come."""
+    return max(1, triton.cdiv(M, BACKWARD_TILE_M))
 
 
 def rotary_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, groups: int) -> None:
@@ -175,6 +168,7 @@ def rotary_backward(
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
     colsum: bool,
+    scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference twin."""
     check_gradients(dq, dk, dv)
@@ -183,7 +177,7 @@ def rotary_backward(
     check_tables(cos, sin, s, d)
     dq, dk, dv = (part if part.stride(3) == 1 else part.contiguous() for part in (dq, dk, dv))
     M, N = s * b, (heads + 2 * groups) * d
-    grid = (max(1, triton.cdiv(M, BACKWARD_TILE_M)), groups)
+    grid = (parts(M), heads + 2 * groups)
     g, g_t = _layouts(M, N, True, quantised, dtype, device)
     partial = _partial_sums(colsum, grid[0], N, device)
     cos, sin, constants = cos.contiguous(), sin.contiguous(), _constants(dtype, device)
@@ -191,11 +185,10 @@ def rotary_backward(
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _rotary_backward_kernel[grid](
-            dq, dk, dv, cos, sin, g, g_t if quantised else None, partial if colsum else None, scale, amax, scale_inv, M, max(1, b), groups,
+            dq, dk, dv, cos, sin, g, g_t if quantised else None, partial if colsum else None, scale, amax, scale_inv, M, max(1, b), N,
             *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-            PER_GROUP=heads // groups, ALIGNED=M % 4 == 0, D=d, R=cos.shape[1], HALF=half, TILE_M=BACKWARD_TILE_M,
+            PER_GROUP=heads // groups, TOGETHER=b % 4 == 0, ALIGNED=M % 4 == 0, D=d, R=cos.shape[1], HALF=half, TILE_M=BACKWARD_TILE_M,
             num_warps=max(1, min(16, half // CHANNELS_A_WARP)), **constants,
         )  # fmt: skip
 
-    scale_inv = _quantise(launch, scale, amax_slot, dtype, device)
-    return g, g_t, scale_inv, partial.sum(0) if colsum else partial
+    return g, g_t, _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, device), partial

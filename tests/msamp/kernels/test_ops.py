@@ -4,14 +4,17 @@ import pytest
 import torch
 from agreement import assert_codes
 from numerics import make
+from torch.utils import _pytree as pytree
 
 from msamp.kernels import ops
 from msamp.kernels.reference.activate import activate, activate_backward
 from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.cast import cast
-from msamp.kernels.reference.cast_transpose import cast_transpose
+from msamp.kernels.reference.cast_transpose import cast_transpose, cast_transposed
 from msamp.kernels.reference.cross_entropy import cross_entropy_
 from msamp.kernels.reference.rotary import rotary_, rotary_backward
+from msamp.kernels.reference.scale_from_amax import scale_from_amax
+from msamp.kernels.reference.sum_parts import sum_parts
 from msamp.kernels.reference.transpose import transpose
 from msamp.kernels.scaled_mm import scaled_mm
 from msamp.kernels.tables import Tables
@@ -27,12 +30,15 @@ def arguments(device: torch.device | str) -> dict[str, tuple]:
         "amax": (x,),
         "cast": (x, scale, slot, E4M3.dtype),
         "cast_transpose": (x, scale, slot, E5M2.dtype, True, True, False),
+        "cast_transposed": (x, scale, E5M2.dtype),
         "transpose": (a,),
         "activate": (x, "swiglu", scale, slot, E4M3.dtype),
         "activate_backward": (x, x, "gelu", scale, E4M3.dtype, None, slot, E5M2.dtype, True),
         "rotary_": (x.view(6, 2, 80).clone(), angles, angles, 2, 1),
         "rotary_backward": (x.view(6, 2, 4, 20), *x.view(2, 6, 2, 2, 20), angles, angles, None, slot, E5M2.dtype, True),
         "cross_entropy_": (x.clone(), torch.arange(24, device=device), torch.ones(24, device=device)),
+        "sum_parts": ([x, make("normal", (7, 3), device=device)], torch.bfloat16),
+        "scale_from_amax": (x.abs(), 448.0, None, 2.0),
         "scaled_mm": (a, b, scale, scale, bias, torch.bfloat16, True),
     }
 
@@ -42,12 +48,15 @@ TWINS = {
     "amax": amax,
     "cast": cast,
     "cast_transpose": cast_transpose,
+    "cast_transposed": cast_transposed,
     "transpose": transpose,
     "activate": activate,
     "activate_backward": activate_backward,
     "rotary_": rotary_,
     "rotary_backward": rotary_backward,
     "cross_entropy_": cross_entropy_,
+    "sum_parts": sum_parts,
+    "scale_from_amax": scale_from_amax,
     "scaled_mm": scaled_mm,
 }
 ROUNDED_OTHERWISE = (
@@ -60,7 +69,7 @@ ROUNDED_OTHERWISE = (
 
 
 def outputs(result) -> list[torch.Tensor]:
-    return list(result) if isinstance(result, tuple) else [] if result is None else [result]
+    return list(result) if isinstance(result, tuple | list) else [] if result is None else [result]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,7 +79,7 @@ def test_schema_and_fake_agree_with_what_runs(name, device):
         torch.library.opcheck(getattr(torch.ops.msamp, name).default, args, test_utils="test_schema")
     real = outputs(getattr(ops, name)(*args))
     with torch._subclasses.FakeTensorMode() as mode:
-        fake_args = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+        fake_args = pytree.tree_map_only(torch.Tensor, mode.from_tensor, list(args))
         fake = outputs(getattr(ops, name)(*fake_args))
     for r, f in zip(real, fake, strict=True):
         assert (r.shape, r.dtype, r.stride(), r.device.type) == (f.shape, f.dtype, f.stride(), f.device.type)

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from numerics import KINDS, SMALL, check, codes, make, measure
+from numerics import KINDS, SMALL, bits, check, codes, make, measure
 
 from msamp.kernels.reference.cast import cast
-from msamp.kernels.reference.cast_transpose import cast_transpose
+from msamp.kernels.reference.cast_transpose import cast_transpose, cast_transposed
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.quantize import dequantize
 from msamp.numerics.scaling import inverse, scale_from_amax
@@ -28,7 +28,7 @@ def test_both_layouts_hold_the_cast(fmt, shape):
     assert codes(y_t).equal(codes(want).t())
     assert slot == want_slot
     assert scale_inv == 0.25
-    torch.testing.assert_close(sums, x.double().sum(0).float(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(sums.sum(0), x.double().sum(0).float(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("asked", list(itertools.product([False, True], repeat=3)), ids=str)
@@ -59,6 +59,26 @@ def test_what_is_not_finite_shows_in_scale_inv_and_slot(fmt, bad, scale):
     assert slot.isinf()
 
 
+@pytest.mark.parametrize("scale", [None, 2.0])
+@pytest.mark.parametrize("bad", [1.0, float("inf")])
+def test_scale_inv_is_left_in_its_slot(bad, scale):
+    x, slot = make("normal", (8, 8)), torch.zeros(())
+    x[3, 4] = bad
+    scale = None if scale is None else torch.tensor(scale)
+    want = cast_transpose(x, scale, None, E4M3.dtype, True, False, False)[2]
+    assert cast_transpose(x, scale, None, E4M3.dtype, True, False, False, slot)[2].numel() == 0
+    assert bits(slot).equal(bits(want))
+
+
+@every_fp8
+def test_the_transpose_alone_has_the_same_codes(fmt):
+    x = make("log-normal", (33, 17)).bfloat16()
+    y, _, scale_inv, _ = cast_transpose(x, None, None, fmt.dtype, True, False, False)
+    y_t = cast_transposed(x, scale_inv, fmt.dtype)
+    assert y_t.is_contiguous()
+    assert codes(y_t).equal(codes(y).t())
+
+
 def test_column_sums_of_half_precision_are_taken_in_fp32():
     x = torch.ones(5000, 3, dtype=torch.bfloat16)
-    assert cast_transpose(x, None, None, E5M2.dtype, False, False, True)[3].tolist() == [5000.0] * 3
+    assert cast_transpose(x, None, None, E5M2.dtype, False, False, True)[3].tolist() == [[5000.0] * 3]

@@ -60,7 +60,7 @@ def assert_same_backward(grad_a: torch.Tensor, y: torch.Tensor, kind: str, scale
     assert codes(a_t).equal(codes(a).t()), "backward makes forward's codes again"
     assert scale_inv.equal(want[2])
     plain = twin.activate_backward(grad_a, y, kind, a_scale_inv, a_fmt.dtype, None, None, torch.float32, False)[0]
-    assert_sums(sums, want[4], plain.abs().sum(0))
+    assert_sums(sums.sum(0), want[4].sum(0), plain.abs().sum(0))
     torch.testing.assert_close(*slots, rtol=1e-5, atol=0.0)
 
 
@@ -114,7 +114,8 @@ def test_plain_results(kind, dtype, triton_device):
     g, g_t, scale_inv, a_t, sums = kernel("activate_backward", grad_a, y, kind, one, E4M3.dtype, None, slot, dtype, True)
     want = twin.activate_backward(grad_a, y, kind, one, E4M3.dtype, None, None, dtype, True)
     assert_plain(g, want[0], terms=torch.cat([grad_a] * (g.shape[1] // grad_a.shape[1]), dim=1).float() * 8)
-    assert_sums(sums, want[4], twin.activate_backward(grad_a, y, kind, one, E4M3.dtype, None, None, torch.float32, False)[0].abs().sum(0))
+    exact = twin.activate_backward(grad_a, y, kind, one, E4M3.dtype, None, None, torch.float32, False)[0]
+    assert_sums(sums.sum(0), want[4].sum(0), exact.abs().sum(0))
     assert [t.numel() for t in (empty, g_t, scale_inv, a_t)] == [0, 0, 0, 0]
     assert slot == 0
 
@@ -167,3 +168,19 @@ def test_results_repeat(kind):
     one = torch.ones((), device="cuda")
     first, second = (kernel("activate_backward", grad_a, y, kind, one, E4M3.dtype, None, None, E5M2.dtype, True)[4] for _ in range(2))
     assert first.equal(second)
+
+
+@both
+@every_scale
+def test_scale_inv_is_left_in_its_slot(kind, scale, triton_device):
+    scale = None if scale is None else torch.tensor(scale, device=triton_device)
+    grad_a, y = inputs(kind, (40, 70), triton_device)
+    slots, one = torch.zeros(2, 4, device=y.device)[:, 0].unbind(), torch.ones((), device=y.device)
+    a_inv, g_inv = (
+        kernel("activate", y, kind, scale, None, E4M3.dtype)[1],
+        kernel("activate_backward", grad_a, y, kind, one, E4M3.dtype, scale, None, E5M2.dtype, True)[2],
+    )
+    assert kernel("activate", y, kind, scale, None, E4M3.dtype, slots[0])[1].numel() == 0
+    fixed = (kind, one, E4M3.dtype, scale, None, E5M2.dtype, True)
+    assert kernel("activate_backward", grad_a, y, *fixed, slots[1])[2].numel() == 0
+    assert [float(s) for s in slots] == [float(a_inv), float(g_inv)]
