@@ -81,15 +81,16 @@ def fp8_sum(parts: list[Tensor], fmt: Format, mu: float) -> tuple[Tensor, Tensor
     return total, 1 / (factor * len(parts))
 
 
-def bucket_of(shapes, fmt: Format, peers: Peers, limit: float) -> Bucket:
+def bucket_of(shapes, fmt: Format, peers: Peers, limit: float, device="cpu") -> Bucket:
     (plan,) = plan_buckets(shapes, [0] * len(shapes), peers.ranks, 10**9, bucket_limit=limit, limit=limit).buckets
-    return Bucket([torch.zeros(shape) for shape in shapes], [str(i) for i in range(len(shapes))], fmt, plan.pieces, peers.ranks, peers.rank)
+    params = [torch.zeros(shape, device=device) for shape in shapes]
+    return Bucket(params, [str(i) for i in range(len(shapes))], fmt, plan.pieces, peers.ranks, peers.rank)
 
 
 def exchange(wire, fmt: Format, grads: list[Tensor], factor: Tensor, peers: Peers, shard: bool, limit: float = 0.05) -> dict:
     """Pack, reduce, and put back together: by (tensor, row) the payload, and what this rank knows of the scales."""
     device = grads[0].device
-    bucket = bucket_of([g.shape for g in grads], fmt, peers, limit)
+    bucket = bucket_of([g.shape for g in grads], fmt, peers, limit, device)
     flat = wire.pack(bucket, grads, factor.to(device))
     payloads = bucket.unflatten(flat.clone())
     reduced = wire.reduce(bucket, flat, factor.to(device), peers, shard)
