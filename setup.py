@@ -24,7 +24,16 @@ setup(
         "tokenizers",
     ],
     extras_require={
-        "dev": ["pytest", "pytest-timeout", "ruff==0.17.5", "mypy==2.4.1", "ml_dtypes", "triton>=3.6"],
+        "dev": [
+            "pytest",
+            "pytest-timeout",
+            "ruff==0.17.5",
+            "mypy==2.4.1",
+            "ml_dtypes",
+            "triton>=3.6",
+            "transformers",  # what converted checkpoints are compared with
+            "compressed-tensors",
+        ],
         "gpu": ["triton>=3.6", "transformer-engine[pytorch]", "flash-attn"],
         "plot": ["matplotlib"],
     },

@@ -1,0 +1,64 @@
+"""Which architecture takes which model, and that every layout is undone by its inverse."""
+
+import pytest
+import torch
+from hf_models import MODELS, config
+
+from tools.convert.architectures import ARCHITECTURES, HALVES, QKV, SAME, STACKED_QKV, TRANSPOSED, architecture_of
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_model_has_its_architecture(name):
+    assert architecture_of(config(name).model).model_type == name.split()[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "named"),
+    [
+        ("gpt2", {"swiglu": True}, "gpt2 does not know --swiglu True;"),
+        ("gpt2", {"disable_bias_linear": True}, "gpt2 does not know --disable-bias-linear True;"),
+        ("gpt_neox", {"normalization": "RMSNorm"}, "gpt_neox does not know --normalization RMSNorm;"),
+        ("gpt_neox", {"kv_channels": 8}, "gpt_neox does not know --kv-channels 8 with --hidden-size 32;"),
+        ("llama", {"normalization": "LayerNorm"}, "llama does not know --normalization LayerNorm. "),
+        ("llama", {"rotary_percent": 0.5}, "llama does not know --rotary-percent 0.5. "),
+        ("llama", {"hidden_size": 34, "kv_channels": 16}, "llama does not know --kv-channels 16 with --hidden-size 34. "),
+    ],
+)
+def test_a_model_that_none_holds_is_refused_by_its_settings(name, settings, named):
+    with pytest.raises(ValueError, match="export-bf16 writes any model") as error:
+        architecture_of(config(name, **settings).model)
+    assert named in str(error.value)
+
+
+def test_grouped_attention_is_refused_where_it_is_unknown():
+    settings = config("gpt_neox", num_attention_heads=4, group_query_attention=True, num_query_groups=2)
+    with pytest.raises(ValueError, match="gpt_neox does not know --num-query-groups 2"):
+        architecture_of(settings.model)
+
+
+def test_query_key_and_value_come_out_of_their_groups():
+    model = config("llama").model  # 4 query heads and 2 groups of width 8
+    rows = torch.arange(2 * (2 + 2) * 8)
+    q, k, v = QKV.split(model, rows)
+    first, second = rows.chunk(2)
+    assert torch.equal(q, torch.cat([first[:16], second[:16]]))
+    assert torch.equal(k, torch.cat([first[16:24], second[16:24]]))
+    assert torch.equal(v, torch.cat([first[24:], second[24:]]))
+
+
+@pytest.mark.parametrize("layout", [SAME, TRANSPOSED, HALVES, QKV, STACKED_QKV])
+@pytest.mark.parametrize("shape", [(96, 32), (96,)])
+def test_join_undoes_split(layout, shape):
+    model = config("gpt2").model  # 2 heads of width 16: 96 rows
+    x = torch.randn(shape)
+    assert torch.equal(layout.join(model, layout.split(model, x)), x)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rules_name_every_tensor_once(name):
+    model = config(name).model
+    rules = list(ARCHITECTURES[name.split()[0]].rules(model, 60))
+    theirs = [one for rule in rules for one in rule.theirs]
+    assert len({rule.ours for rule in rules}) == len(rules)
+    assert len(set(theirs)) == len(theirs)
+    assert sum(rule.linear for rule in rules) == 4 * model.num_layers

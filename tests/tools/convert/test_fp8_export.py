@@ -1,0 +1,105 @@
+"""The FP8 layout as transformers with compressed-tensors reads it: one byte a weight, the values that the payload stands for."""
+
+import numerics
+import pytest
+import torch
+from hf_models import agree, config, our_logits, random_weights, their_logits
+from tiny import VOCABULARY
+
+from msamp.numerics.formats import E4M3, FP16
+from msamp.numerics.tensor import ScalingTensor
+from tools.convert.folder import Tensors, write_json, write_tensors
+from tools.convert.fp8_export import fp8_tensors, quantization_config
+from tools.convert.hugging_face import hf_config, hf_rules, to_hf
+
+KINDS = ["llama", "llama tied, wide heads, biases", "gpt_neox", "gpt_neox tied, half rotated"]
+
+
+def is_linear(name, x):
+    return ".layers." in name and x.dim() == 2
+
+
+def exported(name, saved=None):
+    """(settings, our FP32 weights, their tensors by name) of a random model whose weights were saved as `saved` makes them."""
+    settings = config(name)
+    weights = random_weights(settings)
+    rules = hf_rules(settings, VOCABULARY, list(weights))
+    return settings, weights, dict(fp8_tensors(rules, weights, lambda key: saved(weights[key]) if saved else weights[key]))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_transformers_computes_with_the_dequantised_weights(name, tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    settings, weights, theirs = exported(name)
+    write_tensors(tmp_path, theirs.items())
+    about = hf_config(settings, VOCABULARY, torch.bfloat16, 59)
+    about["quantization_config"] = quantization_config(about["model_type"])
+    write_json(tmp_path / "config.json", about)
+    ours, fp8 = our_logits(settings, VOCABULARY, weights), their_logits(tmp_path)
+    assert 0 < (fp8 - ours).norm() / ours.norm() < numerics.FP8_LOGITS
+
+    # Without the rounding of the activations the logits are those of the stored values.
+    del about["quantization_config"]["config_groups"]["group_0"]["input_activations"]
+    write_json(tmp_path / "config.json", about)
+    stored = {
+        key: ScalingTensor.quantize(x, E4M3).dequantize(torch.float32) if is_linear(key, x) else x.bfloat16().float()
+        for key, x in weights.items()
+    }
+    assert agree(their_logits(tmp_path), our_logits(settings, VOCABULARY, stored), numerics.HF_LOGITS)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_cuts_one_tensor_shares_its_scale(name):
+    _, weights, theirs = exported(name)
+    linear = [key for key in theirs if f"{key}_scale" in theirs]
+    _, plain = to_hf(config(name), VOCABULARY, weights)
+    assert set(plain) == {key for key in theirs if not key.endswith("_scale")}
+    assert set(linear) == {key for key, x in plain.items() if is_linear(key, x)}
+    for key, x in theirs.items():
+        assert x.dtype == (torch.float8_e4m3fn if key in linear else torch.float32 if key.endswith("_scale") else torch.bfloat16), key
+        if not key.endswith("_scale"):
+            assert x.shape == plain[key].shape
+    for group in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        scales = {theirs[f"model.layers.1.{one}.weight_scale"].item() for one in group if f"model.layers.1.{one}.weight_scale" in theirs}
+        assert len(scales) == ("llama" in name)
+    for key in linear:
+        scale = theirs[f"{key}_scale"]
+        assert scale.shape == (1,)
+        assert torch.allclose(theirs[key].float() * scale, plain[key], rtol=2**-4, atol=2**-10 * scale.item())
+
+
+def test_a_weight_that_is_fp8_is_taken_over_bit_for_bit():
+    """As at O3: the payload and its scale are what was trained with, not a second rounding of the master."""
+
+    def saved(x):
+        return ScalingTensor.quantize(0.9 * x, E4M3, scale=torch.tensor(16.0))
+
+    _, weights, theirs = exported("llama", saved)
+    weight = saved(weights["decoder.layers.0.mlp.linear_fc1.weight"])
+    payload = torch.cat([theirs[f"model.layers.0.mlp.{one}_proj.weight"].view(torch.uint8) for one in ("gate", "up")])
+    assert torch.equal(payload, weight.payload.view(torch.uint8))
+    assert theirs["model.layers.0.mlp.gate_proj.weight_scale"].item() == 1 / 16
+
+
+def test_a_weight_in_fp16_is_quantised_from_the_best_copy():
+    _, weights, theirs = exported("gpt_neox", lambda x: ScalingTensor.quantize(0.5 * x, FP16))
+    best = ScalingTensor.quantize(weights["decoder.layers.0.self_attention.linear_proj.weight"], E4M3)
+    assert torch.equal(theirs["gpt_neox.layers.0.attention.dense.weight"].view(torch.uint8), best.payload.view(torch.uint8))
+
+
+def test_what_has_no_fp8_layout_and_what_is_not_finite_is_refused():
+    with pytest.raises(ValueError, match=r"learned_absolute is a gpt2 .* use to-hf"):
+        quantization_config("gpt2")
+    with pytest.raises(ValueError, match=r"linear_qkv.weight holds values that are NaN or infinite"):
+        exported("llama", lambda x: ScalingTensor.quantize(x / 0, E4M3))
+
+
+def test_the_file_holds_one_byte_a_weight(tmp_path):
+    _, weights, theirs = exported("llama")
+    linear = sum(x.numel() for key, x in weights.items() if is_linear(key, x))
+    scales = 4 * sum(key.endswith("_scale") for key in theirs)
+    rest = 2 * sum(x.numel() for key, x in theirs.items() if x.dtype == torch.bfloat16)
+    assert write_tensors(tmp_path, theirs.items()) == linear + scales + rest
+    back = Tensors(tmp_path)
+    assert all(torch.equal(back[key].view(torch.uint8), x.view(torch.uint8)) for key, x in theirs.items() if x.dtype == torch.float8_e4m3fn)

@@ -1,0 +1,71 @@
+"""transformers reads the tokenizer's files and makes the same ids of a text."""
+
+import json
+
+import pytest
+import tokenizers
+from hf_models import config
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megatron.lm.config import DataConfig
+from megatron.lm.data.tokenizer import END_OF_TEXT, build_tokenizer
+from tools.convert.tokenizer_files import found, matching, write
+
+TEXT = "It's the state of the union: 1,234 words - naïve façade.\n\n  the the 🙂 end"
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A byte-level BPE trained here, as GPT-2's two files and as tokenizer.json; the settings of both."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    content = json.loads(tokenizer.to_str())["model"]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["merges"]]
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "encoder.json").write_text(json.dumps(content["vocab"]), encoding="utf-8")
+    (source / "vocab.bpe").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
+    tokenizer.save(str(source / "tokenizer.json"))
+    files = {"vocab_file": str(source / "encoder.json"), "merge_file": str(source / "vocab.bpe")}
+    return {
+        "GPT2BPETokenizer": {"tokenizer_type": "GPT2BPETokenizer", **files},
+        "HuggingFaceTokenizer": {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(source)},
+    }
+
+
+@pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "HuggingFaceTokenizer"])
+def test_transformers_makes_the_same_ids(sources, kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    settings = config("gpt2", vocab_size=None, **sources[kind])
+    ours = build_tokenizer(settings.data)
+    assert matching(settings, ours.vocab_size).vocab_size == ours.vocab_size
+    out = tmp_path / "out"
+    out.mkdir()
+    write(settings, ours, out)
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    assert theirs(TEXT)["input_ids"] == ours.tokenize(TEXT)
+    assert theirs.decode(ours.tokenize(TEXT)) == TEXT
+    assert theirs.eos_token_id == theirs.bos_token_id == ours.eod
+    assert theirs.model_max_length == 16
+    again = build_tokenizer(found(out))
+    assert found(out).tokenizer_type == kind
+    assert again.tokenize(TEXT) == ours.tokenize(TEXT)
+
+
+def test_a_null_tokenizer_has_no_files(tmp_path):
+    settings = config("gpt2")
+    write(settings, matching(settings, 60), tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert found(tmp_path) == DataConfig(tokenizer_type="NullTokenizer")
+
+
+def test_another_vocabulary_and_lost_files_are_refused(sources):
+    with pytest.raises(ValueError, match="the tokenizer has 60 tokens, the checkpoint 61: give the files"):
+        matching(config("gpt2"), 61)
+    lost = sources["GPT2BPETokenizer"] | {"vocab_file": "nowhere.json"}
+    with pytest.raises(ValueError, match=r"--vocab-file nowhere.json does not exist"):
+        matching(config("gpt2", vocab_size=None, **lost), 60)

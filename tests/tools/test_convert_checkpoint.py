@@ -1,0 +1,263 @@
+"""The commands, on checkpoints of known weights."""
+
+import itertools
+import json
+import sys
+from types import ModuleType
+
+import dist
+import numerics
+import pytest
+import tiny
+import torch
+from hf_models import MODELS, agree, config, our_logits, random_weights, their_logits
+from safetensors import safe_open
+from tiny import VOCABULARY
+
+from megatron.lm.checkpoint.reader import Saved
+from megatron.lm.cli import config_to_dict, parse_args
+from msamp.numerics.formats import E4M3
+from msamp.numerics.tensor import ScalingTensor
+from tools import convert_checkpoint
+from tools.convert.architectures import EMBEDDING
+from tools.convert.folder import Tensors
+
+
+class Known:
+    """What `megatron.lm.checkpoint.reader.Saved` answers for a checkpoint at O3: linear weights in FP8, masters with the values."""
+
+    def __init__(self, settings, folder):
+        self.weights = random_weights(settings)
+        self.info = {"version": 3, "config": config_to_dict(settings), "vocab_size": VOCABULARY, "iteration": 7, "consumed_samples": 28}
+        self.config, self.folder = settings, folder
+
+    def names(self):
+        return list(self.weights)
+
+    def values(self, name):
+        return self.weights[name]
+
+    def weight(self, name):
+        x = self.weights[name]
+        # fc2 as if tensor-parallel ranks had saved it, each with a scale of its own.
+        if name.endswith("fc2.weight"):
+            return x.bfloat16().float()
+        return ScalingTensor.quantize(x, E4M3) if "linear_" in name and x.dim() == 2 else x.bfloat16()
+
+    def format(self, name):
+        x = self.weights[name]
+        fp8 = "linear_" in name and x.dim() == 2
+        return torch.float8_e4m3fn if fp8 else torch.bfloat16, x.shape, (1 + name.endswith("fc2.weight")) if fp8 else 0
+
+
+@pytest.fixture
+def known(monkeypatch, tmp_path):
+    """(kind of model, settings) -> the checkpoint that --load `here` finds from now on."""
+
+    def make(name, **settings):
+        saved = Known(config(name, precision="O3", **settings), tmp_path / "iter_0000007")
+
+        def read(load):
+            if str(load) != "here":
+                raise ValueError(f"{load} holds no checkpoint")
+            return saved
+
+        reader = ModuleType("megatron.lm.checkpoint.reader")
+        reader.Saved = read
+        monkeypatch.setitem(sys.modules, "megatron.lm.checkpoint.reader", reader)
+        return saved
+
+    return make
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Arguments of `write_weights`, which writes one file."""
+    calls = []
+
+    def write_weights(root, config, vocab_size, weights):
+        (root / "written").write_text("")
+        calls.append((config, vocab_size, weights))
+        return root
+
+    module = ModuleType("megatron.lm.checkpoint.write_weights")
+    module.write_weights = write_weights
+    monkeypatch.setitem(sys.modules, "megatron.lm.checkpoint.write_weights", module)
+    return calls
+
+
+def run(*words):
+    return convert_checkpoint.main([str(word) for word in words])
+
+
+def test_to_hf_and_back(known, written, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    saved = known("llama")
+    out, back = tmp_path / "hf", tmp_path / "back"
+    assert run("to-hf", "--load", "here", "--output", out, "--dtype", "float32") == 0
+    assert "llama, iteration 7" in capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    fp32 = config("llama")
+    assert agree(their_logits(out), our_logits(fp32, VOCABULARY, saved.weights), numerics.HF_LOGITS)
+    about = json.loads((out / "config.json").read_text())
+    assert (about["eos_token_id"], about["torch_dtype"]) == (VOCABULARY - 1, "float32")
+
+    assert run("from-hf", "--load", out, "--output", back, "--make-vocab-size-divisible-by", 32) == 0
+    ((imported, vocab_size, weights),) = written
+    assert (back / "written").is_file()
+    assert (imported.model, imported.data.tokenizer_type, vocab_size) == (saved.config.model, "NullTokenizer", VOCABULARY)
+    assert all(torch.equal(weights[name][:VOCABULARY], x[:VOCABULARY]) for name, x in saved.weights.items())
+    flags = capsys.readouterr().out.split("--finetune ")[1].split()
+    parsed = parse_args([*flags, "--lr", "1", "--train-iters", "1", "--micro-batch-size", "1"])
+    assert (parsed.model, parsed.data) == (imported.model, imported.data)
+
+
+def test_bf16_is_the_default_and_refusals_write_nothing(known, written, tmp_path, capsys):
+    known("gpt2")
+    out = tmp_path / "hf"
+    assert run("to-hf", "--load", "here", "--output", out) == 0
+    assert {x.dtype for x in Tensors(out).values()} == {torch.bfloat16}
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    assert run("to-hf", "--load", "here", "--output", out) == 2
+    assert "nothing is overwritten" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    other = tmp_path / "other"
+    for words, message in (
+        (("to-hf", "--load", "nowhere"), "nowhere holds no checkpoint"),
+        (("export-fp8", "--load", "here"), "use to-hf"),
+        (("to-hf", "--load", "here", "--vocab-file", "x"), "add --tokenizer-type"),
+        (("to-hf", "--load", "here", "--tokenizer-type", "HuggingFaceTokenizer"), "--tokenizer-model is missing"),
+        (("from-hf", "--load", tmp_path), "config.json is missing"),
+        (("from-hf", "--load", out, "--make-vocab-size-divisible-by", "0"), "--make-vocab-size-divisible-by 0"),
+    ):
+        assert run(*words, "--output", other) == 2
+        assert message in capsys.readouterr().err
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+    assert not written
+    known("gpt2", swiglu=True)
+    assert run("to-hf", "--load", "here", "--output", other) == 2
+    assert "--swiglu True" in capsys.readouterr().err
+
+
+def test_a_tokenizer_whose_files_are_lost_can_be_left_out(known, tmp_path, capsys):
+    lost = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path / "lost.json"), "vocab_size": None}
+    known("gpt2", **lost)
+    out = tmp_path / "hf"
+    assert run("to-hf", "--load", "here", "--output", out) == 2
+    assert "lost.json does not exist" in capsys.readouterr().err
+    assert run("to-hf", "--load", "here", "--output", out, "--tokenizer-type", "NullTokenizer") == 0
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_export_bf16_keeps_our_names_and_the_configuration(known, tmp_path):
+    saved = known("gpt2", swiglu=True)  # which Hugging Face does not have
+    out = tmp_path / "plain"
+    assert run("export-bf16", "--load", "here", "--output", out) == 0
+    tensors = Tensors(out)
+    assert set(tensors) == set(saved.weights)
+    assert tensors[EMBEDDING].shape[0] == 64  # padded, as the model is
+    assert all(torch.equal(x, saved.weights[name].bfloat16()) for name, x in tensors.items())
+    with safe_open(out / "model.safetensors", "pt") as opened:
+        metadata = opened.metadata()
+    assert json.loads(metadata["config"]) == saved.info["config"]
+    assert (metadata["vocab_size"], metadata["iteration"]) == ("60", "7")
+
+
+def test_export_fp8_takes_the_payload_of_o3(known, tmp_path):
+    saved = known("gpt_neox")
+    out = tmp_path / "fp8"
+    assert run("export-fp8", "--load", "here", "--output", out) == 0
+    weight = saved.weight("decoder.layers.1.mlp.linear_fc1.weight")
+    tensors = Tensors(out)
+    stored = tensors["gpt_neox.layers.1.mlp.dense_h_to_4h.weight"]
+    assert torch.equal(stored.view(torch.uint8), weight.payload.view(torch.uint8))
+    assert tensors["gpt_neox.layers.1.mlp.dense_h_to_4h.weight_scale"] == weight.scale_inv
+    second = "decoder.layers.1.mlp.linear_fc2.weight"
+    anew = ScalingTensor.quantize(saved.values(second), E4M3)  # its pieces have scales of their own
+    assert torch.equal(tensors["gpt_neox.layers.1.mlp.dense_4h_to_h.weight"].view(torch.uint8), anew.payload.view(torch.uint8))
+    about = json.loads((out / "config.json").read_text())
+    assert about["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert about["torch_dtype"] == "bfloat16"
+
+
+def test_inspect_lists_what_is_there(known, capsys):
+    saved = known("llama")
+    assert run("inspect", "--load", "here") == 0
+    text = capsys.readouterr().out
+    for line in ("iter_0000007: whole", "version: 3", "iteration: 7", "precision: O3", "grid: TP 1, PP 1"):
+        assert line in text
+    rows = {line.split()[0]: line for line in text.splitlines() if line}
+    scale = saved.weight("decoder.layers.0.mlp.linear_fc1.weight").scale_inv.item()
+    assert rows["decoder.layers.0.mlp.linear_fc1.weight"].split()[1:] == ["128", "x", "32", "float8_e4m3fn", "4,096", f"{scale:g}"]
+    assert rows["decoder.layers.0.mlp.linear_fc2.weight"].endswith("2 scales")
+    assert rows["decoder.final_layernorm.weight"].split()[1:] == ["32", "bfloat16", "64", "-"]
+    parameters = sum(x.numel() for x in saved.weights.values())
+    assert f"{len(saved.weights)} tensors, {parameters:,} parameters" in text
+
+
+def test_inspect_of_nothing_is_told(known, capsys):
+    known("llama")
+    assert run("inspect", "--load", "nowhere") == 2
+    assert "convert_checkpoint.py: nowhere holds no checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_a_trained_checkpoint_goes_to_transformers_and_back(tmp_path, level, capsys):
+    pytest.importorskip("transformers")
+    trained, hf, fp8, imported = (tmp_path / name for name in ("trained", "hf", "fp8", "imported"))
+    shape = MODELS["llama"] | {"make_vocab_size_divisible_by": 32}
+    prefix = tiny.write_data(tmp_path)
+    tiny.run(tiny.config(prefix, opt_level=level, train_iters=3, save=str(trained), **shape))
+    saved = Saved(trained)
+    values = {name: saved.values(name) for name in saved.names()}
+    ours = our_logits(config("llama"), VOCABULARY, values)
+    assert run("to-hf", "--load", trained, "--output", hf, "--dtype", "float32") == 0
+    assert agree(their_logits(hf), ours, numerics.HF_LOGITS)
+
+    assert run("from-hf", "--load", hf, "--output", imported, "--make-vocab-size-divisible-by", 32) == 0
+    back = Saved(imported)
+    assert all(torch.equal(back.values(name)[:VOCABULARY], x[:VOCABULARY]) for name, x in values.items())
+    flags = {"precision": "fp32", "load": str(imported), "finetune": True, "train_iters": 1}
+    with tiny.trainer(tiny.config(prefix, **flags, **shape)) as trainer:
+        weights = {name: p.detach().clone() for name, p in trainer.training.model.named_parameters()}
+    assert agree(our_logits(config("llama"), VOCABULARY, weights), ours, numerics.HF_LOGITS)
+
+    assert run("export-fp8", "--load", trained, "--output", fp8) == 0
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    payload = Tensors(fp8)["model.layers.0.mlp.down_proj.weight"].view(torch.uint8)
+    weight = saved.weight(name) if level == "O3" else ScalingTensor.quantize(values[name], E4M3)
+    assert torch.equal(payload, weight.payload.view(torch.uint8))
+    capsys.readouterr()
+    assert run("inspect", "--load", trained) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(name))
+    assert ("float8_e4m3fn" in row) == (level == "O3")
+
+
+def train(prefix, folder):
+    """A rank of a small grid at O3."""
+    shape = MODELS["llama"] | {"make_vocab_size_divisible_by": 32, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    tiny.run(tiny.config(prefix, opt_level="O3", train_iters=2, save=folder, **shape))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_grid_converts_as_one_process(tmp_path):
+    pytest.importorskip("transformers")
+    trained, hf, fp8 = (tmp_path / name for name in ("trained", "hf", "fp8"))
+    dist.run(train, 2, str(tiny.write_data(tmp_path)), str(trained))
+    saved = Saved(trained)
+    values = {name: saved.values(name) for name in saved.names()}
+    assert run("to-hf", "--load", saved.folder, "--output", hf, "--dtype", "float32") == 0
+    assert agree(their_logits(hf), our_logits(config("llama"), VOCABULARY, values), numerics.HF_LOGITS)
+
+    # Each rank's part has a scale of its own: where they differ the whole is quantised anew, with one.
+    assert run("export-fp8", "--load", trained, "--output", fp8) == 0
+    stored = Tensors(fp8)
+    modules = (("mlp.linear_fc2", "mlp.down_proj"), ("self_attention.linear_proj", "self_attn.o_proj"))
+    for number, (ours, theirs) in itertools.product((0, 1), modules):
+        name = f"decoder.layers.{number}.{ours}.weight"
+        assert saved.format(name)[2] == 2
+        whole = saved.weight(name)
+        if not isinstance(whole, ScalingTensor):
+            whole = ScalingTensor.quantize(values[name], E4M3)
+        assert torch.equal(stored[f"model.layers.{number}.{theirs}.weight"].view(torch.uint8), whole.payload.view(torch.uint8))
+        assert stored[f"model.layers.{number}.{theirs}.weight_scale"] == whole.scale_inv

@@ -1,0 +1,147 @@
+"""Folders of safetensors and JSON files: read without running code or leaving the folder, written whole or not at all."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9  # as in the folders that transformers writes
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError where the file is missing, damaged or holds something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise ValueError(f"{path} is missing or cannot be read: give a folder as `save_pretrained` of transformers writes it") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}): restore it") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {type(content).__name__}, not an object: restore it")
+    return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write `content`, indented, to `path`."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+class Tensors(Mapping[str, Tensor]):
+    """The tensors of a folder by name: of model.safetensors, or of the files that its index names. Read one at a time.
+
+    Raises:
+        ValueError: no such file, a damaged one, or an index with names of files elsewhere.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if (folder / INDEX).is_file():
+            files = read_json(folder / INDEX).get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+                raise ValueError(f"{folder / INDEX} has no weight_map of tensor to file: restore it")
+            for file in files.values():
+                # Both separators, whatever the system: a name is a name, not a path.
+                if "/" in file or "\\" in file or not file.endswith(".safetensors"):
+                    raise ValueError(f"{folder / INDEX} names the file {file!r}: only .safetensors files of the folder itself are read")
+            self._file = {name: folder / file for name, file in files.items()}
+        elif (folder / MODEL).is_file():
+            with _opened(folder / MODEL) as opened:
+                self._file = dict.fromkeys(opened.keys(), folder / MODEL)
+        else:
+            raise ValueError(
+                f"{folder} holds neither {MODEL} nor {INDEX}; pickled files (pytorch_model.bin) are not read: save the model again with "
+                "safe_serialization"
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = self._file[name]
+        with _opened(path) as opened:
+            if name not in opened.keys():  # noqa: SIM118 (no dict)
+                raise ValueError(f"{path} lacks {name}, which {INDEX} says it holds: restore the folder")
+            return opened.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file)
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): restore it") from None
+
+
+def write_tensors(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str] | None = None, shard_bytes: int = SHARD_BYTES
+) -> int:
+    """Write `tensors` to model.safetensors, or where they are more than `shard_bytes` to several files and an index.
+
+    No more than one file's tensors are held at a time.
+
+    Returns:
+        Bytes of the tensors.
+    """
+    files: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        save_file(held, folder / f"{len(files)}.part", {"format": "pt", **(metadata or {})})
+        files.append(list(held))
+        held.clear()
+
+    for name, x in tensors:
+        if held and sum(y.nbytes for y in held.values()) + x.nbytes > shard_bytes:
+            flush()
+        held[name] = x
+        total += x.nbytes
+    flush()
+    names = [MODEL] if len(files) == 1 else [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    for number, name in enumerate(names):
+        (folder / f"{number}.part").rename(folder / name)
+    if len(files) > 1:
+        weight_map = {tensor: name for name, held_names in zip(names, files, strict=True) for tensor in held_names}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return total
+
+
+@contextlib.contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `output` when the block ends well and is gone when it does not.
+
+    Raises:
+        ValueError: `output` is there and not an empty folder, or cannot be written (full disk, permissions).
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--output {output} exists and is not an empty folder: nothing is overwritten, name another one")
+    output = output.absolute()  # a name of its own also for "."
+    partial = output.with_name(output.name + ".partial")
+    with _writing(output):
+        try:
+            partial.mkdir(parents=True)
+        except FileExistsError:
+            raise ValueError(f"{partial} exists: another conversion is writing it, or one was killed; delete it then") from None
+        try:
+            yield partial
+            partial.rename(output)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot write {output} ({error}): free space, or name another --output") from None

@@ -1,0 +1,68 @@
+"""Weights in FP8 E4M3 for inference, in the layout of the compressed-tensors package, which vLLM and transformers read.
+
+The linear layers inside the transformer layers are FP8 with one scale a tensor, activations are quantised while they are computed (a
+scale a token), everything else is BF16. `weight` is float8_e4m3fn [out, in], `weight_scale` FP32 [1] multiplies back (our scale_inv).
+
+What is one tensor with us has one scale also where Hugging Face cuts it into query, key and value, or gate and up: vLLM fuses the
+pieces again, takes the largest of their scales and requantises those that have another. With equal scales no bit changes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msamp.numerics.formats import E4M3
+from msamp.numerics.tensor import ScalingTensor
+from tools.convert.architectures import GPT2, Rule
+from tools.convert.hugging_face import unpadded
+
+
+def quantization_config(architecture: str) -> dict[str, Any]:
+    """The section of config.json; ValueError for the architecture that has no FP8 layout."""
+    if architecture == GPT2.model_type:
+        raise ValueError(
+            "a model with --position-embedding-type learned_absolute is a gpt2 of transformers, whose transposed weights (Conv1D) "
+            "compressed-tensors does not know: use to-hf --dtype bfloat16"
+        )
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": fp8 | {"strategy": "tensor", "dynamic": False},
+        "input_activations": fp8 | {"strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "embed_out"],  # the LM head, as transformers and vLLM call it
+    }
+
+
+def fp8_tensors(rules: list[Rule], values: Mapping[str, Tensor], weight: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Their tensors by name; one of ours is held at a time.
+
+    Args:
+        rules: of the model.
+        values: our tensors in FP32, the best copy there is.
+        weight: name -> the weight as it was saved. One that is FP8 E4M3 with one scale is taken over bit for bit; any other is
+            quantised from `values`, with the largest power of two that fits.
+
+    Raises:
+        ValueError: a weight that is not finite.
+    """
+    for rule in rules:
+        if not rule.linear:
+            yield from zip(rule.theirs, rule.split(unpadded(rule, values[rule.ours]).bfloat16()), strict=True)
+            continue
+        saved = weight(rule.ours)
+        if not isinstance(saved, ScalingTensor) or saved.format != E4M3:
+            saved = ScalingTensor.quantize(values[rule.ours], E4M3)
+        if not saved.scale_inv.isfinite():
+            raise ValueError(f"{rule.ours} holds values that are NaN or infinite: export an older checkpoint")
+        # As bytes: a CPU lacks some of the operations on FP8.
+        for name, part in zip(rule.theirs, rule.split(unpadded(rule, saved.payload.view(torch.uint8))), strict=True):
+            yield name, part.view(torch.float8_e4m3fn)
+            yield f"{name}_scale", saved.scale_inv.detach().reshape(1).clone()

@@ -1,0 +1,234 @@
+"""Names and tensors of our models to and from Hugging Face's; pure functions over mappings of tensors.
+
+Padding rows of the vocabulary are cut off on the way out. On the way in a padding row is the mean of the others, in the LM head the
+one choice that is harmless whatever the model: by Jensen's inequality such a row takes at most 1 / vocabulary of the softmax's
+denominator, where a row of zeros, with its logit of 0 among GPT-2's of -30 and less, would take nearly all of it.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.lm.checks import attention_shape, single_values
+from megatron.lm.cli import config_from_dict
+from megatron.lm.config import Config, ModelConfig, PrecisionConfig
+from tools.convert.architectures import ARCHITECTURES, EMBEDDING, HEAD, Architecture, Rule, architecture_of
+
+_FIELDS = {"ffn_size": "ffn_hidden_size", "query_groups": "num_query_groups", "head_size": "kv_channels", "max_positions": "seq_length"}
+
+
+def hf_config(config: Config, vocab_size: int, dtype: torch.dtype, eod: int) -> dict[str, Any]:
+    """config.json of our model in transformers' spelling.
+
+    Args:
+        vocab_size: the tokenizer's, not padded.
+        dtype: of the exported weights.
+        eod: id of the token that ends a document; it also begins one.
+
+    Raises:
+        ValueError: no served architecture holds the model; the message names the settings.
+    """
+    model, kind = config.model, architecture_of(config.model)
+    values: dict[str, Any] = {"model_type": kind.model_type, "architectures": [kind.class_name]}
+    values |= {key: getattr(model, name) for key, name in kind.keys.items()}
+    values |= {key: accepted[0] for key, accepted in kind.fixed.items()}
+    values |= dict.fromkeys(kind.biases, not model.disable_bias_linear)
+    values["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
+    return values | {"vocab_size": vocab_size, "bos_token_id": eod, "eos_token_id": eod, "torch_dtype": str(dtype).removeprefix("torch.")}
+
+
+def hf_rules(config: Config, vocab_size: int, names: list[str]) -> list[Rule]:
+    """The rules for our tensors `names`; ValueError where the model has others than its configuration says."""
+    rules = list(architecture_of(config.model).rules(config.model, vocab_size))
+    wanted = {rule.ours for rule in rules}
+    if wanted != set(names):
+        raise ValueError(
+            f"the checkpoint does not hold the tensors of its configuration: missing {_some(wanted - set(names))}, unknown "
+            f"{_some(set(names) - wanted)}; it is damaged or of another version"
+        )
+    return rules
+
+
+def hf_tensors(rules: list[Rule], weights: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Their tensors by name, of `dtype`; takes one tensor of `weights` (ours, the vocabulary padded) at a time."""
+    for rule in rules:
+        yield from zip(rule.theirs, rule.split(unpadded(rule, weights[rule.ours]).to(dtype)), strict=True)
+
+
+def to_hf(
+    config: Config, vocab_size: int, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32, eod: int | None = None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Our model -> (config.json, their tensors of `dtype`).
+
+    Args:
+        config: of the run that made the weights.
+        vocab_size: the tokenizer's, not padded.
+        weights: whole tensors by the names of a model on one process.
+        eod: id that ends a document; the last one by default.
+
+    Raises:
+        ValueError: no served architecture holds the model, or tensors are missing, unknown or of another shape.
+    """
+    values = hf_config(config, vocab_size, dtype, vocab_size - 1 if eod is None else eod)
+    return values, dict(hf_tensors(hf_rules(config, vocab_size, list(weights)), weights, dtype))
+
+
+def unpadded(rule: Rule, x: Tensor) -> Tensor:
+    """`x` without padding rows of the vocabulary; ValueError where its shape is not that of `rule`."""
+    part = x[: rule.shape[0]] if rule.ours in (EMBEDDING, HEAD) else x
+    if tuple(part.shape) != rule.shape:
+        raise ValueError(f"{rule.ours} has shape {tuple(x.shape)}, the configuration says {rule.shape}: the checkpoint is damaged")
+    return part
+
+
+def from_hf(
+    hf_config: Mapping[str, Any],
+    hf_weights: Mapping[str, Tensor],
+    data: Mapping[str, Any] | None = None,
+    vocab_size: int | None = None,
+    divisible_by: int = 128,
+) -> tuple[Config, int, dict[str, Tensor]]:
+    """A Hugging Face model -> (configuration, vocabulary, our tensors with the vocabulary padded).
+
+    BF16 tensors stay BF16, all others become FP32. Of the configuration, the model's part and `data` say something; learning rate,
+    batch and iterations are values that `--finetune` does not read.
+
+    Args:
+        hf_config: what config.json holds.
+        hf_weights: theirs by name; read one at a time.
+        data: settings of `DataConfig` that describe the tokenizer; without them NullTokenizer.
+        vocab_size: the tokenizer's, where it is not that of config.json; its other rows stay, as padding.
+        divisible_by: `--make-vocab-size-divisible-by`.
+
+    Raises:
+        ValueError: an architecture or a setting that is not served, tensors that are missing, unknown or of another shape.
+    """
+    kind = _kind(hf_config)
+    settings = _settings(kind, hf_config)
+    rows = settings["vocab_size"]
+    if type(rows) is not int or rows < 1:
+        raise ValueError(f"config.json says vocab_size = {rows!r}: it must be the number of rows of the embedding")
+    vocab_size = rows if vocab_size is None else vocab_size
+    if vocab_size > rows:
+        raise ValueError(f"the tokenizer has {vocab_size} tokens, the model's embedding {rows} rows: give the tokenizer of this model")
+    tokenizer = dict(data or {"tokenizer_type": "NullTokenizer"})
+    fields = _model_fields(kind, settings) | {"make_vocab_size_divisible_by": divisible_by}
+    if tokenizer["tokenizer_type"] == "NullTokenizer":
+        fields["vocab_size"] = vocab_size
+    sections = {"model": fields, "data": tokenizer, "optimizer": {"lr": 1e-4}, "training": {"micro_batch_size": 1, "train_iters": 1}}
+    config = config_from_dict(sections)
+    problems = list(single_values(config.model)) or list(attention_shape(config, 1))
+    if problems:
+        raise ValueError(f"config.json describes a model that is not served: {'; '.join(problems)}")
+    weights = _our_tensors(kind, config.model, rows, hf_weights)
+    for name in (EMBEDDING, HEAD):
+        if name in weights:
+            weights[name] = _padded(weights[name], vocab_size, config.padded_vocab_size(vocab_size))
+    precision = "bf16" if all(x.dtype == torch.bfloat16 for x in weights.values()) else "fp32"
+    return replace(config, model=_shortest(config.model), precision=PrecisionConfig(precision=precision)), vocab_size, weights
+
+
+def _kind(hf_config: Mapping[str, Any]) -> Architecture:
+    name = hf_config.get("model_type")
+    if name not in ARCHITECTURES:
+        raise ValueError(f"config.json is of model_type {name!r}: served are {', '.join(ARCHITECTURES)}")
+    if hf_config.get("quantization_config"):
+        raise ValueError("config.json has a quantization_config: give the model in BF16, FP16 or FP32, as it was before quantisation")
+    return ARCHITECTURES[name]
+
+
+def _settings(kind: Architecture, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with transformers' defaults, the rotary embedding's keys in the spelling of transformers 4."""
+    rope = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
+    scaling = rope.get("rope_type", rope.get("type", "default"))
+    if scaling != "default":
+        raise ValueError(f"config.json scales the rotary embedding ({scaling!r}): served is the plain one, rope_type 'default'")
+    of_ours = {ours: theirs for theirs, ours in kind.keys.items()}
+    spelling = {"rope_theta": of_ours.get("rotary_base"), "partial_rotary_factor": of_ours.get("rotary_percent")}
+    given = {key: value for key, value in {**hf_config, **rope}.items() if value is not None}
+    settings = dict(kind.defaults) | {spelling.get(key) or key: value for key, value in given.items()}
+    for key, accepted in kind.fixed.items():
+        if settings.get(key, accepted[0]) not in accepted:
+            raise ValueError(f"config.json says {key} = {settings[key]!r}; our models are {' or '.join(repr(v) for v in accepted)}")
+    if len({bool(settings[key]) for key in kind.biases}) > 1:
+        raise ValueError(
+            f"config.json says {', '.join(f'{k} = {settings[k]}' for k in kind.biases)}: our linear layers have biases, or none"
+        )
+    return settings
+
+
+def _model_fields(kind: Architecture, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ModelConfig, the vocabulary apart."""
+    fields = dict(kind.wants) | {_FIELDS.get(name, name): settings[key] for key, name in kind.keys.items() if settings[key] is not None}
+    if kind.biases:
+        fields["disable_bias_linear"] = not settings[kind.biases[0]]
+    fields["untie_embeddings_and_output_weights"] = not settings["tie_word_embeddings"]
+    groups = fields.pop("num_query_groups", None)
+    if groups not in (None, fields["num_attention_heads"]):
+        fields |= {"group_query_attention": True, "num_query_groups": groups}
+    return fields
+
+
+def _shortest(model: ModelConfig) -> ModelConfig:
+    """`model` without the settings whose value would be derived: what a user who writes the flags would leave out."""
+    for name, value in (("ffn_hidden_size", "ffn_size"), ("kv_channels", "head_size")):
+        without = replace(model, **{name: None})  # type: ignore[arg-type]
+        if getattr(without, value) == getattr(model, value):
+            model = without
+    return model
+
+
+def _our_tensors(kind: Architecture, model: ModelConfig, rows: int, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    find, left = _finder(kind, theirs), set(theirs)
+    weights = {}
+    for rule in kind.rules(model, rows):
+        parts = []
+        for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True):
+            found = find(name)
+            part = theirs[found]
+            left.discard(found)
+            if tuple(part.shape) != shape or part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise ValueError(f"{found} is {part.dtype} of shape {tuple(part.shape)}; config.json says {shape}, in BF16, FP16 or FP32")
+            parts.append(part if part.dtype == torch.bfloat16 else part.float())
+        weights[rule.ours] = rule.join(parts)
+    left = {name for name in left if not re.search(f"(?:{kind.ignored})$", name)}
+    _take_tied_head(kind, left, theirs, weights)
+    if left:
+        raise ValueError(f"the folder holds tensors that a {kind.model_type} of this config.json does not have: {_some(left)}")
+    return weights
+
+
+def _take_tied_head(kind: Architecture, left: set[str], theirs: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Some writers store a tied head a second time: it must be the embedding."""
+    for name in left & {kind.tops[HEAD], "lm_head.weight"}:
+        if HEAD not in weights and torch.equal(theirs[name].to(weights[EMBEDDING].dtype), weights[EMBEDDING]):
+            left.discard(name)
+
+
+def _finder(kind: Architecture, theirs: Mapping[str, Tensor]) -> Callable[[str], str]:
+    """Their name as written -> the name in the folder: a bare model's lack the first part, and heads have had two names."""
+
+    def find(name: str) -> str:
+        candidates = (name, name.partition(".")[2], "lm_head.weight" if name == kind.tops[HEAD] else name)
+        for candidate in candidates:
+            if candidate in theirs:
+                return candidate
+        raise ValueError(f"the folder lacks {name}, which config.json asks for: it is incomplete, or of another model")
+
+    return find
+
+
+def _padded(x: Tensor, vocab_size: int, rows: int) -> Tensor:
+    """x [any rows, h] -> [rows, h]: its first rows, then as many as are missing of the mean of the vocabulary's."""
+    mean = x[:vocab_size].mean(0, keepdim=True, dtype=torch.float32).to(x.dtype)
+    return torch.cat([x[:rows], mean.expand(max(0, rows - x.shape[0]), -1)])
+
+
+def _some(names: set[str]) -> str:
+    """The first few of `names`, as words."""
+    shown = sorted(names)[:4]
+    return ", ".join(shown) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "none"

@@ -1,0 +1,48 @@
+"""The tokenizer's files beside the weights: what transformers looks for in a folder, and which of them the trainer reads."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron.lm.config import Config, DataConfig
+from megatron.lm.data.tokenizer import END_OF_TEXT, Tokenizer, build_tokenizer
+from tools.convert.folder import write_json
+
+
+def matching(config: Config, vocab_size: int) -> Tokenizer:
+    """The tokenizer of `config`; ValueError where its files are gone or its vocabulary is not `vocab_size`."""
+    tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+    if tokenizer.vocab_size != vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the checkpoint {vocab_size}: give the files that it was trained with"
+        )
+    return tokenizer
+
+
+def write(config: Config, tokenizer: Tokenizer, folder: Path) -> None:
+    """Copy the tokenizer's files into `folder` under the names that transformers' AutoTokenizer looks for; none for NullTokenizer."""
+    data = config.data
+    about: dict[str, Any] = {"model_max_length": config.model.max_positions, "clean_up_tokenization_spaces": False}
+    if data.tokenizer_type == "GPT2BPETokenizer":
+        assert data.vocab_file is not None
+        assert data.merge_file is not None
+        shutil.copyfile(data.vocab_file, folder / "vocab.json")
+        shutil.copyfile(data.merge_file, folder / "merges.txt")
+        ends = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+        write_json(folder / "tokenizer_config.json", about | ends | {"tokenizer_class": "GPT2Tokenizer"})
+    elif data.tokenizer_type == "HuggingFaceTokenizer":
+        assert data.tokenizer_model is not None
+        source = Path(data.tokenizer_model)
+        shutil.copyfile(source / "tokenizer.json" if source.is_dir() else source, folder / "tokenizer.json")
+        ends = dict.fromkeys(("bos_token", "eos_token"), tokenizer.detokenize([tokenizer.eod]))
+        write_json(folder / "tokenizer_config.json", about | ends | {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def found(folder: Path) -> DataConfig:
+    """The settings of the tokenizer that a Hugging Face folder brings; NullTokenizer where it brings none that the trainer reads."""
+    if (folder / "tokenizer.json").is_file():
+        return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer.json"))
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        vocabulary, merges = str(folder / "vocab.json"), str(folder / "merges.txt")
+        return DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocabulary, merge_file=merges)
+    return DataConfig(tokenizer_type="NullTokenizer")
