@@ -19,7 +19,7 @@ MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_FIELDS, MAX_INIT = 500, 80, 120, 25, 40
 
 LEVEL = {"numerics": 0, "kernels": 1, "nn": 2, "optim": 2, "comm": 2, "amp": 2, "parallel": 3, "integrations": 4}
 ASSIGNS_INTO_FOREIGN_MODULES = "megatron/lm/cpu_home.py"  # megatron-core calls CUDA by name: DESIGN's single exception
-SWITCHES = ("torch.backends.",)  # torch's own documented settings are attributes to assign
+SWITCHES = ("torch.backends.", "torch.utils.deterministic.")  # torch's own documented settings are attributes to assign
 REGISTRATIONS = re.compile(r"torch\.serialization\.add_safe_globals|torch\.library\.\w+|\w+\.(define|impl|register_\w+)|_register\w*")
 IMPURE_CALLS = re.compile(
     r"(open|print|input|exec|eval|setattr|exit)|(torch|triton|numpy|np|os|sys|subprocess|shutil|time|random|socket|threading)\..*"

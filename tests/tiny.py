@@ -76,13 +76,24 @@ def config(prefix: Path | str, **settings: Any) -> Config:
 @contextlib.contextmanager
 def started(settings: Config) -> Iterator[None]:
     """Process groups, device and seeds of a run; on a CPU, in the CPU home. A default process group that is there already stays."""
-    leave = parallel_state.destroy_model_parallel if torch.distributed.is_initialized() else process_groups.shutdown
+    before = set(_groups())
     with cpu_home():
         process_groups.initialize(settings)
         try:
             yield
         finally:
-            leave()
+            if not before:
+                process_groups.shutdown()
+            else:
+                parallel_state.destroy_model_parallel()
+                # megatron-core only forgets its groups; gloo's threads of each wake a hundred times a second for as long as it lives.
+                for group in _groups():
+                    if group not in before:
+                        torch.distributed.destroy_process_group(group)
+
+
+def _groups() -> list[torch.distributed.ProcessGroup]:
+    return list(torch.distributed.distributed_c10d._world.pg_map)
 
 
 @contextlib.contextmanager

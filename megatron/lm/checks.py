@@ -90,6 +90,12 @@ def positions(config: Config, world_size: int) -> Problems:
         )
 
 
+def determinism(config: Config, world_size: int) -> Problems:
+    """What adds up in any order is not asked for beside `--deterministic`."""
+    if config.training.deterministic and config.model.attention_backend == "cudnn":
+        yield "--deterministic with --attention-backend cudnn, whose backward adds up in any order: choose auto or flash"
+
+
 def recomputation(config: Config, world_size: int) -> Problems:
     """The flags of full recomputation come together, that of selective recomputation with its granularity."""
     training, parallel = config.training, config.parallel
@@ -371,12 +377,30 @@ def loading(config: Config, world_size: int) -> Problems:
         for name in ("finetune", "no_load_optim", "no_load_rng"):
             if getattr(checkpoint, name):
                 yield f"{flag(name)} has no effect without a checkpoint: add --load FOLDER, or drop it"
+        if checkpoint.ckpt_step is not None:
+            yield f"--ckpt-step {checkpoint.ckpt_step} has no effect without a checkpoint: add --load FOLDER, or drop it"
         return
+    if checkpoint.resumes_itself:
+        return  # its first start finds no checkpoint
     folder = Path(checkpoint.load)
     if not os.path.isdir(folder):  # unlike Path.is_dir, no exception where a folder above may not be entered
         yield f"--load {folder} is no folder: name one that a run with --save wrote, or drop --load to start afresh"
     elif not os.path.isfile(folder / LATEST_CHECKPOINT_FILE):
         yield f"--load {folder} holds no checkpoint ({LATEST_CHECKPOINT_FILE} is missing): name another, or drop --load to start afresh"
+
+
+def faults(config: Config, world_size: int) -> Problems:
+    """A spike is a rise, and going back wants a place to go back to."""
+    found, checkpoint = config.faults, config.checkpoint
+    if 0 < found.loss_spike_threshold <= 1:
+        yield f"--loss-spike-threshold {found.loss_spike_threshold:g} calls every loss a spike: give more than 1, such as 2, or 0 for none"
+    if not found.loss_spike_threshold:
+        for setting in (f for f in fields(found) if f.name in ("loss_spike_window", "loss_spike_action")):
+            value = getattr(found, setting.name)
+            if value != setting.default:
+                yield f"{flag(setting.name)} {value} has no effect without --loss-spike-threshold: add it, or drop this"
+    elif found.loss_spike_action == "rollback" and None in (checkpoint.save, checkpoint.save_interval):
+        yield "--loss-spike-action rollback goes back to checkpoints of this run: add --save FOLDER and --save-interval N, or choose warn"
 
 
 def outputs(config: Config, world_size: int) -> Problems:
@@ -385,6 +409,10 @@ def outputs(config: Config, world_size: int) -> Problems:
         yield f"--device-memory-gib {config.logging.device_memory_gib:g} has no effect without --dry-run: add it, or drop the memory"
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
         yield f"--save-interval {config.checkpoint.save_interval} has no effect without a folder: add --save FOLDER, or drop it"
+    if config.checkpoint.keep_last is not None and config.checkpoint.save is None:
+        yield f"--keep-last {config.checkpoint.keep_last} has no effect without a folder: add --save FOLDER, or drop it"
+    if config.checkpoint.async_save and config.checkpoint.save is None:
+        yield "--async-save has no effect without a folder: add --save FOLDER, or drop it"
     folders = {
         "save": config.checkpoint.save,
         "tensorboard_dir": config.logging.tensorboard_dir,
@@ -417,6 +445,7 @@ def _writable(what: str, folder: Path) -> Problems:
 RULES: dict[Callable[[Config, int], Problems], tuple[str, ...]] = {
     attention_shape: ("model",),
     positions: ("model", "data"),
+    determinism: ("training", "model"),
     recomputation: ("model", "training", "parallel"),
     tensor_parallel_shape: ("model", "parallel"),
     pipeline_shape: ("model", "parallel"),
@@ -428,5 +457,6 @@ RULES: dict[Callable[[Config, int], Problems], tuple[str, ...]] = {
     datasets: ("data", "logging"),
     tokenizer: ("model", "data", "logging"),
     loading: ("checkpoint",),
+    faults: ("faults", "checkpoint"),
     outputs: ("checkpoint", "logging", "data", "precision"),
 }

@@ -1,4 +1,4 @@
-"""Settings of a training run: nine frozen dataclasses and `Config`, which holds one of each.
+"""Settings of a training run: ten frozen dataclasses and `Config`, which holds one of each.
 
 A field is a flag: its name with dashes is the spelling (Megatron-LM's wherever Megatron-LM has the flag), its metadata carries the help
 text, the choices and the legal interval. `cli.py` generates the flags from here and `checks.py` judges the values; nothing here looks
@@ -6,6 +6,7 @@ at the machine. `None` always means "derived": the property of the same dataclas
 """
 
 import math
+import os
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ TP_SAVED_INPUTS = ("shard", "gathered")
 TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 RECOMPUTE_MODULES = ("core_attn", "mlp")
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+SPIKE_ACTIONS = ("warn", "rollback")
 DEFAULT_SPLIT = "969,30,1"
 
 
@@ -136,7 +138,9 @@ class ParallelConfig:
     )
     use_distributed_optimizer: bool = setting("shard the optimizer's states over the data-parallel processes (ZeRO; O3 always does)", False)
     distributed_backend: str = setting("collectives; auto: nccl with CUDA, else gloo", "auto", choices=("auto", "nccl", "gloo"))
-    distributed_timeout_minutes: float = setting("minutes after which a hanging collective fails", 10.0, legal=POSITIVE)
+    distributed_timeout_minutes: float = setting(
+        "minutes without progress after which a process names who is stuck and ends", 10.0, legal=POSITIVE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,9 +278,14 @@ class TrainingConfig:
     global_batch_size: int | None = setting("sequences in an iteration; derived: micro-batch x data-parallel size", None, legal=COUNT)
     train_iters: int = setting("iterations of the whole run, those before a resume included", legal=COUNT)
     seed: int = setting("seed of the weights, the dropout and the order of the data", 1234, legal=Interval(0, 2**31 - 1))
+    deterministic: bool = setting(
+        "the same bits in every run on the same machines: slower kernels where torch's fast ones add up in any order, and nothing measured",
+        False,
+    )
     eval_interval: int = setting("iterations between evaluations", 1000, legal=COUNT)
     eval_iters: int = setting("global batches of an evaluation; 0: no evaluation", 100, legal=COUNT_OR_ZERO)
     exit_interval: int | None = setting("leave (after saving) when the iteration is a multiple of this", None, legal=COUNT)
+    exit_duration_in_mins: float | None = setting("leave (after saving) so many minutes after the start", None, legal=POSITIVE)
     cuda_graph: str | None = setting(
         "replay forward and backward of a micro-batch as a CUDA graph, or with step the update too; derived: step where possible",
         None,
@@ -338,9 +347,35 @@ class CheckpointConfig:
     save: str | None = setting("folder to save checkpoints in", None)
     load: str | None = setting("folder with the checkpoint to start from", None)
     save_interval: int | None = setting("iterations between checkpoints; derived: only one, at the end", None, legal=COUNT)
+    async_save: bool = setting("write checkpoints in the background, from a copy in the host's memory, while training goes on", False)
+    keep_last: int | None = setting("checkpoints to keep in --save, the newest; derived: all", None, legal=COUNT)
+    ckpt_step: int | None = setting("iteration of the checkpoint to load; derived: the newest whole one", None, legal=COUNT_OR_ZERO)
     finetune: bool = setting("load only the weights and start at iteration 0", False)
     no_load_optim: bool = setting("do not load the optimizer's state", False)
     no_load_rng: bool = setting("do not load the state of the random generators", False)
+
+    @property
+    def resumes_itself(self) -> bool:
+        """Whether the run goes on from its own checkpoints: `--load` is the folder of `--save`, which is empty at its first start."""
+        if self.load is None or self.save is None or self.finetune:
+            return False
+        return os.path.normpath(self.load) == os.path.normpath(self.save)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultConfig:
+    """Steps that go wrong."""
+
+    max_skipped_steps: int = setting("stop when so many steps in a row had a loss or gradient that was not finite", 20, legal=COUNT)
+    loss_spike_threshold: float = setting(
+        "a loss of more than this many times the mean of the last ones is a spike; 0: no loss is", 0.0, legal=NON_NEGATIVE
+    )
+    loss_spike_window: int = setting(
+        "steps whose mean --loss-spike-threshold is about; no spike is seen before there are so many", 100, legal=COUNT
+    )
+    loss_spike_action: str = setting(
+        "at a spike: say so, or also go back to the newest checkpoint in --save and pass over the data since", "warn", choices=SPIKE_ACTIONS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,6 +391,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
 
     @property
     def lr_decay_iters(self) -> int:

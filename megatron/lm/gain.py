@@ -128,7 +128,7 @@ def choose(config: Config, measure: Measure | None, saved: Callable[[], tuple[st
     """The choice for a run, on one process.
 
     Args:
-        config: `--bf16-linears` decides, then `--fp8-min-gain` 0, then the checkpoint, then the gains.
+        config: `--bf16-linears` decides, then `--fp8-min-gain` 0, then the checkpoint, then `--deterministic`, then the gains.
         measure: seconds of a linear layer of a shape; None where nothing may or can be measured.
         saved: gives the choice of the checkpoint to resume from, None without one.
     """
@@ -142,6 +142,8 @@ def choose(config: Config, measure: Measure | None, saved: Callable[[], tuple[st
     before = saved()
     if before is not None:
         return Choice(before, "as in the checkpoint")
+    if config.training.deterministic:
+        return Choice(reason="--deterministic: times are never the same")
     times = times_by_slot(config, measure)
     if times is None:
         return Choice(reason="not measured on this GPU" if _has_fp8() else "not measured: FP8 is emulated, the hardware here has none")

@@ -11,7 +11,8 @@ from megatron.lm.config import Config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the flags say. Returns the exit code: 2 for settings or data that are refused, with what to do on stderr."""
+    """Train as the flags say. Returns the exit code: 2 for settings or data that are refused, 1 for a run that had to stop, with what to do
+    on stderr; 0 also for one that was asked to save and leave."""
     config = parse_args(argv)
     try:
         world_size = _world_size()
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message=".*Apex")  # megatron-core says at every start that it does without
     # Only now: torch and megatron-core take seconds to import, and a typo should not.
     from megatron.lm import process_groups
+    from megatron.lm.faults import RunStopped
     from megatron.lm.trainer import Trainer
 
     try:
@@ -35,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             process_groups.shutdown()
     except ValueError as error:
         return _refuse(error)
+    except RunStopped as error:
+        return _refuse(error, 1)
     return 0
 
 
@@ -46,8 +50,9 @@ def _dry_run(config: Config, world_size: int) -> None:
 
     def saved() -> tuple[str, ...] | None:
         from megatron.lm.checkpoint import saved_bf16_linears  # megatron-core, for seconds
+        from megatron.lm.faults import begins_afresh
 
-        return saved_bf16_linears(config)
+        return None if begins_afresh(config) else saved_bf16_linears(config)
 
     choice = gain.choose(config, None, saved if config.checkpoint.load else lambda: None)
     config = gain.settled(config, choice)
@@ -69,10 +74,10 @@ def _world_size() -> int:
     return int(text)
 
 
-def _refuse(error: ValueError) -> int:
+def _refuse(error: Exception, code: int = 2) -> int:
     rank = os.environ.get("RANK", "0")
     print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-    return 2
+    return code
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 import gc
 import os
 import random
+import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +17,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron.lm.config import Config
 from megatron.lm.cpu_home import enter_cpu_home
+from megatron.lm.watchdog import GRACE_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +79,17 @@ def initialize(config: Config) -> None:
             f"{launch.world_size} processes are no multiple of tensor x pipeline parallel size {model_parallel_size}: start one"
         )
     enter_cpu_home()
+    set_deterministic(config.training.deterministic)
     if torch.cuda.is_available():
         _take_gpu(launch)
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes, seconds=GRACE_SECONDS)
     if not torch.distributed.is_initialized():
-        _init_process_group(backend, launch, timedelta(minutes=parallel.distributed_timeout_minutes))
+        _init_process_group(backend, launch, timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=virtual_pipeline_size(config),
-        distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+        distributed_timeout_minutes=timeout / timedelta(minutes=1),
         # Its second set of groups over gloo serves only megatron-core's own optimizer checkpoints; creating them takes seconds at scale.
         create_gloo_process_groups=False,
     )
@@ -106,16 +111,58 @@ def seed_all(seed: int) -> None:
     model_parallel_cuda_manual_seed(stage_seed)
 
 
+def set_deterministic(wanted: bool) -> None:
+    """Have torch choose kernels that give the same bits every time, and refuse operations that have none; or not any more.
+
+    Before CUDA is first used: cuBLAS reads how much workspace it may have when it starts, and with less it adds up in one order.
+    """
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
+    # Every torch.empty would be filled with NaN, to find who reads it unwritten: a hunt for faults, and no part of the arithmetic.
+    torch.utils.deterministic.fill_uninitialized_memory = not wanted  # type: ignore[attr-defined]  # a property, for mypy unseen
+
+
 def shutdown() -> None:
     """Leave all process groups; nothing when there are none."""
     # A model in a reference cycle holds its groups, and gloo's threads, running into the interpreter's end, may abort the process.
     gc.collect()
+    set_deterministic(False)
     parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 _REMEDY = "start with `torchrun --nproc-per-node N -m megatron.lm.pretrain ...`, or unset RANK and WORLD_SIZE to train on one process"
+
+
+def meet(store: torch.distributed.Store, rank: int, world_size: int, timeout: timedelta) -> torch.distributed.Store:
+    """A part of `store` that holds nothing from before: torchrun keeps its store when it restarts a job, and with it the addresses at
+    which processes of the last attempt were to be found. (Its count of restarts would not do: each machine has its own.)
+
+    Every other rank asks rank 0 under a name that nobody has used; no earlier rank 0 lives to answer.
+
+    Raises:
+        RuntimeError: where not all have come in time.
+    """
+    mine = uuid.uuid4().hex
+    if rank:
+        store.set(f"ask/{rank}", mine)
+        store.wait([f"answer/{mine}"], timeout)
+        part = store.get(f"answer/{mine}").decode()
+        store.add(f"came/{part}", 1)
+        return torch.distributed.PrefixStore(part, store)
+    answered: dict[int, bytes] = {}
+    end = time.monotonic() + timeout.total_seconds()
+    while (came := store.add(f"came/{mine}", 0)) < world_size - 1:
+        if time.monotonic() > end:
+            raise RuntimeError(f"only {came + 1} of {world_size} processes have started within {timeout.total_seconds():.0f} s")
+        for other in range(1, world_size):
+            if store.check([f"ask/{other}"]) and answered.get(other) != (asked := store.get(f"ask/{other}")):
+                store.set(f"answer/{asked.decode()}", mine)
+                answered[other] = asked
+        time.sleep(0.05)
+    return torch.distributed.PrefixStore(mine, store)
 
 
 def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -150,5 +197,11 @@ def _init_process_group(backend: str, launch: Launch, timeout: timedelta) -> Non
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         # Alone there is nobody to meet: no port, no host name.
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = torch.distributed.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout, wait_for_workers=False
+        )
+        fresh = meet(store, launch.rank, launch.world_size, timeout)
+        torch.distributed.init_process_group(backend, store=fresh, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     else:
         torch.distributed.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout)

@@ -31,7 +31,8 @@ class Training:
     """What a step works on.
 
     `model`: this rank's GPT, or the ModuleList of its chunks with interleaved pipeline stages. `linears`: which of its linear layers are
-    BF16 at O1 to O3, as in `config`, and why. `graphs`: CUDA graphs of the step; None where every step is eager.
+    BF16 at O1 to O3, as in `config`, and why. `graphs`: CUDA graphs of the step; None where every step is eager. `passed_over`:
+    samples that were read and undone by rollbacks; those of the next step begin at `consumed_samples + passed_over`.
     """
 
     config: Config
@@ -46,6 +47,7 @@ class Training:
     graphs: StepGraphs | None = None
     iteration: int = 0
     consumed_samples: int = 0
+    passed_over: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,11 @@
 """Sets a run up, and drives it: train, evaluate, log, save."""
 
 import contextlib
+import itertools
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ from megatron.lm.data.batch import batches
 from megatron.lm.data.datasets import build_datasets, split_blends
 from megatron.lm.data.tokenizer import build_tokenizer
 from megatron.lm.distributed import build_grad_sync
+from megatron.lm.faults import Requests, Rollback, StepWatch, begins_afresh
 from megatron.lm.metrics import Metrics, least_and_most
 from megatron.lm.model.gpt import build_model
 from megatron.lm.optim import build_optimizer, build_schedule, bytes_per_parameter
@@ -24,6 +27,7 @@ from megatron.lm.precision_probe import probing
 from megatron.lm.presets import parameter_count
 from megatron.lm.recipe import build_recipe
 from megatron.lm.step import Batches, Training, evaluate, micro_batch_loss, train_step
+from megatron.lm.watchdog import READING, Watchdog
 from msamp.comm.counters import WireBytes
 from msamp.kernels.scaled_mm import warn_if_emulated
 from msamp.nn.scaling_state import ScalingState
@@ -77,14 +81,26 @@ class Trainer:
     """
 
     def __init__(self, config: Config) -> None:
+        self.requests = Requests(config.training.exit_duration_in_mins)
+        if begins_afresh(config):
+            if torch.distributed.get_rank() == 0:
+                print(f"warning: --load {config.checkpoint.load} holds no checkpoint, and is the folder of --save: training starts anew")
+            config = replace(config, checkpoint=replace(config.checkpoint, load=None))
         self.config = config
         self.tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         self.train_data, self.valid_data, self.test_data = build_datasets(config, self.tokenizer, self._sample_counts())
         self.training = build_training(config, self.tokenizer.vocab_size)
         self.config = config = self.training.config
+        self.rollback = Rollback()
         if config.checkpoint.load:
             checkpoint.load(self.training)
+            if config.checkpoint.resumes_itself:
+                self.rollback.saved(self.training.iteration)
+        self.saver = checkpoint.Saver(self.training) if config.checkpoint.save else None
         self.metrics = Metrics(config, config.padded_vocab_size(self.tokenizer.vocab_size), self.training)
+        self.step_watch = StepWatch(config, self.training, self.metrics, self.requests)
+        seconds = 60 * config.parallel.distributed_timeout_minutes
+        self.watchdog = Watchdog(seconds, torch.distributed.get_rank(), torch.distributed.get_world_size())
         self._announce()
 
     def _sample_counts(self) -> tuple[int, int, int]:
@@ -129,7 +145,7 @@ class Trainer:
         return f" (tensor {tensor}{sequence}, pipeline {pipeline}{f' x {stages} virtual' if stages else ''}, data {copies})"
 
     def _batches(self, dataset: Dataset, consumed_samples: int) -> Batches:
-        return batches(
+        read = batches(
             dataset,
             micro_batch_size=self.config.training.micro_batch_size,
             data_parallel_rank=parallel_state.get_data_parallel_rank(),
@@ -138,34 +154,104 @@ class Trainer:
             num_workers=self.config.data.num_workers,
             device=process_groups.device(),
         )
+        return self._told(read)
+
+    def _training_batches(self) -> Batches:
+        """What the next steps read. Data that a rollback has passed over may be lacking at the end: then the first comes again."""
+        assert self.train_data is not None
+        training, batch = self.training, self.config.global_batch_size(torch.distributed.get_world_size())
+        position = training.consumed_samples
+        if not training.passed_over:
+            return self._batches(self.train_data, position)
+        whole = len(self.train_data) // batch * batch  # type: ignore[arg-type]
+        rest = self._batches(self.train_data, (position + training.passed_over) % whole)
+        return itertools.chain(rest, self._batches(self.train_data, 0))
+
+    def _told(self, batches: Batches) -> Batches:
+        """`batches`, of which the watchdog hears."""
+        while True:
+            before = self.watchdog.phase
+            self.watchdog.at(READING)
+            batch = next(batches, None)
+            self.watchdog.at(before)
+            if batch is None:
+                return
+            yield batch
 
     def run(self) -> None:
-        """Train to `--train-iters` (or to `--exit-interval`), with evaluations and checkpoints between, and evaluate at the end."""
-        training, settings = self.training, self.config.training
+        """Train to `--train-iters`, with evaluations and checkpoints between, and evaluate at the end; or until asked to leave.
+
+        Raises:
+            RunStopped: on every rank, when it makes no sense to go on.
+        """
         if self.train_data is None:
             raise ValueError("there is no training data; give --train-data-path, or a --split whose first share is not 0")
-        stream = self._batches(self.train_data, training.consumed_samples)
-        for iteration in range(training.iteration + 1, settings.train_iters + 1):
+        saving = self.saver or contextlib.nullcontext()
+        with self.requests.listening(), self.watchdog.watching(), contextlib.closing(self.metrics), saving:
+            why = self._train()
+            if why is None:
+                self._evaluate("valid", self.valid_data)
+                self._evaluate("test", self.test_data)
+                self._save()
+            elif self.metrics.main:
+                saved = "saved" if self.config.checkpoint.save else "nothing saved, since there is no --save"
+                print(f"leaving after iteration {self.training.iteration}, {saved}: {why}", flush=True)
+
+    def _train(self) -> str | None:
+        """Train to `--train-iters`, or leave before: why."""
+        training, settings = self.training, self.config.training
+        stream = self._training_batches()
+        while training.iteration < settings.train_iters:
+            iteration = training.iteration + 1
+            self.watchdog.at("in a step", iteration)
             training.grad_sync.statistics.watch(self.metrics.reports(iteration))
             with self._probe(iteration):
                 result = train_step(training, stream)
             self.metrics.record(result, iteration)
             started = time.perf_counter()
-            if iteration % settings.eval_interval == 0 and iteration < settings.train_iters:
+            last = iteration == settings.train_iters
+            evaluates, saves, leaves = (
+                interval is not None and iteration % interval == 0
+                for interval in (settings.eval_interval, self.config.checkpoint.save_interval, settings.exit_interval)
+            )
+            found = self.step_watch.look(result, iteration, now=last or evaluates or saves or leaves)
+            if found.roll_back and self._roll_back():
+                stream = self._training_batches()
+                continue
+            if last:
+                return None
+            if evaluates:
                 self._evaluate("valid", self.valid_data)
-            leaving = settings.exit_interval is not None and iteration % settings.exit_interval == 0 and iteration < settings.train_iters
-            interval = self.config.checkpoint.save_interval
-            if leaving or (interval is not None and iteration % interval == 0 and iteration < settings.train_iters):
+            why = found.leave or (f"--exit-interval {settings.exit_interval}" if leaves else None)
+            if saves or found.save or why:
                 self._save()
-            if leaving:
+            if found.save and self.metrics.main and not self.config.checkpoint.save:
+                print("SIGUSR1: nothing is saved, since there is no --save", flush=True)
+            if why:
                 self.metrics.report(iteration)
-                break
+                return why
             self.metrics.pause(time.perf_counter() - started)
-        else:
-            self._evaluate("valid", self.valid_data)
-            self._evaluate("test", self.test_data)
-            self._save()
-        self.metrics.close()
+        return None
+
+    def _roll_back(self) -> bool:
+        """Be where the newest checkpoint was, but for the data; whether there is one. Collective."""
+        self.metrics.report(self.training.iteration)
+        self.watchdog.at("rolling back")
+        if self.saver is not None:
+            self.saver.finish()
+        was = self.training.iteration
+        line = self.rollback.go(self.training)
+        if self.metrics.main:
+            print(line, flush=True)
+        if self.training.iteration == was:
+            return False
+        self.step_watch.undone()
+        self.metrics.write({"kind": "rollback", "iteration": was, "to": self.training.iteration, "passed_over": self.training.passed_over})
+        if self.training.graphs is not None:  # states stand at other addresses now
+            mode = self.training.graphs.mode
+            self.training.graphs = None
+            self.training.graphs = graph.StepGraphs(self.training, mode, micro_batch_loss)
+        return True
 
     def _probe(self, iteration: int) -> contextlib.AbstractContextManager[None]:
         interval = self.config.logging.log_underflow_interval
@@ -176,6 +262,7 @@ class Trainer:
     def _evaluate(self, kind: str, dataset: Dataset | None) -> None:
         if dataset is None or not self.config.training.eval_iters:
             return
+        self.watchdog.at("evaluating")
         loss = evaluate(self.training, self._batches(dataset, 0), self.config.training.eval_iters)
         self.metrics.evaluation(kind, self.training.iteration, loss, self._bits_per_byte(kind, loss))
 
@@ -191,7 +278,7 @@ class Trainer:
         return loss / math.log(2) * found["tokens"] / found["text_bytes"]
 
     def _save(self) -> None:
-        if self.config.checkpoint.save:
-            folder = checkpoint.save(self.training, Path(self.config.checkpoint.save))
-            if self.metrics.main:
-                print(f"saved {folder}", flush=True)
+        if self.saver is not None:
+            self.watchdog.at("saving")
+            self.saver.save()
+            self.rollback.saved(self.training.iteration)

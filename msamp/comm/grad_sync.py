@@ -62,6 +62,9 @@ class GradSync:
         model: a weak reference to it.
         sent: bytes this rank has sent, by kind and collective.
         statistics: saturation and underflow before and after the exchange, while `statistics.active`.
+        params: in the order in which their gradients leave.
+        own_slots: FP32 [params], with several ranks: what this rank's own gradients were in the last step, as `local_slots` tells;
+            always in the same memory.
 
     Raises:
         ValueError: an unknown strategy, a parameter without format, or ranks whose models differ, naming the first difference.
@@ -114,6 +117,9 @@ class GradSync:
         self.autoscale = AutoScale(numel, self.peers.ranks, mu_rule or "halve", device) if self.scaling == "auto" else None
         self.statistics = Statistics(numel, device, always=self.autoscale is not None)
         self._valid = torch.zeros(len(numel), dtype=torch.bool, device=device)
+        self.params = [p for bucket in self.buckets for p in bucket.params]
+        self._first = dict(zip(self.buckets, itertools.accumulate((len(b.params) for b in self.buckets), initial=0), strict=False))
+        self.own_slots = torch.ones(len(self.params), device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and self.peers.ranks > 1 else None
         # A weak reference: hooks live in autograd's graph, where the collector does not find a cycle back to the model.
         hook = functools.partial(_take, weakref.ref(self))
@@ -268,7 +274,9 @@ class GradSync:
         device = bucket.params[0].device
         gradients = [None if g is None else (fp32_values(g) if isinstance(g, ScalingTensor) else g.contiguous()) for g in bucket.gradients]
         bucket.gradients = [None] * len(gradients)
-        slots = local_slots(gradients, bucket.format, device, bucket.tables)
+        slots = local_slots(gradients, bucket.format, device, bucket.tables, plain=peers.ranks > 1)
+        if peers.ranks > 1:  # after the exchange nobody can tell whose gradient was not finite
+            self.own_slots[self._first[bucket] : self._first[bucket] + len(slots)].copy_(slots)
         peers.all_reduce(slots, dist.ReduceOp.MIN, f"the scales of {bucket}")
         factor = self._factor(bucket, usable(slots))
         filled = [torch.zeros(p.shape, device=device) if g is None else g for p, g in zip(bucket.params, gradients, strict=True)]

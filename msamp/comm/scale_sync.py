@@ -11,18 +11,23 @@ import torch
 from msamp.kernels import ops
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import Format
-from msamp.numerics.scaling import scale_from_amax
 
 NOT_FINITE, ABSENT = -1.0, float("inf")
 _UNBOUNDED = 2.0**126  # an all-zero gradient asks for nothing: the other ranks' scale holds
 
 
-def local_slots(gradients: Sequence[torch.Tensor | None], fmt: Format, device: torch.device, tables: Tables | None = None) -> torch.Tensor:
-    """FP32 [n]: this rank's scale of each gradient by its own amax, or NOT_FINITE, or ABSENT; 1 for a format without scales."""
+def local_slots(
+    gradients: Sequence[torch.Tensor | None], fmt: Format, device: torch.device, tables: Tables | None = None, plain: bool = False
+) -> torch.Tensor:
+    """FP32 [n]: this rank's scale of each gradient by its own amax, or NOT_FINITE, or ABSENT; 1 for a format without scales.
+
+    `plain`: gradients without scales are read too, to see those that are not finite.
+    """
     present = [g for g in gradients if g is not None]
-    if fmt.scaled:
+    if present and (fmt.scaled or plain):
         amaxes = ops.grad_stats(tables or Tables(device), [g.contiguous() for g in present], False)[0][0]
-        scales = scale_from_amax(amaxes, fmt.max, _UNBOUNDED).masked_fill(~amaxes.isfinite(), NOT_FINITE)
+        scales = ops.scale_from_amax(amaxes, fmt.max, None, _UNBOUNDED) if fmt.scaled else torch.ones_like(amaxes)
+        scales = torch.where(amaxes < float("inf"), scales, NOT_FINITE)
     else:
         scales = torch.ones(len(present), device=device)
     if len(present) == len(gradients):
@@ -34,4 +39,4 @@ def local_slots(gradients: Sequence[torch.Tensor | None], fmt: Format, device: t
 
 def usable(slots: torch.Tensor) -> torch.Tensor:
     """The slots with 1 where they hold no scale."""
-    return slots.masked_fill((slots <= 0) | slots.isinf(), 1.0)
+    return slots.abs().nan_to_num(posinf=1.0)  # two launches a bucket: |NOT_FINITE| is 1 already

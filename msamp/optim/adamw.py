@@ -1,7 +1,7 @@
 """FP8 AdamW: AdamW whose master weights, gradients and moments each have a format of their own (FP8-LM section 2.2, Table 6)."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -129,12 +129,19 @@ class FP8AdamW(torch.optim.Optimizer):
         """Drop what is only remembered: tables on the device, amaxes as stored."""
         self._tables: Tables | None = None
         self._kept = torch.zeros(0)
+        self._grad_amaxes = torch.zeros(0)
         self._seen: dict[torch.Tensor, tuple[tuple[int, int], ...]] = {}
 
     @property
     def grad_norm(self) -> torch.Tensor:
         """FP64 0-dim norm of the last step's (quantised) gradients, before clipping."""
         return self._norm.clone()
+
+    @property
+    def grad_amaxes(self) -> torch.Tensor:
+        """FP32 [parameters, group by group]: largest magnitudes of the last step's gradients, not finite where one is not; 0 without
+        one. The next step writes in the same memory."""
+        return self._grad_amaxes
 
     @property
     def skipped_steps(self) -> int:
@@ -256,6 +263,9 @@ class FP8AdamW(torch.optim.Optimizer):
         self._norm = self._norm.to(norm.device).copy_(norm)
         self._usable = self._usable.to(norm.device).copy_(usable)
         self._skips = self._skips.to(norm.device).add_(~usable)
+        if self._grad_amaxes.shape != table[GRAD].shape or self._grad_amaxes.device != table.device:
+            self._grad_amaxes = torch.zeros_like(table[GRAD])
+        self._grad_amaxes.copy_(table[GRAD])
         # On a GPU the kernels look at the flag, and under ZeRO every rank must come to the gathering, whatever it has to update.
         if usable.is_cuda or usable:
             self._update(pieces, table, None if self.clip_grad is None else clip_coefficient(norm, self.clip_grad))
@@ -386,12 +396,23 @@ class FP8AdamW(torch.optim.Optimizer):
                 )
         super().load_state_dict({**state_dict, "state": {}})
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        found = {piece.place: (piece, state_dict["state"].get(ids[piece.index])) for piece in self.pieces()}
+        self.take_states(
+            {
+                place: {key: value if key == "step" else piece.copy_of(value) for key, value in saved.items()}
+                for place, (piece, saved) in found.items()
+                if saved is not None
+            }
+        )
+
+    def take_states(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """Replace all states by those of this process's pieces, by their `place`, in this optimizer's formats and on any device."""
+        self.restart()
         for piece in self.pieces():
-            saved = state_dict["state"].get(ids[piece.index])
-            if saved is not None:
-                states = {key: piece.copy_of(value).to(piece.weight.device) for key, value in saved.items() if key != "step"}
-                step = saved["step"].to(piece.weight.device, torch.float32, copy=True)
-                self.state[piece.weight] = {"step": step, **states}
+            if piece.place in states:
+                device = piece.weight.device
+                kept = {key: value.to(device) for key, value in states[piece.place].items() if key != "step"}
+                self.state[piece.weight] = {"step": states[piece.place]["step"].to(device, torch.float32, copy=True), **kept}
 
 
 def gradient(p: torch.Tensor) -> torch.Tensor | None:

@@ -1,26 +1,38 @@
-"""A yes or no that the device has found, for a host that does not want to wait for it."""
+"""What the device has found, for a host that does not want to wait for it."""
 
 import torch
 
 
-class DeviceFlag:
-    """A copy of a bool on its way to the host; `bool()` waits until it is there, and for nothing that the device does after it.
+class DeviceCopy:
+    """A small tensor on its way to the host.
 
     Args:
-        flag: bool 0-dim; may change afterwards.
+        x: any shape and dtype; may change afterwards.
     """
 
-    def __init__(self, flag: torch.Tensor) -> None:
+    def __init__(self, x: torch.Tensor) -> None:
         self._event = None
-        if flag.is_cuda:
-            self._host = torch.empty((), dtype=torch.bool, pin_memory=True)
-            self._host.copy_(flag, non_blocking=True)
+        if x.is_cuda:
+            self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self._host.copy_(x, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(flag.device))
+            self._event.record(torch.cuda.current_stream(x.device))
         else:
-            self._host = flag.clone()
+            self._host = x.detach().clone()
 
-    def __bool__(self) -> bool:
+    def values(self) -> torch.Tensor:
+        """The copy, on the CPU; waits until it is there, and for nothing that the device does after it."""
         if self._event is not None:
             self._event.synchronize()
-        return bool(self._host)
+        return self._host
+
+
+class DeviceFlag(DeviceCopy):
+    """A bool on its way to the host; `bool()` waits as `values` does.
+
+    Args:
+        x: bool 0-dim; may change afterwards.
+    """
+
+    def __bool__(self) -> bool:
+        return bool(self.values())

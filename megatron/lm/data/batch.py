@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import cast
@@ -93,10 +94,16 @@ def batches(
         num_workers=num_workers,
         collate_fn=_collate,
         pin_memory=device.type == "cuda",
+        worker_init_fn=_outlive_sigterm,
         # A generator of its own: the loader would else draw its base seed from the global one, and shift dropout after a resume.
         generator=torch.Generator().manual_seed(0),
     )
     return _on_device(loader, device)
+
+
+def _outlive_sigterm(worker: int) -> None:
+    # A batch system sends it to all processes of a job: the training process must still get its batches until it has saved.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -121,6 +121,7 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         gradient_accumulation_fusion=False,
+        deterministic_mode=config.training.deterministic,  # the embedding's backward adds up in order
         # torch.compile for the sake of one addition: it saves well under 1 % of a step on a GPU and wants a C compiler everywhere.
         bias_dropout_fusion=False,
         apply_rope_fusion=False,

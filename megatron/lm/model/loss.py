@@ -1,5 +1,6 @@
 """Cross entropy over a vocabulary that may be split across tensor-parallel ranks, and its mean over a micro-batch."""
 
+import torch
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
@@ -39,9 +40,12 @@ def mean_loss(loss_sum: Tensor, loss_mask: Tensor) -> tuple[Tensor, dict[str, Te
         loss_mask: [b, s] FP32, 1 where the token counts, 0 where it does not.
 
     Returns:
-        The mean, a scalar with gradient (0 when no token counts), and for the log `{"loss_sum", "tokens"}`: scalars without gradient,
-        whose sums over micro-batches and data-parallel ranks give the exact mean over all counted tokens.
+        The mean, a scalar with gradient (0 when no token counts; where it is not finite, all gradients are NaN), and for the log
+        `{"loss_sum", "tokens"}`: scalars without gradient, whose sums over micro-batches and data-parallel ranks give the exact mean
+        over all counted tokens.
     """
     tokens = loss_mask.sum()
     mean = loss_sum / tokens.clamp(min=1)
+    # An infinite loss may have finite gradients. With these made NaN every rank skips the step; a factor of 1 changes no bit.
+    mean = mean * torch.ones_like(mean).masked_fill(~mean.isfinite(), torch.nan)
     return mean, {"loss_sum": loss_sum.detach(), "tokens": tokens.detach()}

@@ -277,6 +277,14 @@ def test_a_dry_run_prints_the_plan_of_a_rank_and_starts_nothing(
     assert not torch.distributed.is_initialized()
 
 
+def test_a_dry_run_of_a_run_that_resumes_itself_needs_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = str(tmp_path / "run")
+    code, out, said = run([*FLAGS, "--opt-level", "O2", "--dry-run", "--load", folder, "--save", folder], capsys)
+    assert (code, said) == (0, "")
+    assert "nothing was started" in out
+    assert not (tmp_path / "run").exists()
+
+
 def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as leaving:
         pretrain.main(["--help"])

@@ -1,5 +1,9 @@
+import os
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 
 import dist
 import numpy
@@ -95,10 +99,38 @@ def test_one_process_without_torchrun(alone: None):
     process_groups.shutdown()  # a second time is harmless
 
 
+def test_deterministic_lasts_as_long_as_the_groups(alone: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    settings = config()
+    process_groups.initialize(replace(settings, training=replace(settings.training, deterministic=True)))
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    process_groups.shutdown()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_virtual_stages():
     assert process_groups.virtual_pipeline_size(config()) is None
     parallel = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
     assert process_groups.virtual_pipeline_size(config(**parallel)) == 2
+
+
+def test_who_meets_again_in_an_old_store_finds_nothing_of_before():
+    store, limit = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), timedelta(seconds=30)
+    for word in ("first", "second"):
+        with ThreadPoolExecutor(3) as pool:
+            # Rank 0 comes last, when the questions of the others, and those of the last attempt, stand there.
+            came = [pool.submit(process_groups.meet, store.clone(), rank, 3, limit) for rank in (2, 1, 0)]
+            parts = [each.result() for each in came]
+        assert not any(part.check(["word"]) for part in parts)
+        parts[0].set("word", word)
+        assert {part.get("word") for part in parts} == {word.encode()}
+
+
+def test_processes_that_do_not_come_are_not_waited_for_for_ever():
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RuntimeError, match="only 1 of 3 processes have started within 0 s"):
+        process_groups.meet(store, 0, 3, timedelta(seconds=0.2))
 
 
 def groups_of_two() -> list[tuple[int, int, int, float]]:

@@ -126,6 +126,7 @@ def test_evaluations_and_checkpoints_on_time(prefix: Path, tmp_path: Path, capsy
     rows = tiny.run(tiny.config(prefix, train_iters=10, eval_interval=4, eval_iters=1, save=str(tmp_path / "save"), save_interval=3))
     assert kinds(rows) == [("precision", 0), ("valid", 4), ("valid", 8), ("valid", 10), ("test", 10)]
     assert sorted(path.name for path in (tmp_path / "save").iterdir()) == [
+        ".lock",
         "iter_0000003",
         "iter_0000006",
         "iter_0000009",
@@ -219,3 +220,19 @@ def test_batches_go_on_where_a_resume_starts(prefix: Path):
         rest = [batch["tokens"] for batch in made._batches(made.train_data, 8)]
     assert len(whole) >= 6
     assert all(torch.equal(a, b) for a, b in zip(whole[2:], rest, strict=True))
+
+
+# Determinism
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["bf16", "O2", "O3"])
+def test_deterministic_runs_end_with_the_same_bits(prefix: Path, level: str):
+    """At a size at which the embedding's and cuDNN's backward differ from run to run without the flag."""
+    shape = {"hidden_size": 256, "num_attention_heads": 4, "seq_length": 256, "micro_batch_size": 8, "global_batch_size": 8}
+    found = []
+    for _ in range(2):
+        with tiny.trainer(tiny.config(prefix, precision=level, deterministic=True, train_iters=30, **shape)) as made:
+            made.run()
+            found.append(tiny.bits(made.training.model.parameters()))
+    assert tiny.same(*found)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from msamp.comm.accumulate import ACCUMULATORS
 from msamp.comm.autoscale import exceeds, next_mu
 from msamp.comm.grad_sync import GradSync
+from msamp.comm.scale_sync import NOT_FINITE
 from msamp.numerics.formats import ALL, BF16, E4M3, FP32, Format, by_name
 from msamp.numerics.quantize import quantize
 from msamp.numerics.scaling import scale_from_amax
@@ -156,7 +157,8 @@ FAULTY = [name for name in PAIRS if name.endswith("0")]
 
 
 def not_finite(group, **options: Any) -> dict[tuple[int, str], tuple]:
-    """By the rank with the fault and the tensor: names whose average is not finite here, names that differ from a clean step's."""
+    """By the rank with the fault and the tensor: names whose average is not finite here, names that differ from a clean step's,
+    names whose own gradient was not finite on this rank."""
     model = model_of(PAIRS)
     sync = synced(model, group, **options)
     found, clean = {}, {}
@@ -170,7 +172,8 @@ def not_finite(group, **options: Any) -> dict[tuple[int, str], tuple]:
         clean = clean or now
         parts = {name: [p.main_grad, *(slot.grad for slot in sync.owned(p))] for name, p in model.named_parameters()}
         bad = {name for name, gs in parts.items() if any(not fp32_values(g).isfinite().all() for g in gs if g is not None)}
-        found[rank, faulty] = (bad, {name for name in now if now[name] != clean[name]})
+        own = {sync.names[p] for p, slot in zip(sync.params, sync.own_slots.tolist(), strict=True) if slot == NOT_FINITE}
+        found[rank, faulty] = (bad, {name for name in now if now[name] != clean[name]}, own)
         sync.clear()
     return found
 
@@ -352,11 +355,12 @@ def test_a_fault_of_one_rank_is_in_that_tensor_on_every_rank_and_in_no_other(ran
     for rank, name in itertools.product(range(len(ranks)), FAULTY):
         for found in (x["not finite"][case][rank, name] for x in ranks):
             if case < 2:
-                assert found == ({name}, {name}), rank
+                assert found[:2] == ({name}, {name}), rank
             else:  # sharded: on its owners
                 assert found[0] == found[1] <= {name}, rank
+        assert [x["not finite"][case][rank, name][2] for x in ranks] == [{name} if i == rank else set() for i in range(len(ranks))]
         assert any(x["not finite"][case][rank, name][0] for x in ranks)
-    assert all(x["not finite"][case][-1, "after"] == (set(), set()) for x in ranks)
+    assert all(x["not finite"][case][-1, "after"] == (set(), set(), set()) for x in ranks)
 
 
 def total_of(name: str, rank: int, accumulate: str) -> Tensor | None:

@@ -84,7 +84,9 @@ def test_a_tensor_without_elements_asks_for_nothing(fmt):
 
 @pytest.mark.parametrize("fmt", [BF16, FP32], ids=str)
 def test_formats_without_scales_only_say_who_has_a_gradient(fmt):
-    assert slots([torch.tensor([NAN]), None, torch.zeros(2), torch.full((2,), 1e30)], fmt) == [1, ABSENT, 1, 1]
+    gradients = [torch.tensor([NAN]), None, torch.zeros(2), torch.full((2,), 1e30), torch.tensor([1.0, -INF]).to(fmt.dtype)]
+    assert slots(gradients, fmt) == [1, ABSENT, 1, 1, 1]
+    assert local_slots(gradients, fmt, torch.device("cpu"), plain=True).tolist() == [NOT_FINITE, ABSENT, 1, 1, NOT_FINITE]
 
 
 def test_min_prefers_not_finite_then_scales_then_zeros_then_absent():

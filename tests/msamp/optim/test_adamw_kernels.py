@@ -126,6 +126,18 @@ def test_a_skipped_step_leaves_no_trace_and_says_so(level, triton_device, monkey
 
 
 @every_level
+def test_the_amaxes_of_the_gradients_tell_which_was_not_finite(level, triton_device, monkeypatch):
+    use("triton", monkeypatch)
+    training = Training(level, triton_device).step(0)
+    gradients = [g.dequantize() if isinstance(g, ScalingTensor) else g for g in training.gradients(0)]
+    assert training.optimizer.grad_amaxes.tolist() == [float(g.abs().amax()) for g in gradients]
+    where = training.optimizer.grad_amaxes.data_ptr()
+    training.step(1, bad=True)
+    assert training.optimizer.grad_amaxes.isfinite().tolist() == [i != 1 for i in range(len(gradients))]
+    assert training.optimizer.grad_amaxes.data_ptr() == where  # a graph writes there
+
+
+@every_level
 def test_amaxes_that_are_kept_are_those_that_would_be_read(level, device):
     """Also after somebody has changed a weight or a state in place."""
     trainings = [Training(level, device) for _ in range(2)]

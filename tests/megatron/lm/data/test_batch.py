@@ -1,5 +1,9 @@
 """Micro-batches: order, slices of the ranks, resume, the dropped remainder, and no random number drawn."""
 
+import multiprocessing
+import os
+import signal
+
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -55,6 +59,15 @@ def test_a_global_batch_is_the_same_set_for_any_number_of_ranks():
 def test_resume_goes_on_behind_what_was_consumed(num_workers):
     whole = drawn(data_parallel_size=2, data_parallel_rank=1, num_workers=num_workers)
     assert drawn(data_parallel_size=2, data_parallel_rank=1, consumed_samples=8, num_workers=num_workers) == whole[2:]
+
+
+def test_sigterm_ends_no_reader():
+    stream = batches(Counted(64), micro_batch_size=2, data_parallel_rank=0, data_parallel_size=1, num_workers=1)
+    first = next(stream)
+    (reader,) = multiprocessing.active_children()
+    assert reader.pid is not None
+    os.kill(reader.pid, signal.SIGTERM)
+    assert [batch["tokens"][0, 0].item() for batch in (first, *stream)] == list(range(0, 64, 2))
 
 
 def test_ends_and_never_cycles():

@@ -83,6 +83,16 @@ def test_mean_of_a_sum_is_the_masked_mean():
     assert mean_loss(torch.zeros(()), torch.zeros(1, 2))[0] == 0
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_loss_that_is_not_finite_has_no_finite_gradient(bad: float):
+    loss_sum = torch.tensor(bad, requires_grad=True)
+    mean, report = mean_loss(loss_sum, torch.ones(1, 2))
+    mean.backward()
+    assert loss_sum.grad is not None
+    assert loss_sum.grad.isnan()
+    assert repr(report["loss_sum"].item()) == repr(bad)
+
+
 def test_a_micro_batch_without_counted_tokens_has_loss_zero():
     losses = torch.ones(1, 2, requires_grad=True)
     mean, report = masked_mean_loss(losses, torch.zeros(1, 2))

@@ -1,0 +1,20 @@
+"""Checkpoints: sharded, moved between grids and levels on load, whole or not there. `content` says what one holds, `folder` where."""
+
+from megatron.lm.checkpoint.folder import exists, iteration_folder, latest
+from megatron.lm.checkpoint.loading import load, saved_bf16_linears
+from megatron.lm.checkpoint.reader import Saved, load_for_inference
+from megatron.lm.checkpoint.saving import Saver, save
+from megatron.lm.checkpoint.write_weights import write_weights
+
+__all__ = [
+    "Saved",
+    "Saver",
+    "exists",
+    "iteration_folder",
+    "latest",
+    "load",
+    "load_for_inference",
+    "save",
+    "saved_bf16_linears",
+    "write_weights",
+]

@@ -1,0 +1,125 @@
+"""What a checkpoint holds: this rank's share of the tensors, each under its name in the whole model, and what is not a tensor.
+
+model/NAME                    weights (payloads) and the scaling state of the linear layers
+master/NAME, exp_avg/NAME, exp_avg_sq/NAME    optimizer states, in their own formats; step/NAME
+KEY.scale_inv@OFFSET          the scale of the chunk of KEY at OFFSET, such as `@0,512`: a tensor-parallel shard has its own
+mu/NAME@OFFSET                overflow guard of the FP8 gradient exchange
+rng/NUMBER/...                random generators of a rank
+"""
+
+import datetime
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron.lm.checkpoint import rng
+from megatron.lm.checkpoint.folder import VERSION
+from megatron.lm.checkpoint.place import Place, names_of, places
+from megatron.lm.checkpoint.storage import Item
+from megatron.lm.cli import config_to_dict
+from megatron.lm.config import Config
+from megatron.lm.step import Training
+from msamp.numerics.tensor import ScalingTensor
+
+STATES = ("master", "exp_avg", "exp_avg_sq")
+
+
+def at(key: str, offset: Sequence[int]) -> str:
+    """Key of what belongs to the chunk of `key` at `offset`."""
+    return f"{key}@{','.join(map(str, offset))}"
+
+
+def scale_key(key: str, offset: Sequence[int]) -> str:
+    """Where the `scale_inv` of a chunk stands."""
+    return at(f"{key}.scale_inv", offset)
+
+
+def description(config: Config, vocab_size: int, processes: int) -> dict[str, Any]:
+    """What is not a tensor, as JSON takes it, before the first step."""
+    return {
+        "version": VERSION,
+        "torch": str(torch.__version__),
+        "megatron_core": version("megatron-core"),
+        "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "processes": processes,
+        "config": config_to_dict(config),
+        "vocab_size": vocab_size,
+        **dict.fromkeys(("iteration", "consumed_samples", "passed_over", "skipped_steps", "grad_sync_steps", "schedule_steps"), 0),
+    }
+
+
+def info(training: Training) -> dict[str, Any]:
+    """What is not a tensor, as JSON takes it; waits for the last step."""
+    return description(training.config, training.vocab_size, dist.get_world_size()) | {
+        "iteration": training.iteration,
+        "consumed_samples": training.consumed_samples,
+        "passed_over": training.passed_over,
+        "skipped_steps": training.optimizer.skipped_steps,
+        "grad_sync_steps": training.grad_sync.steps,
+        "schedule_steps": training.schedule.state_dict()["num_steps"],
+    }
+
+
+def items(training: Training) -> list[Item]:
+    """The chunks that this rank stores; what several ranks hold alike is in the list of one of them."""
+    where, found = places(training.model), list(_rng_items())
+    share = _Share()
+    for name, x in training.model.state_dict().items():
+        if name in where:  # megatron-core's empty `_extra_state` is not
+            found += share.mine(list(_chunks("model", where[name], x)))
+    names, optimizer = names_of(training.model), training.optimizer
+    for piece in optimizer.pieces():
+        state = optimizer.state.get(piece.weight)
+        if not state:
+            continue
+        mine = where[names[piece.param]]
+        chunks = [chunk for key in STATES if key in state for chunk in _chunks(key, mine, state[key], piece.rows)]
+        chunks += _scalars("step", mine, state["step"], piece.rows)
+        found += chunks if training.grad_sync.shard else share.mine(chunks)
+    for name, mu in training.grad_sync.state_dict()["mu"].items():
+        marks = [Item.whole(at(f"mu/{place.name}", place.offset), mu) for place in where[name] if place.first]
+        found += share.mine(marks)
+    return found
+
+
+class _Share:
+    """Deals what all data-parallel ranks hold to the one that has least to write; every rank deals alike."""
+
+    def __init__(self) -> None:
+        self.loads = [0] * parallel_state.get_data_parallel_world_size()
+
+    def mine(self, group: list[Item]) -> list[Item]:
+        lightest = self.loads.index(min(self.loads))
+        self.loads[lightest] += sum(item.tensor.nbytes for item in group)
+        return group if lightest == parallel_state.get_data_parallel_rank() else []
+
+
+def _chunks(prefix: str, where: Sequence[Place], x: Tensor, rows: slice | None = None) -> Iterator[Item]:
+    """`x`: the local tensor, or of it the `rows` that a piece has."""
+    for place in where:
+        found = place.within(rows) if place.first else None
+        if found is None:
+            continue
+        (local, offset), key = found, f"{prefix}/{place.name}"
+        payload = x.payload if isinstance(x, ScalingTensor) else x.detach()
+        yield Item(key, payload if local is None else payload[local], place.shape, offset)
+        if isinstance(x, ScalingTensor):
+            yield Item.whole(scale_key(key, offset), x.scale_inv)
+
+
+def _scalars(prefix: str, where: Sequence[Place], x: Tensor, rows: slice | None) -> Iterator[Item]:
+    """What a whole tensor has once is stored by who has its first element."""
+    for place in where:
+        found = place.within(rows) if place.first else None
+        if found is not None and not any(found[1]):
+            yield Item.whole(f"{prefix}/{place.name}", x)
+
+
+def _rng_items() -> Iterator[Item]:
+    for name, value in rng.state().items():
+        yield Item.whole(f"rng/{rng.own_number()}/{name}", value)

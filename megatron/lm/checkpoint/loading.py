@@ -1,0 +1,309 @@
+"""Resuming: the newest whole checkpoint, on whatever grid, with or without ZeRO, and at whatever level it was written."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from megatron.lm import process_groups
+from megatron.lm.checkpoint import rng
+from megatron.lm.checkpoint.content import at
+from megatron.lm.checkpoint.folder import candidates, check_files, latest, no_checkpoint, read_info
+from megatron.lm.checkpoint.place import Place, names_of, places
+from megatron.lm.checkpoint.saving import all_or_none
+from megatron.lm.checkpoint.storage import Stored
+from megatron.lm.checkpoint.values import Found, chunk_offsets, find, scalar
+from megatron.lm.cli import config_from_dict, config_to_dict
+from megatron.lm.config import Config, flag
+from megatron.lm.step import Training
+from msamp.nn.scaling_state import LinearScaling
+from msamp.numerics.formats import Format, by_name
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.adamw import Piece
+from msamp.optim.master import is_own_master, weight_format
+
+# Settings of the model that may change on resume: they give no saved number another meaning.
+_FREE = {"attention_backend", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
+_STALE = 2.0**-3  # most by which the amaxes of a weight and its master may differ: a rounding to E4M3 is half of that
+
+
+@dataclass(kw_only=True)
+class _Taken:
+    """What a rank takes from a checkpoint, in the formats of this run, on the CPU.
+
+    Attributes:
+        model: weights and buffers, by local name.
+        values: FP32 values that masters start from, by local name; only where no states are taken.
+        states: of the optimizer's pieces, by their place.
+        mu: by local name.
+        rng: None where this rank's is not there.
+        with_states: whether the optimizer's states are taken; else they start anew.
+        requantised: tensors whose bits could not stay.
+    """
+
+    model: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    mu: dict[str, Tensor] = field(default_factory=dict)
+    rng: dict[str, Tensor] | None = None
+    with_states: bool = False
+    requantised: set[str] = field(default_factory=set)
+
+
+def load(training: Training) -> None:
+    """Resume from `--load`: the newest whole checkpoint there, or that of `--ckpt-step`; with `--finetune` the weights alone, at
+    iteration 0. Collective.
+
+    The grid, ZeRO and the level may be others than when it was saved; `values` says which bits stay. Scales and histories of casts that
+    the saved run did not have start just in time.
+
+    Raises:
+        ValueError: on every rank, for no or a damaged checkpoint, or one of another model. Nothing has changed then.
+    """
+    settings = training.config.checkpoint
+    assert settings.load is not None
+    folder, info = _choose(Path(settings.load), settings.ckpt_step)
+    all_or_none(lambda: _check_same_model(info, training))
+    taken = all_or_none(lambda: _take(training, Stored(folder), info))
+    _apply(training, taken, info)
+    if not settings.finetune:
+        _say_what_changed(training, taken, info)
+
+
+def _choose(root: Path, iteration: int | None) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint to load, checked byte by byte, each rank some of its files; those that are damaged are passed over. Collective."""
+    offered: list[Any] = [all_or_none(lambda: list(candidates(root, iteration)))]
+    dist.broadcast_object_list(offered, 0)  # the others may see another moment of the folder
+    problems: list[str] = []
+    for folder in offered[0]:
+        try:
+            info = all_or_none(lambda folder=folder: _checked(folder))  # type: ignore[misc]
+        except ValueError as problem:
+            problems.append(str(problem))
+            continue
+        if dist.get_rank() == 0:
+            for text in problems:
+                print(f"passed over: {text}", flush=True)
+        return folder, info
+    raise no_checkpoint(root, iteration, problems)
+
+
+def _checked(folder: Path) -> dict[str, Any]:
+    info, rank, ranks = read_info(folder), dist.get_rank(), dist.get_world_size()
+    check_files(folder, {name: entry for i, (name, entry) in enumerate(sorted(info["files"].items())) if i % ranks == rank})
+    return info
+
+
+def _check_same_model(info: dict[str, Any], training: Training) -> None:
+    """ValueError naming every setting that gives the saved numbers another meaning."""
+    config, finetune = training.config, training.config.checkpoint.finetune
+    now, then = config_to_dict(config)["model"], info["config"].get("model", {})
+    free = _FREE | ({"seq_length"} if finetune and config.model.position_embedding_type == "rope" else set())
+    differing = [f"{flag(k)} {v} (saved: {then.get(k)})" for k, v in now.items() if k not in free and then.get(k) != v]
+    if info["vocab_size"] != training.vocab_size:
+        differing.append(f"a tokenizer of {training.vocab_size} tokens (saved: {info['vocab_size']})")
+    batch, before = config.global_batch_size(dist.get_world_size()), info["consumed_samples"]
+    if not finetune and batch * info["iteration"] != before:
+        differing.append(f"--global-batch-size {batch} (saved: {before // max(1, info['iteration'])})")
+    if differing:
+        raise ValueError(f"the checkpoint in {config.checkpoint.load} does not fit: {'; '.join(differing)}. Give the saved values")
+
+
+def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
+    settings, where, taken = training.config.checkpoint, places(training.model), _Taken()
+    with_states = not (settings.finetune or settings.no_load_optim)
+    if with_states and not any(key.startswith("exp_avg/") for key in stored.tensors):
+        if info["iteration"]:
+            raise ValueError(f"{stored.folder} holds weights alone; load them with --finetune")
+        with_states = False
+    taken.with_states = with_states
+    reader = _TensorReader(stored, info["vocab_size"], taken.requantised)
+    for name, p in training.model.named_parameters():
+        taken.model[name], values = reader.weight(p, _master_format(training, p), where[name], with_values=not with_states)
+        if values is not None:
+            taken.values[name] = values
+    if not settings.finetune:
+        taken.model |= _scaling(training.model, stored, where)
+        taken.rng = None if settings.no_load_rng else _take_rng(training, stored, info)
+    if with_states:
+        names = names_of(training.model)
+        for piece in training.optimizer.pieces():
+            state = reader.state(piece, where[names[piece.param]])
+            if state:
+                taken.states[piece.place] = state
+        for name in training.grad_sync.state_dict()["mu"]:
+            found = [
+                stored.tensor(key)
+                for place, offset in chunk_offsets(stored, where[name])
+                if (key := at(f"mu/{place.name}", offset)) in stored.tensors
+            ]
+            if found:
+                taken.mu[name] = torch.stack(found).amin()
+    return taken
+
+
+def _master_format(training: Training, p: Tensor) -> Format:
+    group = next(group for group in training.optimizer.param_groups if any(q is p for q in group["params"]))
+    return by_name(group["formats"]["master"])
+
+
+class _TensorReader:
+    """Weights and optimizer states of one checkpoint in this run's formats."""
+
+    def __init__(self, stored: Stored, vocab_size: int, requantised: set[str]) -> None:
+        self.stored, self.vocab_size, self.requantised = stored, vocab_size, requantised
+        self.reach: dict[str, Tensor] = {}  # amax of each weight read so far, by name
+
+    def find(self, prefix: str, where: list[Place], shape: torch.Size) -> Found:
+        found = find(self.stored, prefix, where, shape, self.vocab_size)
+        found.check(self.stored.folder)
+        return found
+
+    def best(self, where: list[Place], shape: torch.Size) -> Found:
+        """The master where there is one, else the weight."""
+        return self.find("master" if f"master/{where[0].name}" in self.stored.tensors else "model", where, shape)
+
+    def weight(self, p: Tensor, master: Format, where: list[Place], with_values: bool) -> tuple[Tensor, Tensor | None]:
+        """The weight, and `with_values` those for a master beside it (None: the weight is its own)."""
+        fmt = weight_format(p)
+        if is_own_master(p, master):
+            return self._to(self.best(where, p.shape), fmt, p.dtype), None
+        weight = self.find("model", where, p.shape)
+        self.reach[where[0].name] = weight.values().abs().amax()
+        keeps = weight.keeps_bits(fmt)
+        if keeps and not with_values:
+            return weight.to(fmt, p.dtype), None
+        best = self.best(where, p.shape)
+        self._check_agree(best, where[0].name)
+        values = best.values()
+        if keeps:
+            return weight.to(fmt, p.dtype), values
+        self.requantised.add(weight.key)
+        return (ScalingTensor.quantize(values, fmt, dtype=p.dtype) if fmt.scaled else values.to(fmt.dtype)), values
+
+    def state(self, piece: Piece, where: list[Place]) -> dict[str, Tensor]:
+        """Of a piece: what the optimizer keeps; empty where nothing was."""
+        formats, shape = piece.group["formats"], piece.param.shape
+        step = scalar(self.stored, "step", where[0])
+        if step is None:
+            return {}
+        state = {"step": step}
+        for key, name in (("exp_avg", formats["m"]), ("exp_avg_sq", formats["v"])):
+            state[key] = piece.copy_of(self._to(self.find(key, where, shape), by_name(name)))
+        master = by_name(formats["master"])
+        if not is_own_master(piece.param, master):
+            best = self.best(where, shape)
+            self._check_agree(best, where[0].name)
+            state["master"] = piece.copy_of(self._to(best, master))
+        return state
+
+    def _check_agree(self, master: Found, name: str) -> None:
+        """ValueError where a weight cannot be its master rounded: one of their scales is another step's."""
+        mine, theirs = self.reach[name], master.values().abs().amax()
+        if not (mine - theirs).abs() <= _STALE * theirs:
+            raise ValueError(
+                f"{self.stored.folder}: {name} reaches {float(mine):g} and its master {float(theirs):g}, so that one of their scales is "
+                "stale; load an older checkpoint"
+            )
+
+    def _to(self, found: Found, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
+        if not found.keeps_bits(fmt):
+            self.requantised.add(found.key)
+        return found.to(fmt, dtype)
+
+
+def _scaling(model: nn.Module, stored: Stored, where: dict[str, list[Place]]) -> dict[str, Tensor]:
+    """Scaling state of the linear layers that the saved run had too, in the same shape; the others' starts anew."""
+    found: dict[str, Tensor] = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LinearScaling):
+            continue
+        buffers = {f"{name}.{key}": value for key, value in layer.state_dict().items()}
+        keys = {local: f"model/{where[local][0].name}" for local in buffers}
+        if all(key in stored.tensors and stored.tensors[key].size == buffers[local].shape for local, key in keys.items()):
+            found |= {local: stored.tensor(key) for local, key in keys.items()}
+    return found
+
+
+def take_model(model: nn.Module, stored: Stored, vocab_size: int) -> None:
+    """Load the weights as they are, and the scales of the casts, into a model that is not trained any more."""
+    where, reader = places(model), _TensorReader(stored, vocab_size, set())
+    weights = {name: reader.find("model", where[name], p.shape).to(weight_format(p), p.dtype) for name, p in model.named_parameters()}
+    model.load_state_dict(weights | _scaling(model, stored, where), strict=False)
+
+
+def _take_rng(training: Training, stored: Stored, info: dict[str, Any]) -> dict[str, Tensor] | None:
+    saved, now = config_from_dict(info["config"]).parallel, training.config.parallel
+    prefix = f"rng/{rng.own_number()}/"
+    same = (saved.tensor_model_parallel_size, saved.pipeline_model_parallel_size) == (
+        now.tensor_model_parallel_size,
+        now.pipeline_model_parallel_size,
+    )
+    found = {key.removeprefix(prefix): stored.tensor(key) for key in stored.tensors if key.startswith(prefix)} if same else {}
+    if not found:
+        print(f"{stored.folder} has no random state of this rank's place in the grid: its dropout starts from --seed", flush=True)
+    return found or None
+
+
+def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
+    settings, optimizer = training.config.checkpoint, training.optimizer
+    training.model.load_state_dict(taken.model, strict=False)
+    if not taken.with_states:
+        optimizer.restart()
+        for name, p in training.model.named_parameters():
+            if name in taken.values:
+                optimizer.init_master(p, taken.values[name])
+    else:
+        optimizer.take_states(taken.states)
+        training.grad_sync.load_state_dict({"steps": info["grad_sync_steps"], "mu": taken.mu})
+    if settings.finetune:
+        return
+    optimizer.skipped_steps = info["skipped_steps"]
+    # Only the place in the schedule is taken over: its shape, like every hyper-parameter, is what this run's flags say.
+    training.schedule.settle()
+    training.schedule.num_steps = info["schedule_steps"]
+    training.schedule.step(0)
+    training.iteration = info["iteration"]
+    training.consumed_samples = info["consumed_samples"]
+    training.passed_over = info["passed_over"]
+    # All who share a part of the data must draw the same dropout where they hold the same activations.
+    known = torch.tensor(taken.rng is not None, dtype=torch.int32, device=process_groups.device())
+    dist.all_reduce(known, dist.ReduceOp.MIN, parallel_state.get_model_parallel_group())
+    if taken.rng is not None and known:
+        rng.restore(taken.rng)
+
+
+def _say_what_changed(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
+    was, now = config_from_dict(info["config"]), training.config
+    changed = [f"precision {was.precision.name} -> {now.precision.name}"] if was.precision.name != now.precision.name else []
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"):
+        before, after = getattr(was.parallel, name), getattr(now.parallel, name)
+        changed += [f"{flag(name)} {before} -> {after}"] if before != after else []
+    linears = [" ".join(config.precision.bf16_linears or ()) or "none" for config in (was, now)]
+    changed += [f"linear layers in BF16 {' -> '.join(linears)}"] if linears[0] != linears[1] else []
+    if info["processes"] != dist.get_world_size():
+        changed.append(f"{info['processes']} processes -> {dist.get_world_size()}")
+    if dist.get_rank() == 0 and (changed or taken.requantised):
+        print(f"the checkpoint was converted: {', '.join(changed) or 'other formats'}; {_listed(taken.requantised)}", flush=True)
+
+
+def _listed(requantised: Iterable[str]) -> str:
+    names = sorted(requantised)
+    if not names:
+        return "all weights and states kept their bits"
+    return f"{len(names)} tensors of this rank were requantised, such as {names[0]}"
+
+
+def saved_bf16_linears(config: Config) -> tuple[str, ...] | None:
+    """The linear layers that are BF16 in the checkpoint that `config` resumes; None where it resumes none at an FP8 level. ValueError for
+    a damaged one."""
+    settings = config.checkpoint
+    if settings.load is None or settings.finetune:
+        return None
+    saved = config_from_dict(read_info(latest(Path(settings.load), settings.ckpt_step))["config"]).precision
+    return (saved.bf16_linears or ()) if saved.is_fp8 else None

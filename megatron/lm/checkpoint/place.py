@@ -1,0 +1,85 @@
+"""Where what a rank holds stands in the whole model: the cut of tensor and pipeline parallelism, as megatron-core describes it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor, nn
+
+from megatron.lm.distributed import chunks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where some rows of a local tensor stand in the tensor of the whole model.
+
+    Attributes:
+        name: in a model that is not cut, such as `decoder.layers.3.mlp.linear_fc1.weight`.
+        shape: of the whole tensor.
+        offset: of the first of these rows, and along the other dimensions.
+        start: the first of these rows in the local tensor.
+        sizes: of these rows.
+        first: whether this is the first of the model-parallel ranks that hold a copy.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    start: int
+    sizes: tuple[int, ...]
+    first: bool
+
+    def within(self, rows: slice | None) -> tuple[slice | None, tuple[int, ...]] | None:
+        """Of local `rows` (None: all) those in this place, counted from the first of `rows`, and the offset; None for none."""
+        if not self.sizes:
+            return None, self.offset
+        low, high = (0, None) if rows is None else (rows.start, rows.stop)
+        start = max(self.start, low)
+        stop = self.start + self.sizes[0] if high is None else min(self.start + self.sizes[0], high)
+        if start >= stop and self.sizes[0]:
+            return None
+        return slice(start - low, stop - low), (self.offset[0] + start - self.start, *self.offset[1:])
+
+
+def places(model: nn.Module) -> dict[str, list[Place]]:
+    """The places of every parameter and buffer, by its name in this rank's `model`.
+
+    Most have one; SwiGLU's first linear layer holds rows of the gate and rows of the linear half.
+    """
+    found: dict[str, list[Place]] = {}
+    parts = chunks(model)
+    for number, part in enumerate(parts):
+        prefix = f"{number}." if isinstance(model, nn.ModuleList) else ""
+        for name, entry in part.sharded_state_dict(metadata={"non_homogeneous_layers": True}).items():
+            if isinstance(entry, ShardedTensorFactory):
+                found[prefix + name] = list(_factory_places(entry))
+            elif isinstance(entry, ShardedTensor):
+                found[prefix + name] = [_place(entry, 0)]
+    return found
+
+
+def _place(entry: ShardedTensor, start: int) -> Place:
+    replica = entry.replica_id if isinstance(entry.replica_id, tuple) else (entry.replica_id,)
+    # The last number counts data-parallel copies, which share the writing among themselves.
+    return Place(
+        name=entry.key,
+        shape=tuple(entry.global_shape),
+        offset=tuple(entry.global_offset),
+        start=start,
+        sizes=tuple(entry.local_shape),
+        first=not any(replica[:-1]),
+    )
+
+
+def _factory_places(factory: ShardedTensorFactory) -> Iterator[Place]:
+    # Built from row numbers in the place of the data, the parts tell which rows they are.
+    data = factory.data
+    numbers = torch.arange(data.shape[0]).reshape(-1, *[1] * (data.dim() - 1)).expand(data.shape)
+    for entry in factory.build_fn(factory.key, numbers, factory.replica_id, factory.flattened_range):
+        yield _place(entry, int(entry.data.flatten()[0]))
+
+
+def names_of(model: nn.Module) -> dict[Tensor, str]:
+    """The name of every parameter in this rank's `model`."""
+    return {p: name for name, p in model.named_parameters()}

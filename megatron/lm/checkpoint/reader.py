@@ -1,0 +1,99 @@
+"""A checkpoint for tools and for inference: whole tensors under the names of a model that is not cut, in one process."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.lm import process_groups
+from megatron.lm.checkpoint.folder import INFO_FILE, check_files, latest, read_info
+from megatron.lm.checkpoint.loading import take_model
+from megatron.lm.checkpoint.place import Place
+from megatron.lm.checkpoint.storage import Stored
+from megatron.lm.checkpoint.values import Found, find
+from megatron.lm.cli import config_from_dict
+from megatron.lm.config import Config, ParallelConfig
+from megatron.lm.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.lm.model.gpt import build_model
+from megatron.lm.model.linear import FP8Gemm
+from megatron.lm.recipe import build_recipe
+from msamp.numerics.formats import of_dtype
+
+
+class Saved:
+    """A checkpoint on whatever grid it was written.
+
+    Args:
+        folder: of checkpoints (the newest whole one is taken), or of one.
+
+    Attributes:
+        folder: of the checkpoint.
+        info: contents of its `checkpoint.json`.
+        stored: all its tensors.
+
+    Raises:
+        ValueError: none there is whole, or a file is damaged.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        folder = Path(folder)
+        self.folder = folder if (folder / INFO_FILE).is_file() else latest(folder)
+        self.info: dict[str, Any] = read_info(self.folder)
+        check_files(self.folder, self.info["files"])
+        self.stored = Stored(self.folder)
+
+    @property
+    def config(self) -> Config:
+        """The configuration of the run that wrote it."""
+        return config_from_dict(self.info["config"])
+
+    def names(self) -> list[str]:
+        """Names of the model's weights, as the state_dict of a model without tensor and pipeline parallelism has them."""
+        keys = (key.removeprefix("model/") for key in self.stored.tensors if key.startswith("model/"))
+        return [name for name in keys if ".scaling." not in name and ".scale_inv@" not in name]
+
+    def format(self, name: str) -> tuple[torch.dtype, torch.Size, int]:
+        """Dtype of the weight's payload, whole shape, and how many pieces of it have a scale of their own (0: no scale)."""
+        entry = self.stored.tensors[f"model/{name}"]
+        scaled = of_dtype(entry.properties.dtype).scaled
+        return entry.properties.dtype, entry.size, len(entry.chunks) if scaled else 0
+
+    def values(self, name: str) -> Tensor:
+        """The whole weight in FP32: from its master where it has one, else as it is."""
+        return self._find("master" if f"master/{name}" in self.stored.tensors else "model", name).values()
+
+    def weight(self, name: str) -> Tensor:
+        """The whole weight as saved, a ScalingTensor where it has one scale; in FP32 where its pieces have several."""
+        found = self._find("model", name)
+        if not found.scales:
+            return found.payload
+        return found.values() if found.scale_inv is None else found.to(of_dtype(found.payload.dtype), torch.bfloat16)
+
+    def _find(self, prefix: str, name: str) -> Found:
+        size = self.stored.tensors[f"{prefix}/{name}"].size
+        place = Place(name=name, shape=tuple(size), offset=(0,) * len(size), start=0, sizes=tuple(size), first=True)
+        found = find(self.stored, prefix, [place], size, self.info["vocab_size"])
+        found.check(self.folder)
+        return found
+
+
+def load_for_inference(path: str | Path) -> tuple[nn.Module, Config, Tokenizer]:
+    """Model in evaluation mode, configuration and tokenizer of the newest checkpoint in `path`, for one process, whatever its grid was.
+
+    Makes the process groups megatron-core asks for, of one rank, where there are none.
+
+    Raises:
+        ValueError: no checkpoint there is whole, or it does not hold the model that its configuration describes.
+    """
+    saved = Saved(path)
+    config = replace(saved.config, parallel=ParallelConfig())
+    if not torch.distributed.is_initialized():
+        process_groups.initialize(config)
+    model = build_model(config, build_recipe(config.precision), saved.info["vocab_size"])
+    take_model(model, saved.stored, saved.info["vocab_size"])
+    for layer in model.modules():
+        if isinstance(layer, FP8Gemm):
+            layer.take_initial_weight()  # no master will start from it
+    return model.eval(), config, build_tokenizer(config.data, config.model.vocab_size)

@@ -1,0 +1,156 @@
+"""From what is stored to what this run keeps: another cut of a tensor, another format.
+
+A tensor keeps its bits where its format stays and all chunks it is made of have one scale, which is so wherever the cut follows whole
+tensor-parallel shards. Else it is requantised: chunks of one format with several scales take the coarsest of them (scales are powers of
+two, so that only what falls below the smallest subnormal of that scale is rounded); another format takes a scale from the tensor's amax.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.lm.checkpoint.content import scale_key
+from megatron.lm.checkpoint.place import Place
+from megatron.lm.checkpoint.storage import Region, Stored
+from msamp.numerics.formats import Format
+from msamp.numerics.quantize import quantize
+from msamp.numerics.scaling import inverse
+from msamp.numerics.tensor import ScalingTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A local tensor as stored: `payload`, and for each part of it (slices) that has a scale of its own, that `scale_inv`."""
+
+    key: str
+    payload: Tensor
+    scales: list[tuple[tuple[slice, ...], Tensor]]
+
+    @property
+    def scale_inv(self) -> Tensor | None:
+        """The one scale of the whole payload, FP32 0-dim; None where it is plain or has several."""
+        first = self.scales[0][1] if self.scales else None
+        return first if all(torch.equal(scale, self.scales[0][1]) for _, scale in self.scales) else None
+
+    def values(self) -> Tensor:
+        """The values, FP32."""
+        found = self.payload.float()
+        for part, scale_inv in self.scales:
+            found[part] *= scale_inv
+        return found
+
+    def keeps_bits(self, fmt: Format) -> bool:
+        """Whether storing it in `fmt` changes no bit."""
+        return self.payload.dtype == fmt.dtype and fmt.scaled == bool(self.scales) and (not fmt.scaled or self.scale_inv is not None)
+
+    def to(self, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
+        """In `fmt`: a ScalingTensor that looks like `dtype`, or a plain tensor of the format's own."""
+        if self.keeps_bits(fmt):
+            return self.payload if self.scale_inv is None else ScalingTensor(self.payload, self.scale_inv.clone(), dtype)
+        values = self.values()
+        if not fmt.scaled:
+            return values.to(fmt.dtype)
+        if self.payload.dtype != fmt.dtype or not self.scales:
+            return ScalingTensor.quantize(values, fmt, dtype=dtype)
+        coarsest = torch.stack([scale for _, scale in self.scales]).amax()
+        return ScalingTensor(quantize(values, inverse(coarsest), fmt), coarsest, dtype)
+
+    def check(self, folder: object) -> None:
+        """ValueError where a value is not finite, or a scale is not a positive power of two."""
+        bad = 0 if self.payload.dtype.is_floating_point is False else int((~self.payload.float().isfinite()).sum())
+        if bad:
+            raise ValueError(f"{folder}: {self.key} holds {bad} values that are NaN or infinite; load an older checkpoint")
+        for _, scale in self.scales:
+            if not (scale > 0 and scale.isfinite() and torch.frexp(scale)[0] == 0.5):
+                raise ValueError(f"{folder}: {self.key} has scale_inv {float(scale):g}, which is no power of two; load an older checkpoint")
+
+
+def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[int], vocab_size: int) -> Found:
+    """Read a local tensor of `shape` that stands at the places `where`.
+
+    A vocabulary that was padded to another number of rows is cut, or gets copies of its last padding row; where it had none, the mean
+    of its last chunk's rows, and zeros in the moments.
+
+    Raises:
+        ValueError: it is not stored, or has another shape.
+    """
+    dtype = stored.tensors[f"{prefix}/{where[0].name}"].properties.dtype if f"{prefix}/{where[0].name}" in stored.tensors else torch.uint8
+    payload, scales = torch.zeros(tuple(shape), dtype=dtype), []
+    for place in where:
+        key = f"{prefix}/{place.name}"
+        if key not in stored.tensors:
+            raise ValueError(f"{stored.folder} is damaged: it holds no {key}; load an older checkpoint")
+        entry = stored.tensors[key]
+        rows = _stored_rows(stored, key, place, vocab_size)
+        target = payload[place.start : place.start + place.sizes[0]] if place.sizes else payload
+        if rows is None:
+            stored.read([Region(key, place.offset, target)])
+        else:
+            _read_padded(stored, key, place, rows, vocab_size, target)
+        for chunk in entry.chunks:
+            part = _overlap(place, chunk.offsets, chunk.sizes, rows)
+            if part is not None and (scale_key(key, chunk.offsets) in stored.tensors or dtype.itemsize == 1):  # FP8 means nothing without
+                scales.append((part, stored.tensor(scale_key(key, chunk.offsets))))
+    return Found(f"{prefix}/{where[0].name}", payload, scales)
+
+
+def _stored_rows(stored: Stored, key: str, place: Place, vocab_size: int) -> int | None:
+    """Rows of a vocabulary that was padded otherwise; None where the shape is as it should be. ValueError for any other shape."""
+    size = tuple(stored.tensors[key].size)
+    if size == place.shape:
+        return None
+    if (
+        size[1:] == place.shape[1:]
+        and min(size[0], place.shape[0]) >= vocab_size
+        and place.name.endswith(("word_embeddings.weight", "output_layer.weight"))
+    ):
+        return size[0]
+    raise ValueError(f"{stored.folder} is damaged: {key} is {size}, the model wants {place.shape}; load an older checkpoint")
+
+
+def _read_padded(stored: Stored, key: str, place: Place, rows: int, vocab_size: int, target: Tensor) -> None:
+    there = max(0, min(place.sizes[0], rows - place.offset[0]))
+    if there:
+        stored.read([Region(key, place.offset, target[:there])])
+    if there == place.sizes[0]:
+        return
+    if rows > vocab_size:
+        first, what = rows - 1, "row"
+    elif key.startswith(("model/", "master/")):
+        # A row of zeros has logit 0, which may be far above all others; the mean of rows takes no more than the mean of their shares.
+        first, what = max(chunk.offsets[0] for chunk in stored.tensors[key].chunks), "mean"
+    else:
+        return
+    last = target.new_empty((rows - first, *place.sizes[1:]))
+    stored.read([Region(key, (first, *place.offset[1:]), last)])
+    target[there:] = last if what == "row" else last.float().mean(0).to(last.dtype)
+
+
+def _overlap(place: Place, offsets: Sequence[int], sizes: Sequence[int], rows: int | None) -> tuple[slice, ...] | None:
+    """Slices of the local tensor that come from a chunk; None where none do."""
+    part = []
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        start, end = max(offset, place.offset[dim]), min(offset + size, place.offset[dim] + place.sizes[dim])
+        if dim == 0 and rows is not None and offset + size == rows:  # copies of the last row
+            start, end = min(start, place.offset[0] + place.sizes[0] - 1), place.offset[0] + place.sizes[0]
+        if start >= end:
+            return None
+        base = place.offset[dim] - (place.start if dim == 0 else 0)
+        part.append(slice(start - base, end - base))
+    return tuple(part)
+
+
+def scalar(stored: Stored, prefix: str, place: Place) -> Tensor | None:
+    """What a tensor has once, such as its step count; None where it is not stored."""
+    key = f"{prefix}/{place.name}"
+    return stored.tensor(key) if key in stored.tensors else None
+
+
+def chunk_offsets(stored: Stored, where: Sequence[Place]) -> Iterator[tuple[Place, torch.Size]]:
+    """The chunks of the stored weight from which a local one comes."""
+    for place in where:
+        for chunk in stored.tensors[f"model/{place.name}"].chunks:
+            if _overlap(place, chunk.offsets, chunk.sizes, None) is not None:
+                yield place, chunk.offsets

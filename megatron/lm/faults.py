@@ -1,0 +1,293 @@
+"""What a run does about bad steps and about signals: decided by all ranks alike, a step later, so that nobody waits for the device.
+
+Each step leaves a few numbers on their way to the host. They are read when the next step has been launched, or at once where
+something is about to be saved or evaluated.
+"""
+
+import contextlib
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.lm import checkpoint
+from megatron.lm.config import Config
+from megatron.lm.distributed import chunks
+from megatron.lm.metrics import Metrics
+from megatron.lm.model.initial import named_globally
+from megatron.lm.step import StepResult, Training
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
+from msamp.comm.scale_sync import NOT_FINITE
+from msamp.optim.device_flag import DeviceCopy, DeviceFlag
+
+MAX_ROLLBACKS = 3  # to one checkpoint
+NAMED = 3  # tensors of a rank, and ranks, that a message names
+
+
+class RunStopped(RuntimeError):
+    """A run that cannot go on; says why, and what to do."""
+
+
+class Requests:
+    """Signals and the clock: SIGTERM and `minutes` since this object was made ask to leave, SIGUSR1 asks for a checkpoint."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self.minutes = minutes
+        self._started = time.monotonic()
+        self._asked: set[int] = set()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the two signals while the block runs: none ends the process, whatever it is doing, a save included."""
+        before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._asked.add(number)
+
+    def take(self) -> list[bool]:
+        """Whether SIGTERM came, SIGUSR1 came since the last call, and the time is over."""
+        save = signal.SIGUSR1 in self._asked
+        self._asked.discard(signal.SIGUSR1)
+        over = self.minutes is not None and time.monotonic() - self._started >= 60 * self.minutes
+        return [signal.SIGTERM in self._asked, save, over]
+
+
+class LossSpikes:
+    """Tells a loss that is more than `threshold` times the mean of the last `window` ones; nothing before there are so many."""
+
+    def __init__(self, threshold: float, window: int) -> None:
+        self.threshold = threshold
+        self._losses: deque[float] = deque(maxlen=window)
+
+    def mean_before(self, loss: float) -> float | None:
+        """The mean that this loss (nats a token) leaves behind by too much; None where it does not. It counts from now on."""
+        losses = self._losses
+        mean = math.fsum(losses) / len(losses) if len(losses) == losses.maxlen else None
+        losses.append(loss)
+        return mean if self.threshold and mean is not None and loss > self.threshold * mean else None
+
+    def forget(self) -> None:
+        """The last loss does not count: its step is undone."""
+        self._losses.pop()
+
+
+class Decision(NamedTuple):
+    """What all ranks do now. `leave`: why, or None."""
+
+    roll_back: bool = False
+    save: bool = False
+    leave: str | None = None
+
+
+class _Step(NamedTuple):
+    """A step on its way: all ranks' sums of loss, tokens and requests; which of this rank's loss and gradients are not finite."""
+
+    iteration: int
+    skipped: bool | DeviceFlag
+    grad_norm: Tensor
+    sums: DeviceCopy
+    spoiled: DeviceCopy
+
+
+class StepWatch:
+    """Looks at every step after it has been done.
+
+    Skipped steps: rank 0 names the ranks and tensors that were not finite, in the order of backward, so that the first is where it
+    began; under tensor and pipeline parallelism what one rank spoils reaches the ranks that it computes with. After
+    `--max-skipped-steps` in a row all ranks raise RunStopped.
+
+    Args:
+        config: of the run.
+        training: what the steps work on.
+        metrics: where skipped steps and spikes are written, as rows of kind "skipped" and "spike".
+        requests: of this process; those of all are added up in a small collective a step, which one process alone does without.
+    """
+
+    def __init__(self, config: Config, training: Training, metrics: Metrics, requests: Requests) -> None:
+        self.config, self.training, self.metrics, self.requests = config.faults, training, metrics, requests
+        self.spikes = LossSpikes(self.config.loss_spike_threshold, self.config.loss_spike_window)
+        self.in_a_row = 0
+        self._everyone = Peers(dist.group.WORLD, WireBytes())
+        sync = training.grad_sync
+        # One rank's averaged gradients are its own; of several, what the synchroniser saw before they were averaged.
+        self._alone = sync.peers.ranks == 1
+        params = [p for group in training.optimizer.param_groups for p in group["params"]] if self._alone else sync.params
+        names: dict[Tensor, str] = {
+            p: f"{name}.{key}"
+            for chunk in chunks(training.model)
+            for name, module in named_globally(chunk)
+            for key, p in module.named_parameters(recurse=False)
+        }
+        backward = {p: place for place, p in enumerate(reversed(list(sync.names)))}
+        self._names = ["the loss", *(f"the gradient of {names[p]}" for p in params)]
+        self._order = [0, *(1 + place for place in sorted(range(len(params)), key=lambda place: backward[params[place]]))]
+        self._steps: deque[_Step] = deque()
+
+    def look(self, result: StepResult, iteration: int, now: bool) -> Decision:
+        """Take in a step, and decide about the one before; `now`: about this one too, which waits for it. Collective.
+
+        Raises:
+            RunStopped: on every rank, after `--max-skipped-steps` skipped steps in a row.
+        """
+        self._steps.append(self._send(result, iteration))
+        decisions: list[Decision] = []
+        while len(self._steps) > (not now):
+            decisions.append(self._decide(self._steps.popleft()))
+            now = now or decisions[-1].save or decisions[-1].leave is not None  # what is saved has been looked at
+        leaving = next((decision.leave for decision in decisions if decision.leave), None)
+        return Decision(any(d.roll_back for d in decisions), any(d.save for d in decisions), leaving)
+
+    def undone(self) -> None:
+        """The spike, and what came after it, have been rolled back."""
+        self._steps.clear()
+        self.spikes.forget()
+
+    def _send(self, result: StepResult, iteration: int) -> _Step:
+        sums = torch.stack([result.loss_sum, result.tokens]).double()
+        asked = torch.tensor(self.requests.take(), dtype=torch.float64, pin_memory=sums.is_cuda)
+        sums = torch.cat([sums, asked.to(sums.device, non_blocking=True)])
+        self._everyone.all_reduce(sums, dist.ReduceOp.SUM, "the loss and the requests to save or to leave", None)
+        sync, optimizer = self.training.grad_sync, self.training.optimizer
+        gradients = ~optimizer.grad_amaxes.isfinite() if self._alone else sync.own_slots == NOT_FINITE
+        spoiled = torch.cat([~result.loss_sum.isfinite().view(1), gradients])
+        return _Step(iteration, result.skipped, result.grad_norm, DeviceCopy(sums), DeviceCopy(spoiled))
+
+    def _decide(self, step: _Step) -> Decision:
+        loss_sum, tokens, terminate, save, over = step.sums.values().tolist()
+        leave = "SIGTERM" if terminate else f"--exit-duration-in-mins {self.requests.minutes:g}" if over else None
+        if step.skipped:
+            self._skipped(step)
+            return Decision(save=bool(save), leave=leave)
+        self.in_a_row = 0
+        loss = loss_sum / tokens if tokens else math.nan
+        mean = self.spikes.mean_before(loss) if math.isfinite(loss) else None
+        if mean is not None:
+            self._say(
+                f"loss spike at iteration {step.iteration}: {loss:.4f} is {loss / mean:.2f} times the mean {mean:.4f} of the last "
+                f"{self.config.loss_spike_window} steps (--loss-spike-threshold {self.config.loss_spike_threshold:g})",
+                {"kind": "spike", "iteration": step.iteration, "loss": loss, "mean": mean},
+            )
+        return Decision(mean is not None and self.config.loss_spike_action == "rollback", bool(save), leave)
+
+    def _skipped(self, step: _Step) -> None:
+        self.in_a_row += 1
+        spoiled = step.spoiled.values().tolist()
+        mine = [self._names[place] for place in self._order if spoiled[place]]
+        everywhere: list[list[str]] = [[] for _ in range(self._everyone.ranks)]
+        dist.all_gather_object(everywhere, mine)
+        found = {rank: names for rank, names in enumerate(everywhere) if names}
+        what = _described(found) if found else f"no tensor by itself, but the gradient norm is {float(step.grad_norm):g}"
+        limit = self.config.max_skipped_steps
+        self._say(
+            f"skipped iteration {step.iteration} ({self.in_a_row} in a row, the run stops at {limit}); not finite: {what}",
+            {"kind": "skipped", "iteration": step.iteration, "tensors": {str(rank): names for rank, names in found.items()}},
+        )
+        if self.in_a_row >= limit:
+            raise RunStopped(
+                f"{limit} steps in a row were skipped, the last one at iteration {step.iteration}; not finite: {what}. Nothing was saved "
+                "at the end. One rank alone again and again: take its machine out. All ranks: go on from an older checkpoint with a lower "
+                "--lr, or look at the data there. To wait longer, raise --max-skipped-steps"
+            )
+
+    def _say(self, line: str, row: dict[str, Any]) -> None:
+        self.metrics.write(row)
+        if self.metrics.main:
+            print(line, flush=True)
+
+
+def _described(found: dict[int, list[str]]) -> str:
+    """Ranks and tensors, the first few of each by name."""
+    parts = []
+    for rank, names in list(found.items())[:NAMED]:
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        parts.append(f"rank {rank}: {', '.join(names[:NAMED])}{more}")
+    if len(found) > NAMED:
+        parts.append(f"and {len(found) - NAMED} more ranks")
+    return "; ".join(parts)
+
+
+class Rollback:
+    """The way back to the newest checkpoint that this run has in `--save`.
+
+    Attributes:
+        iteration: of that checkpoint; None before there is one.
+        count: times that the run went back to it.
+    """
+
+    def __init__(self) -> None:
+        self.iteration: int | None = None
+        self.count = 0
+
+    def saved(self, iteration: int) -> None:
+        """There is a newer one."""
+        self.iteration, self.count = iteration, 0
+
+    def go(self, training: Training) -> str:
+        """Bring everything but the data back to where it was; a line for the log. Collective.
+
+        What was read since the checkpoint is not read again: `training.passed_over` grows by it.
+
+        Raises:
+            RunStopped: after MAX_ROLLBACKS times to the same checkpoint.
+            ValueError: where it cannot be read.
+        """
+        config, was, position = training.config, training.iteration, training.consumed_samples + training.passed_over
+        folder = config.checkpoint.save
+        assert folder is not None
+        if self.iteration is None:
+            return f"{folder} holds no checkpoint of this run so far: nothing to roll back to, training goes on"
+        if self.count == MAX_ROLLBACKS:
+            raise RunStopped(
+                f"the loss spiked again after {MAX_ROLLBACKS} rollbacks to iteration {self.iteration} in {folder}, each time over other "
+                "data. Nothing was saved since. Go on from an older checkpoint, with a lower --lr, or raise --loss-spike-threshold"
+            )
+        source = replace(config.checkpoint, load=folder, finetune=False, no_load_optim=False, no_load_rng=False, ckpt_step=None)
+        training.config = replace(config, checkpoint=source)
+        try:
+            checkpoint.load(training)
+        finally:
+            training.config = config
+        self.count += 1
+        training.passed_over = position - training.consumed_samples
+        return (
+            f"rolled back from iteration {was} to iteration {training.iteration} ({self.count} of {MAX_ROLLBACKS} times to {folder}); the "
+            f"{was - training.iteration} batches since then are passed over"
+        )
+
+
+def begins_afresh(config: Config) -> bool:
+    """Whether `--load` is the folder of `--save` and holds no checkpoint: the first start of a run that resumes by itself.
+
+    Every rank must see the same folder; collective where there are several.
+
+    Raises:
+        ValueError: on every rank, where some see a checkpoint there and others do not.
+    """
+    if not config.checkpoint.resumes_itself:
+        return False
+    assert config.checkpoint.load is not None
+    answers = [not checkpoint.exists(Path(config.checkpoint.load))]
+    if dist.is_initialized():
+        answers = [True] * dist.get_world_size()
+        dist.all_gather_object(answers, not checkpoint.exists(Path(config.checkpoint.load)))
+    if len(set(answers)) > 1:
+        raise ValueError(
+            f"rank {answers.index(False)} sees a checkpoint in --load {config.checkpoint.load}, rank {answers.index(True)} does not: "
+            "name a folder that all machines share"
+        )
+    return answers[0]

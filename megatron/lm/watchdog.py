@@ -1,0 +1,162 @@
+"""Names the rank that holds the others up: every process tells where it is, and who has waited too long reads where the others are."""
+
+import contextlib
+import faulthandler
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+BEAT_SECONDS = 5.0  # at most, between two words of a process
+ANSWER_SECONDS = 10.0  # how long the rendezvous store may take to say where everybody is
+# Collectives wait this much longer than the watchdog, so that it speaks first: what they say names no rank.
+GRACE_SECONDS = 30.0
+READING = "reading data"
+
+
+class Place(NamedTuple):
+    """Where a rank is: its iteration, what it does there, for how many seconds, and the time (seconds since 1970) at which it said so."""
+
+    iteration: int
+    phase: str
+    seconds: float
+    time: float
+
+
+class Watchdog:
+    """Two threads beside training, for the length of `watching`; none where there is one process.
+
+    One writes this rank's place into the rendezvous store. The other ends the process, with exit code 1 and a line on stderr that
+    names who is stuck, when this rank has not moved for `timeout` seconds: the first to notice leaves the line in the store, and
+    the others say the same. A process that a signal has stopped, or one that spins, cannot come to a collective and cannot be
+    waited for, so there is nothing to unwind.
+
+    Args:
+        timeout: seconds; a step, a checkpoint and a batch of an evaluation must be shorter.
+        rank, ranks: this process, and how many there are.
+    """
+
+    def __init__(self, timeout: float, rank: int, ranks: int) -> None:
+        self.timeout, self.rank, self.ranks = timeout, rank, ranks
+        self.beat = min(BEAT_SECONDS, timeout / 8)
+        self.iteration, self.phase = 0, "starting"
+        self._moves, self._since = 0, time.monotonic()
+        self._ended, self._stalled, self._told = threading.Event(), threading.Event(), threading.Event()
+        self._verdict = ""
+
+    def at(self, phase: str, iteration: int | None = None) -> None:
+        """This rank has come to `phase` of an iteration (None: of the same as before)."""
+        self.phase, self.iteration = phase, self.iteration if iteration is None else iteration
+        self._moves, self._since = self._moves + 1, time.monotonic()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch while the block runs."""
+        if self.ranks == 1:
+            yield
+            return
+        # A connection of its own: a call of the main thread that waits would hold the other one.
+        store = dist.PrefixStore("msamp/watchdog", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+        self._ended.clear()
+        self.at("starting")
+        threads = [
+            threading.Thread(target=self._tell, args=(store,), name="heartbeat", daemon=True),
+            threading.Thread(target=self._watch, name="watchdog", daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            for thread in threads:
+                thread.join(self.beat)
+
+    def _here(self) -> Place:
+        return Place(self.iteration, self.phase, time.monotonic() - self._since, time.time())
+
+    def _tell(self, store: dist.Store) -> None:
+        try:
+            while True:
+                store.set(str(self.rank), json.dumps(self._here()))
+                if self._stalled.is_set() and not store.check(["verdict"]):
+                    found = (str(rank) for rank in range(self.ranks))
+                    places = {int(rank): Place(*json.loads(store.get(rank))) for rank in found if store.check([rank])}
+                    store.compare_set("verdict", "", verdict(places, self.ranks, self.timeout, time.time()))
+                if store.check(["verdict"]):
+                    self._verdict = store.get("verdict").decode()
+                    self._told.set()
+                if self._ended.wait(self.beat):
+                    return
+        except RuntimeError:
+            return  # the store is gone, with the process that holds it: the watching thread says so if this rank is to wait for it
+
+    def _watch(self) -> None:
+        still, moves = 0.0, self._moves
+        while not self._told.is_set():
+            if self._ended.wait(self.beat):
+                return
+            # Counted by wake-ups, not by the clock: a job that was suspended as a whole has not been waiting.
+            still, moves = (still + self.beat, moves) if self._moves == moves else (0.0, self._moves)
+            if still >= self.timeout:
+                self._stalled.set()
+                self._told.wait(ANSWER_SECONDS)
+                break
+        holder = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+        silent = f"the rendezvous store does not answer: {holder}, which holds it, is dead or stopped"
+        here = self._here()
+        print(
+            f"error: rank {self.rank} ends after {here.seconds:.0f} s at iteration {here.iteration}, {here.phase} "
+            f"(--distributed-timeout-minutes {self.timeout / 60:g}): {self._verdict or silent}",
+            file=sys.stderr,
+            flush=True,
+        )
+        faulthandler.dump_traceback(sys.__stderr__ or 2)
+        # The others have to hear it before this process's end breaks their connections, and its store.
+        time.sleep(2 * self.beat)
+        os._exit(1)
+
+
+def verdict(places: Mapping[int, Place], ranks: int, timeout: float, now: float) -> str:
+    """Who is stuck, and where everybody is.
+
+    Args:
+        places: by rank, of those who have said where they are.
+        ranks: how many there are.
+        timeout: seconds for which somebody has waited. Who has been silent for half of that is dead or stopped (so the machines'
+            clocks may differ by as much); else it is who reads data, which waits for nobody; else who has come least far.
+        now: seconds since 1970.
+    """
+    silent = [rank for rank in range(ranks) if rank not in places or now - places[rank].time > timeout / 2]
+    reading = [rank for rank, place in places.items() if place.phase == READING]
+    first = min((place.iteration for place in places.values()), default=0)
+    behind = [rank for rank, place in places.items() if place.iteration == first]
+    stuck = silent or reading or (behind if len(behind) < ranks else [])
+    named = f"{_ranks(stuck)} {'is' if len(stuck) == 1 else 'are'} stuck" if stuck else "no rank is behind the others"
+    groups: dict[str, list[int]] = {}
+    for rank in range(ranks):
+        if rank not in places:
+            said = "has never said where it is"
+        else:
+            place = places[rank]
+            said = f"at iteration {place.iteration}, {place.phase}"
+            if rank in stuck:
+                said += f", for {place.seconds:.0f} s; last heard of {max(0.0, now - place.time):.0f} s ago"
+        groups.setdefault(said, []).append(rank)
+    ordered = sorted(groups.items(), key=lambda group: group[1][0] not in stuck)
+    return "; ".join([named, *(f"{_ranks(members)} {said}" for said, members in ordered)])
+
+
+def _ranks(numbers: list[int]) -> str:
+    """`rank 3`, or `ranks 0-2, 5`."""
+    spans = []
+    for _, group in itertools.groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
+        span = [number for _, number in group]
+        spans.append(f"{span[0]}" if len(span) == 1 else f"{span[0]}-{span[-1]}")
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(spans)}"

@@ -1,0 +1,294 @@
+"""The table of faults in a checkpoint, each with its outcome.
+
+Torn ones (bytes that are not those that were written, or no checkpoint of this code) are passed over for the next older whole one, with a
+message; where there is none, and for whatever is wrong behind sound digests, loading ends with a ValueError that names the file or the
+tensor, on an unchanged run, and the folder stays as it is.
+"""
+
+import dataclasses
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import checkpoints
+import pytest
+import tiny
+import torch
+from checkpoints import MARKER, contents, everything, pointed, rewrite, seal, tensors
+
+from megatron.lm.checkpoint import latest, load
+from megatron.lm.checkpoint.folder import INFO_FILE
+from megatron.lm.trainer import Trainer
+
+DATA, METADATA = "__0_0.distcp", ".metadata"
+FC1, NORM = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.final_layernorm.weight"
+NAN, INFINITE = float("nan"), float("inf")
+
+
+class Fault(NamedTuple):
+    """What is done to a checkpoint's folder, and what loading says of it."""
+
+    damage: Callable[[Path], object]
+    said: str
+
+
+class RunsCode:
+    """Makes a file in the folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self.folder}/ran",)
+
+
+def flip(name: str) -> Callable[[Path], object]:
+    def damage(folder: Path) -> None:
+        data = bytearray((folder / name).read_bytes())
+        data[len(data) // 2] ^= 16
+        (folder / name).write_bytes(data)
+
+    return damage
+
+
+def cut(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-500])
+
+
+def gone(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
+
+
+def edited(old: str, new: str) -> Callable[[Path], object]:
+    def damage(folder: Path) -> None:
+        text = (folder / INFO_FILE).read_text()
+        assert old in text
+        (folder / INFO_FILE).write_text(text.replace(old, new))
+
+    return damage
+
+
+def foreign(*files: str) -> Callable[[Path], object]:
+    def damage(folder: Path) -> None:
+        shutil.rmtree(folder)
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"iteration": 4}, folder / name)
+
+    return damage
+
+
+TORN = {
+    "a flipped bit in a shard": Fault(flip(DATA), f"{DATA} is damaged: its SHA-256 is not that in {INFO_FILE}"),
+    "a flipped bit in the metadata": Fault(flip(METADATA), f"{METADATA} is damaged: its SHA-256 is not that in {INFO_FILE}"),
+    "a truncated shard": Fault(cut(DATA), rf"{DATA} is \d+ bytes long; it should be \d+ bytes long"),
+    "a missing shard": Fault(gone(DATA), f"{DATA} is missing"),
+    "missing metadata": Fault(gone(METADATA), f"{METADATA} is missing"),
+    "a missing checkpoint.json": Fault(gone(INFO_FILE), f"is no checkpoint, or one without {INFO_FILE}"),
+    "an edited checkpoint.json": Fault(edited('"consumed_samples": 16', '"consumed_samples": 17'), f"{INFO_FILE} is damaged: its seal"),
+    "a truncated checkpoint.json": Fault(cut(INFO_FILE), f"{INFO_FILE} cannot be read"),
+    "an older version of ours": Fault(foreign("mp_rank_00_000.pt", "rng_00000.pt"), "was written by an earlier version of this code"),
+    "a version to come": Fault(lambda folder: seal(folder, version=99), "has checkpoint version 99, this code reads version"),
+    "Megatron-LM's": Fault(foreign("mp_rank_00/model_optim_rng.pt"), "was written by Megatron-LM"),
+    "any folder": Fault(foreign("weights.pt"), "is no checkpoint"),
+    "a checkpoint.json that leads out": Fault(
+        lambda folder: seal(folder, files={"../../secret": {"bytes": 1, "sha256": "0"}}), r"names '\.\./\.\./secret', which is outside"
+    ),
+}
+
+
+def changed(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], object]:
+    return lambda folder: rewrite(folder, {key: change(tensors(folder)[key])})
+
+
+def first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(x: torch.Tensor) -> torch.Tensor:
+        values = x.float()
+        values.view(-1)[0] = value
+        return values.to(x.dtype)
+
+    return change
+
+
+def times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda scale_inv: scale_inv * factor
+
+
+def metadata_that_runs_code(folder: Path) -> None:
+    metadata = pickle.loads((folder / METADATA).read_bytes())
+    metadata.planner_data = RunsCode(folder)
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+    seal(folder)
+
+
+def metadata_that_leads_out(folder: Path) -> None:
+    metadata = pickle.loads((folder / METADATA).read_bytes())
+    metadata.storage_data = {
+        index: dataclasses.replace(info, relative_path=f"../iter_0000002/{DATA}") for index, info in metadata.storage_data.items()
+    }
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+    seal(folder)
+
+
+def of(state: str, name: str = FC1) -> str:
+    return f"{state}/{name}"
+
+
+def scale(state: str) -> str:
+    return f"{state}/{FC1}.scale_inv@0,0"
+
+
+SOUND = {  # in its digests
+    "another vocabulary": Fault(lambda folder: seal(folder, vocab_size=61), r"a tokenizer of 60 tokens \(saved: 61\)"),
+    "NaN in a weight": Fault(changed(of("model", NORM), first(NAN)), f"{of('model', NORM)} holds 1 values that are NaN or infinite"),
+    "NaN in an FP8 weight": Fault(changed(of("model"), first(NAN)), f"{of('model')} holds 1 values that are NaN"),
+    "infinity in a master": Fault(changed(of("master"), first(INFINITE)), f"{of('master')} holds 1 values that are NaN or infinite"),
+    "NaN in m": Fault(changed(of("exp_avg"), first(NAN)), f"{of('exp_avg')} holds 1 values that are NaN"),
+    "infinity in v": Fault(changed(of("exp_avg_sq"), first(INFINITE)), f"{of('exp_avg_sq')} holds 1 values that are NaN"),
+    "a stale scale of a weight, too large": Fault(changed(scale("model"), times(2)), f"{FC1} reaches .* one of their scales is stale"),
+    "a stale scale of a weight, too small": Fault(changed(scale("model"), times(0.5)), f"{FC1} reaches .* one of their scales is stale"),
+    "a stale scale of a master": Fault(changed(scale("master"), times(4)), f"{FC1} reaches .* one of their scales is stale"),
+    "a scale that is no power of two": Fault(changed(scale("exp_avg"), times(1.5)), f"{of('exp_avg')} has scale_inv .* no power of two"),
+    "a scale of 0": Fault(changed(scale("model"), times(0)), f"{of('model')} has scale_inv 0, which is no power of two"),
+    "a negative scale": Fault(changed(scale("master"), times(-1)), f"{of('master')} has scale_inv -.*, which is no power of two"),
+    "an infinite scale": Fault(changed(scale("exp_avg_sq"), times(INFINITE)), f"{of('exp_avg_sq')} has scale_inv inf"),
+    "a scale that is NaN": Fault(changed(scale("model"), times(NAN)), f"{of('model')} has scale_inv nan"),
+    "FP8 without a scale": Fault(lambda f: rewrite(f, {}, [scale("model")]), rf"holds no {scale('model')}"),
+    "a weight missing": Fault(lambda f: rewrite(f, {}, [of("model", NORM)]), f"holds no {of('model', NORM)}; load an older"),
+    "m missing": Fault(lambda f: rewrite(f, {}, [of("exp_avg")]), f"holds no {of('exp_avg')}; load an older"),
+    "a weight of another shape": Fault(
+        changed(of("model", NORM), lambda x: x[:3].clone()), rf"{of('model', NORM)} is \(3,\), the model wants \(32,\)"
+    ),
+    "no states at all": Fault(
+        lambda f: rewrite(f, {}, [key for key in tensors(f) if key.startswith("exp_avg")]), "holds weights alone; load them with --finetune"
+    ),
+    "metadata that runs code": Fault(metadata_that_runs_code, r"\.metadata cannot be read \(it names posix\.system"),
+    "metadata that leads out": Fault(metadata_that_leads_out, rf"\.metadata names '\.\./iter_0000002/{DATA}', which is outside its folder"),
+}
+FAULTS = TORN | SOUND
+
+
+@pytest.fixture(scope="module")
+def good(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of iterations 2 and 4 of an O3 run; copy it before changing anything."""
+    return checkpoints.saved(prefix, tmp_path_factory.mktemp("good"), precision="O3", save_interval=2)
+
+
+@pytest.fixture(scope="module")
+def made(prefix: Path, good: Path) -> Iterator[Trainer]:
+    """One trainer for all faults: loading leaves it as it was, or as the checkpoint says."""
+    with tiny.trainer(tiny.config(prefix, precision="O3", train_iters=6)) as made:
+        yield made
+
+
+@pytest.fixture
+def copy(made: Trainer, good: Path, tmp_path: Path) -> Path:
+    """A copy of the good folder, which `made` is to load."""
+    copy = Path(shutil.copytree(good, tmp_path / "copy"))
+    made.training.config = pointed(made.config, load=str(copy))
+    return copy
+
+
+def refused(made: Trainer, copy: Path, said: str) -> None:
+    """Loading raises a ValueError that matches `said`; neither the run nor the folder has changed."""
+    before, files = everything(made), contents(copy)
+    with pytest.raises(ValueError, match=said):
+        load(made.training)
+    assert tiny.same(before, everything(made))
+    assert contents(copy) == files
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_where_there_is_no_older_checkpoint(made: Trainer, copy: Path, name: str):
+    shutil.rmtree(copy / "iter_0000002")
+    FAULTS[name].damage(copy / "iter_0000004")
+    refused(made, copy, FAULTS[name].said)
+
+
+@pytest.mark.parametrize("name", TORN)
+def test_a_torn_checkpoint_is_passed_over_for_an_older_one(made: Trainer, copy: Path, name: str, capsys: pytest.CaptureFixture[str]):
+    TORN[name].damage(copy / "iter_0000004")
+    load(made.training)
+    assert (made.training.iteration, made.training.consumed_samples) == (2, 8)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("passed over: ")]
+    assert len(said) == 1
+    assert str(copy / "iter_0000004") in said[0]
+
+
+@pytest.mark.parametrize("name", ["another vocabulary", "NaN in a weight", "a stale scale of a weight, too large", "metadata that runs code"])
+def test_what_is_wrong_behind_sound_digests_is_not_passed_over(made: Trainer, copy: Path, name: str):
+    """It was written so: whoever did will want to know, and chooses with --ckpt-step."""
+    SOUND[name].damage(copy / "iter_0000004")
+    refused(made, copy, SOUND[name].said)
+    made.training.config = pointed(made.training.config, ckpt_step=2)
+    load(made.training)
+    assert made.training.iteration == 2
+
+
+def test_code_in_metadata_does_not_run(made: Trainer, copy: Path):
+    metadata_that_runs_code(copy / "iter_0000004")
+    refused(made, copy, "has no place in a checkpoint's metadata")
+    assert not (copy / "iter_0000004" / "ran").exists()
+    pickle.loads((copy / "iter_0000004" / METADATA).read_bytes())
+    assert (copy / "iter_0000004" / "ran").exists()  # it would have
+
+
+def test_both_damaged(made: Trainer, copy: Path):
+    flip(DATA)(copy / "iter_0000004")
+    gone(METADATA)(copy / "iter_0000002")
+    refused(made, copy, rf"holds no whole checkpoint: .*iter_0000004/{DATA} is damaged.*; .*iter_0000002/{METADATA} is missing.*Restore one")
+
+
+def test_a_named_iteration_is_not_replaced_by_another(made: Trainer, copy: Path):
+    flip(DATA)(copy / "iter_0000004")
+    made.training.config = pointed(made.training.config, ckpt_step=4)
+    refused(made, copy, rf"iter_0000004/{DATA} is damaged")
+    made.training.config = pointed(made.training.config, ckpt_step=3)
+    refused(made, copy, r"holds no checkpoint of iteration 3; it holds iterations 2, 4 \(name one by --ckpt-step\)")
+
+
+@pytest.mark.parametrize("marker", [None, "", "four"])
+def test_a_marker_that_leads_nowhere(made: Trainer, copy: Path, marker: str | None):
+    if marker is None:
+        (copy / MARKER).unlink()
+    else:
+        (copy / MARKER).write_text(marker)
+    refused(made, copy, f"{MARKER} is missing or names no iteration; give the folder of an earlier --save")
+
+
+def test_a_marked_checkpoint_that_is_missing(made: Trainer, copy: Path, capsys: pytest.CaptureFixture[str]):
+    (copy / MARKER).write_text("9")
+    load(made.training)
+    assert made.training.iteration == 4
+    assert f"passed over: {copy / 'iter_0000009'} is missing\n" in capsys.readouterr().out
+    for path in copy.glob("iter_*"):
+        shutil.rmtree(path)
+    refused(made, copy, f"{MARKER} names iteration 9, which is missing; .* holds none")
+
+
+@pytest.mark.parametrize("name", ["NaN in an FP8 weight", "infinity in a master", "a stale scale of a weight, too small", "a negative scale"])
+def test_finetuning_refuses_bad_weights_too(made: Trainer, copy: Path, name: str):
+    SOUND[name].damage(copy / "iter_0000004")
+    made.training.config = pointed(made.training.config, finetune=True)
+    refused(made, copy, SOUND[name].said)
+
+
+def test_a_missing_random_state_is_told(made: Trainer, copy: Path, capsys: pytest.CaptureFixture[str]):
+    rewrite(copy / "iter_0000004", {}, [key for key in tensors(copy / "iter_0000004") if key.startswith("rng/")])
+    before = torch.get_rng_state()
+    load(made.training)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert made.training.iteration == 4
+    assert "has no random state of this rank's place in the grid: its dropout starts from --seed" in capsys.readouterr().out
+
+
+def test_rewriting_by_itself_is_no_fault(made: Trainer, copy: Path):
+    """What the table is built on: a checkpoint that was written again, with nothing changed, is the same."""
+    before = tensors(latest(copy))
+    rewrite(latest(copy), {})
+    assert checkpoints.same(before, tensors(latest(copy)))
+    load(made.training)
+    assert made.training.iteration == 4

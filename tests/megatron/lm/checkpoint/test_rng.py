@@ -1,0 +1,67 @@
+"""The random generators of a rank: put back, they draw on as if nothing had been; and whose state is whose."""
+
+import random
+
+import numpy
+import pytest
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megatron.lm.checkpoint import rng
+from megatron.lm.cpu_home import cpu_home
+
+
+def draws() -> list[float]:
+    return [torch.rand(()).item(), random.gauss(0, 1), random.random(), numpy.random.standard_normal(), numpy.random.randint(2**31)]
+
+
+@pytest.mark.parametrize("halfway", [False, True], ids=["at-rest", "a-second-normal-number-waits"])
+def test_restored_generators_draw_what_they_would_have_drawn(halfway: bool):
+    if halfway:
+        random.gauss(0, 1)
+        numpy.random.standard_normal()
+    saved = {name: value.clone() for name, value in rng.state().items()}
+    expected = draws()
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+    assert draws() != expected
+    rng.restore(saved)
+    assert draws() == expected
+
+
+def test_states_are_tensors_that_a_checkpoint_can_hold_and_no_alias_of_the_generators():
+    saved = rng.state()
+    before = {name: value.clone() for name, value in saved.items()}
+    assert {value.dtype for value in saved.values()} <= {torch.uint8, torch.int64, torch.float64}
+    draws()
+    assert all(torch.equal(value, before[name]) or bool(value.isnan().all()) for name, value in saved.items())
+
+
+def test_the_generators_of_tensor_parallel_regions_are_restored():
+    with cpu_home():
+        tracker = get_cuda_rng_tracker()
+        tracker.reset()
+        try:
+            tracker.add("region", 5)
+            saved = {name: value.clone() for name, value in rng.state().items()}
+            assert "tensor_parallel.region" in saved
+            with tracker.fork("region"):
+                expected = torch.rand(4)
+            with tracker.fork("region"):
+                assert not torch.equal(torch.rand(4), expected)
+            rng.restore(saved)
+            with tracker.fork("region"):
+                assert torch.equal(torch.rand(4), expected)
+        finally:
+            tracker.reset()
+
+
+def test_numbers_stay_when_there_are_more_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch):
+    def number(tensor: int, pipeline: int, data: int) -> int:
+        for kind, rank in (("tensor_model", tensor), ("pipeline_model", pipeline), ("data", data)):
+            monkeypatch.setattr(rng.parallel_state, f"get_{kind}_parallel_rank", lambda rank=rank: rank)
+            monkeypatch.setattr(rng.parallel_state, f"get_{kind}_parallel_world_size", lambda: 2)
+        return rng.own_number()
+
+    assert [number(tensor, pipeline, data) for data in range(2) for pipeline in range(2) for tensor in range(2)] == list(range(8))

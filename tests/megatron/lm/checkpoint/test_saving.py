@@ -1,0 +1,466 @@
+"""Saving: kills, full disks, other jobs, and the background; the last whole checkpoint is never lost. One launch serves two ranks."""
+
+import errno
+import os
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import dist
+import pytest
+import tiny
+import torch
+from checkpoints import MARKER, contents, pointed, tensors
+
+from megatron.lm.checkpoint import Saver, latest, load, load_for_inference, save, saving, storage
+from megatron.lm.checkpoint.folder import INFO_FILE, check_files, iteration_of, locked, read_info
+from megatron.lm.checkpoint.storage import Item
+from megatron.lm.step import Training
+from megatron.lm.trainer import Trainer
+from msamp.numerics.tensor import ScalingTensor
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture(scope="module")
+def trainer(prefix: Path) -> Iterator[Trainer]:
+    """One for all tests of this file, after 4 steps at O3; saving changes nothing about it."""
+    with tiny.trainer(tiny.config(prefix, opt_level="O3", train_iters=4)) as made:
+        made.run()
+        yield made
+
+
+@pytest.fixture
+def made(trainer: Trainer, tmp_path: Path) -> Iterator[Trainer]:
+    """The trainer, said to be at iteration 6, that is to save into `tmp_path`/save."""
+    trainer.training.iteration = 6
+    trainer.training.config = pointed(trainer.config, save=str(tmp_path / "save"))
+    yield trainer
+    trainer.training.config, trainer.training.iteration = trainer.config, 4
+
+
+@pytest.fixture(scope="module")
+def good(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the trainer's checkpoint of iteration 4; copy it before changing anything."""
+    return save(trainer.training, tmp_path_factory.mktemp("good")).parent
+
+
+@pytest.fixture
+def copy(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "copy"))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB, less than four checkpoints."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", place], capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small tmpfs needs more rights")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def failing(error: BaseException) -> Callable[..., None]:
+    def write(*args: object) -> None:
+        raise error
+
+    return write
+
+
+def in_background(training: Training) -> None:
+    training.config = pointed(training.config, async_save=True)
+
+
+# What is written
+
+
+def test_a_checkpoint_tells_what_it_is_and_keeps_each_format_s_bytes(good: Path):
+    info = read_info(latest(good))
+    assert (info["iteration"], info["consumed_samples"], info["schedule_steps"], info["vocab_size"]) == (4, 16, 4, 60)
+    assert info["torch"] == torch.__version__
+    assert info["config"]["precision"]["opt_level"] == "O3"
+    assert set(info["files"]) == {"__0_0.distcp", ".metadata"}
+    held = tensors(latest(good))
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    formats = {state: held[f"{state}/{name}"].dtype for state in ("model", "master", "exp_avg", "exp_avg_sq")}
+    fp8, fp16 = torch.float8_e4m3fn, torch.float16
+    assert formats == {"model": fp8, "master": fp16, "exp_avg": fp8, "exp_avg_sq": fp16}
+    assert all(held[f"{state}/{name}.scale_inv@0,0"].dtype == torch.float32 for state in formats)
+    assert {key.partition("/")[0] for key in held} == {*formats, "step", "rng"}
+
+
+def test_saving_again_replaces_the_same_iteration(made: Trainer, tmp_path: Path):
+    save(made.training, tmp_path)
+    made.training.consumed_samples = 99
+    save(made.training, tmp_path)
+    assert read_info(latest(tmp_path))["consumed_samples"] == 99
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000006", MARKER]
+
+
+# Kills
+
+
+class Killed(BaseException):
+    """What a kill looks like from inside."""
+
+
+@pytest.mark.parametrize("iteration", [4, 6], ids=["over-itself", "the-next"])
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
+    made: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iteration: int
+):
+    """All calls that change the disk, torch's own among them, are the last one once. A checkpoint here is a few numbers."""
+    value, seen = 0.0, []
+    monkeypatch.setattr(saving.content, "items", lambda training: [Item.whole(f"w{i}", torch.full((5,), value)) for i in range(3)])
+
+    def publish(root: Path, iteration: int, number: float, keep: int | None = None) -> None:
+        nonlocal value
+        value, made.training.iteration = number, iteration
+        save(made.training, root, keep)
+
+    for after in range(100):
+        root = tmp_path / str(after)
+        publish(root, 4, 4.0)
+        calls: list[str] = []
+        with monkeypatch.context() as patch, suppress(Killed):
+            for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
+                patch.setattr(os, name, dying(getattr(os, name), calls, after))
+            publish(root, iteration, 5.0, keep=1)
+        folder = latest(root)
+        check_files(folder, read_info(folder)["files"])
+        held = {float(number) for x in tensors(folder).values() for number in x}
+        assert held in ({4.0}, {5.0}), (after, calls)
+        seen += held
+        publish(root, 8, 8.0, keep=1)  # and the next save clears what the kill left
+        assert sorted(path.name for path in root.iterdir()) == ["iter_0000008", MARKER], (after, calls)
+        if len(calls) < after:
+            break
+    assert seen == sorted(seen)
+    assert (seen[0], seen[-1]) == (4.0, 5.0)
+    assert len(calls) > 15
+
+
+def dying(real: Callable[..., Any], calls: list[str], after: int) -> Callable[..., Any]:
+    """A function of `os` that is the end when `after` calls are through."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        if len(calls) >= after:
+            raise Killed
+        calls.append(real.__name__)
+        return real(*args, **options)
+
+    return call
+
+
+@pytest.mark.parametrize("left", ["an empty folder", "half of the data", "all but the marker"])
+def test_what_a_kill_left_is_not_taken_for_a_checkpoint(made: Trainer, copy: Path, left: str):
+    if left == "all but the marker":
+        shutil.copytree(copy / "iter_0000004", copy / "iter_0000005")
+    else:
+        (copy / "iter_0000005.partial").mkdir()
+        if left == "half of the data":
+            whole = (copy / "iter_0000004" / "__0_0.distcp").read_bytes()
+            (copy / "iter_0000005.partial" / "__0_0.distcp").write_bytes(whole[: len(whole) // 2])
+    made.training.config = pointed(made.config, load=str(copy))
+    load(made.training)
+    assert made.training.iteration == 4
+    made.training.iteration = 5
+    save(made.training, copy)  # clears it
+    assert sorted(path.name for path in copy.iterdir()) == ["iter_0000004", "iter_0000005", MARKER]
+    assert latest(copy).name == "iter_0000005"
+
+
+# Disks
+
+
+@pytest.mark.parametrize("error", [FULL, RuntimeError("PytorchStreamWriter failed writing file"), PermissionError(13, "Permission denied")])
+@pytest.mark.parametrize("where", ["data", "checkpoint.json", "publishing"])
+def test_a_failing_disk_leaves_the_last_checkpoint(
+    made: Trainer, copy: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, where: str
+):
+    before = contents(copy)
+    module, name = {"data": (storage, "write"), "checkpoint.json": (saving, "write_info"), "publishing": (saving, "publish")}[where]
+    monkeypatch.setattr(module, name, failing(error))
+    with pytest.raises(ValueError, match=rf"cannot save to .*iter_0000006: .*{error.args[-1]}; free space or choose another --save"):
+        save(made.training, copy)
+    assert contents(copy) == before
+
+
+def test_a_full_disk(made: Trainer, disk: Path):
+    """With less and less room, the disk is full at another moment of the save."""
+    made.training.iteration = 4
+    save(made.training, disk)
+    made.training.iteration = 6
+    size, failed = sum(map(len, contents(disk).values())), 0
+    for room in range(0, size + 80_000, 40_000):
+        (disk / "filler").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize - room))
+        before = contents(disk)
+        try:
+            save(made.training, disk)
+        except ValueError as problem:
+            assert re.search(r"cannot save to .*iter_0000006: .+; free space or choose another --save", str(problem))
+            assert contents(disk) == before
+            failed += 1
+        check_files(latest(disk), read_info(latest(disk))["files"])
+        (disk / "filler").unlink()
+    assert 5 < failed <= room / 40_000
+    assert latest(disk).name == "iter_0000006"
+
+
+def test_a_folder_that_may_not_be_written(made: Trainer, disk: Path):
+    made.training.iteration = 4
+    save(made.training, disk)
+    before = contents(disk)
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    made.training.iteration = 6
+    with pytest.raises(ValueError, match=r"cannot save to .*Read-only file system.*choose another --save"):
+        save(made.training, disk)
+    made.training.config = pointed(made.training.config, save=str(disk))
+    with pytest.raises(ValueError, match=r"--save .* cannot be written \(Read-only file system\)"), Saver(made.training):
+        pass
+    assert contents(disk) == before
+
+
+def test_a_folder_that_cannot_be_made(made: Trainer, prefix: Path):
+    with pytest.raises(ValueError, match=r"cannot save to .*choose another --save"):
+        save(made.training, Path(f"{prefix}.bin") / "save")  # below a file
+
+
+# One run's saver
+
+
+def test_the_saver_holds_its_folder_while_it_is_entered(made: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """That another process is kept out is test_folder.py's; here the lock of this one is what another would find."""
+    held = []
+
+    def watched(root: Path) -> Any:
+        held.append(root)
+        return locked(root)
+
+    monkeypatch.setattr(saving, "locked", watched)
+    with Saver(made.training) as saver:
+        assert held == [tmp_path / "save"]
+        saver.save()
+    assert latest(tmp_path / "save").name == "iter_0000006"
+
+    def refused(root: Path) -> Any:
+        raise ValueError(f"--save {root} is in use by process 1 on elsewhere")
+
+    monkeypatch.setattr(saving, "locked", refused)
+    with pytest.raises(ValueError, match="is in use by process 1 on elsewhere"), Saver(made.training):
+        pass
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at-once", "in-background"])
+def test_the_saver_says_what_it_saved_and_keeps_the_last_ones(
+    made: Trainer, tmp_path: Path, background: bool, capsys: pytest.CaptureFixture[str]
+):
+    made.training.config = pointed(made.training.config, async_save=background, keep_last=2)
+    with Saver(made.training) as saver:
+        for iteration in (2, 4, 6, 8):
+            made.training.iteration = iteration
+            saver.save()
+    assert sorted(path.name for path in (tmp_path / "save").iterdir()) == [".lock", "iter_0000006", "iter_0000008", MARKER]
+    assert capsys.readouterr().out.splitlines()[-1] == f"saved {tmp_path / 'save' / 'iter_0000008'}"
+
+
+def spoil(training: Training) -> None:
+    """Change everything that a step changes, where it stands."""
+    held: list[Any] = [*training.model.parameters(), *training.model.buffers()]
+    held += [value for state in training.optimizer.state.values() for value in state.values()]
+    with torch.no_grad():
+        for x in held:
+            for part in (x.payload, x.scale_inv) if isinstance(x, ScalingTensor) else (x,):
+                part.view(torch.uint8 if part.dim() else part.dtype).fill_(1)
+    torch.manual_seed(99)
+    training.iteration += 1
+
+
+def test_the_background_writes_what_was_when_save_was_called(made: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write, may_write = storage.write, threading.Event()
+
+    def patient(*args: Any) -> None:
+        assert may_write.wait(60)
+        write(*args)
+
+    save(made.training, tmp_path / "sync")
+    before = checkpoints.everything(made)
+    made.training.config = pointed(made.config, save=str(tmp_path / "async"), async_save=True)
+    monkeypatch.setattr(storage, "write", patient)
+    with Saver(made.training) as saver:
+        saver.save()
+        spoil(made.training)
+        assert not (tmp_path / "async" / MARKER).exists()  # save has come back, and nothing is published
+        may_write.set()
+        saver.save()  # waits for the first, then takes the same host memory for another state
+    later = tensors(tmp_path / "async" / "iter_0000007")
+    sync, background = tmp_path / "sync" / "iter_0000006", tmp_path / "async" / "iter_0000006"
+    assert (sync / "__0_0.distcp").read_bytes() == (background / "__0_0.distcp").read_bytes()
+    assert checkpoints.same(tensors(sync), tensors(background))
+    own = {"written", "seal", "files", "config"}  # the time, what follows from it, DCP's own name of each save
+    told = [{key: value for key, value in read_info(folder).items() if key not in own} for folder in (sync, background)]
+    assert told[0] == told[1]
+    assert later.keys() == tensors(sync).keys()
+    assert not any(torch.equal(x, later[key]) for key, x in tensors(sync).items() if key.startswith("model/decoder.layers.0.mlp"))
+    made.training.config = pointed(made.config, load=str(tmp_path / "async"), ckpt_step=6)
+    load(made.training)
+    assert tiny.same(before, checkpoints.everything(made))
+
+
+def test_a_failure_in_the_background_is_said_at_once_and_raised_at_the_next_save(
+    made: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    in_background(made.training)
+    with Saver(made.training) as saver:
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "write", failing(FULL))
+            saver.save()
+            assert saver._thread is not None
+            saver._thread.join()
+        assert "saving in the background failed: cannot save to" in capsys.readouterr().out
+        with pytest.raises(ValueError, match=r"cannot save to .*No space left on device; free space or choose another --save"):
+            saver.save()
+        saver.save()  # told once; the disk is free again
+    assert latest(tmp_path / "save").name == "iter_0000006"
+    assert [path.name for path in (tmp_path / "save").iterdir() if ".partial" in path.name] == []
+
+
+def test_a_failure_in_the_background_is_raised_on_leaving(made: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    in_background(made.training)
+    monkeypatch.setattr(storage, "write", failing(FULL))
+    with pytest.raises(ValueError, match="No space left on device"), Saver(made.training) as saver:
+        saver.save()
+    with locked(tmp_path / "save"):  # the folder is free
+        pass
+    # What ended the run is what is told; that the save failed too has been said.
+    with pytest.raises(RuntimeError, match="the run"), Saver(made.training) as saver:
+        saver.save()
+        raise RuntimeError("the run")
+
+
+def test_a_run_that_fails_keeps_the_save_under_way(made: Trainer, tmp_path: Path):
+    in_background(made.training)
+    with pytest.raises(RuntimeError, match="the run"), Saver(made.training) as saver:
+        saver.save()
+        raise RuntimeError("the run")
+    assert latest(tmp_path / "save").name == "iter_0000006"
+
+
+# Two ranks, in one launch
+
+SHARED: dict[str, Any] = {"train_iters": 6, "global_batch_size": 8, "micro_batch_size": 4, "ddp_bucket_size": 5000}
+O3: dict[str, Any] = {"opt_level": "O3", "grad_exchange": "nccl", "hidden_dropout": 0.1}  # with mu; rows of one tensor on two ranks
+TP: dict[str, Any] = {"precision": "fp32", "tensor_model_parallel_size": 2, "micro_batch_size": 8}
+TOKENS = torch.arange(32).view(2, 16)
+
+
+def two_ranks(prefix: str, folder: str) -> dict[str, Any]:
+    root = Path(folder)
+    shared = SHARED | O3
+    seen: dict[str, Any] = {
+        "straight": checkpoints.trained(tiny.config(prefix, **shared)),
+        "first": checkpoints.trained(tiny.config(prefix, **shared, exit_interval=3, save=str(root / "O3"))),
+        "resumed": checkpoints.trained(tiny.config(prefix, **shared, load=str(root / "O3"))),
+    }
+    with tiny.trainer(tiny.config(prefix, **shared, load=str(root / "O3"), save=str(root / "again"), async_save=True)) as made:
+        seen["in use"] = in_use(made.training, root / "again")
+        with Saver(made.training) as saver:
+            saver.save()
+        seen["full"] = full(made.training, root)
+        seen["damaged"] = damaged(made.training, root)
+    with tiny.trainer(tiny.config(prefix, **SHARED | TP)) as made:
+        save(made.training, root / "TP")
+        with torch.no_grad():
+            seen["logits"] = made.training.model.eval()(TOKENS, torch.arange(16).expand(2, 16), None)
+    return seen
+
+
+def in_use(training: Training, root: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "locked", failing(ValueError(f"--save {root} is in use")))
+        with pytest.raises(ValueError, match="is in use") as error, Saver(training):
+            pass
+    return str(error.value)
+
+
+def full(training: Training, root: Path) -> str:
+    """What a save says whose data rank 1 cannot write."""
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == 1:
+            patch.setattr(os, "fsync", failing(FULL))
+        with pytest.raises(ValueError, match="cannot save to") as error:
+            save(training, root / "full")
+    return str(error.value)
+
+
+def damaged(training: Training, root: Path) -> str:
+    """What loading says when a byte of the file of rank 1 is another."""
+    file = latest(root / "O3") / "__1_0.distcp"
+    whole = file.read_bytes()
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        file.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    torch.distributed.barrier()
+    before = tiny.bits(p.detach() for p in training.model.parameters())
+    with pytest.raises(ValueError, match="damaged") as error:
+        load(training)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        file.write_bytes(whole)
+    torch.distributed.barrier()
+    assert tiny.same(before, tiny.bits(p.detach() for p in training.model.parameters()))
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def ranks(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    """What two processes saw, by rank, and where they saved."""
+    folder = tmp_path_factory.mktemp("two")
+    return dist.run(two_ranks, 2, str(gloo_prefix), str(folder), timeout=200), folder
+
+
+def test_two_ranks_resume_bit_for_bit(ranks: tuple[list[dict[str, Any]], Path]):
+    for rank in ranks[0]:
+        (losses, bits), (before, _), (after, resumed) = rank["straight"], rank["first"], rank["resumed"]
+        assert before + after == losses
+        assert tiny.same(bits, resumed)
+    assert len(ranks[0][0]["first"][0]) == len(ranks[0][0]["resumed"][0]) == 3
+
+
+def test_each_rank_writes_its_share(ranks: tuple[list[dict[str, Any]], Path]):
+    folder = ranks[1] / "O3" / "iter_0000003"
+    assert sorted(path.name for path in folder.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", INFO_FILE]
+    sizes = [(folder / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
+    assert min(sizes) > 0.8 * max(sizes)
+    held = tensors(folder)
+    mu = [float(x) for key, x in held.items() if key.startswith("mu/")]
+    assert len(mu) == 8
+    assert all(value != 1 for value in mu)
+
+
+def test_the_background_of_two_ranks_writes_what_was_loaded(ranks: tuple[list[dict[str, Any]], Path]):
+    assert checkpoints.same(*(tensors(ranks[1] / name / "iter_0000003") for name in ("O3", "again")))
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("in use", "is in use"), ("full", "No space left on device; free space"), ("damaged", "__1_0.distcp is damaged: its SHA-256")],
+)
+def test_what_fails_on_one_rank_is_told_by_both(ranks: tuple[list[dict[str, Any]], Path], what: str, said: str):
+    first, second = (rank[what] for rank in ranks[0])
+    assert first == second
+    assert said in first
+    assert [path for path in ranks[1].rglob("*.partial") if iteration_of(path.with_suffix("")) is not None] == []
+
+
+def test_a_tensor_parallel_checkpoint_is_one_model_for_inference(ranks: tuple[list[dict[str, Any]], Path], trainer: Trainer):
+    model, _, _ = load_for_inference(ranks[1] / "TP")  # in the trainer's process groups
+    with torch.no_grad():
+        found = model(TOKENS, torch.arange(16).expand(2, 16), None)
+    torch.testing.assert_close(found, torch.cat([rank["logits"] for rank in ranks[0]], dim=-1), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,70 @@
+"""Weights from elsewhere as a checkpoint: any level takes them, and training starts from them."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from checkpoints import LEVELS, MARKER, pointed, resume
+from torch import Tensor
+
+from megatron.lm.checkpoint import Saved, load, save, write_weights
+from megatron.lm.config import Config
+
+
+@pytest.fixture(scope="module")
+def weights(prefix: Path) -> dict[str, Tensor]:
+    with tiny.trainer(tiny.config(prefix, precision="fp32", seed=77)) as made:
+        return {name: p.detach().clone() for name, p in made.training.model.named_parameters()}
+
+
+@pytest.fixture
+def config(prefix: Path) -> Config:
+    return tiny.config(prefix)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_kept_as_they_are(tmp_path: Path, config: Config, weights: dict[str, Tensor], dtype: torch.dtype):
+    given = {name: x.to(dtype) for name, x in weights.items()}
+    folder = write_weights(tmp_path / "new", config, tiny.VOCABULARY, given)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["iter_0000000", MARKER]
+    saved = Saved(tmp_path / "new")
+    assert saved.folder == folder
+    assert (saved.info["iteration"], saved.info["consumed_samples"], saved.info["vocab_size"]) == (0, 0, tiny.VOCABULARY)
+    assert saved.config == config
+    assert sorted(saved.names()) == sorted(given)
+    assert all(tiny.same(tiny.bits([saved.weight(name)]), tiny.bits([x])) for name, x in given.items())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_level_starts_from_them(prefix: Path, tmp_path: Path, config: Config, weights: dict[str, Tensor], level: str):
+    write_weights(tmp_path, config, tiny.VOCABULARY, weights)
+    with tiny.trainer(tiny.config(prefix, precision=level, load=str(tmp_path), finetune=True)) as made:
+        save(made.training, tmp_path / "taken")
+    taken = Saved(tmp_path / "taken")
+    coarse = 2**-8 if level == "bf16" else 2**-24 if level == "fp32" else 2**-11  # of the master, or of the weight that is its own
+    for name, x in weights.items():
+        torch.testing.assert_close(taken.values(name), x, rtol=coarse, atol=1e-6)
+
+
+def test_they_are_trained_on(prefix: Path, tmp_path: Path, config: Config, weights: dict[str, Tensor]):
+    write_weights(tmp_path, config, tiny.VOCABULARY, weights)
+    assert len(resume(prefix, tmp_path, finetune=True, train_iters=2)) == 2
+    assert len(resume(prefix, tmp_path, train_iters=2)) == 2  # iteration 0 has no states to miss
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64, torch.float8_e4m3fn])
+def test_other_dtypes_are_refused_before_anything_is_written(tmp_path: Path, config: Config, dtype: torch.dtype):
+    said = f"w is {dtype}; give weights as torch.float32, torch.bfloat16 or torch.float16"
+    with pytest.raises(ValueError, match=said):
+        write_weights(tmp_path / "new", config, tiny.VOCABULARY, {"w": torch.zeros(2).to(dtype)})
+    assert not (tmp_path / "new").exists()
+
+
+def test_another_shape_is_told_when_they_are_loaded(prefix: Path, tmp_path: Path, config: Config, weights: dict[str, Tensor]):
+    name = "decoder.final_layernorm.weight"
+    write_weights(tmp_path, config, tiny.VOCABULARY, weights | {name: torch.ones(3)})
+    with tiny.trainer(tiny.config(prefix)) as made:
+        made.training.config = pointed(made.config, load=str(tmp_path), finetune=True)
+        with pytest.raises(ValueError, match=rf"model/{name} is \(3,\), the model wants \(32,\)"):
+            load(made.training)

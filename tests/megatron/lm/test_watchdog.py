@@ -1,0 +1,207 @@
+"""Who is stuck: the judgement by itself, on two processes, and in real jobs that a signal kills or stops."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dist
+import psutil
+import pytest
+import tiny
+import torch
+
+from megatron.lm.watchdog import READING, Place, Watchdog, verdict
+
+ROOT = Path(__file__).parents[3]
+
+
+def place(iteration: int, phase: str = "in a step", ago: float = 1.0) -> Place:
+    return Place(iteration, phase, 60.0, 1000.0 - ago)
+
+
+@pytest.mark.parametrize(
+    ("places", "wanted"),
+    [
+        (
+            {0: place(5), 1: place(5, ago=58.0), 2: place(5)},
+            "rank 1 is stuck; rank 1 at iteration 5, in a step, for 60 s; last heard of 58 s ago",
+        ),
+        ({0: place(5), 2: place(5)}, "rank 1 is stuck; rank 1 has never said where it is; ranks 0, 2 at iteration 5, in a step"),
+        ({0: place(5), 1: place(5, READING), 2: place(5)}, "rank 1 is stuck; rank 1 at iteration 5, reading data, for 60 s"),
+        ({0: place(6), 1: place(5, "saving"), 2: place(6)}, "rank 1 is stuck; rank 1 at iteration 5, saving, for 60 s"),
+        ({0: place(6), 1: place(5), 2: place(5)}, "ranks 1-2 are stuck"),
+        ({0: place(5), 1: place(5), 2: place(5)}, "no rank is behind the others; ranks 0-2 at iteration 5, in a step"),
+    ],
+)
+def test_the_judgement(places: dict[int, Place], wanted: str):
+    assert verdict(places, 3, 60.0, now=1000.0).startswith(wanted)
+
+
+def test_one_process_is_not_watched():
+    watchdog = Watchdog(1e-3, 0, 1)
+    with watchdog.watching():
+        time.sleep(0.05)
+    watchdog.at("in a step", 3)
+    assert (watchdog.iteration, watchdog.phase) == (3, "in a step")
+
+
+def spinning() -> None:
+    rank = torch.distributed.get_rank()
+    watchdog = Watchdog(1.5, rank, 2)
+    with watchdog.watching():
+        for _ in range(12):  # longer than the limit in all, and never still for long
+            watchdog.at("in a step", 6)
+            time.sleep(0.2)
+        watchdog.at("in a step", 7)
+        if rank == 1:
+            watchdog.at(READING)
+            while True:
+                pass
+        torch.distributed.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_spins_is_named_by_all_and_all_end(capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(RuntimeError, match=r"a process died.*\{0: 1, 1: 1\}"):
+        dist.run(spinning, 2)
+    said = capfd.readouterr().err
+    for rank in range(2):
+        assert f"error: rank {rank} ends after " in said
+    assert said.count("rank 1 is stuck; rank 1 at iteration 7, reading data, for ") == 2  # not before, while they moved
+    assert "in spinning" in said  # the line that spins, from the traceback
+
+
+# Real jobs
+
+FLAGS = shlex.split(
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 --tokenizer-type NullTokenizer "
+    "--micro-batch-size 2 --lr 1e-3 --eval-iters 0 --split 80,15,5 --log-interval 1 --opt-level O3 --fp8-min-gain 0 "
+    "--distributed-timeout-minutes 0.2"
+)
+
+
+class Job:
+    """Two processes of the trainer, under torchrun or by themselves."""
+
+    def __init__(self, folder: Path, prefix: Path, flags: list[str], restarts: int | None) -> None:
+        self.save, self.metrics, self.log = folder / "save", folder / "metrics.jsonl", (folder / "log").open("w+")
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = str(listener.getsockname()[1])
+        files = ["--data-path", str(prefix), "--save", str(self.save), "--load", str(self.save), "--metrics-file", str(self.metrics)]
+        command = ["-m", "megatron.lm.pretrain", *FLAGS, *files, *flags]
+        kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        self.environment = kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+        if restarts is not None:
+            launch = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+            self.processes = [self._start(["-m", "torch.distributed.run", *launch, "--max-restarts", str(restarts), *command])]
+        else:
+            shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            self.processes = [self._start(command, RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(2)]
+
+    def _start(self, command: list[str], **changes: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, *command],
+            env=self.environment | changes,
+            stdout=self.log,
+            stderr=self.log,
+            text=True,
+            start_new_session=True,
+        )
+
+    def rank(self, number: int) -> psutil.Process:
+        """The process that is this rank now."""
+        for process in self.processes:
+            for found in [psutil.Process(process.pid), *psutil.Process(process.pid).children()]:
+                if found.environ().get("RANK") == str(number):
+                    return found
+        raise AssertionError(f"there is no rank {number}")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Training steps reported so far."""
+        lines = self.metrics.read_text().split("\n")[:-1] if self.metrics.exists() else []
+        return [row for row in map(json.loads, lines) if row["kind"] == "train"]
+
+    def said(self) -> str:
+        self.log.flush()
+        return Path(self.log.name).read_text()
+
+    def wait_for(self, done: Callable[[], Any], seconds: float = 150.0) -> None:
+        end = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < end, f"it did not come:\n{self.said()[-5000:]}"
+            assert any(process.poll() is None for process in self.processes), self.said()[-5000:]
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        for process in self.processes:
+            for found in [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []:
+                found.kill()
+            process.kill()
+            process.wait()
+        self.log.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path, gloo_prefix: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def started(flags: str, restarts: int | None = None) -> Job:
+        jobs.append(Job(tmp_path, gloo_prefix, shlex.split(flags), restarts))
+        return jobs[-1]
+
+    yield started
+    for job in jobs:
+        job.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_named_and_the_other_ends(start: Callable[..., Job], stopped: int):
+    """Rank 0 holds the store where nobody launches: stopped, it is what does not answer."""
+    job = start("--train-iters 100000")
+    job.wait_for(lambda: len(job.rows()) > 5)
+    job.rank(stopped).send_signal(signal.SIGSTOP)
+    survivor = job.processes[1 - stopped]
+    job.wait_for(lambda: survivor.poll() is not None, 100)
+    assert survivor.returncode == 1
+    line = next(line for line in job.said().splitlines() if line.startswith("error: rank"))
+    assert line.startswith(f"error: rank {1 - stopped} ends after ")
+    assert 12 <= int(line.split()[5]) <= 12 + 30  # before the collective's own timeout
+    assert "--distributed-timeout-minutes 0.2" in line
+    if stopped == 1:
+        assert "rank 1 is stuck; rank 1 at iteration " in line
+        assert "; last heard of " in line
+    else:
+        assert "the rendezvous store does not answer: rank 0, which holds it, is dead or stopped" in line
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_job_whose_rank_was_killed_and_one_whose_rank_was_stopped(start: Callable[..., Job]):
+    """First start, two restarts, and the end; a step that was done twice came to the same loss."""
+    job = start("--train-iters 240 --save-interval 20", restarts=2)
+    job.wait_for(lambda: len(job.rows()) > 30)
+    job.rank(1).send_signal(signal.SIGKILL)
+    job.wait_for(lambda: job.said().count("resumed from") == 1)
+    before = len(job.rows())
+    job.wait_for(lambda: len(job.rows()) > before + 30)
+    job.rank(1).send_signal(signal.SIGSTOP)
+    job.wait_for(lambda: "rank 1 is stuck" in job.said())
+    job.wait_for(lambda: job.said().count("resumed from") == 2)  # torchrun gives the stopped process 30 s to end
+    (process,) = job.processes
+    assert process.wait(200) == 0, job.said()[-5000:]
+    assert job.said().count("training starts anew") == 1
+    losses: dict[int, set[float]] = {}
+    for row in job.rows():
+        losses.setdefault(row["iteration"], set()).add(row["loss"])
+    assert sorted(losses) == list(range(1, 241))
+    assert len(job.rows()) > 240
+    assert all(len(found) == 1 for found in losses.values())
+    assert tiny.losses(job.rows())[-1] < tiny.losses(job.rows())[0]
