@@ -1,7 +1,7 @@
 """Settings judged together, before anything is allocated or written: `check` raises one ValueError that lists every problem.
 
 A rule is a generator of messages, each with the value, what is legal and the remedy. Rules see only sections whose single values passed,
-so they may divide by them. What the files contain is judged by those who read them (data/datasets.py, data/tokenizer.py, checkpoint.py).
+so they may divide by them. What the files contain is judged by those who read them (data/datasets.py, data/tokenizer.py, checkpoint/).
 """
 
 import math

@@ -97,6 +97,12 @@ class StepGraphs:
     def captured(self) -> int:
         return len(self._graphs)
 
+    def release(self) -> None:
+        """Destroy the graphs: NCCL waits for those that hold its collectives before it lets a communicator go."""
+        for done in self._graphs.values():
+            done.graph.reset()
+        self._graphs.clear()
+
     def ready(self) -> bool:
         """Whether the step that begins is to be replayed; counts the eager steps before the first one."""
         if self._graphs:

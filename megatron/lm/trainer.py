@@ -188,7 +188,11 @@ class Trainer:
             raise ValueError("there is no training data; give --train-data-path, or a --split whose first share is not 0")
         saving = self.saver or contextlib.nullcontext()
         with self.requests.listening(), self.watchdog.watching(), contextlib.closing(self.metrics), saving:
-            why = self._train()
+            try:
+                why = self._train()
+            finally:
+                if self.training.graphs is not None:
+                    self.training.graphs.release()
             if why is None:
                 self._evaluate("valid", self.valid_data)
                 self._evaluate("test", self.test_data)
@@ -249,7 +253,7 @@ class Trainer:
         self.metrics.write({"kind": "rollback", "iteration": was, "to": self.training.iteration, "passed_over": self.training.passed_over})
         if self.training.graphs is not None:  # states stand at other addresses now
             mode = self.training.graphs.mode
-            self.training.graphs = None
+            self.training.graphs.release()
             self.training.graphs = graph.StepGraphs(self.training, mode, micro_batch_loss)
         return True
 

@@ -42,7 +42,7 @@ def all_or_none(work: Callable[[], T], message: str = "{}", group: dist.ProcessG
     dist.all_gather_object(problems, problem, group)
     first = next((p for p in problems if p is not None), None)
     if first is not None:
-        raise ValueError(message.format(first))
+        raise ValueError(message.replace("{}", first))
     return cast("T", result)
 
 

@@ -218,7 +218,9 @@ def test_a_torn_checkpoint_is_passed_over_for_an_older_one(made: Trainer, copy: 
     assert str(copy / "iter_0000004") in said[0]
 
 
-@pytest.mark.parametrize("name", ["another vocabulary", "NaN in a weight", "a stale scale of a weight, too large", "metadata that runs code"])
+@pytest.mark.parametrize(
+    "name", ["another vocabulary", "NaN in a weight", "a stale scale of a weight, too large", "metadata that runs code"]
+)
 def test_what_is_wrong_behind_sound_digests_is_not_passed_over(made: Trainer, copy: Path, name: str):
     """It was written so: whoever did will want to know, and chooses with --ckpt-step."""
     SOUND[name].damage(copy / "iter_0000004")
@@ -239,7 +241,9 @@ def test_code_in_metadata_does_not_run(made: Trainer, copy: Path):
 def test_both_damaged(made: Trainer, copy: Path):
     flip(DATA)(copy / "iter_0000004")
     gone(METADATA)(copy / "iter_0000002")
-    refused(made, copy, rf"holds no whole checkpoint: .*iter_0000004/{DATA} is damaged.*; .*iter_0000002/{METADATA} is missing.*Restore one")
+    refused(
+        made, copy, rf"holds no whole checkpoint: .*iter_0000004/{DATA} is damaged.*; .*iter_0000002/{METADATA} is missing.*Restore one"
+    )
 
 
 def test_a_named_iteration_is_not_replaced_by_another(made: Trainer, copy: Path):
@@ -269,7 +273,9 @@ def test_a_marked_checkpoint_that_is_missing(made: Trainer, copy: Path, capsys: 
     refused(made, copy, f"{MARKER} names iteration 9, which is missing; .* holds none")
 
 
-@pytest.mark.parametrize("name", ["NaN in an FP8 weight", "infinity in a master", "a stale scale of a weight, too small", "a negative scale"])
+@pytest.mark.parametrize(
+    "name", ["NaN in an FP8 weight", "infinity in a master", "a stale scale of a weight, too small", "a negative scale"]
+)
 def test_finetuning_refuses_bad_weights_too(made: Trainer, copy: Path, name: str):
     SOUND[name].damage(copy / "iter_0000004")
     made.training.config = pointed(made.training.config, finetune=True)

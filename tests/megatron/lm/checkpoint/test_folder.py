@@ -42,7 +42,7 @@ class Killed(BaseException):
 
 
 def written(root: Path, iteration: int, text: str = "data", **info: Any) -> Path:
-    """A whole checkpoint of one file, not yet published; returns where it will stand."""
+    """A whole checkpoint of one file, ready to be published; returns where it will stand."""
     folder = iteration_folder(root, iteration)
     partial = new_partial_folder(folder)
     (partial / "data").write_text(text)
@@ -133,7 +133,10 @@ TORN: dict[str, tuple[Callable[[Path], object], str]] = {
     "checkpoint.json is no text": (lambda f: (f / INFO_FILE).write_bytes(b"\xff\xfe"), r"checkpoint\.json cannot be read"),
     "a file missing": (lambda f: (f / "data").unlink(), "data is missing; it should be 3 bytes long"),
     "a file cut short": (lambda f: (f / "data").write_text("ne"), "data is 2 bytes long; it should be 3 bytes long"),
-    "a version to come": (lambda f: checkpoints.seal(f, version=VERSION + 1), f"checkpoint version {VERSION + 1}, .*reads version {VERSION}"),
+    "a version to come": (
+        lambda f: checkpoints.seal(f, version=VERSION + 1),
+        f"checkpoint version {VERSION + 1}, .*reads version {VERSION}",
+    ),
     "a path that leads out": (
         lambda f: checkpoints.seal(f, files={"../iter_0000002/data": {"bytes": 3, "sha256": "0"}}),
         r"checkpoint\.json names '\.\./iter_0000002/data', which is outside its folder",

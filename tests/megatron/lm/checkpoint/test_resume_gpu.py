@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.lm.config import Config
 
 Result = tuple[list[float], list[Tensor]]
-SHARED = {"train_iters": 30, "micro_batch_size": 2, "global_batch_size": 4, "async_save": True}
+SHARED = {"train_iters": 30, "micro_batch_size": 2, "global_batch_size": 4}
 
 
 def trained(settings: Config) -> Result:
@@ -31,8 +31,8 @@ def trained(settings: Config) -> Result:
 def straight_and_resumed(prefix: str, folder: str, **settings: Any) -> tuple[Result, Result, Result]:
     """30 steps; 24 steps, the last of them replayed graphs, and a save; the remaining ones."""
     straight = trained(tiny.config(prefix, **SHARED, **settings))
-    before = trained(tiny.config(prefix, exit_interval=24, save=folder, **SHARED, **settings))
-    return straight, before, trained(tiny.config(prefix, load=folder, save=folder, **SHARED, **settings))
+    before = trained(tiny.config(prefix, exit_interval=24, save=folder, async_save=True, **SHARED, **settings))
+    return straight, before, trained(tiny.config(prefix, load=folder, save=folder, async_save=True, **SHARED, **settings))
 
 
 @pytest.mark.gpu

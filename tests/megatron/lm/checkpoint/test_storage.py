@@ -145,9 +145,7 @@ class Runs:
     ],
 )
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "in-metadata"])
-def test_metadata_that_wants_to_run_code_is_refused_and_does_not_run(
-    folder: Path, function: Callable[..., Any], named: str, inside: bool
-):
+def test_metadata_that_wants_to_run_code_is_refused_and_does_not_run(folder: Path, function: Callable[..., Any], named: str, inside: bool):
     command = f"touch {folder}/ran" if function is os.system else f"open({str(folder / 'ran')!r}, 'w')"
     evil: Any = Runs(function, command)
     if inside:
