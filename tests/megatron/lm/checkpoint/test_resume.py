@@ -1,0 +1,122 @@
+"""Training 20 steps is training 10, saving, ending, loading and training 10: losses, weights, states, scales, histories, to the bit.
+
+One start of two processes does the runs of the default tests. In the slow ones the first processes are ended by SIGKILL and others go on;
+`tools/soak.py` ends them at random moments.
+"""
+
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import dist
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from megatron.lm.config import Config
+from megatron.lm.trainer import Trainer
+
+STEPS, SAVED = 20, 10  # delayed scaling's window of 16 is filled between
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+GRIDS: dict[str, dict[str, Any]] = {
+    "DP 2": {},  # at O3 with ZeRO
+    "TP 2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, **DROPOUT},
+    "PP 2": {"pipeline_model_parallel_size": 2, **DROPOUT},
+}
+RUNS = [(level, grid) for level in ("fp32", "bf16", "O1", "O2", "O3") for grid in GRIDS]
+DEFAULT = [("fp32", "PP 2"), ("bf16", "TP 2"), ("O1", "DP 2"), ("O2", "PP 2"), ("O3", "DP 2"), ("O3", "TP 2")]
+Seen = dict[tuple[str, str], tuple[list[float], list[Tensor]]]
+
+
+def settings(prefix: str, run: tuple[str, str], **more: Any) -> Config:
+    shared = {"train_iters": STEPS, "micro_batch_size": 4, "global_batch_size": 8, "ddp_bucket_size": 5000, "num_attention_heads": 4}
+    lean = {"disable_bias_linear": True, "normalization": "RMSNorm"}
+    return tiny.config(prefix, precision=run[0], **shared, **lean, **GRIDS[run[1]], **more)
+
+
+def everything(made: Trainer) -> list[Tensor]:
+    """Every bit of this rank's weights, scales, histories, states, mu and random generator, and its place in the run."""
+    training = made.training
+    tensors: list[Any] = [value for key, value in training.model.state_dict().items() if not key.endswith("_extra_state")]
+    for piece in training.optimizer.pieces():
+        tensors += [value for _, value in sorted(training.optimizer.state[piece.weight].items())]
+    tensors += [*training.grad_sync.state_dict()["mu"].values(), torch.get_rng_state()]
+    place = [training.iteration, training.schedule.num_steps, training.consumed_samples, training.grad_sync.steps]
+    rates = [group["lr"] for group in training.optimizer.param_groups]
+    return tiny.bits([*tensors, torch.tensor(place), torch.tensor(rates, dtype=torch.float64)])
+
+
+def train(config: Config) -> tuple[list[float], list[Tensor]]:
+    """Losses (rank 0 has them) and what there is at the end."""
+    rows: list[dict[str, Any]] = []
+    with tiny.trainer(config) as made:
+        made.metrics.write = rows.append  # type: ignore[method-assign]
+        made.run()
+        return tiny.losses(rows), everything(made)
+
+
+def undisturbed(prefix: str, runs: Iterable[tuple[str, str]]) -> Seen:
+    return {run: train(settings(prefix, run)) for run in runs}
+
+
+def first_half(prefix: str, folder: str, runs: Iterable[tuple[str, str]]) -> Seen:
+    saves = {run: {"save": f"{folder}/{run}", "async_save": run[1] == "PP 2"} for run in runs}
+    return {run: train(settings(prefix, run, exit_interval=SAVED, **saves[run])) for run in runs}
+
+
+def second_half(prefix: str, folder: str, runs: Iterable[tuple[str, str]]) -> Seen:
+    return {run: train(settings(prefix, run, load=f"{folder}/{run}", ckpt_step=SAVED)) for run in runs}
+
+
+def through_and_again(prefix: str, folder: str) -> list[Seen]:
+    """Runs that save in passing, in the background some of them, and others that start from there."""
+    saves = {run: {"save": f"{folder}/{run}", "save_interval": SAVED, "async_save": run[1] == "PP 2"} for run in DEFAULT}
+    return [{run: train(settings(prefix, run, **saves[run])) for run in DEFAULT}, second_half(prefix, folder, DEFAULT)]
+
+
+def until_killed(prefix: str, folder: str) -> None:
+    """What `undisturbed` and `first_half` saw goes into a file, and the process ends as by a power cut."""
+    rank = torch.distributed.get_rank()
+    torch.save([undisturbed(prefix, RUNS), first_half(prefix, folder, RUNS)], f"{folder}/seen_{rank}.pt")
+    torch.distributed.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def seen(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Seen]]:
+    """By rank, the runs that went through and those that started in the middle."""
+    return dist.run(through_and_again, 2, str(gloo_prefix), str(tmp_path_factory.mktemp("resume")), timeout=280)
+
+
+@pytest.mark.parametrize("run", DEFAULT, ids=" ".join)
+def test_the_second_half_again_from_a_checkpoint(seen: list[list[Seen]], run: tuple[str, str]):
+    for straight, second in seen:
+        assert tiny.same(second[run][1], straight[run][1])
+    straight, second = seen[0]
+    assert len(straight[run][0]) == STEPS
+    assert second[run][0] == straight[run][0][SAVED:]
+
+
+@pytest.fixture(scope="module")
+def killed(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Seen, Seen, Seen]]:
+    """By rank: undisturbed, up to the kill, and from there on."""
+    folder = tmp_path_factory.mktemp("killed")
+    with pytest.raises(RuntimeError, match="a process died"):
+        dist.run(until_killed, 2, str(gloo_prefix), str(folder), timeout=400)
+    after = dist.run(second_half, 2, str(gloo_prefix), str(folder), RUNS, timeout=400)
+    return [(*torch.load(folder / f"seen_{rank}.pt", weights_only=True), after[rank]) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("run", RUNS, ids=" ".join)
+def test_other_processes_go_on_after_a_kill(killed: list[tuple[Seen, Seen, Seen]], run: tuple[str, str]):
+    for straight, first, second in killed:
+        assert tiny.same(second[run][1], straight[run][1])
+        assert not tiny.same(first[run][1], straight[run][1])
+    losses, before, after = (half[run][0] for half in killed[0])
+    assert (len(before), len(after)) == (SAVED, STEPS - SAVED)
+    assert before + after == losses
