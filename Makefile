@@ -13,7 +13,7 @@ PYTEST = $(PYTHON) -m pytest --durations=10
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 LINTED = msamp megatron tools tests setup.py
 
-.PHONY: help venv quickstart test test-slow test-gpu test-multi-gpu lint bench clean
+.PHONY: help venv quickstart test test-slow test-gpu test-multi-gpu soak lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -44,6 +44,9 @@ test-gpu: $(READY) ## tests on one GPU with FP8
 
 test-multi-gpu: $(READY) ## tests on two or more GPUs
 	$(PYTEST) -m multi_gpu tests $(ARGS)
+
+soak: $(READY) ## kill small trainings 100 times at random moments, and see that nothing is lost (half an hour)
+	$(PYTHON) tools/soak.py $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(PYTHON) -m ruff check $(LINTED)

@@ -4,10 +4,13 @@ A granularity answers one question, the largest magnitude of each set of element
 (`scale_from_amax`, `quantize`, `dequantize`) works on any shape that broadcasts against the tensor.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.nn.functional import pad
 
 
 class Granularity(Protocol):
@@ -49,6 +52,48 @@ class Tensorwise:
 
     def __repr__(self) -> str:
         return "tensorwise"
+
+
+@dataclass(frozen=True)
+class Group:
+    """One scale for every `size` consecutive elements of the flattened tensor, row-major; the last group may be short.
+
+    Where the last dimension is a multiple of `size` no group crosses a row: the groups are the 1 x G pieces of COAT's page, and a tensor
+    cut along its first dimension has the groups of the whole one. Elsewhere groups run on over the end of a row.
+
+    Attributes:
+        size: elements of a group [COAT: 128 for optimizer states, 16 for the activations of non-linear layers].
+
+    Raises:
+        ValueError: `size` is less than 1.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"a group of {self.size} elements holds nothing; give at least 1")
+
+    def split(self, x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+        """[groups, size] of the dtype of `x`, detached; a short last group is filled up with `fill`."""
+        flat = x.detach().reshape(-1)
+        return pad(flat, (0, -flat.numel() % self.size), value=fill).view(-1, self.size)
+
+    def spread(self, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """[groups] -> `shape`: the value of its group at every element."""
+        return values.repeat_interleave(self.size)[: math.prod(shape)].view(tuple(shape))
+
+    def maxima(self, x: torch.Tensor) -> torch.Tensor:
+        """FP32 [groups]: the amax of each group, one value a group; +inf where it holds a NaN or an infinity."""
+        amax = self.split(x).abs().amax(-1).float()
+        return amax.masked_fill(amax.isnan(), float("inf"))
+
+    def amax(self, x: torch.Tensor) -> torch.Tensor:
+        """`maxima` in the shape of `x`, FP32."""
+        return self.spread(self.maxima(x), x.shape)
+
+    def __str__(self) -> str:
+        return f"group({self.size})"
 
 
 TENSORWISE = Tensorwise()

@@ -19,7 +19,7 @@ from megatron.lm.checkpoint.saving import all_or_none
 from megatron.lm.checkpoint.storage import Stored
 from megatron.lm.checkpoint.values import Found, chunk_offsets, find, scalar
 from megatron.lm.cli import config_from_dict, config_to_dict
-from megatron.lm.config import Config, flag
+from megatron.lm.config import CheckpointConfig, Config, flag
 from megatron.lm.step import Training
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.formats import Format, by_name
@@ -245,9 +245,20 @@ def _take_rng(training: Training, stored: Stored, info: dict[str, Any]) -> dict[
         now.pipeline_model_parallel_size,
     )
     found = {key.removeprefix(prefix): stored.tensor(key) for key in stored.tensors if key.startswith(prefix)} if same else {}
-    if not found:
-        print(f"{stored.folder} has no random state of this rank's place in the grid: its dropout starts from --seed", flush=True)
     return found or None
+
+
+def _restore_rng(taken: _Taken, settings: CheckpointConfig) -> None:
+    """Set this rank's generators, and say of how many ranks they stay as `--seed` has set them. Collective."""
+    lacking = torch.tensor(taken.rng is None, dtype=torch.int32, device=process_groups.device())
+    # All who share a part of the data must draw the same dropout where they hold the same activations.
+    dist.all_reduce(lacking, dist.ReduceOp.MAX, parallel_state.get_model_parallel_group())
+    if taken.rng is not None and not lacking:
+        rng.restore(taken.rng)
+    dist.all_reduce(lacking)
+    if dist.get_rank() == 0 and lacking and not settings.no_load_rng:
+        places = f"{int(lacking)} of {dist.get_world_size()} places in the grid"
+        print(f"{settings.load} has no random states for {places}: dropout there starts from --seed", flush=True)
 
 
 def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
@@ -271,11 +282,7 @@ def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
     training.iteration = info["iteration"]
     training.consumed_samples = info["consumed_samples"]
     training.passed_over = info["passed_over"]
-    # All who share a part of the data must draw the same dropout where they hold the same activations.
-    known = torch.tensor(taken.rng is not None, dtype=torch.int32, device=process_groups.device())
-    dist.all_reduce(known, dist.ReduceOp.MIN, parallel_state.get_model_parallel_group())
-    if taken.rng is not None and known:
-        rng.restore(taken.rng)
+    _restore_rng(taken, settings)
 
 
 def _say_what_changed(training: Training, taken: _Taken, info: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from msamp.numerics.formats import E4M3
-from msamp.numerics.granularity import TENSORWISE, Tensorwise
+from msamp.numerics.granularity import TENSORWISE, Group, Tensorwise
 from msamp.numerics.quantize import dequantize, quantize
 from msamp.numerics.scaling import inverse, scale_from_amax
 
@@ -62,3 +62,45 @@ def test_another_granularity_enters_by_its_amax_alone():
     relative = ((rows - x).norm(dim=-1) / x.norm(dim=-1)).max()
     assert scale.shape == (8, 1)
     assert relative < 0.04
+
+
+@pytest.mark.parametrize("shape", [(6, 32), (3, 5, 7), (1,), ()])
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_groups_are_runs_of_the_flattened_tensor(shape, size, device):
+    x = torch.randn(shape, device=device).bfloat16()
+    runs = list(x.flatten().split(size))
+    group = Group(size)
+    maxima = group.maxima(x)
+    assert maxima.dtype == torch.float32
+    assert maxima.tolist() == [float(run.abs().max()) for run in runs]
+    assert group.amax(x).equal(torch.cat([run.abs().max().float().expand(len(run)) for run in runs]).view(shape))
+    assert group.split(x).flatten()[: x.numel()].equal(x.flatten())
+    assert group.split(x, fill=9.0).flatten()[x.numel() :].eq(9.0).all()
+
+
+def test_groups_of_whole_rows_do_not_depend_on_a_cut_along_the_first_dimension():
+    x = torch.randn(6, 64)
+    assert Group(32).maxima(x).equal(torch.cat([Group(32).maxima(part) for part in x.split([1, 3, 2])]))
+
+
+def test_groups_mark_what_is_not_finite_and_nothing_else():
+    x = torch.ones(4, 4)
+    x[1, 2], x[3, 0] = float("nan"), -float("inf")
+    assert Group(4).maxima(x).tolist() == [1.0, float("inf"), 1.0, float("inf")]
+
+
+def test_a_group_of_an_empty_tensor_and_of_no_elements():
+    assert Group(16).maxima(torch.empty(0, 3)).shape == (0,)
+    assert Group(16).amax(torch.empty(0, 3)).shape == (0, 3)
+    with pytest.raises(ValueError, match=r"group of 0 elements.*at least 1"):
+        Group(0)
+    assert str(Group(16)) == "group(16)"
+
+
+def test_groups_keep_small_channels_beside_large_ones():
+    x = torch.randn(8, 32) * torch.tensor([1e-4, 1e4]).repeat_interleave(16)
+    group = Group(16)
+    scale = scale_from_amax(group.amax(x), E4M3.max)
+    back = dequantize(quantize(x, scale, E4M3), inverse(scale))
+    small, large = ((back - x)[:, part].norm() / x[:, part].norm() for part in (slice(16), slice(16, None)))
+    assert max(small, large) < 0.04

@@ -288,7 +288,7 @@ def test_a_missing_random_state_is_told(made: Trainer, copy: Path, capsys: pytes
     load(made.training)
     assert torch.equal(torch.get_rng_state(), before)
     assert made.training.iteration == 4
-    assert "has no random state of this rank's place in the grid: its dropout starts from --seed" in capsys.readouterr().out
+    assert "has no random states for 1 of 1 places in the grid: dropout there starts from --seed" in capsys.readouterr().out
 
 
 def test_rewriting_by_itself_is_no_fault(made: Trainer, copy: Path):

@@ -1,5 +1,6 @@
 """A checkpoint of one precision loaded at another: what the new formats hold stays, what they do not is rounded once, training goes on."""
 
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from msamp.optim.master import is_own_master
 
 LEVELS = ("fp32", "bf16", "O1", "O2", "O3")
 PAIRS = [pair for pair in itertools.product(LEVELS, LEVELS) if pair[0] != pair[1]]
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 SAVED, LAST = 6, 9
 # Largest relative difference of a loss from that of staying at the level: of the next step, whose difference is that of the formats in
-# forward, and of the two after it. Largest seen: 8e-4, 4e-3.
-NEXT, LATER = 3e-3, 1e-2
+# forward, and of the two after it. Largest seen: 5e-4, 6e-4.
+NEXT, LATER = 1.5e-3, 2e-3
 
 
 def settings(prefix: Path, level: str, **more: Any) -> Config:
@@ -125,7 +127,7 @@ def test_round_the_levels_and_back(prefix: Path, tmp_path: Path, stayed: dict[st
     """O0 -> O1 -> O2 -> O3 -> O0 rounds each tensor once a format; whatever comes then rounds nothing more."""
     staying, folder = stayed["bf16"]
     saved = [read(folder)]
-    for level in ("O1", "O2", "O3", "bf16", "fp32", "O3", "O2", "O1", "bf16"):
+    for level in ("O1", "O2", "O3", "bf16", "fp32", "O3"):
         source, folder = folder, tmp_path / str(len(saved))
         check_losses(convert(prefix, source, level, folder), staying)
         saved.append(read(folder))
@@ -151,7 +153,7 @@ def test_every_level_from_every_other(prefix: Path, tmp_path: Path, stayed: dict
 
 
 @pytest.mark.parametrize("way", ["finetune", "no_load_optim"])
-@pytest.mark.parametrize(("level", "other"), [("fp32", "O3"), ("bf16", "O1"), ("O3", "bf16"), ("O3", "O3"), ("O2", "fp32")])
+@pytest.mark.parametrize(("level", "other"), [("fp32", "O3"), ("bf16", "O1"), ("O3", "bf16"), SLOW("O3", "O3"), SLOW("O2", "fp32")])
 def test_masters_start_from_the_best_values(prefix: Path, stayed: dict[str, tuple[list[float], Path]], level: str, other: str, way: str):
     staying, folder = stayed[level]
     before = read(folder)

@@ -53,16 +53,16 @@ MOVES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "padding": ({"precision": "O3", "make_vocab_size_divisible_by": 25}, ["dp4", "tp2dp2", "dp4"]),  # 75 rows, 100, 75
     "no padding": ({"precision": "O2", "make_vocab_size_divisible_by": 20}, ["dp4", "tp2pp2"]),  # 60 rows, 80
 }
-EVERYWHERE = ["dp4", "zero", "tp2pp2", "pp2vpp2", "tp2zero", "pp2", "tp2dp2", "dp4"]
+EVERYWHERE = ["zero", "tp2pp2", "pp2vpp2", "tp2zero", "dp4"]
 # Every recipe through every grid, from a grid without tensor parallelism and from one with it.
 ALL_MOVES: dict[str, tuple[dict[str, Any], list[str]]] = {
     f"{level} from {start}": ({"precision": level, **flags}, [start, *EVERYWHERE])
     for level in LEVELS
     for start, flags in {"pp2": LLAMA, "tp2dp2": {**GPT2, "num_layers": 4}}.items()
 }
-# Largest relative difference of the next step's loss after a move from that of staying: sums in another order, in FP32 and where
-# activations are rounded. Largest seen: fp32 1e-7, others 7e-4.
-LOSS = {"fp32": 1e-5, "bf16": 2e-3, "O1": 2e-3, "O2": 2e-3, "O3": 2e-3}
+# Largest relative difference of the next step's loss after a move from that of staying: sums in another order, which activations in BF16
+# and FP8 round otherwise. Largest seen: fp32 6e-8, others 7e-5.
+LOSS = {"fp32": 1e-6, "bf16": 2e-4, "O1": 2e-4, "O2": 2e-4, "O3": 2e-4}
 
 
 def settings(prefix: str, flags: Mapping[str, Any], grid: str, **more: Any) -> Config:

@@ -1,0 +1,9 @@
+"""FP16 mixed precision with loss scaling, in the two lines of Apex and of the slides (Micikevicius et al. 2017).
+
+model, optimizer = msamp.amp.initialize(model, optimizer, opt_level="O1")
+with msamp.amp.scale_loss(loss, optimizer) as scaled: scaled.backward()
+"""
+
+from msamp.amp.api import initialize, load_state_dict, master_params, scale_loss, scaled_loss, state_dict
+
+__all__ = ["initialize", "load_state_dict", "master_params", "scale_loss", "scaled_loss", "state_dict"]

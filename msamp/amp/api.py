@@ -1,0 +1,230 @@
+"""The calls that a training loop makes: Apex's, and the slides' spelling of them.
+
+Apex kept one state a process; here it belongs to the optimizers that were initialized together, so `state_dict` takes one of them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from msamp.amp.opt_level import Keep, OptLevel, by_name, check_model, is_norm, prepare_model
+from msamp.amp.scaler import LossScaler
+from msamp.amp.step import AmpStep
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+@dataclass(eq=False)
+class _Amp:
+    """What the optimizers of one `initialize` share: a scaler a loss, and a step an optimizer."""
+
+    scalers: list[LossScaler]
+    steps: dict[torch.optim.Optimizer, AmpStep]
+
+
+def _list(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, list | tuple) else [x]
+
+
+def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], level: OptLevel) -> None:
+    seen: set[torch.Tensor] = set()
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(f"the optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
+        if hasattr(optimizer, "amp"):
+            raise ValueError("the optimizer has been through msamp.amp.initialize already: do it once, with all models as a list")
+        if level.fp16_weights and not level.master_weights and optimizer.state:
+            raise ValueError(f"the optimizer has FP32 states already, which do not go with {level.name}'s weights: take a new one, or O2")
+        for group in optimizer.param_groups:
+            if not seen.isdisjoint(group["params"]):
+                raise ValueError("a parameter is in two optimizers, and would be unscaled twice: give each parameter to one")
+            seen.update(group["params"])
+            eps, rounded = group.get("eps"), level.fp16_weights and not level.master_weights and not group.get("fused")
+            if rounded and isinstance(eps, float) and eps and not torch.tensor(eps).half():
+                raise ValueError(f"eps is {eps}, which is 0 in FP16, where {level.name} divides by it: take eps >= 1e-7, or O2")
+
+
+def initialize(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizers,
+    opt_level: str = "O1",
+    *,
+    loss_scale: float | str | None = None,
+    num_losses: int = 1,
+    init_scale: float = 2.0**16,
+    growth_interval: int = 2000,
+    min_loss_scale: float = 2.0**-24,
+    max_loss_scale: float = 2.0**24,
+    keep_fp32: Keep = is_norm,
+) -> tuple[Any, Any]:
+    """Prepare FP32 models and their optimizers for FP16 training (slides "Nvidia AMP"; Micikevicius et al. 2017; Apex's levels).
+
+    | level | weights | arithmetic | optimizer updates | loss scale |
+    | --- | --- | --- | --- | --- |
+    | O0 | FP32 | FP32 | the weights | 1 |
+    | O1 | FP32 | GEMM-like operations in FP16, the rest in FP32 (torch.autocast) | the weights | dynamic |
+    | O2 | FP16, norms FP32 | FP16, norms FP32 | FP32 masters, rounded to the weights after each step | dynamic |
+    | O3 | FP16 | FP16 | the weights | 1 |
+
+    Models take and return FP32 at every level; only what `forward` does is cast, so a loss outside the model is FP32. The optimizer
+    stays the same object. Its groups hold the masters at O2 (`master_params`), and `step` drops their gradients. Weights written
+    from outside at O2 (a pretrained `load_state_dict`) become masters at the next step. Wrap in DistributedDataParallel afterwards:
+    gradients that it averages overflow on all ranks or on none.
+
+    Args:
+        model: a module or a list of modules, FP32, changed in place.
+        optimizer: one or a list, no parameter in two of them; at O3 without states, before their first step.
+        loss_scale: "dynamic" or a constant; None is the level's.
+        num_losses: how many losses have a scale of their own, see `scale_loss`.
+        init_scale, growth_interval, min_loss_scale, max_loss_scale: of a dynamic scale, see `LossScaler`.
+        keep_fp32: which modules stay FP32 at O2: module -> bool.
+
+    Returns:
+        Models and optimizers, the same objects, lists where lists were given.
+
+    Raises:
+        ValueError: for a level, scale, model or optimizer that does not fit, saying what would. Nothing has changed then.
+    """
+    level = by_name(opt_level)
+    models, optimizers = _list(model), _list(optimizer)
+    if num_losses < 1:
+        raise ValueError(f"num_losses is {num_losses}; it must be at least 1")
+    options = {"init_scale": init_scale, "growth_interval": growth_interval}
+    limits = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
+    chosen = level.loss_scale if loss_scale is None else loss_scale
+    scalers = [LossScaler(chosen, **options, **limits) for _ in range(num_losses)]  # type: ignore[arg-type]
+    _check_optimizers(optimizers, level)
+    for each in models:
+        check_model(each, level)
+    full: dict[torch.Tensor, torch.Tensor] = {}
+    for each in models:
+        full |= prepare_model(each, level, keep_fp32)
+    amp = _Amp(scalers, {each: AmpStep(each, full if level.master_weights else {}) for each in optimizers})
+    for each in optimizers:
+        each.amp = amp
+    return model, optimizer
+
+
+def _amp(optimizers: Sequence[torch.optim.Optimizer]) -> _Amp:
+    amps = {getattr(optimizer, "amp", None) for optimizer in optimizers}
+    found = amps.pop() if len(amps) == 1 else None
+    if found is None:
+        raise ValueError("the optimizers have not been through one msamp.amp.initialize together: pass what it returned")
+    return found
+
+
+@contextmanager
+def scale_loss(loss: torch.Tensor, optimizer: Optimizers, loss_id: int = 0, *, delay_unscale: bool = False) -> Iterator[torch.Tensor]:
+    """The loss times its scale, for `backward()` inside the `with`; on leaving, `.grad` of `master_params` is the loss's gradient.
+
+    On leaving, the new gradients are divided by the scale in FP32 and added to those that were there. If one is infinite or NaN,
+    the next `step()` of these optimizers is skipped, and a dynamic scale is halved. All of it stays on the device: the only host sync
+    is the one of `step()`. A backward that raises leaves the gradients as they were.
+
+    Args:
+        loss: any shape; FP32 inside.
+        optimizer: the optimizer or the list of those whose parameters this loss trains.
+        loss_id: which of `num_losses` scales.
+        delay_unscale: leave the gradients scaled and add the next micro-batch to them; for all but the last micro-batch of a step.
+
+    Raises:
+        ValueError: for optimizers that were not initialized together, another `loss_id`, gradients that wait for another scale, a
+            sparse gradient, or where no gradient came.
+    """
+    optimizers = _list(optimizer)
+    amp = _amp(optimizers)
+    if not 0 <= loss_id < len(amp.scalers):
+        raise ValueError(f"loss_id is {loss_id}; it must be in [0, {len(amp.scalers)}): initialize with a larger num_losses")
+    scaler, steps = amp.scalers[loss_id], [amp.steps[each] for each in optimizers]
+    scale = scaler.scale(loss.device)
+    for step in steps:
+        step.check_open(scale)
+    for step in steps:
+        step.open(scale)
+    try:
+        yield loss.float() * scale
+        for step in steps:
+            step.check_unscale()
+    except BaseException:
+        for step in steps:
+            step.abandon()
+        raise
+    if delay_unscale:
+        return
+    flags = [flag for flag in [step.unscale() for step in steps] if flag is not None]
+    if not flags:
+        raise ValueError("no gradient reached the optimizer's parameters: call backward() of the scaled loss inside the with")
+    overflow = torch.stack([flag.to(flags[0].device) for flag in flags]).any()
+    scaler.update(overflow)
+    for step in steps:
+        step.note(overflow)
+
+
+scaled_loss = scale_loss  # as the slides spell it
+
+
+def master_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What `optimizer` updates, FP32 masters at O2: clip these, after `scale_loss`.
+
+    Raises:
+        ValueError: while their gradients wait to be unscaled.
+    """
+    step = _amp([optimizer]).steps[optimizer]
+    step.check_unscaled()
+    return step.params()
+
+
+def state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Loss scales, steps skipped and masters of all optimizers that were initialized together with this one; waits for the device.
+
+    `loss_scaler<i>` has the scale of loss i; `skipped_steps` and `master_weights` (FP32, the tensors themselves; none but at O2) have an
+    entry an optimizer. Save it beside the `state_dict` of models and optimizers.
+    """
+    amp = _amp([optimizer])
+    for step in amp.steps.values():
+        step.adopt()
+    return {
+        **{f"loss_scaler{i}": scaler.state_dict() for i, scaler in enumerate(amp.scalers)},
+        "skipped_steps": [step.skipped_steps for step in amp.steps.values()],
+        "master_weights": [[master.detach() for master in step.masters] for step in amp.steps.values()],
+    }
+
+
+def load_state_dict(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Go on bit for bit from `state`, after `initialize` as it was then, and before or after models and optimizers load theirs.
+
+    Raises:
+        ValueError: where the state has other losses, optimizers or masters than there are here. Nothing has changed then.
+    """
+    amp = _amp([optimizer])
+    steps = list(amp.steps.values())
+    scalers = sorted(key for key in state if key.startswith("loss_scaler"))
+    if len(scalers) != len(amp.scalers):
+        raise ValueError(
+            f"the state has {len(scalers)} loss scales, here are {len(amp.scalers)}: initialize with num_losses={len(scalers)}"
+        )
+    saved = [[tuple(x.shape) for x in masters] for masters in state["master_weights"]]
+    here = [[tuple(master.shape) for master in step.masters] for step in steps]
+    if saved != here:
+        raise ValueError(
+            f"the state has master weights {_summary(saved)}, here are {_summary(here)}: "
+            "initialize the same models and optimizers at the level it was saved at"
+        )
+    for i, scaler in enumerate(amp.scalers):
+        scaler.check_state(state[f"loss_scaler{i}"])
+    for i, scaler in enumerate(amp.scalers):
+        scaler.load_state_dict(state[f"loss_scaler{i}"])
+    for step, skipped, masters in zip(steps, state["skipped_steps"], state["master_weights"], strict=True):
+        step.skipped_steps = skipped
+        with torch.no_grad():
+            for master, values in zip(step.masters, masters, strict=True):
+                master.copy_(values)
+        step.write_weights()
+
+
+def _summary(shapes: list[list[tuple[int, ...]]]) -> str:
+    return f"of {len(shapes)} optimizers ({', '.join(f'{len(each)} tensors' for each in shapes)})"

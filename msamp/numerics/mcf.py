@@ -1,0 +1,103 @@
+"""Multi-component floats: a number as the unevaluated sum of two BF16 (Collage section 2.2 and 4.1; Dekker 1971; Knuth).
+
+A pair (x, y) stands for x + y, where x = BF16(x + y): x alone is the number rounded to BF16, y what the rounding left over. All functions
+are pure and elementwise, take and return BF16 tensors of shapes that broadcast, and round each elementary operation to BF16. That is what
+eager torch does with BF16 tensors: it computes one operation in FP32 and rounds, and FP32 has enough digits (24 >= 2 * 8 + 2) for the two
+roundings of +, -, *, / and sqrt to equal one. `torch.compile` may keep FP32 from one operation to the next, and then the errors below are
+no longer what is computed: leave these functions out of a compiled region.
+
+No sum here is exact once it overflows BF16; a pair is then not finite.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor, bfloat16, float64, tensor
+
+Pair = tuple[Tensor, Tensor]
+
+SPLITTER = 2.0**4 + 1.0  # 2^ceil(p / 2) + 1 for the p = 8 binary digits of BF16
+
+
+def fast_two_sum(a: Tensor, b: Tensor) -> Pair:
+    """Fast2Sum, 3 operations: (x, y), x = BF16(a + b), y = BF16(b - BF16(x - a)) [Collage, theorem 4.1].
+
+    x + y = a + b exactly where |a| >= |b|, a's exponent is at least b's, or a is 0. Elsewhere y may lack digits of a; x is right all the
+    same.
+    """
+    x = a + b
+    return x, b - (x - a)
+
+
+def two_sum(a: Tensor, b: Tensor) -> Pair:
+    """TwoSum, 6 operations: (x, y), x = BF16(a + b), with x + y = a + b exactly for every finite a and b whose sum does not overflow."""
+    x = a + b
+    from_b = x - a
+    return x, (a - (x - from_b)) + (b - from_b)
+
+
+def split(a: Tensor) -> Pair:
+    """Split: (high, low) of at most 4 binary digits each, high + low = a exactly, |a| < 2^123 (beyond, 17 a overflows)."""
+    _check_bf16(a)
+    scaled = a * SPLITTER
+    high = scaled - (scaled - a)
+    return high, a - high
+
+
+def two_product_dekker(a: Tensor, b: Tensor) -> Pair:
+    """TwoProd by Split, 17 operations that never leave BF16: what `two_product` returns, within Split's range and for |a b| < 2^127."""
+    x = a * b
+    (a_high, a_low), (b_high, b_low) = split(a), split(b)
+    return x, ((a_high * b_high - x) + a_high * b_low + a_low * b_high) + a_low * b_low
+
+
+def two_product(a: Tensor, b: Tensor) -> Pair:
+    """TwoProd: (x, y), x = BF16(a b) and its rounding error y.
+
+    x + y = a b exactly where the product does not overflow and its last digit is not below BF16's smallest number, 2^-133 (|a b| >= 2^-118
+    is enough). The product of two BF16 has 16 digits: FP32 holds it exactly, and so its difference to x, which is what an FMA would return.
+    """
+    _check_bf16(a)
+    _check_bf16(b)
+    x = a * b
+    return x, (a.float() * b.float() - x.float()).bfloat16()
+
+
+def grow(pair: Pair, a: Tensor, add: Callable[[Tensor, Tensor], Pair] = fast_two_sum) -> Pair:
+    """Grow: a pair plus a number, as a pair [Collage, algorithm 1].
+
+    Args:
+        pair: (x, y).
+        a: the number.
+        add: `fast_two_sum`, the paper's, for |x| >= |a|; `two_sum` where a may exceed x.
+
+    The only rounding is that of y plus the error of x + a: at most 2^-15 of the larger of |x| and |a|.
+    """
+    x, y = pair
+    u, v = add(x, a)
+    return fast_two_sum(u, y + v)
+
+
+def mul(first: Pair, second: Pair) -> Pair:
+    """Mul: the product of two pairs, as a pair [Collage, algorithm 2].
+
+    p = BF16(x1 x2) with its error e, then Fast2Sum(p, e + (x1 y2 + x2 y1)). The product y1 y2 and the rounding of the correction are lost:
+    less than 2^-13 of the result.
+    """
+    (x1, y1), (x2, y2) = first, second
+    p, e = two_product(x1, x2)
+    return fast_two_sum(p, e + (x1 * y2 + x2 * y1))
+
+
+def expansion(value: float) -> Pair:
+    """A constant as a pair of 0-dim BF16 on the CPU: value rounded, and the rest rounded; both roundings from FP64 [Collage, table 1].
+
+    0.999 is (1, -0.001) and 0.99 (0.98828125, 0.00171661), where the paper's table prints 0.9893.
+    """
+    exact = tensor(value, dtype=float64)
+    first = exact.to(bfloat16)
+    return first, (exact - first.double()).to(bfloat16)
+
+
+def _check_bf16(x: Tensor) -> None:
+    if x.dtype is not bfloat16:
+        raise ValueError(f"a factor is {x.dtype}; products of pairs are defined for torch.bfloat16: cast it first")

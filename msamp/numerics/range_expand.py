@@ -1,0 +1,146 @@
+"""FP8 by groups [COAT]: dynamic range expansion for optimizer states, plain groups for activations, group scaling.
+
+Of E4M3's range of 2.3e5 a group of Adam's moments uses little. f(x) = sign(x) |x|^k stretches, or squeezes, the range of each group to
+the format's, so that all codes are in use, and no element that was not zero becomes zero.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from msamp.numerics.formats import FP32, Format, of_dtype
+from msamp.numerics.granularity import TENSORWISE, Group
+from msamp.numerics.quantize import cast, dequantize, quantize
+from msamp.numerics.scaling import inverse, scale_from_amax
+
+STATE_GROUP = Group(128)
+ACTIVATION_GROUP = Group(16)
+
+
+@dataclass(frozen=True, eq=False)
+class Expanded:
+    """A tensor as COAT stores optimizer states; its value is sign(q) max (|q| / fp_max)^(1 / k), group by group.
+
+    Attributes:
+        payload: E4M3 or E5M2, the shape of the tensor.
+        max: FP32 [groups], the amax of each group. NaN marks a group with values that were not finite: all of it loads as NaN.
+        k: FP32 [groups], the exponent; 1 where the magnitudes of a group are all equal, all zero, or not finite.
+        group: which elements share them.
+    """
+
+    payload: torch.Tensor
+    max: torch.Tensor
+    k: torch.Tensor
+    group: Group = STATE_GROUP
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Payload, max and k together: 1.0625 in full groups of 128."""
+        return _bytes_per_element(self.payload, self.max, self.k)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values: computed in FP32, rounded once to `dtype`."""
+        shape, fmt = self.payload.shape, of_dtype(self.payload.dtype)
+        q = self.payload.float()
+        magnitude = (q.abs() / fmt.max).pow(1 / self.group.spread(self.k, shape)) * self.group.spread(self.max, shape)
+        return torch.copysign(magnitude, q).to(dtype)
+
+
+def quantize_expanded(x: torch.Tensor, fmt: Format, group: Group = STATE_GROUP, expand: bool = True) -> Expanded:
+    """Quantise group by group with dynamic range expansion: q = cast(sign(x) fp_max (|x| / max)^k), which never leaves FP32's range.
+
+    k = log(R) / log(max / min) [COAT, part 1], `min` being the smallest magnitude that is not zero and R the range of the format: its
+    largest value over its smallest subnormal. Zeros stay zero. max / min is that of the quotients |x| / max in FP32, so that `min` meets
+    the smallest code in a group of almost equal values too; quotients below 2^-126 are taken as 2^-126.
+
+    Args:
+        x: FP32, BF16 or FP16, any shape.
+        fmt: E4M3 or E5M2.
+        group: which elements share max and k.
+        expand: False: k = 1, scaling alone, to compare with.
+
+    Raises:
+        ValueError: for another format.
+    """
+    if fmt.bytes != 1:
+        raise ValueError(f"range expansion into {fmt} is not defined; choose fp8-e4m3 or fp8-e5m2")
+    x = x.detach().float()
+    largest = group.maxima(x)
+    usable = (largest > 0) & largest.isfinite()
+    divisor = largest.masked_fill(~usable, 1.0)
+    k = torch.ones_like(largest)
+    if expand:
+        lowest = (_smallest(x, group) / divisor).clamp(min=FP32.tiny)
+        k = torch.where(usable & (lowest < 1), math.log2(fmt.max / fmt.smallest) / -lowest.log2(), k)
+    quotient = (x.abs() / group.spread(divisor, x.shape)).clamp(min=FP32.tiny).masked_fill(x == 0, 0.0)
+    payload = cast(torch.copysign(fmt.max * quotient.pow(group.spread(k, x.shape)), x), fmt)
+    return Expanded(payload, largest.masked_fill(~largest.isfinite(), float("nan")), k, group)
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped:
+    """A tensor with a scale for each group, as COAT keeps the activations of non-linear layers [COAT, part 2].
+
+    Attributes:
+        payload: FP8 or FP16, the shape of the tensor.
+        scale_inv: BF16 [groups], which holds powers of two exactly. NaN marks a group with values that were not finite.
+        group: which elements share a scale.
+    """
+
+    payload: torch.Tensor
+    scale_inv: torch.Tensor
+    group: Group = ACTIVATION_GROUP
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Payload and scales together: 1.125 in FP8 with full groups of 16."""
+        return _bytes_per_element(self.payload, self.scale_inv)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """`payload * scale_inv` in FP32, rounded once to `dtype`."""
+        return dequantize(self.payload, self.group.spread(self.scale_inv, self.payload.shape).float(), dtype)
+
+
+def quantize_grouped(x: torch.Tensor, fmt: Format, group: Group = ACTIVATION_GROUP) -> Grouped:
+    """Quantise just in time with one power-of-two scale a group.
+
+    Args:
+        x: FP32, BF16 or FP16, any shape.
+        fmt: E4M3, E5M2 or FP16.
+        group: which elements share a scale.
+
+    Raises:
+        ValueError: for a format without a scale.
+    """
+    if not fmt.scaled:
+        raise ValueError(f"{fmt} carries no scale; choose fp8-e4m3, fp8-e5m2 or fp16")
+    amax = group.maxima(x)
+    scale = scale_from_amax(amax, fmt.max)
+    scale_inv = inverse(scale).masked_fill(~amax.isfinite(), float("nan")).bfloat16()
+    return Grouped(quantize(x.detach(), group.spread(scale, x.shape), fmt), scale_inv, group)
+
+
+def two_stage_amax(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Group scaling [COAT, part 2]: FP32 [groups], which the producer of `x` can write along with it, and their maximum, FP32 0-dim.
+
+    The maximum is `TENSORWISE.amax(x)`, found by reading `group.size` times fewer values.
+    """
+    pieces = group.maxima(x)
+    return pieces, TENSORWISE.amax(pieces)
+
+
+def dynamic_range(x: torch.Tensor, group: Group = STATE_GROUP) -> torch.Tensor:
+    """FP64 [groups]: largest magnitude over the smallest that is not zero [COAT, part 1]; NaN where a group has none, or is not finite."""
+    largest = group.maxima(x).double()
+    return (largest / _smallest(x, group).double()).masked_fill(~((largest > 0) & largest.isfinite()), float("nan"))
+
+
+def _smallest(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """FP32 [groups]: the smallest magnitude that is not zero, +inf where there is none."""
+    magnitude = x.detach().float().abs()
+    return group.split(magnitude.masked_fill(magnitude == 0, float("inf")), fill=float("inf")).amin(-1)
+
+
+def _bytes_per_element(payload: torch.Tensor, *groups: torch.Tensor) -> float:
+    return (payload.nbytes + sum(values.nbytes for values in groups)) / max(payload.numel(), 1)

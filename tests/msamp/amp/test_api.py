@@ -1,0 +1,388 @@
+"""The slides' two lines in training loops."""
+
+import io
+import math
+
+import dist
+import pytest
+import torch
+from numerics import bits
+from torch import nn
+
+import msamp
+from msamp import amp
+
+LEVELS = ("O0", "O1", "O2", "O3")
+SMALL = 1e-4  # of the outputs: mean squared errors of this size have gradients below FP16's smallest number
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 32))
+
+
+def small_mlp() -> nn.Sequential:
+    """Its outputs are about SMALL."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 32))
+    with torch.no_grad():
+        model[-1].weight.mul_(SMALL)
+        model[-1].bias.zero_()
+    return model
+
+
+def batch(seed: int = 1, rows: int = 256, device="cpu"):
+    """Inputs, and what a fixed small network makes of them."""
+    generator = torch.Generator().manual_seed(100)
+    teacher = torch.randn(32, 32, generator=generator) / 6
+    x = torch.randn(rows, 32, generator=generator.manual_seed(seed))
+    return x.to(device), torch.tanh(x @ teacher).to(device)
+
+
+def backward(model, optimizer, x, y, factor: float = 1.0, **options) -> torch.Tensor:
+    loss = (model(x) - y).square().mean() * factor
+    with amp.scale_loss(loss, optimizer, **options) as scaled:
+        scaled.backward()
+    return loss.detach()
+
+
+def gradient(optimizer) -> torch.Tensor:
+    return torch.cat([p.grad.detach().flatten() for p in amp.master_params(optimizer)]).float()
+
+
+def train_small(level: str, loss_scale, device="cpu") -> tuple[float, float]:
+    """Share of zeros in the first gradient, and the last loss over the first, where all values are small."""
+    model = small_mlp().to(device)
+    model, optimizer = amp.initialize(
+        model, torch.optim.Adam(model.parameters(), lr=1e-4, eps=1e-15), level, loss_scale=loss_scale, growth_interval=10
+    )
+    x, y = batch(device=device)
+    losses, zeros = [], []
+    for _ in range(100):
+        optimizer.zero_grad()
+        losses.append(backward(model, optimizer, x, SMALL * y))
+        zeros.append(float((gradient(optimizer) == 0).float().mean()))
+        optimizer.step()
+    return zeros[0], float(losses[-1] / losses[0])
+
+
+def test_small_gradients_vanish_in_fp16_and_train_with_loss_scaling(device):
+    found = {case: train_small(*case, device) for case in [("O0", 1.0), ("O1", 1.0), ("O1", "dynamic"), ("O2", 1.0), ("O2", "dynamic")]}
+    zeros, loss = ({case: both[i] for case, both in found.items()} for i in (0, 1))
+    print({case: f"{zeros[case]:.1%} of the gradient is 0, loss {loss[case]:.3f} of the first" for case in found})
+    assert zeros["O0", 1.0] == 0, found
+    assert loss["O0", 1.0] < 0.1, found
+    for level in ("O1", "O2"):
+        assert zeros[level, 1.0] > 0.9, found
+        assert loss[level, 1.0] > 0.7, found
+        assert zeros[level, "dynamic"] < 0.05, found
+        assert loss[level, "dynamic"] == pytest.approx(loss["O0", 1.0], rel=0.02), found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_level_trains(level, device):
+    model = mlp().to(device)
+    options = {"lr": 1e-3, "eps": 1e-4} if level == "O3" else {"lr": 1e-3}
+    model, optimizer = amp.initialize(model, torch.optim.AdamW(model.parameters(), **options), level, loss_scale=8.0)
+    x, y = batch(device=device)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        losses.append(float(backward(model, optimizer, x, y)))
+        optimizer.step()
+    assert losses[-1] < 0.6 * losses[0]
+    assert amp.state_dict(optimizer)["skipped_steps"] == [0]
+
+
+def trace(level: str, overflows: list[bool], **options) -> tuple[list[float], list[int]]:
+    """Loss scales after each step, and the steps that moved no weight."""
+    model = nn.Linear(4, 4)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-3), level, **options)
+    scales, skipped = [], []
+    for i, overflow in enumerate(overflows):
+        before = [bits(p).clone() for p in amp.master_params(optimizer)]
+        optimizer.zero_grad()
+        backward(model, optimizer, torch.ones(2, 4), torch.zeros(2, 4), math.inf if overflow else 1.0)
+        optimizer.step()
+        scales.append(amp.state_dict(optimizer)["loss_scaler0"]["loss_scale"])
+        skipped += [i] * all(torch.equal(b, bits(p)) for b, p in zip(before, amp.master_params(optimizer), strict=True))
+    assert amp.state_dict(optimizer)["skipped_steps"] == [sum(overflows)]
+    return scales, skipped
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_overflow_halves_the_scale_and_skips_and_the_scale_grows_again(level):
+    pattern = [False, True, True, False, False, False, False, True]
+    scales, skipped = trace(level, pattern, growth_interval=3)
+    k = 2.0**10
+    assert scales == [64 * k, 32 * k, 16 * k, 16 * k, 16 * k, 32 * k, 32 * k, 16 * k]
+    assert skipped == [1, 2, 7]
+
+
+def test_a_scale_that_is_too_large_for_fp16_finds_its_place():
+    model = nn.Linear(4, 4)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-3), "O2", init_scale=2.0**20)
+    for _ in range(12):
+        optimizer.zero_grad()
+        backward(model, optimizer, torch.ones(2, 4), torch.full((2, 4), 4.0))  # gradients about 1: at most 2^15 of them fit
+        optimizer.step()
+    state = amp.state_dict(optimizer)
+    assert 2.0**12 <= state["loss_scaler0"]["loss_scale"] <= 2.0**16
+    assert state["skipped_steps"] == [round(math.log2(2.0**20 / state["loss_scaler0"]["loss_scale"]))]
+
+
+def test_a_static_scale_skips_and_stays():
+    scales, skipped = trace("O2", [False, True, False], loss_scale=8.0)
+    assert scales == [8.0] * 3
+    assert skipped == [1]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_clipping_after_unscaling_is_fp32s_clipping(level, device):
+    clipped = {}
+    for each in ("O0", level):
+        model = mlp().to(device)
+        model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), each, loss_scale=256.0)
+        backward(model, optimizer, *batch(device=device), factor=100.0)
+        norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
+        clipped[each] = (norm, gradient(optimizer))
+    (want_norm, want), (norm, got) = clipped["O0"], clipped[level]
+    assert want_norm > 1.0
+    assert norm.item() == pytest.approx(want_norm.item(), rel=2e-3)
+    assert got.norm().item() == pytest.approx(0.5, rel=1e-4)
+    assert float((got - want).norm() / want.norm()) < 5e-3
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_delayed_micro_batches_add_up_to_the_whole_batch(level):
+    x, y = batch(rows=64)
+    gradients = []
+    for parts in (1, 4):
+        model = mlp()
+        model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level, loss_scale=64.0)
+        for i, (xs, ys) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
+            backward(model, optimizer, xs, ys, 1.0 / parts, delay_unscale=i < parts - 1)
+        gradients.append(gradient(optimizer))
+        optimizer.step()
+    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < (1e-6 if level == "O0" else 5e-3)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_several_losses_add_their_gradients_and_keep_their_own_scales(level):
+    x, y = batch(rows=64)
+    model = mlp()
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-3), level, loss_scale="dynamic", num_losses=2)
+    one_by_one = []
+    for loss_id in (0, 1):
+        backward(model, optimizer, x, (-1) ** loss_id * y, loss_id=loss_id)
+        one_by_one.append(gradient(optimizer))
+        optimizer.zero_grad()
+    backward(model, optimizer, x, y, loss_id=0)
+    backward(model, optimizer, x, -y, loss_id=1)
+    both = gradient(optimizer)
+    assert torch.allclose(both, one_by_one[0] + one_by_one[1], rtol=1e-5, atol=1e-7)
+    optimizer.step()
+
+    optimizer.zero_grad()
+    backward(model, optimizer, x, y, loss_id=0)
+    backward(model, optimizer, x, y, math.inf, loss_id=1)  # only its own scale is halved, and the whole step is skipped
+    before = [bits(p).clone() for p in model.parameters()]
+    optimizer.step()
+    assert all(torch.equal(b, bits(p)) for b, p in zip(before, model.parameters(), strict=True))
+    state = amp.state_dict(optimizer)
+    assert [state[f"loss_scaler{i}"]["loss_scale"] for i in (0, 1)] == [2.0**16, 2.0**15]
+    assert state["skipped_steps"] == [1]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_several_models_and_optimizers(level):
+    x, y = batch(rows=32)
+    first, second = nn.Linear(32, 32), nn.Linear(32, 32)
+    given = [torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.Adam(second.parameters())]
+    models, optimizers = amp.initialize([first, second], given, level, num_losses=2)
+    assert models == [first, second]
+    assert optimizers == given
+
+    backward(nn.Sequential(*models), optimizers, x, y)  # one loss for both
+    for optimizer in optimizers:
+        assert gradient(optimizer).count_nonzero() > 0
+        optimizer.step()
+        optimizer.zero_grad()
+    backward(first, optimizers[0], x, y, math.inf, loss_id=0)  # then each its own, and one overflows
+    backward(second, optimizers[1], x, y, loss_id=1)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert amp.state_dict(optimizers[1])["skipped_steps"] == [1, 0]
+
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    backward(nn.Sequential(*models), optimizers, x, y, math.inf)  # both skip
+    for optimizer in optimizers:
+        optimizer.step()
+    assert amp.state_dict(optimizers[0])["skipped_steps"] == [2, 1]
+
+
+def started(level: str, steps: range, model=None, optimizer=None):
+    """A run with momentum, a schedule's learning rate and an overflow in step 2."""
+    if model is None:
+        model = mlp()
+        options = {"lr": 1e-3, "eps": 1e-4} if level == "O3" else {"lr": 1e-3}
+        model, optimizer = amp.initialize(
+            model, torch.optim.AdamW(model.parameters(), **options), level, loss_scale="dynamic", init_scale=256.0, growth_interval=2
+        )
+    for i in steps:
+        x, y = batch(seed=i, rows=16)
+        optimizer.zero_grad()
+        backward(model, optimizer, x, y, math.inf if i == 2 else 1.0)
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_saved_run_goes_on_bit_for_bit(level, model_first):
+    model, optimizer = started(level, range(5))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict(optimizer)}, file)
+    started(level, range(5, 9), model, optimizer)
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again, second = started(level, range(0))
+    for part in ["model", "optimizer", "amp"] if model_first else ["amp", "optimizer", "model"]:
+        if part == "amp":
+            amp.load_state_dict(second, saved["amp"])
+        else:
+            {"model": again, "optimizer": second}[part].load_state_dict(saved[part])
+    started(level, range(5, 9), again, second)
+    for p, q in zip([*model.parameters(), *amp.master_params(optimizer)], [*again.parameters(), *amp.master_params(second)], strict=True):
+        assert torch.equal(bits(p), bits(q))
+    want, got = amp.state_dict(optimizer), amp.state_dict(second)
+    assert want["loss_scaler0"] == got["loss_scaler0"]
+    assert want["skipped_steps"] == got["skipped_steps"] == [1]
+
+
+def test_loading_the_masters_writes_the_weights():
+    (model, optimizer), (again, second) = started("O2", range(3)), started("O2", range(0))
+    amp.load_state_dict(second, amp.state_dict(optimizer))
+    assert torch.equal(again[0].weight, model[0].weight)
+
+
+def train_on_a_rank() -> tuple[list[float], int, float]:
+    """A step in which the second rank's gradient overflows, and a good one, under DistributedDataParallel."""
+    rank = torch.distributed.get_rank()
+    model = mlp()
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2")
+    parallel = nn.parallel.DistributedDataParallel(model)
+    for i in range(2):
+        x, y = batch(seed=rank, rows=16)
+        optimizer.zero_grad()
+        backward(parallel, optimizer, x, y, math.inf if (i, rank) == (0, 1) else 1.0)
+        optimizer.step()
+    state = amp.state_dict(optimizer)
+    weights = [float(p.double().sum()) for p in amp.master_params(optimizer)]
+    return weights, state["skipped_steps"][0], state["loss_scaler0"]["loss_scale"]
+
+
+def test_ranks_under_ddp_skip_together():
+    first, second = dist.run(train_on_a_rank, 2)
+    assert first == second
+    assert first[1:] == (1, 2.0**15)
+
+
+def test_a_backward_that_raises_leaves_the_gradients_as_they_were():
+    model = mlp()
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1")
+    x, y = batch(rows=16)
+    backward(model, optimizer, x, y)
+    before = gradient(optimizer)
+
+    def interrupted() -> None:
+        with amp.scale_loss(model(x).sum(), optimizer) as scaled:
+            scaled.backward()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert torch.equal(gradient(optimizer), before)
+    optimizer.step()
+
+
+def test_the_slides_spelling_and_the_package():
+    assert amp.scaled_loss is amp.scale_loss
+    assert msamp.amp is amp
+    model = mlp()
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with amp.scaled_loss(model(batch()[0]).half().mean(), optimizer) as scaled_loss:
+        assert scaled_loss.dtype == torch.float32
+        scaled_loss.backward()
+    optimizer.step()
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_initialize_refuses_what_does_not_fit_and_changes_nothing():
+    model = mlp()
+    stepped = torch.optim.Adam(model.parameters())
+    model(batch()[0]).sum().backward()
+    stepped.step()
+    model.zero_grad()
+    for arguments, options, message in (
+        ((model, sgd(model), "O5"), {}, "opt_level is 'O5'"),
+        ((model, sgd(model), "O2"), {"num_losses": 0}, "num_losses is 0; it must be at least 1"),
+        ((model, sgd(model), "O2"), {"loss_scale": -1.0}, r"loss_scale is -1\.0"),
+        ((model, "adam", "O2"), {}, "the optimizer is a str; it must be a torch.optim.Optimizer"),
+        ((model, stepped, "O3"), {}, "has FP32 states already, which do not go with O3's weights"),
+        ((model, [sgd(model), sgd(model)], "O1"), {}, "in two optimizers"),
+        ((model, torch.optim.AdamW(model.parameters()), "O3"), {}, "eps is 1e-08, which is 0 in FP16"),
+        ((nn.Linear(2, 2).bfloat16(), sgd(model), "O1"), {}, "torch.bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            amp.initialize(*arguments, **options)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    _, optimizer = amp.initialize(model, sgd(model), "O2")
+    with pytest.raises(ValueError, match="the optimizer has been through"):
+        amp.initialize(mlp(), optimizer)
+
+
+def test_scale_loss_refuses_what_does_not_fit():
+    model, other = mlp(), mlp()
+    model, optimizer = amp.initialize(model, sgd(model), "O1", num_losses=2)
+    _, apart = amp.initialize(other, sgd(other), "O1")
+    x, y = batch(rows=16)
+    with pytest.raises(ValueError, match=r"through one msamp\.amp\.initialize together"):
+        backward(model, sgd(model), x, y)
+    with pytest.raises(ValueError, match=r"through one msamp\.amp\.initialize together"):
+        backward(model, [optimizer, apart], x, y)
+    with pytest.raises(ValueError, match=r"loss_id is 2; it must be in \[0, 2\)"):
+        backward(model, optimizer, x, y, loss_id=2)
+    with pytest.raises(ValueError, match="no gradient reached the optimizer's parameters"), amp.scale_loss(model(x).sum(), optimizer):
+        pass
+    backward(model, optimizer, x, y, delay_unscale=True)
+    with pytest.raises(ValueError, match="wait to be unscaled by another loss scale"):
+        backward(model, optimizer, x, y, loss_id=1)
+    backward(model, optimizer, x, y)
+    optimizer.step()
+
+
+def test_states_that_do_not_fit_are_refused_and_change_nothing():
+    _, optimizer = started("O2", range(1))
+    before = amp.state_dict(optimizer)
+    master = before["master_weights"][0][0].clone()
+    o1 = amp.state_dict(started("O1", range(1))[1])
+    with pytest.raises(
+        ValueError, match=r"the state has master weights of 1 optimizers \(0 tensors\), here are of 1 optimizers \(6 tensors\)"
+    ):
+        amp.load_state_dict(optimizer, o1)
+    with pytest.raises(ValueError, match="the state has 2 loss scales, here are 1: initialize with num_losses=2"):
+        amp.load_state_dict(optimizer, {**before, "loss_scaler1": before["loss_scaler0"]})
+    broken = {
+        **before,
+        "loss_scaler0": {"loss_scale": 2.0**40, "unskipped": 0},
+        "master_weights": [[x + 1 for x in before["master_weights"][0]]],
+    }
+    with pytest.raises(ValueError, match="initialize with wider limits"):
+        amp.load_state_dict(optimizer, broken)
+    assert torch.equal(amp.master_params(optimizer)[0], master)

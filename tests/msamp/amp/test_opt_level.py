@@ -1,0 +1,191 @@
+"""What each of Apex's levels makes of a model."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import msamp
+from msamp.amp.opt_level import LEVELS, by_name, check_model, is_norm, prepare_model
+
+every_level = pytest.mark.parametrize("name", LEVELS)
+
+
+class Net(nn.Module):
+    """Remembers the dtype in which its first layer and its norm answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm, self.head = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 4)
+        self.register_buffer("shift", torch.full((32,), 0.1))
+
+    def forward(self, x, *, pair=False):
+        hidden = self.linear(x)
+        normed = self.norm(hidden + self.shift.to(hidden.dtype))
+        self.seen = (hidden.dtype, normed.dtype)
+        y = self.head(normed)
+        return {"logits": y, "pair": (y, torch.arange(3))} if pair else y
+
+
+def prepared(name: str, **options) -> Net:
+    net = Net()
+    prepare_model(net, by_name(name), **options)
+    return net
+
+
+HALF, FULL = torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "linear", "norm", "buffer", "seen"),
+    [
+        ("O0", FULL, FULL, FULL, (FULL, FULL)),
+        ("O1", FULL, FULL, FULL, (HALF, HALF)),  # as torch.autocast has it on a CPU: a norm reads and writes FP16, and adds up in FP32
+        ("O2", HALF, FULL, HALF, (HALF, HALF)),
+        ("O3", HALF, HALF, HALF, (HALF, HALF)),
+    ],
+)
+def test_dtypes_of_a_level(name, linear, norm, buffer, seen):
+    net = prepared(name)
+    out = net(torch.randn(8, 16), pair=True)
+    assert (net.linear.weight.dtype, net.norm.weight.dtype, net.shift.dtype) == (linear, norm, buffer)
+    assert net.seen == seen
+    assert (out["logits"].dtype, out["pair"][0].dtype, out["pair"][1].dtype) == (FULL, FULL, torch.int64)
+
+
+@every_level
+def test_the_output_is_that_of_fp32_within_fp16s_digits(name):
+    x = torch.randn(64, 16)
+    want, got = Net()(x).detach(), prepared(name)(x).detach()
+    error = float((got - want).norm() / want.norm())
+    assert error < 2e-3, f"{name}: relative error {error:.1e}"
+    assert (error == 0) == (name == "O0"), "O0 must change nothing, the others must be FP16"
+
+
+def test_a_norm_at_o2_computes_in_fp32():
+    net, plain = prepared("O2"), Net()
+    x = (200 * torch.randn(8, 32)).half()  # the squares' sum is beyond FP16
+    assert torch.equal(net.norm(x), plain.norm(x.float()).half())
+
+
+def test_masters_start_from_the_values_before_they_were_rounded():
+    net, plain = Net(), Net()
+    full = prepare_model(net, by_name("O2"))
+    assert set(full) == {net.linear.weight, net.linear.bias, net.head.weight, net.head.bias}
+    assert torch.equal(full[net.linear.weight], plain.linear.weight)
+    assert torch.equal(net.linear.weight, plain.linear.weight.half())
+
+
+def test_keep_fp32_chooses_what_stays_fp32():
+    net = prepared("O2", keep_fp32=lambda module: is_norm(module) or (module.__class__ is nn.Linear and module.out_features == 4))
+    assert (net.linear.weight.dtype, net.head.weight.dtype) == (HALF, FULL)
+    assert net(torch.randn(8, 16)).dtype == FULL
+
+
+class SomeRMSNorm(nn.Module):
+    pass
+
+
+class PreNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "norm"),
+    [
+        (nn.BatchNorm2d(2), True),
+        (nn.InstanceNorm1d(2), True),
+        (nn.SyncBatchNorm(2), True),
+        (nn.GroupNorm(1, 2), True),
+        (nn.RMSNorm(2), True),
+        (SomeRMSNorm(), True),
+        (PreNorm(), False),
+        (nn.Linear(2, 2), False),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_what_counts_as_a_norm(module, norm):
+    assert is_norm(module) is norm
+
+
+@every_level
+def test_a_deep_copy_computes_with_its_own_weights(name):
+    net, x = prepared(name), torch.randn(8, 16)
+    twin, before = copy.deepcopy(net), net(x)
+    assert torch.equal(twin(x), before)
+    with torch.no_grad():
+        twin.head.bias.add_(1.0)
+    assert torch.equal(net(x), before)
+    assert torch.allclose(twin(x), before + 1.0, atol=1e-2)
+
+
+@every_level
+def test_a_pickled_model_stays_what_it_is(name):
+    net, x, file = prepared(name), torch.randn(8, 16), io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    assert torch.equal(twin(x), net(x))
+    assert twin.linear.weight.dtype == net.linear.weight.dtype
+    assert twin.seen == net.seen
+
+
+@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
+def test_torchs_own_layers_train_and_evaluate(name):
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {
+            "conv": nn.Sequential(nn.Conv1d(8, 16, 3, padding=1), nn.BatchNorm1d(16)),
+            "encoder": nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
+            "gru": nn.GRU(16, 16, batch_first=True),
+        }
+    )
+
+    def forward(x):
+        return model["gru"](model["encoder"](model["conv"](x).transpose(1, 2)))[0]
+
+    x = torch.randn(2, 8, 6)
+    want = forward(x).detach()
+    for module in model.values():
+        prepare_model(module, by_name(name))
+    got = forward(x)
+    got.square().mean().backward()
+    got = got.detach()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert float((got - want).norm() / want.norm()) < 5e-3
+    model["encoder"].eval()  # where torch has a fused path of its own
+    with torch.no_grad():
+        assert float((forward(x) - got).norm() / want.norm()) < 5e-3
+
+
+def test_unknown_levels_and_models_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="opt_level is 'O4'; choose one of O0, O1, O2, O3"):
+        by_name("O4")
+    with pytest.raises(ValueError, match="the model has no parameters"):
+        check_model(nn.Tanh(), by_name("O1"))
+    half = Net().half()
+    with pytest.raises(ValueError, match=r"linear\.weight is torch\.float16; .*model\.float\(\)"):
+        check_model(half, by_name("O1"))
+    with pytest.raises(ValueError, match="been through msamp"):
+        check_model(nn.Sequential(prepared("O1")), by_name("O1"))
+    with pytest.raises(ValueError, match=r"a DataParallel, .*initialize first, then wrap"):
+        check_model(nn.DataParallel(Net()), by_name("O1"))
+    fp8, _ = msamp.initialize(Net())
+    with pytest.raises(ValueError, match="is a ScalingTensor"):
+        check_model(fp8, by_name("O1"))
+    for value in (1e5, float("nan")):
+        large = Net()
+        with torch.no_grad():
+            large.head.weight[0, 0] = value
+        check_model(large, by_name("O1"))
+        with pytest.raises(ValueError, match=r"head\.weight has values outside \+-65504"):
+            check_model(large, by_name("O2"))
+    started = Net()
+    started(torch.randn(2, 16)).sum().backward()
+    with pytest.raises(ValueError, match=r"has a gradient, .*before the first backward"):
+        check_model(started, by_name("O3"))

@@ -1,0 +1,109 @@
+"""The loss scale, against torch's GradScaler and against bad input."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from msamp.amp.scaler import LossScaler
+
+CPU = torch.device("cpu")
+PATTERNS = {
+    "quiet": [False] * 12,
+    "burst": [True, True, False, False, False, True, False, False, False, False, False, False, True],
+    "every other": [True, False] * 6,
+    "at the interval": [False, False, True, False, False, False, True, False, False, False],
+}
+
+
+def scales(scaler: LossScaler, pattern: list[bool]) -> list[float]:
+    found = []
+    for overflow in pattern:
+        scaler.update(torch.tensor(overflow))
+        found.append(scaler.scale(CPU).item())
+    return found
+
+
+def scales_of_grad_scaler(pattern: list[bool], interval: int) -> list[float]:
+    """What torch.amp.GradScaler goes through where the gradients overflow in the same steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=interval)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    found = []
+    for overflow in pattern:
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * (math.inf if overflow else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(scaler.get_scale())
+    return found
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_the_scale_moves_as_torchs_grad_scaler_moves_it(pattern):
+    got = scales(LossScaler(growth_interval=3), pattern)
+    assert got == scales_of_grad_scaler(pattern, 3)
+    assert len(set(got)) > 1, "the pattern moved nothing"
+
+
+def test_defaults_are_the_designs():
+    scaler = LossScaler()
+    assert scaler.scale(CPU).item() == 65536.0
+    assert scales(scaler, [False] * 2000) == [65536.0] * 1999 + [131072.0]
+    assert scales(scaler, [True, True]) == [65536.0, 32768.0]
+
+
+def test_a_static_scale_stays():
+    assert scales(LossScaler(8), [True, False, True, *[False] * 5]) == [8.0] * 8
+
+
+def test_a_dynamic_scale_stays_within_its_limits():
+    scaler = LossScaler(init_scale=4.0, growth_interval=1, min_loss_scale=2.0, max_loss_scale=8.0)
+    assert scales(scaler, [False, False, False, True, True, True]) == [8.0, 8.0, 8.0, 4.0, 2.0, 2.0]
+
+
+def test_the_scale_is_one_object_until_it_may_have_changed_and_is_never_written_to():
+    scaler = LossScaler()
+    before = scaler.scale(CPU)
+    assert scaler.scale(CPU) is before
+    scaler.update(torch.tensor(True))
+    assert scaler.scale(CPU) is not before
+    assert before.item() == 65536.0
+    assert before.dtype == torch.float32
+
+
+def test_a_saved_scaler_goes_on_where_it_was():
+    pattern = PATTERNS["burst"]
+    whole = scales(LossScaler(growth_interval=3), pattern)
+    first, second = LossScaler(growth_interval=3), LossScaler(growth_interval=3)
+    scales(first, pattern[:7])
+    assert first.state_dict() == {"loss_scale": 16384.0, "unskipped": 1}
+    second.load_state_dict(first.state_dict())
+    assert scales(second, pattern[7:]) == whole[7:]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_scale": 0}, r'loss_scale is 0; it must be "dynamic" or a number greater than 0'),
+        ({"loss_scale": "fast"}, "loss_scale is 'fast'"),
+        ({"loss_scale": math.inf}, "loss_scale is inf"),
+        ({"loss_scale": math.nan}, "loss_scale is nan"),
+        ({"growth_interval": 0}, "growth_interval is 0; it must be at least 1"),
+        ({"init_scale": 2.0**30}, "with the start between the other two"),
+        ({"min_loss_scale": 0.0}, "min_loss_scale 0.0"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        LossScaler(**options)
+
+
+def test_a_state_that_does_not_fit_is_refused():
+    static, narrow = LossScaler(8), LossScaler(init_scale=2.0, max_loss_scale=4.0)
+    with pytest.raises(ValueError, match=r"saved loss scale is 16\.0, the static one here 8\.0"):
+        static.load_state_dict({"loss_scale": 16.0, "unskipped": 0})
+    with pytest.raises(ValueError, match=r"saved loss scale is 16\.0; this one stays in .*4\.0\]: initialize with wider limits"):
+        narrow.load_state_dict({"loss_scale": 16.0, "unskipped": 3})
+    assert (static.state_dict(), narrow.state_dict()) == ({"loss_scale": 8.0, "unskipped": 0}, {"loss_scale": 2.0, "unskipped": 0})

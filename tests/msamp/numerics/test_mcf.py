@@ -1,0 +1,210 @@
+"""Pairs of BF16 against exact rational arithmetic and the golden vectors."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from numerics import bits, every_bf16, floats, golden
+
+from msamp.numerics import mcf
+
+COUNT = 110_000
+SMALLEST = 2.0**-133
+
+
+def bf16(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64).bfloat16()
+
+
+def random_pairs(count: int = COUNT, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Any two finite BF16, subnormals and zeros among them."""
+    finite = every_bf16()[every_bf16().isfinite()]
+    a, b = torch.randint(len(finite), (2, count), generator=torch.Generator().manual_seed(seed))
+    return finite[a], finite[b]
+
+
+def close_pairs(count: int = COUNT, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Magnitudes within a few binades of each other, random signs: where sums cancel and digits carry."""
+    a, b = torch.randn(2, count, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return a, b
+
+
+def remainders(x: torch.Tensor, seed: int) -> torch.Tensor:
+    """BF16 up to half a unit in the last place of `x`."""
+    return (x.float() * torch.empty(len(x)).uniform_(-(2**-8), 2**-8, generator=torch.Generator().manual_seed(seed))).bfloat16()
+
+
+def fractions(x: torch.Tensor) -> list[Fraction]:
+    return [Fraction(value) for value in x.tolist()]
+
+
+def larger_first(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    swap = a.abs() < b.abs()
+    return torch.where(swap, b, a), torch.where(swap, a, b)
+
+
+def assert_exact(exact: list[Fraction], pair: mcf.Pair) -> None:
+    got = [x + y for x, y in zip(*map(fractions, pair), strict=True)]
+    assert got == exact
+
+
+@pytest.mark.parametrize("pairs", [random_pairs, close_pairs])
+def test_sums_are_exact_for_over_100000_random_pairs(pairs):
+    a, b = pairs()
+    finite = (a + b).isfinite()
+    a, b = a[finite], b[finite]
+    assert len(a) > 100_000
+    exact = [x + y for x, y in zip(fractions(a), fractions(b), strict=True)]
+    x, y = mcf.two_sum(a, b)
+    assert_exact(exact, (x, y))
+    assert (x + y).equal(x)  # the second component is below the first's last digit
+    fast = mcf.fast_two_sum(*larger_first(a, b))
+    assert fast[0].equal(x)
+    assert fast[1].equal(y)
+
+
+@pytest.mark.parametrize("pairs", [random_pairs, close_pairs])
+def test_products_are_exact_for_over_100000_random_pairs(pairs):
+    a, b = pairs(170_000)
+    x = a * b
+    kept = x.isfinite() & ((x.abs() >= 2.0**-118) | (a == 0) | (b == 0))
+    a, b = a[kept], b[kept]
+    assert len(a) > 100_000
+    exact = [x * y for x, y in zip(fractions(a), fractions(b), strict=True)]
+    assert_exact(exact, mcf.two_product(a, b))
+    narrow = ((a * b).abs() < 2.0**127) & (a.abs() < 2.0**123) & (b.abs() < 2.0**123)
+    assert mcf.two_product_dekker(a[narrow], b[narrow])[1].equal(mcf.two_product(a[narrow], b[narrow])[1])
+
+
+def test_all_products_of_two_significands_in_bf16_alone():
+    significands = (1 + torch.arange(128) / 128).bfloat16()
+    a, b = torch.cartesian_prod(significands, -significands).unbind(1)
+    x, y = mcf.two_product_dekker(a, b)
+    assert (x.double() + y.double()).equal(a.double() * b.double())
+
+
+def test_split_gives_halves_of_every_value():
+    a = every_bf16()
+    a = a[a.abs() < 2.0**123]
+    high, low = mcf.split(a)
+    assert (high.double() + low.double()).equal(a.double())
+    for half in (high, low):
+        significand = torch.frexp(half.double())[0] * 2**4
+        assert significand.equal(significand.round())
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (0.0, 0.0),
+        (-0.0, 0.0),
+        (0.0, 3.0),
+        (SMALLEST, SMALLEST),
+        (SMALLEST, -3 * SMALLEST),
+        (1.0, SMALLEST),
+        (-(2.0**127), SMALLEST),
+        (1.0, 2.0**-8),  # a tie
+        (1.0078125, 2.0**-8),  # a tie the other way
+        (1.0, -(2.0**-9)),
+        (255.0, 1.0),
+        (-200.0, 200.0),
+        (2.0**-126, -SMALLEST),
+        (3.0e38, -2.9e38),
+    ],
+)
+def test_corner_cases_of_sums(a, b):
+    for first, second in ((bf16(a), bf16(b)), (bf16(b), bf16(a)), (bf16(-a), bf16(-b))):
+        exact = [Fraction(first.item()) + Fraction(second.item())]
+        assert_exact(exact, mcf.two_sum(first, second))
+        assert_exact(exact, mcf.fast_two_sum(*larger_first(first, second)))
+
+
+def test_fast_two_sum_is_exact_after_zero_and_not_after_something_small():
+    assert_exact([Fraction(3)], mcf.fast_two_sum(bf16(0.0), bf16(3.0)))
+    small, large = bf16(1.0078125), bf16(260.0)
+    assert_exact([Fraction(small.item()) + 260], mcf.two_sum(small, large))
+    x, y = mcf.fast_two_sum(small, large)
+    assert Fraction(x.item()) + Fraction(y.item()) != Fraction(small.item()) + 260
+
+
+def test_an_overflow_is_not_hidden():
+    largest = bf16((2 - 2.0**-7) * 2.0**127)
+    for pair in (mcf.two_sum(largest, largest), mcf.two_product(largest, largest)):
+        assert pair[0].isinf()
+        assert not pair[1].isfinite()
+
+
+def test_products_below_the_range_lose_their_error():
+    x, y = mcf.two_product(bf16(1.0078125 * 2.0**-70), bf16(1.0078125 * 2.0**-60))
+    assert Fraction(x.item()) + Fraction(y.item()) != Fraction(1.0078125) ** 2 / 2**130
+    assert mcf.two_product(bf16(SMALLEST), bf16(0.5))[0] == 0
+
+
+def test_golden_mcf():
+    vectors = golden("mcf")
+    a, b, big, small, y, z = (floats(vectors[key]).bfloat16() for key in ("a", "b", "A", "B", "Y", "Z"))
+    for key, (first, second) in {
+        "two_sum": mcf.two_sum(a, b),
+        "fast_two_sum": mcf.fast_two_sum(*larger_first(a, b)),
+        "grow_A_Y_by_B": mcf.grow((big, y), small),
+        "mul_AY_BZ": mcf.mul((big, y), (small, z)),
+    }.items():
+        want = [floats(component).bfloat16() for component in vectors[key]]
+        assert bits(first).equal(bits(want[0])), key
+        assert bits(second).equal(bits(want[1])), key
+    for value, pair in vectors["expansions"].items():
+        assert [component.item() for component in mcf.expansion(float(value))] == pair
+
+
+@pytest.mark.parametrize("add", [mcf.fast_two_sum, mcf.two_sum])
+def test_grow_errs_by_at_most_2_to_the_minus_15(add):
+    a, b = close_pairs()
+    x, y = mcf.fast_two_sum(a, remainders(a, seed=2))
+    if add is mcf.fast_two_sum:
+        kept = x.abs() >= b.abs()
+        x, y, b = x[kept], y[kept], b[kept]
+    u, v = mcf.grow((x, y), b, add)
+    error = (u.double() + v.double() - (x.double() + y.double() + b.double())).abs()
+    assert (error <= 2.0**-15 * torch.maximum(x.abs(), b.abs()).double()).all()
+    assert (u + v).equal(u)
+    nothing = torch.zeros_like(x)
+    assert mcf.grow((x, nothing), b, add)[0].equal(x + b)  # what BF16 alone would give
+
+
+def test_mul_errs_by_less_than_2_to_the_minus_13():
+    a, b = close_pairs()
+    first, second = (mcf.fast_two_sum(x, remainders(x, seed)) for seed, x in enumerate((a, b)))
+    p, e = mcf.mul(first, second)
+    exact = (first[0].double() + first[1].double()) * (second[0].double() + second[1].double())
+    assert ((p.double() + e.double() - exact).abs() <= 2.0**-13 * exact.abs()).all()
+    assert (p + e).equal(p)
+
+
+def test_expansions_of_the_papers_table():
+    """Its second row, (0.9893, 0.0017), is a misprint: the sum would be 0.991, and BF16 rounds 0.99 to 0.98828125."""
+    table = {0.999: (1.0, -0.001), 0.99: (0.98828125, 0.00171875), 0.98: (0.98046875, -0.00046875), 0.95: (0.94921875, 0.00078125)}
+    for beta2, pair in table.items():
+        first, second = (component.item() for component in mcf.expansion(beta2))
+        assert first == pair[0]
+        assert second == pytest.approx(pair[1], rel=2.0**-8)
+        assert first + second == pytest.approx(beta2, abs=2.0**-9 * abs(second))
+    assert bf16(0.999).item() == 1.0
+
+
+def test_200_plus_a_tenth():
+    """The paper's example of lost arithmetic: a pair keeps what BF16 loses, and ten of them arrive."""
+    theta, tenth = bf16(200.0), bf16(0.1)
+    assert (theta + tenth).equal(theta)
+    pair = (theta, torch.zeros_like(theta))
+    alone = theta
+    for _ in range(10):
+        pair, alone = mcf.grow(pair, tenth), alone + tenth
+    assert alone.item() == 200.0
+    assert pair[0].item() == 201.0
+    assert (pair[0].double() + pair[1].double()).item() == pytest.approx(200.0 + 10 * tenth.item(), abs=2e-2)
+
+
+@pytest.mark.parametrize("product", [mcf.two_product, mcf.two_product_dekker, lambda a, b: mcf.split(a)])
+def test_products_of_another_dtype_are_refused(product):
+    with pytest.raises(ValueError, match=r"torch\.float32; products of pairs are defined for torch\.bfloat16: cast it first"):
+        product(torch.ones(2), torch.ones(2))

@@ -1,0 +1,483 @@
+"""CollageAdamW: NumPy's BF16 bit for bit, torch's AdamW where FP32 is kept, and what BF16 alone loses."""
+
+import copy
+import io
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from numerics import bits
+
+from msamp.numerics import mcf
+from msamp.numerics.formats import E4M3
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.collage import SUMS, VARIANTS, CollageAdamW
+
+IN_BF16 = ("a", "light", "plus", "kahan")
+PAIRED = ("light", "plus", "kahan")
+HYPER = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def parameters(seed: int = 0, shapes=((12, 8), (8,))) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in shapes]
+
+
+def give_gradients(params: list[torch.nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = (torch.randn(p.shape, generator=generator) * 0.1).to(p.dtype)
+
+
+def train(optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for seed in steps:
+        give_gradients([p for group in optimizer.param_groups for p in group["params"]], 100 + seed)
+        optimizer.step()
+
+
+def tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights and states by name."""
+    found = {}
+    for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        found |= {f"{number} weight": p.detach(), **{f"{number} {key}": x for key, x in optimizer.state[p].items()}}
+    return found
+
+
+def assert_same(first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
+    a, b = tensors(first), tensors(second)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype is b[name].dtype, name
+        assert bits(a[name]).equal(bits(b[name])), name
+
+
+def value(optimizer: CollageAdamW, p: torch.Tensor) -> torch.Tensor:
+    """What a weight stands for, FP64."""
+    state = optimizer.state[p]
+    return state["master"].double() if "master" in state else p.detach().double() + state.get("weight_remainder", torch.zeros(()))
+
+
+# ------------------------------------------------------------------------------------------------- independent definitions
+
+
+def fast(a, b):
+    x = a + b
+    return x, b - (x - a)
+
+
+def two(a, b):
+    x = a + b
+    from_b = x - a
+    return x, (a - (x - from_b)) + (b - from_b)
+
+
+def grown(pair, a, add):
+    u, v = add(pair[0], a)
+    return fast(u, pair[1] + v)
+
+
+def by_numpy(variant, theta, grads, *, add=fast, inside=False, lr, betas, eps, weight_decay):
+    """Algorithm 2 with arrays of ml_dtypes.bfloat16, each of whose operations is rounded: (theta, remainder, m, v, remainder of v)."""
+    bf16 = ml_dtypes.bfloat16
+    lr, decay, eps = bf16(-lr), bf16(weight_decay), bf16(eps)
+    rest, m, v, v_rest = (np.zeros_like(theta) for _ in range(4))
+    beta2 = bf16(betas[1]), bf16(betas[1] - float(bf16(betas[1])))
+    for t, g in enumerate(grads, 1):
+        m = bf16(betas[0]) * m + bf16(1 - betas[0]) * g
+        squares = bf16(1 - betas[1]) * (g * g)
+        if variant == "plus":
+            p = beta2[0] * v
+            e = (np.float64(beta2[0]) * v.astype(np.float64) - p.astype(np.float64)).astype(bf16)
+            v, v_rest = grown(fast(p, e + (beta2[0] * v_rest + v * beta2[1])), squares, two)
+        else:
+            v = beta2[0] * v + squares
+        m_hat, v_hat = m / bf16(1 - betas[0] ** t), v / bf16(1 - betas[1] ** t)
+        root = np.sqrt(v_hat + eps) if inside else np.sqrt(v_hat) + eps
+        delta = lr * (m_hat / root + decay * theta)
+        if variant == "a":
+            theta = theta + delta
+        elif variant == "kahan":  # as it is usually written, with the sign of the compensation turned
+            wanted = delta + rest
+            new = theta + wanted
+            theta, rest = new, wanted - (new - theta)
+        else:
+            theta, rest = grown((theta, rest), delta, add)
+    return theta, rest, m, v, v_rest
+
+
+@pytest.mark.parametrize(
+    ("variant", "options"),
+    [
+        *((variant, {}) for variant in IN_BF16),
+        *((variant, {"weight_sum": "two-sum"}) for variant in ("light", "plus")),
+        *((variant, {"eps_inside_root": True, "eps": 1e-3}) for variant in IN_BF16),
+    ],
+    ids=str,
+)
+def test_every_operation_is_rounded_to_bf16(variant, options):
+    p = parameters(shapes=[(64, 8)])[0]
+    with torch.no_grad():
+        p[:8] = 0
+        p[8:16] *= 2**-12  # smaller than an update, where Fast2Sum and TwoSum part
+    start = p.detach().clone()
+    optimizer = CollageAdamW([p], **{**HYPER, **options}, variant=variant)
+    grads = []
+    for seed in range(12):
+        give_gradients([p], seed)
+        grads.append(p.grad.float().numpy().astype(ml_dtypes.bfloat16))
+        optimizer.step()
+    want = by_numpy(
+        variant,
+        start.float().numpy().astype(ml_dtypes.bfloat16),
+        grads,
+        add=two if "weight_sum" in options else fast,
+        inside=options.get("eps_inside_root", False),
+        **{**HYPER, "eps": options.get("eps", HYPER["eps"])},
+    )
+    state = optimizer.state[p]
+    zero = torch.zeros_like(p)
+    got = (p.detach(), state.get("weight_remainder", zero), state["exp_avg"], state["exp_avg_sq"], state.get("exp_avg_sq_remainder", zero))
+    for name, mine, his in zip(("theta", "remainder", "m", "v", "remainder of v"), got, want, strict=True):
+        assert np.array_equal(mine.float().numpy(), his.astype(np.float32)), name
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_variant_d_is_torchs_adamw_on_its_master(weight_decay):
+    params = parameters()
+    reference = [torch.nn.Parameter(p.detach().float()) for p in params]
+    ours = CollageAdamW(params, **{**HYPER, "weight_decay": weight_decay}, variant="d")
+    torchs = torch.optim.AdamW(reference, **{**HYPER, "weight_decay": weight_decay})
+    for seed in range(50):
+        give_gradients(params, seed)
+        for p, q in zip(params, reference, strict=True):
+            q.grad = p.grad.float()
+        ours.step()
+        torchs.step()
+    for p, q in zip(params, reference, strict=True):
+        torch.testing.assert_close(ours.state[p]["master"], q.detach(), rtol=1e-5, atol=1e-6)
+        assert p.detach().equal(ours.state[p]["master"].bfloat16())
+
+
+def test_variant_d_mw_is_one_fp32_step_rounded_to_bf16():
+    p = parameters()[0]
+    reference = torch.nn.Parameter(p.detach().float())
+    ours, torchs = CollageAdamW([p], **HYPER, variant="d-mw"), torch.optim.AdamW([reference], **HYPER)
+    for seed in range(10):
+        with torch.no_grad():
+            reference.copy_(p)
+        give_gradients([p], seed)
+        reference.grad = p.grad.float()
+        ours.step()
+        torchs.step()
+        assert (p.detach().float() - reference.detach()).abs().max() <= reference.detach().abs().max() * 2**-8
+    torch.testing.assert_close(ours.state[p]["exp_avg_sq"], torchs.state[reference]["exp_avg_sq"], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
+@pytest.mark.parametrize("variant", PAIRED)
+def test_with_second_components_forced_to_zero_it_is_variant_a_bit_for_bit(variant, betas, monkeypatch):
+    def first_alone(pair_of):
+        def call(*args):
+            first, second = pair_of(*args)
+            return first, torch.zeros_like(second)
+
+        return call
+
+    options = {**HYPER, "betas": betas}
+    alone, params = CollageAdamW(parameters(), **options, variant="a"), parameters()
+    train(alone, range(40))
+    for name in ("fast_two_sum", "two_sum", "two_product", "expansion"):
+        monkeypatch.setattr(mcf, name, first_alone(getattr(mcf, name)))
+    monkeypatch.setitem(SUMS, "fast-two-sum", mcf.fast_two_sum)
+    forced = CollageAdamW(params, **options, variant=variant)
+    train(forced, range(40))
+    a, b = tensors(alone), tensors(forced)
+    assert all(not b[name].any() for name in b.keys() - a.keys())
+    for name in a:
+        assert bits(a[name]).equal(bits(b[name])), name
+
+
+def test_without_the_force_it_is_not_variant_a():
+    alone, plus = CollageAdamW(parameters(), **HYPER, variant="a"), CollageAdamW(parameters(), **HYPER)
+    train(alone, range(40))
+    train(plus, range(40))
+    a, b = tensors(alone), tensors(plus)
+    assert not a["0 weight"].equal(b["0 weight"])
+    assert not a["0 exp_avg_sq"].equal(b["0 exp_avg_sq"])
+
+
+# --------------------------------------------------------------------------------------------------------- what it is for
+
+
+class Regression:
+    """64 weights near 2, a start 0.3 beside them, batches of 16 with noise 0.1: squared distance 6.2 at the start.
+
+    Each run reads the same batches; the gradient is that of the weight as the model sees it, rounded to the weight's dtype.
+    """
+
+    def __init__(self, make, dtype=torch.bfloat16, measured=200):
+        self.generator = torch.Generator().manual_seed(0)
+        self.target = torch.randn(64, generator=self.generator) + 2.0
+        start = (self.target + 0.3 * torch.randn(64, generator=self.generator)).bfloat16()
+        self.weight = torch.nn.Parameter(start.to(dtype))
+        self.optimizer = make([self.weight])
+        self.measured = measured
+        self.edq, self.lost = [], []
+
+    def run(self, steps=2000):
+        for step in range(steps):
+            x = torch.randn(16, 64, generator=self.generator)
+            error = x @ (self.weight.detach().float() - self.target) + 0.1 * torch.randn(16, generator=self.generator)
+            self.weight.grad = (x.T @ error / 16).to(self.weight.dtype)
+            if isinstance(self.optimizer, CollageAdamW):
+                self.optimizer.keep_update = step < self.measured
+            self.optimizer.step()
+            if isinstance(self.optimizer, CollageAdamW) and step < self.measured:
+                self.edq.append(self.optimizer.edq)
+                self.lost.append(self.optimizer.lost_frac)
+        return self
+
+    @property
+    def value(self):
+        return value(self.optimizer, self.weight) if isinstance(self.optimizer, CollageAdamW) else self.weight.detach().double()
+
+    @property
+    def distance(self):
+        return (self.value - self.target).square().sum().item()
+
+
+def test_plus_follows_fp32_adamw_for_2000_steps_where_a_stalls():
+    """beta2 = 0.999, lr 1e-3, no decay. Squared distance to the target after 2,000 steps, and distance to FP32's weights, which moved 2.46:
+
+    FP32 0.00084; plus 0.00142, 0.019; light 0.0093, 0.071; a 6.12, 2.45. EDQ over the first 200 steps, whose updates' norm is 3.4e-3:
+    plus 3.36e-3, light 3.30e-3, a 6.4e-5; lost arithmetic 1.1 %, 1.1 %, 98.5 %.
+    """
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    fp32 = Regression(lambda params: torch.optim.AdamW(params, **options), torch.float32).run()
+    runs = {v: Regression(lambda params, v=v: CollageAdamW(params, **options, variant=v)).run() for v in ("a", "light", "plus")}
+    away = {v: (run.value - fp32.value).norm().item() for v, run in runs.items()}
+    edq = {v: sum(run.edq) / len(run.edq) for v, run in runs.items()}
+    lost = {v: sum(run.lost) / len(run.lost) for v, run in runs.items()}
+    assert fp32.distance < 0.005
+    assert runs["plus"].distance < 0.005
+    assert away["plus"] < 0.05
+    assert away["light"] > 2 * away["plus"]
+    assert runs["a"].distance > 5.5
+    assert away["a"] > 2.0
+    assert edq["plus"] == pytest.approx(3.4e-3, rel=0.1)
+    assert edq["light"] < edq["plus"]
+    assert edq["a"] < 0.05 * edq["plus"]
+    assert lost["a"] > 0.95
+    assert lost["plus"] < 0.05
+
+
+def test_v_of_plus_follows_fp32_and_that_of_light_only_grows():
+    params = {variant: parameters(shapes=[(512,)]) for variant in ("light", "plus", "d")}
+    optimizers = {variant: CollageAdamW(params[variant], **HYPER, variant=variant) for variant in params}
+    for step in range(600):
+        scale = 1.0 if step < 300 else 0.01
+        for variant in params:
+            give_gradients(params[variant], step)
+            params[variant][0].grad.mul_(scale)
+            optimizers[variant].step()
+    v = {variant: optimizers[variant].state[params[variant][0]]["exp_avg_sq"].float() for variant in params}
+    v["plus"] = v["plus"] + optimizers["plus"].state[params["plus"][0]]["exp_avg_sq_remainder"].float()
+    assert ((v["plus"] - v["d"]) / v["d"]).abs().max() < 0.01
+    assert ((v["light"] - v["d"]) / v["d"]).mean() > 0.05
+
+
+# ------------------------------------------------------------------------------------------------------------ EDQ and memory
+
+
+@every_variant
+def test_edq_of_an_update_that_bf16_cannot_see(variant):
+    p = torch.nn.Parameter(torch.full((50,), 200.0, dtype=torch.bfloat16))
+    optimizer = CollageAdamW([p], lr=0.1, weight_decay=0.0, variant=variant, keep_update=True)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    kept = variant in (*PAIRED, "d")
+    assert optimizer.edq == pytest.approx(0.1 * 50**0.5 if kept else 0.0, rel=2.0**-7)
+    assert optimizer.lost_frac == (0.0 if kept else 1.0)
+    assert value(optimizer, p) == pytest.approx(200.0 - 0.1 * kept, abs=1e-3)
+
+
+def test_edq_joins_all_parameters_of_a_step_and_leaves_out_those_without_gradient():
+    params = [torch.nn.Parameter(torch.full((n,), 200.0, dtype=torch.bfloat16)) for n in (30, 20, 10)]
+    optimizer = CollageAdamW(params, lr=0.1, weight_decay=0.0, keep_update=True)
+    for p in params[:2]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.edq == pytest.approx(0.1 * 50**0.5, rel=2.0**-7)
+    assert params[2] not in optimizer.state
+
+
+def test_edq_has_to_be_asked_for():
+    optimizer = CollageAdamW(parameters())
+    train(optimizer, range(2))
+    for metric in ("edq", "lost_frac"):
+        with pytest.raises(ValueError, match="build the optimizer with keep_update=True and take a step"):
+            getattr(optimizer, metric)
+
+
+@every_variant
+def test_measuring_changes_no_bit(variant):
+    plain, measured = (CollageAdamW(parameters(), **HYPER, variant=variant, keep_update=keep) for keep in (False, True))
+    train(plain, range(5))
+    train(measured, range(5))
+    assert_same(plain, measured)
+
+
+@pytest.mark.parametrize(("variant", "expected"), [("a", 8), ("light", 10), ("plus", 12), ("kahan", 10), ("d-mw", 12), ("d", 16)])
+def test_bytes_a_parameter_measured_from_the_tensors(variant, expected):
+    p = parameters(shapes=[(32, 16)])[0]
+    optimizer = CollageAdamW([p], variant=variant)
+    give_gradients([p], 0)
+    optimizer.step()
+    held = [p.detach(), p.grad, *(x for key, x in optimizer.state[p].items() if key != "step")]
+    assert sum(x.untyped_storage().nbytes() for x in held) == expected * p.numel()
+
+
+def test_two_sum_keeps_all_of_an_update_that_exceeds_the_weight():
+    lost = {}
+    for weight_sum in SUMS:
+        p = torch.nn.Parameter(torch.full((4,), 1.0078125 * 2.0**-9, dtype=torch.bfloat16))
+        optimizer = CollageAdamW([p], lr=1.0, weight_decay=0.0, weight_sum=weight_sum, keep_update=True)
+        p.grad = torch.ones_like(p)
+        before = p.detach().double()
+        optimizer.step()
+        ((delta, _),) = optimizer._updates
+        lost[weight_sum] = (value(optimizer, p) - before - delta.double()).abs().max().item()
+    assert lost["two-sum"] == 0.0
+    assert lost["fast-two-sum"] > 0.0
+
+
+# --------------------------------------------------------------------------------------------------------------- saving
+
+
+@every_variant
+def test_a_saved_optimizer_goes_on_bit_for_bit(variant):
+    whole = CollageAdamW(parameters(), **HYPER, variant=variant)
+    train(whole, range(4))
+    file = io.BytesIO()
+    torch.save({"weights": [p.detach() for p in whole.param_groups[0]["params"]], "optimizer": whole.state_dict()}, file)
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    resumed = CollageAdamW([torch.nn.Parameter(w) for w in saved["weights"]], variant=variant)
+    resumed.load_state_dict(saved["optimizer"])
+    assert_same(whole, resumed)
+    assert resumed.param_groups[0]["lr"] == HYPER["lr"]
+    train(whole, range(4, 8))
+    train(resumed, range(4, 8))
+    assert_same(whole, resumed)
+
+
+def test_loading_copies():
+    first, second = (CollageAdamW(parameters()) for _ in range(2))
+    train(first, range(2))
+    second.load_state_dict(first.state_dict())
+    before = {name: x.clone() for name, x in tensors(first).items()}
+    train(second, range(3))
+    assert all(x.equal(before[name]) for name, x in tensors(first).items())
+
+
+def test_a_copy_goes_on_as_the_original():
+    first = CollageAdamW(parameters(), keep_update=True)
+    train(first, range(2))
+    second = copy.deepcopy(first)
+    assert second.edq == first.edq
+    for optimizer in (first, second):
+        train(optimizer, range(2, 4))
+    assert_same(first, second)
+    assert second.edq == first.edq
+
+
+@pytest.mark.parametrize("saved", ["light", "d", None])
+def test_states_of_another_variant_are_refused(saved):
+    other = CollageAdamW(parameters(), variant=saved) if saved else torch.optim.AdamW(parameters())
+    train(other, range(1))
+    optimizer, twin = CollageAdamW(parameters(), **HYPER), CollageAdamW(parameters(), **HYPER)
+    train(optimizer, range(2))
+    train(twin, range(2))
+    with pytest.raises(ValueError, match=rf"saved with variant {saved!r}, this optimizer has 'plus'; build it with the saved variant"):
+        optimizer.load_state_dict(other.state_dict())
+    assert_same(optimizer, twin)
+    assert optimizer.param_groups[0]["lr"] == HYPER["lr"]
+
+
+# ----------------------------------------------------------------------------------------------------------------- in a loop
+
+
+def test_a_closure_and_groups_of_their_own():
+    first, second = parameters()
+    optimizer = CollageAdamW([{"params": [first], "variant": "light"}, {"params": [second], "weight_decay": 0.0}], lr=1e-2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (first.float() ** 2).sum() + (second.float() ** 2).sum()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(20)]
+    assert losses[-1] < losses[0]
+    assert "exp_avg_sq_remainder" not in optimizer.state[first]
+    assert "exp_avg_sq_remainder" in optimizer.state[second]
+
+
+def test_a_synchronisers_gradient_goes_first():
+    (p,), (q,) = parameters(shapes=[(8,)]), parameters(shapes=[(8,)])
+    p.main_grad = torch.ones_like(p)
+    q.grad = torch.ones_like(q)
+    first, second = CollageAdamW([p]), CollageAdamW([q])
+    first.step()
+    second.step()
+    assert_same(first, second)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"variant": "b"}, "variant 'b' is unknown; choose one of a, light, plus, kahan, d-mw, d"),
+        ({"weight_sum": "kahan"}, "weight_sum 'kahan' is unknown; choose one of fast-two-sum, two-sum"),
+        ({"weight_sum": "two-sum", "variant": "a"}, "whose weights are no pairs; choose variant light or plus"),
+        ({"lr": -1.0}, r"lr is -1\.0; choose it in \[0, inf\)"),
+        ({"lr": float("nan")}, r"lr is nan; choose it in \[0, inf\)"),
+        ({"eps": -1e-8}, r"eps is -1e-08; choose it in \[0, inf\)"),
+        ({"weight_decay": -0.1}, r"weight_decay is -0\.1; choose it in \[0, inf\)"),
+        ({"betas": (1.0, 0.95)}, r"betas\[0\] is 1\.0; choose it in \[0, 1\.0\)"),
+        ({"betas": (0.9, -0.1)}, r"betas\[1\] is -0\.1; choose it in \[0, 1\.0\)"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        CollageAdamW(parameters(), **options)
+
+
+def test_parameters_that_are_not_plain_bf16_are_refused():
+    optimizer = CollageAdamW(parameters())
+    for p, kind in ((torch.zeros(4, 2), "torch.float32"), (ScalingTensor.quantize(torch.ones(4, 2).bfloat16(), E4M3), "a ScalingTensor")):
+        message = rf"shape \(4, 2\) is {kind}; CollageAdamW takes torch.bfloat16: convert the model by model.bfloat16\(\)"
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(p)]})
+    assert len(optimizer.param_groups) == 1
+    train(optimizer, range(1))
+
+
+@pytest.mark.parametrize(
+    ("g", "kind"),
+    [
+        (torch.ones(8), "torch.float32, torch.strided"),
+        (torch.ones(8).bfloat16().to_sparse(), "torch.bfloat16, torch.sparse_coo"),
+        (ScalingTensor.quantize(torch.ones(8).bfloat16(), E4M3), "a ScalingTensor"),
+    ],
+    ids=["fp32", "sparse", "fp8"],
+)
+def test_gradients_that_are_not_plain_bf16_are_refused_before_any_update(g, kind):
+    optimizer, twin = CollageAdamW(parameters()), CollageAdamW(parameters())
+    for each in (optimizer, twin):
+        train(each, range(1))
+    give_gradients(optimizer.param_groups[0]["params"], 1)
+    optimizer.param_groups[0]["params"][1].main_grad = g
+    with pytest.raises(ValueError, match=rf"{kind}; CollageAdamW takes dense torch.bfloat16: use dense embeddings, and formats.BF16"):
+        optimizer.step()
+    assert_same(optimizer, twin)

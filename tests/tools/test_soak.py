@@ -1,0 +1,200 @@
+"""The soak test itself: that it kills when and whom it should, and that it notices every kind of loss."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from megatron.lm import checks, cli
+from megatron.lm.checkpoint import iteration_folder, storage
+from megatron.lm.checkpoint.folder import digest_entries, marked_iteration, new_partial_folder, publish, write_info
+from megatron.lm.checkpoint.storage import Item
+from tools import soak
+from tools.soak import Job, Moment, Tally
+
+# A job without training: it goes on from the marker, and publishes a folder an interval. {} is what it says at its start.
+FAKE = """
+import os, pathlib, sys, time
+root = pathlib.Path(sys.argv[1])
+root.mkdir(exist_ok=True)
+marker = root / "latest_checkpointed_iteration.txt"
+at = int(marker.read_text()) if marker.exists() else 0
+{}
+time.sleep(0.05)
+for i in range(at + 2, 25, 2):
+    partial = root / f"iter_{{i:07d}}.partial"
+    partial.mkdir(exist_ok=True)
+    time.sleep(0.02)
+    partial.rename(root / f"iter_{{i:07d}}")
+    (root / "marker").write_text(str(i))
+    (root / "marker").rename(marker)
+    for old in root.glob("iter_???????"):
+        if int(old.name[5:]) < i - 2:
+            old.rmdir()
+    time.sleep(0.01)
+"""
+HONEST = 'print(f"resumed from {root} at iteration {at}" if at else "training starts anew", flush=True)'
+FORGETFUL = 'print("training starts anew", flush=True)'
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Replaces training; what a job says at its start can be changed."""
+    says = [HONEST]
+    monkeypatch.setattr(soak, "command", lambda job, data, folder: [sys.executable, "-c", FAKE.format(says[0]), str(folder)])
+    monkeypatch.setattr(soak, "newest_whole", marked_iteration)
+    monkeypatch.setattr(soak, "differences", lambda first, second: [])
+    return says
+
+
+def write(root: Path, iteration: int, **tensors: torch.Tensor) -> Path:
+    folder = iteration_folder(root, iteration)
+    partial = new_partial_folder(folder)
+    storage.write(partial, [Item.whole(key, x) for key, x in tensors.items()])
+    write_info(partial, {"version": 3, "iteration": iteration, "files": digest_entries(partial.iterdir())})
+    publish(folder)
+    return folder
+
+
+@pytest.mark.parametrize("job", soak.JOBS, ids=str)
+def test_the_trainer_takes_the_flags_and_resumes_by_itself(job: Job, tmp_path: Path):
+    data = soak.write_data(tmp_path)
+    line = soak.command(job, data, tmp_path / "job")
+    config = cli.parse_args(line[line.index("megatron.lm.pretrain") + 1 :])
+    checks.check(config, world_size=job.processes)
+    assert config.checkpoint.resumes_itself
+    assert (config.checkpoint.save_interval, config.checkpoint.keep_last, config.checkpoint.async_save) == (2, 2, job.background)
+    assert line[line.index("--nproc-per-node") + 1] == str(job.processes)
+
+
+def test_half_of_the_jobs_save_in_the_background_on_one_process_and_on_two():
+    assert {(job.processes, job.background) for job in soak.JOBS} == {(1, False), (1, True), (2, False), (2, True)}
+
+
+def test_a_kill_takes_the_whole_family(tmp_path: Path):
+    text = "import subprocess, sys, time; "
+    text += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True); "
+    text += "print(child.pid, flush=True); time.sleep(600)"
+    process = soak.start([sys.executable, "-c", text], tmp_path / "log")
+    while not (tmp_path / "log").read_text().endswith("\n"):
+        time.sleep(0.02)
+    soak.kill(process)
+    child = int((tmp_path / "log").read_text())
+    assert process.returncode == -9
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    soak.kill(process)  # of one that has gone: nothing
+
+
+def test_a_kill_comes_in_the_save_that_it_is_for(tmp_path: Path, fake: list[str]):
+    job = tmp_path / "job"
+    process = soak.start(soak.command(soak.JOBS[0], tmp_path, job), tmp_path / "log")
+    assert soak.reached(process, job, Moment(3, 0.0))
+    soak.kill(process)
+    assert marked_iteration(job) == 4
+    assert [name for name, _ in soak.partials(job)] == ["iter_0000006.partial"]
+
+
+def test_a_run_may_end_before_its_moment_and_must_not_hang(tmp_path: Path, fake: list[str], monkeypatch: pytest.MonkeyPatch):
+    process = soak.start([sys.executable, "-c", "pass"], tmp_path / "log")
+    assert not soak.reached(process, tmp_path, Moment(0, 60.0))
+    monkeypatch.setattr(soak, "STUCK_SECONDS", 0.05)
+    process = soak.start([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log")
+    with pytest.raises(RuntimeError, match="has not come to its end"):
+        soak.reached(process, tmp_path, None)
+    soak.kill(process)
+
+
+def test_the_whole_course_over_jobs_that_do_not_train(tmp_path: Path, fake: list[str]):
+    tally = soak.soak(8, seed=1, folder=tmp_path)
+    assert tally.kills == 8
+    assert 0 < tally.in_a_save <= 8
+    assert tally.resumed > 0
+    assert tally.unfinished > 0
+    assert tally.jobs >= 2
+    assert tally.passed_over == 0
+
+
+@pytest.mark.parametrize(
+    ("says", "said"),
+    [
+        (FORGETFUL, "a run began at iteration None, and the newest whole checkpoint was that of"),
+        ('print(f"resumed from {root} at iteration {at - 2}")', "a run began at iteration"),
+        ("sys.exit(3)", "left with exit code 3"),
+    ],
+)
+def test_a_run_that_does_not_go_on_is_noticed(tmp_path: Path, fake: list[str], says: str, said: str):
+    fake[0] = says
+    with pytest.raises(RuntimeError, match=said):
+        soak.finish(soak.JOBS[0], tmp_path, tmp_path / "job", [Moment(3, 0.0)], Tally())
+
+
+def test_a_torn_checkpoint_is_noticed(tmp_path: Path):
+    assert soak.newest_whole(tmp_path) is None
+    folder = write(tmp_path, 2, w=torch.arange(1000))
+    assert soak.newest_whole(tmp_path) == 2
+    file = next(folder.glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match="is damaged"):
+        soak.newest_whole(tmp_path)
+
+
+def test_a_bit_makes_a_difference(tmp_path: Path):
+    w, other = torch.arange(10.0), torch.arange(10.0)
+    other[3] = torch.nextafter(other[3], torch.tensor(9.0))
+    fp8, zero = torch.zeros(4).to(torch.float8_e4m3fn), torch.tensor(0.0)
+    first = write(tmp_path, 2, w=w, fp8=fp8, step=torch.tensor(3), zero=zero)
+    assert soak.differences(first, write(tmp_path / "same", 2, w=w.clone(), fp8=fp8, step=torch.tensor(3), zero=zero)) == []
+    second = write(tmp_path / "other", 2, w=other, fp8=(-fp8.float()).to(fp8.dtype), zero=-zero, more=w)
+    assert soak.differences(first, second) == ["fp8", "more", "step", "w", "zero"]
+
+
+def test_the_end_must_be_that_of_the_undisturbed(tmp_path: Path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for root in (one, other):
+        write(root, soak.ITERATIONS - soak.INTERVAL, w=torch.zeros(3))
+        write(root, soak.ITERATIONS, w=torch.ones(3))
+    soak.check_end(other, one)
+    (other / "iter_0000020.partial").mkdir()
+    with pytest.raises(RuntimeError, match=r"holds .*iter_0000020\.partial.*; it should hold iter_0000022, iter_0000024"):
+        soak.check_end(other, one)
+    (other / "iter_0000020.partial").rmdir()
+    write(other, soak.ITERATIONS, w=torch.zeros(3))
+    with pytest.raises(RuntimeError, match=r"differs from the undisturbed .* in 1 tensors, such as w"):
+        soak.check_end(other, one)
+
+
+def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert soak.main(["--runs", "0"]) == 2
+    assert "--runs 0 must be at least 1" in capsys.readouterr().err
+    kept = tmp_path / "kept"
+
+    def lost(runs: int, seed: int, folder: Path) -> Tally:
+        raise RuntimeError(f"{runs} {seed} lost")
+
+    monkeypatch.setattr(soak.tempfile, "mkdtemp", lambda prefix: str(kept))
+    monkeypatch.setattr(soak, "soak", lost)
+    kept.mkdir()
+    assert soak.main(["--runs", "7", "--seed", "3"]) == 1
+    assert capsys.readouterr().err == f"FAILED: 7 3 lost\n{kept} is kept\n"
+    monkeypatch.setattr(soak, "soak", lambda runs, seed, folder: Tally(kills=runs, in_a_save=4, unfinished=3, resumed=6, jobs=2))
+    assert soak.main(["--runs", "7"]) == 0
+    assert "7 kills, 4 of them inside a save; 6 runs resumed, 3 times beside" in capsys.readouterr().out
+    assert not kept.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_real_kills():
+    """Five of them, over jobs that save at once and in the background."""
+    line = [sys.executable, str(soak.ROOT / "tools/soak.py"), "--runs", "5", "--seed", "4"]
+    done = subprocess.run(line, cwd=soak.ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "5 kills" in done.stdout
+    assert "all with the bits of an undisturbed one" in done.stdout

@@ -1,0 +1,141 @@
+"""COAT, part 1: how much of FP8's range Adam's moments use, and what storing them in FP8 does to the update; on a checkpoint.
+
+    python -m megatron.lm.pretrain --opt-level O0 --save checkpoints ...      # FP32 moments, at O0 and O1
+    python tools/reproduce/coat_states.py --load checkpoints --csv tools/reproduce/results/coat_states.csv
+
+Over all groups of 128 of the moments m and v, for linear weights, embeddings (and LM head), vectors (norms, biases), and all of them:
+
+- range: largest over smallest non-zero magnitude of a group; 10th percentile, median and 90th percentile over the groups. The page's
+  figures (page_range) are about 1e3 for m and 1e1 for v; E4M3 spans 2.3e5, E5M2 3.8e9.
+- error: of the update u = m / (sqrt(v) + eps), eps being the run's, m and v quantised group by group in each pair of formats, with and
+  without expansion. mse: mean of squares; sqnr_db: the same against the mean of u^2; group_error: |error| / |u| of a group, median over
+  the groups; underflow: share of the non-zero elements of m and of v that became zero. Where v became zero and m did not, u is divided by
+  eps alone: mse and sqnr_db are then of a few elements, which is why the median stands beside them.
+
+No bias correction, which is one factor for all elements. Rows are appended to the CSV.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from msamp.numerics.formats import E4M3, E5M2, Format
+from msamp.numerics.metrics import sqnr_db, underflow_frac
+from msamp.numerics.range_expand import STATE_GROUP, dynamic_range, quantize_expanded
+from tools.bench import rows
+
+if TYPE_CHECKING:
+    from megatron.lm.checkpoint.reader import Saved
+
+PAGE_RANGE = {"m": 1e3, "v": 1e1}
+FP8 = (E4M3, E5M2)
+PERCENTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
+EMBEDDINGS = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight")
+MEASURES = ("range_p10", "range_median", "range_p90", "page_range")
+ERRORS = ("m", "v", "expand", "mse", "sqnr_db", "group_error", "underflow_m", "underflow_v")
+COLUMNS = ("weights", "elements", "what", *MEASURES, *ERRORS)
+Moments = Sequence[tuple[Tensor, Tensor]]
+
+
+def kind(name: str, x: Tensor) -> str:
+    """Which of the kinds of weights a moment `x` of the weight `name` belongs to."""
+    if name.endswith(EMBEDDINGS):
+        return "embedding"
+    return "linear" if x.dim() > 1 else "vector"
+
+
+def moments(saved: "Saved") -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """(m, v) of every weight, FP32, by kind of weight, `all` last.
+
+    Raises:
+        ValueError: the checkpoint holds no moments, or not in FP32.
+    """
+    tensors = saved.stored.tensors
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in ("linear", "embedding", "vector", "all")}
+    for name in (key.removeprefix("exp_avg/") for key in tensors if key.startswith("exp_avg/") and ".scale_inv@" not in key):
+        keys = (f"exp_avg/{name}", f"exp_avg_sq/{name}")
+        other = [tensors[key].properties.dtype for key in keys if tensors[key].properties.dtype != torch.float32]
+        if other:
+            raise ValueError(f"{saved.folder}: the moments of {name} are {other[0]}, which has rounded them: give a run at O0 or O1 (FP32)")
+        m, v = (saved.stored.tensor(key) for key in keys)
+        found[kind(name, m)].append((m, v))
+        found["all"].append((m, v))
+    if not found["all"]:
+        raise ValueError(f"{saved.folder} holds no moments (exp_avg); name a checkpoint that training has written")
+    return {name: pairs for name, pairs in found.items() if pairs}
+
+
+def range_row(pairs: Moments, moment: str) -> dict[str, Any]:
+    """The columns of the ranges of `m` or `v`; groups of zeros do not count."""
+    ranges = torch.cat([dynamic_range(pair["mv".index(moment)]) for pair in pairs])
+    ranges = ranges[~ranges.isnan()].sort().values
+    row: dict[str, Any] = {"what": f"range of {moment}", "page_range": f"{PAGE_RANGE[moment]:g}"}
+    return row | {f"range_{name}": f"{ranges[int(share * (len(ranges) - 1))]:.3g}" for name, share in PERCENTILES.items()}
+
+
+def error_row(pairs: Moments, formats: tuple[Format, Format], expand: bool, eps: float) -> dict[str, Any]:
+    """The columns of the errors of the updates with m and v in `formats`."""
+    stored = [[quantize_expanded(x, fmt, expand=expand).dequantize() for x, fmt in zip(pair, formats, strict=True)] for pair in pairs]
+    exact, rounded = ([m / (v.sqrt() + eps) for m, v in of] for of in (pairs, stored))
+    shares = [_norms(e - r) / _norms(e) for e, r in zip(exact, rounded, strict=True)]
+    update, approx = _flat(exact), _flat(rounded)
+    under = {f"underflow_{name}": underflow_frac(_flat(p[i] for p in pairs), _flat(s[i] for s in stored)) for i, name in enumerate("mv")}
+    measured = {
+        "mse": (update - approx).double().square().mean().item(),
+        "sqnr_db": sqnr_db(update, approx),
+        "group_error": torch.cat(shares).nanmedian().item(),  # groups of zeros are 0 / 0
+    } | under
+    row = {"what": "error of m / (sqrt(v) + eps)", "m": str(formats[0]), "v": str(formats[1]), "expand": "yes" if expand else "no"}
+    return row | {name: f"{value:.4g}" for name, value in measured.items()}
+
+
+def _norms(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(STATE_GROUP.split(x), dim=-1)
+
+
+def _flat(xs: Iterable[Tensor]) -> Tensor:
+    return torch.cat([x.flatten() for x in xs])
+
+
+def table(by_kind: Mapping[str, Moments], eps: float) -> list[dict[str, Any]]:
+    """All rows, each with all of COLUMNS."""
+    found = []
+    for weights, pairs in by_kind.items():
+        common = dict.fromkeys(COLUMNS, "") | {"weights": weights, "elements": sum(m.numel() for m, _ in pairs)}
+        found += [common | range_row(pairs, moment) for moment in PAGE_RANGE]
+        found += [common | error_row(pairs, (m, v), expand, eps) for expand, m, v in product((False, True), FP8, FP8)]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; 0, or 2 for bad input."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints (the newest is taken), or of one")
+    parser.add_argument("--csv", type=Path, help="file to append the rows to")
+    options = parser.parse_args(arguments)
+    from megatron.lm.checkpoint.reader import Saved  # megatron-core takes seconds, which --help need not wait for
+
+    try:
+        saved = Saved(options.load)
+        config = saved.config
+        found = table(moments(saved), config.optimizer.adam_eps)
+        run = {"model": f"{config.model.num_layers}x{config.model.hidden_size}", "iteration": saved.info["iteration"]}
+        if options.csv:
+            rows.append(options.csv, [run | line | rows.machine() for line in found])
+    except ValueError as error:
+        print(f"coat_states.py: {error}", file=sys.stderr)
+        return 2
+    widths = {name: max(len(name), *(len(str(line[name])) for line in found)) for name in COLUMNS}
+    for line in [dict(zip(COLUMNS, COLUMNS, strict=True)), *found]:
+        print("  ".join(str(line[name]).rjust(widths[name]) for name in COLUMNS))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

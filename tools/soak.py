@@ -1,0 +1,287 @@
+"""Kill small trainings at random moments, again and again, and see that nothing is ever lost.
+
+    make soak            or: python tools/soak.py [--runs N] [--seed S]
+
+A job saves every second iteration into the folder that it resumes from. Every run of it is ended by SIGKILL of all its processes, at a
+random moment or in the middle of a save, until N runs have been; each run must go on from the newest checkpoint that was whole, and what a
+job has in the end must be what an undisturbed one has, bit for bit. Leaves with 1 where it is not, and keeps the folder.
+"""
+
+import argparse
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from megatron.lm.checkpoint.folder import check_files, iteration_folder, marked_iteration, read_info
+from megatron.lm.checkpoint.storage import Stored
+from megatron.lm.config import DataConfig
+from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
+
+ROOT = Path(__file__).resolve().parents[1]
+ITERATIONS, INTERVAL, KEPT = 24, 2, 2
+VOCABULARY = 60
+SAVE_SECONDS = 0.1  # about what a save takes: some kills come right after it
+POLL_SECONDS = 0.001
+STUCK_SECONDS = 600.0  # longer than any run takes
+
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --hidden-dropout 0.1 --attention-dropout 0.1"
+TRAINING = f"--train-iters {ITERATIONS} --micro-batch-size 2 --global-batch-size 4 --lr 5e-3 --lr-warmup-iters 2 --eval-iters 0"
+DATA = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --split 1,0,0 --num-workers 0"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training: how many processes, at which level, and whether it saves in the background."""
+
+    processes: int
+    level: str
+    background: bool
+
+    def __str__(self) -> str:
+        return f"{self.level}, {self.processes} process{'es' * (self.processes > 1)}{', --async-save' * self.background}"
+
+
+JOBS = [Job(1, "O2", False), Job(2, "O3", True), Job(1, "O2", True), Job(2, "O3", False)]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to kill: so many seconds after the job has begun its save number `saves` of this run, or after the start for 0."""
+
+    saves: int
+    seconds: float
+
+
+@dataclass
+class Tally:
+    """What has happened so far."""
+
+    kills: int = 0
+    in_a_save: int = 0
+    unfinished: int = 0
+    resumed: int = 0
+    passed_over: int = 0
+    jobs: int = 0
+
+    def summary(self) -> str:
+        """One paragraph."""
+        return (
+            f"{self.kills} kills, {self.in_a_save} of them inside a save; {self.resumed} runs resumed, {self.unfinished} times beside a "
+            f"checkpoint that a kill had left unfinished; {self.passed_over} published checkpoints were torn and passed over; {self.jobs} "
+            "jobs came to their end, all with the bits of an undisturbed one"
+        )
+
+
+def command(job: Job, data: Path, folder: Path) -> list[str]:
+    """What starts a job, or starts it again."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes)]
+    saving = f"--save-interval {INTERVAL} --keep-last {KEPT}{' --async-save' * job.background}"
+    return [
+        *(*torchrun, "-m", "megatron.lm.pretrain", "--opt-level", job.level, "--fp8-min-gain", "0", "--data-path", str(data)),
+        *f"{MODEL} {TRAINING} {DATA} {saving}".split(),
+        *("--save", str(folder), "--load", str(folder)),
+    ]
+
+
+def write_data(folder: Path) -> Path:
+    """A dataset of random tokens; its prefix."""
+    draw = random.Random(0)
+    texts = (" ".join(str(draw.randrange(VOCABULARY - 1)) for _ in range(40)) for _ in range(200))
+    options = EncodeOptions(data=DataConfig(tokenizer_type="NullTokenizer"), vocab_size=VOCABULARY)
+    write_datasets((Document(texts={"text": text}, source_bytes=1) for text in texts), {"text": folder / "data"}, options, workers=0)
+    return folder / "data"
+
+
+def start(line: Sequence[str], log: Path) -> subprocess.Popen:
+    """Start a job that writes into `log`."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with log.open("wb") as stream:
+        return subprocess.Popen(line, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """SIGKILL to a process and all its descendants, at once; returns when they are gone."""
+    try:
+        parent = psutil.Process(process.pid)
+        family = [parent, *parent.children(recursive=True)]  # torchrun's workers lead process groups of their own
+    except psutil.NoSuchProcess:
+        family = []
+    for member in family:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.wait()
+    psutil.wait_procs(family)
+
+
+def partials(folder: Path) -> dict[tuple[str, int], int]:
+    """The checkpoints that are being written or were left so: their names and inodes, and when they last changed (ns since 1970)."""
+    try:
+        found = [entry for entry in os.scandir(folder) if entry.name.endswith(".partial") and entry.is_dir()]
+        return {(entry.name, entry.inode()): entry.stat().st_mtime_ns for entry in found}
+    except FileNotFoundError:  # the folder is still to be made, or a checkpoint was published between two lines
+        return {}
+
+
+def reached(process: subprocess.Popen, folder: Path, moment: Moment | None) -> bool:
+    """Wait for the moment (None: it never comes); False where the process ended before it. RuntimeError for one that does not end."""
+    known, begun, started = set(partials(folder)), 0, time.monotonic()
+    since = started
+    while process.poll() is None:
+        for new in partials(folder).keys() - known:
+            known.add(new)
+            if int(new[0][5:12]) > (marked_iteration(folder) or 0):  # else it is an old one on its way out
+                begun += 1
+                since = time.monotonic() if moment is not None and begun == moment.saves else since
+        if moment is not None and begun >= moment.saves and time.monotonic() - since >= moment.seconds:
+            return True
+        if time.monotonic() - started > STUCK_SECONDS:
+            raise RuntimeError(f"a run in {folder} has not come to its end in {STUCK_SECONDS:.0f} s")
+        time.sleep(POLL_SECONDS)
+    return False
+
+
+def newest_whole(folder: Path) -> int | None:
+    """The iteration that the marker names, its checkpoint checked byte by byte; None before there is one.
+
+    Raises:
+        ValueError: what the marker names is not whole.
+    """
+    marked = marked_iteration(folder)
+    if marked is not None:
+        found = iteration_folder(folder, marked)
+        check_files(found, read_info(found)["files"])
+    return marked
+
+
+def check_start(log: Path, expected: int | None) -> bool:
+    """Whether a run says that it resumed; it may have been killed before it said anything.
+
+    Raises:
+        RuntimeError: it says that it began elsewhere than at the `expected` iteration (None: anew).
+    """
+    text = log.read_text(encoding="utf-8", errors="replace")
+    found = re.search(r"resumed from .* at iteration (\d+)", text)
+    began = int(found[1]) if found else None
+    if began != expected and (found or "training starts anew" in text):
+        raise RuntimeError(f"a run began at iteration {began}, and the newest whole checkpoint was that of {expected}; see {log}")
+    return found is not None
+
+
+def differences(first: Path, second: Path) -> list[str]:
+    """Keys of the tensors in which two checkpoints differ by a bit."""
+    one, other = Stored(first), Stored(second)
+
+    def bits(stored: Stored, key: str) -> torch.Tensor:
+        return stored.tensor(key).reshape(-1).view(torch.uint8)
+
+    both = one.tensors.keys() & other.tensors.keys()
+    return sorted((one.tensors.keys() ^ other.tensors.keys()) | {key for key in both if not torch.equal(bits(one, key), bits(other, key))})
+
+
+def finish(job: Job, data: Path, folder: Path, moments: Sequence[Moment], tally: Tally) -> float:
+    """Start a job anew until it comes to its end, the first times killed at the `moments`; seconds of the last run.
+
+    Raises:
+        RuntimeError: a run failed by itself or never ended, or began where it should not have.
+        ValueError: a kill has damaged the newest checkpoint.
+    """
+    expected: int | None = None
+    for number, moment in enumerate([*moments, None]):
+        log, before, started = folder.with_name(f"{folder.name}.{number}.log"), partials(folder), time.time()
+        process = start(command(job, data, folder), log)
+        try:
+            killed = reached(process, folder, moment)
+        finally:
+            kill(process)
+        if not killed and process.returncode:
+            raise RuntimeError(f"a run of {job} left with exit code {process.returncode}; see {log}")
+        resumed = check_start(log, expected)
+        tally.resumed += resumed
+        tally.unfinished += resumed and bool(before)
+        tally.passed_over += log.read_text(encoding="utf-8", errors="replace").count("passed over: ")
+        if not killed:
+            break
+        tally.kills += 1
+        tally.in_a_save += any(changed > 1e9 * started for changed in partials(folder).values())
+        expected = newest_whole(folder)
+    tally.jobs += 1
+    return time.time() - started
+
+
+def check_end(folder: Path, reference: Path) -> None:
+    """RuntimeError where a job that came to its end has not what an undisturbed one has: its last checkpoints, and nothing beside them."""
+    kept = {iteration_folder(folder, ITERATIONS - INTERVAL * back).name for back in range(KEPT)}
+    found = {path.name for path in folder.iterdir() if path.is_dir()}
+    if found != kept or newest_whole(folder) != ITERATIONS:
+        raise RuntimeError(f"{folder} holds {', '.join(sorted(found))}; it should hold {', '.join(sorted(kept))}")
+    different = differences(iteration_folder(reference, ITERATIONS), iteration_folder(folder, ITERATIONS))
+    if different:
+        raise RuntimeError(f"{folder} differs from the undisturbed {reference} in {len(different)} tensors, such as {different[0]}")
+
+
+def draw_moment(draw: random.Random, seconds: float) -> Moment:
+    """Half of them anywhere in a run of so many seconds, half in or right after one of its first saves."""
+    if draw.random() < 0.5:
+        return Moment(0, draw.uniform(0, seconds))
+    return Moment(draw.randint(1, 4), draw.uniform(0, SAVE_SECONDS))
+
+
+def soak(runs: int, seed: int, folder: Path) -> Tally:
+    """Jobs in turn, until `runs` of their runs have been killed.
+
+    Raises:
+        RuntimeError, ValueError: something was lost.
+    """
+    data, draw, tally = write_data(folder), random.Random(seed), Tally()
+    undisturbed = {processes: folder / f"undisturbed-{processes}" for processes in (1, 2)}
+    length = {job.processes: finish(job, data, undisturbed[job.processes], [], Tally()) for job in JOBS if not job.background}
+    while tally.kills < runs:
+        job, here = JOBS[tally.jobs % len(JOBS)], folder / f"job-{tally.jobs}"
+        moments = [draw_moment(draw, length[job.processes]) for _ in range(min(runs - tally.kills, draw.randint(2, 6)))]
+        finish(job, data, here, moments, tally)
+        check_end(here, undisturbed[job.processes])
+        print(f"{here.name} ({job}): {tally.kills} kills so far, {tally.in_a_save} inside a save", flush=True)
+        shutil.rmtree(here)
+    return tally
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; 0, 1 where something was lost, 2 for bad input."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=100, help="runs to kill (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if args.runs < 1:
+        print(f"soak.py: --runs {args.runs} must be at least 1", file=sys.stderr)
+        return 2
+    folder, started = Path(tempfile.mkdtemp(prefix="soak-")), time.monotonic()
+    try:
+        tally = soak(args.runs, args.seed, folder)
+    except (RuntimeError, ValueError) as error:
+        print(f"FAILED: {error}\n{folder} is kept", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("soak.py: interrupted", file=sys.stderr)
+        shutil.rmtree(folder)
+        return 130
+    shutil.rmtree(folder)
+    print(f"{tally.summary()} ({time.monotonic() - started:.0f} s)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
