@@ -1,5 +1,6 @@
 """Whole runs: levels against each other, what must not change a trajectory, evaluation and saving on time."""
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from megatron.lm import step, trainer
 from megatron.lm.trainer import Trainer
 
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 LEVELS = ("fp32", "bf16", "O1", "O2", "O3")
 LONG = {"train_iters": 60, "global_batch_size": 8, "micro_batch_size": 8}
 
@@ -44,7 +46,7 @@ def test_no_step_is_skipped(level_rows: dict[str, list[dict[str, Any]]]):
     assert all(row["skipped"] == 0 for rows in level_rows.values() for row in rows if row["kind"] == "train")
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("level", [SLOW("O1"), "O2", SLOW("O3")])
 def test_current_scaling(prefix: Path, level: str, level_rows: dict[str, list[dict[str, Any]]]):
     rows = tiny.run(tiny.config(prefix, opt_level=level, fp8_scaling="current", eval_iters=4, **LONG))
     assert tiny.losses(rows)[:16] == tiny.losses(level_rows[level])[:16]  # delayed scaling is just in time until its window is full
@@ -52,7 +54,9 @@ def test_current_scaling(prefix: Path, level: str, level_rows: dict[str, list[di
 
 
 @pytest.mark.parametrize(
-    "formats", [{"master_format": "bf16"}, {"exp_avg_sq_format": "fp8-e4m3"}, {"master_format": "fp32", "grad_format": "fp32"}], ids=str
+    "formats",
+    [SLOW({"master_format": "bf16"}), {"exp_avg_sq_format": "fp8-e4m3"}, SLOW({"master_format": "fp32", "grad_format": "fp32"})],
+    ids=str,
 )
 def test_other_state_formats_train(prefix: Path, formats: dict[str, str]):
     losses = tiny.losses(tiny.run(tiny.config(prefix, opt_level="O2", **formats, **LONG)))
@@ -93,7 +97,9 @@ def test_reading_ahead_gives_the_same_losses(prefix: Path, reference: list[float
     assert tiny.losses(tiny.run(tiny.config(prefix, opt_level="O2", train_iters=22, num_workers=num_workers, **DROPOUT))) == reference
 
 
-@pytest.mark.parametrize(("level", "method"), [("fp32", "uniform"), ("bf16", "block"), ("O1", "block"), ("O2", "uniform"), ("O3", "block")])
+@pytest.mark.parametrize(
+    ("level", "method"), [SLOW("fp32", "uniform"), ("bf16", "block"), SLOW("O1", "block"), SLOW("O2", "uniform"), SLOW("O3", "block")]
+)
 def test_recomputation_gives_the_same_losses(prefix: Path, level: str, method: str):
     recompute = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": 1}
     losses = [
