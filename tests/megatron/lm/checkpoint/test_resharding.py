@@ -252,10 +252,10 @@ def test_rows_of_the_vocabulary_keep_their_bits(moved: Moved, name: str, rows: l
 
 @pytest.mark.parametrize(("name", "share"), [("padding", 100 / 75), ("no padding", 80 / 60)])
 def test_new_rows_of_the_vocabulary_take_their_share_of_the_softmax(moved: Moved, name: str, share: float):
-    """After two steps a padding row is about as probable as any word, so the loss rises by the logarithm of the growth at most."""
+    """After two steps a padding row is about as probable as any word (within 1 %), and the loss rises by the logarithm of the growth."""
     stayed, padded, *back = moved.losses(name)
     assert back == pytest.approx([stayed] * len(back), rel=LOSS["O3"])
-    assert stayed < padded < stayed + math.log(share) + LOSS["O3"] * stayed
+    assert stayed < padded < stayed + math.log(share) + 0.01
 
 
 # All of it
