@@ -159,14 +159,17 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _LoadPlanner(dcp.LoadPlanner):
-    def __init__(self, regions: Sequence[Region]) -> None:
+    """What `items` ask for goes into the regions."""
+
+    def __init__(self, regions: Sequence[Region], items: list[ReadItem]) -> None:
         self.regions = {(region.key, region.offset): region for region in regions}
+        self.items = items
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         pass
 
     def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError("Stored.read makes the plan")
+        return LoadPlan(self.items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
@@ -226,8 +229,9 @@ class Stored:
                     f"{self.folder}: {region.key} is {tuple(entry.size)}; {tuple(chunk.sizes)} at {region.offset} is not all there"
                 )
             items += found
+        planner = _LoadPlanner(regions, items)
         try:
-            self._reader.read_data(LoadPlan(items), _LoadPlanner(regions)).wait()
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
         except Exception as error:  # torch raises a different type for each kind of damage
             raise ValueError(f"{self.folder} cannot be read ({str(error).strip().partition(chr(10))[0]})") from None
 

@@ -117,15 +117,15 @@ def _read_padded(stored: Stored, key: str, place: Place, rows: int, vocab_size: 
     if there == place.sizes[0]:
         return
     if rows > vocab_size:
-        first, what = rows - 1, "row"
+        first = rows - 1
     elif key.startswith(("model/", "master/")):
         # A row of zeros has logit 0, which may be far above all others; the mean of rows takes no more than the mean of their shares.
-        first, what = max(chunk.offsets[0] for chunk in stored.tensors[key].chunks), "mean"
+        first = max(chunk.offsets[0] for chunk in stored.tensors[key].chunks)
     else:
         return
     last = target.new_empty((rows - first, *place.sizes[1:]))
     stored.read([Region(key, (first, *place.offset[1:]), last)])
-    target[there:] = last if what == "row" else last.float().mean(0).to(last.dtype)
+    target[there:] = last.float().mean(0).to(last.dtype)  # of one row: its bits
 
 
 def _overlap(place: Place, offsets: Sequence[int], sizes: Sequence[int], rows: int | None) -> tuple[slice, ...] | None:
