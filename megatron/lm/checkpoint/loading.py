@@ -123,8 +123,9 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
         with_states = False
     taken.with_states = with_states
     reader = _TensorReader(stored, info["vocab_size"], taken.requantised)
+    masters = {p: by_name(group["formats"]["master"]) for group in training.optimizer.param_groups for p in group["params"]}
     for name, p in training.model.named_parameters():
-        taken.model[name], values = reader.weight(p, _master_format(training, p), where[name], with_values=not with_states)
+        taken.model[name], values = reader.weight(p, masters[p], where[name], with_values=not with_states)
         if values is not None:
             taken.values[name] = values
     if not settings.finetune:
@@ -145,11 +146,6 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
             if found:
                 taken.mu[name] = torch.stack(found).amin()
     return taken
-
-
-def _master_format(training: Training, p: Tensor) -> Format:
-    group = next(group for group in training.optimizer.param_groups if any(q is p for q in group["params"]))
-    return by_name(group["formats"]["master"])
 
 
 class _TensorReader:
