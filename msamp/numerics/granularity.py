@@ -4,7 +4,6 @@ A granularity answers one question, the largest magnitude of each set of element
 (`scale_from_amax`, `quantize`, `dequantize`) works on any shape that broadcasts against the tensor.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -56,10 +55,10 @@ class Tensorwise:
 
 @dataclass(frozen=True)
 class Group:
-    """One scale for every `size` consecutive elements of the flattened tensor, row-major; the last group may be short.
+    """One scale for every `size` consecutive elements of a row (the last dimension): the 1 x G pieces of COAT's page.
 
-    Where the last dimension is a multiple of `size` no group crosses a row: the groups are the 1 x G pieces of COAT's page, and a tensor
-    cut along its first dimension has the groups of the whole one. Elsewhere groups run on over the end of a row.
+    The last group of a row may be short. No group crosses a row, so a tensor cut along another dimension has the groups of the whole one.
+    A 0-dim tensor is a row of one element.
 
     Attributes:
         size: elements of a group [COAT: 128 for optimizer states, 16 for the activations of non-linear layers].
@@ -75,16 +74,21 @@ class Group:
             raise ValueError(f"a group of {self.size} elements holds nothing; give at least 1")
 
     def split(self, x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
-        """[groups, size] of the dtype of `x`, detached; a short last group is filled up with `fill`."""
-        flat = x.detach().reshape(-1)
-        return pad(flat, (0, -flat.numel() % self.size), value=fill).view(-1, self.size)
+        """[.., n] -> [.., groups, size] of the dtype of `x`, detached; short groups are filled up with `fill`."""
+        rows = x.detach().reshape(x.shape or (1,))
+        return pad(rows, (0, -rows.shape[-1] % self.size), value=fill).unflatten(-1, (self.groups(x.shape)[-1], self.size))
+
+    def groups(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """How many there are: [.., n] -> [.., ceil(n / size)]."""
+        *rows, columns = shape or (1,)
+        return (*rows, -(-columns // self.size))
 
     def spread(self, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """[groups] -> `shape`: the value of its group at every element."""
-        return values.repeat_interleave(self.size)[: math.prod(shape)].view(tuple(shape))
+        """[.., groups] -> `shape`: the value of its group at every element."""
+        return values.repeat_interleave(self.size, -1)[..., : (shape or (1,))[-1]].reshape(tuple(shape))
 
     def maxima(self, x: torch.Tensor) -> torch.Tensor:
-        """FP32 [groups]: the amax of each group, one value a group; +inf where it holds a NaN or an infinity."""
+        """FP32 [.., groups]: the amax of each group, one value a group; +inf where it holds a NaN or an infinity."""
         amax = self.split(x).abs().amax(-1).float()
         return amax.masked_fill(amax.isnan(), float("inf"))
 

@@ -24,8 +24,8 @@ class Expanded:
 
     Attributes:
         payload: E4M3 or E5M2, the shape of the tensor.
-        max: FP32 [groups], the amax of each group. NaN marks a group with values that were not finite: all of it loads as NaN.
-        k: FP32 [groups], the exponent; 1 where the magnitudes of a group are all equal, all zero, or not finite.
+        max: FP32 [.., groups], the amax of each group. NaN marks a group with values that were not finite: all of it loads as NaN.
+        k: FP32 [.., groups], the exponent; 1 where the magnitudes of a group are all equal, all zero, or not finite.
         group: which elements share them.
     """
 
@@ -84,7 +84,7 @@ class Grouped:
 
     Attributes:
         payload: FP8 or FP16, the shape of the tensor.
-        scale_inv: BF16 [groups], which holds powers of two exactly. NaN marks a group with values that were not finite.
+        scale_inv: BF16 [.., groups], which holds powers of two exactly. NaN marks a group with values that were not finite.
         group: which elements share a scale.
     """
 
@@ -122,7 +122,7 @@ def quantize_grouped(x: torch.Tensor, fmt: Format, group: Group = ACTIVATION_GRO
 
 
 def two_stage_amax(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Group scaling [COAT, part 2]: FP32 [groups], which the producer of `x` can write along with it, and their maximum, FP32 0-dim.
+    """Group scaling [COAT, part 2]: FP32 [.., groups], which the producer of `x` can write along with it, and their maximum, FP32 0-dim.
 
     The maximum is `TENSORWISE.amax(x)`, found by reading `group.size` times fewer values.
     """
@@ -131,13 +131,13 @@ def two_stage_amax(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.T
 
 
 def dynamic_range(x: torch.Tensor, group: Group = STATE_GROUP) -> torch.Tensor:
-    """FP64 [groups]: largest magnitude over the smallest that is not zero [COAT, part 1]; NaN where a group has none, or is not finite."""
+    """FP64 [.., groups]: largest over smallest non-zero magnitude [COAT, part 1]; NaN where a group has none, or is not finite."""
     largest = group.maxima(x).double()
     return (largest / _smallest(x, group).double()).masked_fill(~((largest > 0) & largest.isfinite()), float("nan"))
 
 
 def _smallest(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """FP32 [groups]: the smallest magnitude that is not zero, +inf where there is none."""
+    """FP32 [.., groups]: the smallest magnitude that is not zero, +inf where there is none."""
     magnitude = x.detach().float().abs()
     return group.split(magnitude.masked_fill(magnitude == 0, float("inf")), fill=float("inf")).amin(-1)
 

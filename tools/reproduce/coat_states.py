@@ -58,7 +58,7 @@ def moments(saved: "Saved") -> dict[str, list[tuple[Tensor, Tensor]]]:
     """
     tensors = saved.stored.tensors
     found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in ("linear", "embedding", "vector", "all")}
-    for name in (key.removeprefix("exp_avg/") for key in tensors if key.startswith("exp_avg/") and ".scale_inv@" not in key):
+    for name in (key.removeprefix("exp_avg/") for key in tensors if key.startswith("exp_avg/") and "@" not in key):
         keys = (f"exp_avg/{name}", f"exp_avg_sq/{name}")
         other = [tensors[key].properties.dtype for key in keys if tensors[key].properties.dtype != torch.float32]
         if other:
@@ -73,7 +73,7 @@ def moments(saved: "Saved") -> dict[str, list[tuple[Tensor, Tensor]]]:
 
 def range_row(pairs: Moments, moment: str) -> dict[str, Any]:
     """The columns of the ranges of `m` or `v`; groups of zeros do not count."""
-    ranges = torch.cat([dynamic_range(pair["mv".index(moment)]) for pair in pairs])
+    ranges = torch.cat([dynamic_range(pair["mv".index(moment)]).flatten() for pair in pairs])
     ranges = ranges[~ranges.isnan()].sort().values
     row: dict[str, Any] = {"what": f"range of {moment}", "page_range": f"{PAGE_RANGE[moment]:g}"}
     return row | {f"range_{name}": f"{ranges[int(share * (len(ranges) - 1))]:.3g}" for name, share in PERCENTILES.items()}
@@ -96,7 +96,7 @@ def error_row(pairs: Moments, formats: tuple[Format, Format], expand: bool, eps:
 
 
 def _norms(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(STATE_GROUP.split(x), dim=-1)
+    return torch.linalg.vector_norm(STATE_GROUP.split(x), dim=-1).flatten()
 
 
 def _flat(xs: Iterable[Tensor]) -> Tensor:

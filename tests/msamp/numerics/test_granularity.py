@@ -64,34 +64,39 @@ def test_another_granularity_enters_by_its_amax_alone():
     assert relative < 0.04
 
 
-@pytest.mark.parametrize("shape", [(6, 32), (3, 5, 7), (1,), ()])
+@pytest.mark.parametrize("shape", [(6, 32), (3, 5, 7), (33,), (1,), ()])
 @pytest.mark.parametrize("size", [1, 4, 16])
-def test_groups_are_runs_of_the_flattened_tensor(shape, size, device):
+def test_groups_are_runs_of_a_row(shape, size, device):
     x = torch.randn(shape, device=device).bfloat16()
-    runs = list(x.flatten().split(size))
+    rows = x.view(-1, shape[-1] if shape else 1)
+    runs = [run for row in rows for run in row.split(size)]
     group = Group(size)
     maxima = group.maxima(x)
     assert maxima.dtype == torch.float32
-    assert maxima.tolist() == [float(run.abs().max()) for run in runs]
+    assert maxima.shape == group.groups(shape) == (*shape[:-1], -(-rows.shape[1] // size))
+    assert maxima.flatten().tolist() == [float(run.abs().max()) for run in runs]
     assert group.amax(x).equal(torch.cat([run.abs().max().float().expand(len(run)) for run in runs]).view(shape))
-    assert group.split(x).flatten()[: x.numel()].equal(x.flatten())
-    assert group.split(x, fill=9.0).flatten()[x.numel() :].eq(9.0).all()
+    split = group.split(x, fill=9.0).view(len(rows), -1)
+    assert split[:, : rows.shape[1]].equal(rows)
+    assert split[:, rows.shape[1] :].eq(9.0).all()
 
 
-def test_groups_of_whole_rows_do_not_depend_on_a_cut_along_the_first_dimension():
-    x = torch.randn(6, 64)
+@pytest.mark.parametrize("columns", [64, 50])
+def test_groups_do_not_depend_on_a_cut_along_the_first_dimension(columns):
+    x = torch.randn(6, columns)
     assert Group(32).maxima(x).equal(torch.cat([Group(32).maxima(part) for part in x.split([1, 3, 2])]))
 
 
 def test_groups_mark_what_is_not_finite_and_nothing_else():
     x = torch.ones(4, 4)
     x[1, 2], x[3, 0] = float("nan"), -float("inf")
-    assert Group(4).maxima(x).tolist() == [1.0, float("inf"), 1.0, float("inf")]
+    assert Group(4).maxima(x).flatten().tolist() == [1.0, float("inf"), 1.0, float("inf")]
 
 
 def test_a_group_of_an_empty_tensor_and_of_no_elements():
-    assert Group(16).maxima(torch.empty(0, 3)).shape == (0,)
-    assert Group(16).amax(torch.empty(0, 3)).shape == (0, 3)
+    for shape, groups in (((0, 3), (0, 1)), ((3, 0), (3, 0)), ((0,), (0,))):
+        assert Group(16).maxima(torch.empty(shape)).shape == groups
+        assert Group(16).amax(torch.empty(shape)).shape == shape
     with pytest.raises(ValueError, match=r"group of 0 elements.*at least 1"):
         Group(0)
     assert str(Group(16)) == "group(16)"
