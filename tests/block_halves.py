@@ -10,8 +10,10 @@ from torch.nn import functional
 from msamp.nn.attention_block import AttentionSettings, split_heads
 from msamp.nn.block_gemm import BlockGemm, Norm
 from msamp.nn.mlp_block import MLPSettings
-from msamp.nn.scaling_state import LinearScaling
+from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, LinearScaling
+from msamp.numerics.quantize import quantize
 from msamp.numerics.recipe import Recipe
+from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
 
 S, B, H, HEADS, D = 32, 2, 64, 4, 16
@@ -115,3 +117,22 @@ def plain_mlp(x: Tensor, p: dict[str, Tensor | None], activation: str, rms: bool
     else:
         a = functional.gelu(y, approximate="tanh")
     return x + functional.linear(a, p["fc2"], p["fc2_bias"])
+
+
+def watch_casts(half: Half) -> dict[tuple[str, int], tuple[Tensor, ...]]:
+    """Fills up, from now on, with what the watches of each layer's casts are told, by layer and row."""
+    told: dict[tuple[str, int], tuple[Tensor, ...]] = {}
+    for name, scaling in half.scaling.items():
+        for row in (INPUT, GRAD_OUTPUT):
+            scaling.watches[row] = lambda *found, key=(name, row): told.__setitem__(key, tuple(x.clone() for x in found))
+    return told
+
+
+def check_casts(half: Half, told: dict[tuple[str, int], tuple[Tensor, ...]]) -> None:
+    """Every operand was told, and its values, cast with its scale, are its payload."""
+    assert told.keys() == {(name, row) for name in half.scaling for row in (INPUT, GRAD_OUTPUT)}
+    for (name, row), (values, payload, scale_inv) in told.items():
+        fmt = half.scaling[name].formats[row]
+        made = quantize(values.reshape(payload.shape), inverse(scale_inv), fmt)
+        assert made.view(torch.uint8).equal(payload.view(torch.uint8)), (name, row)
+        assert half.scaling[name].amax[row] == values.float().abs().amax(), (name, row)

@@ -69,11 +69,16 @@ class AttentionBlock(torch.autograd.Function):
         _, n8, _, mean, rstd = ops.normalize(
             x2d, None, norm_weight, norm_bias, *how.norm, qkv_gemm.x.scale, qkv_gemm.x.amax, qkv_gemm.x_dtype, n_scale_inv
         )
+        if qkv_gemm.x.watch is not None:
+            wide = ops.normalize(x2d, None, norm_weight, norm_bias, *how.norm, None, None, torch.float32)[1]
+            qkv_gemm.x.watch(wide, n8, n_scale_inv)
         qkv = qkv_gemm.output(n8, n_scale_inv, qkv_weight.payload, qkv_bias, x.dtype)
         ops.rotary_(qkv.view(s, b, -1), how.cos, how.sin, how.heads, how.groups)
         parts, attended = _attend(qkv.view(s, b, -1), how)
         o2d = attended.detach().view(s * b, -1)
         o8 = ops.cast_transpose(o2d, proj.x.scale, proj.x.amax, proj.x_dtype, True, False, False, o_scale_inv)[0]
+        if proj.x.watch is not None:
+            proj.x.watch(o2d, o8, o_scale_inv)
         delta = proj.output(o8, o_scale_inv, proj_weight.payload, proj_bias, x.dtype)
         if how.keep:
             norm, weights = (norm_weight, norm_bias, mean, rstd), (qkv_weight.payload, qkv_bias, proj_weight.payload, proj_bias)
@@ -104,6 +109,8 @@ class AttentionBlock(torch.autograd.Function):
             proj_bias is not None,
             g_scale_inv,
         )
+        if proj.grad.watch is not None:
+            proj.grad.watch(grad_delta, g8, g_scale_inv)
         o2d = attended.detach().view(tokens, -1)
         o8_t = ops.cast_transposed(o2d, o_scale_inv, proj.x_dtype)
         grad_proj = grad_weight(g8_t, g_scale_inv, o8_t, o_scale_inv, proj_dtype)
@@ -114,6 +121,8 @@ class AttentionBlock(torch.autograd.Function):
         g8, g8_t, _, qkv_sums = ops.rotary_backward(
             *grad_parts, how.cos, how.sin, qkv.grad.scale, qkv.grad.amax, qkv.grad_dtype, qkv_bias is not None, g_scale_inv
         )
+        if qkv.grad.watch is not None:
+            qkv.grad.watch(ops.rotary_backward(*grad_parts, how.cos, how.sin, None, None, torch.float32, False)[0], g8, g_scale_inv)
         del grad_parts
         n8_t = ops.normalize_transposed(x2d, mean, rstd, norm_weight, norm_bias, how.norm.rms, n_scale_inv, qkv.x_dtype)
         grad_qkv = grad_weight(g8_t, g_scale_inv, n8_t, n_scale_inv, qkv_dtype)

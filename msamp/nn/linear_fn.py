@@ -20,7 +20,7 @@ def quantize_operand(
 
     Args:
         x: [M, N] BF16, FP16 or FP32.
-        slot: of the scale and the amax.
+        slot: of the scale and the amax; its watch is told.
         fmt: E4M3 or E5M2.
         transpose: give the transpose too.
         combine: makes of a just-in-time amax (FP32, 0-dim) that of all ranks who must share the scale; a slot's own is shared already.
@@ -37,6 +37,8 @@ def quantize_operand(
         scale = ops.scale_from_amax(amax, fmt.max, None, 1.0)
         payload, payload_t, scale_inv, _ = ops.cast_transpose(x, scale, None, fmt.dtype, True, transpose, False)
         scale_inv = torch.add(scale_inv, amax, alpha=0)  # NaN on every rank where any rank's share is not finite
+    if slot.watch is not None:
+        slot.watch(x, payload, scale_inv)
     return payload, payload_t if transpose else None, scale_inv
 
 

@@ -54,8 +54,12 @@ class MLPBlock(torch.autograd.Function):
         total, n8, _, mean, rstd = ops.normalize(
             x2d, delta2d, norm_weight, norm_bias, *how.norm, fc1.x.scale, fc1.x.amax, fc1.x_dtype, n_scale_inv
         )
+        if fc1.x.watch is not None:
+            fc1.x.watch(ops.normalize(total, None, norm_weight, norm_bias, *how.norm, None, None, torch.float32)[1], n8, n_scale_inv)
         y = fc1.output(n8, n_scale_inv, fc1_weight.payload, fc1_bias, x.dtype)
         a8, _ = ops.activate(y, how.activation, fc2.x.scale, fc2.x.amax, fc2.x_dtype, a_scale_inv)
+        if fc2.x.watch is not None:
+            fc2.x.watch(ops.activate(y, how.activation, None, None, torch.float32)[0], a8, a_scale_inv)
         out = fc2.output(a8, a_scale_inv, fc2_weight.payload, fc2_bias, x.dtype).add_(total)
         kept = None if how.recompute else y
         norm, weights = (norm_weight, norm_bias, mean, rstd), (fc1_weight.payload, fc1_bias, fc2_weight.payload, fc2_bias)
@@ -92,6 +96,12 @@ class MLPBlock(torch.autograd.Function):
             fc1_bias is not None,
             h_scale_inv,
         )
+        if fc2.grad.watch is not None:
+            fc2.grad.watch(g2d, g8, g_scale_inv)
+        if fc1.grad.watch is not None:
+            wide = ops.activate_backward(grad_a, y, how.activation, a_scale_inv, fc2.x_dtype, None, None, torch.float32, False)[0]
+            fc1.grad.watch(wide, h8, h_scale_inv)
+            del wide
         del grad_a, y
         grad_fc2 = grad_weight(g8_t, g_scale_inv, a8_t, a_scale_inv, fc2_dtype)
         del g8, g8_t, a8_t

@@ -1,6 +1,7 @@
 """The scales of a model's linear layers between steps: delayed scaling kept on the device, rolled once a step."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +17,18 @@ from msamp.numerics.tensor import ScalingTensor
 INPUT, GRAD_OUTPUT, WIRE = 0, 1, 2  # rows of a layer's arrays
 
 
+# Is told of a cast: the values before it, the payload, scale_inv.
+Watch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
 class Slot(NamedTuple):
-    """What one cast needs: the scale known beforehand (None: just in time) and where this step's amax goes (None: nowhere)."""
+    """What one cast needs: the scale known beforehand (None: just in time) and where this step's amax goes (None: nowhere); and who
+    is told of it (None: nobody)."""
 
     scale: torch.Tensor | None
     scale_inv: torch.Tensor | None
     amax: torch.Tensor | None
+    watch: Watch | None = None
 
 
 class LinearScaling(nn.Module):
@@ -36,6 +43,9 @@ class LinearScaling(nn.Module):
         device: of the buffers.
         wire: the format in which partial sums of this layer travel between tensor-parallel ranks, the input's or the
             grad_output's; they get row 2. None: there are two rows.
+
+    Attributes:
+        watches: who is told of the casts of a training step, by row; fused layers make the values before the cast for them alone.
     """
 
     amax: torch.Tensor
@@ -66,6 +76,7 @@ class LinearScaling(nn.Module):
         # flag of its own: torch.compile would make a new graph for every value of a counter.
         self.steps = 0
         self.delayed = False
+        self.watches: dict[int, Watch] = {}
         self._weight_ref: weakref.ref[torch.Tensor] | None = None
         self._weight_seen = 0  # version of the payload that the weight's scales were taken from
         self._weight_scales: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -78,9 +89,10 @@ class LinearScaling(nn.Module):
 
         def slot(row: int) -> Slot:
             amax = self.amax[row] if record and self.window else None
+            watch = self.watches.get(row) if record else None
             if not self.delayed:
-                return Slot(None, None, amax)
-            return Slot(self.scale[row], self.scale_inv[row], amax)
+                return Slot(None, None, amax, watch)
+            return Slot(self.scale[row], self.scale_inv[row], amax, watch)
 
         return tuple(slot(row) for row in range(len(self.formats)))
 
@@ -109,7 +121,7 @@ class LinearScaling(nn.Module):
         return scale * weight.scale_inv, inverse(scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_weight_ref": None, "_weight_scales": None}  # a copy looks at its own weight
+        return {**self.__dict__, "_weight_ref": None, "_weight_scales": None, "watches": {}}  # a copy looks at its own weight
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)

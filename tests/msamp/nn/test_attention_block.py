@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from block_halves import HEADS, B, D, H, S, attention_half, attention_settings, plain_attention
+from block_halves import HEADS, B, D, H, S, attention_half, attention_settings, check_casts, plain_attention, watch_casts
 from numerics import make
 
 from msamp.nn.attention_block import AttentionBlock, split_heads
@@ -100,6 +100,20 @@ def test_what_is_not_finite_reaches_the_output_and_the_gradients(bad, device):
     out, _ = run(half, x, grad, attention_settings(half))
     assert not out.isfinite().all()
     assert half.scaling["qkv"].amax[INPUT] == float("inf")
+
+
+@pytest.mark.parametrize(("groups", "rms", "bias"), [(HEADS, False, True), (2, True, False)], ids=["MHA, LayerNorm", "GQA, RMSNorm"])
+def test_watches_are_told_the_values_before_each_cast_and_change_no_bit(groups, rms, bias, device):
+    half = attention_half(recipe.O2, device, groups, bias)
+    x, grad = inputs(device=device)
+    out, grads = run(half, x, grad, attention_settings(half, groups, rms))
+    for scaling in half.scaling.values():
+        scaling.amax.zero_()
+    told = watch_casts(half)
+    again, same = run(half, x, grad, attention_settings(half, groups, rms))
+    check_casts(half, told)
+    assert out.equal(again)
+    assert all(a.equal(b) for a, b in zip(grads, same, strict=True))
 
 
 def test_heads_are_split_in_megatrons_order():

@@ -1,5 +1,7 @@
 """The autograd function: delayed scales in use, what is kept for backward, what the slots take."""
 
+import copy
+
 import pytest
 import torch
 from numerics import codes, make
@@ -8,7 +10,7 @@ from torch import nn
 from msamp.kernels import ops
 from msamp.nn.linear import FP8Linear
 from msamp.nn.linear_fn import LinearFunction, linear, quantize_operand, weight_operand
-from msamp.nn.scaling_state import LinearScaling, ScalingState, Slot
+from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, LinearScaling, ScalingState, Slot
 from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.quantize import dequantize, quantize
@@ -257,3 +259,19 @@ def test_a_second_derivative_is_refused():
     x = make("normal", (8, 32)).requires_grad_()
     with pytest.raises(RuntimeError, match="once_differentiable"):
         torch.autograd.grad(low(x).square().sum(), x, create_graph=True)[0].square().sum().backward()
+
+
+def test_watches_are_told_what_is_cast_in_training_only():
+    low = layer()
+    told = []
+    low.scaling.watches = {row: lambda *found, row=row: told.append((row, *found)) for row in (INPUT, GRAD_OUTPUT)}
+    x, g = make("normal", (2, 8, 32)).requires_grad_(), make("normal", (2, 8, 48), seed=1)
+    with torch.no_grad():
+        low(x)
+    assert not told
+    low(x).backward(g)
+    assert [row for row, *_ in told] == [INPUT, GRAD_OUTPUT]
+    for (_, values, payload, scale_inv), wide, fmt in zip(told, (x, g), (E4M3, E5M2), strict=True):
+        assert values.equal(wide.detach().flatten(0, 1))
+        assert payload.float().equal(quantize(values, 1 / scale_inv, fmt).float())
+    assert not copy.deepcopy(low).scaling.watches

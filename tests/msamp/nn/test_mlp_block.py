@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from block_halves import B, H, S, mlp_half, mlp_settings, plain_mlp
+from block_halves import B, H, S, check_casts, mlp_half, mlp_settings, plain_mlp, watch_casts
 from numerics import make
 
 from msamp.nn.mlp_block import MLPBlock
@@ -87,3 +87,20 @@ def test_what_is_not_finite_reaches_the_output_and_the_gradients(bad, device):
         x[3, 1, 5] = bad
     out, _ = run(half, x, delta, grad, mlp_settings(half))
     assert not out.isfinite().all()
+
+
+@every_activation
+def test_watches_are_told_the_values_before_each_cast_and_change_no_bit(activation, rms, bias, device):
+    half = mlp_half(recipe.O2, device, activation, bias)
+    x, delta, grad = inputs(device)
+    out, grads = run(half, x, delta, grad, mlp_settings(half, activation, rms))
+    for scaling in half.scaling.values():
+        scaling.amax.zero_()
+    told = watch_casts(half)
+    with torch.no_grad():
+        MLPBlock.apply(x, delta, *half.arguments(), mlp_settings(half, activation, rms))
+    assert not told  # an evaluation is nobody's business
+    again, same = run(half, x, delta, grad, mlp_settings(half, activation, rms))
+    check_casts(half, told)
+    assert out.equal(again)
+    assert all(a.equal(b) for a, b in zip(grads, same, strict=True))
