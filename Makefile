@@ -9,6 +9,9 @@ TORCH ?= torch==2.13.0
 # Only the default interpreter is ours to make.
 READY := $(if $(filter .venv/bin/python,$(PYTHON)),.venv/.installed)
 PYTEST = $(PYTHON) -m pytest --durations=10
+# Tests without a GPU run in as many processes as there are cores, one thread each; a file's tests stay in one, for what they share.
+JOBS ?= logical
+PARALLEL = OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
 # So that an interpreter of the machine, into which nothing was installed, finds us too.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 LINTED = msamp megatron tools tests setup.py
@@ -33,11 +36,11 @@ venv: $(READY) ## make .venv and install everything into it
 quickstart: $(READY) ## train a small GPT in BF16 and at O2 on this machine, compare them (ARGS=... for more flags)
 	$(PYTHON) tools/quickstart.py $(ARGS)
 
-test: $(READY) ## every test that needs no GPU
-	$(PYTEST) -m "not gpu and not multi_gpu and not slow" tests $(ARGS)
+test: $(READY) ## every test that needs no GPU (JOBS=n in n processes)
+	$(PARALLEL) -m "not gpu and not multi_gpu and not slow" tests $(ARGS)
 
 test-slow: $(READY) ## the slower tests that need no GPU, such as every level on every grid of 4 processes
-	$(PYTEST) -m "slow and not gpu and not multi_gpu" tests $(ARGS)
+	$(PARALLEL) -m "slow and not gpu and not multi_gpu" tests $(ARGS)
 
 test-gpu: $(READY) ## tests on one GPU with FP8
 	$(PYTEST) -m "gpu and not multi_gpu" tests $(ARGS)

@@ -27,6 +27,7 @@ setup(
         "dev": [
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff==0.17.5",
             "mypy==2.4.1",
             "ml_dtypes",

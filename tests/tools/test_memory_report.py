@@ -28,11 +28,11 @@ BF16 = pytest.mark.skipif(not native_bf16(torch.device("cpu")), reason="needs a 
 CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="follows the storages of a CPU")
 CASES = {
     "O0": BF16,
-    "O0 --recompute-granularity selective --recompute-modules mlp core_attn": BF16,
+    "O0 --recompute-granularity selective --recompute-modules mlp core_attn": (BF16, pytest.mark.slow),
     "O1": (),
     "O2 --swiglu --ffn-hidden-size 512 --group-query-attention --num-query-groups 1 --disable-bias-linear": (),
     "O2 --bf16-linears linear_qkv linear_fc2": BF16,
-    "O2 --bf16-linears linear_qkv --recompute-granularity selective --recompute-modules mlp core_attn": BF16,
+    "O2 --bf16-linears linear_qkv --recompute-granularity selective --recompute-modules mlp core_attn": (BF16, pytest.mark.slow),
     "O3": (),
     "O3 --normalization RMSNorm --recompute-granularity selective --recompute-modules mlp core_attn": (),
 }

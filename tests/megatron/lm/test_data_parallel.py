@@ -10,7 +10,6 @@ import dist
 import pytest
 import tiny
 import torch
-from torch import Tensor
 
 from megatron.lm.config import Config
 from megatron.lm.step import train_step
@@ -28,20 +27,25 @@ EVALUATION = {"eval_iters": 2, "eval_interval": 5}
 
 # What two processes run.
 TWO: dict[str, dict[str, Any]] = {
-    **{level: {"precision": level} for level in LEVELS},
     "fp32": {"precision": "fp32", **EVALUATION},
-    **{f"{level} ZeRO": {"precision": level, **ZERO} for level in ("bf16", "O1")},
+    **{level: {"precision": level} for level in ("bf16", "O2", "O3")},
+    "bf16 ZeRO": {"precision": "bf16", **ZERO},
     "O2 ZeRO": {"precision": "O2", "ddp_bucket_size": None, **ZERO},  # nor may the size of the buckets matter
-    "O3 late": {"precision": "O3", **LATE},
     "nccl": {"precision": "O2", **NCCL},
+}
+TWO_SLOW: dict[str, dict[str, Any]] = {
+    "O1": {"precision": "O1"},
+    "O1 ZeRO": {"precision": "O1", **ZERO},
+    "O3 late": {"precision": "O3", **LATE},
     "nccl ZeRO": {"precision": "O2", **NCCL, **ZERO},
     "micro": {"precision": "fp32", "micro_batch_size": 2},
     **{f"accumulated {kind}": {"precision": "O2", "grad_accum_dtype": kind, **TWO_MICRO_BATCHES} for kind in ACCUMULATION},
     "accumulated fp8-sr ZeRO": {"precision": "O2", "grad_accum_dtype": "fp8-sr", **TWO_MICRO_BATCHES, **ZERO},
 }
 FOUR: dict[str, dict[str, Any]] = {**{level: {"precision": level} for level in LEVELS}, "O2 ZeRO": {"precision": "O2", **ZERO}}
-SAME_BITS = [
-    *((level, f"{level} ZeRO") for level in ("bf16", "O1", "O2")),
+SAME_BITS = [("bf16", "bf16 ZeRO"), ("O2", "O2 ZeRO")]
+SAME_BITS_SLOW = [
+    ("O1", "O1 ZeRO"),
     ("O3", "O3 late"),
     ("nccl", "nccl ZeRO"),
     ("accumulated fp8-sr", "accumulated fp8-sr ZeRO"),
@@ -99,6 +103,11 @@ def two(pair: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
+def two_all(two: list[dict[str, Any]], gloo_prefix: Path) -> list[dict[str, Any]]:
+    return [rank | more for rank, more in zip(two, dist.run(all_runs, 2, str(gloo_prefix), TWO_SLOW, timeout=400), strict=True)]
+
+
+@pytest.fixture(scope="module")
 def four(gloo_prefix: Path) -> list[dict[str, Any]]:
     return dist.run(all_runs, 4, str(gloo_prefix), FOUR, timeout=400)
 
@@ -107,10 +116,16 @@ def losses(run: dict[str, Any]) -> list[float]:
     return tiny.losses(run["rows"])
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("level", LEVELS)
-def test_several_processes_train_as_one(request: pytest.FixtureRequest, one: dict, processes: int, level: str):
-    ranks = request.getfixturevalue({2: "two", 4: "four"}[processes])
+@pytest.mark.parametrize(
+    ("ranks", "level"),
+    [
+        *(("two", level) for level in LEVELS if level in TWO),
+        *(pytest.param("two_all", level, marks=pytest.mark.slow) for level in LEVELS if level in TWO_SLOW),
+        *(pytest.param("four", level, marks=pytest.mark.slow) for level in LEVELS),
+    ],
+)
+def test_several_processes_train_as_one(request: pytest.FixtureRequest, one: dict, ranks: str, level: str):
+    ranks = request.getfixturevalue(ranks)
     found, expected = losses(ranks[0][level]), losses(one[level])
     assert len(found) == 20
     assert found[-1] < found[0] - 0.3
@@ -118,18 +133,27 @@ def test_several_processes_train_as_one(request: pytest.FixtureRequest, one: dic
 
 
 @pytest.mark.parametrize(
-    ("processes", "name"), [*((2, name) for name in TWO), *(pytest.param(4, name, marks=pytest.mark.slow) for name in FOUR)]
+    ("ranks", "name"),
+    [
+        *(("two", name) for name in TWO),
+        *(pytest.param("two_all", name, marks=pytest.mark.slow) for name in TWO_SLOW),
+        *(pytest.param("four", name, marks=pytest.mark.slow) for name in FOUR),
+    ],
 )
-def test_the_ranks_hold_the_same_weights(request: pytest.FixtureRequest, processes: int, name: str):
-    ranks = request.getfixturevalue({2: "two", 4: "four"}[processes])
+def test_the_ranks_hold_the_same_weights(request: pytest.FixtureRequest, ranks: str, name: str):
+    ranks = request.getfixturevalue(ranks)
     assert all(tiny.same(ranks[0][name]["weights"], rank[name]["weights"]) for rank in ranks[1:])
 
 
-@pytest.mark.parametrize(("plain", "other"), SAME_BITS)
-def test_what_must_not_change_a_bit(two: list[dict], plain: str, other: str):
+@pytest.mark.parametrize(
+    ("ranks", "plain", "other"),
+    [*(("two", *pair) for pair in SAME_BITS), *(pytest.param("two_all", *pair, marks=pytest.mark.slow) for pair in SAME_BITS_SLOW)],
+)
+def test_what_must_not_change_a_bit(request: pytest.FixtureRequest, ranks: str, plain: str, other: str):
     """ZeRO, overlap, the size of the buckets."""
-    assert losses(two[0][other]) == losses(two[0][plain])
-    assert tiny.same(two[0][other]["weights"], two[0][plain]["weights"])
+    first = request.getfixturevalue(ranks)[0]
+    assert losses(first[other]) == losses(first[plain])
+    assert tiny.same(first[other]["weights"], first[plain]["weights"])
 
 
 @pytest.mark.slow
@@ -144,14 +168,16 @@ def test_the_sum_in_fp8_trains_too(two: list[dict], one: dict):
     assert losses(two[0]["nccl"]) != losses(two[0]["O2"])
 
 
-def test_micro_batches(two: list[dict], one: dict):
-    assert losses(two[0]["micro"]) == pytest.approx(losses(one["fp32"]), rel=1e-5)
+@pytest.mark.slow
+def test_micro_batches(two_all: list[dict], one: dict):
+    assert losses(two_all[0]["micro"]) == pytest.approx(losses(one["fp32"]), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ACCUMULATION)
-def test_every_accumulation_trains(two: list[dict], kind: str):
+def test_every_accumulation_trains(two_all: list[dict], kind: str):
     """Two micro-batches a rank: FP32 sums are the measure."""
-    found = {name: losses(two[0][f"accumulated {name}"]) for name in ACCUMULATION}
+    found = {name: losses(two_all[0][f"accumulated {name}"]) for name in ACCUMULATION}
     assert found[kind] == pytest.approx(found["fp32"], rel=2e-3)
     assert len({tuple(curve) for curve in found.values()}) == len(ACCUMULATION)
 
@@ -211,11 +237,11 @@ def test_saturation_and_underflow_are_in_the_row(two: list[dict], name: str):
             assert ("mu_min" in row) == (name == "nccl")
 
 
-def weights_differ(a: list[Tensor], b: list[Tensor]) -> bool:
-    return not tiny.same(a, b)
-
-
-def test_runs_that_may_differ_do(two: list[dict]):
+@pytest.mark.parametrize(
+    ("ranks", "a", "b"),
+    [("two", "O2", "nccl"), pytest.param("two_all", "accumulated bf16", "accumulated fp32", marks=pytest.mark.slow)],
+)
+def test_runs_that_may_differ_do(request: pytest.FixtureRequest, ranks: str, a: str, b: str):
     """So that the comparisons above compare something."""
-    assert weights_differ(two[0]["O2"]["weights"], two[0]["nccl"]["weights"])
-    assert weights_differ(two[0]["accumulated bf16"]["weights"], two[0]["accumulated fp32"]["weights"])
+    first = request.getfixturevalue(ranks)[0]
+    assert not tiny.same(first[a]["weights"], first[b]["weights"])
