@@ -8,16 +8,19 @@ import torch
 class LossScaler:
     """A loss scale, static or dynamic; it lives on the device, so that following it makes nobody wait.
 
-    Dynamic: halved at every overflow, doubled after `growth_interval` good steps in a row.
+    Dynamic: halved at every overflow, doubled after `growth_interval` good steps in a row. With `hysteresis` h the first h - 1
+    overflows since it last doubled do not halve it.
 
     Args:
         loss_scale: "dynamic", or a positive constant (the slides: 8 typically works).
         init_scale: where a dynamic scale starts.
         growth_interval: good steps before a dynamic scale doubles.
         min_loss_scale, max_loss_scale: a dynamic scale stays within these.
+        hysteresis: which overflow halves it, as Megatron-LM counts; 1: every one.
+        in_place: let the scale always stand in the same memory, where a CUDA graph finds it; nobody may then keep an old one.
 
     Raises:
-        ValueError: for a scale that is not a positive number, an interval below 1, or a start outside the limits.
+        ValueError: for a scale that is not a positive number, an interval or a hysteresis below 1, or a start outside the limits.
     """
 
     def __init__(
@@ -28,12 +31,16 @@ class LossScaler:
         growth_interval: int = 2000,
         min_loss_scale: float = 2.0**-24,
         max_loss_scale: float = 2.0**24,
+        hysteresis: int = 1,
+        in_place: bool = False,
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
         if not self.dynamic and (isinstance(loss_scale, str) or not 0 < loss_scale < float("inf")):
             raise ValueError(f'loss_scale is {loss_scale!r}; it must be "dynamic" or a number greater than 0')
         if growth_interval < 1:
             raise ValueError(f"growth_interval is {growth_interval}; it must be at least 1 good step")
+        if hysteresis < 1:
+            raise ValueError(f"hysteresis is {hysteresis}; it must be at least 1 overflow")
         if not 0 < min_loss_scale <= init_scale <= max_loss_scale < float("inf"):
             raise ValueError(
                 f"init_scale is {init_scale}, min_loss_scale {min_loss_scale}, max_loss_scale {max_loss_scale}; "
@@ -41,14 +48,20 @@ class LossScaler:
             )
         self.growth_interval = growth_interval
         self.limits = (min_loss_scale, max_loss_scale)
+        self.hysteresis, self.in_place = hysteresis, in_place
         self._scale = torch.tensor(init_scale if self.dynamic else float(loss_scale), dtype=torch.float32)
         self._good = torch.zeros((), dtype=torch.int32)
+        self._left = torch.tensor(hysteresis, dtype=torch.int32)  # overflows until one halves the scale
 
     def scale(self, device: torch.device) -> torch.Tensor:
-        """FP32 0-dim on `device`; the same object until the scale may have changed, and never written to."""
+        """FP32 0-dim on `device`; unless `in_place` the same object until the scale may have changed, and never written to."""
         if self._scale.device != device:
-            self._scale, self._good = self._scale.to(device), self._good.to(device)
+            self._scale, self._good, self._left = self._scale.to(device), self._good.to(device), self._left.to(device)
         return self._scale
+
+    def multiply(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale, in FP32."""
+        return loss.float() * self.scale(loss.device)
 
     def update(self, overflow: torch.Tensor) -> None:
         """Look at one step's gradients.
@@ -60,13 +73,22 @@ class LossScaler:
             return
         overflow = overflow.to(self._scale.device)
         grown = ~overflow & (self._good + 1 >= self.growth_interval)
-        moved = torch.where(overflow, self._scale / 2, torch.where(grown, self._scale * 2, self._scale))
-        self._scale = moved.clamp(*self.limits)
-        self._good = (self._good + 1).masked_fill(overflow | grown, 0)
+        left = (self._left - overflow.int()).clamp(min=0).masked_fill(grown, self.hysteresis)
+        halved = overflow & (left == 0)
+        moved = torch.where(halved, self._scale / 2, torch.where(grown, self._scale * 2, self._scale))
+        self._become(moved.clamp(*self.limits), (self._good + 1).masked_fill(overflow | grown, 0), left)
+
+    def _become(self, scale: torch.Tensor, good: torch.Tensor, left: torch.Tensor) -> None:
+        if self.in_place:
+            self._scale.copy_(scale)
+            self._good.copy_(good)
+            self._left.copy_(left)
+        else:
+            self._scale, self._good, self._left = scale, good, left
 
     def state_dict(self) -> dict[str, Any]:
-        """`loss_scale`, and `unskipped`, the good steps since it last changed; waits for the device."""
-        return {"loss_scale": self._scale.item(), "unskipped": int(self._good)}
+        """`loss_scale`, `unskipped` good steps since it last changed, `overflows_left` until one halves it; waits for the device."""
+        return {"loss_scale": self._scale.item(), "unskipped": int(self._good), "overflows_left": int(self._left)}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """ValueError for a saved state that this scaler cannot go on from."""
@@ -79,5 +101,10 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`; ValueError as in `check_state`, nothing has changed then."""
         self.check_state(state)
-        self._scale = torch.tensor(state["loss_scale"], dtype=torch.float32, device=self._scale.device)
-        self._good = torch.tensor(state["unskipped"], dtype=torch.int32, device=self._scale.device)
+        device = self._scale.device
+        left = min(state.get("overflows_left", self.hysteresis), self.hysteresis)  # Apex's states have none
+        self._become(
+            torch.tensor(state["loss_scale"], dtype=torch.float32, device=device),
+            torch.tensor(state["unskipped"], dtype=torch.int32, device=device),
+            torch.tensor(left, dtype=torch.int32, device=device),
+        )

@@ -14,6 +14,7 @@ from msamp.kernels import ops
 from msamp.kernels.scaled_mm import native_bf16
 
 CHUNK_BYTES = 256 * 2**20  # of logits: some 2,000 tokens of GPT-2's vocabulary, enough rows for a GEMM at full speed
+FP16_FACTOR = 2.0**12  # of the logits' gradients, which are at most the loss mask: in FP16 those below 2^-24 would vanish
 ROWS = 128  # a chunk is a multiple of so many tokens: tiles of a GEMM
 
 
@@ -23,10 +24,10 @@ def linear_cross_entropy(
     """Cross entropy of `hidden @ weight.T`, logits rounded once to the inputs' dtype, everything behind them in FP32.
 
     Args:
-        hidden: [T, h] BF16 or FP32.
+        hidden: [T, h] FP32, BF16 or FP16.
         weight: [V, h], of the same dtype.
         labels: [T] int64, 0 to V - 1; another makes the loss and the gradients NaN.
-        weights: [T] FP32, the loss mask.
+        weights: [T] FP32, the loss mask; in FP16 at most 15 (the gradients of more overflow).
         chunk_bytes: about so many bytes of logits are held at a time.
 
     Returns:
@@ -56,9 +57,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wanted = zip((hidden, weight), ctx.needs_input_grad, strict=False)
         grads = tuple(torch.empty_like(x, dtype=torch.float32) if needed else None for x, needed in wanted)
-        losses = _in_chunks(hidden, weight, labels, weights, rows, *grads)
+        factor = FP16_FACTOR if hidden.dtype == torch.float16 else 1.0
+        losses = _in_chunks(hidden, weight, labels, weights * factor, rows, *grads)
         ctx.save_for_backward(*grads)
         ctx.dtype = hidden.dtype
+        ctx.factor = factor
         ctx.mark_non_differentiable(losses)
         ctx.set_materialize_grads(False)
         return (weights * losses).sum(), losses
@@ -67,7 +70,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss_sum: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         # Out of FP32 in the same pass: one rounding, and the factor is not rounded to BF16 as it would be beside a BF16 tensor.
-        grads = (None if g is None else torch.mul(g, grad_loss_sum, out=torch.empty_like(g, dtype=ctx.dtype)) for g in ctx.saved_tensors)
+        factor = grad_loss_sum / ctx.factor
+        grads = (None if g is None else torch.mul(g, factor, out=torch.empty_like(g, dtype=ctx.dtype)) for g in ctx.saved_tensors)
         return (*grads, None, None, None)
 
 
@@ -98,11 +102,11 @@ def _in_chunks(
 
 def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool = False) -> None:
     """`a @ b` into `out`, or added to it, without a second tensor of its size on a GPU."""
-    if not native_bf16(a.device):
+    if not native_bf16(a.device) or (a.dtype == torch.float16 and not a.is_cuda):  # FP16 would round the FP32 results, and overflow
         a, b = a.float(), b.float()
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=int(accumulate), out=out)
-    elif not a.is_cuda:  # torch has no BF16 product with FP32 result there
+    elif not a.is_cuda:  # torch has no 16-bit product with FP32 result there
         out.add_(a @ b) if accumulate else out.copy_(a @ b)
     elif not accumulate:
         torch.mm(a, b, out.dtype, out=out)
@@ -113,8 +117,10 @@ def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bo
 
 
 def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> None:
-    if hidden.dtype not in (torch.bfloat16, torch.float32) or weight.dtype != hidden.dtype:
-        raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; both must be torch.bfloat16 or both torch.float32")
+    if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16) or weight.dtype != hidden.dtype:
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight {weight.dtype}; both must be torch.float32, both torch.bfloat16 or both torch.float16"
+        )
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or not hidden.shape[0]:
         raise ValueError(f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}; they must be [T, h], T at least 1, and [V, h]")
     for name, x, dtype in (("labels", labels, torch.int64), ("weights", weights, torch.float32)):

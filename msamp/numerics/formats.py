@@ -1,6 +1,6 @@
 """The storage formats and their limits (FP8-LM appendix A.1; IEEE 754 for the wider ones)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -43,6 +43,8 @@ BF16 = Format("bf16", torch.bfloat16, (2.0 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0
 FP32 = Format("fp32", torch.float32, (2.0 - 2.0**-23) * 2.0**127, 2.0**-126, 2.0**-149, 23, False)
 
 ALL = (FP32, BF16, FP16, E4M3, E5M2)
+# A torch.float16 tensor as it is: classic FP16 training scales the loss instead. No flag and no state names it.
+PLAIN_FP16 = replace(FP16, scaled=False)
 
 
 def by_name(name: str) -> Format:
@@ -58,7 +60,7 @@ def by_name(name: str) -> Format:
 
 
 def of_dtype(dtype: torch.dtype) -> Format:
-    """The format that stores `dtype`.
+    """The format that stores `dtype`; FP16 with its scale, of which `PLAIN_FP16` is the one without.
 
     Raises:
         ValueError: for a dtype that no format stores.

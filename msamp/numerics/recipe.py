@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from msamp.numerics.formats import BF16 as BF16_FORMAT
-from msamp.numerics.formats import E4M3, E5M2, FP16, Format
+from msamp.numerics.formats import E4M3, E5M2, FP16, PLAIN_FP16, Format
 from msamp.numerics.formats import FP32 as FP32_FORMAT
 from msamp.numerics.granularity import TENSORWISE, Granularity
 from msamp.numerics.scaling import Current, Delayed, Scaling
@@ -81,6 +81,11 @@ class Recipe:
         """True where linear layers run FP8 GEMMs."""
         return self.gemm is not None
 
+    @property
+    def scales_loss(self) -> bool:
+        """True where gradients need a loss scale: they are computed in FP16, whose range ends at 2^-24 (Micikevicius et al. 2017)."""
+        return self.compute.dtype is torch.float16
+
     def with_states(self, **formats: Format | None) -> "Recipe":
         """The recipe with some of `master`, `grad`, `m`, `v` replaced (None keeps the recipe's own): Table 6's rows."""
         states = replace(self.states, **{k: v for k, v in formats.items() if v is not None})
@@ -100,12 +105,13 @@ class Recipe:
 _GEMM = Gemm(input=Cast(E4M3), weight=Cast(E4M3, Current()), grad_output=Cast(E5M2))
 
 FP32 = Recipe(name="fp32", compute=FP32_FORMAT, gemm=None, weight=FP32_FORMAT, states=FP32_STATES)
+FP16_AMP = Recipe(name="fp16-amp", compute=PLAIN_FP16, gemm=None, weight=PLAIN_FP16, states=FP32_STATES)
 BF16 = Recipe(name="bf16", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=FP32_STATES)
 O1 = Recipe(name="O1", compute=BF16_FORMAT, gemm=_GEMM, weight=FP16, states=StateFormats(FP16, E4M3, FP32_FORMAT, FP32_FORMAT))
 O2 = Recipe(name="O2", compute=BF16_FORMAT, gemm=_GEMM, weight=FP16, states=StateFormats(FP16, E4M3, E4M3, FP16))
 O3 = Recipe(name="O3", compute=BF16_FORMAT, gemm=_GEMM, weight=E4M3, states=StateFormats(FP16, E4M3, E4M3, FP16), fp8_wire=True)
 
-ALL = (FP32, BF16, O1, O2, O3)
+ALL = (FP32, FP16_AMP, BF16, O1, O2, O3)
 
 
 def by_name(name: str) -> Recipe:

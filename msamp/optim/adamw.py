@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -11,7 +11,7 @@ from msamp.kernels import ops
 from msamp.kernels.reference.adamw import GRAD, MASTER, Batch, stored_amaxes
 from msamp.kernels.reference.adamw import adamw as reference_adamw
 from msamp.kernels.tables import Tables
-from msamp.numerics.formats import by_name
+from msamp.numerics.formats import FP32, by_name
 from msamp.numerics.recipe import O2, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.clip import (
@@ -29,6 +29,16 @@ from msamp.optim.master import is_own_master, make_master
 from msamp.optim.state_fp8 import state_format
 
 SCALE_INV = MASTER + 1  # row of the table of amaxes: the gradient's scale_inv
+
+
+class LossScale(Protocol):
+    """What multiplied the loss, and with it every gradient (`msamp.amp.scaler.LossScaler` is one)."""
+
+    def scale(self, device: torch.device) -> torch.Tensor:
+        """FP32 0-dim on `device`; where a CUDA graph holds the step, always in the same memory."""
+
+    def update(self, overflow: torch.Tensor) -> None:
+        """Look at a step: bool 0-dim on the device, whether its gradients were not finite."""
 
 
 @dataclass(eq=False)
@@ -91,6 +101,9 @@ class FP8AdamW(torch.optim.Optimizer):
     CUDA graph may hold one: gradients must keep their memory, `refresh` goes before a replay, and after `load_state_dict`,
     `restart` or weights loaded by themselves it must be captured anew.
 
+    A plain FP16 parameter has an FP32 master beside it, and wants a loss scale, which is divided out of its gradients together
+    with the clipping; norms and amaxes are those of the unscaled gradients.
+
     Args:
         params: parameters or groups. A group may carry its own `formats` (StateFormats) and `decoupled`.
         lr, betas, eps, weight_decay: as torch.optim.AdamW.
@@ -99,6 +112,7 @@ class FP8AdamW(torch.optim.Optimizer):
         clip_grad: clip the global gradient norm to this; None does not clip.
         combine_norms: FP64 [parameters], the gradient norms of this process's parameters -> the global norm, FP64 0-dim, the same
             on all processes that must decide alike, where a model is spread over several.
+        loss_scale: by what the gradients are too large; told of every step whether it overflowed. None: they are as they should be.
     """
 
     def __init__(
@@ -113,11 +127,13 @@ class FP8AdamW(torch.optim.Optimizer):
         decoupled: bool = True,
         clip_grad: float | None = None,
         combine_norms: Callable[[torch.Tensor], torch.Tensor] = torch.linalg.vector_norm,
+        loss_scale: LossScale | None = None,
     ) -> None:
         if clip_grad is not None:
             check_max_norm(clip_grad)
         self.clip_grad = clip_grad
         self.combine_norms = combine_norms
+        self.loss_scale = loss_scale
         self._norm = torch.zeros((), dtype=torch.float64)
         self._skips = torch.zeros((), dtype=torch.int64)
         self._usable = torch.ones((), dtype=torch.bool)
@@ -174,9 +190,16 @@ class FP8AdamW(torch.optim.Optimizer):
             param_group["params"] = params = list(params)
         for p in [params] if isinstance(params, torch.Tensor) else params:
             dtype = p[1].dtype if isinstance(p, tuple) else p.dtype
-            if dtype not in (torch.float32, torch.bfloat16):
+            if dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise ValueError(
-                    f"a parameter is {dtype}; the optimizer takes torch.float32, torch.bfloat16 and ScalingTensors: convert the model"
+                    f"a parameter is {dtype}; the optimizer takes torch.float32, torch.bfloat16, torch.float16 and ScalingTensors: "
+                    "convert the model"
+                )
+            master = group["formats"].master.name if isinstance(group["formats"], StateFormats) else group["formats"]["master"]
+            if dtype == torch.float16 and master != FP32.name:
+                raise ValueError(
+                    f"a parameter is torch.float16 and its master {master}; FP16 without a scale takes an fp32 master (recipe fp16-amp): "
+                    "give these formats, or convert the model"
                 )
         super().add_param_group(param_group)
         added = self.param_groups[-1]
@@ -184,7 +207,7 @@ class FP8AdamW(torch.optim.Optimizer):
             added["formats"] = format_names(added["formats"])
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("clip_grad", "combine_norms", "_norm", "_skips", "_usable")}
+        own = {name: getattr(self, name) for name in ("clip_grad", "combine_norms", "loss_scale", "_norm", "_skips", "_usable")}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -256,7 +279,13 @@ class FP8AdamW(torch.optim.Optimizer):
         for piece in fresh:
             self._init_state(piece)
         table, sums = self._measure(pieces)
-        norm = self._combined_norm(pieces, table, sums)
+        norm, coefficient = self._combined_norm(pieces, table, sums), None
+        if self.loss_scale is not None:
+            coefficient = self.loss_scale.scale(norm.device).reciprocal()
+            norm = norm * coefficient
+        if self.clip_grad is not None:
+            clip = clip_coefficient(norm, self.clip_grad)
+            coefficient = clip if coefficient is None else clip * coefficient
         # A gradient whose square leaves FP32 would leave the second moment without a bound; clipping brings it back in range.
         usable = norm.isfinite() if self.clip_grad is not None else norm.float().square().isfinite()
         # Always in the same memory: a graph writes there, whichever of several is replayed.
@@ -266,9 +295,12 @@ class FP8AdamW(torch.optim.Optimizer):
         if self._grad_amaxes.shape != table[GRAD].shape or self._grad_amaxes.device != table.device:
             self._grad_amaxes = torch.zeros_like(table[GRAD])
         self._grad_amaxes.copy_(table[GRAD])
+        if self.loss_scale is not None:
+            self._grad_amaxes.div_(self.loss_scale.scale(table.device))
+            self.loss_scale.update(~usable)
         # On a GPU the kernels look at the flag, and under ZeRO every rank must come to the gathering, whatever it has to update.
         if usable.is_cuda or usable:
-            self._update(pieces, table, None if self.clip_grad is None else clip_coefficient(norm, self.clip_grad))
+            self._update(pieces, table, coefficient)
             self._written(pieces)
         if fresh and not usable:
             for piece in fresh:  # a skipped step leaves no trace

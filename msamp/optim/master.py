@@ -2,14 +2,16 @@
 
 import torch
 
-from msamp.numerics.formats import Format, of_dtype
+from msamp.numerics.formats import PLAIN_FP16, Format, of_dtype
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.state_fp8 import state_format
 
 
 def weight_format(p: torch.Tensor) -> Format:
     """The format in which a parameter is stored."""
-    return p.format if isinstance(p, ScalingTensor) else of_dtype(p.dtype)
+    if isinstance(p, ScalingTensor):
+        return p.format
+    return PLAIN_FP16 if p.dtype == torch.float16 else of_dtype(p.dtype)
 
 
 def is_own_master(p: torch.Tensor, master: Format) -> bool:

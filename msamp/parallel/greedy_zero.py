@@ -16,7 +16,7 @@ from msamp.numerics.formats import Format, by_name
 from msamp.numerics.recipe import O2, StateFormats
 from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW, Piece
+from msamp.optim.adamw import FP8AdamW, LossScale, Piece
 from msamp.optim.master import is_own_master
 
 
@@ -53,13 +53,15 @@ class GreedyZeRO(FP8AdamW):
         decoupled: bool = True,
         clip_grad: float | None = None,
         combine_norms: Callable[[torch.Tensor], torch.Tensor] = torch.linalg.vector_norm,
+        loss_scale: LossScale | None = None,
         overlap: bool = True,
     ) -> None:
         if not sync.shard:
             raise ValueError("the synchroniser gives every rank all gradients; build it with shard=True, or use FP8AdamW")
         self.sync = sync
         self._views: dict[Slot, tuple[torch.Tensor, slice | None]] = {}
-        settings: dict[str, Any] = {"formats": formats, "decoupled": decoupled, "clip_grad": clip_grad, "combine_norms": combine_norms}
+        settings: dict[str, Any] = {"formats": formats, "decoupled": decoupled, "clip_grad": clip_grad}
+        settings |= {"combine_norms": combine_norms, "loss_scale": loss_scale}
         super().__init__(params, lr, betas, eps, weight_decay, **settings)
         self._device = next(iter(sync.names)).device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" and sync.peers.ranks > 1 and overlap else None

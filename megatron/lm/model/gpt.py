@@ -111,6 +111,7 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
         recompute_num_layers=config.training.recompute_num_layers,
         recompute_modules=list(config.training.recompute_modules) or None,
         params_dtype=recipe.compute_dtype,
+        fp16=recipe.compute_dtype is torch.float16,
         bf16=recipe.compute_dtype is torch.bfloat16,
         pipeline_dtype=recipe.compute_dtype,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,

@@ -8,6 +8,7 @@ import torch
 
 from msamp.kernels.reference.grad_stats import grad_stats
 from msamp.kernels.tables import Tables
+from msamp.numerics.formats import FP16
 from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
@@ -138,7 +139,7 @@ def load(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def store_(states: Sequence[torch.Tensor], values: Sequence[torch.Tensor], bounds: torch.Tensor | None) -> None:
-    """Overwrite states, plain or ScalingTensors of one format, with FP32 `values`.
+    """Overwrite states, plain or ScalingTensors of one format, with FP32 `values`; FP16 saturates.
 
     Args:
         bounds: FP32 [len(states)], each at least the amax of its values, from which scales follow; a bound of zero keeps the last
@@ -147,7 +148,7 @@ def store_(states: Sequence[torch.Tensor], values: Sequence[torch.Tensor], bound
     if not isinstance(states[0], ScalingTensor):
         for state, value in zip(states, values, strict=True):
             if state is not value:
-                state.copy_(value)
+                state.copy_(value.clamp(-FP16.max, FP16.max) if state.dtype == torch.float16 else value)
         return
     assert bounds is not None
     scale_invs = [state.scale_inv for state in states]  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Te
     stays so, in the loss and in the row; a label outside the vocabulary makes both NaN, since no device can raise without a host sync.
 
     Args:
-        logits: [M, V] BF16 or FP32, row-major, changed in place.
+        logits: [M, V] FP32, BF16 or FP16, row-major, changed in place.
         labels: [M] int64, 0 to V - 1.
         weights: [M] FP32, the loss mask.
 

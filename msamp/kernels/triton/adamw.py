@@ -255,9 +255,11 @@ def adamw(
     table, parts = tables.lay_out(key, rows, 5, CHUNK)
     scalars = torch.empty(len(rows), SCALARS, device=tables.device)
     flag, sizes = usable.view(torch.uint8), {"COLUMNS": COLUMNS, "SCALARS": SCALARS}
+    # For its scale a plain FP16 weight is as one in FP32: it has none.
+    scales_of = formats if any(isinstance(w, ScalingTensor) for w in batch.weights) else formats | {"W": 23}
     _scalars_kernel[(len(rows),)](
         table, hyper, amaxes, amaxes.shape[1], kept, kept.shape[1], flag if coefficient is None else coefficient, flag, scalars,
-        CLIP=coefficient is not None, DECOUPLED=decoupled, num_warps=1, enable_fp_fusion=False, **formats, **sizes,
+        CLIP=coefficient is not None, DECOUPLED=decoupled, num_warps=1, enable_fp_fusion=False, **scales_of, **sizes,
     )  # fmt: skip
     keep_master = isinstance(batch.masters[0], ScalingTensor) or not decoupled or any(isinstance(w, ScalingTensor) for w in batch.weights)
     skipped = 0

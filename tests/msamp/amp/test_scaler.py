@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from torch import nn
 
+from megatron.lm.cpu_home import cpu_home
 from msamp.amp.scaler import LossScaler
 
 CPU = torch.device("cpu")
@@ -63,6 +65,33 @@ def test_a_dynamic_scale_stays_within_its_limits():
     assert scales(scaler, [False, False, False, True, True, True]) == [8.0, 8.0, 8.0, 4.0, 2.0, 2.0]
 
 
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_hysteresis_counts_as_megatron_cores_scaler(pattern, hysteresis):
+    with cpu_home():
+        theirs, want = DynamicGradScaler(2.0**16, 1.0, 2.0, 0.5, 3, hysteresis), []
+        for overflow in pattern:
+            theirs.update(overflow)
+            want.append(float(theirs.scale))
+    assert scales(LossScaler(growth_interval=3, hysteresis=hysteresis), pattern) == want
+
+
+def test_hysteresis_2_forgives_one_overflow_until_the_scale_doubles():
+    pattern = [True, True, False, True, False, False, False, True, False]
+    assert scales(LossScaler(growth_interval=3, hysteresis=2), pattern) == [
+        65536.0, 32768.0, 32768.0, 16384.0, 16384.0, 16384.0, 32768.0, 32768.0, 32768.0,
+    ]  # fmt: skip
+
+
+def test_in_place_the_scale_keeps_its_memory():
+    scaler, usual = LossScaler(growth_interval=2, hysteresis=2, in_place=True), LossScaler(growth_interval=2, hysteresis=2)
+    before, pattern = scaler.scale(CPU), [True, True, False, False, True]
+    assert scales(scaler, pattern) == scales(usual, pattern)
+    scaler.load_state_dict({"loss_scale": 512.0, "unskipped": 1})
+    assert scaler.scale(CPU) is before
+    assert (before.item(), scaler.multiply(torch.tensor(0.5)).item()) == (512.0, 256.0)
+
+
 def test_the_scale_is_one_object_until_it_may_have_changed_and_is_never_written_to():
     scaler = LossScaler()
     before = scaler.scale(CPU)
@@ -75,10 +104,10 @@ def test_the_scale_is_one_object_until_it_may_have_changed_and_is_never_written_
 
 def test_a_saved_scaler_goes_on_where_it_was():
     pattern = PATTERNS["burst"]
-    whole = scales(LossScaler(growth_interval=3), pattern)
-    first, second = LossScaler(growth_interval=3), LossScaler(growth_interval=3)
+    whole = scales(LossScaler(growth_interval=3, hysteresis=2), pattern)
+    first, second = LossScaler(growth_interval=3, hysteresis=2), LossScaler(growth_interval=3, hysteresis=2)
     scales(first, pattern[:7])
-    assert first.state_dict() == {"loss_scale": 16384.0, "unskipped": 1}
+    assert first.state_dict() == {"loss_scale": 65536.0, "unskipped": 1, "overflows_left": 1}
     second.load_state_dict(first.state_dict())
     assert scales(second, pattern[7:]) == whole[7:]
 
@@ -91,6 +120,7 @@ def test_a_saved_scaler_goes_on_where_it_was():
         ({"loss_scale": math.inf}, "loss_scale is inf"),
         ({"loss_scale": math.nan}, "loss_scale is nan"),
         ({"growth_interval": 0}, "growth_interval is 0; it must be at least 1"),
+        ({"hysteresis": 0}, "hysteresis is 0; it must be at least 1"),
         ({"init_scale": 2.0**30}, "with the start between the other two"),
         ({"min_loss_scale": 0.0}, "min_loss_scale 0.0"),
     ],
@@ -106,4 +136,4 @@ def test_a_state_that_does_not_fit_is_refused():
         static.load_state_dict({"loss_scale": 16.0, "unskipped": 0})
     with pytest.raises(ValueError, match=r"saved loss scale is 16\.0; this one stays in .*4\.0\]: initialize with wider limits"):
         narrow.load_state_dict({"loss_scale": 16.0, "unskipped": 3})
-    assert (static.state_dict(), narrow.state_dict()) == ({"loss_scale": 8.0, "unskipped": 0}, {"loss_scale": 2.0, "unskipped": 0})
+    assert [each.state_dict()["loss_scale"] for each in (static, narrow)] == [8.0, 2.0]

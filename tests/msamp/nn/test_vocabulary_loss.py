@@ -12,7 +12,7 @@ from msamp.nn import vocabulary_loss
 from msamp.nn.vocabulary_loss import chunk_rows, linear_cross_entropy
 
 TOKENS, VOCABULARY, HIDDEN = 300, 60, 16
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
 def case(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", mask: str = "some") -> tuple[Tensor, ...]:
@@ -143,6 +143,21 @@ def test_a_cpu_that_emulates_bf16_multiplies_in_fp32(monkeypatch: pytest.MonkeyP
     near(inputs[1].grad, wide[1].grad, 8e-3)
 
 
+def test_small_probabilities_keep_their_gradients_in_fp16(device: torch.device):
+    """2,999 classes of probability 2^-26 each: half of what FP16 rounds up to its smallest number."""
+    hidden = torch.ones(4, 1, device=device, dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(3000, 1, device=device, dtype=torch.float16)
+    weight[0] = 18.0
+    weight.requires_grad_()
+    labels, weights = torch.zeros(4, dtype=torch.int64, device=device), torch.ones(4, device=device)
+    total, _ = linear_cross_entropy(hidden, weight, labels, weights)
+    (total * 2.0**12).backward()
+    theirs = in_fp64(hidden, weight, labels, weights)
+    (exact(*theirs)[0] * 2.0**12).backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad[1:].double(), theirs[1].grad[1:], rtol=2e-3, atol=0.0)
+
+
 def test_chunks_of_tokens():
     assert chunk_rows(8192, 50304, 2) == 2048
     assert chunk_rows(8192, 50304, 4) == 1280  # 7 of at most 256 MiB, rounded up to whole tiles
@@ -151,7 +166,7 @@ def test_chunks_of_tokens():
 
 
 BAD = {
-    "FP16": (lambda h, w, y, m: (h.half(), w.half(), y, m), r"hidden is torch.float16 and weight torch.float16; both must be"),
+    "FP64": (lambda h, w, y, m: (h.double(), w.double(), y, m), r"hidden is torch.float64 and weight torch.float64; both must be"),
     "mixed": (lambda h, w, y, m: (h.bfloat16(), w, y, m), r"hidden is torch.bfloat16 and weight torch.float32; both must be"),
     "shape": (lambda h, w, y, m: (h, w.t(), y, m), r"hidden is \[300, 16\] and weight \[16, 60\]; they must be \[T, h\]"),
     "empty": (lambda h, w, y, m: (h[:0], w, y[:0], m[:0]), r"hidden is \[0, 16\].*T at least 1"),

@@ -22,6 +22,7 @@ def test_the_design_s_numbers():
 
 def test_which_formats_carry_a_scale():
     assert [f.name for f in formats.ALL if f.scaled] == ["fp16", "fp8-e4m3", "fp8-e5m2"]
+    assert (formats.PLAIN_FP16.dtype, formats.PLAIN_FP16.max, formats.PLAIN_FP16.scaled) == (torch.float16, 65504, False)
 
 
 @pytest.mark.parametrize("fmt", formats.ALL, ids=str)

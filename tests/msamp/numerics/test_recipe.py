@@ -15,6 +15,7 @@ def names(r: recipe.Recipe) -> tuple[str, ...]:
     ("name", "want"),
     {
         "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32", "fp32"),
+        "fp16-amp": ("fp16", "fp16", "fp32", "fp32", "fp32", "fp32"),
         "bf16": ("bf16", "bf16", "fp32", "fp32", "fp32", "fp32"),
         "O1": ("bf16", "fp16", "fp16", "fp8-e4m3", "fp32", "fp32"),
         "O2": ("bf16", "fp16", "fp16", "fp8-e4m3", "fp8-e4m3", "fp16"),
@@ -32,8 +33,13 @@ def test_every_preset_is_found_by_its_name_and_o0_is_bf16():
 
 @pytest.mark.parametrize("bad", ["O4", "o2", "", "fp8"])
 def test_an_unknown_name_lists_those_accepted(bad):
-    with pytest.raises(ValueError, match=rf"'{bad}'.*fp32, bf16, O1, O2, O3"):
+    with pytest.raises(ValueError, match=rf"'{bad}'.*fp32, fp16-amp, bf16, O1, O2, O3"):
         recipe.by_name(bad)
+
+
+def test_fp16_amp_has_plain_fp16_and_scales_the_loss():
+    assert recipe.FP16_AMP.compute is recipe.FP16_AMP.weight is formats.PLAIN_FP16
+    assert [r.name for r in recipe.ALL if r.scales_loss] == ["fp16-amp"]
 
 
 def test_operands_of_the_three_gemms():

@@ -33,7 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "Adam's decay, micro-batches": {"clip_grad": None, "decoupled": False, "micro_batches": 3},
     "summed as in the paper": {"exchange": "nccl"},
 }
-POISONED = {"fp32": "shift", "bf16": "table", "O1": "row", "O2": "first", "O3": "cube"}
+POISONED = {"fp32": "shift", "fp16-amp": "shift", "bf16": "table", "O1": "row", "O2": "first", "O3": "cube"}
 # Of a GPT with 4 layers of width 48 and 500 tokens.
 GPT = [(500, 48), *[(144, 48), (48, 48), (192, 48), (48, 192), (48,), (48,)] * 4]
 Bits = dict[str, torch.Tensor]

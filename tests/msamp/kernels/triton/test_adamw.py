@@ -12,7 +12,7 @@ from numerics import bits, make
 from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.adamw import adamw as twin
 from msamp.kernels.tables import Tables
-from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
+from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, PLAIN_FP16, Format
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 
@@ -21,6 +21,7 @@ SHAPES = [(33, 17), (), (1,), (3, 5, 7), (64, 48), (0, 4), (2051,)]  # small and
 FORMATS: dict[str, tuple[StateFormats, Format | None]] = {
     "#0 fp32": (FP32_STATES, None),
     "#1 fp32 beside a bf16 weight": (replace(FP32_STATES, grad=BF16), BF16),
+    "fp16-amp": (FP32_STATES, PLAIN_FP16),
     "#2b bf16 master": (replace(O2.states, master=BF16), FP16),
     "#3 e4m3 master": (replace(O2.states, master=E4M3), FP16),
     "#4 v in e4m3": (replace(O2.states, v=E4M3), None),
@@ -140,6 +141,15 @@ def test_a_step_that_is_not_usable_leaves_no_trace(name, triton_device):
     before, want, got = run_both(name, triton_device, usable=False)
     assert same(got, before)
     assert same(want, before)
+
+
+def test_a_plain_fp16_weight_saturates_as_one_with_a_scale_does(triton_device):
+    for run in (twin, kernel):
+        x = batch(FP32_STATES, PLAIN_FP16, triton_device, [(3,), (2, 2)])
+        x.masters[0].copy_(torch.tensor([1e6, -1e6, 0.5]))
+        arguments = amaxes_of(x, triton_device), torch.zeros(3, 2, device=triton_device), None, torch.tensor(True, device=triton_device)
+        run(Tables(torch.device(triton_device)), x, hyper(triton_device, lr=0.0), True, *arguments)
+        assert x.weights[0].tolist() == [65504.0, -65504.0, 0.5]
 
 
 def test_states_of_zeros_keep_their_scales(triton_device):

@@ -1,6 +1,6 @@
 """The Triton cross entropy against its twin: under the interpreter here, compiled on a GPU.
 
-Exponentials and the order of the sum differ, so FP32 is compared within 1e-5, and BF16 code by code: at most 1 % of the codes may
+Exponentials and the order of the sum differ, so FP32 is compared within 1e-5, BF16 and FP16 code by code: at most 1 % of the codes may
 differ, by one.
 """
 
@@ -13,7 +13,7 @@ from numerics import KINDS, codes, make, measure
 
 from msamp.kernels.reference.cross_entropy import cross_entropy_ as twin
 
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
 def kernel(*args):
@@ -41,11 +41,12 @@ def assert_same(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if logits.dtype is torch.float32:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
     else:
-        normal = want.abs().cpu() > 1e-30  # a GPU may flush what is far below
+        least = 2.0**-24 if logits.dtype is torch.float16 else 1e-30  # a GPU may flush what is far below
+        normal = want.abs().double().cpu() > least
         apart = (codes(got) - codes(want)).abs() * normal
         assert apart.max() <= 1
         assert apart.sum() <= 0.01 * normal.sum()
-        assert (got.abs().cpu() * ~normal).max() < 2e-30
+        assert (got.abs().double().cpu() * ~normal).max() <= 2 * least
     assert got[weights == 0].count_nonzero() == 0
     return got, weights
 
@@ -67,7 +68,7 @@ def test_three_ways_on_three_kinds(kind, dtype, triton_device):
     normal = wide.grad.abs() > 1e-37  # softmax goes further down than FP32
     found = measure(wide.grad * normal, got.double() * normal)
     assert found.sqnr_db > (100 if dtype is torch.float32 else 45)
-    assert found.underflow == 0
+    assert found.underflow == 0 or dtype is torch.float16  # the vocabulary loss multiplies the weights there
 
 
 def test_columns_of_minus_infinity_cost_nothing(triton_device):
