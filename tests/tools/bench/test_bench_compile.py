@@ -1,0 +1,25 @@
+import csv
+from pathlib import Path
+
+import pytest
+
+from tools.bench import bench_compile
+
+TINY = "--layers 1 --hidden 32 --heads 2 --seq-length 16 --micro-batch-size 2 --warm-up 2 --steps 2 --backend aot_eager"
+
+
+def test_a_row_for_each_case_as_it_is_and_compiled(tmp_path: Path):
+    assert bench_compile.main([*TINY.split(), "--cases", "bf16", "O2", "--csv", str(tmp_path / "rows.csv")]) == 0
+    with (tmp_path / "rows.csv").open() as stream:
+        found = list(csv.DictReader(stream))
+    assert [row["case"] for row in found] == ["bf16", "bf16 compiled", "O2", "O2 compiled"]
+    for plain, compiled in (found[:2], found[2:]):
+        assert float(compiled["loss"]) == pytest.approx(float(plain["loss"]), rel=0.02)
+        assert float(plain["loss"]) < float(plain["first_loss"])
+
+
+@pytest.mark.parametrize("flags", [["--steps", "1"], ["--warm-up", "0"]])
+def test_too_few_steps_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        bench_compile.main(flags)
+    assert "give at least 1 and 2" in capsys.readouterr().err
