@@ -58,8 +58,8 @@ def choose(config: Config) -> tuple[str, str]:
 
 
 class _Captured(NamedTuple):
-    """A graph, and what Python did beside it: bytes sent by kind and collective, and, where Python hands the averaged gradients to an
-    eager update, where they stand."""
+    """A graph, and what Python did beside it: bytes sent by kind and collective, and, where Python looks at the averaged gradients (an
+    eager update, the recorder), where they stand."""
 
     graph: torch.cuda.CUDAGraph
     sent: dict[tuple[str, str], int]
@@ -71,9 +71,10 @@ class StepGraphs:
 
     The first micro-batch of a step clears the gradients, the last sends them off, those between only add to them: up to three
     graphs, and one of the update, each captured when it is first needed. A step whose gradients are counted (`Statistics.active`)
-    has its own; with mode "step" they stand in the same memory. Capture waits until delayed scaling has filled its window, since casts
-    are just in time until then, and until every weight has been updated once; after the first capture no step is eager. Under ZeRO all
-    weights are there before the next step begins: `--overlap-param-gather` overlaps in eager steps only.
+    has its own, and so has one that is recorded (`Statistics.recording`), whose forward and backward hold what the watches do; with
+    mode "step" the gradients of all but the recorded one stand in the same memory. Capture waits until delayed scaling has filled
+    its window, since casts are just in time until then, and until every weight has been updated once; after the first capture no
+    step is eager. Under ZeRO all weights are there before the next step begins: `--overlap-param-gather` overlaps in eager steps only.
 
     Args:
         training: what is trained; TP = PP = 1.
@@ -87,7 +88,7 @@ class StepGraphs:
     def __init__(self, training: "Training", mode: str, loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> None:
         self.training, self.mode, self.loss = training, mode, loss
         self._eager_steps = 0
-        self._graphs: dict[tuple[str, bool], _Captured] = {}
+        self._graphs: dict[tuple[str, bool, bool], _Captured] = {}
         self._batch: dict[str, Tensor] = {}
         self._sums = torch.zeros(2, device="cuda")  # of a micro-batch: loss, counted tokens
         self._stream = torch.cuda.Stream()
@@ -140,7 +141,7 @@ class StepGraphs:
 
     def _replay(self, place: str, *args: Any) -> None:
         sync = self.training.grad_sync
-        key = (place, sync.statistics.active)
+        key = (place, sync.statistics.active, sync.statistics.recording)
         known = key in self._graphs
         if not known:
             self._graphs[key] = self._capture(place, *args)
@@ -163,7 +164,7 @@ class StepGraphs:
                 self._micro_batch(place)
         sent = {what: size - before.get(what, 0) for what, size in sync.sent.rows().items()}
         # The update's graph knows the addresses by itself, so that a second variant may have the first one's memory.
-        handed_over = place in (LAST, ONLY) and self.mode == "micro-batch"
+        handed_over = place in (LAST, ONLY) and (self.mode == "micro-batch" or sync.statistics.recording)
         return _Captured(graph, sent, sync.averages() if handed_over else [])
 
     def _micro_batch(self, place: str) -> None:

@@ -284,6 +284,8 @@ class GradSync:
         counting = bucket.format.scaled and self.statistics.active
         if counting:
             self.statistics.count_packed(self._first_scaled[bucket], gradients, bucket.unflatten(flat), bucket.format)
+        if counting and self.statistics.recording:
+            self.statistics.record_packed(self._first_scaled[bucket], gradients, bucket.unflatten(flat), factor, bucket.format)
         missing = [i for i, g in enumerate(gradients) if g is None]
         del gradients, filled
         reduced = wire.reduce(bucket, flat, factor, peers, self.shard)
@@ -291,6 +293,9 @@ class GradSync:
             self._valid[self._scaled(bucket)] = (slots > 0) & ~slots.isinf()
         if counting:
             self.statistics.count_reduced(self._first_scaled[bucket], bucket, reduced.own, reduced.before)
+            if self.statistics.recording and peers.ranks > 1 and reduced.scale_inv is not None:
+                before = reduced.before if self.exchange == "fp32-sum" else None
+                self.statistics.record_reduced(self._first_scaled[bucket], bucket, reduced.own, reduced.scale_inv, before, factor)
         # Only a rank that lacks a gradient asks whether the others had one: a host sync that no usual step takes.
         bucket.absent = {i for i in missing if peers.ranks == 1 or slots[i].item() == ABSENT}
         self._place_averages(bucket, reduced, slots)
@@ -338,6 +343,10 @@ class GradSync:
             mu = [float(state["mu"].get(name, 1.0)) for name in self._scaled_names()]
             self.autoscale.mu.copy_(torch.tensor(mu, dtype=torch.float64))
         self.clear()
+
+    def scaled_params(self) -> list[Tensor]:
+        """The parameters whose gradients carry a scale, in the order of `statistics` and of mu."""
+        return [p for bucket in self.buckets if bucket.format.scaled for p in bucket.params]
 
     def _scaled_names(self) -> list[str]:
         return [name for bucket in self.buckets if bucket.format.scaled for name in bucket.names]

@@ -7,6 +7,7 @@ import torch
 from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
 from msamp.numerics.formats import Format
+from msamp.numerics.metrics import TALLY, tally_
 
 NONZERO, SATURATED, VANISHED, SUM_SATURATED, SUM_VANISHED = range(5)
 
@@ -34,6 +35,9 @@ class Statistics:
         counts: int64 [5, n]: elements that are not zero; at the maximum and vanished in this rank's payload; the same two
             of the sum, in the pieces that this rank owns. A sum's element has vanished where the FP32 sum was not zero
             (exchange nccl: where this rank's own payload was not zero).
+        recording: whether this step is counted, and `tallies` are taken too.
+        tallies: FP64 [2, n, 8], as `msamp.numerics.metrics.tally_` keeps them: of this rank's payload against its gradient, and of
+            the payload of the sum against the FP32 sum (exchange nccl: against itself), in the pieces that this rank owns.
     """
 
     def __init__(self, numel: Sequence[int], device: torch.device, always: bool) -> None:
@@ -41,14 +45,19 @@ class Statistics:
         self.always = always
         self.active = always
         self.counts = torch.zeros(5, len(self.numel), dtype=torch.int64, device=device)
+        self.recording = False
+        self.tallies = torch.zeros(2, len(self.numel), len(TALLY), dtype=torch.float64, device=device)
 
-    def watch(self, on: bool) -> None:
-        """Count the next step, or not (where nothing needs it)."""
-        self.active = on or self.always
+    def watch(self, on: bool, record: bool = False) -> None:
+        """Count the next step, or not (where nothing needs it); `record`: also take tallies."""
+        self.active = on or record or self.always
+        self.recording = record
 
     def clear(self) -> None:
         """Start a step."""
         self.counts.zero_()
+        if self.recording:
+            self.tallies.zero_()
 
     def count_packed(self, first: int, gradients: Sequence[torch.Tensor | None], payloads: Sequence[torch.Tensor], fmt: Format) -> None:
         """Count one bucket's payloads before the exchange; `first`: place of its first tensor."""
@@ -64,6 +73,23 @@ class Statistics:
             payload = bucket.part(slot, own)
             self.counts[SUM_SATURATED, first + slot.index] += saturated(payload, bucket.format)
             self.counts[SUM_VANISHED, first + slot.index] += vanished(bucket.part(slot, before), payload)
+
+    def record_packed(
+        self, first: int, gradients: Sequence[torch.Tensor | None], payloads: Sequence[torch.Tensor], factor: torch.Tensor, fmt: Format
+    ) -> None:
+        """Tallies of one bucket's payloads before the exchange; `factor`: FP32 [parameters], multiplies into them."""
+        for i, (g, payload) in enumerate(zip(gradients, payloads, strict=True)):
+            if g is not None:
+                tally_(self.tallies[0, first + i], g, payload, factor[i].reciprocal(), fmt)
+
+    def record_reduced(
+        self, first: int, bucket: Bucket, own: torch.Tensor, scale_inv: torch.Tensor, before: torch.Tensor | None, factor: torch.Tensor
+    ) -> None:
+        """Tallies of this rank's slice of the sum; `before`: flat, the FP32 sum times `factor`, None where nobody has it."""
+        for slot in bucket.owned:
+            payload, inv = bucket.part(slot, own), scale_inv[slot.index]
+            values = payload.float() * inv if before is None else bucket.part(slot, before) / factor[slot.index]
+            tally_(self.tallies[1, first + slot.index], values, payload, inv, bucket.format)
 
     def combine(self, peers: Peers) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [5, n] twice: sums over the ranks, and the largest of a rank; one small collective."""

@@ -10,6 +10,7 @@ from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.statistics import NONZERO, SATURATED, SUM_SATURATED, SUM_VANISHED, VANISHED, Statistics, saturated, vanished
 from msamp.numerics.formats import E4M3, E5M2, FP16, FP32, Format
+from msamp.numerics.metrics import judge, saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import quantize
 from msamp.parallel.partition import Piece
 
@@ -102,3 +103,37 @@ def test_shares_of_one_rank():
 def test_shares_without_anything_to_count_are_zero():
     for numel in ([], [10]):
         assert set(Statistics(numel, CPU, always=False).shares(Peers(None, WireBytes())).values()) == {0.0}
+
+
+@scaled
+def test_tallies_are_the_definitions_of_payload_and_sum(fmt):
+    """Rank 1 owns a, and two rows of b in two pieces; the factor 4 is in the payloads, the sum's own scale is 8."""
+    values, factor = planted(fmt).nan_to_num(posinf=0), torch.tensor([4.0, 4.0])
+    bucket = Bucket([torch.zeros(3), torch.zeros(3, 4)], ["a", "b"], fmt, [Piece(0, 0, 3, 1), Piece(1, 0, 1, 1), Piece(1, 1, 2, 1)], 2, 1)
+    gradients = [values[:3], values.view(3, 4)]
+    payloads = [quantize(g, 4.0, fmt) for g in gradients]
+    statistics = Statistics([5, 3, 12], CPU, always=False)
+    statistics.watch(False, record=True)
+    assert statistics.active
+    statistics.record_packed(1, [None, gradients[1]], payloads, factor, fmt)
+    own = quantize(bucket.flatten(gradients, FP32), 8.0, fmt)
+    scale_inv = torch.full((2,), 1 / 8)
+    statistics.record_reduced(1, bucket, own, scale_inv, bucket.flatten(gradients, FP32) * 4.0, factor)
+    assert not statistics.tallies[:, 0].any()
+    assert not statistics.tallies[0, 1].any()
+    for tally, g, scale in (
+        (statistics.tallies[0, 2], gradients[1], 4.0),
+        (statistics.tallies[1, 1], gradients[0], 8.0),
+        (statistics.tallies[1, 2], gradients[1], 8.0),
+    ):
+        payload = quantize(g, scale, fmt)
+        found = judge(tally.tolist())
+        assert found["underflow"] == pytest.approx(underflow_frac(g, payload))
+        assert found["saturation"] == pytest.approx(saturation_frac(payload, fmt))
+        assert found["sqnr_db"] == pytest.approx(sqnr_db(g, payload.float() / scale))
+        assert (found["amax"], found["scale"]) == (g.abs().max(), scale)
+    statistics.clear()
+    statistics.record_reduced(1, bucket, own, scale_inv, None, factor)  # exchange nccl: the sum in FP32 is nowhere
+    assert judge(statistics.tallies[1, 2].tolist())["saturation"] == pytest.approx(saturation_frac(own[3:], fmt))
+    statistics.watch(False)
+    assert not statistics.active

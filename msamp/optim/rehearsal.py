@@ -1,0 +1,86 @@
+"""What the coming update will compute and what of it will be stored, before anything has changed: for whoever measures the loss."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from msamp.kernels.reference.adamw import Batch, adamw
+from msamp.numerics.tensor import ScalingTensor, fp32_values
+from msamp.optim.adamw import FP8AdamW, Piece
+from msamp.optim.clip import clip_coefficient
+
+ROWS = 2**24  # elements rehearsed at a time: a dozen FP32 copies of 64 MiB
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Some rows of a piece.
+
+    Attributes:
+        piece: whose.
+        before: the master's values, FP32.
+        wanted: "master", "m" and "v" as the update computes them, FP32, and "weight", the stored master, where a weight is cast from it.
+        stored: the same names as they will be stored: plain, or ScalingTensors.
+    """
+
+    piece: Piece
+    before: torch.Tensor
+    wanted: dict[str, torch.Tensor]
+    stored: dict[str, torch.Tensor]
+
+
+@torch.no_grad()
+def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
+    """The next `step` of `optimizer` with the gradients that are there, rows by rows, on copies; nothing where it will be skipped.
+
+    The stored values are those of the update's reference twin, and so are the wanted ones, from states that are FP32 and are not
+    rounded. A parameter before its first update has no states, and is left out. Takes the collectives that a step takes, and waits for
+    the device.
+    """
+    pieces = [piece for piece in optimizer._ready() if optimizer.state.get(piece.weight)]
+    table, sums = optimizer._measure(pieces)
+    norm = optimizer._combined_norm(pieces, table, sums)
+    if not (norm if optimizer.clip_grad is not None else norm.float().square()).isfinite():
+        return
+    coefficient = clip_coefficient(norm, optimizer.clip_grad) if optimizer.clip_grad is not None else None
+    by_place = {piece.place: piece for piece in pieces}
+    kept, always = table.new_zeros(3, 1 + max(by_place, default=0)), torch.ones((), dtype=torch.bool)
+    for number, batch, _ in optimizer._batches(pieces):
+        decoupled = optimizer.param_groups[number]["decoupled"]
+        for twin in _parts(batch):
+            before = fp32_values(twin.masters[0]).clone()
+            exact = replace(
+                twin,
+                ms=[fp32_values(twin.ms[0]).clone()],
+                vs=[fp32_values(twin.vs[0]).clone()],
+                masters=[before.clone()],
+                weights=[],
+                steps=[twin.steps[0].clone()],
+            )
+            for run in (exact, twin):
+                adamw(None, run, optimizer._hyper(number), decoupled, table, kept, coefficient, always)
+            wanted = {"master": exact.masters[0], "m": exact.ms[0], "v": exact.vs[0]}
+            stored = {"master": twin.masters[0], "m": twin.ms[0], "v": twin.vs[0]}
+            if twin.weights:
+                wanted["weight"], stored["weight"] = fp32_values(twin.masters[0]), twin.weights[0]
+            yield Rehearsal(by_place[twin.places[0]], before, wanted, stored)
+
+
+def _parts(batch: Batch) -> Iterator[Batch]:
+    """Copies of the tensors of a batch, some rows of one tensor at a time."""
+    for i, g in enumerate(batch.grads):
+        rows = max(1, ROWS // max(1, math.prod(g.shape[1:])))
+        for start in range(0, g.shape[0] if g.dim() else 1, rows):
+            part = slice(start, start + rows)
+            yield Batch(**{name: [_copy(column[i], part)] if column else [] for name, column in vars(batch).items()})
+
+
+def _copy(x: Any, rows: slice) -> Any:
+    if isinstance(x, int):
+        return x
+    if isinstance(x, ScalingTensor):
+        return ScalingTensor(x.payload[rows].clone(), x.scale_inv.clone(), x.dtype)
+    return x.detach()[rows].clone() if x.dim() else x.detach().clone()

@@ -1,0 +1,104 @@
+"""A rehearsed update: stored as the real one stores it, wanted as FP32 states would have it, and without a trace."""
+
+import math
+
+import pytest
+import torch
+from numerics import make
+from torch import nn
+
+from msamp.numerics.formats import BF16, E4M3, FP16, FP32, Format
+from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats
+from msamp.numerics.tensor import ScalingTensor, fp32_values
+from msamp.optim import rehearsal
+from msamp.optim.adamw import FP8AdamW
+from msamp.optim.rehearsal import rehearse
+
+LEVELS = {
+    "O1": (O1.states, FP16),
+    "O2": (O2.states, FP16),
+    "O3": (O3.states, E4M3),
+    "bf16": (FP32_STATES, BF16),
+    "fp32": (FP32_STATES, FP32),
+}
+
+
+def bits(x: torch.Tensor) -> bytes:
+    plain = [x.payload, x.scale_inv] if isinstance(x, ScalingTensor) else [x]
+    return b"".join(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in plain)
+
+
+def made(formats: StateFormats, weight: Format, device="cpu", **settings) -> tuple[list[nn.Parameter], FP8AdamW]:
+    ps = []
+    for seed, shape in enumerate(((24, 16), (8, 48))):
+        x = make("normal", shape, seed=seed, device=device) * 0.1
+        ps.append(nn.Parameter(ScalingTensor.quantize(x, weight) if weight.scaled else x.to(weight.dtype)))
+    return ps, FP8AdamW(ps, lr=1e-2, weight_decay=0.1, formats=formats, **settings)
+
+
+def grow(ps: list[nn.Parameter], seed: int) -> None:
+    for i, p in enumerate(ps):
+        p.grad = (make("normal", p.shape, seed=100 * seed + i, device=p.device) * 1e-3).to(p.dtype)
+
+
+def everything(optimizer: FP8AdamW) -> list[bytes]:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [bits(t) for p in params for t in (p, *(v for _, v in sorted(optimizer.state[p].items())))]
+
+
+@pytest.mark.parametrize("clip_grad", [None, 1e-2])
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_stored_is_what_the_step_stores_and_nothing_changes(level, clip_grad, device, monkeypatch):
+    monkeypatch.setattr(rehearsal, "ROWS", 100)
+    ps, optimizer = made(*LEVELS[level], device, clip_grad=clip_grad)
+    for step in range(3):
+        grow(ps, step)
+        before = everything(optimizer) if step else []
+        told = list(rehearse(optimizer))
+        if step == 0:
+            assert not told
+        else:
+            assert everything(optimizer) == before
+        optimizer.step()
+    for p in ps:
+        parts = [r for r in told if r.piece.param is p]
+        assert len(parts) > 1
+        state = optimizer.state[p]
+        real = {"master": state.get("master", p), "m": state["exp_avg"], "v": state["exp_avg_sq"]}
+        real |= {"weight": p} if "master" in state else {}
+        assert real.keys() == parts[0].stored.keys() == parts[0].wanted.keys()
+        for name, tensor in real.items():
+            payloads = [r.stored[name].payload if isinstance(tensor, ScalingTensor) else r.stored[name] for r in parts]
+            joined = torch.cat([x.view(torch.uint8) for x in payloads]).view(payloads[0].dtype)
+            whole = ScalingTensor(joined, parts[0].stored[name].scale_inv) if isinstance(tensor, ScalingTensor) else joined
+            assert bits(whole) == bits(tensor), name
+
+
+def test_what_is_wanted_is_adam_in_fp32(device):
+    ps, optimizer = made(*LEVELS["O2"], device)
+    for step in range(3):
+        grow(ps, step)
+        if step < 2:
+            optimizer.step()
+    for told, p in zip(rehearse(optimizer), ps, strict=True):
+        state = optimizer.state[p]
+        g = fp32_values(ScalingTensor.quantize(p.grad, E4M3)).double()
+        m = 0.9 * fp32_values(state["exp_avg"]).double() + 0.1 * g
+        v = 0.999 * fp32_values(state["exp_avg_sq"]).double() + 0.001 * g.square()
+        assert told.before.equal(fp32_values(p))
+        step = -1e-2 * (m / (1 - 0.9**3)) / ((v / (1 - 0.999**3)).sqrt() + 1e-8)
+        torch.testing.assert_close(told.wanted["m"].double(), m, rtol=1e-5, atol=1e-10)
+        torch.testing.assert_close(told.wanted["v"].double(), v, rtol=1e-5, atol=1e-14)
+        torch.testing.assert_close(told.wanted["master"].double(), told.before.double() * (1 - 1e-3) + step, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+def test_a_step_that_will_be_skipped_is_not_rehearsed(bad):
+    ps, optimizer = made(*LEVELS["O2"])
+    for step in range(2):
+        grow(ps, step)
+        optimizer.step()
+    ps[0].grad = torch.full_like(fp32_values(ps[0]), bad)
+    assert not list(rehearse(optimizer))
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
