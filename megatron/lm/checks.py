@@ -421,7 +421,12 @@ def outputs(config: Config, world_size: int) -> Problems:
     for name, folder in folders.items():
         if folder is not None:
             yield from _writable(f"{flag(name)} {folder}", Path(folder))
-    for name, path in (("metrics_file", config.logging.metrics_file), ("fp8_gain_cache", config.precision.fp8_gain_cache)):
+    files = {
+        "metrics_file": config.logging.metrics_file,
+        "record_precision": config.logging.record_precision,
+        "fp8_gain_cache": config.precision.fp8_gain_cache,
+    }
+    for name, path in files.items():
         if path is None:
             continue
         file = Path(path)

@@ -335,6 +335,10 @@ class LoggingConfig:
     device_memory_gib: float | None = setting(
         "memory of one device, for --dry-run; derived: that of the GPU here, without one 80", None, legal=POSITIVE
     )
+    record_precision: str | None = setting(
+        "file to which the precision recorder appends what every tensor of a recorded step lost, one JSON object a step", None
+    )
+    record_interval: int = setting("iterations between the steps that --record-precision records", 250, legal=COUNT)
     log_underflow_interval: int = setting(
         "iterations between samples of underflow, saturation and SQNR in the linear layers; 0: none", 0, legal=COUNT_OR_ZERO
     )

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,12 @@ class Metrics:
             for key, value in row.items():
                 if isinstance(value, int | float) and key != "iteration":
                     self.writer.add_scalar(f"{prefix}/{key}", value, row["iteration"])
+
+    def scalars(self, values: Mapping[str, float], iteration: int) -> None:
+        """Numbers to TensorBoard alone, by their whole name. Does nothing on ranks other than 0."""
+        if self.writer is not None:
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, iteration)
 
     def close(self) -> None:
         """Flush and close what was opened."""

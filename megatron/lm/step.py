@@ -18,6 +18,7 @@ from megatron.lm.graph import StepGraphs
 from megatron.lm.model.gpt import GPT
 from megatron.lm.model.loss import mean_loss
 from megatron.lm.optim import Schedule
+from megatron.lm.recorder import Recorder
 from msamp.comm.grad_sync import GradSync
 from msamp.nn.scaling_state import ScalingState
 from msamp.optim.adamw import FP8AdamW
@@ -31,8 +32,9 @@ class Training:
     """What a step works on.
 
     `model`: this rank's GPT, or the ModuleList of its chunks with interleaved pipeline stages. `linears`: which of its linear layers are
-    BF16 at O1 to O3, as in `config`, and why. `graphs`: CUDA graphs of the step; None where every step is eager. `passed_over`:
-    samples that were read and undone by rollbacks; those of the next step begin at `consumed_samples + passed_over`.
+    BF16 at O1 to O3, as in `config`, and why. `graphs`: CUDA graphs of the step; None where every step is eager. `recorder`: who is told
+    when an update is to come. `passed_over`: samples that were read and undone by rollbacks; those of the next step begin at
+    `consumed_samples + passed_over`.
     """
 
     config: Config
@@ -45,6 +47,7 @@ class Training:
     vocab_size: int
     linears: Choice = field(default_factory=Choice)
     graphs: StepGraphs | None = None
+    recorder: Recorder | None = None
     iteration: int = 0
     consumed_samples: int = 0
     passed_over: int = 0
@@ -81,6 +84,8 @@ def train_step(training: Training, batches: Batches) -> StepResult:
 
     training.schedule.settle()  # whether the step before this one was skipped has long come from the device
     lr = training.optimizer.param_groups[0]["lr"]
+    if training.recorder is not None:
+        training.recorder.before_update()
     sharing = parallel_state.get_tensor_and_data_parallel_group()
     if graphs is not None and graphs.mode == "step":
         grad_norm = graphs.update(sharing)

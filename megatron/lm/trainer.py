@@ -26,6 +26,7 @@ from megatron.lm.optim import build_optimizer, build_schedule, bytes_per_paramet
 from megatron.lm.precision_probe import probing
 from megatron.lm.presets import parameter_count
 from megatron.lm.recipe import build_recipe
+from megatron.lm.recorder import Recorder
 from megatron.lm.step import Batches, Training, evaluate, micro_batch_loss, train_step
 from megatron.lm.watchdog import READING, Watchdog
 from msamp.comm.counters import WireBytes
@@ -98,6 +99,9 @@ class Trainer:
                 self.rollback.saved(self.training.iteration)
         self.saver = checkpoint.Saver(self.training) if config.checkpoint.save else None
         self.metrics = Metrics(config, config.padded_vocab_size(self.tokenizer.vocab_size), self.training)
+        if config.logging.record_precision:
+            recorded = (config.logging.record_precision, config.logging.record_interval)
+            self.training.recorder = Recorder(self.training, *recorded, self.metrics.scalars)
         self.step_watch = StepWatch(config, self.training, self.metrics, self.requests)
         seconds = 60 * config.parallel.distributed_timeout_minutes
         self.watchdog = Watchdog(seconds, torch.distributed.get_rank(), torch.distributed.get_world_size())
@@ -193,6 +197,8 @@ class Trainer:
             finally:
                 if self.training.graphs is not None:
                     self.training.graphs.release()
+                if self.training.recorder is not None:
+                    self.training.recorder.close()
             if why is None:
                 self._evaluate("valid", self.valid_data)
                 self._evaluate("test", self.test_data)
@@ -209,7 +215,7 @@ class Trainer:
             iteration = training.iteration + 1
             self.watchdog.at("in a step", iteration)
             training.grad_sync.statistics.watch(self.metrics.reports(iteration))
-            with self._probe(iteration):
+            with self._probe(iteration), self._recording(iteration):
                 result = train_step(training, stream)
             self.metrics.record(result, iteration)
             started = time.perf_counter()
@@ -262,6 +268,10 @@ class Trainer:
         if not interval or (iteration - 1) % interval:
             return contextlib.nullcontext()
         return probing(self.training.model, iteration, self.metrics.write)
+
+    def _recording(self, iteration: int) -> contextlib.AbstractContextManager[None]:
+        recorder = self.training.recorder
+        return recorder.step(iteration) if recorder is not None and recorder.due(iteration) else contextlib.nullcontext()
 
     def _evaluate(self, kind: str, dataset: Dataset | None) -> None:
         if dataset is None or not self.config.training.eval_iters:

@@ -1,0 +1,296 @@
+"""The live precision recorder: on every N-th step, what each tensor lost where it was rounded, and what of each update arrived.
+
+A recorded step is the usual step, its graph or its eager code, to the bit: beside each cast the values before it are made once more and
+compared. Between the gradients and the update the update is rehearsed on copies. All of it is counted on the device; the host reads one
+table at the end of the step. On other steps nothing is hooked and nothing runs.
+"""
+
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron.lm.distributed import chunks
+from megatron.lm.model.initial import named_globally
+from megatron.lm.model.linear import FP8Gemm
+from msamp.kernels import ops
+from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT
+from msamp.numerics.formats import FP32, of_dtype
+from msamp.numerics.metrics import TALLY, add_tallies, judge, tally_
+from msamp.numerics.tensor import ScalingTensor, fp32_values
+from msamp.optim.rehearsal import Rehearsal, rehearse
+
+if TYPE_CHECKING:
+    from megatron.lm.step import Training
+
+ROWS = {INPUT: "input", GRAD_OUTPUT: "grad_output"}
+CAST_COLUMNS = ("amax", "underflow", "saturation", "sqnr_db", "scale_exponent")
+UPDATE_COLUMNS = ("norm", "update_norm", "edq", "lost")
+# What is added up of an update, in this order.
+UPDATE_SUMS = ("elements", "squares", "wanted squares", "wanted . effective", "lost")
+
+WORST: dict[str, Callable[[list[float]], float]] = {"underflow": max, "saturation": max, "sqnr_db": min}
+
+Key = tuple[str, str]  # name of a layer or parameter in the whole model, and which of its tensors
+Scalars = Callable[[Mapping[str, float], int], None]
+
+
+class Recorder:
+    """Records steps of a training, and writes each as one JSON line; rank 0 writes what all ranks have seen.
+
+    A line: `iteration`; `skipped`: true where the update was skipped; `columns`: what the lists below hold; `casts`: by layer and tensor
+    (`input`, `weight`, `grad_output` as their GEMM casts them; `grad`, `grad_reduced`: a gradient as it is sent against what backward
+    gave, and the average against the FP32 sum; `master`, `m`, `v`: as stored against what the update computed in FP32; `weight`
+    where it is cast from a master: against that); `updates`: by parameter, with `total` of all; `mu`, with `--grad-scaling auto`.
+
+    amax: of the values before the cast. Underflow: share of the non-zero values that became zero; saturation: share at the format's
+    maximum; SQNR in dB; the scale's exponent, base 2. Norms of the parameter after the update and of the update; EDQ as the inner product
+    of the update's direction with what arrived in the master (Collage; `edq / update_norm` is 1 where nothing was lost); lost: share of
+    elements left unchanged by an update that is not zero. null: not finite, nothing lost (SQNR), or nobody knows (the sum of `nccl`).
+
+    Every number is over all elements of a tensor, all micro-batches of the step and all ranks. Tensors kept in FP32 lose nothing and are
+    left out, and so is the update of a parameter that has no states so far.
+
+    Args:
+        training: whose steps.
+        file: to append to.
+        interval: recorded are the iterations that it divides, and the first of a process, which prepares what graphs will need.
+        scalars: takes the `summary` of each line and its iteration; on rank 0.
+    """
+
+    def __init__(self, training: "Training", file: str, interval: int, scalars: Scalars) -> None:
+        self.training, self.interval, self.scalars = training, interval, scalars
+        self.recording = False
+        self._first = training.iteration + 1
+        self.layers = [
+            (name, layer) for chunk in chunks(training.model) for name, layer in named_globally(chunk) if isinstance(layer, FP8Gemm)
+        ]
+        self.names: dict[Tensor, str] = {
+            p: f"{name}.{key}".removesuffix(".weight")
+            for chunk in chunks(training.model)
+            for name, module in named_globally(chunk)
+            for key, p in module.named_parameters(recurse=False)
+        }
+        device = next(iter(self.names)).device
+        # Always the same memory: graphs write there.
+        self._table = torch.zeros(len(self.layers), len(ROWS), len(TALLY), dtype=torch.float64, device=device)
+        self._casts: dict[Key, list[float]] = {}
+        self._updates: dict[str, list[float]] = {}
+        self._file = _open(Path(file)) if torch.distributed.get_rank() == 0 else None
+
+    def due(self, iteration: int) -> bool:
+        """Whether this iteration is recorded."""
+        return iteration == self._first or iteration % self.interval == 0
+
+    @contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """Inside, `train_step` is recorded; at the end it is written. Collective."""
+        self.recording = True
+        self._casts, self._updates = {}, {}
+        self._table.zero_()
+        statistics = self.training.grad_sync.statistics
+        counted = statistics.active
+        statistics.watch(True, record=True)
+        for (_, layer), rows in zip(self.layers, self._table, strict=True):
+            for row in ROWS:
+                layer.scaling.watches[row] = functools.partial(tally_, rows[row], fmt=layer.scaling.formats[row])
+        try:
+            self._weights()
+            yield
+        finally:
+            self.recording = False
+            statistics.watch(counted)
+            for _, layer in self.layers:
+                layer.scaling.watches.clear()
+        self._gradients()
+        for (name, _), rows in zip(self.layers, self._table.tolist(), strict=True):
+            self._casts |= {(name, ROWS[row]): rows[row] for row in ROWS}
+        skipped = bool(self.training.optimizer.skipped())
+        gathered = self._gather()
+        if gathered is not None:
+            self._write(line(iteration, skipped, *gathered, self.training.grad_sync.exchange))
+
+    @torch.no_grad()
+    def _weights(self) -> None:
+        """How the GEMMs will cast weights that are stored wider; alike on data-parallel ranks."""
+        optimizer = self.training.optimizer
+        if hasattr(optimizer, "wait"):
+            optimizer.wait()
+        if parallel_state.get_data_parallel_rank() != 0:
+            return
+        found: dict[Key, Tensor] = {}
+        for name, layer in self.layers:
+            weight, fmt = layer.weight, layer.scaling.gemm.weight.format
+            assert isinstance(weight, ScalingTensor)
+            if weight.format != fmt:
+                multiplier, scale_inv = layer.scaling.weight_scales(weight)
+                row = found[name, "weight"] = self._table.new_zeros(len(TALLY))
+                tally_(row, fp32_values(weight), ops.cast(weight.payload, multiplier, None, fmt.dtype), scale_inv, fmt)
+        self._take(self._casts, found)
+
+    def before_update(self) -> None:
+        """With the averaged gradients there and the update to come: measure the update. Takes its collectives; every rank calls it."""
+        if not self.recording:
+            return
+        rounded: dict[Key, Tensor] = {}
+        arrived: dict[str, Tensor] = {}
+        for part in rehearse(self.training.optimizer):
+            p = part.piece.param
+            if not self._counts(p):
+                continue
+            name = self.names[p]
+            for tensor, stored in part.stored.items():
+                if (stored.format if isinstance(stored, ScalingTensor) else of_dtype(stored.dtype)) != FP32:
+                    row = rounded.setdefault((name, tensor), self._table.new_zeros(len(TALLY)))
+                    _tally_stored(row, part.wanted[tensor], stored)
+            arrived.setdefault(name, self._table.new_zeros(len(UPDATE_SUMS))).add_(_update_sums(part))
+        self._take(self._casts, rounded)
+        self._take(self._updates, arrived)
+
+    def _counts(self, p: Tensor) -> bool:
+        """Whether this rank's update of `p` counts: every element of the model once."""
+        copies = parallel_state.get_data_parallel_rank() == 0 or self.training.grad_sync.shard
+        own = parallel_state.get_tensor_model_parallel_rank() == 0 or getattr(p, "tensor_model_parallel", False)
+        return copies and own and not getattr(p, "shared", False)
+
+    def _gradients(self) -> None:
+        sync = self.training.grad_sync
+        sent, averaged = sync.statistics.tallies.tolist()
+        for p, own, mean in zip(sync.scaled_params(), sent, averaged, strict=True):
+            self._casts[self.names[p], "grad"] = own
+            if sync.peers.ranks > 1:
+                self._casts[self.names[p], "grad_reduced"] = mean
+
+    @staticmethod
+    def _take(where: dict[Any, list[float]], found: Mapping[Any, Tensor]) -> None:
+        """Bring rows to the host, in one go."""
+        if found:
+            where |= zip(found, torch.stack(list(found.values())).tolist(), strict=True)
+
+    def _gather(self) -> tuple[dict[Key, list[float]], dict[str, list[float]], dict[str, float]] | None:
+        """On rank 0 the sums of all ranks; None on the others. Collective."""
+        ranks = torch.distributed.get_world_size()
+        everything: list[Any] | None = [None] * ranks if torch.distributed.get_rank() == 0 else None
+        torch.distributed.gather_object((self._casts, self._updates, self._mu()), everything)
+        if everything is None:
+            return None
+        casts: dict[Key, list[float]] = {}
+        updates: dict[str, list[float]] = {}
+        mu: dict[str, float] = {}
+        for their_casts, their_updates, their_mu in everything:
+            mu |= their_mu
+            for key, tally in their_casts.items():
+                if tally[0]:  # a rank that owns nothing of a tensor has nothing to say of it
+                    casts[key] = add_tallies(casts[key], tally) if key in casts else tally
+            for name, sums in their_updates.items():
+                updates[name] = [a + b for a, b in zip(updates.get(name, [0.0] * len(sums)), sums, strict=True)]
+        return casts, updates, mu
+
+    def _mu(self) -> dict[str, float]:
+        sync = self.training.grad_sync
+        if sync.autoscale is None:
+            return {}
+        return dict(zip((self.names[p] for p in sync.scaled_params()), sync.autoscale.mu.tolist(), strict=True))
+
+    def _write(self, row: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        self.scalars({f"precision/{name}": value for name, value in summary(row).items()}, row["iteration"])
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def line(
+    iteration: int,
+    skipped: bool,
+    casts: Mapping[Key, Sequence[float]],
+    updates: Mapping[str, Sequence[float]],
+    mu: Mapping[str, float],
+    exchange: str,
+) -> dict[str, Any]:
+    """What is written of a step (see `Recorder`) from its sums: tallies by layer and tensor, `UPDATE_SUMS` by parameter."""
+    by_layer: dict[str, dict[str, list[float | int | None]]] = {}
+    for (layer, tensor), tally in casts.items():
+        found = judge(tally)
+        scale = found.pop("scale")
+        values: list[float | int | None] = [*map(_short, found.values()), round(math.log2(scale)) if 0 < scale < math.inf else None]
+        if tensor == "grad_reduced" and exchange == "nccl":  # nobody has the sum in FP32
+            values[1] = values[3] = None
+        by_layer.setdefault(layer, {})[tensor] = values
+    total = [sum(column) for column in zip(*updates.values(), strict=True)]
+    return {
+        "iteration": iteration,
+        "skipped": skipped,
+        "columns": {"casts": CAST_COLUMNS, "updates": UPDATE_COLUMNS},
+        "casts": by_layer,
+        "updates": {name: _judge_update(sums) for name, sums in updates.items()},
+        "total": _judge_update(total) if total else None,
+        "mu": {name: _short(value) for name, value in mu.items()},
+    }
+
+
+def summary(row: Mapping[str, Any]) -> dict[str, float]:
+    """Mean and worst over the layers of a line's underflow, saturation and SQNR, by kind of layer and tensor, and the total of the updates:
+    what a page of curves can show."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for layer, tensors in row["casts"].items():
+        kind = re.sub(r"^decoder\.layers\.\d+\.", "", layer)
+        for tensor, values in tensors.items():
+            for column, value in zip(CAST_COLUMNS, values, strict=True):
+                if column in WORST and value is not None:
+                    found.setdefault((kind, tensor, column), []).append(value)
+    curves: dict[str, float] = {}
+    for (kind, tensor, column), several in found.items():
+        curves[f"{kind}/{tensor}/{column}"] = sum(several) / len(several)
+        curves[f"{kind}/{tensor}/{column}_worst"] = WORST[column](several)
+    total = dict(zip(UPDATE_COLUMNS, row["total"] or (), strict=False))
+    return curves | {f"total/{column}": value for column, value in total.items() if value is not None}
+
+
+def _update_sums(part: Rehearsal) -> Tensor:
+    before, after = part.before.double(), part.wanted["master"].double()
+    wanted, effective = after - before, fp32_values(part.stored["master"]).double() - before
+    lost = ((wanted != 0) & (effective == 0)).sum()
+    sums = [(before + effective).square().sum(), wanted.square().sum(), (wanted * effective).sum(), lost.double()]
+    return torch.stack([torch.full_like(sums[0], before.numel()), *sums])
+
+
+def _judge_update(sums: Sequence[float]) -> list[float | None]:
+    elements, squares, wanted, product, lost = sums
+    norm = math.sqrt(wanted)
+    return [_short(math.sqrt(squares)), _short(norm), _short(product / norm if norm else 0.0), _short(lost / elements)]
+
+
+def _tally_stored(row: Tensor, wanted: Tensor, stored: Tensor) -> None:
+    if isinstance(stored, ScalingTensor):
+        tally_(row, wanted, stored.payload, stored.scale_inv, stored.format)
+    else:
+        tally_(row, wanted, stored, torch.ones((), device=stored.device), of_dtype(stored.dtype))
+
+
+def _short(value: float) -> float | None:
+    """Five digits, and null for what JSON does not know."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def _open(file: Path) -> Any:
+    """To append to; a line that a kill has cut off stays by itself."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a+b") as stream:
+        size = stream.tell()
+        stream.seek(max(0, size - 1))
+        if size and stream.read(1) != b"\n":
+            stream.write(b"\n")
+    return file.open("a", encoding="utf-8")
