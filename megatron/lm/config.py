@@ -338,7 +338,7 @@ class LoggingConfig:
     record_precision: str | None = setting(
         "file to which the precision recorder appends what every tensor of a recorded step lost, one JSON object a step", None
     )
-    record_interval: int = setting("iterations between the steps that --record-precision records", 250, legal=COUNT)
+    record_interval: int = setting("iterations between the steps that --record-precision records", 500, legal=COUNT)
     log_underflow_interval: int = setting(
         "iterations between samples of underflow, saturation and SQNR in the linear layers; 0: none", 0, legal=COUNT_OR_ZERO
     )

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -51,31 +51,43 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
     for number, batch, _ in optimizer._batches(pieces):
         decoupled = optimizer.param_groups[number]["decoupled"]
         for twin in _parts(batch):
-            before = fp32_values(twin.masters[0]).clone()
+            before = [fp32_values(x).clone() for x in twin.masters]
             exact = replace(
                 twin,
-                ms=[fp32_values(twin.ms[0]).clone()],
-                vs=[fp32_values(twin.vs[0]).clone()],
-                masters=[before.clone()],
+                ms=[fp32_values(x).clone() for x in twin.ms],
+                vs=[fp32_values(x).clone() for x in twin.vs],
+                masters=[x.clone() for x in before],
                 weights=[],
-                steps=[twin.steps[0].clone()],
+                steps=[x.clone() for x in twin.steps],
             )
             for run in (exact, twin):
                 adamw(None, run, optimizer._hyper(number), decoupled, table, kept, coefficient, always)
-            wanted = {"master": exact.masters[0], "m": exact.ms[0], "v": exact.vs[0]}
-            stored = {"master": twin.masters[0], "m": twin.ms[0], "v": twin.vs[0]}
-            if twin.weights:
-                wanted["weight"], stored["weight"] = fp32_values(twin.masters[0]), twin.weights[0]
-            yield Rehearsal(by_place[twin.places[0]], before, wanted, stored)
+            for i, place in enumerate(twin.places):
+                wanted = {"master": exact.masters[i], "m": exact.ms[i], "v": exact.vs[i]}
+                stored = {"master": twin.masters[i], "m": twin.ms[i], "v": twin.vs[i]}
+                if twin.weights:
+                    wanted["weight"], stored["weight"] = fp32_values(twin.masters[i]), twin.weights[i]
+                yield Rehearsal(by_place[place], before[i], wanted, stored)
 
 
 def _parts(batch: Batch) -> Iterator[Batch]:
-    """Copies of the tensors of a batch, some rows of one tensor at a time."""
+    """Copies of the tensors of a batch: several small ones at a time, or some rows of a large one."""
+    group: list[dict[str, Any]] = []
     for i, g in enumerate(batch.grads):
         rows = max(1, ROWS // max(1, math.prod(g.shape[1:])))
         for start in range(0, g.shape[0] if g.dim() else 1, rows):
             part = slice(start, start + rows)
-            yield Batch(**{name: [_copy(column[i], part)] if column else [] for name, column in vars(batch).items()})
+            one = {name: _copy(column[i], part) for name, column in vars(batch).items() if column}
+            if group and sum(other["grads"].numel() for other in (*group, one)) > ROWS:
+                yield _joined(group)
+                group = []
+            group.append(one)
+    if group:
+        yield _joined(group)
+
+
+def _joined(group: list[dict[str, Any]]) -> Batch:
+    return Batch(**{name: [one[name] for one in group if name in one] for name in (field.name for field in fields(Batch))})
 
 
 def _copy(x: Any, rows: slice) -> Any:

@@ -1,6 +1,8 @@
 """CUDA graphs: what stands in their way, and that replayed steps are eager steps bit for bit."""
 
+import contextlib
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from megatron.lm import process_groups
 from megatron.lm.graph import obstacle
+from megatron.lm.recorder import Recorder
 from megatron.lm.step import evaluate, train_step
 from megatron.lm.trainer import build_training
 
@@ -96,6 +99,45 @@ def test_a_skipped_step_is_skipped_in_a_graph_too(mode):
     assert [row[3] for row in replayed if isinstance(row, tuple)].count(True) == 1
     assert repr(replayed) == repr(eager)
     assert tiny.same(bits, same_bits)
+
+
+def recorded(mode: str, settings: dict[str, Any], file: str | None) -> tuple[list[Tensor], list[Any]]:
+    """The bits that 24 steps end with, and the recorder's lines."""
+    config = tiny.config("corpus", train_iters=30, cuda_graph=mode, **settings)
+    with tiny.started(config):
+        process_groups.seed_all(config.training.seed)
+        made, lines = build_training(config, tiny.VOCABULARY), []
+        made.recorder = None if file is None else Recorder(made, file, 6, lambda *_: None)
+        stream = batches(config, None)
+        for iteration in range(1, 25):
+            made.grad_sync.statistics.watch(iteration % 5 == 4)
+            due = made.recorder is not None and made.recorder.due(iteration)
+            with made.recorder.step(iteration) if due else contextlib.nullcontext():
+                train_step(made, stream)
+        if made.recorder is not None:
+            made.recorder.close()
+            lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
+        if made.graphs is not None:
+            assert made.graphs.captured
+            made.graphs.release()
+        states = [t for state in made.optimizer.state.values() for t in state.values()]
+        return tiny.bits([*made.model.parameters(), *made.model.buffers(), *states]), lines
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["bf16", "O2", "O3"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("mode", ["micro-batch", "step"])
+def test_a_recorded_step_has_its_own_graph_and_changes_no_bit(level, micro_batches, mode, tmp_path: Path):
+    settings = {"precision": level, "micro_batch_size": 2, "global_batch_size": 2 * micro_batches}
+    plain, _ = recorded(mode, settings, None)
+    replayed, lines = recorded(mode, settings, str(tmp_path / "graph.jsonl"))
+    assert tiny.same(plain, replayed)
+    eager, eager_lines = recorded("none", settings, str(tmp_path / "eager.jsonl"))
+    assert tiny.same(plain, eager)
+    assert [line["iteration"] for line in lines] == [1, 6, 12, 18, 24]
+    for line, other in zip(lines, eager_lines, strict=True):
+        assert line == other, line["iteration"]
 
 
 @pytest.mark.gpu
