@@ -278,16 +278,7 @@ class FP8AdamW(torch.optim.Optimizer):
         fresh = [piece for piece in pieces if not self.state.get(piece.weight)]
         for piece in fresh:
             self._init_state(piece)
-        table, sums = self._measure(pieces)
-        norm, coefficient = self._combined_norm(pieces, table, sums), None
-        if self.loss_scale is not None:
-            coefficient = self.loss_scale.scale(norm.device).reciprocal()
-            norm = norm * coefficient
-        if self.clip_grad is not None:
-            clip = clip_coefficient(norm, self.clip_grad)
-            coefficient = clip if coefficient is None else clip * coefficient
-        # A gradient whose square leaves FP32 would leave the second moment without a bound; clipping brings it back in range.
-        usable = norm.isfinite() if self.clip_grad is not None else norm.float().square().isfinite()
+        table, norm, coefficient, usable = self._decide(pieces)
         # Always in the same memory: a graph writes there, whichever of several is replayed.
         self._norm = self._norm.to(norm.device).copy_(norm)
         self._usable = self._usable.to(norm.device).copy_(usable)
@@ -306,6 +297,20 @@ class FP8AdamW(torch.optim.Optimizer):
             for piece in fresh:  # a skipped step leaves no trace
                 del self.state[piece.weight]
         return loss
+
+    def _decide(self, pieces: list[Piece]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """(the amaxes that `_measure` gives, the gradients' norm, what multiplies them, whether the step can be taken)."""
+        table, sums = self._measure(pieces)
+        norm, coefficient = self._combined_norm(pieces, table, sums), None
+        if self.loss_scale is not None:
+            coefficient = self.loss_scale.scale(norm.device).reciprocal()
+            norm = norm * coefficient
+        if self.clip_grad is not None:
+            clip = clip_coefficient(norm, self.clip_grad)
+            coefficient = clip if coefficient is None else clip * coefficient
+        # A gradient whose square leaves FP32 would leave the second moment without a bound; clipping brings it back in range.
+        usable = norm.isfinite() if self.clip_grad is not None else norm.float().square().isfinite()
+        return table, norm, coefficient, usable
 
     def replayed(self) -> None:
         """After a replay of a CUDA graph that holds a step: what `step` does on the host once the device has been told."""

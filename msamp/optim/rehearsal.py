@@ -10,7 +10,6 @@ import torch
 from msamp.kernels.reference.adamw import Batch, adamw
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.adamw import FP8AdamW, Piece
-from msamp.optim.clip import clip_coefficient
 
 ROWS = 2**24  # elements rehearsed at a time: a dozen FP32 copies of 64 MiB
 
@@ -41,13 +40,11 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
     the device.
     """
     pieces = [piece for piece in optimizer._ready() if optimizer.state.get(piece.weight)]
-    table, sums = optimizer._measure(pieces)
-    norm = optimizer._combined_norm(pieces, table, sums)
-    if not (norm if optimizer.clip_grad is not None else norm.float().square()).isfinite():
+    table, _, coefficient, usable = optimizer._decide(pieces)
+    if not usable:
         return
-    coefficient = clip_coefficient(norm, optimizer.clip_grad) if optimizer.clip_grad is not None else None
     by_place = {piece.place: piece for piece in pieces}
-    kept, always = table.new_zeros(3, 1 + max(by_place, default=0)), torch.ones((), dtype=torch.bool)
+    kept = table.new_zeros(3, 1 + max(by_place, default=0))
     for number, batch, _ in optimizer._batches(pieces):
         decoupled = optimizer.param_groups[number]["decoupled"]
         for twin in _parts(batch):
@@ -61,7 +58,7 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
                 steps=[x.clone() for x in twin.steps],
             )
             for run in (exact, twin):
-                adamw(None, run, optimizer._hyper(number), decoupled, table, kept, coefficient, always)
+                adamw(None, run, optimizer._hyper(number), decoupled, table, kept, coefficient, usable)
             for i, place in enumerate(twin.places):
                 wanted = {"master": exact.masters[i], "m": exact.ms[i], "v": exact.vs[i]}
                 stored = {"master": twin.masters[i], "m": twin.ms[i], "v": twin.vs[i]}

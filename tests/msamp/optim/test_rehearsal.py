@@ -23,6 +23,16 @@ LEVELS = {
 }
 
 
+class LossScale:
+    """Never moves."""
+
+    def scale(self, device: torch.device) -> torch.Tensor:
+        return torch.tensor(1024.0, device=device)
+
+    def update(self, overflow: torch.Tensor) -> None:
+        pass
+
+
 def bits(x: torch.Tensor) -> bytes:
     plain = [x.payload, x.scale_inv] if isinstance(x, ScalingTensor) else [x]
     return b"".join(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in plain)
@@ -46,11 +56,13 @@ def everything(optimizer: FP8AdamW) -> list[bytes]:
     return [bits(t) for p in params for t in (p, *(v for _, v in sorted(optimizer.state[p].items())))]
 
 
-@pytest.mark.parametrize("clip_grad", [None, 1e-2])
+@pytest.mark.parametrize(
+    "settings", [{}, {"clip_grad": 1e-2}, {"clip_grad": 1e-2, "loss_scale": LossScale()}], ids=lambda s: "+".join(s) or "plain"
+)
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_stored_is_what_the_step_stores_and_nothing_changes(level, clip_grad, device, monkeypatch):
+def test_what_is_stored_is_what_the_step_stores_and_nothing_changes(level, settings, device, monkeypatch):
     monkeypatch.setattr(rehearsal, "ROWS", 100)
-    ps, optimizer = made(*LEVELS[level], device, clip_grad=clip_grad)
+    ps, optimizer = made(*LEVELS[level], device, **settings)
     for step in range(3):
         grow(ps, step)
         before = everything(optimizer) if step else []
