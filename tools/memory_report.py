@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.lm import gain, plan, process_groups
 from megatron.lm.checks import check
 from megatron.lm.cli import parse_args
-from megatron.lm.config import Config, ParallelConfig
+from megatron.lm.config import OPT_LEVELS, PRECISIONS, Config, ParallelConfig
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import build_model
 from megatron.lm.recipe import build_recipe
@@ -64,7 +64,8 @@ class Row(NamedTuple):
 
 def configuration(level: str, flags: Sequence[str]) -> Config:
     """The flags at one level on one process, with the choice of FP8 linear layers made; needs no data."""
-    config = parse_args([*flags, "--opt-level", level, "--train-iters", "10000", "--dry-run"])
+    named = "--opt-level" if level in OPT_LEVELS else "--precision"
+    config = parse_args([*flags, named, level, "--train-iters", "10000", "--dry-run"])
     config = replace(config, parallel=ParallelConfig(), training=replace(config.training, global_batch_size=None))
     check(config, 1)
     return gain.settled(config, gain.choose(config, gain.default_measure()))
@@ -207,7 +208,7 @@ def states(config: Config) -> Iterator[Row]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print one table and append its rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--levels", nargs="+", default=["O0", "O1", "O2", "O3"], choices=["O0", "O1", "O2", "O3"])
+    parser.add_argument("--levels", nargs="+", default=OPT_LEVELS, choices=dict.fromkeys((*OPT_LEVELS, *PRECISIONS)))
     parser.add_argument("--csv", type=Path, help="append the rows to this file, such as tools/bench/results/memory.csv")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options, flags = parser.parse_known_args(argv)

@@ -20,6 +20,8 @@ TOKENIZER_SETTINGS = {
 }
 STATE_FORMAT_FIELDS = ("master_format", "grad_format", "exp_avg_format", "exp_avg_sq_format")
 
+LOSS_SCALE_FIELDS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
 Problems = Iterator[str]
 
 
@@ -247,6 +249,25 @@ def precision_names(config: Config, world_size: int) -> Problems:
         )
 
 
+def loss_scaling(config: Config, world_size: int) -> Problems:
+    """A loss scale is FP16's, and what steers a dynamic one leaves a constant one alone."""
+    precision = config.precision
+    if len(set(precision.requests.values())) > 1:
+        return
+    given = [f.name for f in fields(precision) if f.name in LOSS_SCALE_FIELDS and getattr(precision, f.name) != f.default]
+    for name in given:
+        value = getattr(precision, name)
+        if precision.name != "fp16-amp":
+            yield f"{flag(name)} {value:g} is about FP16, and precision {precision.name} has no loss scale: drop it, or use --fp16"
+        elif precision.loss_scale is not None and name != "loss_scale":
+            yield f"{flag(name)} {value:g} is about a dynamic loss scale, and --loss-scale {precision.loss_scale:g} is constant: drop one"
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        yield (
+            f"--min-loss-scale {precision.min_loss_scale:g} is more than --initial-loss-scale {precision.initial_loss_scale:g}: "
+            "lower it, or start higher"
+        )
+
+
 def gradients(config: Config, world_size: int) -> Problems:
     """FP8 flags want FP8 gradients, and mu wants the exchange that it guards."""
     precision, communication = config.precision, config.communication
@@ -456,6 +477,7 @@ RULES: dict[Callable[[Config, int], Problems], tuple[str, ...]] = {
     pipeline_shape: ("model", "parallel"),
     batches: ("training", "parallel"),
     precision_names: ("precision",),
+    loss_scaling: ("precision",),
     gradients: ("precision", "communication"),
     tensor_parallel_wire: ("parallel", "precision"),
     schedule: ("optimizer", "training"),

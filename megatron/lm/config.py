@@ -10,7 +10,7 @@ import os
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
-PRECISIONS = ("fp32", "bf16", "O1", "O2", "O3")
+PRECISIONS = ("fp32", "fp16-amp", "bf16", "O1", "O2", "O3")
 OPT_LEVELS = ("O0", "O1", "O2", "O3")
 STATE_FORMATS = ("fp32", "bf16", "fp16", "fp8-e4m3", "fp8-e5m2")
 FP8_FORMATS = ("fp8-e4m3", "fp8-e5m2")
@@ -150,6 +150,22 @@ class PrecisionConfig:
     precision: str | None = setting("recipe; without it and without --opt-level: bf16", None, choices=PRECISIONS)
     opt_level: str | None = setting("how far FP8 reaches (O0 is bf16)", None, choices=OPT_LEVELS)
     bf16: bool = setting("the same as --precision bf16", False)
+    fp16: bool = setting("the same as --precision fp16-amp: FP16 with FP32 masters and a loss scale", False)
+    loss_scale: float | None = setting("a constant loss scale for fp16-amp; derived: a dynamic one", None, legal=POSITIVE)
+    initial_loss_scale: float = setting(
+        "where the dynamic loss scale of fp16-amp starts, a power of two; Megatron-LM: 2^32",
+        2.0**16,
+        legal=Interval(0, 2.0**32, low_open=True),
+    )
+    min_loss_scale: float = setting("the run stops where the dynamic loss scale falls below this", 1.0, legal=POSITIVE)
+    loss_scale_window: int = setting(
+        "steps without overflow after which the dynamic loss scale doubles; Megatron-LM: 1000", 2000, legal=COUNT
+    )
+    hysteresis: int = setting(
+        "which overflow since it last doubled is the first to halve the dynamic loss scale; those before only skip their step",
+        2,
+        legal=COUNT,
+    )
     fp8_scaling: str = setting(
         "scale of GEMM operands at O1 to O3: from the amax of past steps, or just in time", "delayed", choices=("delayed", "current")
     )
@@ -186,6 +202,8 @@ class PrecisionConfig:
             asked[f"--opt-level {self.opt_level}"] = "bf16" if self.opt_level == "O0" else self.opt_level
         if self.bf16:
             asked["--bf16"] = "bf16"
+        if self.fp16:
+            asked["--fp16"] = "fp16-amp"
         return asked
 
     @property

@@ -100,6 +100,7 @@ class _Step(NamedTuple):
     iteration: int
     skipped: bool | DeviceFlag
     grad_norm: Tensor
+    loss_scale: DeviceCopy | None
     sums: DeviceCopy
     spoiled: DeviceCopy
 
@@ -109,7 +110,8 @@ class StepWatch:
 
     Skipped steps: rank 0 names the ranks and tensors that were not finite, in the order of backward, so that the first is where it
     began; under tensor and pipeline parallelism what one rank spoils reaches the ranks that it computes with. After
-    `--max-skipped-steps` in a row all ranks raise RunStopped.
+    `--max-skipped-steps` in a row all ranks raise RunStopped. Steps that overflow under FP16's dynamic loss scale do not count: they
+    halve it, and the run stops where it falls below `--min-loss-scale`.
 
     Args:
         config: of the run.
@@ -122,6 +124,8 @@ class StepWatch:
         self.config, self.training, self.metrics, self.requests = config.faults, training, metrics, requests
         self.spikes = LossSpikes(self.config.loss_spike_threshold, self.config.loss_spike_window)
         self.in_a_row = 0
+        scaler = training.loss_scaler
+        self._least = config.precision.min_loss_scale if scaler is not None and scaler.dynamic else None
         self._everyone = Peers(dist.group.WORLD, WireBytes())
         sync = training.grad_sync
         # One rank's averaged gradients are its own; of several, what the synchroniser saw before they were averaged.
@@ -142,7 +146,7 @@ class StepWatch:
         """Take in a step, and decide about the one before; `now`: about this one too, which waits for it. Collective.
 
         Raises:
-            RunStopped: on every rank, after `--max-skipped-steps` skipped steps in a row.
+            RunStopped: on every rank, after `--max-skipped-steps` skipped steps in a row, or a loss scale below `--min-loss-scale`.
         """
         self._steps.append(self._send(result, iteration))
         decisions: list[Decision] = []
@@ -165,7 +169,7 @@ class StepWatch:
         sync, optimizer = self.training.grad_sync, self.training.optimizer
         gradients = ~optimizer.grad_amaxes.isfinite() if self._alone else sync.own_slots == NOT_FINITE
         spoiled = torch.cat([~result.loss_sum.isfinite().view(1), gradients])
-        return _Step(iteration, result.skipped, result.grad_norm, DeviceCopy(sums), DeviceCopy(spoiled))
+        return _Step(iteration, result.skipped, result.grad_norm, result.loss_scale, DeviceCopy(sums), DeviceCopy(spoiled))
 
     def _decide(self, step: _Step) -> Decision:
         loss_sum, tokens, terminate, save, over = step.sums.values().tolist()
@@ -185,23 +189,37 @@ class StepWatch:
         return Decision(mean is not None and self.config.loss_spike_action == "rollback", bool(save), leave)
 
     def _skipped(self, step: _Step) -> None:
-        self.in_a_row += 1
         spoiled = step.spoiled.values().tolist()
         mine = [self._names[place] for place in self._order if spoiled[place]]
         everywhere: list[list[str]] = [[] for _ in range(self._everyone.ranks)]
         dist.all_gather_object(everywhere, mine)
         found = {rank: names for rank, names in enumerate(everywhere) if names}
         what = _described(found) if found else f"no tensor by itself, but the gradient norm is {float(step.grad_norm):g}"
+        row = {"kind": "skipped", "iteration": step.iteration, "tensors": {str(rank): names for rank, names in found.items()}}
+        if self._least is not None:
+            self._overflowed(step, what, row)
+            return
+        self.in_a_row += 1
         limit = self.config.max_skipped_steps
-        self._say(
-            f"skipped iteration {step.iteration} ({self.in_a_row} in a row, the run stops at {limit}); not finite: {what}",
-            {"kind": "skipped", "iteration": step.iteration, "tensors": {str(rank): names for rank, names in found.items()}},
-        )
+        self._say(f"skipped iteration {step.iteration} ({self.in_a_row} in a row, the run stops at {limit}); not finite: {what}", row)
         if self.in_a_row >= limit:
             raise RunStopped(
                 f"{limit} steps in a row were skipped, the last one at iteration {step.iteration}; not finite: {what}. Nothing was saved "
                 "at the end. One rank alone again and again: take its machine out. All ranks: go on from an older checkpoint with a lower "
                 "--lr, or look at the data there. To wait longer, raise --max-skipped-steps"
+            )
+
+    def _overflowed(self, step: _Step, what: str, row: dict[str, Any]) -> None:
+        """A step skipped under a dynamic loss scale."""
+        assert step.loss_scale is not None
+        assert self._least is not None
+        scale = float(step.loss_scale.values())
+        self._say(f"skipped iteration {step.iteration} (the loss scale is {scale:g} now); not finite: {what}", row | {"loss_scale": scale})
+        if scale < self._least:
+            raise RunStopped(
+                f"the loss scale fell to {scale:g} at iteration {step.iteration}, below --min-loss-scale {self._least:g}, and gradients "
+                f"still overflow; not finite: {what}. Nothing was saved at the end. Go on from an older checkpoint with a lower --lr, look "
+                "at the data there, or train in BF16 (--bf16), which has FP32's range"
             )
 
     def _say(self, line: str, row: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """CUDA graphs of a training step: forward and backward of a micro-batch, and the optimizer's step, each replayed as one launch.
 
-What a step needs lives on the device: scales and amax histories, mu, the gradients' buckets, learning rates, whether the step is skipped.
-A replay runs no Python, so what Python did while the graph was captured is repeated around it: bytes sent are counted again, and the
-averaged gradients, which stand at the same addresses in every replay, are handed to the optimizer again.
+What a step needs lives on the device: scales and amax histories, mu, FP16's loss scale, the gradients' buckets, learning rates, whether
+the step is skipped. A replay runs no Python, so what Python did while the graph was captured is repeated around it: bytes sent are
+counted again, and the averaged gradients, which stand at the same addresses in every replay, are handed to the optimizer again.
 """
 
 import contextlib
@@ -173,7 +173,8 @@ class StepGraphs:
             sync.clear()
         with contextlib.nullcontext() if place in (LAST, ONLY) else sync.no_sync():
             mean, found = self.loss(self.training.model, self._batch)
-            (mean / self.training.micro_batches).backward()
+            share, scaler = mean / self.training.micro_batches, self.training.loss_scaler
+            (share if scaler is None else scaler.multiply(share)).backward()
             self._sums.copy_(torch.stack([found["loss_sum"], found["tokens"]]))
         if place in (LAST, ONLY):
             sync.finish()

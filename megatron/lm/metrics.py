@@ -130,6 +130,7 @@ class Metrics:
             "tokens": iteration * self.tokens_a_step,
             "loss": loss,
             "lr": last.lr,
+            **({} if last.loss_scale is None else {"loss_scale": float(last.loss_scale.values())}),
             "grad_norm": float(last.grad_norm),
             "skipped": self.skipped,
             "step_ms": seconds * 1e3,
@@ -143,10 +144,11 @@ class Metrics:
         self.write(row)
         spread = " to ".join(dict.fromkeys(f"{value:.2f}" for value in memory))
         activations = f" and {row['sent_activation_mib']:.2f} of activations" if row["sent_activation_mib"] else ""
+        loss_scale = f"loss scale {row['loss_scale']:g} | " if "loss_scale" in row else ""
         mfu = f" (MFU {100 * row['mfu']:.1f}% of {self.peak:g})" if row["mfu"] is not None else ""
         print(
             f"iteration {iteration:>7}/{self.config.training.train_iters} | tokens {row['tokens']:.3e} | loss {loss:.4f} | "
-            f"lr {last.lr:.3e} | grad norm {row['grad_norm']:.3f} | skipped {self.skipped} | step {row['step_ms']:.1f} ms | "
+            f"lr {last.lr:.3e} | {loss_scale}grad norm {row['grad_norm']:.3f} | skipped {self.skipped} | step {row['step_ms']:.1f} ms | "
             f"{tokens_per_s:,.0f} tokens/s | {tflops:.2f} TFLOP/s/device{mfu} | memory {spread} GiB | "
             f"sent {row['sent_weight_mib']:.2f} MiB a step{activations} | "
             f"left {duration(left)}",

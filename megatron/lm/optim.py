@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron.lm.config import Config
 from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.recipe import states_by_kind
+from msamp.amp.scaler import LossScaler
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_sync import GradSync
@@ -41,8 +42,29 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, config: Config, recipe: Recipe, grad_sync: GradSync) -> FP8AdamW:
-    """The optimizer of this rank: all states, or under ZeRO those of the tensors it owns."""
+def build_loss_scaler(config: Config, recipe: Recipe) -> LossScaler | None:
+    """The loss scale of FP16, constant with `--loss-scale`; None for a recipe that needs none.
+
+    A dynamic one may fall below `--min-loss-scale` by one halving, which ends the run.
+    """
+    if not recipe.scales_loss:
+        return None
+    precision = config.precision
+    return LossScaler(
+        "dynamic" if precision.loss_scale is None else precision.loss_scale,
+        init_scale=precision.initial_loss_scale,
+        growth_interval=precision.loss_scale_window,
+        min_loss_scale=precision.min_loss_scale / 2,
+        max_loss_scale=2.0**32,
+        hysteresis=precision.hysteresis,
+        in_place=True,
+    )
+
+
+def build_optimizer(
+    model: nn.Module, config: Config, recipe: Recipe, grad_sync: GradSync, loss_scaler: LossScaler | None = None
+) -> FP8AdamW:
+    """The optimizer of this rank: all states, or under ZeRO those of the tensors it owns; `loss_scaler` as `build_loss_scaler` gives it."""
     optim = config.optimizer
     settings: dict[str, Any] = {
         "lr": optim.lr,
@@ -50,6 +72,7 @@ def build_optimizer(model: nn.Module, config: Config, recipe: Recipe, grad_sync:
         "eps": optim.adam_eps,
         "weight_decay": optim.weight_decay,
         "clip_grad": optim.clip_grad or None,
+        "loss_scale": loss_scaler,
     }
     groups = parameter_groups(model, recipe)
     settings["combine_norms"] = global_norm([p for group in groups for p in group["params"]])

@@ -19,10 +19,11 @@ from megatron.lm.model.gpt import GPT
 from megatron.lm.model.loss import mean_loss
 from megatron.lm.optim import Schedule
 from megatron.lm.recorder import Recorder
+from msamp.amp.scaler import LossScaler
 from msamp.comm.grad_sync import GradSync
 from msamp.nn.scaling_state import ScalingState
 from msamp.optim.adamw import FP8AdamW
-from msamp.optim.device_flag import DeviceFlag
+from msamp.optim.device_flag import DeviceCopy, DeviceFlag
 
 Batches = Iterator[dict[str, Tensor]]
 
@@ -35,6 +36,8 @@ class Training:
     BF16 at O1 to O3, as in `config`, and why. `graphs`: CUDA graphs of the step; None where every step is eager. `recorder`: who is told
     when an update is to come. `passed_over`: samples that were read and undone by rollbacks; those of the next step begin at
     `consumed_samples + passed_over`.
+    `loss_scaler`: FP16's, which multiplies the loss in megatron-core's schedule and in the graphs, and which the optimizer divides out
+    and updates.
     """
 
     config: Config
@@ -45,6 +48,7 @@ class Training:
     scaling: ScalingState
     micro_batches: int
     vocab_size: int
+    loss_scaler: LossScaler | None = None
     linears: Choice = field(default_factory=Choice)
     graphs: StepGraphs | None = None
     recorder: Recorder | None = None
@@ -57,7 +61,7 @@ class Training:
 class StepResult:
     """`loss_sum` and `tokens`: of this rank, on the device, 0 off the last pipeline stage. `grad_norm`: before clipping, FP64.
 
-    `skipped`: on a GPU a flag on its way, which `bool` waits for.
+    `skipped`: on a GPU a flag on its way, which `bool` waits for. `loss_scale`: what the next step takes; None without one.
     """
 
     loss_sum: Tensor
@@ -65,6 +69,7 @@ class StepResult:
     grad_norm: Tensor
     lr: float
     skipped: bool | DeviceFlag
+    loss_scale: DeviceCopy | None = None
 
 
 def train_step(training: Training, batches: Batches) -> StepResult:
@@ -99,7 +104,8 @@ def train_step(training: Training, batches: Batches) -> StepResult:
 
     training.iteration += 1
     training.consumed_samples += training.config.global_batch_size(torch.distributed.get_world_size())
-    return StepResult(loss_sum=loss_sum, tokens=tokens, grad_norm=grad_norm, lr=lr, skipped=skipped)
+    loss_scale = None if training.loss_scaler is None else DeviceCopy(training.loss_scaler.scale(grad_norm.device))
+    return StepResult(loss_sum=loss_sum, tokens=tokens, grad_norm=grad_norm, lr=lr, skipped=skipped, loss_scale=loss_scale)
 
 
 @torch.no_grad()

@@ -18,11 +18,11 @@ from megatron.lm.config import Config
 from megatron.lm.data.batch import batches
 from megatron.lm.data.datasets import build_datasets, split_blends
 from megatron.lm.data.tokenizer import build_tokenizer
-from megatron.lm.distributed import build_grad_sync
+from megatron.lm.distributed import build_grad_sync, chunks
 from megatron.lm.faults import Requests, Rollback, StepWatch, begins_afresh
 from megatron.lm.metrics import Metrics, least_and_most
 from megatron.lm.model.gpt import build_model
-from megatron.lm.optim import build_optimizer, build_schedule, bytes_per_parameter
+from megatron.lm.optim import build_loss_scaler, build_optimizer, build_schedule, bytes_per_parameter
 from megatron.lm.precision_probe import probing
 from megatron.lm.presets import parameter_count
 from megatron.lm.recipe import build_recipe
@@ -57,7 +57,11 @@ def build_training(config: Config, vocab_size: int) -> Training:
     else:
         model = nn.ModuleList([build_model(config, recipe, vocab_size, vp_stage, sent) for vp_stage in range(stages)])
     grad_sync = build_grad_sync(model, config, recipe, sent)
-    optimizer = build_optimizer(model, config, recipe, grad_sync)
+    loss_scaler = build_loss_scaler(config, recipe)
+    if loss_scaler is not None:
+        for part in chunks(model):
+            part.config.grad_scale_func = loss_scaler.multiply
+    optimizer = build_optimizer(model, config, recipe, grad_sync, loss_scaler)
     training = Training(
         config=config,
         model=model,
@@ -65,6 +69,7 @@ def build_training(config: Config, vocab_size: int) -> Training:
         schedule=build_schedule(optimizer, config),
         grad_sync=grad_sync,
         scaling=ScalingState(model),
+        loss_scaler=loss_scaler,
         micro_batches=config.num_micro_batches(torch.distributed.get_world_size()),
         vocab_size=vocab_size,
         linears=linears,

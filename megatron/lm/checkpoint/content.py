@@ -49,13 +49,16 @@ def description(config: Config, vocab_size: int, processes: int) -> dict[str, An
         "processes": processes,
         "config": config_to_dict(config),
         "vocab_size": vocab_size,
+        "loss_scale": None,
         **dict.fromkeys(("iteration", "consumed_samples", "passed_over", "skipped_steps", "grad_sync_steps", "schedule_steps"), 0),
     }
 
 
 def info(training: Training) -> dict[str, Any]:
     """What is not a tensor, as JSON takes it; waits for the last step."""
+    scaler = training.loss_scaler
     return description(training.config, training.vocab_size, dist.get_world_size()) | {
+        "loss_scale": scaler.state_dict() if scaler is not None and scaler.dynamic else None,
         "iteration": training.iteration,
         "consumed_samples": training.consumed_samples,
         "passed_over": training.passed_over,

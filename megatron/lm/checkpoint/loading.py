@@ -41,6 +41,7 @@ class _Taken:
         values: FP32 values that masters start from, by local name; only where no states are taken.
         states: of the optimizer's pieces, by their place.
         mu: by local name.
+        loss_scale: state of FP16's dynamic loss scale; None where the saved run, or this one, has none.
         rng: None where this rank's is not there.
         with_states: whether the optimizer's states are taken; else they start anew.
         requantised: tensors whose bits could not stay.
@@ -50,6 +51,7 @@ class _Taken:
     values: dict[str, Tensor] = field(default_factory=dict)
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     mu: dict[str, Tensor] = field(default_factory=dict)
+    loss_scale: dict[str, Any] | None = None
     rng: dict[str, Tensor] | None = None
     with_states: bool = False
     requantised: set[str] = field(default_factory=set)
@@ -132,6 +134,7 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
         taken.model |= _scaling(training.model, stored, where)
         taken.rng = None if settings.no_load_rng else _take_rng(training, stored, info)
     if with_states:
+        taken.loss_scale = _take_loss_scale(training, info, stored)
         names = names_of(training.model)
         for piece in training.optimizer.pieces():
             state = reader.state(piece, where[names[piece.param]])
@@ -146,6 +149,18 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
             if found:
                 taken.mu[name] = torch.stack(found).amin()
     return taken
+
+
+def _take_loss_scale(training: Training, info: dict[str, Any], stored: Stored) -> dict[str, Any] | None:
+    saved, least = info.get("loss_scale"), training.config.precision.min_loss_scale
+    if saved is None or training.loss_scaler is None or not training.loss_scaler.dynamic:
+        return None
+    if saved["loss_scale"] < least:
+        raise ValueError(
+            f"the loss scale in {stored.folder} is {saved['loss_scale']:g}, below --min-loss-scale {least:g}: give at most that, or start "
+            "the optimizer anew with --no-load-optim"
+        )
+    return saved  # type: ignore[no-any-return]
 
 
 class _TensorReader:
@@ -267,6 +282,8 @@ def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
                 optimizer.init_master(p, taken.values[name])
     else:
         optimizer.take_states(taken.states)
+        if training.loss_scaler is not None and taken.loss_scale is not None:
+            training.loss_scaler.load_state_dict(taken.loss_scale)
         training.grad_sync.load_state_dict({"steps": info["grad_sync_steps"], "mu": taken.mu})
     if settings.finetune:
         return

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.lm import process_groups
+from megatron.lm.checkpoint.content import scale_key
 from megatron.lm.checkpoint.folder import INFO_FILE, check_files, latest, read_info
 from megatron.lm.checkpoint.loading import take_model
 from megatron.lm.checkpoint.place import Place
@@ -57,8 +58,8 @@ class Saved:
     def format(self, name: str) -> tuple[torch.dtype, torch.Size, int]:
         """Dtype of the weight's payload, whole shape, and how many pieces of it have a scale of their own (0: no scale)."""
         entry = self.stored.tensors[f"model/{name}"]
-        scaled = of_dtype(entry.properties.dtype).scaled
-        return entry.properties.dtype, entry.size, len(entry.chunks) if scaled else 0
+        scales = sum(scale_key(f"model/{name}", chunk.offsets) in self.stored.tensors for chunk in entry.chunks)
+        return entry.properties.dtype, entry.size, scales
 
     def values(self, name: str) -> Tensor:
         """The whole weight in FP32: from its master where it has one, else as it is."""

@@ -91,6 +91,7 @@ def test_swiglu_width_is_megatrons(hidden, ffn):
         ({}, "bf16"),
         ({"bf16": True}, "bf16"),
         ({"opt_level": "O0"}, "bf16"),
+        ({"fp16": True}, "fp16-amp"),
         ({"opt_level": "O0", "precision": "bf16", "bf16": True}, "bf16"),
         ({"precision": "fp32"}, "fp32"),
         ({"opt_level": "O2"}, "O2"),

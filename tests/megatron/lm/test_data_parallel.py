@@ -15,7 +15,7 @@ from megatron.lm.config import Config
 from megatron.lm.step import train_step
 
 # Largest relative difference of a training loss from one process's over 20 steps: the noise of the rounding, four times what is found.
-LIMITS = {"fp32": 1e-6, "bf16": 5e-4, "O1": 3e-3, "O2": 3e-3, "O3": 3e-3}
+LIMITS = {"fp32": 1e-6, "fp16-amp": 2e-4, "bf16": 5e-4, "O1": 3e-3, "O2": 3e-3, "O3": 3e-3}
 LEVELS = tuple(LIMITS)
 SHARED = {"global_batch_size": 8, "train_iters": 20, "ddp_bucket_size": 5000}  # several buckets, and rows of one tensor on several ranks
 ZERO = {"use_distributed_optimizer": True}
@@ -34,6 +34,8 @@ TWO: dict[str, dict[str, Any]] = {
     "nccl": {"precision": "O2", **NCCL},
 }
 TWO_SLOW: dict[str, dict[str, Any]] = {
+    "fp16-amp": {"precision": "fp16-amp"},
+    "fp16-amp ZeRO": {"precision": "fp16-amp", **ZERO},
     "O1": {"precision": "O1"},
     "O1 ZeRO": {"precision": "O1", **ZERO},
     "O3 late": {"precision": "O3", **LATE},
@@ -45,6 +47,7 @@ TWO_SLOW: dict[str, dict[str, Any]] = {
 FOUR: dict[str, dict[str, Any]] = {**{level: {"precision": level} for level in LEVELS}, "O2 ZeRO": {"precision": "O2", **ZERO}}
 SAME_BITS = [("bf16", "bf16 ZeRO"), ("O2", "O2 ZeRO")]
 SAME_BITS_SLOW = [
+    ("fp16-amp", "fp16-amp ZeRO"),
     ("O1", "O1 ZeRO"),
     ("O3", "O3 late"),
     ("nccl", "nccl ZeRO"),

@@ -69,7 +69,8 @@ def trained(mode: str, settings: dict[str, Any], bad: int | None = None) -> tupl
                 seen.append(evaluate(made, batches(config, None), 2))
             made.grad_sync.sent.take()
             counts = made.grad_sync.statistics.counts.tolist() if made.grad_sync.statistics.active else None
-            seen.append((result.loss_sum.item(), result.grad_norm.item(), result.lr, bool(result.skipped), counts))
+            scale = None if result.loss_scale is None else result.loss_scale.values().item()
+            seen.append((result.loss_sum.item(), result.grad_norm.item(), result.lr, bool(result.skipped), counts, scale))
         tensors = [t for t in made.model.state_dict().values() if isinstance(t, Tensor)]
         tensors += [t for state in made.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         return seen, tiny.bits(tensors), 0 if made.graphs is None else made.graphs.captured
@@ -138,6 +139,22 @@ def test_a_recorded_step_has_its_own_graph_and_changes_no_bit(level, micro_batch
     assert [line["iteration"] for line in lines] == [1, 6, 12, 18, 24]
     for line, other in zip(lines, eager_lines, strict=True):
         assert line == other, line["iteration"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("mode", ["micro-batch", "step"])
+def test_the_loss_scale_moves_in_graphs_as_it_does_without(mode, micro_batches):
+    settings = {"precision": "fp16-amp", "initial_loss_scale": 2.0**18, "loss_scale_window": 2, "hysteresis": 1}
+    settings |= {"micro_batch_size": 2, "global_batch_size": 2 * micro_batches}
+    eager, bits, _ = trained("none", settings)
+    replayed, same_bits, captured = trained(mode, settings)
+    scales = [row[-1] for row in replayed[-10:] if isinstance(row, tuple)]
+    assert captured
+    assert any(a < b for a, b in itertools.pairwise(scales))
+    assert any(a > b for a, b in itertools.pairwise(scales))
+    assert repr(replayed) == repr(eager)
+    assert tiny.same(bits, same_bits)
 
 
 @pytest.mark.gpu

@@ -39,7 +39,7 @@ LLAMA = {"swiglu": True, "group_query_attention": True, "num_query_groups": 2, "
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LEARNED = {"position_embedding_type": "learned_absolute"}
 # Largest relative difference of a loss from one process's over the steps; least SQNR in dB of a parameter's gradient in the first.
-LIMITS = {"fp32": (1e-5, 100.0), "bf16": (5e-3, 30.0), "O1": (1e-2, 12.0), "O2": (1e-2, 12.0), "O3": (1e-2, 12.0)}
+LIMITS = {"fp32": (1e-5, 100.0), "bf16": (5e-3, 30.0), "fp16-amp": (1e-3, 45.0), "O1": (1e-2, 12.0), "O2": (1e-2, 12.0), "O3": (1e-2, 12.0)}
 
 # Model settings by name: each is trained on one process too.
 MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "llama": LLAMA | UNTIED, "learned": LEARNED}
@@ -86,13 +86,13 @@ FOUR: dict[str, Case] = {
     }.items()
 } | {
     f"{recipe} {name}": (recipe, "gpt", grid)
-    for recipe in ("O1", "O2")
+    for recipe in ("O1", "O2", "fp16-amp")
     for name, grid in {"TP+SP x PP": TP2 | SP | PP2, "DP x TP+SP ZeRO": TP2 | SP | ZERO}.items()
 }
 # Over NCCL; the GPU's FP32 sums are in another order, and rounded otherwise.
 GPUS: dict[str, Case] = {
-    **{f"{recipe} TP+SP": (recipe, "gpt", TP2 | SP) for recipe in ("fp32", "bf16", "O2", "O3")},
-    **{f"{recipe} PP": (recipe, "gpt", PP2) for recipe in ("fp32", "O3")},
+    **{f"{recipe} TP+SP": (recipe, "gpt", TP2 | SP) for recipe in ("fp32", "bf16", "fp16-amp", "O2", "O3")},
+    **{f"{recipe} PP": (recipe, "gpt", PP2) for recipe in ("fp32", "fp16-amp", "O3")},
     "fp32 interleaved": ("fp32", "gpt", PP2 | VPP),
     "O3 interleaved": ("O3", "gpt", PP2 | VPP),
     "O3 TP": ("O3", "gpt", TP2),
@@ -101,7 +101,7 @@ GPUS: dict[str, Case] = {
     "O3 TP+SP fp8 wire": ("O3", "gpt", TP2 | SP | {"tp_wire": "fp8"}),
     "O3 llama TP+SP": ("O3", "llama", TP2 | SP),
 }
-GPU_LIMITS = {"fp32": (1e-4, 60.0), "bf16": (1e-2, 25.0), "O2": (2e-2, 10.0), "O3": (2e-2, 10.0)}
+GPU_LIMITS = {"fp32": (1e-4, 60.0), "bf16": (1e-2, 25.0), "fp16-amp": (2e-3, 40.0), "O2": (2e-2, 10.0), "O3": (2e-2, 10.0)}
 SAME_BITS = [("O3 TP+SP", "O3 TP+SP again"), ("O3 TP+SP", "O3 TP+SP recomputed")]
 SAME_BITS_SLOW = [
     *SAME_BITS,

@@ -21,7 +21,7 @@ from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.recipe import FP32
 from msamp.numerics.tensor import ScalingTensor
 
-LEVELS = ("fp32", "bf16", "O1", "O2", "O3")
+LEVELS = ("fp32", "bf16", "O1", "O2", "O3", "fp16-amp")
 
 
 @pytest.fixture(autouse=True)

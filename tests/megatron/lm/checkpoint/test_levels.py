@@ -16,11 +16,11 @@ from megatron.lm.checkpoint.place import names_of
 from megatron.lm.checkpoint.values import Found
 from megatron.lm.config import Config
 from megatron.lm.trainer import Trainer
-from msamp.numerics.formats import E4M3, FP16, Format, by_name, of_dtype
+from msamp.numerics.formats import E4M3, FP16, PLAIN_FP16, Format, by_name, of_dtype
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.master import is_own_master
 
-LEVELS = ("fp32", "bf16", "O1", "O2", "O3")
+LEVELS = ("fp32", "fp16-amp", "bf16", "O1", "O2", "O3")
 PAIRS = [pair for pair in itertools.product(LEVELS, LEVELS) if pair[0] != pair[1]]
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 SAVED, LAST = 6, 9
@@ -73,7 +73,8 @@ def state(saved: Saved, key: str, name: str) -> Found:
 
 
 def fmt_of(found: Found) -> Format:
-    return of_dtype(found.payload.dtype)
+    fmt = of_dtype(found.payload.dtype)
+    return PLAIN_FP16 if fmt is FP16 and not found.scales else fmt
 
 
 def half_step(found: Found) -> Tensor:
@@ -153,7 +154,10 @@ def test_every_level_from_every_other(prefix: Path, tmp_path: Path, stayed: dict
 
 
 @pytest.mark.parametrize("way", ["finetune", "no_load_optim"])
-@pytest.mark.parametrize(("level", "other"), [("fp32", "O3"), ("bf16", "O1"), ("O3", "bf16"), SLOW("O3", "O3"), SLOW("O2", "fp32")])
+@pytest.mark.parametrize(
+    ("level", "other"),
+    [("fp32", "O3"), ("bf16", "O1"), ("O3", "bf16"), ("O2", "fp16-amp"), SLOW("fp16-amp", "O3"), SLOW("O3", "O3"), SLOW("O2", "fp32")],
+)
 def test_masters_start_from_the_best_values(prefix: Path, stayed: dict[str, tuple[list[float], Path]], level: str, other: str, way: str):
     staying, folder = stayed[level]
     before = read(folder)

@@ -26,15 +26,17 @@ GRIDS: dict[str, dict[str, Any]] = {
     "TP 2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, **DROPOUT},
     "PP 2": {"pipeline_model_parallel_size": 2, **DROPOUT},
 }
-RUNS = [(level, grid) for level in ("fp32", "bf16", "O1", "O2", "O3") for grid in GRIDS]
-DEFAULT = [("fp32", "PP 2"), ("bf16", "TP 2"), ("O1", "DP 2"), ("O2", "PP 2"), ("O3", "DP 2"), ("O3", "TP 2")]
+RUNS = [(level, grid) for level in ("fp32", "fp16-amp", "bf16", "O1", "O2", "O3") for grid in GRIDS]
+DEFAULT = [("fp32", "PP 2"), ("fp16-amp", "DP 2"), ("bf16", "TP 2"), ("O1", "DP 2"), ("O2", "PP 2"), ("O3", "DP 2"), ("O3", "TP 2")]
+LOSS_SCALE = {"initial_loss_scale": 2.0**24, "loss_scale_window": 3}  # it falls before the save, and rises and falls after it
 Seen = dict[tuple[str, str], tuple[list[float], list[Tensor]]]
 
 
 def settings(prefix: str, run: tuple[str, str], **more: Any) -> Config:
     shared = {"train_iters": STEPS, "micro_batch_size": 4, "global_batch_size": 8, "ddp_bucket_size": 5000, "num_attention_heads": 4}
     lean = {"disable_bias_linear": True, "normalization": "RMSNorm"}
-    return tiny.config(prefix, precision=run[0], **shared, **lean, **GRIDS[run[1]], **more)
+    moving = LOSS_SCALE if run[0] == "fp16-amp" else {}
+    return tiny.config(prefix, precision=run[0], **shared, **lean, **moving, **GRIDS[run[1]], **more)
 
 
 def everything(made: Trainer) -> list[Tensor]:
@@ -44,6 +46,8 @@ def everything(made: Trainer) -> list[Tensor]:
     for piece in training.optimizer.pieces():
         tensors += [value for _, value in sorted(training.optimizer.state[piece.weight].items())]
     tensors += [*training.grad_sync.state_dict()["mu"].values(), torch.get_rng_state()]
+    if training.loss_scaler is not None:
+        tensors.append(torch.tensor(list(training.loss_scaler.state_dict().values())))
     place = [training.iteration, training.schedule.num_steps, training.consumed_samples, training.grad_sync.steps]
     rates = [group["lr"] for group in training.optimizer.param_groups]
     return tiny.bits([*tensors, torch.tensor(place), torch.tensor(rates, dtype=torch.float64)])

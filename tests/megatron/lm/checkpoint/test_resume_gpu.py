@@ -36,9 +36,10 @@ def straight_and_resumed(prefix: str, folder: str, **settings: Any) -> tuple[Res
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("level", ["fp32", "bf16", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["fp32", "fp16-amp", "bf16", "O1", "O2", "O3"])
 def test_resume_on_a_gpu_is_bit_exact(prefix: Path, tmp_path: Path, level: str):
-    straight, before, after = straight_and_resumed(str(prefix), str(tmp_path), precision=level)
+    moving = {"initial_loss_scale": 2.0**20, "loss_scale_window": 3} if level == "fp16-amp" else {}
+    straight, before, after = straight_and_resumed(str(prefix), str(tmp_path), precision=level, **moving)
     assert before[0] + after[0] == straight[0]
     assert tiny.same(after[1], straight[1])
 
@@ -46,7 +47,9 @@ def test_resume_on_a_gpu_is_bit_exact(prefix: Path, tmp_path: Path, level: str):
 def on_two(prefix: str, folder: str) -> dict[str, Any]:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("nccl")
-    found: dict[str, Any] = {level: straight_and_resumed(prefix, f"{folder}/{level}", precision=level) for level in ("bf16", "O2", "O3")}
+    found: dict[str, Any] = {
+        level: straight_and_resumed(prefix, f"{folder}/{level}", precision=level) for level in ("fp16-amp", "bf16", "O2", "O3")
+    }
     more = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 32}
     moved = tiny.config(prefix, precision="O3", tensor_model_parallel_size=2, sequence_parallel=True, load=f"{folder}/O3", **more)
     stayed = tiny.config(prefix, precision="O3", load=f"{folder}/O3", **more)
@@ -58,7 +61,7 @@ def on_two(prefix: str, folder: str) -> dict[str, Any]:
 def test_two_gpus_resume_bit_for_bit_and_move_to_tensor_parallelism(tmp_path: Path):
     prefix = str(tiny.write_data(tmp_path))
     left, right = dist.run(on_two, 2, prefix, str(tmp_path / "saved"), init=False, timeout=450)
-    for level in ("bf16", "O2", "O3"):
+    for level in ("fp16-amp", "bf16", "O2", "O3"):
         straight, before, after = left[level]
         assert before[0] + after[0] == straight[0], level
         for rank in (left, right):
