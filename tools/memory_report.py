@@ -190,7 +190,8 @@ def states(config: Config) -> Iterator[Row]:
     device = process_groups.device()
     batches = random_batches(config, vocab_size, device)
     cuda = device.type == "cuda"
-    train_step(training, batches)
+    while train_step(training, batches).skipped:  # the loss scale of FP16 may start too high; there are no states before a good step
+        pass
     if cuda:
         # Before the graphs are captured: a replayed one allocates nothing, its peak is that of its capture.
         torch.cuda.reset_peak_memory_stats()

@@ -27,6 +27,7 @@ SHAPE = (
 BF16 = pytest.mark.skipif(not native_bf16(torch.device("cpu")), reason="needs a CPU with BF16 instructions")
 CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="follows the storages of a CPU")
 CASES = {
+    "fp16-amp": (),
     "O0": BF16,
     "O0 --recompute-granularity selective --recompute-modules mlp core_attn": (BF16, pytest.mark.slow),
     "O1": (),
@@ -61,7 +62,7 @@ def test_the_activations_are_the_predicted_ones(case: str):
 
 
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("level", ["O0", "O1", "O2 --bf16-linears linear_qkv", "O3"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2 --bf16-linears linear_qkv", "O3", "fp16-amp --initial-loss-scale 1e9"])
 def test_the_states_are_the_predicted_ones(level: str):
     found = [row for row in states(config(level)) if row.unit == "bytes a parameter"]
     assert [row.what for row in found] == ["weight", "master", "m", "v", "gradient"]
