@@ -1,5 +1,7 @@
 """The storage formats and their limits (FP8-LM appendix A.1; IEEE 754 for the wider ones)."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +19,7 @@ class Format:
         smallest: smallest subnormal value.
         mantissa_bits: explicit fraction bits.
         scaled: True where a payload of this format carries a `scale_inv`.
+        group: how many elements of a row share a maximum and an exponent, FP32 both, beside the payload [COAT]; 0: there are none.
     """
 
     name: str
@@ -26,11 +29,17 @@ class Format:
     smallest: float
     mantissa_bits: int
     scaled: bool
+    group: int = 0
 
     @property
     def bytes(self) -> int:
-        """Bytes an element."""
+        """Bytes an element of the payload."""
         return self.dtype.itemsize
+
+    def bytes_of(self, shape: Sequence[int]) -> int:
+        """Bytes of a tensor of `shape`: payload, and what its groups have; a scale of the whole tensor does not count."""
+        *rows, columns = shape or (1,)
+        return math.prod(rows) * (columns * self.bytes + (8 * -(-columns // self.group) if self.group else 0))
 
     def __str__(self) -> str:
         return self.name
@@ -46,17 +55,22 @@ ALL = (FP32, BF16, FP16, E4M3, E5M2)
 # A torch.float16 tensor as it is: classic FP16 training scales the loss instead. No flag and no state names it.
 PLAIN_FP16 = replace(FP16, scaled=False)
 
+# Of optimizer states alone: FP8 in groups of 128 with dynamic range expansion (`range_expand`).
+COAT_E4M3 = replace(E4M3, name="coat-e4m3", scaled=False, group=128)
+COAT_E5M2 = replace(E5M2, name="coat-e5m2", scaled=False, group=128)
+COAT = (COAT_E4M3, COAT_E5M2)
+
 
 def by_name(name: str) -> Format:
     """The format that a flag names.
 
     Raises:
-        ValueError: for a name that is not one of `ALL`.
+        ValueError: for a name that is not one of `ALL` and `COAT`.
     """
-    for fmt in ALL:
+    for fmt in (*ALL, *COAT):
         if fmt.name == name:
             return fmt
-    raise ValueError(f"format {name!r} is unknown; choose one of {', '.join(f.name for f in ALL)}")
+    raise ValueError(f"format {name!r} is unknown; choose one of {', '.join(f.name for f in (*ALL, *COAT))}")
 
 
 def of_dtype(dtype: torch.dtype) -> Format:

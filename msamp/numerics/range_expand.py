@@ -40,11 +40,11 @@ class Expanded:
         return _bytes_per_element(self.payload, self.max, self.k)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values: computed in FP32, rounded once to `dtype`."""
+        """The values: computed in FP64, rounded to FP32 and then to `dtype`."""
         shape, fmt = self.payload.shape, of_dtype(self.payload.dtype)
         q = self.payload.float()
-        magnitude = (q.abs() / fmt.max).pow(1 / self.group.spread(self.k, shape)) * self.group.spread(self.max, shape)
-        return torch.copysign(magnitude, q).to(dtype)
+        magnitude = _power(q.abs() / fmt.max, self.group.spread(1 / self.k.double(), shape)) * self.group.spread(self.max, shape)
+        return torch.copysign(magnitude.float(), q).to(dtype)
 
 
 def quantize_expanded(x: torch.Tensor, fmt: Format, group: Group = STATE_GROUP, expand: bool = True) -> Expanded:
@@ -56,7 +56,7 @@ def quantize_expanded(x: torch.Tensor, fmt: Format, group: Group = STATE_GROUP, 
 
     Args:
         x: FP32, BF16 or FP16, any shape.
-        fmt: E4M3 or E5M2.
+        fmt: E4M3 or E5M2, as such or as COAT's.
         group: which elements share max and k.
         expand: False: k = 1, scaling alone, to compare with.
 
@@ -72,9 +72,10 @@ def quantize_expanded(x: torch.Tensor, fmt: Format, group: Group = STATE_GROUP, 
     k = torch.ones_like(largest)
     if expand:
         lowest = (_smallest(x, group) / divisor).clamp(min=FP32.tiny)
-        k = torch.where(usable & (lowest < 1), math.log2(fmt.max / fmt.smallest) / -lowest.log2(), k)
+        k = torch.where(usable & (lowest < 1), (math.log2(fmt.max / fmt.smallest) / -lowest.double().log2()).float(), k)
     quotient = (x.abs() / group.spread(divisor, x.shape)).clamp(min=FP32.tiny).masked_fill(x == 0, 0.0)
-    payload = cast(torch.copysign(fmt.max * quotient.pow(group.spread(k, x.shape)), x), fmt)
+    grown = fmt.max * _power(quotient, group.spread(k.double(), x.shape))
+    payload = cast(torch.copysign(grown.float(), x), fmt)
     return Expanded(payload, largest.masked_fill(~largest.isfinite(), float("nan")), k, group)
 
 
@@ -128,6 +129,12 @@ def two_stage_amax(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.T
     """
     pieces = group.maxima(x)
     return pieces, TENSORWISE.amax(pieces)
+
+
+def _power(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """FP64 x^k. In FP32, torch's powers on a CPU depend in their last place on where in memory an element is, and bits on how a tensor is
+    cut."""
+    return x.double().pow(k)
 
 
 def dynamic_range(x: torch.Tensor, group: Group = STATE_GROUP) -> torch.Tensor:

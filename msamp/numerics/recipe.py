@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from msamp.numerics.formats import ALL as ALL_FORMATS
 from msamp.numerics.formats import BF16 as BF16_FORMAT
 from msamp.numerics.formats import E4M3, E5M2, FP16, PLAIN_FP16, Format
 from msamp.numerics.formats import FP32 as FP32_FORMAT
@@ -37,12 +38,18 @@ class Gemm:
 
 @dataclass(frozen=True)
 class StateFormats:
-    """The optimizer's four formats (FP8-LM equation 8 and Table 6)."""
+    """The optimizer's four formats (FP8-LM equation 8 and Table 6). COAT's serve `m` and `v`; ValueError for another of them."""
 
     master: Format = FP32_FORMAT
     grad: Format = FP32_FORMAT
     m: Format = FP32_FORMAT
     v: Format = FP32_FORMAT
+
+    def __post_init__(self) -> None:
+        for name in ("master", "grad"):
+            if getattr(self, name).group:
+                legal = ", ".join(fmt.name for fmt in ALL_FORMATS)
+                raise ValueError(f"{name} is {getattr(self, name)}, which is for the moments m and v alone; choose one of {legal}")
 
     def __str__(self) -> str:
         return f"master {self.master}, grad {self.grad}, m {self.m}, v {self.v}"

@@ -10,8 +10,10 @@ import torch
 from msamp.kernels import ops
 from msamp.kernels.reference.adamw import GRAD, MASTER, Batch, stored_amaxes
 from msamp.kernels.reference.adamw import adamw as reference_adamw
+from msamp.kernels.reference.coat_adamw import coat_adamw as reference_coat_adamw
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import FP32, by_name
+from msamp.numerics.range_expand import Expanded
 from msamp.numerics.recipe import O2, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.clip import (
@@ -26,6 +28,7 @@ from msamp.optim.clip import (
 )
 from msamp.optim.device_flag import DeviceFlag
 from msamp.optim.master import is_own_master, make_master
+from msamp.optim.state_coat import as_stored
 from msamp.optim.state_fp8 import state_format
 
 SCALE_INV = MASTER + 1  # row of the table of amaxes: the gradient's scale_inv
@@ -89,11 +92,12 @@ class FP8AdamW(torch.optim.Optimizer):
 
     Each step loads to FP32, updates in FP32 from the unquantised new moments and stores. Scales come from bounds that
     hold before the values are known: m from beta1 amax_m + (1 - beta1) amax_g, v likewise with squares, master and
-    weight from twice the master's amax. A weight with a master beside it is cast from the master as stored. A step whose
+    weight from twice the master's amax. COAT's moments (`formats.COAT_E4M3`, `COAT_E5M2`) are stored with the maximum and the range of
+    each group as they are. A weight with a master beside it is cast from the master as stored. A step whose
     gradients are not all finite is skipped, counted in `skipped_steps`, and does not advance the bias correction.
 
-    State of a parameter: `step` (FP32, on the parameter's device), `exp_avg`, `exp_avg_sq`, and `master` where the
-    parameter is not itself stored in the master's format.
+    State of a parameter: `step` (FP32, on the parameter's device), `exp_avg`, `exp_avg_sq`, of COAT's moments also
+    their `_max` and `_k`, and `master` where the parameter is not itself stored in the master's format.
 
     On a GPU with Triton a step is a few launches over all tensors, one a combination of formats, which read and write
     each element once and take the amaxes that the next step's bounds need; elsewhere, and for weights that are not
@@ -232,8 +236,10 @@ class FP8AdamW(torch.optim.Optimizer):
         master = by_name(formats["master"])
         state = self.state[piece.weight]
         state["step"] = torch.zeros((), device=piece.weight.device)
-        state["exp_avg"] = state_format(by_name(formats["m"])).init(piece.weight)
-        state["exp_avg_sq"] = state_format(by_name(formats["v"])).init(piece.weight)
+        for key, moment in (("exp_avg", "m"), ("exp_avg_sq", "v")):
+            how = state_format(by_name(formats[moment]))
+            state[key] = how.init(piece.weight)
+            state.update({key + name: x for name, x in how.beside(piece.weight).items()})
         if not is_own_master(piece.param, master):
             # From the whole parameter, so that its scale does not depend on how it is cut.
             state["master"] = piece.copy_of(make_master(piece.param, master, values))
@@ -391,9 +397,10 @@ class FP8AdamW(torch.optim.Optimizer):
     def _update(self, pieces: list[Piece], amaxes: torch.Tensor, coefficient: torch.Tensor | None) -> None:
         """Load, update, store; `amaxes` as from `_measure`."""
         for number, batch, even in self._batches(pieces):
-            adamw = ops.adamw if even else reference_adamw
+            coat = any(isinstance(states[0], Expanded) for states in (batch.ms, batch.vs))
+            kernel, twin = (ops.coat_adamw, reference_coat_adamw) if coat else (ops.adamw, reference_adamw)
             decoupled = self.param_groups[number]["decoupled"]
-            adamw(self._table(), batch, self._hyper(number), decoupled, amaxes, self._kept, coefficient, self._usable)
+            (kernel if even else twin)(self._table(), batch, self._hyper(number), decoupled, amaxes, self._kept, coefficient, self._usable)
 
     def _batches(self, pieces: Sequence[Piece]) -> Iterator[tuple[int, Batch, bool]]:
         """What one launch updates: pieces of one group whose tensors have the same formats; the group's number; whether all are
@@ -409,8 +416,8 @@ class FP8AdamW(torch.optim.Optimizer):
             weights = [piece.weight for piece in members]
             batch = Batch(
                 grads=[piece.grad for piece in members if piece.grad is not None],
-                ms=[state["exp_avg"] for state in states],
-                vs=[state["exp_avg_sq"] for state in states],
+                ms=[as_stored(state, "exp_avg") for state in states],
+                vs=[as_stored(state, "exp_avg_sq") for state in states],
                 masters=weights if own_format is None else [state["master"] for state in states],
                 weights=[] if own_format is None else weights,
                 steps=[state["step"] for state in states],

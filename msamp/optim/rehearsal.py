@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from msamp.kernels.reference.adamw import Batch, adamw
+from msamp.kernels.reference.coat_adamw import coat_adamw
+from msamp.numerics.range_expand import Expanded
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.adamw import FP8AdamW, Piece
 
@@ -22,7 +24,7 @@ class Rehearsal:
         piece: whose.
         before: the master's values, FP32.
         wanted: "master", "m" and "v" as the update computes them, FP32, and "weight", the stored master, where a weight is cast from it.
-        stored: the same names as they will be stored: plain, or ScalingTensors.
+        stored: the same names as they will be stored: plain, or ScalingTensors; COAT's moments as their FP32 values.
     """
 
     piece: Piece
@@ -51,17 +53,17 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
             before = [fp32_values(x).clone() for x in twin.masters]
             exact = replace(
                 twin,
-                ms=[fp32_values(x).clone() for x in twin.ms],
-                vs=[fp32_values(x).clone() for x in twin.vs],
+                ms=[_values(x).clone() for x in twin.ms],
+                vs=[_values(x).clone() for x in twin.vs],
                 masters=[x.clone() for x in before],
                 weights=[],
                 steps=[x.clone() for x in twin.steps],
             )
-            for run in (exact, twin):
-                adamw(None, run, optimizer._hyper(number), decoupled, table, kept, coefficient, usable)
+            for update, run in ((adamw, exact), (coat_adamw, twin)):  # which is `adamw` where no moments are COAT's
+                update(None, run, optimizer._hyper(number), decoupled, table, kept, coefficient, usable)
             for i, place in enumerate(twin.places):
                 wanted = {"master": exact.masters[i], "m": exact.ms[i], "v": exact.vs[i]}
-                stored = {"master": twin.masters[i], "m": twin.ms[i], "v": twin.vs[i]}
+                stored = {"master": twin.masters[i], "m": _plain(twin.ms[i]), "v": _plain(twin.vs[i])}
                 if twin.weights:
                     wanted["weight"], stored["weight"] = fp32_values(twin.masters[i]), twin.weights[i]
                 yield Rehearsal(by_place[place], before[i], wanted, stored)
@@ -87,9 +89,19 @@ def _joined(group: list[dict[str, Any]]) -> Batch:
     return Batch(**{name: [one[name] for one in group if name in one] for name in (field.name for field in fields(Batch))})
 
 
+def _plain(x: Any) -> Any:
+    return x.dequantize() if isinstance(x, Expanded) else x
+
+
+def _values(x: Any) -> torch.Tensor:
+    return fp32_values(_plain(x))
+
+
 def _copy(x: Any, rows: slice) -> Any:
     if isinstance(x, int):
         return x
+    if isinstance(x, Expanded):
+        return Expanded(x.payload[rows].clone() if x.payload.dim() else x.payload.clone(), x.max[rows].clone(), x.k[rows].clone())
     if isinstance(x, ScalingTensor):
         return ScalingTensor(x.payload[rows].clone(), x.scale_inv.clone(), x.dtype)
     return x.detach()[rows].clone() if x.dim() else x.detach().clone()

@@ -1,4 +1,4 @@
-"""How an optimizer state begins: the seam of every state format. The update loads and stores it (`msamp.kernels.reference.adamw`)."""
+"""How an optimizer state begins: the seam of every state format. The update loads and stores it (`msamp.kernels.reference`)."""
 
 from typing import Protocol
 
@@ -15,6 +15,9 @@ class StateFormat(Protocol):
     def init(self, like: torch.Tensor) -> torch.Tensor:
         """A state of zeros in the shape and on the device of `like`."""
 
+    def beside(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What else such a state takes, as it begins, by what follows the state's name in its key."""
+
 
 class PlainFormat:
     """FP32 or BF16: a torch tensor without a scale."""
@@ -24,3 +27,6 @@ class PlainFormat:
 
     def init(self, like: torch.Tensor) -> torch.Tensor:
         return torch.zeros(like.shape, dtype=self.format.dtype, device=like.device)
+
+    def beside(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {}

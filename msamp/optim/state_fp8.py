@@ -4,6 +4,7 @@ import torch
 
 from msamp.numerics.formats import Format
 from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.state_coat import CoatFormat
 from msamp.optim.state_format import PlainFormat, StateFormat
 
 
@@ -17,7 +18,12 @@ class ScaledFormat:
         payload = torch.zeros(like.shape, dtype=self.format.dtype, device=like.device)
         return ScalingTensor(payload, torch.ones((), device=like.device), torch.float32)
 
+    def beside(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {}
+
 
 def state_format(fmt: Format) -> StateFormat:
     """The way to store a state in `fmt`."""
+    if fmt.group:
+        return CoatFormat(fmt)
     return ScaledFormat(fmt) if fmt.scaled else PlainFormat(fmt)

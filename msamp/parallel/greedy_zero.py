@@ -18,6 +18,7 @@ from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW, LossScale, Piece
 from msamp.optim.master import is_own_master
+from msamp.optim.state_fp8 import state_format
 
 
 class GreedyZeRO(FP8AdamW):
@@ -37,7 +38,8 @@ class GreedyZeRO(FP8AdamW):
         The others: as FP8AdamW.
 
     Raises:
-        ValueError: a parameter that `sync` does not know (also one added later), or a `sync` that does not shard.
+        ValueError: a parameter that `sync` does not know (also one added later), or a `sync` that does not shard; a vector with COAT's
+            moments that the synchroniser cuts.
     """
 
     def __init__(
@@ -82,9 +84,15 @@ class GreedyZeRO(FP8AdamW):
                     f"is averaged in {self.sync.bucket_of(p).format} by the synchroniser, and its group has gradient format "
                     f"{added['formats']['grad']}; give both the same"
                 )
+            elif p.requires_grad and p.dim() == 1 and any(by_name(added["formats"][key]).group for key in "mv") and self._is_cut(p):
+                problem = "is a vector cut over several ranks, through groups of COAT's moments; give its group other formats"
             if problem is not None:
                 self.param_groups.pop()
                 raise ValueError(f"a parameter of shape {tuple(p.shape)} {problem}")
+
+    def _is_cut(self, p: torch.Tensor) -> bool:
+        bucket = self.sync.bucket_of(p)
+        return any(slot.rows != p.shape[0] for slot in bucket.slots if bucket.params[slot.index] is p)
 
     def pieces(self) -> list[Piece]:
         return [piece for piece, _ in self._owned()]
@@ -237,9 +245,12 @@ class GreedyZeRO(FP8AdamW):
             formats["master"] = group["formats"]["master"]
         name = self.sync.names[p]
         whole: dict[str, torch.Tensor] = {}
+        blank: dict[str, torch.Tensor] = {}
         for key, stored_in in formats.items():
-            fmt = by_name(stored_in)
-            payload = torch.zeros(p.shape, dtype=fmt.dtype, device=p.device)
+            how = state_format(by_name(stored_in))
+            blank |= {key: how.init(p)} | {key + name: x for name, x in how.beside(p).items()}
+        for key, like in blank.items():
+            payload = torch.zeros_like(like.payload if isinstance(like, ScalingTensor) else like)
             scale_inv = torch.zeros((), device=p.device)
             for piece, slot in owned:
                 stored = self.state[piece.weight][key]
@@ -250,7 +261,9 @@ class GreedyZeRO(FP8AdamW):
             self.sync.peers.all_reduce(as_bytes(payload.reshape(-1)), dist.ReduceOp.SUM, f"{key} of {name}", None)
             self.sync.peers.all_reduce(scale_inv, dist.ReduceOp.MAX, f"the scale of {key} of {name}", None)
             if self.sync.peers.rank == 0:
-                whole[key] = ScalingTensor(payload.cpu(), scale_inv.cpu(), torch.float32) if fmt.scaled else payload.cpu()
+                whole[key] = (
+                    ScalingTensor(payload.cpu(), scale_inv.cpu(), torch.float32) if isinstance(like, ScalingTensor) else payload.cpu()
+                )
         return whole
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,11 +29,11 @@ class Hyper(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Tensors that are updated alike: in each list all are plain and of one dtype, or ScalingTensors of one format.
+    """Tensors that are updated alike: in each list all are plain and of one dtype, or ScalingTensors or Expanded of one format.
 
     Attributes:
         grads: any format; only read.
-        ms, vs, masters: the states, changed in place, their scales too.
+        ms, vs, masters: the states, changed in place, their scales too; Expanded ones are for `coat_adamw`.
         weights: what is cast from the masters as stored; empty where the masters are the weights.
         steps: FP32 0-dim, the number of steps taken, raised by one.
         indices: column of each in the table of amaxes of whole tensors.
@@ -41,8 +41,8 @@ class Batch:
     """
 
     grads: list[torch.Tensor]
-    ms: list[torch.Tensor]
-    vs: list[torch.Tensor]
+    ms: list[Any]
+    vs: list[Any]
     masters: list[torch.Tensor]
     weights: list[torch.Tensor]
     steps: list[torch.Tensor]
@@ -128,7 +128,7 @@ def stored_amaxes(batch: Batch, decoupled: bool) -> torch.Tensor:
     """FP32 [3, n]: amaxes of m, v and master as they are stored; 0 where no scale and no bound will be taken from them."""
     scaled = [isinstance(x[0], ScalingTensor) for x in (batch.ms, batch.vs, batch.masters)]
     scaled[2] |= not decoupled or any(isinstance(x, ScalingTensor) for x in batch.weights)
-    none = torch.zeros(len(batch.ms), device=batch.ms[0].device)
+    none = torch.zeros(len(batch.ms), device=batch.steps[0].device)
     columns = zip((batch.ms, batch.vs, batch.masters), scaled, strict=True)
     return torch.stack([grad_stats(None, states, squares=False)[0][0] if wanted else none for states, wanted in columns])
 

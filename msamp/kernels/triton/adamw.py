@@ -126,6 +126,26 @@ def _quotient(x, y, y_inverse, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def _adam(
+    g, m, v, p, weight_decay, remaining, weight, beta2, w2, correction, correction_inverse, eps, step_size,
+    DECOUPLED: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """New m, v and p: `adam_` of the twin, the numbers as `_scalars_kernel` leaves them."""
+    if DECOUPLED:
+        p = p * remaining
+    else:
+        g = _fma(weight_decay, p, g, HARDWARE)
+    m = _fma(weight, g - m, tl.where(weight > 0, m, g), HARDWARE)
+    v = v * beta2
+    # torch multiplies in another order on a CPU than on a GPU, here and below.
+    v = _fma(w2, g * g, v, HARDWARE) if HARDWARE else _fma(w2 * g, g, v, HARDWARE)
+    root = tl.minimum(tl.sqrt_rn(v), 3.4028234663852886e38)
+    d = _quotient(root, correction, correction_inverse, HARDWARE) + eps
+    p = _fma(step_size, tl.div_rn(m, d), p, HARDWARE) if HARDWARE else p + tl.div_rn(step_size * m, d)
+    return m, v, p
+
+
+@triton.jit
 def _store(pointer, at, inside, v, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
     """Store, and what now stands there as FP32, without its scale."""
     payload = _payload(v * scale, MANTISSA, HARDWARE)
@@ -195,17 +215,9 @@ def _adamw_kernel(
         m = _value(tl.load(m_pointer + at, mask=inside, other=0), M, HARDWARE) * m_old
         v = _value(tl.load(v_pointer + at, mask=inside, other=0), V, HARDWARE) * v_old
         p = _value(tl.load(p_pointer + at, mask=inside, other=0), P, HARDWARE) * p_old
-        if DECOUPLED:
-            p = p * remaining
-        else:
-            g = _fma(weight_decay, p, g, HARDWARE)
-        m = _fma(weight, g - m, tl.where(weight > 0, m, g), HARDWARE)
-        v = v * beta2
-        # torch multiplies in another order on a CPU than on a GPU, here and below.
-        v = _fma(w2, g * g, v, HARDWARE) if HARDWARE else _fma(w2 * g, g, v, HARDWARE)
-        root = tl.minimum(tl.sqrt_rn(v), 3.4028234663852886e38)
-        d = _quotient(root, correction, correction_inverse, HARDWARE) + eps
-        p = _fma(step_size, tl.div_rn(m, d), p, HARDWARE) if HARDWARE else p + tl.div_rn(step_size * m, d)
+        m, v, p = _adam(
+            g, m, v, p, weight_decay, remaining, weight, beta2, w2, correction, correction_inverse, eps, step_size, DECOUPLED, HARDWARE
+        )  # fmt: skip
         m_largest = _raise(m_largest, _store(m_pointer, at, inside, m, m_scale, M, HARDWARE))
         v_largest = _raise(v_largest, _store(v_pointer, at, inside, v, v_scale, V, HARDWARE))
         stored = _store(p_pointer, at, inside, p, p_scale, P, HARDWARE)

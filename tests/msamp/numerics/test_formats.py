@@ -20,6 +20,16 @@ def test_the_design_s_numbers():
     assert formats.FP16.max == 65504
 
 
+@pytest.mark.parametrize(("fmt", "payload"), [(formats.COAT_E4M3, formats.E4M3), (formats.COAT_E5M2, formats.E5M2)], ids=str)
+def test_coat_s_formats_are_fp8_with_two_numbers_a_group_of_a_row(fmt, payload):
+    assert (fmt.dtype, fmt.max, fmt.smallest, fmt.scaled) == (payload.dtype, payload.max, payload.smallest, False)
+    assert fmt.bytes_of((64, 256)) == 64 * 256 * (1 + 8 / 128)
+    assert [fmt.bytes_of(shape) for shape in ((2, 3, 129), (5,), (), (0, 7))] == [6 * (129 + 16), 5 + 8, 1 + 8, 0]
+    assert [payload.bytes_of(shape) for shape in ((2, 3, 129), ())] == [6 * 129, 1]
+    assert formats.by_name(fmt.name) is fmt
+    assert formats.of_dtype(fmt.dtype) is payload
+
+
 def test_which_formats_carry_a_scale():
     assert [f.name for f in formats.ALL if f.scaled] == ["fp16", "fp8-e4m3", "fp8-e5m2"]
     assert (formats.PLAIN_FP16.dtype, formats.PLAIN_FP16.max, formats.PLAIN_FP16.scaled) == (torch.float16, 65504, False)
@@ -32,7 +42,7 @@ def test_found_by_name_and_by_dtype(fmt):
 
 
 def test_an_unknown_name_lists_those_accepted():
-    with pytest.raises(ValueError, match=r"'fp4'.*fp32, bf16, fp16, fp8-e4m3, fp8-e5m2"):
+    with pytest.raises(ValueError, match=r"'fp4'.*fp32, bf16, fp16, fp8-e4m3, fp8-e5m2, coat-e4m3, coat-e5m2"):
         formats.by_name("fp4")
 
 

@@ -11,7 +11,7 @@ from numerics import codes, floats, golden, make
 from torch import nn
 
 from msamp.kernels.reference import adamw
-from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
+from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW, format_names
@@ -26,6 +26,7 @@ TABLE6 = {
     "#3": replace(O2.states, master=E4M3),
     "#4": replace(O2.states, v=E4M3),
     "O1": O1.states,
+    "coat": replace(O2.states, m=COAT_E4M3, v=COAT_E5M2),
 }
 ONE_CHANGED = {f"{field} {fmt}": replace(O2.states, **{field: fmt}) for field, fmt in itertools.product(("master", "grad", "m", "v"), ANY)}
 
@@ -292,7 +293,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("formats", [O1.states, O2.states, FP32_STATES], ids=["O1", "O2", "fp32"])
+@pytest.mark.parametrize("formats", [O1.states, O2.states, FP32_STATES, TABLE6["coat"]], ids=["O1", "O2", "fp32", "coat"])
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_counted(bad, formats):
     def run(with_bad_steps: bool) -> FP8AdamW:
         ps = [parameter(weight=formats.master), nn.Parameter(torch.ones(7))]
@@ -384,8 +385,7 @@ def test_a_loaded_optimizer_goes_on_bit_for_bit(name):
     ps, optimizer = trained(formats, weight)
     file = io.BytesIO()
     torch.save({"weights": ps, "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     others, other = trained(formats, weight, steps=1)
     with torch.no_grad():
         for p, q in zip(others, loaded["weights"], strict=True):
@@ -404,7 +404,7 @@ def test_a_state_dict_names_its_formats_in_plain_strings():
     assert set(groups[1]["formats"].values()) == {"fp32"}
 
 
-@pytest.mark.parametrize("saved", [O1.states, TABLE6["#4"], FP32_STATES], ids=str)
+@pytest.mark.parametrize("saved", [O1.states, TABLE6["#4"], TABLE6["coat"], FP32_STATES], ids=str)
 def test_states_in_other_formats_are_refused_and_nothing_changes(saved):
     _, optimizer = trained(O2.states)
     before, groups = snapshot(optimizer), copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups])

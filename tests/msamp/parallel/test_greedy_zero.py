@@ -4,7 +4,6 @@ Each number of ranks is one run of `everything` (a start of processes takes seco
 """
 
 import contextlib
-import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from numerics import bits, make
 from torch import nn
 
-from msamp.numerics.formats import BF16, E4M3, FP32
+from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, FP32
 from msamp.numerics.recipe import ALL, FP32_STATES, StateFormats, by_name
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW, Piece
@@ -74,10 +73,11 @@ class Loop:
         named = dict(self.model.named_parameters())
         table = replace(recipe.states, grad=BF16) if recipe.fp8 else recipe.states
         other = StateFormats(BF16, E4M3, BF16, E4M3) if recipe.fp8 else recipe.states
+        linear = replace(recipe.states, m=COAT_E4M3, v=COAT_E5M2) if recipe.name == "bf16" else recipe.states
         return [
             {"params": [named[name] for name in VECTORS], "formats": FP32_STATES, "weight_decay": 0.0},
             {"params": [named["other"]], "formats": other, "betas": (0.8, 0.95)},
-            {"params": [named[name] for name in LINEAR if name != "other"], "formats": recipe.states},
+            {"params": [named[name] for name in LINEAR if name != "other"], "formats": linear},
             {"params": [named["table"]], "formats": table, "lr": 0.02},
         ]
 
@@ -110,7 +110,7 @@ class Loop:
         with torch.no_grad():
             for p, q in zip(self.names, saved["weights"], strict=True):
                 p.copy_(q)
-        self.optimizer.load_state_dict(copy.deepcopy(saved["saved"]))
+        self.optimizer.load_state_dict(dist.read(saved["saved"]))
 
     def weights(self) -> Bits:
         return flat({name: p.detach() for p, name in self.names.items()})
@@ -162,7 +162,7 @@ def on_and_off(level: str, variant: str) -> dict[str, Any]:
 def same_gradients(level: str, reference: dict[str, Any]) -> dict[str, Any]:
     """Three steps and what is saved then; two more; the same two after loading what one process saved."""
     loop = Loop(level, True).run(range(3), same=True)
-    result: dict[str, Any] = {"saved": copy.deepcopy(loop.optimizer.state_dict()), "straight": loop.run(range(3, 5), same=True).whole()}
+    result: dict[str, Any] = {"saved": dist.written(loop.optimizer.state_dict()), "straight": loop.run(range(3, 5), same=True).whole()}
     loaded = Loop(level, True).run(range(9, 10), same=True)
     loaded.load(reference)
     result["loaded"] = loaded.run(range(3, 5), same=True).whole()
@@ -173,7 +173,7 @@ def refused_load(reference: dict[str, Any]) -> tuple[str, bool]:
     loop = Loop("O2", True).run(range(1))
     before = loop.held()
     try:
-        loop.optimizer.load_state_dict(reference["saved"])
+        loop.optimizer.load_state_dict(dist.read(reference["saved"]))
     except ValueError as error:
         return str(error), not differences(loop.held(), before)
     return "", False
@@ -298,7 +298,7 @@ def everything(references: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def reference(level: str) -> dict[str, Any]:
     """FP8AdamW on one process after three and after five steps."""
     loop = Loop(level, False).run(range(3), same=True)
-    saved = {"weights": [p.detach().clone() for p in loop.names], "saved": copy.deepcopy(loop.optimizer.state_dict())}
+    saved = {"weights": [p.detach().clone() for p in loop.names], "saved": dist.written(loop.optimizer.state_dict())}
     return {**saved, "straight": loop.run(range(3, 5), same=True).whole()}
 
 
@@ -343,13 +343,14 @@ def test_a_state_of_one_process_goes_on_at_any_number_of_ranks(seen, references,
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_any_number_of_ranks_saves_is_what_one_process_saves_and_goes_on_there(seen, references, level):
-    saved, want = seen[0]["same gradients"][level]["saved"], references[level]["saved"]
+    file = seen[0]["same gradients"][level]["saved"]
+    saved, want = dist.read(file), dist.read(references[level]["saved"])
     assert saved["param_groups"] == want["param_groups"]
     assert [list(state) for state in saved["state"].values()] == [list(state) for state in want["state"].values()]
-    assert [rank["same gradients"][level]["saved"]["state"] for rank in seen[1:]] == [{}] * (len(seen) - 1)
+    assert [dist.read(rank["same gradients"][level]["saved"])["state"] for rank in seen[1:]] == [{}] * (len(seen) - 1)
     for zero in (True, False):
         loop = Loop(level, zero)
-        loop.load({**references[level], "saved": saved})
+        loop.load({**references[level], "saved": file})
         assert differences(loop.run(range(3, 5), same=True).whole(), references[level]["straight"]) == []
 
 

@@ -1,0 +1,257 @@
+"""AdamW over many tensors whose moments, one or both, are COAT's: a launch for their numbers, and one that reads and writes each element
+once. A tile holds whole groups, so that their maxima and exponents need no second pass. Twin: `msamp.kernels.reference.coat_adamw`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from msamp.kernels.reference.adamw import Batch
+from msamp.kernels.tables import Tables
+from msamp.kernels.triton.adamw import (
+    SCALARS,
+    _adam,
+    _address,
+    _inverse,
+    _keep,
+    _mantissa,
+    _quotient,
+    _raise,
+    _scalars_kernel,
+    _scale_address,
+    _store,
+)
+from msamp.kernels.triton.pack import _payload, _pointer, _value
+from msamp.numerics.range_expand import STATE_GROUP, Expanded
+from msamp.numerics.tensor import ScalingTensor
+
+GROUP = STATE_GROUP.size
+TILE, CHUNK = 8, 64  # groups a program works on at a time, and in all
+WARPS, COLUMNS = 4, 20
+TINY = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def _log2(x, HARDWARE: tl.constexpr):
+    """Of 0 or normal numbers, to 2^-22: an error as large as one of the last places of what it was taken of."""
+    if HARDWARE:
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = tl.log2(x)
+    return y
+
+
+@triton.jit
+def _contracted(raw, largest, k, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
+    """Values of payloads [groups, GROUP]: sign(q) max (|q| / fp_max)^(1 / k)."""
+    FP_MAX: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
+    q = _value(raw, MANTISSA, HARDWARE)
+    quotient = tl.abs(q) * (1.0 / FP_MAX)  # 1 where q is FP_MAX
+    magnitude = tl.exp2(_log2(quotient, HARDWARE) * _inverse(k)[:, None]) * largest[:, None]
+    return tl.where(q.to(tl.int32, bitcast=True) < 0, -magnitude, magnitude)
+
+
+@triton.jit
+def _expanded(x, inside, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
+    """Payloads of FP32 [groups, GROUP], and each group's maximum and exponent: `quantize_expanded`."""
+    FP_MAX: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
+    SMALLEST: tl.constexpr = 0.001953125 if MANTISSA == 3 else 0.0000152587890625
+    LOG2_RANGE: tl.constexpr = 17.807354922057604 if MANTISSA == 3 else 31.807354922057604
+    # Bits of magnitudes are in the order of the magnitudes, and those of NaN above infinity.
+    magnitude = tl.where(inside, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    top = tl.max(magnitude, 1)
+    low = tl.min(tl.where(magnitude > 0, magnitude, 0x7F800000), 1).to(tl.float32, bitcast=True)
+    usable = (top > 0) & (top < 0x7F800000)
+    divisor = tl.where(usable, top, 0x3F800000).to(tl.float32, bitcast=True)
+    lowest = tl.where(usable, tl.maximum(tl.div_rn(low, divisor), TINY), 1.0)
+    narrow = tl.where(lowest < 1.0, lowest, 0.5)
+    k = tl.where(lowest < 1.0, tl.div_rn(narrow * 0.0 + LOG2_RANGE, -tl.log2(narrow)), 1.0)
+    # A power of two brings the divisor where its inverse is a normal number too.
+    power = (tl.maximum(254 - (divisor.to(tl.int32, bitcast=True) >> 23), 1) << 23).to(tl.float32, bitcast=True)
+    each = divisor * power
+    quotient = _quotient(tl.abs(x) * power[:, None], each[:, None], _inverse(each)[:, None], HARDWARE)
+    grown = tl.exp2(_log2(tl.maximum(quotient, TINY), HARDWARE) * k[:, None]) * FP_MAX
+    # Where k is large an error of the logarithm must not make an element vanish.
+    grown = tl.where(magnitude > 0, tl.maximum(grown, SMALLEST), 0.0)
+    payload = _payload(tl.where(x.to(tl.int32, bitcast=True) < 0, -grown, grown), MANTISSA, HARDWARE)
+    return payload, tl.where(top < 0x7F800000, top.to(tl.float32, bitcast=True), float("nan")), k
+
+
+@triton.jit
+def _load_moment(
+    pointer, at, inside, old, largest, exponents, groups, known, MANTISSA: tl.constexpr, COAT: tl.constexpr, HARDWARE: tl.constexpr
+):
+    raw = tl.load(pointer + at, mask=inside, other=0)
+    if COAT:
+        of_each = tl.load(largest + groups, mask=known, other=0.0)
+        value = _contracted(raw, of_each, tl.load(exponents + groups, mask=known, other=1.0), MANTISSA, HARDWARE)
+    else:
+        value = _value(raw, MANTISSA, HARDWARE) * old
+    return value
+
+
+@triton.jit
+def _store_moment(
+    pointer, at, inside, x, scale, reached, largest, exponents, groups, known,
+    MANTISSA: tl.constexpr, COAT: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Store, and the largest magnitudes `reached` so far in a format with a scale."""
+    if COAT:
+        payload, of_each, k = _expanded(x, inside, MANTISSA, HARDWARE)
+        tl.store(pointer + at, payload, mask=inside)
+        tl.store(largest + groups, of_each, mask=known)
+        tl.store(exponents + groups, k, mask=known)
+    else:
+        reached = _raise(reached, tl.where(inside, _store(pointer, at, inside, x, scale, MANTISSA, HARDWARE), 0.0))
+    return reached
+
+
+@triton.jit(do_not_specialize=["skipped", "pieces"])
+def _coat_adamw_kernel(
+    table, owners, skipped, scalars, kept, pieces, usable,
+    G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, W: tl.constexpr, KEEP_P: tl.constexpr,
+    M_COAT: tl.constexpr, V_COAT: tl.constexpr, DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
+    GROUP: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
+):  # fmt: skip
+    if tl.load(usable) == 0:
+        return
+    row = table + tl.load(owners + tl.program_id(0)) * COLUMNS
+    own = scalars + tl.load(owners + tl.program_id(0)) * SCALARS
+    # All numbers come before the loop: the compiler cannot tell that its stores leave them alone.
+    g_old = tl.load(own)
+    clip = tl.load(own + 1)
+    m_old = tl.load(own + 2)
+    m_scale = tl.load(own + 3)
+    m_new = tl.load(own + 4)
+    v_old = tl.load(own + 5)
+    v_scale = tl.load(own + 6)
+    v_new = tl.load(own + 7)
+    p_old = tl.load(own + 8)
+    p_scale = tl.load(own + 9)
+    p_new = tl.load(own + 10)
+    w_scale = tl.load(own + 11)
+    weight_decay = tl.load(own + 12)
+    remaining = tl.load(own + 13)
+    weight = tl.load(own + 14)
+    beta2 = tl.load(own + 15)
+    w2 = tl.load(own + 16)
+    correction = tl.load(own + 17)
+    eps = tl.load(own + 18)
+    step_size = tl.load(own + 19)
+    correction_inverse = tl.load(own + 20)
+    # A row of the weight has `in_row` groups; `first` of all groups is this program's first, in column `column` of its row.
+    length = tl.load(row + 15)
+    in_row = (length + GROUP - 1) // GROUP
+    first = (skipped + tl.program_id(0) - tl.load(row)) * CHUNK
+    left = tl.minimum((tl.load(row + 1) + GROUP - 1) // GROUP - first, CHUNK).to(tl.int32)
+    column = (first % in_row).to(tl.int32)
+    start = first // in_row * length
+    length = length.to(tl.int32)
+    in_row = in_row.to(tl.int32)
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
+        length = tl.multiple_of(length, 16)
+    g_pointer = _pointer(tl.load(row + 2), G, ALIGNED) + start
+    m_pointer = _pointer(tl.load(row + 3), M, ALIGNED) + start
+    v_pointer = _pointer(tl.load(row + 4), V, ALIGNED) + start
+    p_pointer = _pointer(tl.load(row + 5), P, ALIGNED) + start
+    w_pointer = p_pointer
+    if W != 0:
+        w_pointer = _pointer(tl.load(row + 6), W, ALIGNED) + start
+    m_largest = _pointer(tl.load(row + 16), 23, False) + first
+    m_exponents = _pointer(tl.load(row + 17), 23, False) + first
+    v_largest = _pointer(tl.load(row + 18), 23, False) + first
+    v_exponents = _pointer(tl.load(row + 19), 23, False) + first
+    m_reached = tl.zeros((TILE, GROUP), tl.float32)
+    v_reached = tl.zeros((TILE, GROUP), tl.float32)
+    p_reached = tl.zeros((TILE, GROUP), tl.float32)
+    for tile in range(0, left, TILE):
+        groups = tile + tl.arange(0, TILE)
+        known = groups < left
+        in_columns = ((column + groups) % in_row * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+        at = ((column + groups) // in_row * length)[:, None] + in_columns
+        inside = (in_columns < length) & known[:, None]
+        g = _value(tl.load(g_pointer + at, mask=inside, other=0), G, HARDWARE) * g_old * clip
+        m = _load_moment(m_pointer, at, inside, m_old, m_largest, m_exponents, groups, known, M, M_COAT, HARDWARE)
+        v = _load_moment(v_pointer, at, inside, v_old, v_largest, v_exponents, groups, known, V, V_COAT, HARDWARE)
+        p = _value(tl.load(p_pointer + at, mask=inside, other=0), P, HARDWARE) * p_old
+        m, v, p = _adam(
+            g, m, v, p, weight_decay, remaining, weight, beta2, w2, correction, correction_inverse, eps, step_size, DECOUPLED, HARDWARE
+        )  # fmt: skip
+        m_reached = _store_moment(
+            m_pointer, at, inside, m, m_scale, m_reached, m_largest, m_exponents, groups, known, M, M_COAT, HARDWARE
+        )  # fmt: skip
+        v_reached = _store_moment(
+            v_pointer, at, inside, v, v_scale, v_reached, v_largest, v_exponents, groups, known, V, V_COAT, HARDWARE
+        )  # fmt: skip
+        stored = _store(p_pointer, at, inside, p, p_scale, P, HARDWARE)
+        p_reached = _raise(p_reached, tl.where(inside, stored, 0.0))
+        if W != 0:
+            _store(w_pointer, at, inside, stored * p_new, w_scale, W, HARDWARE)
+    kept += tl.load(row + 8)
+    if not M_COAT and M != 23 and M != 7:
+        _keep(kept, tl.ravel(m_reached), m_new)
+    if not V_COAT and V != 23 and V != 7:
+        _keep(kept + pieces, tl.ravel(v_reached), v_new)
+    if KEEP_P:
+        _keep(kept + 2 * pieces, tl.ravel(p_reached), p_new)
+
+
+def _plain(states: list[torch.Tensor | Expanded]) -> list[torch.Tensor]:
+    return [state.payload if isinstance(state, Expanded) else state for state in states]
+
+
+def _beside(state: torch.Tensor | Expanded) -> tuple[int, int]:
+    """Addresses of maxima and exponents."""
+    return (state.max.data_ptr(), state.k.data_ptr()) if isinstance(state, Expanded) else (0, 0)
+
+
+def _size(shape: torch.Size) -> int:
+    """Elements of all groups, were none short; one less where the length of a row does not let programs use 16-byte accesses."""
+    *rows, length = shape or (1,)
+    size = torch.Size(rows).numel() * -(-length // GROUP) * GROUP
+    return size - (size > 0 and length % 16 != 0)
+
+
+def coat_adamw(
+    tables: Tables,
+    batch: Batch,
+    hyper: torch.Tensor,
+    decoupled: bool,
+    amaxes: torch.Tensor,
+    kept: torch.Tensor,
+    coefficient: torch.Tensor | None,
+    usable: torch.Tensor,
+) -> None:
+    """See the reference twin; `hyper`: FP64 [7], the logarithms of both betas after a `Hyper`."""
+    m_coat, v_coat = (isinstance(states[0], Expanded) for states in (batch.ms, batch.vs))
+    columns = (batch.grads, _plain(batch.ms), _plain(batch.vs), batch.masters, batch.weights)
+    addresses = zip(*([_address(x) for x in column] or [0] * len(batch.grads) for column in columns), strict=True)
+    scales = zip(*([_scale_address(x) for x in column] or [0] * len(batch.grads) for column in columns), strict=True)
+    beside = [(*_beside(m), *_beside(v)) for m, v in zip(batch.ms, batch.vs, strict=True)]
+    numbers = zip(batch.grads, addresses, batch.indices, batch.places, batch.steps, scales, beside, strict=True)
+    rows = [
+        (_size(g.shape), *at, index, place, step.data_ptr(), *of, *(g.shape or (1,))[-1:], *groups)
+        for g, at, index, place, step, of, groups in numbers
+    ]
+    formats = dict(zip("GMVPW", map(_mantissa, columns), strict=True))
+    key = ("coat_adamw", batch.indices[0], m_coat, v_coat, *formats.values())
+    table, parts = tables.lay_out(key, rows, 5, CHUNK * GROUP)
+    scalars = torch.empty(len(rows), SCALARS, device=tables.device)
+    flag, sizes = usable.view(torch.uint8), {"COLUMNS": COLUMNS, "SCALARS": SCALARS}
+    # What carries no scale of its own is in this respect as FP32: COAT's moments, and a plain FP16 weight.
+    scaled = {"M": not m_coat, "V": not v_coat, "W": any(isinstance(w, ScalingTensor) for w in batch.weights)}
+    scales_of = formats | {name: 23 for name, has in scaled.items() if not has}
+    _scalars_kernel[(len(rows),)](
+        table, hyper, amaxes, amaxes.shape[1], kept, kept.shape[1], flag if coefficient is None else coefficient, flag, scalars,
+        CLIP=coefficient is not None, DECOUPLED=decoupled, num_warps=1, enable_fp_fusion=False, **scales_of, **sizes,
+    )  # fmt: skip
+    keep_master = isinstance(batch.masters[0], ScalingTensor) or not decoupled or any(isinstance(w, ScalingTensor) for w in batch.weights)
+    skipped = 0
+    for owners, aligned in parts:
+        _coat_adamw_kernel[(owners.numel(),)](
+            table, owners, skipped, scalars, kept, kept.shape[1], flag, KEEP_P=keep_master, M_COAT=m_coat, V_COAT=v_coat,
+            DECOUPLED=decoupled, ALIGNED=aligned, HARDWARE=amaxes.is_cuda, GROUP=GROUP, TILE=TILE, CHUNK=CHUNK, num_warps=WARPS,
+            enable_fp_fusion=False, **formats, **sizes,
+        )  # fmt: skip
+        skipped += owners.numel()

@@ -1,0 +1,242 @@
+"""The Triton AdamW with COAT's moments against its twin: under the interpreter here, compiled on a GPU.
+
+Powers, roots and logarithms of torch and Triton differ in their last places, so a code may be the next one where the exact value is
+midway between two; everything else, and states in other formats, come from the same arithmetic.
+"""
+
+import copy
+import importlib
+import math
+
+import pytest
+import torch
+from numerics import COAT_STEP, SMALL, bits, check, codes, make, measure
+
+from msamp.kernels.reference.adamw import Batch
+from msamp.kernels.reference.coat_adamw import coat_adamw as twin
+from msamp.kernels.tables import Tables
+from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32, PLAIN_FP16, Format, of_dtype
+from msamp.numerics.range_expand import STATE_GROUP, Expanded, quantize_expanded
+from msamp.numerics.recipe import StateFormats
+from msamp.numerics.tensor import ScalingTensor
+
+# Rows of full groups, with a short one, unaligned ones; vectors, a number, nothing.
+SHAPES = [(9, 17), (), (1,), (3, 2, 144), (8, 256), (0, 4), (4, 0), (259,), (70, 30)]
+# States, and the weight's format where it is not its own master.
+FORMATS: dict[str, tuple[StateFormats, Format | None]] = {
+    "fp32": (StateFormats(FP32, FP32, COAT_E4M3, COAT_E4M3), None),
+    "O0": (StateFormats(FP32, BF16, COAT_E4M3, COAT_E4M3), BF16),
+    "fp16-amp": (StateFormats(m=COAT_E4M3, v=COAT_E4M3), PLAIN_FP16),
+    "O2": (StateFormats(FP16, E4M3, COAT_E4M3, COAT_E4M3), None),
+    "O3, v in e5m2": (StateFormats(FP16, E4M3, COAT_E4M3, COAT_E5M2), E4M3),
+    "m alone": (StateFormats(FP16, E4M3, COAT_E5M2, FP16), None),
+    "v alone": (StateFormats(FP16, BF16, E4M3, COAT_E5M2), BF16),
+    "v beside a plain m": (StateFormats(BF16, E5M2, BF16, COAT_E4M3), FP16),
+}
+HYPER = {"lr": 0.02, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+KINDS = ("normal", "log-normal", "channel-outlier")
+# The logarithm of 0, and values that are not finite, are meant.
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+
+
+def kernel(*args):
+    # Imported late: the kernels take the interpreter or the compiler when their file is imported.
+    return importlib.import_module("msamp.kernels.triton.coat_adamw").coat_adamw(*args)
+
+
+def hyper(device, **changed) -> torch.Tensor:
+    numbers = {**HYPER, **changed}
+    logs = [math.log(numbers[beta]) if numbers[beta] else -math.inf for beta in ("beta1", "beta2")]
+    return torch.tensor([*numbers.values(), *logs], dtype=torch.float64, device=device)
+
+
+def stored(x: torch.Tensor, fmt: Format):
+    if fmt.group:
+        return quantize_expanded(x, fmt)
+    return ScalingTensor.quantize(x, fmt, dtype=torch.float32) if fmt.scaled else x.to(fmt.dtype)
+
+
+def batch(formats: StateFormats, weight: Format | None, device, shapes) -> Batch:
+    """Tensors in the midst of training, of magnitudes far apart."""
+
+    def states(fmt: Format, seed: int, size: float, positive: bool = False) -> list:
+        made = [make(KINDS[i % 3] if shape else "normal", shape or (1,), seed + i).view(shape) for i, shape in enumerate(shapes)]
+        return [stored((x.square() if positive else x).to(device) * size * 2.0 ** (i - 3), fmt) for i, x in enumerate(made)]
+
+    count = len(shapes)
+    return Batch(
+        grads=states(formats.grad, 0, 1e-3),
+        ms=states(formats.m, 20, 1e-3),
+        vs=states(formats.v, 40, 1e-6, positive=True),
+        masters=states(formats.master, 60, 0.1),
+        weights=[] if weight is None else states(weight, 60, 0.1),
+        steps=[torch.tensor(float(7 * i), device=device) for i in range(count)],
+        indices=[2 * i for i in range(count)],
+        places=[count - 1 - i for i in range(count)],
+    )
+
+
+def values(x) -> torch.Tensor:
+    return x.dequantize() if isinstance(x, Expanded) else x.dequantize(torch.float32) if isinstance(x, ScalingTensor) else x.float()
+
+
+def amaxes_of(x: Batch, device) -> torch.Tensor:
+    """The table of amaxes of whole tensors, which may be larger than those of the pieces here; 0 for COAT's."""
+    columns = (x.grads, x.ms, x.vs, x.masters)
+    found = [
+        [0.0 if isinstance(t, Expanded) or not values(t).numel() else float(values(t).abs().max()) for t in column] for column in columns
+    ]
+    table = torch.zeros(5, 2 * len(x.grads))
+    table[:4, ::2] = torch.tensor(found)
+    table[:, 2] *= 1.5
+    return table.to(device)
+
+
+def everything(x: Batch, kept: torch.Tensor) -> list[torch.Tensor]:
+    tensors = [t for column in (x.grads, x.ms, x.vs, x.masters, x.weights, x.steps) for t in column]
+    parts = {Expanded: ("payload", "max", "k"), ScalingTensor: ("payload", "scale_inv")}
+    flat = [part for t in tensors for part in ([getattr(t, name) for name in parts[type(t)]] if type(t) in parts else [t])]
+    return [bits(part).clone() for part in (*flat, kept)]
+
+
+def run_both(name, device, decoupled=True, clip=0.3, usable=True, shapes=SHAPES, steps=1, **changed) -> tuple:
+    """The batch before, after the twin's steps and after the kernel's, each with the amaxes kept."""
+    formats, weight = FORMATS[name]
+    before = batch(formats, weight, device, shapes)
+    results = [(before, torch.full((3, len(shapes)), 7.0, device=device))]
+    for run in (twin, kernel):
+        x, kept, tables = copy.deepcopy(before), results[0][1].clone(), Tables(torch.device(device))
+        for _ in range(steps):
+            coefficient = None if clip is None else torch.tensor(clip, device=device)
+            run(
+                tables, x, hyper(device, **changed), decoupled, amaxes_of(x, device), kept, coefficient, torch.tensor(usable, device=device)
+            )
+        results.append((x, kept))
+    return tuple(results)
+
+
+def agree(ours: tuple[Batch, torch.Tensor], theirs: tuple[Batch, torch.Tensor]) -> None:
+    """Assert that states agree within COAT_STEP."""
+    elements = off = groups = moved = 0
+    for column in ("ms", "vs", "masters", "weights"):
+        for a, b in zip(getattr(ours[0], column), getattr(theirs[0], column), strict=True):
+            if isinstance(a, Expanded):
+                assert torch.allclose(a.max, b.max, rtol=COAT_STEP.numbers, atol=0), column
+                groups, moved = groups + a.k.numel(), moved + int(((a.k - b.k).abs() > 1e-4 * b.k).sum())
+                a, b = a.payload, b.payload
+            elif isinstance(a, ScalingTensor):
+                assert a.scale_inv.equal(b.scale_inv), column
+                a, b = a.payload, b.payload
+            if a.element_size() == 4:
+                assert torch.allclose(a, b, rtol=COAT_STEP.numbers, atol=COAT_STEP.numbers * HYPER["lr"]), column
+                continue
+            elements, off = elements + a.numel(), off + int((codes(a) != codes(b)).sum())
+    assert moved <= COAT_STEP.exponents * groups, (moved, groups)
+    assert off <= COAT_STEP.codes * elements, (off, elements)
+    assert torch.allclose(ours[1], theirs[1], rtol=COAT_STEP.kept, atol=0)
+    assert all(a.equal(b) for a, b in zip(ours[0].steps, theirs[0].steps, strict=True))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("fp32", "O0", "fp16-amp", "O2"))) for name in FORMATS]
+)
+def test_as_its_twin(name, triton_device):
+    before, want, got = run_both(name, triton_device)
+    agree(got, want)
+    assert not any(a.equal(b) for a, b in zip(everything(*before)[-1:], everything(*want)[-1:], strict=True))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"decoupled": False}, {"weight_decay": 0.0, "clip": None}, {"beta1": 0.0, "beta2": 0.0}, {"beta1": 0.3, "beta2": 0.999, "eps": 0.0}],
+    ids=str,
+)
+def test_every_number_does_what_it_does_in_the_twin(settings, triton_device):
+    _, want, got = run_both("O2", triton_device, shapes=[(9, 17), (4, 256)], **settings)
+    agree(got, want)
+
+
+@pytest.mark.parametrize("name", ["O0", "O3, v in e5m2", "m alone"])
+def test_a_step_that_is_not_usable_leaves_no_trace(name, triton_device):
+    before, *both = run_both(name, triton_device, usable=False)
+    for after in both:
+        assert all(a.equal(b) for a, b in zip(everything(*before), everything(*after), strict=True))
+
+
+def step_of(m: torch.Tensor, device, formats: StateFormats = FORMATS["fp32"][0]) -> tuple[Expanded, Expanded]:
+    """The moments that a step with beta 0 stores for gradients `m`."""
+    x = batch(formats, None, device, [tuple(m.shape)])
+    x.grads[0] = m
+    kept, tables = torch.zeros(3, 1, device=device), Tables(torch.device(device))
+    flag = torch.tensor(True, device=device)
+    kernel(tables, x, hyper(device, beta1=0.0, beta2=0.0), True, torch.ones(5, 1, device=device), kept, None, flag)
+    return x.ms[0], x.vs[0]
+
+
+@pytest.mark.parametrize("value", [0.25, -3e-19, 3e18, -1.1])
+def test_equal_magnitudes_zeros_and_empty_groups_are_exact(value, triton_device):
+    g = torch.full((3, 200), value, device=triton_device)
+    g[:, ::3] *= -1
+    g[0, 5] = 0
+    g[2] = 0
+    m, v = step_of(g, triton_device)
+    for state, want in ((m, g), (v, g.square())):
+        assert state.k.eq(1).all()
+        assert state.max.equal(STATE_GROUP.maxima(want))
+        assert state.dequantize().equal(want)
+
+
+def test_the_whole_range_of_a_group_is_used_and_nothing_vanishes(triton_device):
+    g = make("log-normal", (16, 300), device=triton_device)
+    m, v = step_of(g, triton_device)
+    for state, exact in ((m, g), (v, g.square())):
+        want = quantize_expanded(exact, E4M3)
+        assert state.max.equal(want.max)
+        assert torch.allclose(state.k, want.k, rtol=COAT_STEP.numbers)
+        assert (codes(state.payload) != codes(want.payload)).float().mean() <= COAT_STEP.codes
+        assert state.dequantize().ne(0).equal(exact.ne(0))
+
+
+def test_what_is_not_finite_spoils_its_own_group_alone(triton_device):
+    g = make("normal", (4, 256), device=triton_device)
+    g[1, 130], g[2, 3] = float("inf"), float("nan")
+    m, _ = step_of(g, triton_device)
+    hit = STATE_GROUP.amax(g).isinf()
+    assert m.dequantize().isnan().equal(hit)
+    assert hit.sum() == 256
+
+
+@pytest.mark.parametrize("fmt", [COAT_E4M3, COAT_E5M2], ids=str)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "channel-outlier")) for kind in KINDS])
+def test_loss_three_ways(kind, fmt, triton_device):
+    x = make(kind, SMALL, device=triton_device)
+    m, _ = step_of(x, triton_device, StateFormats(FP32, FP32, fmt, fmt))
+    check("expanded", of_dtype(fmt.dtype).name, kind, SMALL, measure(x, m.dequantize(), m.payload, fmt))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_large_tensors_on_the_gpu(name, decoupled):
+    shapes = [(2048, 8192), (6151, 3), (2048,), (50304, 64), (1000, 2050)]
+    _, want, got = run_both(name, "cuda", decoupled=decoupled, shapes=shapes)
+    agree(got, want)
+
+
+@pytest.mark.gpu
+def test_a_graph_holds_a_step_and_follows_the_learning_rate():
+    x = batch(*FORMATS["O2"], "cuda", [(512, 1024), (300, 70)])
+    other, kept, tables = copy.deepcopy(x), torch.zeros(3, 2, device="cuda"), Tables(torch.device("cuda"))
+    table, flag, rates = amaxes_of(x, "cuda"), torch.tensor(True, device="cuda"), hyper("cuda")
+    for _ in range(2):
+        kernel(tables, x, rates, True, table, kept, None, flag)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(tables, x, rates, True, table, kept, None, flag)
+    for i in range(3):
+        rates[0] = 0.01 * i
+        graph.replay()
+    tables, kept = Tables(torch.device("cuda")), torch.zeros(3, 2, device="cuda")
+    for rate in (HYPER["lr"], HYPER["lr"], 0.0, 0.01, 0.02):
+        kernel(tables, other, hyper("cuda", lr=rate), True, table, kept, None, flag)
+    assert all(a.equal(b) for a, b in zip(everything(x, kept), everything(other, kept), strict=True))
