@@ -133,7 +133,7 @@ class Recorder:
             if weight.format != fmt:
                 multiplier, scale_inv = layer.scaling.weight_scales(weight)
                 row = found[name, "weight"] = self._table.new_zeros(len(TALLY))
-                tally_(row, fp32_values(weight), ops.cast(weight.payload, multiplier, None, fmt.dtype), scale_inv, fmt)
+                tally_(row, fp32_values(weight), ops.cast(weight.payload, multiplier, fmt.dtype), scale_inv, fmt)
         self._take(self._casts, found)
 
     def before_update(self) -> None:

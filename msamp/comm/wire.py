@@ -133,7 +133,7 @@ def pack_scaled(g: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Ten
     if fmt.bytes > 1 or g.numel() == 0:
         return quantize(g, factor, fmt).contiguous()
     rows = g.reshape(g.shape[0], -1) if g.dim() > 1 else g.reshape(1, -1)
-    return ops.cast(rows, factor, None, fmt.dtype).view(g.shape)
+    return ops.cast(rows, factor, fmt.dtype).view(g.shape)
 
 
 def sum_in_rank_order(payloads: Sequence[torch.Tensor]) -> torch.Tensor:

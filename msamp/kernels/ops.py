@@ -20,7 +20,7 @@ from msamp.kernels.tables import Tables
 _LIBRARY = torch.library.Library("msamp", "DEF")
 _SCHEMAS = (
     "amax(Tensor x) -> Tensor",
-    "cast(Tensor x, Tensor scale, Tensor(a!)? amax_slot, ScalarType dtype) -> Tensor",
+    "cast(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",
     (
         "cast_transpose(Tensor x, Tensor? scale, Tensor(a!)? amax_slot, ScalarType dtype, bool row, bool col, bool colsum, "
         "Tensor(b!)? scale_inv_slot=None) -> (Tensor y, Tensor y_t, Tensor scale_inv, Tensor sums)"
@@ -105,7 +105,7 @@ def _fake_amax(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 
-def _fake_cast(x: torch.Tensor, scale: torch.Tensor, amax_slot: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _fake_cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 

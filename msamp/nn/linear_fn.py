@@ -48,7 +48,7 @@ def weight_operand(payload: torch.Tensor, multiplier: torch.Tensor, dtype: torch
         return ops.transpose(payload) if transpose else payload
     if transpose:
         return ops.cast_transpose(payload, multiplier, None, dtype, False, True, False)[1]
-    return ops.cast(payload, multiplier, None, dtype)
+    return ops.cast(payload, multiplier, dtype)
 
 
 class LinearFunction(torch.autograd.Function):

@@ -28,7 +28,7 @@ def arguments(device: torch.device | str) -> dict[str, tuple]:
     bias = make("normal", (56,), device=device).bfloat16()
     return {
         "amax": (x,),
-        "cast": (x, scale, slot, E4M3.dtype),
+        "cast": (x, scale, E4M3.dtype),
         "cast_transpose": (x, scale, slot, E5M2.dtype, True, True, False),
         "cast_transposed": (x, scale, E5M2.dtype),
         "transpose": (a,),
@@ -117,8 +117,8 @@ def test_a_cpu_tensor_gets_the_twin_and_a_gpu_one_triton():
 def test_all_of_a_linear_layer_s_operators_stay_in_one_graph(device):
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         one, slot = torch.ones((), device=x.device), torch.zeros((), device=x.device)
-        x8 = ops.cast(x, one, slot, E4M3.dtype)
-        w8 = ops.cast_transpose(w, one, None, E4M3.dtype, False, True, False)[1]
+        x8 = ops.cast(x, one, E4M3.dtype)
+        w8 = ops.cast_transpose(w, one, slot, E4M3.dtype, False, True, False)[1]
         return ops.scaled_mm(x8, w8, one, one, None, torch.float32, False) + slot + ops.amax(w)
 
     x, w = make("normal", (16, 32), device=device), make("normal", (32, 48), seed=1, device=device)
