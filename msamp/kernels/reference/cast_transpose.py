@@ -27,7 +27,7 @@ def cast_transpose(
         dtype: an FP8 dtype.
         row: give the payload.
         col: give its transpose.
-        colsum: give the column sums of `x`: of a grad_output, the gradient of the bias.
+        colsum: give the column sums of `x`: of a grad_output, the gradient of the bias. Only beside `row` or `col`.
         scale_inv_slot: FP32, 0-dim, 16-byte aligned, holding 0: where scale_inv is left instead of in memory that this call would
             have to zero first.
 
@@ -35,7 +35,11 @@ def cast_transpose(
         Payload [M, N] and transpose [N, M], both row-major, of `dtype`; scale_inv (FP32, 0-dim; NaN where `x` is not finite,
         since an infinity saturates in the payload); column sums of parts of the rows, FP32 [parts, N], for `sum_parts`. What is not
         asked for is empty, and so is scale_inv where it has a slot.
+
+    Raises:
+        ValueError: for column sums alone.
     """
+    check_asked(row, col, colsum)
     taken, fmt = amax(x), of_dtype(dtype)
     if scale is None:
         scale = scale_from_amax(taken, fmt.max)
@@ -49,6 +53,12 @@ def cast_transpose(
         scale_inv_slot.copy_(scale_inv)
         scale_inv = scale_inv.new_empty(0)
     return payload if row else x.new_empty(0, dtype=dtype), transposed, scale_inv, sums
+
+
+def check_asked(row: bool, col: bool, colsum: bool) -> None:
+    """ValueError for column sums alone: Triton 3.6 compiles a kernel that stores nothing else wrongly (H200: every other column's sum)."""
+    if colsum and not (row or col):
+        raise ValueError("column sums come with a cast only: ask for row or col too, or take x.sum(0)")
 
 
 def cast_transposed(x: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

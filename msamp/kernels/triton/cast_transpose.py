@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from msamp.kernels.reference.cast_transpose import check_asked
 from msamp.kernels.triton.cast import _block_amax, _fp8_code, _rounded, fp8_constants
 from msamp.kernels.triton.scale_from_amax import scale_from_amax
 from msamp.numerics.formats import of_dtype
@@ -244,6 +245,7 @@ def cast_transpose(
     scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference twin."""
+    check_asked(row, col, colsum)
     x = x.contiguous()
     M, N = x.shape
     grid = (parts(M), max(1, triton.cdiv(N, TILE_N)))

@@ -42,7 +42,7 @@ def test_ragged_shapes(fmt, dtype, shape, triton_device):
     assert_same(make("log-normal", shape, device=triton_device).to(dtype), 4.0, fmt)
 
 
-@pytest.mark.parametrize("asked", list(itertools.product([False, True], repeat=3)), ids=str)
+@pytest.mark.parametrize("asked", [asked for asked in itertools.product([False, True], repeat=3) if asked != (False, False, True)], ids=str)
 @pytest.mark.parametrize("scale", [None, 0.25])
 def test_everything_that_can_be_left_out(asked, scale, triton_device):
     for rows in (40, 41):  # whole words of four rows, and not
