@@ -57,7 +57,7 @@ class Recorder:
     elements left unchanged by an update that is not zero. null: not finite, nothing lost (SQNR), or nobody knows (the sum of `nccl`).
 
     Every number is over all elements of a tensor, all micro-batches of the step and all ranks. Tensors kept in FP32 lose nothing and are
-    left out, and so is the update of a parameter that has no states so far.
+    left out, and so are the updates of the first step of a process, where optimizer states may only begin.
 
     Args:
         training: whose steps.
@@ -138,7 +138,7 @@ class Recorder:
 
     def before_update(self) -> None:
         """With the averaged gradients there and the update to come: measure the update. Takes its collectives; every rank calls it."""
-        if not self.recording:
+        if not self.recording or self.training.iteration < self._first:
             return
         rounded: dict[Key, Tensor] = {}
         arrived: dict[str, Tensor] = {}

@@ -148,7 +148,7 @@ def test_a_recorded_run_ends_with_the_same_bits(prefix: Path, tmp_path: Path, le
     assert tiny.same(*ends)
     rows = read(file)
     assert [row["iteration"] for row in rows] == [1, 6, 12, 18]
-    assert len(rows[0]["updates"]) == (8 if level == "O3" else 0)  # only a master that is not the weight is there from the start
+    assert rows[0]["updates"] == {}
     casts = rows[-1]["casts"][LINEAR].keys()
     assert casts == ({"weight"} if level == "bf16" else {"input", "weight", "grad_output", "grad", "master", "m", "v"})
     if level == "bf16":
@@ -185,6 +185,7 @@ def test_a_skipped_step_says_so_and_a_torn_line_is_left_behind(tmp_path: Path):
         process_groups.seed_all(config.training.seed)
         made = build_training(config, tiny.VOCABULARY)
         made.recorder = Recorder(made, str(file), 1, lambda *_: None)
+        train_step(made, batches(config))
         batch = next(batches(config))
         batch["loss_mask"][0, 0] = math.inf
         with made.recorder.step(3):

@@ -1,0 +1,126 @@
+"""Recorded steps in words and pictures."""
+
+import builtins
+import json
+
+import pytest
+
+from tools import inspect_scales
+from tools.inspect_scales import main, read, spoken, words
+
+CASTS, UPDATES = ["amax", "underflow", "saturation", "sqnr_db", "scale_exponent"], ["norm", "update_norm", "edq", "lost"]
+FC2, QKV = "decoder.layers.3.mlp.linear_fc2", "decoder.layers.0.self_attention.linear_qkv"
+
+
+def step(iteration, underflow=0.0, sqnr=25.0, lost=0.0, edq=1.0, saturation=0.0, mu=None):
+    row = [1.0, underflow, saturation, sqnr, 5]
+    return {
+        "iteration": iteration,
+        "skipped": False,
+        "columns": {"casts": CASTS, "updates": UPDATES},
+        "casts": {FC2: {"grad_output": row, "input": [1.0, 0.001, 0.0, 31.0, 6]}, QKV: {"m": [1.0, 0.0, 0.0, None, 3]}},
+        "updates": {FC2: [3.0, 1.0, edq, lost], QKV: [4.0, 0.0, 0.0, 0.0]},
+        "total": [5.0, 1.0, edq, lost / 2],
+        "mu": {FC2: mu} if mu else {},
+    }
+
+
+def write(path, steps, tail=""):
+    path.write_text("".join(json.dumps(one) + "\n" for one in steps) + tail)
+    return path
+
+
+def test_names_are_spoken():
+    assert spoken(FC2) == "layer 3 linear_fc2"
+    assert spoken("decoder.layers.11.input_layernorm") == "layer 11 input_layernorm"
+    assert spoken("embedding.word_embeddings") == "embedding.word_embeddings"
+
+
+def test_the_worst_is_named_first_and_since_when(tmp_path):
+    shares = {200: 0.05, 300: 0.0, 400: 0.02, 500: 0.12}
+    steps = [step(i, underflow=share, lost=0.6 if i == 500 else 0.0) for i, share in shares.items()]
+    told = words(read(write(tmp_path / "p", steps)), most=10)
+    assert told == [
+        "layer 3 linear_fc2 grad_output: 12 % underflow since step 400",
+        "layer 3 linear_fc2 update: 60 % of the elements do not move since step 500",
+    ]
+    assert words(read(tmp_path / "p"), most=1)[1] == "and 1 more, less bad"
+
+
+def test_every_complaint_has_words(tmp_path):
+    told = words(read(write(tmp_path / "p", [step(7, 0.5, 3.0, 0.9, 0.25, 0.01)])), most=10)
+    assert set(told) == {
+        "layer 3 linear_fc2 grad_output: 50 % underflow since step 7",
+        "layer 3 linear_fc2 grad_output: 1 % saturated since step 7",
+        "layer 3 linear_fc2 grad_output: SQNR 3.0 dB since step 7",
+        "layer 3 linear_fc2 update: 90 % of the elements do not move since step 7",
+        "layer 3 linear_fc2 update: 25 % of the update arrives (EDQ) since step 7",
+    }
+
+
+def test_where_all_is_well_the_worst_of_each_is_told(tmp_path):
+    told = words(read(write(tmp_path / "p", [step(7)])), most=10)
+    assert told[0].startswith("no tensor stands out")
+    assert "layer 3 linear_fc2 input: 0.1 % underflow" in told
+    assert "layer 3 linear_fc2 grad_output: SQNR 25.0 dB" in told
+
+
+def test_the_last_line_of_an_iteration_counts_and_a_torn_one_does_not(tmp_path):
+    steps = read(write(tmp_path / "p", [step(20, 0.3), step(10), step(20)], tail='{"iteration": 30, "cas'))
+    assert [one["iteration"] for one in steps] == [10, 20]
+    assert steps[1]["series"][FC2, "grad_output"]["underflow"] == 0.0
+
+
+def test_a_page_that_stands_alone(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = write(tmp_path / "p", [step(i, underflow=0.2, mu=1.0 + i / 100) for i in range(10, 60, 10)])
+    assert main([str(file), "--out", str(tmp_path / "new" / "page")]) == 0
+    out = capsys.readouterr().out
+    assert "layer 3 linear_fc2 grad_output: 20 % underflow since step 10" in out
+    names = {path.name for path in (tmp_path / "new" / "page").iterdir()}
+    pictures = {"sqnr_db", "underflow", "saturation", "scale_exponent", "mu", "distributions", "updates"}
+    assert names == {"precision.html", *(f"{name}.png" for name in pictures)}
+    page = (tmp_path / "new" / "page" / "precision.html").read_text()
+    assert page.count("data:image/png;base64,") == 7
+    assert "20 % underflow" in page
+    assert "http" not in page
+
+
+def test_without_mu_or_updates_there_is_a_page_too(tmp_path):
+    pytest.importorskip("matplotlib")
+    bare = step(1) | {"updates": {}, "total": None}
+    assert main([str(write(tmp_path / "p", [bare])), "--out", str(tmp_path / "page")]) == 0
+    assert not (tmp_path / "page" / "mu.png").exists()
+
+
+def test_words_need_no_matplotlib_and_pictures_say_so(tmp_path, capsys, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    file = str(write(tmp_path / "p", [step(1)]))
+    assert main([file]) == 0
+    assert main([file, "--out", str(tmp_path / "page")]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+    assert not (tmp_path / "page").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        (None, [], "does not exist"),
+        ("", [], "holds no recorded step"),
+        ("{}\n", [], "holds no recorded step"),
+        ("", ["--most", "0"], "at least 1"),
+    ],
+)
+def test_refusals(tmp_path, capsys, content, arguments, message):
+    file = tmp_path / "p"
+    if content is not None:
+        file.write_text(content)
+    assert inspect_scales.main([str(file), *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,276 @@
+"""What the precision recorder saw, in words and pictures.
+
+    python tools/inspect_scales.py runs/a/precision.jsonl --out runs/a/precision
+
+names the worst tensors on stdout, from which step on they are so, and with --out (which wants matplotlib, the extra `plot`) writes
+precision.html, which stands alone, and its pictures beside it: heat maps of layer x step for each quantity and tensor, the
+distributions over the layers, and what of the updates arrived. The file is that of `--record-precision`.
+"""
+
+import argparse
+import base64
+import html
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TENSORS = ("input", "weight", "grad_output", "grad", "grad_reduced", "master", "m", "v")
+QUANTITIES = {
+    "sqnr_db": ("SQNR (dB)", 1.0),
+    "underflow": ("underflow (%)", 100.0),
+    "saturation": ("saturation (%)", 100.0),
+    "scale_exponent": ("exponent of the scale, base 2", 1.0),
+}
+STYLE = "body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}img{max-width:100%}li{margin:.2rem 0}"
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """When a tensor is told of: `column` of its row is worse than `limit`.
+
+    Attributes:
+        column: of the recorder.
+        limit: from where on.
+        low: whether less is worse.
+        words: what is said of a value.
+    """
+
+    column: str
+    limit: float
+    low: bool
+    words: Callable[[float], str]
+
+    def holds(self, value: float | None) -> bool:
+        """Whether a value is worse than the limit."""
+        return value is not None and (value < self.limit if self.low else value > self.limit)
+
+    def severity(self, value: float) -> float:
+        """How many times worse than the limit: what orders complaints of all kinds."""
+        return self.limit / max(value, 1e-3) if self.low else value / self.limit
+
+
+# E4M3 of normal values gives 31 dB, E5M2 25: below 20 most of the range or of the elements is lost.
+COMPLAINTS = (
+    Complaint("underflow", 0.01, False, lambda x: f"{100 * x:.3g} % underflow"),
+    Complaint("saturation", 0.001, False, lambda x: f"{100 * x:.3g} % saturated"),
+    Complaint("sqnr_db", 20.0, True, lambda x: f"SQNR {x:.1f} dB"),
+    Complaint("lost", 0.5, False, lambda x: f"{100 * x:.3g} % of the elements do not move"),
+    Complaint("arrived", 0.9, True, lambda x: f"{100 * x:.3g} % of the update arrives (EDQ)"),
+)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The recorded steps by iteration; of several lines of one iteration (a resumed run) the last counts, a torn line does not.
+
+    Each step has `series`: {(layer, tensor): {column: value}}, updates as the tensor "update", with `arrived`, EDQ / update norm.
+
+    Raises:
+        ValueError: no such file, or no recorded step in it.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: give the file of the trainer's --record-precision")
+    steps: dict[int, dict[str, Any]] = {}
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            step = json.loads(text)
+            steps[step["iteration"]] = step | {"series": dict(_series(step))}
+        except (ValueError, KeyError, TypeError):
+            continue  # what a kill has cut off
+    if not steps:
+        raise ValueError(f"{path} holds no recorded step: give the file of the trainer's --record-precision")
+    return [steps[iteration] for iteration in sorted(steps)]
+
+
+def _series(step: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], dict[str, float | None]]]:
+    columns = step["columns"]
+    for layer, tensors in step["casts"].items():
+        for tensor, values in tensors.items():
+            yield (layer, tensor), dict(zip(columns["casts"], values, strict=True))
+    for name, values in step["updates"].items():
+        row = dict(zip(columns["updates"], values, strict=True))
+        moved = row["update_norm"]
+        yield (name, "update"), row | {"arrived": row["edq"] / moved if moved and row["edq"] is not None else None}
+    for name, mu in step["mu"].items():
+        yield (name, "mu"), {"mu": mu}
+
+
+def spoken(layer: str) -> str:
+    """`decoder.layers.3.mlp.linear_fc2` -> `layer 3 linear_fc2`."""
+    found = re.fullmatch(r"decoder\.layers\.(\d+)\.(?:self_attention\.|mlp\.)?(.+)", layer)
+    return f"layer {found[1]} {found[2]}" if found else layer
+
+
+def _order(layer: str) -> tuple[int, str]:
+    found = re.match(r"decoder\.layers\.(\d+)\.(.*)", layer)
+    return (int(found[1]), found[2]) if found else (1 << 30, layer)
+
+
+def words(steps: Sequence[Mapping[str, Any]], most: int) -> list[str]:
+    """Sentences on the tensors that are worse than `COMPLAINTS` allow at the last recorded step, the worst first, each with the first
+    step of those in a row at which it was so; where there are none, the worst of each quantity."""
+    last = steps[-1]["series"]
+    found: list[tuple[float, str]] = []
+    for (layer, tensor), row in last.items():
+        for complaint in COMPLAINTS:
+            value = row.get(complaint.column)
+            if value is not None and complaint.holds(value):
+                since = steps[-1]["iteration"]
+                for step in reversed(steps):
+                    if not complaint.holds(step["series"].get((layer, tensor), {}).get(complaint.column)):
+                        break
+                    since = step["iteration"]
+                found.append((complaint.severity(value), f"{spoken(layer)} {tensor}: {complaint.words(value)} since step {since}"))
+    if found:
+        told = [sentence for _, sentence in sorted(found, key=lambda pair: -pair[0])]
+        rest = [f"and {len(told) - most} more, less bad"] if len(told) > most else []
+        return told[:most] + rest
+    lines = ["no tensor stands out; the worst at the last step:"]
+    for complaint in COMPLAINTS:
+        values = [(row[complaint.column], key) for key, row in last.items() if row.get(complaint.column) is not None]
+        if values:
+            value, (layer, tensor) = (min if complaint.low else max)(values)
+            lines.append(f"{spoken(layer)} {tensor}: {complaint.words(value)}")
+    return lines
+
+
+# ----------------------------------------------------------------------------------------------------------------- pictures
+
+
+def heat_maps(steps: Sequence[Mapping[str, Any]], quantity: str) -> "Figure | None":
+    """A quantity of every tensor by layer and step; None where no step has it."""
+    tensors = ("mu",) if quantity == "mu" else TENSORS
+    title, factor = QUANTITIES.get(quantity, ("mu", 1.0))
+    panels, fp8 = [], {layer for layer, tensor in steps[-1]["series"] if tensor == "input"}
+    for tensor in tensors:
+        known = {layer for step in steps for (layer, t), row in step["series"].items() if t == tensor and row.get(quantity) is not None}
+        known = known & fp8 or known  # the weights of norms and biases would hide those of the linear layers
+        if known:
+            panels.append((tensor, sorted(known, key=_order)))
+    if not panels:
+        return None
+    figure = _figure((5.2 * min(2, len(panels)), 0.9 + 3.4 * math.ceil(len(panels) / 2)))
+    axes = list(figure.subplots(math.ceil(len(panels) / 2), min(2, len(panels)), squeeze=False).flat)
+    for axis, (tensor, layers) in zip(axes, panels, strict=False):
+        grid = [[_value(step, layer, tensor, quantity, factor) for step in steps] for layer in layers]
+        image = axis.imshow(grid, aspect="auto", interpolation="nearest", cmap="viridis_r" if quantity == "sqnr_db" else "viridis")
+        figure.colorbar(image, ax=axis)
+        every = max(1, len(layers) // 12)
+        axis.set_yticks(range(0, len(layers), every), [spoken(layer) for layer in layers[::every]], fontsize=7)
+        apart = max(1, len(steps) // 6)
+        axis.set_xticks(range(0, len(steps), apart), [str(step["iteration"]) for step in steps[::apart]], fontsize=7)
+        axis.set_title(tensor, loc="left", fontsize=10)
+    for axis in axes[len(panels) :]:  # an odd number leaves one over
+        axis.axis("off")
+    figure.suptitle(title, x=0.01, ha="left")
+    return figure
+
+
+def distributions(steps: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Underflow, saturation and SQNR over all layers at the last recorded step, a box a tensor."""
+    figure = _figure((10, 4))
+    for axis, quantity in zip(figure.subplots(1, 3), ("sqnr_db", "underflow", "saturation"), strict=True):
+        title, factor = QUANTITIES[quantity]
+        boxes = {}
+        for tensor in TENSORS:
+            rows = [row for (_, t), row in steps[-1]["series"].items() if t == tensor]
+            boxes[tensor] = [factor * row[quantity] for row in rows if row.get(quantity) is not None]
+        shown = {tensor: values for tensor, values in boxes.items() if values}
+        if shown:
+            axis.boxplot(list(shown.values()), orientation="horizontal", whis=(0, 100))
+            axis.set_yticks(range(1, len(shown) + 1), list(shown), fontsize=8)
+        axis.set_title(title, loc="left", fontsize=10)
+    return figure
+
+
+def updates(steps: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Over the steps: the share of the update that arrives, lost arithmetic, norms of parameters and updates; thick: of all parameters."""
+    figure = _figure((10, 6))
+    names = sorted({name for step in steps for name, tensor in step["series"] if tensor == "update"}, key=_order)
+    iterations = [step["iteration"] for step in steps]
+    panels = (
+        ("arrived", "update that arrives, EDQ (%)", 100.0),
+        ("lost", "lost arithmetic (%)", 100.0),
+        ("norm", "norm of the parameters", 1.0),
+        ("update_norm", "norm of the update", 1.0),
+    )
+    for axis, (column, title, factor) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        for name in names:
+            axis.plot(iterations, [_value(step, name, "update", column, factor) for step in steps], color="#9ca3af", linewidth=0.6)
+        axis.plot(iterations, [_total(step, column, factor) for step in steps], color="#2563eb", linewidth=2, marker="o", markersize=3)
+        axis.set_title(title, loc="left", fontsize=10)
+    return figure
+
+
+def _total(step: Mapping[str, Any], column: str, factor: float) -> float:
+    if step["total"] is None:
+        return math.nan
+    row = dict(zip(step["columns"]["updates"], step["total"], strict=True))
+    row["arrived"] = row["edq"] / row["update_norm"] if row["update_norm"] and row["edq"] is not None else None
+    return math.nan if row[column] is None else factor * row[column]
+
+
+def _value(step: Mapping[str, Any], layer: str, tensor: str, column: str, factor: float) -> float:
+    value = step["series"].get((layer, tensor), {}).get(column)
+    return math.nan if value is None else factor * value
+
+
+def _figure(size: tuple[float, float]) -> "Figure":
+    from matplotlib.figure import Figure  # without pyplot: no display, no state between figures
+
+    return Figure(figsize=size, dpi=110, layout="constrained")
+
+
+def write_page(steps: Sequence[Mapping[str, Any]], sentences: Sequence[str], out: Path) -> Path:
+    """The page and its pictures in the folder `out`; the page's path. Needs matplotlib."""
+    figures = {quantity: heat_maps(steps, quantity) for quantity in (*QUANTITIES, "mu")}
+    figures |= {"distributions": distributions(steps), "updates": updates(steps)}
+    out.mkdir(parents=True, exist_ok=True)
+    parts = ["<h1>Precision</h1>", "<ul>", *(f"<li>{html.escape(sentence)}</li>" for sentence in sentences), "</ul>"]
+    for name, figure in figures.items():
+        if figure is not None:
+            picture = io.BytesIO()
+            figure.savefig(picture, format="png")
+            (out / f"{name}.png").write_bytes(picture.getvalue())
+            parts.append(f'<p><img alt="{name}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"></p>')
+    page = out / "precision.html"
+    head = f'<meta charset="utf-8"><title>Precision</title><style>{STYLE}</style>'
+    body = "\n".join(parts)
+    page.write_text(f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n', encoding="utf-8")
+    return page
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; 0, or 2 with a message on stderr for bad input."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="what --record-precision has written")
+    parser.add_argument("--out", type=Path, help="folder for the page and its pictures")
+    parser.add_argument("--most", type=int, default=10, help="tensors to name (default: %(default)s)")
+    args = parser.parse_args(argv)
+    try:
+        if args.most < 1:
+            raise ValueError(f"--most {args.most} must be at least 1")
+        steps = read(args.file)
+        sentences = words(steps, args.most)
+        print(*sentences, sep="\n")
+        if args.out is not None:
+            print(f"page: {write_page(steps, sentences, args.out)}")
+    except (ValueError, OSError) as error:
+        print(f"inspect_scales.py: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(f"inspect_scales.py: pictures want {error.name}: pip install matplotlib, or leave --out away", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
