@@ -86,4 +86,4 @@ def test_the_transpose_alone_has_the_same_codes(fmt):
 
 def test_column_sums_of_half_precision_are_taken_in_fp32():
     x = torch.ones(5000, 3, dtype=torch.bfloat16)
-    assert cast_transpose(x, None, None, E5M2.dtype, False, False, True)[3].tolist() == [[5000.0] * 3]
+    assert cast_transpose(x, None, None, E5M2.dtype, True, False, True)[3].tolist() == [[5000.0] * 3]
