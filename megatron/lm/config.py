@@ -18,6 +18,7 @@ GRAD_ACCUM_DTYPES = ("fp8", "fp8-sr", "bf16", "fp32")
 GRAD_EXCHANGES = ("fp32-sum", "nccl")
 GRAD_SCALINGS = ("auto", "pre", "post")
 MU_RULES = ("halve", "paper")
+ACTIVATIONS_SAVED = ("compute", "coat")
 TP_WIRES = ("bf16", "fp8")
 TP_SAVED_INPUTS = ("shard", "gathered")
 TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
@@ -186,6 +187,12 @@ class PrecisionConfig:
     grad_format: str | None = setting("weight gradient at O1 to O3; derived: the level's own", None, choices=STATE_FORMATS)
     exp_avg_format: str | None = setting("first moment at O1 to O3; derived: the level's own", None, choices=STATE_FORMATS)
     exp_avg_sq_format: str | None = setting("second moment at O1 to O3; derived: the level's own", None, choices=STATE_FORMATS)
+    save_activations: str = setting(
+        "how the inputs of norms, GELU and SwiGLU are kept for backward: in the compute dtype, or in E4M3 with a scale for every 16 "
+        "channels (COAT)",
+        "compute",
+        choices=ACTIVATIONS_SAVED,
+    )
     grad_accum_dtype: str | None = setting(
         "in what the micro-batches of a step add up (sr: stochastic rounding); derived: bf16 where weight gradients are FP8, else fp32",
         None,

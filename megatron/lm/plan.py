@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron.lm.config import LINEARS, Config
 from megatron.lm.presets import parameter_count
-from megatron.lm.recipe import build_recipe, states_by_kind
+from megatron.lm.recipe import build_recipe, saved_activations, states_by_kind
 from msamp.comm.accumulate import Plain, accumulator
 from msamp.nn.vocabulary_loss import chunk_rows
 from msamp.numerics.formats import Format
@@ -189,10 +189,10 @@ def layer_activations(config: Config) -> int:
 def activation_parts(config: Config) -> dict[str, int]:
     """Bytes that one layer saves for backward of one micro-batch on one rank: for its norms (and what they feed), attention and MLP.
 
-    With a = 2 bytes (4 at fp32), l = 1 for the input of an FP8 linear layer (else a), s sequence, b micro-batch, t TP (T: t with
+    With a = 2 bytes (4 at fp32), c = a or with --save-activations coat 17/16 (`msamp.nn.saved`), l = 1 for the input of an FP8 linear layer (else a), s sequence, b micro-batch, t TP (T: t with
     sequence parallelism, else 1), q and k the widths of a rank's queries and keys, f that of its share of the MLP:
 
-        norms          2 a h / T             their inputs, which are the residual stream
+        norms          2 c h / T             their inputs, which are the residual stream
                        2 l h / G             the inputs of QKV and fc1; G = t where a rank keeps its shard and gathers again (BF16, and
                                              O3 with --tp-saved-input shard), else 1: O1 and O2 keep all of it
                        2 h / T               two masks, where there is dropout on the residual stream
@@ -202,30 +202,32 @@ def activation_parts(config: Config) -> dict[str, int]:
                        a q                   the output; no s x s matrix: the kernels recompute it
                        l q with FP8          the projection's input, cast; without FP8 it is the output itself
         MLP            a f, SwiGLU 4 a f     what GELU sees; SwiGLU's two halves, and the two factors of their product
+                       c f, SwiGLU 2 c f     in place of that with coat: what GELU or SwiGLU sees
                        l f                   fc2's input
 
     in units of s b; where core_attn is recomputed, no output but the projection's input; where mlp is, nothing but fc1's input, in the
     compute dtype. So with tensor parallelism or dropout on the residual stream, and in BF16. The fused FP8 layer of the rest
     (`Config.fuses_layers`) keeps what cannot be made again from something else:
 
-        norms          2 a h                 their inputs
+        norms          2 c h                 their inputs
         attention      a (q + 2 k)           QKV's output after rope
                        a q                   the output, unless core_attn is recomputed; as much again for a copy of the queries
                                              where they come in groups
-        MLP            a f, SwiGLU 2 a f     fc1's output, unless mlp is recomputed
+        MLP            c f, SwiGLU 2 c f     fc1's output, unless mlp is recomputed
 
-    An unfused GPT without tensor parallelism has 36 s b h in BF16, 31 s b h with FP8, a fused one 20; Korthikanti et al. have 34 s b h
+    An unfused GPT without tensor parallelism has 36 s b h in BF16, 31 s b h with FP8, a fused one 20, with coat 14.4; Korthikanti et al. have 34 s b h
     for BF16, with three dropout masks, and without the QKV output and rope.
     """
     model, wide, again = config.model, _compute_bytes(config), _recomputed(config)
     tp, split = config.parallel.tensor_model_parallel_size, _sequence_split(config)
     hidden, ffn = model.hidden_size, model.ffn_size / tp
     queries, keys = model.num_attention_heads * model.head_size / tp, model.query_groups * model.head_size / tp
-    norms = 2 * wide * hidden / split
+    coat, kept = config.precision.save_activations == "coat", saved_activations(config.precision).element_bytes(wide)
+    norms, seen = 2 * kept * hidden / split, kept * ffn * (2 if model.swiglu else 1)
     if config.fuses_layers:
         output = queries * (2 if 1 < model.query_groups < model.num_attention_heads else 1)
         attention = wide * (queries + 2 * keys + (0 if "core_attn" in again and not model.attention_dropout else output))
-        mlp = 0 if "mlp" in again else wide * ffn * (2 if model.swiglu else 1)
+        mlp = 0 if "mlp" in again else seen
     else:
         in_bf16 = config.precision.bf16_linears or ()
         narrow = {slot: 1 if config.precision.is_fp8 and slot not in in_bf16 else wide for slot in LINEARS}
@@ -238,7 +240,8 @@ def activation_parts(config: Config) -> dict[str, int]:
         output = queries if "core_attn" not in again or narrow["linear_proj"] == wide else 0
         tables = 4 * int(model.head_size * model.rotary_percent) / config.training.micro_batch_size if rotated else 0
         attention = wide * (queries + 2 * keys + rotated + tables + output) + (queries if narrow["linear_proj"] == 1 else 0)
-        mlp = 0 if "mlp" in again else wide * ffn * (4 if model.swiglu else 1) + narrow["linear_fc2"] * ffn
+        seen *= 2 if model.swiglu and not coat else 1
+        mlp = 0 if "mlp" in again else seen + narrow["linear_fc2"] * ffn
     return {name: int(size * _tokens(config)) for name, size in (("norms", norms), ("attention", attention), ("MLP", mlp))}
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from megatron.lm.config import PrecisionConfig
+from msamp.nn.saved import AsItIs, GroupedFP8, Saved
 from msamp.numerics import formats, recipe
 from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
 from msamp.numerics.scaling import Current
@@ -20,6 +21,11 @@ def build_recipe(precision: PrecisionConfig) -> Recipe:
         "v": precision.exp_avg_sq_format,
     }
     return base.with_states(**{key: formats.by_name(name) for key, name in names.items() if name is not None})
+
+
+def saved_activations(precision: PrecisionConfig) -> Saved:
+    """How the inputs of norms and activations are kept for backward."""
+    return {"compute": AsItIs(), "coat": GroupedFP8()}[precision.save_activations]
 
 
 def states_by_kind(recipe: Recipe) -> dict[str, StateFormats]:

@@ -26,6 +26,8 @@ _SCHEMAS = (
         "Tensor(b!)? scale_inv_slot=None) -> (Tensor y, Tensor y_t, Tensor scale_inv, Tensor sums)"
     ),
     "cast_transposed(Tensor x, Tensor scale_inv, ScalarType dtype) -> Tensor",
+    "group_cast(Tensor x, int size, ScalarType dtype) -> (Tensor y, Tensor exponents)",
+    "group_decode(Tensor payload, Tensor exponents, int size, ScalarType dtype) -> Tensor",
     "transpose(Tensor x) -> Tensor",
     (
         "activate(Tensor y, str kind, Tensor? scale, Tensor(a!)? amax_slot, ScalarType dtype, Tensor(b!)? scale_inv_slot=None) "
@@ -62,6 +64,7 @@ _SCHEMAS = (
 _FILES = {
     "cast_transposed": "cast_transpose",
     "activate_backward": "activate",
+    "group_decode": "group_cast",
     "rotary_backward": "rotary",
     "normalize_transposed": "normalize",
     "normalize_backward": "normalize",
@@ -134,6 +137,14 @@ def _fake_cast_transpose(
 
 def _fake_cast_transposed(x: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.new_empty((x.shape[1], x.shape[0]), dtype=dtype)
+
+
+def _fake_group_cast(x: torch.Tensor, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[0], -(-x.shape[1] // size)), dtype=torch.uint8)
+
+
+def _fake_group_decode(payload: torch.Tensor, exponents: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return payload.new_empty(payload.shape, dtype=dtype)
 
 
 def _fake_transpose(x: torch.Tensor) -> torch.Tensor:
@@ -265,6 +276,8 @@ _FAKES: dict[str, Callable[..., object]] = {
     "cast": _fake_cast,
     "cast_transpose": _fake_cast_transpose,
     "cast_transposed": _fake_cast_transposed,
+    "group_cast": _fake_group_cast,
+    "group_decode": _fake_group_decode,
     "transpose": _fake_transpose,
     "activate": _fake_activate,
     "activate_backward": _fake_activate_backward,
@@ -318,6 +331,8 @@ cast = torch.ops.msamp.cast.default
 cast_transpose = torch.ops.msamp.cast_transpose.default
 cast_transposed = torch.ops.msamp.cast_transposed.default
 cross_entropy_ = torch.ops.msamp.cross_entropy_.default
+group_cast = torch.ops.msamp.group_cast.default
+group_decode = torch.ops.msamp.group_decode.default
 normalize = torch.ops.msamp.normalize.default
 normalize_backward = torch.ops.msamp.normalize_backward.default
 normalize_transposed = torch.ops.msamp.normalize_transposed.default

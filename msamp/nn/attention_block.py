@@ -1,9 +1,9 @@
 """The attention half of a transformer layer as one function: norm, QKV, rotary embedding, attention, projection, all casts fused.
 
-What lies between two GEMMs is one kernel, which leaves FP8 operands as the next GEMM wants them. Kept for backward in the compute
-dtype are only the residual stream, the rotated queries, keys and values, and the attention's output; the FP8 operands of the weight
-gradients (normalised input, attention output) are made again from them, to the same bits, at the price of reading 2 bytes an element
-instead of writing 1 in forward.
+What lies between two GEMMs is one kernel, which leaves FP8 operands as the next GEMM wants them. Kept for backward are only the
+residual stream, as `msamp.nn.saved` says, and in the compute dtype the rotated queries, keys and values, and the attention's output; the
+FP8 operands of the weight gradients (normalised input, attention output) are made again from them, to the same bits where the stream is
+kept as it is, at the price of reading 2 bytes an element instead of writing 1 in forward.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.nn.block_gemm import BlockGemm, Norm, ScaleInvs, grad_weight, vector_gradients
+from msamp.nn.saved import AsItIs, Saved
 from msamp.numerics.tensor import ScalingTensor
 
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -30,6 +31,7 @@ class AttentionSettings(NamedTuple):
         cos, sin: FP32 [s, r]: rotary embedding of the first r channels of a head; r = 0 without one.
         keep: whether backward will come.
         recompute: forget the attention's output, and run the attention again in backward.
+        saved: how the norm's input is kept for backward.
     """
 
     norm: Norm
@@ -42,6 +44,7 @@ class AttentionSettings(NamedTuple):
     sin: torch.Tensor
     keep: bool
     recompute: bool
+    saved: Saved = AsItIs()
 
 
 class AttentionBlock(torch.autograd.Function):
@@ -82,7 +85,7 @@ class AttentionBlock(torch.autograd.Function):
         delta = proj.output(o8, o_scale_inv, proj_weight.payload, proj_bias, x.dtype)
         if how.keep:
             norm, weights = (norm_weight, norm_bias, mean, rstd), (qkv_weight.payload, qkv_bias, proj_weight.payload, proj_bias)
-            ctx.save_for_backward(x, *norm, n_scale_inv, o_scale_inv, *weights)
+            ctx.save_for_backward(*how.saved.keep(x2d), *norm, n_scale_inv, o_scale_inv, *weights)
             ctx.attention, ctx.how = (qkv.view(s, b, -1), None) if how.recompute else (parts, attended), how
             ctx.weight_dtypes = (qkv_weight.dtype, proj_weight.dtype)
         return x, delta.view(s, b, -1)
@@ -90,14 +93,14 @@ class AttentionBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_x: torch.Tensor, grad_delta: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        x, norm_weight, norm_bias, mean, rstd, n_scale_inv, o_scale_inv, *weights = ctx.saved_tensors
-        qkv_weight, qkv_bias, proj_weight, proj_bias = weights
-        how, (parts, attended) = ctx.how, ctx.attention
+        *kept, norm_weight, norm_bias, mean, rstd, n_scale_inv, o_scale_inv = ctx.saved_tensors[:-4]
+        qkv_weight, qkv_bias, proj_weight, proj_bias = ctx.saved_tensors[-4:]
+        how, (parts, attended), dtype = ctx.how, ctx.attention, grad_x.dtype
         del ctx.attention
         if attended is None:
             parts, attended = _attend(parts, how)
         qkv, proj, (qkv_dtype, proj_dtype) = how.qkv, how.proj, ctx.weight_dtypes
-        x2d, tokens = x.view(-1, x.shape[-1]), x.shape[0] * x.shape[1]
+        tokens = grad_x.shape[0] * grad_x.shape[1]
         g_scale_inv = ctx.scale_invs.take()
         g8, g8_t, _, proj_sums = ops.cast_transpose(
             grad_delta.reshape(tokens, -1),
@@ -114,7 +117,7 @@ class AttentionBlock(torch.autograd.Function):
         o2d = attended.detach().view(tokens, -1)
         o8_t = ops.cast_transposed(o2d, o_scale_inv, proj.x_dtype)
         grad_proj = grad_weight(g8_t, g_scale_inv, o8_t, o_scale_inv, proj_dtype)
-        grad_o = proj.grad_input(g8, g_scale_inv, proj_weight, x.dtype).view(attended.shape)
+        grad_o = proj.grad_input(g8, g_scale_inv, proj_weight, dtype).view(attended.shape)
         grad_parts = torch.autograd.grad(attended, parts, grad_o)
         del parts, attended, o2d, o8_t, grad_o
         g_scale_inv = ctx.scale_invs.take()
@@ -124,17 +127,17 @@ class AttentionBlock(torch.autograd.Function):
         if qkv.grad.watch is not None:
             qkv.grad.watch(ops.rotary_backward(*grad_parts, how.cos, how.sin, None, None, torch.float32, False)[0], g8, g_scale_inv)
         del grad_parts
+        x2d = how.saved.restore(kept, dtype)
         n8_t = ops.normalize_transposed(x2d, mean, rstd, norm_weight, norm_bias, how.norm.rms, n_scale_inv, qkv.x_dtype)
         grad_qkv = grad_weight(g8_t, g_scale_inv, n8_t, n_scale_inv, qkv_dtype)
-        grad_n = qkv.grad_input(g8, g_scale_inv, qkv_weight, x.dtype)
+        grad_n = qkv.grad_input(g8, g_scale_inv, qkv_weight, dtype)
         residual = grad_x.reshape(tokens, -1)
         grad_x2d, *norm_sums = ops.normalize_backward(grad_n, x2d, mean, rstd, norm_weight, residual, how.norm.rms)
         vectors = (norm_weight, norm_bias, qkv_bias, proj_bias)
         grad_norm_weight, grad_norm_bias, grad_qkv_bias, grad_proj_bias = vector_gradients(
             *zip((*norm_sums, qkv_sums, proj_sums), vectors, strict=True)
         )
-        grad_x = grad_x2d.view(x.shape)
-        return grad_x, grad_norm_weight, grad_norm_bias, grad_qkv, grad_qkv_bias, grad_proj, grad_proj_bias, None
+        return grad_x2d.view(grad_x.shape), grad_norm_weight, grad_norm_bias, grad_qkv, grad_qkv_bias, grad_proj, grad_proj_bias, None
 
 
 def _attend(qkv: torch.Tensor, how: AttentionSettings) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:

@@ -1,7 +1,7 @@
 """The MLP half of a transformer layer as one function: residual add, norm, FC1, GELU or SwiGLU, FC2, residual add, all casts fused.
 
-Kept for backward in the compute dtype are only the residual stream and FC1's output; the FP8 operands of the weight gradients
-(normalised input, activation) are made again from them, to the same bits.
+Kept for backward are only the residual stream and FC1's output, as `msamp.nn.saved` says; the FP8 operands of the weight gradients
+(normalised input, activation) are made again from them, to the same bits where both are kept as they are.
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.nn.block_gemm import BlockGemm, Norm, ScaleInvs, grad_weight, vector_gradients
+from msamp.nn.saved import AsItIs, Saved
 from msamp.numerics.tensor import ScalingTensor
 
 
@@ -22,6 +23,7 @@ class MLPSettings(NamedTuple):
         fc1, fc2: the two linear layers.
         activation: "gelu" (tanh form) or "swiglu".
         recompute: forget FC1's output too, and run FC1 again in backward.
+        saved: how the inputs of norm and activation are kept for backward.
     """
 
     norm: Norm
@@ -29,6 +31,7 @@ class MLPSettings(NamedTuple):
     fc2: BlockGemm
     activation: str
     recompute: bool
+    saved: Saved = AsItIs()
 
 
 class MLPBlock(torch.autograd.Function):
@@ -61,24 +64,28 @@ class MLPBlock(torch.autograd.Function):
         if fc2.x.watch is not None:
             fc2.x.watch(ops.activate(y, how.activation, None, None, torch.float32)[0], a8, a_scale_inv)
         out = fc2.output(a8, a_scale_inv, fc2_weight.payload, fc2_bias, x.dtype).add_(total)
-        kept = None if how.recompute else y
+        kept = how.saved.keep(total) if how.recompute else (*how.saved.keep(total), *how.saved.keep(y))
         norm, weights = (norm_weight, norm_bias, mean, rstd), (fc1_weight.payload, fc1_bias, fc2_weight.payload, fc2_bias)
-        ctx.save_for_backward(total, kept, *norm, n_scale_inv, a_scale_inv, *weights)
+        ctx.save_for_backward(*kept, *norm, n_scale_inv, a_scale_inv, *weights)
         ctx.how, ctx.weight_dtypes = how, (fc1_weight.dtype, fc2_weight.dtype)
         return out.view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        total, y, norm_weight, norm_bias, mean, rstd, n_scale_inv, a_scale_inv, *weights = ctx.saved_tensors
-        fc1_weight, fc1_bias, fc2_weight, fc2_bias = weights
+        *kept, norm_weight, norm_bias, mean, rstd, n_scale_inv, a_scale_inv = ctx.saved_tensors[:-4]
+        fc1_weight, fc1_bias, fc2_weight, fc2_bias = ctx.saved_tensors[-4:]
         how, (fc1_dtype, fc2_dtype) = ctx.how, ctx.weight_dtypes
-        fc1, fc2, rms, dtype = how.fc1, how.fc2, how.norm.rms, total.dtype
-        g2d = grad_output.reshape(total.shape)
-        if y is None:
+        fc1, fc2, rms, dtype = how.fc1, how.fc2, how.norm.rms, grad_output.dtype
+        g2d = grad_output.reshape(-1, grad_output.shape[-1])
+        parts = len(kept) if how.recompute else len(kept) // 2
+        if how.recompute:
+            total = how.saved.restore(kept, dtype)
             n8 = ops.normalize(total, None, norm_weight, norm_bias, how.norm.eps, rms, n_scale_inv.reciprocal(), None, fc1.x_dtype)[1]
             y = fc1.output(n8, n_scale_inv, fc1_weight, fc1_bias, dtype)
-            del n8
+            del n8, total
+        else:
+            y = how.saved.restore(kept[parts:], dtype)
         g_scale_inv, h_scale_inv = ctx.scale_invs.take(), ctx.scale_invs.take()
         g8, g8_t, _, fc2_sums = ops.cast_transpose(
             g2d, fc2.grad.scale, fc2.grad.amax, fc2.grad_dtype, True, True, fc2_bias is not None, g_scale_inv
@@ -105,6 +112,7 @@ class MLPBlock(torch.autograd.Function):
         del grad_a, y
         grad_fc2 = grad_weight(g8_t, g_scale_inv, a8_t, a_scale_inv, fc2_dtype)
         del g8, g8_t, a8_t
+        total = how.saved.restore(kept[:parts], dtype)
         n8_t = ops.normalize_transposed(total, mean, rstd, norm_weight, norm_bias, rms, n_scale_inv, fc1.x_dtype)
         grad_fc1 = grad_weight(h8_t, h_scale_inv, n8_t, n_scale_inv, fc1_dtype)
         del h8_t, n8_t

@@ -35,6 +35,9 @@ CASES = {
     "O2 --bf16-linears linear_qkv linear_fc2": BF16,
     "O2 --bf16-linears linear_qkv --recompute-granularity selective --recompute-modules mlp core_attn": (BF16, pytest.mark.slow),
     "O3": (),
+    "O2 --save-activations coat": (),
+    "O2 --save-activations coat --swiglu --ffn-hidden-size 512 --recompute-granularity selective --recompute-modules core_attn": (),
+    "O0 --save-activations coat --swiglu --ffn-hidden-size 512": BF16,
     "O3 --normalization RMSNorm --recompute-granularity selective --recompute-modules mlp core_attn": (),
 }
 

@@ -18,7 +18,9 @@ from megatron.lm.model.linear import connect, layer_linears, output_linear
 from megatron.lm.model.loss import token_loss
 from megatron.lm.model.spec import block_spec
 from megatron.lm.process_groups import virtual_pipeline_size
+from megatron.lm.recipe import saved_activations
 from msamp.comm.counters import WireBytes
+from msamp.nn.saved import AsItIs
 from msamp.nn.vocabulary_loss import linear_cross_entropy
 
 if TYPE_CHECKING:
@@ -86,7 +88,7 @@ class GPT(GPTModel):
 def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
     """megatron-core's configuration of the model that `config` describes, its parameters in `recipe.compute_dtype`."""
     model, parallel = config.model, config.parallel
-    interleaved = virtual_pipeline_size(config) is not None
+    interleaved, kept_as_is = virtual_pipeline_size(config) is not None, saved_activations(config.precision) == AsItIs()
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -98,7 +100,9 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=model.swiglu,
         # GPT's GELU is the tanh form: the same function fused or not, on a CPU or a GPU.
-        activation_func=functional.silu if model.swiglu else _gelu,
+        activation_func=functional.silu if model.swiglu else _gelu if kept_as_is else functional.gelu,
+        # The one switch by which MLP takes its activation, bias added and both halves at once, from the spec, whose it may be.
+        use_te_activation_func=not kept_as_is,
         add_bias_linear=not model.disable_bias_linear,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
@@ -162,7 +166,9 @@ def assemble(
     model = config.model
     gpt = GPT(
         config=core_config,
-        transformer_layer_spec=block_spec(core_config, linears, vp_stage, model.attention_backend),
+        transformer_layer_spec=block_spec(
+            core_config, linears, vp_stage, model.attention_backend, saved_activations(config.precision)
+        ),
         vocab_size=config.padded_vocab_size(vocab_size),
         max_sequence_length=model.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

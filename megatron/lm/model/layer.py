@@ -12,6 +12,7 @@ from megatron.lm.model.linear import FP8Gemm
 from msamp.nn.attention_block import AttentionBlock, AttentionSettings
 from msamp.nn.block_gemm import BlockGemm, Norm
 from msamp.nn.mlp_block import MLPBlock, MLPSettings
+from msamp.nn.saved import AsItIs, Saved
 
 
 class Layer(TransformerLayer):
@@ -22,11 +23,12 @@ class Layer(TransformerLayer):
 
     Attributes:
         fused: whether the blocks serve this layer.
+        saved: how the blocks keep the inputs of norms and activation for backward.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, saved: Saved = AsItIs(), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = self.config
+        config, self.saved = self.config, saved
         self.fused = all(isinstance(m, FP8Gemm) for m in self._linears()) and self.tp_group.size() == 1 and not config.hidden_dropout
         self.norm = Norm(config.layernorm_epsilon, config.normalization == "RMSNorm")
         self.activation = "swiglu" if config.gated_linear_unit else "gelu"
@@ -50,9 +52,8 @@ class Layer(TransformerLayer):
             return super().forward(hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
         x, delta = self._attention(hidden_states.contiguous(), rotary_pos_emb)
         norm, fc1, fc2 = self.pre_mlp_layernorm, self.mlp.linear_fc1, self.mlp.linear_fc2
-        how = MLPSettings(
-            self.norm, BlockGemm.of(fc1.scaling, fc1.weight), BlockGemm.of(fc2.scaling, fc2.weight), self.activation, self.recompute_fc1
-        )
+        gemms = BlockGemm.of(fc1.scaling, fc1.weight), BlockGemm.of(fc2.scaling, fc2.weight)
+        how = MLPSettings(self.norm, *gemms, self.activation, self.recompute_fc1, self.saved)
         norm_bias = getattr(norm, "bias", None)
         return MLPBlock.apply(x, delta, norm.weight, norm_bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias, how), None
 
@@ -71,6 +72,7 @@ class Layer(TransformerLayer):
             sin=sin,
             keep=torch.is_grad_enabled(),
             recompute=self.recompute_attention,
+            saved=self.saved,
         )
         norm_bias = getattr(norm, "bias", None)
         return AttentionBlock.apply(x, norm.weight, norm_bias, qkv.weight, qkv.bias, proj.weight, proj.bias, how)

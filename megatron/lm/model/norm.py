@@ -4,6 +4,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.lm.process_groups import device
+from msamp.nn import norm
+from msamp.nn.saved import Saved
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -27,12 +29,33 @@ class RMSNorm(torch.nn.RMSNorm):
         _mark_sequence_parallel(self, config)
 
 
+class SavingLayerNorm(norm.LayerNorm):
+    """`LayerNorm`, its input kept for backward as `saved` says."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, saved: Saved, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, saved, eps=eps, device=device(), dtype=config.params_dtype)
+        _mark_sequence_parallel(self, config)
+
+
+class SavingRMSNorm(norm.RMSNorm):
+    """`RMSNorm`, its input kept for backward as `saved` says."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, saved: Saved, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps, saved, device=device(), dtype=config.params_dtype)
+        _mark_sequence_parallel(self, config)
+
+
 def norm_class(normalization: str) -> type[torch.nn.Module]:
     """The norm called `normalization`; ValueError when there is none of that name."""
     classes = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
     if normalization not in classes:
         raise ValueError(f"--normalization {normalization}: choose one of {', '.join(classes)}")
     return classes[normalization]
+
+
+def saving_norm_class(normalization: str) -> type[torch.nn.Module]:
+    """The norm called `normalization` that takes `saved` too; ValueError when there is none of that name."""
+    return {LayerNorm: SavingLayerNorm, RMSNorm: SavingRMSNorm}[norm_class(normalization)]
 
 
 def _mark_sequence_parallel(norm: torch.nn.Module, config: TransformerConfig) -> None:

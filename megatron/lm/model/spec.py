@@ -1,6 +1,6 @@
 """The layers of a GPT block as megatron-core's `ModuleSpec`: which class stands in which slot."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -12,12 +12,18 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
+from torch import Tensor
+
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.layer import Layer
-from megatron.lm.model.norm import norm_class
+from megatron.lm.model.norm import norm_class, saving_norm_class
+from msamp.nn.activation import ActivationFunction
+from msamp.nn.saved import AsItIs, Saved
 
 
-def layer_spec(config: TransformerConfig, linears: Mapping[str, type], attention_backend: str = "auto") -> ModuleSpec:
+def layer_spec(
+    config: TransformerConfig, linears: Mapping[str, type], attention_backend: str = "auto", saved: Saved = AsItIs()
+) -> ModuleSpec:
     """One pre-norm transformer layer: norm, causal self-attention, residual, norm, MLP (GELU or SwiGLU, as `config` says), residual.
 
     Args:
@@ -25,8 +31,13 @@ def layer_spec(config: TransformerConfig, linears: Mapping[str, type], attention
         linears: classes of `linear_qkv` and `linear_fc1`, constructed as megatron-core's `ColumnParallelLinear`, and of `linear_proj` and
             `linear_fc2`, constructed as its `RowParallelLinear`.
         attention_backend: `--attention-backend`.
+        saved: how the inputs of norms and activations are kept for backward. As they are: by torch's own operations, where no block of
+            `msamp.nn` serves; otherwise `config.use_te_activation_func` must be set (`gpt.transformer_config`).
     """
-    norm = norm_class(config.normalization)
+    norm, activation = norm_class(config.normalization), None
+    if saved != AsItIs():
+        norm = ModuleSpec(module=saving_norm_class(config.normalization), params={"saved": saved})
+        activation = _activation("swiglu" if config.gated_linear_unit else "gelu", saved)
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -38,9 +49,10 @@ def layer_spec(config: TransformerConfig, linears: Mapping[str, type], attention
             k_layernorm=IdentityOp,
         ),
     )
-    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=linears["linear_fc1"], linear_fc2=linears["linear_fc2"]))
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linears["linear_fc1"], activation, linears["linear_fc2"]))
     return ModuleSpec(
         module=Layer,
+        params={"saved": saved},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=attention,
@@ -52,10 +64,23 @@ def layer_spec(config: TransformerConfig, linears: Mapping[str, type], attention
     )
 
 
+def _activation(kind: str, saved: Saved) -> Callable[[Tensor], Tensor]:
+    """A function, since megatron-core's MLP asks any module in it for a sharded state."""
+
+    def activation(y: Tensor) -> Tensor:
+        return ActivationFunction.apply(y, kind, saved)
+
+    return activation
+
+
 def block_spec(
-    config: TransformerConfig, linears: Mapping[str, type], vp_stage: int | None = None, attention_backend: str = "auto"
+    config: TransformerConfig,
+    linears: Mapping[str, type],
+    vp_stage: int | None = None,
+    attention_backend: str = "auto",
+    saved: Saved = AsItIs(),
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's (virtual) pipeline stage and the final norm; arguments as `layer_spec`."""
-    layer = layer_spec(config, linears, attention_backend)
+    layer = layer_spec(config, linears, attention_backend, saved)
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm_class(config.normalization))

@@ -12,6 +12,7 @@ from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.cast import cast
 from msamp.kernels.reference.cast_transpose import cast_transpose, cast_transposed
 from msamp.kernels.reference.cross_entropy import cross_entropy_
+from msamp.kernels.reference.group_cast import group_cast, group_decode
 from msamp.kernels.reference.rotary import rotary_, rotary_backward
 from msamp.kernels.reference.scale_from_amax import scale_from_amax
 from msamp.kernels.reference.sum_parts import sum_parts
@@ -31,6 +32,8 @@ def arguments(device: torch.device | str) -> dict[str, tuple]:
         "cast": (x, scale, E4M3.dtype),
         "cast_transpose": (x, scale, slot, E5M2.dtype, True, True, False),
         "cast_transposed": (x, scale, E5M2.dtype),
+        "group_cast": (x, 16, E4M3.dtype),
+        "group_decode": (a, torch.full((24, 3), 120, dtype=torch.uint8, device=device), 16, torch.bfloat16),
         "transpose": (a,),
         "activate": (x, "swiglu", scale, slot, E4M3.dtype),
         "activate_backward": (x, x, "gelu", scale, E4M3.dtype, None, slot, E5M2.dtype, True),
@@ -49,6 +52,8 @@ TWINS = {
     "cast": cast,
     "cast_transpose": cast_transpose,
     "cast_transposed": cast_transposed,
+    "group_cast": group_cast,
+    "group_decode": group_decode,
     "transpose": transpose,
     "activate": activate,
     "activate_backward": activate_backward,
@@ -75,7 +80,7 @@ def outputs(result) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", NAMES)
 def test_schema_and_fake_agree_with_what_runs(name, device):
     args = arguments(device)[name]
-    if name not in ("scaled_mm", "transpose"):  # opcheck itself cannot compare FP8 operands
+    if name not in ("scaled_mm", "transpose", "group_decode"):  # opcheck itself cannot compare FP8 operands
         torch.library.opcheck(getattr(torch.ops.msamp, name).default, args, test_utils="test_schema")
     real = outputs(getattr(ops, name)(*args))
     with torch._subclasses.FakeTensorMode() as mode:

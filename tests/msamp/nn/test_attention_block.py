@@ -3,9 +3,10 @@
 import pytest
 import torch
 from block_halves import HEADS, B, D, H, S, attention_half, attention_settings, check_casts, plain_attention, watch_casts
-from numerics import make
+from numerics import COAT_GRADIENTS, KINDS, make
 
 from msamp.nn.attention_block import AttentionBlock, split_heads
+from msamp.nn.saved import GroupedFP8
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT
 from msamp.numerics import recipe
 from msamp.numerics.metrics import sqnr_db
@@ -54,6 +55,19 @@ def test_recomputing_attention_changes_no_bit(level, device):
     again, recomputed = run(half, x, grad, attention_settings(half, recompute=True))
     assert out.equal(again)
     assert all(a.equal(b) for a, b in zip(kept, recomputed, strict=True))
+
+
+@pytest.mark.parametrize(("groups", "rms", "bias"), [(HEADS, False, True), (2, True, False)], ids=["MHA, LayerNorm", "GQA, RMSNorm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_input_kept_in_groups_changes_no_output_and_little_of_the_gradients(kind, groups, rms, bias, device):
+    half = attention_half(recipe.O2, device, groups, bias)
+    x, grad = inputs(kind, device)
+    out, wanted = run(half, x, grad, attention_settings(half, groups, rms))
+    kept, found = run(half, x, grad, attention_settings(half, groups, rms, saved=GroupedFP8()))
+    assert kept.equal(out)
+    least = COAT_GRADIENTS["attention"][KINDS.index(kind)]
+    assert sqnr_db(wanted[0], found[0]) > least[0]
+    assert min(sqnr_db(want.float(), got.float()) for want, got in zip(wanted[1:], found[1:], strict=True)) > least[1]
 
 
 def test_without_gradients_the_output_is_the_same_and_nothing_is_recorded(device):

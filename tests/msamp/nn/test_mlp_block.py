@@ -3,9 +3,10 @@
 import pytest
 import torch
 from block_halves import B, H, S, check_casts, mlp_half, mlp_settings, plain_mlp, watch_casts
-from numerics import make
+from numerics import COAT_GRADIENTS, KINDS, make
 
 from msamp.nn.mlp_block import MLPBlock
+from msamp.nn.saved import GroupedFP8
 from msamp.numerics import recipe
 from msamp.numerics.metrics import sqnr_db
 
@@ -62,6 +63,30 @@ def test_recomputing_fc1_changes_no_bit_and_keeps_less(level, activation, rms, b
     assert all(a.equal(b) for a, b in zip(kept_grads, recomputed, strict=True))
     width = half.tensors["fc1"].shape[0]
     assert kept[0] - kept[1] == S * B * width * 2
+
+
+@every_activation
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_kept_in_groups_change_no_output_and_little_of_the_gradients(kind, recompute, activation, rms, bias, device):
+    half = mlp_half(recipe.O2, device, activation, bias)
+    _, delta, grad = inputs(device)
+    x = make(kind, (S, B, H), seed=1, device=device).bfloat16().requires_grad_()
+    out, wanted = run(half, x, delta, grad, mlp_settings(half, activation, rms))
+    kept, found = run(half, x, delta, grad, mlp_settings(half, activation, rms, saved=GroupedFP8(), recompute=recompute))
+    assert kept.equal(out)
+    least = COAT_GRADIENTS["mlp"][KINDS.index(kind)]
+    assert sqnr_db(wanted[0], found[0]) > least[0]
+    assert min(sqnr_db(want.float(), got.float()) for want, got in zip(wanted[2:], found[2:], strict=True)) > least[1]
+
+
+@every_activation
+def test_inputs_kept_in_groups_take_17_16_bytes_an_element(activation, rms, bias, device):
+    half = mlp_half(recipe.O2, device, activation, bias)
+    x, delta, _ = inputs(device)
+    out = MLPBlock.apply(x, delta, *half.arguments(), mlp_settings(half, activation, rms, saved=GroupedFP8()))
+    kept = sum(t.nbytes for t in out.grad_fn.saved_tensors if t is not None and t.element_size() == 1)
+    assert kept == S * B * (H + half.tensors["fc1"].shape[0]) * 17 // 16
 
 
 def test_the_amax_of_every_operand_enters_its_slot_and_none_in_evaluation(device):

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.lm import process_groups
 from megatron.lm.model.gpt import GPT, build_model
 from megatron.lm.model.layer import Layer
+from msamp.nn.saved import AsItIs, GroupedFP8
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.recipe import BF16, O2, O3, Recipe
 
@@ -142,3 +143,27 @@ def test_selective_recomputation_changes_no_bit(modules: list[str], shape: str, 
         assert layer.fused
         assert (layer.recompute_attention, layer.recompute_fc1) == ("core_attn" in modules, "mlp" in modules)
     assert_same_bits(forward_backward(made), forward_backward(model(recipe, **SHAPES[shape])))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "composed"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_inputs_kept_in_groups_change_no_loss_and_little_of_the_gradients(shape: str, fused: bool):
+    made, plain = (model(**SHAPES[shape], save_activations=way) for way in ("coat", "compute"))
+    assert [layer.saved for layer in layers(made)] == [GroupedFP8()] * 2
+    assert [layer.saved for layer in layers(plain)] == [AsItIs()] * 2
+    (losses, gradients), (expected_losses, expected) = (forward_backward(m if fused else unfused(m)) for m in (made, plain))
+    # A composed layer takes its norms and activations from the blocks' kernels, which round otherwise than torch's own.
+    torch.testing.assert_close(losses.mean(), expected_losses.mean(), rtol=0, atol=0.0 if fused else 1e-2)
+    assert gradients.keys() == expected.keys()
+    assert {name: db for name in expected if (db := sqnr_db(expected[name].float(), gradients[name].float())) < 14.5} == {}
+
+
+@pytest.mark.parametrize("modules", [["core_attn"], ["mlp"]], ids="+".join)
+def test_inputs_kept_in_groups_beside_selective_recomputation(modules: list[str]):
+    """Attention comes back to the same bits; fc1's output is made again from the norm's rounded input."""
+    made = model(save_activations="coat", recompute_granularity="selective", recompute_modules=modules)
+    losses, gradients = forward_backward(made)
+    expected_losses, expected = forward_backward(model(save_activations="coat"))
+    assert torch.equal(losses, expected_losses)
+    least = min(sqnr_db(expected[name].float(), gradients[name].float()) for name in expected)
+    assert least == float("inf") if modules == ["core_attn"] else least > 14

@@ -1,0 +1,52 @@
+"""GELU and SwiGLU that keep their input for backward as `msamp.nn.saved` says: an activation by itself, outside of a fused block."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from msamp.kernels import ops
+from msamp.nn.saved import GroupedFP8, Saved
+
+
+class ActivationFunction(torch.autograd.Function):
+    """(y [.., F], "gelu" or "swiglu", how y is kept) -> [.., F], of SwiGLU [.., F / 2]; see `msamp.kernels.reference.activate`."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, kind: str, saved: Saved) -> torch.Tensor:  # type: ignore[override]
+        y2d = y.reshape(-1, y.shape[-1])
+        ctx.save_for_backward(*saved.keep(y2d))
+        ctx.kind, ctx.saved, ctx.shape = kind, saved, y.shape
+        return ops.activate(y2d, kind, None, None, y.dtype)[0].view(*y.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_a: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        dtype = grad_a.dtype
+        y2d = ctx.saved.restore(ctx.saved_tensors, dtype)
+        unscaled = y2d.new_empty(0, dtype=torch.float32)  # no FP8 operand was made of the result
+        g2d = grad_a.reshape(-1, grad_a.shape[-1])
+        grad_y = ops.activate_backward(g2d, y2d, ctx.kind, unscaled, dtype, None, None, dtype, False)[0]
+        return grad_y.view(ctx.shape), None, None
+
+
+class Activation(nn.Module):
+    """GELU (tanh form) or SwiGLU; its input kept as `saved` says.
+
+    Args:
+        kind: "gelu", or "swiglu": silu of the first half of the channels times the second half.
+        saved: how the input is kept for backward.
+
+    Shape: [.., F] -> [.., F], of SwiGLU [.., F / 2], in the input's dtype: FP32, BF16 or FP16.
+
+    Raises:
+        ValueError: another kind, or an odd F for SwiGLU (at the first call).
+    """
+
+    def __init__(self, kind: str, saved: Saved = GroupedFP8()) -> None:
+        super().__init__()
+        self.kind, self.saved = kind, saved
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        return ActivationFunction.apply(y, self.kind, self.saved)

@@ -1,0 +1,67 @@
+"""LayerNorm and RMSNorm that keep their input for backward as `msamp.nn.saved` says: a norm by itself, outside of a fused block."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from msamp.kernels import ops
+from msamp.nn.block_gemm import vector_gradients
+from msamp.nn.saved import GroupedFP8, Saved
+
+
+class NormFunction(torch.autograd.Function):
+    """(x [.., N], weight [N], bias [N] or None, eps, rms, how x is kept) -> y as x; beside x one or two FP32 a row are kept."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, rms: bool, saved: Saved
+    ) -> torch.Tensor:
+        x2d = x.reshape(-1, x.shape[-1])
+        _, y, _, mean, rstd = ops.normalize(x2d, None, weight, bias, eps, rms, None, None, x.dtype)
+        ctx.save_for_backward(*saved.keep(x2d), weight, bias, mean, rstd)
+        ctx.rms, ctx.saved = rms, saved
+        return y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        *kept, weight, bias, mean, rstd = ctx.saved_tensors
+        g2d = grad_y.reshape(-1, grad_y.shape[-1])
+        x2d = ctx.saved.restore(kept, grad_y.dtype)
+        grad_x, *sums = ops.normalize_backward(g2d, x2d, mean, rstd, weight, None, ctx.rms)
+        return grad_x.view(grad_y.shape), *vector_gradients(*zip(sums, (weight, bias), strict=True)), None, None, None
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch.nn.LayerNorm over the last dimension, with weight (and bias); its input kept as `saved` says.
+
+    Args:
+        size: of the last dimension.
+        saved: how the input is kept for backward.
+        settings: torch.nn.LayerNorm's eps, bias, device and dtype.
+
+    Shape: [.., size] -> the same, in the input's dtype: FP32, BF16 or FP16.
+    """
+
+    def __init__(self, size: int, saved: Saved = GroupedFP8(), **settings: Any) -> None:
+        super().__init__(size, **settings)
+        self.saved = saved
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return NormFunction.apply(x, self.weight, self.bias, self.eps, False, self.saved)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch.nn.RMSNorm over the last dimension; its input kept as `saved` says. Arguments and shape as `LayerNorm`'s.
+
+    Without `eps` torch takes the epsilon of the input's dtype; here it must be given.
+    """
+
+    def __init__(self, size: int, eps: float, saved: Saved = GroupedFP8(), **settings: Any) -> None:
+        super().__init__(size, eps=eps, **settings)
+        self.epsilon, self.saved = eps, saved
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return NormFunction.apply(x, self.weight, None, self.epsilon, True, self.saved)
