@@ -189,8 +189,9 @@ def layer_activations(config: Config) -> int:
 def activation_parts(config: Config) -> dict[str, int]:
     """Bytes that one layer saves for backward of one micro-batch on one rank: for its norms (and what they feed), attention and MLP.
 
-    With a = 2 bytes (4 at fp32), c = a or with --save-activations coat 17/16 (`msamp.nn.saved`), l = 1 for the input of an FP8 linear layer (else a), s sequence, b micro-batch, t TP (T: t with
-    sequence parallelism, else 1), q and k the widths of a rank's queries and keys, f that of its share of the MLP:
+    With a = 2 bytes (4 at fp32), c = a or with --save-activations coat 17/16 (`msamp.nn.saved`), l = 1 for the input of an FP8 linear
+    layer (else a), s sequence, b micro-batch, t TP (T: t with sequence parallelism, else 1), q and k the widths of a rank's queries and
+    keys, f that of its share of the MLP:
 
         norms          2 c h / T             their inputs, which are the residual stream
                        2 l h / G             the inputs of QKV and fc1; G = t where a rank keeps its shard and gathers again (BF16, and
@@ -215,8 +216,8 @@ def activation_parts(config: Config) -> dict[str, int]:
                                              where they come in groups
         MLP            c f, SwiGLU 2 c f     fc1's output, unless mlp is recomputed
 
-    An unfused GPT without tensor parallelism has 36 s b h in BF16, 31 s b h with FP8, a fused one 20, with coat 14.4; Korthikanti et al. have 34 s b h
-    for BF16, with three dropout masks, and without the QKV output and rope.
+    An unfused GPT without tensor parallelism has 36 s b h in BF16, 31 s b h with FP8, a fused one 20, with coat 14.4; Korthikanti et al.
+    have 34 s b h for BF16, with three dropout masks, and without the QKV output and rope.
     """
     model, wide, again = config.model, _compute_bytes(config), _recomputed(config)
     tp, split = config.parallel.tensor_model_parallel_size, _sequence_split(config)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatron.lm.config import PrecisionConfig
-from msamp.nn.saved import AsItIs, GroupedFP8, Saved
+from msamp.nn.saved import AS_IT_IS, COAT, Saved
 from msamp.numerics import formats, recipe
 from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
 from msamp.numerics.scaling import Current
@@ -25,7 +25,7 @@ def build_recipe(precision: PrecisionConfig) -> Recipe:
 
 def saved_activations(precision: PrecisionConfig) -> Saved:
     """How the inputs of norms and activations are kept for backward."""
-    return {"compute": AsItIs(), "coat": GroupedFP8()}[precision.save_activations]
+    return COAT if precision.save_activations == "coat" else AS_IT_IS
 
 
 def states_by_kind(recipe: Recipe) -> dict[str, StateFormats]:

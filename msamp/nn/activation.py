@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
-from msamp.nn.saved import GroupedFP8, Saved
+from msamp.nn.saved import COAT, Saved
 
 
 class ActivationFunction(torch.autograd.Function):
@@ -44,7 +44,7 @@ class Activation(nn.Module):
         ValueError: another kind, or an odd F for SwiGLU (at the first call).
     """
 
-    def __init__(self, kind: str, saved: Saved = GroupedFP8()) -> None:
+    def __init__(self, kind: str, saved: Saved = COAT) -> None:
         super().__init__()
         self.kind, self.saved = kind, saved
 

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.nn.block_gemm import BlockGemm, Norm, ScaleInvs, grad_weight, vector_gradients
-from msamp.nn.saved import AsItIs, Saved
+from msamp.nn.saved import AS_IT_IS, Saved
 from msamp.numerics.tensor import ScalingTensor
 
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -44,7 +44,7 @@ class AttentionSettings(NamedTuple):
     sin: torch.Tensor
     keep: bool
     recompute: bool
-    saved: Saved = AsItIs()
+    saved: Saved = AS_IT_IS
 
 
 class AttentionBlock(torch.autograd.Function):

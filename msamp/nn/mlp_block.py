@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.nn.block_gemm import BlockGemm, Norm, ScaleInvs, grad_weight, vector_gradients
-from msamp.nn.saved import AsItIs, Saved
+from msamp.nn.saved import AS_IT_IS, Saved
 from msamp.numerics.tensor import ScalingTensor
 
 
@@ -31,7 +31,7 @@ class MLPSettings(NamedTuple):
     fc2: BlockGemm
     activation: str
     recompute: bool
-    saved: Saved = AsItIs()
+    saved: Saved = AS_IT_IS
 
 
 class MLPBlock(torch.autograd.Function):

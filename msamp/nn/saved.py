@@ -80,3 +80,6 @@ class GroupedFP8:
         """The values kept, NaN in a group that was not finite."""
         x = ops.group_decode(*parts, self.size, dtype)
         return x if self.axis else x.t()
+
+
+AS_IT_IS, COAT = AsItIs(), GroupedFP8()

@@ -20,7 +20,7 @@ from megatron.lm.model.spec import block_spec
 from megatron.lm.process_groups import virtual_pipeline_size
 from megatron.lm.recipe import saved_activations
 from msamp.comm.counters import WireBytes
-from msamp.nn.saved import AsItIs
+from msamp.nn.saved import AS_IT_IS
 from msamp.nn.vocabulary_loss import linear_cross_entropy
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class GPT(GPTModel):
 def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
     """megatron-core's configuration of the model that `config` describes, its parameters in `recipe.compute_dtype`."""
     model, parallel = config.model, config.parallel
-    interleaved, kept_as_is = virtual_pipeline_size(config) is not None, saved_activations(config.precision) == AsItIs()
+    interleaved, kept_as_is = virtual_pipeline_size(config) is not None, saved_activations(config.precision) == AS_IT_IS
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -166,9 +166,7 @@ def assemble(
     model = config.model
     gpt = GPT(
         config=core_config,
-        transformer_layer_spec=block_spec(
-            core_config, linears, vp_stage, model.attention_backend, saved_activations(config.precision)
-        ),
+        transformer_layer_spec=block_spec(core_config, linears, vp_stage, model.attention_backend, saved_activations(config.precision)),
         vocab_size=config.padded_vocab_size(vocab_size),
         max_sequence_length=model.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

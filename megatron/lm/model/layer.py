@@ -12,7 +12,7 @@ from megatron.lm.model.linear import FP8Gemm
 from msamp.nn.attention_block import AttentionBlock, AttentionSettings
 from msamp.nn.block_gemm import BlockGemm, Norm
 from msamp.nn.mlp_block import MLPBlock, MLPSettings
-from msamp.nn.saved import AsItIs, Saved
+from msamp.nn.saved import AS_IT_IS, Saved
 
 
 class Layer(TransformerLayer):
@@ -26,7 +26,7 @@ class Layer(TransformerLayer):
         saved: how the blocks keep the inputs of norms and activation for backward.
     """
 
-    def __init__(self, *args: Any, saved: Saved = AsItIs(), **kwargs: Any) -> None:
+    def __init__(self, *args: Any, saved: Saved = AS_IT_IS, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config, self.saved = self.config, saved
         self.fused = all(isinstance(m, FP8Gemm) for m in self._linears()) and self.tp_group.size() == 1 and not config.hidden_dropout

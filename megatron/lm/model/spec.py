@@ -11,18 +11,17 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
-
 from torch import Tensor
 
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.layer import Layer
 from megatron.lm.model.norm import norm_class, saving_norm_class
 from msamp.nn.activation import ActivationFunction
-from msamp.nn.saved import AsItIs, Saved
+from msamp.nn.saved import AS_IT_IS, Saved
 
 
 def layer_spec(
-    config: TransformerConfig, linears: Mapping[str, type], attention_backend: str = "auto", saved: Saved = AsItIs()
+    config: TransformerConfig, linears: Mapping[str, type], attention_backend: str = "auto", saved: Saved = AS_IT_IS
 ) -> ModuleSpec:
     """One pre-norm transformer layer: norm, causal self-attention, residual, norm, MLP (GELU or SwiGLU, as `config` says), residual.
 
@@ -35,7 +34,7 @@ def layer_spec(
             `msamp.nn` serves; otherwise `config.use_te_activation_func` must be set (`gpt.transformer_config`).
     """
     norm, activation = norm_class(config.normalization), None
-    if saved != AsItIs():
+    if saved != AS_IT_IS:
         norm = ModuleSpec(module=saving_norm_class(config.normalization), params={"saved": saved})
         activation = _activation("swiglu" if config.gated_linear_unit else "gelu", saved)
     attention = ModuleSpec(
@@ -78,7 +77,7 @@ def block_spec(
     linears: Mapping[str, type],
     vp_stage: int | None = None,
     attention_backend: str = "auto",
-    saved: Saved = AsItIs(),
+    saved: Saved = AS_IT_IS,
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's (virtual) pipeline stage and the final norm; arguments as `layer_spec`."""
     layer = layer_spec(config, linears, attention_backend, saved)

@@ -63,8 +63,9 @@ def _group_decode_kernel(
     tl.store(x + at, _rounded(v, x.dtype.element_ty, HARDWARE), mask=inside)
 
 
-def _grid(M: int, N: int, size: int) -> tuple[tuple[int], dict[str, int]]:
-    """Programs, and how the groups of [M, N] lie."""
+def _grid(x: torch.Tensor, size: int) -> tuple[tuple[int], dict[str, int]]:
+    """Programs, and how the groups of `x` [M, N] lie."""
+    M, N = x.shape
     a_row, held = -(-N // size), max(1, BLOCK // size)
     return (triton.cdiv(M * a_row, held),), {"groups": M * a_row, "a_row": a_row, "N": N, "GROUPS": held, "SIZE": size}
 
@@ -73,7 +74,7 @@ def group_cast(x: torch.Tensor, size: int, dtype: torch.dtype) -> tuple[torch.Te
     """See the reference twin."""
     check_group_cast(x, size)
     x = x.contiguous()
-    grid, places = _grid(*x.shape, size)
+    grid, places = _grid(x, size)
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     exponents = torch.empty(x.shape[0], places["a_row"], dtype=torch.uint8, device=x.device)
     exponent, limit = _fields(of_dtype(dtype).max)
@@ -88,7 +89,7 @@ def group_decode(payload: torch.Tensor, exponents: torch.Tensor, size: int, dtyp
     """See the reference twin."""
     check_group_cast(payload, size)
     payload = payload.contiguous()
-    grid, places = _grid(*payload.shape, size)
+    grid, places = _grid(payload, size)
     x = torch.empty(payload.shape, dtype=dtype, device=payload.device)
     constants = fp8_constants(payload.dtype, payload.device)
     if x.numel():
