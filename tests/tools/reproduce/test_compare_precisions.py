@@ -1,0 +1,83 @@
+"""The table by hand, from trainings that only write metrics; what they are told, by the trainer's own parser."""
+
+import argparse
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.lm.cli import parse_args
+from tools.reproduce import compare_precisions
+from tools.reproduce.compare_precisions import COLUMNS, Job, command, complete, seeds_of, train
+
+
+def options(folder: Path, flags: str = "") -> argparse.Namespace:
+    return argparse.Namespace(data="there", out=folder, flags=flags)
+
+
+def metrics(job: Job, loss: float, speed: float) -> str:
+    lines = [{"kind": "precision", "bytes_per_parameter": {"weight": 2.0, "m": 4.0}}]
+    lines += [{"kind": "train", "iteration": i, "loss": 5.0, "tokens_per_s": speed * i, "memory_gib": i} for i in (1, 2, 3)]
+    lines += [{"kind": "valid", "iteration": job.steps, "loss": loss}]
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def test_a_training_is_told_its_precision_seed_and_course(tmp_path: Path):
+    job = Job(precision="O2", seed=7, steps=100, name="O2_0")
+    words = command(job, options(tmp_path, "--adam-beta2 0.999"))
+    assert words[1:3] == ["-m", "megatron.lm.pretrain"]
+    config = parse_args(words[3:])
+    assert (config.precision.name, config.training.seed, config.training.train_iters) == ("O2", 7, 100)
+    assert config.optimizer.adam_beta2 == 0.999
+    assert (config.training.global_batch_size, config.training.eval_interval) == (4, 25)
+
+
+def test_the_table_by_hand_and_what_is_complete_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    losses = {("bf16", 1234): 4.0, ("bf16", 1235): 4.2, ("O2", 1234): 4.3}
+    started = []
+
+    def pretend(job: Job, options: argparse.Namespace) -> list[str]:
+        started.append(job.name)
+        path, text = options.out / job.name / "metrics.jsonl", metrics(job, losses[job.precision, job.seed], 100.0)
+        return [sys.executable, "-c", f"open({str(path)!r}, 'w').write({text!r})"]
+
+    monkeypatch.setattr(compare_precisions, "command", pretend)
+    arguments = ["--out", str(tmp_path), "--precisions", "bf16", "O2", "--seeds", "bf16=2", "--steps", "8"]
+    assert compare_precisions.main(arguments) == 0
+    assert started == ["bf16_0", "bf16_1", "O2_0"]
+    with (tmp_path / "precisions.csv").open() as stream:
+        first, second = csv.DictReader(stream)
+    assert [first[column] for column in COLUMNS] == ["bf16", "2", "4.1", "4.0", "4.2", "+0.00 %", "250", "3", "6.0"]
+    assert [second[column] for column in COLUMNS[:6]] == ["O2", "1", "4.3", "4.3", "4.3", "+4.88 %"]
+    assert "| O2 | 1 | 4.3 |" in capsys.readouterr().out
+    assert compare_precisions.main([*arguments, "--at-once", "2"]) == 0
+    assert started[3:] == ["bf16_alone", "O2_alone"]
+    assert (tmp_path / "loss.png").exists()
+
+
+def test_a_training_that_fails_is_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(compare_precisions, "command", lambda job, options: [sys.executable, "-c", "raise SystemExit(3)"])
+    assert compare_precisions.main(["--out", str(tmp_path), "--precisions", "bf16", "--seeds", "--steps", "8"]) == 1
+    assert "bf16_0: failed with 3" in capsys.readouterr().out
+    assert not (tmp_path / "precisions.csv").exists()
+
+
+def test_a_training_that_was_broken_off_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    job = Job(precision="bf16", seed=1, steps=8, name="bf16_0")
+    path = tmp_path / job.name / "metrics.jsonl"
+    path.parent.mkdir()
+    path.write_text(metrics(Job(precision="bf16", seed=1, steps=4, name="bf16_0"), 3.0, 1.0))
+    assert not complete(job, options(tmp_path))
+    monkeypatch.setattr(compare_precisions, "command", lambda job, options: [sys.executable, "-c", "pass"])
+    assert train(job, options(tmp_path)) == 0
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("text", ["bf16", "bf16=0", "O9=2", "O2=two"])
+def test_seeds_that_cannot_be_are_refused(text: str):
+    with pytest.raises(ValueError, match="give PRECISION=N"):
+        seeds_of([text])

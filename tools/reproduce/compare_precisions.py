@@ -1,0 +1,174 @@
+"""Every precision on one model, one text and one seed: final validation loss, speed and memory in one table, and the curves.
+
+    python tools/reproduce/compare_precisions.py --data data/enwik8 --out runs/precisions
+    ... --precisions bf16 collage-plus O2 --seeds bf16=3 O2=3 --at-once 3 --flags "--adam-beta2 0.999"
+
+GPT-125M for 2,000 steps of 8k tokens, one epoch of cleaned enwik8 (`tools/prepare_text.py`), unless --flags say otherwise: they come after
+these and win. Every run is a `megatron.lm.pretrain` of its own whose metrics lie in --out; one that is complete is not run again, so that a
+list can grow. Losses of a precision with several seeds are told as mean, least and most. With --at-once runs share the GPU, and speed and
+memory come from a short run of each precision by itself.
+
+Writes precisions.csv (`COLUMNS`), curves.csv and loss.png (with matplotlib) to --out.
+"""
+
+import argparse
+import csv
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.lm.config import PRECISIONS
+from tools.bench import rows
+from tools.report import Run, loss_figure, read_run, write_curves
+
+STEPS, SPEED_STEPS, FIRST_SEED = 2000, 60, 1234
+SHAPE = "--preset 125m --micro-batch-size 4 --global-batch-size 4"
+COURSE = "--lr 6e-4 --min-lr 6e-5 --lr-warmup-iters 150 --lr-decay-style cosine --fp8-min-gain 0 --log-interval 10 --eval-iters 40"
+COLUMNS = ("precision", "seeds", "valid_loss", "least", "most", "against_bf16", "tokens_s", "peak_gib", "state_bytes_param")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training: of which precision, with which seed, for how many steps, and into which folder of --out."""
+
+    precision: str
+    seed: int
+    steps: int
+    name: str
+
+
+def seeds_of(texts: Sequence[str]) -> dict[str, int]:
+    """`PRECISION=N` flags -> how many seeds each precision gets.
+
+    Raises:
+        ValueError: for another form, an unknown precision or a number below 1.
+    """
+    found = {}
+    for text in texts:
+        precision, _, count = text.partition("=")
+        if precision not in PRECISIONS or not count.isdecimal() or int(count) < 1:
+            raise ValueError(f"--seeds {text}: give PRECISION=N, N at least 1, with one of {', '.join(PRECISIONS)}")
+        found[precision] = int(count)
+    return found
+
+
+def command(job: Job, options: argparse.Namespace) -> list[str]:
+    """What trains a job."""
+    data, out = Path(options.data), options.out / job.name
+    text = f"--train-data-path {data}/train_text_document --valid-data-path {data}/valid_text_document"
+    words = f"--tokenizer-type GPT2BPETokenizer --vocab-file {data}/encoder.json --merge-file {data}/vocab.bpe"
+    mine = f"--precision {job.precision} --seed {job.seed} --train-iters {job.steps} --eval-interval {max(1, job.steps // 4)}"
+    flags = f"{SHAPE} {COURSE} {text} {words} {mine} --metrics-file {out / 'metrics.jsonl'} {options.flags}"
+    return [sys.executable, "-m", "megatron.lm.pretrain", *shlex.split(flags)]
+
+
+def complete(job: Job, options: argparse.Namespace) -> bool:
+    """Whether a job was run to its end before: its last evaluation is there."""
+    path = options.out / job.name / "metrics.jsonl"
+    return path.exists() and any(line["iteration"] == job.steps for line in read_run(job.name, path).valid)
+
+
+def train(job: Job, options: argparse.Namespace) -> int:
+    """Run a job unless it is complete; its exit status. What it prints goes to log.txt beside its metrics."""
+    if complete(job, options):
+        return 0
+    folder = options.out / job.name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run that was broken off
+    with (folder / "log.txt").open("w", encoding="utf-8") as log:
+        status = subprocess.run(command(job, options), stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+    print(f"{job.name}: " + ("done" if status == 0 else f"failed with {status}, see {folder}/log.txt"), flush=True)
+    return status
+
+
+def row_of(precision: str, runs: Sequence[Run], speed: Run, base: float | None) -> dict[str, Any]:
+    """A line of the table; `base`: mean validation loss of bf16's runs, None without any."""
+    losses = [run.valid[-1]["loss"] for run in runs]
+    mean = statistics.fmean(losses)
+    late = [line for line in speed.train if line["iteration"] > speed.train[-1]["iteration"] / 2]  # graphs are captured by then
+    sizes = speed.precision["bytes_per_parameter"] if speed.precision else {}
+    return {
+        "precision": precision,
+        "seeds": len(losses),
+        "valid_loss": round(mean, 4),
+        "least": round(min(losses), 4),
+        "most": round(max(losses), 4),
+        "against_bf16": "" if base is None else f"{100 * (mean / base - 1):+.2f} %",
+        "tokens_s": round(statistics.median(line["tokens_per_s"] for line in late)),
+        "peak_gib": round(max(line["memory_gib"] for line in late), 2),
+        "state_bytes_param": round(sum(sizes.values()), 2),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train what is missing, then write table and figure; 1 where a run failed (its precision is left out)."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="data/enwik8", help="folder that tools/prepare_text.py made")
+    parser.add_argument("--out", type=Path, default=Path("runs/precisions"))
+    parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+    parser.add_argument(
+        "--seeds", nargs="*", default=["bf16=3", "O2=3"], metavar="PRECISION=N", help="more than one seed (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--speed-steps", type=int, default=SPEED_STEPS, help="of the short runs beside --at-once")
+    parser.add_argument("--at-once", type=int, default=1, help="trainings that share the GPU")
+    parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every run")
+    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    options = parser.parse_args(argv)
+    try:
+        seeds = seeds_of(options.seeds)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.at_once < 1 or options.steps < 4:
+        parser.error(f"--at-once {options.at_once} --steps {options.steps}: give at least 1 and 4")
+    jobs = {p: [job_of(p, number, options.steps) for number in range(seeds.get(p, 1))] for p in options.precisions}
+    alone = {p: job_of(p, "alone", options.speed_steps) if options.at_once > 1 else jobs[p][0] for p in jobs}
+    shared = [job for found in jobs.values() for job in found]
+    with ThreadPoolExecutor(options.at_once) as pool:
+        statuses = dict(zip(shared, pool.map(lambda job: train(job, options), shared), strict=True))
+    statuses |= {job: train(job, options) for job in alone.values()}
+    whole = [p for p in jobs if all(statuses[job] == 0 for job in (*jobs[p], alone[p]))]
+    if whole:
+        write({p: jobs[p] for p in whole}, alone, options)
+    return int(len(whole) < len(jobs))
+
+
+def job_of(precision: str, number: int | str, steps: int) -> Job:
+    """A numbered training, whose seed follows from the number, or the one that runs alone, with the first seed."""
+    seed = FIRST_SEED + number if isinstance(number, int) else FIRST_SEED
+    return Job(precision=precision, seed=seed, steps=steps, name=f"{precision}_{number}")
+
+
+def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: argparse.Namespace) -> None:
+    """precisions.csv, curves.csv, loss.png, and the table on stdout."""
+
+    def read(job: Job) -> Run:
+        return read_run(job.name, options.out / job.name / "metrics.jsonl")
+
+    runs = {precision: [read(job) for job in found] for precision, found in jobs.items()}
+    base = statistics.fmean(run.valid[-1]["loss"] for run in runs["bf16"]) if "bf16" in runs else None
+    where = rows.machine(options.commit)
+    table = [where | row_of(precision, found, read(alone[precision]), base) for precision, found in runs.items()]
+    with (options.out / "precisions.csv").open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)
+    print("| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS), sep="\n")
+    for row in table:
+        print("| " + " | ".join(str(row[column]) for column in COLUMNS) + " |")
+    every = [run for found in runs.values() for run in found]
+    write_curves(every, options.out / "curves.csv")
+    try:
+        loss_figure([found[0] for found in runs.values()], None, 20).savefig(options.out / "loss.png", dpi=110)
+    except ImportError:
+        print("no loss.png: pip install matplotlib")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
