@@ -148,7 +148,8 @@ class Recorder:
                 continue
             name = self.names[p]
             for tensor, stored in part.stored.items():
-                if (stored.format if isinstance(stored, ScalingTensor) else of_dtype(stored.dtype)) != FP32:
+                exact = stored.dtype == torch.float32 if tensor == "weight" else part.piece.group["formats"][tensor] == FP32.name
+                if isinstance(stored, ScalingTensor) or not exact:
                     row = rounded.setdefault((name, tensor), self._table.new_zeros(len(TALLY)))
                     _tally_stored(row, part.wanted[tensor], stored)
             arrived.setdefault(name, self._table.new_zeros(len(UPDATE_SUMS))).add_(_update_sums(part))

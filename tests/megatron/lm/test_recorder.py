@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,16 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from megatron.lm import process_groups
+from megatron.lm import process_groups, trainer
 from megatron.lm.distributed import chunks
 from megatron.lm.recorder import CAST_COLUMNS, UPDATE_COLUMNS, Recorder, line, summary
 from megatron.lm.step import Training, train_step
 from megatron.lm.trainer import build_training
 from msamp.nn.scaling_state import LinearScaling
-from msamp.numerics.formats import E4M3, E5M2
+from msamp.numerics.formats import COAT_E4M3, E4M3, E5M2
 from msamp.numerics.metrics import edq, lost_frac, saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import dequantize, quantize
+from msamp.numerics.recipe import O1
 from msamp.numerics.scaling import scale_from_amax
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
@@ -140,11 +142,11 @@ def test_a_recorded_run_ends_with_the_same_bits(prefix: Path, tmp_path: Path, le
     file, ends = tmp_path / "p.jsonl", []
     for recorded in (None, str(file)):
         config = tiny.config(prefix, precision=level, train_iters=19, record_precision=recorded, record_interval=6, **settings)
-        with tiny.trainer(config) as trainer:
-            trainer.run()
-            assert (trainer.training.recorder is None) == (recorded is None)
-            states = [t for state in trainer.training.optimizer.state.values() for t in state.values()]
-            ends.append(tiny.bits([*trainer.training.model.parameters(), *trainer.training.model.buffers(), *states]))
+        with tiny.trainer(config) as run:
+            run.run()
+            assert (run.training.recorder is None) == (recorded is None)
+            states = [t for state in run.training.optimizer.state.values() for t in state.values()]
+            ends.append(tiny.bits([*run.training.model.parameters(), *run.training.model.buffers(), *states]))
     assert tiny.same(*ends)
     rows = read(file)
     assert [row["iteration"] for row in rows] == [1, 6, 12, 18]
@@ -215,6 +217,25 @@ def test_mu_and_tensorboard(prefix: Path, tmp_path: Path):
     assert events.Scalars("precision/total/lost")[-1].step == 3
 
 
+def test_moments_of_coat_are_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    coat = replace(O1, states=replace(O1.states, m=COAT_E4M3, v=COAT_E4M3))
+    monkeypatch.setattr(trainer, "build_recipe", lambda _: coat)
+    config = tiny.config("corpus", precision="O1", train_iters=5)
+    with tiny.started(config):
+        process_groups.seed_all(config.training.seed)
+        made = build_training(config, tiny.VOCABULARY)
+        made.recorder = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None)
+        stream = batches(config)
+        train_step(made, stream)
+        with made.recorder.step(2):
+            train_step(made, stream)
+        made.recorder.close()
+    casts = read(tmp_path / "p.jsonl")[0]["casts"][LINEAR]
+    assert 25 < casts["m"][3] < 50
+    assert 25 < casts["v"][3] < 50
+    assert casts["m"][2] == 0.0
+
+
 def test_of_nccls_sum_only_what_is_known_is_told():
     tally = [10.0, 10.0, 0.0, 1.0, 5.0, 0.0, 2.0, 4.0]
     known = line(1, False, {("a", "grad"): tally, ("a", "grad_reduced"): tally}, {}, {}, "nccl")["casts"]["a"]
@@ -238,9 +259,9 @@ def on_every_grid(prefix: str, folder: str) -> dict[str, tuple[list[dict[str, An
         file, ends = Path(folder) / f"{name}.jsonl", []
         for recorded in (None, str(file)):
             shared = {"train_iters": 4, "micro_batch_size": 2, "global_batch_size": 8, "record_interval": 2}
-            with tiny.trainer(tiny.config(prefix, record_precision=recorded, num_attention_heads=4, **shared, **grid)) as trainer:
-                trainer.run()
-                ends.append(tiny.bits(trainer.training.model.parameters()))
+            with tiny.trainer(tiny.config(prefix, record_precision=recorded, num_attention_heads=4, **shared, **grid)) as run:
+                run.run()
+                ends.append(tiny.bits(run.training.model.parameters()))
         found[name] = (read(file) if torch.distributed.get_rank() == 0 else [], tiny.same(*ends))
     return found
 
