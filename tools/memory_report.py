@@ -175,9 +175,9 @@ def state_bytes(training: Training) -> dict[str, int]:
     gradients = [getattr(p, "main_grad", None) for p in params] + [slot.grad for p in params for slot in sync.owned(p)]
     return {
         "weight": sum(map(stored, params)),
-        "master": sum(stored(state.get("master")) for state in states),
+        "master": sum(stored(state.get("master")) + stored(state.get("weight_remainder")) for state in states),
         "m": sum(stored(state["exp_avg"]) for state in states),
-        "v": sum(stored(state["exp_avg_sq"]) for state in states),
+        "v": sum(stored(state["exp_avg_sq"]) + stored(state.get("exp_avg_sq_remainder")) for state in states),
         "gradient": sum(map(stored, gradients)),
     }
 
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     where = rows.machine(options.commit)
-    print(f"{'':<8}{'':<24}{'':<20}{'predicted':>12}{'measured':>12}{'difference':>12}")
+    print(f"{'':<14}{'':<24}{'':<20}{'predicted':>12}{'measured':>12}{'difference':>12}")
     process_groups.initialize(configs[options.levels[0]])
     excess = False
     try:
@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(path: Path | None, where: dict[str, str], config: Config, level: str, row: Row) -> None:
-    print(f"{level:<8}{row.what:<24}{row.unit:<20}{row.predicted:>12.3f}{row.measured:>12.3f}{row.difference:>10.2f} %", flush=True)
+    print(f"{level:<14}{row.what:<24}{row.unit:<20}{row.predicted:>12.3f}{row.measured:>12.3f}{row.difference:>10.2f} %", flush=True)
     if path is None:
         return
     model, training = config.model, config.training

@@ -277,7 +277,7 @@ def gradients(config: Config, world_size: int) -> Problems:
             lack, served = f"--grad-format {precision.grad_format} leaves none", ["fp32", "bf16"]
             remedy = f"drop one, or use --grad-format {' or '.join(FP8_FORMATS)}"
         else:
-            lack, served = f"precision {precision.name} has none", ["fp32"]
+            lack, served = f"precision {precision.name} has none", ["fp32", "bf16"] if precision.has_bf16_gradients else ["fp32"]
             remedy = "drop it, or use --opt-level O1, O2 or O3"
         if exchange == "nccl":
             yield f"--grad-exchange nccl sums FP8 gradients, and {lack}: {remedy}"

@@ -10,7 +10,8 @@ import os
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
-PRECISIONS = ("fp32", "fp16-amp", "bf16", "O1", "O2", "O3")
+COLLAGE = ("bf16-a", "bf16-kahan", "bf16-dmw", "bf16-d", "collage-light", "collage-plus")
+PRECISIONS = ("fp32", "fp16-amp", "bf16", *COLLAGE, "O1", "O2", "O3")
 OPT_LEVELS = ("O0", "O1", "O2", "O3")
 STATE_FORMATS = ("fp32", "bf16", "fp16", "fp8-e4m3", "fp8-e5m2")
 FP8_FORMATS = ("fp8-e4m3", "fp8-e5m2")
@@ -148,7 +149,12 @@ class ParallelConfig:
 class PrecisionConfig:
     """The recipe by name, and the formats in which it may be varied (FP8-LM, table 6)."""
 
-    precision: str | None = setting("recipe; without it and without --opt-level: bf16", None, choices=PRECISIONS)
+    precision: str | None = setting(
+        "recipe: bf16 has FP32 masters, bf16-* and collage-* are Collage's options with BF16 gradients, O1 to O3 FP8-LM's levels; without "
+        "it and without --opt-level: bf16",
+        None,
+        choices=PRECISIONS,
+    )
     opt_level: str | None = setting("how far FP8 reaches (O0 is bf16)", None, choices=OPT_LEVELS)
     bf16: bool = setting("the same as --precision bf16", False)
     fp16: bool = setting("the same as --precision fp16-amp: FP16 with FP32 masters and a loss scale", False)
@@ -194,7 +200,8 @@ class PrecisionConfig:
         choices=ACTIVATIONS_SAVED,
     )
     grad_accum_dtype: str | None = setting(
-        "in what the micro-batches of a step add up (sr: stochastic rounding); derived: bf16 where weight gradients are FP8, else fp32",
+        "in what the micro-batches of a step add up (sr: stochastic rounding); derived: bf16 where the weight gradients are FP8, and with "
+        "Collage's options, else fp32",
         None,
         choices=GRAD_ACCUM_DTYPES,
     )
@@ -232,9 +239,14 @@ class PrecisionConfig:
         return self.is_fp8 and self.grad_format in (None, *FP8_FORMATS)
 
     @property
+    def has_bf16_gradients(self) -> bool:
+        """Whether the gradients of all parameters are BF16."""
+        return self.name in COLLAGE
+
+    @property
     def grad_accum(self) -> str:
         """In what the weight gradients of several micro-batches add up: one of `GRAD_ACCUM_DTYPES`."""
-        return self.grad_accum_dtype or ("bf16" if self.has_fp8_gradients else "fp32")
+        return self.grad_accum_dtype or ("bf16" if self.has_fp8_gradients or self.has_bf16_gradients else "fp32")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -186,7 +186,7 @@ def describe(config: Config, choice: Choice) -> str:
         told = alike or ", ".join(f"{slot} {gain}" for slot, gain in gains.items()) or (", ".join(slots) if choice.bf16 and slots else "")
         counts.append(f"{config.model.num_layers * len(slots)} {name}" + (f" ({told})" if told else ""))
     if not config.precision.is_fp8:
-        counts = [f"{config.model.num_layers * len(LINEARS)} {config.precision.name}"]
+        counts = [f"{config.model.num_layers * len(LINEARS)} {build_recipe(config.precision).compute}"]
     return f"linear layers: {', '.join(counts)}; {choice.reason}"
 
 

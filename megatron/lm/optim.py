@@ -16,7 +16,7 @@ from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics import formats
-from msamp.numerics.recipe import Recipe
+from msamp.numerics.recipe import Recipe, remainder_bytes
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
 from msamp.optim.device_flag import DeviceFlag
@@ -152,18 +152,20 @@ def build_schedule(optimizer: FP8AdamW, config: Config) -> Schedule:
 def bytes_per_parameter(optimizer: FP8AdamW) -> dict[str, float]:
     """Mean bytes a parameter of the model that each kind of state takes on this rank, by its format.
 
-    Keys: weight, master (0 where the weight is its own), m, v, and grad: the gradient that the optimizer takes (while
-    several micro-batches are summed it is wider where it will be FP8). Under ZeRO a rank has master, gradient and moments
-    of what it owns, and all weights.
+    Keys: weight, master (0 where the weight is its own; with the weight's remainder), m, v (with its remainder), and grad: the gradient
+    that the optimizer takes (while several micro-batches are summed it is wider where it will be FP8). Under ZeRO a rank has master,
+    gradient and moments of what it owns, and all weights.
     """
     total = dict.fromkeys(("weight", "master", "grad", "m", "v"), 0)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for p in params:
         total["weight"] += p.numel() * weight_format(p).bytes
     for piece in optimizer.pieces():
-        named = {key: formats.by_name(name) for key, name in piece.group["formats"].items()}
+        named = {key: formats.by_name(piece.group["formats"][key]) for key in ("master", "grad", "m", "v")}
         total["master"] += 0 if is_own_master(piece.param, named["master"]) else piece.weight.numel() * named["master"].bytes
         for key in ("grad", "m", "v"):
             total[key] += piece.weight.numel() * named[key].bytes
+        for key, size in remainder_bytes(piece.group["formats"]["update"]).items():
+            total[key] += piece.weight.numel() * size
     count = sum(p.numel() for p in params)
     return {key: size / count for key, size in total.items()}

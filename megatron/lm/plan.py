@@ -15,7 +15,7 @@ from megatron.lm.recipe import build_recipe, saved_activations, states_by_kind
 from msamp.comm.accumulate import Plain, accumulator
 from msamp.nn.vocabulary_loss import chunk_rows
 from msamp.numerics.formats import Format
-from msamp.numerics.recipe import StateFormats
+from msamp.numerics.recipe import StateFormats, remainder_bytes
 from msamp.parallel.partition import plan_buckets
 
 GIB = 2**30
@@ -165,11 +165,12 @@ def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumu
     for held in owned:
         sizes = {key: sum(n * getattr(by_kind[kind][1], key).bytes for kind, n in held.items()) for key in ("grad", "m", "v")}
         master = sum(n * by_kind[kind][1].master.bytes for kind, n in held.items() if by_kind[kind][0] != by_kind[kind][1].master)
+        beside = {key: sum(n * remainder_bytes(by_kind[kind][1].update)[key] for kind, n in held.items()) for key in ("master", "v")}
         yield {
             "weight": weight,
-            "master": master,
+            "master": master + beside["master"],
             "m": sizes["m"],
-            "v": sizes["v"],
+            "v": sizes["v"] + beside["v"],
             "gradient": sizes["grad"],
             "accumulated": local,
         }

@@ -5,7 +5,7 @@ from dataclasses import replace
 from megatron.lm.config import PrecisionConfig
 from msamp.nn.saved import AS_IT_IS, COAT, Saved
 from msamp.numerics import formats, recipe
-from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
+from msamp.numerics.recipe import Recipe, StateFormats
 from msamp.numerics.scaling import Current
 
 
@@ -31,8 +31,8 @@ def saved_activations(precision: PrecisionConfig) -> Saved:
 def states_by_kind(recipe: Recipe) -> dict[str, StateFormats]:
     """Formats of master, gradient and moments of linear weights, other matrices (embeddings, LM head) and vectors (norms, biases).
 
-    Vectors have FP32 states. At the FP8 levels the gradient of other matrices is BF16, their master and moments those of a
+    At the FP8 levels the gradient of other matrices is BF16, their master and moments those of a
     linear weight.
     """
     matrix = replace(recipe.states, grad=formats.BF16) if recipe.fp8 else recipe.states
-    return {"linear": recipe.states, "matrix": matrix, "vector": FP32_STATES}
+    return {"linear": recipe.states, "matrix": matrix, "vector": recipe.vectors}

@@ -321,6 +321,7 @@ def _over_many(name: str) -> Callable[..., Any]:
 
 adamw = _over_many("adamw")
 coat_adamw = _over_many("coat_adamw")
+collage = _over_many("collage")
 grad_stats = _over_many("grad_stats")
 pack = _over_many("pack")
 

@@ -1,4 +1,4 @@
-"""The precision recipes as data: which tensor has which format (FP8-LM sections 2 and 3.3; Table 6 for the optimizer).
+"""The precision recipes as data: which tensor has which format (FP8-LM sections 2 and 3.3, Table 6 for the optimizer; Collage, Table 2).
 
 A recipe enters by a constant here; nothing in the training loop asks for a recipe's name.
 """
@@ -36,16 +36,46 @@ class Gemm:
     grad_output: Cast
 
 
+# The arithmetic of an update -> the states in which it keeps what rounding takes from weight and second moment.
+REMAINDERS: dict[str, dict[str, Format]] = {
+    "fp32": {},
+    "a": {},
+    "kahan": {"weight_remainder": BF16_FORMAT},
+    "light": {"weight_remainder": BF16_FORMAT},
+    "plus": {"weight_remainder": BF16_FORMAT, "exp_avg_sq_remainder": BF16_FORMAT},
+}
+
+
+def remainder_bytes(update: str) -> dict[str, int]:
+    """Bytes an element that stand beside the weight ("master") and the second moment ("v")."""
+    sizes = {key: fmt.bytes for key, fmt in REMAINDERS[update].items()}
+    return {"master": sizes.get("weight_remainder", 0), "v": sizes.get("exp_avg_sq_remainder", 0)}
+
+
 @dataclass(frozen=True)
 class StateFormats:
-    """The optimizer's four formats (FP8-LM equation 8 and Table 6). COAT's serve `m` and `v`; ValueError for another of them."""
+    """The optimizer's four formats (FP8-LM equation 8 and Table 6), and the arithmetic of its update.
+
+    Attributes:
+        master, grad, m, v: of the master weight, the gradient and the two moments. COAT's serve `m` and `v`.
+        update: "fp32", or one of Collage's in BF16 (algorithm 2 and Table 2), which takes BF16 in all four: "a" (BF16 alone), "kahan"
+            (compensated weight), "light" (weight as a pair), "plus" (weight and v as pairs).
+
+    Raises:
+        ValueError: COAT's format for another state, an unknown `update`, or one in BF16 with another format.
+    """
 
     master: Format = FP32_FORMAT
     grad: Format = FP32_FORMAT
     m: Format = FP32_FORMAT
     v: Format = FP32_FORMAT
+    update: str = "fp32"
 
     def __post_init__(self) -> None:
+        if self.update not in REMAINDERS:
+            raise ValueError(f"update {self.update!r} is unknown; choose one of {', '.join(REMAINDERS)}")
+        if self.update != "fp32" and {self.master, self.grad, self.m, self.v} != {BF16_FORMAT}:
+            raise ValueError(f"update {self.update!r} computes in BF16, and the formats are {self}; give bf16 for all four, or update fp32")
         for name in ("master", "grad"):
             if getattr(self, name).group:
                 legal = ", ".join(fmt.name for fmt in ALL_FORMATS)
@@ -67,7 +97,8 @@ class Recipe:
         compute: format of activations, embeddings, norms and biases.
         gemm: operand casts of linear layers; None: the GEMM runs in `compute`.
         weight: format in which a linear weight stands between steps. Where it equals `states.master`, it is the master.
-        states: optimizer formats of linear weights, embeddings and the LM head. Norms and biases always have FP32 states.
+        states: optimizer formats of linear weights, embeddings and the LM head.
+        vectors: optimizer formats of norms and biases.
         fp8_wire: whether activations and their gradients travel in FP8 between tensor-parallel ranks, else in `compute`.
     """
 
@@ -76,6 +107,7 @@ class Recipe:
     gemm: Gemm | None
     weight: Format
     states: StateFormats
+    vectors: StateFormats = FP32_STATES
     fp8_wire: bool = False
 
     @property
@@ -95,7 +127,7 @@ class Recipe:
 
     def with_states(self, **formats: Format | None) -> "Recipe":
         """The recipe with some of `master`, `grad`, `m`, `v` replaced (None keeps the recipe's own): Table 6's rows."""
-        states = replace(self.states, **{k: v for k, v in formats.items() if v is not None})
+        states = replace(self.states, **{k: v for k, v in formats.items() if v is not None})  # type: ignore[arg-type]
         return replace(self, states=states)
 
     def with_scaling(self, scaling: Scaling) -> "Recipe":
@@ -118,7 +150,21 @@ O1 = Recipe(name="O1", compute=BF16_FORMAT, gemm=_GEMM, weight=FP16, states=Stat
 O2 = Recipe(name="O2", compute=BF16_FORMAT, gemm=_GEMM, weight=FP16, states=StateFormats(FP16, E4M3, E4M3, FP16))
 O3 = Recipe(name="O3", compute=BF16_FORMAT, gemm=_GEMM, weight=E4M3, states=StateFormats(FP16, E4M3, E4M3, FP16), fp8_wire=True)
 
-ALL = (FP32, FP16_AMP, BF16, O1, O2, O3)
+# Collage, Table 2: the same states for every parameter, gradients in BF16. The weights of D-MW are their own masters.
+_A = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "a")
+_KAHAN = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "kahan")
+_LIGHT = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "light")
+_PLUS = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "plus")
+_DMW = StateFormats(BF16_FORMAT, BF16_FORMAT, FP32_FORMAT, FP32_FORMAT)
+_D = StateFormats(FP32_FORMAT, BF16_FORMAT, FP32_FORMAT, FP32_FORMAT)
+BF16_A = Recipe(name="bf16-a", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_A, vectors=_A)
+BF16_KAHAN = Recipe(name="bf16-kahan", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_KAHAN, vectors=_KAHAN)
+BF16_DMW = Recipe(name="bf16-dmw", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_DMW, vectors=_DMW)
+BF16_D = Recipe(name="bf16-d", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_D, vectors=_D)
+COLLAGE_LIGHT = Recipe(name="collage-light", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_LIGHT, vectors=_LIGHT)
+COLLAGE_PLUS = Recipe(name="collage-plus", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_PLUS, vectors=_PLUS)
+
+ALL = (FP32, FP16_AMP, BF16, BF16_A, BF16_KAHAN, BF16_DMW, BF16_D, COLLAGE_LIGHT, COLLAGE_PLUS, O1, O2, O3)
 
 
 def by_name(name: str) -> Recipe:

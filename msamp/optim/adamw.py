@@ -11,10 +11,11 @@ from msamp.kernels import ops
 from msamp.kernels.reference.adamw import GRAD, MASTER, Batch, stored_amaxes
 from msamp.kernels.reference.adamw import adamw as reference_adamw
 from msamp.kernels.reference.coat_adamw import coat_adamw as reference_coat_adamw
+from msamp.kernels.reference.collage import collage as reference_collage
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import FP32, by_name
 from msamp.numerics.range_expand import Expanded
-from msamp.numerics.recipe import O2, StateFormats
+from msamp.numerics.recipe import O2, REMAINDERS, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.clip import (
     check_max_norm,
@@ -28,6 +29,7 @@ from msamp.optim.clip import (
 )
 from msamp.optim.device_flag import DeviceFlag
 from msamp.optim.master import is_own_master, make_master
+from msamp.optim.saved_states import saved_states
 from msamp.optim.state_coat import as_stored
 from msamp.optim.state_fp8 import state_format
 
@@ -76,8 +78,8 @@ class Piece:
 
 
 def format_names(formats: StateFormats) -> dict[str, str]:
-    """The formats as plain strings: what stands in `param_groups[i]["formats"]` and in checkpoints."""
-    return {f.name: getattr(formats, f.name).name for f in fields(formats)}
+    """The formats and the update as plain strings: what stands in `param_groups[i]["formats"]` and in checkpoints."""
+    return {f.name: str(getattr(formats, f.name)) for f in fields(formats)}
 
 
 def _check(name: str, value: float, low: float, high: float) -> None:
@@ -97,7 +99,9 @@ class FP8AdamW(torch.optim.Optimizer):
     gradients are not all finite is skipped, counted in `skipped_steps`, and does not advance the bias correction.
 
     State of a parameter: `step` (FP32, on the parameter's device), `exp_avg`, `exp_avg_sq`, of COAT's moments also
-    their `_max` and `_k`, and `master` where the parameter is not itself stored in the master's format.
+    their `_max` and `_k`, and `master` where the parameter is not itself stored in the master's format. Where
+    `formats.update` is one of Collage's, the update is that of `kernels.reference.collage`, all in BF16, and
+    `weight_remainder` and `exp_avg_sq_remainder` hold the second components.
 
     On a GPU with Triton a step is a few launches over all tensors, one a combination of formats, which read and write
     each element once and take the amaxes that the next step's bounds need; elsewhere, and for weights that are not
@@ -189,6 +193,10 @@ class FP8AdamW(torch.optim.Optimizer):
         _check("weight_decay", group["weight_decay"], 0.0, float("inf"))
         for i, beta in enumerate(group["betas"]):
             _check(f"betas[{i}]", beta, 0.0, 1.0)
+        formats = group["formats"] if isinstance(group["formats"], dict) else format_names(group["formats"])
+        update, master = formats["update"], formats["master"]
+        if update != "fp32" and not group["decoupled"]:
+            raise ValueError(f"decoupled is False; update {update!r} has AdamW's decay alone: leave it True, or take update fp32")
         params = group["params"]
         if not isinstance(params, torch.Tensor | set):  # a set is torch's to refuse: its order is not sure
             param_group["params"] = params = list(params)
@@ -199,12 +207,14 @@ class FP8AdamW(torch.optim.Optimizer):
                     f"a parameter is {dtype}; the optimizer takes torch.float32, torch.bfloat16, torch.float16 and ScalingTensors: "
                     "convert the model"
                 )
-            master = group["formats"].master.name if isinstance(group["formats"], StateFormats) else group["formats"]["master"]
             if dtype == torch.float16 and master != FP32.name:
                 raise ValueError(
                     f"a parameter is torch.float16 and its master {master}; FP16 without a scale takes an fp32 master (recipe fp16-amp): "
                     "give these formats, or convert the model"
                 )
+            if update != "fp32" and (isinstance(p, ScalingTensor) or dtype is not torch.bfloat16):
+                kind = "a ScalingTensor" if isinstance(p, ScalingTensor) else dtype
+                raise ValueError(f"a parameter is {kind}; update {update!r} takes plain torch.bfloat16: give model.bfloat16() as it is")
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         if isinstance(added["formats"], StateFormats):
@@ -243,6 +253,8 @@ class FP8AdamW(torch.optim.Optimizer):
         if not is_own_master(piece.param, master):
             # From the whole parameter, so that its scale does not depend on how it is cut.
             state["master"] = piece.copy_of(make_master(piece.param, master, values))
+        for key, fmt in REMAINDERS[formats["update"]].items():
+            state[key] = state_format(fmt).init(piece.weight)
 
     def pieces(self) -> list[Piece]:
         """What this process updates, in parameter order."""
@@ -397,10 +409,15 @@ class FP8AdamW(torch.optim.Optimizer):
     def _update(self, pieces: list[Piece], amaxes: torch.Tensor, coefficient: torch.Tensor | None) -> None:
         """Load, update, store; `amaxes` as from `_measure`."""
         for number, batch, even in self._batches(pieces):
+            group, hyper = self.param_groups[number], self._hyper(number)
+            update = group["formats"]["update"]
+            if update != "fp32":
+                collage = ops.collage if even else reference_collage
+                collage(self._table(), batch, hyper, update, coefficient, self._usable)
+                continue
             coat = any(isinstance(states[0], Expanded) for states in (batch.ms, batch.vs))
             kernel, twin = (ops.coat_adamw, reference_coat_adamw) if coat else (ops.adamw, reference_adamw)
-            decoupled = self.param_groups[number]["decoupled"]
-            (kernel if even else twin)(self._table(), batch, self._hyper(number), decoupled, amaxes, self._kept, coefficient, self._usable)
+            (kernel if even else twin)(self._table(), batch, hyper, group["decoupled"], amaxes, self._kept, coefficient, self._usable)
 
     def _batches(self, pieces: Sequence[Piece]) -> Iterator[tuple[int, Batch, bool]]:
         """What one launch updates: pieces of one group whose tensors have the same formats; the group's number; whether all are
@@ -423,6 +440,8 @@ class FP8AdamW(torch.optim.Optimizer):
                 steps=[state["step"] for state in states],
                 indices=[piece.index for piece in members],
                 places=[piece.place for piece in members],
+                weight_remainders=[state["weight_remainder"] for state in states if "weight_remainder" in state],
+                v_remainders=[state["exp_avg_sq_remainder"] for state in states if "exp_avg_sq_remainder" in state],
             )
             yield number, batch, even
 
@@ -432,20 +451,12 @@ class FP8AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: where the saved formats are not this optimizer's, naming both; nothing has changed then.
         """
-        for i, (saved, group) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
-            if saved.get("formats") != group["formats"]:
-                raise ValueError(
-                    f"parameter group {i} was saved with formats {saved.get('formats')}, this optimizer has {group['formats']}; "
-                    "build it with the saved formats, or start from the weights alone"
-                )
-        super().load_state_dict({**state_dict, "state": {}})
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        found = {piece.place: (piece, state_dict["state"].get(ids[piece.index])) for piece in self.pieces()}
+        states = saved_states(self, state_dict, "formats")
         self.take_states(
             {
-                place: {key: value if key == "step" else piece.copy_of(value) for key, value in saved.items()}
-                for place, (piece, saved) in found.items()
-                if saved is not None
+                piece.place: {key: value if key == "step" else piece.copy_of(value) for key, value in states[piece.index].items()}
+                for piece in self.pieces()
+                if piece.index in states
             }
         )
 

@@ -2,38 +2,16 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from msamp.numerics import mcf, metrics
+from msamp.kernels.reference.adamw import Hyper
+from msamp.kernels.reference.collage import SUMS, VARIANTS, Variant, step_
+from msamp.numerics import metrics
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import gradient
-
-
-class Variant(NamedTuple):
-    """One precision option.
-
-    Attributes:
-        dtype: of m, v and the arithmetic of the update; scalars are computed in FP64 and rounded to it.
-        weight: what stands beside the BF16 weight: "nothing", "pair" (a second component), "kahan" (a compensation), "master" (FP32).
-        pair_v: v and beta2 are pairs.
-    """
-
-    dtype: torch.dtype
-    weight: str
-    pair_v: bool = False
-
-
-VARIANTS = {
-    "a": Variant(torch.bfloat16, "nothing"),
-    "light": Variant(torch.bfloat16, "pair"),
-    "plus": Variant(torch.bfloat16, "pair", pair_v=True),
-    "kahan": Variant(torch.bfloat16, "kahan"),
-    "d-mw": Variant(torch.float32, "nothing"),
-    "d": Variant(torch.float32, "master"),
-}
-SUMS = {"fast-two-sum": mcf.fast_two_sum, "two-sum": mcf.two_sum}
+from msamp.optim.saved_states import saved_states
 
 
 class CollageAdamW(torch.optim.Optimizer):
@@ -119,8 +97,10 @@ class CollageAdamW(torch.optim.Optimizer):
             if not state:
                 state.update(_initial(p, variant))
             before = _value(p, state) if self.keep_update else None
-            delta = _delta(p, g, state, group, variant)
-            _apply(p, delta, state, variant, SUMS[group["weight_sum"]])
+            beta1, beta2 = group["betas"]
+            hyper = Hyper(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+            steps = int(state["step"].add_(1))
+            delta = step_(p, g, state, steps, hyper, variant, group["weight_sum"], group["eps_inside_root"])
             if before is not None:
                 self._updates.append((delta.flatten(), (_value(p, state) - before).flatten()))
         return loss
@@ -150,19 +130,10 @@ class CollageAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: where the saved states are of another variant, naming both; nothing has changed then.
         """
-        for i, (saved, group) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
-            if saved.get("variant") != group["variant"]:
-                raise ValueError(
-                    f"parameter group {i} was saved with variant {saved.get('variant')!r}, this optimizer has {group['variant']!r}; "
-                    "build it with the saved variant, or start from the weights alone"
-                )
-        super().load_state_dict({**state_dict, "state": {}})
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for i, p in zip(ids, params, strict=True):
-            saved = state_dict["state"].get(i, {})
-            if saved:
-                self.state[p] = {key: x.to("cpu" if key == "step" else p.device, copy=True) for key, x in saved.items()}
+        states = saved_states(self, state_dict, "variant")
+        for i, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            if i in states:
+                self.state[p] = {key: x.to("cpu" if key == "step" else p.device, copy=True) for key, x in states[i].items()}
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -212,42 +183,3 @@ def _initial(p: torch.Tensor, variant: Variant) -> dict[str, torch.Tensor]:
 def _value(p: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
     """What a weight stands for, in FP64."""
     return state["master"].double() if "master" in state else p.double() + state.get("weight_remainder", 0.0)
-
-
-def _delta(p: torch.Tensor, g: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any], variant: Variant) -> torch.Tensor:
-    """Algorithm 2, lines 6 to 12: bring the moments up to date and return the update of the weight, in the variant's dtype."""
-
-    def scalar(x: float) -> float:
-        return torch.tensor(x, dtype=torch.float64).to(variant.dtype).item()
-
-    (beta1, beta2), m, v = group["betas"], state["exp_avg"], state["exp_avg_sq"]
-    steps = state["step"].add_(1).item()
-    g = g.to(variant.dtype)
-    theta = state.get("master", p).to(variant.dtype)
-    m.copy_(m * scalar(beta1) + g * scalar(1 - beta1))
-    squares = g * g * scalar(1 - beta2)
-    if variant.pair_v:
-        remainder = state["exp_avg_sq_remainder"]
-        _store((v, remainder), mcf.grow(mcf.mul(mcf.expansion(beta2), (v, remainder)), squares, mcf.two_sum))
-    else:
-        v.copy_(v * scalar(beta2) + squares)
-    m_hat, v_hat, eps = m / scalar(1 - beta1**steps), v / scalar(1 - beta2**steps), scalar(group["eps"])
-    root = (v_hat + eps).sqrt() if group["eps_inside_root"] else v_hat.sqrt() + eps
-    return (m_hat / root + theta * scalar(group["weight_decay"])) * scalar(-group["lr"])
-
-
-def _apply(p: torch.Tensor, delta: torch.Tensor, state: dict[str, torch.Tensor], variant: Variant, add: Callable[..., mcf.Pair]) -> None:
-    """Algorithm 2, line 13: add the update to the weight."""
-    if variant.weight == "master":
-        p.copy_(state["master"].add_(delta))
-    elif variant.weight == "nothing":
-        p.copy_(p + delta)
-    else:
-        remainder = state["weight_remainder"]
-        new = mcf.grow((p, remainder), delta, add) if variant.weight == "pair" else mcf.fast_two_sum(p, remainder + delta)
-        _store((p, remainder), new)
-
-
-def _store(pair: mcf.Pair, new: mcf.Pair) -> None:
-    pair[0].copy_(new[0])
-    pair[1].copy_(new[1])

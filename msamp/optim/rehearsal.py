@@ -9,6 +9,7 @@ import torch
 
 from msamp.kernels.reference.adamw import Batch, adamw
 from msamp.kernels.reference.coat_adamw import coat_adamw
+from msamp.kernels.reference.collage import collage
 from msamp.numerics.range_expand import Expanded
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.adamw import FP8AdamW, Piece
@@ -24,7 +25,7 @@ class Rehearsal:
         piece: whose.
         before: the master's values, FP32.
         wanted: "master", "m" and "v" as the update computes them, FP32, and "weight", the stored master, where a weight is cast from it.
-        stored: the same names as they will be stored: plain, or ScalingTensors; COAT's moments as their FP32 values.
+        stored: the same names as they will be stored: plain, or ScalingTensors; COAT's moments and Collage's pairs as their FP32 values.
     """
 
     piece: Piece
@@ -48,25 +49,34 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
     by_place = {piece.place: piece for piece in pieces}
     kept = table.new_zeros(3, 1 + max(by_place, default=0))
     for number, batch, _ in optimizer._batches(pieces):
-        decoupled = optimizer.param_groups[number]["decoupled"]
+        group, hyper = optimizer.param_groups[number], optimizer._hyper(number)
         for twin in _parts(batch):
-            before = [fp32_values(x).clone() for x in twin.masters]
+            before = [fp32_values(x).clone() for x in _whole(twin.masters, twin.weight_remainders)]
             exact = replace(
                 twin,
                 ms=[_values(x).clone() for x in twin.ms],
-                vs=[_values(x).clone() for x in twin.vs],
+                vs=[_values(x).clone() for x in _whole(twin.vs, twin.v_remainders)],
                 masters=[x.clone() for x in before],
                 weights=[],
                 steps=[x.clone() for x in twin.steps],
             )
-            for update, run in ((adamw, exact), (coat_adamw, twin)):  # which is `adamw` where no moments are COAT's
-                update(None, run, optimizer._hyper(number), decoupled, table, kept, coefficient, usable)
+            adamw(None, exact, hyper, group["decoupled"], table, kept, coefficient, usable)
+            if group["formats"]["update"] == "fp32":  # and `adamw` where no moments are COAT's
+                coat_adamw(None, twin, hyper, group["decoupled"], table, kept, coefficient, usable)
+            else:
+                collage(None, twin, hyper, group["formats"]["update"], coefficient, usable)
+            masters, vs = _whole(twin.masters, twin.weight_remainders), _whole(twin.vs, twin.v_remainders)
             for i, place in enumerate(twin.places):
                 wanted = {"master": exact.masters[i], "m": exact.ms[i], "v": exact.vs[i]}
-                stored = {"master": twin.masters[i], "m": _plain(twin.ms[i]), "v": _plain(twin.vs[i])}
+                stored = {"master": masters[i], "m": _plain(twin.ms[i]), "v": _plain(vs[i])}
                 if twin.weights:
                     wanted["weight"], stored["weight"] = fp32_values(twin.masters[i]), twin.weights[i]
                 yield Rehearsal(by_place[place], before[i], wanted, stored)
+
+
+def _whole(states: list[Any], remainders: list[torch.Tensor]) -> list[Any]:
+    """The values of pairs in FP32; without remainders the states as they are."""
+    return [x.float() + y.float() for x, y in zip(states, remainders, strict=True)] if remainders else states
 
 
 def _parts(batch: Batch) -> Iterator[Batch]:

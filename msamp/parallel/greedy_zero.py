@@ -13,7 +13,7 @@ from msamp.comm.bucket import Bucket, Slot, as_bytes
 from msamp.comm.grad_sync import GradSync
 from msamp.kernels.reference.adamw import MASTER
 from msamp.numerics.formats import Format, by_name
-from msamp.numerics.recipe import O2, StateFormats
+from msamp.numerics.recipe import O2, REMAINDERS, StateFormats
 from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW, LossScale, Piece
@@ -243,6 +243,7 @@ class GreedyZeRO(FP8AdamW):
         formats = {"exp_avg": group["formats"]["m"], "exp_avg_sq": group["formats"]["v"]}
         if not is_own_master(p, by_name(group["formats"]["master"])):
             formats["master"] = group["formats"]["master"]
+        formats |= {key: fmt.name for key, fmt in REMAINDERS[group["formats"]["update"]].items()}
         name = self.sync.names[p]
         whole: dict[str, torch.Tensor] = {}
         blank: dict[str, torch.Tensor] = {}

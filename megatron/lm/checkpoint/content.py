@@ -2,6 +2,7 @@
 
 model/NAME                    weights (payloads) and the scaling state of the linear layers
 master/NAME, exp_avg/NAME, exp_avg_sq/NAME    optimizer states, in their own formats; step/NAME
+weight_remainder/NAME, exp_avg_sq_remainder/NAME    second components of Collage's pairs; those of kept weights are in model/NAME
 KEY.scale_inv@OFFSET          the scale of the chunk of KEY at OFFSET, such as `@0,512`: a tensor-parallel shard has its own
 mu/NAME@OFFSET                overflow guard of the FP8 gradient exchange
 rng/NUMBER/...                random generators of a rank
@@ -26,7 +27,7 @@ from megatron.lm.config import Config
 from megatron.lm.step import Training
 from msamp.numerics.tensor import ScalingTensor
 
-STATES = ("master", "exp_avg", "exp_avg_sq")
+STATES = ("master", "exp_avg", "exp_avg_sq", "weight_remainder", "exp_avg_sq_remainder")
 
 
 def at(key: str, offset: Sequence[int]) -> str:

@@ -17,12 +17,13 @@ from megatron.lm.checkpoint.folder import candidates, check_files, latest, no_ch
 from megatron.lm.checkpoint.place import Place, names_of, places
 from megatron.lm.checkpoint.saving import all_or_none
 from megatron.lm.checkpoint.storage import Stored
-from megatron.lm.checkpoint.values import Found, chunk_offsets, find, scalar
+from megatron.lm.checkpoint.values import Found, chunk_offsets, find, find_whole, scalar
 from megatron.lm.cli import config_from_dict, config_to_dict
 from megatron.lm.config import CheckpointConfig, Config, flag
 from megatron.lm.step import Training
 from msamp.nn.scaling_state import LinearScaling
-from msamp.numerics.formats import Format, by_name
+from msamp.numerics.formats import BF16, FP32, Format, by_name
+from msamp.numerics.recipe import REMAINDERS
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import Piece
 from msamp.optim.master import is_own_master, weight_format
@@ -175,21 +176,36 @@ class _TensorReader:
         found.check(self.stored.folder)
         return found
 
-    def best(self, where: list[Place], shape: torch.Size) -> Found:
-        """The master where there is one, else the weight."""
-        return self.find("master" if f"master/{where[0].name}" in self.stored.tensors else "model", where, shape)
+    def value(self, prefix: str, where: list[Place], shape: torch.Size, fmt: Format) -> Found:
+        """What goes into `fmt`: a tensor with its remainder, but for BF16 the first component, to which the pair rounds."""
+        if fmt == BF16:
+            return self.find(prefix, where, shape)
+        found = find_whole(self.stored, prefix, where, shape, self.vocab_size)
+        found.check(self.stored.folder)
+        return found
+
+    def best(self, where: list[Place], shape: torch.Size, fmt: Format) -> Found:
+        """The master where there is one, else the weight; see `value`."""
+        return self.value("master" if f"master/{where[0].name}" in self.stored.tensors else "model", where, shape, fmt)
+
+    def remainder(self, key: str, where: list[Place], shape: torch.Size) -> Found:
+        """A remainder as stored, or what BF16 takes from the stored weight or second moment."""
+        if f"{key}/{where[0].name}" in self.stored.tensors:
+            return self.find(key, where, shape)
+        found = self.best(where, shape, FP32) if key == "weight_remainder" else self.value("exp_avg_sq", where, shape, FP32)
+        return Found(f"{key}/{where[0].name}", found.values() - found.values().bfloat16().float(), [])
 
     def weight(self, p: Tensor, master: Format, where: list[Place], with_values: bool) -> tuple[Tensor, Tensor | None]:
         """The weight, and `with_values` those for a master beside it (None: the weight is its own)."""
         fmt = weight_format(p)
         if is_own_master(p, master):
-            return self._to(self.best(where, p.shape), fmt, p.dtype), None
+            return self._to(self.best(where, p.shape, fmt), fmt, p.dtype), None
         weight = self.find("model", where, p.shape)
         self.reach[where[0].name] = weight.values().abs().amax()
         keeps = weight.keeps_bits(fmt)
         if keeps and not with_values:
             return weight.to(fmt, p.dtype), None
-        best = self.best(where, p.shape)
+        best = self.best(where, p.shape, FP32)
         self._check_agree(best, where[0].name)
         values = best.values()
         if keeps:
@@ -205,12 +221,17 @@ class _TensorReader:
             return {}
         state = {"step": step}
         for key, name in (("exp_avg", formats["m"]), ("exp_avg_sq", formats["v"])):
-            state[key] = piece.copy_of(self._to(self.find(key, where, shape), by_name(name)))
+            state[key] = piece.copy_of(self._to(self.value(key, where, shape, by_name(name)), by_name(name)))
         master = by_name(formats["master"])
         if not is_own_master(piece.param, master):
-            best = self.best(where, shape)
+            best = self.best(where, shape, master)
             self._check_agree(best, where[0].name)
             state["master"] = piece.copy_of(self._to(best, master))
+        remainders = REMAINDERS[formats["update"]]
+        for key, fmt in remainders.items():
+            state[key] = piece.copy_of(self._to(self.remainder(key, where, shape), fmt))
+        dropped = {f"{key}/{where[0].name}" for key in ("weight_remainder", "exp_avg_sq_remainder") if key not in remainders}
+        self.requantised |= dropped & self.stored.tensors.keys()
         return state
 
     def _check_agree(self, master: Found, name: str) -> None:

@@ -1,5 +1,6 @@
 """A checkpoint for tools and for inference: whole tensors under the names of a model that is not cut, in one process."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from megatron.lm.checkpoint.folder import INFO_FILE, check_files, latest, read_i
 from megatron.lm.checkpoint.loading import take_model
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.storage import Stored
-from megatron.lm.checkpoint.values import Found, find
+from megatron.lm.checkpoint.values import Found, find, find_whole
 from megatron.lm.cli import config_from_dict
 from megatron.lm.config import Config, ParallelConfig
 from megatron.lm.data.tokenizer import Tokenizer, build_tokenizer
@@ -62,8 +63,8 @@ class Saved:
         return entry.properties.dtype, entry.size, scales
 
     def values(self, name: str) -> Tensor:
-        """The whole weight in FP32: from its master where it has one, else as it is."""
-        return self._find("master" if f"master/{name}" in self.stored.tensors else "model", name).values()
+        """The whole weight in FP32: from its master where it has one, else as it is, with its remainder."""
+        return self._find("master" if f"master/{name}" in self.stored.tensors else "model", name, find_whole).values()
 
     def weight(self, name: str) -> Tensor:
         """The whole weight as saved, a ScalingTensor where it has one scale; in FP32 where its pieces have several."""
@@ -72,7 +73,7 @@ class Saved:
             return found.payload
         return found.values() if found.scale_inv is None else found.to(of_dtype(found.payload.dtype), torch.bfloat16)
 
-    def _find(self, prefix: str, name: str) -> Found:
+    def _find(self, prefix: str, name: str, find: Callable[..., Found] = find) -> Found:
         size = self.stored.tensors[f"{prefix}/{name}"].size
         place = Place(name=name, shape=tuple(size), offset=(0,) * len(size), start=0, sizes=tuple(size), first=True)
         found = find(self.stored, prefix, [place], size, self.info["vocab_size"])

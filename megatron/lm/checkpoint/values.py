@@ -1,5 +1,7 @@
 """From what is stored to what this run keeps: another cut of a tensor, another format.
 
+A pair of BF16 (Collage) stands for the sum of its components: `find_whole` adds what is stored beside a weight or second moment.
+
 A tensor keeps its bits where its format stays and all chunks it is made of have one scale, which is so wherever the cut follows whole
 tensor-parallel shards. Else it is requantised: chunks of one format with several scales take the coarsest of them (scales are powers of
 two, so that only what falls below the smallest subnormal of that scale is rounded); another format takes a scale from the tensor's amax.
@@ -18,6 +20,9 @@ from msamp.numerics.formats import Format
 from msamp.numerics.quantize import quantize
 from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
+
+# What a pair's first component stands under -> its second.
+REMAINDERS = {"model": "weight_remainder", "exp_avg_sq": "exp_avg_sq_remainder"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +99,14 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
             if part is not None and (scale_key(key, chunk.offsets) in stored.tensors or dtype.itemsize == 1):  # FP8 means nothing without
                 scales.append((part, stored.tensor(scale_key(key, chunk.offsets))))
     return Found(f"{prefix}/{where[0].name}", payload, scales)
+
+
+def find_whole(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[int], vocab_size: int) -> Found:
+    """As `find`; where a remainder stands beside it, the sum of both in FP32."""
+    found, rest = find(stored, prefix, where, shape, vocab_size), REMAINDERS.get(prefix, "")
+    if f"{rest}/{where[0].name}" not in stored.tensors:
+        return found
+    return Found(found.key, found.values() + find(stored, rest, where, shape, vocab_size).values(), [])
 
 
 def _stored_rows(stored: Stored, key: str, place: Place, vocab_size: int) -> int | None:

@@ -1,7 +1,7 @@
 """Adam's arithmetic, written once: FP32, in torch.optim.AdamW's own order of operations, so that FP32 states equal it bit for bit."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ class Batch:
         steps: FP32 0-dim, the number of steps taken, raised by one.
         indices: column of each in the table of amaxes of whole tensors.
         places: column of each in the table of amaxes as stored.
+        weight_remainders, v_remainders: what stands beside masters and vs for updates in BF16 (`reference.collage`), else empty.
     """
 
     grads: list[torch.Tensor]
@@ -48,6 +49,8 @@ class Batch:
     steps: list[torch.Tensor]
     indices: list[int]
     places: list[int]
+    weight_remainders: list[torch.Tensor] = field(default_factory=list)
+    v_remainders: list[torch.Tensor] = field(default_factory=list)
 
     def chunks(self) -> Iterator["Batch"]:
         """The batch in parts of at most CHUNK elements (or one larger tensor)."""

@@ -23,7 +23,7 @@ from msamp.comm.grad_sync import GradSync
 from msamp.numerics import formats, recipe
 from msamp.numerics.formats import Format
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.adamw import FP8AdamW, format_names
 from msamp.optim.device_flag import DeviceFlag
 from msamp.parallel.greedy_zero import GreedyZeRO
 
@@ -45,6 +45,8 @@ TABLE_6: dict[str, tuple[dict[str, Any], tuple[str, str | None, str, str]]] = {
     "#3": ({"opt_level": "O2", "master_format": "fp8-e4m3"}, ("fp16", "fp8-e4m3", "fp8-e4m3", "fp16")),
     "#4": ({"opt_level": "O2", "exp_avg_sq_format": "fp8-e4m3"}, ("fp16", None, "fp8-e4m3", "fp8-e4m3")),
 }
+# Collage, Table 2: bytes a parameter.
+OPTIONS = {"bf16-a": 8, "bf16-kahan": 10, "collage-light": 10, "collage-plus": 12, "bf16-dmw": 12, "bf16-d": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -103,10 +105,23 @@ def test_groups_and_formats_of_a_level(level: str):
     assert set(groups) == set(expected)
     build_schedule(optimizer, tiny.config("corpus"))  # sets each group's decay
     for members, (states, decay) in expected.items():
-        assert groups[members]["formats"] == states
+        assert groups[members]["formats"] == {**states, "update": "fp32"}
         assert groups[members]["weight_decay"] == pytest.approx(decay)
     assert gradient_formats(optimizer) == {p: sync.bucket_of(p).format for p in names}
     assert isinstance(optimizer, GreedyZeRO) == sync.shard == (level == "O3")
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_of_collage_holds_for_every_parameter_and_has_its_bytes(option: str):
+    model, optimizer, sync = build(precision=option)
+    matrices, vectors = optimizer.param_groups
+    assert matrices["formats"] == vectors["formats"] == format_names(recipe.by_name(option).states)
+    assert set(vectors["params"]) == {p for p in model.parameters() if p.dim() == 1}
+    step(optimizer, sync)
+    found = measured(model, optimizer, sync)
+    assert sum(found.values()) == OPTIONS[option]
+    assert (found["weight"], found["grad"]) == (2, 2)
+    assert gradient_formats(optimizer) == dict.fromkeys(model.parameters(), formats.BF16)
 
 
 def test_an_untied_head_is_a_matrix_like_the_embedding():
@@ -179,16 +194,18 @@ def measured(model: nn.Module, optimizer: FP8AdamW, sync: GradSync) -> dict[str,
     states = [optimizer.state[p] for p in params]
     sizes = {
         "weight": sum(map(size_of, params)),
-        "master": sum(size_of(state["master"]) for state in states if "master" in state),
+        "master": sum(size_of(state[key]) for state in states for key in ("master", "weight_remainder") if key in state),
         "grad": sum(size_of(g) for p in params for g in gradients(p, sync)),
         "m": sum(size_of(state["exp_avg"]) for state in states),
-        "v": sum(size_of(state["exp_avg_sq"]) for state in states),
+        "v": sum(size_of(state[key]) for state in states for key in ("exp_avg_sq", "exp_avg_sq_remainder") if key in state),
     }
     count = sum(p.numel() for p in params)
     return {key: size / count for key, size in sizes.items()}
 
 
-@pytest.mark.parametrize("flags", [{"precision": level} for level in STATES] + [flags for flags, _ in TABLE_6.values()] + [ZERO], ids=str)
+@pytest.mark.parametrize(
+    "flags", [{"precision": level} for level in (*STATES, *OPTIONS)] + [flags for flags, _ in TABLE_6.values()] + [ZERO], ids=str
+)
 def test_bytes_per_parameter_are_those_of_the_tensors(flags: dict[str, Any]):
     model, optimizer, sync = build(**flags)
     foretold = bytes_per_parameter(optimizer)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.lm.config import PrecisionConfig
+from megatron.lm.config import PRECISIONS, PrecisionConfig
 from megatron.lm.recipe import build_recipe, states_by_kind
 from msamp.numerics import formats, recipe
 from msamp.numerics.recipe import FP32_STATES, StateFormats
@@ -36,6 +36,15 @@ def test_kinds_at_the_fp8_levels(level: str):
     assert kinds["vector"] == FP32_STATES
 
 
-@pytest.mark.parametrize("other", [recipe.FP32, recipe.BF16], ids=lambda r: r.name)
+@pytest.mark.parametrize("other", [r for r in recipe.ALL if not r.fp8], ids=lambda r: r.name)
 def test_kinds_without_fp8(other: recipe.Recipe):
-    assert states_by_kind(other) == {"linear": other.states, "matrix": other.states, "vector": FP32_STATES}
+    assert states_by_kind(other) == dict.fromkeys(("linear", "matrix", "vector"), other.states)
+
+
+def test_the_flag_names_recipes_and_knows_their_gradients():
+    assert tuple(r.name for r in recipe.ALL if r.name in PRECISIONS) == PRECISIONS  # a list of its own: config.py must not import torch
+    for r in map(recipe.by_name, PRECISIONS):
+        flags = PrecisionConfig(precision=r.name)
+        assert flags.is_fp8 == r.fp8
+        assert flags.has_bf16_gradients == (r.states.grad == formats.BF16)
+        assert flags.grad_accum == ("fp32" if r.states.grad == formats.FP32 else "bf16")

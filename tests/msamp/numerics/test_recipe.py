@@ -17,6 +17,9 @@ def names(r: recipe.Recipe) -> tuple[str, ...]:
         "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32", "fp32"),
         "fp16-amp": ("fp16", "fp16", "fp32", "fp32", "fp32", "fp32"),
         "bf16": ("bf16", "bf16", "fp32", "fp32", "fp32", "fp32"),
+        **dict.fromkeys(("bf16-a", "bf16-kahan", "collage-light", "collage-plus"), ("bf16",) * 6),
+        "bf16-dmw": ("bf16", "bf16", "bf16", "bf16", "fp32", "fp32"),
+        "bf16-d": ("bf16", "bf16", "fp32", "bf16", "fp32", "fp32"),
         "O1": ("bf16", "fp16", "fp16", "fp8-e4m3", "fp32", "fp32"),
         "O2": ("bf16", "fp16", "fp16", "fp8-e4m3", "fp8-e4m3", "fp16"),
         "O3": ("bf16", "fp8-e4m3", "fp16", "fp8-e4m3", "fp8-e4m3", "fp16"),
@@ -33,7 +36,7 @@ def test_every_preset_is_found_by_its_name_and_o0_is_bf16():
 
 @pytest.mark.parametrize("bad", ["O4", "o2", "", "fp8"])
 def test_an_unknown_name_lists_those_accepted(bad):
-    with pytest.raises(ValueError, match=rf"'{bad}'.*fp32, fp16-amp, bf16, O1, O2, O3"):
+    with pytest.raises(ValueError, match=rf"'{bad}'.*fp32, .*bf16, .*, O1, O2, O3"):
         recipe.by_name(bad)
 
 
@@ -70,3 +73,25 @@ def test_recipes_are_data():
         recipe.O2.name = "mine"
     assert str(recipe.O2.states) == "master fp16, grad fp8-e4m3, m fp8-e4m3, v fp16"
     assert str(recipe.O2.gemm.input) == "fp8-e4m3 delayed(16)"
+
+
+def test_the_options_of_collage_hold_for_every_parameter():
+    found = {r.name: r.states.update for r in recipe.ALL if r.vectors == r.states}
+    assert found == {
+        "fp32": "fp32",
+        "fp16-amp": "fp32",
+        "bf16": "fp32",
+        "bf16-a": "a",
+        "bf16-kahan": "kahan",
+        "bf16-dmw": "fp32",
+        "bf16-d": "fp32",
+        "collage-light": "light",
+        "collage-plus": "plus",
+    }
+
+
+def test_an_update_in_bf16_takes_nothing_else():
+    with pytest.raises(ValueError, match="update 'plus' computes in BF16, and the formats are master bf16, grad bf16, m bf16, v fp32"):
+        recipe.StateFormats(formats.BF16, formats.BF16, formats.BF16, formats.FP32, "plus")
+    with pytest.raises(ValueError, match="update 'b' is unknown; choose one of fp32, a, kahan, light, plus"):
+        recipe.StateFormats(update="b")

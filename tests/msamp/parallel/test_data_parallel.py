@@ -13,13 +13,13 @@ from torch import nn
 from msamp.nn.convert import convert
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.formats import BF16, E4M3, FP32
-from msamp.numerics.recipe import ALL, FP32_STATES, by_name
+from msamp.numerics.recipe import FP32_STATES, by_name
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
 from msamp.parallel.data_parallel import BUCKET_ELEMENTS, grad_sync
 from msamp.parallel.greedy_zero import GreedyZeRO
 
-LEVELS = [recipe.name for recipe in ALL]
+LEVELS = ("fp32", "fp16-amp", "bf16", "O1", "O2", "O3")
 Bits = dict[str, torch.Tensor]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.lm import checkpoint
 from megatron.lm.checkpoint import Saved, iteration_folder
 from megatron.lm.checkpoint.place import names_of
-from megatron.lm.checkpoint.values import Found
+from megatron.lm.checkpoint.values import Found, find_whole
 from megatron.lm.config import Config
 from megatron.lm.trainer import Trainer
 from msamp.numerics.formats import E4M3, FP16, PLAIN_FP16, Format, by_name, of_dtype
@@ -22,6 +22,17 @@ from msamp.optim.master import is_own_master
 
 LEVELS = ("fp32", "fp16-amp", "bf16", "O1", "O2", "O3")
 PAIRS = [pair for pair in itertools.product(LEVELS, LEVELS) if pair[0] != pair[1]]
+# Of Collage's options the largest relative error of a weight and of a second moment when they come from FP32: half a step of BF16, or of
+# the second component, which is at most half a step of the first.
+ONE, TWO = 2.0**-8, 2.0**-16
+COLLAGE = {
+    "bf16-a": (ONE, ONE),
+    "bf16-kahan": (TWO, ONE),
+    "bf16-dmw": (ONE, 0.0),
+    "bf16-d": (0.0, 0.0),
+    "collage-light": (TWO, ONE),
+    "collage-plus": (TWO, TWO),
+}
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 SAVED, LAST = 6, 9
 # Largest relative difference of a loss from that of staying at the level: of the next step, whose difference is that of the formats in
@@ -148,6 +159,51 @@ def test_every_level_from_every_other(prefix: Path, tmp_path: Path, stayed: dict
     staying, folder = stayed[level]
     check_losses(convert(prefix, folder, other, tmp_path), staying)
     check_conversion(read(folder), read(tmp_path))
+
+
+# Weights and second moments that are pairs
+
+
+def pair_errors(before: Saved, after: Saved) -> tuple[float, float]:
+    """Largest relative difference of what weights and second moments stand for."""
+    errors = []
+    for read_value in (Saved.values, lambda saved, name: saved._find("exp_avg_sq", name, find_whole).values()):
+        a, b = (torch.cat([read_value(saved, name).flatten() for name in before.names()]) for saved in (before, after))
+        errors.append(float(((a - b).abs() / a.abs().clamp(min=1e-30)).max()))
+    return errors[0], errors[1]
+
+
+@pytest.mark.parametrize("option", [option if option == "collage-plus" else SLOW(option) for option in COLLAGE])
+def test_to_an_option_of_collage_and_back(prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]], option: str):
+    """Each way rounds no further than the formats say, and the pair's value goes into the FP32 master; training goes on."""
+    staying, folder = stayed["bf16"]
+    check_losses(convert(prefix, folder, option, tmp_path / "there"), staying)
+    check_losses(convert(prefix, tmp_path / "there", "bf16", tmp_path / "back"), staying)
+    start, there, back = (read(each) for each in (folder, tmp_path / "there", tmp_path / "back"))
+    weight, v = pair_errors(start, there)
+    assert weight <= COLLAGE[option][0]
+    assert v <= COLLAGE[option][1]
+    assert (weight > 0, v > 0) == (COLLAGE[option][0] > 0, COLLAGE[option][1] > 0)
+    assert max(pair_errors(there, back)) <= 2.0**-24
+
+
+@pytest.mark.slow
+def test_from_option_to_option_the_common_states_keep_their_bits(
+    prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]], capfd: pytest.CaptureFixture[str]
+):
+    source, options = stayed["bf16"][1], ("collage-plus", "collage-light", "bf16-kahan", "bf16-a")
+    for number, option in enumerate(options):
+        folder = tmp_path / option
+        convert(prefix, source, option, folder)
+        told = capfd.readouterr().out
+        if number:
+            before, after = read(source).stored, read(folder).stored
+            for key in after.tensors.keys() - {key for key in after.tensors if key.startswith("rng/")}:
+                assert tiny.same(tiny.bits([before.tensor(key)]), tiny.bits([after.tensor(key)])), key
+            lost = {key.split("/")[0] for key in before.tensors.keys() - after.tensors.keys()}
+            assert lost == {"collage-light": {"exp_avg_sq_remainder"}, "bf16-kahan": set(), "bf16-a": {"weight_remainder"}}[option]
+            assert ("were requantised" in told) == bool(lost)
+        source = folder
 
 
 # Weights without the optimizer's states

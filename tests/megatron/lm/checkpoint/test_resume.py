@@ -26,8 +26,18 @@ GRIDS: dict[str, dict[str, Any]] = {
     "TP 2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, **DROPOUT},
     "PP 2": {"pipeline_model_parallel_size": 2, **DROPOUT},
 }
-RUNS = [(level, grid) for level in ("fp32", "fp16-amp", "bf16", "O1", "O2", "O3") for grid in GRIDS]
-DEFAULT = [("fp32", "PP 2"), ("fp16-amp", "DP 2"), ("bf16", "TP 2"), ("O1", "DP 2"), ("O2", "PP 2"), ("O3", "DP 2"), ("O3", "TP 2")]
+COLLAGE = ("bf16-a", "bf16-kahan", "bf16-dmw", "bf16-d", "collage-light", "collage-plus")
+RUNS = [(level, grid) for level in ("fp32", "fp16-amp", "bf16", *COLLAGE, "O1", "O2", "O3") for grid in GRIDS]
+DEFAULT = [
+    ("collage-plus", "TP 2"),
+    ("fp32", "PP 2"),
+    ("fp16-amp", "DP 2"),
+    ("bf16", "TP 2"),
+    ("O1", "DP 2"),
+    ("O2", "PP 2"),
+    ("O3", "DP 2"),
+    ("O3", "TP 2"),
+]
 LOSS_SCALE = {"initial_loss_scale": 2.0**24, "loss_scale_window": 3}  # it falls before the save, and rises and falls after it
 Seen = dict[tuple[str, str], tuple[list[float], list[Tensor]]]
 

@@ -1,0 +1,149 @@
+"""AdamW's update in BF16, weight and second moment as pairs of BF16 (Collage, algorithm 2), and the options of its Table 2."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from msamp.kernels.reference.adamw import Batch, Hyper
+from msamp.kernels.tables import Tables
+from msamp.numerics import mcf
+
+
+class Variant(NamedTuple):
+    """One precision option.
+
+    Attributes:
+        dtype: of m, v and the arithmetic of the update; scalars are computed in FP64 and rounded to it.
+        weight: what stands beside the BF16 weight: "nothing", "pair" (a second component), "kahan" (a compensation), "master" (FP32).
+        pair_v: v and beta2 are pairs.
+    """
+
+    dtype: torch.dtype
+    weight: str
+    pair_v: bool = False
+
+
+VARIANTS = {
+    "a": Variant(torch.bfloat16, "nothing"),
+    "light": Variant(torch.bfloat16, "pair"),
+    "plus": Variant(torch.bfloat16, "pair", pair_v=True),
+    "kahan": Variant(torch.bfloat16, "kahan"),
+    "d-mw": Variant(torch.float32, "nothing"),
+    "d": Variant(torch.float32, "master"),
+}
+SUMS = {"fast-two-sum": mcf.fast_two_sum, "two-sum": mcf.two_sum}
+
+
+def collage(
+    tables: Tables | None,
+    batch: Batch,
+    hyper: torch.Tensor,
+    update: str,
+    coefficient: torch.Tensor | None,
+    usable: torch.Tensor,
+) -> None:
+    """One step of an update in BF16 over many tensors, or nothing at all where the step is not usable.
+
+    Args:
+        tables: where the kernel keeps its table of addresses; the twin needs none.
+        batch: plain BF16 tensors; the masters are the weights. `weight_remainders` and `v_remainders` as `update` wants them.
+        hyper: FP64 [5 or more], a `Hyper`; the decay is AdamW's.
+        update: one of `VARIANTS` in BF16.
+        coefficient: FP32 0-dim: multiplies gradients, in FP32, and the product is rounded to BF16; None clips nothing.
+        usable: bool 0-dim.
+    """
+    if not bool(usable):
+        return
+    numbers, variant = Hyper(*hyper.tolist()[:5]), VARIANTS[update]
+    torch._foreach_add_(batch.steps, 1)
+    for i, (weight, g) in enumerate(zip(batch.masters, batch.grads, strict=True)):
+        state = {"exp_avg": batch.ms[i], "exp_avg_sq": batch.vs[i]}
+        if variant.weight != "nothing":
+            state["weight_remainder"] = batch.weight_remainders[i]
+        if variant.pair_v:
+            state["exp_avg_sq_remainder"] = batch.v_remainders[i]
+        clipped = g if coefficient is None else (g.float() * coefficient).to(g.dtype)
+        step_(weight, clipped, state, int(batch.steps[i]), numbers, variant)
+
+
+def step_(
+    weight: torch.Tensor,
+    g: torch.Tensor,
+    state: Mapping[str, torch.Tensor],
+    step: int,
+    hyper: Hyper,
+    variant: Variant,
+    weight_sum: str = "fast-two-sum",
+    eps_inside_root: bool = False,
+) -> torch.Tensor:
+    """One step of one tensor, in place (Collage, algorithm 2).
+
+    Args:
+        weight, g: BF16, of one shape; `g` is only read.
+        state: `exp_avg`, `exp_avg_sq` in the variant's dtype; by variant `weight_remainder`, `exp_avg_sq_remainder` in BF16, `master` in
+            FP32.
+        step: number of this step, from 1.
+        hyper: the group's numbers.
+        variant: what is rounded where.
+        weight_sum: how a pair takes the update: one of `SUMS`.
+        eps_inside_root: sqrt(v^ + eps), as the paper prints it.
+
+    Returns:
+        The update of the weight as it was wanted, in the variant's dtype.
+    """
+    delta = _delta(state.get("master", weight), g, state, step, hyper, variant, eps_inside_root)
+    if variant.weight == "master":
+        weight.copy_(state["master"].add_(delta))
+    elif variant.weight == "nothing":
+        weight.copy_(weight + delta)
+    else:
+        pair = weight, state["weight_remainder"]
+        new = mcf.grow(pair, delta, SUMS[weight_sum]) if variant.weight == "pair" else mcf.fast_two_sum(weight, pair[1] + delta)
+        _store(pair, new)
+    return delta
+
+
+def _delta(
+    theta: torch.Tensor,
+    g: torch.Tensor,
+    state: Mapping[str, torch.Tensor],
+    step: int,
+    hyper: Hyper,
+    variant: Variant,
+    eps_inside_root: bool,
+) -> torch.Tensor:
+    """Lines 6 to 12: bring the moments up to date and return the update of the weight."""
+
+    def scalar(x: float) -> float:
+        return torch.tensor(x, dtype=torch.float64).to(variant.dtype).item()
+
+    m, v, beta1, beta2 = state["exp_avg"], state["exp_avg_sq"], hyper.beta1, hyper.beta2
+    theta, g = theta.to(variant.dtype), g.to(variant.dtype)
+    m.copy_(m * scalar(beta1) + g * scalar(1 - beta1))
+    squares = g * g * scalar(1 - beta2)
+    if variant.pair_v:
+        pair = v, state["exp_avg_sq_remainder"]
+        _store(pair, mcf.grow(mcf.mul(mcf.expansion(beta2), pair), squares, mcf.two_sum))
+    else:
+        v.copy_(v * scalar(beta2) + squares)
+    m_hat, v_hat = m / scalar(1 - power(beta1, step)), v / scalar(1 - power(beta2, step))
+    eps = scalar(hyper.eps)
+    root = (v_hat + eps).sqrt() if eps_inside_root else v_hat.sqrt() + eps
+    return (m_hat / root + theta * scalar(hyper.weight_decay)) * scalar(-hyper.lr)
+
+
+def power(base: float, exponent: int) -> float:
+    """`base` to a whole power >= 0 by squaring: FP64 products in an order that the kernel follows, so that both come to the same bits."""
+    result = 1.0
+    while exponent:
+        if exponent % 2:
+            result *= base
+        base *= base
+        exponent //= 2
+    return result
+
+
+def _store(pair: mcf.Pair, new: mcf.Pair) -> None:
+    pair[0].copy_(new[0])
+    pair[1].copy_(new[1])

@@ -1,0 +1,185 @@
+"""AdamW's update in BF16 over many tensors: a launch for their scalars, and one that reads and writes each element once.
+
+Numbers are FP32 here and rounded to BF16 after every elementary operation, which is what torch does with BF16 tensors.
+Twin: `msamp.kernels.reference.collage`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from msamp.kernels.reference.adamw import Batch
+from msamp.kernels.reference.collage import VARIANTS
+from msamp.kernels.tables import Tables
+from msamp.kernels.triton.pack import _payload, _pointer, _span, _value
+
+BLOCK, CHUNK = 1024, 16384  # elements a program works on at a time, and in all
+COLUMNS, SCALARS = 9, 11
+
+
+@triton.jit
+def _rounded(x, HARDWARE: tl.constexpr):
+    return _value(_payload(x, 7, HARDWARE), 7, HARDWARE)
+
+
+@triton.jit
+def _fast_two_sum(a, b, HARDWARE: tl.constexpr):
+    x = _rounded(a + b, HARDWARE)
+    return x, _rounded(b - _rounded(x - a, HARDWARE), HARDWARE)
+
+
+@triton.jit
+def _two_sum(a, b, HARDWARE: tl.constexpr):
+    x = _rounded(a + b, HARDWARE)
+    from_b = _rounded(x - a, HARDWARE)
+    from_a = _rounded(x - from_b, HARDWARE)
+    return x, _rounded(_rounded(a - from_a, HARDWARE) + _rounded(b - from_b, HARDWARE), HARDWARE)
+
+
+@triton.jit
+def _mul(x1, y1, x2, y2, HARDWARE: tl.constexpr):
+    p = _rounded(x1 * x2, HARDWARE)
+    e = _rounded(x1 * x2 - p, HARDWARE)  # the product of two BF16 is exact in FP32
+    cross = _rounded(_rounded(x1 * y2, HARDWARE) + _rounded(y1 * x2, HARDWARE), HARDWARE)
+    return _fast_two_sum(p, _rounded(e + cross, HARDWARE), HARDWARE)
+
+
+@triton.jit
+def _power(base, exponent):
+    """FP64 `base` to an int32 power below 2^24 (an FP32 counts no further), by squaring as the twin does."""
+    result = base * 0.0 + 1.0
+    for _ in range(24):
+        result = tl.where(exponent % 2 == 1, result * base, result)
+        base = base * base
+        exponent = exponent // 2
+    return result
+
+
+@triton.jit
+def _put(out, x, HARDWARE: tl.constexpr):
+    """An FP64 scalar as BF16, over FP32 as torch casts it."""
+    tl.store(out, _rounded(x.to(tl.float32), HARDWARE))
+
+
+@triton.jit
+def _scalars_kernel(
+    table, hyper, coefficient, usable, scalars, CLIP: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
+):  # fmt: skip
+    """Everything about one tensor that is a number: its step count and, in BF16, the group's numbers and bias corrections."""
+    if tl.load(usable) == 0:
+        return
+    step_pointer = _pointer(tl.load(table + tl.program_id(0) * COLUMNS + 8), 23, False)
+    step = tl.load(step_pointer) + 1.0
+    tl.store(step_pointer, step)
+    out = scalars + tl.program_id(0) * SCALARS
+    clip = step * 0.0 + 1.0
+    if CLIP:
+        clip = tl.load(coefficient)
+    tl.store(out, clip)
+    beta1 = tl.load(hyper + 1)
+    beta2 = tl.load(hyper + 2)
+    _put(out + 1, beta1, HARDWARE)
+    _put(out + 2, 1.0 - beta1, HARDWARE)
+    first = _rounded(beta2.to(tl.float32), HARDWARE)
+    tl.store(out + 3, first)
+    _put(out + 4, beta2 - first.to(tl.float64), HARDWARE)
+    _put(out + 5, 1.0 - beta2, HARDWARE)
+    _put(out + 6, 1.0 - _power(beta1, step.to(tl.int32)), HARDWARE)
+    _put(out + 7, 1.0 - _power(beta2, step.to(tl.int32)), HARDWARE)
+    _put(out + 8, tl.load(hyper + 3), HARDWARE)
+    _put(out + 9, tl.load(hyper + 4), HARDWARE)
+    _put(out + 10, -tl.load(hyper), HARDWARE)
+
+
+@triton.jit(do_not_specialize=["skipped"])
+def _collage_kernel(
+    table, owners, skipped, scalars, usable,
+    PAIR: tl.constexpr, KAHAN: tl.constexpr, PAIR_V: tl.constexpr, CLIP: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
+):  # fmt: skip
+    if tl.load(usable) == 0:
+        return
+    row, first, left = _span(table, owners, skipped, COLUMNS, CHUNK, ALIGNED)
+    own = scalars + tl.load(owners + tl.program_id(0)) * SCALARS
+    # All numbers come before the loop: the compiler cannot tell that its stores leave them alone.
+    clip = tl.load(own)
+    beta1 = tl.load(own + 1)
+    w1 = tl.load(own + 2)
+    beta2 = tl.load(own + 3)
+    beta2_rest = tl.load(own + 4)
+    w2 = tl.load(own + 5)
+    correction1 = tl.load(own + 6)
+    correction2 = tl.load(own + 7)
+    eps = tl.load(own + 8)
+    weight_decay = tl.load(own + 9)
+    step_size = tl.load(own + 10)
+    g_pointer = _pointer(tl.load(row + 2), 7, ALIGNED) + first
+    m_pointer = _pointer(tl.load(row + 3), 7, ALIGNED) + first
+    v_pointer = _pointer(tl.load(row + 4), 7, ALIGNED) + first
+    p_pointer = _pointer(tl.load(row + 5), 7, ALIGNED) + first
+    p_rest_pointer = _pointer(tl.load(row + 6), 7, ALIGNED) + first
+    v_rest_pointer = _pointer(tl.load(row + 7), 7, ALIGNED) + first
+    for start in range(0, left, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < left
+        g = tl.load(g_pointer + at, mask=inside, other=0).to(tl.float32)
+        m = tl.load(m_pointer + at, mask=inside, other=0).to(tl.float32)
+        v = tl.load(v_pointer + at, mask=inside, other=0).to(tl.float32)
+        p = tl.load(p_pointer + at, mask=inside, other=0).to(tl.float32)
+        if CLIP:
+            g = _rounded(g * clip, HARDWARE)
+        m = _rounded(_rounded(m * beta1, HARDWARE) + _rounded(g * w1, HARDWARE), HARDWARE)
+        squares = _rounded(_rounded(g * g, HARDWARE) * w2, HARDWARE)
+        if PAIR_V:
+            v_rest = tl.load(v_rest_pointer + at, mask=inside, other=0).to(tl.float32)
+            v, v_rest = _mul(beta2, beta2_rest, v, v_rest, HARDWARE)
+            v, lost = _two_sum(v, squares, HARDWARE)
+            v, v_rest = _fast_two_sum(v, _rounded(v_rest + lost, HARDWARE), HARDWARE)
+            tl.store(v_rest_pointer + at, _payload(v_rest, 7, HARDWARE), mask=inside)
+        else:
+            v = _rounded(_rounded(v * beta2, HARDWARE) + squares, HARDWARE)
+        tl.store(m_pointer + at, _payload(m, 7, HARDWARE), mask=inside)
+        tl.store(v_pointer + at, _payload(v, 7, HARDWARE), mask=inside)
+        m_hat = _rounded(tl.div_rn(m, correction1), HARDWARE)
+        v_hat = _rounded(tl.div_rn(v, correction2), HARDWARE)
+        root = _rounded(_rounded(tl.sqrt_rn(v_hat), HARDWARE) + eps, HARDWARE)
+        decay = _rounded(p * weight_decay, HARDWARE)
+        delta = _rounded(_rounded(_rounded(tl.div_rn(m_hat, root), HARDWARE) + decay, HARDWARE) * step_size, HARDWARE)
+        if PAIR or KAHAN:
+            p_rest = tl.load(p_rest_pointer + at, mask=inside, other=0).to(tl.float32)
+            if PAIR:
+                p, lost = _fast_two_sum(p, delta, HARDWARE)
+                p, p_rest = _fast_two_sum(p, _rounded(p_rest + lost, HARDWARE), HARDWARE)
+            else:
+                p, p_rest = _fast_two_sum(p, _rounded(p_rest + delta, HARDWARE), HARDWARE)
+            tl.store(p_rest_pointer + at, _payload(p_rest, 7, HARDWARE), mask=inside)
+        else:
+            p = _rounded(p + delta, HARDWARE)
+        tl.store(p_pointer + at, _payload(p, 7, HARDWARE), mask=inside)
+
+
+def collage(
+    tables: Tables,
+    batch: Batch,
+    hyper: torch.Tensor,
+    update: str,
+    coefficient: torch.Tensor | None,
+    usable: torch.Tensor,
+) -> None:
+    """See the reference twin."""
+    variant, none = VARIANTS[update], [0] * len(batch.grads)
+    columns = (batch.grads, batch.ms, batch.vs, batch.masters, batch.weight_remainders, batch.v_remainders)
+    addresses = zip(*([x.data_ptr() for x in column] or none for column in columns), strict=True)
+    rows = [(g.numel(), *at, step.data_ptr()) for g, at, step in zip(batch.grads, addresses, batch.steps, strict=True)]
+    table, parts = tables.lay_out(("collage", update, batch.indices[0]), rows, len(columns), CHUNK)
+    scalars = torch.empty(len(rows), SCALARS, device=tables.device)
+    flag, hardware = usable.view(torch.uint8), tables.device.type == "cuda"
+    common = {"CLIP": coefficient is not None, "HARDWARE": hardware, "COLUMNS": COLUMNS, "SCALARS": SCALARS, "enable_fp_fusion": False}
+    _scalars_kernel[(len(rows),)](table, hyper, flag if coefficient is None else coefficient, flag, scalars, num_warps=1, **common)
+    skipped = 0
+    for owners, aligned in parts:
+        _collage_kernel[(owners.numel(),)](
+            table, owners, skipped, scalars, flag, PAIR=variant.weight == "pair", KAHAN=variant.weight == "kahan", PAIR_V=variant.pair_v,
+            ALIGNED=aligned, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=4, **common,
+        )  # fmt: skip
+        skipped += owners.numel()

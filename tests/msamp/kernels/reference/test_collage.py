@@ -1,0 +1,78 @@
+"""The twin of the Collage update: what it reads and writes, and that the optimizer that stands alone computes the same."""
+
+import math
+
+import pytest
+import torch
+from numerics import bits
+
+from msamp.kernels.reference.adamw import Batch, Hyper
+from msamp.kernels.reference.collage import VARIANTS, collage, power
+from msamp.numerics.recipe import REMAINDERS
+from msamp.optim.collage import CollageAdamW
+
+HYPER = Hyper(lr=3e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+UPDATES = [update for update in REMAINDERS if update != "fp32"]
+
+
+def test_there_is_a_variant_for_each_update_and_it_wants_the_remainders_that_the_update_names():
+    for update in UPDATES:
+        variant = VARIANTS[update]
+        assert variant.dtype is torch.bfloat16
+        assert ("weight_remainder" in REMAINDERS[update]) == (variant.weight in ("pair", "kahan"))
+        assert ("exp_avg_sq_remainder" in REMAINDERS[update]) == variant.pair_v
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("clip", [None, 1.0, 0.3])
+def test_many_tensors_at_once_as_the_optimizer_that_stands_alone(update, clip):
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in ((12, 8), (), (5,))]
+    weights = [p.detach().clone() for p in params]
+
+    def zeros(wanted: bool = True) -> list[torch.Tensor]:
+        return [torch.zeros_like(w) for w in weights] if wanted else []
+
+    keys = REMAINDERS[update]
+    batch = Batch(
+        grads=zeros(),
+        ms=zeros(),
+        vs=zeros(),
+        masters=weights,
+        weights=[],
+        steps=[torch.tensor(0.0) for _ in weights],
+        indices=[0, 1, 2],
+        places=[0, 1, 2],
+        weight_remainders=zeros("weight_remainder" in keys),
+        v_remainders=zeros("exp_avg_sq_remainder" in keys),
+    )
+    alone = CollageAdamW(params, HYPER.lr, HYPER[1:3], HYPER.eps, HYPER.weight_decay, variant=update)
+    for _ in range(6):
+        for p, g in zip(params, batch.grads, strict=True):
+            g.copy_(torch.randn(p.shape, generator=generator) * 0.1)
+            p.grad = g if clip is None else (g.float() * torch.tensor(clip)).bfloat16()
+        alone.step()
+        coefficient = None if clip is None else torch.tensor(clip)
+        collage(None, batch, torch.tensor(HYPER, dtype=torch.float64), update, coefficient, torch.tensor(True))
+    assert [float(step) for step in batch.steps] == [6.0] * 3
+    for i, p in enumerate(params):
+        state, mine = alone.state[p], {"exp_avg": batch.ms, "exp_avg_sq": batch.vs}
+        mine |= dict(zip(keys, (batch.weight_remainders, batch.v_remainders), strict=False))
+        assert bits(weights[i]).equal(bits(p.detach()))
+        for key, column in mine.items():
+            assert bits(column[i]).equal(bits(state[key])), key
+
+
+def test_a_step_that_is_not_usable_reads_and_writes_nothing():
+    weight = torch.ones(4, dtype=torch.bfloat16)
+    batch = Batch([weight.clone()], [weight.clone()], [weight.clone()], [weight], [], [torch.tensor(3.0)], [0], [0])
+    collage(None, batch, torch.tensor(HYPER, dtype=torch.float64), "a", None, torch.tensor(False))
+    assert weight.eq(1).all()
+    assert batch.ms[0].eq(1).all()
+    assert batch.steps[0] == 3
+
+
+@pytest.mark.parametrize("base", [0.0, 0.9, 0.95, 0.999, 0.5])
+def test_powers(base):
+    for exponent in (0, 1, 2, 9, 1000, 10**6, 2**24):
+        assert math.isclose(power(base, exponent), base**exponent, rel_tol=1e-9, abs_tol=0.0)
