@@ -2,7 +2,7 @@
 
 Forward computes with the input itself; only what backward sees of it is rounded. Linear layers' inputs are no business of this file: a
 fused block makes them again from what is kept here, another layer keeps them in FP8 with one scale a tensor. Made again from groups of 16
-they are rounded twice, which takes 0.8 dB of the 24.5 dB that a weight's gradient has (`tools/reproduce/coat_activations.py`); COAT keeps
+they are rounded twice, which takes about 1 dB of the 24 dB that a weight's gradient has (`tools/reproduce/coat_activations.py`); COAT keeps
 them, which in a fused block would take 6 bytes a token and channel of a GPT, all that the groups save.
 """
 
