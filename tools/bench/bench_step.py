@@ -2,6 +2,7 @@
 
     python tools/bench/bench_step.py                                  GPT-1.3B, micro-batch 4, sequence 2048, tied 50,304 tokens
     python tools/bench/bench_step.py --levels O0 O2 --preset 345m --micro-batch-size 8
+    python tools/bench/bench_step.py --levels O3 --flags '--record-precision r.jsonl --record-interval 1'    recorded steps
     python tools/bench/bench_step.py --peer 'python bench_megatron.py --cases bf16 te-delayed'
 
 A step is forward, backward, clipping and update on random tokens. A peer is any command that prints one JSON object a case with the keys
@@ -29,6 +30,7 @@ from megatron.lm.cli import parse_args
 from megatron.lm.config import Config
 from megatron.lm.metrics import peak_tflops
 from megatron.lm.presets import PRESETS, flops_per_token
+from megatron.lm.recorder import Recorder
 from megatron.lm.step import train_step
 from megatron.lm.trainer import build_training
 from tools.bench import rows
@@ -80,22 +82,29 @@ def measure(level: str, options: argparse.Namespace) -> dict[str, Any]:
     training = build_training(config, options.vocab_size)
     device = process_groups.device()
     batches = random_batches(config, options.vocab_size, device)
+    recorded = config.logging.record_precision
+    if recorded:
+        training.recorder = Recorder(training, recorded, config.logging.record_interval, lambda *_: None)
     times = []
     for step in range(options.warm_up + options.steps):
         if step == 1 and device.type == "cuda":  # a replayed graph allocates nothing: its peak is that of the step that captured it
             torch.cuda.reset_peak_memory_stats()
         _synchronize(device)
         start = time.perf_counter()
-        result = train_step(training, batches)
+        due = training.recorder is not None and training.recorder.due(step + 1)
+        with training.recorder.step(step + 1) if training.recorder is not None and due else contextlib.nullcontext():
+            result = train_step(training, batches)
         _synchronize(device)
         times.append(time.perf_counter() - start)
     low, median, high = rows.percentiles(times[options.warm_up :])
+    if training.recorder is not None:
+        training.recorder.close()
     tokens = config.training.micro_batch_size * config.model.seq_length
     tflops = flops_per_token(config.model, config.padded_vocab_size(options.vocab_size)) * tokens / median / 1e12
     peak = peak_tflops(config)
     cuda = device.type == "cuda"
     return {
-        "case": level,
+        "case": f"{level} recorded every {config.logging.record_interval}" if recorded else level,
         "params_m": round(sum(p.numel() for p in training.model.parameters()) / 1e6, 1),
         "ms_p20": round(low * 1e3, 1),
         "ms": round(median * 1e3, 1),

@@ -17,6 +17,9 @@ def measure_all(folder: str) -> list[dict[str, str]]:
     arguments = ["--levels", "O0", "O2", "--preset", "125m", "--micro-batch-size", "2", "--vocab-size", "64", "--warm-up", "1"]
     arguments += ["--steps", "2", f"--flags={TINY}", "--csv", f"{folder}/step.csv", "--commit", "abc1234", "--peer", peer]
     assert bench_step.main(arguments) == 0
+    flags = f"{TINY} --record-precision {folder}/r.jsonl --record-interval 1"
+    options = bench_step.argparse.Namespace(preset="125m", micro_batch_size=2, vocab_size=64, warm_up=1, steps=2, flags=flags)
+    assert bench_step.measure("O2", options)["case"] == "O2 recorded every 1"
     with open(f"{folder}/step.csv", newline="") as stream:
         return list(csv.DictReader(stream))
 
@@ -27,6 +30,7 @@ def test_our_levels_and_a_peer_stand_in_one_table(tmp_path):
     (tmp_path / "bench_peer.py").write_text("print('chatter')\n" + lines)
     (table,) = dist.run(measure_all, 1, str(tmp_path), init=False)
     assert [row["case"] for row in table] == ["O0", "O2", "peer bf16", "peer te (OutOfMemoryError)"]
+    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 3
     assert {row["commit"] for row in table} == {"abc1234"}
     for row in table[:2]:
         assert float(row["ms_p20"]) <= float(row["ms"]) <= float(row["ms_p80"])
