@@ -160,7 +160,7 @@ class PrecisionConfig:
     fp16: bool = setting("the same as --precision fp16-amp: FP16 with FP32 masters and a loss scale", False)
     loss_scale: float | None = setting("a constant loss scale for fp16-amp; derived: a dynamic one", None, legal=POSITIVE)
     initial_loss_scale: float = setting(
-        "where the dynamic loss scale of fp16-amp starts, a power of two; Megatron-LM: 2^32",
+        "where the dynamic loss scale of fp16-amp starts; Megatron-LM: 2^32",
         2.0**16,
         legal=Interval(0, 2.0**32, low_open=True),
     )
