@@ -2,6 +2,7 @@
 
     python tools/memory_report.py --preset 1.3b
     python tools/memory_report.py --preset 1.3b --levels O3 --recompute-granularity selective --recompute-modules mlp core_attn
+    python tools/memory_report.py --preset 1.3b --levels O2 --save-activations coat
 
 Whatever is no flag of this tool goes to megatron.lm.pretrain. One process, whatever the preset's grid.
 
@@ -247,6 +248,7 @@ def _report(path: Path | None, where: dict[str, str], config: Config, level: str
         "micro_batch": training.micro_batch_size,
         "recompute": " ".join([training.recompute_granularity or "", *training.recompute_modules]).strip(),
         "bf16_linears": " ".join(config.precision.bf16_linears or ()),
+        "save_activations": config.precision.save_activations,
     }
     figures = {"predicted": round(row.predicted, 4), "measured": round(row.measured, 4), "difference_percent": round(row.difference, 3)}
     rows.append(path, [where | {"case": level} | shape | {"what": row.what, "unit": row.unit} | figures])

@@ -359,6 +359,8 @@ def _remedies(config: Config, rank: Rank) -> Iterator[str]:
     if rank.activations > states / 4:
         if config.training.micro_batch_size > 1:
             yield f"lower --micro-batch-size {config.training.micro_batch_size}"
+        if config.precision.save_activations != "coat":
+            yield "add --save-activations coat"
         if config.training.recompute_granularity is None:
             yield "add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     if not config.precision.is_fp8:

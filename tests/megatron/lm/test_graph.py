@@ -91,6 +91,17 @@ def test_graphs_change_no_bit(level, micro_batches, mode):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_graphs_of_activations_kept_in_groups_change_no_bit(level):
+    settings = {"opt_level": level, "micro_batch_size": 2, "global_batch_size": 2, "save_activations": "coat"}
+    eager, bits, _ = trained("none", settings)
+    replayed, same_bits, captured = trained("step", settings)
+    assert captured
+    assert repr(replayed) == repr(eager)
+    assert tiny.same(bits, same_bits)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["micro-batch", "step"])
 def test_a_skipped_step_is_skipped_in_a_graph_too(mode):
     settings = {"precision": "O3", "micro_batch_size": 2, "global_batch_size": 2}

@@ -250,7 +250,13 @@ def test_what_does_not_fit_is_refused_with_what_would_help():
         ValueError, match=r"pipeline stage 0 needs 1\d\d.\d GiB a process and 3 for CUDA and NCCL, and the device"
     ) as caught:
         check_fits(config, 2, 80 * GIB)
-    for remedy in ("--use-distributed-optimizer", "lower --micro-batch-size 4", "--opt-level O3", "raise --tensor-model-parallel-size"):
+    for remedy in (
+        "--use-distributed-optimizer",
+        "lower --micro-batch-size 4",
+        "--save-activations coat",
+        "--opt-level O3",
+        "raise --tensor-model",
+    ):
         assert remedy in str(caught.value)
     assert "device has 80.0 (--device-memory-gib)" in str(caught.value)
     check_fits(config, 2, 1000 * GIB)
