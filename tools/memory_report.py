@@ -38,7 +38,9 @@ from megatron.lm.model.gpt import build_model
 from megatron.lm.recipe import build_recipe
 from megatron.lm.step import Training, train_step
 from megatron.lm.trainer import build_training
+from msamp.numerics.range_expand import Expanded
 from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.state_coat import as_stored
 from tools.bench import rows
 from tools.bench.bench_step import random_batches
 
@@ -168,6 +170,12 @@ def stored(x: Tensor | None) -> int:
     return x.payload.nbytes if isinstance(x, ScalingTensor) else x.nbytes
 
 
+def moment(state: dict[str, Tensor], key: str) -> int:
+    """Bytes of a moment with what its groups have (COAT)."""
+    x = as_stored(state, key)
+    return x.payload.nbytes + x.max.nbytes + x.k.nbytes if isinstance(x, Expanded) else stored(x)
+
+
 def state_bytes(training: Training) -> dict[str, int]:
     """Bytes of the model states after a step, by kind."""
     optimizer, sync = training.optimizer, training.grad_sync
@@ -177,8 +185,8 @@ def state_bytes(training: Training) -> dict[str, int]:
     return {
         "weight": sum(map(stored, params)),
         "master": sum(stored(state.get("master")) + stored(state.get("weight_remainder")) for state in states),
-        "m": sum(stored(state["exp_avg"]) for state in states),
-        "v": sum(stored(state["exp_avg_sq"]) + stored(state.get("exp_avg_sq_remainder")) for state in states),
+        "m": sum(moment(state, "exp_avg") for state in states),
+        "v": sum(moment(state, "exp_avg_sq") + stored(state.get("exp_avg_sq_remainder")) for state in states),
         "gradient": sum(map(stored, gradients)),
     }
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from megatron.lm.config import DEFAULT_SPLIT, FP8_FORMATS, Config, flag
+from megatron.lm.config import COAT_FORMATS, DEFAULT_SPLIT, FP8_FORMATS, Config, flag
 
 LATEST_CHECKPOINT_FILE = "latest_checkpointed_iteration.txt"
 TOKENIZER_SETTINGS = {
@@ -222,6 +222,15 @@ def precision_names(config: Config, world_size: int) -> Problems:
     except ValueError as error:
         yield str(error)
         return
+    for name in ("exp_avg_format", "exp_avg_sq_format"):
+        value = getattr(precision, name)
+        if precision.optimizer_state is not None and value not in (None, *COAT_FORMATS):
+            remedy = f"drop one, or choose {' or '.join(COAT_FORMATS)}"
+            yield f"--optimizer-state {precision.optimizer_state} contradicts {flag(name)} {value}: {remedy}"
+    coat = [name for name in ("optimizer_state", "exp_avg_format", "exp_avg_sq_format") if "coat" in (getattr(precision, name) or "")]
+    if coat and precision.name in ("bf16-a", "bf16-kahan", "collage-light", "collage-plus"):
+        given = f"{flag(coat[0])} {getattr(precision, coat[0])}"
+        yield f"{given} contradicts precision {precision.name}, all of whose states are BF16: drop it, or use --precision bf16"
     if is_fp8:
         if precision.fp8_gain_cache is not None and (precision.bf16_linears is not None or not precision.fp8_min_gain):
             ground = "--fp8-min-gain 0" if precision.bf16_linears is None else "--bf16-linears"
@@ -237,7 +246,7 @@ def precision_names(config: Config, world_size: int) -> Problems:
             )
     for name in STATE_FORMAT_FIELDS:
         value = getattr(precision, name)
-        if value is not None:
+        if value not in (None, *COAT_FORMATS):
             yield (
                 f"{flag(name)} {value} contradicts precision {precision.name}, whose formats are fixed: "
                 "drop it, or use --opt-level O1, O2 or O3"

@@ -15,6 +15,7 @@ PRECISIONS = ("fp32", "fp16-amp", "bf16", *COLLAGE, "O1", "O2", "O3")
 OPT_LEVELS = ("O0", "O1", "O2", "O3")
 STATE_FORMATS = ("fp32", "bf16", "fp16", "fp8-e4m3", "fp8-e5m2")
 FP8_FORMATS = ("fp8-e4m3", "fp8-e5m2")
+COAT_FORMATS = ("coat-e4m3", "coat-e5m2")
 GRAD_ACCUM_DTYPES = ("fp8", "fp8-sr", "bf16", "fp32")
 GRAD_EXCHANGES = ("fp32-sum", "nccl")
 GRAD_SCALINGS = ("auto", "pre", "post")
@@ -191,8 +192,22 @@ class PrecisionConfig:
     )
     master_format: str | None = setting("master weight at O1 to O3; derived: the level's own", None, choices=STATE_FORMATS)
     grad_format: str | None = setting("weight gradient at O1 to O3; derived: the level's own", None, choices=STATE_FORMATS)
-    exp_avg_format: str | None = setting("first moment at O1 to O3; derived: the level's own", None, choices=STATE_FORMATS)
-    exp_avg_sq_format: str | None = setting("second moment at O1 to O3; derived: the level's own", None, choices=STATE_FORMATS)
+    optimizer_state: str | None = setting(
+        "both moments of matrices, at any precision: coat is coat-e4m3 (COAT's FP8, a maximum and an exponent for each 128 of a row); "
+        "derived: the level's own",
+        None,
+        choices=("coat",),
+    )
+    exp_avg_format: str | None = setting(
+        "first moment at O1 to O3, COAT's at any precision; derived: by --optimizer-state, else the level's own",
+        None,
+        choices=(*STATE_FORMATS, *COAT_FORMATS),
+    )
+    exp_avg_sq_format: str | None = setting(
+        "second moment at O1 to O3, COAT's at any precision; derived: by --optimizer-state, else the level's own",
+        None,
+        choices=(*STATE_FORMATS, *COAT_FORMATS),
+    )
     save_activations: str = setting(
         "how the inputs of norms, GELU and SwiGLU are kept for backward: in the compute dtype, or in E4M3 with a scale for every 16 "
         "channels (COAT)",

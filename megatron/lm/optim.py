@@ -164,7 +164,7 @@ def bytes_per_parameter(optimizer: FP8AdamW) -> dict[str, float]:
         named = {key: formats.by_name(piece.group["formats"][key]) for key in ("master", "grad", "m", "v")}
         total["master"] += 0 if is_own_master(piece.param, named["master"]) else piece.weight.numel() * named["master"].bytes
         for key in ("grad", "m", "v"):
-            total[key] += piece.weight.numel() * named[key].bytes
+            total[key] += named[key].bytes_of(piece.weight.shape)
         for key, size in remainder_bytes(piece.group["formats"]["update"]).items():
             total[key] += piece.weight.numel() * size
     count = sum(p.numel() for p in params)

@@ -148,24 +148,25 @@ def state_formats(config: Config) -> dict[str, tuple[Format, StateFormats]]:
 def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumulates: bool) -> Iterator[dict[str, int]]:
     """Bytes of each model state on each of `copies` data-parallel ranks."""
     by_kind = state_formats(config)
-    owned: list[dict[str, int]] = [dict.fromkeys(by_kind, 0) for _ in range(copies)]
+    owned: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(copies)]
     if config.shards_optimizer:
         backward = list(reversed(parameters))
         buckets = [(by_kind[p.kind][1].grad.name, p.summed) for p in backward]
         divided = plan_buckets([p.shape for p in backward], buckets, copies, config.communication.bucket_size)
         for piece in (piece for bucket in divided.buckets for piece in bucket.pieces):
             p = backward[piece.tensor]
-            owned[piece.owner][p.kind] += piece.rows * math.prod(p.shape[1:])
+            owned[piece.owner].append((p.kind, (piece.rows, *p.shape[1:])))
     else:
-        for p in parameters:
-            for held in owned:
-                held[p.kind] += p.size
+        owned = [[(p.kind, p.shape) for p in parameters]] * copies
     local = sum(p.size * _accumulator_bytes(config, by_kind[p.kind][1].grad) for p in parameters) if accumulates else 0
     weight = sum(p.size * by_kind[p.kind][0].bytes for p in parameters)
     for held in owned:
-        sizes = {key: sum(n * getattr(by_kind[kind][1], key).bytes for kind, n in held.items()) for key in ("grad", "m", "v")}
-        master = sum(n * by_kind[kind][1].master.bytes for kind, n in held.items() if by_kind[kind][0] != by_kind[kind][1].master)
-        beside = {key: sum(n * remainder_bytes(by_kind[kind][1].update)[key] for kind, n in held.items()) for key in ("master", "v")}
+        sizes = {key: sum(getattr(by_kind[kind][1], key).bytes_of(shape) for kind, shape in held) for key in ("grad", "m", "v")}
+        apart = [(by_kind[kind][1].master, shape) for kind, shape in held if by_kind[kind][0] != by_kind[kind][1].master]
+        master = sum(fmt.bytes_of(shape) for fmt, shape in apart)
+        beside = {
+            key: sum(math.prod(shape) * remainder_bytes(by_kind[kind][1].update)[key] for kind, shape in held) for key in ("master", "v")
+        }
         yield {
             "weight": weight,
             "master": master + beside["master"],

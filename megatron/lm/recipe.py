@@ -14,11 +14,12 @@ def build_recipe(precision: PrecisionConfig) -> Recipe:
     base = recipe.by_name(precision.name)
     if precision.fp8_scaling == "current":
         base = base.with_scaling(Current())
+    moments = {"coat": "coat-e4m3", None: None}[precision.optimizer_state]
     names = {
         "master": precision.master_format,
         "grad": precision.grad_format,
-        "m": precision.exp_avg_format,
-        "v": precision.exp_avg_sq_format,
+        "m": precision.exp_avg_format or moments,
+        "v": precision.exp_avg_sq_format or moments,
     }
     return base.with_states(**{key: formats.by_name(name) for key, name in names.items() if name is not None})
 

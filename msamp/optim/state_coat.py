@@ -28,6 +28,11 @@ class CoatFormat:
         return {MAX: largest, EXPONENT: torch.ones_like(largest)}
 
 
+def by_key(key: str, x: torch.Tensor | Expanded) -> dict[str, torch.Tensor]:
+    """The inverse of `as_stored`: what stands in the optimizer's state."""
+    return {key: x.payload, key + MAX: x.max, key + EXPONENT: x.k} if isinstance(x, Expanded) else {key: x}
+
+
 def as_stored(state: Mapping[str, torch.Tensor], key: str) -> torch.Tensor | Expanded:
     """A state with what stands beside it: what the update loads and stores."""
     return Expanded(state[key], state[key + MAX], state[key + EXPONENT]) if key + MAX in state else state[key]

@@ -38,6 +38,7 @@ CASES = {
     "O2 --save-activations coat": (),
     "O2 --save-activations coat --swiglu --ffn-hidden-size 512 --recompute-granularity selective --recompute-modules core_attn": (),
     "O0 --save-activations coat --swiglu --ffn-hidden-size 512": BF16,
+    "O3 --optimizer-state coat": (),
     "O3 --normalization RMSNorm --recompute-granularity selective --recompute-modules mlp core_attn": (),
 }
 

@@ -4,6 +4,7 @@ model/NAME                    weights (payloads) and the scaling state of the li
 master/NAME, exp_avg/NAME, exp_avg_sq/NAME    optimizer states, in their own formats; step/NAME
 weight_remainder/NAME, exp_avg_sq_remainder/NAME    second components of Collage's pairs; those of kept weights are in model/NAME
 KEY.scale_inv@OFFSET          the scale of the chunk of KEY at OFFSET, such as `@0,512`: a tensor-parallel shard has its own
+KEY.max@OFFSET, KEY.k@OFFSET  of a chunk of a moment in COAT's format: its groups' numbers, a row for each row of the chunk
 mu/NAME@OFFSET                overflow guard of the FP8 gradient exchange
 rng/NUMBER/...                random generators of a rank
 """
@@ -25,7 +26,9 @@ from megatron.lm.checkpoint.storage import Item
 from megatron.lm.cli import config_to_dict
 from megatron.lm.config import Config
 from megatron.lm.step import Training
+from msamp.numerics.range_expand import Expanded
 from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.state_coat import as_stored
 
 STATES = ("master", "exp_avg", "exp_avg_sq", "weight_remainder", "exp_avg_sq_remainder")
 
@@ -82,7 +85,7 @@ def items(training: Training) -> list[Item]:
         if not state:
             continue
         mine = where[names[piece.param]]
-        chunks = [chunk for key in STATES if key in state for chunk in _chunks(key, mine, state[key], piece.rows)]
+        chunks = [chunk for key in STATES if key in state for chunk in _chunks(key, mine, as_stored(state, key), piece.rows)]
         chunks += _scalars("step", mine, state["step"], piece.rows)
         found += chunks if training.grad_sync.shard else share.mine(chunks)
     for name, mu in training.grad_sync.state_dict()["mu"].items():
@@ -103,17 +106,25 @@ class _Share:
         return group if lightest == parallel_state.get_data_parallel_rank() else []
 
 
-def _chunks(prefix: str, where: Sequence[Place], x: Tensor, rows: slice | None = None) -> Iterator[Item]:
+def group_keys(key: str, offset: Sequence[int]) -> tuple[str, str]:
+    """Where maxima and exponents of the groups of a chunk in COAT's format stand."""
+    return at(f"{key}.max", offset), at(f"{key}.k", offset)
+
+
+def _chunks(prefix: str, where: Sequence[Place], x: Tensor | Expanded, rows: slice | None = None) -> Iterator[Item]:
     """`x`: the local tensor, or of it the `rows` that a piece has."""
     for place in where:
         found = place.within(rows) if place.first else None
         if found is None:
             continue
         (local, offset), key = found, f"{prefix}/{place.name}"
-        payload = x.payload if isinstance(x, ScalingTensor) else x.detach()
+        payload = x.payload if isinstance(x, ScalingTensor | Expanded) else x.detach()
         yield Item(key, payload if local is None else payload[local], place.shape, offset)
         if isinstance(x, ScalingTensor):
             yield Item.whole(scale_key(key, offset), x.scale_inv)
+        if isinstance(x, Expanded):
+            for name, values in zip(group_keys(key, offset), (x.max, x.k), strict=True):
+                yield Item.whole(name, values if local is None else values[local])
 
 
 def _scalars(prefix: str, where: Sequence[Place], x: Tensor, rows: slice | None) -> Iterator[Item]:

@@ -27,6 +27,7 @@ from msamp.numerics.recipe import REMAINDERS
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import Piece
 from msamp.optim.master import is_own_master, weight_format
+from msamp.optim.state_coat import by_key
 
 # Settings of the model that may change on resume: they give no saved number another meaning.
 _FREE = {"attention_backend", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
@@ -221,7 +222,11 @@ class _TensorReader:
             return {}
         state = {"step": step}
         for key, name in (("exp_avg", formats["m"]), ("exp_avg_sq", formats["v"])):
-            state[key] = piece.copy_of(self._to(self.value(key, where, shape, by_name(name)), by_name(name)))
+            fmt = by_name(name)
+            found = self.value(key, where, shape, fmt)
+            if not found.keeps_bits(fmt):
+                self.requantised.add(found.key)
+            state |= {part: piece.copy_of(x) for part, x in by_key(key, found.moment(fmt)).items()}
         master = by_name(formats["master"])
         if not is_own_master(piece.param, master):
             best = self.best(where, shape, master)

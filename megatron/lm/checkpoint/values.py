@@ -5,6 +5,8 @@ A pair of BF16 (Collage) stands for the sum of its components: `find_whole` adds
 A tensor keeps its bits where its format stays and all chunks it is made of have one scale, which is so wherever the cut follows whole
 tensor-parallel shards. Else it is requantised: chunks of one format with several scales take the coarsest of them (scales are powers of
 two, so that only what falls below the smallest subnormal of that scale is rounded); another format takes a scale from the tensor's amax.
+Moments in COAT's format keep their bits wherever every group of the new cut lies in one stored group, or in several that agree: for any
+cut along rows, and one along columns at multiples of 128. Elsewhere groups are stored anew, each value to the nearest of E4M3 or E5M2.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,12 +14,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from megatron.lm.checkpoint.content import scale_key
+from megatron.lm.checkpoint.content import group_keys, scale_key
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.storage import Region, Stored
 from msamp.numerics.formats import Format
+from msamp.numerics.granularity import Group
 from msamp.numerics.quantize import quantize
+from msamp.numerics.range_expand import STATE_GROUP, Expanded, quantize_expanded
 from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
 
@@ -27,11 +32,14 @@ REMAINDERS = {"model": "weight_remainder", "exp_avg_sq": "exp_avg_sq_remainder"}
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """A local tensor as stored: `payload`, and for each part of it (slices) that has a scale of its own, that `scale_inv`."""
+    """A local tensor as stored: `payload`, and for each part of it (slices) that has a scale of its own, that `scale_inv`; in COAT's
+    format `groups`, FP32, the maximum and the exponent of each element's group.
+    """
 
     key: str
     payload: Tensor
     scales: list[tuple[tuple[slice, ...], Tensor]]
+    groups: tuple[Tensor, Tensor] | None = None
 
     @property
     def scale_inv(self) -> Tensor | None:
@@ -41,6 +49,8 @@ class Found:
 
     def values(self) -> Tensor:
         """The values, FP32."""
+        if self.groups is not None:
+            return Expanded(self.payload, *self.groups, Group(1)).dequantize()
         found = self.payload.float()
         for part, scale_inv in self.scales:
             found[part] *= scale_inv
@@ -48,6 +58,9 @@ class Found:
 
     def keeps_bits(self, fmt: Format) -> bool:
         """Whether storing it in `fmt` changes no bit."""
+        if self.groups is not None or fmt.group:
+            agree = self.groups is not None and all(STATE_GROUP.spread(_firsts(x), x.shape).equal(x) for x in self.groups)
+            return agree and bool(fmt.group) and self.payload.dtype == fmt.dtype
         return self.payload.dtype == fmt.dtype and fmt.scaled == bool(self.scales) and (not fmt.scaled or self.scale_inv is not None)
 
     def to(self, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -62,14 +75,32 @@ class Found:
         coarsest = torch.stack([scale for _, scale in self.scales]).amax()
         return ScalingTensor(quantize(values, inverse(coarsest), fmt), coarsest, dtype)
 
+    def moment(self, fmt: Format) -> Tensor | Expanded:
+        """As `to`, in COAT's formats too."""
+        if not fmt.group:
+            return self.to(fmt)
+        if self.groups is None or not self.keeps_bits(fmt):
+            return quantize_expanded(self.values(), fmt)
+        largest, k = map(_firsts, self.groups)
+        return Expanded(self.payload, largest, k)
+
     def check(self, folder: object) -> None:
-        """ValueError where a value is not finite, or a scale is not a positive power of two."""
+        """ValueError where a value is not finite, a scale is not a positive power of two, or a group has an impossible number."""
         bad = 0 if self.payload.dtype.is_floating_point is False else int((~self.payload.float().isfinite()).sum())
         if bad:
             raise ValueError(f"{folder}: {self.key} holds {bad} values that are NaN or infinite; load an older checkpoint")
+        if self.groups is not None:
+            largest, k = self.groups
+            if not (((largest >= 0) & largest.isfinite()).all() and ((k > 0) & k.isfinite()).all()):
+                raise ValueError(f"{folder}: {self.key} has groups whose maximum or exponent is out of range; load an older checkpoint")
         for _, scale in self.scales:
             if not (scale > 0 and scale.isfinite() and torch.frexp(scale)[0] == 0.5):
                 raise ValueError(f"{folder}: {self.key} has scale_inv {float(scale):g}, which is no power of two; load an older checkpoint")
+
+
+def _firsts(x: Tensor) -> Tensor:
+    """[.., n] -> [.., groups]: the first value of each group."""
+    return x[..., :: STATE_GROUP.size].contiguous()
 
 
 def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[int], vocab_size: int) -> Found:
@@ -82,7 +113,7 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
         ValueError: it is not stored, or has another shape.
     """
     dtype = stored.tensors[f"{prefix}/{where[0].name}"].properties.dtype if f"{prefix}/{where[0].name}" in stored.tensors else torch.uint8
-    payload, scales = torch.zeros(tuple(shape), dtype=dtype), []
+    payload, scales, groups = torch.zeros(tuple(shape), dtype=dtype), [], None
     for place in where:
         key = f"{prefix}/{place.name}"
         if key not in stored.tensors:
@@ -96,9 +127,22 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
             _read_padded(stored, key, place, rows, vocab_size, target)
         for chunk in entry.chunks:
             part = _overlap(place, chunk.offsets, chunk.sizes, rows)
-            if part is not None and (scale_key(key, chunk.offsets) in stored.tensors or dtype.itemsize == 1):  # FP8 means nothing without
+            if part is not None and group_keys(key, chunk.offsets)[0] in stored.tensors:
+                groups = groups or (torch.zeros(tuple(shape)), torch.ones(tuple(shape)))
+                for target, name in zip(groups, group_keys(key, chunk.offsets), strict=True):
+                    target[part] = _of_elements(stored.tensor(name), place, chunk, part)
+            elif part is not None and (scale_key(key, chunk.offsets) in stored.tensors or dtype.itemsize == 1):  # FP8 means nothing without
                 scales.append((part, stored.tensor(scale_key(key, chunk.offsets))))
-    return Found(f"{prefix}/{where[0].name}", payload, scales)
+    return Found(f"{prefix}/{where[0].name}", payload, scales, groups)
+
+
+def _of_elements(numbers: Tensor, place: Place, chunk: ChunkStorageMetadata, part: tuple[slice, ...]) -> Tensor:
+    """The numbers of a chunk's groups at each element of the local `part`; copies of its last row have that row's."""
+    shifts = [there - here for there, here in zip(place.offset, chunk.offsets, strict=True)]
+    shifts[0] -= place.start
+    rows = (torch.arange(part[0].start, part[0].stop) + shifts[0]).clamp(max=chunk.sizes[0] - 1)
+    others = [slice(of.start + shift, of.stop + shift) for of, shift in zip(part[1:], shifts[1:], strict=True)]
+    return STATE_GROUP.spread(numbers, chunk.sizes)[rows][(slice(None), *others)]
 
 
 def find_whole(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[int], vocab_size: int) -> Found:

@@ -183,6 +183,16 @@ REFUSALS = {
     "loss scale of 0": ("--fp16 --loss-scale 0", 1, r"--loss-scale 0.0: give a number in \(0, inf\)"),
     "hysteresis of 0": ("--fp16 --hysteresis 0", 1, r"--hysteresis 0: give a number in \[1, inf\)"),
     "FP8 in FP16": ("--fp16 --grad-format fp8-e4m3", 1, "--grad-format fp8-e4m3 contradicts precision fp16-amp, whose formats are fixed"),
+    "coat and another": (
+        "--opt-level O2 --optimizer-state coat --exp-avg-format fp16",
+        1,
+        "--optimizer-state coat contradicts --exp-avg-format fp16: drop one, or choose coat-e4m3 or coat-e5m2",
+    ),
+    "coat and collage": (
+        "--precision collage-plus --optimizer-state coat",
+        1,
+        "--optimizer-state coat contradicts precision collage-plus, all of whose states are BF16: drop it, or use --precision",
+    ),
     "format": ("--grad-format fp8-e4m3", 1, "--grad-format fp8-e4m3 contradicts precision bf16, whose formats are fixed: drop it, or use"),
     "scaling": ("--precision fp32 --fp8-scaling current", 1, "--fp8-scaling current contradicts precision fp32.*: drop it, or use"),
     "TP wire, level": (
@@ -346,6 +356,8 @@ def test_every_rule_is_proved_by_a_refusal():
         ("--fp16 --initial-loss-scale 4294967296 --min-loss-scale 0.5 --loss-scale-window 1000 --hysteresis 2", 2),
         ("--precision fp16-amp --fp16 --loss-scale 8", 1),
         ("--opt-level O1 --fp8-scaling current", 2),
+        ("--optimizer-state coat --exp-avg-sq-format coat-e5m2", 1),
+        ("--precision fp32 --exp-avg-format coat-e4m3", 1),
         ("--opt-level O2 --master-format bf16 --grad-format fp32 --exp-avg-sq-format fp8-e5m2", 2),
         ("--opt-level O3", 1),
         ("--opt-level O3", 4),

@@ -27,6 +27,19 @@ def test_state_formats_of_the_flags():
     assert build_recipe(flags).states == StateFormats(formats.FP32, formats.E5M2, formats.BF16, formats.E4M3)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "O1", "O2", "O3"])
+def test_coat_s_moments_at_every_precision(precision: str):
+    own = recipe.by_name(precision).states
+    states = build_recipe(PrecisionConfig(precision=precision, optimizer_state="coat")).states
+    assert states == StateFormats(own.master, own.grad, formats.COAT_E4M3, formats.COAT_E4M3)
+    mixed = PrecisionConfig(precision=precision, optimizer_state="coat", exp_avg_sq_format="coat-e5m2")
+    assert build_recipe(mixed).states.v == formats.COAT_E5M2
+    alone = build_recipe(PrecisionConfig(precision=precision, exp_avg_format="coat-e5m2"))
+    assert (alone.states.m, alone.states.v) == (formats.COAT_E5M2, own.v)
+    assert states_by_kind(alone)["matrix"].m == formats.COAT_E5M2
+    assert states_by_kind(alone)["vector"] == FP32_STATES
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_kinds_at_the_fp8_levels(level: str):
     states = recipe.by_name(level).states

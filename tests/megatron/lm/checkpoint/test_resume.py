@@ -27,7 +27,7 @@ GRIDS: dict[str, dict[str, Any]] = {
     "PP 2": {"pipeline_model_parallel_size": 2, **DROPOUT},
 }
 COLLAGE = ("bf16-a", "bf16-kahan", "bf16-dmw", "bf16-d", "collage-light", "collage-plus")
-RUNS = [(level, grid) for level in ("fp32", "fp16-amp", "bf16", *COLLAGE, "O1", "O2", "O3") for grid in GRIDS]
+RUNS = [(level, grid) for level in ("fp32", "fp16-amp", "bf16", *COLLAGE, "O1", "O2", "O3", "O3+coat") for grid in GRIDS]
 DEFAULT = [
     ("collage-plus", "TP 2"),
     ("fp32", "PP 2"),
@@ -37,16 +37,25 @@ DEFAULT = [
     ("O2", "PP 2"),
     ("O3", "DP 2"),
     ("O3", "TP 2"),
+    ("O3+coat", "DP 2"),
 ]
 LOSS_SCALE = {"initial_loss_scale": 2.0**24, "loss_scale_window": 3}  # it falls before the save, and rises and falls after it
 Seen = dict[tuple[str, str], tuple[list[float], list[Tensor]]]
 
 
 def settings(prefix: str, run: tuple[str, str], **more: Any) -> Config:
-    shared = {"train_iters": STEPS, "micro_batch_size": 4, "global_batch_size": 8, "ddp_bucket_size": 5000, "num_attention_heads": 4}
+    shared: dict[str, Any] = {
+        "train_iters": STEPS,
+        "micro_batch_size": 4,
+        "global_batch_size": 8,
+        "ddp_bucket_size": 5000,
+        "num_attention_heads": 4,
+    }
     lean = {"disable_bias_linear": True, "normalization": "RMSNorm"}
+    precision, *states = run[0].split("+")
+    shared["optimizer_state"] = states[0] if states else None
     moving = LOSS_SCALE if run[0] == "fp16-amp" else {}
-    return tiny.config(prefix, precision=run[0], **shared, **lean, **moving, **GRIDS[run[1]], **more)
+    return tiny.config(prefix, precision=precision, **shared, **lean, **moving, **GRIDS[run[1]], **more)
 
 
 def everything(made: Trainer) -> list[Tensor]:
