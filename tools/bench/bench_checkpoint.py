@@ -103,7 +103,7 @@ def measure(level: str, options: argparse.Namespace, folder: Path) -> dict[str, 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--levels", nargs="+", default=["O0", "O1", "O2", "O3"], choices=["O0", "O1", "O2", "O3"])
+    parser.add_argument("--levels", nargs="+", default=["O0", "O1", "O2", "O3"], choices=bench_step.LEVELS)
     parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--vocab-size", type=int, default=50304)

@@ -1,4 +1,4 @@
-"""Time and memory of whole training steps of a GPT at O0, O1, O2 and O3 on one GPU, and of the peers beside them in the same run.
+"""Time and memory of whole training steps of a GPT at O0 to O3, or any precision, on one GPU, and of the peers beside them in one run.
 
     python tools/bench/bench_step.py                                  GPT-1.3B, micro-batch 4, sequence 2048, tied 50,304 tokens
     python tools/bench/bench_step.py --levels O0 O2 --preset 345m --micro-batch-size 8
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron.lm import process_groups
 from megatron.lm.cli import parse_args
-from megatron.lm.config import Config
+from megatron.lm.config import OPT_LEVELS, PRECISIONS, Config
 from megatron.lm.metrics import peak_tflops
 from megatron.lm.presets import PRESETS, flops_per_token
 from megatron.lm.recorder import Recorder
@@ -51,12 +51,14 @@ COLUMNS = (
     "rest_gib",
     "loss",
 )
+LEVELS = tuple(dict.fromkeys((*OPT_LEVELS, *PRECISIONS)))
 WARM_UP = 20  # delayed scaling is just-in-time for 16 steps: measure what runs for ever after
 
 
 def configuration(level: str, options: argparse.Namespace) -> Config:
-    """The preset as the trainer would run it, at one level, on one process."""
-    flags = ["--preset", options.preset, "--opt-level", level, "--micro-batch-size", str(options.micro_batch_size)]
+    """The preset as the trainer would run it, at one of `LEVELS`, on one process."""
+    flags = ["--preset", options.preset, "--precision", "bf16" if level == "O0" else level]
+    flags += ["--micro-batch-size", str(options.micro_batch_size)]
     flags += ["--global-batch-size", str(options.micro_batch_size), "--train-iters", "10000"]
     flags += ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
     flags += ["--no-sequence-parallel"] if PRESETS[options.preset]["sequence_parallel"] else []
@@ -139,7 +141,7 @@ def peer_rows(command: str) -> Iterator[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--levels", nargs="*", default=["O0", "O1", "O2", "O3"], choices=["O0", "O1", "O2", "O3"])
+    parser.add_argument("--levels", nargs="*", default=["O0", "O1", "O2", "O3"], choices=LEVELS, help="levels and precisions")
     parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--vocab-size", type=int, default=50304)

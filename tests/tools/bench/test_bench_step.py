@@ -47,6 +47,12 @@ def test_one_measured_step_is_refused(capsys):
     assert "at least 2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("level", bench_step.LEVELS)
+def test_every_precision_has_a_configuration(level):
+    options = bench_step.argparse.Namespace(preset="125m", micro_batch_size=1, flags="")
+    assert bench_step.configuration(level, options).precision.name == ("bf16" if level == "O0" else level)
+
+
 @pytest.mark.parametrize("preset", ["125m", "13b"])
 def test_the_configuration_is_for_one_process_at_any_size(preset):
     options = bench_step.argparse.Namespace(preset=preset, micro_batch_size=1, flags="")
