@@ -137,7 +137,14 @@ def test_numbers_are_the_definitions(tmp_path: Path, steps: int):
     assert len(norms) == sum(1 for _ in made.model.parameters())
 
 
-@pytest.mark.parametrize(("level", "settings"), [("O2", {}), ("O3", {"micro_batch_size": 2, "global_batch_size": 4}), ("bf16", {})])
+@pytest.mark.parametrize(
+    ("level", "settings"),
+    [
+        pytest.param("O2", {}, marks=pytest.mark.slow),
+        ("O3", {"micro_batch_size": 2, "global_batch_size": 4}),
+        pytest.param("bf16", {}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_recorded_run_ends_with_the_same_bits(prefix: Path, tmp_path: Path, level: str, settings: dict[str, Any]):
     file, ends = tmp_path / "p.jsonl", []
     for recorded in (None, str(file)):

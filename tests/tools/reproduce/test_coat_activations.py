@@ -4,6 +4,7 @@ import pytest
 import torch
 from numerics import make
 
+from megatron.lm.cpu_home import cpu_home
 from msamp.nn.saved import AS_IT_IS, COAT, GroupedFP8
 from tools.reproduce import coat_activations
 from tools.reproduce.coat_activations import WAYS, OneScale, error_row, table
@@ -49,10 +50,12 @@ def test_the_command_reads_a_checkpoint(tmp_path, capsys):
     folder = checkpoints.saved(tiny.write_data(tmp_path), tmp_path / "saved", opt_level="O2")
     (tmp_path / "text").write_text(" ".join(["3", "5", "7"] * 30))
     command = ["--load", str(folder), "--text", str(tmp_path / "text")]
-    assert coat_activations.main([*command, "--csv", str(tmp_path / "rows.csv")]) == 0
+    with cpu_home():  # else this process would stay in it
+        assert coat_activations.main([*command, "--csv", str(tmp_path / "rows.csv")]) == 0
     written = (tmp_path / "rows.csv").read_text().splitlines()
     assert len(written) == 1 + 4 * len(WAYS) + 4
     assert any('"O2, bytes a token and layer",coat' in line for line in written)
-    assert coat_activations.main([*command, "--sequences", "50"]) == 2
+    with cpu_home():
+        assert coat_activations.main([*command, "--sequences", "50"]) == 2
     assert "has 90 tokens, and 800 are needed" in capsys.readouterr().err
     assert torch.distributed.is_initialized() is False

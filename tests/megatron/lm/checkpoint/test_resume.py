@@ -36,7 +36,6 @@ DEFAULT = [
     ("O1", "DP 2"),
     ("O2", "PP 2"),
     ("O3", "DP 2"),
-    ("O3", "TP 2"),
     ("O3+coat", "DP 2"),
 ]
 LOSS_SCALE = {"initial_loss_scale": 2.0**24, "loss_scale_window": 3}  # it falls before the save, and rises and falls after it
