@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.lm import gain, plan, process_groups
 from megatron.lm.checks import check
 from megatron.lm.cli import parse_args
-from megatron.lm.config import OPT_LEVELS, PRECISIONS, Config, ParallelConfig
+from megatron.lm.config import OPT_LEVELS, Config, ParallelConfig
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import build_model
 from megatron.lm.recipe import build_recipe
@@ -42,7 +42,7 @@ from msamp.numerics.range_expand import Expanded
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.state_coat import as_stored
 from tools.bench import rows
-from tools.bench.bench_step import random_batches
+from tools.bench.bench_step import LEVELS, random_batches
 
 LIMIT = 3.0  # percent
 WARM_UP = 5  # steps before the measured one
@@ -218,7 +218,7 @@ def states(config: Config) -> Iterator[Row]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print one table and append its rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--levels", nargs="+", default=OPT_LEVELS, choices=dict.fromkeys((*OPT_LEVELS, *PRECISIONS)))
+    parser.add_argument("--levels", nargs="+", default=OPT_LEVELS, choices=LEVELS)
     parser.add_argument("--csv", type=Path, help="append the rows to this file, such as tools/bench/results/memory.csv")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options, flags = parser.parse_known_args(argv)
