@@ -132,7 +132,7 @@ def test_warm_up_fills_the_window_of_delayed_scaling():
     ("arguments", "message"),
     [
         (["--steps", "1"], "at least 2"),
-        (["--cases", "O4"], "O0"),
+        (["--cases", "O4"], "O3"),
         (["--cases", "O0"], None),
         (["--cases", f"O3 {SPLIT}"], "1 processes do not fit --tensor-model-parallel-size 2"),
         (["--cases", "O0 --sequence-parallel"], "--sequence-parallel splits between tensor-parallel processes"),
