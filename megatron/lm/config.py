@@ -179,7 +179,7 @@ class PrecisionConfig:
     )
     fp8_min_gain: float = setting(
         "at O1 to O3 a linear layer stays BF16 whose measured gain (time in BF16 over time in FP8, on this GPU) is less; 0: all are FP8, "
-        "nothing is measured",
+        "nothing is measured. No effect at other precisions, so that one line of flags serves all",
         1.0,
         legal=NON_NEGATIVE,
     )

@@ -461,13 +461,15 @@ class FP8AdamW(torch.optim.Optimizer):
         )
 
     def take_states(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Replace all states by those of this process's pieces, by their `place`, in this optimizer's formats and on any device."""
+        """Replace all states by those of this process's pieces, by their `place`, in this optimizer's formats and on any device; a piece
+        of which only some are given starts the others anew."""
         self.restart()
         for piece in self.pieces():
-            if piece.place in states:
-                device = piece.weight.device
-                kept = {key: value.to(device) for key, value in states[piece.place].items() if key != "step"}
-                self.state[piece.weight] = {"step": states[piece.place]["step"].to(device, torch.float32, copy=True), **kept}
+            given, device = states.get(piece.place, {}), piece.weight.device
+            if given and "step" not in given:
+                self._init_state(piece)
+            for key, value in given.items():
+                self.state[piece.weight][key] = value.to(device, torch.float32, copy=True) if key == "step" else value.to(device)
 
 
 def gradient(p: torch.Tensor) -> torch.Tensor | None:

@@ -41,11 +41,12 @@ class _Taken:
     Attributes:
         model: weights and buffers, by local name.
         values: FP32 values that masters start from, by local name; only where no states are taken.
-        states: of the optimizer's pieces, by their place.
+        states: of the optimizer's pieces, by their place; without `with_states` the second components of weights alone, which are
+            part of the weight.
         mu: by local name.
         loss_scale: state of FP16's dynamic loss scale; None where the saved run, or this one, has none.
         rng: None where this rank's is not there.
-        with_states: whether the optimizer's states are taken; else they start anew.
+        with_states: whether the optimizer's states are taken; else all others start anew.
         requantised: tensors whose bits could not stay.
     """
 
@@ -135,13 +136,14 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
     if not settings.finetune:
         taken.model |= _scaling(training.model, stored, where)
         taken.rng = None if settings.no_load_rng else _take_rng(training, stored, info)
+    names = names_of(training.model)
+    for piece in training.optimizer.pieces():
+        at_place = where[names[piece.param]]
+        state = reader.state(piece, at_place) if with_states else reader.remainders(piece, at_place, ("weight_remainder",))
+        if state:
+            taken.states[piece.place] = state
     if with_states:
         taken.loss_scale = _take_loss_scale(training, info, stored)
-        names = names_of(training.model)
-        for piece in training.optimizer.pieces():
-            state = reader.state(piece, where[names[piece.param]])
-            if state:
-                taken.states[piece.place] = state
         for name in training.grad_sync.state_dict()["mu"]:
             found = [
                 stored.tensor(key)
@@ -232,12 +234,16 @@ class _TensorReader:
             best = self.best(where, shape, master)
             self._check_agree(best, where[0].name)
             state["master"] = piece.copy_of(self._to(best, master))
-        remainders = REMAINDERS[formats["update"]]
-        for key, fmt in remainders.items():
-            state[key] = piece.copy_of(self._to(self.remainder(key, where, shape), fmt))
-        dropped = {f"{key}/{where[0].name}" for key in ("weight_remainder", "exp_avg_sq_remainder") if key not in remainders}
-        self.requantised |= dropped & self.stored.tensors.keys()
+        keys = ("weight_remainder", "exp_avg_sq_remainder")
+        state |= self.remainders(piece, where, keys)
+        self.requantised |= {f"{key}/{where[0].name}" for key in keys if key not in state} & self.stored.tensors.keys()
         return state
+
+    def remainders(self, piece: Piece, where: list[Place], keys: tuple[str, ...]) -> dict[str, Tensor]:
+        """Of a piece: those of its second components that are among `keys`."""
+        formats = REMAINDERS[piece.group["formats"]["update"]]
+        found = {key: self.remainder(key, where, piece.param.shape) for key in formats.keys() & set(keys)}
+        return {key: piece.copy_of(self._to(each, formats[key])) for key, each in found.items()}
 
     def _check_agree(self, master: Found, name: str) -> None:
         """ValueError where a weight cannot be its master rounded: one of their scales is another step's."""
@@ -301,13 +307,12 @@ def _restore_rng(taken: _Taken, settings: CheckpointConfig) -> None:
 def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
     settings, optimizer = training.config.checkpoint, training.optimizer
     training.model.load_state_dict(taken.model, strict=False)
+    optimizer.take_states(taken.states)
     if not taken.with_states:
-        optimizer.restart()
         for name, p in training.model.named_parameters():
             if name in taken.values:
                 optimizer.init_master(p, taken.values[name])
     else:
-        optimizer.take_states(taken.states)
         if training.loss_scaler is not None and taken.loss_scale is not None:
             training.loss_scaler.load_state_dict(taken.loss_scale)
         training.grad_sync.load_state_dict({"steps": info["grad_sync_steps"], "mu": taken.mu})

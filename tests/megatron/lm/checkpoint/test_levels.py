@@ -234,3 +234,25 @@ def test_masters_start_from_the_best_values(prefix: Path, stayed: dict[str, tupl
     if way == "no_load_optim":
         assert losses == pytest.approx(staying[:1], rel=NEXT)
     assert losses[0] == pytest.approx(staying[0], rel=0.1)  # other data, but no step back
+
+
+@pytest.mark.parametrize("way", ["finetune", "no_load_optim"])
+@pytest.mark.parametrize("option", ["collage-plus", SLOW("collage-light"), SLOW("bf16-kahan")])
+def test_a_weight_brings_its_second_component(
+    prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]], option: str, way: str
+):
+    """From an FP32 master the rest that BF16 leaves, from a pair its own bits; moments start anew."""
+    with tiny.trainer(settings(prefix, option, load=str(stayed["bf16"][1]), ckpt_step=SAVED)) as made:
+        checkpoint.save(made.training, tmp_path)
+    saved = read(tmp_path)
+    for folder in (tmp_path, stayed["bf16"][1]):
+        with tiny.trainer(settings(prefix, option, load=str(folder), ckpt_step=SAVED, exit_interval=SAVED + 1, **{way: True})) as made:
+            names = names_of(made.training.model)
+            for piece in made.training.optimizer.pieces():
+                kept, name = made.training.optimizer.state[piece.weight], names[piece.param]
+                held = (piece.param.detach(), kept["weight_remainder"])
+                was = (saved._find(key, name).payload for key in ("model", "weight_remainder"))
+                assert tiny.same(tiny.bits(held), tiny.bits(was)), name
+                assert not any(x.any() for key, x in kept.items() if key != "weight_remainder"), name
+            losses = train(made)
+    assert losses[0] == pytest.approx(stayed["bf16"][0][0], rel=NEXT if way == "no_load_optim" else 0.1)
