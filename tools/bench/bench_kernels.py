@@ -3,6 +3,7 @@
     python tools/bench/bench_kernels.py                               shapes of GPT-1.3B, micro-batch 4
     python tools/bench/bench_kernels.py --tokens 4096 --hidden 4096   of GPT-7B, micro-batch 2
     python tools/bench/bench_kernels.py --only linear attention
+    python tools/bench/bench_kernels.py --only update                 the optimizers' kernels alone; bench_optimizer.py has whole steps
 
 `share` is the roofline: bytes that must move over time, over the measured copy bandwidth; for matrix kernels FLOPs over time, over the
 measured rate of a large BF16 GEMM. The L2 cache is overwritten before every launch. Rows are appended to --csv.
@@ -11,6 +12,7 @@ measured rate of a large BF16 GEMM. The L2 cache is overwritten before every lau
 import argparse
 import functools
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,9 +25,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.lm.model.attention import BACKENDS
 from msamp.kernels import ops
+from msamp.kernels.reference.adamw import Batch
+from msamp.kernels.tables import Tables
+from msamp.nn import saved
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import ScalingState
-from msamp.numerics.recipe import O3
+from msamp.numerics import recipe
+from msamp.numerics.formats import COAT_E4M3, Format
+from msamp.numerics.range_expand import Expanded
+from msamp.numerics.recipe import O3, REMAINDERS, StateFormats
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.state_coat import as_stored
+from msamp.optim.state_fp8 import state_format
 from tools.bench import rows
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
@@ -103,6 +114,71 @@ def elementwise(tokens: int, hidden: int) -> Iterator[Case]:
     grads = [new(sequence, tokens // sequence, heads, 128) for _ in range(3)]
     backward = functools.partial(ops.rotary_backward, *grads, angles.cos(), angles.sin(), scale, slot, E5M2, True)
     yield Case("rotary embedding backward", backward, 12 * small)
+
+
+def grouped(tokens: int, hidden: int, device: str = "cuda") -> Iterator[Case]:
+    """COAT's activations: into FP8 with an exponent byte for every few channels, and back."""
+    x, size = torch.randn(tokens, hidden, device=device, dtype=BF16), saved.COAT.size
+    each = BF16.itemsize + saved.COAT.element_bytes(BF16.itemsize)
+    parts = ops.group_cast(x, size, E4M3)
+    yield Case(f"cast, groups of {size}", lambda: ops.group_cast(x, size, E4M3), each * x.numel())
+    yield Case(f"groups of {size} as BF16", lambda: ops.group_decode(*parts, size, BF16), each * x.numel())
+
+
+def update(hidden: int, device: str = "cuda") -> Iterator[Case]:
+    """The optimizers' kernels on the weights of four layers: gradient read, states read and written, a weight beside its master written."""
+    shapes = [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)] * 4
+    usable, one = torch.ones((), dtype=torch.bool, device=device), torch.ones((), device=device)
+    numbers = torch.tensor([1e-4, 0.9, 0.95, 1e-8, 0.1, math.log(0.9), math.log(0.95)], dtype=torch.float64, device=device)
+    amaxes, kept = (torch.ones(rows_of, len(shapes), device=device) for rows_of in (5, 3))
+    for of in (recipe.BF16, recipe.O2, O3):
+        for name, kernel, moment in (("AdamW", ops.adamw, None), ("AdamW with COAT's moments", ops.coat_adamw, COAT_E4M3)):
+            batch = batch_of(shapes, of.weight, of.with_states(m=moment, v=moment).states, device)
+            run = functools.partial(kernel, Tables(usable.device), batch, numbers, True, amaxes, kept, one, usable)
+            yield Case(f"{name}, {of.name}", run, update_bytes(batch))
+    for of in recipe.ALL:
+        if of.states.update != "fp32":
+            batch = batch_of(shapes, of.weight, of.states, device)
+            run = functools.partial(ops.collage, Tables(usable.device), batch, numbers, of.states.update, one, usable)
+            yield Case(f"Collage, {of.name}", run, update_bytes(batch))
+
+
+def batch_of(shapes: Sequence[tuple[int, ...]], weight: Format, states: StateFormats, device: str) -> Batch:
+    """Random gradients and weights of these shapes and formats with the states of a first step."""
+
+    def stored(x: Tensor, fmt: Format) -> Tensor:
+        return ScalingTensor.quantize(x, fmt) if fmt.scaled else x.to(fmt.dtype)
+
+    def begun(fmt: Format) -> list[Any]:
+        how = state_format(fmt)
+        return [as_stored({"state": how.init(x)} | {"state" + name: y for name, y in how.beside(x).items()}, "state") for x in values]
+
+    values = [torch.randn(shape, device=device) * 0.02 for shape in shapes]
+    remainders, places = REMAINDERS[states.update], list(range(len(shapes)))
+    return Batch(
+        grads=[stored(torch.randn_like(x) * 1e-4, states.grad) for x in values],
+        ms=begun(states.m),
+        vs=begun(states.v),
+        masters=[stored(x, states.master) for x in values],
+        weights=[] if weight == states.master else [stored(x, weight) for x in values],
+        steps=[torch.zeros((), device=device) for _ in shapes],
+        indices=places,
+        places=places,
+        weight_remainders=begun(remainders["weight_remainder"]) if "weight_remainder" in remainders else [],
+        v_remainders=begun(remainders["exp_avg_sq_remainder"]) if "exp_avg_sq_remainder" in remainders else [],
+    )
+
+
+def update_bytes(batch: Batch) -> int:
+    """What an update of these tensors must read and write, by the tensors themselves."""
+
+    def held(x: Tensor | Expanded) -> int:
+        if isinstance(x, Expanded):
+            return x.payload.nbytes + x.max.nbytes + x.k.nbytes
+        return x.payload.nbytes if isinstance(x, ScalingTensor) else x.nbytes
+
+    states = (batch.ms, batch.vs, batch.masters, batch.weight_remainders, batch.v_remainders)
+    return sum(map(held, batch.grads + batch.weights)) + 2 * sum(held(x) for column in states for x in column)
 
 
 def loss(tokens: int) -> Iterator[Case]:
@@ -192,6 +268,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, default=2048)
     groups: dict[str, Callable[[argparse.Namespace], Iterator[Case]]] = {
         "elementwise": lambda o: elementwise(o.tokens, o.hidden),
+        "grouped": lambda o: grouped(o.tokens, o.hidden),
+        "update": lambda o: update(o.hidden),
         "loss": lambda o: loss(o.tokens),
         "gemm": lambda o: gemms(o.tokens, o.hidden),
         "linear": lambda o: linear(o.tokens),

@@ -1,43 +1,49 @@
 """Time of the optimizer's step and of the quantisation of gradients on one GPU, beside the bytes that they must move.
 
     python tools/bench/bench_optimizer.py                             GPT-1.3B's parameters at O1, O2 and O3
-    python tools/bench/bench_optimizer.py --preset 7b --levels O3
+    python tools/bench/bench_optimizer.py --preset 7b --levels bf16 collage-plus O3
+    python tools/bench/bench_optimizer.py --levels bf16 O3 --flags '--optimizer-state coat'
 
-A step reads gradient, m, v and master, writes m, v, master and weight, and reads the gradient once more for its norm. The quantisation
-reads a BF16 gradient twice (its amax, its values) and writes it. `quotient` is the time over that of as many bytes copied on the same GPU
-in the same run. Rows are appended to --csv.
+A step reads gradient, moments, master and what an update in BF16 keeps beside them, writes all but the gradient, writes a weight that has a
+master beside it, and reads the gradient once more for its norm. The quantisation reads a gradient twice where it takes a scale (its amax,
+its values), else once, and writes it. `share` is the share of the bandwidth at which the same GPU copies in the same run. Rows are appended
+to --csv.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron.lm.checks import check
+from megatron.lm.config import Config, ModelConfig
+from megatron.lm.optim import build_loss_scaler
 from megatron.lm.presets import PRESETS
-from megatron.lm.recipe import states_by_kind
-from msamp.numerics.formats import BF16, Format
-from msamp.numerics.recipe import Recipe, StateFormats, by_name
+from megatron.lm.recipe import build_recipe, states_by_kind
+from msamp.numerics.formats import Format
+from msamp.numerics.recipe import Recipe, StateFormats, remainder_bytes
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
+from msamp.optim.master import is_own_master, weight_format
 from msamp.parallel.data_parallel import grad_sync
-from tools.bench import rows
+from tools.bench import bench_step, rows
 
 
 class Weights(nn.Module):
     """The parameters of a GPT by kind, as the trainer stores and groups them."""
 
-    def __init__(self, preset: str, recipe: Recipe, vocab_size: int, device: str = "cuda") -> None:
+    def __init__(self, model: ModelConfig, recipe: Recipe, vocab_size: int, device: str = "cuda") -> None:
         super().__init__()
-        shape = PRESETS[preset]
-        hidden, layers = shape["hidden_size"], shape["num_layers"]
+        hidden, layers = model.hidden_size, model.num_layers
         linear: list[tuple[int, ...]] = [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)] * layers
-        vectors: list[tuple[int, ...]] = [(hidden,)] * (6 * layers + 2) + [(3 * hidden,), (4 * hidden,)] * layers
-        matrices: list[tuple[int, ...]] = [(vocab_size, hidden), (shape["seq_length"], hidden)]
-        kinds = {"linear": (linear, recipe.weight), "matrix": (matrices, BF16), "vector": (vectors, BF16)}
+        vectors: list[tuple[int, ...]] = [*[(hidden,)] * (6 * layers + 2), *[(3 * hidden,), (4 * hidden,)] * layers]
+        matrices: list[tuple[int, ...]] = [(vocab_size, hidden), (model.seq_length, hidden)]
+        kinds = {"linear": (linear, recipe.weight), "matrix": (matrices, recipe.compute), "vector": (vectors, recipe.compute)}
         self.kinds = nn.ModuleDict(
             {kind: nn.ParameterList([weight(s, fmt, device) for s in shapes]) for kind, (shapes, fmt) in kinds.items()}
         )
@@ -48,16 +54,16 @@ class Weights(nn.Module):
         return [{"params": list(params.parameters()), "formats": self.states[kind]} for kind, params in self.kinds.items()]
 
     def bytes(self) -> tuple[int, int]:
-        """Bytes that a step, and that a quantisation of BF16 gradients, must move."""
+        """Bytes that a step, and that a quantisation of gradients in the parameters' dtype, must move."""
         step = quantisation = 0
         for group in self.groups():
             states: StateFormats = group["formats"]
             for p in group["params"]:
-                stored = p.payload if isinstance(p, ScalingTensor) else p
-                apart = stored.dtype != states.master.dtype
-                each = 2 * states.grad.bytes + 2 * (states.m.bytes + states.v.bytes + states.master.bytes) + apart * stored.itemsize
-                step += p.numel() * each
-                quantisation += p.numel() * ((4 if states.grad.scaled else 2) + states.grad.bytes)
+                apart = 0 if is_own_master(p, states.master) else weight_format(p).bytes
+                beside = sum(remainder_bytes(states.update).values())
+                step += p.numel() * (2 * states.grad.bytes + 2 * (states.master.bytes + beside) + apart)
+                step += 2 * (states.m.bytes_of(p.shape) + states.v.bytes_of(p.shape))
+                quantisation += p.numel() * (p.dtype.itemsize * (2 if states.grad.scaled else 1) + states.grad.bytes)
         return step, quantisation
 
 
@@ -96,17 +102,32 @@ def graphed(step: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def measure(level: str, options: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
+def configuration(level: str, options: argparse.Namespace) -> Config:
+    """One of `bench_step.LEVELS` with the flags, as the trainer takes them.
+
+    Raises:
+        ValueError: where the trainer refuses them.
+    """
+    config = bench_step.configuration(level, options)
+    check(replace(config, logging=replace(config.logging, dry_run=True)), 1)  # of a dry run no data is asked
+    return config
+
+
+def measure(config: Config, options: argparse.Namespace, bandwidth: float, device: str = "cuda") -> list[dict[str, Any]]:
     """Three rows: the step as it is called, the step in a graph, and the quantisation of the gradients of a step."""
-    model = Weights(options.preset, by_name(level), options.vocab_size)
+    recipe, optim = build_recipe(config.precision), config.optimizer
+    model = Weights(config.model, recipe, options.vocab_size, device)
     formats = {p: group["formats"].grad for group in model.groups() for p in group["params"]}
     sync = grad_sync(model, formats)
-    optimizer = FP8AdamW(model.groups(), lr=1e-4, betas=(0.9, 0.95), clip_grad=1.0)
-    gradients = [torch.randn(p.shape, device="cuda", dtype=torch.bfloat16) * 1e-4 for p in sync.names]
+    betas, scaler = (optim.adam_beta1, optim.adam_beta2), build_loss_scaler(config, recipe)
+    optimizer = FP8AdamW(
+        model.groups(), optim.lr, betas, optim.adam_eps, optim.weight_decay, clip_grad=optim.clip_grad or None, loss_scale=scaler
+    )
+    gradients = [torch.randn(p.shape, device=device, dtype=p.dtype) * 1e-4 for p in sync.names]
 
     def quantise() -> None:
         for p, g in zip(sync.names, gradients, strict=True):
-            p.grad = g.to(p.dtype)
+            p.grad = g
             sync.take(p)
         sync.finish()
 
@@ -117,6 +138,7 @@ def measure(level: str, options: argparse.Namespace, bandwidth: float) -> list[d
     cases["step"] = (times(lambda: None, optimizer.step, options.repeats), step_bytes)
     cases["step in a graph"] = (times(lambda: None, graphed(optimizer.step), options.repeats), step_bytes)
     parameters = sum(p.numel() for p in sync.names)
+    level = f"{config.precision.name} {options.flags}".strip()
     return [_row(level, what, found, size, parameters, bandwidth, options) for what, (found, size) in cases.items()]
 
 
@@ -136,7 +158,7 @@ def _row(
         "bytes_a_param": round(size / parameters, 3),
         "gb_s": round(size / middle / 1e6),
         "copy_gb_s": round(bandwidth / 1e9),
-        "quotient": round(middle / 1e3 * bandwidth / size, 3),
+        "share": round(size / (middle / 1e3) / bandwidth, 3),
     }
 
 
@@ -144,21 +166,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and append; nothing to do without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="1.3b")
-    parser.add_argument("--levels", nargs="+", choices=("O1", "O2", "O3"), default=["O1", "O2", "O3"])
+    parser.add_argument("--levels", nargs="+", choices=bench_step.LEVELS, default=["O1", "O2", "O3"], help="levels and precisions")
     parser.add_argument("--vocab-size", type=int, default=50304)
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, such as --optimizer-state coat")
     parser.add_argument("--csv", type=Path, default=rows.ROOT / "tools/bench/results/optimizer.csv")
     parser.add_argument("--commit", help="name of the tree that is measured, where git is not at hand")
+    parser.set_defaults(micro_batch_size=1)
     options = parser.parse_args(arguments)
     if options.repeats < 2:
         parser.error(f"--repeats is {options.repeats}; percentiles want at least 2")
+    try:
+        configurations = [configuration(level, options) for level in options.levels]
+    except ValueError as error:
+        parser.error(str(error))
     if not torch.cuda.is_available():
         print("bench_optimizer measures a GPU and there is none here", file=sys.stderr)
         return 1
     bandwidth = copy_bandwidth(options.repeats)
     torch.cuda.empty_cache()
-    for level in options.levels:
-        found = measure(level, options, bandwidth)
+    for config in configurations:
+        found = measure(config, options, bandwidth)
         torch.cuda.empty_cache()
         for row in found:
             print(row, flush=True)

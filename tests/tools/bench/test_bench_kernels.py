@@ -3,6 +3,7 @@ import csv
 import pytest
 import torch
 
+from msamp.kernels.reference.adamw import Batch
 from tools.bench import bench_kernels
 from tools.bench.bench_kernels import Case
 
@@ -23,6 +24,40 @@ def test_a_row_of_a_kernel_that_multiplies(monkeypatch):
     assert (row["tb_s"], row["tflops"], row["share"]) == ("", 200, 0.25)
 
 
+ELEMENTS = 4 * 12 * 32 * 32
+COAT = 2 * 8 * 4 * (3 * 32 + 32 + 4 * 32 + 32) / ELEMENTS  # a row of 32 or 128 has one group, a maximum and an exponent, there and back
+UPDATES = {
+    "AdamW, bf16": 4 + 2 * (4 + 4 + 4) + 2,
+    "AdamW with COAT's moments, bf16": 4 + 2 * (1 + 1 + 4) + 2 + 2 * COAT,
+    "AdamW, O2": 1 + 2 * (1 + 2 + 2),
+    "AdamW with COAT's moments, O2": 1 + 2 * (1 + 1 + 2) + 2 * COAT,
+    "AdamW, O3": 1 + 2 * (1 + 2 + 2) + 1,
+    "AdamW with COAT's moments, O3": 1 + 2 * (1 + 1 + 2) + 1 + 2 * COAT,
+    "Collage, bf16-a": 2 + 2 * (2 + 2 + 2),
+    "Collage, bf16-kahan": 2 + 2 * (2 + 2 + 4),
+    "Collage, collage-light": 2 + 2 * (2 + 2 + 4),
+    "Collage, collage-plus": 2 + 2 * (2 + 4 + 4),
+}
+
+
+def test_updates_run_and_move_their_tensors():
+    found = {}
+    for case in bench_kernels.update(32, "cpu"):
+        batch = next(x for x in case.run.args if isinstance(x, Batch))
+        before = [step.item() for step in batch.steps]
+        case.run()
+        assert [step.item() for step in batch.steps] == [step + 1 for step in before]
+        found[case.name] = case.bytes / ELEMENTS
+    assert {name: found[name] for name in UPDATES} == pytest.approx(UPDATES)
+
+
+def test_groups_are_cast_and_come_back():
+    cast, back = bench_kernels.grouped(8, 48, "cpu")
+    payload, exponents = cast.run()
+    assert (payload.shape, exponents.shape, back.run().shape) == ((8, 48), (8, 3), (8, 48))
+    assert cast.bytes == back.bytes == 8 * 48 * (2 + 1) + 8 * 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(["--repeats", "1"], "--repeats 1: give at least 2"), (["--only", "sort"], "invalid choice: 'sort'"), ([], "there is no GPU here")],
@@ -37,9 +72,10 @@ def test_refusals(arguments, message, monkeypatch, capsys):
 @pytest.mark.gpu
 def test_a_table_of_small_kernels(tmp_path):
     file = tmp_path / "kernels.csv"
-    small = ["--tokens", "2048", "--hidden", "256", "--repeats", "3", "--only", "elementwise", "attention"]
+    small = ["--tokens", "2048", "--hidden", "256", "--repeats", "3", "--only", "elementwise", "grouped", "update", "attention"]
     assert bench_kernels.main([*small, "--csv", str(file), "--commit", "abc"]) == 0
     with file.open(newline="") as stream:
         table = list(csv.DictReader(stream))
-    assert {"norm", "GELU", "rotary embedding, in place", "attention backward, flash"} <= {row["kernel"] for row in table}
+    named = {"norm", "GELU", "rotary embedding, in place", "attention backward, flash", "cast, groups of 16", "Collage, collage-plus"}
+    assert named <= {row["kernel"] for row in table}
     assert all(float(row["us"]) > 0 and float(row["share"]) > 0 for row in table)

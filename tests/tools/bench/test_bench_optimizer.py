@@ -1,18 +1,24 @@
+import argparse
 import csv
 
 import pytest
 import torch
 
-from msamp.numerics.recipe import by_name
+from megatron.lm.recipe import build_recipe
 from msamp.numerics.tensor import ScalingTensor
-from tools.bench import bench_optimizer
+from tools.bench import bench_optimizer, bench_step
 
-TINY = {"hidden_size": 8, "num_layers": 2, "seq_length": 4}
+TINY = "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 4"
+LINEAR, MATRIX, VECTOR = 2 * 12 * 64, 20 * 8, 8 * 14 + 2 * 7 * 8  # elements; the vocabulary has 16
 
 
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_optimizer, "PRESETS", {"125m": TINY, "1.3b": TINY})
+def options(flags: str = "") -> argparse.Namespace:
+    return argparse.Namespace(preset="125m", micro_batch_size=1, flags=f"{TINY} {flags}", vocab_size=16, repeats=3, commit="abc")
+
+
+def weights(level: str, flags: str = "") -> bench_optimizer.Weights:
+    config = bench_optimizer.configuration(level, options(flags))
+    return bench_optimizer.Weights(config.model, build_recipe(config.precision), 16, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -21,13 +27,58 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     [("O1", 2 + 2 * (4 + 4 + 2), 4 + 2 * (4 + 4 + 2) + 2), ("O2", 2 + 2 * (1 + 2 + 2), 16), ("O3", 2 + 2 * (1 + 2 + 2) + 1, 16)],
 )
 def test_bytes_by_hand(level, linear, matrix):
-    model = bench_optimizer.Weights("125m", by_name(level), 16, "cpu")
-    linears, matrices, vectors = 2 * 12 * 64, 20 * 8, 8 * 14 + 2 * 7 * 8
-    assert [sum(p.numel() for p in group["params"]) for group in model.groups()] == [linears, matrices, vectors]
+    model = weights(level)
+    assert [sum(p.numel() for p in group["params"]) for group in model.groups()] == [LINEAR, MATRIX, VECTOR]
     assert all(isinstance(p, ScalingTensor) for p in model.groups()[0]["params"])
     step, quantisation = model.bytes()
-    assert step == linear * linears + matrix * matrices + (8 + 24 + 2) * vectors
-    assert quantisation == 5 * linears + 4 * matrices + 6 * vectors
+    assert step == linear * LINEAR + matrix * MATRIX + (8 + 24 + 2) * VECTOR
+    assert quantisation == 5 * LINEAR + 4 * MATRIX + 6 * VECTOR
+
+
+@pytest.mark.parametrize(
+    ("level", "each", "quantisation"),
+    [
+        ("fp32", 2 * 4 + 2 * (4 + 4 + 4), 4 + 4),
+        ("fp16-amp", 2 * 4 + 2 * (4 + 4 + 4) + 2, 2 + 4),
+        ("bf16", 2 * 4 + 2 * (4 + 4 + 4) + 2, 2 + 4),
+        ("bf16-a", 2 * 2 + 2 * (2 + 2 + 2), 2 + 2),
+        ("bf16-dmw", 2 * 2 + 2 * (4 + 4 + 2), 2 + 2),
+        ("bf16-d", 2 * 2 + 2 * (4 + 4 + 4) + 2, 2 + 2),
+        ("collage-light", 2 * 2 + 2 * (2 + 2 + 4), 2 + 2),
+        ("collage-plus", 2 * 2 + 2 * (2 + 4 + 4), 2 + 2),
+    ],
+)
+def test_bytes_of_precisions_without_fp8_by_hand(level, each, quantisation):
+    elements = LINEAR + MATRIX + VECTOR
+    assert weights(level).bytes() == (each * elements, quantisation * elements)
+
+
+def test_the_flags_choose_the_states():
+    # A row of 8 or 32 has one group: payload, maximum and exponent of each moment. A linear weight, a layer: rows of 8, and 8 rows of 32.
+    groups = 2 * (3 * 8 + 8 + 4 * 8 + 8) + (16 + 4)
+    step, _ = weights("O3", "--optimizer-state coat").bytes()
+    assert step == (2 + 2 * (1 + 1 + 2) + 1) * LINEAR + (4 + 2 * (1 + 1 + 2) + 2) * MATRIX + 34 * VECTOR + 2 * 2 * 8 * groups
+
+
+@pytest.mark.parametrize(("level", "flags"), [*((level, "") for level in bench_step.LEVELS), ("bf16", "--optimizer-state coat")])
+def test_every_precision_is_measured(level, flags, monkeypatch):
+    """On a CPU, with a clock that says 1, 2 and 4 milliseconds."""
+
+    def pretend(prepare, run, repeats):
+        prepare()
+        run()
+        return [1.0, 2.0, 4.0]
+
+    monkeypatch.setattr(bench_optimizer, "times", pretend)
+    monkeypatch.setattr(bench_optimizer, "graphed", lambda step: step)
+    given = options(flags)
+    found = bench_optimizer.measure(bench_optimizer.configuration(level, given), given, 1e9, "cpu")
+    assert [row["case"] for row in found] == ["quantisation", "step", "step in a graph"]
+    for row, size in zip(found, [*weights(level, flags).bytes()[::-1], weights(level, flags).bytes()[0]], strict=True):
+        assert (row["ms"], row["bytes_a_param"]) == (2.0, round(size / (LINEAR + MATRIX + VECTOR), 3))
+        assert row["share"] == pytest.approx(size / 2e-3 / 1e9, abs=5e-4)
+        assert row["level"].split()[0] == ("bf16" if level == "O0" else level)
+        assert flags in row["level"]
 
 
 def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch, capsys):
@@ -36,17 +87,29 @@ def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch, capsys):
     assert "measures a GPU" in capsys.readouterr().err
 
 
-def test_one_repeat_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        bench_optimizer.main(["--repeats", "1"])
-    assert "percentiles want at least 2" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--repeats", "1"], "percentiles want at least 2"),
+        (["--levels", "O9"], "invalid choice: 'O9'"),
+        (["--levels", "bf16", "collage-plus", "--flags=--optimizer-state coat"], "contradicts precision collage-plus"),
+        (["--flags=--optimizer-states coat"], "unknown flag --optimizer-states"),
+    ],
+)
+def test_refusals(arguments, message, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        bench_optimizer.main(arguments)
+    assert leaving.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.gpu
-def test_a_table_of_a_tiny_model(tmp_path):
+@pytest.mark.parametrize("level", ["fp16-amp", "collage-plus", "O3"])
+def test_a_table_of_a_tiny_model(level, tmp_path):
     file = tmp_path / "optimizer.csv"
-    assert bench_optimizer.main(["--preset", "125m", "--levels", "O3", "--repeats", "3", "--csv", str(file), "--commit", "abc"]) == 0
+    arguments = ["--preset", "125m", "--levels", level, "--repeats", "3", "--csv", str(file), "--commit", "abc", f"--flags={TINY}"]
+    assert bench_optimizer.main(arguments) == 0
     with file.open(newline="") as stream:
         table = list(csv.DictReader(stream))
     assert [row["case"] for row in table] == ["quantisation", "step", "step in a graph"]
-    assert all(float(row["ms"]) > 0 and row["level"] == "O3" for row in table)
+    assert all(float(row["ms"]) > 0 and row["level"].startswith(level) for row in table)
