@@ -20,5 +20,5 @@ exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS_PER
   --lr 6e-4 --min-lr 6e-5 --lr-warmup-iters 150 --lr-decay-style cosine \
   --train-data-path "$DATA/train_text_document" --valid-data-path "$DATA/valid_text_document" \
   --tokenizer-type GPT2BPETokenizer --vocab-file "$DATA/encoder.json" --merge-file "$DATA/vocab.bpe" \
-  --eval-interval 250 --eval-iters 40 --log-interval 10 --log-underflow-interval 250 \
-  --metrics-file "$OUT/metrics.jsonl" "$@"
+  --eval-interval 250 --eval-iters 40 --log-interval 10 --metrics-file "$OUT/metrics.jsonl" \
+  --record-precision "$OUT/precision.jsonl" --record-interval 250 "$@"

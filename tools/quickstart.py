@@ -29,6 +29,7 @@ ITERATIONS = 300
 MAX_DIFFERENCE = 0.01  # of O2's validation loss from O0's
 MIN_GAIN = 0.15  # of the validation loss below the unigram entropy
 PROMPT = "The people of the United States"
+RECORD = "precision.jsonl"  # of the levels with FP8
 MARKER = "command.txt"  # only folders that hold it are emptied
 
 MODEL = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
@@ -63,10 +64,11 @@ def training_flags(level: str, options: Options) -> list[str]:
         *f"--opt-level {level} --fp8-min-gain 0 --seed 1234 --train-iters {iters} --lr-warmup-iters {iters // 10}".split(),
         *f"--micro-batch-size {min(8, BATCH // options.processes)} --global-batch-size {BATCH}".split(),
         *f"--eval-interval {iters if iters % 4 else iters // 4} --eval-iters 16".split(),
-        *f"--log-interval {max(1, iters // 30)} --log-underflow-interval {max(1, iters // 20)}".split(),
+        *f"--log-interval {max(1, iters // 30)}".split(),
         *("--train-data-path", str(options.data / "train_text_document")),
         *("--valid-data-path", str(options.data / "valid_text_document")),
         *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(options.data / "tokenizer.json")),
+        *([] if level == "O0" else ["--record-precision", str(folder / RECORD), "--record-interval", str(max(1, iters // 10))]),
         *("--metrics-file", str(folder / "metrics.jsonl"), "--tensorboard-dir", str(folder / "tensorboard")),
         *("--save", str(folder / "checkpoint")),
     ]
@@ -162,7 +164,8 @@ def train_all(options: Options) -> list[Run]:
         text = run(generate, threads, capture=True).strip()
         print(text, flush=True)
         (options.out / level / "sample.txt").write_text(text + "\n", encoding="utf-8")
-    return [read_run(level, options.out / level / "metrics.jsonl") for level in LEVELS]
+    folders = {level: options.out / level for level in LEVELS}
+    return [read_run(level, folder / "metrics.jsonl", None if level == "O0" else folder / RECORD) for level, folder in folders.items()]
 
 
 def say(text: str) -> None:

@@ -1,9 +1,9 @@
 """One page about one or several training runs, from their metrics files.
 
-    python tools/report.py --run O0=runs/a/metrics.jsonl --run O2=runs/b/metrics.jsonl --meta data/quickstart/meta.json --out runs/report
+    python tools/report.py --run O0=a/metrics.jsonl --run O2=b/metrics.jsonl --precision O2=b/precision.jsonl --out report
 
-writes report.html, which stands alone (plots inside), and the plots beside it: loss.png, and where the runs recorded them
-underflow.png and bytes.png.
+writes report.html, which stands alone (plots inside), and the plots beside it: loss.png, bytes.png where the runs tell them, and
+underflow.png of the runs with a file of the precision recorder (`--record-precision`).
 """
 
 import argparse
@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.inspect_scales import read as read_steps
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#0891b2")
-KINDS = ("train", "valid", "test", "underflow")
+KINDS = ("train", "valid", "test")
 STATES = {"weight": "#1e3a8a", "grad": "#2563eb", "master": "#60a5fa", "m": "#f59e0b", "v": "#fcd34d"}
 STATE_NAMES = {"weight": "weight", "grad": "gradient", "master": "master weight", "m": "first moment", "v": "second moment"}
 TENSORS = {"input": COLORS[0], "weight": COLORS[2], "grad_output": COLORS[1]}
@@ -45,13 +47,13 @@ blockquote { margin: .6rem 0; padding: .5rem 1rem; border-left: 3px solid #d1d5d
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a metrics file says: its lines by kind, each list ordered by iteration."""
+    """What a metrics file says: its lines by kind, each list ordered by iteration; and `steps`, those that the recorder wrote."""
 
     name: str
     train: list[dict[str, Any]]
     valid: list[dict[str, Any]] = field(default_factory=list)
     test: list[dict[str, Any]] = field(default_factory=list)
-    underflow: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
     precision: dict[str, Any] | None = None
 
     @property
@@ -60,19 +62,19 @@ class Run:
         return self.valid[-1]["loss"] if self.valid else None
 
 
-def read_run(name: str, path: Path) -> Run:
-    """Read the metrics file of a training run.
+def read_run(name: str, path: Path, precision: Path | None = None) -> Run:
+    """Read the metrics file of a training run, and where there is one the file of its precision recorder.
 
     Of several lines about the same thing (a resumed run repeats iterations) the last counts; a last line without its newline is
     one that is just being written, and is left out.
 
     Raises:
-        ValueError: no such file, a line that is no JSON object of a known form, or no training line.
+        ValueError: no such file, a line that is no JSON object of a known form, no training line, or no recorded step.
     """
     if not path.is_file():
         raise ValueError(f"metrics file {path} does not exist: give the trainer's --metrics-file")
-    lines: dict[str, dict[tuple, dict[str, Any]]] = {kind: {} for kind in KINDS}
-    precision = None
+    lines: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in KINDS}
+    told = None
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
         if not text.endswith("\n") or not text.strip():
             continue
@@ -80,15 +82,15 @@ def read_run(name: str, path: Path) -> Run:
             line = json.loads(text)
             kind = line["kind"]
             if kind == "precision":
-                precision = line
+                told = line
             elif kind in lines:
-                lines[kind][line["iteration"], line.get("layer"), line.get("tensor")] = line
+                lines[kind][line["iteration"]] = line
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number} is not a line of metrics ({error!r}): {text.strip()[:80]}") from error
     if not lines["train"]:
         raise ValueError(f"{path} holds no training line: train for at least one --log-interval")
     by_kind = {kind: sorted(found.values(), key=lambda line: line["iteration"]) for kind, found in lines.items()}
-    return Run(name=name, precision=precision, **by_kind)
+    return Run(name=name, precision=told, steps=read_steps(precision) if precision else [], **by_kind)
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
@@ -154,15 +156,15 @@ def loss_figure(runs: Sequence[Run], entropy: float | None, window: int) -> "Fig
 def underflow_figure(runs: Sequence[Run], layer: str) -> "Figure":
     """Underflow, saturation and SQNR of a layer's three GEMM operands over the iterations, a line a tensor."""
     figure, axes = _figure(3, (9, 7.5), ratios=(1, 1, 1))
-    sampled = [run for run in runs if any(line["layer"] == layer for line in run.underflow)]
-    if not sampled:
-        raise ValueError(f"no run sampled the layer {layer!r}; sampled: {', '.join(sampled_layers(runs)) or 'none'}")
-    for index, run in enumerate(sampled):
+    recorded = [run for run in runs if layer in recorded_layers([run])]
+    if not recorded:
+        raise ValueError(f"no run recorded the layer {layer!r}; recorded: {', '.join(recorded_layers(runs)) or 'none'}")
+    for index, run in enumerate(recorded):
         for tensor, color in TENSORS.items():
-            lines = [line for line in run.underflow if line["layer"] == layer and line["tensor"] == tensor]
-            iterations = [line["iteration"] for line in lines]
+            lines = [(step["iteration"], step["series"][layer, tensor]) for step in run.steps if (layer, tensor) in step["series"]]
+            iterations = [iteration for iteration, _ in lines]
             for axis, (key, factor) in zip(axes, (("underflow", 100), ("saturation", 100), ("sqnr_db", 1)), strict=True):
-                values = [factor * line[key] if line[key] is not None else math.nan for line in lines]
+                values = [math.nan if row[key] is None else factor * row[key] for _, row in lines]
                 style = LINE_STYLES[index % len(LINE_STYLES)]
                 axis.plot(iterations, values, color=color, linestyle=style, marker="o", markersize=3, label=f"{run.name} {tensor}")
     for axis, title in zip(axes, ("underflow (%)", "saturation (%)", "SQNR (dB)"), strict=True):
@@ -212,9 +214,9 @@ def _colors(runs: Sequence[Run]) -> list[str]:
     return [COLORS[i % len(COLORS)] for i in range(len(runs))]
 
 
-def sampled_layers(runs: Sequence[Run]) -> list[str]:
-    """Names of the layers whose underflow was sampled, in the order of the files."""
-    return list(dict.fromkeys(line["layer"] for run in runs for line in run.underflow))
+def recorded_layers(runs: Sequence[Run]) -> list[str]:
+    """Names of the FP8 linear layers whose casts were recorded, in the order of the files."""
+    return list(dict.fromkeys(layer for run in runs for step in run.steps for layer, tensor in step["series"] if tensor == "input"))
 
 
 # --------------------------------------------------------------------------------------------------------------------- page
@@ -232,11 +234,11 @@ def write_report(
     """Write report.html, its plots and the loss curves (curves.csv) into the folder `out` (made if need be); returns the page's path.
 
     meta: of the data (`unigram_entropy_nats` becomes a line in the plot); samples: run's name -> text it generated;
-    layer: whose underflow is shown (default: the middle one); window: logged lines averaged by smoothing.
+    layer: whose underflow is shown (default: the middle one recorded); window: logged lines averaged by smoothing.
     """
     entropy = (meta or {}).get("unigram_entropy_nats")
     figures = {"loss": loss_figure(runs, entropy, window)}
-    layers = sampled_layers(runs)
+    layers = recorded_layers(runs)
     if layer or layers:
         figures["underflow"] = underflow_figure(runs, layer or layers[len(layers) // 2])
     if any(run.precision for run in runs):
@@ -325,16 +327,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 with a message on stderr for bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=named_path, action="append", required=True, metavar="NAME=METRICS", help="a run; repeat the flag")
+    parser.add_argument(
+        "--precision", type=named_path, action="append", default=[], metavar="NAME=FILE", help="a run's file of --record-precision"
+    )
     parser.add_argument("--meta", type=Path, help="meta.json of the data, for its unigram entropy")
     parser.add_argument("--sample", type=named_path, action="append", default=[], metavar="NAME=TEXT", help="a file of generated text")
-    parser.add_argument("--layer", help="layer whose underflow is plotted (default: the middle one sampled)")
+    parser.add_argument("--layer", help="layer whose underflow is plotted (default: the middle one recorded)")
     parser.add_argument("--window", type=int, default=3, help="logged lines averaged by smoothing (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     args = parser.parse_args(argv)
     try:
         if args.window < 1:
             raise ValueError(f"--window {args.window} must be at least 1")
-        runs = [read_run(name, path) for name, path in args.run]
+        recorded = dict(args.precision)
+        unknown = recorded.keys() - {name for name, _ in args.run}
+        if unknown:
+            raise ValueError(f"--precision names the run {', '.join(sorted(unknown))}, which no --run gives: name it as in --run")
+        runs = [read_run(name, path, recorded.get(name)) for name, path in args.run]
         meta = json.loads(args.meta.read_text(encoding="utf-8")) if args.meta else None
         samples = {name: path.read_text(encoding="utf-8") for name, path in args.sample}
         page = write_report(runs, args.out, meta=meta, samples=samples, layer=args.layer, window=args.window)

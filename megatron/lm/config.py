@@ -391,9 +391,6 @@ class LoggingConfig:
         "file to which the precision recorder appends what every tensor of a recorded step lost, one JSON object a step", None
     )
     record_interval: int = setting("iterations between the steps that --record-precision records", 500, legal=COUNT)
-    log_underflow_interval: int = setting(
-        "iterations between samples of underflow, saturation and SQNR in the linear layers; 0: none", 0, legal=COUNT_OR_ZERO
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

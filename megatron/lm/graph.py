@@ -33,7 +33,6 @@ def obstacle(config: Config) -> str | None:
         "dropout draws random numbers": model.hidden_dropout > 0 or model.attention_dropout > 0,
         "recomputation outside the fused FP8 layers saves random states": training.recompute_granularity == "full"
         or (training.recompute_granularity is not None and not config.fuses_layers),
-        "--log-underflow-interval looks into the layers": config.logging.log_underflow_interval > 0,
         # Each sum of theirs is a new tensor, and fp8-sr draws random numbers.
         "--grad-accum-dtype fp8 and fp8-sr do not add up in place": config.precision.grad_accum in ("fp8", "fp8-sr"),
         "gloo's collectives run on the host": torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo",

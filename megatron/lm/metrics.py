@@ -187,10 +187,9 @@ class Metrics:
             self.file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
             self.file.flush()
         if self.writer is not None and "iteration" in row:
-            prefix = "/".join(str(row[key]) for key in ("kind", "layer", "tensor") if key in row)
             for key, value in row.items():
                 if isinstance(value, int | float) and key != "iteration":
-                    self.writer.add_scalar(f"{prefix}/{key}", value, row["iteration"])
+                    self.writer.add_scalar(f"{row['kind']}/{key}", value, row["iteration"])
 
     def scalars(self, values: Mapping[str, float], iteration: int) -> None:
         """Numbers to TensorBoard alone, by their whole name. Does nothing on ranks other than 0."""

@@ -23,7 +23,6 @@ from megatron.lm.faults import Requests, Rollback, StepWatch, begins_afresh
 from megatron.lm.metrics import Metrics, least_and_most
 from megatron.lm.model.gpt import build_model
 from megatron.lm.optim import build_loss_scaler, build_optimizer, build_schedule, bytes_per_parameter
-from megatron.lm.precision_probe import probing
 from megatron.lm.presets import parameter_count
 from megatron.lm.recipe import build_recipe
 from megatron.lm.recorder import Recorder
@@ -220,7 +219,7 @@ class Trainer:
             iteration = training.iteration + 1
             self.watchdog.at("in a step", iteration)
             training.grad_sync.statistics.watch(self.metrics.reports(iteration))
-            with self._probe(iteration), self._recording(iteration):
+            with self._recording(iteration):
                 result = train_step(training, stream)
             self.metrics.record(result, iteration)
             started = time.perf_counter()
@@ -267,12 +266,6 @@ class Trainer:
             self.training.graphs.release()
             self.training.graphs = graph.StepGraphs(self.training, mode, micro_batch_loss)
         return True
-
-    def _probe(self, iteration: int) -> contextlib.AbstractContextManager[None]:
-        interval = self.config.logging.log_underflow_interval
-        if not interval or (iteration - 1) % interval:
-            return contextlib.nullcontext()
-        return probing(self.training.model, iteration, self.metrics.write)
 
     def _recording(self, iteration: int) -> contextlib.AbstractContextManager[None]:
         recorder = self.training.recorder

@@ -25,6 +25,17 @@ def with_loss(name, *losses):
     return Run(name=name, train=[], valid=[{"iteration": 1, "loss": loss} for loss in losses])
 
 
+RECORDED = json.dumps(
+    {
+        "iteration": 40,
+        "columns": {"casts": ["amax", "underflow", "saturation", "sqnr_db", "scale_exponent"], "updates": []},
+        "casts": {"a.fc1": {tensor: [1.0, 0.1, 0.0, 30.0, 5] for tensor in ("input", "weight", "grad_output")}},
+        "updates": {},
+        "mu": {},
+    }
+)
+
+
 def metrics(loss):
     train = {"kind": "train", "iteration": 40, "loss": loss, "skipped": 0, "tokens_per_s": 1.0, "memory_gib": 1.0}
     valid = {"kind": "valid", "iteration": 40, "loss": loss, "ppl": 1.0, "bits_per_byte": 1.5}
@@ -43,6 +54,8 @@ def test_trainer_accepts_the_flags_and_the_levels_differ_in_nothing_else(options
     assert [c.model for c in configs[1:]] == [configs[0].model]
     assert [(c.optimizer, c.training) for c in configs[1:]] == [(configs[0].optimizer, configs[0].training)]
     assert configs[0].training.train_iters % configs[0].training.eval_interval == 0
+    assert [config.logging.record_precision is not None for config in configs] == [False, True]
+    assert configs[1].logging.record_interval == 4
 
 
 def test_impossible_options_are_refused_before_anything_happens(monkeypatch, tmp_path, capsys):
@@ -133,6 +146,8 @@ def test_the_whole_course(monkeypatch, tmp_path, capsys, loss, code):
         elif "pretrain" in line:
             level = command[command.index("--opt-level") + 1]
             Path(command[command.index("--metrics-file") + 1]).write_text(metrics(5.0 if level == "O0" else loss))
+            if "--record-precision" in command:
+                Path(command[command.index("--record-precision") + 1]).write_text(RECORDED)
         elif "generate" in line:
             return "The people of the United States are\n"
         return ""
@@ -150,4 +165,5 @@ def test_the_whole_course(monkeypatch, tmp_path, capsys, loss, code):
     assert ("FAILED" in summary) == bool(code)
     assert "are" in (out / "O2/sample.txt").read_text()
     assert "--opt-level O2" in (out / "O2/command.txt").read_text()
+    assert (out / "underflow.png").is_file()
     assert str(out / "report.html") in capsys.readouterr().out

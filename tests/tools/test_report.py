@@ -31,25 +31,28 @@ def files(tmp_path):
         lines = [{"kind": "precision", "bytes_per_parameter": BYTES, "parameters": 10}]
         lines += [train_line(i, 8 - 0.1 * i + offset) for i in range(1, 21)]
         lines += [valid_line(10, 7.2 + offset), valid_line(20, 6.2 + offset)]
-        if offset:
-            lines += [
-                {"kind": "underflow", "iteration": i, "layer": layer, "tensor": t, "underflow": 0.1, "saturation": 0.0, "sqnr_db": 30.0}
-                for i in (5, 10)
-                for layer in ("a.fc1", "b.fc1", "c.fc1")
-                for t in report.TENSORS
-            ]
         found[name] = write(tmp_path / f"{name}.jsonl", lines)
     return found
 
 
-def test_read_sorts_by_kind_and_iteration(files):
-    run = report.read_run("O2", files["O2"])
+@pytest.fixture
+def precision(tmp_path):
+    """Two recorded steps of three layers; a parameter that is no FP8 layer stands between them."""
+    columns = {"casts": ["amax", "underflow", "saturation", "sqnr_db", "scale_exponent"], "updates": ["norm", "update_norm", "edq", "lost"]}
+    casts = {layer: {t: [1.0, 0.1, 0.0, 30.0, 5] for t in (*report.TENSORS, "m")} for layer in ("a.fc1", "b.fc1", "c.fc1")}
+    casts |= {"a.norm": {"m": [1.0, 0.5, 0.0, None, 5]}}
+    step = {"columns": columns, "casts": casts, "updates": {}, "total": None, "mu": {}}
+    return write(tmp_path / "precision.jsonl", [{"iteration": i} | step for i in (5, 10)], tail='{"iteration": 15, "cas')
+
+
+def test_read_sorts_by_kind_and_iteration(files, precision):
+    run = report.read_run("O2", files["O2"], precision)
     assert [line["iteration"] for line in run.train] == list(range(1, 21))
     assert run.final_valid_loss == pytest.approx(6.22)
     assert run.precision is not None
     assert run.precision["bytes_per_parameter"] == BYTES
-    assert report.sampled_layers([run]) == ["a.fc1", "b.fc1", "c.fc1"]
-    assert len(run.underflow) == 18
+    assert report.recorded_layers([run]) == ["a.fc1", "b.fc1", "c.fc1"]
+    assert [step["iteration"] for step in run.steps] == [5, 10]
 
 
 def test_a_resumed_run_overrides_and_a_half_written_line_is_left_out(tmp_path):
@@ -93,12 +96,13 @@ def test_differences_are_relative_and_over_common_iterations():
         report.differences(base, report.Run(name="c", train=[train_line(9, 1.0)]), 2)
 
 
-def test_page_stands_alone(files, tmp_path, capsys):
+def test_page_stands_alone(files, precision, tmp_path, capsys):
     meta = tmp_path / "meta.json"
     meta.write_text('{"unigram_entropy_nats": 6.6}')
     sample = tmp_path / "sample.txt"
     sample.write_text("We <b> the people")
     arguments = ["--run", f"O0={files['O0']}", "--run", f"O2={files['O2']}", "--meta", str(meta), "--sample", f"O2={sample}"]
+    arguments += ["--precision", f"O2={precision}"]
     assert report.main([*arguments, "--out", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out/report.html").read_text()
     for name in ("loss", "underflow", "bytes"):
@@ -111,16 +115,19 @@ def test_page_stands_alone(files, tmp_path, capsys):
     assert "O2 is +0.32 % from O0; O0 is 6.1 % below the unigram entropy of 6.6000" in printed
 
 
-def test_plots_show_the_files_numbers(files):
-    runs = [report.read_run(name, path) for name, path in files.items()]
+def test_plots_show_the_files_numbers(files, precision):
+    runs = [report.read_run(name, path, precision if name == "O2" else None) for name, path in files.items()]
     loss = report.loss_figure(runs, 6.6, 1)
     labels = [text.get_text() for text in loss.axes[0].get_legend().get_texts()]
     assert labels == ["O0 training", "O0 validation", "O2 training", "O2 validation", "unigram entropy 6.60"]
     points = next(line for line in loss.axes[0].get_lines() if line.get_label() == "O2 validation")
     assert points.get_xydata().tolist() == [[10, pytest.approx(7.22)], [20, pytest.approx(6.22)]]
     assert [patch.get_width() for patch in report.bytes_figure(runs[:1]).axes[0].patches] == list(BYTES.values())
-    underflow = report.underflow_figure(runs, "b.fc1").axes[0].get_lines()
-    assert [line.get_ydata() for line in underflow] == [pytest.approx([10.0, 10.0])] * 3
+    axes = report.underflow_figure(runs, "b.fc1").axes
+    for axis, percent in zip(axes, (10.0, 0.0, 30.0), strict=True):
+        assert [line.get_label() for line in axis.get_lines()] == [f"O2 {tensor}" for tensor in report.TENSORS]
+        assert [line.get_ydata() for line in axis.get_lines()] == [pytest.approx([percent, percent])] * 3
+        assert [line.get_xdata().tolist() for line in axis.get_lines()] == [[5, 10]] * 3
 
 
 def test_one_run_without_extras_still_makes_a_page(tmp_path):
@@ -133,10 +140,15 @@ def test_one_run_without_extras_still_makes_a_page(tmp_path):
     assert "validation loss: alone none" in page.read_text()
 
 
-def test_bad_flags(files, tmp_path, capsys):
+def test_bad_flags(files, precision, tmp_path, capsys):
     run = ["--run", f"O2={files['O2']}", "--out", str(tmp_path / "out")]
-    assert report.main([*run, "--layer", "d.fc1"]) == 2
-    assert "no run sampled the layer 'd.fc1'; sampled: a.fc1, b.fc1, c.fc1" in capsys.readouterr().err
+    recorded = ["--precision", f"O2={precision}"]
+    assert report.main([*run, *recorded, "--layer", "d.fc1"]) == 2
+    assert "no run recorded the layer 'd.fc1'; recorded: a.fc1, b.fc1, c.fc1" in capsys.readouterr().err
+    assert report.main([*run, "--precision", f"O3={precision}"]) == 2
+    assert "--precision names the run O3, which no --run gives" in capsys.readouterr().err
+    assert report.main([*run, "--precision", f"O2={tmp_path / 'nowhere'}"]) == 2
+    assert "nowhere does not exist" in capsys.readouterr().err
     assert report.main([*run, "--window", "0"]) == 2
     with pytest.raises(SystemExit):
         report.main(["--run", "O2", "--out", str(tmp_path)])

@@ -26,7 +26,6 @@ OBSTACLES = {
     "dropout": ({"hidden_dropout": 0.1}, "dropout"),
     "recompute": ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, "recomputation"),
     "selective": ({"recompute_granularity": "selective", "precision": "bf16"}, "recomputation"),
-    "probe": ({"log_underflow_interval": 5, "precision": "O2"}, "--log-underflow-interval"),
     "stochastic": ({"grad_accum_dtype": "fp8-sr", "precision": "O2"}, "fp8-sr"),
 }
 
@@ -36,7 +35,8 @@ def test_what_cannot_be_captured_says_why(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     settings, reason = OBSTACLES[name]
     assert reason in (obstacle(tiny.config("corpus", **settings)) or "")
-    assert obstacle(tiny.config("corpus", precision="O3", recompute_granularity="selective")) is None
+    for free in ({"recompute_granularity": "selective"}, {"record_precision": "p.jsonl"}):
+        assert obstacle(tiny.config("corpus", precision="O3", **free)) is None
 
 
 def test_without_a_gpu_there_is_none(monkeypatch):

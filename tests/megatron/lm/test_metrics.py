@@ -29,7 +29,6 @@ TRAIN_KEYS = {"kind", "iteration", "tokens", "loss", "lr", "grad_norm", "skipped
     "sent_activation_mib",
 }
 EVALUATION_KEYS = {"kind", "iteration", "tokens", "loss", "ppl", "bits_per_byte"}
-UNDERFLOW_KEYS = {"kind", "iteration", "layer", "tensor", "underflow", "saturation", "sqnr_db"}
 
 
 @pytest.fixture
@@ -201,21 +200,19 @@ def test_durations_and_memory():
 
 def test_rows_of_the_metrics_file(prefix: Path, tmp_path: Path):
     file = tmp_path / "new" / "folder" / "metrics.jsonl"
-    settings = {"opt_level": "O2", "train_iters": 4, "eval_iters": 1, "eval_interval": 2, "log_underflow_interval": 2, "log_interval": 2}
+    settings = {"opt_level": "O2", "train_iters": 4, "eval_iters": 1, "eval_interval": 2, "log_interval": 2}
     rows = tiny.run(tiny.config(prefix, metrics_file=str(file), **settings))
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_kind.setdefault(row["kind"], []).append(row)
     assert {kind: len(found) for kind, found in by_kind.items()} == {
         "precision": 1,
-        "underflow": 2 * 8 * 3,
         "train": 2,
         "valid": 2,
         "test": 1,
     }
     assert all(set(row) >= TRAIN_KEYS for row in by_kind["train"])
     assert all(set(row) == EVALUATION_KEYS for row in by_kind["valid"] + by_kind["test"])
-    assert all(set(row) == UNDERFLOW_KEYS for row in by_kind["underflow"])
     assert set(by_kind["precision"][0]) == {"kind", "bytes_per_parameter", "parameters", "linears", "state_gib_min", "state_gib_max"}
     for row in by_kind["train"]:
         assert row["sent_bytes"] == {}  # there is no one to send to
@@ -263,13 +260,12 @@ def test_a_metrics_file_is_strict_json_even_where_a_step_was_not_finite(one_proc
 
 def test_tensorboard_can_be_read(prefix: Path, tmp_path: Path):
     folder = tmp_path / "events"
-    rows = tiny.run(tiny.config(prefix, opt_level="O2", train_iters=4, eval_iters=1, tensorboard_dir=str(folder), log_underflow_interval=3))
+    rows = tiny.run(tiny.config(prefix, opt_level="O2", train_iters=4, eval_iters=1, tensorboard_dir=str(folder)))
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     tags = set(events.Tags()["scalars"])
     assert {f"train/{key}" for key in TRAIN_KEYS - {"kind", "iteration"}} <= tags
     assert {"valid/loss", "valid/ppl", "test/loss"} <= tags
-    assert "underflow/decoder.layers.0.mlp.linear_fc1/grad_output/sqnr_db" in tags
     losses = events.Scalars("train/loss")
     assert [event.step for event in losses] == [1, 2, 3, 4]
     assert [event.value for event in losses] == pytest.approx(tiny.losses(rows), rel=1e-6)

@@ -186,6 +186,48 @@ def test_several_micro_batches_are_one_step(tmp_path: Path):
     assert sqnr == pytest.approx(other_sqnr, abs=0.5)
 
 
+def test_delayed_scales_are_judged_as_they_are(tmp_path: Path):
+    """A scale that is far too small for what comes underflows, and one that is too large saturates: it must show."""
+    config = tiny.config("corpus", precision="O2", lr=0.0, min_lr=0.0)
+    with tiny.started(config):
+        process_groups.seed_all(config.training.seed)
+        made = build_training(config, tiny.VOCABULARY)
+        stream = batches(config)
+        for _ in range(17):
+            train_step(made, stream)
+        made.recorder = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None)
+        scaling = chunks(made.model)[0].decoder.layers[1].mlp.linear_fc1.scaling
+        assert scaling.delayed
+        for factor in (2.0**-20, 2.0**20):
+            usual = scaling.scale.clone()
+            scaling.scale.mul_(factor)
+            scaling.scale_inv.div_(factor)
+            with made.recorder.step(made.iteration + 1):
+                train_step(made, stream)
+            scaling.scale.copy_(usual)
+            scaling.scale_inv.copy_(1 / usual)
+        made.recorder.close()
+    small, large = (dict(zip(CAST_COLUMNS, row["casts"][LINEAR]["input"], strict=True)) for row in read(tmp_path / "p.jsonl"))
+    assert small["underflow"] > 0.9
+    assert large["saturation"] > 0.9
+
+
+def test_recomputed_layers_are_recorded_too(tmp_path: Path):
+    """With the numbers that they have where they are kept."""
+    rows = []
+    for name, recompute in (("kept", {}), ("again", {"recompute_granularity": "full", "recompute_method": "uniform"})):
+        config = tiny.config("corpus", precision="O2", recompute_num_layers=1 if recompute else None, **recompute)
+        with tiny.started(config):
+            process_groups.seed_all(config.training.seed)
+            made = build_training(config, tiny.VOCABULARY)
+            made.recorder = Recorder(made, str(tmp_path / f"{name}.jsonl"), 1, lambda *_: None)
+            with made.recorder.step(1):
+                train_step(made, batches(config))
+            made.recorder.close()
+        rows.append(read(tmp_path / f"{name}.jsonl")[0]["casts"])
+    assert rows[0] == rows[1]
+
+
 def test_a_skipped_step_says_so_and_a_torn_line_is_left_behind(tmp_path: Path):
     file = tmp_path / "p.jsonl"
     file.write_text('{"iteration": 1}\n{"iteration": 2, "casts": {"dec')

@@ -95,7 +95,7 @@ def reference(prefix: Path) -> list[float]:
     [
         {},
         {"eval_iters": 2, "eval_interval": 5},
-        {"log_underflow_interval": 4},
+        {"record_precision": "precision.jsonl", "record_interval": 4},
         {"save": "checkpoints", "save_interval": 5},
         {"log_interval": 1, "peak_tflops": 1.0, "tensorboard_dir": "events", "metrics_file": "metrics.jsonl"},
     ],
