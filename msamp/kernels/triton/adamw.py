@@ -165,18 +165,9 @@ def _keep(kept, largest, scale_inv):
     tl.atomic_max(kept, tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True) * scale_inv, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["skipped", "pieces"])
-def _adamw_kernel(
-    table, owners, skipped, scalars, kept, pieces, usable,
-    G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, W: tl.constexpr, KEEP_P: tl.constexpr,
-    DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
-):  # fmt: skip
-    if tl.load(usable) == 0:
-        return
-    row, first, left = _span(table, owners, skipped, COLUMNS, CHUNK, ALIGNED)
-    own = scalars + tl.load(owners + tl.program_id(0)) * SCALARS
-    # All numbers come before the loop: the compiler cannot tell that its stores leave them alone.
+@triton.jit
+def _numbers(own):
+    """All that `_scalars_kernel` left of a tensor, in its order."""
     g_old = tl.load(own)
     clip = tl.load(own + 1)
     m_old = tl.load(own + 2)
@@ -198,6 +189,17 @@ def _adamw_kernel(
     eps = tl.load(own + 18)
     step_size = tl.load(own + 19)
     correction_inverse = tl.load(own + 20)
+    return (
+        g_old, clip, m_old, m_scale, m_new, v_old, v_scale, v_new, p_old, p_scale, p_new, w_scale, weight_decay, remaining, weight, beta2,
+        w2, correction, eps, step_size, correction_inverse,
+    )  # fmt: skip
+
+
+@triton.jit
+def _pointers(
+    row, first, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, W: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """To element `first` of gradient, moments, master and weight; without a weight beside the master it is the master's again."""
     g_pointer = _pointer(tl.load(row + 2), G, ALIGNED) + first
     m_pointer = _pointer(tl.load(row + 3), M, ALIGNED) + first
     v_pointer = _pointer(tl.load(row + 4), V, ALIGNED) + first
@@ -205,6 +207,38 @@ def _adamw_kernel(
     w_pointer = p_pointer
     if W != 0:
         w_pointer = _pointer(tl.load(row + 6), W, ALIGNED) + first
+    return g_pointer, m_pointer, v_pointer, p_pointer, w_pointer
+
+
+@triton.jit
+def _store_weights(
+    p_pointer, w_pointer, at, inside, p, p_scale, p_new, w_scale, largest, P: tl.constexpr, W: tl.constexpr, HARDWARE: tl.constexpr
+):  # fmt: skip
+    """Store the master, cast the weight from it as stored, and give the `largest` magnitudes of masters so far."""
+    stored = _store(p_pointer, at, inside, p, p_scale, P, HARDWARE)
+    largest = _raise(largest, tl.where(inside, stored, 0.0))
+    if W != 0:
+        _store(w_pointer, at, inside, stored * p_new, w_scale, W, HARDWARE)
+    return largest
+
+
+@triton.jit(do_not_specialize=["skipped", "pieces"])
+def _adamw_kernel(
+    table, owners, skipped, scalars, kept, pieces, usable,
+    G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, W: tl.constexpr, KEEP_P: tl.constexpr,
+    DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
+):  # fmt: skip
+    if tl.load(usable) == 0:
+        return
+    row, first, left = _span(table, owners, skipped, COLUMNS, CHUNK, ALIGNED)
+    own = scalars + tl.load(owners + tl.program_id(0)) * SCALARS
+    # All numbers come before the loop: the compiler cannot tell that its stores leave them alone.
+    (
+        g_old, clip, m_old, m_scale, m_new, v_old, v_scale, v_new, p_old, p_scale, p_new, w_scale, weight_decay, remaining, weight, beta2,
+        w2, correction, eps, step_size, correction_inverse,
+    ) = _numbers(own)  # fmt: skip
+    g_pointer, m_pointer, v_pointer, p_pointer, w_pointer = _pointers(row, first, G, M, V, P, W, ALIGNED)
     m_largest = tl.zeros((BLOCK,), tl.float32)
     v_largest = tl.zeros((BLOCK,), tl.float32)
     p_largest = tl.zeros((BLOCK,), tl.float32)
@@ -220,10 +254,7 @@ def _adamw_kernel(
         )  # fmt: skip
         m_largest = _raise(m_largest, _store(m_pointer, at, inside, m, m_scale, M, HARDWARE))
         v_largest = _raise(v_largest, _store(v_pointer, at, inside, v, v_scale, V, HARDWARE))
-        stored = _store(p_pointer, at, inside, p, p_scale, P, HARDWARE)
-        p_largest = _raise(p_largest, tl.where(inside, stored, 0.0))
-        if W != 0:
-            _store(w_pointer, at, inside, stored * p_new, w_scale, W, HARDWARE)
+        p_largest = _store_weights(p_pointer, w_pointer, at, inside, p, p_scale, p_new, w_scale, p_largest, P, W, HARDWARE)
     kept += tl.load(row + 8)
     if M != 23 and M != 7:
         _keep(kept, m_largest, m_new)

@@ -15,11 +15,14 @@ from msamp.kernels.triton.adamw import (
     _inverse,
     _keep,
     _mantissa,
+    _numbers,
+    _pointers,
     _quotient,
     _raise,
     _scalars_kernel,
     _scale_address,
     _store,
+    _store_weights,
 )
 from msamp.kernels.triton.pack import _payload, _pointer, _value
 from msamp.numerics.range_expand import STATE_GROUP, Expanded
@@ -118,27 +121,10 @@ def _coat_adamw_kernel(
     row = table + tl.load(owners + tl.program_id(0)) * COLUMNS
     own = scalars + tl.load(owners + tl.program_id(0)) * SCALARS
     # All numbers come before the loop: the compiler cannot tell that its stores leave them alone.
-    g_old = tl.load(own)
-    clip = tl.load(own + 1)
-    m_old = tl.load(own + 2)
-    m_scale = tl.load(own + 3)
-    m_new = tl.load(own + 4)
-    v_old = tl.load(own + 5)
-    v_scale = tl.load(own + 6)
-    v_new = tl.load(own + 7)
-    p_old = tl.load(own + 8)
-    p_scale = tl.load(own + 9)
-    p_new = tl.load(own + 10)
-    w_scale = tl.load(own + 11)
-    weight_decay = tl.load(own + 12)
-    remaining = tl.load(own + 13)
-    weight = tl.load(own + 14)
-    beta2 = tl.load(own + 15)
-    w2 = tl.load(own + 16)
-    correction = tl.load(own + 17)
-    eps = tl.load(own + 18)
-    step_size = tl.load(own + 19)
-    correction_inverse = tl.load(own + 20)
+    (
+        g_old, clip, m_old, m_scale, m_new, v_old, v_scale, v_new, p_old, p_scale, p_new, w_scale, weight_decay, remaining, weight, beta2,
+        w2, correction, eps, step_size, correction_inverse,
+    ) = _numbers(own)  # fmt: skip
     # A row of the weight has `in_row` groups; `first` of all groups is this program's first, in column `column` of its row.
     length = tl.load(row + 15)
     in_row = (length + GROUP - 1) // GROUP
@@ -151,13 +137,7 @@ def _coat_adamw_kernel(
     if ALIGNED:
         start = tl.multiple_of(start, 16)
         length = tl.multiple_of(length, 16)
-    g_pointer = _pointer(tl.load(row + 2), G, ALIGNED) + start
-    m_pointer = _pointer(tl.load(row + 3), M, ALIGNED) + start
-    v_pointer = _pointer(tl.load(row + 4), V, ALIGNED) + start
-    p_pointer = _pointer(tl.load(row + 5), P, ALIGNED) + start
-    w_pointer = p_pointer
-    if W != 0:
-        w_pointer = _pointer(tl.load(row + 6), W, ALIGNED) + start
+    g_pointer, m_pointer, v_pointer, p_pointer, w_pointer = _pointers(row, start, G, M, V, P, W, ALIGNED)
     m_largest = _pointer(tl.load(row + 16), 23, False) + first
     m_exponents = _pointer(tl.load(row + 17), 23, False) + first
     v_largest = _pointer(tl.load(row + 18), 23, False) + first
@@ -184,10 +164,7 @@ def _coat_adamw_kernel(
         v_reached = _store_moment(
             v_pointer, at, inside, v, v_scale, v_reached, v_largest, v_exponents, groups, known, V, V_COAT, HARDWARE
         )  # fmt: skip
-        stored = _store(p_pointer, at, inside, p, p_scale, P, HARDWARE)
-        p_reached = _raise(p_reached, tl.where(inside, stored, 0.0))
-        if W != 0:
-            _store(w_pointer, at, inside, stored * p_new, w_scale, W, HARDWARE)
+        p_reached = _store_weights(p_pointer, w_pointer, at, inside, p, p_scale, p_new, w_scale, p_reached, P, W, HARDWARE)
     kept += tl.load(row + 8)
     if not M_COAT and M != 23 and M != 7:
         _keep(kept, tl.ravel(m_reached), m_new)
