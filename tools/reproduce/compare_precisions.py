@@ -6,20 +6,26 @@
 GPT-125M for 2,000 steps of 8k tokens, one epoch of cleaned enwik8 (`tools/prepare_text.py`), unless --flags say otherwise: they come after
 these and win. Every run is a `megatron.lm.pretrain` of its own whose metrics lie in --out; one that is complete is not run again, so that a
 list can grow. Losses of a precision with several seeds are told as mean, least and most. With --at-once runs share the GPU, and speed and
-memory come from a short run of each precision by itself.
+memory come from a short run of each precision by itself, which goes first; then comes the first seed of each, then the second.
 
-Writes precisions.csv (`COLUMNS`), curves.csv and loss.png (with matplotlib) to --out.
+With --minutes the work may be spread over several sessions on a machine: give the same --out again. Nothing is started in less time than
+the last run of as many steps took; what still runs at the end is stopped, and run anew next time.
+
+Writes precisions.csv (`COLUMNS`), curves.csv and loss.png (with matplotlib) to --out, of the runs that are complete, and names the others.
 """
 
 import argparse
 import csv
+import itertools
+import math
 import shlex
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +47,19 @@ class Job:
     seed: int
     steps: int
     name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """The time there is.
+
+    Attributes:
+        end: the reading of `time.monotonic` at which what still runs is stopped.
+        took: seconds of the last training of so many steps.
+    """
+
+    end: float = math.inf
+    took: dict[int, float] = field(default_factory=dict)
 
 
 def seeds_of(texts: Sequence[str]) -> dict[str, int]:
@@ -70,21 +89,34 @@ def command(job: Job, options: argparse.Namespace) -> list[str]:
 
 def complete(job: Job, options: argparse.Namespace) -> bool:
     """Whether a job was run to its end before: its last evaluation is there."""
-    path = options.out / job.name / "metrics.jsonl"
-    return path.exists() and any(line["iteration"] == job.steps for line in read_run(job.name, path).valid)
+    try:
+        run = read_run(job.name, options.out / job.name / "metrics.jsonl")
+    except ValueError:  # there is none, or it was stopped before its first line
+        return False
+    return any(line["iteration"] == job.steps for line in run.valid)
 
 
-def train(job: Job, options: argparse.Namespace) -> int:
-    """Run a job unless it is complete; its exit status. What it prints goes to log.txt beside its metrics."""
+def train(job: Job, options: argparse.Namespace, session: Session) -> None:
+    """Run a job unless it is complete or the time is too short. What it prints goes to log.txt beside its metrics."""
     if complete(job, options):
-        return 0
+        return
+    start = time.monotonic()
+    if session.end - start <= session.took.get(job.steps, 0.0):
+        print(f"{job.name}: not started, {max(0.0, session.end - start) / 60:.1f} minutes are left", flush=True)
+        return
     folder = options.out / job.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run that was broken off
+    limit = None if math.isinf(session.end) else session.end - start
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
-        status = subprocess.run(command(job, options), stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+        try:
+            status = subprocess.run(command(job, options), stdout=log, stderr=subprocess.STDOUT, check=False, timeout=limit).returncode
+        except subprocess.TimeoutExpired:
+            print(f"{job.name}: stopped at the end of --minutes", flush=True)
+            return
+    if status == 0:
+        session.took[job.steps] = time.monotonic() - start
     print(f"{job.name}: " + ("done" if status == 0 else f"failed with {status}, see {folder}/log.txt"), flush=True)
-    return status
 
 
 def row_of(precision: str, runs: Sequence[Run], speed: Run, base: float | None) -> dict[str, Any]:
@@ -107,7 +139,7 @@ def row_of(precision: str, runs: Sequence[Run], speed: Run, base: float | None) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train what is missing, then write table and figure; 1 where a run failed (its precision is left out)."""
+    """Train what is missing, then write table and figure of what is complete; 1 where something is not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="data/enwik8", help="folder that tools/prepare_text.py made")
     parser.add_argument("--out", type=Path, default=Path("runs/precisions"))
@@ -118,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--speed-steps", type=int, default=SPEED_STEPS, help="of the short runs beside --at-once")
     parser.add_argument("--at-once", type=int, default=1, help="trainings that share the GPU")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after these, with what is complete (default: no limit)")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every run")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options = parser.parse_args(argv)
@@ -127,16 +160,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if options.at_once < 1 or options.steps < 4:
         parser.error(f"--at-once {options.at_once} --steps {options.steps}: give at least 1 and 4")
+    if not options.minutes > 0:
+        parser.error(f"--minutes {options.minutes:g}: give a number above 0, or leave it out for no limit")
+    session = Session(end=time.monotonic() + 60 * options.minutes)
     jobs = {p: [job_of(p, number, options.steps) for number in range(seeds.get(p, 1))] for p in options.precisions}
     alone = {p: job_of(p, "alone", options.speed_steps) if options.at_once > 1 else jobs[p][0] for p in jobs}
-    shared = [job for found in jobs.values() for job in found]
+    by_seed = itertools.chain.from_iterable(itertools.zip_longest(*jobs.values()))
+    shared = [job for job in by_seed if job is not None and job not in alone.values()]
+    for job in alone.values():
+        train(job, options, session)
     with ThreadPoolExecutor(options.at_once) as pool:
-        statuses = dict(zip(shared, pool.map(lambda job: train(job, options), shared), strict=True))
-    statuses |= {job: train(job, options) for job in alone.values()}
-    whole = [p for p in jobs if all(statuses[job] == 0 for job in (*jobs[p], alone[p]))]
-    if whole:
-        write({p: jobs[p] for p in whole}, alone, options)
-    return int(len(whole) < len(jobs))
+        list(pool.map(lambda job: train(job, options, session), shared))
+    missing = [job for job in (*alone.values(), *shared) if not complete(job, options)]
+    whole = {p: [job for job in jobs[p] if job not in missing] for p in jobs if alone[p] not in missing}
+    if any(whole.values()):
+        write({p: found for p, found in whole.items() if found}, alone, options)
+    if missing:
+        print("missing: " + ", ".join(job.name for job in missing))
+    return int(bool(missing))
 
 
 def job_of(precision: str, number: int | str, steps: int) -> Job:

@@ -4,13 +4,14 @@ import argparse
 import csv
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron.lm.cli import parse_args
 from tools.reproduce import compare_precisions
-from tools.reproduce.compare_precisions import COLUMNS, Job, command, complete, seeds_of, train
+from tools.reproduce.compare_precisions import COLUMNS, Job, Session, command, complete, seeds_of, train
 
 
 def options(folder: Path, flags: str = "") -> argparse.Namespace:
@@ -48,7 +49,7 @@ def test_the_table_by_hand_and_what_is_complete_is_kept(
     monkeypatch.setattr(compare_precisions, "command", pretend)
     arguments = ["--out", str(tmp_path), "--precisions", "bf16", "O2", "--seeds", "bf16=2", "--steps", "8"]
     assert compare_precisions.main(arguments) == 0
-    assert started == ["bf16_0", "bf16_1", "O2_0"]
+    assert started == ["bf16_0", "O2_0", "bf16_1"]
     with (tmp_path / "precisions.csv").open() as stream:
         first, second = csv.DictReader(stream)
     assert [first[column] for column in COLUMNS] == ["bf16", "2", "4.1", "4.0", "4.2", "+0.00 %", "250", "3", "6.0"]
@@ -59,25 +60,83 @@ def test_the_table_by_hand_and_what_is_complete_is_kept(
     assert (tmp_path / "loss.png").exists()
 
 
-def test_a_training_that_fails_is_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_training_that_fails_is_named_and_the_others_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def pretend(job: Job, options: argparse.Namespace) -> list[str]:
+        path, text = options.out / job.name / "metrics.jsonl", metrics(job, 4.0, 1.0)
+        return [sys.executable, "-c", "raise SystemExit(3)" if job.name == "O2_1" else f"open({str(path)!r}, 'w').write({text!r})"]
+
+    monkeypatch.setattr(compare_precisions, "command", pretend)
+    assert compare_precisions.main(["--out", str(tmp_path), "--precisions", "O2", "--seeds", "O2=2", "--steps", "8"]) == 1
+    told = capsys.readouterr().out
+    assert "O2_1: failed with 3" in told
+    assert "| O2 | 1 | 4.0 |" in told
+    assert told.endswith("missing: O2_1\n")
+
+
+def test_nothing_complete_writes_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(compare_precisions, "command", lambda job, options: [sys.executable, "-c", "raise SystemExit(3)"])
     assert compare_precisions.main(["--out", str(tmp_path), "--precisions", "bf16", "--seeds", "--steps", "8"]) == 1
-    assert "bf16_0: failed with 3" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines() == [f"bf16_0: failed with 3, see {tmp_path}/bf16_0/log.txt", "missing: bf16_0"]
     assert not (tmp_path / "precisions.csv").exists()
 
 
-def test_a_training_that_was_broken_off_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("left", ['{"kind": "precision"}\n', metrics(Job(precision="bf16", seed=1, steps=4, name="bf16_0"), 3.0, 1.0)])
+def test_a_training_that_was_broken_off_starts_anew(left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     job = Job(precision="bf16", seed=1, steps=8, name="bf16_0")
     path = tmp_path / job.name / "metrics.jsonl"
     path.parent.mkdir()
-    path.write_text(metrics(Job(precision="bf16", seed=1, steps=4, name="bf16_0"), 3.0, 1.0))
+    path.write_text(left)
     assert not complete(job, options(tmp_path))
     monkeypatch.setattr(compare_precisions, "command", lambda job, options: [sys.executable, "-c", "pass"])
-    assert train(job, options(tmp_path)) == 0
+    train(job, options(tmp_path), Session())
     assert not path.exists()
+
+
+def test_what_runs_at_the_end_of_the_session_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(compare_precisions, "command", lambda job, options: [sys.executable, "-c", "import time; time.sleep(600)"])
+    session = Session(end=time.monotonic() + 0.3)
+    train(Job(precision="bf16", seed=1, steps=8, name="bf16_0"), options(tmp_path), session)
+    assert capsys.readouterr().out == "bf16_0: stopped at the end of --minutes\n"
+    assert session.took == {}
+
+
+def test_without_time_the_table_is_that_of_what_is_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name, loss in (("bf16_0", 4.0), ("bf16_alone", 9.0), ("O2_0", 4.3), ("O2_1", 4.4), ("O3_alone", 9.0)):
+        job = Job(precision=name.split("_")[0], seed=1, steps=60 if "alone" in name else 8, name=name)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(metrics(job, loss, 1.0))
+    arguments = ["--out", str(tmp_path), "--precisions", "bf16", "O2", "O3", "--seeds", "bf16=2", "O2=2", "--steps", "8"]
+    assert compare_precisions.main([*arguments, "--at-once", "2", "--minutes", "1e-9"]) == 1
+    told = capsys.readouterr().out
+    assert told.startswith("O2_alone: not started, 0.0 minutes are left\n")
+    assert told.endswith("missing: O2_alone, O3_0, bf16_1\n")
+    with (tmp_path / "precisions.csv").open() as stream:
+        assert [(row["precision"], row["seeds"], row["valid_loss"]) for row in csv.DictReader(stream)] == [("bf16", "1", "4.0")]
+
+
+def test_a_training_longer_than_what_is_left_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(compare_precisions, "command", lambda job, options: [sys.executable, "-c", "pass"])
+    long, short = (Job(precision="bf16", seed=1, steps=steps, name=f"bf16_{steps}") for steps in (2000, 60))
+    session = Session(end=time.monotonic() + 100, took={2000: 120.0, 60: 20.0})
+    train(long, options(tmp_path), session)
+    train(short, options(tmp_path), session)
+    assert capsys.readouterr().out == "bf16_2000: not started, 1.7 minutes are left\nbf16_60: done\n"
+    assert session.took[60] < 20 < session.took[2000]
 
 
 @pytest.mark.parametrize("text", ["bf16", "bf16=0", "O9=2", "O2=two"])
 def test_seeds_that_cannot_be_are_refused(text: str):
     with pytest.raises(ValueError, match="give PRECISION=N"):
         seeds_of([text])
+
+
+def test_no_time_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        compare_precisions.main(["--minutes", "0"])
+    assert "--minutes 0: give a number above 0" in capsys.readouterr().err
