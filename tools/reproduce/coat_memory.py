@@ -1,0 +1,149 @@
+"""COAT's claim on one GPU: speed and memory at one micro-batch, and the largest micro-batch that fits, with the speed that it gives.
+
+    python tools/reproduce/coat_memory.py                                   GPT-1.3B at bf16, O3, and O3 with all of COAT
+    python tools/reproduce/coat_memory.py --preset 7b --micro-batch-size 1 --cases bf16 O3 "O3 --save-activations coat"
+
+A case is a level or precision and further flags of megatron.lm.pretrain. Every trial is a `tools/bench/bench_step.py` of its own; one that
+runs out of memory ends without harm to the others. From --micro-batch-size the micro-batch is doubled while it fits, then what lies between
+is halved until the last that fits and the first that does not are an eighth apart, or neighbours.
+
+A trial is a row of --csv as soon as it is over, with no times where it did not fit. Rows of the same case, preset, further flags, GPU and
+commit are not measured again, so that a call that was cut off goes on where it was. The paper's figures are 1.54 times less memory and 1.43
+times the speed of BF16 (COAT, abstract); the table has ours, against the first case.
+"""
+
+import argparse
+import csv
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.lm.presets import PRESETS
+from tools.bench import rows
+from tools.bench.bench_step import LEVELS, WARM_UP
+
+CASES = ("bf16", "O3", "O3 --optimizer-state coat --save-activations coat")
+MEASURED = ("ms", "tokens_s_gpu", "peak_gib", "rest_gib")
+MEMORY_ERRORS = ("out of memory", "OutOfMemoryError", "ALLOC_FAILED")  # of torch and CUDA, and of cuBLAS and cuDNN
+TABLE = ("case", "micro_batch", "ms", "tokens_s", "peak_gib", "speed", "less_memory", "largest", "its_tokens_s", "its_speed")
+
+Row = Mapping[str, Any]
+
+
+def command(case: str, micro_batch: int, options: argparse.Namespace, folder: str) -> list[str]:
+    """What measures a case."""
+    level, *flags = shlex.split(case)
+    flags += shlex.split(options.flags)
+    words = (
+        f"--levels {level} --preset {options.preset} --micro-batch-size {micro_batch} --warm-up {options.warm_up} --steps {options.steps}"
+    )
+    return [sys.executable, "-m", "tools.bench.bench_step", *shlex.split(words), f"--flags={shlex.join(flags)}", "--csv", f"{folder}/a.csv"]
+
+
+def measure(case: str, micro_batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    """`MEASURED` of one trial; empty strings where it ran out of memory.
+
+    Raises:
+        RuntimeError: where it fails otherwise, with the end of what it printed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        words = command(case, micro_batch, options, folder)
+        done = subprocess.run(words, cwd=rows.ROOT, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        found = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+        return {key: found[key] for key in MEASURED}
+    if any(error in done.stderr for error in MEMORY_ERRORS):
+        return dict.fromkeys(MEASURED, "")
+    raise RuntimeError(f"{case} with micro-batch {micro_batch} failed with {done.returncode}:\n{done.stderr[-2000:]}")
+
+
+def largest(fits: Callable[[int], bool], start: int) -> int:
+    """A micro-batch that fits while one by an eighth, or by 1, larger does not; 0 where `start` does not fit."""
+    if not fits(start):
+        return 0
+    low, high = start, 2 * start
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 8):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def table(cases: Mapping[str, Mapping[int, Row]], at: int) -> list[dict[str, Any]]:
+    """A line for each case: its trials at micro-batch `at` and at the largest that fits, and both against the first case's."""
+
+    def both(trials: Mapping[int, Row]) -> tuple[Row, int, Row]:
+        held = max((size for size, row in trials.items() if row["ms"] != ""), default=0)
+        return trials[at], held, trials.get(held, dict.fromkeys(MEASURED, ""))
+
+    def quotient(a: Any, b: Any) -> float | str:
+        return "" if "" in (a, b) else round(float(a) / float(b), 2)
+
+    base, _, base_there = both(next(iter(cases.values())))
+    lines = []
+    for case, (here, held, there) in ((case, both(trials)) for case, trials in cases.items()):
+        speed, its_speed = (quotient(row["tokens_s_gpu"], of["tokens_s_gpu"]) for row, of in ((here, base), (there, base_there)))
+        same = (here["ms"], here["tokens_s_gpu"], here["peak_gib"], speed, quotient(base["peak_gib"], here["peak_gib"]))
+        lines.append(dict(zip(TABLE, (case, at, *same, held, there["tokens_s_gpu"], its_speed), strict=True)))
+    return lines
+
+
+def search(case: str, options: argparse.Namespace, where: Row) -> dict[int, Row]:
+    """The trials of a case by micro-batch: those that stand in --csv, and those that are missing, appended there."""
+    same = {**where, "case": case, "preset": options.preset, "flags": options.flags}
+    del same["date"]
+    trials: dict[int, Row] = {}
+    if options.csv.exists():
+        with options.csv.open(encoding="utf-8", newline="") as stream:
+            trials = {int(row["micro_batch"]): row for row in csv.DictReader(stream) if same.items() <= row.items()}
+
+    def fits(micro_batch: int) -> bool:
+        if micro_batch not in trials:
+            trials[micro_batch] = measure(case, micro_batch, options)
+            kept = {"case": case, "preset": options.preset, "flags": options.flags, "micro_batch": micro_batch}
+            rows.append(options.csv, [{**where, **kept, **trials[micro_batch]}])
+            print(json.dumps({**kept, **trials[micro_batch]}), flush=True)
+        return trials[micro_batch]["ms"] != ""
+
+    largest(fits, options.micro_batch_size)
+    return trials
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what is missing and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="'LEVEL FLAGS'")
+    parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
+    parser.add_argument("--micro-batch-size", type=int, default=4, help="where all are compared, and where the search starts")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps that are not measured")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps")
+    parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every case")
+    parser.add_argument("--csv", type=Path, default=rows.ROOT / "tools/reproduce/results/coat_memory.csv")
+    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    options = parser.parse_args(argv)
+    for case in options.cases:
+        if case.split(" ")[0] not in LEVELS:
+            parser.error(f"--cases {case!r}: begin with one of {', '.join(LEVELS)}; flags follow it in the same quotes")
+    if options.micro_batch_size < 1 or options.steps < 2 or options.warm_up < 1:
+        given = f"--micro-batch-size {options.micro_batch_size} --warm-up {options.warm_up} --steps {options.steps}"
+        parser.error(f"{given}: give at least 1, 1 and 2")
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here; what fits is tried on one")
+    where = rows.machine(options.commit)
+    lines = table({case: search(case, options, where) for case in options.cases}, options.micro_batch_size)
+    print("| " + " | ".join(TABLE) + " |", "|" + " --- |" * len(TABLE), sep="\n")
+    for line in lines:
+        print("| " + " | ".join(str(line[column]) for column in TABLE) + " |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
