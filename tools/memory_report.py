@@ -256,7 +256,7 @@ def _report(path: Path | None, where: dict[str, str], config: Config, level: str
         "micro_batch": training.micro_batch_size,
         "recompute": " ".join([training.recompute_granularity or "", *training.recompute_modules]).strip(),
         "bf16_linears": " ".join(config.precision.bf16_linears or ()),
-        "save_activations": config.precision.save_activations,
+        "save_activations": config.precision.kept_activations,
     }
     figures = {"predicted": round(row.predicted, 4), "measured": round(row.measured, 4), "difference_percent": round(row.difference, 3)}
     rows.append(path, [where | {"case": level} | shape | {"what": row.what, "unit": row.unit} | figures])

@@ -251,7 +251,7 @@ def precision_names(config: Config, world_size: int) -> Problems:
                 f"{flag(name)} {value} contradicts precision {precision.name}, whose formats are fixed: "
                 "drop it, or use --opt-level O1, O2 or O3"
             )
-    if precision.fp8_scaling != "delayed":
+    if precision.fp8_scaling is not None:
         yield (
             f"--fp8-scaling {precision.fp8_scaling} contradicts precision {precision.name}, which has no FP8: "
             "drop it, or use --opt-level O1, O2 or O3"
@@ -282,12 +282,11 @@ def gradients(config: Config, world_size: int) -> Problems:
     precision, communication = config.precision, config.communication
     exchange, scaling, mu_rule = communication.grad_exchange, communication.grad_scaling, communication.mu_rule
     if len(set(precision.requests.values())) < 2 and not precision.has_fp8_gradients:
-        if precision.is_fp8:
-            lack, served = f"--grad-format {precision.grad_format} leaves none", ["fp32", "bf16"]
-            remedy = f"drop one, or use --grad-format {' or '.join(FP8_FORMATS)}"
-        else:
-            lack, served = f"precision {precision.name} has none", ["fp32", "bf16"] if precision.has_bf16_gradients else ["fp32"]
-            remedy = "drop it, or use --opt-level O1, O2 or O3"
+        own = precision.grad_format
+        lack = f"--grad-format {own} leaves none" if own else f"precision {precision.name} has none"
+        served = ["fp32", "bf16"] if precision.is_fp8 or precision.has_bf16_gradients else ["fp32"]
+        way = f"--grad-format {' or '.join(FP8_FORMATS)}" if precision.is_fp8 else "--opt-level O1, O2 or O3"
+        remedy = f"drop {'one' if own else 'it'}, or use {way}"
         if exchange == "nccl":
             yield f"--grad-exchange nccl sums FP8 gradients, and {lack}: {remedy}"
         if precision.grad_accum not in served:

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 COLLAGE = ("bf16-a", "bf16-kahan", "bf16-dmw", "bf16-d", "collage-light", "collage-plus")
-PRECISIONS = ("fp32", "fp16-amp", "bf16", *COLLAGE, "O1", "O2", "O3")
+PRECISIONS = ("fp32", "fp16-amp", "bf16", *COLLAGE, "coat", "O1", "O2", "O3")
 OPT_LEVELS = ("O0", "O1", "O2", "O3")
 STATE_FORMATS = ("fp32", "bf16", "fp16", "fp8-e4m3", "fp8-e5m2")
 FP8_FORMATS = ("fp8-e4m3", "fp8-e5m2")
@@ -151,8 +151,8 @@ class PrecisionConfig:
     """The recipe by name, and the formats in which it may be varied (FP8-LM, table 6)."""
 
     precision: str | None = setting(
-        "recipe: bf16 has FP32 masters, bf16-* and collage-* are Collage's options with BF16 gradients, O1 to O3 FP8-LM's levels; without "
-        "it and without --opt-level: bf16",
+        "recipe: bf16 has FP32 masters, bf16-* and collage-* are Collage's options with BF16 gradients, coat has FP8 GEMMs, moments and "
+        "saved activations, O1 to O3 are FP8-LM's levels; without it and without --opt-level: bf16",
         None,
         choices=PRECISIONS,
     )
@@ -174,8 +174,10 @@ class PrecisionConfig:
         2,
         legal=COUNT,
     )
-    fp8_scaling: str = setting(
-        "scale of GEMM operands at O1 to O3: from the amax of past steps, or just in time", "delayed", choices=("delayed", "current")
+    fp8_scaling: str | None = setting(
+        "scale of GEMM operands: from the amax of past steps, or just in time; derived: delayed at O1 to O3, current with coat",
+        None,
+        choices=("delayed", "current"),
     )
     fp8_min_gain: float = setting(
         "at O1 to O3 a linear layer stays BF16 whose measured gain (time in BF16 over time in FP8, on this GPU) is less; 0: all are FP8, "
@@ -190,8 +192,8 @@ class PrecisionConfig:
         None,
         choices=LINEARS,
     )
-    master_format: str | None = setting("master weight at O1 to O3; derived: the level's own", None, choices=STATE_FORMATS)
-    grad_format: str | None = setting("weight gradient at O1 to O3; derived: the level's own", None, choices=STATE_FORMATS)
+    master_format: str | None = setting("master weight where linear layers are FP8; derived: the recipe's own", None, choices=STATE_FORMATS)
+    grad_format: str | None = setting("weight gradient where linear layers are FP8; derived: the recipe's own", None, choices=STATE_FORMATS)
     optimizer_state: str | None = setting(
         "both moments of matrices, at any precision: coat is coat-e4m3 (COAT's FP8, a maximum and an exponent for each 128 of a row); "
         "derived: the level's own",
@@ -208,15 +210,15 @@ class PrecisionConfig:
         None,
         choices=(*STATE_FORMATS, *COAT_FORMATS),
     )
-    save_activations: str = setting(
+    save_activations: str | None = setting(
         "how the inputs of norms, GELU and SwiGLU are kept for backward: in the compute dtype, or in E4M3 with a scale for every 16 "
-        "channels (COAT)",
-        "compute",
+        "channels (COAT); derived: compute, with --precision coat coat",
+        None,
         choices=ACTIVATIONS_SAVED,
     )
     grad_accum_dtype: str | None = setting(
-        "in what the micro-batches of a step add up (sr: stochastic rounding); derived: bf16 where the weight gradients are FP8, and with "
-        "Collage's options, else fp32",
+        "in what the micro-batches of a step add up (sr: stochastic rounding); derived: bf16 where the weight gradients are FP8, with coat "
+        "and with Collage's options, else fp32",
         None,
         choices=GRAD_ACCUM_DTYPES,
     )
@@ -246,17 +248,23 @@ class PrecisionConfig:
     @property
     def is_fp8(self) -> bool:
         """Whether the linear layers compute in FP8."""
-        return self.name in ("O1", "O2", "O3")
+        return self.name in ("coat", "O1", "O2", "O3")
+
+    @property
+    def kept_activations(self) -> str:
+        """How the inputs of norms and activations are kept for backward: one of `ACTIVATIONS_SAVED`."""
+        return self.save_activations or ("coat" if self.name == "coat" else "compute")
 
     @property
     def has_fp8_gradients(self) -> bool:
         """Whether the weight gradients of the linear layers are FP8."""
-        return self.is_fp8 and self.grad_format in (None, *FP8_FORMATS)
+        own = "bf16" if self.name == "coat" else "fp8-e4m3"
+        return self.is_fp8 and (self.grad_format or own) in FP8_FORMATS
 
     @property
     def has_bf16_gradients(self) -> bool:
-        """Whether the gradients of all parameters are BF16."""
-        return self.name in COLLAGE
+        """Whether the gradients of all matrices are BF16."""
+        return self.name in COLLAGE or (self.name == "coat" and self.grad_format in (None, "bf16"))
 
     @property
     def grad_accum(self) -> str:

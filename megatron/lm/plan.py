@@ -225,7 +225,7 @@ def activation_parts(config: Config) -> dict[str, int]:
     tp, split = config.parallel.tensor_model_parallel_size, _sequence_split(config)
     hidden, ffn = model.hidden_size, model.ffn_size / tp
     queries, keys = model.num_attention_heads * model.head_size / tp, model.query_groups * model.head_size / tp
-    coat, kept = config.precision.save_activations == "coat", saved_activations(config.precision).element_bytes(wide)
+    coat, kept = config.precision.kept_activations == "coat", saved_activations(config.precision).element_bytes(wide)
     norms, seen = 2 * kept * hidden / split, kept * ffn * (2 if model.swiglu else 1)
     if config.fuses_layers:
         output = queries * (2 if 1 < model.query_groups < model.num_attention_heads else 1)
@@ -360,7 +360,7 @@ def _remedies(config: Config, rank: Rank) -> Iterator[str]:
     if rank.activations > states / 4:
         if config.training.micro_batch_size > 1:
             yield f"lower --micro-batch-size {config.training.micro_batch_size}"
-        if config.precision.save_activations != "coat":
+        if config.precision.kept_activations != "coat":
             yield "add --save-activations coat"
         if config.training.recompute_granularity is None:
             yield "add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

@@ -6,14 +6,14 @@ from megatron.lm.config import PrecisionConfig
 from msamp.nn.saved import AS_IT_IS, COAT, Saved
 from msamp.numerics import formats, recipe
 from msamp.numerics.recipe import Recipe, StateFormats
-from msamp.numerics.scaling import Current
+from msamp.numerics.scaling import Current, Delayed
 
 
 def build_recipe(precision: PrecisionConfig) -> Recipe:
     """The preset that the flags name, with their scaling rule and state formats (Table 6 of FP8-LM)."""
     base = recipe.by_name(precision.name)
-    if precision.fp8_scaling == "current":
-        base = base.with_scaling(Current())
+    if precision.fp8_scaling is not None:
+        base = base.with_scaling(Current() if precision.fp8_scaling == "current" else Delayed())
     moments = {"coat": "coat-e4m3", None: None}[precision.optimizer_state]
     names = {
         "master": precision.master_format,
@@ -26,7 +26,7 @@ def build_recipe(precision: PrecisionConfig) -> Recipe:
 
 def saved_activations(precision: PrecisionConfig) -> Saved:
     """How the inputs of norms and activations are kept for backward."""
-    return COAT if precision.save_activations == "coat" else AS_IT_IS
+    return COAT if precision.kept_activations == "coat" else AS_IT_IS
 
 
 def states_by_kind(recipe: Recipe) -> dict[str, StateFormats]:

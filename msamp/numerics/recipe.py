@@ -1,4 +1,5 @@
-"""The precision recipes as data: which tensor has which format (FP8-LM sections 2 and 3.3, Table 6 for the optimizer; Collage, Table 2).
+"""The precision recipes as data: which tensor has which format (FP8-LM sections 2 and 3.3, Table 6 for the optimizer; Collage, Table 2;
+COAT).
 
 A recipe enters by a constant here; nothing in the training loop asks for a recipe's name.
 """
@@ -9,7 +10,7 @@ import torch
 
 from msamp.numerics.formats import ALL as ALL_FORMATS
 from msamp.numerics.formats import BF16 as BF16_FORMAT
-from msamp.numerics.formats import E4M3, E5M2, FP16, PLAIN_FP16, Format
+from msamp.numerics.formats import COAT_E4M3, E4M3, E5M2, FP16, PLAIN_FP16, Format
 from msamp.numerics.formats import FP32 as FP32_FORMAT
 from msamp.numerics.granularity import TENSORWISE, Granularity
 from msamp.numerics.scaling import Current, Delayed, Scaling
@@ -164,7 +165,13 @@ BF16_D = Recipe(name="bf16-d", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMA
 COLLAGE_LIGHT = Recipe(name="collage-light", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_LIGHT, vectors=_LIGHT)
 COLLAGE_PLUS = Recipe(name="collage-plus", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_PLUS, vectors=_PLUS)
 
-ALL = (FP32, FP16_AMP, BF16, BF16_A, BF16_KAHAN, BF16_DMW, BF16_D, COLLAGE_LIGHT, COLLAGE_PLUS, O1, O2, O3)
+# COAT: operands of linear layers with one just-in-time scale a tensor, moments with range expansion, gradients in BF16. The GEMMs see a
+# weight in E4M3 alone, so that is how it stands between steps. The third part, saved activations, is no matter of a recipe.
+COAT = Recipe(
+    name="coat", compute=BF16_FORMAT, gemm=_GEMM, weight=E4M3, states=StateFormats(FP32_FORMAT, BF16_FORMAT, COAT_E4M3, COAT_E4M3)
+).with_scaling(Current())
+
+ALL = (FP32, FP16_AMP, BF16, BF16_A, BF16_KAHAN, BF16_DMW, BF16_D, COLLAGE_LIGHT, COLLAGE_PLUS, COAT, O1, O2, O3)
 
 
 def by_name(name: str) -> Recipe:

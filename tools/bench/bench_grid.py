@@ -36,6 +36,7 @@ from megatron.lm import process_groups
 from megatron.lm.checks import check
 from megatron.lm.config import Config
 from megatron.lm.presets import parameter_count
+from megatron.lm.recipe import build_recipe
 from megatron.lm.step import train_step
 from megatron.lm.trainer import build_training
 from tools.bench import bench_step, rows
@@ -113,7 +114,8 @@ def configuration(case: str, options: argparse.Namespace, ranks: int) -> Config:
 
 def warm_up(config: Config) -> int:
     """Steps before those that are measured: delayed scaling is just-in-time until its window of 16 is full."""
-    return 17 if config.precision.is_fp8 and config.precision.fp8_scaling == "delayed" else 3
+    gemm = build_recipe(config.precision).gemm
+    return 3 if gemm is None else max(3, gemm.input.scaling.window + 1)
 
 
 def grid(config: Config, ranks: int) -> dict[str, Any]:

@@ -217,6 +217,7 @@ REFUSALS = {
         2,
         "--grad-exchange nccl sums FP8 gradients, and --grad-format fp32 leaves none: drop one, or use --grad-format fp8-e4m3 or fp8-e5m2",
     ),
+    "exchange, coat": ("--precision coat --grad-exchange nccl", 2, "precision coat has none: drop it, or use --grad-format fp8-e4m3 or"),
     "accumulation": (
         "--grad-accum-dtype fp8-sr",
         1,

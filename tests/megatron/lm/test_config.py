@@ -118,6 +118,9 @@ def test_contradictory_recipes_have_no_name():
         ({"opt_level": "O2", "grad_format": "fp8-e5m2"}, True, "bf16"),
         ({"opt_level": "O2", "grad_format": "bf16"}, False, "fp32"),
         ({"opt_level": "O3", "grad_accum_dtype": "fp8-sr"}, True, "fp8-sr"),
+        ({"precision": "coat"}, False, "bf16"),
+        ({"precision": "coat", "grad_format": "fp32"}, False, "fp32"),
+        ({"precision": "coat", "grad_format": "fp8-e4m3"}, True, "bf16"),
     ],
 )
 def test_gradients_of_micro_batches(flags, has_fp8_gradients, accumulated_in):

@@ -87,6 +87,7 @@ def test_flags_reach_the_synchroniser(monkeypatch: pytest.MonkeyPatch, flags: di
         ({"opt_level": "O2", "grad_format": "fp8-e5m2"}, E5M2, BF16),
         ({"opt_level": "O2", "grad_format": "bf16"}, BF16, BF16),
         ({"opt_level": "O3"}, E4M3, BF16),
+        ({"precision": "coat"}, BF16, BF16),
     ],
     ids=str,
 )

@@ -77,7 +77,7 @@ def trained(mode: str, settings: dict[str, Any], bad: int | None = None) -> tupl
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("level", ["bf16", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["bf16", "coat", "O1", "O2", "O3"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("mode", ["micro-batch", "step"])
 def test_graphs_change_no_bit(level, micro_batches, mode):

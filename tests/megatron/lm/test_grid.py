@@ -44,6 +44,7 @@ LIMITS = {
     "bf16": (5e-3, 30.0),
     "fp16-amp": (1e-3, 45.0),
     "collage-plus": (5e-3, 30.0),
+    "coat": (1e-2, 12.0),
     "O1": (1e-2, 12.0),
     "O2": (1e-2, 12.0),
     "O3": (1e-2, 12.0),
@@ -78,6 +79,7 @@ TWO_SLOW: dict[str, Case] = {
     "fp32 learned PP": ("fp32", "learned", PP2),
     "O1 PP ZeRO": ("O1", "gpt", PP2 | ZERO),
     "collage-plus DP ZeRO": ("collage-plus", "gpt", ZERO),
+    "coat DP ZeRO": ("coat", "gpt", ZERO),
 }
 FOUR: dict[str, Case] = {
     f"{recipe} {name}": (recipe, "gpt", grid)
@@ -119,6 +121,7 @@ SAME_BITS_SLOW = [
     ("O3 TP+SP", "O3 TP+SP gathered"),
     ("O1 PP", "O1 PP ZeRO"),
     ("collage-plus DP", "collage-plus DP ZeRO"),
+    ("coat DP", "coat DP ZeRO"),
 ]
 SAME_BITS_FOUR = [(f"{recipe} DP x PP", f"{recipe} DP x PP ZeRO") for recipe in ("fp32", "bf16", "O3")]
 

@@ -29,6 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "O2 formats": {"opt_level": "O2", "master_format": "bf16", "grad_format": "fp32", "exp_avg_sq_format": "fp8-e5m2"},
     "O3": {"opt_level": "O3"},
+    "coat": {"precision": "coat"},
     "O2 some BF16": {"opt_level": "O2", "bf16_linears": ["linear_qkv", "linear_fc2"]},
     "O3 all BF16": {"opt_level": "O3", "bf16_linears": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]},
 }

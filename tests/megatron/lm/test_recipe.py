@@ -3,7 +3,8 @@
 import pytest
 
 from megatron.lm.config import PRECISIONS, PrecisionConfig
-from megatron.lm.recipe import build_recipe, states_by_kind
+from megatron.lm.recipe import build_recipe, saved_activations, states_by_kind
+from msamp.nn.saved import AS_IT_IS, COAT
 from msamp.numerics import formats, recipe
 from msamp.numerics.recipe import FP32_STATES, StateFormats
 from msamp.numerics.scaling import Current, Delayed
@@ -18,6 +19,8 @@ def test_recipes_of_the_flags():
     current = build_recipe(PrecisionConfig(opt_level="O2", fp8_scaling="current"))
     assert current.gemm.input.scaling == current.gemm.grad_output.scaling == Current()
     assert build_recipe(PrecisionConfig(opt_level="O2")).gemm.input.scaling == Delayed(16)
+    assert build_recipe(PrecisionConfig(precision="coat")) == recipe.COAT
+    assert build_recipe(PrecisionConfig(precision="coat", fp8_scaling="delayed")).gemm == recipe.O2.gemm
 
 
 def test_state_formats_of_the_flags():
@@ -25,6 +28,13 @@ def test_state_formats_of_the_flags():
         opt_level="O2", master_format="fp32", grad_format="fp8-e5m2", exp_avg_format="bf16", exp_avg_sq_format="fp8-e4m3"
     )
     assert build_recipe(flags).states == StateFormats(formats.FP32, formats.E5M2, formats.BF16, formats.E4M3)
+
+
+def test_coat_keeps_activations_in_groups_unless_told_otherwise():
+    assert saved_activations(PrecisionConfig(precision="coat")) is COAT
+    assert saved_activations(PrecisionConfig(precision="coat", save_activations="compute")) is AS_IT_IS
+    assert saved_activations(PrecisionConfig(precision="O3")) is AS_IT_IS
+    assert saved_activations(PrecisionConfig(precision="bf16", save_activations="coat")) is COAT
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "O1", "O2", "O3"])

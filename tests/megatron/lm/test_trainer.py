@@ -14,7 +14,7 @@ from megatron.lm import step, trainer
 from megatron.lm.trainer import Trainer
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
-LEVELS = ("fp32", "fp16-amp", "bf16", "O1", "O2", "O3")
+LEVELS = ("fp32", "fp16-amp", "bf16", "coat", "O1", "O2", "O3")
 LONG = {"train_iters": 60, "global_batch_size": 8, "micro_batch_size": 8}
 
 

@@ -20,6 +20,7 @@ def names(r: recipe.Recipe) -> tuple[str, ...]:
         **dict.fromkeys(("bf16-a", "bf16-kahan", "collage-light", "collage-plus"), ("bf16",) * 6),
         "bf16-dmw": ("bf16", "bf16", "bf16", "bf16", "fp32", "fp32"),
         "bf16-d": ("bf16", "bf16", "fp32", "bf16", "fp32", "fp32"),
+        "coat": ("bf16", "fp8-e4m3", "fp32", "bf16", "coat-e4m3", "coat-e4m3"),
         "O1": ("bf16", "fp16", "fp16", "fp8-e4m3", "fp32", "fp32"),
         "O2": ("bf16", "fp16", "fp16", "fp8-e4m3", "fp8-e4m3", "fp16"),
         "O3": ("bf16", "fp8-e4m3", "fp16", "fp8-e4m3", "fp8-e4m3", "fp16"),
@@ -50,6 +51,7 @@ def test_operands_of_the_three_gemms():
     assert (gemm.input.format, gemm.weight.format, gemm.grad_output.format) == (formats.E4M3, formats.E4M3, formats.E5M2)
     assert gemm.input.scaling == gemm.grad_output.scaling == Delayed(16)
     assert gemm.weight.scaling == Current()
+    assert recipe.COAT.gemm == recipe.O2.with_scaling(Current()).gemm
     assert recipe.O2.fp8
     assert not recipe.BF16.fp8
     assert recipe.O1.compute_dtype == torch.bfloat16

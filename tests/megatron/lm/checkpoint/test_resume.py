@@ -27,7 +27,7 @@ GRIDS: dict[str, dict[str, Any]] = {
     "PP 2": {"pipeline_model_parallel_size": 2, **DROPOUT},
 }
 COLLAGE = ("bf16-a", "bf16-kahan", "bf16-dmw", "bf16-d", "collage-light", "collage-plus")
-RUNS = [(level, grid) for level in ("fp32", "fp16-amp", "bf16", *COLLAGE, "O1", "O2", "O3", "O3+coat") for grid in GRIDS]
+RUNS = [(level, grid) for level in ("fp32", "fp16-amp", "bf16", *COLLAGE, "coat", "O1", "O2", "O3", "O3+coat") for grid in GRIDS]
 DEFAULT = [
     ("collage-plus", "TP 2"),
     ("fp32", "PP 2"),

@@ -10,7 +10,7 @@ import tiny
 import torch
 from torch import Tensor
 
-from megatron.lm.config import Config
+from megatron.lm.config import PRECISIONS, Config
 
 Result = tuple[list[float], list[Tensor]]
 SHARED = {"train_iters": 30, "micro_batch_size": 2, "global_batch_size": 4}
@@ -36,7 +36,7 @@ def straight_and_resumed(prefix: str, folder: str, **settings: Any) -> tuple[Res
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("level", ["fp32", "fp16-amp", "bf16", "bf16-a", "bf16-kahan", "collage-light", "collage-plus", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", PRECISIONS)
 def test_resume_on_a_gpu_is_bit_exact(prefix: Path, tmp_path: Path, level: str):
     moving = {"initial_loss_scale": 2.0**20, "loss_scale_window": 3} if level == "fp16-amp" else {}
     straight, before, after = straight_and_resumed(str(prefix), str(tmp_path), precision=level, **moving)
