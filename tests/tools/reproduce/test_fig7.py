@@ -39,6 +39,7 @@ def made():
         yield Path(folder), *found
 
 
+@pytest.mark.slow
 def test_a_row_for_every_size_block_and_strategy(made):
     _, table, _ = made
     assert tuple(table[0]) == fig7.COLUMNS
@@ -52,6 +53,7 @@ def test_a_row_for_every_size_block_and_strategy(made):
     assert float(table[0]["loss"]) < math.log(tiny.VOCABULARY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dp", [2, 4])
 def test_the_strategies_differ_as_their_arithmetic_says(made, dp):
     def mean(strategy: str, name: str) -> float:
@@ -67,6 +69,7 @@ def test_the_strategies_differ_as_their_arithmetic_says(made, dp):
     assert mean("auto", "overflow") <= max(mean("post", "overflow"), 1e-3)
 
 
+@pytest.mark.slow
 def test_the_paper_stands_beside_the_figures_and_they_can_be_drawn_again(made, tmp_path, capsys):
     folder, _, printed = made
     assert (folder / "fig7.png").stat().st_size > 10_000
@@ -93,6 +96,7 @@ def test_bad_input_is_refused_with_what_to_do(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_flags_of_the_trainer_are_refused_where_nothing_is_trained(made, capsys):
     assert fig7.main(["--rows", str(made[0] / "fig7.csv"), "--lr", "1"]) == 2
     assert "--lr 1: nothing is trained with --rows" in capsys.readouterr().err
