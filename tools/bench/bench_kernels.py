@@ -11,6 +11,7 @@ measured rate of a large BF16 GEMM. The L2 cache is overwritten before every lau
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import sys
@@ -30,7 +31,7 @@ from msamp.kernels.tables import Tables
 from msamp.nn import saved
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import ScalingState
-from msamp.numerics import recipe
+from msamp.numerics import formats, recipe
 from msamp.numerics.formats import COAT_E4M3, Format
 from msamp.numerics.range_expand import Expanded
 from msamp.numerics.recipe import O3, REMAINDERS, StateFormats
@@ -78,18 +79,19 @@ def ceilings(repeats: int) -> tuple[float, float]:
     return 2 * source.numel() / copy, 2 * 8192**3 / gemm
 
 
-def elementwise(tokens: int, hidden: int) -> Iterator[Case]:
+def elementwise(tokens: int, hidden: int, device: str = "cuda") -> Iterator[Case]:
     """Casts, norms, activations and the rotary embedding; 4 x hidden is the MLP's width, 128 a head's."""
     ffn, heads = 4 * hidden, hidden // 128
-    new = functools.partial(torch.randn, device="cuda", dtype=BF16)
+    new = functools.partial(torch.randn, device=device, dtype=BF16)
     x, delta, wide, grad_wide = new(tokens, hidden), new(tokens, hidden), new(tokens, ffn), new(tokens, ffn)
-    weight, bias, scale = new(hidden), new(hidden), torch.ones((), device="cuda")
-    slot = torch.zeros((), device="cuda")
+    weight, bias, scale = new(hidden), new(hidden), torch.ones((), device=device)
+    slot = torch.zeros((), device=device)
     small, large = tokens * hidden, tokens * ffn
+    yield Case("cast", lambda: ops.cast(x, scale, E4M3), 3 * small)
     yield Case("cast, row", lambda: ops.cast_transpose(x, scale, slot, E4M3, True, False, False), 3 * small)
     yield Case("cast, transposed", lambda: ops.cast_transpose(x, scale, None, E4M3, False, True, False), 3 * small)
     yield Case("cast + transpose + column sums", lambda: ops.cast_transpose(x, scale, slot, E5M2, True, True, True), 4 * small)
-    payload = torch.randint(0, 120, (ffn, hidden), dtype=torch.uint8, device="cuda").view(E4M3)
+    payload = torch.randint(0, 120, (ffn, hidden), dtype=torch.uint8, device=device).view(E4M3)
     yield Case("transpose of an FP8 weight", lambda: ops.transpose(payload), 2 * hidden * ffn)
     normalize = functools.partial(ops.normalize, x, None, weight, bias, 1e-5, False, scale, slot, E4M3)
     yield Case("norm", normalize, 3 * small)
@@ -98,6 +100,9 @@ def elementwise(tokens: int, hidden: int) -> Iterator[Case]:
     _, _, scale_inv, mean, rstd = normalize()
     again = functools.partial(ops.normalize_transposed, x, mean, rstd, weight, bias, False, scale_inv, E4M3)
     yield Case("norm again, transposed", again, 3 * small)
+    parts = [new(-(-tokens // 64), width, dtype=torch.float32) for width in (3 * hidden, hidden, ffn, hidden)]
+    size = sum(4 * part.numel() + 2 * part.shape[1] for part in parts)
+    yield Case("column sums of a layer, added up", lambda: ops.sum_parts(parts, BF16), size)
     yield Case("norm backward + residual", lambda: ops.normalize_backward(delta, x, mean, rstd, weight, delta, False), 8 * small)
     yield Case("GELU", lambda: ops.activate(wide, "gelu", scale, slot, E4M3), 3 * large)
     backward = functools.partial(ops.activate_backward, grad_wide, wide, "gelu", scale, E4M3, scale, slot, E5M2, True)
@@ -107,7 +112,7 @@ def elementwise(tokens: int, hidden: int) -> Iterator[Case]:
     backward = functools.partial(ops.activate_backward, half, wide, "swiglu", scale, E4M3, scale, slot, E5M2, False)
     yield Case("SwiGLU backward + SwiGLU again", backward, 5.5 * large)
     sequence = min(tokens, 2048)
-    angles = torch.rand(sequence, 128, device="cuda")
+    angles = torch.rand(sequence, 128, device=device)
     qkv = new(sequence, tokens // sequence, 3 * hidden)
     rotary = functools.partial(ops.rotary_, qkv, angles.cos(), angles.sin(), heads, heads)
     yield Case("rotary embedding, in place", rotary, 8 * small)
@@ -125,9 +130,30 @@ def grouped(tokens: int, hidden: int, device: str = "cuda") -> Iterator[Case]:
     yield Case(f"groups of {size} as BF16", lambda: ops.group_decode(*parts, size, BF16), each * x.numel())
 
 
+def gradients(hidden: int, device: str = "cuda") -> Iterator[Case]:
+    """What the optimizer and the exchange ask of the weights' gradients in four layers: amaxes, norms, the cast into one bucket."""
+    gs = [torch.randn(shape, device=device, dtype=BF16) for shape in weights(hidden)]
+    fp8, numels = [ScalingTensor.quantize(g, formats.E4M3) for g in gs], [g.numel() for g in gs]
+    total, count, where = sum(numels), len(gs), torch.device(device)
+    factors, units = torch.full((count,), 2.0**-3, dtype=torch.float64, device=device), [2**20] * count
+    amaxes, scales = torch.ones(3 * count, device=device), torch.ones(count, device=device)
+    yield Case("amaxes of BF16 gradients", functools.partial(ops.grad_stats, Tables(where), gs, False), 2 * total)
+    yield Case("norms of BF16 gradients", functools.partial(ops.grad_stats, Tables(where), gs, True, factors, units), 2 * total)
+    yield Case("amaxes and norms of E4M3 gradients", functools.partial(ops.grad_stats, Tables(where), fp8), total)
+    yield Case("scales from amaxes", lambda: ops.scale_from_amax(amaxes, formats.E4M3.max, None, 1.0), 2 * amaxes.nbytes)
+    spans = [(i, 0, n, first) for i, (n, first) in enumerate(zip(numels, itertools.accumulate(numels, initial=0), strict=False))]
+    bucket = torch.empty(total, dtype=E4M3, device=device)
+    yield Case("BF16 gradients into an E4M3 bucket", functools.partial(ops.pack, Tables(where), gs, spans, bucket, scales), 3 * total)
+
+
+def weights(hidden: int) -> list[tuple[int, int]]:
+    """Shapes of the linear weights of four layers."""
+    return [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)] * 4
+
+
 def update(hidden: int, device: str = "cuda") -> Iterator[Case]:
     """The optimizers' kernels on the weights of four layers: gradient read, states read and written, a weight beside its master written."""
-    shapes = [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)] * 4
+    shapes = weights(hidden)
     usable, one = torch.ones((), dtype=torch.bool, device=device), torch.ones((), device=device)
     numbers = torch.tensor([1e-4, 0.9, 0.95, 1e-8, 0.1, math.log(0.9), math.log(0.95)], dtype=torch.float64, device=device)
     amaxes, kept = (torch.ones(rows_of, len(shapes), device=device) for rows_of in (5, 3))
@@ -269,6 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups: dict[str, Callable[[argparse.Namespace], Iterator[Case]]] = {
         "elementwise": lambda o: elementwise(o.tokens, o.hidden),
         "grouped": lambda o: grouped(o.tokens, o.hidden),
+        "gradients": lambda o: gradients(o.hidden),
         "update": lambda o: update(o.hidden),
         "loss": lambda o: loss(o.tokens),
         "gemm": lambda o: gemms(o.tokens, o.hidden),

@@ -51,6 +51,23 @@ def test_updates_run_and_move_their_tensors():
     assert {name: found[name] for name in UPDATES} == pytest.approx(UPDATES)
 
 
+def test_what_is_asked_of_gradients():
+    torch.manual_seed(0)
+    found = {case.name: (case.run(), case.bytes / ELEMENTS) for case in bench_kernels.gradients(32, "cpu")}
+    assert [size for _, size in found.values()] == [2, 2, 1, 2 * 4 * 3 * 16 / ELEMENTS, 3]
+    (stats, sums), _ = found["norms of BF16 gradients"]
+    assert stats[0].min() > 2.5
+    exact = (sums[:, 0] + sums[:, 1] * 2.0**-30) / 2**20 * 2**6
+    assert exact.sum() == pytest.approx(ELEMENTS, rel=0.05)
+
+
+def test_every_elementwise_case_runs():
+    cases = {case.name: (case.run(), case.bytes) for case in bench_kernels.elementwise(64, 128, "cpu")}
+    assert len(cases) == 16
+    assert cases["column sums of a layer, added up"][1] == (4 + 2) * 9 * 128
+    assert cases["cast"][1] == 3 * 64 * 128
+
+
 def test_groups_are_cast_and_come_back():
     cast, back = bench_kernels.grouped(8, 48, "cpu")
     payload, exponents = cast.run()
@@ -72,10 +89,31 @@ def test_refusals(arguments, message, monkeypatch, capsys):
 @pytest.mark.gpu
 def test_a_table_of_small_kernels(tmp_path):
     file = tmp_path / "kernels.csv"
-    small = ["--tokens", "2048", "--hidden", "256", "--repeats", "3", "--only", "elementwise", "grouped", "update", "attention"]
+    small = [
+        "--tokens",
+        "2048",
+        "--hidden",
+        "256",
+        "--repeats",
+        "3",
+        "--only",
+        "elementwise",
+        "grouped",
+        "gradients",
+        "update",
+        "attention",
+    ]
     assert bench_kernels.main([*small, "--csv", str(file), "--commit", "abc"]) == 0
     with file.open(newline="") as stream:
         table = list(csv.DictReader(stream))
-    named = {"norm", "GELU", "rotary embedding, in place", "attention backward, flash", "cast, groups of 16", "Collage, collage-plus"}
+    named = {
+        "cast",
+        "norm",
+        "GELU",
+        "rotary embedding, in place",
+        "attention backward, flash",
+        "cast, groups of 16",
+        "Collage, collage-plus",
+    }
     assert named <= {row["kernel"] for row in table}
     assert all(float(row["us"]) > 0 and float(row["share"]) > 0 for row in table)
