@@ -1,7 +1,7 @@
 """COAT's claim on one GPU: speed and memory at one micro-batch, and the largest micro-batch that fits, with the speed that it gives.
 
-    python tools/reproduce/coat_memory.py                                   GPT-1.3B at bf16, O3, and O3 with all of COAT
-    python tools/reproduce/coat_memory.py --preset 7b --micro-batch-size 1 --cases bf16 O3 "O3 --save-activations coat"
+    python tools/reproduce/coat_memory.py                                   GPT-1.3B at bf16, O3 and coat
+    python tools/reproduce/coat_memory.py --preset 7b --micro-batch-size 1 --cases bf16 coat "O3 --save-activations coat"
 
 A case is a level or precision and further flags of megatron.lm.pretrain. Every trial is a `tools/bench/bench_step.py` of its own; one that
 runs out of memory ends without harm to the others. From --micro-batch-size the micro-batch is doubled while it fits, then what lies between
@@ -29,7 +29,7 @@ from megatron.lm.presets import PRESETS
 from tools.bench import rows
 from tools.bench.bench_step import LEVELS, WARM_UP
 
-CASES = ("bf16", "O3", "O3 --optimizer-state coat --save-activations coat")
+CASES = ("bf16", "O3", "coat")
 MEASURED = ("ms", "tokens_s_gpu", "peak_gib", "rest_gib")
 MEMORY_ERRORS = ("out of memory", "OutOfMemoryError", "ALLOC_FAILED")  # of torch and CUDA, and of cuBLAS and cuDNN
 TABLE = ("case", "micro_batch", "ms", "tokens_s", "peak_gib", "speed", "less_memory", "largest", "its_tokens_s", "its_speed")

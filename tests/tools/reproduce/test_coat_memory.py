@@ -12,7 +12,7 @@ import torch
 
 from tools.bench import bench_step
 from tools.reproduce import coat_memory
-from tools.reproduce.coat_memory import CASES, largest, measure
+from tools.reproduce.coat_memory import largest, measure
 
 OPTIONS = argparse.Namespace(preset="125m", flags="--seq-length 64", warm_up=1, steps=2)
 
@@ -38,7 +38,7 @@ def test_a_trial_is_told_its_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     told: list[Any] = []
     monkeypatch.setattr(bench_step.process_groups, "initialize", lambda config: None)
     monkeypatch.setattr(bench_step, "measure", lambda level, options: told.append(bench_step.configuration(level, options)) or {})
-    words = coat_memory.command(CASES[2], 12, OPTIONS, str(tmp_path))
+    words = coat_memory.command("O3 --optimizer-state coat --save-activations coat", 12, OPTIONS, str(tmp_path))
     assert words[1:3] == ["-m", "tools.bench.bench_step"]
     assert bench_step.main(words[3:]) == 0
     (config,) = told
