@@ -1,11 +1,12 @@
 """The live precision recorder: on every N-th step, what each tensor lost where it was rounded, and what of each update arrived.
 
 A recorded step is the usual step, its graph or its eager code, to the bit: beside each cast the values before it are made once more and
-compared. Between the gradients and the update the update is rehearsed on copies. All of it is counted on the device; the host reads one
-table at the end of the step. On other steps nothing is hooked and nothing runs.
+compared. Between the gradients and the update the update is rehearsed on copies. All of it is counted on the device, each tensor in one
+read beside what stands for it; the host reads one table at the end of the step. On other steps nothing is hooked and nothing runs.
 """
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -23,10 +24,10 @@ from megatron.lm.model.initial import named_globally
 from megatron.lm.model.linear import FP8Gemm
 from msamp.kernels import ops
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT
-from msamp.numerics.formats import FP32, of_dtype
-from msamp.numerics.metrics import TALLY, add_tallies, judge, tally_
+from msamp.numerics.formats import FP32
+from msamp.numerics.metrics import TALLY, add_tallies, judge
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.rehearsal import Rehearsal, rehearse
+from msamp.optim.rehearsal import rehearse
 
 if TYPE_CHECKING:
     from megatron.lm.step import Training
@@ -34,12 +35,13 @@ if TYPE_CHECKING:
 ROWS = {INPUT: "input", GRAD_OUTPUT: "grad_output"}
 CAST_COLUMNS = ("amax", "underflow", "saturation", "sqnr_db", "scale_exponent")
 UPDATE_COLUMNS = ("norm", "update_norm", "edq", "lost")
-# What is added up of an update, in this order.
+# What `ops.tally_update_` adds up of an update, in this order.
 UPDATE_SUMS = ("elements", "squares", "wanted squares", "wanted . effective", "lost")
 
 WORST: dict[str, Callable[[list[float]], float]] = {"underflow": max, "saturation": max, "sqnr_db": min}
 
 Key = tuple[str, str]  # name of a layer or parameter in the whole model, and which of its tensors
+Rows = dict[Any, list[float]]  # by Key, or of updates by name
 Scalars = Callable[[Mapping[str, float], int], None]
 
 
@@ -82,8 +84,11 @@ class Recorder:
         device = next(iter(self.names)).device
         # Always the same memory: graphs write there.
         self._table = torch.zeros(len(self.layers), len(ROWS), len(TALLY), dtype=torch.float64, device=device)
-        self._casts: dict[Key, list[float]] = {}
-        self._updates: dict[str, list[float]] = {}
+        self._one = torch.ones((), device=device)
+        # Rows on the device: tallies, those of a rehearsed update apart, and sums of updates.
+        self._casts: dict[Key, Tensor] = {}
+        self._rehearsed: dict[Key, Tensor] = {}
+        self._updates: dict[str, Tensor] = {}
         self._file = _open(Path(file)) if torch.distributed.get_rank() == 0 else None
 
     def due(self, iteration: int) -> bool:
@@ -94,14 +99,15 @@ class Recorder:
     def step(self, iteration: int) -> Iterator[None]:
         """Inside, `train_step` is recorded; at the end it is written. Collective."""
         self.recording = True
-        self._casts, self._updates = {}, {}
+        self._casts, self._rehearsed, self._updates = {}, {}, {}
         self._table.zero_()
         statistics = self.training.grad_sync.statistics
         counted = statistics.active
         statistics.watch(True, record=True)
-        for (_, layer), rows in zip(self.layers, self._table, strict=True):
-            for row in ROWS:
-                layer.scaling.watches[row] = functools.partial(tally_, rows[row], fmt=layer.scaling.formats[row])
+        for (name, layer), rows in zip(self.layers, self._table, strict=True):
+            for row, tensor in ROWS.items():
+                self._casts[name, tensor] = rows[row]
+                layer.scaling.watches[row] = functools.partial(ops.tally_, rows[row])
         try:
             self._weights()
             yield
@@ -111,10 +117,10 @@ class Recorder:
             for _, layer in self.layers:
                 layer.scaling.watches.clear()
         self._gradients()
-        for (name, _), rows in zip(self.layers, self._table.tolist(), strict=True):
-            self._casts |= {(name, ROWS[row]): rows[row] for row in ROWS}
-        skipped = bool(self.training.optimizer.skipped())
-        gathered = self._gather()
+        flag = self.training.optimizer.skipped()
+        own = self._read()
+        skipped = bool(flag)
+        gathered = self._gather(*own, skipped)
         if gathered is not None:
             self._write(line(iteration, skipped, *gathered, self.training.grad_sync.exchange))
 
@@ -126,22 +132,18 @@ class Recorder:
             optimizer.wait()
         if parallel_state.get_data_parallel_rank() != 0:
             return
-        found: dict[Key, Tensor] = {}
         for name, layer in self.layers:
             weight, fmt = layer.weight, layer.scaling.gemm.weight.format
             assert isinstance(weight, ScalingTensor)
             if weight.format != fmt:
                 multiplier, scale_inv = layer.scaling.weight_scales(weight)
-                row = found[name, "weight"] = self._table.new_zeros(len(TALLY))
-                tally_(row, fp32_values(weight), ops.cast(weight.payload, multiplier, fmt.dtype), scale_inv, fmt)
-        self._take(self._casts, found)
+                row = self._casts[name, "weight"] = self._table.new_zeros(len(TALLY))
+                ops.tally_(row, fp32_values(weight), ops.cast(weight.payload, multiplier, fmt.dtype), scale_inv)
 
     def before_update(self) -> None:
         """With the averaged gradients there and the update to come: measure the update. Takes its collectives; every rank calls it."""
         if not self.recording or self.training.iteration < self._first:
             return
-        rounded: dict[Key, Tensor] = {}
-        arrived: dict[str, Tensor] = {}
         for part in rehearse(self.training.optimizer):
             p = part.piece.param
             if not self._counts(p):
@@ -150,11 +152,13 @@ class Recorder:
             for tensor, stored in part.stored.items():
                 exact = stored.dtype == torch.float32 if tensor == "weight" else part.piece.group["formats"][tensor] == FP32.name
                 if isinstance(stored, ScalingTensor) or not exact:
-                    row = rounded.setdefault((name, tensor), self._table.new_zeros(len(TALLY)))
-                    _tally_stored(row, part.wanted[tensor], stored)
-            arrived.setdefault(name, self._table.new_zeros(len(UPDATE_SUMS))).add_(_update_sums(part))
-        self._take(self._casts, rounded)
-        self._take(self._updates, arrived)
+                    row = self._rehearsed.setdefault((name, tensor), self._table.new_zeros(len(TALLY)))
+                    ops.tally_(row, part.wanted[tensor], *self._payload(stored))
+            row = self._updates.setdefault(name, self._table.new_zeros(len(UPDATE_SUMS)))
+            ops.tally_update_(row, part.before, part.wanted["master"], *self._payload(part.stored["master"]))
+
+    def _payload(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        return (stored.payload, stored.scale_inv) if isinstance(stored, ScalingTensor) else (stored, self._one)
 
     def _counts(self, p: Tensor) -> bool:
         """Whether this rank's update of `p` counts: every element of the model once."""
@@ -164,42 +168,32 @@ class Recorder:
 
     def _gradients(self) -> None:
         sync = self.training.grad_sync
-        sent, averaged = sync.statistics.tallies.tolist()
-        for p, own, mean in zip(sync.scaled_params(), sent, averaged, strict=True):
+        for p, own, mean in zip(sync.scaled_params(), *sync.statistics.tallies, strict=True):
             self._casts[self.names[p], "grad"] = own
             if sync.peers.ranks > 1:
                 self._casts[self.names[p], "grad_reduced"] = mean
 
-    @staticmethod
-    def _take(where: dict[Any, list[float]], found: Mapping[Any, Tensor]) -> None:
-        """Bring rows to the host, in one go."""
-        if found:
-            where |= zip(found, torch.stack(list(found.values())).tolist(), strict=True)
-
-    def _gather(self) -> tuple[dict[Key, list[float]], dict[str, list[float]], dict[str, float]] | None:
-        """On rank 0 the sums of all ranks; None on the others. Collective."""
-        ranks = torch.distributed.get_world_size()
-        everything: list[Any] | None = [None] * ranks if torch.distributed.get_rank() == 0 else None
-        torch.distributed.gather_object((self._casts, self._updates, self._mu()), everything)
-        if everything is None:
-            return None
-        casts: dict[Key, list[float]] = {}
-        updates: dict[str, list[float]] = {}
-        mu: dict[str, float] = {}
-        for their_casts, their_updates, their_mu in everything:
-            mu |= their_mu
-            for key, tally in their_casts.items():
-                if tally[0]:  # a rank that owns nothing of a tensor has nothing to say of it
-                    casts[key] = add_tallies(casts[key], tally) if key in casts else tally
-            for name, sums in their_updates.items():
-                updates[name] = [a + b for a, b in zip(updates.get(name, [0.0] * len(sums)), sums, strict=True)]
-        return casts, updates, mu
-
-    def _mu(self) -> dict[str, float]:
+    def _read(self) -> tuple[Rows, Rows, Rows, dict[str, float]]:
+        """Everything that stands on the device, in one transfer: casts, casts of the rehearsed update, updates, mu."""
         sync = self.training.grad_sync
-        if sync.autoscale is None:
-            return {}
-        return dict(zip((self.names[p] for p in sync.scaled_params()), sync.autoscale.mu.tolist(), strict=True))
+        groups = (self._casts, self._rehearsed, self._updates)
+        rows = [row for group in groups for row in group.values()]
+        mu = [] if sync.autoscale is None else [sync.autoscale.mu.double()]
+        numbers = iter(torch.cat([*rows, *mu]).tolist())
+        casts, rehearsed, updates = ({key: list(itertools.islice(numbers, len(row))) for key, row in group.items()} for group in groups)
+        return casts, rehearsed, updates, dict(zip((self.names[p] for p in sync.scaled_params()), numbers, strict=bool(mu)))
+
+    def _gather(
+        self, casts: Rows, rehearsed: Rows, updates: Rows, mu: dict[str, float], skipped: bool
+    ) -> tuple[Rows, Rows, dict[str, float]] | None:
+        """On rank 0 the sums of all ranks, without an update that was skipped; None on the others. Collective."""
+        own = (casts, {}, mu) if skipped else (casts | rehearsed, updates, mu)
+        ranks = torch.distributed.get_world_size()
+        if ranks == 1:
+            return _summed([own])
+        everything: list[Any] | None = [None] * ranks if torch.distributed.get_rank() == 0 else None
+        torch.distributed.gather_object(own, everything)
+        return None if everything is None else _summed(everything)
 
     def _write(self, row: dict[str, Any]) -> None:
         assert self._file is not None
@@ -211,6 +205,21 @@ class Recorder:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+
+
+def _summed(everything: Sequence[tuple[Rows, Rows, dict[str, float]]]) -> tuple[Rows, Rows, dict[str, float]]:
+    """What the ranks have seen, added up."""
+    casts: Rows = {}
+    updates: Rows = {}
+    mu: dict[str, float] = {}
+    for their_casts, their_updates, their_mu in everything:
+        mu |= their_mu
+        for key, tally in their_casts.items():
+            if tally[0]:  # a rank that owns nothing of a tensor has nothing to say of it
+                casts[key] = add_tallies(casts[key], tally) if key in casts else tally
+        for name, sums in their_updates.items():
+            updates[name] = [a + b for a, b in zip(updates.get(name, [0.0] * len(sums)), sums, strict=True)]
+    return casts, updates, mu
 
 
 def line(
@@ -260,25 +269,10 @@ def summary(row: Mapping[str, Any]) -> dict[str, float]:
     return curves | {f"total/{column}": value for column, value in total.items() if value is not None}
 
 
-def _update_sums(part: Rehearsal) -> Tensor:
-    before, after = part.before.double(), part.wanted["master"].double()
-    wanted, effective = after - before, fp32_values(part.stored["master"]).double() - before
-    lost = ((wanted != 0) & (effective == 0)).sum()
-    sums = [(before + effective).square().sum(), wanted.square().sum(), (wanted * effective).sum(), lost.double()]
-    return torch.stack([torch.full_like(sums[0], before.numel()), *sums])
-
-
 def _judge_update(sums: Sequence[float]) -> list[float | None]:
     elements, squares, wanted, product, lost = sums
     norm = math.sqrt(wanted)
     return [_short(math.sqrt(squares)), _short(norm), _short(product / norm if norm else 0.0), _short(lost / elements)]
-
-
-def _tally_stored(row: Tensor, wanted: Tensor, stored: Tensor) -> None:
-    if isinstance(stored, ScalingTensor):
-        tally_(row, wanted, stored.payload, stored.scale_inv, stored.format)
-    else:
-        tally_(row, wanted, stored, torch.ones((), device=stored.device), of_dtype(stored.dtype))
 
 
 def _short(value: float) -> float | None:

@@ -285,7 +285,7 @@ class GradSync:
         if counting:
             self.statistics.count_packed(self._first_scaled[bucket], gradients, bucket.unflatten(flat), bucket.format)
         if counting and self.statistics.recording:
-            self.statistics.record_packed(self._first_scaled[bucket], gradients, bucket.unflatten(flat), factor, bucket.format)
+            self.statistics.record_packed(self._first_scaled[bucket], gradients, bucket.unflatten(flat), factor)
         missing = [i for i, g in enumerate(gradients) if g is None]
         del gradients, filled
         reduced = wire.reduce(bucket, flat, factor, peers, self.shard)

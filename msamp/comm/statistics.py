@@ -6,8 +6,9 @@ import torch
 
 from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
+from msamp.kernels import ops
 from msamp.numerics.formats import Format
-from msamp.numerics.metrics import TALLY, tally_
+from msamp.numerics.metrics import TALLY
 
 NONZERO, SATURATED, VANISHED, SUM_SATURATED, SUM_VANISHED = range(5)
 
@@ -36,7 +37,7 @@ class Statistics:
             of the sum, in the pieces that this rank owns. A sum's element has vanished where the FP32 sum was not zero
             (exchange nccl: where this rank's own payload was not zero).
         recording: whether this step is counted, and `tallies` are taken too.
-        tallies: FP64 [2, n, 8], as `msamp.numerics.metrics.tally_` keeps them: of this rank's payload against its gradient, and of
+        tallies: FP64 [2, n, 8], as `msamp.kernels.ops.tally_` keeps them: of this rank's payload against its gradient, and of
             the payload of the sum against the FP32 sum (exchange nccl: against itself), in the pieces that this rank owns.
     """
 
@@ -75,12 +76,12 @@ class Statistics:
             self.counts[SUM_VANISHED, first + slot.index] += vanished(bucket.part(slot, before), payload)
 
     def record_packed(
-        self, first: int, gradients: Sequence[torch.Tensor | None], payloads: Sequence[torch.Tensor], factor: torch.Tensor, fmt: Format
+        self, first: int, gradients: Sequence[torch.Tensor | None], payloads: Sequence[torch.Tensor], factor: torch.Tensor
     ) -> None:
         """Tallies of one bucket's payloads before the exchange; `factor`: FP32 [parameters], multiplies into them."""
         for i, (g, payload) in enumerate(zip(gradients, payloads, strict=True)):
             if g is not None:
-                tally_(self.tallies[0, first + i], g, payload, factor[i].reciprocal(), fmt)
+                ops.tally_(self.tallies[0, first + i], g, payload, factor[i].reciprocal())
 
     def record_reduced(
         self, first: int, bucket: Bucket, own: torch.Tensor, scale_inv: torch.Tensor, before: torch.Tensor | None, factor: torch.Tensor
@@ -89,7 +90,7 @@ class Statistics:
         for slot in bucket.owned:
             payload, inv = bucket.part(slot, own), scale_inv[slot.index]
             values = payload.float() * inv if before is None else bucket.part(slot, before) / factor[slot.index]
-            tally_(self.tallies[1, first + slot.index], values, payload, inv, bucket.format)
+            ops.tally_(self.tallies[1, first + slot.index], values, payload, inv)
 
     def combine(self, peers: Peers) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [5, n] twice: sums over the ranks, and the largest of a rank; one small collective."""

@@ -58,6 +58,8 @@ _SCHEMAS = (
     ),
     "sum_parts(Tensor[] parts, ScalarType dtype) -> Tensor[]",
     "scale_from_amax(Tensor amax, float fp_max, Tensor? last, float otherwise) -> Tensor",
+    "tally_(Tensor(a!) row, Tensor x, Tensor payload, Tensor scale_inv) -> ()",
+    "tally_update_(Tensor(a!) row, Tensor before, Tensor wanted, Tensor stored, Tensor scale_inv) -> ()",
     "scaled_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
 )
 # The file of an operator, where it holds several.
@@ -68,6 +70,7 @@ _FILES = {
     "rotary_backward": "rotary",
     "normalize_transposed": "normalize",
     "normalize_backward": "normalize",
+    "tally_update_": "tally",
 }
 
 
@@ -182,7 +185,7 @@ def _fake_activate_backward(
     return g, g_t, scale_inv, y.new_empty((grad_a.shape[1], grad_a.shape[0]) if quantised else 0, dtype=a_dtype), sums
 
 
-def _fake_rotary_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, groups: int) -> None:
+def _fake_in_place(*args: object) -> None:
     return None
 
 
@@ -281,7 +284,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "transpose": _fake_transpose,
     "activate": _fake_activate,
     "activate_backward": _fake_activate_backward,
-    "rotary_": _fake_rotary_,
+    "rotary_": _fake_in_place,
     "rotary_backward": _fake_rotary_backward,
     "cross_entropy_": _fake_cross_entropy_,
     "normalize": _fake_normalize,
@@ -289,6 +292,8 @@ _FAKES: dict[str, Callable[..., object]] = {
     "normalize_backward": _fake_normalize_backward,
     "sum_parts": _fake_sum_parts,
     "scale_from_amax": _fake_scale_from_amax,
+    "tally_": _fake_in_place,
+    "tally_update_": _fake_in_place,
     "scaled_mm": _fake_scaled_mm,
 }
 
@@ -342,4 +347,6 @@ rotary_backward = torch.ops.msamp.rotary_backward.default
 scale_from_amax = torch.ops.msamp.scale_from_amax.default
 scaled_mm = torch.ops.msamp.scaled_mm.default
 sum_parts = torch.ops.msamp.sum_parts.default
+tally_ = torch.ops.msamp.tally_.default
+tally_update_ = torch.ops.msamp.tally_update_.default
 transpose = torch.ops.msamp.transpose.default

@@ -31,32 +31,8 @@ def saturation_frac(payload: torch.Tensor, fmt: Format) -> float:
     return float((payload.float().abs() == fmt.max).float().mean())
 
 
-# What `tally_` adds up, in this order: all but the last two are sums, so that parts of a tensor and ranks may be added.
+# What `msamp.kernels.ops.tally_` adds up, in this order: all but the last two are sums, so that parts of a tensor and ranks may be added.
 TALLY = ("elements", "nonzero", "vanished", "saturated", "signal", "noise", "amax", "scale")
-CHUNK = 2**23  # elements looked at in one go: three FP64 temporaries of 64 MiB
-
-
-@torch.no_grad()
-def tally_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor, fmt: Format) -> None:
-    """Add to `row` how `payload`, made from `x`, represents it: on the device, without a host sync, so that a CUDA graph may hold it.
-
-    Args:
-        row: FP64 [8], changed in place: counts of elements, of non-zero ones, of those of them that are zero in the payload, of those at
-            the format's maximum; sums of x^2 and of (x - payload * scale_inv)^2; raised to the amax of x; the scale, that of this call.
-        x: any float dtype and shape.
-        payload: as many elements in the same order.
-        scale_inv: FP32 0-dim.
-        fmt: of the payload.
-    """
-    for part, stored in zip(x.reshape(-1).split(CHUNK), payload.reshape(-1).split(CHUNK), strict=True):
-        values, codes = part.double(), stored.float()
-        nonzero = values != 0
-        counts = (nonzero, nonzero & (codes == 0), codes.abs() == fmt.max)
-        noise = (codes.double() * scale_inv - values).square().sum()
-        row[1:6] += torch.stack([*(mask.sum(dtype=torch.float64) for mask in counts), values.square().sum(), noise])
-        row[6] = torch.maximum(row[6], values.abs().amax())
-    row[0] += x.numel()
-    row[7] = 1 / scale_inv.double()
 
 
 def add_tallies(a: Sequence[float], b: Sequence[float]) -> list[float]:

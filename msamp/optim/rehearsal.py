@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
-from msamp.kernels.reference.adamw import Batch, adamw
-from msamp.kernels.reference.coat_adamw import coat_adamw
-from msamp.kernels.reference.collage import collage
+from msamp.kernels import ops
+from msamp.kernels.reference.adamw import Batch
+from msamp.kernels.reference.adamw import adamw as reference_adamw
+from msamp.kernels.reference.coat_adamw import coat_adamw as reference_coat_adamw
+from msamp.kernels.reference.collage import collage as reference_collage
+from msamp.kernels.tables import Tables
 from msamp.numerics.range_expand import Expanded
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.adamw import FP8AdamW, Piece
@@ -36,35 +39,40 @@ class Rehearsal:
 
 @torch.no_grad()
 def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
-    """The next `step` of `optimizer` with the gradients that are there, rows by rows, on copies; nothing where it will be skipped.
+    """The next `step` of `optimizer` with the gradients that are there, rows by rows, on copies. Where it will be skipped, nothing; on a
+    GPU, which is not waited for, an update that changes nothing.
 
-    The stored values are those of the update's reference twin, and so are the wanted ones, from states that are FP32 and are not
-    rounded. A parameter before its first update has no states, and is left out. Takes the collectives that a step takes, and waits for
-    the device.
+    The stored values are those of the step's own kernels, and so are the wanted ones, from states that are FP32 and are not rounded. A
+    parameter before its first update has no states, and is left out. Takes the collectives that a step takes. At most `ROWS` elements are
+    there twice, a dozen bytes each stored and in FP32.
     """
     pieces = [piece for piece in optimizer._ready() if optimizer.state.get(piece.weight)]
     table, _, coefficient, usable = optimizer._decide(pieces)
-    if not usable:
+    if not usable.is_cuda and not usable:
         return
+    tables = Tables(table.device)  # its own: those of the optimizer are what captured graphs read
     by_place = {piece.place: piece for piece in pieces}
     kept = table.new_zeros(3, 1 + max(by_place, default=0))
-    for number, batch, _ in optimizer._batches(pieces):
+    for number, batch, even in optimizer._batches(pieces):
         group, hyper = optimizer.param_groups[number], optimizer._hyper(number)
         for twin in _parts(batch):
-            before = [fp32_values(x).clone() for x in _whole(twin.masters, twin.weight_remainders)]
+            before = [_own_values(x) for x in _whole(twin.masters, twin.weight_remainders)]
             exact = replace(
                 twin,
-                ms=[_values(x).clone() for x in twin.ms],
-                vs=[_values(x).clone() for x in _whole(twin.vs, twin.v_remainders)],
+                ms=[_own_values(x) for x in twin.ms],
+                vs=[_own_values(x) for x in _whole(twin.vs, twin.v_remainders)],
                 masters=[x.clone() for x in before],
                 weights=[],
                 steps=[x.clone() for x in twin.steps],
             )
-            adamw(None, exact, hyper, group["decoupled"], table, kept, coefficient, usable)
-            if group["formats"]["update"] == "fp32":  # and `adamw` where no moments are COAT's
-                coat_adamw(None, twin, hyper, group["decoupled"], table, kept, coefficient, usable)
+            (ops.adamw if even else reference_adamw)(tables, exact, hyper, group["decoupled"], table, kept, coefficient, usable)
+            update = group["formats"]["update"]
+            if update != "fp32":
+                (ops.collage if even else reference_collage)(tables, twin, hyper, update, coefficient, usable)
             else:
-                collage(None, twin, hyper, group["formats"]["update"], coefficient, usable)
+                coat = any(isinstance(states[0], Expanded) for states in (twin.ms, twin.vs))
+                kernel, slow = (ops.coat_adamw, reference_coat_adamw) if coat else (ops.adamw, reference_adamw)
+                (kernel if even else slow)(tables, twin, hyper, group["decoupled"], table, kept, coefficient, usable)
             masters, vs = _whole(twin.masters, twin.weight_remainders), _whole(twin.vs, twin.v_remainders)
             for i, place in enumerate(twin.places):
                 wanted = {"master": exact.masters[i], "m": exact.ms[i], "v": exact.vs[i]}
@@ -103,8 +111,9 @@ def _plain(x: Any) -> Any:
     return x.dequantize() if isinstance(x, Expanded) else x
 
 
-def _values(x: Any) -> torch.Tensor:
-    return fp32_values(_plain(x))
+def _own_values(x: Any) -> torch.Tensor:
+    """FP32 values in memory of their own."""
+    return x.to(torch.float32, copy=True) if type(x) is torch.Tensor else fp32_values(_plain(x))
 
 
 def _copy(x: Any, rows: slice) -> Any:

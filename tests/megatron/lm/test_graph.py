@@ -1,10 +1,11 @@
 """CUDA graphs: what stands in their way, and that replayed steps are eager steps bit for bit."""
 
 import contextlib
+import functools
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron.lm import process_groups
-from megatron.lm.graph import obstacle
+from megatron.lm.graph import FIRST, LAST, UPDATE, StepGraphs, _Captured, obstacle
 from megatron.lm.recorder import Recorder
-from megatron.lm.step import evaluate, train_step
+from megatron.lm.step import evaluate, micro_batch_loss, train_step
 from megatron.lm.trainer import build_training
 
 OBSTACLES = {
@@ -134,6 +135,57 @@ def recorded(mode: str, settings: dict[str, Any], file: str | None) -> tuple[lis
             made.graphs.release()
         states = [t for state in made.optimizer.state.values() for t in state.values()]
         return tiny.bits([*made.model.parameters(), *made.model.buffers(), *states]), lines
+
+
+class RunsAgain:
+    """Stands for a CUDA graph: replayed, it runs what was captured."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run, self.replays = run, 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.run()
+
+
+@pytest.mark.parametrize("mode", ["step", pytest.param("micro-batch", marks=pytest.mark.slow)])
+def test_after_a_recorded_step_the_graph_of_the_others_is_replayed_and_not_captured_again(mode, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    captures: list[str] = []
+
+    def capture(graphs: StepGraphs, place: str, *args: Any) -> Any:
+        captures.append(place)
+        run = functools.partial(graphs._update, *args) if place == UPDATE else functools.partial(graphs._micro_batch, place)
+        return _Captured(RunsAgain(run), {}, [])
+
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    shared = {"num_layers": 1, "fp8_scaling": "current"}  # which needs no window
+    config = tiny.config("corpus", precision="O3", micro_batch_size=2, global_batch_size=4, train_iters=30, **shared)
+    with tiny.started(config):
+        process_groups.seed_all(config.training.seed)
+        made, captured_at = build_training(config, tiny.VOCABULARY), []
+        monkeypatch.setattr(made.grad_sync, "restore", lambda averages: None)  # they are there: it ran
+        made.graphs = StepGraphs(made, mode, micro_batch_loss)
+        made.recorder = Recorder(made, str(tmp_path / "p.jsonl"), 3, lambda *_: None)
+        stream = batches(config, None)
+        for iteration in range(1, 14):
+            due = made.recorder.due(iteration)
+            before = len(captures)
+            with made.recorder.step(iteration) if due else contextlib.nullcontext():
+                train_step(made, stream)
+            captured_at += [(iteration, due)] * (len(captures) > before)
+        made.recorder.close()
+        replays = {key: done.graph.replays for key, done in made.graphs._graphs.items()}
+    (plain, was_due), (recorded_at, is_due) = sorted(captured_at, key=lambda found: found[1])
+    assert (was_due, is_due) == (False, True)
+    assert recorded_at % 3 == 0
+    places = {FIRST, LAST} | ({UPDATE} if mode == "step" else set())
+    recorded_steps = len(range(recorded_at, 14, 3))
+    assert recorded_steps > 1
+    others = 14 - min(plain, recorded_at) - recorded_steps
+    assert replays == {(p, on, on): recorded_steps if on else others for p in places for on in (False, True)}
+    assert len(captures) == len(replays)
 
 
 @pytest.mark.gpu

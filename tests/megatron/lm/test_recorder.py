@@ -1,7 +1,9 @@
 """The precision recorder: its numbers against the definitions, and a run that it watches against one that it does not."""
 
+import contextlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +15,15 @@ import tiny
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.lm import process_groups, trainer
 from megatron.lm.distributed import chunks
 from megatron.lm.recorder import CAST_COLUMNS, UPDATE_COLUMNS, Recorder, line, summary
 from megatron.lm.step import Training, train_step
 from megatron.lm.trainer import build_training
+from msamp.kernels import ops
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.formats import COAT_E4M3, E4M3, E5M2
 from msamp.numerics.metrics import edq, lost_frac, saturation_frac, sqnr_db, underflow_frac
@@ -184,6 +189,88 @@ def test_several_micro_batches_are_one_step(tmp_path: Path):
     (amax, _, _, sqnr, _), (other_amax, _, _, other_sqnr, _) = (row["input"] for row in rows)
     assert amax == pytest.approx(other_amax, rel=0.02)
     assert sqnr == pytest.approx(other_sqnr, abs=0.5)
+
+
+class Reads(TorchFunctionMode):
+    """Counts what brings numbers to the host, by its name."""
+
+    NAMES = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        self.counting = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if self.counting and name in self.NAMES:
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_recorded_step_reads_the_device_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = tiny.config("corpus", precision="O3")
+    with tiny.started(config):
+        made = build_training(config, tiny.VOCABULARY)
+        made.recorder = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None)
+        stream, reads, update = batches(config), Reads(), ops.adamw
+
+        def kernel(*args: Any) -> None:
+            """A kernel reads nothing, its twin learning rates and step counts."""
+            reads.counting = False
+            update(*args)
+            reads.counting = True
+
+        monkeypatch.setattr(ops, "adamw", kernel)
+        train_step(made, stream)
+        found = []
+        for step in (contextlib.nullcontext(), made.recorder.step(3)):
+            reads.found.clear()
+            with reads, step:
+                train_step(made, stream)
+            found.append(Counter(reads.found))
+        made.recorder.close()
+    # The two bools are the flag whether the step can be taken: on a GPU nobody asks for it before the table is there.
+    assert found[1] - found[0] == Counter({"tolist": 1, "__bool__": 2})
+
+
+class Operators(TorchDispatchMode):
+    """Keeps the names of all operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_steps_that_are_not_recorded_are_the_usual_ones_to_the_operator(tmp_path: Path):
+    ran = []
+    for recorded in (False, True):
+        config = tiny.config("corpus", precision="O3")
+        with tiny.started(config):
+            made = build_training(config, tiny.VOCABULARY)
+            stream = batches(config)
+            if recorded:
+                made.recorder = Recorder(made, str(tmp_path / "p.jsonl"), 500, lambda *_: None)
+            for number in (1, 2):
+                with made.recorder.step(number) if recorded else contextlib.nullcontext():
+                    train_step(made, stream)
+            assert not any(module._forward_hooks or module._backward_hooks for module in made.model.modules())
+            with Operators() as operators:
+                train_step(made, stream)
+            ran.append(operators.names)
+            if recorded:
+                with Operators() as operators, made.recorder.step(4):
+                    train_step(made, stream)
+                made.recorder.close()
+    assert ran[0] == ran[1]
+    assert not any("tally" in name for name in ran[1])
+    tallies = sum("tally_.default" in name for name in operators.names)
+    assert tallies < len(operators.names) / 10
+    assert tallies >= 2 * 4 * 6  # of each linear layer input, grad_output, gradient, master, m, v
 
 
 def test_delayed_scales_are_judged_as_they_are(tmp_path: Path):

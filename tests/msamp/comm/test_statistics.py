@@ -115,7 +115,7 @@ def test_tallies_are_the_definitions_of_payload_and_sum(fmt):
     statistics = Statistics([5, 3, 12], CPU, always=False)
     statistics.watch(False, record=True)
     assert statistics.active
-    statistics.record_packed(1, [None, gradients[1]], payloads, factor, fmt)
+    statistics.record_packed(1, [None, gradients[1]], payloads, factor)
     own = quantize(bucket.flatten(gradients, FP32), 8.0, fmt)
     scale_inv = torch.full((2,), 1 / 8)
     statistics.record_reduced(1, bucket, own, scale_inv, bucket.flatten(gradients, FP32) * 4.0, factor)

@@ -16,6 +16,7 @@ from msamp.kernels.reference.group_cast import group_cast, group_decode
 from msamp.kernels.reference.rotary import rotary_, rotary_backward
 from msamp.kernels.reference.scale_from_amax import scale_from_amax
 from msamp.kernels.reference.sum_parts import sum_parts
+from msamp.kernels.reference.tally import tally_, tally_update_
 from msamp.kernels.reference.transpose import transpose
 from msamp.kernels.scaled_mm import scaled_mm
 from msamp.kernels.tables import Tables
@@ -42,6 +43,8 @@ def arguments(device: torch.device | str) -> dict[str, tuple]:
         "cross_entropy_": (x.clone(), torch.arange(24, device=device), torch.ones(24, device=device)),
         "sum_parts": ([x, make("normal", (7, 3), device=device)], torch.bfloat16),
         "scale_from_amax": (x.abs(), 448.0, None, 2.0),
+        "tally_": (torch.zeros(8, dtype=torch.float64, device=device), a.float() * 1.01, a, scale),
+        "tally_update_": (torch.zeros(5, dtype=torch.float64, device=device), x, x * 1.01, (x * 1.02).half(), scale),
         "scaled_mm": (a, b, scale, scale, bias, torch.bfloat16, True),
     }
 
@@ -62,6 +65,8 @@ TWINS = {
     "cross_entropy_": cross_entropy_,
     "sum_parts": sum_parts,
     "scale_from_amax": scale_from_amax,
+    "tally_": tally_,
+    "tally_update_": tally_update_,
     "scaled_mm": scaled_mm,
 }
 ROUNDED_OTHERWISE = (
@@ -80,7 +85,7 @@ def outputs(result) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", NAMES)
 def test_schema_and_fake_agree_with_what_runs(name, device):
     args = arguments(device)[name]
-    if name not in ("scaled_mm", "transpose", "group_decode"):  # opcheck itself cannot compare FP8 operands
+    if name not in ("scaled_mm", "transpose", "group_decode", "tally_"):  # opcheck itself cannot compare FP8 operands
         torch.library.opcheck(getattr(torch.ops.msamp, name).default, args, test_utils="test_schema")
     real = outputs(getattr(ops, name)(*args))
     with torch._subclasses.FakeTensorMode() as mode:

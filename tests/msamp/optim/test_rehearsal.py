@@ -6,6 +6,7 @@ import pytest
 import torch
 from numerics import make
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from msamp.numerics.formats import BF16, E4M3, FP16, FP32, Format
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats
@@ -84,6 +85,34 @@ def test_what_is_stored_is_what_the_step_stores_and_nothing_changes(level, setti
             joined = torch.cat([x.view(torch.uint8) for x in payloads]).view(payloads[0].dtype)
             whole = ScalingTensor(joined, parts[0].stored[name].scale_inv) if isinstance(tensor, ScalingTensor) else joined
             assert bits(whole) == bits(tensor), name
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_more_is_copied_at_a_time_than_some_rows(level, monkeypatch):
+    monkeypatch.setattr(rehearsal, "ROWS", 100)
+    ps, optimizer = made(*LEVELS[level])
+    for step in range(2):
+        grow(ps, step)
+        if step == 0:
+            optimizer.step()
+    parts = rehearse(optimizer)
+    first = next(parts)  # before which the gradients are measured, as a step does
+    with Largest() as largest:
+        rest = list(parts)
+    assert sum(part.before.numel() for part in (first, *rest)) == sum(p.numel() for p in ps)
+    assert 0 < largest.elements <= 100
 
 
 def test_what_is_wanted_is_adam_in_fp32(device):

@@ -1,0 +1,53 @@
+"""How a payload stands for the values it was made from, and what of an update arrives: sums that the precision recorder reads."""
+
+import torch
+
+from msamp.numerics.formats import of_dtype
+
+CHUNK = 2**23  # elements looked at in one go: three FP64 temporaries of 64 MiB
+
+
+@torch.no_grad()
+def tally_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor) -> None:
+    """Add to `row` how `payload`, made from `x`, represents it: one read of both, without a host sync, so that a CUDA graph may hold it.
+
+    Args:
+        row: FP64 [8], `msamp.numerics.metrics.TALLY`, changed in place: counts of elements, of non-zero ones, of those of them that are
+            zero in the payload, of those at its format's maximum; sums of x^2 and of (x - payload * scale_inv)^2; raised to the amax of
+            x; the scale, that of this call.
+        x: FP32, BF16 or FP16, of any shape.
+        payload: any format, as many elements in the same order.
+        scale_inv: FP32 0-dim.
+    """
+    limit = of_dtype(payload.dtype).max
+    if not x.numel():
+        return
+    for part, stored in zip(x.reshape(-1).split(CHUNK), payload.reshape(-1).split(CHUNK), strict=True):
+        values, codes = part.double(), stored.float()
+        nonzero = values != 0
+        counts = (nonzero, nonzero & (codes == 0), codes.abs() == limit)
+        noise = (codes.double() * scale_inv - values).square().sum()
+        row[1:6] += torch.stack([*(mask.sum(dtype=torch.float64) for mask in counts), values.square().sum(), noise])
+        row[6] = torch.maximum(row[6], values.abs().amax())
+    row[0] += x.numel()
+    row[7] = 1 / scale_inv.double()
+
+
+@torch.no_grad()
+def tally_update_(row: torch.Tensor, before: torch.Tensor, wanted: torch.Tensor, stored: torch.Tensor, scale_inv: torch.Tensor) -> None:
+    """Add to `row` what arrives of an update [Collage, EDQ and lost arithmetic]: one read, without a host sync.
+
+    Args:
+        row: FP64 [5], changed in place: elements; sums of stored^2, of update^2 and of update times what arrived of it; elements left
+            unchanged by an update that is not zero.
+        before: FP32 values of the master, of any shape.
+        wanted: FP32, what the update makes of it.
+        stored: payload of what is kept of that, in any format, as many elements in the same order.
+        scale_inv: FP32 0-dim, of `stored`.
+    """
+    for old, new, kept in zip(*(x.reshape(-1).split(CHUNK) for x in (before, wanted, stored)), strict=True):
+        start, after = old.double(), kept.float().double() * scale_inv
+        update, effective = new.double() - start, after - start
+        lost = ((update != 0) & (effective == 0)).sum(dtype=torch.float64)
+        row[1:] += torch.stack([after.square().sum(), update.square().sum(), (update * effective).sum(), lost])
+    row[0] += before.numel()

@@ -1,0 +1,114 @@
+"""What a recorded step of `--record-precision` costs on one GPU, beside the plain steps around it.
+
+    python tools/bench/bench_recorder.py --level O3                   GPT-1.3B, micro-batch 4, as bench_step.py
+    python tools/bench/bench_recorder.py --level O2 --preset 345m --micro-batch-size 8 --steps 20
+
+Plain and recorded steps take turns, so that a graph captured anew after each recorded one would show as slow plain steps. The first
+two recorded steps, which compile kernels and capture graphs, are told apart. A row is appended to --csv.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.lm import process_groups
+from megatron.lm.config import LoggingConfig
+from megatron.lm.recorder import Recorder
+from megatron.lm.step import train_step
+from megatron.lm.trainer import build_training
+from tools.bench import rows
+from tools.bench.bench_step import LEVELS, WARM_UP, configuration, random_batches
+
+INTERVAL = LoggingConfig.record_interval
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The row; needs `process_groups.initialize`."""
+    config = configuration(options.level, options)
+    training = build_training(config, options.vocab_size)
+    device = process_groups.device()
+    cuda = device.type == "cuda"
+    batches = random_batches(config, options.vocab_size, device)
+
+    def timed(step: contextlib.AbstractContextManager[None]) -> float:
+        start = time.perf_counter()
+        with step:
+            train_step(training, batches)
+        if cuda:
+            torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - start)
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "precision.jsonl"
+        training.recorder = recorder = Recorder(training, str(file), options.record_interval, lambda *_: None)
+        first = timed(recorder.step(1))  # as the trainer does: what graphs will need is compiled by an eager step
+        for _ in range(options.warm_up):
+            timed(contextlib.nullcontext())
+        peak = _take_peak(cuda)
+        second = timed(recorder.step(training.iteration + 1))
+        pairs = [(timed(contextlib.nullcontext()), timed(recorder.step(training.iteration + 1))) for _ in range(options.steps)]
+        recorder.close()
+        size = len(file.read_bytes().splitlines()[-1])
+    plain, recorded = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return {
+        "case": options.level,
+        "preset": options.preset,
+        "micro_batch": config.training.micro_batch_size,
+        "params_m": round(sum(p.numel() for p in training.model.parameters()) / 1e6, 1),
+        "ms": round(plain, 1),
+        "recorded_ms": round(recorded, 1),
+        "interval": options.record_interval,
+        "share_percent": round(100 * (recorded - plain) / (options.record_interval * plain), 4),
+        "first_ms": round(first, 1),
+        "second_ms": round(second, 1),
+        "graphs": training.graphs.captured if training.graphs is not None else 0,
+        "peak_gib": peak,
+        "recorded_peak_gib": _take_peak(cuda),
+        "line_kib": round(size / 1024, 1),
+    }
+
+
+def _take_peak(cuda: bool) -> float | str:
+    """GiB allocated at most since it was asked last; empty on a CPU."""
+    if not cuda:
+        return ""
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return round(peak, 2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and append the row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--level", default="O3", choices=LEVELS, help="level or precision (default: %(default)s)")
+    parser.add_argument("--preset", default="1.3b", help="as bench_step.py takes it (default: %(default)s)")
+    parser.add_argument("--micro-batch-size", type=int, default=4)
+    parser.add_argument("--vocab-size", type=int, default=50304)
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="plain steps that are not measured")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of each kind")
+    parser.add_argument("--record-interval", type=int, default=INTERVAL, help="over which the share is told (default: %(default)s)")
+    parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
+    parser.add_argument("--csv", type=Path, default=rows.ROOT / "tools/bench/results/recorder.csv")
+    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    options = parser.parse_args(argv)
+    for flag in ("steps", "record_interval"):
+        if getattr(options, flag) < 1:
+            parser.error(f"--{flag.replace('_', '-')} {getattr(options, flag)} must be at least 1")
+    process_groups.initialize(configuration(options.level, options))
+    row = measure(options)
+    print(json.dumps(row), flush=True)
+    rows.append(options.csv, [rows.machine(options.commit) | row])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
