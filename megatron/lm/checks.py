@@ -228,9 +228,9 @@ def precision_names(config: Config, world_size: int) -> Problems:
             remedy = f"drop one, or choose {' or '.join(COAT_FORMATS)}"
             yield f"--optimizer-state {precision.optimizer_state} contradicts {flag(name)} {value}: {remedy}"
     coat = [name for name in ("optimizer_state", "exp_avg_format", "exp_avg_sq_format") if "coat" in (getattr(precision, name) or "")]
-    if coat and precision.name in ("bf16-a", "bf16-kahan", "collage-light", "collage-plus"):
+    if coat and precision.name in ("bf16-a", "bf16-kahan", "collage-light", "collage-plus", "collage-fp8"):
         given = f"{flag(coat[0])} {getattr(precision, coat[0])}"
-        yield f"{given} contradicts precision {precision.name}, all of whose states are BF16: drop it, or use --precision bf16"
+        yield f"{given} contradicts precision {precision.name}, whose update is in BF16: drop it, or use --precision bf16"
     if is_fp8:
         if precision.fp8_gain_cache is not None and (precision.bf16_linears is not None or not precision.fp8_min_gain):
             ground = "--fp8-min-gain 0" if precision.bf16_linears is None else "--bf16-linears"

@@ -10,7 +10,7 @@ import os
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
-COLLAGE = ("bf16-a", "bf16-kahan", "bf16-dmw", "bf16-d", "collage-light", "collage-plus")
+COLLAGE = ("bf16-a", "bf16-kahan", "bf16-dmw", "bf16-d", "collage-light", "collage-plus", "collage-fp8")
 PRECISIONS = ("fp32", "fp16-amp", "bf16", *COLLAGE, "coat", "O1", "O2", "O3")
 OPT_LEVELS = ("O0", "O1", "O2", "O3")
 STATE_FORMATS = ("fp32", "bf16", "fp16", "fp8-e4m3", "fp8-e5m2")
@@ -151,8 +151,8 @@ class PrecisionConfig:
     """The recipe by name, and the formats in which it may be varied (FP8-LM, table 6)."""
 
     precision: str | None = setting(
-        "recipe: bf16 has FP32 masters, bf16-* and collage-* are Collage's options with BF16 gradients, coat has FP8 GEMMs, moments and "
-        "saved activations, O1 to O3 are FP8-LM's levels; without it and without --opt-level: bf16",
+        "recipe: bf16 has FP32 masters, bf16-* and collage-* are Collage's options with BF16 gradients (collage-fp8: pairs of BF16 and "
+        "E4M3), coat has FP8 GEMMs, moments and saved activations, O1 to O3 are FP8-LM's levels; without it and without --opt-level: bf16",
         None,
         choices=PRECISIONS,
     )

@@ -55,6 +55,9 @@ ALL = (FP32, BF16, FP16, E4M3, E5M2)
 # A torch.float16 tensor as it is: classic FP16 training scales the loss instead. No flag and no state names it.
 PLAIN_FP16 = replace(FP16, scaled=False)
 
+# Of remainders alone: the unit follows from the first component of the pair (`mcf.remainder_payload`).
+REMAINDER_E4M3 = replace(E4M3, name="remainder-e4m3", scaled=False)
+
 # Of optimizer states alone: FP8 in groups of 128 with dynamic range expansion (`range_expand`).
 COAT_E4M3 = replace(E4M3, name="coat-e4m3", scaled=False, group=128)
 COAT_E5M2 = replace(E5M2, name="coat-e5m2", scaled=False, group=128)

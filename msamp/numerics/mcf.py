@@ -7,10 +7,14 @@ roundings of +, -, *, / and sqrt to equal one. `torch.compile` may keep FP32 fro
 no longer what is computed: leave these functions out of a compiled region.
 
 No sum here is exact once it overflows BF16; a pair is then not finite.
+
+A remainder may be stored in E4M3, the 8 bits that Collage's abstract announces. It needs no scale of its own: its unit is the power of two
+that makes half a unit in x's last place 256, and x tells it. The range below is 17 binades; what E4M3 costs is digits, 4 where BF16 has 8.
 """
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, bfloat16, float64, tensor
 
 Pair = tuple[Tensor, Tensor]
@@ -96,6 +100,46 @@ def expansion(value: float) -> Pair:
     exact = tensor(value, dtype=float64)
     first = exact.to(bfloat16)
     return first, (exact - first.double()).to(bfloat16)
+
+
+def load_pair(first: Tensor, payload: Tensor) -> Pair:
+    """A pair from its first component, BF16, and its remainder as stored, BF16 or E4M3 (`remainder_payload`).
+
+    The remainder comes in BF16: exactly, but for digits of E4M3's below 2^-133.
+    """
+    if payload.dtype is bfloat16:
+        return first, payload
+    return first, (payload.float() * _power(_exponent(first).clamp(min=17) - 16)).bfloat16()
+
+
+def remainder_payload(pair: Pair, dtype: torch.dtype) -> Tensor:
+    """What stores the remainder y of a pair (x, y): BF16 [y rounded], or E4M3 [y in units of x's], torch.float8_e4m3fn without a scale.
+
+    E4M3 rounds to nearest even and saturates where x would no longer be BF16(x + y): at half a unit in x's last place, which an even x
+    wins as a tie, and at 15/16 of it where x is odd; NaN stays NaN. Below |x| = 2^-110 the unit stays that of 2^-110, whose inverse FP32
+    just holds, and every BF16 remainder there is still above E4M3's smallest number.
+
+    Args:
+        pair: x, BF16; y, BF16 or FP32.
+        dtype: torch.bfloat16 or torch.float8_e4m3fn.
+    """
+    x, y = pair
+    if dtype is bfloat16:
+        return y.to(dtype)
+    exponent = _exponent(x)
+    half = _power((exponent + 118).clamp(max=135))
+    limit = half - half / 16 * (x.view(torch.int16) & 1)
+    return (y.float() * _power(270 - exponent.clamp(min=17))).clamp(-limit, limit).to(dtype)
+
+
+def _exponent(x: Tensor) -> Tensor:
+    """int32: the biased exponent of BF16; 17 is that of 2^-110."""
+    return (x.view(torch.int16).int() >> 7) & 0xFF
+
+
+def _power(biased: Tensor) -> Tensor:
+    """FP32 powers of two by their biased exponents; 135 is that of 256."""
+    return (biased << 23).view(torch.float32)
 
 
 def _check_bf16(x: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from msamp.numerics.formats import ALL as ALL_FORMATS
 from msamp.numerics.formats import BF16 as BF16_FORMAT
-from msamp.numerics.formats import COAT_E4M3, E4M3, E5M2, FP16, PLAIN_FP16, Format
+from msamp.numerics.formats import COAT_E4M3, E4M3, E5M2, FP16, PLAIN_FP16, REMAINDER_E4M3, Format
 from msamp.numerics.formats import FP32 as FP32_FORMAT
 from msamp.numerics.granularity import TENSORWISE, Granularity
 from msamp.numerics.scaling import Current, Delayed, Scaling
@@ -44,6 +44,7 @@ REMAINDERS: dict[str, dict[str, Format]] = {
     "kahan": {"weight_remainder": BF16_FORMAT},
     "light": {"weight_remainder": BF16_FORMAT},
     "plus": {"weight_remainder": BF16_FORMAT, "exp_avg_sq_remainder": BF16_FORMAT},
+    "fp8": {"weight_remainder": REMAINDER_E4M3, "exp_avg_sq_remainder": REMAINDER_E4M3},
 }
 
 
@@ -60,7 +61,7 @@ class StateFormats:
     Attributes:
         master, grad, m, v: of the master weight, the gradient and the two moments. COAT's serve `m` and `v`.
         update: "fp32", or one of Collage's in BF16 (algorithm 2 and Table 2), which takes BF16 in all four: "a" (BF16 alone), "kahan"
-            (compensated weight), "light" (weight as a pair), "plus" (weight and v as pairs).
+            (compensated weight), "light" (weight as a pair), "plus" (weight and v as pairs), "fp8" (plus, its remainders in E4M3).
 
     Raises:
         ValueError: COAT's format for another state, an unknown `update`, or one in BF16 with another format.
@@ -151,11 +152,12 @@ O1 = Recipe(name="O1", compute=BF16_FORMAT, gemm=_GEMM, weight=FP16, states=Stat
 O2 = Recipe(name="O2", compute=BF16_FORMAT, gemm=_GEMM, weight=FP16, states=StateFormats(FP16, E4M3, E4M3, FP16))
 O3 = Recipe(name="O3", compute=BF16_FORMAT, gemm=_GEMM, weight=E4M3, states=StateFormats(FP16, E4M3, E4M3, FP16), fp8_wire=True)
 
-# Collage, Table 2: the same states for every parameter, gradients in BF16. The weights of D-MW are their own masters.
+# Collage, Table 2, and pairs with 8 bits: the same states for every parameter, BF16 gradients. D-MW's weights are their own masters.
 _A = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "a")
 _KAHAN = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "kahan")
 _LIGHT = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "light")
 _PLUS = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "plus")
+_FP8 = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "fp8")
 _DMW = StateFormats(BF16_FORMAT, BF16_FORMAT, FP32_FORMAT, FP32_FORMAT)
 _D = StateFormats(FP32_FORMAT, BF16_FORMAT, FP32_FORMAT, FP32_FORMAT)
 BF16_A = Recipe(name="bf16-a", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_A, vectors=_A)
@@ -164,6 +166,7 @@ BF16_DMW = Recipe(name="bf16-dmw", compute=BF16_FORMAT, gemm=None, weight=BF16_F
 BF16_D = Recipe(name="bf16-d", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_D, vectors=_D)
 COLLAGE_LIGHT = Recipe(name="collage-light", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_LIGHT, vectors=_LIGHT)
 COLLAGE_PLUS = Recipe(name="collage-plus", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_PLUS, vectors=_PLUS)
+COLLAGE_FP8 = Recipe(name="collage-fp8", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_FP8, vectors=_FP8)
 
 # COAT: operands of linear layers with one just-in-time scale a tensor, moments with range expansion, gradients in BF16. The GEMMs see a
 # weight in E4M3 alone, so that is how it stands between steps. The third part, saved activations, is no matter of a recipe.
@@ -171,7 +174,7 @@ COAT = Recipe(
     name="coat", compute=BF16_FORMAT, gemm=_GEMM, weight=E4M3, states=StateFormats(FP32_FORMAT, BF16_FORMAT, COAT_E4M3, COAT_E4M3)
 ).with_scaling(Current())
 
-ALL = (FP32, FP16_AMP, BF16, BF16_A, BF16_KAHAN, BF16_DMW, BF16_D, COLLAGE_LIGHT, COLLAGE_PLUS, COAT, O1, O2, O3)
+ALL = (FP32, FP16_AMP, BF16, BF16_A, BF16_KAHAN, BF16_DMW, BF16_D, COLLAGE_LIGHT, COLLAGE_PLUS, COLLAGE_FP8, COAT, O1, O2, O3)
 
 
 def by_name(name: str) -> Recipe:

@@ -8,7 +8,7 @@ import torch
 
 from msamp.kernels.reference.adamw import Hyper
 from msamp.kernels.reference.collage import SUMS, VARIANTS, Variant, step_
-from msamp.numerics import metrics
+from msamp.numerics import mcf, metrics
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import gradient
 from msamp.optim.saved_states import saved_states
@@ -26,11 +26,13 @@ class CollageAdamW(torch.optim.Optimizer):
     | "light" | B, Collage-light | BF16 | pair of BF16, theta = Grow(theta, delta) | 10 |
     | "kahan" | BF16-Kahan | BF16 | BF16 + compensation: Fast2Sum(theta, compensation + delta) | 10 |
     | "plus" | C, Collage-plus | BF16; v a pair, v = Grow(Mul(beta2, v), (1 - beta2) g^2) | as light | 12 |
+    | "fp8" | none: plus, remainders in E4M3 | BF16; v a pair of BF16 and E4M3 | as v | 10 |
     | "d-mw" | D without master weights | FP32 | BF16 | 12 |
     | "d" | D | FP32 | BF16 + FP32 master | 16 |
 
-    A beta that BF16 cannot hold is rounded in all BF16 variants, 0.999 to 1, but for beta2 of "plus". The model computes with the first
-    component of a pair, and v^ is that of v's first.
+    A beta that BF16 cannot hold is rounded in all BF16 variants, 0.999 to 1, but for beta2 of "plus" and "fp8". The model computes with
+    the first component of a pair, and v^ is that of v's first. How E4M3 holds a remainder: `mcf.remainder_payload`. An update below 2^-13
+    of a weight may be lost in "fp8", below 2^-17 in the other pairs.
 
     State of a parameter: `step`, `exp_avg`, `exp_avg_sq`, and by variant `weight_remainder` (second component or compensation),
     `exp_avg_sq_remainder`, `master`. A gradient that is not finite is not looked for; `torch.nn.utils.clip_grad_norm_` with
@@ -40,8 +42,8 @@ class CollageAdamW(torch.optim.Optimizer):
         params: BF16 parameters or groups; a group may carry its own options.
         lr, betas, eps, weight_decay: as torch.optim.AdamW.
         variant: see above.
-        weight_sum: how "light" and "plus" add delta: "fast-two-sum", the paper's, which is exact while |theta| >= |delta|, or "two-sum",
-            which always is. v is always added by TwoSum, because g^2 often exceeds it.
+        weight_sum: how "light", "plus" and "fp8" add delta: "fast-two-sum", the paper's, which is exact while |theta| >= |delta|, or
+            "two-sum", which always is. v is always added by TwoSum, because g^2 often exceeds it.
         eps_inside_root: sqrt(v^ + eps), as algorithm 2 prints it.
         keep_update: keep what each step wanted and what it did, 16 bytes a parameter, for `edq` and `lost_frac`.
 
@@ -148,7 +150,7 @@ def _check_group(group: dict[str, Any]) -> None:
     if group["weight_sum"] != "fast-two-sum" and VARIANTS[group["variant"]].weight != "pair":
         raise ValueError(
             f"weight_sum {group['weight_sum']!r} has no meaning for variant {group['variant']!r}, whose weights are no pairs; "
-            "choose variant light or plus, or leave it out"
+            "choose variant light, plus or fp8, or leave it out"
         )
     for p in group["params"]:
         if isinstance(p, ScalingTensor) or p.dtype is not torch.bfloat16:
@@ -172,14 +174,17 @@ def _initial(p: torch.Tensor, variant: Variant) -> dict[str, torch.Tensor]:
     state = {"step": torch.tensor(0.0)}
     state |= {key: torch.zeros_like(p, dtype=variant.dtype) for key in ("exp_avg", "exp_avg_sq")}
     if variant.pair_v:
-        state["exp_avg_sq_remainder"] = torch.zeros_like(p)
+        state["exp_avg_sq_remainder"] = torch.zeros_like(p, dtype=variant.remainder)
     if variant.weight == "master":
         state["master"] = p.detach().float()
     elif variant.weight != "nothing":
-        state["weight_remainder"] = torch.zeros_like(p)
+        state["weight_remainder"] = torch.zeros_like(p, dtype=variant.remainder)
     return state
 
 
 def _value(p: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
     """What a weight stands for, in FP64."""
-    return state["master"].double() if "master" in state else p.double() + state.get("weight_remainder", 0.0)
+    if "weight_remainder" in state:
+        first, second = mcf.load_pair(p, state["weight_remainder"])
+        return first.double() + second
+    return state.get("master", p).double()

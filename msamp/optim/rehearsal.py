@@ -13,6 +13,7 @@ from msamp.kernels.reference.adamw import adamw as reference_adamw
 from msamp.kernels.reference.coat_adamw import coat_adamw as reference_coat_adamw
 from msamp.kernels.reference.collage import collage as reference_collage
 from msamp.kernels.tables import Tables
+from msamp.numerics import mcf
 from msamp.numerics.range_expand import Expanded
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.adamw import FP8AdamW, Piece
@@ -84,7 +85,9 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
 
 def _whole(states: list[Any], remainders: list[torch.Tensor]) -> list[Any]:
     """The values of pairs in FP32; without remainders the states as they are."""
-    return [x.float() + y.float() for x, y in zip(states, remainders, strict=True)] if remainders else states
+    if not remainders:
+        return states
+    return [x.float() + y.float() for x, y in map(mcf.load_pair, states, remainders)]
 
 
 def _parts(batch: Batch) -> Iterator[Batch]:

@@ -240,15 +240,16 @@ class GreedyZeRO(FP8AdamW):
         everything = super().pieces()[index]
         p, group = everything.param, everything.group
         owned = [(piece, slot) for piece, slot in self._owned() if piece.param is p]
-        formats = {"exp_avg": group["formats"]["m"], "exp_avg_sq": group["formats"]["v"]}
-        if not is_own_master(p, by_name(group["formats"]["master"])):
-            formats["master"] = group["formats"]["master"]
-        formats |= {key: fmt.name for key, fmt in REMAINDERS[group["formats"]["update"]].items()}
+        formats = {"exp_avg": by_name(group["formats"]["m"]), "exp_avg_sq": by_name(group["formats"]["v"])}
+        master = by_name(group["formats"]["master"])
+        if not is_own_master(p, master):
+            formats["master"] = master
+        formats |= REMAINDERS[group["formats"]["update"]]
         name = self.sync.names[p]
         whole: dict[str, torch.Tensor] = {}
         blank: dict[str, torch.Tensor] = {}
-        for key, stored_in in formats.items():
-            how = state_format(by_name(stored_in))
+        for key, fmt in formats.items():
+            how = state_format(fmt)
             blank |= {key: how.init(p)} | {key + name: x for name, x in how.beside(p).items()}
         for key, like in blank.items():
             payload = torch.zeros_like(like.payload if isinstance(like, ScalingTensor) else like)

@@ -67,7 +67,18 @@ def test_the_activations_are_the_predicted_ones(case: str):
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
-    "level", ["O0", "bf16-d", "collage-plus", "coat", "O1", "O2 --bf16-linears linear_qkv", "O3", "fp16-amp --initial-loss-scale 1e9"]
+    "level",
+    [
+        "O0",
+        "bf16-d",
+        "collage-plus",
+        "collage-fp8",
+        "coat",
+        "O1",
+        "O2 --bf16-linears linear_qkv",
+        "O3",
+        "fp16-amp --initial-loss-scale 1e9",
+    ],
 )
 def test_the_states_are_the_predicted_ones(level: str):
     found = [row for row in states(config(level)) if row.unit == "bytes a parameter"]

@@ -17,11 +17,12 @@ from megatron.lm.checkpoint.folder import candidates, check_files, latest, no_ch
 from megatron.lm.checkpoint.place import Place, names_of, places
 from megatron.lm.checkpoint.saving import all_or_none
 from megatron.lm.checkpoint.storage import Stored
-from megatron.lm.checkpoint.values import Found, chunk_offsets, find, find_whole, scalar
+from megatron.lm.checkpoint.values import FIRSTS, Found, chunk_offsets, find, find_whole, scalar
 from megatron.lm.cli import config_from_dict, config_to_dict
 from megatron.lm.config import CheckpointConfig, Config, flag
 from megatron.lm.step import Training
 from msamp.nn.scaling_state import LinearScaling
+from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, FP32, Format, by_name
 from msamp.numerics.recipe import REMAINDERS
 from msamp.numerics.tensor import ScalingTensor
@@ -191,12 +192,20 @@ class _TensorReader:
         """The master where there is one, else the weight; see `value`."""
         return self.value("master" if f"master/{where[0].name}" in self.stored.tensors else "model", where, shape, fmt)
 
-    def remainder(self, key: str, where: list[Place], shape: torch.Size) -> Found:
-        """A remainder as stored, or what BF16 takes from the stored weight or second moment."""
-        if f"{key}/{where[0].name}" in self.stored.tensors:
-            return self.find(key, where, shape)
-        found = self.best(where, shape, FP32) if key == "weight_remainder" else self.value("exp_avg_sq", where, shape, FP32)
-        return Found(f"{key}/{where[0].name}", found.values() - found.values().bfloat16().float(), [])
+    def remainder(self, key: str, where: list[Place], shape: torch.Size, fmt: Format) -> Tensor:
+        """A remainder's payload in `fmt`: as stored, from another format, or what BF16 takes from the stored weight or second moment."""
+        name = f"{key}/{where[0].name}"
+        if name in self.stored.tensors:
+            payload = self.find(key, where, shape).payload
+            if payload.dtype == fmt.dtype:
+                return payload
+            pair = mcf.load_pair(self.find(FIRSTS[key], where, shape).payload, payload)
+        else:
+            found = self.best(where, shape, FP32) if key == "weight_remainder" else self.value("exp_avg_sq", where, shape, FP32)
+            first = found.values().bfloat16()
+            pair = first, found.values() - first.float()
+        self.requantised.add(name)
+        return mcf.remainder_payload(pair, fmt.dtype)
 
     def weight(self, p: Tensor, master: Format, where: list[Place], with_values: bool) -> tuple[Tensor, Tensor | None]:
         """The weight, and `with_values` those for a master beside it (None: the weight is its own)."""
@@ -234,16 +243,14 @@ class _TensorReader:
             best = self.best(where, shape, master)
             self._check_agree(best, where[0].name)
             state["master"] = piece.copy_of(self._to(best, master))
-        keys = ("weight_remainder", "exp_avg_sq_remainder")
-        state |= self.remainders(piece, where, keys)
-        self.requantised |= {f"{key}/{where[0].name}" for key in keys if key not in state} & self.stored.tensors.keys()
+        state |= self.remainders(piece, where, FIRSTS)
+        self.requantised |= {f"{key}/{where[0].name}" for key in FIRSTS if key not in state} & self.stored.tensors.keys()
         return state
 
-    def remainders(self, piece: Piece, where: list[Place], keys: tuple[str, ...]) -> dict[str, Tensor]:
+    def remainders(self, piece: Piece, where: list[Place], keys: Iterable[str]) -> dict[str, Tensor]:
         """Of a piece: those of its second components that are among `keys`."""
         formats = REMAINDERS[piece.group["formats"]["update"]]
-        found = {key: self.remainder(key, where, piece.param.shape) for key in formats.keys() & set(keys)}
-        return {key: piece.copy_of(self._to(each, formats[key])) for key, each in found.items()}
+        return {key: piece.copy_of(self.remainder(key, where, piece.param.shape, formats[key])) for key in keys if key in formats}
 
     def _check_agree(self, master: Found, name: str) -> None:
         """ValueError where a weight cannot be its master rounded: one of their scales is another step's."""

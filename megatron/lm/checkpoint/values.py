@@ -1,6 +1,7 @@
 """From what is stored to what this run keeps: another cut of a tensor, another format.
 
-A pair of BF16 (Collage) stands for the sum of its components: `find_whole` adds what is stored beside a weight or second moment.
+A pair (Collage) stands for the sum of its components: `find_whole` adds what is stored beside a weight or second moment. A remainder in
+E4M3 has no scale, and is a number only with its first component (`mcf.load_pair`).
 
 A tensor keeps its bits where its format stays and all chunks it is made of have one scale, which is so wherever the cut follows whole
 tensor-parallel shards. Else it is requantised: chunks of one format with several scales take the coarsest of them (scales are powers of
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from megatron.lm.checkpoint.content import group_keys, scale_key
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.storage import Region, Stored
+from msamp.numerics import mcf
 from msamp.numerics.formats import Format
 from msamp.numerics.granularity import Group
 from msamp.numerics.quantize import quantize
@@ -26,8 +28,8 @@ from msamp.numerics.range_expand import STATE_GROUP, Expanded, quantize_expanded
 from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
 
-# What a pair's first component stands under -> its second.
-REMAINDERS = {"model": "weight_remainder", "exp_avg_sq": "exp_avg_sq_remainder"}
+# What a pair's second component stands under -> its first.
+FIRSTS = {"weight_remainder": "model", "exp_avg_sq_remainder": "exp_avg_sq"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +116,7 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
     """
     dtype = stored.tensors[f"{prefix}/{where[0].name}"].properties.dtype if f"{prefix}/{where[0].name}" in stored.tensors else torch.uint8
     payload, scales, groups = torch.zeros(tuple(shape), dtype=dtype), [], None
+    needs_scale = dtype.itemsize == 1 and prefix not in FIRSTS  # other FP8 means nothing without
     for place in where:
         key = f"{prefix}/{place.name}"
         if key not in stored.tensors:
@@ -131,7 +134,7 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
                 groups = groups or (torch.zeros(tuple(shape)), torch.ones(tuple(shape)))
                 for target, name in zip(groups, group_keys(key, chunk.offsets), strict=True):
                     target[part] = _of_elements(stored.tensor(name), place, chunk, part)
-            elif part is not None and (scale_key(key, chunk.offsets) in stored.tensors or dtype.itemsize == 1):  # FP8 means nothing without
+            elif part is not None and (scale_key(key, chunk.offsets) in stored.tensors or needs_scale):
                 scales.append((part, stored.tensor(scale_key(key, chunk.offsets))))
     return Found(f"{prefix}/{where[0].name}", payload, scales, groups)
 
@@ -147,10 +150,12 @@ def _of_elements(numbers: Tensor, place: Place, chunk: ChunkStorageMetadata, par
 
 def find_whole(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[int], vocab_size: int) -> Found:
     """As `find`; where a remainder stands beside it, the sum of both in FP32."""
-    found, rest = find(stored, prefix, where, shape, vocab_size), REMAINDERS.get(prefix, "")
-    if f"{rest}/{where[0].name}" not in stored.tensors:
-        return found
-    return Found(found.key, found.values() + find(stored, rest, where, shape, vocab_size).values(), [])
+    found = find(stored, prefix, where, shape, vocab_size)
+    for key, first in FIRSTS.items():
+        if first == prefix and f"{key}/{where[0].name}" in stored.tensors:
+            x, y = mcf.load_pair(found.payload, find(stored, key, where, shape, vocab_size).payload)
+            return Found(found.key, x.float() + y.float(), [])
+    return found
 
 
 def _stored_rows(stored: Stored, key: str, place: Place, vocab_size: int) -> int | None:

@@ -17,17 +17,20 @@ class Variant(NamedTuple):
         dtype: of m, v and the arithmetic of the update; scalars are computed in FP64 and rounded to it.
         weight: what stands beside the BF16 weight: "nothing", "pair" (a second component), "kahan" (a compensation), "master" (FP32).
         pair_v: v and beta2 are pairs.
+        remainder: dtype in which second components are stored (`mcf.remainder_payload`); the arithmetic has them in BF16.
     """
 
     dtype: torch.dtype
     weight: str
     pair_v: bool = False
+    remainder: torch.dtype = torch.bfloat16
 
 
 VARIANTS = {
     "a": Variant(torch.bfloat16, "nothing"),
     "light": Variant(torch.bfloat16, "pair"),
     "plus": Variant(torch.bfloat16, "pair", pair_v=True),
+    "fp8": Variant(torch.bfloat16, "pair", pair_v=True, remainder=torch.float8_e4m3fn),
     "kahan": Variant(torch.bfloat16, "kahan"),
     "d-mw": Variant(torch.float32, "nothing"),
     "d": Variant(torch.float32, "master"),
@@ -81,8 +84,8 @@ def step_(
 
     Args:
         weight, g: BF16, of one shape; `g` is only read.
-        state: `exp_avg`, `exp_avg_sq` in the variant's dtype; by variant `weight_remainder`, `exp_avg_sq_remainder` in BF16, `master` in
-            FP32.
+        state: `exp_avg`, `exp_avg_sq` in the variant's dtype; by variant `weight_remainder`, `exp_avg_sq_remainder` in its
+            `remainder`, `master` in FP32.
         step: number of this step, from 1.
         hyper: the group's numbers.
         variant: what is rounded where.
@@ -98,9 +101,9 @@ def step_(
     elif variant.weight == "nothing":
         weight.copy_(weight + delta)
     else:
-        pair = weight, state["weight_remainder"]
+        pair = mcf.load_pair(weight, state["weight_remainder"])
         new = mcf.grow(pair, delta, SUMS[weight_sum]) if variant.weight == "pair" else mcf.fast_two_sum(weight, pair[1] + delta)
-        _store(pair, new)
+        _store(weight, state["weight_remainder"], new)
     return delta
 
 
@@ -123,8 +126,8 @@ def _delta(
     m.copy_(m * scalar(beta1) + g * scalar(1 - beta1))
     squares = g * g * scalar(1 - beta2)
     if variant.pair_v:
-        pair = v, state["exp_avg_sq_remainder"]
-        _store(pair, mcf.grow(mcf.mul(mcf.expansion(beta2), pair), squares, mcf.two_sum))
+        rest = state["exp_avg_sq_remainder"]
+        _store(v, rest, mcf.grow(mcf.mul(mcf.expansion(beta2), mcf.load_pair(v, rest)), squares, mcf.two_sum))
     else:
         v.copy_(v * scalar(beta2) + squares)
     m_hat, v_hat = m / scalar(1 - power(beta1, step)), v / scalar(1 - power(beta2, step))
@@ -144,6 +147,6 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
-def _store(pair: mcf.Pair, new: mcf.Pair) -> None:
-    pair[0].copy_(new[0])
-    pair[1].copy_(new[1])
+def _store(first: torch.Tensor, remainder: torch.Tensor, new: mcf.Pair) -> None:
+    first.copy_(new[0])
+    remainder.copy_(mcf.remainder_payload(new, remainder.dtype))

@@ -12,6 +12,7 @@ from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.collage import VARIANTS
 from msamp.kernels.tables import Tables
 from msamp.kernels.triton.pack import _payload, _pointer, _span, _value
+from msamp.numerics.formats import of_dtype
 
 BLOCK, CHUNK = 1024, 16384  # elements a program works on at a time, and in all
 COLUMNS, SCALARS = 9, 11
@@ -42,6 +43,37 @@ def _mul(x1, y1, x2, y2, HARDWARE: tl.constexpr):
     e = _rounded(x1 * x2 - p, HARDWARE)  # the product of two BF16 is exact in FP32
     cross = _rounded(_rounded(x1 * y2, HARDWARE) + _rounded(y1 * x2, HARDWARE), HARDWARE)
     return _fast_two_sum(p, _rounded(e + cross, HARDWARE), HARDWARE)
+
+
+@triton.jit
+def _remainder(raw, x, REST: tl.constexpr, HARDWARE: tl.constexpr):
+    """`mcf.load_pair`: the remainder of `x` from its payload."""
+    rest = _value(raw, REST, HARDWARE)
+    if REST == 3:
+        rest = _rounded(rest * _two_to(tl.maximum(_exponent(x), 17) - 16), HARDWARE)
+    return rest
+
+
+@triton.jit
+def _remainder_payload(x, rest, REST: tl.constexpr, HARDWARE: tl.constexpr):
+    """`mcf.remainder_payload`."""
+    if REST == 3:
+        half = _two_to(tl.minimum(_exponent(x) + 118, 135))
+        limit = half - half * 0.0625 * ((x.to(tl.int32, bitcast=True) >> 16) & 1).to(tl.float32)
+        units = rest * _two_to(270 - tl.maximum(_exponent(x), 17))
+        rest = tl.clamp(units, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    return _payload(rest, REST, HARDWARE)
+
+
+@triton.jit
+def _exponent(x):
+    return (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
+
+
+@triton.jit
+def _two_to(biased):
+    """FP32 power of two by its biased exponent."""
+    return (biased << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -94,8 +126,8 @@ def _scalars_kernel(
 @triton.jit(do_not_specialize=["skipped"])
 def _collage_kernel(
     table, owners, skipped, scalars, usable,
-    PAIR: tl.constexpr, KAHAN: tl.constexpr, PAIR_V: tl.constexpr, CLIP: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
+    PAIR: tl.constexpr, KAHAN: tl.constexpr, PAIR_V: tl.constexpr, REST: tl.constexpr, CLIP: tl.constexpr, ALIGNED: tl.constexpr,
+    HARDWARE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
 ):  # fmt: skip
     if tl.load(usable) == 0:
         return
@@ -117,8 +149,8 @@ def _collage_kernel(
     m_pointer = _pointer(tl.load(row + 3), 7, ALIGNED) + first
     v_pointer = _pointer(tl.load(row + 4), 7, ALIGNED) + first
     p_pointer = _pointer(tl.load(row + 5), 7, ALIGNED) + first
-    p_rest_pointer = _pointer(tl.load(row + 6), 7, ALIGNED) + first
-    v_rest_pointer = _pointer(tl.load(row + 7), 7, ALIGNED) + first
+    p_rest_pointer = _pointer(tl.load(row + 6), REST, ALIGNED) + first
+    v_rest_pointer = _pointer(tl.load(row + 7), REST, ALIGNED) + first
     for start in range(0, left, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < left
@@ -131,11 +163,11 @@ def _collage_kernel(
         m = _rounded(_rounded(m * beta1, HARDWARE) + _rounded(g * w1, HARDWARE), HARDWARE)
         squares = _rounded(_rounded(g * g, HARDWARE) * w2, HARDWARE)
         if PAIR_V:
-            v_rest = tl.load(v_rest_pointer + at, mask=inside, other=0).to(tl.float32)
+            v_rest = _remainder(tl.load(v_rest_pointer + at, mask=inside, other=0), v, REST, HARDWARE)
             v, v_rest = _mul(beta2, beta2_rest, v, v_rest, HARDWARE)
             v, lost = _two_sum(v, squares, HARDWARE)
             v, v_rest = _fast_two_sum(v, _rounded(v_rest + lost, HARDWARE), HARDWARE)
-            tl.store(v_rest_pointer + at, _payload(v_rest, 7, HARDWARE), mask=inside)
+            tl.store(v_rest_pointer + at, _remainder_payload(v, v_rest, REST, HARDWARE), mask=inside)
         else:
             v = _rounded(_rounded(v * beta2, HARDWARE) + squares, HARDWARE)
         tl.store(m_pointer + at, _payload(m, 7, HARDWARE), mask=inside)
@@ -146,13 +178,13 @@ def _collage_kernel(
         decay = _rounded(p * weight_decay, HARDWARE)
         delta = _rounded(_rounded(_rounded(tl.div_rn(m_hat, root), HARDWARE) + decay, HARDWARE) * step_size, HARDWARE)
         if PAIR or KAHAN:
-            p_rest = tl.load(p_rest_pointer + at, mask=inside, other=0).to(tl.float32)
+            p_rest = _remainder(tl.load(p_rest_pointer + at, mask=inside, other=0), p, REST, HARDWARE)
             if PAIR:
                 p, lost = _fast_two_sum(p, delta, HARDWARE)
                 p, p_rest = _fast_two_sum(p, _rounded(p_rest + lost, HARDWARE), HARDWARE)
             else:
                 p, p_rest = _fast_two_sum(p, _rounded(p_rest + delta, HARDWARE), HARDWARE)
-            tl.store(p_rest_pointer + at, _payload(p_rest, 7, HARDWARE), mask=inside)
+            tl.store(p_rest_pointer + at, _remainder_payload(p, p_rest, REST, HARDWARE), mask=inside)
         else:
             p = _rounded(p + delta, HARDWARE)
         tl.store(p_pointer + at, _payload(p, 7, HARDWARE), mask=inside)
@@ -180,6 +212,6 @@ def collage(
     for owners, aligned in parts:
         _collage_kernel[(owners.numel(),)](
             table, owners, skipped, scalars, flag, PAIR=variant.weight == "pair", KAHAN=variant.weight == "kahan", PAIR_V=variant.pair_v,
-            ALIGNED=aligned, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=4, **common,
+            REST=of_dtype(variant.remainder).mantissa_bits, ALIGNED=aligned, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=4, **common,
         )  # fmt: skip
         skipped += owners.numel()

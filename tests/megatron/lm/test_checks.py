@@ -189,9 +189,9 @@ REFUSALS = {
         "--optimizer-state coat contradicts --exp-avg-format fp16: drop one, or choose coat-e4m3 or coat-e5m2",
     ),
     "coat and collage": (
-        "--precision collage-plus --optimizer-state coat",
+        "--precision collage-fp8 --optimizer-state coat",
         1,
-        "--optimizer-state coat contradicts precision collage-plus, all of whose states are BF16: drop it, or use --precision",
+        "--optimizer-state coat contradicts precision collage-fp8, whose update is in BF16: drop it, or use --precision",
     ),
     "format": ("--grad-format fp8-e4m3", 1, "--grad-format fp8-e4m3 contradicts precision bf16, whose formats are fixed: drop it, or use"),
     "scaling": ("--precision fp32 --fp8-scaling current", 1, "--fp8-scaling current contradicts precision fp32.*: drop it, or use"),

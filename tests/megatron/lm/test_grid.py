@@ -44,6 +44,7 @@ LIMITS = {
     "bf16": (5e-3, 30.0),
     "fp16-amp": (1e-3, 45.0),
     "collage-plus": (5e-3, 30.0),
+    "collage-fp8": (5e-3, 30.0),
     "coat": (1e-2, 12.0),
     "O1": (1e-2, 12.0),
     "O2": (1e-2, 12.0),
@@ -78,7 +79,7 @@ TWO_SLOW: dict[str, Case] = {
     "fp32 learned TP+SP": ("fp32", "learned", TP2 | SP),
     "fp32 learned PP": ("fp32", "learned", PP2),
     "O1 PP ZeRO": ("O1", "gpt", PP2 | ZERO),
-    "collage-plus DP ZeRO": ("collage-plus", "gpt", ZERO),
+    **{f"{recipe} DP ZeRO": (recipe, "gpt", ZERO) for recipe in ("collage-plus", "collage-fp8")},
     "coat DP ZeRO": ("coat", "gpt", ZERO),
 }
 FOUR: dict[str, Case] = {
@@ -120,7 +121,7 @@ SAME_BITS_SLOW = [
     ("O3 PP", "O3 PP recomputed"),
     ("O3 TP+SP", "O3 TP+SP gathered"),
     ("O1 PP", "O1 PP ZeRO"),
-    ("collage-plus DP", "collage-plus DP ZeRO"),
+    *((f"{recipe} DP", f"{recipe} DP ZeRO") for recipe in ("collage-plus", "collage-fp8")),
     ("coat DP", "coat DP ZeRO"),
 ]
 SAME_BITS_FOUR = [(f"{recipe} DP x PP", f"{recipe} DP x PP ZeRO") for recipe in ("fp32", "bf16", "O3")]

@@ -46,7 +46,7 @@ TABLE_6: dict[str, tuple[dict[str, Any], tuple[str, str | None, str, str]]] = {
     "#4": ({"opt_level": "O2", "exp_avg_sq_format": "fp8-e4m3"}, ("fp16", None, "fp8-e4m3", "fp8-e4m3")),
 }
 # Collage, Table 2: bytes a parameter.
-OPTIONS = {"bf16-a": 8, "bf16-kahan": 10, "collage-light": 10, "collage-plus": 12, "bf16-dmw": 12, "bf16-d": 16}
+OPTIONS = {"bf16-a": 8, "bf16-kahan": 10, "collage-light": 10, "collage-plus": 12, "collage-fp8": 10, "bf16-dmw": 12, "bf16-d": 16}
 
 
 @pytest.fixture(autouse=True)

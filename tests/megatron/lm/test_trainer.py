@@ -50,13 +50,14 @@ def test_no_step_is_skipped(level_rows: dict[str, list[dict[str, Any]]]):
 def test_collage_plus_follows_fp32_where_bf16_alone_falls_behind(prefix: Path):
     """beta2 0.999, which BF16 rounds to 1, and a learning rate of 3e-4, whose updates BF16 weights lose in part.
 
-    Validation loss after 200 steps: FP32 3.276, plus 3.286, light 3.296, A 3.355.
+    Validation loss after 200 steps: FP32 3.276, plus 3.286, fp8 3.286, light 3.296, A 3.355.
     """
     rate = {"lr": 3e-4, "min_lr": 3e-4, "lr_decay_style": "constant", "adam_beta2": 0.999}
     shared = {"train_iters": 200, "micro_batch_size": 8, "global_batch_size": 8, "eval_iters": 4}
-    levels = ("fp32", "collage-plus", "collage-light", "bf16-a")
-    ends = [valid_loss(tiny.run(tiny.config(prefix, precision=level, **shared, **rate))) for level in levels]
+    levels = ("fp32", "collage-plus", "collage-light", "bf16-a", "collage-fp8")
+    *ends, in_8_bits = [valid_loss(tiny.run(tiny.config(prefix, precision=level, **shared, **rate))) for level in levels]
     assert ends == sorted(ends)
+    assert in_8_bits == pytest.approx(ends[1], abs=0.004)
     assert ends[1] < ends[0] + 0.02
     assert ends[3] > ends[0] + 0.06
 

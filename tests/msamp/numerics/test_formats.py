@@ -33,6 +33,7 @@ def test_coat_s_formats_are_fp8_with_two_numbers_a_group_of_a_row(fmt, payload):
 def test_which_formats_carry_a_scale():
     assert [f.name for f in formats.ALL if f.scaled] == ["fp16", "fp8-e4m3", "fp8-e5m2"]
     assert (formats.PLAIN_FP16.dtype, formats.PLAIN_FP16.max, formats.PLAIN_FP16.scaled) == (torch.float16, 65504, False)
+    assert (formats.REMAINDER_E4M3.dtype, formats.REMAINDER_E4M3.bytes, formats.REMAINDER_E4M3.scaled) == (torch.float8_e4m3fn, 1, False)
 
 
 @pytest.mark.parametrize("fmt", formats.ALL, ids=str)

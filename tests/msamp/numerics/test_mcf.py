@@ -7,6 +7,7 @@ import torch
 from numerics import bits, every_bf16, floats, golden
 
 from msamp.numerics import mcf
+from msamp.numerics.metrics import sqnr_db
 
 COUNT = 110_000
 SMALLEST = 2.0**-133
@@ -208,3 +209,89 @@ def test_200_plus_a_tenth():
 def test_products_of_another_dtype_are_refused(product):
     with pytest.raises(ValueError, match=r"torch\.float32; products of pairs are defined for torch\.bfloat16: cast it first"):
         product(torch.ones(2), torch.ones(2))
+
+
+# Remainders in E4M3
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    """FP64: half a unit in the last place of BF16, from the distance to the next number."""
+    beyond = (x.view(torch.int16) + 1).view(torch.bfloat16)
+    return torch.where(beyond.isfinite(), (beyond.double() - x.double()).abs() / 2, 2.0**119)
+
+
+def finite() -> torch.Tensor:
+    return every_bf16()[every_bf16().isfinite()]
+
+
+def loaded(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return mcf.load_pair(x, mcf.remainder_payload((x, y), torch.float8_e4m3fn))[1]
+
+
+@pytest.mark.parametrize(
+    "share", [-1.0, -0.999, -0.97, -0.9, -0.6, -0.26, -(2.0**-9), 0.0, 2.0**-14, 0.01, 0.3, 0.5, 0.93, 0.969, 0.98, 1.0]
+)
+def test_an_8_bit_remainder_leaves_the_first_component_the_rounded_sum(share):
+    """All finite first components: the nearest of E4M3's 4 digits, never so large that x + y would round to another x."""
+    x = finite()
+    y = (halves(x) * share).bfloat16()
+    normal = x + y == x
+    x, y = x[normal], y[normal]
+    got = loaded(x, y)
+    assert (x + got).equal(x)
+    error = (got.double() - y.double()).abs()
+    at_the_limit = y.double().abs() > 0.96 * halves(x)
+    assert (error <= 2.0**-4 * y.double().abs()).all()
+    assert (error[~at_the_limit] <= 2.0**-5 * 2.0 ** torch.frexp(y.double().abs())[1].double()[~at_the_limit]).all()
+    assert loaded(x, got).equal(got)
+
+
+def test_half_a_unit_is_a_tie_which_only_an_even_first_component_wins():
+    for x, y in ((1.0, 2.0**-8), (1.015625, -(2.0**-8)), (-1.015625, 2.0**-8 * 0.99)):
+        assert abs(loaded(bf16(x), bf16(y)).item()) == 2.0**-8
+    for y in (2.0**-8 * 0.99, -(2.0**-8) * 0.99, 2.0**-7):
+        assert loaded(bf16(1.0078125), bf16(y)).item() == pytest.approx(15 / 16 * 2.0**-8 * (1 if y > 0 else -1), abs=0)
+    assert (bf16(1.0078125) + bf16(2.0**-8)).item() != bf16(1.0078125).item()
+
+
+def test_payloads_are_in_units_of_which_half_the_last_place_has_256():
+    x = bf16(1.0, -3.0, 2.0**-126, 2.0**-110, 0.0, -0.0)
+    y = bf16(2.0**-8 * 0.75, -(2.0**-7) * 2.0**-14, 0.0, 2.0**-118, 0.0, -0.0)
+    assert mcf.remainder_payload((x, y), torch.float8_e4m3fn).float().tolist() == [192.0, -(2.0**-6), 0.0, 256.0, 0.0, -0.0]
+    tiny = (bf16(2.0**-124), bf16(SMALLEST))
+    assert loaded(*tiny).equal(tiny[1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_an_8_bit_remainder_keeps_nan_and_saturates(bad):
+    x = bf16(bad, 1.0)
+    got = loaded(x, bf16(bad, bad))
+    assert got.isnan().equal(bf16(bad, bad).isnan())
+    assert got[1].isnan() or got[1].abs() == 2.0**-8
+    assert (x + got)[0].isnan() == x[0].isnan()
+
+
+def test_a_bf16_remainder_is_stored_as_it_is_and_an_fp32_one_rounded():
+    x, y = bf16(1.0), torch.tensor([0.0012345])
+    assert mcf.remainder_payload((x, y), torch.bfloat16).equal(y.bfloat16())
+    assert mcf.load_pair(x, y.bfloat16())[1].equal(y.bfloat16())
+    assert loaded(x, y).item() == pytest.approx(0.0012345, rel=2.0**-4)
+
+
+def test_8_bit_remainders_are_elementwise_over_any_cut():
+    x, y = close_pairs(64)
+    x, y = mcf.fast_two_sum(x, remainders(x, 3))
+    payload = mcf.remainder_payload((x, y), torch.float8_e4m3fn)
+    grid = mcf.remainder_payload((x.view(8, 8)[:, 3:5], y.view(8, 8)[:, 3:5]), torch.float8_e4m3fn)
+    assert bits(grid).equal(bits(payload.view(8, 8)[:, 3:5]))
+    assert mcf.load_pair(x[7], payload[7])[1].equal(mcf.load_pair(x, payload)[1][7])
+
+
+def test_what_e4m3_costs():
+    """dB of normal numbers as x alone, with a remainder in E4M3, and in BF16."""
+    values = torch.randn(COUNT, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    x = values.bfloat16()
+    y = (values - x.double()).float()
+    assert sqnr_db(values, x.double()) == pytest.approx(55.6, abs=0.5)
+    assert sqnr_db(values, x.double() + loaded(x, y).double()) == pytest.approx(87.0, abs=1.0)
+    assert sqnr_db(values, x.double() + y.bfloat16().double()) == pytest.approx(112.2, abs=0.5)

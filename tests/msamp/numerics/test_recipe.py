@@ -17,7 +17,7 @@ def names(r: recipe.Recipe) -> tuple[str, ...]:
         "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32", "fp32"),
         "fp16-amp": ("fp16", "fp16", "fp32", "fp32", "fp32", "fp32"),
         "bf16": ("bf16", "bf16", "fp32", "fp32", "fp32", "fp32"),
-        **dict.fromkeys(("bf16-a", "bf16-kahan", "collage-light", "collage-plus"), ("bf16",) * 6),
+        **dict.fromkeys(("bf16-a", "bf16-kahan", "collage-light", "collage-plus", "collage-fp8"), ("bf16",) * 6),
         "bf16-dmw": ("bf16", "bf16", "bf16", "bf16", "fp32", "fp32"),
         "bf16-d": ("bf16", "bf16", "fp32", "bf16", "fp32", "fp32"),
         "coat": ("bf16", "fp8-e4m3", "fp32", "bf16", "coat-e4m3", "coat-e4m3"),
@@ -89,11 +89,12 @@ def test_the_options_of_collage_hold_for_every_parameter():
         "bf16-d": "fp32",
         "collage-light": "light",
         "collage-plus": "plus",
+        "collage-fp8": "fp8",
     }
 
 
 def test_an_update_in_bf16_takes_nothing_else():
     with pytest.raises(ValueError, match="update 'plus' computes in BF16, and the formats are master bf16, grad bf16, m bf16, v fp32"):
         recipe.StateFormats(formats.BF16, formats.BF16, formats.BF16, formats.FP32, "plus")
-    with pytest.raises(ValueError, match="update 'b' is unknown; choose one of fp32, a, kahan, light, plus"):
+    with pytest.raises(ValueError, match="update 'b' is unknown; choose one of fp32, a, kahan, light, plus, fp8"):
         recipe.StateFormats(update="b")

@@ -8,8 +8,9 @@ from numerics import make
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, E4M3, FP16, FP32, Format
-from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats
+from msamp.numerics.recipe import COLLAGE_FP8, COLLAGE_PLUS, FP32_STATES, O1, O2, O3, StateFormats
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim import rehearsal
 from msamp.optim.adamw import FP8AdamW
@@ -113,6 +114,23 @@ def test_no_more_is_copied_at_a_time_than_some_rows(level, monkeypatch):
         rest = list(parts)
     assert sum(part.before.numel() for part in (first, *rest)) == sum(p.numel() for p in ps)
     assert 0 < largest.elements <= 100
+
+
+@pytest.mark.parametrize("recipe", [COLLAGE_PLUS, COLLAGE_FP8], ids=lambda recipe: recipe.name)
+def test_pairs_are_rehearsed_as_their_values(recipe, device):
+    ps, optimizer = made(recipe.states, BF16, device)
+    for step in range(3):
+        grow(ps, step)
+        before = everything(optimizer) if step else []
+        told = list(rehearse(optimizer))
+        assert not step or everything(optimizer) == before
+        optimizer.step()
+    for one, p in zip(told, ps, strict=True):
+        state = optimizer.state[p]
+        for name, first, key in (("master", p, "weight_remainder"), ("v", state["exp_avg_sq"], "exp_avg_sq_remainder")):
+            x, y = mcf.load_pair(first.detach(), state[key])
+            assert one.stored[name].equal(x.float() + y.float())
+            assert y.any()
 
 
 def test_what_is_wanted_is_adam_in_fp32(device):

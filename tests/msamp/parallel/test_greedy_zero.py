@@ -22,7 +22,7 @@ from msamp.parallel.data_parallel import grad_sync
 from msamp.parallel.greedy_zero import GreedyZeRO
 
 WORLDS = (1, 2, pytest.param(4, marks=pytest.mark.slow))
-LEVELS = ("fp32", "fp16-amp", "bf16", "collage-plus", "O1", "O2", "O3")
+LEVELS = ("fp32", "fp16-amp", "bf16", "collage-plus", "collage-fp8", "O1", "O2", "O3")
 BUCKET = 1200  # elements: several buckets of several tensors, and rows of one tensor on several ranks
 # Odd numbers of rows, a single row, one to three dimensions and none; the last is never used.
 LINEAR = {"first": (33, 24), "cube": (5, 4, 6), "row": (1, 50), "other": (7, 40), "idle": (3, 8)}
@@ -32,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "Adam's decay, micro-batches": {"clip_grad": None, "decoupled": False, "micro_batches": 3},
     "summed as in the paper": {"exchange": "nccl"},
 }
-POISONED = {"fp32": "shift", "fp16-amp": "shift", "bf16": "table", "collage-plus": "cube", "O1": "row", "O2": "first", "O3": "cube"}
+POISONED = dict(zip(LEVELS, ("shift", "shift", "table", "cube", "first", "row", "first", "cube"), strict=True))
 # Of a GPT with 4 layers of width 48 and 500 tokens.
 GPT = [(500, 48), *[(144, 48), (48, 48), (192, 48), (48, 192), (48,), (48,)] * 4]
 Bits = dict[str, torch.Tensor]
@@ -58,7 +58,7 @@ class Loop:
         self.names = {p: name for name, p in self.model.named_parameters()}
         self.distributed = torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if self.distributed else 0
-        settings = {"clip_grad": options.pop("clip_grad", 0.5), "decoupled": options.pop("decoupled", True) or level == "collage-plus"}
+        settings = {"clip_grad": options.pop("clip_grad", 0.5), "decoupled": options.pop("decoupled", True) or level.startswith("collage")}
         groups = self.groups(by_name(level))
         formats = {p: group["formats"].grad for group in groups for p in group["params"]}
         ranks = torch.distributed.group.WORLD if self.distributed else None

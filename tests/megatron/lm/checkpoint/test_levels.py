@@ -23,8 +23,8 @@ from msamp.optim.master import is_own_master
 LEVELS = ("fp32", "fp16-amp", "bf16", "O1", "O2", "O3")
 PAIRS = [pair for pair in itertools.product(LEVELS, LEVELS) if pair[0] != pair[1]]
 # Of Collage's options the largest relative error of a weight and of a second moment when they come from FP32: half a step of BF16, or of
-# the second component, which is at most half a step of the first.
-ONE, TWO = 2.0**-8, 2.0**-16
+# the second component, which is at most half a step of the first; E4M3's error is at most 1/16 of that half.
+ONE, TWO, EIGHT_BITS = 2.0**-8, 2.0**-16, 2.0**-12
 COLLAGE = {
     "bf16-a": (ONE, ONE),
     "bf16-kahan": (TWO, ONE),
@@ -32,6 +32,7 @@ COLLAGE = {
     "bf16-d": (0.0, 0.0),
     "collage-light": (TWO, ONE),
     "collage-plus": (TWO, TWO),
+    "collage-fp8": (EIGHT_BITS, EIGHT_BITS),
 }
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 SAVED, LAST = 6, 9
@@ -204,6 +205,25 @@ def test_from_option_to_option_the_common_states_keep_their_bits(
             assert lost == {"collage-light": {"exp_avg_sq_remainder"}, "bf16-kahan": set(), "bf16-a": {"weight_remainder"}}[option]
             assert ("were requantised" in told) == bool(lost)
         source = folder
+
+
+@pytest.mark.slow
+def test_to_remainders_in_8_bits_and_back(prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]]):
+    """The way there rounds the remainders alone, and once; the way back, and there again, keeps their values."""
+    source, seen = stayed["bf16"][1], []
+    for number, option in enumerate(("collage-plus", "collage-fp8", "collage-plus", "collage-fp8")):
+        folder = tmp_path / str(number)
+        convert(prefix, source, option, folder)
+        seen.append(read(folder))
+        source = folder
+    plus, eight, back, again = seen
+    assert pair_errors(eight, back) == pair_errors(eight, again) == (0.0, 0.0)
+    assert 0.0 < max(pair_errors(plus, eight)) <= EIGHT_BITS
+    for key in plus.stored.tensors:
+        if not key.startswith("rng/"):
+            kept = "_remainder/" not in key
+            assert not kept or tiny.same(tiny.bits([plus.stored.tensor(key)]), tiny.bits([again.stored.tensor(key)])), key
+            assert tiny.same(tiny.bits([eight.stored.tensor(key)]), tiny.bits([again.stored.tensor(key)])), key
 
 
 # Weights without the optimizer's states

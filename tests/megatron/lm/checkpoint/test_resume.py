@@ -26,10 +26,11 @@ GRIDS: dict[str, dict[str, Any]] = {
     "TP 2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, **DROPOUT},
     "PP 2": {"pipeline_model_parallel_size": 2, **DROPOUT},
 }
-COLLAGE = ("bf16-a", "bf16-kahan", "bf16-dmw", "bf16-d", "collage-light", "collage-plus")
+COLLAGE = ("bf16-a", "bf16-kahan", "bf16-dmw", "bf16-d", "collage-light", "collage-plus", "collage-fp8")
 RUNS = [(level, grid) for level in ("fp32", "fp16-amp", "bf16", *COLLAGE, "coat", "O1", "O2", "O3", "O3+coat") for grid in GRIDS]
 DEFAULT = [
     ("collage-plus", "TP 2"),
+    ("collage-fp8", "DP 2"),
     ("fp32", "PP 2"),
     ("fp16-amp", "DP 2"),
     ("bf16", "TP 2"),

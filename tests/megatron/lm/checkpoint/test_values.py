@@ -11,7 +11,8 @@ from megatron.lm.checkpoint import storage
 from megatron.lm.checkpoint.content import group_keys, scale_key
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.storage import Item, Stored
-from megatron.lm.checkpoint.values import Found, chunk_offsets, find, scalar
+from megatron.lm.checkpoint.values import Found, chunk_offsets, find, find_whole, scalar
+from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.quantize import quantize
@@ -55,6 +56,25 @@ def one(x: ScalingTensor | Tensor) -> Found:
 
 
 # Another cut
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_pairs_stand_for_their_sum_over_any_cut(tmp_path: Path, dtype: torch.dtype):
+    """The remainder in 8 bits has no scale: its unit comes from the first component, cut alike."""
+    x = draw(8, 6)
+    first = x.bfloat16()
+    rest = mcf.remainder_payload((first, x - first.float()), dtype)
+    keys = {"exp_avg_sq/w": first, "exp_avg_sq_remainder/w": rest}
+    there = stored(
+        tmp_path, *(chunk(t[rows], (rows.start, 0), (8, 6), key) for key, t in keys.items() for rows in (slice(0, 5), slice(5, 8)))
+    )
+    values = first.float() + mcf.load_pair(first, rest)[1].float()
+    for offset, sizes in [((0, 0), (8, 6)), ((3, 2), (4, 3))]:
+        found = find_whole(there, "exp_avg_sq", [place(offset, sizes, (8, 6))], sizes, VOCABULARY)
+        region = tuple(slice(o, o + s) for o, s in zip(offset, sizes, strict=True))
+        assert found.values().equal(values[region])
+        kept = find(there, "exp_avg_sq_remainder", [place(offset, sizes, (8, 6))], sizes, VOCABULARY).payload
+        assert tiny.same(tiny.bits([kept]), tiny.bits([rest[region]]))
 
 
 @pytest.mark.parametrize("fmt", SCALED, ids=str)

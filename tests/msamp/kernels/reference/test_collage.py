@@ -19,6 +19,7 @@ def test_there_is_a_variant_for_each_update_and_it_wants_the_remainders_that_the
     for update in UPDATES:
         variant = VARIANTS[update]
         assert variant.dtype is torch.bfloat16
+        assert {fmt.dtype for fmt in REMAINDERS[update].values()} <= {variant.remainder}
         assert ("weight_remainder" in REMAINDERS[update]) == (variant.weight in ("pair", "kahan"))
         assert ("exp_avg_sq_remainder" in REMAINDERS[update]) == variant.pair_v
 
@@ -30,10 +31,12 @@ def test_many_tensors_at_once_as_the_optimizer_that_stands_alone(update, clip):
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in ((12, 8), (), (5,))]
     weights = [p.detach().clone() for p in params]
 
-    def zeros(wanted: bool = True) -> list[torch.Tensor]:
-        return [torch.zeros_like(w) for w in weights] if wanted else []
-
     keys = REMAINDERS[update]
+
+    def zeros(key: str = "") -> list[torch.Tensor]:
+        dtype = keys[key].dtype if key in keys else torch.bfloat16
+        return [torch.zeros_like(w, dtype=dtype) for w in weights] if not key or key in keys else []
+
     batch = Batch(
         grads=zeros(),
         ms=zeros(),
@@ -43,8 +46,8 @@ def test_many_tensors_at_once_as_the_optimizer_that_stands_alone(update, clip):
         steps=[torch.tensor(0.0) for _ in weights],
         indices=[0, 1, 2],
         places=[0, 1, 2],
-        weight_remainders=zeros("weight_remainder" in keys),
-        v_remainders=zeros("exp_avg_sq_remainder" in keys),
+        weight_remainders=zeros("weight_remainder"),
+        v_remainders=zeros("exp_avg_sq_remainder"),
     )
     alone = CollageAdamW(params, HYPER.lr, HYPER[1:3], HYPER.eps, HYPER.weight_decay, variant=update)
     for _ in range(6):

@@ -11,6 +11,7 @@ from numerics import bits, make
 from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.collage import collage as twin
 from msamp.kernels.tables import Tables
+from msamp.numerics import mcf
 from msamp.numerics.recipe import REMAINDERS
 
 UPDATES = [update for update in REMAINDERS if update != "fp32"]
@@ -25,6 +26,10 @@ def kernel(*args):
 
 def batch(update, device, shapes=SHAPES) -> Batch:
     """Tensors in the midst of training, of magnitudes far apart; some weights are 0 and some smaller than their update."""
+
+    def remainders(xs: list[torch.Tensor], size: float, key: str) -> list[torch.Tensor]:
+        fmt = REMAINDERS[update].get(key)
+        return [mcf.remainder_payload((x, x * size), fmt.dtype) for x in xs] if fmt else []
 
     def states(seed: int, size: float, positive: bool = False) -> list[torch.Tensor]:
         made = [make("log-normal" if i % 2 else "normal", shape or (1,), seed + i).view(shape) for i, shape in enumerate(shapes)]
@@ -43,8 +48,8 @@ def batch(update, device, shapes=SHAPES) -> Batch:
         steps=[torch.tensor(float(7 * i), device=device) for i in range(len(shapes))],
         indices=list(range(len(shapes))),
         places=list(range(len(shapes))),
-        weight_remainders=[x * 2.0**-9 for x in weights] if "weight_remainder" in REMAINDERS[update] else [],
-        v_remainders=[x * -(2.0**-10) for x in vs] if "exp_avg_sq_remainder" in REMAINDERS[update] else [],
+        weight_remainders=remainders(weights, 2.0**-9, "weight_remainder"),
+        v_remainders=remainders(vs, -(2.0**-10), "exp_avg_sq_remainder"),
     )
 
 
@@ -76,7 +81,7 @@ def test_as_its_twin_to_the_bit(update, triton_device):
     assert not same(before, want)
 
 
-@pytest.mark.parametrize("update", ["kahan", "plus"])
+@pytest.mark.parametrize("update", ["kahan", "plus", "fp8"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -99,18 +104,35 @@ def test_a_step_that_is_not_usable_leaves_no_trace(update, triton_device):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_every_magnitude_and_what_is_not_finite(triton_device):
+@pytest.mark.parametrize("update", ["plus", "fp8"])
+def test_every_magnitude_and_what_is_not_finite(update, triton_device):
     every = torch.arange(2**16, dtype=torch.int32, device=triton_device).to(torch.int16).view(torch.bfloat16)
     normal = every[every.float().abs() >= 2.0**-60][: 2**15 + 300 : 7].contiguous()
-    x = batch("plus", triton_device, [normal.shape])
+    x = batch(update, triton_device, [normal.shape])
     x = replace(x, grads=[normal], masters=[normal.flip(0).clone()])
     y, tables = copy.deepcopy(x), Tables(torch.device(triton_device))
     hyper = torch.tensor(list(HYPER.values()), dtype=torch.float64, device=triton_device)
     for run, made in ((twin, x), (kernel, y)):
-        run(tables, made, hyper, "plus", None, torch.tensor(True, device=triton_device))
+        run(tables, made, hyper, update, None, torch.tensor(True, device=triton_device))
     for a, b in zip((x.ms, x.vs, x.masters, x.weight_remainders), (y.ms, y.vs, y.masters, y.weight_remainders), strict=True):
-        assert (a[0].isnan() == b[0].isnan()).all()
-        assert bits(a[0].nan_to_num()).equal(bits(b[0].nan_to_num()))
+        mine, his = a[0].float(), b[0].float()
+        assert (mine.isnan() == his.isnan()).all()
+        assert bits(mine.nan_to_num()).equal(bits(his.nan_to_num()))
+
+
+def test_remainders_in_e4m3_beside_weights_of_every_magnitude(triton_device):
+    """An update of 0 reads and writes them all and changes no bit; the smallest weights share a unit."""
+    every = torch.arange(2**16, dtype=torch.int32, device=triton_device).to(torch.int16).view(torch.bfloat16)
+    weight = every[every.isfinite() & (every.abs() >= 2.0**-117)][::13].contiguous()
+    ulp = weight.float().abs() * 2.0**-8
+    rest = (ulp * make("normal", weight.shape).to(triton_device) * 0.2).clamp(-0.49 * ulp, 0.49 * ulp).bfloat16()
+    payload = mcf.remainder_payload((weight, rest * (rest.abs() >= 2.0**-126)), torch.float8_e4m3fn)  # the interpreter has no smaller ones
+    x = replace(batch("fp8", triton_device, [weight.shape]), masters=[weight.clone()], weight_remainders=[payload.clone()])
+    hyper = torch.tensor(list((HYPER | {"lr": 0.0}).values()), dtype=torch.float64, device=triton_device)
+    kernel(Tables(torch.device(triton_device)), x, hyper, "fp8", None, torch.tensor(True, device=triton_device))
+    assert bits(x.masters[0]).equal(bits(weight))
+    assert x.weight_remainders[0].float().equal(payload.float())
+    assert len(bits(payload).unique()) > 150
 
 
 def test_the_table_follows_tensors_that_have_moved(triton_device):
