@@ -177,7 +177,7 @@ class Recorder:
         """Everything that stands on the device, in one transfer: casts, casts of the rehearsed update, updates, mu."""
         sync = self.training.grad_sync
         groups = (self._casts, self._rehearsed, self._updates)
-        rows = [row for group in groups for row in group.values()]
+        rows = [self._table.new_zeros(0), *(row for group in groups for row in group.values())]
         mu = [] if sync.autoscale is None else [sync.autoscale.mu.double()]
         numbers = iter(torch.cat([*rows, *mu]).tolist())
         casts, rehearsed, updates = ({key: list(itertools.islice(numbers, len(row))) for key, row in group.items()} for group in groups)

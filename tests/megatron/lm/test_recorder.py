@@ -147,7 +147,7 @@ def test_numbers_are_the_definitions(tmp_path: Path, steps: int):
     [
         pytest.param("O2", {}, marks=pytest.mark.slow),
         ("O3", {"micro_batch_size": 2, "global_batch_size": 4}),
-        pytest.param("bf16", {}, marks=pytest.mark.slow),
+        ("bf16", {}),
     ],
 )
 def test_a_recorded_run_ends_with_the_same_bits(prefix: Path, tmp_path: Path, level: str, settings: dict[str, Any]):
