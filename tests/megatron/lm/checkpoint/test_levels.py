@@ -17,6 +17,8 @@ from megatron.lm.checkpoint.values import Found, find_whole
 from megatron.lm.config import Config
 from megatron.lm.trainer import Trainer
 from msamp.numerics.formats import E4M3, FP16, PLAIN_FP16, Format, by_name, of_dtype
+from msamp.numerics.metrics import sqnr_db
+from msamp.numerics.range_expand import quantize_expanded
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.master import is_own_master
 
@@ -42,9 +44,10 @@ NEXT, LATER = 1.5e-3, 2e-3
 
 
 def settings(prefix: Path, level: str, **more: Any) -> Config:
-    return tiny.config(
-        prefix, **{"precision": level, "swiglu": True, "train_iters": LAST, "exit_interval": LAST, "hidden_size": 64, **more}
-    )
+    """`level` may name other states, as in "O3+coat"."""
+    precision, *states = level.split("+")
+    shared = {"swiglu": True, "train_iters": LAST, "exit_interval": LAST, "hidden_size": 64}
+    return tiny.config(prefix, precision=precision, optimizer_state=states[0] if states else None, **{**shared, **more})
 
 
 def train(made: Trainer) -> list[float]:
@@ -226,6 +229,29 @@ def test_to_remainders_in_8_bits_and_back(prefix: Path, tmp_path: Path, stayed: 
             assert tiny.same(tiny.bits([eight.stored.tensor(key)]), tiny.bits([again.stored.tensor(key)])), key
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("level", "coat"), [("O3", "O3+coat"), ("bf16", "bf16+coat"), ("O3", "coat")], ids=str)
+def test_to_coat_s_moments_to_pairs_and_back(
+    prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]], level: str, coat: str
+):
+    """Each moment is rounded once to COAT's format, then to BF16 or a pair of them, and its values stay on the way back to COAT's."""
+    staying, folder = stayed[level]
+    saved = [read(folder)]
+    for other in (coat, "collage-plus", coat, level):
+        source, folder = folder, tmp_path / str(len(saved))
+        check_losses(convert(prefix, source, other, folder), staying)
+        saved.append(read(folder))
+    start, there, _, again, _ = saved
+    for name in start.names():
+        for key in ("exp_avg", "exp_avg_sq"):
+            before, found = start._find(key, name).values(), there._find(key, name)
+            assert (found.groups is not None) == (before.dim() > 1), name
+            if found.groups is not None:
+                assert found.values().equal(quantize_expanded(before, E4M3).dequantize()), name
+                assert sqnr_db(found.values(), again._find(key, name).values()) > 30, name
+    assert not any("remainder" in key for key in again.stored.tensors)
+
+
 # Weights without the optimizer's states
 
 
@@ -257,7 +283,7 @@ def test_masters_start_from_the_best_values(prefix: Path, stayed: dict[str, tupl
 
 
 @pytest.mark.parametrize("way", ["finetune", "no_load_optim"])
-@pytest.mark.parametrize("option", ["collage-plus", SLOW("collage-light"), SLOW("bf16-kahan")])
+@pytest.mark.parametrize("option", ["collage-plus", SLOW("collage-light"), SLOW("bf16-kahan"), SLOW("collage-fp8")])
 def test_a_weight_brings_its_second_component(
     prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]], option: str, way: str
 ):

@@ -36,10 +36,12 @@ def straight_and_resumed(prefix: str, folder: str, **settings: Any) -> tuple[Res
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("level", PRECISIONS)
+@pytest.mark.parametrize("level", [*PRECISIONS, "bf16+coat", "O3+coat"])
 def test_resume_on_a_gpu_is_bit_exact(prefix: Path, tmp_path: Path, level: str):
+    precision, *states = level.split("+")
     moving = {"initial_loss_scale": 2.0**20, "loss_scale_window": 3} if level == "fp16-amp" else {}
-    straight, before, after = straight_and_resumed(str(prefix), str(tmp_path), precision=level, **moving)
+    moving |= {"optimizer_state": states[0]} if states else {}
+    straight, before, after = straight_and_resumed(str(prefix), str(tmp_path), precision=precision, **moving)
     assert before[0] + after[0] == straight[0]
     assert tiny.same(after[1], straight[1])
 
