@@ -79,6 +79,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # FP16 is slow where a CPU has no such instructions
 def test_the_detector_needs_loss_scaling():
     fp32, without, constant, dynamic = fp16_amp.detection(300)
     assert float(without["zeros"]) > 0.9
