@@ -216,6 +216,7 @@ def test_plain_gradients_are_summed_in_fp32_and_rounded_once(ranks, fmt, kind):
         assert all(rank["plain", fmt.name, kind]["scale_inv"] is None for rank in ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4], indirect=True)
 def test_golden_exchange_on_4_processes(ranks):
     vectors = golden("exchange_fp32_sum")
