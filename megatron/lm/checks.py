@@ -282,7 +282,7 @@ def gradients(config: Config, world_size: int) -> Problems:
     precision, communication = config.precision, config.communication
     exchange, scaling, mu_rule = communication.grad_exchange, communication.grad_scaling, communication.mu_rule
     if len(set(precision.requests.values())) < 2 and not precision.has_fp8_gradients:
-        own = precision.grad_format
+        own = precision.grad_format if precision.is_fp8 else None
         lack = f"--grad-format {own} leaves none" if own else f"precision {precision.name} has none"
         served = ["fp32", "bf16"] if precision.is_fp8 or precision.has_bf16_gradients else ["fp32"]
         way = f"--grad-format {' or '.join(FP8_FORMATS)}" if precision.is_fp8 else "--opt-level O1, O2 or O3"

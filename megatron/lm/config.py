@@ -180,33 +180,35 @@ class PrecisionConfig:
         choices=("delayed", "current"),
     )
     fp8_min_gain: float = setting(
-        "at O1 to O3 a linear layer stays BF16 whose measured gain (time in BF16 over time in FP8, on this GPU) is less; 0: all are FP8, "
-        "nothing is measured. No effect at other precisions, so that one line of flags serves all",
+        "at O1 to O3 and with coat a linear layer stays BF16 whose measured gain (time in BF16 over time in FP8, on this GPU) is less; 0: "
+        "all are FP8, nothing is measured. No effect at other precisions, so that one line of flags serves all",
         1.0,
         legal=NON_NEGATIVE,
     )
     fp8_gain_cache: str | None = setting("JSON file of the gains measured so far; derived: in the user's cache folder", None)
     bf16_linears: tuple[str, ...] | None = setting(
-        "which linear layers of a transformer layer stay BF16 at O1 to O3; derived: the choice of the checkpoint that is resumed, else by "
-        "--fp8-min-gain",
+        "which linear layers of a transformer layer stay BF16 at O1 to O3 and with coat; derived: the choice of the checkpoint that is "
+        "resumed, else by --fp8-min-gain",
         None,
         choices=LINEARS,
     )
     master_format: str | None = setting("master weight where linear layers are FP8; derived: the recipe's own", None, choices=STATE_FORMATS)
     grad_format: str | None = setting("weight gradient where linear layers are FP8; derived: the recipe's own", None, choices=STATE_FORMATS)
     optimizer_state: str | None = setting(
-        "both moments of matrices, at any precision: coat is coat-e4m3 (COAT's FP8, a maximum and an exponent for each 128 of a row); "
-        "derived: the level's own",
+        "both moments of matrices, wherever the update is FP32 arithmetic: coat is coat-e4m3 (COAT's FP8, a maximum and an exponent for "
+        "each 128 of a row); derived: the level's own",
         None,
         choices=("coat",),
     )
     exp_avg_format: str | None = setting(
-        "first moment at O1 to O3, COAT's at any precision; derived: by --optimizer-state, else the level's own",
+        "first moment where linear layers are FP8, COAT's wherever the update is FP32 arithmetic; derived: by --optimizer-state, else the "
+        "level's own",
         None,
         choices=(*STATE_FORMATS, *COAT_FORMATS),
     )
     exp_avg_sq_format: str | None = setting(
-        "second moment at O1 to O3, COAT's at any precision; derived: by --optimizer-state, else the level's own",
+        "second moment where linear layers are FP8, COAT's wherever the update is FP32 arithmetic; derived: by --optimizer-state, else the "
+        "level's own",
         None,
         choices=(*STATE_FORMATS, *COAT_FORMATS),
     )
@@ -217,8 +219,8 @@ class PrecisionConfig:
         choices=ACTIVATIONS_SAVED,
     )
     grad_accum_dtype: str | None = setting(
-        "in what the micro-batches of a step add up (sr: stochastic rounding); derived: bf16 where the weight gradients are FP8, with coat "
-        "and with Collage's options, else fp32",
+        "in what the micro-batches of a step add up (sr: stochastic rounding); derived: bf16 where the weight gradients are FP8, with "
+        "Collage's options and with coat's own gradients, else fp32",
         None,
         choices=GRAD_ACCUM_DTYPES,
     )
@@ -355,7 +357,7 @@ class TrainingConfig:
         "recompute activations in backward: whole layers, or the modules of --recompute-modules", None, choices=("full", "selective")
     )
     recompute_modules: tuple[str, ...] = setting(
-        "what --recompute-granularity selective recomputes: the attention core, the MLP (at O1 to O3 without tensor parallelism its "
+        "what --recompute-granularity selective recomputes: the attention core, the MLP (in FP8 without tensor parallelism its "
         "first linear layer: the rest costs no memory there); derived: core_attn",
         (),
         choices=RECOMPUTE_MODULES,

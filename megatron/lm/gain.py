@@ -1,4 +1,4 @@
-"""Which linear layers run in FP8 at O1 to O3: those that gain by it on this GPU, by a table that is measured once a machine.
+"""Which linear layers of an FP8 recipe run in FP8: those that gain by it on this GPU, by a table that is measured once a machine.
 
 A layer's gain is the time of its BF16 forward and backward over that of its FP8 ones with all their casts, at its own shape and number of
 tokens. Where a transformer layer is computed as two fused blocks its four linear layers are FP8 together or not at all, by the sum of

@@ -27,7 +27,7 @@ RESERVED = 3 * GIB
 class Parameter(NamedTuple):
     """One parameter on one rank.
 
-    `kind`: linear, matrix (embeddings, LM head, linear layers that stay BF16 at O1 to O3) or vector (norms, biases), as in
+    `kind`: linear, matrix (embeddings, LM head, linear layers of an FP8 recipe that stay BF16) or vector (norms, biases), as in
     `optim.parameter_groups`.
     `summed`: its gradient is also added up over other ranks than the data-parallel ones, so that it shares no bucket with the others.
     """

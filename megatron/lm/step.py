@@ -32,12 +32,11 @@ Batches = Iterator[dict[str, Tensor]]
 class Training:
     """What a step works on.
 
-    `model`: this rank's GPT, or the ModuleList of its chunks with interleaved pipeline stages. `linears`: which of its linear layers are
-    BF16 at O1 to O3, as in `config`, and why. `graphs`: CUDA graphs of the step; None where every step is eager. `recorder`: who is told
-    when an update is to come. `passed_over`: samples that were read and undone by rollbacks; those of the next step begin at
-    `consumed_samples + passed_over`.
-    `loss_scaler`: FP16's, which multiplies the loss in megatron-core's schedule and in the graphs, and which the optimizer divides out
-    and updates.
+    `model`: this rank's GPT, or the ModuleList of its chunks with interleaved pipeline stages. `linears`: which of its linear layers
+    are BF16 in an FP8 recipe, as in `config`, and why. `graphs`: CUDA graphs of the step; None where every step is eager. `recorder`:
+    who is told when an update is to come. `passed_over`: samples that were read and undone by rollbacks; those of the next step begin
+    at `consumed_samples + passed_over`. `loss_scaler`: FP16's, which multiplies the loss in megatron-core's schedule and in the
+    graphs, and which the optimizer divides out and updates.
     """
 
     config: Config

@@ -115,6 +115,7 @@ def read_info(folder: Path) -> dict[str, Any]:
         size = path.stat().st_size if path.is_file() else None
         if size != entry["bytes"]:
             raise ValueError(f"{path} is {'missing' if size is None else f'{size} bytes long'}; it should be {entry['bytes']} bytes long")
+    _renew(info.get("config", {}))
     return info
 
 
@@ -123,6 +124,13 @@ def check_files(folder: Path, files: dict[str, Any]) -> None:
     for name, entry in files.items():
         if file_digest(folder / name) != entry["sha256"]:
             raise ValueError(f"{folder / name} is damaged: its SHA-256 is not that in {INFO_FILE}")
+
+
+def _renew(config: dict[str, Any]) -> None:
+    """Say in today's settings what a checkpoint says that still knew --log-underflow-interval: two others have a derived default since."""
+    if config.get("logging", {}).pop("log_underflow_interval", None) is not None:
+        defaults = {"fp8_scaling": "delayed", "save_activations": "compute"}
+        config["precision"] |= {key: None for key, value in defaults.items() if config["precision"].get(key) == value}
 
 
 def _seal(info: dict[str, Any]) -> str:

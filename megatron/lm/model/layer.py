@@ -18,7 +18,7 @@ from msamp.nn.saved import AS_IT_IS, Saved
 class Layer(TransformerLayer):
     """megatron-core's TransformerLayer with the parameters it makes, computed by `msamp.nn`'s blocks where they serve.
 
-    They serve at O1 to O3 without tensor parallelism and hidden dropout. Not while one of the layer's linear layers is watched by a
+    They serve FP8 recipes without tensor parallelism and hidden dropout. Not while one of the layer's linear layers is watched by a
     forward hook, since a fused block never calls it, and not in generation with a cache.
 
     Attributes:

@@ -212,6 +212,11 @@ REFUSALS = {
     ),
     "saved input": ("--tp-saved-input gathered", 1, "has no effect without --opt-level O3 and --sequence-parallel: drop it, or add --opt"),
     "exchange": ("--grad-exchange nccl", 2, "--grad-exchange nccl sums FP8 gradients, and precision bf16 has none: drop it, or use --opt"),
+    "exchange, format that BF16 has not": (
+        "--grad-format fp8-e4m3 --grad-exchange nccl",
+        2,
+        "--grad-exchange nccl sums FP8 gradients, and precision bf16 has none: drop it, or use --opt-level",
+    ),
     "exchange, format": (
         "--opt-level O2 --grad-format fp32 --grad-exchange nccl",
         2,

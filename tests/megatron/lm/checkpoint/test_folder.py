@@ -369,3 +369,12 @@ def test_the_seal_covers_all_but_itself(tmp_path: Path):
     (folder / INFO_FILE).write_text(text.replace("2.5", "2.25"), encoding="utf-8")
     with pytest.raises(ValueError, match="its seal does not fit its contents"):
         read_info(folder)
+
+
+def test_a_setting_that_is_gone_leaves_with_the_defaults_of_its_time(tmp_path: Path):
+    then = {"fp8_scaling": "delayed", "save_activations": "coat", "opt_level": "O2"}
+    old = published(tmp_path, 4, config={"logging": {"log_interval": 5, "log_underflow_interval": 0}, "precision": then})
+    want = {"logging": {"log_interval": 5}, "precision": then | {"fp8_scaling": None}}
+    assert read_info(old)["config"] == want
+    new = published(tmp_path, 5, config={"logging": {"log_interval": 5}, "precision": then})
+    assert read_info(new)["config"]["precision"] == then
