@@ -51,6 +51,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         file = Path(folder) / "precision.jsonl"
         training.recorder = recorder = Recorder(training, str(file), options.record_interval, lambda *_: None)
         first = timed(recorder.step(1))  # as the trainer does: what graphs will need is compiled by an eager step
+        _take_peak(cuda)
         for _ in range(options.warm_up):
             timed(contextlib.nullcontext())
         peak = _take_peak(cuda)

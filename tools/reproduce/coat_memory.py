@@ -7,8 +7,9 @@ A case is a level or precision and further flags of megatron.lm.pretrain. Every 
 runs out of memory ends without harm to the others. From --micro-batch-size the micro-batch is doubled while it fits, then what lies between
 is halved until the last that fits and the first that does not are an eighth apart, or neighbours.
 
-A trial is a row of --csv as soon as it is over, with no times where it did not fit. Rows of the same case, preset, further flags, GPU and
-commit are not measured again, so that a call that was cut off goes on where it was. The paper's figures are 1.54 times less memory and 1.43
+A trial is a row of --csv as soon as it is over, with no times where it did not fit. Rows of the same case, preset, steps, further flags,
+GPU, driver, torch and commit (give --commit, since a new row makes the tree another) are not measured again, so that a call that was cut
+off goes on where it was. The paper's figures are 1.54 times less memory and 1.43
 times the speed of BF16 (COAT, abstract); the table has ours, against the first case.
 """
 
@@ -31,6 +32,7 @@ from tools.bench.bench_step import LEVELS, WARM_UP
 
 CASES = ("bf16", "O3", "coat")
 MEASURED = ("ms", "tokens_s_gpu", "peak_gib", "rest_gib")
+TRIAL_SECONDS = 300  # one that hangs after running out of memory must not take the others' time
 MEMORY_ERRORS = ("out of memory", "OutOfMemoryError", "ALLOC_FAILED")  # of torch and CUDA, and of cuBLAS and cuDNN
 TABLE = ("case", "micro_batch", "ms", "tokens_s", "peak_gib", "speed", "less_memory", "largest", "its_tokens_s", "its_speed")
 
@@ -52,10 +54,11 @@ def measure(case: str, micro_batch: int, options: argparse.Namespace) -> dict[st
 
     Raises:
         RuntimeError: where it fails otherwise, with the end of what it printed.
+        subprocess.TimeoutExpired: after `TRIAL_SECONDS`.
     """
     with tempfile.TemporaryDirectory() as folder:
         words = command(case, micro_batch, options, folder)
-        done = subprocess.run(words, cwd=rows.ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(words, cwd=rows.ROOT, capture_output=True, text=True, check=False, timeout=TRIAL_SECONDS)
     if done.returncode == 0:
         found = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
         return {key: found[key] for key in MEASURED}
@@ -98,7 +101,8 @@ def table(cases: Mapping[str, Mapping[int, Row]], at: int) -> list[dict[str, Any
 
 def search(case: str, options: argparse.Namespace, where: Row) -> dict[int, Row]:
     """The trials of a case by micro-batch: those that stand in --csv, and those that are missing, appended there."""
-    same = {**where, "case": case, "preset": options.preset, "flags": options.flags}
+    kept = {key: str(value) for key, value in vars(options).items() if key in ("preset", "flags", "warm_up", "steps")}
+    same = {**where, "case": case, **kept}
     del same["date"]
     trials: dict[int, Row] = {}
     if options.csv.exists():
@@ -108,9 +112,9 @@ def search(case: str, options: argparse.Namespace, where: Row) -> dict[int, Row]
     def fits(micro_batch: int) -> bool:
         if micro_batch not in trials:
             trials[micro_batch] = measure(case, micro_batch, options)
-            kept = {"case": case, "preset": options.preset, "flags": options.flags, "micro_batch": micro_batch}
-            rows.append(options.csv, [{**where, **kept, **trials[micro_batch]}])
-            print(json.dumps({**kept, **trials[micro_batch]}), flush=True)
+            row = {"case": case, **kept, "micro_batch": micro_batch, **trials[micro_batch]}
+            rows.append(options.csv, [where | row])
+            print(json.dumps(row), flush=True)
         return trials[micro_batch]["ms"] != ""
 
     largest(fits, options.micro_batch_size)

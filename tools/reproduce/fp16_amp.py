@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--steps {options.steps}: give at least 1")
         lines = [dict.fromkeys(COLUMNS, "") | row for part in (detection(options.steps), weight_copies(), overflow()) for row in part]
         if options.csv:
-            rows.append(options.csv, [line | rows.machine() for line in lines])
+            rows.append(options.csv, [line | rows.machine() | {"gpu": "cpu"} for line in lines])
     except ValueError as error:
         print(f"fp16_amp.py: {error}", file=sys.stderr)
         return 2
