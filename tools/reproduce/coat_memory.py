@@ -113,7 +113,7 @@ def search(case: str, options: argparse.Namespace, where: Row) -> dict[int, Row]
         if micro_batch not in trials:
             trials[micro_batch] = measure(case, micro_batch, options)
             row = {"case": case, **kept, "micro_batch": micro_batch, **trials[micro_batch]}
-            rows.append(options.csv, [where | row])
+            rows.append(options.csv, [{**where, **row}])
             print(json.dumps(row), flush=True)
         return trials[micro_batch]["ms"] != ""
 
