@@ -12,8 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("example", [pytest.param("data_parallel", marks=pytest.mark.slow), "greedy_zero"])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("example", ["data_parallel", "greedy_zero"])
 def test_it_learns_and_the_ranks_agree(example, processes):
     path = ROOT / "examples" / f"{example}.py"
     assert path.read_text().count("\n") <= 40

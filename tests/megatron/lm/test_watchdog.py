@@ -68,6 +68,7 @@ def spinning() -> None:
         torch.distributed.all_reduce(torch.ones(1))
 
 
+@pytest.mark.slow
 def test_a_rank_that_spins_is_named_by_all_and_all_end(capfd: pytest.CaptureFixture[str]):
     with pytest.raises(RuntimeError, match=r"a process died.*\{0: 1, 1: 1\}"):
         dist.run(spinning, 2)
