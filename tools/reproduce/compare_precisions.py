@@ -5,8 +5,9 @@
 
 GPT-125M for 2,000 steps of 8k tokens, one epoch of cleaned enwik8 (`tools/prepare_text.py`), unless --flags say otherwise: they come after
 these and win. Every run is a `megatron.lm.pretrain` of its own whose metrics lie in --out; one that is complete is not run again, so that a
-list can grow. Losses of a precision with several seeds are told as mean, least and most. With --at-once runs share the GPU, and speed and
-memory come from a short run of each precision by itself, which goes first; then comes the first seed of each, then the second.
+list can grow. Losses of a precision with several seeds are told as mean, least and most. Every visible GPU is used, each run has one. With
+--at-once runs share a GPU, and speed and memory come from a short run of each precision with a GPU to itself, which goes first; then comes
+the first seed of each, then the second.
 
 With --minutes the work may be spread over several sessions on a machine: give the same --out again. Nothing is started in less time than
 the last run of as many steps took; what still runs at the end is stopped, and run anew next time.
@@ -18,6 +19,7 @@ import argparse
 import csv
 import itertools
 import math
+import os
 import shlex
 import statistics
 import subprocess
@@ -27,7 +29,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
+
+import torch
 
 from megatron.lm.config import PRECISIONS
 from tools.bench import rows
@@ -96,8 +101,14 @@ def complete(job: Job, options: argparse.Namespace) -> bool:
     return any(line["iteration"] == job.steps for line in run.valid)
 
 
-def train(job: Job, options: argparse.Namespace, session: Session) -> None:
-    """Run a job unless it is complete or the time is too short. What it prints goes to log.txt beside its metrics."""
+def cards() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES says to give a training one GPU: each that is visible here, or "" where there is none."""
+    named = [card for card in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if card]
+    return named or [str(card) for card in range(torch.cuda.device_count())] or [""]
+
+
+def train(job: Job, options: argparse.Namespace, session: Session, card: str = "") -> None:
+    """Run a job on a card unless it is complete or the time is too short. What it prints goes to log.txt beside its metrics."""
     if complete(job, options):
         return
     start = time.monotonic()
@@ -110,13 +121,33 @@ def train(job: Job, options: argparse.Namespace, session: Session) -> None:
     limit = None if math.isinf(session.end) else session.end - start
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
         try:
-            status = subprocess.run(command(job, options), stdout=log, stderr=subprocess.STDOUT, check=False, timeout=limit).returncode
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": card}
+            words = command(job, options)
+            done = subprocess.run(words, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False, timeout=limit)
         except subprocess.TimeoutExpired:
             print(f"{job.name}: stopped at the end of --minutes", flush=True)
             return
+    status = done.returncode
     if status == 0:
         session.took[job.steps] = time.monotonic() - start
     print(f"{job.name}: " + ("done" if status == 0 else f"failed with {status}, see {folder}/log.txt"), flush=True)
+
+
+def train_all(jobs: Sequence[Job], options: argparse.Namespace, session: Session, at_once: int) -> None:
+    """Run jobs in their order, `at_once` on each card; the next goes to the card that is free first."""
+    free: SimpleQueue[str] = SimpleQueue()
+    for card in cards() * at_once:
+        free.put(card)
+
+    def one(job: Job) -> None:
+        card = free.get()
+        try:
+            train(job, options, session, card)
+        finally:
+            free.put(card)
+
+    with ThreadPoolExecutor(free.qsize()) as pool:
+        list(pool.map(one, jobs))
 
 
 def row_of(precision: str, runs: Sequence[Run], speed: Run, base: float | None) -> dict[str, Any]:
@@ -149,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--speed-steps", type=int, default=SPEED_STEPS, help="of the short runs beside --at-once")
-    parser.add_argument("--at-once", type=int, default=1, help="trainings that share the GPU")
+    parser.add_argument("--at-once", type=int, default=1, help="trainings that share a GPU (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after these, with what is complete (default: no limit)")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every run")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
@@ -167,10 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     alone = {p: job_of(p, "alone", options.speed_steps) if options.at_once > 1 else jobs[p][0] for p in jobs}
     by_seed = itertools.chain.from_iterable(itertools.zip_longest(*jobs.values()))
     shared = [job for job in by_seed if job is not None and job not in alone.values()]
-    for job in alone.values():
-        train(job, options, session)
-    with ThreadPoolExecutor(options.at_once) as pool:
-        list(pool.map(lambda job: train(job, options, session), shared))
+    train_all(list(alone.values()), options, session, 1)
+    train_all(shared, options, session, options.at_once)
     missing = [job for job in (*alone.values(), *shared) if not complete(job, options)]
     whole = {p: [job for job in jobs[p] if job not in missing] for p in jobs if alone[p] not in missing}
     if any(whole.values()):

@@ -130,6 +130,22 @@ def test_a_training_longer_than_what_is_left_is_not_started(
     assert session.took[60] < 20 < session.took[2000]
 
 
+def test_every_visible_card_takes_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert compare_precisions.cards() == ["2", "5"]
+
+    def note(job: Job, options: argparse.Namespace) -> list[str]:
+        text = (
+            f"import os, time; open({str(tmp_path / job.name)!r} + '.card', 'w').write(os.environ['CUDA_VISIBLE_DEVICES']); time.sleep(1)"
+        )
+        return [sys.executable, "-c", text]
+
+    monkeypatch.setattr(compare_precisions, "command", note)
+    jobs = [Job(precision="bf16", seed=seed, steps=8, name=f"bf16_{seed}") for seed in range(4)]
+    compare_precisions.train_all(jobs, argparse.Namespace(out=tmp_path, flags=""), Session(), at_once=2)
+    assert sorted(file.read_text() for file in tmp_path.glob("*.card")) == ["2", "2", "5", "5"]
+
+
 @pytest.mark.parametrize("text", ["bf16", "bf16=0", "O9=2", "O2=two"])
 def test_seeds_that_cannot_be_are_refused(text: str):
     with pytest.raises(ValueError, match="give PRECISION=N"):
