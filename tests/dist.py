@@ -8,8 +8,11 @@
     def test_allreduce():
         assert dist.run(allreduce, 2, torch.ones(1)) == [2.0, 2.0]
 
-pytest's importlib mode gives test files module names that a spawned interpreter cannot import, so functions travel as
-file path + qualified name and the child loads the file itself.
+pytest's importlib mode gives test files module names that a new process cannot import, so functions travel as file path +
+qualified name and the child loads the file itself.
+
+Children fork from a server that has imported torch and the trainer and done nothing else: a fresh interpreter took 4 s for
+that, on every rank of every call (100 s against 32 for 34 tests of tensor and sequence parallelism on 2 cores).
 """
 
 import importlib.util
@@ -29,6 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+PRELOADED = ["torch", "torch.distributed", "megatron.lm.trainer"]
 GRACE_SECONDS = 2.0  # after one rank failed, the others get this long to fail by themselves
 
 
@@ -46,11 +50,13 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 12
     with tempfile.TemporaryDirectory() as folder:
         payload = pickle.dumps(args)
         port = _free_port()
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         processes = [
             context.Process(
                 target=_child,
                 args=(str(Path(path).resolve()), fn.__module__, fn.__qualname__, payload, rank, world_size, folder, port, timeout, init),
+                kwargs={"environment": dict(os.environ)},
             )
             for rank in range(world_size)
         ]
@@ -115,9 +121,21 @@ def _kill(process: Any) -> None:
 
 
 def _child(
-    path: str, module: str, name: str, payload: bytes, rank: int, world_size: int, folder: str, port: int, timeout: float, init: bool
+    path: str,
+    module: str,
+    name: str,
+    payload: bytes,
+    rank: int,
+    world_size: int,
+    folder: str,
+    port: int,
+    timeout: float,
+    init: bool,
+    environment: dict[str, str],
 ) -> None:
     os.setsid()
+    os.environ.clear()  # the server's: what a test has set since is not in it
+    os.environ.update(environment)
     os.environ.update(
         OMP_NUM_THREADS="1",
         GLOO_SOCKET_IFNAME="lo",
