@@ -39,8 +39,9 @@ from tools.bench import rows
 from tools.report import Run, loss_figure, read_run, write_curves
 
 STEPS, SPEED_STEPS, FIRST_SEED = 2000, 60, 1234
+LR_WARM_UP = 150
 SHAPE = "--preset 125m --micro-batch-size 4 --global-batch-size 4"
-COURSE = "--lr 6e-4 --min-lr 6e-5 --lr-warmup-iters 150 --lr-decay-style cosine --fp8-min-gain 0 --log-interval 10 --eval-iters 40"
+COURSE = "--lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --fp8-min-gain 0 --log-interval 10 --eval-iters 40"
 COLUMNS = ("precision", "seeds", "valid_loss", "least", "most", "against_bf16", "tokens_s", "peak_gib", "state_bytes_param")
 
 
@@ -88,6 +89,7 @@ def command(job: Job, options: argparse.Namespace) -> list[str]:
     text = f"--train-data-path {data}/train_text_document --valid-data-path {data}/valid_text_document"
     words = f"--tokenizer-type GPT2BPETokenizer --vocab-file {data}/encoder.json --merge-file {data}/vocab.bpe"
     mine = f"--precision {job.precision} --seed {job.seed} --train-iters {job.steps} --eval-interval {max(1, job.steps // 4)}"
+    mine += f" --lr-warmup-iters {min(LR_WARM_UP, job.steps // 4)}"
     flags = f"{SHAPE} {COURSE} {text} {words} {mine} --metrics-file {out / 'metrics.jsonl'} {options.flags}"
     return [sys.executable, "-m", "megatron.lm.pretrain", *shlex.split(flags)]
 

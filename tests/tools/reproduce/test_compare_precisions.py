@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.lm import checks
 from megatron.lm.cli import parse_args
 from tools.reproduce import compare_precisions
 from tools.reproduce.compare_precisions import COLUMNS, Job, Session, command, complete, seeds_of, train
@@ -33,6 +34,14 @@ def test_a_training_is_told_its_precision_seed_and_course(tmp_path: Path):
     assert (config.precision.name, config.training.seed, config.training.train_iters) == ("O2", 7, 100)
     assert config.optimizer.adam_beta2 == 0.999
     assert (config.training.global_batch_size, config.training.eval_interval) == (4, 25)
+
+
+@pytest.mark.parametrize("steps", [4, compare_precisions.SPEED_STEPS, compare_precisions.STEPS])
+def test_the_trainer_takes_every_length(steps: int, tmp_path: Path):
+    job = Job(precision="O2", seed=7, steps=steps, name="O2_0")
+    config = parse_args(command(job, options(tmp_path))[3:])
+    assert list(checks.schedule(config, 1)) == []
+    assert config.optimizer.lr_warmup_iters == min(150, steps // 4)
 
 
 def test_the_table_by_hand_and_what_is_complete_is_kept(
