@@ -11,8 +11,9 @@
 pytest's importlib mode gives test files module names that a new process cannot import, so functions travel as file path +
 qualified name and the child loads the file itself.
 
-Children fork from a server that has imported torch and the trainer and done nothing else: a fresh interpreter took 4 s for
-that, on every rank of every call (100 s against 32 for 34 tests of tensor and sequence parallelism on 2 cores).
+Without a GPU children fork from a server that has imported torch and the trainer and done nothing else: a fresh interpreter
+took 4 s for that, on every rank of every call (100 s against 32 for 34 tests of tensor and sequence parallelism on 2 cores).
+With one they are fresh interpreters: some import asks CUDA what it has, and no fork can use CUDA after that.
 """
 
 import importlib.util
@@ -50,8 +51,7 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 12
     with tempfile.TemporaryDirectory() as folder:
         payload = pickle.dumps(args)
         port = _free_port()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = _context()
         processes = [
             context.Process(
                 target=_child,
@@ -68,6 +68,16 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 12
         finally:
             for process in processes:
                 _kill(process)
+
+
+def _context() -> Any:
+    import torch
+
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def _free_port() -> int:

@@ -332,7 +332,7 @@ def measure(case: Case, repeats: int, bandwidth: float, rate: float) -> dict[str
         "us_p80": round(high * 1e6, 1),
         "tb_s": "" if case.flops else round(reached / 1e12, 2),
         "tflops": round(reached / 1e12) if case.flops else "",
-        "share": round(reached / ceiling, 3),
+        "share": float(f"{reached / ceiling:.3g}"),  # of a launch that moves little it is next to nothing
     }
 
 

@@ -144,7 +144,7 @@ def test_a_gpu_is_waited_for_only_in_step(level):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         optimizer.step()
-    assert amp.state_dict(optimizer)["loss_scaler0"] == {"loss_scale": 65536.0, "unskipped": 2}
+    assert amp.state_dict(optimizer)["loss_scaler0"] == {"loss_scale": 65536.0, "unskipped": 2, "overflows_left": 1}
 
 
 def test_gradients_are_unscaled_into_fp32():
