@@ -5,9 +5,9 @@
 
 GPT-125M for 2,000 steps of 8k tokens, one epoch of cleaned enwik8 (`tools/prepare_text.py`), unless --flags say otherwise: they come after
 these and win. Every run is a `megatron.lm.pretrain` of its own whose metrics lie in --out; one that is complete is not run again, so that a
-list can grow. Losses of a precision with several seeds are told as mean, least and most. Every visible GPU is used, each run has one. With
---at-once runs share a GPU, and speed and memory come from a short run of each precision with a GPU to itself, which goes first; then comes
-the first seed of each, then the second.
+list can grow. Losses of a precision with several seeds are told as mean, least and most, and beside BF16's of the same seeds. Every
+visible GPU is used, each run has one. With --at-once runs share a GPU, and speed and memory come from a short run of each precision with a
+GPU to itself, which goes first; then comes the first seed of each, then the second.
 
 With --minutes the work may be spread over several sessions on a machine: give the same --out again. Nothing is started in less time than
 the last run of as many steps took; what still runs at the end is stopped, and run anew next time.
@@ -30,16 +30,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.lm.config import PRECISIONS
 from tools.bench import rows
-from tools.report import Run, loss_figure, read_run, write_curves
+from tools.report import COLORS, Run, differences, read_run, write_curves
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STEPS, SPEED_STEPS, FIRST_SEED = 2000, 60, 1234
 LR_WARM_UP = 150
+SMOOTHED = 20  # logged losses, each of one batch
+STYLES = {"fp": "dashdot", "bf16": "dotted", "collage": "dashed"}  # by how a name begins; the FP8 precisions are solid lines
 SHAPE = "--preset 125m --micro-batch-size 4 --global-batch-size 4"
 COURSE = "--lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --fp8-min-gain 0 --log-interval 10 --eval-iters 40"
 COLUMNS = ("precision", "seeds", "valid_loss", "least", "most", "against_bf16", "tokens_s", "peak_gib", "state_bytes_param")
@@ -152,10 +157,15 @@ def train_all(jobs: Sequence[Job], options: argparse.Namespace, session: Session
         list(pool.map(one, jobs))
 
 
-def row_of(precision: str, runs: Sequence[Run], speed: Run, base: float | None) -> dict[str, Any]:
-    """A line of the table; `base`: mean validation loss of bf16's runs, None without any."""
-    losses = [run.valid[-1]["loss"] for run in runs]
+def row_of(precision: str, runs: Mapping[int, Run], speed: Run, base: Mapping[int, Run]) -> dict[str, Any]:
+    """A line of the table from a precision's runs by seed; `base`: those of bf16.
+
+    Seeds differ by more than most precisions do, so that only runs of the same seeds are compared; the comparison stays empty where bf16
+    lacks one.
+    """
+    losses = [run.valid[-1]["loss"] for run in runs.values()]
     mean = statistics.fmean(losses)
+    against = mean / statistics.fmean(base[seed].valid[-1]["loss"] for seed in runs) - 1 if runs.keys() <= base.keys() else None
     late = [line for line in speed.train if line["iteration"] > speed.train[-1]["iteration"] / 2]  # graphs are captured by then
     sizes = speed.precision["bytes_per_parameter"] if speed.precision else {}
     return {
@@ -164,7 +174,7 @@ def row_of(precision: str, runs: Sequence[Run], speed: Run, base: float | None) 
         "valid_loss": round(mean, 4),
         "least": round(min(losses), 4),
         "most": round(max(losses), 4),
-        "against_bf16": "" if base is None else f"{100 * (mean / base - 1):+.2f} %",
+        "against_bf16": "" if against is None else f"{100 * against:+.2f} %",
         "tokens_s": round(statistics.median(line["tokens_per_s"] for line in late)),
         "peak_gib": round(max(line["memory_gib"] for line in late), 2),
         "state_bytes_param": round(sum(sizes.values()), 2),
@@ -223,10 +233,9 @@ def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: 
     def read(job: Job) -> Run:
         return read_run(job.name, options.out / job.name / "metrics.jsonl")
 
-    runs = {precision: [read(job) for job in found] for precision, found in jobs.items()}
-    base = statistics.fmean(run.valid[-1]["loss"] for run in runs["bf16"]) if "bf16" in runs else None
+    runs = {precision: {job.seed: read(job) for job in found} for precision, found in jobs.items()}
     where = rows.machine(options.commit)
-    table = [where | row_of(precision, found, read(alone[precision]), base) for precision, found in runs.items()]
+    table = [where | row_of(precision, found, read(alone[precision]), runs.get("bf16", {})) for precision, found in runs.items()]
     with (options.out / "precisions.csv").open("w", encoding="utf-8", newline="") as stream:
         writer = csv.DictWriter(stream, list(table[0]))
         writer.writeheader()
@@ -234,12 +243,41 @@ def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: 
     print("| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS), sep="\n")
     for row in table:
         print("| " + " | ".join(str(row[column]) for column in COLUMNS) + " |")
-    every = [run for found in runs.values() for run in found]
+    every = [run for found in runs.values() for run in found.values()]
     write_curves(every, options.out / "curves.csv")
     try:
-        loss_figure([found[0] for found in runs.values()], None, 20).savefig(options.out / "loss.png", dpi=110)
+        figure(runs).savefig(options.out / "loss.png")
     except ImportError:
         print("no loss.png: pip install matplotlib")
+
+
+def figure(runs: Mapping[str, Mapping[int, Run]]) -> "Figure":
+    """Left the training loss of each precision's first seed from BF16's of that seed (or the first precision's), right the last validation
+    loss of every seed."""
+    from matplotlib.figure import Figure  # without pyplot: no display, no state between figures
+
+    drawn = Figure(figsize=(11, 5.2), dpi=110, layout="constrained")
+    left, right = drawn.subplots(1, 2, width_ratios=(3, 2))
+    base = runs.get("bf16", next(iter(runs.values())))
+    families: dict[str, int] = {}
+    for place, (precision, found) in enumerate(runs.items()):
+        style = next((style for start, style in STYLES.items() if precision.startswith(start)), "solid")
+        color = COLORS[families.setdefault(style, 0) % len(COLORS)]
+        families[style] += 1
+        seed, run = next(iter(found.items()))
+        iterations, relative = differences(base.get(seed, next(iter(base.values()))), run, SMOOTHED)
+        left.plot(iterations, [100 * each for each in relative], color=color, linestyle=style, linewidth=1.6, label=precision)
+        right.plot([run.valid[-1]["loss"] for run in found.values()], [place] * len(found), "o", color=color, alpha=0.8)
+    left.set(xlabel="iteration", ylabel=f"training loss from {next(iter(base.values())).name} (%), smoothed over {SMOOTHED} lines")
+    left.legend(frameon=False, ncols=2, fontsize=9)
+    right.set_yticks(range(len(runs)), list(runs))
+    right.invert_yaxis()
+    right.set_xlabel("last validation loss of each seed (nats a token)")
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color="#e5e7eb", linewidth=0.8)
+        axis.set_axisbelow(True)
+    return drawn
 
 
 if __name__ == "__main__":
