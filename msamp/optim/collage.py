@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
-from msamp.kernels.reference.adamw import Hyper
+from msamp.kernels import ops
+from msamp.kernels.reference.adamw import Batch, Hyper
 from msamp.kernels.reference.collage import SUMS, VARIANTS, Variant, step_
+from msamp.kernels.reference.collage import collage as reference_collage
+from msamp.kernels.tables import Tables
 from msamp.numerics import mcf, metrics
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import gradient
@@ -38,6 +41,9 @@ class CollageAdamW(torch.optim.Optimizer):
     `exp_avg_sq_remainder`, `master`. A gradient that is not finite is not looked for; `torch.nn.utils.clip_grad_norm_` with
     `error_if_nonfinite` does.
 
+    A group's parameters are updated by one kernel that reads and writes each element once, to the same bits; "d", "d-mw", the options
+    `weight_sum`, `eps_inside_root` and `keep_update`, and tensors that are not laid out by rows take torch's operations, one by one.
+
     Args:
         params: BF16 parameters or groups; a group may carry its own options.
         lr, betas, eps, weight_decay: as torch.optim.AdamW.
@@ -66,12 +72,13 @@ class CollageAdamW(torch.optim.Optimizer):
     ) -> None:
         self.keep_update = keep_update
         self._updates: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._tables: dict[torch.device, Tables] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         choices = {"variant": variant, "weight_sum": weight_sum, "eps_inside_root": eps_inside_root}
         super().__init__(params, {**defaults, **choices})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "keep_update": self.keep_update, "_updates": self._updates}
+        return {**super().__getstate__(), "keep_update": self.keep_update, "_updates": self._updates, "_tables": {}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch; refuses options out of range and parameters that are not BF16."""
@@ -89,23 +96,58 @@ class CollageAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        ready = [(p, g, group) for group in self.param_groups for p in group["params"] if (g := gradient(p)) is not None]
-        for _, g, _ in ready:
+        given = [(n, p, gradient(p)) for n, group in enumerate(self.param_groups) for p in group["params"]]
+        ready = [(index, n, p, g) for index, (n, p, g) in enumerate(given) if g is not None]
+        for *_, g in ready:
             _check_gradient(g)
         self._updates = []
-        for p, g, group in ready:
-            variant = VARIANTS[group["variant"]]
-            state = self.state[p]
+        together: dict[tuple[int, torch.device, bool], list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
+        for index, n, p, g in ready:
+            group, state = self.param_groups[n], self.state[p]
             if not state:
-                state.update(_initial(p, variant))
-            before = _value(p, state) if self.keep_update else None
-            beta1, beta2 = group["betas"]
-            hyper = Hyper(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-            steps = int(state["step"].add_(1))
-            delta = step_(p, g, state, steps, hyper, variant, group["weight_sum"], group["eps_inside_root"])
-            if before is not None:
-                self._updates.append((delta.flatten(), (_value(p, state) - before).flatten()))
+                state.update(_initial(p, VARIANTS[group["variant"]]))
+            if self.keep_update or not _in_one_kernel(group):
+                self._step_alone(p, g, group)
+            else:
+                by_rows = all(x.is_contiguous() for x in (p, g, *state.values()))
+                together.setdefault((n, p.device, by_rows), []).append((index, p, g))
+        for (n, device, by_rows), members in together.items():
+            self._step_together(n, device, members, ops.collage if by_rows else reference_collage)
         return loss
+
+    def _step_alone(self, p: torch.Tensor, g: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        before = _value(p, state) if self.keep_update else None
+        steps, options = int(state["step"].add_(1)), (group["weight_sum"], group["eps_inside_root"])
+        delta = step_(p, g, state, steps, _hyper(group), VARIANTS[group["variant"]], *options)
+        if before is not None:
+            self._updates.append((delta.flatten(), (_value(p, state) - before).flatten()))
+
+    def _step_together(
+        self, number: int, device: torch.device, members: list[tuple[int, torch.Tensor, torch.Tensor]], update: Callable[..., None]
+    ) -> None:
+        """One launch over parameters of a group: their numbers over all groups, themselves, and their gradients."""
+        indices, weights, grads = (list(column) for column in zip(*members, strict=True))
+        tables, group = self._tables.setdefault(device, Tables(device)), self.param_groups[number]
+
+        def column(key: str) -> list[torch.Tensor]:
+            return [self.state[p][key] for p in weights if key in self.state[p]]
+
+        batch = Batch(
+            grads=grads,
+            ms=column("exp_avg"),
+            vs=column("exp_avg_sq"),
+            masters=weights,
+            weights=[],
+            steps=column("step"),
+            indices=indices,
+            places=indices,
+            weight_remainders=column("weight_remainder"),
+            v_remainders=column("exp_avg_sq_remainder"),
+        )
+        hyper = tables.send(("hyper", number), list(_hyper(group)), torch.float64)
+        usable = tables.send("usable", [True], torch.bool).view(())
+        update(tables, batch, hyper, group["variant"], None, usable)
 
     @property
     def edq(self) -> float:
@@ -135,7 +177,7 @@ class CollageAdamW(torch.optim.Optimizer):
         states = saved_states(self, state_dict, "variant")
         for i, p in enumerate(p for group in self.param_groups for p in group["params"]):
             if i in states:
-                self.state[p] = {key: x.to("cpu" if key == "step" else p.device, copy=True) for key, x in states[i].items()}
+                self.state[p] = {key: x.to(p.device, copy=True) for key, x in states[i].items()}
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -161,6 +203,16 @@ def _check_group(group: dict[str, Any]) -> None:
             )
 
 
+def _in_one_kernel(group: dict[str, Any]) -> bool:
+    plain = group["weight_sum"] == "fast-two-sum" and not group["eps_inside_root"]
+    return plain and VARIANTS[group["variant"]].dtype is torch.bfloat16
+
+
+def _hyper(group: dict[str, Any]) -> Hyper:
+    beta1, beta2 = group["betas"]
+    return Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+
+
 def _check_gradient(g: torch.Tensor) -> None:
     if isinstance(g, ScalingTensor) or g.dtype is not torch.bfloat16 or g.layout is not torch.strided:
         kind = "a ScalingTensor" if isinstance(g, ScalingTensor) else f"{g.dtype}, {g.layout}"
@@ -171,7 +223,7 @@ def _check_gradient(g: torch.Tensor) -> None:
 
 
 def _initial(p: torch.Tensor, variant: Variant) -> dict[str, torch.Tensor]:
-    state = {"step": torch.tensor(0.0)}
+    state = {"step": torch.zeros((), device=p.device)}
     state |= {key: torch.zeros_like(p, dtype=variant.dtype) for key in ("exp_avg", "exp_avg_sq")}
     if variant.pair_v:
         state["exp_avg_sq_remainder"] = torch.zeros_like(p, dtype=variant.remainder)
