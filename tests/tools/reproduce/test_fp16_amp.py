@@ -55,6 +55,7 @@ def test_an_fp16_weight_takes_no_update_below_2_to_the_minus_11():
         assert share == (1.0 if level == "O2" or fp16_amp.RATIOS[name] > 2.0**-11 else 0.0)  # 2^-11 of 1 is a tie, and goes to even
 
 
+@pytest.mark.slow
 def test_it_recovers_from_an_overflow():
     rows = list(fp16_amp.overflow())
     scales, losses = [2.0 ** float(row["loss_scale"][2:]) for row in rows], [float(row["loss"]) for row in rows]

@@ -139,6 +139,7 @@ def check_losses(losses: list[float], staying: list[float]) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_round_the_levels_and_back(prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]]):
     """O0 -> O1 -> O2 -> O3 -> O0 rounds each tensor once a format; whatever comes then rounds nothing more."""
     staying, folder = stayed["bf16"]

@@ -1,7 +1,7 @@
 """A checkpoint of one grid loaded on another: the same model to the bit, or within the stated rounding; and training goes on as if it had
 stayed.
 
-One start of 4 processes does all the moves; the tests read the checkpoints it leaves.
+One start of 4 processes does all the moves; the tests read the checkpoints it leaves. All of it is slow: on 2 cores a start takes a minute.
 """
 
 import math
@@ -23,6 +23,7 @@ from megatron.lm.checkpoint.values import Found
 from megatron.lm.config import Config
 from msamp.numerics.formats import of_dtype
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 LEVELS = ("fp32", "bf16", "O1", "O2", "O3")
 TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 GRIDS: dict[str, dict[str, Any]] = {
@@ -243,12 +244,9 @@ def test_mu_of_a_whole_tensor_is_the_most_careful_of_its_shards(moved: Moved):
 # A vocabulary padded to a multiple of another number
 
 
-slow = (pytest.mark.slow, pytest.mark.timeout(1000))
-
-
 @pytest.mark.parametrize(
     ("moves", "name", "rows"),
-    [("moved", "padding", [75, 100, 75]), pytest.param("moved_everywhere", "no padding", [60, 80], marks=slow)],
+    [("moved", "padding", [75, 100, 75]), ("moved_everywhere", "no padding", [60, 80])],
 )
 def test_rows_of_the_vocabulary_keep_their_bits(request: pytest.FixtureRequest, moves: str, name: str, rows: list[int]):
     moved = request.getfixturevalue(moves)
@@ -267,7 +265,7 @@ def test_rows_of_the_vocabulary_keep_their_bits(request: pytest.FixtureRequest, 
 
 @pytest.mark.parametrize(
     ("moves", "name", "share"),
-    [("moved", "padding", 100 / 75), pytest.param("moved_everywhere", "no padding", 80 / 60, marks=slow)],
+    [("moved", "padding", 100 / 75), ("moved_everywhere", "no padding", 80 / 60)],
 )
 def test_new_rows_of_the_vocabulary_take_their_share_of_the_softmax(request: pytest.FixtureRequest, moves: str, name: str, share: float):
     """After two steps a padding row is about as probable as any word (within 1 %), and the loss rises by the logarithm of the growth."""
@@ -280,8 +278,6 @@ def test_new_rows_of_the_vocabulary_take_their_share_of_the_softmax(request: pyt
 # All of it
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("name", [name for name in ALL_MOVES if "padding" not in name])
 def test_every_recipe_through_every_grid(moved_everywhere: Moved, name: str):
     check_bits(moved_everywhere, name, ALL_MOVES)
