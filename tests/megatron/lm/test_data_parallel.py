@@ -97,7 +97,7 @@ def one(gloo_prefix: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def pair(gloo_prefix: Path) -> list[dict[str, Any]]:
-    return dist.run(two_processes, 2, str(gloo_prefix), timeout=400)
+    return dist.run(two_processes, 2, str(gloo_prefix), timeout=850)
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +107,12 @@ def two(pair: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def two_all(two: list[dict[str, Any]], gloo_prefix: Path) -> list[dict[str, Any]]:
-    return [rank | more for rank, more in zip(two, dist.run(all_runs, 2, str(gloo_prefix), TWO_SLOW, timeout=400), strict=True)]
+    return [rank | more for rank, more in zip(two, dist.run(all_runs, 2, str(gloo_prefix), TWO_SLOW, timeout=850), strict=True)]
 
 
 @pytest.fixture(scope="module")
 def four(gloo_prefix: Path) -> list[dict[str, Any]]:
-    return dist.run(all_runs, 4, str(gloo_prefix), FOUR, timeout=400)
+    return dist.run(all_runs, 4, str(gloo_prefix), FOUR, timeout=850)
 
 
 def losses(run: dict[str, Any]) -> list[float]:

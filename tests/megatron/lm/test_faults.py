@@ -166,7 +166,7 @@ def two_ranks(prefix: str, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def pair(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return dist.run(two_ranks, 2, str(gloo_prefix), str(tmp_path_factory.mktemp("pair")), timeout=300)
+    return dist.run(two_ranks, 2, str(gloo_prefix), str(tmp_path_factory.mktemp("pair")), timeout=800)
 
 
 # Steps that are not finite

@@ -215,17 +215,17 @@ def one(gloo_prefix: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def two(gloo_prefix: Path) -> list[dict[str, Any]]:
-    return dist.run(all_runs, 2, str(gloo_prefix), TWO, timeout=400)
+    return dist.run(all_runs, 2, str(gloo_prefix), TWO, timeout=850)
 
 
 @pytest.fixture(scope="module")
 def two_slow(gloo_prefix: Path) -> list[dict[str, Any]]:
-    return dist.run(all_runs, 2, str(gloo_prefix), TWO_SLOW, timeout=1200)
+    return dist.run(all_runs, 2, str(gloo_prefix), TWO_SLOW, timeout=2500)
 
 
 @pytest.fixture(scope="module")
 def four(gloo_prefix: Path) -> list[dict[str, Any]]:
-    return dist.run(four_processes, 4, str(gloo_prefix), timeout=1800)
+    return dist.run(four_processes, 4, str(gloo_prefix), timeout=2500)
 
 
 def check(
@@ -283,7 +283,7 @@ def test_two_processes_train_as_one(two, one, name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # of all runs, which the first test starts
+@pytest.mark.timeout(2700)  # of all runs, which the first test starts
 @pytest.mark.parametrize("name", TWO_SLOW)
 def test_every_recipe_on_two_processes(two_slow, one, name: str):
     check(two_slow, name, TWO_SLOW[name], one)
@@ -299,7 +299,7 @@ def test_bits_do_not_depend_on_the_run_nor_on_recomputation(two, two_slow, a: st
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2700)
 @pytest.mark.parametrize("name", FOUR)
 def test_every_recipe_on_four_processes(four, one, name: str):
     check([rank["runs"] for rank in four], name, FOUR[name], one)

@@ -404,7 +404,7 @@ def on_every_grid(prefix: str, folder: str) -> dict[str, tuple[list[dict[str, An
 
 @pytest.mark.slow
 def test_on_grids_one_line_tells_of_the_whole_model(gloo_prefix: Path, tmp_path: Path):
-    first, second = dist.run(on_every_grid, 2, str(gloo_prefix), str(tmp_path), timeout=300)
+    first, second = dist.run(on_every_grid, 2, str(gloo_prefix), str(tmp_path), timeout=800)
     for name, (rows, same) in first.items():
         assert same, name
         assert second[name][1], name

@@ -188,7 +188,7 @@ def refusals() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict]:
-    return dist.run(every_case, 2, timeout=280)
+    return dist.run(every_case, 2, timeout=800)
 
 
 @pytest.fixture(scope="module")

@@ -312,7 +312,7 @@ def seen(request: pytest.FixtureRequest, references: dict[str, dict[str, Any]]) 
     """What every rank has seen."""
     if request.param == 1:
         return [everything(references)]
-    return dist.run(everything, request.param, references, timeout=200)
+    return dist.run(everything, request.param, references, timeout=600)
 
 
 def agree(all_weights: list[Bits]) -> bool:

@@ -105,7 +105,7 @@ def resumed(prefix: str, folder: str) -> dict[str, list[tuple[list[float], list[
 
 @pytest.mark.slow
 def test_two_ranks_resume_bit_for_bit(gloo_prefix: Path, tmp_path: Path):
-    for rank in dist.run(resumed, 2, str(gloo_prefix), str(tmp_path), timeout=280):
+    for rank in dist.run(resumed, 2, str(gloo_prefix), str(tmp_path), timeout=800):
         for name in RUNS:
             (losses, bits), (before, _), (after, resumed_bits) = rank[name]
             assert before + after == losses, name

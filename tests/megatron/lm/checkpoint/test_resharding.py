@@ -23,7 +23,7 @@ from megatron.lm.checkpoint.values import Found
 from megatron.lm.config import Config
 from msamp.numerics.formats import of_dtype
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 LEVELS = ("fp32", "bf16", "O1", "O2", "O3")
 TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 GRIDS: dict[str, dict[str, Any]] = {
@@ -150,13 +150,13 @@ def check_losses(moved: Moved, name: str, level: str) -> None:
 @pytest.fixture(scope="module")
 def moved(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Moved:
     root = tmp_path_factory.mktemp("moves")
-    return Moved(dist.run(move, 4, str(gloo_prefix), str(root), MOVES, timeout=280), root)
+    return Moved(dist.run(move, 4, str(gloo_prefix), str(root), MOVES, timeout=800), root)
 
 
 @pytest.fixture(scope="module")
 def moved_everywhere(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Moved:
     root = tmp_path_factory.mktemp("everywhere")
-    return Moved(dist.run(move, 4, str(gloo_prefix), str(root), ALL_MOVES, timeout=900), root)
+    return Moved(dist.run(move, 4, str(gloo_prefix), str(root), ALL_MOVES, timeout=2500), root)
 
 
 @pytest.mark.parametrize("name", [name for name in MOVES if "padding" not in name])

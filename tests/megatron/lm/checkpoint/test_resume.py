@@ -111,7 +111,7 @@ def until_killed(prefix: str, folder: str) -> None:
 @pytest.fixture(scope="module")
 def seen(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Seen]]:
     """By rank, the runs that went through and those that started in the middle."""
-    return dist.run(through_and_again, 2, str(gloo_prefix), str(tmp_path_factory.mktemp("resume")), timeout=280)
+    return dist.run(through_and_again, 2, str(gloo_prefix), str(tmp_path_factory.mktemp("resume")), timeout=800)
 
 
 @pytest.mark.parametrize("run", DEFAULT, ids=" ".join)
@@ -128,13 +128,13 @@ def killed(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     """By rank: undisturbed, up to the kill, and from there on."""
     folder = tmp_path_factory.mktemp("killed")
     with pytest.raises(RuntimeError, match="a process died"):
-        dist.run(until_killed, 2, str(gloo_prefix), str(folder), timeout=400)
-    after = dist.run(second_half, 2, str(gloo_prefix), str(folder), RUNS, timeout=400)
+        dist.run(until_killed, 2, str(gloo_prefix), str(folder), timeout=1500)
+    after = dist.run(second_half, 2, str(gloo_prefix), str(folder), RUNS, timeout=1500)
     return [(*torch.load(folder / f"seen_{rank}.pt", weights_only=True), after[rank]) for rank in range(2)]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3100)
 @pytest.mark.parametrize("run", RUNS, ids=" ".join)
 def test_other_processes_go_on_after_a_kill(killed: list[tuple[Seen, Seen, Seen]], run: tuple[str, str]):
     for straight, first, second in killed:

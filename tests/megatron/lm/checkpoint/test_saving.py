@@ -447,7 +447,7 @@ def damaged(training: Training, root: Path) -> str:
 def ranks(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     """What two processes saw, by rank, and where they saved."""
     folder = tmp_path_factory.mktemp("two")
-    return dist.run(two_ranks, 2, str(gloo_prefix), str(folder), timeout=200), folder
+    return dist.run(two_ranks, 2, str(gloo_prefix), str(folder), timeout=600), folder
 
 
 def test_two_ranks_resume_bit_for_bit(ranks: tuple[list[dict[str, Any]], Path]):
