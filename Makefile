@@ -16,7 +16,7 @@ PARALLEL = OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 LINTED = msamp megatron tools tests setup.py
 
-.PHONY: help venv quickstart test test-slow test-gpu test-multi-gpu soak lint bench clean
+.PHONY: help venv quickstart test test-slow test-exhaustive test-gpu test-multi-gpu soak lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -37,10 +37,13 @@ quickstart: $(READY) ## train a small GPT in BF16 and at O2 on this machine, com
 	$(PYTHON) tools/quickstart.py $(ARGS)
 
 test: $(READY) ## every test that needs no GPU (JOBS=n in n processes)
-	$(PARALLEL) -m "not gpu and not multi_gpu and not slow" tests $(ARGS)
+	$(PARALLEL) -m "not gpu and not multi_gpu and not slow and not exhaustive" tests $(ARGS)
 
 test-slow: $(READY) ## the slower tests that need no GPU, such as every level on every grid of 4 processes
-	$(PARALLEL) -m "slow and not gpu and not multi_gpu" tests $(ARGS)
+	$(PARALLEL) -m "slow and not gpu and not multi_gpu and not exhaustive" tests $(ARGS)
+
+test-exhaustive: $(READY) ## the rest, which CI has no time for: more recipes on more grids, ended by SIGKILL and not (half an hour)
+	$(PARALLEL) -m "exhaustive" tests $(ARGS)
 
 test-gpu: $(READY) ## tests on one GPU with FP8
 	$(PYTEST) -m "gpu and not multi_gpu" tests $(ARGS)

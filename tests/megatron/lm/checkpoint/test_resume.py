@@ -27,7 +27,11 @@ GRIDS: dict[str, dict[str, Any]] = {
     "PP 2": {"pipeline_model_parallel_size": 2, **DROPOUT},
 }
 COLLAGE = ("bf16-a", "bf16-kahan", "bf16-dmw", "bf16-d", "collage-light", "collage-plus", "collage-fp8")
-RUNS = [(level, grid) for level in ("fp32", "fp16-amp", "bf16", *COLLAGE, "coat", "O1", "O2", "O3", "O3+coat") for grid in GRIDS]
+LEVELS = ("fp32", "fp16-amp", "bf16", *COLLAGE, "coat", "O1", "O2", "O3", "O3+coat")
+RUNS = [(level, grid) for level in LEVELS for grid in GRIDS]
+# Every recipe on one grid or another, and O3 on each; the others are the exhaustive tests'.
+KILLED = [(level, grid) for i, level in enumerate(LEVELS) for j, grid in enumerate(GRIDS) if level == "O3" or i % len(GRIDS) == j]
+OTHERS = [run for run in RUNS if run not in KILLED]
 DEFAULT = [
     ("collage-plus", "TP 2"),
     ("collage-fp8", "DP 2"),
@@ -100,10 +104,10 @@ def through_and_again(prefix: str, folder: str) -> list[Seen]:
     return [{run: train(settings(prefix, run, **saves[run])) for run in DEFAULT}, second_half(prefix, folder, DEFAULT)]
 
 
-def until_killed(prefix: str, folder: str) -> None:
+def until_killed(prefix: str, folder: str, runs: list[tuple[str, str]]) -> None:
     """What `undisturbed` and `first_half` saw goes into a file, and the process ends as by a power cut."""
     rank = torch.distributed.get_rank()
-    torch.save([undisturbed(prefix, RUNS), first_half(prefix, folder, RUNS)], f"{folder}/seen_{rank}.pt")
+    torch.save([undisturbed(prefix, runs), first_half(prefix, folder, runs)], f"{folder}/seen_{rank}.pt")
     torch.distributed.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -123,20 +127,39 @@ def test_the_second_half_again_from_a_checkpoint(seen: list[list[Seen]], run: tu
     assert second[run][0] == straight[run][0][SAVED:]
 
 
+def kill(prefix: str, folder: Path, runs: list[tuple[str, str]]) -> list[tuple[Seen, Seen, Seen]]:
+    """By rank: undisturbed, up to the kill, and from there on."""
+    with pytest.raises(RuntimeError, match="a process died"):
+        dist.run(until_killed, 2, prefix, str(folder), runs, timeout=1500)
+    after = dist.run(second_half, 2, prefix, str(folder), runs, timeout=1500)
+    return [(*torch.load(folder / f"seen_{rank}.pt", weights_only=True), after[rank]) for rank in range(2)]
+
+
 @pytest.fixture(scope="module")
 def killed(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Seen, Seen, Seen]]:
-    """By rank: undisturbed, up to the kill, and from there on."""
-    folder = tmp_path_factory.mktemp("killed")
-    with pytest.raises(RuntimeError, match="a process died"):
-        dist.run(until_killed, 2, str(gloo_prefix), str(folder), timeout=1500)
-    after = dist.run(second_half, 2, str(gloo_prefix), str(folder), RUNS, timeout=1500)
-    return [(*torch.load(folder / f"seen_{rank}.pt", weights_only=True), after[rank]) for rank in range(2)]
+    return kill(str(gloo_prefix), tmp_path_factory.mktemp("killed"), KILLED)
+
+
+@pytest.fixture(scope="module")
+def others_killed(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Seen, Seen, Seen]]:
+    return kill(str(gloo_prefix), tmp_path_factory.mktemp("others"), OTHERS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3100)
-@pytest.mark.parametrize("run", RUNS, ids=" ".join)
+@pytest.mark.parametrize("run", KILLED, ids=" ".join)
 def test_other_processes_go_on_after_a_kill(killed: list[tuple[Seen, Seen, Seen]], run: tuple[str, str]):
+    check_kill(killed, run)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3100)
+@pytest.mark.parametrize("run", OTHERS, ids=" ".join)
+def test_other_processes_go_on_after_a_kill_on_every_grid(others_killed: list[tuple[Seen, Seen, Seen]], run: tuple[str, str]):
+    check_kill(others_killed, run)
+
+
+def check_kill(killed: list[tuple[Seen, Seen, Seen]], run: tuple[str, str]) -> None:
     for straight, first, second in killed:
         assert tiny.same(second[run][1], straight[run][1])
         assert not tiny.same(first[run][1], straight[run][1])
