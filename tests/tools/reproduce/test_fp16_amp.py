@@ -86,7 +86,7 @@ def test_the_detector_needs_loss_scaling():
     assert float(without["zeros"]) > 0.9
     # 0.000 on a CPU with FP16 arithmetic, 0.152 on one that computes in FP32 and rounds: what it learns, its largest gradients teach it.
     assert float(without["average_precision"]) < 0.5 * float(fp32["average_precision"])
-    assert float(without["loss"]) > 10 * float(fp32["loss"])
+    assert float(without["loss"]) > 5 * float(fp32["loss"])
     for row in (constant, dynamic):
         assert float(row["average_precision"]) > float(fp32["average_precision"]) - 0.08
         assert float(row["loss"]) < 1.2 * float(fp32["loss"])
