@@ -40,7 +40,7 @@ test: $(READY) ## every test that needs no GPU (JOBS=n in n processes)
 	$(PARALLEL) -m "not gpu and not multi_gpu and not slow and not exhaustive" tests $(ARGS)
 
 test-slow: $(READY) ## the slower tests that need no GPU, such as every level on every grid of 4 processes
-	$(PARALLEL) -m "slow and not gpu and not multi_gpu and not exhaustive" tests $(ARGS)
+	$(PARALLEL) -m "slow and not gpu and not multi_gpu" tests $(ARGS)
 
 test-exhaustive: $(READY) ## the rest, which CI has no time for: more recipes on more grids, ended by SIGKILL and not (half an hour)
 	$(PARALLEL) -m "exhaustive" tests $(ARGS)

@@ -204,10 +204,15 @@ def _figure(rows: int, size: tuple[float, float], ratios: Sequence[float] = (1,)
     figure = Figure(figsize=size, dpi=130, layout="constrained")
     axes = figure.subplots(rows, 1, sharex=True, squeeze=False, height_ratios=ratios[:rows])[:, 0]
     for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(color="#e5e7eb", linewidth=0.8)
-        axis.set_axisbelow(True)
+        plain(axis)
     return figure, list(axes)
+
+
+def plain(axis: "Axes") -> None:
+    """The look of every plot: two spines, and a faint grid behind the lines."""
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(color="#e5e7eb", linewidth=0.8)
+    axis.set_axisbelow(True)
 
 
 def _colors(runs: Sequence[Run]) -> list[str]:

@@ -128,7 +128,9 @@ class CollageAdamW(torch.optim.Optimizer):
     ) -> None:
         """One launch over parameters of a group: their numbers over all groups, themselves, and their gradients."""
         indices, weights, grads = (list(column) for column in zip(*members, strict=True))
-        tables, group = self._tables.setdefault(device, Tables(device)), self.param_groups[number]
+        if device not in self._tables:
+            self._tables[device] = Tables(device)
+        tables, group = self._tables[device], self.param_groups[number]
 
         def column(key: str) -> list[torch.Tensor]:
             return [self.state[p][key] for p in weights if key in self.state[p]]

@@ -36,7 +36,7 @@ import torch
 
 from megatron.lm.config import PRECISIONS
 from tools.bench import rows
-from tools.report import COLORS, Run, differences, read_run, write_curves
+from tools.report import COLORS, Run, differences, plain, read_run, write_curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -274,9 +274,7 @@ def figure(runs: Mapping[str, Mapping[int, Run]]) -> "Figure":
     right.invert_yaxis()
     right.set_xlabel("last validation loss of each seed (nats a token)")
     for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(color="#e5e7eb", linewidth=0.8)
-        axis.set_axisbelow(True)
+        plain(axis)
     return drawn
 
 
