@@ -218,24 +218,20 @@ def one(gloo_prefix: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return Runs()
 
 
-@pytest.fixture(scope="module")
-def two(gloo_prefix: Path) -> list[dict[str, Any]]:
-    return dist.run(all_runs, 2, str(gloo_prefix), TWO, timeout=850)
+def runs_of(cases: dict[str, Case], ranks: int, timeout: float) -> Any:
+    """A fixture: what each of so many ranks saw of the cases, which are run once, at the first test that asks."""
+
+    @pytest.fixture(scope="module")
+    def runs(gloo_prefix: Path) -> list[dict[str, Any]]:
+        return dist.run(all_runs, ranks, str(gloo_prefix), cases, timeout=timeout)
+
+    return runs
 
 
-@pytest.fixture(scope="module")
-def two_slow(gloo_prefix: Path) -> list[dict[str, Any]]:
-    return dist.run(all_runs, 2, str(gloo_prefix), TWO_SLOW, timeout=2500)
-
-
-@pytest.fixture(scope="module")
-def two_rest(gloo_prefix: Path) -> list[dict[str, Any]]:
-    return dist.run(all_runs, 2, str(gloo_prefix), TWO_REST, timeout=2500)
-
-
-@pytest.fixture(scope="module")
-def four_rest(gloo_prefix: Path) -> list[dict[str, Any]]:
-    return dist.run(all_runs, 4, str(gloo_prefix), FOUR_REST, timeout=2500)
+two = runs_of(TWO, 2, 850)
+two_slow = runs_of(TWO_SLOW, 2, 2500)
+two_rest = runs_of(TWO_REST, 2, 2500)
+four_rest = runs_of(FOUR_REST, 4, 2500)
 
 
 @pytest.fixture(scope="module")
