@@ -25,16 +25,61 @@ class Cast:
     granularity: Granularity = TENSORWISE
 
     def __str__(self) -> str:
-        return f"{self.format} {self.scaling}"
+        return f"{self.format} {self.scaling}" if self.granularity == TENSORWISE else f"{self.format} {self.scaling} {self.granularity}"
+
+
+@dataclass(frozen=True)
+class Product:
+    """One GEMM: how its two operands are cast, blocks lying along the dimension that the GEMM sums over, and how it accumulates.
+
+    Attributes:
+        left, right: the operands.
+        fast: the tensor cores may keep partial sums at reduced precision ("fast accumulation"); False wants the full sum.
+    """
+
+    left: Cast
+    right: Cast
+    fast: bool = False
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """The operands of the three GEMMs of a linear layer."""
+    """The three GEMMs of a linear layer y = x W^T.
 
-    input: Cast
-    weight: Cast
-    grad_output: Cast
+    Attributes:
+        output: input times weight.
+        grad_input: grad_output times weight.
+        grad_weight: grad_output times input.
+    """
+
+    output: Product
+    grad_input: Product
+    grad_weight: Product
+
+    @classmethod
+    def of(cls, input: Cast, weight: Cast, grad_output: Cast) -> "Gemm":
+        """Each tensor cast alike for both of its GEMMs; fast accumulation for the output, the full sum for gradients."""
+        return cls(Product(input, weight, fast=True), Product(grad_output, weight), Product(grad_output, input))
+
+    @property
+    def input(self) -> Cast:
+        """How the input is cast for the output."""
+        return self.output.left
+
+    @property
+    def weight(self) -> Cast:
+        """How the weight is cast for the output."""
+        return self.output.right
+
+    @property
+    def grad_output(self) -> Cast:
+        """How the grad_output is cast for grad_input."""
+        return self.grad_input.left
+
+    @property
+    def casts(self) -> dict[str, Cast]:
+        """Tensor -> how it is cast."""
+        return {"input": self.input, "weight": self.weight, "grad_output": self.grad_output}
 
 
 # The arithmetic of an update -> the states in which it keeps what rounding takes from weight and second moment.
@@ -102,6 +147,10 @@ class Recipe:
         states: optimizer formats of linear weights, embeddings and the LM head.
         vectors: optimizer formats of norms and biases.
         fp8_wire: whether activations and their gradients travel in FP8 between tensor-parallel ranks, else in `compute`.
+        shards_optimizer: whether data-parallel ranks share the optimizer's states without being asked (ZeRO).
+        accumulator: in what several micro-batches of a step add up where nothing else is asked for: "bf16" or "fp32".
+        activations: how the inputs of norms and activations are kept for backward where nothing else is asked for: "compute", as they
+            are, or "coat", in FP8 groups.
     """
 
     name: str
@@ -111,6 +160,9 @@ class Recipe:
     states: StateFormats
     vectors: StateFormats = FP32_STATES
     fp8_wire: bool = False
+    shards_optimizer: bool = False
+    accumulator: str = "fp32"
+    activations: str = "compute"
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -123,34 +175,68 @@ class Recipe:
         return self.gemm is not None
 
     @property
+    def fp8_gradients(self) -> bool:
+        """True where the gradients of linear weights are FP8."""
+        return self.states.grad.scaled and self.states.grad.bytes == 1
+
+    @property
     def scales_loss(self) -> bool:
         """True where gradients need a loss scale: they are computed in FP16, whose range ends at 2^-24 (Micikevicius et al. 2017)."""
         return self.compute.dtype is torch.float16
 
     def with_states(self, **formats: Format | None) -> "Recipe":
-        """The recipe with some of `master`, `grad`, `m`, `v` replaced (None keeps the recipe's own): Table 6's rows."""
+        """The recipe with some of `master`, `grad`, `m`, `v` replaced (None keeps the recipe's own): Table 6's rows.
+
+        Another gradient format brings the accumulator that suits it: BF16 for FP8 gradients, else FP32.
+        """
         states = replace(self.states, **{k: v for k, v in formats.items() if v is not None})  # type: ignore[arg-type]
-        return replace(self, states=states)
+        changed = replace(self, states=states)
+        if states.grad == self.states.grad:
+            return changed
+        return replace(changed, accumulator="bf16" if changed.fp8_gradients else "fp32")
 
     def with_scaling(self, scaling: Scaling) -> "Recipe":
-        """The recipe with activations and grad_outputs scaled by another rule."""
+        """The recipe with activations and grad_outputs scaled by another rule; itself where there are no FP8 GEMMs."""
         if self.gemm is None:
             return self
-        gemm = replace(
-            self.gemm, input=replace(self.gemm.input, scaling=scaling), grad_output=replace(self.gemm.grad_output, scaling=scaling)
-        )
+        input, grad_output = (replace(cast, scaling=scaling) for cast in (self.gemm.input, self.gemm.grad_output))
+        return self.with_gemm(Gemm.of(input, self.gemm.weight, grad_output))
+
+    def with_gemm(self, gemm: Gemm) -> "Recipe":
+        """The recipe with its FP8 GEMMs cast in another way, such as one of `GEMMS`.
+
+        Raises:
+            ValueError: for a recipe without FP8 GEMMs.
+        """
+        if self.gemm is None:
+            raise ValueError(f"recipe {self.name} has no FP8 GEMM to cast in another way; take O1, O2 or O3")
         return replace(self, gemm=gemm)
 
 
 # A weight changes once a step and its amax is known when it does, so its scale is always its own.
-_GEMM = Gemm(input=Cast(E4M3), weight=Cast(E4M3, Current()), grad_output=Cast(E5M2))
+_GEMM = Gemm.of(input=Cast(E4M3), weight=Cast(E4M3, Current()), grad_output=Cast(E5M2))
+_JUST_IN_TIME = Gemm.of(input=Cast(E4M3, Current()), weight=Cast(E4M3, Current()), grad_output=Cast(E5M2, Current()))
+
+# Ways to cast the operands of the FP8 GEMMs, in the words of Megatron-LM's `--fp8-recipe`.
+GEMMS: dict[str, Gemm] = {"delayed": _GEMM, "tensorwise": _JUST_IN_TIME}
 
 FP32 = Recipe(name="fp32", compute=FP32_FORMAT, gemm=None, weight=FP32_FORMAT, states=FP32_STATES)
 FP16_AMP = Recipe(name="fp16-amp", compute=PLAIN_FP16, gemm=None, weight=PLAIN_FP16, states=FP32_STATES)
 BF16 = Recipe(name="bf16", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=FP32_STATES)
-O1 = Recipe(name="O1", compute=BF16_FORMAT, gemm=_GEMM, weight=FP16, states=StateFormats(FP16, E4M3, FP32_FORMAT, FP32_FORMAT))
-O2 = Recipe(name="O2", compute=BF16_FORMAT, gemm=_GEMM, weight=FP16, states=StateFormats(FP16, E4M3, E4M3, FP16))
-O3 = Recipe(name="O3", compute=BF16_FORMAT, gemm=_GEMM, weight=E4M3, states=StateFormats(FP16, E4M3, E4M3, FP16), fp8_wire=True)
+O1 = Recipe(
+    name="O1", compute=BF16_FORMAT, gemm=_GEMM, weight=FP16, states=StateFormats(FP16, E4M3, FP32_FORMAT, FP32_FORMAT), accumulator="bf16"
+)
+O2 = Recipe(name="O2", compute=BF16_FORMAT, gemm=_GEMM, weight=FP16, states=StateFormats(FP16, E4M3, E4M3, FP16), accumulator="bf16")
+O3 = Recipe(
+    name="O3",
+    compute=BF16_FORMAT,
+    gemm=_GEMM,
+    weight=E4M3,
+    states=StateFormats(FP16, E4M3, E4M3, FP16),
+    fp8_wire=True,
+    shards_optimizer=True,
+    accumulator="bf16",
+)
 
 # Collage, Table 2, and pairs with 8 bits: the same states for every parameter, BF16 gradients. D-MW's weights are their own masters.
 _A = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "a")
@@ -160,30 +246,61 @@ _PLUS = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "plus")
 _FP8 = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "fp8")
 _DMW = StateFormats(BF16_FORMAT, BF16_FORMAT, FP32_FORMAT, FP32_FORMAT)
 _D = StateFormats(FP32_FORMAT, BF16_FORMAT, FP32_FORMAT, FP32_FORMAT)
-BF16_A = Recipe(name="bf16-a", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_A, vectors=_A)
-BF16_KAHAN = Recipe(name="bf16-kahan", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_KAHAN, vectors=_KAHAN)
-BF16_DMW = Recipe(name="bf16-dmw", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_DMW, vectors=_DMW)
-BF16_D = Recipe(name="bf16-d", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_D, vectors=_D)
-COLLAGE_LIGHT = Recipe(name="collage-light", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_LIGHT, vectors=_LIGHT)
-COLLAGE_PLUS = Recipe(name="collage-plus", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_PLUS, vectors=_PLUS)
-COLLAGE_FP8 = Recipe(name="collage-fp8", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_FP8, vectors=_FP8)
+BF16_A = Recipe(name="bf16-a", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_A, vectors=_A, accumulator="bf16")
+BF16_KAHAN = Recipe(
+    name="bf16-kahan", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_KAHAN, vectors=_KAHAN, accumulator="bf16"
+)
+BF16_DMW = Recipe(name="bf16-dmw", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_DMW, vectors=_DMW, accumulator="bf16")
+BF16_D = Recipe(name="bf16-d", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_D, vectors=_D, accumulator="bf16")
+COLLAGE_LIGHT = Recipe(
+    name="collage-light", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_LIGHT, vectors=_LIGHT, accumulator="bf16"
+)
+COLLAGE_PLUS = Recipe(
+    name="collage-plus", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_PLUS, vectors=_PLUS, accumulator="bf16"
+)
+COLLAGE_FP8 = Recipe(name="collage-fp8", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_FP8, vectors=_FP8, accumulator="bf16")
 
 # COAT: operands of linear layers with one just-in-time scale a tensor, moments with range expansion, gradients in BF16. The GEMMs see a
-# weight in E4M3 alone, so that is how it stands between steps. The third part, saved activations, is no matter of a recipe.
+# weight in E4M3 alone, so that is how it stands between steps.
 COAT = Recipe(
-    name="coat", compute=BF16_FORMAT, gemm=_GEMM, weight=E4M3, states=StateFormats(FP32_FORMAT, BF16_FORMAT, COAT_E4M3, COAT_E4M3)
-).with_scaling(Current())
+    name="coat",
+    compute=BF16_FORMAT,
+    gemm=_JUST_IN_TIME,
+    weight=E4M3,
+    states=StateFormats(FP32_FORMAT, BF16_FORMAT, COAT_E4M3, COAT_E4M3),
+    accumulator="bf16",
+    activations="coat",
+)
 
 ALL = (FP32, FP16_AMP, BF16, BF16_A, BF16_KAHAN, BF16_DMW, BF16_D, COLLAGE_LIGHT, COLLAGE_PLUS, COLLAGE_FP8, COAT, O1, O2, O3)
+_TABLE: dict[str, Recipe] = {recipe.name: recipe for recipe in ALL}
+
+
+def register(recipe: Recipe) -> Recipe:
+    """Enter a recipe of one's own, so that `--precision`, `msamp.initialize` and checkpoints know it by its name; returns it.
+
+    Every process that trains with it registers it.
+
+    Raises:
+        ValueError: the name belongs to another recipe.
+    """
+    if _TABLE.get(recipe.name, recipe) != recipe:
+        raise ValueError(f"precision {recipe.name!r} is the name of another recipe; choose a name that is not one of {', '.join(names())}")
+    return _TABLE.setdefault(recipe.name, recipe)
+
+
+def names() -> tuple[str, ...]:
+    """Of all recipes, the built-in ones first."""
+    return tuple(_TABLE)
 
 
 def by_name(name: str) -> Recipe:
-    """The preset that `--precision` or `--opt-level` names; O0 is bf16.
+    """The recipe that `--precision` or `--opt-level` names; O0 is bf16.
 
     Raises:
         ValueError: for an unknown name, listing those accepted.
     """
-    for recipe in ALL:
-        if recipe.name == ("bf16" if name == "O0" else name):
-            return recipe
-    raise ValueError(f"precision {name!r} is unknown; choose one of {', '.join(r.name for r in ALL)} (O0 is bf16)")
+    known = _TABLE.get("bf16" if name == "O0" else name)
+    if known is None:
+        raise ValueError(f"precision {name!r} is unknown; choose one of {', '.join(names())} (O0 is bf16)")
+    return known

@@ -2,7 +2,8 @@
 
 import functools
 import struct
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,6 +12,7 @@ from msamp.numerics.formats import Format
 _EXPONENT_BIAS = 127
 _MANTISSA_BITS = 23
 _MAX_EXPONENT = 126
+MAX_MARGIN = 16
 
 
 @functools.cache
@@ -48,35 +50,99 @@ def inverse(scale: torch.Tensor) -> torch.Tensor:
     return scale.reciprocal()
 
 
+class Scaling(ABC):
+    """A scaling rule: which scale a tensor is cast with, given the amaxes of the steps before.
+
+    A rule of one's own is a frozen dataclass below this class; a layer refuses anything else. Nothing but `window` and `next_scale` is
+    asked of it.
+
+    Attributes:
+        window: steps of amax that the rule looks at. Until there are so many, and always with 0, the scale is just-in-time: with 0 it
+            is `next_scale` of the tensor's own amax alone.
+    """
+
+    window: int
+
+    @abstractmethod
+    def next_scale(self, history: torch.Tensor, fp_max: float, last: torch.Tensor | float = 1.0) -> torch.Tensor:
+        """The scale that the coming cast multiplies with. On the device of `history`, without a host sync.
+
+        Args:
+            history: FP32 [.., steps], amaxes, the oldest first; `steps` is `window`, or 1 for a rule without one.
+            fp_max: largest value of the target format.
+            last: FP32 [..] or a number: the scale kept where the amaxes tell nothing.
+
+        Returns:
+            FP32 [..].
+        """
+
+
 @dataclass(frozen=True)
-class Current:
+class Current(Scaling):
     """Just-in-time scaling: the scale of a tensor comes from that tensor's own amax."""
 
-    window: int = 0
+    window: int = field(default=0, init=False)
+
+    def next_scale(self, history: torch.Tensor, fp_max: float, last: torch.Tensor | float = 1.0) -> torch.Tensor:
+        return scale_from_amax(history[..., -1], fp_max, last)
 
     def __str__(self) -> str:
         return "current"
 
 
+ALGORITHMS = ("max", "most_recent")
+
+
 @dataclass(frozen=True)
-class Delayed:
-    """Delayed scaling: the scale comes from the largest amax of the last `window` steps (FP8-LM appendix A.2).
+class Delayed(Scaling):
+    """Delayed scaling: the scale comes from the amaxes of the last `window` steps (FP8-LM appendix A.2).
 
     Until the window is filled the scaling is just-in-time, so that no first steps run with a guessed scale. A tensor that
     was not there for a whole window (an idle layer) comes back with the last scale it had.
+
+    Attributes:
+        window: steps. Megatron-LM's `--fp8-amax-history-len`.
+        algorithm: "max", the largest of the window, or "most_recent", the last one. Megatron-LM's `--fp8-amax-compute-algo`.
+        margin: the scale is divided by 2^margin, room for an amax that grows. Megatron-LM's `--fp8-margin`. A just-in-time scale knows
+            its amax and takes none.
+
+    Raises:
+        ValueError: a window below 1, an unknown algorithm, or a margin outside [0, 16].
     """
 
     window: int = 16
+    algorithm: str = "max"
+    margin: int = 0
 
     def __post_init__(self) -> None:
         if self.window < 1:
             raise ValueError(f"delayed scaling window is {self.window}; it must be at least 1 step")
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"delayed scaling algorithm {self.algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}")
+        if not 0 <= self.margin <= MAX_MARGIN:
+            raise ValueError(f"delayed scaling margin is {self.margin}; it must be in [0, {MAX_MARGIN}], powers of two of headroom")
+
+    def next_scale(self, history: torch.Tensor, fp_max: float, last: torch.Tensor | float = 1.0) -> torch.Tensor:
+        amax = history.amax(-1) if self.algorithm == "max" else history[..., -1]
+        # The margin enters by the format's end: a power of two, exact, and a scale that is kept is not divided again.
+        return scale_from_amax(amax, fp_max * 2.0**-self.margin, last)
 
     def __str__(self) -> str:
-        return f"delayed({self.window})"
+        options = [
+            str(self.window),
+            *([self.algorithm] if self.algorithm != "max" else []),
+            *([f"margin {self.margin}"] if self.margin else []),
+        ]
+        return f"delayed({', '.join(options)})"
 
 
-Scaling = Current | Delayed
+def check_rule(rule: object, what: str) -> None:
+    """ValueError naming `what` for an object that is no scaling rule."""
+    if not isinstance(rule, Scaling):
+        raise ValueError(
+            f"{what} has scaling rule {rule!r}, which is none; take Current() or Delayed(), or derive a class from "
+            "msamp.numerics.scaling.Scaling"
+        )
 
 
 class AmaxHistory:
@@ -99,8 +165,10 @@ class AmaxHistory:
 
     def step(self, amax: torch.Tensor) -> torch.Tensor:
         """The scale to quantise this step's tensor with, given its amax (FP32, 0-dim); then records the amax."""
-        filled = self.scaling.window > 0 and len(self.amaxes) >= self.scaling.window
-        source = torch.stack(self.amaxes).amax() if filled else amax
-        self.last = scale_from_amax(source, self.fmt.max, self.last)
-        self.amaxes = [*self.amaxes, amax.masked_fill(~amax.isfinite(), 0.0)][-self.scaling.window :] if self.scaling.window else []
+        window = self.scaling.window
+        if not window or len(self.amaxes) >= window:
+            self.last = self.scaling.next_scale(torch.stack(self.amaxes or [amax]), self.fmt.max, self.last)
+        else:
+            self.last = scale_from_amax(amax, self.fmt.max, self.last)
+        self.amaxes = [*self.amaxes, amax.masked_fill(~amax.isfinite(), 0.0)][-window:] if window else []
         return self.last

@@ -1,9 +1,11 @@
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
 
 from msamp.numerics import formats, recipe
+from msamp.numerics.formats import BF16, E4M3, FP32
 from msamp.numerics.scaling import Current, Delayed
 
 
@@ -98,3 +100,41 @@ def test_an_update_in_bf16_takes_nothing_else():
         recipe.StateFormats(formats.BF16, formats.BF16, formats.BF16, formats.FP32, "plus")
     with pytest.raises(ValueError, match="update 'b' is unknown; choose one of fp32, a, kahan, light, plus, fp8"):
         recipe.StateFormats(update="b")
+
+
+def test_a_registered_recipe_is_known_by_its_name():
+    own = replace(recipe.O2, name="test-own")
+    assert recipe.register(own) is own
+    assert recipe.register(replace(own)) is own  # twice is once
+    assert recipe.by_name("test-own") is own
+    assert "test-own" in recipe.names()
+    with pytest.raises(ValueError, match="'test-own' is the name of another recipe"):
+        recipe.register(replace(own, fp8_wire=True))
+
+
+def test_recipes_say_their_facts():
+    assert {r.name for r in recipe.ALL if r.shards_optimizer} == {r.name for r in recipe.ALL if r.fp8_wire} == {"O3"}
+    assert {r.name for r in recipe.ALL if r.fp8_gradients} == {"O1", "O2", "O3"}
+    assert {r.name for r in recipe.ALL if r.activations == "coat"} == {"coat"}
+    assert {r.name for r in recipe.ALL if r.accumulator == "fp32"} == {"fp32", "fp16-amp", "bf16"}
+
+
+def test_another_gradient_format_brings_its_accumulator():
+    assert recipe.O2.with_states(grad=BF16).accumulator == "fp32"
+    assert recipe.COAT.with_states(grad=BF16).accumulator == "bf16"
+    assert recipe.COAT.with_states(grad=E4M3).accumulator == "bf16"
+    assert recipe.O2.with_states(m=FP32).accumulator == "bf16"
+
+
+def test_each_gemm_says_its_operands_and_its_accumulation():
+    gemm = recipe.O2.gemm
+    assert (gemm.output.fast, gemm.grad_input.fast, gemm.grad_weight.fast) == (True, False, False)
+    assert (gemm.output.left, gemm.grad_weight.right) == (gemm.input, gemm.input)
+    assert (gemm.output.right, gemm.grad_input.right) == (gemm.weight, gemm.weight)
+    assert (gemm.grad_input.left, gemm.grad_weight.left) == (gemm.grad_output, gemm.grad_output)
+
+
+def test_only_an_fp8_recipe_casts_in_another_way():
+    assert recipe.O2.with_gemm(recipe.GEMMS["tensorwise"]) == recipe.O2.with_scaling(Current())
+    with pytest.raises(ValueError, match="recipe bf16 has no FP8 GEMM"):
+        recipe.BF16.with_gemm(recipe.GEMMS["tensorwise"])

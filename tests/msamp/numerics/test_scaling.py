@@ -6,7 +6,7 @@ import torch
 from numerics import floats, golden
 
 from msamp.numerics.formats import E4M3, E5M2, FP16
-from msamp.numerics.scaling import AmaxHistory, Current, Delayed, inverse, scale_from_amax
+from msamp.numerics.scaling import AmaxHistory, Current, Delayed, check_rule, inverse, scale_from_amax
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2, "fp16": FP16}
 
@@ -111,3 +111,34 @@ def test_a_window_below_one_is_refused():
 
 def test_rules_print_what_they_are():
     assert (str(Current()), str(Delayed())) == ("current", "delayed(16)")
+    assert str(Delayed(4, "most_recent", 1)) == "delayed(4, most_recent, margin 1)"
+
+
+def test_the_algorithm_chooses_the_amax_and_the_margin_leaves_room():
+    history = torch.tensor([[8.0, 2.0, 1.0], [0.5, 0.25, 448.0]])
+    assert Delayed(3).next_scale(history, E4M3.max).tolist() == [32.0, 1.0]
+    assert Delayed(3, "most_recent").next_scale(history, E4M3.max).tolist() == [256.0, 1.0]
+    assert Delayed(3, margin=2).next_scale(history, E4M3.max).tolist() == [8.0, 0.25]
+    assert Current().next_scale(history[:, -1:], E4M3.max).tolist() == [256.0, 1.0]
+
+
+def test_a_kept_scale_takes_no_second_margin():
+    nothing = torch.zeros(1, 2)
+    assert Delayed(2, margin=3).next_scale(nothing, E4M3.max, torch.tensor([0.5])).tolist() == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"), [({"algorithm": "mean"}, "max, most_recent"), ({"margin": -1}, r"\[0, 16\]"), ({"margin": 17}, r"\[0, 16\]")]
+)
+def test_delayed_scaling_refuses_what_it_cannot_do(settings, word):
+    with pytest.raises(ValueError, match=word):
+        Delayed(**settings)
+
+
+def test_what_merely_has_a_window_is_no_rule():
+    class Window:
+        window = 4
+
+    with pytest.raises(ValueError, match=r"input has scaling rule .*Current\(\) or Delayed\(\)"):
+        check_rule(Window(), "input")
+    check_rule(Delayed(), "input")
