@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
-from msamp.nn.block_gemm import vector_gradients
+from msamp.nn.block import vector_gradients
 from msamp.nn.saved import COAT, Saved
 
 
