@@ -52,19 +52,19 @@ class BlockGemm(NamedTuple):
     ) -> torch.Tensor:
         """`x W^T + b` [M, N] of `dtype` from the FP8 input [M, K] and the weight's stored payload [N, K]."""
         w8 = weight_operand(weight, self.multiplier, self.gemm.weight.format.dtype, transpose=False)
-        return ops.scaled_mm(x8, w8, x_scale_inv, self.w_scale_inv, None if bias is None else bias.to(dtype), dtype, True)
+        return ops.scaled_mm(x8, w8, x_scale_inv, self.w_scale_inv, None if bias is None else bias.to(dtype), dtype, fast_accum=True)
 
     def grad_input(self, g8: torch.Tensor, g_scale_inv: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`g W` [M, K] of `dtype` from the FP8 grad_output [M, N] and the weight's stored payload."""
         w8_t = weight_operand(weight, self.multiplier, self.gemm.weight.format.dtype, transpose=True)
-        return ops.scaled_mm(g8, w8_t, g_scale_inv, self.w_scale_inv, None, dtype, False)
+        return ops.scaled_mm(g8, w8_t, g_scale_inv, self.w_scale_inv, None, dtype, fast_accum=False)
 
 
 def grad_weight(
     g8_t: torch.Tensor, g_scale_inv: torch.Tensor, x8_t: torch.Tensor, x_scale_inv: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """`g^T x` [N, K] of `dtype` from the transposed FP8 grad_output [N, M] and input [K, M]."""
-    return ops.scaled_mm(g8_t, x8_t, g_scale_inv, x_scale_inv, None, dtype, False)
+    return ops.scaled_mm(g8_t, x8_t, g_scale_inv, x_scale_inv, None, dtype, fast_accum=False)
 
 
 def vector_gradients(*found: tuple[torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor | None]:

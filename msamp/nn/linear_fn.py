@@ -29,13 +29,13 @@ def quantize_operand(
         Payload [M, N], its transpose [N, M] or None, and scale_inv (FP32, 0-dim, a copy; NaN where `x` is not finite).
     """
     if combine is None or slot.scale is not None:
-        payload, payload_t, scale_inv, _ = ops.cast_transpose(x, slot.scale, slot.amax, fmt.dtype, True, transpose, False)
+        payload, payload_t, scale_inv, _ = ops.cast_transpose(x, slot.scale, slot.amax, fmt.dtype, row=True, col=transpose)
     else:
         amax = combine(ops.amax(x))
         if slot.amax is not None:
             slot.amax.copy_(torch.maximum(slot.amax, amax))
         scale = ops.scale_from_amax(amax, fmt.max, None, 1.0)
-        payload, payload_t, scale_inv, _ = ops.cast_transpose(x, scale, None, fmt.dtype, True, transpose, False)
+        payload, payload_t, scale_inv, _ = ops.cast_transpose(x, scale, None, fmt.dtype, row=True, col=transpose)
         scale_inv = torch.add(scale_inv, amax, alpha=0)  # NaN on every rank where any rank's share is not finite
     if slot.watch is not None:
         slot.watch(x, payload, scale_inv)
@@ -47,7 +47,7 @@ def weight_operand(payload: torch.Tensor, multiplier: torch.Tensor, dtype: torch
     if payload.dtype == dtype:
         return ops.transpose(payload) if transpose else payload
     if transpose:
-        return ops.cast_transpose(payload, multiplier, None, dtype, False, True, False)[1]
+        return ops.cast_transpose(payload, multiplier, None, dtype, col=True)[1]
     return ops.cast(payload, multiplier, dtype)
 
 
@@ -73,7 +73,7 @@ class LinearFunction(torch.autograd.Function):
         x2d = x.reshape(-1, x.shape[-1])
         x8, x8_t, x_scale_inv = quantize_operand(x2d, x_slot, gemm.input.format, transpose=ctx.needs_input_grad[1])
         w8 = weight_operand(weight.payload, multiplier, gemm.weight.format.dtype, transpose=False)
-        y = ops.scaled_mm(x8, w8, x_scale_inv, w_scale_inv, None if bias is None else bias.to(x.dtype), x.dtype, True)
+        y = ops.scaled_mm(x8, w8, x_scale_inv, w_scale_inv, None if bias is None else bias.to(x.dtype), x.dtype, fast_accum=True)
         ctx.save_for_backward(x8_t, x_scale_inv, weight.payload, multiplier, w_scale_inv)
         ctx.gemm, ctx.shape, ctx.weight_dtype = gemm, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -89,10 +89,11 @@ class LinearFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             g8, g8_t, scale_inv = quantize_operand(g2d, ctx.grad_slot, gemm.grad_output.format, transpose=ctx.needs_input_grad[1])
         if ctx.needs_input_grad[1]:
-            grad_w = ops.scaled_mm(g8_t, x8_t, scale_inv, x_scale_inv, None, ctx.weight_dtype, False)
+            assert g8_t is not None
+            grad_w = ops.scaled_mm(g8_t, x8_t, scale_inv, x_scale_inv, None, ctx.weight_dtype, fast_accum=False)
         if ctx.needs_input_grad[0]:
             w8_t = weight_operand(w_payload, multiplier, gemm.weight.format.dtype, transpose=True)
-            grad_x = ops.scaled_mm(g8, w8_t, scale_inv, w_scale_inv, None, grad_output.dtype, False).view(ctx.shape)
+            grad_x = ops.scaled_mm(g8, w8_t, scale_inv, w_scale_inv, None, grad_output.dtype, fast_accum=False).view(ctx.shape)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_b = g2d.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return grad_x, grad_w, grad_b, None, None, None

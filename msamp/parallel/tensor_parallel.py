@@ -93,7 +93,7 @@ class ColumnFunction(torch.autograd.Function):
         if gather:
             shard, x8 = x8, gathered()
             saved = (shard if tp.saved_input == "shard" else x8) if keep else None
-        y = ops.scaled_mm(x8, w8, x_scale_inv, w_scale_inv, None if bias is None else bias.to(x.dtype), x.dtype, True)
+        y = ops.scaled_mm(x8, w8, x_scale_inv, w_scale_inv, None if bias is None else bias.to(x.dtype), x.dtype, fast_accum=True)
         ctx.save_for_backward(saved, x_scale_inv, weight.payload, multiplier, w_scale_inv)
         ctx.gemm, ctx.tp, ctx.shape, ctx.weight_dtype = gemm, tp, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -114,7 +114,7 @@ class ColumnFunction(torch.autograd.Function):
         if needs_x:
             w8_t = weight_operand(w_payload, multiplier, gemm.weight.format.dtype, transpose=True)
             summed = start_sum(
-                ops.scaled_mm(g8, w8_t, scale_inv, w_scale_inv, None, grad_output.dtype, False),
+                ops.scaled_mm(g8, w8_t, scale_inv, w_scale_inv, None, grad_output.dtype, fast_accum=False),
                 tp.peers,
                 "grad_input",
                 scatter=tp.sequence_parallel,
@@ -123,7 +123,8 @@ class ColumnFunction(torch.autograd.Function):
         if needs_w:
             x8 = gathered() if again else saved
             x8_t = ops.transpose(x8) if tp.sequence_parallel else x8
-            grad_w = ops.scaled_mm(g8_t, x8_t, scale_inv, x_scale_inv, None, ctx.weight_dtype, False)
+            assert g8_t is not None
+            grad_w = ops.scaled_mm(g8_t, x8_t, scale_inv, x_scale_inv, None, ctx.weight_dtype, fast_accum=False)
         if needs_b and ctx.bias_dtype is not None:
             grad_b = g2d.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if needs_x:
@@ -143,7 +144,7 @@ class RowFunction(torch.autograd.Function):
         x2d = x.reshape(-1, x.shape[-1])
         x8, x8_t, x_scale_inv = quantize_operand(x2d, x_slot, gemm.input.format, transpose=ctx.needs_input_grad[1])
         w8 = weight_operand(weight.payload, multiplier, gemm.weight.format.dtype, transpose=False)
-        partial = ops.scaled_mm(x8, w8, x_scale_inv, w_scale_inv, None, x.dtype, True)
+        partial = ops.scaled_mm(x8, w8, x_scale_inv, w_scale_inv, None, x.dtype, fast_accum=True)
         wire = (slots[WIRE], gemm.input.format) if tp.wire == "fp8" else None
         y = start_sum(partial, tp.peers, "output", scatter=tp.sequence_parallel, wire=wire)()
         ctx.save_for_backward(x8_t, x_scale_inv, weight.payload, multiplier, w_scale_inv)
@@ -168,10 +169,11 @@ class RowFunction(torch.autograd.Function):
         if gather:
             g8 = gathered()
         if needs_x:
-            grad_x = ops.scaled_mm(g8, w8_t, scale_inv, w_scale_inv, None, grad_output.dtype, False).view(ctx.shape)
+            grad_x = ops.scaled_mm(g8, w8_t, scale_inv, w_scale_inv, None, grad_output.dtype, fast_accum=False).view(ctx.shape)
         if needs_w:
             g8_t = ops.transpose(g8) if gather else g8_t
-            grad_w = ops.scaled_mm(g8_t, x8_t, scale_inv, x_scale_inv, None, ctx.weight_dtype, False)
+            assert g8_t is not None
+            grad_w = ops.scaled_mm(g8_t, x8_t, scale_inv, x_scale_inv, None, ctx.weight_dtype, fast_accum=False)
         return grad_x, grad_w, None, None, None, None
 
 

@@ -20,8 +20,8 @@ def test_the_gemms_are_those_of_the_layer(level, device):
     y = layer(x)
     y.backward(g)
     gemm, payload = BlockGemm.of(layer.scaling, layer.weight), layer.weight.payload
-    x8, x8_t, x_scale_inv, _ = ops.cast_transpose(x.detach(), None, None, gemm.x_dtype, True, True, False)
-    g8, g8_t, g_scale_inv, sums = ops.cast_transpose(g, None, None, gemm.grad_dtype, True, True, True)
+    x8, x8_t, x_scale_inv, _ = ops.cast_transpose(x.detach(), None, None, gemm.x_dtype, row=True, col=True)
+    g8, g8_t, g_scale_inv, sums = ops.cast_transpose(g, None, None, gemm.grad_dtype, row=True, col=True, colsum=True)
     assert gemm.output(x8, x_scale_inv, payload, layer.bias, x.dtype).equal(y)
     assert gemm.grad_input(g8, g_scale_inv, payload, x.dtype).equal(x.grad)
     assert grad_weight(g8_t, g_scale_inv, x8_t, x_scale_inv, torch.bfloat16).equal(layer.weight.grad)
