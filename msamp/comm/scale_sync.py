@@ -25,7 +25,7 @@ def local_slots(
     """
     present = [g for g in gradients if g is not None]
     if present and (fmt.scaled or plain):
-        amaxes = ops.grad_stats(tables or Tables(device), [g.contiguous() for g in present], False)[0][0]
+        amaxes = ops.grad_stats(tables or Tables(device), [g.contiguous() for g in present], squares=False)[0][0]
         scales = ops.scale_from_amax(amaxes, fmt.max, None, _UNBOUNDED) if fmt.scaled else torch.ones_like(amaxes)
         scales = torch.where(amaxes < float("inf"), scales, NOT_FINITE)
     else:

@@ -86,7 +86,7 @@ class FP32SumWire:
         amax = torch.zeros_like(factor)
         places = bucket.sum_tables.send("owned", [slot.index for slot in bucket.owned])
         if parts:
-            amax.scatter_reduce_(0, places, ops.grad_stats(bucket.sum_tables, parts, False)[0][0], "amax").div_(factor)
+            amax.scatter_reduce_(0, places, ops.grad_stats(bucket.sum_tables, parts, squares=False)[0][0], "amax").div_(factor)
         if bucket.cut or not shard:  # a scale for all pieces of a tensor, and for all who will hold it
             peers.all_reduce(amax, dist.ReduceOp.MAX, f"the amax of the gradients of {bucket}")
         scale = scale_from_amax(amax, self.format.max)

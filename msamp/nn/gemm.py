@@ -94,7 +94,7 @@ class _Tensorwise:
             if amax_slot is not None:
                 amax_slot.copy_(torch.maximum(amax_slot, amax))
             scale, amax_slot = just_in_time_scale(cast, amax), None
-        payload, payload_t, scale_inv, _ = ops.cast_transpose(x, scale, amax_slot, fmt.dtype, row=row, col=col, colsum=False)
+        payload, payload_t, scale_inv, _ = ops.cast_transpose(x, scale, amax_slot, fmt.dtype, row=row, col=col)
         if amax is not None:
             scale_inv = torch.add(scale_inv, amax, alpha=0)  # NaN on every rank where any rank's share is not finite
         return Operand.tensorwise(payload if row else None, scale_inv, payload_t if col else None)
@@ -105,7 +105,7 @@ class _Tensorwise:
         if payload.dtype == dtype:
             return Operand.tensorwise(ops.transpose(payload) if transpose else payload, scale_inv)
         if transpose:
-            made = ops.cast_transpose(payload, multiplier, None, dtype, row=False, col=True, colsum=False)[1]
+            made = ops.cast_transpose(payload, multiplier, None, dtype, col=True)[1]
         else:
             made = ops.cast(payload, multiplier, dtype)
         return Operand.tensorwise(made, scale_inv)

@@ -215,10 +215,10 @@ def test_a_recorded_step_reads_the_device_once(tmp_path: Path, monkeypatch: pyte
         made.recorder = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None)
         stream, reads, update = batches(config), Reads(), ops.adamw
 
-        def kernel(*args: Any) -> None:
+        def kernel(*args: Any, **flags: Any) -> None:
             """A kernel reads nothing, its twin learning rates and step counts."""
             reads.counting = False
-            update(*args)
+            update(*args, **flags)
             reads.counting = True
 
         monkeypatch.setattr(ops, "adamw", kernel)
