@@ -104,10 +104,7 @@ class _Tensorwise:
         dtype = cast.format.dtype
         if payload.dtype == dtype:
             return Operand.tensorwise(ops.transpose(payload) if transpose else payload, scale_inv)
-        if transpose:
-            made = ops.cast_transpose(payload, multiplier, None, dtype, col=True)[1]
-        else:
-            made = ops.cast(payload, multiplier, dtype)
+        made = ops.cast_transpose(payload, multiplier, None, dtype, col=True)[1] if transpose else ops.cast(payload, multiplier, dtype)
         return Operand.tensorwise(made, scale_inv)
 
     def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:

@@ -10,7 +10,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
-from msamp.nn.block_gemm import BlockGemm, Norm, ScaleInvs, grad_weight, vector_gradients
+from msamp.nn.block import Norm, ScaleInvs, vector_gradients
+from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.saved import AS_IT_IS, Saved
 from msamp.numerics.tensor import ScalingTensor
 
@@ -27,8 +28,8 @@ class MLPSettings(NamedTuple):
     """
 
     norm: Norm
-    fc1: BlockGemm
-    fc2: BlockGemm
+    fc1: LayerGemm
+    fc2: LayerGemm
     activation: str
     recompute: bool
     saved: Saved = AS_IT_IS
@@ -70,11 +71,12 @@ class MLPBlock(torch.autograd.Function):
             wide = ops.normalize(total, None, norm_weight, norm_bias, how.norm.eps, None, None, torch.float32, rms=how.norm.rms)[1]
             fc1.x.watch(wide, n8, n_scale_inv)
             del wide
-        y = fc1.output(n8, n_scale_inv, fc1_weight.payload, fc1_bias, x.dtype)
+        y = fc1.output(Operand.tensorwise(n8, n_scale_inv), fc1.weight(fc1_weight.payload), fc1_bias, x.dtype)
         a8, _ = ops.activate(y, how.activation, fc2.x.scale, fc2.x.amax, fc2.x_dtype, scale_inv_slot=a_scale_inv)
         if fc2.x.watch is not None:
             fc2.x.watch(ops.activate(y, how.activation, None, None, torch.float32)[0], a8, a_scale_inv)
-        out = fc2.output(a8, a_scale_inv, fc2_weight.payload, fc2_bias, x.dtype).add_(total)
+        a = Operand.tensorwise(a8, a_scale_inv)
+        out = fc2.output(a, fc2.weight(fc2_weight.payload), fc2_bias, x.dtype).add_(total)
         kept = how.saved.keep(total) if how.recompute else (*how.saved.keep(total), *how.saved.keep(y))
         norm, weights = (norm_weight, norm_bias, mean, rstd), (fc1_weight.payload, fc1_bias, fc2_weight.payload, fc2_bias)
         ctx.save_for_backward(*kept, *norm, n_scale_inv, a_scale_inv, *weights)
@@ -93,7 +95,7 @@ class MLPBlock(torch.autograd.Function):
         if how.recompute:
             total = how.saved.restore(kept, dtype)
             n8 = ops.normalize(total, None, norm_weight, norm_bias, how.norm.eps, n_scale_inv.reciprocal(), None, fc1.x_dtype, rms=rms)[1]
-            y = fc1.output(n8, n_scale_inv, fc1_weight, fc1_bias, dtype)
+            y = fc1.output(Operand.tensorwise(n8, n_scale_inv), fc1.weight(fc1_weight), fc1_bias, dtype)
             del n8, total
         else:
             y = how.saved.restore(kept[parts:], dtype)
@@ -101,7 +103,8 @@ class MLPBlock(torch.autograd.Function):
         g8, g8_t, _, fc2_sums = ops.cast_transpose(
             g2d, fc2.grad.scale, fc2.grad.amax, fc2.grad_dtype, row=True, col=True, colsum=fc2_bias is not None, scale_inv_slot=g_scale_inv
         )
-        grad_a = fc2.grad_input(g8, g_scale_inv, fc2_weight, dtype)
+        g = Operand.tensorwise(g8, g_scale_inv, g8_t)
+        grad_a = fc2.grad_input(g, fc2.weight(fc2_weight, transpose=True), dtype)
         h8, h8_t, _, a8_t, fc1_sums = ops.activate_backward(
             grad_a,
             y,
@@ -121,13 +124,13 @@ class MLPBlock(torch.autograd.Function):
             fc1.grad.watch(wide, h8, h_scale_inv)
             del wide
         del grad_a, y
-        grad_fc2 = grad_weight(g8_t, g_scale_inv, a8_t, a_scale_inv, fc2_dtype)
-        del g8, g8_t, a8_t
+        grad_fc2 = fc2.grad_weight(g, Operand.tensorwise(None, a_scale_inv, a8_t), fc2_dtype)
+        del g, g8, g8_t, a8_t
         total = how.saved.restore(kept[:parts], dtype)
         n8_t = ops.normalize_transposed(total, mean, rstd, norm_weight, norm_bias, n_scale_inv, fc1.x_dtype, rms=rms)
-        grad_fc1 = grad_weight(h8_t, h_scale_inv, n8_t, n_scale_inv, fc1_dtype)
+        grad_fc1 = fc1.grad_weight(Operand.tensorwise(None, h_scale_inv, h8_t), Operand.tensorwise(None, n_scale_inv, n8_t), fc1_dtype)
         del h8_t, n8_t
-        grad_n = fc1.grad_input(h8, h_scale_inv, fc1_weight, dtype)
+        grad_n = fc1.grad_input(Operand.tensorwise(h8, h_scale_inv), fc1.weight(fc1_weight, transpose=True), dtype)
         grad_x, *norm_sums = ops.normalize_backward(grad_n, total, mean, rstd, norm_weight, g2d, rms=rms)
         grad_x = grad_x.view(grad_output.shape)
         vectors = (norm_weight, norm_bias, fc1_bias, fc2_bias)

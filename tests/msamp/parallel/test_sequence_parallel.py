@@ -15,6 +15,7 @@ from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.nn.scaling_state import Slot
 from msamp.numerics.formats import E4M3, E5M2, Format
+from msamp.numerics.recipe import Cast
 from msamp.parallel.sequence_parallel import gathered_shape, shared_amax, start_gather, start_sum
 
 WORLDS = (4, 3)  # the second as a subgroup
