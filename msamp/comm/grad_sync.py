@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from msamp.comm.accumulate import Accumulator, accumulator
 from msamp.comm.autoscale import AutoScale
-from msamp.comm.bucket import Bucket, Slot
+from msamp.comm.bucket import Bucket, Segment
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.scale_sync import ABSENT, local_slots, usable
@@ -103,10 +103,10 @@ class GradSync:
         self._held_back = {bucket for bucket in buckets if summed & set(bucket.params)}
         self.buckets = sorted(buckets, key=lambda bucket: bucket in self._held_back)
         self._place = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)}
-        self._slots: dict[Tensor, list[Slot]] = {}
+        self._owned: dict[Tensor, list[Segment]] = {}
         for bucket in self.buckets:
-            for slot in bucket.owned:
-                self._slots.setdefault(bucket.params[slot.index], []).append(slot)
+            for segment in bucket.owned:
+                self._owned.setdefault(bucket.params[segment.index], []).append(segment)
         self._wires = {fmt: self._wire(fmt) for fmt in {bucket.format for bucket in self.buckets}}
         device = next((p.device for p in self.names), torch.device("cpu"))
         self._generator = torch.Generator(device) if accumulate == "fp8-sr" else None
@@ -142,9 +142,9 @@ class GradSync:
         """The bucket in which a parameter's gradient leaves."""
         return self._place[p][0]
 
-    def owned(self, p: Tensor) -> list[Slot]:
+    def owned(self, p: Tensor) -> list[Segment]:
         """The pieces of a parameter that this rank owns."""
-        return self._slots.get(p, [])
+        return self._owned.get(p, [])
 
     def clear(self) -> None:
         """Forget the gradients of the last step."""
@@ -307,11 +307,11 @@ class GradSync:
             return payload if scale_inv is None else ScalingTensor(payload, scale_inv[i], bucket.params[i].dtype)
 
         if self.shard:
-            for slot in bucket.owned:
-                if slot.index not in bucket.absent:
-                    p = bucket.params[slot.index]
-                    shape = (slot.rows, *p.shape[1:]) if p.dim() else ()
-                    slot.grad = average(bucket.part(slot, reduced.own).view(shape), slot.index)
+            for segment in bucket.owned:
+                if segment.index not in bucket.absent:
+                    p = bucket.params[segment.index]
+                    shape = (segment.rows, *p.shape[1:]) if p.dim() else ()
+                    segment.grad = average(bucket.part(segment, reduced.own).view(shape), segment.index)
             return
         flat = reduced.flat
         if flat is None:
@@ -322,8 +322,8 @@ class GradSync:
 
     def averages(self) -> list[tuple[Any, str, Any]]:
         """Where this step's averages have been put, for `restore`: a CUDA graph leaves later ones in the same memory."""
-        slots: list[tuple[Any, str, Any]] = [(slot, "grad", slot.grad) for bucket in self.buckets for slot in bucket.owned]
-        return slots + [(p, "main_grad", p.main_grad) for p in self.names]  # type: ignore[attr-defined]
+        held: list[tuple[Any, str, Any]] = [(segment, "grad", segment.grad) for bucket in self.buckets for segment in bucket.owned]
+        return held + [(p, "main_grad", p.main_grad) for p in self.names]  # type: ignore[attr-defined]
 
     def restore(self, averages: Sequence[tuple[Any, str, Any]]) -> None:
         """Be as `finish` left this object when it gave these `averages` (or some of them), one step later."""

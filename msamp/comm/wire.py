@@ -82,16 +82,16 @@ class FP32SumWire:
             return Reduced(flat, flat, inverse(factor), flat)
         # The factor is a power of two: it goes in and out without rounding, and only 1 / N may round.
         mean = sum_in_rank_order(peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}")).div_(peers.ranks)
-        parts = list(mean.split([slot.elements for slot in bucket.owned]))
+        parts = list(mean.split([segment.elements for segment in bucket.owned]))
         amax = torch.zeros_like(factor)
-        places = bucket.sum_tables.send("owned", [slot.index for slot in bucket.owned])
+        places = bucket.sum_tables.send("owned", [segment.index for segment in bucket.owned])
         if parts:
             amax.scatter_reduce_(0, places, ops.grad_stats(bucket.sum_tables, parts, False)[0][0], "amax").div_(factor)
         if bucket.cut or not shard:  # a scale for all pieces of a tensor, and for all who will hold it
             peers.all_reduce(amax, dist.ReduceOp.MAX, f"the amax of the gradients of {bucket}")
         scale = scale_from_amax(amax, self.format.max)
         own = torch.empty_like(mean, dtype=flat.dtype)
-        spans = [(i, 0, slot.elements, slot.start - bucket.own.start) for i, slot in enumerate(bucket.owned)]
+        spans = [(i, 0, segment.elements, segment.start - bucket.own.start) for i, segment in enumerate(bucket.owned)]
         ops.pack(bucket.sum_tables, parts, spans, own, (scale / factor)[places])
         return Reduced(own, None, inverse(scale), mean)
 

@@ -48,9 +48,9 @@ def averages(sync: GradSync, model: nn.Module) -> dict[str, dict[int, tuple]]:
     found: dict[str, dict[int, tuple]] = {}
     for name, p in model.named_parameters():
         assert p.grad is None
-        slots = [(slot.row, slot.grad) for slot in sync.owned(p) if slot.grad is not None]
-        assert not (slots and p.main_grad is not None)
-        found[name] = {row: stamp(g) for row, g in ([(0, p.main_grad)] if p.main_grad is not None else slots)}
+        segments = [(segment.row, segment.grad) for segment in sync.owned(p) if segment.grad is not None]
+        assert not (segments and p.main_grad is not None)
+        found[name] = {row: stamp(g) for row, g in ([(0, p.main_grad)] if p.main_grad is not None else segments)}
     return found
 
 

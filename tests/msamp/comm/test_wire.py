@@ -95,10 +95,10 @@ def exchange(wire, fmt: Format, grads: list[Tensor], factor: Tensor, peers: Peer
     payloads = bucket.unflatten(flat.clone())
     reduced = wire.reduce(bucket, flat, factor.to(device), peers, shard)
     pieces = {}
-    for slot in bucket.owned:
-        start = slot.start - bucket.own.start
-        place = slice(start, start + slot.elements)
-        pieces[slot.index, slot.row] = (bits(reduced.own[place]), bits(reduced.before[place]))
+    for segment in bucket.owned:
+        start = segment.start - bucket.own.start
+        place = slice(start, start + segment.elements)
+        pieces[segment.index, segment.row] = (bits(reduced.own[place]), bits(reduced.before[place]))
     return {
         "pieces": pieces,
         "dtypes": (reduced.own.dtype, reduced.before.dtype),

@@ -197,7 +197,7 @@ def buckets_of_this_rank() -> list[tuple[list[int], list[tuple[str, int, int, in
     sync.finish()
     averages = {float(x) for p in model.parameters() for x in (p.main_grad.min(), p.main_grad.max())}
     (average,) = averages
-    return [(b.sizes, [(b.names[s.index], s.row, s.rows, s.owner) for s in b.slots], average) for b in sync.buckets]
+    return [(b.sizes, [(b.names[s.index], s.row, s.rows, s.owner) for s in b.segments], average) for b in sync.buckets]
 
 
 def test_every_bucket_is_spread_over_the_ranks():
