@@ -16,7 +16,7 @@ from msamp.comm.accumulate import Plain, accumulator
 from msamp.nn.vocabulary_loss import chunk_rows
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import StateFormats, remainder_bytes
-from msamp.parallel.partition import plan_buckets
+from msamp.comm.partition import plan_buckets
 
 GIB = 2**30
 GPT2_VOCABULARY = 50257

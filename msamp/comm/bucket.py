@@ -2,26 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from msamp.comm.partition import Piece
 from msamp.kernels import ops
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import Format
-
-
-class Piece(Protocol):
-    """Rows `[row, row + rows)` of parameter `tensor`, and the rank that owns them (`msamp.parallel.partition` makes them)."""
-
-    @property
-    def tensor(self) -> int: ...
-    @property
-    def row(self) -> int: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def owner(self) -> int: ...
 
 
 @dataclass(eq=False)

@@ -16,6 +16,7 @@ from msamp.comm.autoscale import AutoScale
 from msamp.comm.bucket import Bucket, Segment
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
+from msamp.comm.partition import BucketPlan
 from msamp.comm.scale_sync import ABSENT, local_slots, usable
 from msamp.comm.statistics import SATURATED, SUM_SATURATED, Statistics
 from msamp.comm.wire import FP32SumWire, NCCLWire, PlainWire, Reduced, Wire
@@ -74,7 +75,7 @@ class GradSync:
         self,
         model: nn.Module,
         formats: Mapping[Tensor, Format],
-        plan: Sequence[Any],
+        plan: Sequence[BucketPlan],
         group: dist.ProcessGroup | None = None,
         *,
         shard: bool = False,
@@ -405,7 +406,7 @@ def _check_same_on_all_ranks(names: Mapping[Tensor, str], formats: Mapping[Tenso
                 raise ValueError(f"the ranks' models differ: where rank 0 has {a}, rank {rank} has {b}; build the same model on every rank")
 
 
-def _build(plan: Sequence[Any], names: Mapping[Tensor, str], formats: Mapping[Tensor, Format], peers: Peers) -> list[Bucket]:
+def _build(plan: Sequence[BucketPlan], names: Mapping[Tensor, str], formats: Mapping[Tensor, Format], peers: Peers) -> list[Bucket]:
     params = list(reversed(list(names)))  # backward meets the last layer first
     buckets = []
     for planned in plan:

@@ -51,7 +51,7 @@ from msamp.comm.statistics import saturated, vanished
 from msamp.comm.wire import FP32SumWire, NCCLWire, Reduced, pack_scaled
 from msamp.numerics.formats import E4M3
 from msamp.numerics.metrics import sqnr_db, underflow_frac
-from msamp.parallel.partition import Piece
+from msamp.comm.partition import Piece
 from tools.bench import rows
 
 DEFAULTS = (

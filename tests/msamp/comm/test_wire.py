@@ -21,7 +21,7 @@ from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.wire import FP32SumWire, NCCLWire, PlainWire, pack_scaled, sum_in_rank_order
 from msamp.numerics.formats import ALL, BF16, E4M3, E5M2, FP16, FP32, Format, by_name
-from msamp.parallel.partition import Piece, plan_buckets
+from msamp.comm.partition import Piece, plan_buckets
 
 SCALED = (E4M3, E5M2, FP16)
 SHAPES = [(7,), (3, 5, 7), (), (65, 33), (0, 4), (130, 3), (1,), SMALL]
