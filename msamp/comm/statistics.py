@@ -35,10 +35,10 @@ class Statistics:
         active: whether this step is counted.
         counts: int64 [5, n]: elements that are not zero; at the maximum and vanished in this rank's payload; the same two
             of the sum, in the pieces that this rank owns. A sum's element has vanished where the FP32 sum was not zero
-            (exchange nccl: where this rank's own payload was not zero).
+            (an exchange that does not sum in FP32: where this rank's own payload was not zero).
         recording: whether this step is counted, and `tallies` are taken too.
         tallies: FP64 [2, n, 8], as `msamp.kernels.ops.tally_` keeps them: of this rank's payload against its gradient, and of
-            the payload of the sum against the FP32 sum (exchange nccl: against itself), in the pieces that this rank owns.
+            the payload of the sum against the FP32 sum (against itself where nobody has that), in the pieces that this rank owns.
     """
 
     def __init__(self, numel: Sequence[int], device: torch.device, always: bool) -> None:

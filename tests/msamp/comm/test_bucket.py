@@ -8,9 +8,9 @@ import torch
 from numerics import bits, make
 
 from msamp.comm.bucket import Bucket, as_bytes
+from msamp.comm.partition import Piece, plan_buckets
 from msamp.numerics.formats import ALL, E4M3, FP32
 from msamp.numerics.quantize import quantize
-from msamp.comm.partition import Piece, plan_buckets
 
 SHAPES = [(7,), (3, 5, 7), (), (64, 33), (0, 4), (130, 3), (1,), (4, 0), (1, 257)]
 formats = pytest.mark.parametrize("fmt", ALL, ids=str)
