@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from msamp.comm.collectives import Peers
-from msamp.comm.wire import pack_scaled, sum_in_rank_order
+from msamp.comm.exchange import pack_scaled, sum_in_rank_order
 from msamp.nn.gemm import cast_operand
 from msamp.nn.scaling_state import Slot
 from msamp.numerics.recipe import Cast

@@ -374,7 +374,7 @@ def test_moments_of_coat_are_recorded_too(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_of_nccls_sum_only_what_is_known_is_told():
     tally = [10.0, 10.0, 0.0, 1.0, 5.0, 0.0, 2.0, 4.0]
-    known = line(1, False, {("a", "grad"): tally, ("a", "grad_reduced"): tally}, {}, {}, "nccl")["casts"]["a"]
+    known = line(1, False, {("a", "grad"): tally, ("a", "grad_reduced"): tally}, {}, {}, sums_in_fp32=False)["casts"]["a"]
     assert known["grad_reduced"] == [2.0, None, 0.1, None, 2]
     assert known["grad"] == [2.0, 0.0, 0.1, None, 2]
 
