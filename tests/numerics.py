@@ -196,6 +196,10 @@ LIMITS: dict[tuple[str, str, tuple[int, ...]], tuple[Measures, Measures, Measure
     ),
 }
 
+# Most by which a product of blocks by Hopper may differ from its emulation, in shares of the norm: tensor cores keep 13 or so bits of the
+# sum within a block, and BF16 rounds the result once.
+BLOCK_NOISE = {torch.float32: 1e-3, torch.bfloat16: 4e-3}
+
 # Largest difference between the logits of a model here and of the same weights in transformers, FP32, in shares of the largest logit. On
 # one CPU they were equal bit for bit; another order of summation costs about 1e-6, the other GELU (erf for tanh) 2e-4.
 HF_LOGITS = 1e-5

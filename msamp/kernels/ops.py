@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from msamp.kernels import scaled_mm as _gemm
+from msamp.kernels.reference.block_cast import new_operand, no_operand
 from msamp.kernels.tables import Tables
+from msamp.numerics.granularity import Block
 
 _LIBRARY = torch.library.Library("msamp", "DEF")
 _SCHEMAS = (
@@ -26,6 +28,10 @@ _SCHEMAS = (
         "Tensor(b!)? scale_inv_slot=None) -> (Tensor y, Tensor y_t, Tensor scale_inv, Tensor sums)"
     ),
     "cast_transposed(Tensor x, Tensor scale_inv, ScalarType dtype) -> Tensor",
+    (
+        "block_cast(Tensor x, Tensor? multiplier, Tensor(a!)? amax_slot, *, int rows, int columns, ScalarType dtype, str scale_rule, "
+        "bool row, bool col) -> (Tensor y, Tensor scale_inv, Tensor y_t, Tensor scale_inv_t)"
+    ),
     "group_cast(Tensor x, int size, ScalarType dtype) -> (Tensor y, Tensor exponents)",
     "group_decode(Tensor payload, Tensor exponents, int size, ScalarType dtype) -> Tensor",
     "transpose(Tensor x) -> Tensor",
@@ -61,6 +67,10 @@ _SCHEMAS = (
     "tally_(Tensor(a!) row, Tensor x, Tensor payload, Tensor scale_inv) -> ()",
     "tally_update_(Tensor(a!) row, Tensor before, Tensor wanted, Tensor stored, Tensor scale_inv) -> ()",
     "scaled_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
+    (
+        "block_scaled_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype, *, int[] a_block, "
+        "int[] b_block) -> Tensor"
+    ),
 )
 # The file of an operator, where it holds several.
 _FILES = {
@@ -77,8 +87,8 @@ _FILES = {
 @functools.cache
 def _implementation(name: str, device_type: str) -> Callable[..., object]:
     """The function that runs `name` on a device type."""
-    if name == "scaled_mm":
-        return _gemm.scaled_mm
+    if name in ("scaled_mm", "block_scaled_mm"):
+        return getattr(_gemm, name)  # type: ignore[no-any-return]
     file = _FILES.get(name, name.removesuffix("_"))
     has_kernel = device_type == "cuda" and importlib.util.find_spec(f"msamp.kernels.triton.{file}") is not None
     has_triton = importlib.util.find_spec("triton") is not None
@@ -89,14 +99,14 @@ def _implementation(name: str, device_type: str) -> Callable[..., object]:
 
 
 def _on_cpu(name: str) -> Callable[..., object]:
-    return lambda *args: _implementation(name, "cpu")(*args)
+    return lambda *args, **flags: _implementation(name, "cpu")(*args, **flags)
 
 
 def _on_cuda(name: str) -> Callable[..., object]:
-    def run(x: torch.Tensor | list[torch.Tensor], *args: object) -> object:
+    def run(x: torch.Tensor | list[torch.Tensor], *args: object, **flags: object) -> object:
         device = x[0].device if isinstance(x, list) else x.device
         with torch.cuda.device(device):  # Triton launches on the current device, whatever its arguments are on
-            return _implementation(name, "cuda")(x, *args)
+            return _implementation(name, "cuda")(x, *args, **flags)
 
     return run
 
@@ -140,6 +150,24 @@ def _fake_cast_transpose(
 
 def _fake_cast_transposed(x: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.new_empty((x.shape[1], x.shape[0]), dtype=dtype)
+
+
+def _fake_block_cast(
+    x: torch.Tensor,
+    multiplier: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    *,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    scale_rule: str,
+    row: bool,
+    col: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    (M, N), block = x.shape, Block(rows, columns)
+    y, scale_inv = new_operand(x, (M, N), block, dtype, scale_rule) if row else no_operand(x, dtype, scale_rule)
+    y_t, scale_inv_t = new_operand(x, (N, M), block, dtype, scale_rule) if col else no_operand(x, dtype, scale_rule)
+    return y, scale_inv, y_t, scale_inv_t
 
 
 def _fake_group_cast(x: torch.Tensor, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -274,11 +302,26 @@ def _fake_scaled_mm(
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
+def _fake_block_scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    a_block: list[int],
+    b_block: list[int],
+) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
 _FAKES: dict[str, Callable[..., object]] = {
     "amax": _fake_amax,
     "cast": _fake_cast,
     "cast_transpose": _fake_cast_transpose,
     "cast_transposed": _fake_cast_transposed,
+    "block_cast": _fake_block_cast,
     "group_cast": _fake_group_cast,
     "group_decode": _fake_group_decode,
     "transpose": _fake_transpose,
@@ -295,6 +338,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "tally_": _fake_in_place,
     "tally_update_": _fake_in_place,
     "scaled_mm": _fake_scaled_mm,
+    "block_scaled_mm": _fake_block_scaled_mm,
 }
 
 
@@ -333,6 +377,8 @@ pack = _over_many("pack")
 activate = torch.ops.msamp.activate.default
 activate_backward = torch.ops.msamp.activate_backward.default
 amax = torch.ops.msamp.amax.default
+block_cast = torch.ops.msamp.block_cast.default
+block_scaled_mm = torch.ops.msamp.block_scaled_mm.default
 cast = torch.ops.msamp.cast.default
 cast_transpose = torch.ops.msamp.cast_transpose.default
 cast_transposed = torch.ops.msamp.cast_transposed.default

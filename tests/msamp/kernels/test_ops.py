@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 from msamp.kernels import ops
 from msamp.kernels.reference.activate import activate, activate_backward
 from msamp.kernels.reference.amax import amax
+from msamp.kernels.reference.block_cast import block_cast
 from msamp.kernels.reference.cast import cast
 from msamp.kernels.reference.cast_transpose import cast_transpose, cast_transposed
 from msamp.kernels.reference.cross_entropy import cross_entropy_
@@ -18,7 +19,7 @@ from msamp.kernels.reference.scale_from_amax import scale_from_amax
 from msamp.kernels.reference.sum_parts import sum_parts
 from msamp.kernels.reference.tally import tally_, tally_update_
 from msamp.kernels.reference.transpose import transpose
-from msamp.kernels.scaled_mm import scaled_mm
+from msamp.kernels.scaled_mm import block_scaled_mm, scaled_mm
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import E4M3, E5M2
 
@@ -46,7 +47,15 @@ def arguments(device: torch.device | str) -> dict[str, tuple]:
         "tally_": (torch.zeros(8, dtype=torch.float64, device=device), a.float() * 1.01, a, scale),
         "tally_update_": (torch.zeros(5, dtype=torch.float64, device=device), x, x * 1.01, (x * 1.02).half(), scale),
         "scaled_mm": (a, b, scale, scale, bias, torch.bfloat16, True),
+        "block_cast": (x, scale, slot),
+        "block_scaled_mm": (a, b, torch.full((24, 1), 0.5, device=device), torch.full((1, 1), 0.25, device=device), bias, torch.bfloat16),
     }
+
+
+FLAGS = {
+    "block_cast": {"rows": 1, "columns": 32, "dtype": E4M3.dtype, "scale_rule": "fp32", "row": True, "col": True},
+    "block_scaled_mm": {"a_block": [1, 128], "b_block": [128, 128]},
+}
 
 
 NAMES = tuple(arguments("cpu"))
@@ -68,6 +77,8 @@ TWINS = {
     "tally_": tally_,
     "tally_update_": tally_update_,
     "scaled_mm": scaled_mm,
+    "block_cast": block_cast,
+    "block_scaled_mm": block_scaled_mm,
 }
 ROUNDED_OTHERWISE = (
     "activate",
@@ -84,21 +95,21 @@ def outputs(result) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_schema_and_fake_agree_with_what_runs(name, device):
-    args = arguments(device)[name]
-    if name not in ("scaled_mm", "transpose", "group_decode", "tally_"):  # opcheck itself cannot compare FP8 operands
-        torch.library.opcheck(getattr(torch.ops.msamp, name).default, args, test_utils="test_schema")
-    real = outputs(getattr(ops, name)(*args))
+    args, flags = arguments(device)[name], FLAGS.get(name, {})
+    if name not in ("scaled_mm", "block_scaled_mm", "transpose", "group_decode", "tally_"):  # opcheck itself cannot compare FP8 operands
+        torch.library.opcheck(getattr(torch.ops.msamp, name).default, args, flags, test_utils="test_schema")
+    real = outputs(getattr(ops, name)(*args, **flags))
     with torch._subclasses.FakeTensorMode() as mode:
         fake_args = pytree.tree_map_only(torch.Tensor, mode.from_tensor, list(args))
-        fake = outputs(getattr(ops, name)(*fake_args))
+        fake = outputs(getattr(ops, name)(*fake_args, **flags))
     for r, f in zip(real, fake, strict=True):
         assert (r.shape, r.dtype, r.stride(), r.device.type) == (f.shape, f.dtype, f.stride(), f.device.type)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_table_gives_what_the_twin_gives(name, device):
-    args, same = arguments(device)[name], arguments(device)[name]
-    for got, want in zip(outputs(getattr(ops, name)(*args)), outputs(TWINS[name](*same)), strict=True):
+    args, same, flags = arguments(device)[name], arguments(device)[name], FLAGS.get(name, {})
+    for got, want in zip(outputs(getattr(ops, name)(*args, **flags)), outputs(TWINS[name](*same, **flags)), strict=True):
         if got.element_size() == 1:
             assert_codes(got, want, 1e-3 if name in ROUNDED_OTHERWISE else 0.0)
         elif name in ROUNDED_OTHERWISE:
