@@ -24,6 +24,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from msamp.kernels import ops
+from msamp.kernels.reference.block_cast import has_kernel
+from msamp.kernels.scaled_mm import have_product
 from msamp.nn.scaling_state import LinearScaling, Slot, just_in_time_scale, own_rule
 from msamp.numerics.block_scale import values
 from msamp.numerics.granularity import TENSORWISE, Block, Granularity
@@ -169,7 +171,7 @@ class _Blocks:
         self, x: torch.Tensor, slot: Slot, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> Operand:
         rule, block = _BLOCK_RULES.get(type(cast.scaling)), _block(cast)
-        if rule is None or not has_kernel(block):
+        if rule is None or not has_kernel(block.rows, block.columns):
             return _DEFINITION.cast(x, slot, cast, row, col, combine)
         payload, table, payload_t, table_t = ops.block_cast(
             x, None, slot.amax, rows=block.rows, columns=block.columns, dtype=cast.format.dtype, scale_rule=rule, row=row, col=col
@@ -182,7 +184,7 @@ class _Blocks:
             stored = ops.transpose(payload) if transpose else payload
             table = scales[0].expand(block.scales_shape(stored.shape)).contiguous()
             return Operand(stored, None, table, table, block)
-        if rule is None or not has_kernel(block):
+        if rule is None or not has_kernel(block.rows, block.columns):
             return _DEFINITION.weight(payload, scales, cast, transpose)
         made = ops.block_cast(
             payload,

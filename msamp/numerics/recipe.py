@@ -231,7 +231,6 @@ _GEMM = Gemm.of(input=Cast(E4M3), weight=Cast(E4M3, Current()), grad_output=Cast
 _JUST_IN_TIME = Gemm.of(input=Cast(E4M3, Current()), weight=Cast(E4M3, Current()), grad_output=Cast(E5M2, Current()))
 
 
-
 def _blocks(scaling: Scaling, along: Block, weight: Block) -> Gemm:
     """Operands in blocks, each E4M3: a block follows what it holds, so that gradients need no wider range [DeepSeek-V3, section 3.3.2]."""
     return Gemm.of(input=Cast(E4M3, scaling, along), weight=Cast(E4M3, scaling, weight), grad_output=Cast(E4M3, scaling, along))
