@@ -110,7 +110,7 @@ class StepGraphs:
         if not all(layer.delayed for layer in self.training.scaling.layers.values()):
             return False
         optimizer = self.training.optimizer
-        if self._eager_steps >= WARM_UP and all(optimizer.state.get(piece.weight) for piece in optimizer.pieces()):
+        if self._eager_steps >= WARM_UP and all(optimizer.state.get(holding.weight) for holding in optimizer.holdings()):
             return True
         self._eager_steps += 1
         return False
@@ -181,8 +181,7 @@ class StepGraphs:
     def _update(self, group: torch.distributed.ProcessGroup) -> None:
         optimizer = self.training.optimizer
         optimizer.step()
-        if hasattr(optimizer, "wait"):
-            optimizer.wait()
+        optimizer.wait()
         self.training.scaling.roll_on_device(group)
 
     def _fill(self, batch: dict[str, Tensor]) -> None:

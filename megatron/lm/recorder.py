@@ -24,10 +24,10 @@ from megatron.lm.model.initial import named_globally
 from megatron.lm.model.linear import FP8Gemm
 from msamp.kernels import ops
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT
-from msamp.numerics.formats import FP32
 from msamp.numerics.metrics import TALLY, add_tallies, judge
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.rehearsal import rehearse
+from msamp.optim.updates import MASTER
 
 if TYPE_CHECKING:
     from megatron.lm.step import Training
@@ -127,9 +127,7 @@ class Recorder:
     @torch.no_grad()
     def _weights(self) -> None:
         """How the GEMMs will cast weights that are stored wider; alike on data-parallel ranks."""
-        optimizer = self.training.optimizer
-        if hasattr(optimizer, "wait"):
-            optimizer.wait()
+        self.training.optimizer.wait()
         if parallel_state.get_data_parallel_rank() != 0:
             return
         for name, layer in self.layers:
@@ -145,17 +143,16 @@ class Recorder:
         if not self.recording or self.training.iteration < self._first:
             return
         for part in rehearse(self.training.optimizer):
-            p = part.piece.param
+            p = part.holding.param
             if not self._counts(p):
                 continue
             name = self.names[p]
             for tensor, stored in part.stored.items():
-                exact = stored.dtype == torch.float32 if tensor == "weight" else part.piece.group["formats"][tensor] == FP32.name
-                if isinstance(stored, ScalingTensor) or not exact:
+                if tensor in part.rounded:
                     row = self._rehearsed.setdefault((name, tensor), self._table.new_zeros(len(TALLY)))
                     ops.tally_(row, part.wanted[tensor], *self._payload(stored))
             row = self._updates.setdefault(name, self._table.new_zeros(len(UPDATE_SUMS)))
-            ops.tally_update_(row, part.before, part.wanted["master"], *self._payload(part.stored["master"]))
+            ops.tally_update_(row, part.before, part.wanted[MASTER.column], *self._payload(part.stored[MASTER.column]))
 
     def _payload(self, stored: Tensor) -> tuple[Tensor, Tensor]:
         return (stored.payload, stored.scale_inv) if isinstance(stored, ScalingTensor) else (stored, self._one)
