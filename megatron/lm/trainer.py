@@ -43,7 +43,7 @@ def build_training(config: Config, vocab_size: int) -> Training:
     Raises:
         ValueError: on every rank, where the checkpoint to resume from is none, or a linear layer cannot be measured.
     """
-    config, linears = gain.settle(config, lambda: checkpoint.saved_bf16_linears(config))
+    config, linears = gain.settle(config, lambda: checkpoint.saved_precision(config))
     mode, _ = graph.choose(config)
     recipe = build_recipe(config.precision)
     if recipe.fp8:

@@ -33,8 +33,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.lm import process_groups
-from megatron.lm.checks import check
 from megatron.lm.config import Config
+from megatron.lm.config.check import check
 from megatron.lm.presets import parameter_count
 from megatron.lm.recipe import build_recipe
 from megatron.lm.step import train_step

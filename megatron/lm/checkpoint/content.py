@@ -23,8 +23,8 @@ from megatron.lm.checkpoint import rng
 from megatron.lm.checkpoint.folder import VERSION
 from megatron.lm.checkpoint.place import Place, names_of, places
 from megatron.lm.checkpoint.storage import Item
-from megatron.lm.cli import config_to_dict
 from megatron.lm.config import Config
+from megatron.lm.config.cli import config_to_dict
 from megatron.lm.step import Training
 from msamp.numerics.range_expand import Expanded
 from msamp.numerics.tensor import ScalingTensor

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron.lm import checkpoint, faults, pretrain, step, trainer
-from megatron.lm.checks import check
 from megatron.lm.config import Config
+from megatron.lm.config.check import check
 from megatron.lm.cpu_home import cpu_home
 from megatron.lm.faults import LossSpikes, Requests, RunStopped
 from megatron.lm.model.loss import mean_loss

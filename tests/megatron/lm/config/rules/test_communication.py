@@ -1,0 +1,74 @@
+"""Refusals about what travels."""
+
+import pytest
+import refusals
+
+from megatron.lm.config.rules.communication import RULES
+
+# flags beside (and over) those of `refusals.GOOD`, processes, what the message must hold
+REFUSALS = {
+    "TP wire, level": (
+        "--tensor-model-parallel-size 2 --tp-wire fp8 --opt-level O2",
+        2,
+        "--tp-wire fp8 has no effect without --opt-level O3: drop it, or add --opt-level O3",
+    ),
+    "TP wire, one process": (
+        "--opt-level O3 --tp-wire fp8",
+        1,
+        "--tp-wire fp8 has no effect without --tensor-model-parallel-size above 1: drop it, or add",
+    ),
+    "saved input, SP": (
+        "--opt-level O3 --tensor-model-parallel-size 2 --tp-saved-input gathered",
+        2,
+        "--tp-saved-input gathered has no effect without --sequence-parallel: drop it, or add --sequence-parallel",
+    ),
+    "saved input": ("--tp-saved-input gathered", 1, "has no effect without --opt-level O3 and --sequence-parallel: drop it, or add --opt"),
+    "exchange": ("--grad-exchange nccl", 2, "--grad-exchange nccl sums FP8 gradients, and precision bf16 has none: drop it, or use --opt"),
+    "exchange, format that BF16 has not": (
+        "--grad-format fp8-e4m3 --grad-exchange nccl",
+        2,
+        "--grad-exchange nccl sums FP8 gradients, and precision bf16 has none: drop it, or use --opt-level",
+    ),
+    "exchange, format": (
+        "--opt-level O2 --grad-format fp32 --grad-exchange nccl",
+        2,
+        "--grad-exchange nccl sums FP8 gradients, and --grad-format fp32 leaves none: drop one, or use --grad-format fp8-e4m3 or fp8-e5m2",
+    ),
+    "exchange, coat": ("--precision coat --grad-exchange nccl", 2, "precision coat has none: drop it, or use --grad-format fp8-e4m3 or"),
+    "accumulation": (
+        "--grad-accum-dtype fp8-sr",
+        1,
+        "--grad-accum-dtype fp8-sr is for FP8 gradients, and precision bf16 has none; legal here is fp32: drop it, or use --opt-level O1",
+    ),
+    "accumulation, recipe": (
+        "--precision fp32 --grad-accum-dtype bf16",
+        1,
+        "--grad-accum-dtype bf16 .* precision fp32 .* is fp32: drop it",
+    ),
+    "accumulation, format": (
+        "--opt-level O1 --grad-format bf16 --grad-accum-dtype fp8",
+        1,
+        "--grad-accum-dtype fp8 is for FP8 .*--grad-format bf16 leaves none; legal here is fp32 or bf16: drop one, or use --grad",
+    ),
+    "mu": (
+        "--opt-level O2 --grad-scaling auto",
+        2,
+        "--grad-scaling auto has no effect with --grad-exchange fp32-sum, .*has no mu: drop it, or use --grad-exchange nccl",
+    ),
+    "post": ("--opt-level O2 --grad-scaling post", 2, "--grad-scaling post has no effect with --grad-exchange fp32-sum"),
+    "mu rule": ("--opt-level O2 --mu-rule halve", 2, "--mu-rule halve has no effect with --grad-exchange fp32-sum, .*nccl"),
+    "mu rule, pre": (
+        "--opt-level O2 --grad-exchange nccl --grad-scaling pre --mu-rule paper",
+        2,
+        "--mu-rule paper has no effect with --grad-scaling pre, whose mu is fixed: drop it, or use --grad-scaling auto",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal_names_value_and_remedy(name):
+    refusals.assert_refused(*REFUSALS[name])
+
+
+def test_every_rule_is_proved_by_a_refusal():
+    assert refusals.fired(RULES, REFUSALS.values()) == set(RULES)
