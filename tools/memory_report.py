@@ -181,7 +181,7 @@ def state_bytes(training: Training) -> dict[str, int]:
     optimizer, sync = training.optimizer, training.grad_sync
     params = list(training.model.parameters())
     states = [optimizer.state[piece.weight] for piece in optimizer.pieces()]
-    gradients = [getattr(p, "main_grad", None) for p in params] + [slot.grad for p in params for slot in sync.owned(p)]
+    gradients = [getattr(p, "main_grad", None) for p in params] + [segment.grad for p in params for segment in sync.owned(p)]
     return {
         "weight": sum(map(stored, params)),
         "master": sum(stored(state.get("master")) + stored(state.get("weight_remainder")) for state in states),

@@ -27,7 +27,7 @@ from megatron.lm.model.initial import named_globally
 from megatron.lm.step import StepResult, Training
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
-from msamp.comm.scale_sync import NOT_FINITE
+from msamp.comm.grad_scaling import NOT_FINITE
 from msamp.optim.device_flag import DeviceCopy, DeviceFlag
 
 MAX_ROLLBACKS = 3  # to one checkpoint
@@ -167,7 +167,7 @@ class StepWatch:
         sums = torch.cat([sums, asked.to(sums.device, non_blocking=True)])
         self._everyone.all_reduce(sums, dist.ReduceOp.SUM, "the loss and the requests to save or to leave", None)
         sync, optimizer = self.training.grad_sync, self.training.optimizer
-        gradients = ~optimizer.grad_amaxes.isfinite() if self._alone else sync.own_slots == NOT_FINITE
+        gradients = ~optimizer.grad_amaxes.isfinite() if self._alone else sync.own_proposals == NOT_FINITE
         spoiled = torch.cat([~result.loss_sum.isfinite().view(1), gradients])
         return _Step(iteration, result.skipped, result.grad_norm, result.loss_scale, DeviceCopy(sums), DeviceCopy(spoiled))
 

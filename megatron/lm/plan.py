@@ -13,11 +13,11 @@ from megatron.lm.config import LINEARS, Config
 from megatron.lm.presets import parameter_count
 from megatron.lm.recipe import saved_activations, states_by_kind
 from msamp.comm.accumulate import Plain, accumulator
+from msamp.comm.partition import plan_buckets
 from msamp.nn.saved import AS_IT_IS
 from msamp.nn.vocabulary_loss import chunk_rows
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import StateFormats, remainder_bytes
-from msamp.parallel.partition import plan_buckets
 
 GIB = 2**30
 GPT2_VOCABULARY = 50257

@@ -56,7 +56,7 @@ class Recorder:
     amax: of the values before the cast. Underflow: share of the non-zero values that became zero; saturation: share at the format's
     maximum; SQNR in dB; the scale's exponent, base 2. Norms of the parameter after the update and of the update; EDQ as the inner product
     of the update's direction with what arrived in the master (Collage; `edq / update_norm` is 1 where nothing was lost); lost: share of
-    elements left unchanged by an update that is not zero. null: not finite, nothing lost (SQNR), or nobody knows (the sum of `nccl`).
+    elements left unchanged by an update that is not zero. null: not finite, nothing lost (SQNR), or nobody knows (a sum not taken in FP32).
 
     Every number is over all elements of a tensor, all micro-batches of the step and all ranks. Tensors kept in FP32 lose nothing and are
     left out, and so are the updates of the first step of a process, where optimizer states may only begin.
@@ -122,7 +122,7 @@ class Recorder:
         skipped = bool(flag)
         gathered = self._gather(*own, skipped)
         if gathered is not None:
-            self._write(line(iteration, skipped, *gathered, self.training.grad_sync.exchange))
+            self._write(line(iteration, skipped, *gathered, self.training.grad_sync.exchange.sums_in_fp32))
 
     @torch.no_grad()
     def _weights(self) -> None:
@@ -228,7 +228,7 @@ def line(
     casts: Mapping[Key, Sequence[float]],
     updates: Mapping[str, Sequence[float]],
     mu: Mapping[str, float],
-    exchange: str,
+    sums_in_fp32: bool,
 ) -> dict[str, Any]:
     """What is written of a step (see `Recorder`) from its sums: tallies by layer and tensor, `UPDATE_SUMS` by parameter."""
     by_layer: dict[str, dict[str, list[float | int | None]]] = {}
@@ -236,7 +236,7 @@ def line(
         found = judge(tally)
         scale = found.pop("scale")
         values: list[float | int | None] = [*map(_short, found.values()), round(math.log2(scale)) if 0 < scale < math.inf else None]
-        if tensor == "grad_reduced" and exchange == "nccl":  # nobody has the sum in FP32
+        if tensor == "grad_reduced" and not sums_in_fp32:  # nobody has the sum to compare with
             values[1] = values[3] = None
         by_layer.setdefault(layer, {})[tensor] = values
     total = [sum(column) for column in zip(*updates.values(), strict=True)]

@@ -72,6 +72,7 @@ def scaled_mm(
     b_scale_inv: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    *,
     fast_accum: bool,
 ) -> torch.Tensor:
     """`(a @ b.T) * a_scale_inv * b_scale_inv + bias`: both operands K-major, as Hopper's FP8 GEMM wants them.

@@ -377,7 +377,7 @@ class FP8AdamW(torch.optim.Optimizer):
             self._kept, self._seen = torch.zeros(3, size, device=tables.device), {}
         stale = [piece for piece in ordered if self._seen.get(piece.weight) != self._signature(piece)]
         for number, batch, _ in self._batches(stale):
-            self._kept[:, batch.places] = stored_amaxes(batch, self.param_groups[number]["decoupled"])
+            self._kept[:, batch.places] = stored_amaxes(batch, decoupled=self.param_groups[number]["decoupled"])
         table = torch.zeros(5, count, device=tables.device)
         sums = torch.zeros(count, 2, dtype=torch.int64, device=tables.device)
         if pieces:
@@ -417,7 +417,9 @@ class FP8AdamW(torch.optim.Optimizer):
                 continue
             coat = any(isinstance(states[0], Expanded) for states in (batch.ms, batch.vs))
             kernel, twin = (ops.coat_adamw, reference_coat_adamw) if coat else (ops.adamw, reference_adamw)
-            (kernel if even else twin)(self._table(), batch, hyper, group["decoupled"], amaxes, self._kept, coefficient, self._usable)
+            (kernel if even else twin)(
+                self._table(), batch, hyper, amaxes, self._kept, coefficient, self._usable, decoupled=group["decoupled"]
+            )
 
     def _batches(self, pieces: Sequence[Piece]) -> Iterator[tuple[int, Batch, bool]]:
         """What one launch updates: pieces of one group whose tensors have the same formats; the group's number; whether all are

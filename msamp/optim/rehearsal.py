@@ -66,14 +66,14 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
                 weights=[],
                 steps=[x.clone() for x in twin.steps],
             )
-            (ops.adamw if even else reference_adamw)(tables, exact, hyper, group["decoupled"], table, kept, coefficient, usable)
+            (ops.adamw if even else reference_adamw)(tables, exact, hyper, table, kept, coefficient, usable, decoupled=group["decoupled"])
             update = group["formats"]["update"]
             if update != "fp32":
                 (ops.collage if even else reference_collage)(tables, twin, hyper, update, coefficient, usable)
             else:
                 coat = any(isinstance(states[0], Expanded) for states in (twin.ms, twin.vs))
                 kernel, slow = (ops.coat_adamw, reference_coat_adamw) if coat else (ops.adamw, reference_adamw)
-                (kernel if even else slow)(tables, twin, hyper, group["decoupled"], table, kept, coefficient, usable)
+                (kernel if even else slow)(tables, twin, hyper, table, kept, coefficient, usable, decoupled=group["decoupled"])
             masters, vs = _whole(twin.masters, twin.weight_remainders), _whole(twin.vs, twin.v_remainders)
             for i, place in enumerate(twin.places):
                 wanted = {"master": exact.masters[i], "m": exact.ms[i], "v": exact.vs[i]}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from msamp.comm.bucket import Bucket, Slot, as_bytes
+from msamp.comm.bucket import Bucket, Segment, as_bytes
 from msamp.comm.grad_sync import GradSync
 from msamp.kernels.reference.adamw import MASTER
 from msamp.numerics.formats import Format, by_name
@@ -61,7 +61,7 @@ class GreedyZeRO(FP8AdamW):
         if not sync.shard:
             raise ValueError("the synchroniser gives every rank all gradients; build it with shard=True, or use FP8AdamW")
         self.sync = sync
-        self._views: dict[Slot, tuple[torch.Tensor, slice | None]] = {}
+        self._views: dict[Segment, tuple[torch.Tensor, slice | None]] = {}
         settings: dict[str, Any] = {"formats": formats, "decoupled": decoupled, "clip_grad": clip_grad}
         settings |= {"combine_norms": combine_norms, "loss_scale": loss_scale}
         super().__init__(params, lr, betas, eps, weight_decay, **settings)
@@ -92,28 +92,28 @@ class GreedyZeRO(FP8AdamW):
 
     def _is_cut(self, p: torch.Tensor) -> bool:
         bucket = self.sync.bucket_of(p)
-        return any(slot.rows != p.shape[0] for slot in bucket.slots if bucket.params[slot.index] is p)
+        return any(segment.rows != p.shape[0] for segment in bucket.segments if bucket.params[segment.index] is p)
 
     def pieces(self) -> list[Piece]:
         return [piece for piece, _ in self._owned()]
 
-    def _owned(self) -> list[tuple[Piece, Slot]]:
+    def _owned(self) -> list[tuple[Piece, Segment]]:
         """What this rank owns, in parameter order."""
-        owned: list[tuple[Piece, Slot]] = []
+        owned: list[tuple[Piece, Segment]] = []
         for whole in super().pieces():
-            for slot in self.sync.owned(whole.param):
-                if slot not in self._views:
-                    self._views[slot] = _view(whole.param, slot)
-                weight, rows = self._views[slot]
-                owned.append((Piece(whole.param, whole.group, whole.index, weight, rows, len(owned)), slot))
+            for segment in self.sync.owned(whole.param):
+                if segment not in self._views:
+                    self._views[segment] = _view(whole.param, segment)
+                weight, rows = self._views[segment]
+                owned.append((Piece(whole.param, whole.group, whole.index, weight, rows, len(owned)), segment))
         return owned
 
     def _ready(self) -> list[Piece]:
         self.wait()
         pieces = []
-        for piece, slot in self._owned():
-            piece.grad = slot.grad
-            if slot.grad is not None:
+        for piece, segment in self._owned():
+            piece.grad = segment.grad
+            if segment.grad is not None:
                 if piece.rows is not None and isinstance(piece.param, ScalingTensor) and isinstance(piece.weight, ScalingTensor):
                     piece.weight.scale_inv.copy_(piece.param.scale_inv)  # loading a model changes only the parameter's own
                 pieces.append(piece)
@@ -162,15 +162,15 @@ class GreedyZeRO(FP8AdamW):
     def _exchange(self, bucket: Bucket, scale_invs: dict[torch.Tensor, torch.Tensor]) -> None:
         stored = [p.payload if isinstance(p, ScalingTensor) else p.detach() for p in bucket.params]
         sizes = [0] * self.sync.peers.ranks
-        for slot in bucket.slots:
-            sizes[slot.owner] += slot.elements * stored[slot.index].element_size()
-        parts = [as_bytes(_rows(stored[slot.index], slot).reshape(-1)) for slot in bucket.owned]
+        for segment in bucket.segments:
+            sizes[segment.owner] += segment.elements * stored[segment.index].element_size()
+        parts = [as_bytes(_rows(stored[segment.index], segment).reshape(-1)) for segment in bucket.owned]
         own = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=stored[0].device)
         flat = self.sync.peers.all_gather(own, sizes, f"the weights of {bucket}")
         start = 0
-        for slot in bucket.slots:
-            target = _rows(stored[slot.index], slot)
-            if slot.owner != self.sync.peers.rank:
+        for segment in bucket.segments:
+            target = _rows(stored[segment.index], segment)
+            if segment.owner != self.sync.peers.rank:
                 target.copy_(flat[start : start + target.nbytes].view(target.dtype).view(target.shape))
             start += target.nbytes
         here = [p for i, p in enumerate(bucket.params) if isinstance(p, ScalingTensor) and i not in bucket.absent and p in scale_invs]
@@ -239,7 +239,7 @@ class GreedyZeRO(FP8AdamW):
         """The states of a parameter from those of its pieces, on the group's first rank; collective."""
         everything = super().pieces()[index]
         p, group = everything.param, everything.group
-        owned = [(piece, slot) for piece, slot in self._owned() if piece.param is p]
+        owned = [(piece, segment) for piece, segment in self._owned() if piece.param is p]
         formats = {"exp_avg": by_name(group["formats"]["m"]), "exp_avg_sq": by_name(group["formats"]["v"])}
         master = by_name(group["formats"]["master"])
         if not is_own_master(p, master):
@@ -254,9 +254,9 @@ class GreedyZeRO(FP8AdamW):
         for key, like in blank.items():
             payload = torch.zeros_like(like.payload if isinstance(like, ScalingTensor) else like)
             scale_inv = torch.zeros((), device=p.device)
-            for piece, slot in owned:
+            for piece, segment in owned:
                 stored = self.state[piece.weight][key]
-                _rows(payload, slot).copy_(stored.payload if isinstance(stored, ScalingTensor) else stored)
+                _rows(payload, segment).copy_(stored.payload if isinstance(stored, ScalingTensor) else stored)
                 if isinstance(stored, ScalingTensor):
                     scale_inv = stored.scale_inv.clone()
             # Each byte is zero on every rank but its owner.
@@ -269,19 +269,19 @@ class GreedyZeRO(FP8AdamW):
         return whole
 
 
-def _view(p: torch.Tensor, slot: Slot) -> tuple[torch.Tensor, slice | None]:
+def _view(p: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, slice | None]:
     """What an owner updates of a parameter, in its memory; the scale of a cut one is its own copy, since each piece stores it."""
-    if p.dim() == 0 or slot.rows == p.shape[0]:
+    if p.dim() == 0 or segment.rows == p.shape[0]:
         return p, None
-    rows = slice(slot.row, slot.row + slot.rows)
+    rows = slice(segment.row, segment.row + segment.rows)
     if isinstance(p, ScalingTensor):
         return ScalingTensor(p.payload[rows], p.scale_inv.clone(), p.dtype), rows
     return p.detach()[rows], rows
 
 
-def _rows(x: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """A view of the rows of a slot."""
-    return x[slot.row : slot.row + slot.rows] if x.dim() else x
+def _rows(x: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """A view of the rows of a segment."""
+    return x[segment.row : segment.row + segment.rows] if x.dim() else x
 
 
 def _wait_for(alive: "weakref.ref[GreedyZeRO]", buckets: set[Bucket], *_: Any) -> None:

@@ -225,7 +225,7 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     params = sum(p.numel() for p in training.model.parameters())
     row: dict[str, Any] = {
         "zero": "on" if sync.shard else "off",
-        "exchange": sync.exchange,
+        "exchange": sync.exchange.name,
         "params_m": round(params / 1e6, 1),
         "ms_p20": round(low * 1e3, 1),
         "ms": round(median * 1e3, 1),

@@ -1,42 +1,36 @@
 """How a run is spread over processes, and what they send each other."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from megatron.lm.config.schema import COUNT, POSITIVE, setting
 
+if TYPE_CHECKING:
+    from msamp.comm.exchange import Exchange
+
 TP_WIRES = ("bf16", "fp8")
 TP_SAVED_INPUTS = ("shard", "gathered")
-MU_RULES = ("halve", "paper")
-
-
-class Exchange(NamedTuple):
-    """What is asked of a way to send gradients.
-
-    Attributes:
-        name: what `--grad-exchange` calls it.
-        scalings: what `--grad-scaling` may be with it, its own choice first; none where scaling has no meaning.
-        sums_in_fp32: whether no partial sum is rounded to FP8.
-    """
-
-    name: str
-    scalings: tuple[str, ...]
-    sums_in_fp32: bool
-
-
-def exchanges() -> dict[str, Exchange]:
-    """The ways to send gradients, by name."""
-    return {found.name: found for found in (Exchange("fp32-sum", (), True), Exchange("nccl", ("auto", "pre", "post"), False))}
 
 
 def exchange_names() -> tuple[str, ...]:
-    """What `--grad-exchange` takes."""
-    return tuple(exchanges())
+    """What `--grad-exchange` takes: the built-in ways to send gradients and those registered."""
+    from msamp.comm import exchange
+
+    return exchange.names()
 
 
 def grad_scalings() -> tuple[str, ...]:
-    """What `--grad-scaling` takes with any exchange."""
-    return tuple(dict.fromkeys(name for found in exchanges().values() for name in found.scalings))
+    """What `--grad-scaling` takes with one exchange or another."""
+    from msamp.comm.grad_scaling import GRAD_SCALINGS
+
+    return tuple(GRAD_SCALINGS)
+
+
+def mu_rules() -> tuple[str, ...]:
+    """What `--mu-rule` takes."""
+    from msamp.comm.grad_scaling import MU_RULES
+
+    return MU_RULES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +78,7 @@ class CommunicationConfig:
     mu_rule: str | None = setting(
         "how mu of --grad-scaling auto falls when gradients saturate: by half, or at once to 1/2 as in the paper; derived: halve",
         None,
-        choices=MU_RULES,
+        choices=mu_rules,
     )
     overlap_grad_reduce: bool = setting("send gradients bucket by bucket during backward; on by default, unlike in Megatron-LM", True)
     overlap_param_gather: bool = setting(
@@ -93,9 +87,11 @@ class CommunicationConfig:
     ddp_bucket_size: int | None = setting("elements in a bucket of gradients or weights; derived: 2^27", None, legal=COUNT)
 
     @property
-    def exchange(self) -> Exchange:
-        """The way to send gradients that `--grad-exchange` names."""
-        return exchanges()[self.grad_exchange]
+    def exchange(self) -> "Exchange":
+        """The way to send gradients that `--grad-exchange` names. ValueError for an unknown one."""
+        from msamp.comm import exchange
+
+        return exchange.by_name(self.grad_exchange)
 
     @property
     def gradient_scaling(self) -> str | None:
@@ -104,8 +100,11 @@ class CommunicationConfig:
 
     @property
     def mu_adaptation(self) -> str | None:
-        """One of `MU_RULES`; None where no mu adapts itself."""
-        return self.mu_rule or ("halve" if self.gradient_scaling == "auto" else None)
+        """One of `mu_rules`; None where no mu adapts itself."""
+        from msamp.comm.grad_scaling import GRAD_SCALINGS
+
+        scaling = self.gradient_scaling
+        return self.mu_rule or ("halve" if scaling is not None and GRAD_SCALINGS[scaling].adapts else None)
 
     @property
     def bucket_size(self) -> int:

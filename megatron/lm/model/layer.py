@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from megatron.lm.model.linear import FP8Gemm
 from msamp.nn.attention_block import AttentionBlock, AttentionSettings
-from msamp.nn.block_gemm import BlockGemm, Norm
+from msamp.nn.block import Norm
+from msamp.nn.gemm import LayerGemm
 from msamp.nn.mlp_block import MLPBlock, MLPSettings
 from msamp.nn.saved import AS_IT_IS, Saved
 
@@ -52,7 +53,7 @@ class Layer(TransformerLayer):
             return super().forward(hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
         x, delta = self._attention(hidden_states.contiguous(), rotary_pos_emb)
         norm, fc1, fc2 = self.pre_mlp_layernorm, self.mlp.linear_fc1, self.mlp.linear_fc2
-        gemms = BlockGemm.of(fc1.scaling, fc1.weight), BlockGemm.of(fc2.scaling, fc2.weight)
+        gemms = LayerGemm.of(fc1.scaling, fc1.weight), LayerGemm.of(fc2.scaling, fc2.weight)
         how = MLPSettings(self.norm, *gemms, self.activation, self.recompute_fc1, self.saved)
         norm_bias = getattr(norm, "bias", None)
         return MLPBlock.apply(x, delta, norm.weight, norm_bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias, how), None
@@ -63,8 +64,8 @@ class Layer(TransformerLayer):
         cos, sin = (x.new_empty(x.shape[0], 0, dtype=torch.float32),) * 2 if rotary_pos_emb is None else _cos_sin(rotary_pos_emb)
         how = AttentionSettings(
             norm=self.norm,
-            qkv=BlockGemm.of(qkv.scaling, qkv.weight),
-            proj=BlockGemm.of(proj.scaling, proj.weight),
+            qkv=LayerGemm.of(qkv.scaling, qkv.weight),
+            proj=LayerGemm.of(proj.scaling, proj.weight),
             core=functools.partial(attention.core_attention, attention_mask=None),
             heads=attention.num_attention_heads_per_partition,
             groups=attention.num_query_groups_per_partition,

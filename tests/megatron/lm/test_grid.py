@@ -145,7 +145,7 @@ def gradients(training: Training) -> list[tuple[str, int | None, int, Tensor]]:
         for name, module in named_globally(chunk):
             for key, p in module.named_parameters(recurse=False):
                 cut = p.partition_dim if getattr(p, "tensor_model_parallel", False) else None
-                for row, g in [(slot.row, slot.grad) for slot in sync.owned(p)] if sync.shard else [(0, p.main_grad)]:
+                for row, g in [(segment.row, segment.grad) for segment in sync.owned(p)] if sync.shard else [(0, p.main_grad)]:
                     found.append((f"{name}.{key}", cut, row, fp32_values(g).cpu()))
     return found
 

@@ -215,10 +215,10 @@ def test_a_recorded_step_reads_the_device_once(tmp_path: Path, monkeypatch: pyte
         made.recorder = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None)
         stream, reads, update = batches(config), Reads(), ops.adamw
 
-        def kernel(*args: Any) -> None:
+        def kernel(*args: Any, **flags: Any) -> None:
             """A kernel reads nothing, its twin learning rates and step counts."""
             reads.counting = False
-            update(*args)
+            update(*args, **flags)
             reads.counting = True
 
         monkeypatch.setattr(ops, "adamw", kernel)
@@ -374,7 +374,7 @@ def test_moments_of_coat_are_recorded_too(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_of_nccls_sum_only_what_is_known_is_told():
     tally = [10.0, 10.0, 0.0, 1.0, 5.0, 0.0, 2.0, 4.0]
-    known = line(1, False, {("a", "grad"): tally, ("a", "grad_reduced"): tally}, {}, {}, "nccl")["casts"]["a"]
+    known = line(1, False, {("a", "grad"): tally, ("a", "grad_reduced"): tally}, {}, {}, sums_in_fp32=False)["casts"]["a"]
     assert known["grad_reduced"] == [2.0, None, 0.1, None, 2]
     assert known["grad"] == [2.0, 0.0, 0.1, None, 2]
 

@@ -38,7 +38,7 @@ def test_against_the_product_in_fp64(shape, pair, out_dtype, with_bias, device):
     (M, N, K), (fa, fb) = shape, pair
     a, b = operand((M, K), fa, 1, device), operand((N, K), fb, 2, device)
     bias = make("normal", (N,), seed=3, device=device).to(out_dtype) if with_bias else None
-    out = scaled_mm(a.payload, b.payload, a.scale_inv, b.scale_inv, bias, out_dtype, False)
+    out = scaled_mm(a.payload, b.payload, a.scale_inv, b.scale_inv, bias, out_dtype, fast_accum=False)
     assert (out.shape, out.dtype, out.device) == ((M, N), out_dtype, a.device)
     assert out.is_contiguous()
     looser = 512 if fp8_hardware(a.device) and out_dtype == torch.float32 else 2 if with_bias else 1
@@ -50,7 +50,7 @@ def test_no_rows_no_columns_and_an_empty_sum(shape, device):
     M, N, K = shape
     one = torch.ones((), device=device)
     a, b = torch.zeros(M, K, device=device).to(E4M3.dtype), torch.zeros(N, K, device=device).to(E4M3.dtype)
-    out = scaled_mm(a, b, one, one, None, torch.bfloat16, False)
+    out = scaled_mm(a, b, one, one, None, torch.bfloat16, fast_accum=False)
     assert out.shape == (M, N)
     assert out.eq(0).all()
 
@@ -124,7 +124,7 @@ def test_hardware_is_asked_by_number(capability, monkeypatch):
 def test_hardware_against_the_emulation(fast, pair, out_dtype, shape):
     (M, N, K), (fa, fb) = shape, pair
     a, b = operand((M, K), fa, 1, "cuda"), operand((N, K), fb, 2, "cuda")
-    got = scaled_mm(a.payload, b.payload, a.scale_inv, b.scale_inv, None, out_dtype, fast)
+    got = scaled_mm(a.payload, b.payload, a.scale_inv, b.scale_inv, None, out_dtype, fast_accum=fast)
     want = emulated_mm(a.payload, b.payload, a.scale_inv, b.scale_inv, out_dtype)
     noise = (got.double() - want.double()).norm() / want.double().norm()
     assert noise < (4e-3 if fast or out_dtype == torch.bfloat16 else 1e-3), f"relative error {noise:.2e}"

@@ -1,6 +1,6 @@
 """What travels: gradients between data-parallel processes, activations between tensor-parallel ones."""
 
-from megatron.lm.config.parallel import exchanges
+from megatron.lm.config.parallel import CommunicationConfig
 from megatron.lm.config.precision import FP8_FORMATS
 from megatron.lm.config.rules.precision import refusal
 from megatron.lm.config.schema import flag
@@ -8,7 +8,7 @@ from megatron.lm.config.whole import Config, Problems, Rules
 
 
 def fp8_gradients(config: Config, world_size: int) -> Problems:
-    """An exchange that sums in FP8, and sums of micro-batches in FP8, want FP8 gradients."""
+    """An exchange other than the default, and sums of micro-batches in FP8, want FP8 gradients."""
     precision, exchange = config.precision, config.communication.exchange
     if refusal(precision) is not None:
         return
@@ -19,7 +19,7 @@ def fp8_gradients(config: Config, world_size: int) -> Problems:
     lack = f"--grad-format {own} leaves none" if own else f"precision {named.name} has none"
     way = f"--grad-format {' or '.join(FP8_FORMATS)}" if named.fp8 else "--opt-level O1, O2 or O3"
     remedy = f"drop {'one' if own else 'it'}, or use {way}"
-    if not exchange.sums_in_fp32:
+    if exchange.name != CommunicationConfig.grad_exchange:
         yield f"--grad-exchange {exchange.name} sums FP8 gradients, and {lack}: {remedy}"
     served = tuple(dict.fromkeys(("fp32", *(("bf16",) if named.fp8 else ()), named.accumulator)))
     if precision.grad_accum_dtype not in (None, *served):
@@ -29,10 +29,14 @@ def fp8_gradients(config: Config, world_size: int) -> Problems:
 
 def overflow_guard(config: Config, world_size: int) -> Problems:
     """Scaling and mu want the exchange that they guard."""
+    from msamp.comm import exchange as exchanges
+    from msamp.comm.grad_scaling import GRAD_SCALINGS
+
     communication, exchange = config.communication, config.communication.exchange
     scaling, mu_rule = communication.grad_scaling, communication.mu_rule
-    if not exchange.scalings:
-        guarded = " or ".join(found.name for found in exchanges().values() if found.scalings)
+    adapting = [name for name in exchange.scalings if GRAD_SCALINGS[name].adapts]
+    if not exchange.can_overflow:
+        guarded = " or ".join(name for name in exchanges.names() if exchanges.by_name(name).can_overflow)
         for name, value in (("grad_scaling", scaling), ("mu_rule", mu_rule)):
             if value is not None:
                 yield (
@@ -41,8 +45,9 @@ def overflow_guard(config: Config, world_size: int) -> Problems:
                 )
     elif scaling not in (None, *exchange.scalings):
         yield f"--grad-scaling {scaling} is no scaling of --grad-exchange {exchange.name}: choose one of {', '.join(exchange.scalings)}"
-    elif mu_rule is not None and communication.gradient_scaling != "auto":
-        yield f"--mu-rule {mu_rule} has no effect with --grad-scaling {scaling}, whose mu is fixed: drop it, or use --grad-scaling auto"
+    elif mu_rule is not None and communication.gradient_scaling not in adapting:
+        remedy = f"drop it{''.join(f', or use --grad-scaling {name}' for name in adapting)}"
+        yield f"--mu-rule {mu_rule} has no effect with --grad-scaling {communication.gradient_scaling}, whose mu is fixed: {remedy}"
 
 
 def tensor_parallel_wire(config: Config, world_size: int) -> Problems:

@@ -3,8 +3,8 @@
 import pytest
 
 from megatron.lm.config import CommunicationConfig
-from megatron.lm.config.parallel import exchange_names, exchanges, grad_scalings
-from msamp.comm import grad_sync
+from megatron.lm.config.parallel import exchange_names, grad_scalings, mu_rules
+from msamp.comm import exchange
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,13 @@ def test_buckets_hold_2_to_the_27_elements_unless_told():
     assert CommunicationConfig(ddp_bucket_size=100).bucket_size == 100
 
 
-def test_exchanges_and_scalings_are_those_of_the_synchroniser():
-    assert exchange_names() == grad_sync.EXCHANGES
+def test_choices_are_those_of_the_tables(monkeypatch):
+    monkeypatch.setattr(exchange, "_EXCHANGES", dict(exchange._EXCHANGES))
+    assert exchange_names() == ("fp32-sum", "nccl")
     assert grad_scalings() == ("auto", "pre", "post")
-    assert {name: found.sums_in_fp32 for name, found in exchanges().items()} == {"fp32-sum": True, "nccl": False}
+    assert mu_rules() == ("halve", "paper")
+    mine = exchange.Exchange(name="mine", wire=exchange.FP32SumWire, sums_in_fp32=True)
+    exchange.register(mine)
+    assert exchange_names() == ("fp32-sum", "nccl", "mine")
+    assert CommunicationConfig(grad_exchange="mine").exchange == mine
+    assert CommunicationConfig(grad_exchange="mine").gradient_scaling is None

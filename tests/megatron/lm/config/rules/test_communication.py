@@ -3,7 +3,9 @@
 import pytest
 import refusals
 
+from megatron.lm.config.check import check
 from megatron.lm.config.rules.communication import RULES
+from msamp.comm import exchange
 
 # flags beside (and over) those of `refusals.GOOD`, processes, what the message must hold
 REFUSALS = {
@@ -72,3 +74,21 @@ def test_refusal_names_value_and_remedy(name):
 
 def test_every_rule_is_proved_by_a_refusal():
     assert refusals.fired(RULES, REFUSALS.values()) == set(RULES)
+
+
+def test_an_exchange_of_one_s_own_is_judged_by_what_it_says(monkeypatch):
+    monkeypatch.setattr(exchange, "_EXCHANGES", dict(exchange._EXCHANGES))
+    exchange.register(exchange.Exchange(name="mine", wire=exchange.NCCLWire, sums_in_fp32=False, scalings=("post", "pre")))
+    check(refusals.config("--opt-level O2 --grad-exchange mine --grad-scaling pre"), 2)
+    refusals.assert_refused(
+        "--opt-level O2 --grad-exchange mine --grad-scaling auto",
+        2,
+        "--grad-scaling auto is no scaling of --grad-exchange mine: choose one of post, pre",
+    )
+    refusals.assert_refused(
+        "--opt-level O2 --grad-exchange mine --mu-rule halve",
+        2,
+        "--mu-rule halve has no effect with --grad-scaling post, whose mu is fixed: drop it$",
+    )
+    refusals.assert_refused("--opt-level O2 --mu-rule halve", 2, "drop it, or use --grad-exchange nccl or mine")
+    refusals.assert_refused("--grad-exchange mine", 2, "--grad-exchange mine sums FP8 gradients, and precision bf16 has none")
