@@ -87,7 +87,11 @@ def with_saved_scaling(precision: PrecisionConfig, saved: PrecisionConfig | None
         return precision
     then = {"fp8_recipe": gemm_name(saved)} | {name: rule_setting(saved, name) for name in RULE_SETTINGS}
     given = {name: getattr(precision, name) for name in then if getattr(precision, name) is not None}
-    differing = [f"{flag(name)} {value} (saved: {then[name]})" for name, value in given.items() if value != then[name]]
+    differing = [
+        f"{flag(name)} {value} (saved: {'none' if then[name] is None else then[name]})"
+        for name, value in given.items()
+        if value != then[name]
+    ]
     if differing:
         raise ValueError(
             f"the checkpoint scales the operands of its GEMMs otherwise: {'; '.join(differing)}. Drop the flag to go on as the saved run "

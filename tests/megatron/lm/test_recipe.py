@@ -136,7 +136,7 @@ def test_a_resume_with_the_values_of_the_checkpoint_passes():
     [
         ({}, {"fp8_amax_history_len": 32}, r"--fp8-amax-history-len 32 \(saved: 16\)"),
         ({}, {"fp8_recipe": "tensorwise"}, r"--fp8-recipe tensorwise \(saved: delayed\)"),
-        ({"fp8_recipe": "tensorwise"}, {"fp8_margin": 1}, r"--fp8-margin 1 \(saved: None\)"),
+        ({"fp8_recipe": "tensorwise"}, {"fp8_margin": 1}, r"--fp8-margin 1 \(saved: none\)"),
         (FLAGS, {"fp8_amax_compute_algo": "max", "fp8_margin": 0}, r"algo max \(saved: most_recent\); --fp8-margin 0 \(saved: 2\)"),
     ],
 )

@@ -1,11 +1,14 @@
 """Refusals about what travels."""
 
+from dataclasses import replace
+
 import pytest
 import refusals
 
 from megatron.lm.config.check import check
 from megatron.lm.config.rules.communication import RULES
 from msamp.comm import exchange
+from msamp.numerics import recipe
 
 # flags beside (and over) those of `refusals.GOOD`, processes, what the message must hold
 REFUSALS = {
@@ -92,3 +95,13 @@ def test_an_exchange_of_one_s_own_is_judged_by_what_it_says(monkeypatch):
     )
     refusals.assert_refused("--opt-level O2 --mu-rule halve", 2, "drop it, or use --grad-exchange nccl or mine")
     refusals.assert_refused("--grad-exchange mine", 2, "--grad-exchange mine sums FP8 gradients, and precision bf16 has none")
+
+
+def test_a_recipe_of_one_s_own_with_an_fp8_wire_takes_the_flags_of_the_wire(monkeypatch):
+    monkeypatch.setattr(recipe, "_TABLE", dict(recipe._TABLE))
+    recipe.register(replace(recipe.O3, name="mine"))
+    recipe.register(replace(recipe.O3, name="mine-bf16-wire", fp8_wire=False))
+    flags = "--tensor-model-parallel-size 2 --sequence-parallel --tp-wire fp8 --tp-saved-input gathered"
+    check(refusals.config(f"--precision mine {flags}"), 2)
+    assert refusals.config("--precision mine").shards_optimizer
+    refusals.assert_refused(f"--precision mine-bf16-wire {flags}", 2, "--tp-wire fp8 has no effect without --opt-level O3")
