@@ -18,9 +18,9 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.lm import process_groups
-from megatron.lm.checks import check
-from megatron.lm.cli import config_from_dict, section_types
 from megatron.lm.config import Config, DataConfig
+from megatron.lm.config.check import check
+from megatron.lm.config.cli import config_from_dict, section_types
 from megatron.lm.cpu_home import cpu_home
 from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
 from megatron.lm.run.trainer import Trainer

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.lm.cli import to_argv
 from megatron.lm.config import TOKENIZERS, Config, DataConfig
+from megatron.lm.config.cli import to_argv
 from msamp.numerics.tensor import ScalingTensor
 from tools.convert import tokenizer_files
 from tools.convert.folder import Tensors, new_folder, read_json, write_json, write_tensors

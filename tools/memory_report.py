@@ -31,9 +31,9 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.lm import gain, graph, plan, process_groups
 from megatron.lm.build import build_training
-from megatron.lm.checks import check
-from megatron.lm.cli import parse_args
 from megatron.lm.config import OPT_LEVELS, Config, ParallelConfig
+from megatron.lm.config.check import check
+from megatron.lm.config.cli import parse_args
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import build_model
 from megatron.lm.recipe import build_recipe
@@ -72,7 +72,7 @@ def configuration(level: str, flags: Sequence[str]) -> Config:
     config = parse_args([*flags, named, level, "--train-iters", "10000", "--dry-run"])
     config = replace(config, parallel=ParallelConfig(), training=replace(config.training, global_batch_size=None))
     check(config, 1)
-    return gain.settled(config, gain.choose(config, gain.default_measure()))
+    return gain.decide(config, gain.default_measure())[0]
 
 
 class Alive(TorchDispatchMode):

@@ -47,6 +47,13 @@ class Options:
     data: Path
 
 
+def has_fp8(level: str) -> bool:
+    """Whether a level has FP8, and so something to record."""
+    from msamp.numerics import recipe  # torch, for seconds
+
+    return recipe.by_name(level).fp8
+
+
 def training_flags(level: str, options: Options) -> list[str]:
     """Flags of `python -m megatron.lm.pretrain` for one level.
 
@@ -68,7 +75,7 @@ def training_flags(level: str, options: Options) -> list[str]:
         *("--train-data-path", str(options.data / "train_text_document")),
         *("--valid-data-path", str(options.data / "valid_text_document")),
         *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(options.data / "tokenizer.json")),
-        *([] if level == "O0" else ["--record-precision", str(folder / RECORD), "--record-interval", str(max(1, iters // 10))]),
+        *(["--record-precision", str(folder / RECORD), "--record-interval", str(max(1, iters // 10))] if has_fp8(level) else []),
         *("--metrics-file", str(folder / "metrics.jsonl"), "--tensorboard-dir", str(folder / "tensorboard")),
         *("--save", str(folder / "checkpoint")),
     ]
@@ -165,7 +172,7 @@ def train_all(options: Options) -> list[Run]:
         print(text, flush=True)
         (options.out / level / "sample.txt").write_text(text + "\n", encoding="utf-8")
     folders = {level: options.out / level for level in LEVELS}
-    return [read_run(level, folder / "metrics.jsonl", None if level == "O0" else folder / RECORD) for level, folder in folders.items()]
+    return [read_run(level, folder / "metrics.jsonl", folder / RECORD if has_fp8(level) else None) for level, folder in folders.items()]
 
 
 def say(text: str) -> None:

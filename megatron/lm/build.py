@@ -27,7 +27,7 @@ def build_training(config: Config, vocab_size: int) -> Training:
         ValueError: on every rank, where the checkpoint to resume from is none, a linear layer cannot be measured, or CUDA graphs are
             asked for where there can be none.
     """
-    config, linears = gain.settle(config, lambda: checkpoint.saved_bf16_linears(config))
+    config, linears = gain.settle(config, lambda: checkpoint.saved_precision(config))
     graph.choose(config)  # refuses what cannot be, before there is a model
     recipe = build_recipe(config.precision)
     if recipe.fp8:

@@ -3,7 +3,7 @@
 A layer's gain is the time of its BF16 forward and backward over that of its FP8 ones with all their casts, at its own shape and number of
 tokens. Where a transformer layer is computed as two fused blocks its four linear layers are FP8 together or not at all, by the sum of
 their times. Rank 0 decides for all, and what was decided stands in the configuration (`--bf16-linears`), hence in the checkpoint: a resume
-on another machine computes what the run before it did.
+on another machine computes what the run before it did. How operands are scaled is taken from the checkpoint in the same way (`decide`).
 """
 
 import json
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megatron.lm.config import LINEARS, Config
+from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.plan import linear_shapes
-from megatron.lm.recipe import build_recipe
+from megatron.lm.recipe import with_saved_scaling
 from msamp.kernels.scaled_mm import fp8_hardware
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import ScalingState
@@ -48,6 +48,7 @@ class Times(NamedTuple):
 
 
 Measure = Callable[[Shape, Recipe], Times]
+SavedPrecision = Callable[[], PrecisionConfig | None]
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def default_measure() -> Measure | None:
 
 def times_by_slot(config: Config, measure: Measure | None) -> dict[str, Times] | None:
     """From the cache file, measured and added to it where they are missing; None where they are missing and `measure` is None."""
-    recipe = build_recipe(config.precision)
+    recipe = config.precision.recipe
     assert recipe.gemm is not None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     # O1 and O2 cast the stored weight twice, O3 never.
@@ -124,24 +125,23 @@ def times_by_slot(config: Config, measure: Measure | None) -> dict[str, Times] |
     return {slot: table[key] for slot, key in keys.items()}
 
 
-def choose(config: Config, measure: Measure | None, saved: Callable[[], tuple[str, ...] | None] = lambda: None) -> Choice:
+def choose(config: Config, measure: Measure | None, saved: PrecisionConfig | None = None) -> Choice:
     """The choice for a run, on one process.
 
     Args:
         config: `--bf16-linears` decides, then `--fp8-min-gain` 0, then the checkpoint, then `--deterministic`, then the gains.
         measure: seconds of a linear layer of a shape; None where nothing may or can be measured.
-        saved: gives the choice of the checkpoint to resume from, None without one.
+        saved: of the run whose checkpoint is resumed; None without one.
     """
     precision = config.precision
-    if not precision.is_fp8:
+    if not precision.named.fp8:
         return Choice(reason=f"precision {precision.name}")
     if precision.bf16_linears is not None:
         return Choice(tuple(slot for slot in LINEARS if slot in precision.bf16_linears), "by --bf16-linears")
     if not precision.fp8_min_gain:
         return Choice(reason="--fp8-min-gain 0")
-    before = saved()
-    if before is not None:
-        return Choice(before, "as in the checkpoint")
+    if saved is not None and saved.named.fp8:
+        return Choice(saved.bf16_linears or (), "as in the checkpoint")
     if config.training.deterministic:
         return Choice(reason="--deterministic: times are never the same")
     times = times_by_slot(config, measure)
@@ -153,28 +153,46 @@ def choose(config: Config, measure: Measure | None, saved: Callable[[], tuple[st
     return Choice(slow, f"measured, --fp8-min-gain {precision.fp8_min_gain:g}", gains)
 
 
-def settle(config: Config, saved: Callable[[], tuple[str, ...] | None] = lambda: None) -> tuple[Config, Choice]:
-    """The configuration with rank 0's choice in it, and the choice; collective.
+def decide(config: Config, measure: Measure | None, saved: SavedPrecision = lambda: None) -> tuple[Config, Choice]:
+    """What a run leaves open, decided on one process: how operands are scaled, as in the checkpoint, and which linear layers are FP8.
+
+    Args:
+        config: of the run.
+        measure: as in `choose`.
+        saved: gives the settings of the run whose checkpoint is resumed, None without one; asked at FP8 recipes alone.
 
     Raises:
-        ValueError: on every rank, where rank 0 could not decide (`saved` raised, or a measurement did not fit the GPU).
+        ValueError: the checkpoint scales operands otherwise than the flags ask.
+    """
+    before = saved() if config.precision.named.fp8 else None
+    config = replace(config, precision=with_saved_scaling(config.precision, before))
+    choice = choose(config, measure, before)
+    return settled(config, choice), choice
+
+
+def settle(config: Config, saved: SavedPrecision = lambda: None) -> tuple[Config, Choice]:
+    """What rank 0 decides, on every rank; collective.
+
+    Raises:
+        ValueError: on every rank, where rank 0 could not decide (`saved` raised, the flags contradict the checkpoint, or a measurement
+            did not fit the GPU).
     """
     answer: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
         try:
-            answer[0] = choose(config, default_measure(), saved)
+            answer[0] = decide(config, default_measure(), saved)
         except Exception as error:  # whatever Triton or CUDA raises: the other ranks wait for an answer
             answer[0] = str(error) or repr(error)
     torch.distributed.broadcast_object_list(answer)
-    choice = answer[0]
-    if isinstance(choice, str):
-        raise ValueError(choice)
-    return settled(config, choice), choice
+    if isinstance(answer[0], str):
+        raise ValueError(answer[0])
+    decided, choice = answer[0]
+    return replace(config, precision=decided.precision), choice
 
 
 def settled(config: Config, choice: Choice) -> Config:
     """The configuration with a choice in it."""
-    return replace(config, precision=replace(config.precision, bf16_linears=choice.bf16)) if config.precision.is_fp8 else config
+    return replace(config, precision=replace(config.precision, bf16_linears=choice.bf16)) if config.precision.named.fp8 else config
 
 
 def describe(config: Config, choice: Choice) -> str:
@@ -185,8 +203,8 @@ def describe(config: Config, choice: Choice) -> str:
         alike = f"gain {next(iter(gains.values()))}" if len(set(gains.values())) == 1 else ""
         told = alike or ", ".join(f"{slot} {gain}" for slot, gain in gains.items()) or (", ".join(slots) if choice.bf16 and slots else "")
         counts.append(f"{config.model.num_layers * len(slots)} {name}" + (f" ({told})" if told else ""))
-    if not config.precision.is_fp8:
-        counts = [f"{config.model.num_layers * len(LINEARS)} {build_recipe(config.precision).compute}"]
+    if not config.precision.named.fp8:
+        counts = [f"{config.model.num_layers * len(LINEARS)} {config.precision.named.compute}"]
     return f"linear layers: {', '.join(counts)}; {choice.reason}"
 
 

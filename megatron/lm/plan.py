@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 from megatron.lm.config import LINEARS, Config
 from megatron.lm.presets import parameter_count
-from megatron.lm.recipe import build_recipe, saved_activations, states_by_kind
+from megatron.lm.recipe import saved_activations, states_by_kind
 from msamp.comm.accumulate import Plain, accumulator
 from msamp.comm.partition import plan_buckets
+from msamp.nn.saved import AS_IT_IS
 from msamp.nn.vocabulary_loss import chunk_rows
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import StateFormats
@@ -73,7 +74,7 @@ class Rank:
 
 
 def plan(config: Config, world_size: int) -> list[Rank]:
-    """Every rank of the grid but for tensor-parallel peers, which are alike; `config` has passed `checks.check`."""
+    """Every rank of the grid but for tensor-parallel peers, which are alike; `config` has passed `check.check`."""
     copies = config.data_parallel_size(world_size)
     ranks = []
     for stage in range(config.parallel.pipeline_model_parallel_size):
@@ -141,7 +142,7 @@ def _norm(config: Config) -> list[Parameter]:
 
 def state_formats(config: Config) -> dict[str, tuple[Format, StateFormats]]:
     """Kind of parameter -> its weight's format, and those of its master, gradient and moments."""
-    recipe = build_recipe(config.precision)
+    recipe = config.precision.recipe
     weights = {"linear": recipe.weight, "matrix": recipe.compute, "vector": recipe.compute}
     return {kind: (weights[kind], states) for kind, states in states_by_kind(recipe).items()}
 
@@ -223,7 +224,8 @@ def activation_parts(config: Config) -> dict[str, int]:
     tp, split = config.parallel.tensor_model_parallel_size, _sequence_split(config)
     hidden, ffn = model.hidden_size, model.ffn_size / tp
     queries, keys = model.num_attention_heads * model.head_size / tp, model.query_groups * model.head_size / tp
-    coat, kept = config.precision.kept_activations == "coat", saved_activations(config.precision).element_bytes(wide)
+    saved = saved_activations(config.precision)
+    kept = saved.element_bytes(wide)
     norms, seen = 2 * kept * hidden / split, kept * ffn * (2 if model.swiglu else 1)
     if config.fuses_layers:
         output = queries * (2 if 1 < model.query_groups < model.num_attention_heads else 1)
@@ -231,8 +233,9 @@ def activation_parts(config: Config) -> dict[str, int]:
         mlp = 0 if "mlp" in again else seen
     else:
         in_bf16 = config.precision.bf16_linears or ()
-        narrow = {slot: 1 if config.precision.is_fp8 and slot not in in_bf16 else wide for slot in LINEARS}
-        gathered = config.precision.is_fp8 and not (build_recipe(config.precision).fp8_wire and config.parallel.tp_saved_input == "shard")
+        recipe = config.precision.named
+        narrow = {slot: 1 if recipe.fp8 and slot not in in_bf16 else wide for slot in LINEARS}
+        gathered = recipe.fp8 and not (recipe.fp8_wire and config.parallel.tp_saved_input == "shard")
         for slot in ("linear_qkv", "linear_fc1"):
             size = wide if slot == "linear_fc1" and "mlp" in again else narrow[slot]
             norms += size * hidden / (1 if gathered and size == 1 else split)
@@ -241,7 +244,7 @@ def activation_parts(config: Config) -> dict[str, int]:
         output = queries if "core_attn" not in again or narrow["linear_proj"] == wide else 0
         tables = 4 * int(model.head_size * model.rotary_percent) / config.training.micro_batch_size if rotated else 0
         attention = wide * (queries + 2 * keys + rotated + tables + output) + (queries if narrow["linear_proj"] == 1 else 0)
-        seen *= 2 if model.swiglu and not coat else 1
+        seen *= 2 if model.swiglu and saved == AS_IT_IS else 1
         mlp = 0 if "mlp" in again else seen + narrow["linear_fc2"] * ffn
     return {name: int(size * _tokens(config)) for name, size in (("norms", norms), ("attention", attention), ("MLP", mlp))}
 
@@ -301,7 +304,7 @@ def _head(config: Config) -> int:
 
 
 def _compute_bytes(config: Config) -> int:
-    return build_recipe(config.precision).compute.bytes
+    return config.precision.named.compute.bytes
 
 
 def _tokens(config: Config) -> int:
@@ -359,10 +362,10 @@ def _remedies(config: Config, rank: Rank) -> Iterator[str]:
     if rank.activations > states / 4:
         if config.training.micro_batch_size > 1:
             yield f"lower --micro-batch-size {config.training.micro_batch_size}"
-        if config.precision.kept_activations != "coat":
+        if saved_activations(config.precision) == AS_IT_IS:
             yield "add --save-activations coat"
         if config.training.recompute_granularity is None:
             yield "add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    if not config.precision.is_fp8:
+    if not config.precision.named.fp8:
         yield "use --opt-level O3"
     yield "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"

@@ -5,9 +5,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from megatron.lm.checks import check
-from megatron.lm.cli import parse_args
-from megatron.lm.config import Config
+from megatron.lm.config import Config, PrecisionConfig
+from megatron.lm.config.check import check
+from megatron.lm.config.cli import parse_args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,14 +48,13 @@ def _dry_run(config: Config, world_size: int) -> None:
 
     from megatron.lm import gain, plan
 
-    def saved() -> tuple[str, ...] | None:
-        from megatron.lm.checkpoint import saved_bf16_linears  # megatron-core, for seconds
+    def saved() -> PrecisionConfig | None:
+        from megatron.lm.checkpoint import saved_precision  # megatron-core, for seconds
         from megatron.lm.run.rollback import begins_afresh
 
-        return None if begins_afresh(config) else saved_bf16_linears(config)
+        return None if begins_afresh(config) else saved_precision(config)
 
-    choice = gain.choose(config, None, saved if config.checkpoint.load else lambda: None)
-    config = gain.settled(config, choice)
+    config, choice = gain.decide(config, None, saved if config.checkpoint.load else lambda: None)
     memory = (config.logging.device_memory_gib or 80) * plan.GIB
     if config.logging.device_memory_gib is None and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory

@@ -23,7 +23,7 @@ from msamp.optim.clip import check_max_norm
 from msamp.parallel.data_parallel import grad_sync
 from msamp.parallel.greedy_zero import ZeRO
 
-LEVELS = {"O1": recipes.O1, "O2": recipes.O2, "O3": recipes.O3}
+LEVELS = {recipe.name: recipe for recipe in (recipes.O1, recipes.O2, recipes.O3)}
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
 _TORCH_ONLY = {*_UNSUPPORTED, "params", "foreach", "fused", "decoupled_weight_decay"}
 
@@ -216,7 +216,7 @@ def initialize(
     model = convert(model, recipe, accept)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, FP8Linear)}
     renamed = {id(originals[name]): layer.weight for name, layer in layers.items() if name in originals}
-    zero = opt_level == "O3" if zero is None else zero
+    zero = recipe.shards_optimizer if zero is None else zero
     low = _low_precision_optimizer(model, _groups(optimizer, renamed, recipe), recipe, group, zero, clip_grad)
     owned = {id(p) for g in low.param_groups for p in g["params"]}
     if recipe.weight != recipe.states.master:  # the master starts from the weight as it was, not from its FP8 rounding

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.lm.cli import parse_args
+from megatron.lm.config.cli import parse_args
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "gpt3"

@@ -18,7 +18,7 @@ from torch import nn
 from megatron.lm.checkpoint.reader import Saved
 from megatron.lm.config import Config
 from megatron.lm.plan import plan, report
-from megatron.lm.trainer import Trainer
+from megatron.lm.run.trainer import Trainer
 from msamp.kernels.reference.adamw import GRAD, load, store_
 from msamp.kernels.tables import Tables
 from msamp.numerics import recipe

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from tiny import VOCABULARY
 
 from megatron.lm.checkpoint.reader import Saved
-from megatron.lm.cli import config_to_dict, parse_args
+from megatron.lm.config.cli import config_to_dict, parse_args
 from msamp.numerics.formats import E4M3
 from msamp.numerics.tensor import ScalingTensor
 from tools import convert_checkpoint

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron.lm import checks, cli
+from megatron.lm.config import check, cli
 from tools import quickstart
 from tools.report import Run
 
@@ -49,7 +49,7 @@ def test_trainer_accepts_the_flags_and_the_levels_differ_in_nothing_else(options
     (options.data / "tokenizer.json").write_text("{}")
     configs = [cli.parse_args(quickstart.training_flags(level, options)) for level in quickstart.LEVELS]
     for config in configs:
-        checks.check(config, world_size=options.processes)
+        check.check(config, world_size=options.processes)
     assert [config.precision.name for config in configs] == ["bf16", "O2"]
     assert [c.model for c in configs[1:]] == [configs[0].model]
     assert [(c.optimizer, c.training) for c in configs[1:]] == [(configs[0].optimizer, configs[0].training)]

@@ -10,10 +10,10 @@ import psutil
 import pytest
 import torch
 
-from megatron.lm import checks, cli
 from megatron.lm.checkpoint import iteration_folder, storage
 from megatron.lm.checkpoint.folder import digest_entries, marked_iteration, new_partial_folder, publish, write_info
 from megatron.lm.checkpoint.storage import Item
+from megatron.lm.config import check, cli
 from tools import soak
 from tools.soak import Job, Moment, Tally
 
@@ -66,7 +66,7 @@ def test_the_trainer_takes_the_flags_and_resumes_by_itself(job: Job, tmp_path: P
     data = soak.write_data(tmp_path)
     line = soak.command(job, data, tmp_path / "job")
     config = cli.parse_args(line[line.index("megatron.lm.pretrain") + 1 :])
-    checks.check(config, world_size=job.processes)
+    check.check(config, world_size=job.processes)
     assert config.checkpoint.resumes_itself
     assert (config.checkpoint.save_interval, config.checkpoint.keep_last, config.checkpoint.async_save) == (2, 2, job.background)
     assert line[line.index("--nproc-per-node") + 1] == str(job.processes)

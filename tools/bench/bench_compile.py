@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import msamp
+from msamp.numerics import recipe
 from tools.bench import rows
 
 CASES = ("bf16", "O1", "O2", "O3")
@@ -48,7 +49,7 @@ def step_of(case: str, compiled: bool, options: argparse.Namespace) -> Callable[
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model: nn.Module = nn.Sequential(*(Block(options.hidden, options.heads) for _ in range(options.layers))).to(device, torch.bfloat16)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    if case != "bf16":
+    if recipe.by_name(case).fp8:
         model, optimizer = msamp.initialize(model, optimizer, case)
     x = torch.randn(options.micro_batch_size, options.seq_length, options.hidden, dtype=torch.bfloat16, device=device)
     if compiled:

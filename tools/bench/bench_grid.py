@@ -34,8 +34,8 @@ import torch.distributed as dist
 
 from megatron.lm import graph, process_groups
 from megatron.lm.build import build_training
-from megatron.lm.checks import check
 from megatron.lm.config import Config
+from megatron.lm.config.check import check
 from megatron.lm.presets import parameter_count
 from megatron.lm.recipe import build_recipe
 from megatron.lm.step import train_step

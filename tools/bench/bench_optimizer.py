@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.lm.checks import check
 from megatron.lm.config import Config, ModelConfig
+from megatron.lm.config.check import check
 from megatron.lm.optim import build_loss_scaler
 from megatron.lm.presets import PRESETS
 from megatron.lm.recipe import build_recipe, states_by_kind

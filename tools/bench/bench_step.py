@@ -27,12 +27,13 @@ from torch import Tensor
 
 from megatron.lm import graph, process_groups
 from megatron.lm.build import build_training
-from megatron.lm.cli import parse_args
-from megatron.lm.config import OPT_LEVELS, PRECISIONS, Config
+from megatron.lm.config import OPT_LEVELS, Config
+from megatron.lm.config.cli import parse_args
 from megatron.lm.presets import PRESETS, flops_per_token
 from megatron.lm.recorder import Recorder
 from megatron.lm.run.metrics import peak_tflops
 from megatron.lm.step import train_step
+from msamp.numerics import recipe
 from tools.bench import rows
 
 COLUMNS = (
@@ -51,13 +52,13 @@ COLUMNS = (
     "rest_gib",
     "loss",
 )
-LEVELS = tuple(dict.fromkeys((*OPT_LEVELS, *PRECISIONS)))
+LEVELS = tuple(dict.fromkeys((*OPT_LEVELS, *recipe.names())))
 WARM_UP = 20  # delayed scaling is just-in-time for 16 steps: measure what runs for ever after
 
 
 def configuration(level: str, options: argparse.Namespace) -> Config:
     """The preset as the trainer would run it, at one of `LEVELS`, on one process."""
-    flags = ["--preset", options.preset, "--precision", "bf16" if level == "O0" else level]
+    flags = ["--preset", options.preset, "--precision", recipe.by_name(level).name]
     flags += ["--micro-batch-size", str(options.micro_batch_size)]
     flags += ["--global-batch-size", str(options.micro_batch_size), "--train-iters", "10000"]
     flags += ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]

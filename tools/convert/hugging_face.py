@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.lm.checks import attention_shape, single_values
-from megatron.lm.cli import config_from_dict
 from megatron.lm.config import Config, ModelConfig, PrecisionConfig
+from megatron.lm.config.check import single_values
+from megatron.lm.config.cli import config_from_dict
+from megatron.lm.config.rules.shape import attention_shape
 from tools.convert.architectures import ARCHITECTURES, EMBEDDING, HEAD, Architecture, Rule, architecture_of
 
 _FIELDS = {"ffn_size": "ffn_hidden_size", "query_groups": "num_query_groups", "head_size": "kv_channels", "max_positions": "seq_length"}

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.lm.config import PRECISIONS
+from msamp.numerics import recipe
 from tools.bench import rows
 from tools.report import COLORS, Run, differences, plain, read_run, write_curves
 
@@ -82,8 +82,8 @@ def seeds_of(texts: Sequence[str]) -> dict[str, int]:
     found = {}
     for text in texts:
         precision, _, count = text.partition("=")
-        if precision not in PRECISIONS or not count.isdecimal() or int(count) < 1:
-            raise ValueError(f"--seeds {text}: give PRECISION=N, N at least 1, with one of {', '.join(PRECISIONS)}")
+        if precision not in recipe.names() or not count.isdecimal() or int(count) < 1:
+            raise ValueError(f"--seeds {text}: give PRECISION=N, N at least 1, with one of {', '.join(recipe.names())}")
         found[precision] = int(count)
     return found
 
@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="data/enwik8", help="folder that tools/prepare_text.py made")
     parser.add_argument("--out", type=Path, default=Path("runs/precisions"))
-    parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+    parser.add_argument("--precisions", nargs="+", default=list(recipe.names()), choices=recipe.names())
     parser.add_argument(
         "--seeds", nargs="*", default=["bf16=3", "O2=3"], metavar="PRECISION=N", help="more than one seed (default: %(default)s)"
     )

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 
 from megatron.lm import graph, process_groups
 from megatron.lm.build import build_training
-from megatron.lm.checks import check
-from megatron.lm.cli import parse_args
 from megatron.lm.config import Config
+from megatron.lm.config.check import check
+from megatron.lm.config.cli import parse_args
 from megatron.lm.data.batch import batches
 from megatron.lm.data.datasets import build_datasets
 from megatron.lm.data.tokenizer import build_tokenizer

@@ -28,16 +28,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.lm.presets import PRESETS
+from msamp.numerics import recipe
 from tools.reproduce.table8 import DATA_PARALLEL
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
 LAYERS_OF_A_KIND = 2  # column-parallel, and as many row-parallel, in a transformer layer
+BASELINE = "O0"
 PAPER_SCHEME = "the paper's FP8"
 PAPER = {  # rate in %, volume in GB
-    ("13b", "O0"): (12.9, 4.7),
+    ("13b", BASELINE): (12.9, 4.7),
     ("13b", PAPER_SCHEME): (5.3, 3.1),
-    ("175b", "O0"): (14.9, 5.9),
+    ("175b", BASELINE): (14.9, 5.9),
     ("175b", PAPER_SCHEME): (5.2, 3.9),
 }
 COLUMNS = (
@@ -78,15 +80,14 @@ class Scheme(NamedTuple):
 
 def scheme(level: str, tp_wire: str = "bf16", saved_input: str = "shard") -> Scheme:
     """What a level sends; O1 and O2 keep the gathered input in FP8 and send BF16. ValueError for an unknown level."""
-    if level == "O3":
+    sent = recipe.by_name(level)
+    if sent.fp8_wire:
         return Scheme(1, int(saved_input == "shard"), 1, 1 if tp_wire == "fp8" else 2, 1)
-    if level not in ("O0", "O1", "O2"):
-        raise ValueError(f"level {level!r} is unknown; choose one of O0, O1, O2, O3")
-    return Scheme(2, 2 if level == "O0" else 0, 2, 2, 2)
+    return Scheme(2, 0 if sent.fp8 else 2, 2, 2, 2)
 
 
 SCHEMES = {
-    "O0": scheme("O0"),
+    BASELINE: scheme(BASELINE),
     PAPER_SCHEME: Scheme(1, 1, 2, None, None),
     "O1, O2": scheme("O2"),
     "O3": scheme("O3"),
@@ -132,13 +133,13 @@ def computed_rows(model: str) -> list[dict[str, Any]]:
         "micro_batch": micro_batch,
         "micro_batches": micro_batches,
     }
-    before = preset_volume(model, pp, tp, micro_batch, SCHEMES["O0"])
+    before = preset_volume(model, pp, tp, micro_batch, SCHEMES[BASELINE])
     found = []
     for case, wire in SCHEMES.items():
         row = common | {"case": case} | sizes(preset_volume(model, pp, tp, micro_batch, wire), before, micro_batches)
         if (model, case) in PAPER:
             rate, volume_gb = PAPER[model, case]
-            row |= {"paper_gb": volume_gb, "paper_change": change(volume_gb, PAPER[model, "O0"][1]), "paper_rate": rate}
+            row |= {"paper_gb": volume_gb, "paper_change": change(volume_gb, PAPER[model, BASELINE][1]), "paper_rate": rate}
         found.append(dict.fromkeys(COLUMNS, "") | row)
     return found
 
@@ -148,7 +149,7 @@ def measured_rows(grid: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
     latest = {(*(row[name] for name in GRID), row["case"]): row for row in grid if row["sp"] == "on" and row["level"]}
     found = []
     for key, row in latest.items():
-        plain = next((other for k, other in latest.items() if k[:-1] == key[:-1] and other["level"] == "O0"), None)
+        plain = next((other for k, other in latest.items() if k[:-1] == key[:-1] and other["level"] == BASELINE), None)
         tp, pp, micro_batch, micro_batches = (int(row[name]) for name in ("tp", "pp", "micro_batch", "micro_batches"))
         wire = scheme(row["level"], row["tp_wire"], "gathered" if "--tp-saved-input gathered" in row["case"] else "shard")
         scope, everything = preset_volume(row["preset"], pp, tp, micro_batch, wire)

@@ -1,7 +1,7 @@
 """Checkpoints: sharded, moved between grids and levels on load, whole or not there. `content` says what one holds, `folder` where."""
 
 from megatron.lm.checkpoint.folder import exists, iteration_folder, latest
-from megatron.lm.checkpoint.loading import load, saved_bf16_linears
+from megatron.lm.checkpoint.loading import load, saved_precision
 from megatron.lm.checkpoint.reader import Saved, load_for_inference
 from megatron.lm.checkpoint.saving import Saver, save
 from megatron.lm.checkpoint.write_weights import write_weights
@@ -15,6 +15,6 @@ __all__ = [
     "load",
     "load_for_inference",
     "save",
-    "saved_bf16_linears",
+    "saved_precision",
     "write_weights",
 ]

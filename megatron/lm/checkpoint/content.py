@@ -22,8 +22,8 @@ from megatron.lm.checkpoint import rng
 from megatron.lm.checkpoint.folder import VERSION
 from megatron.lm.checkpoint.place import Place, names_of, places
 from megatron.lm.checkpoint.storage import Item
-from megatron.lm.cli import config_to_dict
 from megatron.lm.config import Config
+from megatron.lm.config.cli import config_to_dict
 from megatron.lm.grid import Grid, Ranks
 from megatron.lm.training import Training
 from msamp.optim.adamw import update_of

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.lm.checks import LATEST_CHECKPOINT_FILE
+from megatron.lm.config import LATEST_CHECKPOINT_FILE
 
 VERSION = 3
 INFO_FILE = "checkpoint.json"

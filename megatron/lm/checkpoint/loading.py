@@ -17,8 +17,8 @@ from megatron.lm.checkpoint.place import Place, names_of, places
 from megatron.lm.checkpoint.saving import all_or_none
 from megatron.lm.checkpoint.storage import Stored
 from megatron.lm.checkpoint.values import Found, chunk_offsets, find, find_whole, firsts, scalar
-from megatron.lm.cli import config_from_dict, config_to_dict
-from megatron.lm.config import CheckpointConfig, Config, flag
+from megatron.lm.config import CheckpointConfig, Config, PrecisionConfig, flag
+from megatron.lm.config.cli import config_from_dict, config_to_dict
 from megatron.lm.grid import Grid
 from megatron.lm.training import Training
 from msamp.nn.scaling_state import LinearScaling
@@ -365,11 +365,9 @@ def _listed(requantised: Iterable[str]) -> str:
     return f"{len(names)} tensors of this rank were requantised, such as {names[0]}"
 
 
-def saved_bf16_linears(config: Config) -> tuple[str, ...] | None:
-    """The linear layers that are BF16 in the checkpoint that `config` resumes; None where it resumes none at an FP8 level. ValueError for
-    a damaged one."""
+def saved_precision(config: Config) -> PrecisionConfig | None:
+    """The precision settings of the run whose checkpoint `config` resumes; None where it resumes none. ValueError for a damaged one."""
     settings = config.checkpoint
     if settings.load is None or settings.finetune:
         return None
-    saved = config_from_dict(read_info(latest(Path(settings.load), settings.ckpt_step))["config"]).precision
-    return (saved.bf16_linears or ()) if saved.is_fp8 else None
+    return config_from_dict(read_info(latest(Path(settings.load), settings.ckpt_step))["config"]).precision

@@ -15,8 +15,8 @@ from megatron.lm.checkpoint.loading import take_model
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.storage import Stored
 from megatron.lm.checkpoint.values import Found, find, find_whole
-from megatron.lm.cli import config_from_dict
 from megatron.lm.config import Config, ParallelConfig
+from megatron.lm.config.cli import config_from_dict
 from megatron.lm.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.lm.model.gpt import build_model
 from megatron.lm.model.linear import FP8Gemm

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 from megatron.lm import gain
 from megatron.lm.build import build_training
-from megatron.lm.config import LINEARS, Config
+from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.gain import Choice, Measure, Shape, Times, choose, describe, read_table, settled, write_table
 from megatron.lm.model.linear import FP8Gemm, WideGemm
 from msamp.numerics.recipe import Recipe
@@ -71,19 +70,22 @@ def refuse(*_: Any) -> Any:
     raise AssertionError("nothing was to be measured, and no checkpoint to be read")
 
 
+SAVED = PrecisionConfig(opt_level="O1", bf16_linears=("linear_fc1",))
+
+
 @pytest.mark.parametrize(
     ("settings", "saved", "bf16", "reason"),
     [
-        ({"opt_level": "O0", "fp8_gain_cache": None}, refuse, (), "precision bf16"),
-        ({"bf16_linears": ["linear_fc2", "linear_qkv"]}, refuse, ("linear_qkv", "linear_fc2"), "by --bf16-linears"),
-        ({"bf16_linears": []}, refuse, (), "by --bf16-linears"),
-        ({"fp8_min_gain": 0.0}, refuse, (), "--fp8-min-gain 0"),
-        ({}, lambda: ("linear_fc1",), ("linear_fc1",), "as in the checkpoint"),
-        ({}, tuple, (), "as in the checkpoint"),
+        ({"opt_level": "O0", "fp8_gain_cache": None}, SAVED, (), "precision bf16"),
+        ({"bf16_linears": ["linear_fc2", "linear_qkv"]}, SAVED, ("linear_qkv", "linear_fc2"), "by --bf16-linears"),
+        ({"bf16_linears": []}, SAVED, (), "by --bf16-linears"),
+        ({"fp8_min_gain": 0.0}, SAVED, (), "--fp8-min-gain 0"),
+        ({}, SAVED, ("linear_fc1",), "as in the checkpoint"),
+        ({}, PrecisionConfig(opt_level="O3"), (), "as in the checkpoint"),
     ],
 )
 def test_what_goes_before_a_measurement(
-    tmp_path: Path, settings: dict[str, Any], saved: Callable[[], Any], bf16: tuple[str, ...], reason: str
+    tmp_path: Path, settings: dict[str, Any], saved: PrecisionConfig, bf16: tuple[str, ...], reason: str
 ):
     assert choose(config(tmp_path, **settings), refuse, saved) == Choice(bf16, reason)
     assert list(tmp_path.iterdir()) == []
@@ -316,6 +318,15 @@ def test_rank_0_decides_for_all(tmp_path: Path):
     assert dist.run(decide, 2, str(tmp_path / "gain.json")) == [(LINEARS, "no checkpoint there")] * 2
 
 
+def test_a_checkpoint_is_asked_at_fp8_alone_and_its_scaling_kept(tmp_path: Path):
+    plain = tiny.config("unread", opt_level="O0")
+    assert gain.decide(plain, refuse, refuse) == (plain, Choice(reason="precision bf16"))
+    saved = PrecisionConfig(opt_level="O1", fp8_amax_history_len=4, bf16_linears=("linear_fc1",))
+    decided, choice = gain.decide(config(tmp_path), refuse, lambda: saved)
+    assert choice == Choice(("linear_fc1",), "as in the checkpoint")
+    assert (decided.precision.fp8_amax_history_len, decided.precision.bf16_linears) == (4, ("linear_fc1",))
+
+
 def test_a_choice_enters_only_fp8_configurations(tmp_path: Path):
     plain = tiny.config("unread", opt_level="O0")
     assert settled(plain, Choice()) is plain
@@ -325,7 +336,7 @@ def test_a_choice_enters_only_fp8_configurations(tmp_path: Path):
 @pytest.mark.gpu
 def test_a_large_layer_gains_and_a_measurement_leaves_nothing_behind():
     state, before = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
-    recipe = gain.build_recipe(tiny.config("unread", opt_level="O3").precision)
+    recipe = tiny.config("unread", opt_level="O3").precision.recipe
     times = gain.measure(Shape(8192, 4096, 4096), recipe)
     assert 1.1 < times.bf16 / times.fp8 < 3
     assert 6 * 8192 * 4096**2 / times.bf16 / 1e12 == pytest.approx(650, rel=0.5)

@@ -161,7 +161,7 @@ def test_after_a_recorded_step_the_graph_of_the_others_is_replayed_and_not_captu
         return _Captured(RunsAgain(run), {}, [])
 
     monkeypatch.setattr(StepGraphs, "_capture", capture)
-    shared = {"num_layers": 1, "fp8_scaling": "current"}  # which needs no window
+    shared = {"num_layers": 1, "fp8_recipe": "tensorwise"}  # which needs no window
     config = tiny.config("corpus", precision="O3", micro_batch_size=2, global_batch_size=4, train_iters=30, **shared)
     with tiny.started(config):
         process_groups.seed_all(config.training.seed)
@@ -224,7 +224,7 @@ def test_the_loss_scale_moves_in_graphs_as_it_does_without(mode, micro_batches):
 @pytest.mark.gpu
 def test_current_scaling_and_a_run_with_checkpoints(tmp_path: Path):
     prefix = tiny.write_data(tmp_path)
-    shared = {"precision": "O2", "fp8_scaling": "current", "train_iters": 12, "save_interval": 5, "eval_interval": 4, "eval_iters": 1}
+    shared = {"precision": "O2", "fp8_recipe": "tensorwise", "train_iters": 12, "save_interval": 5, "eval_interval": 4, "eval_iters": 1}
     runs = [tiny.run(tiny.config(prefix, save=str(tmp_path / mode), cuda_graph=mode, **shared)) for mode in ("none", "step")]
     assert tiny.losses(runs[0]) == tiny.losses(runs[1])
 

@@ -82,7 +82,7 @@ TWO_SLOW: dict[str, Case] = {
     "O3 TP+SP fp8 wire": ("O3", "gpt", TP2 | SP | {"tp_wire": "fp8"}),
     "O3 TP fp8 wire": ("O3", "gpt", TP2 | {"tp_wire": "fp8"}),
     "O3 TP+SP gathered": ("O3", "gpt", TP2 | SP | {"tp_saved_input": "gathered"}),
-    "O3 TP+SP current": ("O3", "gpt", TP2 | SP | {"fp8_scaling": "current"}),
+    "O3 TP+SP current": ("O3", "gpt", TP2 | SP | {"fp8_recipe": "tensorwise"}),
     **{f"{recipe} llama TP+SP": (recipe, "llama", TP2 | SP) for recipe in ("fp32", "bf16", "O3")},
     **{f"{recipe} llama interleaved": (recipe, "llama", PP2 | VPP) for recipe in ("fp32", "O3")},
     "fp32 learned TP+SP": ("fp32", "learned", TP2 | SP),

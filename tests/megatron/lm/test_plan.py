@@ -7,8 +7,8 @@ import dist
 import pytest
 import tiny
 
-from megatron.lm.cli import parse_args
 from megatron.lm.config import Config
+from megatron.lm.config.cli import parse_args
 from megatron.lm.plan import GIB, Rank, check_fits, layer_activations, plan, report, stage_activations, stage_parameters, vocabulary
 from megatron.lm.presets import PRESETS, parameter_count
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from megatron.lm.cli import parse_args, section_types
 from megatron.lm.config import ModelConfig
+from megatron.lm.config.cli import parse_args, section_types
 from megatron.lm.presets import PRESETS, flops_per_token, parameter_count, preset
 
 VOCABULARY = 50304

@@ -93,7 +93,7 @@ BAD_SETTINGS = {
     "precision": ("--precision fp4", ["fp4", "fp32", "bf16"]),
     "two levels": ("--opt-level O2 --bf16", ["--opt-level O2", "--bf16", "keep one"]),
     "format without FP8": ("--opt-level O0 --exp-avg-format fp8-e4m3", ["--exp-avg-format fp8-e4m3", "drop it"]),
-    "scaling without FP8": ("--precision fp32 --fp8-scaling current", ["--fp8-scaling current", "drop it"]),
+    "scaling without FP8": ("--precision fp32 --fp8-recipe tensorwise", ["--fp8-recipe tensorwise", "drop it"]),
     "tokenizer": ("--tokenizer-type WordTokenizer", ["WordTokenizer", "NullTokenizer", "GPT2BPETokenizer"]),
     "TP": ("--tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2", "start 2, or lower"]),
     "exchange": ("--grad-exchange nccl", ["--grad-exchange nccl", "drop it"]),

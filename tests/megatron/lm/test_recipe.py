@@ -1,13 +1,17 @@
 """Flags -> recipe, and the formats of each kind of parameter."""
 
+from dataclasses import dataclass, field, replace
+
 import pytest
 
-from megatron.lm.config import PRECISIONS, PrecisionConfig
-from megatron.lm.recipe import build_recipe, saved_activations, states_by_kind
+from megatron.lm.config import PrecisionConfig
+from megatron.lm.config.precision import ACTIVATIONS_SAVED
+from megatron.lm.recipe import SAVED, build_recipe, rule_setting, saved_activations, states_by_kind, with_saved_scaling
 from msamp.nn.saved import AS_IT_IS, COAT
 from msamp.numerics import formats, recipe
+from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.recipe import FP32_STATES, StateFormats
-from msamp.numerics.scaling import Current, Delayed
+from msamp.numerics.scaling import Current, Delayed, Scaling, scale_from_amax
 
 
 def test_recipes_of_the_flags():
@@ -16,11 +20,11 @@ def test_recipes_of_the_flags():
     assert build_recipe(PrecisionConfig(precision="fp32")) == recipe.FP32
     for level in ("O1", "O2", "O3"):
         assert build_recipe(PrecisionConfig(opt_level=level)) == recipe.by_name(level)
-    current = build_recipe(PrecisionConfig(opt_level="O2", fp8_scaling="current"))
+    current = build_recipe(PrecisionConfig(opt_level="O2", fp8_recipe="tensorwise"))
     assert current.gemm.input.scaling == current.gemm.grad_output.scaling == Current()
     assert build_recipe(PrecisionConfig(opt_level="O2")).gemm.input.scaling == Delayed(16)
     assert build_recipe(PrecisionConfig(precision="coat")) == recipe.COAT
-    assert build_recipe(PrecisionConfig(precision="coat", fp8_scaling="delayed")).gemm == recipe.O2.gemm
+    assert build_recipe(PrecisionConfig(precision="coat", fp8_recipe="delayed")).gemm == recipe.O2.gemm
 
 
 def test_state_formats_of_the_flags():
@@ -64,10 +68,86 @@ def test_kinds_without_fp8(other: recipe.Recipe):
     assert states_by_kind(other) == dict.fromkeys(("linear", "matrix", "vector"), other.states)
 
 
-def test_the_flag_names_recipes_and_knows_their_gradients():
-    assert tuple(r.name for r in recipe.ALL if r.name in PRECISIONS) == PRECISIONS  # a list of its own: config.py must not import torch
-    for r in map(recipe.by_name, PRECISIONS):
-        flags = PrecisionConfig(precision=r.name)
-        assert flags.is_fp8 == r.fp8
-        assert flags.has_bf16_gradients == (r.states.grad == formats.BF16)
-        assert flags.grad_accum == ("fp32" if r.states.grad == formats.FP32 else "bf16")
+def test_how_activations_may_be_saved_is_what_the_flag_offers():
+    assert tuple(SAVED) == ACTIVATIONS_SAVED
+
+
+DELAYED = Delayed(4, "most_recent", 2)
+FLAGS = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "most_recent", "fp8_margin": 2}
+
+
+@pytest.mark.parametrize(("name", "more"), [("O1", {}), ("O3", {}), ("coat", {"fp8_recipe": "delayed"})])
+def test_delayed_scaling_takes_what_the_flags_say(name: str, more: dict[str, str]):
+    gemm = build_recipe(PrecisionConfig(precision=name, **more, **FLAGS)).gemm
+    assert gemm == recipe.Gemm.of(recipe.Cast(E4M3, DELAYED), recipe.Cast(E4M3, Current()), recipe.Cast(E5M2, DELAYED))
+    short = build_recipe(PrecisionConfig(precision=name, **more, fp8_amax_history_len=1)).gemm
+    assert short.input.scaling == short.grad_output.scaling == Delayed(1)
+
+
+@dataclass(frozen=True)
+class Halved(Scaling):
+    """A rule of one's own, with a setting that a flag names and none of the others."""
+
+    window: int = field(default=0, init=False)
+    margin: int = 1
+
+    def next_scale(self, history, fp_max, last=1.0):
+        return scale_from_amax(history[..., -1], fp_max * 2.0**-self.margin, last)
+
+
+def test_a_registered_recipe_keeps_its_rule_and_takes_the_settings_that_it_has(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recipe, "_TABLE", dict(recipe._TABLE))
+    own = recipe.Gemm.of(recipe.Cast(E4M3, Halved()), recipe.Cast(E4M3, Current()), recipe.Cast(E5M2, Halved()))
+    recipe.register(replace(recipe.O2, name="halved", gemm=own))
+    assert build_recipe(PrecisionConfig(precision="halved")).gemm == own
+    wider = build_recipe(PrecisionConfig(precision="halved", fp8_margin=3)).gemm
+    assert wider.input.scaling == Halved(3)
+    assert rule_setting(PrecisionConfig(precision="halved"), "fp8_margin") == 1
+    assert rule_setting(PrecisionConfig(precision="halved"), "fp8_amax_history_len") is None
+    assert build_recipe(PrecisionConfig(precision="halved", fp8_recipe="delayed")).gemm == recipe.O2.gemm
+
+
+SAVED_RUNS = {
+    "a window": {"opt_level": "O2", "fp8_amax_history_len": 32},
+    "all of it": {"opt_level": "O1", "fp8_recipe": "delayed", **FLAGS},
+    "just in time": {"opt_level": "O3", "fp8_recipe": "tensorwise"},
+    "the recipe's own": {"opt_level": "O2"},
+}
+
+
+@pytest.mark.parametrize("name", SAVED_RUNS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_resume_takes_the_checkpoint_s_scaling(name: str, level: str):
+    saved = PrecisionConfig(**SAVED_RUNS[name])
+    resumed = with_saved_scaling(PrecisionConfig(opt_level=level), saved)
+    assert resumed.recipe.gemm == saved.recipe.gemm
+    assert resumed.name == level
+    assert with_saved_scaling(resumed, resumed) == resumed
+
+
+def test_a_resume_with_the_values_of_the_checkpoint_passes():
+    saved = PrecisionConfig(opt_level="O2")  # as one of the version before, which had no such settings
+    same = {"fp8_recipe": "delayed", "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max", "fp8_margin": 0}
+    assert with_saved_scaling(PrecisionConfig(opt_level="O2", **same), saved).recipe == saved.recipe
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "said"),
+    [
+        ({}, {"fp8_amax_history_len": 32}, r"--fp8-amax-history-len 32 \(saved: 16\)"),
+        ({}, {"fp8_recipe": "tensorwise"}, r"--fp8-recipe tensorwise \(saved: delayed\)"),
+        ({"fp8_recipe": "tensorwise"}, {"fp8_margin": 1}, r"--fp8-margin 1 \(saved: none\)"),
+        (FLAGS, {"fp8_amax_compute_algo": "max", "fp8_margin": 0}, r"algo max \(saved: most_recent\); --fp8-margin 0 \(saved: 2\)"),
+    ],
+)
+def test_a_resume_with_other_values_is_refused_with_both_and_the_ways_out(saved: dict, given: dict, said: str):
+    with pytest.raises(ValueError, match=f"{said}.*Drop the flag .*, or add --finetune"):
+        with_saved_scaling(PrecisionConfig(opt_level="O2", **given), PrecisionConfig(opt_level="O2", **saved))
+
+
+@pytest.mark.parametrize(("now", "then"), [("coat", "O2"), ("O2", "coat"), ("bf16", "O2"), ("O2", "bf16")])
+def test_a_recipe_that_casts_otherwise_keeps_its_own_scaling(now: str, then: str):
+    variation = {"fp8_amax_history_len": 4} if then == "O2" else {}
+    plain = PrecisionConfig(precision=now)
+    assert with_saved_scaling(plain, PrecisionConfig(precision=then, **variation)) is plain
+    assert with_saved_scaling(plain, None) is plain

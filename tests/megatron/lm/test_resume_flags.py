@@ -1,9 +1,14 @@
 """What may change on resume, and what the flags of the new run say then; and models whose shapes the other tests leave out."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny
+
+from megatron.lm.checkpoint.folder import latest, read_info, write_info
+from msamp.numerics import recipe
+from msamp.numerics.scaling import Delayed
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
@@ -35,6 +40,39 @@ def test_another_global_batch_is_refused_by_name(prefix: Path, tmp_path: Path):
     tiny.run(tiny.config(prefix, train_iters=4, save=folder))
     with pytest.raises(ValueError, match=r"--global-batch-size 8 \(saved: 4\)"):
         tiny.run(tiny.config(prefix, train_iters=8, load=folder, global_batch_size=8))
+
+
+def test_how_operands_are_scaled_is_the_checkpoint_s(prefix: Path, tmp_path: Path):
+    folder, rule = str(tmp_path / "saved"), {"fp8_amax_history_len": 3, "fp8_amax_compute_algo": "most_recent", "fp8_margin": 1}
+    straight = tiny.losses(tiny.run(tiny.config(prefix, opt_level="O2", train_iters=8, **rule)))
+    tiny.run(tiny.config(prefix, opt_level="O2", train_iters=8, exit_interval=5, save=folder, **rule))
+    with tiny.trainer(tiny.config(prefix, opt_level="O2", train_iters=8, load=folder)) as made:
+        assert made.training.config.precision.fp8_amax_history_len == 3
+        assert made.training.config.precision.recipe.gemm.input.scaling == Delayed(3, "most_recent", 1)
+    resumed = tiny.losses(tiny.run(tiny.config(prefix, opt_level="O2", train_iters=8, load=folder)))
+    assert resumed == straight[5:]
+    assert straight[:5] != tiny.losses(tiny.run(tiny.config(prefix, opt_level="O2", train_iters=5)))
+    other = tiny.config(prefix, opt_level="O2", train_iters=8, load=folder, fp8_amax_history_len=16)
+    with pytest.raises(ValueError, match=r"--fp8-amax-history-len 16 \(saved: 3\). Drop the flag .*, or add --finetune"):
+        tiny.run(other)
+    tiny.run(replace(other, checkpoint=replace(other.checkpoint, finetune=True)))
+
+
+def test_a_checkpoint_without_the_settings_has_their_defaults(prefix: Path, tmp_path: Path):
+    """As the version before wrote them: --fp8-scaling, and no flag for the window."""
+    tiny.run(tiny.config(prefix, opt_level="O2", train_iters=2, save=str(tmp_path), fp8_recipe="tensorwise"))
+    folder = latest(tmp_path)
+    info = read_info(folder)
+    settings = info["config"]["precision"]
+    for name in ("fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"):
+        del settings[name]
+    settings["fp8_scaling"] = "current"
+    info.pop("seal")
+    write_info(folder, info)
+    with tiny.trainer(tiny.config(prefix, opt_level="O2", train_iters=4, load=str(tmp_path))) as made:
+        assert made.training.config.precision.recipe.gemm == recipe.GEMMS["tensorwise"]
+    with pytest.raises(ValueError, match=r"--fp8-recipe delayed \(saved: tensorwise\)"):
+        tiny.run(tiny.config(prefix, opt_level="O2", train_iters=4, load=str(tmp_path), fp8_recipe="delayed"))
 
 
 SHAPES = {

@@ -197,11 +197,11 @@ class Spoil:
         output[0].register_hook(lambda g: torch.full_like(g, self.value))
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "current"])
+@pytest.mark.parametrize("scaling", ["delayed", "tensorwise"])
 @pytest.mark.parametrize("when", [3, 17])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_grad_output_that_is_not_finite_is_not_hidden_by_the_cast(value: float, when: int, scaling: str):
-    made = training(opt_level="O2", fp8_scaling=scaling)
+    made = training(opt_level="O2", fp8_recipe=scaling)
     steps(made, when)
     handle = made.model.decoder.layers[1].mlp.linear_fc1.register_forward_hook(Spoil(value))
     (result,) = steps(made, 1, first=when)

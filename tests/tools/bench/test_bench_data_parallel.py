@@ -28,7 +28,7 @@ def sent_in_a_step() -> list[tuple[int, int, float, int]]:
         training = build_training(config, 64)
         sync = training.grad_sync
         train_step(training, bench_step.random_batches(config, 64, process_groups.device()))
-        if config.precision.is_fp8:
+        if config.precision.recipe.fp8:
             assert bench_data_parallel.linear_weights(sync) == {p for p in sync.names if isinstance(p, ScalingTensor)}
         elements = sum(p.numel() for p in sync.names)
         payloads = sum(size for (_, collective), size in sync.sent.rows().items() if collective != "all-reduce")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.lm import checks
-from megatron.lm.cli import parse_args
+from megatron.lm.config.cli import parse_args
+from megatron.lm.config.rules.training import schedule
 from tools.reproduce import compare_precisions
 from tools.reproduce.compare_precisions import COLUMNS, Job, Session, command, complete, seeds_of, train
 
@@ -40,7 +40,7 @@ def test_a_training_is_told_its_precision_seed_and_course(tmp_path: Path):
 def test_the_trainer_takes_every_length(steps: int, tmp_path: Path):
     job = Job(precision="O2", seed=7, steps=steps, name="O2_0")
     config = parse_args(command(job, options(tmp_path))[3:])
-    assert list(checks.schedule(config, 1)) == []
+    assert list(schedule(config, 1)) == []
     assert config.optimizer.lr_warmup_iters == min(150, steps // 4)
 
 

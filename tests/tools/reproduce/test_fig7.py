@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 
-from megatron.lm.cli import to_argv
+from megatron.lm.config.cli import to_argv
 from msamp.comm.exchange import FP32SumWire, NCCLWire
 from msamp.comm.grad_scaling import MU_MAX, AutoScale
 from msamp.numerics.formats import E4M3

@@ -139,5 +139,5 @@ def test_the_kept_table_has_these_columns():
 
 
 def test_an_unknown_level_is_refused():
-    with pytest.raises(ValueError, match="O0, O1, O2, O3"):
+    with pytest.raises(ValueError, match=r"precision 'O4' is unknown; choose one of .*O1, O2, O3 "):
         table7.scheme("O4")

@@ -19,7 +19,7 @@ import torch
 from checkpoints import LEVELS, MARKER, contents, everything, pointed, resume, tensors, trained
 from torch import Tensor
 
-from megatron.lm.checkpoint import latest, load, save, saved_bf16_linears, storage
+from megatron.lm.checkpoint import latest, load, save, saved_precision, storage
 from megatron.lm.checkpoint.loading import _TensorReader
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.storage import Item, Stored
@@ -69,7 +69,7 @@ def test_resume_is_bit_exact_while_casts_are_just_in_time(prefix: Path, tmp_path
 
 
 def test_resume_is_bit_exact_in_other_formats(prefix: Path, tmp_path: Path):
-    flags = {"fp8_scaling": "current", "master_format": "bf16", "exp_avg_sq_format": "fp8-e4m3"}
+    flags = {"fp8_recipe": "tensorwise", "master_format": "bf16", "exp_avg_sq_format": "fp8-e4m3"}
     check_resume(prefix, tmp_path, 2, train_iters=4, opt_level="O2", **flags)
 
 
@@ -150,15 +150,19 @@ def test_an_older_iteration_can_be_named(prefix: Path, tmp_path: Path):
         assert made.training.iteration == 2
 
 
-def test_the_linear_layers_of_the_checkpoint_are_told(prefix: Path, tmp_path: Path):
+def test_the_precision_settings_of_the_checkpoint_are_told(prefix: Path, tmp_path: Path):
     checkpoints.saved(prefix, tmp_path / "fp8", train_iters=2, opt_level="O2", bf16_linears=["linear_qkv"])
     checkpoints.saved(prefix, tmp_path / "bf16", train_iters=2)
-    assert saved_bf16_linears(tiny.config(prefix, load=str(tmp_path / "fp8"))) == ("linear_qkv",)
-    assert saved_bf16_linears(tiny.config(prefix, load=str(tmp_path / "fp8"), finetune=True)) is None
-    assert saved_bf16_linears(tiny.config(prefix, load=str(tmp_path / "bf16"))) is None
-    assert saved_bf16_linears(tiny.config(prefix)) is None
+    told = saved_precision(tiny.config(prefix, load=str(tmp_path / "fp8")))
+    assert told is not None
+    assert (told.name, told.bf16_linears) == ("O2", ("linear_qkv",))
+    assert saved_precision(tiny.config(prefix, load=str(tmp_path / "fp8"), finetune=True)) is None
+    told = saved_precision(tiny.config(prefix, load=str(tmp_path / "bf16")))
+    assert told is not None
+    assert told.name == "bf16"
+    assert saved_precision(tiny.config(prefix)) is None
     with pytest.raises(ValueError, match="holds no checkpoint of iteration 9"):
-        saved_bf16_linears(tiny.config(prefix, load=str(tmp_path / "fp8"), ckpt_step=9))
+        saved_precision(tiny.config(prefix, load=str(tmp_path / "fp8"), ckpt_step=9))
 
 
 # Another model

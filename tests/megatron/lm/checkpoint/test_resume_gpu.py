@@ -10,7 +10,8 @@ import tiny
 import torch
 from torch import Tensor
 
-from megatron.lm.config import PRECISIONS, Config
+from megatron.lm.config import Config
+from msamp.numerics import recipe
 
 Result = tuple[list[float], list[Tensor]]
 SHARED = {"train_iters": 30, "micro_batch_size": 2, "global_batch_size": 4}
@@ -36,7 +37,7 @@ def straight_and_resumed(prefix: str, folder: str, **settings: Any) -> tuple[Res
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("level", [*PRECISIONS, "bf16+coat", "O3+coat"])
+@pytest.mark.parametrize("level", [*recipe.names(), "bf16+coat", "O3+coat"])
 def test_resume_on_a_gpu_is_bit_exact(prefix: Path, tmp_path: Path, level: str):
     precision, *states = level.split("+")
     moving = {"initial_loss_scale": 2.0**20, "loss_scale_window": 3} if level == "fp16-amp" else {}

@@ -10,7 +10,7 @@ import tiny
 import torch
 from faulty import BATCH, Once, louder, patched, rolling, told, trained
 
-from megatron.lm.checks import check
+from megatron.lm.config.check import check
 from megatron.lm.run import RunStopped
 
 

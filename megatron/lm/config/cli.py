@@ -1,19 +1,40 @@
-"""Command line of the trainer: flags generated from the dataclasses of `config.py`, and the way back.
+"""Command line of the trainer: flags generated from the sections of `Config`, and the way back.
 
-`--preset NAME` lays the values of `presets.py` under the flags: what is written beside it overrides them.
+`--preset NAME` lays the values of `presets.py` under the flags: what is written beside it overrides them. A renamed flag is understood for
+one version more, with a warning that says what to write (`RENAMED`); in a checkpoint's configuration without one.
 """
 
 import argparse
 import difflib
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, fields
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from megatron.lm.config import Config, flag
+from megatron.lm.config.schema import choices_of, flag
+from megatron.lm.config.whole import Config
 from megatron.lm.presets import PRESETS, preset
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A setting of the version before.
+
+    Attributes:
+        section: of both names.
+        now: its name today.
+        values: what it could be -> what that is called today.
+    """
+
+    section: str
+    now: str
+    values: Mapping[str, str]
+
+
+RENAMED = {"fp8_scaling": Renamed("precision", "fp8_recipe", {"delayed": "delayed", "current": "tensorwise"})}
 
 
 def section_types() -> dict[str, type]:
@@ -24,13 +45,22 @@ def section_types() -> dict[str, type]:
 def parse_args(argv: Sequence[str] | None = None) -> Config:
     """Flags (default: those of the process) -> Config. A usage error leaves with exit code 2 and a message on stderr.
 
-    Values are only parsed here; `checks.check` judges them.
+    Values are only parsed here; `check.check` judges them.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     chosen = _preset_parser(add_help=False).parse_known_args(argv)[0].preset
     parser = _parser(preset(chosen) if chosen else {})
     _refuse_unknown_flags(parser, argv)
     values = vars(parser.parse_args(argv))
+    for name in RENAMED.keys() & values.keys():
+        new, value, old = RENAMED[name].now, RENAMED[name].values[values[name]], f"{flag(name)} {values[name]}"
+        if values[new] is not None:
+            parser.error(
+                f"{old} is the former name of {flag(new)} {value}, and {flag(new)} {values[new]} stands beside it: drop {flag(name)}"
+            )
+        # Python shows it where the caller is a script, as the trainer is.
+        warnings.warn(f"{old} will not be known to the next version: write {flag(new)} {value}", DeprecationWarning, stacklevel=2)
+        values[new] = value
     return config_from_dict({name: {f.name: values[f.name] for f in fields(cls)} for name, cls in section_types().items()})
 
 
@@ -64,7 +94,18 @@ def config_from_dict(data: Mapping[str, Mapping[str, Any]]) -> Config:
     """
     sections = section_types()
     _refuse_unknown_keys(data, sections, "section of the configuration")
-    return Config(**{name: _section(name, cls, data.get(name, {})) for name, cls in sections.items()})
+    return Config(**{name: _section(name, cls, _today(name, data.get(name, {}))) for name, cls in sections.items()})
+
+
+def _today(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a section with what has been renamed under its name of today."""
+    found = dict(values)
+    for name, renamed in RENAMED.items():
+        if renamed.section == section and name in found:
+            value = found.pop(name)
+            if value is not None:
+                found.setdefault(renamed.now, renamed.values.get(value, value))
+    return found
 
 
 def _section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
@@ -122,6 +163,23 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
 
+    def format_help(self) -> str:
+        for action in self._actions:
+            if isinstance(action, _Registered):
+                action.metavar = f"{{{','.join(action.names())}}}"
+        return super().format_help()
+
+
+class _Registered(argparse.Action):
+    """Takes a name of those that can be registered; `check` judges it, and only the help asks for them here, because that imports torch."""
+
+    def __init__(self, *args: Any, names: Callable[[], Sequence[str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.names = names
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, values)
+
 
 def _preset_parser(**kwargs: Any) -> argparse.ArgumentParser:
     parser = _Parser(
@@ -143,6 +201,10 @@ def _parser(presets: Mapping[str, Any]) -> argparse.ArgumentParser:
         group = parser.add_argument_group(section, (cls.__doc__ or "").splitlines()[0])
         for setting in fields(cls):
             _add_flag(group, setting, get_type_hints(cls)[setting.name], presets.get(setting.name, setting.default))
+        for name, renamed in RENAMED.items():
+            if renamed.section == section:
+                text = f"the former name of {flag(renamed.now)}, for one version more"
+                group.add_argument(flag(name), choices=tuple(renamed.values), default=argparse.SUPPRESS, help=text)
     return parser
 
 
@@ -168,7 +230,10 @@ def _add_flag(group: Any, setting: Field, hint: Any, default: Any) -> None:
         options["required"] = True
     else:
         options["default"] = default
-    choices = setting.metadata["choices"]
+    if callable(setting.metadata["choices"]):
+        group.add_argument(flag(setting.name), action=_Registered, names=setting.metadata["choices"], **options)
+        return
+    choices = choices_of(setting)
     metavar = None if choices else {int: "N", float: "X", str: "TEXT"}[kind]
     group.add_argument(flag(setting.name), type=kind, choices=choices, metavar=metavar, **options)
 

@@ -9,10 +9,11 @@ import sys
 
 import pytest
 
-from megatron.lm.checks import single_values
-from megatron.lm.cli import config_from_dict, config_to_dict, parse_args, section_types, to_argv
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, TrainingConfig, flag
+from megatron.lm.config.check import single_values
+from megatron.lm.config.cli import config_from_dict, config_to_dict, parse_args, section_types, to_argv
 from megatron.lm.presets import PRESETS
+from msamp.numerics import recipe
 
 REQUIRED = shlex.split(
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 5 --lr 1e-3"
@@ -20,7 +21,8 @@ REQUIRED = shlex.split(
 EVERYTHING = shlex.split(
     "--group-query-attention --num-query-groups 2 --kv-channels 16 --swiglu --disable-bias-linear --normalization RMSNorm "
     "--untie-embeddings-and-output-weights --rotary-percent 0.5 --hidden-dropout 0.1 --attention-backend flash "
-    "--opt-level O2 --fp8-scaling current --master-format fp8-e4m3 --exp-avg-sq-format fp8-e5m2 "
+    "--opt-level O2 --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo most_recent --fp8-margin 2 "
+    "--master-format fp8-e4m3 --exp-avg-sq-format fp8-e5m2 "
     "--use-distributed-optimizer --grad-exchange nccl --mu-rule paper --grad-accum-dtype fp8-sr --no-overlap-param-gather "
     "--ddp-bucket-size 4096 --tp-wire fp8 --tp-saved-input gathered --dry-run --device-memory-gib 79.5 "
     "--min-lr 1e-5 --lr-decay-style cosine --adam-eps 1e-10 --global-batch-size 8 --eval-iters 0 "
@@ -82,7 +84,7 @@ def test_flags_override_a_preset():
     [
         ([], ["required", "--num-layers", "--train-iters"]),
         (["--opt-level", "O4"], ["--opt-level", "'O4'", "O0", "O1", "O2", "O3"]),
-        (["--precision", "int8"], ["--precision", "'int8'", "bf16"]),
+        (["--fp8-scaling", "dynamic"], ["--fp8-scaling", "'dynamic'", "delayed", "current"]),
         (["--preset", "6b"], ["--preset", "'6b'", "7b", "175b"]),
         (["--tokenizer-type", "Sentencepiece"], ["'Sentencepiece'", "GPT2BPETokenizer", "HuggingFaceTokenizer"]),
         (["--num-layers", "two"], ["--num-layers", "'two'", "int"]),
@@ -99,19 +101,27 @@ def test_usage_errors_name_the_value_and_the_remedy(capsys, argv, words):
     assert "Traceback" not in message
 
 
-def test_help_lists_every_flag_and_needs_neither_torch_nor_megatron_core():
+def test_a_usage_error_and_good_flags_need_neither_torch_nor_megatron_core():
     program = (
-        "import sys; sys.argv = ['x', '--help']\n"
-        "from megatron.lm import cli, checks\n"
-        "try: cli.parse_args()\n"
+        "import sys; from megatron.lm.config import check, cli\n"
+        f"cli.parse_args({[*REQUIRED, '--opt-level', 'O2']})\n"
+        "try: cli.parse_args(['--opt-level', 'O4'])\n"
         "finally: print([m for m in sys.modules if m == 'torch' or m.startswith('megatron.core')])"
     )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "[]\n"), "heavy imports make every usage error slow"
+
+
+def test_help_lists_every_flag_and_every_name_that_can_be_registered():
+    program = "import sys; sys.argv = ['x', '--help']\nfrom megatron.lm.config import cli\ncli.parse_args()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     for cls in section_types().values():
         for name in (setting.name for setting in dataclasses.fields(cls)):
             assert re.search(rf"{flag(name)}[ ,\n]", done.stdout), name
     assert "--preset" in done.stdout
-    assert done.stdout.rstrip().endswith("[]"), "heavy imports make every usage error slow"
+    assert f"--precision {{{','.join(recipe.names())}}}" in done.stdout
+    assert "--fp8-recipe {delayed,tensorwise}" in done.stdout
+    assert "--fp8-scaling {delayed,current}       the former name of --fp8-recipe" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -154,3 +164,27 @@ def test_what_a_preset_gives_is_legal():
     for name in PRESETS:
         config = parse_args(["--preset", name])
         assert [problem for section in section_types() for problem in single_values(getattr(config, section))] == []
+
+
+@pytest.mark.parametrize(("was", "now"), [("delayed", "delayed"), ("current", "tensorwise")])
+def test_a_renamed_flag_is_understood_with_a_warning_and_a_saved_setting_without(was, now, recwarn):
+    want = parse_args([*REQUIRED, "--opt-level", "O2", "--fp8-recipe", now])
+    data = config_to_dict(parse_args([*REQUIRED, "--opt-level", "O2"]))
+    del data["precision"]["fp8_recipe"]
+    data["precision"]["fp8_scaling"] = was
+    assert config_from_dict(data) == want
+    assert not recwarn.list
+    with pytest.warns(DeprecationWarning, match=rf"--fp8-scaling {was} will not be known .*: write --fp8-recipe {now}"):
+        assert parse_args([*REQUIRED, "--opt-level", "O2", "--fp8-scaling", was]) == want
+
+
+def test_a_saved_setting_that_was_left_open_stays_open():
+    data = config_to_dict(parse_args([*REQUIRED, "--opt-level", "O2"]))
+    data["precision"] = {"opt_level": "O2", "fp8_scaling": None}
+    assert config_from_dict(data).precision.fp8_recipe is None
+
+
+def test_a_renamed_flag_beside_its_new_name_is_refused(capsys):
+    message = usage_error(capsys, [*REQUIRED, "--fp8-scaling", "current", "--fp8-recipe", "delayed"])
+    assert "--fp8-scaling current is the former name of --fp8-recipe tensorwise" in message
+    assert "drop --fp8-scaling" in message

@@ -1,0 +1,37 @@
+"""Settings of a training run: ten frozen dataclasses and `Config`, which holds one of each.
+
+`schema` says how a setting is declared, a file for each subject declares them, `cli` makes flags of them, and `check` judges them by the
+`rules`.
+"""
+
+from megatron.lm.config.model import ModelConfig
+from megatron.lm.config.outputs import LATEST_CHECKPOINT_FILE, CheckpointConfig, FaultConfig, LoggingConfig
+from megatron.lm.config.parallel import CommunicationConfig, ParallelConfig
+from megatron.lm.config.precision import COAT_FORMATS, FP8_FORMATS, LINEARS, OPT_LEVELS, PrecisionConfig
+from megatron.lm.config.schema import Interval, flag, setting
+from megatron.lm.config.training import DEFAULT_SPLIT, TOKENIZERS, DataConfig, OptimizerConfig, TrainingConfig
+from megatron.lm.config.whole import Config
+
+__all__ = [
+    "COAT_FORMATS",
+    "DEFAULT_SPLIT",
+    "FP8_FORMATS",
+    "LATEST_CHECKPOINT_FILE",
+    "LINEARS",
+    "OPT_LEVELS",
+    "TOKENIZERS",
+    "CheckpointConfig",
+    "CommunicationConfig",
+    "Config",
+    "DataConfig",
+    "FaultConfig",
+    "Interval",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "TrainingConfig",
+    "flag",
+    "setting",
+]

@@ -1,0 +1,46 @@
+"""`check`, which judges a configuration before anything is allocated or written: one ValueError lists every problem.
+
+Single values are judged by the choices and intervals that their fields carry, and settings together by the `rules`.
+"""
+
+from dataclasses import fields
+
+from megatron.lm.config.rules import communication, data, outputs, precision, shape, training
+from megatron.lm.config.schema import choices_of, flag
+from megatron.lm.config.whole import Config, Problems, Rules
+
+RULES: Rules = shape.RULES | precision.RULES | communication.RULES | training.RULES | data.RULES | outputs.RULES
+
+
+def check(config: Config, world_size: int) -> None:
+    """Raise a ValueError listing every setting that is out of range, contradicts another or is not served by this version.
+
+    `world_size` is the number of processes. Looks at the file system (do the named files exist, may the folders be written?) and
+    writes nothing; the same on every process that sees the same files.
+    """
+    problems: list[str] = []
+    broken: set[str] = set()
+    for section in (f.name for f in fields(config)):
+        found = list(single_values(getattr(config, section)))
+        problems += found
+        broken |= {section} if found else set()
+    for rule, sections in RULES.items():
+        if not broken & set(sections):
+            problems += rule(config, world_size)
+    if problems:
+        count = "a setting is" if len(problems) == 1 else f"{len(problems)} settings are"
+        raise ValueError("\n- ".join([f"{count} refused, nothing was started:", *problems]))
+
+
+def single_values(section: object) -> Problems:
+    """Choices and intervals of one section, from the metadata of its fields."""
+    for setting in fields(section):  # type: ignore[arg-type]
+        value, legal = getattr(section, setting.name), setting.metadata["legal"]
+        if value in (None, ()):
+            continue
+        choices = choices_of(setting)
+        for one in value if isinstance(value, tuple) else (value,):
+            if choices is not None and one not in choices:
+                yield f"{flag(setting.name)} {one}: choose one of {', '.join(choices)}"
+        if legal is not None and value not in legal:
+            yield f"{flag(setting.name)} {value}: give a number in {legal}"

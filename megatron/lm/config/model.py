@@ -1,0 +1,58 @@
+"""The shape of the GPT."""
+
+from dataclasses import dataclass
+
+from megatron.lm.config.schema import COUNT, POSITIVE, PROBABILITY, Interval, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of the GPT."""
+
+    num_layers: int = setting("transformer layers", legal=COUNT)
+    hidden_size: int = setting("width of the residual stream", legal=COUNT)
+    num_attention_heads: int = setting("query heads of an attention layer", legal=COUNT)
+    seq_length: int = setting("tokens in a training sequence", legal=COUNT)
+    ffn_hidden_size: int | None = setting("width of the MLP; derived: 4 x hidden, with --swiglu 8/3 x hidden", None, legal=COUNT)
+    group_query_attention: bool = setting("share key and value heads between query heads (GQA)", False)
+    num_query_groups: int | None = setting("key and value heads with --group-query-attention; derived: 1", None, legal=COUNT)
+    kv_channels: int | None = setting("width of one head; derived: hidden size / heads", None, legal=COUNT)
+    max_position_embeddings: int | None = setting("longest sequence the positions reach; derived: seq length", None, legal=COUNT)
+    vocab_size: int | None = setting("vocabulary of NullTokenizer (the other tokenizers bring their own)", None, legal=COUNT)
+    make_vocab_size_divisible_by: int = setting("pad the vocabulary to a multiple of this x tensor-parallel size", 128, legal=COUNT)
+    normalization: str = setting("norm layers", "LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = setting("epsilon of the norm layers", 1e-5, legal=POSITIVE)
+    swiglu: bool = setting("SwiGLU in the MLP instead of GELU", False)
+    disable_bias_linear: bool = setting("linear layers without bias", False)
+    position_embedding_type: str = setting("how positions enter the model", "rope", choices=("rope", "learned_absolute"))
+    rotary_base: float = setting("base of the rotary embedding's wavelengths", 10000.0, legal=POSITIVE)
+    rotary_percent: float = setting("share of a head's width that is rotated", 1.0, legal=Interval(0, 1, low_open=True))
+    untie_embeddings_and_output_weights: bool = setting("give the LM head a weight of its own", False)
+    init_method_std: float = setting("standard deviation of the initial weights", 0.02, legal=POSITIVE)
+    hidden_dropout: float = setting("dropout on the residual stream", 0.0, legal=PROBABILITY)
+    attention_dropout: float = setting("dropout on the attention weights", 0.0, legal=PROBABILITY)
+    attention_backend: str = setting(
+        "kernel of the attention core; auto takes cuDNN, then flash on a GPU", "auto", choices=("auto", "cudnn", "flash", "math")
+    )
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP; SwiGLU's three matrices at 8/3 h (down to a multiple of 64, as in Megatron-LM) weigh as much as two at 4h."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return max(64, self.hidden_size * 8 // 3 // 64 * 64) if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads of an attention layer."""
+        return (self.num_query_groups or 1) if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence the position embedding reaches, in tokens."""
+        return self.max_position_embeddings or self.seq_length

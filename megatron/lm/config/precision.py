@@ -1,0 +1,194 @@
+"""The recipe by name, and how it may be varied."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.lm.config.schema import COUNT, NON_NEGATIVE, POSITIVE, Interval, setting
+
+if TYPE_CHECKING:
+    from msamp.numerics.recipe import Recipe
+
+OPT_LEVELS = ("O0", "O1", "O2", "O3")
+STATE_FORMATS = ("fp32", "bf16", "fp16", "fp8-e4m3", "fp8-e5m2")
+FP8_FORMATS = ("fp8-e4m3", "fp8-e5m2")
+COAT_FORMATS = ("coat-e4m3", "coat-e5m2")
+GRAD_ACCUM_DTYPES = ("fp8", "fp8-sr", "bf16", "fp32")
+ACTIVATIONS_SAVED = ("compute", "coat")
+OPTIMIZER_STATES = {"coat": "coat-e4m3"}  # name -> format of both moments
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+def recipe_names() -> tuple[str, ...]:
+    """What `--precision` takes: the built-in recipes and those registered."""
+    from msamp.numerics import recipe
+
+    return recipe.names()
+
+
+def gemm_names() -> tuple[str, ...]:
+    """What `--fp8-recipe` takes."""
+    from msamp.numerics.recipe import GEMMS
+
+    return tuple(GEMMS)
+
+
+def amax_algorithms() -> tuple[str, ...]:
+    """What `--fp8-amax-compute-algo` takes."""
+    from msamp.numerics.scaling import ALGORITHMS
+
+    return ALGORITHMS
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """The recipe by name, and the formats in which it may be varied (FP8-LM, table 6)."""
+
+    precision: str | None = setting(
+        "recipe: bf16 has FP32 masters, bf16-* and collage-* are Collage's options with BF16 gradients (collage-fp8: pairs of BF16 and "
+        "E4M3), coat has FP8 GEMMs, moments and saved activations, O1 to O3 are FP8-LM's levels, and others may be registered; without it "
+        "and without --opt-level: bf16",
+        None,
+        choices=recipe_names,
+    )
+    opt_level: str | None = setting("how far FP8 reaches (O0 is bf16)", None, choices=OPT_LEVELS)
+    bf16: bool = setting("the same as --precision bf16", False)
+    fp16: bool = setting("the same as --precision fp16-amp: FP16 with FP32 masters and a loss scale", False)
+    loss_scale: float | None = setting("a constant loss scale for fp16-amp; derived: a dynamic one", None, legal=POSITIVE)
+    initial_loss_scale: float = setting(
+        "where the dynamic loss scale of fp16-amp starts; Megatron-LM: 2^32",
+        2.0**16,
+        legal=Interval(0, 2.0**32, low_open=True),
+    )
+    min_loss_scale: float = setting("the run stops where the dynamic loss scale falls below this", 1.0, legal=POSITIVE)
+    loss_scale_window: int = setting(
+        "steps without overflow after which the dynamic loss scale doubles; Megatron-LM: 1000", 2000, legal=COUNT
+    )
+    hysteresis: int = setting(
+        "which overflow since it last doubled is the first to halve the dynamic loss scale; those before only skip their step",
+        2,
+        legal=COUNT,
+    )
+    fp8_recipe: str | None = setting(
+        "how activations and their gradients are scaled for FP8 GEMMs: delayed by the amaxes of past steps, tensorwise by a tensor's own; "
+        "derived: that of the checkpoint that is resumed, else the recipe's own, delayed at O1 to O3 and tensorwise with coat",
+        None,
+        choices=gemm_names,
+    )
+    fp8_amax_history_len: int | None = setting(
+        "steps whose amaxes delayed scaling looks at; derived: the checkpoint's, else 16; Megatron-LM: 1", None, legal=COUNT
+    )
+    fp8_amax_compute_algo: str | None = setting(
+        "which of them delayed scaling takes, the largest or the last; derived: the checkpoint's, else max; Megatron-LM: most_recent",
+        None,
+        choices=amax_algorithms,
+    )
+    fp8_margin: int | None = setting(
+        "headroom that delayed scaling leaves for amaxes that grow: its scales are divided by 2^margin; derived: the checkpoint's, else 0",
+        None,
+        legal=Interval(0, 16),
+    )
+    fp8_min_gain: float = setting(
+        "at O1 to O3 and with coat a linear layer stays BF16 whose measured gain (time in BF16 over time in FP8, on this GPU) is less; 0: "
+        "all are FP8, nothing is measured. No effect at other precisions, so that one line of flags serves all",
+        1.0,
+        legal=NON_NEGATIVE,
+    )
+    fp8_gain_cache: str | None = setting("JSON file of the gains measured so far; derived: in the user's cache folder", None)
+    bf16_linears: tuple[str, ...] | None = setting(
+        "which linear layers of a transformer layer stay BF16 at O1 to O3 and with coat; derived: the choice of the checkpoint that is "
+        "resumed, else by --fp8-min-gain",
+        None,
+        choices=LINEARS,
+    )
+    master_format: str | None = setting("master weight where linear layers are FP8; derived: the recipe's own", None, choices=STATE_FORMATS)
+    grad_format: str | None = setting("weight gradient where linear layers are FP8; derived: the recipe's own", None, choices=STATE_FORMATS)
+    optimizer_state: str | None = setting(
+        "both moments of matrices, wherever the update is FP32 arithmetic: coat is coat-e4m3 (COAT's FP8, a maximum and an exponent for "
+        "each 128 of a row); derived: the level's own",
+        None,
+        choices=tuple(OPTIMIZER_STATES),
+    )
+    exp_avg_format: str | None = setting(
+        "first moment where linear layers are FP8, COAT's wherever the update is FP32 arithmetic; derived: by --optimizer-state, else the "
+        "level's own",
+        None,
+        choices=(*STATE_FORMATS, *COAT_FORMATS),
+    )
+    exp_avg_sq_format: str | None = setting(
+        "second moment where linear layers are FP8, COAT's wherever the update is FP32 arithmetic; derived: by --optimizer-state, else the "
+        "level's own",
+        None,
+        choices=(*STATE_FORMATS, *COAT_FORMATS),
+    )
+    save_activations: str | None = setting(
+        "how the inputs of norms, GELU and SwiGLU are kept for backward: in the compute dtype, or in E4M3 with a scale for every 16 "
+        "channels (COAT); derived: compute, with --precision coat coat",
+        None,
+        choices=ACTIVATIONS_SAVED,
+    )
+    grad_accum_dtype: str | None = setting(
+        "in what the micro-batches of a step add up (sr: stochastic rounding); derived: bf16 where the weight gradients are FP8, with "
+        "Collage's options and with coat's own gradients, else fp32",
+        None,
+        choices=GRAD_ACCUM_DTYPES,
+    )
+
+    @property
+    def requests(self) -> dict[str, str]:
+        """The flags that ask for a recipe, as written -> the name that each one gives."""
+        asked = {}
+        if self.precision is not None:
+            asked[f"--precision {self.precision}"] = self.precision
+        if self.opt_level is not None:
+            asked[f"--opt-level {self.opt_level}"] = self.opt_level
+        if self.bf16:
+            asked["--bf16"] = "bf16"
+        if self.fp16:
+            asked["--fp16"] = "fp16-amp"
+        return asked
+
+    @property
+    def contradiction(self) -> str | None:
+        """What is wrong where two flags ask for different recipes."""
+        if len({_by_name(name).name for name in self.requests.values()}) > 1:
+            return f"{' and '.join(self.requests)} contradict each other: keep one of them"
+        return None
+
+    @property
+    def named(self) -> "Recipe":
+        """The recipe that the flags name, as it is by itself; without such a flag bf16.
+
+        Raises:
+            ValueError: an unknown name, or two flags that ask for different ones.
+        """
+        if self.contradiction is not None:
+            raise ValueError(self.contradiction)
+        return _by_name(next(iter(self.requests.values()), "bf16"))
+
+    @property
+    def recipe(self) -> "Recipe":
+        """`named` with the scaling and the formats that the flags ask for. ValueError as there, and for formats that it does not take."""
+        from megatron.lm.recipe import build_recipe
+
+        return build_recipe(self)
+
+    @property
+    def name(self) -> str:
+        """Of the recipe. ValueError as `named`."""
+        return self.named.name
+
+    @property
+    def kept_activations(self) -> str:
+        """How the inputs of norms and activations are kept for backward: one of `ACTIVATIONS_SAVED`."""
+        return self.save_activations or self.named.activations
+
+    @property
+    def grad_accum(self) -> str:
+        """In what the weight gradients of several micro-batches add up: one of `GRAD_ACCUM_DTYPES`."""
+        return self.grad_accum_dtype or self.recipe.accumulator
+
+
+def _by_name(name: str) -> "Recipe":
+    from msamp.numerics import recipe
+
+    return recipe.by_name(name)

@@ -1,0 +1,71 @@
+"""What travels: gradients between data-parallel processes, activations between tensor-parallel ones."""
+
+from megatron.lm.config.parallel import CommunicationConfig
+from megatron.lm.config.precision import FP8_FORMATS
+from megatron.lm.config.rules.precision import refusal
+from megatron.lm.config.schema import flag
+from megatron.lm.config.whole import Config, Problems, Rules
+
+
+def fp8_gradients(config: Config, world_size: int) -> Problems:
+    """An exchange other than the default, and sums of micro-batches in FP8, want FP8 gradients."""
+    precision, exchange = config.precision, config.communication.exchange
+    if refusal(precision) is not None:
+        return
+    named = precision.named
+    if named.fp8 and precision.recipe.fp8_gradients:
+        return
+    own = precision.grad_format if named.fp8 else None
+    lack = f"--grad-format {own} leaves none" if own else f"precision {named.name} has none"
+    way = f"--grad-format {' or '.join(FP8_FORMATS)}" if named.fp8 else "--opt-level O1, O2 or O3"
+    remedy = f"drop {'one' if own else 'it'}, or use {way}"
+    if exchange.name != CommunicationConfig.grad_exchange:
+        yield f"--grad-exchange {exchange.name} sums FP8 gradients, and {lack}: {remedy}"
+    served = tuple(dict.fromkeys(("fp32", *(("bf16",) if named.fp8 else ()), named.accumulator)))
+    if precision.grad_accum_dtype not in (None, *served):
+        given = f"--grad-accum-dtype {precision.grad_accum_dtype}"
+        yield f"{given} is for FP8 gradients, and {lack}; legal here is {' or '.join(served)}: {remedy}"
+
+
+def overflow_guard(config: Config, world_size: int) -> Problems:
+    """Scaling and mu want the exchange that they guard."""
+    from msamp.comm import exchange as exchanges
+    from msamp.comm.grad_scaling import GRAD_SCALINGS
+
+    communication, exchange = config.communication, config.communication.exchange
+    scaling, mu_rule = communication.grad_scaling, communication.mu_rule
+    adapting = [name for name in exchange.scalings if GRAD_SCALINGS[name].adapts]
+    if not exchange.can_overflow:
+        guarded = " or ".join(name for name in exchanges.names() if exchanges.by_name(name).can_overflow)
+        for name, value in (("grad_scaling", scaling), ("mu_rule", mu_rule)):
+            if value is not None:
+                yield (
+                    f"{flag(name)} {value} has no effect with --grad-exchange {exchange.name}, which cannot overflow and has no mu: "
+                    f"drop it, or use --grad-exchange {guarded}"
+                )
+    elif scaling not in (None, *exchange.scalings):
+        yield f"--grad-scaling {scaling} is no scaling of --grad-exchange {exchange.name}: choose one of {', '.join(exchange.scalings)}"
+    elif mu_rule is not None and communication.gradient_scaling not in adapting:
+        remedy = f"drop it{''.join(f', or use --grad-scaling {name}' for name in adapting)}"
+        yield f"--mu-rule {mu_rule} has no effect with --grad-scaling {communication.gradient_scaling}, whose mu is fixed: {remedy}"
+
+
+def tensor_parallel_wire(config: Config, world_size: int) -> Problems:
+    """FP8 between tensor-parallel processes is O3's, and each of its two flags wants the parallelism whose transfer it is about."""
+    parallel, precision = config.parallel, config.precision
+    fp8_wire = precision.contradiction is None and precision.named.fp8_wire
+    for name, default, ground, there in (
+        ("tp_wire", "bf16", "--tensor-model-parallel-size above 1", parallel.tensor_model_parallel_size > 1),
+        ("tp_saved_input", "shard", "--sequence-parallel", parallel.sequence_parallel),
+    ):
+        value = getattr(parallel, name)
+        lacking = [remedy for remedy, given in (("--opt-level O3", fp8_wire), (ground, there)) if not given]
+        if value != default and lacking:
+            yield f"{flag(name)} {value} has no effect without {' and '.join(lacking)}: drop it, or add {' and '.join(lacking)}"
+
+
+RULES: Rules = {
+    fp8_gradients: ("precision", "communication"),
+    overflow_guard: ("communication",),
+    tensor_parallel_wire: ("parallel", "precision"),
+}

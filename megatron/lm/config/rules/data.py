@@ -1,0 +1,90 @@
+"""Data and tokenizer: named once, in full, and there."""
+
+import os
+
+from megatron.lm.config.schema import flag
+from megatron.lm.config.training import DEFAULT_SPLIT
+from megatron.lm.config.whole import Config, Problems, Rules
+
+TOKENIZER_SETTINGS = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+}
+
+
+def datasets(config: Config, world_size: int) -> Problems:
+    """Data named once, in full, and there."""
+    data = config.data
+    per_split = {name: getattr(data, name) for name in ("train_data_path", "valid_data_path", "test_data_path")}
+    given = [flag(name) for name, words in per_split.items() if words]
+    if config.logging.dry_run and not data.data_path and not given:
+        return
+    if data.data_path and given:
+        yield f"--data-path and {', '.join(given)} contradict each other: give --data-path with --split, or the others"
+    elif not data.data_path and not data.train_data_path:
+        beside = f" beside {', '.join(given)}" if given else ""
+        yield f"no training data{beside}: give --data-path PREFIX or --train-data-path PREFIX (made by tools/preprocess_data.py)"
+    elif data.train_data_path and data.split != DEFAULT_SPLIT:
+        yield f"--split {data.split} has no effect on --train-data-path: drop it, or give --data-path"
+    if not _is_split(data.split):
+        yield f"--split {data.split}: give one to three numbers, 0 or more, for train, valid and test, the first above 0, such as 969,30,1"
+    for name, words in {"data_path": data.data_path, **per_split}.items():
+        yield from _blend(name, words)
+
+
+def tokenizer(config: Config, world_size: int) -> Problems:
+    """A tokenizer with just the settings that belong to it."""
+    kind = config.data.tokenizer_type
+    if kind is None and config.logging.dry_run:
+        return
+    if kind is None:
+        yield f"--tokenizer-type is missing: choose one of {', '.join(TOKENIZER_SETTINGS)}"
+        return
+    for owner, names in TOKENIZER_SETTINGS.items():
+        for name in names:
+            value = getattr(config.model if name == "vocab_size" else config.data, name)
+            if owner != kind and value is not None:
+                yield f"{flag(name)} {value} belongs to {owner} and has no effect on --tokenizer-type {kind}: drop it"
+            if owner == kind and value is None:
+                yield f"--tokenizer-type {kind} needs {' and '.join(map(flag, names))}: add {flag(name)}"
+            if owner == kind and isinstance(value, str) and not os.path.exists(value):
+                yield f"{flag(name)} {value} does not exist: name the file that the data was tokenised with"
+    if kind == "NullTokenizer" and config.model.vocab_size == 1:
+        yield "--vocab-size 1 leaves no token beside the end of document: give at least 2"
+
+
+def _is_split(text: str) -> bool:
+    shares = [_number(word) for word in text.split(",")]
+    return len(shares) <= 3 and shares[0] != 0 and all(share is not None and 0 <= share < float("inf") for share in shares)
+
+
+def _blend(name: str, words: tuple[str, ...]) -> Problems:
+    weights, prefixes = words[0::2], words[1::2]
+    if all(_number(word) is None for word in words):
+        prefixes = words
+    elif len(words) % 2 or any(_number(word) is not None for word in prefixes):
+        yield f"{flag(name)} {' '.join(words)}: give prefixes alone, or a weight before each prefix"
+        return
+    else:
+        for weight in weights:
+            value = _number(weight)
+            if value is None or not 0 < value < float("inf"):
+                yield f"{flag(name)} {' '.join(words)}: the weight {weight} is not a number above 0; leave out what is not to be used"
+    for prefix in prefixes:
+        missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
+        if missing:
+            yield f"{flag(name)} {prefix}: {' and '.join(missing)} do not exist; give the prefix of what tools/preprocess_data.py wrote"
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+RULES: Rules = {
+    datasets: ("data", "logging"),
+    tokenizer: ("model", "data", "logging"),
+}

@@ -1,0 +1,93 @@
+"""What a run writes and reads back: checkpoints, logs, and what it does where a step goes wrong."""
+
+import os
+from dataclasses import fields
+from pathlib import Path
+
+from megatron.lm.config.outputs import LATEST_CHECKPOINT_FILE
+from megatron.lm.config.schema import flag
+from megatron.lm.config.whole import Config, Problems, Rules
+
+
+def loading(config: Config, world_size: int) -> Problems:
+    """A checkpoint to load is there, and flags about loading have one."""
+    checkpoint = config.checkpoint
+    if checkpoint.load is None:
+        for name in ("finetune", "no_load_optim", "no_load_rng"):
+            if getattr(checkpoint, name):
+                yield f"{flag(name)} has no effect without a checkpoint: add --load FOLDER, or drop it"
+        if checkpoint.ckpt_step is not None:
+            yield f"--ckpt-step {checkpoint.ckpt_step} has no effect without a checkpoint: add --load FOLDER, or drop it"
+        return
+    if checkpoint.resumes_itself:
+        return  # its first start finds no checkpoint
+    folder = Path(checkpoint.load)
+    if not os.path.isdir(folder):  # unlike Path.is_dir, no exception where a folder above may not be entered
+        yield f"--load {folder} is no folder: name one that a run with --save wrote, or drop --load to start afresh"
+    elif not os.path.isfile(folder / LATEST_CHECKPOINT_FILE):
+        yield f"--load {folder} holds no checkpoint ({LATEST_CHECKPOINT_FILE} is missing): name another, or drop --load to start afresh"
+
+
+def faults(config: Config, world_size: int) -> Problems:
+    """A spike is a rise, and going back wants a place to go back to."""
+    found, checkpoint = config.faults, config.checkpoint
+    if 0 < found.loss_spike_threshold <= 1:
+        yield f"--loss-spike-threshold {found.loss_spike_threshold:g} calls every loss a spike: give more than 1, such as 2, or 0 for none"
+    if not found.loss_spike_threshold:
+        for setting in (f for f in fields(found) if f.name in ("loss_spike_window", "loss_spike_action")):
+            value = getattr(found, setting.name)
+            if value != setting.default:
+                yield f"{flag(setting.name)} {value} has no effect without --loss-spike-threshold: add it, or drop this"
+    elif found.loss_spike_action == "rollback" and None in (checkpoint.save, checkpoint.save_interval):
+        yield "--loss-spike-action rollback goes back to checkpoints of this run: add --save FOLDER and --save-interval N, or choose warn"
+
+
+def outputs(config: Config, world_size: int) -> Problems:
+    """Everything that will be written can be; flags of a dry run have one."""
+    if config.logging.device_memory_gib is not None and not config.logging.dry_run:
+        yield f"--device-memory-gib {config.logging.device_memory_gib:g} has no effect without --dry-run: add it, or drop the memory"
+    if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
+        yield f"--save-interval {config.checkpoint.save_interval} has no effect without a folder: add --save FOLDER, or drop it"
+    if config.checkpoint.keep_last is not None and config.checkpoint.save is None:
+        yield f"--keep-last {config.checkpoint.keep_last} has no effect without a folder: add --save FOLDER, or drop it"
+    if config.checkpoint.async_save and config.checkpoint.save is None:
+        yield "--async-save has no effect without a folder: add --save FOLDER, or drop it"
+    folders = {
+        "save": config.checkpoint.save,
+        "tensorboard_dir": config.logging.tensorboard_dir,
+        "data_cache_path": config.data.data_cache_path,
+    }
+    for name, folder in folders.items():
+        if folder is not None:
+            yield from _writable(f"{flag(name)} {folder}", Path(folder))
+    files = {
+        "metrics_file": config.logging.metrics_file,
+        "record_precision": config.logging.record_precision,
+        "fp8_gain_cache": config.precision.fp8_gain_cache,
+    }
+    for name, path in files.items():
+        if path is None:
+            continue
+        file = Path(path)
+        if os.path.isdir(file):
+            yield f"{flag(name)} {file} is a folder: name a file in it"
+        elif os.path.exists(file) and not os.access(file, os.W_OK):
+            yield f"{flag(name)} {file} cannot be written: change its permissions, or name another"
+        else:
+            yield from _writable(f"{flag(name)} {file}", file.parent)
+
+
+def _writable(what: str, folder: Path) -> Problems:
+    """Can `folder` be written to, or made in the nearest folder above it that exists?"""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    if not os.path.isdir(nearest):
+        yield f"{what}: {nearest} is a file, not a folder; name another place"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        yield f"{what}: no permission to write in {nearest}; name another place, or change its permissions"
+
+
+RULES: Rules = {
+    loading: ("checkpoint",),
+    faults: ("faults", "checkpoint"),
+    outputs: ("checkpoint", "logging", "data", "precision"),
+}

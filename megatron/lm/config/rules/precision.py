@@ -1,0 +1,105 @@
+"""One recipe, and its variations only where it leaves them open."""
+
+from dataclasses import fields
+
+from megatron.lm.config.precision import COAT_FORMATS, OPTIMIZER_STATES, PrecisionConfig
+from megatron.lm.config.schema import flag
+from megatron.lm.config.whole import Config, Problems, Rules
+
+STATE_FORMAT_FIELDS = ("master_format", "grad_format", "exp_avg_format", "exp_avg_sq_format")
+MOMENT_FIELDS = ("optimizer_state", "exp_avg_format", "exp_avg_sq_format")
+LOSS_SCALE_FIELDS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+WANTS_FP8 = "drop it, or use --opt-level O1, O2 or O3"
+
+
+def refusal(precision: PrecisionConfig) -> str | None:
+    """Why the flags make no recipe; None where they make one."""
+    try:
+        _ = precision.recipe
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def one_recipe(config: Config, world_size: int) -> Problems:
+    """All flags that ask for a recipe ask for the same, and it takes the formats that they ask for."""
+    precision = config.precision
+    if precision.contradiction is not None:
+        yield precision.contradiction
+        return
+    named = precision.named
+    for name in ("exp_avg_format", "exp_avg_sq_format"):
+        value = getattr(precision, name)
+        if precision.optimizer_state is not None and value not in (None, *COAT_FORMATS):
+            remedy = f"drop one, or choose {' or '.join(COAT_FORMATS)}"
+            yield f"--optimizer-state {precision.optimizer_state} contradicts {flag(name)} {value}: {remedy}"
+    given = {name: getattr(precision, name) for name in STATE_FORMAT_FIELDS if getattr(precision, name) is not None}
+    coat = [name for name in MOMENT_FIELDS if getattr(precision, name) in (*OPTIMIZER_STATES, *COAT_FORMATS)]
+    if coat and named.states.update != "fp32":
+        what = f"{flag(coat[0])} {getattr(precision, coat[0])}"
+        yield f"{what} contradicts precision {named.name}, whose update is in BF16: drop it, or use --precision bf16"
+    elif named.fp8 and (problem := refusal(precision)) is not None:
+        yield f"{' '.join(f'{flag(name)} {value}' for name, value in given.items())} with precision {named.name}: {problem}"
+    if not named.fp8:
+        for name, value in given.items():
+            if value not in COAT_FORMATS:
+                yield f"{flag(name)} {value} contradicts precision {named.name}, whose formats are fixed: {WANTS_FP8}"
+
+
+def fp8_linears(config: Config, world_size: int) -> Problems:
+    """Which linear layers are FP8, by choice or by measurement, is asked where they can be."""
+    precision = config.precision
+    if precision.contradiction is not None:
+        return
+    if precision.named.fp8:
+        if precision.fp8_gain_cache is not None and (precision.bf16_linears is not None or not precision.fp8_min_gain):
+            ground = "--fp8-min-gain 0" if precision.bf16_linears is None else "--bf16-linears"
+            yield f"--fp8-gain-cache {precision.fp8_gain_cache} has no effect with {ground}, which leaves nothing to measure: drop one"
+        return
+    for name in ("fp8_gain_cache", "bf16_linears"):
+        value = getattr(precision, name)
+        if value is not None:
+            given = " ".join(value) if isinstance(value, tuple) else value
+            yield f"{flag(name)} {given} is about FP8 linear layers, and precision {precision.name} has none: {WANTS_FP8}"
+
+
+def fp8_scaling(config: Config, world_size: int) -> Problems:
+    """How operands are scaled is asked of a recipe that has FP8 GEMMs, and each setting of a scaling rule of one that has it."""
+    from megatron.lm.recipe import RULE_SETTINGS, rule_setting
+
+    precision = config.precision
+    if precision.contradiction is not None:
+        return
+    if not precision.named.fp8:
+        for name in ("fp8_recipe", *RULE_SETTINGS):
+            value = getattr(precision, name)
+            if value is not None:
+                yield f"{flag(name)} {value} contradicts precision {precision.name}, which has no FP8: {WANTS_FP8}"
+        return
+    for name in RULE_SETTINGS:
+        value = getattr(precision, name)
+        if value is not None and rule_setting(precision, name) is None:
+            by = f"--fp8-recipe {precision.fp8_recipe}" if precision.fp8_recipe else f"precision {precision.name}"
+            yield f"{flag(name)} {value} is about delayed scaling, and {by} scales just in time: drop it, or use --fp8-recipe delayed"
+
+
+def loss_scaling(config: Config, world_size: int) -> Problems:
+    """A loss scale is FP16's, and what steers a dynamic one leaves a constant one alone."""
+    precision = config.precision
+    if precision.contradiction is not None:
+        return
+    given = [f.name for f in fields(precision) if f.name in LOSS_SCALE_FIELDS and getattr(precision, f.name) != f.default]
+    for name in given:
+        value = getattr(precision, name)
+        if not precision.named.scales_loss:
+            yield f"{flag(name)} {value:g} is about FP16, and precision {precision.name} has no loss scale: drop it, or use --fp16"
+        elif precision.loss_scale is not None and name != "loss_scale":
+            yield f"{flag(name)} {value:g} is about a dynamic loss scale, and --loss-scale {precision.loss_scale:g} is constant: drop one"
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        yield (
+            f"--min-loss-scale {precision.min_loss_scale:g} is more than --initial-loss-scale {precision.initial_loss_scale:g}: "
+            "lower it, or start higher"
+        )
+
+
+RULES: Rules = dict.fromkeys((one_recipe, fp8_linears, fp8_scaling, loss_scaling), ("precision",))

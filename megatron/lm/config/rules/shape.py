@@ -1,0 +1,115 @@
+"""The shape of the model, and what tensor and pipeline parallelism cut of it."""
+
+import math
+
+from megatron.lm.config.schema import flag
+from megatron.lm.config.whole import Config, Problems, Rules
+
+
+def attention_shape(config: Config, world_size: int) -> Problems:
+    """Heads, groups of heads, positions."""
+    model = config.model
+    heads, groups = model.num_attention_heads, model.query_groups
+    if model.kv_channels is None and model.hidden_size % heads:
+        yield (
+            f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads {heads}: "
+            f"choose a multiple of {heads}, or give the heads' width with --kv-channels"
+        )
+    elif int(model.head_size * model.rotary_percent) % 2 and model.position_embedding_type == "rope":
+        yield (
+            f"rotary position embeddings turn pairs: {model.head_size} channels a head x --rotary-percent {model.rotary_percent:g} must be "
+            "an even number; change --num-attention-heads or --kv-channels"
+        )
+    if model.num_query_groups is not None and not model.group_query_attention:
+        yield f"--num-query-groups {model.num_query_groups} has no effect by itself: add --group-query-attention, or drop it"
+    elif heads % groups:
+        yield f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: choose a divisor of {heads}"
+    if model.max_positions < model.seq_length:
+        yield (
+            f"--max-position-embeddings {model.max_positions} is less than --seq-length {model.seq_length}: "
+            f"give at least {model.seq_length}, or drop it"
+        )
+
+
+def positions(config: Config, world_size: int) -> Problems:
+    """Position ids reach only learned embeddings."""
+    if config.data.reset_position_ids and config.model.position_embedding_type == "rope":
+        yield (
+            "--reset-position-ids has no effect with --position-embedding-type rope, which counts from the start of the sequence: "
+            "drop it, or use learned_absolute"
+        )
+
+
+def tensor_parallel_shape(config: Config, world_size: int) -> Problems:
+    """What tensor and sequence parallelism cut must be divisible. (The vocabulary is: it is padded.)"""
+    model, parallel = config.model, config.parallel
+    tp, heads = parallel.tensor_model_parallel_size, model.num_attention_heads
+    size_flag = f"--tensor-model-parallel-size {tp}"
+    cut: list[tuple[str, int, int]] = []
+    if heads % tp:
+        served = [n for n in range(tp, model.hidden_size + 1, tp) if model.kv_channels or model.hidden_size % n == 0]
+        choice = _nearest(heads, served) or nearest_multiples(heads, tp)
+        yield f"--num-attention-heads {heads} is not divisible by {size_flag}: choose {choice}"
+    if heads % tp == 0 or model.kv_channels:  # else its multiples would be those of heads that cannot stay
+        cut.append(("hidden_size", model.hidden_size, tp if model.kv_channels else math.lcm(tp, heads)))
+    if heads % tp == 0 and model.group_query_attention and heads % model.query_groups == 0 and model.query_groups % tp:
+        legal = [groups for groups in _divisors(heads) if groups % tp == 0]
+        yield f"--num-query-groups {model.query_groups} is not divisible by {size_flag}: choose {_nearest(model.query_groups, legal)}"
+    cut.append(("ffn_hidden_size", model.ffn_size, tp))
+    if parallel.sequence_parallel:
+        cut.append(("seq_length", model.seq_length, tp))
+    for name, size, multiple in cut:
+        if size % tp:
+            yield f"{flag(name)} {size} is not divisible by {size_flag}: choose {nearest_multiples(size, multiple)}"
+    if parallel.sequence_parallel and tp == 1:
+        yield (
+            "--sequence-parallel splits between tensor-parallel processes, and there is one: drop it (after a preset: "
+            "--no-sequence-parallel), or raise --tensor-model-parallel-size"
+        )
+
+
+def pipeline_shape(config: Config, world_size: int) -> Problems:
+    """Layers over stages and virtual stages."""
+    layers, stages = config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    virtual = config.parallel.num_layers_per_virtual_pipeline_stage
+    if virtual is not None and stages == 1:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage {virtual} interleaves pipeline stages, and there is one: drop it, or raise "
+            "--pipeline-model-parallel-size"
+        )
+    elif layers % stages:
+        unit = stages * (virtual or 1)
+        served = [n for n in range(unit, layers + 2 * unit + 1, unit) if virtual is None or n > unit]  # interleaving takes two of them
+        yield f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {stages}: choose {_nearest(layers, served)}"
+    elif virtual is not None and (virtual == layers // stages or layers // stages % virtual):
+        smaller = _divisors(layers // stages)[:-1]
+        whole = virtual == layers // stages
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage {virtual} "
+            + ("leaves nothing to interleave: it is a whole" if whole else f"does not divide the {layers // stages} layers of a")
+            + f" pipeline stage: {f'choose {_nearest(virtual, smaller)}, or ' if smaller else ''}drop it"
+        )
+
+
+def nearest_multiples(value: int, of: int) -> str:
+    """The multiple of `of` below `value` and the one above, as words."""
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def _divisors(value: int) -> list[int]:
+    return [number for number in range(1, value + 1) if value % number == 0]
+
+
+def _nearest(value: int, legal: list[int]) -> str:
+    """The legal number below `value` and the one above, as words."""
+    around = [*[number for number in legal if number < value][-1:], *[number for number in legal if number > value][:1]]
+    return " or ".join(map(str, around))
+
+
+RULES: Rules = {
+    attention_shape: ("model",),
+    positions: ("model", "data"),
+    tensor_parallel_shape: ("model", "parallel"),
+    pipeline_shape: ("model", "parallel"),
+}

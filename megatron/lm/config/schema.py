@@ -1,0 +1,59 @@
+"""How a setting is declared: a field with its help, its choices and its legal interval; the flag it is spelt as.
+
+A field of a section is a flag: its name with dashes is the spelling (Megatron-LM's wherever Megatron-LM has the flag). `cli` generates the
+flags and `check` judges the values. `None` always means "derived": a property of the same section says from what. Nothing here looks at the
+machine or imports torch, so that a misspelt flag is told at once; what a name means that can be registered, such as a recipe's, is asked
+where its value is judged.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, field
+from typing import Any
+
+Choices = tuple[str, ...] | Callable[[], tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Legal values of a numeric setting; NaN and infinities are never among them."""
+
+    low: float
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = self.low < value if self.low_open else self.low <= value
+        below = value < self.high if self.high_open or math.isinf(self.high) else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        opening, closing = "(" if self.low_open else "[", ")" if self.high_open or math.isinf(self.high) else "]"
+        return f"{opening}{self.low:.10g}, {self.high:.10g}{closing}"
+
+
+COUNT = Interval(1)
+COUNT_OR_ZERO = Interval(0)
+POSITIVE = Interval(0, low_open=True)
+NON_NEGATIVE = Interval(0)
+PROBABILITY = Interval(0, 1, high_open=True)
+
+
+def flag(name: str) -> str:
+    """Field name -> flag: `num_layers` -> `--num-layers`."""
+    return "--" + name.replace("_", "-")
+
+
+def setting(help: str, default: Any = MISSING, choices: Choices | None = None, legal: Interval | None = None) -> Any:
+    """A dataclass field with its help text, its choices or its legal interval; required where `default` is left out.
+
+    Choices that can be registered are a function that gives them.
+    """
+    return field(default=default, metadata={"help": help, "choices": choices, "legal": legal})
+
+
+def choices_of(setting: Field) -> tuple[str, ...] | None:
+    """The choices of a setting as they are now; None where any value of its type will do."""
+    choices = setting.metadata["choices"]
+    return choices() if callable(choices) else choices

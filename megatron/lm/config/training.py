@@ -1,0 +1,78 @@
+"""The update and its schedule, the batches and the length of the run, and the data it reads."""
+
+from dataclasses import dataclass
+
+from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, PROBABILITY, Interval, setting
+
+RECOMPUTE_MODULES = ("core_attn", "mlp")
+TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
+DEFAULT_SPLIT = "969,30,1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule (iterations are optimizer steps)."""
+
+    lr: float = setting("highest learning rate", legal=POSITIVE)
+    min_lr: float = setting("learning rate at the end of the decay", 0.0, legal=NON_NEGATIVE)
+    lr_warmup_iters: int = setting("iterations of linear warm-up", 0, legal=COUNT_OR_ZERO)
+    lr_decay_iters: int | None = setting("iteration at which the decay ends; derived: --train-iters", None, legal=COUNT)
+    lr_decay_style: str = setting("shape of the decay", "linear", choices=("constant", "linear", "cosine", "inverse-square-root"))
+    weight_decay: float = setting("decoupled weight decay", 0.01, legal=NON_NEGATIVE)
+    adam_beta1: float = setting("decay rate of the first moment", 0.9, legal=PROBABILITY)
+    adam_beta2: float = setting("decay rate of the second moment", 0.999, legal=PROBABILITY)
+    adam_eps: float = setting("added to the root of the second moment", 1e-8, legal=POSITIVE)
+    clip_grad: float = setting("largest norm of the gradient; 0: no clipping", 1.0, legal=NON_NEGATIVE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Batch sizes (in sequences), length of the run, evaluation, recomputation."""
+
+    micro_batch_size: int = setting("sequences in one forward and backward of one process", legal=COUNT)
+    global_batch_size: int | None = setting("sequences in an iteration; derived: micro-batch x data-parallel size", None, legal=COUNT)
+    train_iters: int = setting("iterations of the whole run, those before a resume included", legal=COUNT)
+    seed: int = setting("seed of the weights, the dropout and the order of the data", 1234, legal=Interval(0, 2**31 - 1))
+    deterministic: bool = setting(
+        "the same bits in every run on the same machines: slower kernels where torch's fast ones add up in any order, and nothing measured",
+        False,
+    )
+    eval_interval: int = setting("iterations between evaluations", 1000, legal=COUNT)
+    eval_iters: int = setting("global batches of an evaluation; 0: no evaluation", 100, legal=COUNT_OR_ZERO)
+    exit_interval: int | None = setting("leave (after saving) when the iteration is a multiple of this", None, legal=COUNT)
+    exit_duration_in_mins: float | None = setting("leave (after saving) so many minutes after the start", None, legal=POSITIVE)
+    cuda_graph: str | None = setting(
+        "replay forward and backward of a micro-batch as a CUDA graph, or with step the update too; derived: step where possible",
+        None,
+        choices=("none", "micro-batch", "step"),
+    )
+    recompute_granularity: str | None = setting(
+        "recompute activations in backward: whole layers, or the modules of --recompute-modules", None, choices=("full", "selective")
+    )
+    recompute_modules: tuple[str, ...] = setting(
+        "what --recompute-granularity selective recomputes: the attention core, the MLP (in FP8 without tensor parallelism its "
+        "first linear layer: the rest costs no memory there); derived: core_attn",
+        (),
+        choices=RECOMPUTE_MODULES,
+    )
+    recompute_method: str | None = setting("recompute every layer, or the first few of a stage", None, choices=("uniform", "block"))
+    recompute_num_layers: int | None = setting("layers of one recomputed unit (uniform), or their number (block)", None, legal=COUNT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Datasets (prefixes of indexed datasets: PREFIX.bin and PREFIX.idx) and tokenizer."""
+
+    data_path: tuple[str, ...] = setting("one prefix, several, or weight prefix pairs; cut by --split", ())
+    train_data_path: tuple[str, ...] = setting("training data by itself, written as --data-path", ())
+    valid_data_path: tuple[str, ...] = setting("validation data beside --train-data-path", ())
+    test_data_path: tuple[str, ...] = setting("test data beside --train-data-path", ())
+    split: str = setting("shares of --data-path for training, validation and test", DEFAULT_SPLIT)
+    data_cache_path: str | None = setting("folder for the index caches; derived: beside the data", None)
+    tokenizer_type: str | None = setting("tokenizer the data was made with", None, choices=TOKENIZERS)
+    tokenizer_model: str | None = setting("tokenizer.json of HuggingFaceTokenizer, or a folder that holds one", None)
+    vocab_file: str | None = setting("encoder.json of GPT2BPETokenizer", None)
+    merge_file: str | None = setting("vocab.bpe of GPT2BPETokenizer", None)
+    num_workers: int = setting("processes that read data, beside each training process", 0, legal=COUNT_OR_ZERO)
+    eod_mask_loss: bool = setting("leave end-of-document tokens out of the loss", False)
+    reset_position_ids: bool = setting("count positions from the last end-of-document token (learned_absolute only)", False)

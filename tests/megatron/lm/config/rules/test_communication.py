@@ -1,0 +1,107 @@
+"""Refusals about what travels."""
+
+from dataclasses import replace
+
+import pytest
+import refusals
+
+from megatron.lm.config.check import check
+from megatron.lm.config.rules.communication import RULES
+from msamp.comm import exchange
+from msamp.numerics import recipe
+
+# flags beside (and over) those of `refusals.GOOD`, processes, what the message must hold
+REFUSALS = {
+    "TP wire, level": (
+        "--tensor-model-parallel-size 2 --tp-wire fp8 --opt-level O2",
+        2,
+        "--tp-wire fp8 has no effect without --opt-level O3: drop it, or add --opt-level O3",
+    ),
+    "TP wire, one process": (
+        "--opt-level O3 --tp-wire fp8",
+        1,
+        "--tp-wire fp8 has no effect without --tensor-model-parallel-size above 1: drop it, or add",
+    ),
+    "saved input, SP": (
+        "--opt-level O3 --tensor-model-parallel-size 2 --tp-saved-input gathered",
+        2,
+        "--tp-saved-input gathered has no effect without --sequence-parallel: drop it, or add --sequence-parallel",
+    ),
+    "saved input": ("--tp-saved-input gathered", 1, "has no effect without --opt-level O3 and --sequence-parallel: drop it, or add --opt"),
+    "exchange": ("--grad-exchange nccl", 2, "--grad-exchange nccl sums FP8 gradients, and precision bf16 has none: drop it, or use --opt"),
+    "exchange, format that BF16 has not": (
+        "--grad-format fp8-e4m3 --grad-exchange nccl",
+        2,
+        "--grad-exchange nccl sums FP8 gradients, and precision bf16 has none: drop it, or use --opt-level",
+    ),
+    "exchange, format": (
+        "--opt-level O2 --grad-format fp32 --grad-exchange nccl",
+        2,
+        "--grad-exchange nccl sums FP8 gradients, and --grad-format fp32 leaves none: drop one, or use --grad-format fp8-e4m3 or fp8-e5m2",
+    ),
+    "exchange, coat": ("--precision coat --grad-exchange nccl", 2, "precision coat has none: drop it, or use --grad-format fp8-e4m3 or"),
+    "accumulation": (
+        "--grad-accum-dtype fp8-sr",
+        1,
+        "--grad-accum-dtype fp8-sr is for FP8 gradients, and precision bf16 has none; legal here is fp32: drop it, or use --opt-level O1",
+    ),
+    "accumulation, recipe": (
+        "--precision fp32 --grad-accum-dtype bf16",
+        1,
+        "--grad-accum-dtype bf16 .* precision fp32 .* is fp32: drop it",
+    ),
+    "accumulation, format": (
+        "--opt-level O1 --grad-format bf16 --grad-accum-dtype fp8",
+        1,
+        "--grad-accum-dtype fp8 is for FP8 .*--grad-format bf16 leaves none; legal here is fp32 or bf16: drop one, or use --grad",
+    ),
+    "mu": (
+        "--opt-level O2 --grad-scaling auto",
+        2,
+        "--grad-scaling auto has no effect with --grad-exchange fp32-sum, .*has no mu: drop it, or use --grad-exchange nccl",
+    ),
+    "post": ("--opt-level O2 --grad-scaling post", 2, "--grad-scaling post has no effect with --grad-exchange fp32-sum"),
+    "mu rule": ("--opt-level O2 --mu-rule halve", 2, "--mu-rule halve has no effect with --grad-exchange fp32-sum, .*nccl"),
+    "mu rule, pre": (
+        "--opt-level O2 --grad-exchange nccl --grad-scaling pre --mu-rule paper",
+        2,
+        "--mu-rule paper has no effect with --grad-scaling pre, whose mu is fixed: drop it, or use --grad-scaling auto",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal_names_value_and_remedy(name):
+    refusals.assert_refused(*REFUSALS[name])
+
+
+def test_every_rule_is_proved_by_a_refusal():
+    assert refusals.fired(RULES, REFUSALS.values()) == set(RULES)
+
+
+def test_an_exchange_of_one_s_own_is_judged_by_what_it_says(monkeypatch):
+    monkeypatch.setattr(exchange, "_EXCHANGES", dict(exchange._EXCHANGES))
+    exchange.register(exchange.Exchange(name="mine", wire=exchange.NCCLWire, sums_in_fp32=False, scalings=("post", "pre")))
+    check(refusals.config("--opt-level O2 --grad-exchange mine --grad-scaling pre"), 2)
+    refusals.assert_refused(
+        "--opt-level O2 --grad-exchange mine --grad-scaling auto",
+        2,
+        "--grad-scaling auto is no scaling of --grad-exchange mine: choose one of post, pre",
+    )
+    refusals.assert_refused(
+        "--opt-level O2 --grad-exchange mine --mu-rule halve",
+        2,
+        "--mu-rule halve has no effect with --grad-scaling post, whose mu is fixed: drop it$",
+    )
+    refusals.assert_refused("--opt-level O2 --mu-rule halve", 2, "drop it, or use --grad-exchange nccl or mine")
+    refusals.assert_refused("--grad-exchange mine", 2, "--grad-exchange mine sums FP8 gradients, and precision bf16 has none")
+
+
+def test_a_recipe_of_one_s_own_with_an_fp8_wire_takes_the_flags_of_the_wire(monkeypatch):
+    monkeypatch.setattr(recipe, "_TABLE", dict(recipe._TABLE))
+    recipe.register(replace(recipe.O3, name="mine"))
+    recipe.register(replace(recipe.O3, name="mine-bf16-wire", fp8_wire=False))
+    flags = "--tensor-model-parallel-size 2 --sequence-parallel --tp-wire fp8 --tp-saved-input gathered"
+    check(refusals.config(f"--precision mine {flags}"), 2)
+    assert refusals.config("--precision mine").shards_optimizer
+    refusals.assert_refused(f"--precision mine-bf16-wire {flags}", 2, "--tp-wire fp8 has no effect without --opt-level O3")

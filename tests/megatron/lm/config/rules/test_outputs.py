@@ -1,0 +1,41 @@
+"""Refusals about what a run writes and reads back."""
+
+import pytest
+import refusals
+
+from megatron.lm.config.rules.outputs import RULES
+
+# flags beside (and over) those of `refusals.GOOD`, processes, what the message must hold
+REFUSALS = {
+    "table in a folder": ("--opt-level O2 --fp8-gain-cache folder", 1, "--fp8-gain-cache folder is a folder: name a file in it"),
+    "dry run": ("--device-memory-gib 40", 1, "--device-memory-gib 40 has no effect without --dry-run: add it, or drop the memory"),
+    "load": ("--load gone", 1, "--load gone is no folder: name one that a run with --save wrote, or drop --load"),
+    "load empty": ("--load folder", 1, r"--load folder holds no checkpoint \(latest_checkpointed_iteration.txt is missing\): name another"),
+    "finetune": ("--finetune", 1, "--finetune has no effect without a checkpoint: add --load FOLDER"),
+    "step": ("--ckpt-step 0", 1, "--ckpt-step 0 has no effect without a checkpoint: add --load FOLDER, or drop it"),
+    "no optimizer": ("--no-load-optim", 1, "--no-load-optim has no effect without a checkpoint: add --load FOLDER"),
+    "gentle spike": ("--loss-spike-threshold 1", 1, "--loss-spike-threshold 1 calls every loss a spike: give more than 1"),
+    "window alone": ("--loss-spike-window 9", 1, "--loss-spike-window 9 has no effect without --loss-spike-threshold: add it"),
+    "action alone": ("--loss-spike-action rollback", 1, "--loss-spike-action rollback has no effect without --loss-spike-threshold"),
+    "nowhere to roll back to": (
+        "--loss-spike-threshold 2 --loss-spike-action rollback --save folder",
+        1,
+        "--loss-spike-action rollback goes back to checkpoints of this run: add --save FOLDER and --save-interval N, or choose warn",
+    ),
+    "interval": ("--save-interval 2", 1, "--save-interval 2 has no effect without a folder: add --save FOLDER"),
+    "keep": ("--keep-last 2", 1, "--keep-last 2 has no effect without a folder: add --save FOLDER, or drop it"),
+    "background": ("--async-save", 1, "--async-save has no effect without a folder: add --save FOLDER, or drop it"),
+    "save": ("--save corpus.bin", 1, "--save corpus.bin: .*corpus.bin is a file, not a folder; name another place"),
+    "save below": ("--save corpus.bin/a/b", 1, "--save corpus.bin/a/b: .*corpus.bin is a file, not a folder; name another place"),
+    "metrics": ("--metrics-file folder", 1, "--metrics-file folder is a folder: name a file in it"),
+    "metrics below": ("--metrics-file corpus.bin/m", 1, "--metrics-file corpus.bin/m: .*corpus.bin is a file, not a folder"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal_names_value_and_remedy(name):
+    refusals.assert_refused(*REFUSALS[name])
+
+
+def test_every_rule_is_proved_by_a_refusal():
+    assert refusals.fired(RULES, REFUSALS.values()) == set(RULES)

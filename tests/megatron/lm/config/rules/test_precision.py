@@ -1,0 +1,83 @@
+"""Refusals about the recipe and its variations."""
+
+import pytest
+import refusals
+
+from megatron.lm.config.rules.precision import RULES
+
+# flags beside (and over) those of `refusals.GOOD`, processes, what the message must hold
+REFUSALS = {
+    "operands without FP8": (
+        "--precision fp32 --fp8-recipe tensorwise",
+        1,
+        "--fp8-recipe tensorwise contradicts precision fp32, which has no FP8: drop it, or use --opt-level O1, O2 or O3",
+    ),
+    "window without FP8": ("--fp8-amax-history-len 4", 1, "--fp8-amax-history-len 4 contradicts precision bf16, which has no FP8: drop"),
+    "margin without FP8": ("--fp16 --fp8-margin 0", 1, "--fp8-margin 0 contradicts precision fp16-amp, which has no FP8: drop it"),
+    "window, just in time": (
+        "--opt-level O2 --fp8-recipe tensorwise --fp8-amax-history-len 16",
+        1,
+        "--fp8-amax-history-len 16 is about delayed scaling, and --fp8-recipe tensorwise scales just in time: drop it, or use --fp8-recipe",
+    ),
+    "algorithm, coat": (
+        "--precision coat --fp8-amax-compute-algo max",
+        1,
+        "--fp8-amax-compute-algo max is about delayed scaling, and precision coat scales just in time: drop it, or use --fp8-rec",
+    ),
+    "margin, just in time": (
+        "--opt-level O3 --fp8-recipe tensorwise --fp8-margin 1",
+        1,
+        "--fp8-margin 1 is about delayed scaling, and --fp8-recipe tensorwise scales just in time",
+    ),
+    "BF16 in BF16": (
+        "--bf16-linears linear_qkv linear_fc1",
+        1,
+        "--bf16-linears linear_qkv linear_fc1 is about .* precision bf16 has none: drop",
+    ),
+    "table of nothing": ("--opt-level O2 --fp8-min-gain 0 --fp8-gain-cache g", 1, "--fp8-gain-cache g has no effect with --fp8-min-gain 0"),
+    "table beside a choice": (
+        "--opt-level O2 --bf16-linears --fp8-gain-cache g",
+        1,
+        "--fp8-gain-cache g has no effect with --bf16-linears",
+    ),
+    "two recipes": ("--precision fp32 --opt-level O2", 1, "--precision fp32 and --opt-level O2 contradict each other: keep one of them"),
+    "bf16 and O1": ("--bf16 --opt-level O1", 1, "--opt-level O1 and --bf16 contradict each other: keep one of them"),
+    "fp16 and bf16": ("--bf16 --fp16", 1, "--bf16 and --fp16 contradict each other: keep one of them"),
+    "loss scale of BF16": (
+        "--loss-scale 8",
+        1,
+        "--loss-scale 8 is about FP16, and precision bf16 has no loss scale: drop it, or use --fp16",
+    ),
+    "window of O2": ("--opt-level O2 --loss-scale-window 9", 1, "--loss-scale-window 9 is about FP16, and precision O2 has no loss scale"),
+    "constant and moving": (
+        "--fp16 --loss-scale 8 --hysteresis 3",
+        1,
+        "--hysteresis 3 is about a dynamic loss scale, and --loss-scale 8 is constant: drop one",
+    ),
+    "least above the first": (
+        "--fp16 --min-loss-scale 2048 --initial-loss-scale 1024",
+        1,
+        "--min-loss-scale 2048 is more than --initial-loss-scale 1024: lower it",
+    ),
+    "FP8 in FP16": ("--fp16 --grad-format fp8-e4m3", 1, "--grad-format fp8-e4m3 contradicts precision fp16-amp, whose formats are fixed"),
+    "coat and another": (
+        "--opt-level O2 --optimizer-state coat --exp-avg-format fp16",
+        1,
+        "--optimizer-state coat contradicts --exp-avg-format fp16: drop one, or choose coat-e4m3 or coat-e5m2",
+    ),
+    "coat and collage": (
+        "--precision collage-fp8 --optimizer-state coat",
+        1,
+        "--optimizer-state coat contradicts precision collage-fp8, whose update is in BF16: drop it, or use --precision",
+    ),
+    "format": ("--grad-format fp8-e4m3", 1, "--grad-format fp8-e4m3 contradicts precision bf16, whose formats are fixed: drop it, or use"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal_names_value_and_remedy(name):
+    refusals.assert_refused(*REFUSALS[name])
+
+
+def test_every_rule_is_proved_by_a_refusal():
+    assert refusals.fired(RULES, REFUSALS.values()) == set(RULES)

@@ -1,0 +1,45 @@
+"""What the tests of the configuration's rules share: good flags, and what is refused beside them.
+
+refusals.assert_refused("--hidden-size 66", 1, "--hidden-size 66 is not divisible by")
+"""
+
+import re
+import shlex
+from collections.abc import Iterable
+
+import pytest
+
+from megatron.lm.config import Config
+from megatron.lm.config.check import check
+from megatron.lm.config.cli import parse_args
+from megatron.lm.config.whole import Rules
+
+GOOD = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 5 --lr 1e-3 "
+    "--data-path corpus --tokenizer-type NullTokenizer --vocab-size 100"
+)
+
+Refusal = tuple[str, int, str]  # flags, processes, regular expression of the message
+
+
+def config(flags: str = "") -> Config:
+    """Of `flags` beside and over the good ones."""
+    return parse_args(shlex.split(f"{GOOD} {flags}"))
+
+
+def assert_refused(flags: str, world_size: int, message: str) -> None:
+    """That a line of the refusal begins with, or holds, the message."""
+    with pytest.raises(ValueError, match=f"(?m){message}"):
+        check(config(flags), world_size)
+
+
+def fired(rules: Rules, refusals: Iterable[Refusal]) -> set:
+    """Those of the rules that have something to say of the flags."""
+    found = set()
+    for flags, world_size, message in refusals:
+        for rule in rules:
+            try:
+                found |= {rule} if any(re.search(message, text) for text in rule(config(flags), world_size)) else set()
+            except (ValueError, ZeroDivisionError):  # a rule on values that `check` would have refused before it
+                continue
+    return found
