@@ -337,7 +337,7 @@ def _mantissa(xs: list[torch.Tensor]) -> int:
     return of_dtype((xs[0].payload if isinstance(xs[0], ScalingTensor) else xs[0]).dtype).mantissa_bits if xs else 0
 
 
-def table_rows(batch: Batch, columns: Sequence[list[torch.Tensor]], numels: Sequence[int]) -> list[tuple[int, ...]]:
+def _table_rows(batch: Batch, columns: Sequence[list[torch.Tensor]], numels: Sequence[int]) -> list[tuple[int, ...]]:
     """A `Row` of each parameter of a batch, from its gradients, moments, masters and weights as `columns`; the weights may be none."""
     none = [0] * len(numels)
     grad, m, v, master, weight = ([_address(x) for x in column] or none for column in columns)
@@ -362,7 +362,7 @@ def adamw(
 ) -> None:
     """See the reference twin; `hyper`: FP64 [7], the logarithms of both betas after a `Hyper`."""
     columns = (batch.grads, batch.ms, batch.vs, batch.masters, batch.weights)
-    rows = table_rows(batch, columns, [g.numel() for g in batch.grads])
+    rows = _table_rows(batch, columns, [g.numel() for g in batch.grads])
     formats = dict(zip("GMVPW", map(_mantissa, columns), strict=True))
     key = ("adamw", batch.indices[0], *formats.values())
     table, parts = tables.lay_out(key, rows, 5, CHUNK)

@@ -26,7 +26,7 @@ from msamp.kernels.triton.adamw import (
     _scalars_kernel,
     _store,
     _store_weights,
-    table_rows,
+    _table_rows,
 )
 from msamp.kernels.triton.pack import HEAD, _payload, _pointer, _value
 from msamp.numerics.range_expand import STATE_GROUP, Expanded
@@ -224,7 +224,7 @@ def coat_adamw(
     columns = (batch.grads, _plain(batch.ms), _plain(batch.vs), batch.masters, batch.weights)
     (m_max, m_k), (v_max, v_k) = _beside(batch.ms), _beside(batch.vs)
     groups = rows_of(Groups, length=[(g.shape or (1,))[-1] for g in batch.grads], m_max=m_max, m_k=m_k, v_max=v_max, v_k=v_k)
-    rows = [(*row, *of) for row, of in zip(table_rows(batch, columns, [_size(g.shape) for g in batch.grads]), groups, strict=True)]
+    rows = [(*row, *of) for row, of in zip(_table_rows(batch, columns, [_size(g.shape) for g in batch.grads]), groups, strict=True)]
     formats = dict(zip("GMVPW", map(_mantissa, columns), strict=True))
     key = ("coat_adamw", batch.indices[0], m_coat, v_coat, *formats.values())
     table, parts = tables.lay_out(key, rows, 5, CHUNK * GROUP)
