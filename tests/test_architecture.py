@@ -492,7 +492,7 @@ def test_code_lines():
 
 
 def test_complaints_come_all_together():
-    with pytest.raises(pytest.fail.Exception, match="^one\ntwo$"):
+    with pytest.raises(pytest.fail.Exception, match=r"^one\ntwo$"):
         complain(iter(["one", "two"]))
     complain(iter([]))
 
