@@ -24,7 +24,7 @@ from megatron.lm.recipe import build_recipe
 from msamp.numerics.formats import of_dtype
 
 
-class Saved:
+class CheckpointReader:
     """A checkpoint on whatever grid it was written.
 
     Args:
@@ -89,7 +89,7 @@ def load_for_inference(path: str | Path) -> tuple[nn.Module, Config, Tokenizer]:
     Raises:
         ValueError: no checkpoint there is whole, or it does not hold the model that its configuration describes.
     """
-    saved = Saved(path)
+    saved = CheckpointReader(path)
     config = replace(saved.config, parallel=ParallelConfig())
     if not torch.distributed.is_initialized():
         process_groups.initialize(config)
