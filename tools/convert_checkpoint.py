@@ -36,7 +36,7 @@ from tools.convert.fp8_export import fp8_tensors, quantization_config
 from tools.convert.hugging_face import from_hf, hf_config, hf_rules, hf_tensors
 
 if TYPE_CHECKING:
-    from megatron.lm.checkpoint.reader import Saved
+    from megatron.lm.checkpoint.reader import CheckpointReader
 
 _TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
@@ -44,7 +44,7 @@ _TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 class Values(Mapping[str, Tensor]):
     """The weights of a checkpoint by name, whole and in FP32, read one at a time."""
 
-    def __init__(self, saved: "Saved") -> None:
+    def __init__(self, saved: "CheckpointReader") -> None:
         self._saved, self._names = saved, saved.names()
 
     def __getitem__(self, name: str) -> Tensor:
@@ -57,10 +57,10 @@ class Values(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def _saved(load: Path) -> "Saved":
-    from megatron.lm.checkpoint.reader import Saved  # megatron-core takes seconds, which --help need not wait for
+def _saved(load: Path) -> "CheckpointReader":
+    from megatron.lm.checkpoint.reader import CheckpointReader  # megatron-core takes seconds, which --help need not wait for
 
-    return Saved(load)
+    return CheckpointReader(load)
 
 
 def _given_tokenizer(args: argparse.Namespace) -> dict[str, str]:
@@ -70,7 +70,7 @@ def _given_tokenizer(args: argparse.Namespace) -> dict[str, str]:
     return given
 
 
-def _configured(saved: "Saved", args: argparse.Namespace) -> Config:
+def _configured(saved: "CheckpointReader", args: argparse.Namespace) -> Config:
     """The checkpoint's configuration, with the tokenizer of the command line where it names one."""
     config = saved.config
     given = _given_tokenizer(args)

@@ -35,16 +35,16 @@ def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: Wire
     communication = config.communication
     sent = WireBytes() if sent is None else sent
     grid = Grid.current() if grid is None else grid
-    averages = {grid.gradients(p) for p in model.parameters()}
-    if len(averages) > 1:
+    average, *others = {grid.gradients(p) for p in model.parameters()}
+    if others:
         raise ValueError(
-            f"the parameters' gradients are averaged over {len(averages)} groups of ranks, and a GradSync takes one: use a grid on which "
+            f"the parameters' gradients are averaged over {1 + len(others)} groups of ranks, and a GradSync takes one: use a grid on which "
             "all parameters have the same copies"
         )
     sync = grad_sync(
         model,
         {p: group["formats"].grad for group in parameter_groups(model, recipe) for p in group["params"]},
-        averages.pop().group,
+        average.group,
         bucket_elements=communication.bucket_size,
         shard=config.shards_optimizer,
         exchange=communication.grad_exchange,

@@ -135,20 +135,20 @@ class StepGraphs:
         loss_sums, tokens = zip(*(found.unbind() for found in sums), strict=True)
         return torch.stack(loss_sums).sum(), torch.stack(tokens).sum()
 
-    def update(self, group: torch.distributed.ProcessGroup | None) -> Tensor:
-        """The optimizer's step, and the new scales; `group` as `ScalingState.roll` takes it. The gradient's norm, FP64 0-dim."""
+    def update(self) -> Tensor:
+        """The optimizer's step, and the new scales. The gradient's norm, FP64 0-dim."""
         self.training.optimizer.refresh()
-        self._replay(UPDATE, group)
+        self._replay(UPDATE)
         self.training.optimizer.replayed()
         self.training.scaling.count()
         return self.training.optimizer.grad_norm.clone()
 
-    def _replay(self, place: str, *args: Any) -> None:
+    def _replay(self, place: str) -> None:
         sync = self.training.grad_sync
         key = (place, sync.statistics.active, sync.statistics.recording)
         known = key in self._graphs
         if not known:
-            self._graphs[key] = self._capture(place, *args)
+            self._graphs[key] = self._capture(place)
         done = self._graphs[key]
         done.graph.replay()
         if known:
@@ -157,13 +157,13 @@ class StepGraphs:
             if place in (LAST, ONLY):
                 sync.restore(done.averages)
 
-    def _capture(self, place: str, *args: Any) -> _Captured:
+    def _capture(self, place: str) -> _Captured:
         sync = self.training.grad_sync
         before = sync.sent.rows()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             if place == UPDATE:
-                self._update(*args)
+                self._update()
             else:
                 self._micro_batch(place)
         sent = {what: size - before.get(what, 0) for what, size in sync.sent.rows().items()}
@@ -183,11 +183,11 @@ class StepGraphs:
         if place in (LAST, ONLY):
             sync.finish()
 
-    def _update(self, group: torch.distributed.ProcessGroup | None) -> None:
+    def _update(self) -> None:
         optimizer = self.training.optimizer
         optimizer.step()
         optimizer.wait()
-        self.training.scaling.roll_on_device(group)
+        self.training.scaling.roll_on_device(self.training.grid.scales.group)
 
     def _fill(self, batch: dict[str, Tensor]) -> None:
         """Bring a micro-batch to where the graphs read it."""

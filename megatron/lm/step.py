@@ -17,7 +17,7 @@ from msamp.optim.device_flag import DeviceCopy
 
 
 class Graphs(Protocol):
-    """What a step asks of its CUDA graphs (`megatron.lm.graph.StepGraphs`)."""
+    """What a step asks of its CUDA graphs, which are `megatron.lm.graph.StepGraphs`."""
 
     mode: str
 
@@ -25,11 +25,11 @@ class Graphs(Protocol):
 
     def forward_backward(self, batches: Batches) -> tuple[Tensor, Tensor]: ...
 
-    def update(self, group: torch.distributed.ProcessGroup | None) -> Tensor: ...
+    def update(self) -> Tensor: ...
 
 
 class Witness(Protocol):
-    """What a step tells the recorder (`megatron.lm.recorder.Recorder`): the averaged gradients are there, the update is to come."""
+    """Who is told that the averaged gradients are there and the update is to come, such as `megatron.lm.recorder.Recorder`."""
 
     def before_update(self) -> None: ...
 
@@ -37,11 +37,12 @@ class Witness(Protocol):
 def train_step(training: Training, batches: Batches, graphs: Graphs | None = None, recorder: Witness | None = None) -> StepResult:
     """Micro-batches forward and backward, gradients averaged while backward runs, clipped, the update, new scales.
 
-    A step whose gradient is not finite changes no weight and does not advance the schedule; its data is consumed. With `graphs` the work is
-    replayed once they are ready, to the same bits.
+    A step whose gradient is not finite changes no weight and does not advance the schedule; its data is consumed. With `graphs` the work
+    is replayed once they are ready, to the same bits.
     """
     training.model.train()
-    graphs = graphs if graphs is not None and graphs.ready() else None
+    if graphs is not None and not graphs.ready():
+        graphs = None
     if graphs is not None:
         loss_sum, tokens = graphs.forward_backward(batches)
     else:
@@ -54,14 +55,13 @@ def train_step(training: Training, batches: Batches, graphs: Graphs | None = Non
     lr = training.optimizer.param_groups[0]["lr"]
     if recorder is not None:
         recorder.before_update()
-    sharing = training.grid.scales.group
     if graphs is not None and graphs.mode == "step":
-        grad_norm = graphs.update(sharing)
+        grad_norm = graphs.update()
     else:
         training.optimizer.step()  # clip -> load -> AdamW in FP32 -> store; under ZeRO on owned tensors, then gather the weights
         grad_norm = training.optimizer.grad_norm
         # Delayed scaling: histories move on, alike for all who share a layer, so that what they send each other has one scale.
-        training.scaling.roll(sharing)
+        training.scaling.roll(training.grid.scales.group)
     skipped = training.optimizer.skipped()
     training.schedule.advance_unless(skipped)
 

@@ -14,7 +14,7 @@ from hf_models import MODELS, agree, config, our_logits, random_weights, their_l
 from safetensors import safe_open
 from tiny import VOCABULARY
 
-from megatron.lm.checkpoint.reader import Saved
+from megatron.lm.checkpoint.reader import CheckpointReader
 from megatron.lm.config.cli import config_to_dict, parse_args
 from msamp.numerics.formats import E4M3
 from msamp.numerics.tensor import ScalingTensor
@@ -24,7 +24,7 @@ from tools.convert.folder import Tensors
 
 
 class Known:
-    """What `megatron.lm.checkpoint.reader.Saved` answers for a checkpoint at O3: linear weights in FP8, masters with the values."""
+    """What `CheckpointReader` answers for a checkpoint at O3: linear weights in FP8, masters with the values."""
 
     def __init__(self, settings, folder):
         self.weights = random_weights(settings)
@@ -63,7 +63,7 @@ def known(monkeypatch, tmp_path):
             return saved
 
         reader = ModuleType("megatron.lm.checkpoint.reader")
-        reader.Saved = read
+        reader.CheckpointReader = read
         monkeypatch.setitem(sys.modules, "megatron.lm.checkpoint.reader", reader)
         return saved
 
@@ -208,14 +208,14 @@ def test_a_trained_checkpoint_goes_to_transformers_and_back(tmp_path, level, cap
     shape = MODELS["llama"] | {"make_vocab_size_divisible_by": 32}
     prefix = tiny.write_data(tmp_path)
     tiny.run(tiny.config(prefix, opt_level=level, train_iters=3, save=str(trained), **shape))
-    saved = Saved(trained)
+    saved = CheckpointReader(trained)
     values = {name: saved.values(name) for name in saved.names()}
     ours = our_logits(config("llama"), VOCABULARY, values)
     assert run("to-hf", "--load", trained, "--output", hf, "--dtype", "float32") == 0
     assert agree(their_logits(hf), ours, numerics.HF_LOGITS)
 
     assert run("from-hf", "--load", hf, "--output", imported, "--make-vocab-size-divisible-by", 32) == 0
-    back = Saved(imported)
+    back = CheckpointReader(imported)
     assert all(torch.equal(back.values(name)[:VOCABULARY], x[:VOCABULARY]) for name, x in values.items())
     flags = {"precision": "fp32", "load": str(imported), "finetune": True, "train_iters": 1}
     with tiny.trainer(tiny.config(prefix, **flags, **shape)) as trainer:
@@ -244,7 +244,7 @@ def test_a_checkpoint_of_a_grid_converts_as_one_process(tmp_path):
     pytest.importorskip("transformers")
     trained, hf, fp8 = (tmp_path / name for name in ("trained", "hf", "fp8"))
     dist.run(train, 2, str(tiny.write_data(tmp_path)), str(trained))
-    saved = Saved(trained)
+    saved = CheckpointReader(trained)
     values = {name: saved.values(name) for name in saved.names()}
     assert run("to-hf", "--load", saved.folder, "--output", hf, "--dtype", "float32") == 0
     assert agree(their_logits(hf), our_logits(config("llama"), VOCABULARY, values), numerics.HF_LOGITS)

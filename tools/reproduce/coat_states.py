@@ -31,7 +31,7 @@ from msamp.numerics.range_expand import STATE_GROUP, dynamic_range, quantize_exp
 from tools.bench import rows
 
 if TYPE_CHECKING:
-    from megatron.lm.checkpoint.reader import Saved
+    from megatron.lm.checkpoint.reader import CheckpointReader
 
 PAGE_RANGE = {"m": 1e3, "v": 1e1}
 FP8 = (E4M3, E5M2)
@@ -50,7 +50,7 @@ def kind(name: str, x: Tensor) -> str:
     return "linear" if x.dim() > 1 else "vector"
 
 
-def moments(saved: "Saved") -> dict[str, list[tuple[Tensor, Tensor]]]:
+def moments(saved: "CheckpointReader") -> dict[str, list[tuple[Tensor, Tensor]]]:
     """(m, v) of every weight, FP32, by kind of weight, `all` last.
 
     Raises:
@@ -119,10 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints (the newest is taken), or of one")
     parser.add_argument("--csv", type=Path, help="file to append the rows to")
     options = parser.parse_args(arguments)
-    from megatron.lm.checkpoint.reader import Saved  # megatron-core takes seconds, which --help need not wait for
+    from megatron.lm.checkpoint.reader import CheckpointReader  # megatron-core takes seconds, which --help need not wait for
 
     try:
-        saved = Saved(options.load)
+        saved = CheckpointReader(options.load)
         config = saved.config
         found = table(moments(saved), config.optimizer.adam_eps)
         run = {"model": f"{config.model.num_layers}x{config.model.hidden_size}", "iteration": saved.info["iteration"]}

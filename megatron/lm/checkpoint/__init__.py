@@ -2,12 +2,12 @@
 
 from megatron.lm.checkpoint.folder import exists, iteration_folder, latest
 from megatron.lm.checkpoint.loading import load, saved_precision
-from megatron.lm.checkpoint.reader import Saved, load_for_inference
+from megatron.lm.checkpoint.reader import CheckpointReader, load_for_inference
 from megatron.lm.checkpoint.saving import Saver, save
 from megatron.lm.checkpoint.write_weights import write_weights
 
 __all__ = [
-    "Saved",
+    "CheckpointReader",
     "Saver",
     "exists",
     "iteration_folder",

@@ -25,7 +25,7 @@ from msamp.numerics.formats import of_dtype
 from msamp.optim.updates import MASTER
 
 
-class Saved:
+class CheckpointReader:
     """A checkpoint on whatever grid it was written.
 
     Args:
@@ -90,7 +90,7 @@ def load_for_inference(path: str | Path) -> tuple[nn.Module, Config, Tokenizer]:
     Raises:
         ValueError: no checkpoint there is whole, or it does not hold the model that its configuration describes.
     """
-    saved = Saved(path)
+    saved = CheckpointReader(path)
     config = replace(saved.config, parallel=ParallelConfig())
     if not torch.distributed.is_initialized():
         process_groups.initialize(config)

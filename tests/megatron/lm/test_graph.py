@@ -155,9 +155,9 @@ def test_after_a_recorded_step_the_graph_of_the_others_is_replayed_and_not_captu
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     captures: list[str] = []
 
-    def capture(graphs: StepGraphs, place: str, *args: Any) -> Any:
+    def capture(graphs: StepGraphs, place: str) -> Any:
         captures.append(place)
-        run = functools.partial(graphs._update, *args) if place == UPDATE else functools.partial(graphs._micro_batch, place)
+        run = graphs._update if place == UPDATE else functools.partial(graphs._micro_batch, place)
         return _Captured(RunsAgain(run), {}, [])
 
     monkeypatch.setattr(StepGraphs, "_capture", capture)

@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from megatron.lm import checkpoint
-from megatron.lm.checkpoint import Saved, iteration_folder
+from megatron.lm.checkpoint import CheckpointReader, iteration_folder
 from megatron.lm.run.trainer import Trainer
 from msamp.numerics.formats import E4M3, FP16
 from msamp.numerics.metrics import sqnr_db
@@ -39,7 +39,7 @@ def test_it_goes_on_bit_for_bit(prefix: Path, tmp_path: Path, precision: str):
     again = run(prefix, precision, load=str(tmp_path), ckpt_step=SAVED, **coat)
     assert again[0] == straight[0][SAVED:]
     assert tiny.same(again[1], straight[1])
-    stored = Saved(iteration_folder(tmp_path, LAST)).stored
+    stored = CheckpointReader(iteration_folder(tmp_path, LAST)).stored
     rows, columns = stored.tensors[f"exp_avg/{WEIGHT}"].size
     assert {str(entry.properties.dtype) for key, entry in stored.tensors.items() if key.startswith(f"exp_avg/{WEIGHT}")} == {
         "torch.float8_e4m3fn",
@@ -63,7 +63,7 @@ def test_other_formats_become_coat_s_and_back(prefix: Path, tmp_path: Path):
         checkpoint.save(made.training, tmp_path / "coat")
     with tiny.trainer(tiny.config(prefix, precision="O2", load=str(tmp_path / "coat"), **settings)) as made:
         checkpoint.save(made.training, tmp_path / "back")
-    was, coat, back = (Saved(iteration_folder(tmp_path / name, SAVED)) for name in ("O2", "coat", "back"))
+    was, coat, back = (CheckpointReader(iteration_folder(tmp_path / name, SAVED)) for name in ("O2", "coat", "back"))
     for name in was.names():
         for key, fmt in (("exp_avg", E4M3), ("exp_avg_sq", FP16)):
             before, between, after = (saved._find(key, name) for saved in (was, coat, back))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.lm import checkpoint
-from megatron.lm.checkpoint import Saved, iteration_folder
+from megatron.lm.checkpoint import CheckpointReader, iteration_folder
 from megatron.lm.checkpoint.place import names_of
 from megatron.lm.checkpoint.values import Found, find_whole
 from megatron.lm.config import Config
@@ -76,11 +76,11 @@ def convert(prefix: Path, source: Path, level: str, target: Path) -> list[float]
         return train(made)
 
 
-def read(folder: Path) -> Saved:
-    return Saved(iteration_folder(folder, SAVED))
+def read(folder: Path) -> CheckpointReader:
+    return CheckpointReader(iteration_folder(folder, SAVED))
 
 
-def state(saved: Saved, key: str, name: str) -> Found:
+def state(saved: CheckpointReader, key: str, name: str) -> Found:
     """`best`: the master where there is one, else the weight."""
     if key == "best":
         key = "master" if f"master/{name}" in saved.stored.tensors else "model"
@@ -113,7 +113,7 @@ def assert_rounded_once(before: Found, after: Found) -> None:
         assert (error <= half_step(after)).all(), after.key
 
 
-def check_conversion(before: Saved, after: Saved) -> None:
+def check_conversion(before: CheckpointReader, after: CheckpointReader) -> None:
     """Weights, masters and moments of all tensors, in the formats of the new level."""
     formats = set()
     assert before.names() == after.names()
@@ -169,10 +169,10 @@ def test_every_level_from_every_other(prefix: Path, tmp_path: Path, stayed: dict
 # Weights and second moments that are pairs
 
 
-def pair_errors(before: Saved, after: Saved) -> tuple[float, float]:
+def pair_errors(before: CheckpointReader, after: CheckpointReader) -> tuple[float, float]:
     """Largest relative difference of what weights and second moments stand for."""
     errors = []
-    for read_value in (Saved.values, lambda saved, name: saved._find("exp_avg_sq", name, find_whole).values()):
+    for read_value in (CheckpointReader.values, lambda saved, name: saved._find("exp_avg_sq", name, find_whole).values()):
         a, b = (torch.cat([read_value(saved, name).flatten() for name in before.names()]) for saved in (before, after))
         errors.append(float(((a - b).abs() / a.abs().clamp(min=1e-30)).max()))
     return errors[0], errors[1]

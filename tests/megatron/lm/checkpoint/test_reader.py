@@ -9,7 +9,7 @@ import torch
 from checkpoints import MARKER, tensors
 
 from megatron.lm import process_groups
-from megatron.lm.checkpoint import Saved, latest, load_for_inference
+from megatron.lm.checkpoint import CheckpointReader, latest, load_for_inference
 from megatron.lm.cpu_home import cpu_home
 from msamp.numerics.tensor import ScalingTensor
 
@@ -52,13 +52,13 @@ def test_inference_makes_its_own_process_groups(good: Path):
 
 
 def test_a_folder_of_checkpoints_gives_the_newest_and_a_checkpoint_itself(good: Path):
-    assert Saved(good).folder == latest(good) == good / "iter_0000004"
-    assert Saved(str(good / "iter_0000002")).info["iteration"] == 2
-    assert Saved(good).config.precision.opt_level == "O3"
+    assert CheckpointReader(good).folder == latest(good) == good / "iter_0000004"
+    assert CheckpointReader(str(good / "iter_0000002")).info["iteration"] == 2
+    assert CheckpointReader(good).config.precision.opt_level == "O3"
 
 
 def test_weights_are_whole_in_their_own_format_and_their_values_are_the_best_there_are(good: Path):
-    saved, held = Saved(good), tensors(latest(good))
+    saved, held = CheckpointReader(good), tensors(latest(good))
     assert saved.format(FC1) == (torch.float8_e4m3fn, torch.Size([128, 32]), 1)
     assert saved.format("decoder.final_layernorm.weight")[1:] == (torch.Size([32]), 0)
     weight = saved.weight(FC1)
@@ -73,10 +73,10 @@ def test_weights_are_whole_in_their_own_format_and_their_values_are_the_best_the
 
 def test_names_are_those_of_a_model_that_is_not_cut(prefix: Path, good: Path):
     with tiny.trainer(tiny.config(prefix, opt_level="O3")) as made:
-        assert sorted(Saved(good).names()) == sorted(name for name, _ in made.training.model.named_parameters())
+        assert sorted(CheckpointReader(good).names()) == sorted(name for name, _ in made.training.model.named_parameters())
 
 
-@pytest.mark.parametrize("read", [Saved, load_for_inference])
+@pytest.mark.parametrize("read", [CheckpointReader, load_for_inference])
 def test_damage_is_named(good: Path, tmp_path: Path, read: type):
     folder = tmp_path / "copy"
     folder.mkdir()
@@ -99,7 +99,7 @@ def test_values_that_are_not_finite_are_refused(good: Path, tmp_path: Path, name
     values.view(-1)[3] = float("nan")
     checkpoints.rewrite(folder, {f"model/{name}": values.to(tensors(folder)[f"model/{name}"].dtype)})
     with pytest.raises(ValueError, match=f"model/{name} holds 1 values that are NaN"):
-        Saved(folder).weight(name)
+        CheckpointReader(folder).weight(name)
 
 
 def test_inference_from_nothing_is_refused(tmp_path: Path):

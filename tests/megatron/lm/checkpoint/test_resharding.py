@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.lm import checkpoint
-from megatron.lm.checkpoint import Saved, iteration_folder
+from megatron.lm.checkpoint import CheckpointReader, iteration_folder
 from megatron.lm.checkpoint.content import STATES
 from megatron.lm.checkpoint.place import places
 from megatron.lm.checkpoint.values import Found
@@ -97,15 +97,15 @@ class Moved:
     def __init__(self, seen: list[dict[str, list[Any]]], root: Path) -> None:
         self.seen, self.root = seen, root
 
-    def saved(self, name: str, number: int) -> Saved:
-        return Saved(iteration_folder(self.root / name / str(number), 2))
+    def saved(self, name: str, number: int) -> CheckpointReader:
+        return CheckpointReader(iteration_folder(self.root / name / str(number), 2))
 
     def losses(self, name: str) -> list[float]:
         """Of the third step: staying, then after each move."""
         return [losses[-1] for losses, _ in self.seen[0][name]]
 
 
-def tensors(saved: Saved, prefixes: tuple[str, ...] = ("model", *STATES)) -> dict[str, Found]:
+def tensors(saved: CheckpointReader, prefixes: tuple[str, ...] = ("model", *STATES)) -> dict[str, Found]:
     """Weights and states by key."""
     names = saved.names()
     keys = [(prefix, name) for prefix in prefixes for name in names if f"{prefix}/{name}" in saved.stored.tensors]

@@ -8,7 +8,7 @@ import torch
 from checkpoints import LEVELS, MARKER, pointed, resume
 from torch import Tensor
 
-from megatron.lm.checkpoint import Saved, load, save, write_weights
+from megatron.lm.checkpoint import CheckpointReader, load, save, write_weights
 from megatron.lm.config import Config
 
 
@@ -28,7 +28,7 @@ def test_weights_are_kept_as_they_are(tmp_path: Path, config: Config, weights: d
     given = {name: x.to(dtype) for name, x in weights.items()}
     folder = write_weights(tmp_path / "new", config, tiny.VOCABULARY, given)
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["iter_0000000", MARKER]
-    saved = Saved(tmp_path / "new")
+    saved = CheckpointReader(tmp_path / "new")
     assert saved.folder == folder
     assert (saved.info["iteration"], saved.info["consumed_samples"], saved.info["vocab_size"]) == (0, 0, tiny.VOCABULARY)
     assert saved.config == config
@@ -41,7 +41,7 @@ def test_every_level_starts_from_them(prefix: Path, tmp_path: Path, config: Conf
     write_weights(tmp_path, config, tiny.VOCABULARY, weights)
     with tiny.trainer(tiny.config(prefix, precision=level, load=str(tmp_path), finetune=True)) as made:
         save(made.training, tmp_path / "taken")
-    taken = Saved(tmp_path / "taken")
+    taken = CheckpointReader(tmp_path / "taken")
     coarse = 2**-8 if level == "bf16" else 2**-24 if level == "fp32" else 2**-11  # of the master, or of the weight that is its own
     for name, x in weights.items():
         torch.testing.assert_close(taken.values(name), x, rtol=coarse, atol=1e-6)
