@@ -77,10 +77,10 @@ def block_cast(
         amax_slot.copy_(torch.maximum(amax_slot, amax(v)))
     out = []
     for asked, operand in ((row, v), (col, v.t())):
-        made = new_operand(x, (operand.shape[0], operand.shape[1]), block, dtype, scale_rule) if asked else no_operand(x, dtype, scale_rule)
-        if asked:
-            payload, scale_inv = quantize_blocks(operand, block, of_dtype(dtype), scale_rule)
-            made[0].copy_(payload)
-            made[1].copy_(scale_inv)
-        out += made
+        if not asked:
+            out += no_operand(x, dtype, scale_rule)
+            continue
+        payload, scale_inv = quantize_blocks(operand.contiguous(), block, of_dtype(dtype), scale_rule)
+        made = new_operand(x, (operand.shape[0], operand.shape[1]), block, dtype, scale_rule)
+        out += [made[0].copy_(payload), made[1].copy_(scale_inv)]
     return out[0], out[1], out[2], out[3]
