@@ -57,8 +57,8 @@ def block_cast(
     columns in the other, and each is cast anew from `x`. Square blocks are the same in both, and so are their codes.
 
     Args:
-        x: [M, N] FP32, BF16 or FP16.
-        multiplier: FP32, 0-dim: cast `x * multiplier` (in FP32), such as an FP16 weight's payload by its scale_inv.
+        x: [M, N] FP32, BF16, FP16 or FP8.
+        multiplier: FP32, 0-dim: cast `x * multiplier` (in FP32), such as the payload of an FP16 or FP8 weight by its scale_inv.
         amax_slot: FP32, 0-dim, raised in place to the amax of what is cast (+inf where it is not finite); None takes no amax.
         rows, columns: of a block, 1 x n or n x n, n a power of two from 16 to 128; blocks at an edge may be short.
         dtype: an FP8 dtype.
@@ -75,15 +75,17 @@ def block_cast(
         ValueError: for another shape or block, or an unknown rule.
     """
     check_block_cast(x, rows, columns, scale_rule)
-    v, block = x.detach() if multiplier is None else x.detach().float() * multiplier, Block(rows, columns)
+    v, block = x.detach().float(), Block(rows, columns)
+    if multiplier is not None:
+        v = v * multiplier
     if amax_slot is not None:
         amax_slot.copy_(torch.maximum(amax_slot, amax(v)))
     out = []
     for asked, operand in ((row, v), (col, v.t())):
-        made = new_operand(x, (operand.shape[0], operand.shape[1]), block, dtype, scale_rule) if asked else no_operand(x, dtype, scale_rule)
-        if asked:
-            payload, scale_inv = quantize_blocks(operand, block, of_dtype(dtype), scale_rule)
-            made[0].copy_(payload)
-            made[1].copy_(scale_inv)
-        out += made
+        if not asked:
+            out += no_operand(x, dtype, scale_rule)
+            continue
+        payload, scale_inv = quantize_blocks(operand.contiguous(), block, of_dtype(dtype), scale_rule)
+        made = new_operand(x, (operand.shape[0], operand.shape[1]), block, dtype, scale_rule)
+        out += [made[0].copy_(payload), made[1].copy_(scale_inv)]
     return out[0], out[1], out[2], out[3]

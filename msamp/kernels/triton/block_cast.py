@@ -12,12 +12,14 @@ from msamp.kernels.reference.block_cast import check_block_cast, new_operand, no
 from msamp.kernels.triton.cast import fp8_constants
 from msamp.kernels.triton.cast_transpose import _code, _load_rows, _put, _tell, _tile
 from msamp.kernels.triton.group_cast import _group_exponent, _group_scale_inv
+from msamp.kernels.triton.pack import _value
 from msamp.numerics.block_scale import SMALLEST
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.granularity import Block
 from msamp.numerics.scaling import _fields
 
 TILE, WARPS = 128, 8
+REGISTERS = 128  # a thread, so that two programs share a multiprocessor and one loads while the other stores; left alone it takes up to 214
 
 
 @triton.jit
@@ -85,8 +87,9 @@ def _store_table(table, kept, row, column, rows, columns, row_stride, column_str
 
 @triton.jit
 def _block_cast_kernel(
-    x, multiplier, amax, y, table, y_t, table_t, M, N, SQUARE: tl.constexpr, COLUMNS: tl.constexpr, RULE: tl.constexpr,
-    EXPONENT: tl.constexpr, LIMIT: tl.constexpr, SMALLEST_AMAX: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    x, multiplier, amax, y, table, y_t, table_t, M, N,
+    SOURCE: tl.constexpr, SQUARE: tl.constexpr, COLUMNS: tl.constexpr, RULE: tl.constexpr, EXPONENT: tl.constexpr, LIMIT: tl.constexpr,
+    SMALLEST_AMAX: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     quad, column = tl.program_id(0).to(tl.int64) * (TILE // 4), tl.program_id(1).to(tl.int64) * TILE
@@ -96,7 +99,7 @@ def _block_cast_kernel(
     values = ()
     top = tl.zeros((TILE // 4, TILE), tl.float32)
     for k in tl.static_range(4):
-        v = tiles[k].to(tl.float32)
+        v = _value(tiles[k], SOURCE, HARDWARE)
         if multiplier is not None:
             v = v * tl.load(multiplier)
         values = values + (v,)  # noqa: RUF005  # Triton unpacks no tuple into another
@@ -150,10 +153,12 @@ def block_cast(
     y, table = new_operand(x, (M, N), block, dtype, scale_rule) if row else no_operand(x, dtype, scale_rule)
     y_t, table_t = new_operand(x, (N, M), block, dtype, scale_rule) if col else no_operand(x, dtype, scale_rule)
     exponent, limit = _fields(fmt.max)
+    source = x.view(torch.uint8) if x.element_size() == 1 else x
     if x.numel():
         _block_cast_kernel[triton.cdiv(M, TILE), triton.cdiv(N, TILE)](
-            x, multiplier, amax_slot, y if row else None, table if row else None, y_t if col else None, table_t if col else None, M, N,
-            SQUARE=rows > 1, COLUMNS=columns, RULE=scale_rule, EXPONENT=exponent, LIMIT=limit, SMALLEST_AMAX=fmt.max * SMALLEST,
-            ALIGNED=M % 4 == 0, TILE=TILE, num_warps=WARPS, **fp8_constants(dtype, x.device),
+            source, multiplier, amax_slot, y if row else None, table if row else None, y_t if col else None, table_t if col else None, M, N,
+            SOURCE=of_dtype(x.dtype).mantissa_bits, SQUARE=rows > 1, COLUMNS=columns, RULE=scale_rule, EXPONENT=exponent, LIMIT=limit,
+            SMALLEST_AMAX=fmt.max * SMALLEST, ALIGNED=M % 4 == 0, TILE=TILE, num_warps=WARPS, maxnreg=REGISTERS,
+            **fp8_constants(dtype, x.device),
         )  # fmt: skip
     return y, table, y_t, table_t

@@ -152,6 +152,19 @@ def test_all_of_a_linear_layer_s_operators_stay_in_one_graph(device):
     assert torch.compile(function, backend="aot_eager", fullgraph=True)(x, w).equal(function(x, w))
 
 
+def test_operators_on_blocks_stay_in_one_graph(device):
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        slot = torch.zeros((), device=x.device)
+        flags = {"dtype": E4M3.dtype, "scale_rule": "fp32", "row": True, "col": False}
+        x8, x_scale_inv, *_ = ops.block_cast(x, None, slot, rows=1, columns=128, **flags)
+        w8, w_scale_inv, *_ = ops.block_cast(w, None, None, rows=128, columns=128, **flags)
+        return ops.block_scaled_mm(x8, w8, x_scale_inv, w_scale_inv, None, torch.float32, a_block=(1, 128), b_block=(128, 128)) + slot
+
+    x, w = make("normal", (16, 320), device=device), make("normal", (48, 320), seed=1, device=device)
+    torch._dynamo.reset()
+    assert torch.compile(function, backend="aot_eager", fullgraph=True)(x, w).equal(function(x, w))
+
+
 @pytest.mark.parametrize("name", ["adamw", "grad_stats", "pack"])
 def test_functions_over_many_tensors_are_on_the_device_of_their_tables(name, monkeypatch):
     asked = []

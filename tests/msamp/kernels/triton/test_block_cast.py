@@ -110,6 +110,14 @@ def test_a_multiplier(block, multiplier, triton_device):
     assert_same(make("log-normal", (130, 70), device=triton_device).half(), block, "fp32", multiplier=multiplier)
 
 
+@every_block
+@every_fp8
+def test_an_fp8_payload_and_its_scale(block, fmt, triton_device):
+    codes = torch.arange(256, dtype=torch.uint8, device=triton_device).repeat(130, 1)
+    assert_same(codes.view(fmt.dtype), block, "fp32", multiplier=2.0**-9)
+    assert_same(codes[:, :0x70].contiguous().view(fmt.dtype), block, "power-of-two", multiplier=2.0**-9)
+
+
 @pytest.mark.parametrize("old", [0.0, 2.0, 1e30])
 def test_the_slot_is_raised_to_the_amax(old, triton_device):
     assert_same(make("normal", (200, 100), device=triton_device), ROWS, "fp32", slot=old)
