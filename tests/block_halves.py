@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from msamp.nn.attention_block import AttentionSettings, split_heads
-from msamp.nn.block_gemm import BlockGemm, Norm
+from msamp.nn.block import Norm
+from msamp.nn.gemm import LayerGemm
 from msamp.nn.mlp_block import MLPSettings
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, LinearScaling
 from msamp.numerics.quantize import quantize
@@ -40,8 +41,8 @@ class Half:
                 extra, value = f"{name}_bias", values / 4
             self.tensors[extra] = torch.nn.Parameter(value.clone()) if bias else None
 
-    def gemm(self, name: str) -> BlockGemm:
-        return BlockGemm.of(self.scaling[name], self.tensors[name])
+    def gemm(self, name: str) -> LayerGemm:
+        return LayerGemm.of(self.scaling[name], self.tensors[name])
 
     def arguments(self) -> list[Any]:
         return list(self.tensors.values())

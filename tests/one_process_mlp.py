@@ -111,25 +111,28 @@ class OneProcess:
         rows = [[t.reshape(-1, H) for t in (whole.chunk(self.ranks) if sp else [whole] * self.ranks)] for whole in (x, g)]
         first, second = ([self.weight(part[i].detach()) for part in self.parts] for i in (0, 2))
         x8, x_inv = whole_operand(*self.quantize("x", rows[0], E4M3, True), sp)
-        y = [ops.scaled_mm(x8, w, x_inv, inv, part[1].detach(), dtype, True) for (w, _, inv), part in zip(first, self.parts, strict=True)]
+        y = [
+            ops.scaled_mm(x8, w, x_inv, inv, part[1].detach(), dtype, fast_accum=True)
+            for (w, _, inv), part in zip(first, self.parts, strict=True)
+        ]
         y = [part.requires_grad_() for part in y]
         inner = [gelu(part) for part in y]
         h8, h_inv = self.quantize("h", [part.detach() for part in inner], E4M3, False)
-        partial = [ops.scaled_mm(h8[r], second[r][0], h_inv[r], second[r][2], None, dtype, True) for r in ranks]
+        partial = [ops.scaled_mm(h8[r], second[r][0], h_inv[r], second[r][2], None, dtype, fast_accum=True) for r in ranks]
         out = self.total("out", partial, wire)
         g8, g_inv = whole_operand(*self.quantize("g", rows[1], E5M2, True), sp)
-        grad_w2 = [ops.scaled_mm(flip(g8), flip(h8[r]), g_inv, h_inv[r], None, dtype, False) for r in ranks]
-        grad_inner = [ops.scaled_mm(g8, second[r][1], g_inv, second[r][2], None, dtype, False) for r in ranks]
+        grad_w2 = [ops.scaled_mm(flip(g8), flip(h8[r]), g_inv, h_inv[r], None, dtype, fast_accum=False) for r in ranks]
+        grad_inner = [ops.scaled_mm(g8, second[r][1], g_inv, second[r][2], None, dtype, fast_accum=False) for r in ranks]
         grad_y = [torch.autograd.grad(inner[r], y[r], grad_inner[r])[0] for r in ranks]
         y8, y_inv = self.quantize("grad_y", grad_y, E5M2, False)
-        partial = [ops.scaled_mm(y8[r], first[r][1], y_inv[r], first[r][2], None, dtype, False) for r in ranks]
+        partial = [ops.scaled_mm(y8[r], first[r][1], y_inv[r], first[r][2], None, dtype, fast_accum=False) for r in ranks]
         grad_x = self.total("grad_x", partial, E5M2)
         self.scales = self.next
         return [
             {
                 "output": mine_of(out, r, self.ranks, sp),
                 "grad_input": mine_of(grad_x, r, self.ranks, sp),
-                "grad_weight 1": ops.scaled_mm(flip(y8[r]), flip(x8), y_inv[r], x_inv, None, dtype, False).cpu(),
+                "grad_weight 1": ops.scaled_mm(flip(y8[r]), flip(x8), y_inv[r], x_inv, None, dtype, fast_accum=False).cpu(),
                 "grad_weight 2": grad_w2[r].cpu(),
                 "grad_bias": grad_y[r].sum(0, dtype=torch.float32).to(dtype).cpu(),
             }

@@ -29,15 +29,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.lm import gain, plan, process_groups
+from megatron.lm import gain, graph, plan, process_groups
+from megatron.lm.build import build_training
 from megatron.lm.checks import check
 from megatron.lm.cli import parse_args
 from megatron.lm.config import OPT_LEVELS, Config, ParallelConfig
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import build_model
 from megatron.lm.recipe import build_recipe
-from megatron.lm.step import Training, train_step
-from megatron.lm.trainer import build_training
+from megatron.lm.step import train_step
+from megatron.lm.training import Training
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import kept_states
 from msamp.optim.states import as_stored, stored_bytes
@@ -167,7 +168,7 @@ def state_bytes(training: Training) -> dict[str, int]:
     """Bytes of the model states after a step: weight, gradient, and the columns of the optimizer's states."""
     optimizer, sync = training.optimizer, training.grad_sync
     params = list(training.model.parameters())
-    gradients = [getattr(p, "main_grad", None) for p in params] + [slot.grad for p in params for slot in sync.owned(p)]
+    gradients = [getattr(p, "main_grad", None) for p in params] + [segment.grad for p in params for segment in sync.owned(p)]
     found = {"weight": sum(map(stored_bytes, params)), "gradient": sum(stored_bytes(g) for g in gradients if g is not None)}
     for holding in optimizer.holdings():
         for declared, _ in kept_states(holding.param, holding.group):
@@ -182,15 +183,17 @@ def states(config: Config) -> Iterator[Row]:
     vocab_size = config.model.vocab_size or plan.GPT2_VOCABULARY
     training = build_training(config, vocab_size)
     device = process_groups.device()
-    batches = random_batches(config, vocab_size, device)
+    batches, graphs = random_batches(config, vocab_size, device), graph.build(training)
     cuda = device.type == "cuda"
-    while train_step(training, batches).skipped:  # the loss scale of FP16 may start too high; there are no states before a good step
+    while train_step(
+        training, batches, graphs
+    ).skipped:  # the loss scale of FP16 may start too high; there are no states before a good step
         pass
     if cuda:
         # Before the graphs are captured: a replayed one allocates nothing, its peak is that of its capture.
         torch.cuda.reset_peak_memory_stats()
         for _ in range(WARM_UP):
-            train_step(training, batches)
+            train_step(training, batches, graphs)
     predicted, measured = {"weight": rank.weight, **rank.states, "gradient": rank.gradient}, state_bytes(training)
     for name in predicted | measured:
         foretold, found = predicted.get(name, 0), measured.get(name, 0)

@@ -13,12 +13,12 @@ from megatron.lm.config import LINEARS, Config
 from megatron.lm.presets import parameter_count
 from megatron.lm.recipe import build_recipe, saved_activations, states_by_kind
 from msamp.comm.accumulate import Plain, accumulator
+from msamp.comm.partition import plan_buckets
 from msamp.nn.vocabulary_loss import chunk_rows
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import StateFormats
 from msamp.optim import updates
 from msamp.optim.updates import MASTER, format_names
-from msamp.parallel.partition import plan_buckets
 
 GIB = 2**30
 GPT2_VOCABULARY = 50257

@@ -13,24 +13,21 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron.lm.distributed import chunks
 from megatron.lm.model.initial import named_globally
 from megatron.lm.model.linear import FP8Gemm
+from megatron.lm.training import Training
 from msamp.kernels import ops
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT
 from msamp.numerics.metrics import TALLY, add_tallies, judge
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.rehearsal import rehearse
 from msamp.optim.updates import MASTER
-
-if TYPE_CHECKING:
-    from megatron.lm.step import Training
 
 ROWS = {INPUT: "input", GRAD_OUTPUT: "grad_output"}
 CAST_COLUMNS = ("amax", "underflow", "saturation", "sqnr_db", "scale_exponent")
@@ -56,7 +53,7 @@ class Recorder:
     amax: of the values before the cast. Underflow: share of the non-zero values that became zero; saturation: share at the format's
     maximum; SQNR in dB; the scale's exponent, base 2. Norms of the parameter after the update and of the update; EDQ as the inner product
     of the update's direction with what arrived in the master (Collage; `edq / update_norm` is 1 where nothing was lost); lost: share of
-    elements left unchanged by an update that is not zero. null: not finite, nothing lost (SQNR), or nobody knows (the sum of `nccl`).
+    elements left unchanged by an update that is not zero. null: not finite, nothing lost (SQNR), or nobody knows (a sum not taken in FP32).
 
     Every number is over all elements of a tensor, all micro-batches of the step and all ranks. Tensors kept in FP32 lose nothing and are
     left out, and so are the updates of the first step of a process, where optimizer states may only begin.
@@ -68,7 +65,7 @@ class Recorder:
         scalars: takes the `summary` of each line and its iteration; on rank 0.
     """
 
-    def __init__(self, training: "Training", file: str, interval: int, scalars: Scalars) -> None:
+    def __init__(self, training: Training, file: str, interval: int, scalars: Scalars) -> None:
         self.training, self.interval, self.scalars = training, interval, scalars
         self.recording = False
         self._first = training.iteration + 1
@@ -122,18 +119,16 @@ class Recorder:
         skipped = bool(flag)
         gathered = self._gather(*own, skipped)
         if gathered is not None:
-            self._write(line(iteration, skipped, *gathered, self.training.grad_sync.exchange))
+            self._write(line(iteration, skipped, *gathered, self.training.grad_sync.exchange.sums_in_fp32))
 
     @torch.no_grad()
     def _weights(self) -> None:
         """How the GEMMs will cast weights that are stored wider; alike on data-parallel ranks."""
         self.training.optimizer.wait()
-        if parallel_state.get_data_parallel_rank() != 0:
-            return
         for name, layer in self.layers:
             weight, fmt = layer.weight, layer.scaling.gemm.weight.format
             assert isinstance(weight, ScalingTensor)
-            if weight.format != fmt:
+            if weight.format != fmt and self.training.grid.counts(weight, every_copy=False):
                 multiplier, scale_inv = layer.scaling.weight_scales(weight)
                 row = self._casts[name, "weight"] = self._table.new_zeros(len(TALLY))
                 ops.tally_(row, fp32_values(weight), ops.cast(weight.payload, multiplier, fmt.dtype), scale_inv)
@@ -144,7 +139,7 @@ class Recorder:
             return
         for part in rehearse(self.training.optimizer):
             p = part.holding.param
-            if not self._counts(p):
+            if not self.training.grid.counts(p, every_copy=self.training.grad_sync.shard):
                 continue
             name = self.names[p]
             for tensor, stored in part.stored.items():
@@ -156,12 +151,6 @@ class Recorder:
 
     def _payload(self, stored: Tensor) -> tuple[Tensor, Tensor]:
         return (stored.payload, stored.scale_inv) if isinstance(stored, ScalingTensor) else (stored, self._one)
-
-    def _counts(self, p: Tensor) -> bool:
-        """Whether this rank's update of `p` counts: every element of the model once."""
-        copies = parallel_state.get_data_parallel_rank() == 0 or self.training.grad_sync.shard
-        own = parallel_state.get_tensor_model_parallel_rank() == 0 or getattr(p, "tensor_model_parallel", False)
-        return copies and own and not getattr(p, "shared", False)
 
     def _gradients(self) -> None:
         sync = self.training.grad_sync
@@ -225,7 +214,7 @@ def line(
     casts: Mapping[Key, Sequence[float]],
     updates: Mapping[str, Sequence[float]],
     mu: Mapping[str, float],
-    exchange: str,
+    sums_in_fp32: bool,
 ) -> dict[str, Any]:
     """What is written of a step (see `Recorder`) from its sums: tallies by layer and tensor, `UPDATE_SUMS` by parameter."""
     by_layer: dict[str, dict[str, list[float | int | None]]] = {}
@@ -233,7 +222,7 @@ def line(
         found = judge(tally)
         scale = found.pop("scale")
         values: list[float | int | None] = [*map(_short, found.values()), round(math.log2(scale)) if 0 < scale < math.inf else None]
-        if tensor == "grad_reduced" and exchange == "nccl":  # nobody has the sum in FP32
+        if tensor == "grad_reduced" and not sums_in_fp32:  # nobody has the sum to compare with
             values[1] = values[3] = None
         by_layer.setdefault(layer, {})[tensor] = values
     total = [sum(column) for column in zip(*updates.values(), strict=True)]

@@ -2,30 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from msamp.comm.partition import Piece
 from msamp.kernels import ops
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import Format
 
 
-class Piece(Protocol):
-    """Rows `[row, row + rows)` of parameter `tensor`, and the rank that owns them (`msamp.parallel.partition` makes them)."""
-
-    @property
-    def tensor(self) -> int: ...
-    @property
-    def row(self) -> int: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def owner(self) -> int: ...
-
-
 @dataclass(eq=False)
-class Slot:
+class Segment:
     """One piece of a parameter in a bucket.
 
     Attributes:
@@ -56,12 +43,12 @@ class Bucket:
         ranks, rank: of the data-parallel group.
 
     Attributes:
-        slots: all pieces in the order of the flat buffer, by (owner, parameter, row).
+        segments: all pieces in the order of the flat buffer, by (owner, parameter, row).
         owned: those of this rank.
         sizes: elements that each rank owns.
         cut: whether a parameter is in more than one piece.
         own: this rank's slice of the flat buffer.
-        spans: of each slot its parameter, the first of its elements there, their number, and the first in the flat buffer.
+        spans: of each segment its parameter, the first of its elements there, their number, and the first in the flat buffer.
         tables, sum_tables: of the launches over this bucket's gradients, and over the pieces of their sum.
         gradients: this rank's own, by place in `params`; None where none has come.
         waiting: how many have not come.
@@ -75,19 +62,22 @@ class Bucket:
         self.params = list(params)
         self.names = list(names)
         self.format = fmt
-        self.slots: list[Slot] = []
+        self.segments: list[Segment] = []
         self.sizes = [0] * ranks
         start = 0
         for piece in sorted(pieces, key=lambda piece: (piece.owner, piece.tensor, piece.row)):
             p = self.params[piece.tensor]
             elements = piece.rows * (p.numel() // max(1, p.shape[0])) if p.dim() else 1
-            self.slots.append(Slot(piece.tensor, piece.row, piece.rows, piece.owner, start, elements))
+            self.segments.append(Segment(piece.tensor, piece.row, piece.rows, piece.owner, start, elements))
             self.sizes[piece.owner] += elements
             start += elements
-        self.owned = [slot for slot in self.slots if slot.owner == rank]
+        self.owned = [segment for segment in self.segments if segment.owner == rank]
         self.own = slice(sum(self.sizes[:rank]), sum(self.sizes[: rank + 1]))
-        self.cut = len(self.slots) > len(self.params)
-        self.spans = [(slot.index, slot.row * (slot.elements // max(1, slot.rows)), slot.elements, slot.start) for slot in self.slots]
+        self.cut = len(self.segments) > len(self.params)
+        self.spans = [
+            (segment.index, segment.row * (segment.elements // max(1, segment.rows)), segment.elements, segment.start)
+            for segment in self.segments
+        ]
         self.tables, self.sum_tables = Tables(self.params[0].device), Tables(self.params[0].device)
         self.clear()
 
@@ -97,16 +87,16 @@ class Bucket:
         self.waiting = len(self.params)
         self.sent = False
         self.absent: set[int] = set()
-        for slot in self.owned:
-            slot.grad = None
+        for segment in self.owned:
+            segment.grad = None
 
     def __str__(self) -> str:
         return self.names[0] if len(self.names) == 1 else f"{self.names[0]} ... {self.names[-1]}"
 
-    def part(self, slot: Slot, own: torch.Tensor) -> torch.Tensor:
-        """What belongs to a slot of this rank in `own`, this rank's slice of a flat buffer."""
-        start = slot.start - self.own.start
-        return own[start : start + slot.elements]
+    def part(self, segment: Segment, own: torch.Tensor) -> torch.Tensor:
+        """What belongs to a segment of this rank in `own`, this rank's slice of a flat buffer."""
+        start = segment.start - self.own.start
+        return own[start : start + segment.elements]
 
     def flatten(self, gradients: Sequence[torch.Tensor], fmt: Format, factor: torch.Tensor | None = None) -> torch.Tensor:
         """The flat buffer: of one gradient a parameter, of its shape, `cast(g * factor)` in its place.
@@ -123,8 +113,8 @@ class Bucket:
     def unflatten(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """One payload a parameter, in its shape, from the flat buffer: a view of it where the parameter is whole."""
         parts: list[list[tuple[int, torch.Tensor]]] = [[] for _ in self.params]
-        for slot in self.slots:
-            parts[slot.index].append((slot.row, flat[slot.start : slot.start + slot.elements]))
+        for segment in self.segments:
+            parts[segment.index].append((segment.row, flat[segment.start : segment.start + segment.elements]))
         payloads = []
         for p, pieces in zip(self.params, parts, strict=True):
             ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]

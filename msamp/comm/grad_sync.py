@@ -12,18 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from msamp.comm.accumulate import Accumulator, accumulator
-from msamp.comm.autoscale import AutoScale
-from msamp.comm.bucket import Bucket, Slot
+from msamp.comm.bucket import Bucket, Segment
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
-from msamp.comm.scale_sync import ABSENT, local_slots, usable
+from msamp.comm.exchange import Exchange, PlainWire, Reduced, Wire, by_name
+from msamp.comm.grad_scaling import ABSENT, GRAD_SCALINGS, MU_RULES, AutoScale, GradScaling, propose_scales, scales_of
+from msamp.comm.partition import BucketPlan
 from msamp.comm.statistics import SATURATED, SUM_SATURATED, Statistics
-from msamp.comm.wire import FP32SumWire, NCCLWire, PlainWire, Reduced, Wire
 from msamp.numerics.formats import Format
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-
-EXCHANGES = ("fp32-sum", "nccl")
-GRAD_SCALINGS = ("auto", "pre", "post")
 
 
 class GradSync:
@@ -44,12 +41,12 @@ class GradSync:
     Args:
         model: whose parameters are synchronised; those that want no gradient are left out.
         formats: gradient format of every parameter that wants one.
-        plan: buckets of pieces, over those parameters in reverse order (`msamp.parallel.data_parallel` makes it).
+        plan: buckets of pieces, over those parameters in reverse order (`msamp.parallel.data_parallel` has it made).
         group: the data-parallel ranks; None for one process.
         shard: only the owner of a piece needs its average (ZeRO).
-        exchange: "fp32-sum" or "nccl", see `msamp.comm.wire`.
-        scaling: "auto" (the default there), "pre" or "post": how exchange "nccl" scales FP8 gradients (Figure 7).
-        mu_rule: "halve" (the default there) or "paper" for scaling "auto", see `msamp.comm.autoscale`.
+        exchange: how gradients are sent: an exchange, or the name of one that is known, see `msamp.comm.exchange`.
+        scaling: how room is made for a sum that can overflow, one of the exchange's own; None is its default.
+        mu_rule: "halve" (the default) or "paper", for a scaling with a mu that adapts itself, see `msamp.comm.grad_scaling`.
         accumulate: how several micro-batches add up, see `msamp.comm.accumulate`.
         overlap: let buckets leave during backward, else at `finish`.
         seed: of stochastic rounding.
@@ -62,23 +59,25 @@ class GradSync:
         model: a weak reference to it.
         sent: bytes this rank has sent, by kind and collective.
         statistics: saturation and underflow before and after the exchange, while `statistics.active`.
+        exchange, scaling: those in use; POST where the sum needs no room.
         params: in the order in which their gradients leave.
-        own_slots: FP32 [params], with several ranks: what this rank's own gradients were in the last step, as `local_slots` tells;
-            always in the same memory.
+        own_proposals: FP32 [params], with several ranks: what this rank's own gradients were in the last step, as `propose_scales`
+            tells; always in the same memory.
 
     Raises:
-        ValueError: an unknown strategy, a parameter without format, or ranks whose models differ, naming the first difference.
+        ValueError: an unknown exchange; a scaling or mu rule that it does not take, or mu where the averages cannot tell it of overflow;
+            a parameter without format; ranks whose models differ, naming the first difference.
     """
 
     def __init__(
         self,
         model: nn.Module,
         formats: Mapping[Tensor, Format],
-        plan: Sequence[Any],
+        plan: Sequence[BucketPlan],
         group: dist.ProcessGroup | None = None,
         *,
         shard: bool = False,
-        exchange: str = "fp32-sum",
+        exchange: str | Exchange = "fp32-sum",
         scaling: str | None = None,
         mu_rule: str | None = None,
         accumulate: str = "bf16",
@@ -87,11 +86,11 @@ class GradSync:
         sums: Sequence[tuple[Peers, Sequence[Tensor]]] = (),
         sent: WireBytes | None = None,
     ) -> None:
-        _check_strategy(exchange, scaling, mu_rule)
+        self.exchange = by_name(exchange) if isinstance(exchange, str) else exchange
+        self.scaling = self.exchange.scaling(scaling, mu_rule)
         self.sent = WireBytes() if sent is None else sent
         self.peers = Peers(group, self.sent)
-        self.shard, self.exchange, self.overlap, self.seed = shard, exchange, overlap, seed
-        self.scaling = (scaling or "auto") if exchange == "nccl" else "post"  # fp32-sum divides at the end, with mu = 1
+        self.shard, self.overlap, self.seed = shard, overlap, seed
         self.model = weakref.ref(model)
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
         _check_same_on_all_ranks(self.names, formats, self.peers)
@@ -103,23 +102,26 @@ class GradSync:
         self._held_back = {bucket for bucket in buckets if summed & set(bucket.params)}
         self.buckets = sorted(buckets, key=lambda bucket: bucket in self._held_back)
         self._place = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)}
-        self._slots: dict[Tensor, list[Slot]] = {}
+        self._owned: dict[Tensor, list[Segment]] = {}
         for bucket in self.buckets:
-            for slot in bucket.owned:
-                self._slots.setdefault(bucket.params[slot.index], []).append(slot)
-        self._wires = {fmt: self._wire(fmt) for fmt in {bucket.format for bucket in self.buckets}}
+            for segment in bucket.owned:
+                self._owned.setdefault(bucket.params[segment.index], []).append(segment)
+        self._wires: dict[Format, Wire] = {
+            fmt: self.exchange.wire(fmt) if fmt.scaled else PlainWire(fmt) for fmt in {bucket.format for bucket in self.buckets}
+        }
+        _check_mu_is_told(self.exchange, self.scaling, self._wires)
         device = next((p.device for p in self.names), torch.device("cpu"))
         self._generator = torch.Generator(device) if accumulate == "fp8-sr" else None
         self._accumulators: dict[Format, Accumulator] = {fmt: accumulator(accumulate, fmt, self._generator) for fmt in self._wires}
         scaled = [len(bucket.params) if bucket.format.scaled else 0 for bucket in self.buckets]
         self._first_scaled = dict(zip(self.buckets, itertools.accumulate(scaled, initial=0), strict=False))
         numel = [p.numel() for bucket in self.buckets if bucket.format.scaled for p in bucket.params]
-        self.autoscale = AutoScale(numel, self.peers.ranks, mu_rule or "halve", device) if self.scaling == "auto" else None
+        self.autoscale = AutoScale(numel, self.peers.ranks, mu_rule or MU_RULES[0], device) if self.scaling.adapts else None
         self.statistics = Statistics(numel, device, always=self.autoscale is not None)
         self._valid = torch.zeros(len(numel), dtype=torch.bool, device=device)
         self.params = [p for bucket in self.buckets for p in bucket.params]
         self._first = dict(zip(self.buckets, itertools.accumulate((len(b.params) for b in self.buckets), initial=0), strict=False))
-        self.own_slots = torch.ones(len(self.params), device=device)
+        self.own_proposals = torch.ones(len(self.params), device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and self.peers.ranks > 1 else None
         # A weak reference: hooks live in autograd's graph, where the collector does not find a cycle back to the model.
         hook = functools.partial(_take, weakref.ref(self))
@@ -130,21 +132,16 @@ class GradSync:
 
     def __str__(self) -> str:
         scaled = sorted({str(bucket.format) for bucket in self.buckets if bucket.format.scaled}) or ["no FP8 gradients"]
-        how = self.exchange if self.scaling != "auto" else f"{self.exchange} with auto-scaling"
+        how = f"{self.exchange} with auto-scaling" if self.scaling.adapts else str(self.exchange)
         return f"gradients in {len(self.buckets)} buckets ({', '.join(scaled)}, {how})"
-
-    def _wire(self, fmt: Format) -> Wire:
-        if not fmt.scaled:
-            return PlainWire(fmt)
-        return NCCLWire(fmt) if self.exchange == "nccl" else FP32SumWire(fmt)
 
     def bucket_of(self, p: Tensor) -> Bucket:
         """The bucket in which a parameter's gradient leaves."""
         return self._place[p][0]
 
-    def owned(self, p: Tensor) -> list[Slot]:
+    def owned(self, p: Tensor) -> list[Segment]:
         """The pieces of a parameter that this rank owns."""
-        return self._slots.get(p, [])
+        return self._owned.get(p, [])
 
     def clear(self) -> None:
         """Forget the gradients of the last step."""
@@ -258,11 +255,9 @@ class GradSync:
 
     def _factor(self, bucket: Bucket, scales: Tensor) -> Tensor:
         """FP32 [n]: what multiplies the gradients of a bucket into their payloads."""
-        if not bucket.format.scaled or self.scaling == "post":
+        if not bucket.format.scaled:
             return scales
-        if self.autoscale is None:  # pre
-            return scales / self.peers.ranks
-        return scales * self.autoscale.mu[self._scaled(bucket)].float()
+        return self.scaling.factor(scales, self.peers.ranks, None if self.autoscale is None else self.autoscale.mu[self._scaled(bucket)])
 
     def _scaled(self, bucket: Bucket) -> slice:
         """Where a bucket's tensors stand among all scaled ones."""
@@ -274,44 +269,49 @@ class GradSync:
         device = bucket.params[0].device
         gradients = [None if g is None else (fp32_values(g) if isinstance(g, ScalingTensor) else g.contiguous()) for g in bucket.gradients]
         bucket.gradients = [None] * len(gradients)
-        slots = local_slots(gradients, bucket.format, device, bucket.tables, plain=peers.ranks > 1)
+        proposals = propose_scales(gradients, wire.format, device, bucket.tables, plain=bucket.format.scaled or peers.ranks > 1)
         if peers.ranks > 1:  # after the exchange nobody can tell whose gradient was not finite
-            self.own_slots[self._first[bucket] : self._first[bucket] + len(slots)].copy_(slots)
-        peers.all_reduce(slots, dist.ReduceOp.MIN, f"the scales of {bucket}")
-        factor = self._factor(bucket, usable(slots))
+            self.own_proposals[self._first[bucket] : self._first[bucket] + len(proposals)].copy_(proposals)
+        peers.all_reduce(proposals, dist.ReduceOp.MIN, f"the scales of {bucket}")
+        factor = self._factor(bucket, scales_of(proposals))
         filled = [torch.zeros(p.shape, device=device) if g is None else g for p, g in zip(bucket.params, gradients, strict=True)]
         flat = wire.pack(bucket, filled, factor)
         counting = bucket.format.scaled and self.statistics.active
         if counting:
-            self.statistics.count_packed(self._first_scaled[bucket], gradients, bucket.unflatten(flat), bucket.format)
+            self.statistics.count_packed(self._first_scaled[bucket], gradients, bucket.unflatten(flat), wire.format)
         if counting and self.statistics.recording:
             self.statistics.record_packed(self._first_scaled[bucket], gradients, bucket.unflatten(flat), factor)
         missing = [i for i, g in enumerate(gradients) if g is None]
         del gradients, filled
         reduced = wire.reduce(bucket, flat, factor, peers, self.shard)
+        if reduced.own.dtype != bucket.format.dtype:
+            raise ValueError(
+                f"gradient exchange {self.exchange} averaged {bucket} in {reduced.own.dtype}, and its gradients are {bucket.format}; "
+                f"round to {bucket.format.dtype} in the wire's reduce"
+            )
         if self.autoscale is not None and bucket.format.scaled:
-            self._valid[self._scaled(bucket)] = (slots > 0) & ~slots.isinf()
+            self._valid[self._scaled(bucket)] = (proposals > 0) & ~proposals.isinf()
         if counting:
             self.statistics.count_reduced(self._first_scaled[bucket], bucket, reduced.own, reduced.before)
             if self.statistics.recording and peers.ranks > 1 and reduced.scale_inv is not None:
-                before = reduced.before if self.exchange == "fp32-sum" else None
+                before = reduced.before if self.exchange.sums_in_fp32 else None
                 self.statistics.record_reduced(self._first_scaled[bucket], bucket, reduced.own, reduced.scale_inv, before, factor)
         # Only a rank that lacks a gradient asks whether the others had one: a host sync that no usual step takes.
-        bucket.absent = {i for i in missing if peers.ranks == 1 or slots[i].item() == ABSENT}
-        self._place_averages(bucket, reduced, slots)
+        bucket.absent = {i for i in missing if peers.ranks == 1 or proposals[i].item() == ABSENT}
+        self._place_averages(bucket, reduced, proposals)
 
-    def _place_averages(self, bucket: Bucket, reduced: Reduced, slots: Tensor) -> None:
-        scale_inv = None if reduced.scale_inv is None else reduced.scale_inv.masked_fill(slots < 0, float("nan"))
+    def _place_averages(self, bucket: Bucket, reduced: Reduced, proposals: Tensor) -> None:
+        scale_inv = None if reduced.scale_inv is None else reduced.scale_inv.masked_fill(proposals < 0, float("nan"))
 
         def average(payload: Tensor, i: int) -> Tensor:
             return payload if scale_inv is None else ScalingTensor(payload, scale_inv[i], bucket.params[i].dtype)
 
         if self.shard:
-            for slot in bucket.owned:
-                if slot.index not in bucket.absent:
-                    p = bucket.params[slot.index]
-                    shape = (slot.rows, *p.shape[1:]) if p.dim() else ()
-                    slot.grad = average(bucket.part(slot, reduced.own).view(shape), slot.index)
+            for segment in bucket.owned:
+                if segment.index not in bucket.absent:
+                    p = bucket.params[segment.index]
+                    shape = (segment.rows, *p.shape[1:]) if p.dim() else ()
+                    segment.grad = average(bucket.part(segment, reduced.own).view(shape), segment.index)
             return
         flat = reduced.flat
         if flat is None:
@@ -322,8 +322,8 @@ class GradSync:
 
     def averages(self) -> list[tuple[Any, str, Any]]:
         """Where this step's averages have been put, for `restore`: a CUDA graph leaves later ones in the same memory."""
-        slots: list[tuple[Any, str, Any]] = [(slot, "grad", slot.grad) for bucket in self.buckets for slot in bucket.owned]
-        return slots + [(p, "main_grad", p.main_grad) for p in self.names]  # type: ignore[attr-defined]
+        held: list[tuple[Any, str, Any]] = [(segment, "grad", segment.grad) for bucket in self.buckets for segment in bucket.owned]
+        return held + [(p, "main_grad", p.main_grad) for p in self.names]  # type: ignore[attr-defined]
 
     def restore(self, averages: Sequence[tuple[Any, str, Any]]) -> None:
         """Be as `finish` left this object when it gave these `averages` (or some of them), one step later."""
@@ -358,18 +358,15 @@ def _take(sync: "weakref.ref[GradSync]", p: Tensor) -> None:
         alive.take(p)
 
 
-def _check_strategy(exchange: str, scaling: str | None, mu_rule: str | None) -> None:
-    if exchange not in EXCHANGES:
-        raise ValueError(f"gradient exchange {exchange!r} is unknown; choose one of {', '.join(EXCHANGES)}")
-    if scaling is not None and scaling not in GRAD_SCALINGS:
-        raise ValueError(f"gradient scaling {scaling!r} is unknown; choose one of {', '.join(GRAD_SCALINGS)}")
-    if exchange != "nccl" and (scaling is not None or mu_rule is not None):
-        raise ValueError(
-            f"gradient scaling {scaling or 'auto'!r} and mu belong to exchange 'nccl': an FP32 sum neither overflows nor needs them; "
-            "drop them, or choose exchange='nccl'"
-        )
-    if scaling not in (None, "auto") and mu_rule is not None:
-        raise ValueError(f"mu rule {mu_rule!r} belongs to gradient scaling 'auto', not {scaling!r}; drop one of the two")
+def _check_mu_is_told(exchange: Exchange, scaling: GradScaling, wires: Mapping[Format, Wire]) -> None:
+    """mu counts what is at the maximum in the averages, which tells of the sum only where both are in one format."""
+    for fmt, wire in wires.items():
+        if scaling.adapts and wire.format != fmt:
+            others = [name for name in exchange.scalings if not GRAD_SCALINGS[name].adapts]
+            raise ValueError(
+                f"gradient scaling {scaling.name!r} sees overflow in averages of the payloads' format, and exchange {exchange} makes {fmt} "
+                f"of {wire.format} payloads; choose gradient scaling {' or '.join(map(repr, others)) or 'none'}, or another exchange"
+            )
 
 
 def _check_formats(names: Mapping[Tensor, str], formats: Mapping[Tensor, Format]) -> None:
@@ -405,7 +402,7 @@ def _check_same_on_all_ranks(names: Mapping[Tensor, str], formats: Mapping[Tenso
                 raise ValueError(f"the ranks' models differ: where rank 0 has {a}, rank {rank} has {b}; build the same model on every rank")
 
 
-def _build(plan: Sequence[Any], names: Mapping[Tensor, str], formats: Mapping[Tensor, Format], peers: Peers) -> list[Bucket]:
+def _build(plan: Sequence[BucketPlan], names: Mapping[Tensor, str], formats: Mapping[Tensor, Format], peers: Peers) -> list[Bucket]:
     params = list(reversed(list(names)))  # backward meets the last layer first
     buckets = []
     for planned in plan:

@@ -35,10 +35,10 @@ class Statistics:
         active: whether this step is counted.
         counts: int64 [5, n]: elements that are not zero; at the maximum and vanished in this rank's payload; the same two
             of the sum, in the pieces that this rank owns. A sum's element has vanished where the FP32 sum was not zero
-            (exchange nccl: where this rank's own payload was not zero).
+            (an exchange that does not sum in FP32: where this rank's own payload was not zero).
         recording: whether this step is counted, and `tallies` are taken too.
         tallies: FP64 [2, n, 8], as `msamp.kernels.ops.tally_` keeps them: of this rank's payload against its gradient, and of
-            the payload of the sum against the FP32 sum (exchange nccl: against itself), in the pieces that this rank owns.
+            the payload of the sum against the FP32 sum (against itself where nobody has that), in the pieces that this rank owns.
     """
 
     def __init__(self, numel: Sequence[int], device: torch.device, always: bool) -> None:
@@ -70,10 +70,10 @@ class Statistics:
 
     def count_reduced(self, first: int, bucket: Bucket, own: torch.Tensor, before: torch.Tensor) -> None:
         """Count this rank's slice of the sum; `before`: flat, what must not have vanished from it."""
-        for slot in bucket.owned:
-            payload = bucket.part(slot, own)
-            self.counts[SUM_SATURATED, first + slot.index] += saturated(payload, bucket.format)
-            self.counts[SUM_VANISHED, first + slot.index] += vanished(bucket.part(slot, before), payload)
+        for segment in bucket.owned:
+            payload = bucket.part(segment, own)
+            self.counts[SUM_SATURATED, first + segment.index] += saturated(payload, bucket.format)
+            self.counts[SUM_VANISHED, first + segment.index] += vanished(bucket.part(segment, before), payload)
 
     def record_packed(
         self, first: int, gradients: Sequence[torch.Tensor | None], payloads: Sequence[torch.Tensor], factor: torch.Tensor
@@ -87,10 +87,10 @@ class Statistics:
         self, first: int, bucket: Bucket, own: torch.Tensor, scale_inv: torch.Tensor, before: torch.Tensor | None, factor: torch.Tensor
     ) -> None:
         """Tallies of this rank's slice of the sum; `before`: flat, the FP32 sum times `factor`, None where nobody has it."""
-        for slot in bucket.owned:
-            payload, inv = bucket.part(slot, own), scale_inv[slot.index]
-            values = payload.float() * inv if before is None else bucket.part(slot, before) / factor[slot.index]
-            ops.tally_(self.tallies[1, first + slot.index], values, payload, inv)
+        for segment in bucket.owned:
+            payload, inv = bucket.part(segment, own), scale_inv[segment.index]
+            values = payload.float() * inv if before is None else bucket.part(segment, before) / factor[segment.index]
+            ops.tally_(self.tallies[1, first + segment.index], values, payload, inv)
 
     def combine(self, peers: Peers) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [5, n] twice: sums over the ranks, and the largest of a rank; one small collective."""

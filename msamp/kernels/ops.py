@@ -1,7 +1,9 @@
-"""The op table: schema, fake (shape) version and dispatch of every kernel, as torch operators `torch.ops.msamp.*`.
+"""The op table: every kernel as a torch operator `torch.ops.msamp.*`, said once, from its reference twin.
 
-A CPU tensor gets the reference twin; a CUDA tensor the Triton kernel, or the twin where Triton is not installed.
-Operators rather than bare functions, so that torch.compile keeps a layer in one graph.
+The twin gives the name and, by its signature, the schema; run on fake tensors it also tells torch.compile what comes out, unless a
+kernel's result has another shape. A CPU tensor gets the twin; a CUDA tensor the Triton kernel of the same file and function name, or the
+twin where there is no such kernel or Triton is not installed. Operators rather than bare functions, so that torch.compile keeps a layer
+in one graph.
 """
 
 import contextlib
@@ -10,343 +12,155 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from msamp.kernels import scaled_mm as _gemm
+from msamp.kernels import scaled_mm as _scaled_mm
+from msamp.kernels.reference import activate as _activate
+from msamp.kernels.reference import adamw as _adamw
+from msamp.kernels.reference import amax as _amax
+from msamp.kernels.reference import block_cast as _block_cast
+from msamp.kernels.reference import cast as _cast
+from msamp.kernels.reference import cast_transpose as _cast_transpose
+from msamp.kernels.reference import coat_adamw as _coat_adamw
+from msamp.kernels.reference import collage as _collage
+from msamp.kernels.reference import cross_entropy as _cross_entropy
+from msamp.kernels.reference import grad_stats as _grad_stats
+from msamp.kernels.reference import group_cast as _group_cast
+from msamp.kernels.reference import normalize as _normalize
+from msamp.kernels.reference import pack as _pack
+from msamp.kernels.reference import rotary as _rotary
+from msamp.kernels.reference import scale_from_amax as _scale_from_amax
+from msamp.kernels.reference import sum_parts as _sum_parts
+from msamp.kernels.reference import tally as _tally
+from msamp.kernels.reference import transpose as _transpose
 from msamp.kernels.tables import Tables
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+Fake = Callable[..., Any]
+
 _LIBRARY = torch.library.Library("msamp", "DEF")
-_SCHEMAS = (
-    "amax(Tensor x) -> Tensor",
-    "cast(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",
-    (
-        "cast_transpose(Tensor x, Tensor? scale, Tensor(a!)? amax_slot, ScalarType dtype, bool row, bool col, bool colsum, "
-        "Tensor(b!)? scale_inv_slot=None) -> (Tensor y, Tensor y_t, Tensor scale_inv, Tensor sums)"
-    ),
-    "cast_transposed(Tensor x, Tensor scale_inv, ScalarType dtype) -> Tensor",
-    "group_cast(Tensor x, int size, ScalarType dtype) -> (Tensor y, Tensor exponents)",
-    "group_decode(Tensor payload, Tensor exponents, int size, ScalarType dtype) -> Tensor",
-    "transpose(Tensor x) -> Tensor",
-    (
-        "activate(Tensor y, str kind, Tensor? scale, Tensor(a!)? amax_slot, ScalarType dtype, Tensor(b!)? scale_inv_slot=None) "
-        "-> (Tensor a, Tensor scale_inv)"
-    ),
-    (
-        "activate_backward(Tensor grad_a, Tensor y, str kind, Tensor a_scale_inv, ScalarType a_dtype, Tensor? scale, "
-        "Tensor(a!)? amax_slot, ScalarType dtype, bool colsum, Tensor(b!)? scale_inv_slot=None) "
-        "-> (Tensor g, Tensor g_t, Tensor scale_inv, Tensor a_t, Tensor sums)"
-    ),
-    "rotary_(Tensor(a!) qkv, Tensor cos, Tensor sin, int heads, int groups) -> ()",
-    (
-        "rotary_backward(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, Tensor? scale, Tensor(a!)? amax_slot, "
-        "ScalarType dtype, bool colsum, Tensor(b!)? scale_inv_slot=None) -> (Tensor g, Tensor g_t, Tensor scale_inv, Tensor sums)"
-    ),
-    "cross_entropy_(Tensor(a!) logits, Tensor labels, Tensor weights) -> Tensor",
-    (
-        "normalize(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool rms, Tensor? scale, Tensor(a!)? amax_slot, "
-        "ScalarType dtype, Tensor(b!)? scale_inv_slot=None) -> (Tensor sum, Tensor y, Tensor scale_inv, Tensor mean, Tensor rstd)"
-    ),
-    (
-        "normalize_transposed(Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor? bias, bool rms, Tensor scale_inv, "
-        "ScalarType dtype) -> Tensor"
-    ),
-    (
-        "normalize_backward(Tensor grad_y, Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor? grad_residual, bool rms) "
-        "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)"
-    ),
-    "sum_parts(Tensor[] parts, ScalarType dtype) -> Tensor[]",
-    "scale_from_amax(Tensor amax, float fp_max, Tensor? last, float otherwise) -> Tensor",
-    "tally_(Tensor(a!) row, Tensor x, Tensor payload, Tensor scale_inv) -> ()",
-    "tally_update_(Tensor(a!) row, Tensor before, Tensor wanted, Tensor stored, Tensor scale_inv) -> ()",
-    "scaled_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
-)
-# The file of an operator, where it holds several.
-_FILES = {
-    "cast_transposed": "cast_transpose",
-    "activate_backward": "activate",
-    "group_decode": "group_cast",
-    "rotary_backward": "rotary",
-    "normalize_transposed": "normalize",
-    "normalize_backward": "normalize",
-    "tally_update_": "tally",
-}
+_SLOTS = ("amax_slot", "scale_inv_slot")
 
 
 @functools.cache
-def _implementation(name: str, device_type: str) -> Callable[..., object]:
-    """The function that runs `name` on a device type."""
-    if name == "scaled_mm":
-        return _gemm.scaled_mm
-    file = _FILES.get(name, name.removesuffix("_"))
-    has_kernel = device_type == "cuda" and importlib.util.find_spec(f"msamp.kernels.triton.{file}") is not None
-    has_triton = importlib.util.find_spec("triton") is not None
-    if has_kernel and not has_triton:
+def _implementation(twin: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """The function that runs on a device type what `twin` defines."""
+    name, module = twin.__name__, twin.__module__.replace(".reference.", ".triton.")
+    if device_type != "cuda" or module == twin.__module__ or importlib.util.find_spec(module) is None:
+        return twin
+    if importlib.util.find_spec("triton") is None:
         warnings.warn(f"Triton is not installed, {name} runs as plain torch operations, slower; pip install triton", stacklevel=2)
-    package = "triton" if has_kernel and has_triton else "reference"
-    return getattr(importlib.import_module(f"msamp.kernels.{package}.{file}"), name)
+        return twin
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
 
-def _on_cpu(name: str) -> Callable[..., object]:
-    return lambda *args: _implementation(name, "cpu")(*args)
+def _on_cpu(twin: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **flags: _implementation(twin, "cpu")(*args, **flags)
 
 
-def _on_cuda(name: str) -> Callable[..., object]:
-    def run(x: torch.Tensor | list[torch.Tensor], *args: object) -> object:
+def _on_cuda(twin: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: torch.Tensor | list[torch.Tensor], *args: object, **flags: object) -> Any:
         device = x[0].device if isinstance(x, list) else x.device
         with torch.cuda.device(device):  # Triton launches on the current device, whatever its arguments are on
-            return _implementation(name, "cuda")(x, *args)
+            return _implementation(twin, "cuda")(x, *args, **flags)
 
     return run
 
 
-def _parts(name: str, x: torch.Tensor, *of: Any) -> int:
-    """How many parts of its rows an operator adds up by themselves on the device of `x`: a kernel says it, a twin makes one."""
-    module = importlib.import_module(_implementation(name, x.device.type).__module__)
-    return module.parts(*of) if hasattr(module, "parts") else 1  # type: ignore[no-any-return]
+def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None = None) -> Function:
+    """The operator that `twin` defines.
+
+    Args:
+        twin: the definition. Its name and its signature, from which the schema follows, are the operator's.
+        mutates: its arguments that are changed in place.
+        fake: what comes out of fake tensors; the twin itself tells it by default.
+    """
+    name = twin.__name__
+    _LIBRARY.define(name + torch.library.infer_schema(twin, mutates_args=mutates))
+    _LIBRARY.impl(name, _on_cpu(twin), "CPU")
+    _LIBRARY.impl(name, _on_cuda(twin), "CUDA")
+    torch.library.register_fake(f"msamp::{name}", fake or twin, lib=_LIBRARY)
+    return getattr(torch.ops.msamp, name).default  # type: ignore[no-any-return]
 
 
-def _fake_amax(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((), dtype=torch.float32)
-
-
-def _fake_cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-def _fake_layouts(
-    x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, row: bool, col: bool, parts: int | None, slot: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a kernel that makes a [M, N] operand of `dtype` leaves: both layouts, scale_inv and column sums, empty where not asked for."""
-    y, y_t = x.new_empty(shape if row else 0, dtype=dtype), x.new_empty(shape[::-1] if col else 0, dtype=dtype)
-    scale_inv = x.new_empty(() if dtype.itemsize == 1 and slot is None else 0, dtype=torch.float32)
-    return y, y_t, scale_inv, scale_inv.new_empty(0 if parts is None else (parts, shape[1]))
-
-
-def _fake_cast_transpose(
-    x: torch.Tensor,
-    scale: torch.Tensor | None,
-    amax_slot: torch.Tensor | None,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    colsum: bool,
-    scale_inv_slot: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    parts = _parts("cast_transpose", x, x.shape[0]) if colsum else None
-    return _fake_layouts(x, (x.shape[0], x.shape[1]), dtype, row, col, parts, scale_inv_slot)
-
-
-def _fake_cast_transposed(x: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.new_empty((x.shape[1], x.shape[0]), dtype=dtype)
-
-
-def _fake_group_cast(x: torch.Tensor, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[0], -(-x.shape[1] // size)), dtype=torch.uint8)
-
-
-def _fake_group_decode(payload: torch.Tensor, exponents: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
-    return payload.new_empty(payload.shape, dtype=dtype)
-
-
-def _fake_transpose(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((x.shape[1], x.shape[0]))
-
-
-def _fake_activate(
-    y: torch.Tensor,
-    kind: str,
-    scale: torch.Tensor | None,
-    amax_slot: torch.Tensor | None,
-    dtype: torch.dtype,
-    scale_inv_slot: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (y.shape[0], y.shape[1] // (2 if kind == "swiglu" else 1))
-    a, _, scale_inv, _ = _fake_layouts(y, shape, dtype, True, False, None, scale_inv_slot)
-    return a, scale_inv
-
-
-def _fake_activate_backward(
-    grad_a: torch.Tensor,
-    y: torch.Tensor,
-    kind: str,
-    a_scale_inv: torch.Tensor,
-    a_dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    amax_slot: torch.Tensor | None,
-    dtype: torch.dtype,
-    colsum: bool,
-    scale_inv_slot: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    quantised = dtype.itemsize == 1
-    parts = _parts("activate_backward", y, y.shape[0], kind) if colsum else None
-    g, g_t, scale_inv, sums = _fake_layouts(y, (y.shape[0], y.shape[1]), dtype, True, quantised, parts, scale_inv_slot)
-    return g, g_t, scale_inv, y.new_empty((grad_a.shape[1], grad_a.shape[0]) if quantised else 0, dtype=a_dtype), sums
-
-
-def _fake_in_place(*args: object) -> None:
-    return None
-
-
-def _fake_rotary_backward(
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    scale: torch.Tensor | None,
-    amax_slot: torch.Tensor | None,
-    dtype: torch.dtype,
-    colsum: bool,
-    scale_inv_slot: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    s, b, heads, d = dq.shape
-    parts = _parts("rotary_backward", dq, s * b) if colsum else None
-    return _fake_layouts(dq, (s * b, (heads + 2 * dk.shape[2]) * d), dtype, True, dtype.itemsize == 1, parts, scale_inv_slot)
-
-
-def _fake_cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return logits.new_empty((logits.shape[0],), dtype=torch.float32)
-
-
-def _fake_normalize(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    rms: bool,
-    scale: torch.Tensor | None,
-    amax_slot: torch.Tensor | None,
-    dtype: torch.dtype,
-    scale_inv_slot: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    total = x.new_empty(0 if residual is None else x.shape)
-    scale_inv = x.new_empty(() if dtype.itemsize == 1 and scale_inv_slot is None else 0, dtype=torch.float32)
-    mean = x.new_empty(0 if rms else x.shape[0], dtype=torch.float32)
-    return total, x.new_empty(x.shape, dtype=dtype), scale_inv, mean, x.new_empty(x.shape[0], dtype=torch.float32)
-
-
-def _fake_normalize_transposed(
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    rms: bool,
-    scale_inv: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty((x.shape[1], x.shape[0]), dtype=dtype)
-
-
-def _fake_normalize_backward(
-    grad_y: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: torch.Tensor,
-    grad_residual: torch.Tensor | None,
-    rms: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grad_weight = x.new_empty((_parts("normalize_backward", x, x.shape[0], x.shape[1], x.device), x.shape[1]), dtype=torch.float32)
-    return x.new_empty(x.shape), grad_weight, grad_weight.new_empty(0 if rms else grad_weight.shape)
-
-
-def _fake_sum_parts(parts: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    return [x.new_empty(x.shape[1], dtype=dtype) for x in parts]
-
-
-def _fake_scale_from_amax(amax: torch.Tensor, fp_max: float, last: torch.Tensor | None, otherwise: float) -> torch.Tensor:
-    return amax.new_empty(amax.shape)
-
-
-def _fake_scaled_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> torch.Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
-_FAKES: dict[str, Callable[..., object]] = {
-    "amax": _fake_amax,
-    "cast": _fake_cast,
-    "cast_transpose": _fake_cast_transpose,
-    "cast_transposed": _fake_cast_transposed,
-    "group_cast": _fake_group_cast,
-    "group_decode": _fake_group_decode,
-    "transpose": _fake_transpose,
-    "activate": _fake_activate,
-    "activate_backward": _fake_activate_backward,
-    "rotary_": _fake_in_place,
-    "rotary_backward": _fake_rotary_backward,
-    "cross_entropy_": _fake_cross_entropy_,
-    "normalize": _fake_normalize,
-    "normalize_transposed": _fake_normalize_transposed,
-    "normalize_backward": _fake_normalize_backward,
-    "sum_parts": _fake_sum_parts,
-    "scale_from_amax": _fake_scale_from_amax,
-    "tally_": _fake_in_place,
-    "tally_update_": _fake_in_place,
-    "scaled_mm": _fake_scaled_mm,
-}
-
-
-def _register() -> None:
-    for schema in _SCHEMAS:
-        name = schema.split("(")[0]
-        _LIBRARY.define(schema)
-        _LIBRARY.impl(name, _on_cpu(name), "CPU")
-        _LIBRARY.impl(name, _on_cuda(name), "CUDA")
-        torch.library.register_fake(f"msamp::{name}", _FAKES[name], lib=_LIBRARY)
-
-
-_register()
-
-
-def _over_many(name: str) -> Callable[..., Any]:
-    """The function over many tensors of that name, on the device of its `Tables`.
+def _over_many(twin: Function) -> Function:
+    """The function over many tensors that `twin` defines, on the device of its `Tables`.
 
     No operator: its lists change from step to step, and no graph of torch.compile holds an optimizer.
     """
 
-    def run(tables: Tables, *args: Any) -> Any:
+    def run(tables: Tables, *args: Any, **flags: Any) -> Any:
         device = tables.device
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            return _implementation(name, device.type)(tables, *args)
+            return _implementation(twin, device.type)(tables, *args, **flags)
 
-    return run
+    return run  # type: ignore[return-value]
 
 
-adamw = _over_many("adamw")
-coat_adamw = _over_many("coat_adamw")
-collage = _over_many("collage")
-grad_stats = _over_many("grad_stats")
-pack = _over_many("pack")
+def _in_parts(sums: torch.Tensor, twin: Callable[..., Any], *of: Any) -> torch.Tensor:
+    """The twin's fake column sums, one row where any are asked for, with as many rows as the kernel leaves parts."""
+    run = _implementation(twin, sums.device.type)
+    if run is twin or sums.ndim < 2:
+        return sums
+    return sums.new_empty((importlib.import_module(run.__module__).parts(*of), sums.shape[1]))
 
-activate = torch.ops.msamp.activate.default
-activate_backward = torch.ops.msamp.activate_backward.default
-amax = torch.ops.msamp.amax.default
-cast = torch.ops.msamp.cast.default
-cast_transpose = torch.ops.msamp.cast_transpose.default
-cast_transposed = torch.ops.msamp.cast_transposed.default
-cross_entropy_ = torch.ops.msamp.cross_entropy_.default
-group_cast = torch.ops.msamp.group_cast.default
-group_decode = torch.ops.msamp.group_decode.default
-normalize = torch.ops.msamp.normalize.default
-normalize_backward = torch.ops.msamp.normalize_backward.default
-normalize_transposed = torch.ops.msamp.normalize_transposed.default
-rotary_ = torch.ops.msamp.rotary_.default
-rotary_backward = torch.ops.msamp.rotary_backward.default
-scale_from_amax = torch.ops.msamp.scale_from_amax.default
-scaled_mm = torch.ops.msamp.scaled_mm.default
-sum_parts = torch.ops.msamp.sum_parts.default
-tally_ = torch.ops.msamp.tally_.default
-tally_update_ = torch.ops.msamp.tally_update_.default
-transpose = torch.ops.msamp.transpose.default
+
+def _fake_activate_backward(grad_a: torch.Tensor, y: torch.Tensor, kind: str, *args: Any, **flags: Any) -> tuple[torch.Tensor, ...]:
+    twin = _activate.activate_backward
+    *others, sums = twin(grad_a, y, kind, *args, **flags)
+    return *others, _in_parts(sums, twin, y.shape[0], kind)
+
+
+def _fake_cast_transpose(x: torch.Tensor, *args: Any, **flags: Any) -> tuple[torch.Tensor, ...]:
+    twin = _cast_transpose.cast_transpose
+    *others, sums = twin(x, *args, **flags)
+    return *others, _in_parts(sums, twin, x.shape[0])
+
+
+def _fake_normalize_backward(grad_y: torch.Tensor, x: torch.Tensor, *args: Any, **flags: Any) -> tuple[torch.Tensor, ...]:
+    twin = _normalize.normalize_backward
+    grad_x, *sums = twin(grad_y, x, *args, **flags)
+    return grad_x, *(_in_parts(each, twin, *x.shape, x.device) for each in sums)
+
+
+def _fake_rotary_backward(dq: torch.Tensor, *args: Any, **flags: Any) -> tuple[torch.Tensor, ...]:
+    twin = _rotary.rotary_backward
+    *others, sums = twin(dq, *args, **flags)
+    return *others, _in_parts(sums, twin, dq.shape[0] * dq.shape[1])
+
+
+def _fake_scaled_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **flags: Any) -> torch.Tensor:
+    # Not the twin: its tables of values, kept from call to call, would stay fake.
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=args[3])
+
+
+activate = _operator(_activate.activate, mutates=_SLOTS)
+activate_backward = _operator(_activate.activate_backward, mutates=_SLOTS, fake=_fake_activate_backward)
+amax = _operator(_amax.amax)
+block_cast = _operator(_block_cast.block_cast, mutates=("amax_slot",))
+block_scaled_mm = _operator(_scaled_mm.block_scaled_mm, fake=_fake_scaled_mm)
+cast = _operator(_cast.cast)
+cast_transpose = _operator(_cast_transpose.cast_transpose, mutates=_SLOTS, fake=_fake_cast_transpose)
+cast_transposed = _operator(_cast_transpose.cast_transposed)
+cross_entropy_ = _operator(_cross_entropy.cross_entropy_, mutates=("logits",))
+group_cast = _operator(_group_cast.group_cast)
+group_decode = _operator(_group_cast.group_decode)
+normalize = _operator(_normalize.normalize, mutates=_SLOTS)
+normalize_backward = _operator(_normalize.normalize_backward, fake=_fake_normalize_backward)
+normalize_transposed = _operator(_normalize.normalize_transposed)
+rotary_ = _operator(_rotary.rotary_, mutates=("qkv",))
+rotary_backward = _operator(_rotary.rotary_backward, mutates=_SLOTS, fake=_fake_rotary_backward)
+scale_from_amax = _operator(_scale_from_amax.scale_from_amax)
+scaled_mm = _operator(_scaled_mm.scaled_mm, fake=_fake_scaled_mm)
+sum_parts = _operator(_sum_parts.sum_parts)
+tally_ = _operator(_tally.tally_, mutates=("row",))
+tally_update_ = _operator(_tally.tally_update_, mutates=("row",))
+transpose = _operator(_transpose.transpose)
+
+adamw = _over_many(_adamw.adamw)
+coat_adamw = _over_many(_coat_adamw.coat_adamw)
+collage = _over_many(_collage.collage)
+grad_stats = _over_many(_grad_stats.grad_stats)
+pack = _over_many(_pack.pack)

@@ -27,7 +27,7 @@ class ActivationFunction(torch.autograd.Function):
         y2d = ctx.saved.restore(ctx.saved_tensors, dtype)
         unscaled = y2d.new_empty(0, dtype=torch.float32)  # no FP8 operand was made of the result
         g2d = grad_a.reshape(-1, grad_a.shape[-1])
-        grad_y = ops.activate_backward(g2d, y2d, ctx.kind, unscaled, dtype, None, None, dtype, False)[0]
+        grad_y = ops.activate_backward(g2d, y2d, ctx.kind, unscaled, dtype, None, None, dtype)[0]
         return grad_y.view(ctx.shape), None, None
 
 

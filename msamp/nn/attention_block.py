@@ -13,7 +13,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
-from msamp.nn.block_gemm import BlockGemm, Norm, ScaleInvs, grad_weight, vector_gradients
+from msamp.nn.block import Norm, ScaleInvs, vector_gradients
+from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.saved import AS_IT_IS, Saved
 from msamp.numerics.tensor import ScalingTensor
 
@@ -35,8 +36,8 @@ class AttentionSettings(NamedTuple):
     """
 
     norm: Norm
-    qkv: BlockGemm
-    proj: BlockGemm
+    qkv: LayerGemm
+    proj: LayerGemm
     core: Core
     heads: int
     groups: int
@@ -70,19 +71,30 @@ class AttentionBlock(torch.autograd.Function):
         ctx.scale_invs = ScaleInvs(4, x.device)
         n_scale_inv, o_scale_inv = ctx.scale_invs.take(), ctx.scale_invs.take()
         _, n8, _, mean, rstd = ops.normalize(
-            x2d, None, norm_weight, norm_bias, *how.norm, qkv_gemm.x.scale, qkv_gemm.x.amax, qkv_gemm.x_dtype, n_scale_inv
+            x2d,
+            None,
+            norm_weight,
+            norm_bias,
+            how.norm.eps,
+            qkv_gemm.x.scale,
+            qkv_gemm.x.amax,
+            qkv_gemm.x_dtype,
+            rms=how.norm.rms,
+            scale_inv_slot=n_scale_inv,
         )
         if qkv_gemm.x.watch is not None:
-            wide = ops.normalize(x2d, None, norm_weight, norm_bias, *how.norm, None, None, torch.float32)[1]
+            wide = ops.normalize(x2d, None, norm_weight, norm_bias, how.norm.eps, None, None, torch.float32, rms=how.norm.rms)[1]
             qkv_gemm.x.watch(wide, n8, n_scale_inv)
-        qkv = qkv_gemm.output(n8, n_scale_inv, qkv_weight.payload, qkv_bias, x.dtype)
+        n = Operand.tensorwise(n8, n_scale_inv)
+        qkv = qkv_gemm.output(n, qkv_gemm.weight(qkv_weight.payload), qkv_bias, x.dtype)
         ops.rotary_(qkv.view(s, b, -1), how.cos, how.sin, how.heads, how.groups)
         parts, attended = _attend(qkv.view(s, b, -1), how)
         o2d = attended.detach().view(s * b, -1)
-        o8 = ops.cast_transpose(o2d, proj.x.scale, proj.x.amax, proj.x_dtype, True, False, False, o_scale_inv)[0]
+        o8 = ops.cast_transpose(o2d, proj.x.scale, proj.x.amax, proj.x_dtype, row=True, scale_inv_slot=o_scale_inv)[0]
         if proj.x.watch is not None:
             proj.x.watch(o2d, o8, o_scale_inv)
-        delta = proj.output(o8, o_scale_inv, proj_weight.payload, proj_bias, x.dtype)
+        o = Operand.tensorwise(o8, o_scale_inv)
+        delta = proj.output(o, proj.weight(proj_weight.payload), proj_bias, x.dtype)
         if how.keep:
             norm, weights = (norm_weight, norm_bias, mean, rstd), (qkv_weight.payload, qkv_bias, proj_weight.payload, proj_bias)
             ctx.save_for_backward(*how.saved.keep(x2d), *norm, n_scale_inv, o_scale_inv, *weights)
@@ -107,32 +119,43 @@ class AttentionBlock(torch.autograd.Function):
             proj.grad.scale,
             proj.grad.amax,
             proj.grad_dtype,
-            True,
-            True,
-            proj_bias is not None,
-            g_scale_inv,
+            row=True,
+            col=True,
+            colsum=proj_bias is not None,
+            scale_inv_slot=g_scale_inv,
         )
         if proj.grad.watch is not None:
             proj.grad.watch(grad_delta, g8, g_scale_inv)
         o2d = attended.detach().view(tokens, -1)
         o8_t = ops.cast_transposed(o2d, o_scale_inv, proj.x_dtype)
-        grad_proj = grad_weight(g8_t, g_scale_inv, o8_t, o_scale_inv, proj_dtype)
-        grad_o = proj.grad_input(g8, g_scale_inv, proj_weight, dtype).view(attended.shape)
-        grad_parts = torch.autograd.grad(attended, parts, grad_o)
-        del parts, attended, o2d, o8_t, grad_o
+        g, o = Operand.tensorwise(g8, g_scale_inv, g8_t), Operand.tensorwise(None, o_scale_inv, o8_t)
+        grad_proj = proj.grad_weight(g, o, proj_dtype)
+        grad_o = proj.grad_input(g, proj.weight(proj_weight, transpose=True), dtype).view(attended.shape)
+        dq, dk, dv = torch.autograd.grad(attended, parts, grad_o)
+        del parts, attended, o2d, o8_t, grad_o, g, o
         g_scale_inv = ctx.scale_invs.take()
         g8, g8_t, _, qkv_sums = ops.rotary_backward(
-            *grad_parts, how.cos, how.sin, qkv.grad.scale, qkv.grad.amax, qkv.grad_dtype, qkv_bias is not None, g_scale_inv
+            dq,
+            dk,
+            dv,
+            how.cos,
+            how.sin,
+            qkv.grad.scale,
+            qkv.grad.amax,
+            qkv.grad_dtype,
+            colsum=qkv_bias is not None,
+            scale_inv_slot=g_scale_inv,
         )
         if qkv.grad.watch is not None:
-            qkv.grad.watch(ops.rotary_backward(*grad_parts, how.cos, how.sin, None, None, torch.float32, False)[0], g8, g_scale_inv)
-        del grad_parts
+            qkv.grad.watch(ops.rotary_backward(dq, dk, dv, how.cos, how.sin, None, None, torch.float32)[0], g8, g_scale_inv)
+        del dq, dk, dv
         x2d = how.saved.restore(kept, dtype)
-        n8_t = ops.normalize_transposed(x2d, mean, rstd, norm_weight, norm_bias, how.norm.rms, n_scale_inv, qkv.x_dtype)
-        grad_qkv = grad_weight(g8_t, g_scale_inv, n8_t, n_scale_inv, qkv_dtype)
-        grad_n = qkv.grad_input(g8, g_scale_inv, qkv_weight, dtype)
+        n8_t = ops.normalize_transposed(x2d, mean, rstd, norm_weight, norm_bias, n_scale_inv, qkv.x_dtype, rms=how.norm.rms)
+        g = Operand.tensorwise(g8, g_scale_inv, g8_t)
+        grad_qkv = qkv.grad_weight(g, Operand.tensorwise(None, n_scale_inv, n8_t), qkv_dtype)
+        grad_n = qkv.grad_input(g, qkv.weight(qkv_weight, transpose=True), dtype)
         residual = grad_x.reshape(tokens, -1)
-        grad_x2d, *norm_sums = ops.normalize_backward(grad_n, x2d, mean, rstd, norm_weight, residual, how.norm.rms)
+        grad_x2d, *norm_sums = ops.normalize_backward(grad_n, x2d, mean, rstd, norm_weight, residual, rms=how.norm.rms)
         vectors = (norm_weight, norm_bias, qkv_bias, proj_bias)
         grad_norm_weight, grad_norm_bias, grad_qkv_bias, grad_proj_bias = vector_gradients(
             *zip((*norm_sums, qkv_sums, proj_sums), vectors, strict=True)

@@ -1,54 +1,13 @@
-"""The three GEMMs of an FP8 linear layer as one autograd function (FP8-LM section 2): E4M3 forward, E5M2 backward."""
+"""An FP8 linear layer as one autograd function (FP8-LM section 2): E4M3 forward, E5M2 backward. Its GEMMs are those of `msamp.nn.gemm`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from msamp.kernels import ops
-from msamp.nn.scaling_state import LinearScaling, Slot
-from msamp.numerics.formats import Format
-from msamp.numerics.recipe import Gemm
+from msamp.nn.gemm import LayerGemm, Operand, cast_operand
+from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.tensor import ScalingTensor
-
-
-def quantize_operand(
-    x: torch.Tensor, slot: Slot, fmt: Format, transpose: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """One tensor of a linear layer in FP8, with its slot's scale or just in time; its amax enters the slot.
-
-    Args:
-        x: [M, N] BF16, FP16 or FP32.
-        slot: of the scale and the amax; its watch is told.
-        fmt: E4M3 or E5M2.
-        transpose: give the transpose too.
-        combine: makes of a just-in-time amax (FP32, 0-dim) that of all ranks who must share the scale; a slot's own is shared already.
-
-    Returns:
-        Payload [M, N], its transpose [N, M] or None, and scale_inv (FP32, 0-dim, a copy; NaN where `x` is not finite).
-    """
-    if combine is None or slot.scale is not None:
-        payload, payload_t, scale_inv, _ = ops.cast_transpose(x, slot.scale, slot.amax, fmt.dtype, True, transpose, False)
-    else:
-        amax = combine(ops.amax(x))
-        if slot.amax is not None:
-            slot.amax.copy_(torch.maximum(slot.amax, amax))
-        scale = ops.scale_from_amax(amax, fmt.max, None, 1.0)
-        payload, payload_t, scale_inv, _ = ops.cast_transpose(x, scale, None, fmt.dtype, True, transpose, False)
-        scale_inv = torch.add(scale_inv, amax, alpha=0)  # NaN on every rank where any rank's share is not finite
-    if slot.watch is not None:
-        slot.watch(x, payload, scale_inv)
-    return payload, payload_t if transpose else None, scale_inv
-
-
-def weight_operand(payload: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, transpose: bool) -> torch.Tensor:
-    """The FP8 weight from what is stored: [N, K], or its transpose [K, N] for grad_input, row-major either way."""
-    if payload.dtype == dtype:
-        return ops.transpose(payload) if transpose else payload
-    if transpose:
-        return ops.cast_transpose(payload, multiplier, None, dtype, False, True, False)[1]
-    return ops.cast(payload, multiplier, dtype)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -60,42 +19,31 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        x: torch.Tensor,
-        weight: ScalingTensor,
-        bias: torch.Tensor | None,
-        gemm: Gemm,
-        slots: tuple[Slot, Slot],
-        weight_scales: tuple[torch.Tensor, torch.Tensor],
+        ctx: Any, x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, layer: LayerGemm
     ) -> torch.Tensor:
-        x_slot, ctx.grad_slot = slots
-        multiplier, w_scale_inv = weight_scales
-        x2d = x.reshape(-1, x.shape[-1])
-        x8, x8_t, x_scale_inv = quantize_operand(x2d, x_slot, gemm.input.format, transpose=ctx.needs_input_grad[1])
-        w8 = weight_operand(weight.payload, multiplier, gemm.weight.format.dtype, transpose=False)
-        y = ops.scaled_mm(x8, w8, x_scale_inv, w_scale_inv, None if bias is None else bias.to(x.dtype), x.dtype, True)
-        ctx.save_for_backward(x8_t, x_scale_inv, weight.payload, multiplier, w_scale_inv)
-        ctx.gemm, ctx.shape, ctx.weight_dtype = gemm, x.shape, weight.dtype
+        operand = cast_operand(x.reshape(-1, x.shape[-1]), layer.x, layer.gemm.input, col=ctx.needs_input_grad[1])
+        y = layer.output(operand, layer.weight(weight.payload), bias, x.dtype)
+        ctx.save_for_backward(operand.payload_t, operand.scale_inv_t, weight.payload)
+        ctx.layer, ctx.shape, ctx.weight_dtype = layer, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        x8_t, x_scale_inv, w_payload, multiplier, w_scale_inv = ctx.saved_tensors
-        gemm = ctx.gemm
+        payload_t, scale_inv_t, w_payload = ctx.saved_tensors
+        layer, (needs_x, needs_w, needs_b, _) = ctx.layer, ctx.needs_input_grad
         g2d = grad_output.reshape(-1, grad_output.shape[-1])
         grad_x = grad_w = grad_b = None
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            g8, g8_t, scale_inv = quantize_operand(g2d, ctx.grad_slot, gemm.grad_output.format, transpose=ctx.needs_input_grad[1])
-        if ctx.needs_input_grad[1]:
-            grad_w = ops.scaled_mm(g8_t, x8_t, scale_inv, x_scale_inv, None, ctx.weight_dtype, False)
-        if ctx.needs_input_grad[0]:
-            w8_t = weight_operand(w_payload, multiplier, gemm.weight.format.dtype, transpose=True)
-            grad_x = ops.scaled_mm(g8, w8_t, scale_inv, w_scale_inv, None, grad_output.dtype, False).view(ctx.shape)
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+        if needs_x or needs_w:
+            g = cast_operand(g2d, layer.grad, layer.gemm.grad_output, col=needs_w)
+        if needs_w:
+            grad_w = layer.grad_weight(g, Operand.kept(payload_t, scale_inv_t, layer.gemm.input), ctx.weight_dtype)
+        if needs_x:
+            grad_x = layer.grad_input(g, layer.weight(w_payload, transpose=True), grad_output.dtype).view(ctx.shape)
+        if needs_b and ctx.bias_dtype is not None:
             grad_b = g2d.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, grad_w, grad_b, None, None, None
+        return grad_x, grad_w, grad_b, None
 
 
 def activation(x: torch.Tensor) -> torch.Tensor:
@@ -119,6 +67,4 @@ def linear(x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, sc
     Returns:
         [..., N] in the dtype of `x`.
     """
-    x = activation(x)
-    x_slot, grad_slot = scaling.slots(record=torch.is_grad_enabled())[:2]
-    return LinearFunction.apply(x, weight, bias, scaling.gemm, (x_slot, grad_slot), scaling.weight_scales(weight))
+    return LinearFunction.apply(activation(x), weight, bias, LayerGemm.of(scaling, weight))

@@ -10,7 +10,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
-from msamp.nn.block_gemm import BlockGemm, Norm, ScaleInvs, grad_weight, vector_gradients
+from msamp.nn.block import Norm, ScaleInvs, vector_gradients
+from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.saved import AS_IT_IS, Saved
 from msamp.numerics.tensor import ScalingTensor
 
@@ -27,8 +28,8 @@ class MLPSettings(NamedTuple):
     """
 
     norm: Norm
-    fc1: BlockGemm
-    fc2: BlockGemm
+    fc1: LayerGemm
+    fc2: LayerGemm
     activation: str
     recompute: bool
     saved: Saved = AS_IT_IS
@@ -55,15 +56,27 @@ class MLPBlock(torch.autograd.Function):
         ctx.scale_invs = ScaleInvs(4, x.device)
         n_scale_inv, a_scale_inv = ctx.scale_invs.take(), ctx.scale_invs.take()
         total, n8, _, mean, rstd = ops.normalize(
-            x2d, delta2d, norm_weight, norm_bias, *how.norm, fc1.x.scale, fc1.x.amax, fc1.x_dtype, n_scale_inv
+            x2d,
+            delta2d,
+            norm_weight,
+            norm_bias,
+            how.norm.eps,
+            fc1.x.scale,
+            fc1.x.amax,
+            fc1.x_dtype,
+            rms=how.norm.rms,
+            scale_inv_slot=n_scale_inv,
         )
         if fc1.x.watch is not None:
-            fc1.x.watch(ops.normalize(total, None, norm_weight, norm_bias, *how.norm, None, None, torch.float32)[1], n8, n_scale_inv)
-        y = fc1.output(n8, n_scale_inv, fc1_weight.payload, fc1_bias, x.dtype)
-        a8, _ = ops.activate(y, how.activation, fc2.x.scale, fc2.x.amax, fc2.x_dtype, a_scale_inv)
+            wide = ops.normalize(total, None, norm_weight, norm_bias, how.norm.eps, None, None, torch.float32, rms=how.norm.rms)[1]
+            fc1.x.watch(wide, n8, n_scale_inv)
+            del wide
+        y = fc1.output(Operand.tensorwise(n8, n_scale_inv), fc1.weight(fc1_weight.payload), fc1_bias, x.dtype)
+        a8, _ = ops.activate(y, how.activation, fc2.x.scale, fc2.x.amax, fc2.x_dtype, scale_inv_slot=a_scale_inv)
         if fc2.x.watch is not None:
             fc2.x.watch(ops.activate(y, how.activation, None, None, torch.float32)[0], a8, a_scale_inv)
-        out = fc2.output(a8, a_scale_inv, fc2_weight.payload, fc2_bias, x.dtype).add_(total)
+        a = Operand.tensorwise(a8, a_scale_inv)
+        out = fc2.output(a, fc2.weight(fc2_weight.payload), fc2_bias, x.dtype).add_(total)
         kept = how.saved.keep(total) if how.recompute else (*how.saved.keep(total), *how.saved.keep(y))
         norm, weights = (norm_weight, norm_bias, mean, rstd), (fc1_weight.payload, fc1_bias, fc2_weight.payload, fc2_bias)
         ctx.save_for_backward(*kept, *norm, n_scale_inv, a_scale_inv, *weights)
@@ -81,16 +94,17 @@ class MLPBlock(torch.autograd.Function):
         parts = len(kept) if how.recompute else len(kept) // 2
         if how.recompute:
             total = how.saved.restore(kept, dtype)
-            n8 = ops.normalize(total, None, norm_weight, norm_bias, how.norm.eps, rms, n_scale_inv.reciprocal(), None, fc1.x_dtype)[1]
-            y = fc1.output(n8, n_scale_inv, fc1_weight, fc1_bias, dtype)
+            n8 = ops.normalize(total, None, norm_weight, norm_bias, how.norm.eps, n_scale_inv.reciprocal(), None, fc1.x_dtype, rms=rms)[1]
+            y = fc1.output(Operand.tensorwise(n8, n_scale_inv), fc1.weight(fc1_weight), fc1_bias, dtype)
             del n8, total
         else:
             y = how.saved.restore(kept[parts:], dtype)
         g_scale_inv, h_scale_inv = ctx.scale_invs.take(), ctx.scale_invs.take()
         g8, g8_t, _, fc2_sums = ops.cast_transpose(
-            g2d, fc2.grad.scale, fc2.grad.amax, fc2.grad_dtype, True, True, fc2_bias is not None, g_scale_inv
+            g2d, fc2.grad.scale, fc2.grad.amax, fc2.grad_dtype, row=True, col=True, colsum=fc2_bias is not None, scale_inv_slot=g_scale_inv
         )
-        grad_a = fc2.grad_input(g8, g_scale_inv, fc2_weight, dtype)
+        g = Operand.tensorwise(g8, g_scale_inv, g8_t)
+        grad_a = fc2.grad_input(g, fc2.weight(fc2_weight, transpose=True), dtype)
         h8, h8_t, _, a8_t, fc1_sums = ops.activate_backward(
             grad_a,
             y,
@@ -100,24 +114,24 @@ class MLPBlock(torch.autograd.Function):
             fc1.grad.scale,
             fc1.grad.amax,
             fc1.grad_dtype,
-            fc1_bias is not None,
-            h_scale_inv,
+            colsum=fc1_bias is not None,
+            scale_inv_slot=h_scale_inv,
         )
         if fc2.grad.watch is not None:
             fc2.grad.watch(g2d, g8, g_scale_inv)
         if fc1.grad.watch is not None:
-            wide = ops.activate_backward(grad_a, y, how.activation, a_scale_inv, fc2.x_dtype, None, None, torch.float32, False)[0]
+            wide = ops.activate_backward(grad_a, y, how.activation, a_scale_inv, fc2.x_dtype, None, None, torch.float32)[0]
             fc1.grad.watch(wide, h8, h_scale_inv)
             del wide
         del grad_a, y
-        grad_fc2 = grad_weight(g8_t, g_scale_inv, a8_t, a_scale_inv, fc2_dtype)
-        del g8, g8_t, a8_t
+        grad_fc2 = fc2.grad_weight(g, Operand.tensorwise(None, a_scale_inv, a8_t), fc2_dtype)
+        del g, g8, g8_t, a8_t
         total = how.saved.restore(kept[:parts], dtype)
-        n8_t = ops.normalize_transposed(total, mean, rstd, norm_weight, norm_bias, rms, n_scale_inv, fc1.x_dtype)
-        grad_fc1 = grad_weight(h8_t, h_scale_inv, n8_t, n_scale_inv, fc1_dtype)
+        n8_t = ops.normalize_transposed(total, mean, rstd, norm_weight, norm_bias, n_scale_inv, fc1.x_dtype, rms=rms)
+        grad_fc1 = fc1.grad_weight(Operand.tensorwise(None, h_scale_inv, h8_t), Operand.tensorwise(None, n_scale_inv, n8_t), fc1_dtype)
         del h8_t, n8_t
-        grad_n = fc1.grad_input(h8, h_scale_inv, fc1_weight, dtype)
-        grad_x, *norm_sums = ops.normalize_backward(grad_n, total, mean, rstd, norm_weight, g2d, rms)
+        grad_n = fc1.grad_input(Operand.tensorwise(h8, h_scale_inv), fc1.weight(fc1_weight, transpose=True), dtype)
+        grad_x, *norm_sums = ops.normalize_backward(grad_n, total, mean, rstd, norm_weight, g2d, rms=rms)
         grad_x = grad_x.view(grad_output.shape)
         vectors = (norm_weight, norm_bias, fc1_bias, fc2_bias)
         grad_norm_weight, grad_norm_bias, grad_fc1_bias, grad_fc2_bias = vector_gradients(

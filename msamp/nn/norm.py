@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
-from msamp.nn.block_gemm import vector_gradients
+from msamp.nn.block import vector_gradients
 from msamp.nn.saved import COAT, Saved
 
 
@@ -19,7 +19,7 @@ class NormFunction(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, rms: bool, saved: Saved
     ) -> torch.Tensor:
         x2d = x.reshape(-1, x.shape[-1])
-        _, y, _, mean, rstd = ops.normalize(x2d, None, weight, bias, eps, rms, None, None, x.dtype)
+        _, y, _, mean, rstd = ops.normalize(x2d, None, weight, bias, eps, None, None, x.dtype, rms=rms)
         ctx.save_for_backward(*saved.keep(x2d), weight, bias, mean, rstd)
         ctx.rms, ctx.saved = rms, saved
         return y.view(x.shape)
@@ -30,7 +30,7 @@ class NormFunction(torch.autograd.Function):
         *kept, weight, bias, mean, rstd = ctx.saved_tensors
         g2d = grad_y.reshape(-1, grad_y.shape[-1])
         x2d = ctx.saved.restore(kept, grad_y.dtype)
-        grad_x, *sums = ops.normalize_backward(g2d, x2d, mean, rstd, weight, None, ctx.rms)
+        grad_x, *sums = ops.normalize_backward(g2d, x2d, mean, rstd, weight, None, rms=ctx.rms)
         return grad_x.view(grad_y.shape), *vector_gradients(*zip(sums, (weight, bias), strict=True)), None, None, None
 
 

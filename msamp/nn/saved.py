@@ -80,7 +80,8 @@ class GroupedFP8:
 
     def restore(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
         """The values kept, NaN in a group that was not finite."""
-        x = ops.group_decode(*parts, self.size, dtype)
+        payload, exponents = parts
+        x = ops.group_decode(payload, exponents, self.size, dtype)
         return x if self.axis else x.t()
 
 

@@ -9,21 +9,28 @@ import torch.distributed as dist
 from torch import nn
 
 from msamp.kernels import ops
+from msamp.kernels.scaled_mm import check_blockwise, warn_if_blocks_emulated
 from msamp.numerics.formats import Format
-from msamp.numerics.recipe import Gemm
-from msamp.numerics.scaling import inverse
+from msamp.numerics.granularity import TENSORWISE, Block
+from msamp.numerics.recipe import Cast, Gemm
+from msamp.numerics.scaling import Current, Scaling, check_rule, inverse
 from msamp.numerics.tensor import ScalingTensor
 
 INPUT, GRAD_OUTPUT, WIRE = 0, 1, 2  # rows of a layer's arrays
 
 
-# Is told of a cast: the values before it, the payload, scale_inv.
+# Is told of a cast: the values before it, the payload, and scale_inv, 0-dim or for every element.
 Watch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class Slot(NamedTuple):
-    """What one cast needs: the scale known beforehand (None: just in time) and where this step's amax goes (None: nowhere); and who
-    is told of it (None: nobody)."""
+    """What one cast needs.
+
+    Attributes:
+        scale, scale_inv: FP32 0-dim, known beforehand; None takes the scale just in time.
+        amax: FP32 0-dim, where this step's amax goes; None takes none.
+        watch: is told of the cast; None where nothing listens.
+    """
 
     scale: torch.Tensor | None
     scale_inv: torch.Tensor | None
@@ -31,21 +38,88 @@ class Slot(NamedTuple):
     watch: Watch | None = None
 
 
+def own_rule(cast: Cast) -> bool:
+    """Whether a cast without history takes its scale by a rule that the kernels do not know: theirs is `Current`."""
+    return not cast.scaling.window and type(cast.scaling) is not Current
+
+
+def just_in_time_scale(cast: Cast, amax: torch.Tensor) -> torch.Tensor:
+    """FP32 0-dim: the scale that follows from the tensor's own amax (FP32 0-dim)."""
+    if own_rule(cast):
+        return cast.scaling.next_scale(amax.view(1), cast.format.max, 1.0)
+    return ops.scale_from_amax(amax, cast.format.max, None, 1.0)
+
+
+def check_gemm(gemm: Gemm) -> None:
+    """ValueError naming the tensor, its cast and the remedy where a linear layer does not serve it."""
+    for what, cast in gemm.casts.items():
+        check_rule(cast.scaling, what)
+        lacking = [name for name in ("maxima", "spread", "scales_shape") if not callable(getattr(cast.granularity, name, None))]
+        if lacking:
+            raise ValueError(
+                f"{what} has granularity {cast.granularity!r}, which is none: it lacks {', '.join(lacking)}; see msamp.numerics.granularity"
+            )
+        if not (cast.format.scaled and cast.format.bytes == 1):
+            raise ValueError(f"{what} is cast into {cast.format}; an FP8 GEMM takes fp8-e4m3 or fp8-e5m2")
+        if cast.scaling.window and (what == "weight" or cast.granularity != TENSORWISE):
+            why = (
+                "its amax is known when it changes"
+                if what == "weight"
+                else f"a history has one amax a tensor, not one a {cast.granularity}"
+            )
+            raise ValueError(f"{what} has scaling {cast.scaling}, and {why}: give it Current()")
+    for what, first, again in (
+        ("input", gemm.output.left, gemm.grad_weight.right),
+        ("weight", gemm.output.right, gemm.grad_input.right),
+        ("grad_output", gemm.grad_input.left, gemm.grad_weight.left),
+    ):
+        if first != again:
+            raise ValueError(f"{what} is cast as {first} for one GEMM and as {again} for the other; a layer casts it alike for both")
+
+
+def _check_device(gemm: Gemm, device: torch.device) -> None:
+    """ValueError where a torch too old for blocks would multiply them on `device`; says once where their products are emulated."""
+    for cast in gemm.casts.values():
+        if isinstance(cast.granularity, Block):
+            check_blockwise(device)
+            warn_if_blocks_emulated(device, cast.granularity.columns)
+
+
+def _wire_cast(wire: Format, operands: tuple[Cast, Cast]) -> Cast:
+    """How partial sums are cast that travel in `wire`: as the operand of that format."""
+    cast = next((cast for cast in operands if cast.format == wire), None)
+    if cast is None:
+        formats = " or ".join(str(cast.format) for cast in operands)
+        raise ValueError(f"partial sums in {wire} are unknown; choose {formats}, the formats of the layer's casts")
+    if cast.granularity != TENSORWISE:
+        raise ValueError(
+            f"partial sums travel with one scale a tensor, and the recipe casts {wire} by {cast.granularity}; let them travel in the "
+            "compute dtype: a recipe with fp8_wire False"
+        )
+    return cast
+
+
 class LinearScaling(nn.Module):
     """Scales of one linear layer: its input's and its grad_output's history, and the FP8 scale of its weight.
 
     Buffers (FP32, saved with the model): `amax` [rows] of the step so far, `history` [rows, window], `scale` and `scale_inv`
-    [rows], row 0 the input, row 1 the grad_output; `seen` (int64) steps recorded. Until the window is filled, and with
-    current scaling, casts are just-in-time.
+    [rows], row 0 the input, row 1 the grad_output; `seen` (int64) steps recorded. `window` is the longest of the rows' rules. Until a
+    rule's window is filled, and for a rule without one, casts are just-in-time.
 
     Args:
         gemm: how the operands are cast.
         device: of the buffers.
         wire: the format in which partial sums of this layer travel between tensor-parallel ranks, the input's or the
-            grad_output's; they get row 2. None: there are two rows.
+            grad_output's, whose rule they follow; they get row 2. None: there are two rows.
 
     Attributes:
-        watches: who is told of the casts of a training step, by row; fused layers make the values before the cast for them alone.
+        casts: by row.
+        delayed: whether every window is filled: from here on no cast is just-in-time for lack of history.
+        watches: what is told of the casts of a training step, by row; fused layers make the values before the cast for them alone.
+
+    Raises:
+        ValueError: a cast that no layer serves, by name (`check_gemm`), or partial sums in a format that is no operand's or that are cast
+            in blocks.
     """
 
     amax: torch.Tensor
@@ -56,26 +130,21 @@ class LinearScaling(nn.Module):
 
     def __init__(self, gemm: Gemm, device: torch.device | str | None = None, wire: Format | None = None) -> None:
         super().__init__()
-        if gemm.input.scaling != gemm.grad_output.scaling:
-            raise ValueError(
-                f"input scaling {gemm.input.scaling} and grad_output scaling {gemm.grad_output.scaling} differ; give both the same rule"
-            )
-        operands = (gemm.input.format, gemm.grad_output.format)
-        if wire is not None and wire not in operands:
-            raise ValueError(f"partial sums in {wire} are unknown; choose {operands[0]} or {operands[1]}, the formats of the layer's casts")
+        check_gemm(gemm)
+        _check_device(gemm, torch.device(device or "cpu"))
         self.gemm = gemm
-        self.formats = operands if wire is None else (*operands, wire)  # by row
-        self.window = gemm.input.scaling.window
-        rows = len(self.formats)
+        operands = (gemm.input, gemm.grad_output)
+        self.casts = operands if wire is None else (*operands, _wire_cast(wire, operands))
+        self.window = max(cast.scaling.window for cast in self.casts)
+        rows = len(self.casts)
         self.register_buffer("amax", torch.zeros(rows, device=device))
         self.register_buffer("history", torch.zeros(rows, self.window, device=device))
         self.register_buffer("scale", torch.ones(rows, device=device))
         self.register_buffer("scale_inv", torch.ones(rows, device=device))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64, device=device))
-        # `seen` on the host, since asking the device would be a sync in every forward; and whether the window is full, as a
-        # flag of its own: torch.compile would make a new graph for every value of a counter.
-        self.steps = 0
-        self.delayed = False
+        # `seen` on the host, since asking the device would be a sync in every forward; and whether the windows are full, as
+        # flags of their own: torch.compile would make a new graph for every value of a counter.
+        self._count(0)
         self.watches: dict[int, Watch] = {}
         self._weight_ref: weakref.ref[torch.Tensor] | None = None
         self._weight_seen = 0  # version of the payload that the weight's scales were taken from
@@ -83,27 +152,35 @@ class LinearScaling(nn.Module):
 
     def _count(self, steps: int) -> None:
         self.steps, self.delayed = steps, 0 < self.window <= steps
+        self._filled = tuple(0 < cast.scaling.window <= steps for cast in self.casts)
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """By row, what is cast into."""
+        return tuple(cast.format for cast in self.casts)
 
     def slots(self, record: bool) -> tuple[Slot, ...]:
         """The slots by row; `record` False (evaluation) leaves no trace in the history."""
 
         def slot(row: int) -> Slot:
-            amax = self.amax[row] if record and self.window else None
+            amax = self.amax[row] if record and self.casts[row].scaling.window else None
             watch = self.watches.get(row) if record else None
-            if not self.delayed:
+            if not self._filled[row]:
                 return Slot(None, None, amax, watch)
             return Slot(self.scale[row], self.scale_inv[row], amax, watch)
 
-        return tuple(slot(row) for row in range(len(self.formats)))
+        return tuple(slot(row) for row in range(len(self.casts)))
 
     def weight_scales(self, weight: ScalingTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(multiplier from `weight.payload` into FP8, scale_inv of the FP8 weight), both FP32 0-dim; an FP8 payload is taken as it is.
+
+        Of a weight that is not cast with one scale, both are its stored scale_inv: from the payload to the values.
 
         The weight's own amax decides, taken anew whenever the weight has changed: that is once a step, and the payload's
         version counter tells without a sync. A graph (torch.compile's, a CUDA graph) would take the version for a constant:
         there the amax is taken in every forward, 0.6 ms for 1.3B parameters.
         """
-        if weight.payload.dtype == self.gemm.weight.format.dtype:
+        if weight.payload.dtype == self.gemm.weight.format.dtype or self.gemm.weight.granularity != TENSORWISE:
             return weight.scale_inv, weight.scale_inv
         payload = weight.payload
         in_graph = torch.compiler.is_compiling() or (payload.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -117,7 +194,7 @@ class LinearScaling(nn.Module):
         return self._weight_scales
 
     def _fresh_weight_scales(self, weight: ScalingTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = ops.scale_from_amax(ops.amax(weight.payload) * weight.scale_inv, self.gemm.weight.format.max, None, 1.0)
+        scale = just_in_time_scale(self.gemm.weight, ops.amax(weight.payload) * weight.scale_inv)
         return scale * weight.scale_inv, inverse(scale)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -134,10 +211,12 @@ class LinearScaling(nn.Module):
             return moved if moved.dtype == x.dtype else x.to(moved.device)
 
         self._weight_ref = self._weight_scales = None
-        return super()._apply(keep_dtype, recurse)
+        super()._apply(keep_dtype, recurse)
+        _check_device(self.gemm, self.amax.device)
+        return self
 
     def extra_repr(self) -> str:
-        wire = f", partial sums {self.formats[WIRE]}" if len(self.formats) > WIRE else ""
+        wire = f", partial sums {self.casts[WIRE].format}" if len(self.casts) > WIRE else ""
         return f"input {self.gemm.input}, grad_output {self.gemm.grad_output}{wire}"
 
 
@@ -155,7 +234,7 @@ class ScalingState:
         casts = {f"input {layer.gemm.input}, grad_output {layer.gemm.grad_output}" for layer in self.layers.values()}
         if len(casts) > 1:
             raise ValueError(f"layers are cast in different ways ({'; '.join(sorted(casts))}); convert a model with one recipe")
-        self._as_grad: torch.Tensor | None = None
+        self._alike: dict[tuple[Scaling, float], torch.Tensor] | None = None
 
     def _all(self, name: str) -> torch.Tensor:
         """The rows of every layer, one layer after the other."""
@@ -165,12 +244,15 @@ class ScalingState:
         stored = [getattr(layer, name) for layer in self.layers.values()]
         torch._foreach_copy_(stored, values.split([len(rows) for rows in stored]))
 
-    def _in_grad_format(self, device: torch.device) -> torch.Tensor:
-        """Bool, by row: cast into the grad_output's format and not into the input's. Kept, since to make it is a host sync."""
-        if self._as_grad is None or self._as_grad.device != device:
-            rows = [fmt == layer.gemm.grad_output.format for layer in self.layers.values() for fmt in layer.formats]
-            self._as_grad = torch.tensor(rows, device=device)
-        return self._as_grad
+    def _rows_alike(self, device: torch.device) -> dict[tuple[Scaling, float], torch.Tensor]:
+        """Rule and largest value of the format -> int64, the rows that follow them. Kept, since to make it is a host sync."""
+        if self._alike is None or any(rows.device != device for rows in self._alike.values()):
+            alike: dict[tuple[Scaling, float], list[int]] = {}
+            for row, cast in enumerate(cast for layer in self.layers.values() for cast in layer.casts):
+                if cast.scaling.window:
+                    alike.setdefault((cast.scaling, cast.format.max), []).append(row)
+            self._alike = {how: torch.tensor(rows, device=device) for how, rows in alike.items()}
+        return self._alike
 
     @torch.no_grad()
     def roll(self, group: dist.ProcessGroup | None = None) -> None:
@@ -200,12 +282,9 @@ class ScalingState:
         # The step of one that is not finite is skipped; kept, it would hold the scale for a whole window.
         amax = torch.where(amax < float("inf"), amax, 0.0)
         history = torch.cat([self._all("history")[:, 1:], amax.unsqueeze(-1)], dim=-1)
-        window_amax, last, gemm = history.amax(-1), self._all("scale"), layers[0].gemm
-        scale = torch.where(
-            self._in_grad_format(amax.device),
-            ops.scale_from_amax(window_amax, gemm.grad_output.format.max, last, 1.0),
-            ops.scale_from_amax(window_amax, gemm.input.format.max, last, 1.0),
-        )
+        scale = self._all("scale")
+        for (rule, fp_max), rows in self._rows_alike(amax.device).items():
+            scale[rows] = rule.next_scale(history[rows, -rule.window :], fp_max, scale[rows])
         self._store("history", history)
         self._store("scale", scale)
         self._store("scale_inv", inverse(scale))

@@ -1,7 +1,13 @@
 """Which elements of a tensor share one scale.
 
-A granularity answers one question, the largest magnitude of each set of elements that shares a scale; everything else
-(`scale_from_amax`, `quantize`, `dequantize`) works on any shape that broadcasts against the tensor.
+A granularity answers three questions: the largest magnitude of each set of elements that shares a scale (`maxima`, one value a set), how
+many sets a tensor has (`scales_shape`), and how one value a set becomes one value an element (`spread`). Everything else
+(`scale_from_amax`, `quantize`, `dequantize`) works on any shape that broadcasts against the tensor. So an operand is cast by
+
+    scale = rule(granularity.maxima(x));  payload = quantize(x, granularity.spread(scale, x.shape), fmt)
+
+and read back by `dequantize(payload, granularity.spread(scale_inv, x.shape))`. What a block recipe makes of the maxima is said in
+`msamp.numerics.block_scale`.
 """
 
 from collections.abc import Sequence
@@ -15,8 +21,14 @@ from torch.nn.functional import pad
 class Granularity(Protocol):
     """The seam for other ways to share scales: rows, blocks, groups."""
 
-    def amax(self, x: torch.Tensor) -> torch.Tensor:
-        """FP32 amax of each set, in a shape that broadcasts against `x`; +inf where the set holds a NaN or an infinity."""
+    def maxima(self, x: torch.Tensor) -> torch.Tensor:
+        """FP32 of shape `scales_shape(x.shape)`: the amax of each set; +inf where the set holds a NaN or an infinity."""
+
+    def spread(self, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """`scales_shape(shape)` -> what broadcasts against `shape`: the value of its set at every element."""
+
+    def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of one value a set of a tensor of `shape`."""
 
 
 class Tensorwise:
@@ -32,6 +44,18 @@ class Tensorwise:
         low, high = torch.aminmax(x.detach())  # one pass and no copy of |x|; 20 times faster than a vector norm on a CPU
         amax = torch.maximum(-low, high).float()
         return amax.masked_fill(amax.isnan(), float("inf"))
+
+    def maxima(self, x: torch.Tensor) -> torch.Tensor:
+        """`amax`: the whole tensor is the one set."""
+        return self.amax(x)
+
+    def spread(self, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """One value, which broadcasts against any shape as it is."""
+        return values
+
+    def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """(): a 0-dim tensor."""
+        return ()
 
     def amaxes(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
         """FP32 [len(xs)]: `amax` of each of several tensors on one device; on a GPU in a few launches for all of them."""
@@ -83,6 +107,10 @@ class Group:
         *rows, columns = shape or (1,)
         return (*rows, -(-columns // self.size))
 
+    def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """`groups`: one scale a group."""
+        return self.groups(shape)
+
     def spread(self, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """[.., groups] -> `shape`: the value of its group at every element."""
         return values.repeat_interleave(self.size, -1)[..., : (shape or (1,))[-1]].reshape(tuple(shape))
@@ -98,6 +126,57 @@ class Group:
 
     def __str__(self) -> str:
         return f"group({self.size})"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One scale for every `rows` x `columns` elements of a matrix (the last two dimensions); `Block(1, n)` shares as `Group(n)` does.
+
+    A block at the edge of a matrix may be short. Blocks of one row do not cross rows, so a matrix cut between rows has the blocks of the
+    whole one; others have them where the cut falls on a multiple of `rows`. A tensor of one dimension is one row; a 0-dim one is a row
+    of one element.
+
+    Attributes:
+        rows: rows of a block [DeepSeek-V3, section 3.3.2: 1 for activations and gradients, 128 for weights; OCP MX v1.0: 1].
+        columns: elements of a row in a block, along the dimension that the GEMM sums over [DeepSeek-V3: 128; OCP MX v1.0: 32].
+
+    Raises:
+        ValueError: `rows` or `columns` is less than 1.
+    """
+
+    rows: int
+    columns: int
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.columns < 1:
+            raise ValueError(f"a block of {self.rows} x {self.columns} elements holds nothing; give at least 1 x 1")
+
+    def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """[.., M, N] -> [.., ceil(M / rows), ceil(N / columns)]; [N] -> [ceil(N / columns)]."""
+        if len(shape) < 2:
+            return (-(-(shape or (1,))[0] // self.columns),)
+        *batch, rows, columns = shape
+        return (*batch, -(-rows // self.rows), -(-columns // self.columns))
+
+    def maxima(self, x: torch.Tensor) -> torch.Tensor:
+        """FP32 [.., ceil(M / rows), ceil(N / columns)]: the amax of each block; +inf where it holds a NaN or an infinity."""
+        shape = self.scales_shape(x.shape)
+        magnitude = x.detach().abs().reshape(*x.shape[:-2], *((1,) * (2 - x.ndim)), *x.shape[-2:])
+        rows, columns = magnitude.shape[-2:]
+        full = pad(magnitude, (0, -columns % self.columns, 0, -rows % self.rows)) if magnitude.numel() else magnitude.new_zeros(0)
+        blocks = full.reshape(*x.shape[:-2], -(-rows // self.rows), self.rows, -(-columns // self.columns), self.columns)
+        amax = blocks.amax((-3, -1)).float().reshape(shape)
+        return amax.masked_fill(amax.isnan(), float("inf"))
+
+    def spread(self, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """[.., ceil(M / rows), ceil(N / columns)] -> `shape`: the value of its block at every element."""
+        spread = values.repeat_interleave(self.columns, -1)[..., : (shape or (1,))[-1]]
+        if len(shape) > 1:
+            spread = spread.repeat_interleave(self.rows, -2)[..., : shape[-2], :]
+        return spread.reshape(tuple(shape))
+
+    def __str__(self) -> str:
+        return f"block({self.rows} x {self.columns})"
 
 
 TENSORWISE = Tensorwise()

@@ -37,7 +37,7 @@ def first_pass(tables: Tables, scaled: Sequence[torch.Tensor], plain: Sequence[t
         FP32 [2, scaled + plain]: amaxes and scale_invs.
         int64 [scaled, 2]: the scaled ones' sums of squares.
     """
-    found = [ops.grad_stats(tables, gs, squares) for gs, squares in ((scaled, True), (plain, False)) if gs]
+    found = [ops.grad_stats(tables, gs, squares=squares) for gs, squares in ((scaled, True), (plain, False)) if gs]
     sums = found[0][1] if scaled else torch.zeros(0, 2, dtype=torch.int64, device=tables.device)
     return torch.cat([stats for stats, _ in found], 1), sums
 
@@ -49,7 +49,7 @@ def second_pass(tables: Tables, plain: Sequence[torch.Tensor], amaxes: torch.Ten
         amaxes: FP32 [plain], of the whole tensors.
         numels: elements of the whole tensors.
     """
-    return ops.grad_stats(tables, plain, True, unit_scale(amaxes), [units(numel) for numel in numels])[1]
+    return ops.grad_stats(tables, plain, unit_scale(amaxes), [units(numel) for numel in numels])[1]
 
 
 def unit_scale(amax: torch.Tensor) -> torch.Tensor:

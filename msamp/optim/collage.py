@@ -118,8 +118,8 @@ class CollageAdamW(torch.optim.Optimizer):
     def _step_alone(self, p: torch.Tensor, g: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         before = _value(p, state) if self.keep_update else None
-        steps, options = int(state["step"].add_(1)), (group["weight_sum"], group["eps_inside_root"])
-        delta = step_(p, g, state, steps, _hyper(group), VARIANTS[group["variant"]], *options)
+        steps, options = int(state["step"].add_(1)), {name: group[name] for name in ("weight_sum", "eps_inside_root")}
+        delta = step_(p, g, state, steps, _hyper(group), VARIANTS[group["variant"]], **options)
         if before is not None:
             self._updates.append((delta.flatten(), (_value(p, state) - before).flatten()))
 

@@ -156,7 +156,7 @@ class Update(ABC):
 
     def stored_amaxes(self, launch: Launch) -> torch.Tensor:
         """FP32 [len(kept) + 1, n]: amaxes as stored of the states in `kept` and of the masters; 0 where no scale follows from them."""
-        return stored_amaxes([launch.states[key] for key in self.kept], launch.masters, launch.weights, launch.group["decoupled"])
+        return stored_amaxes([launch.states[key] for key in self.kept], launch.masters, launch.weights, decoupled=launch.group["decoupled"])
 
     @abstractmethod
     def run(
@@ -223,7 +223,7 @@ class AdamW(Update):
         coat = any(isinstance(states[0], Expanded) for states in (batch.ms, batch.vs))
         kernel, twin = (ops.coat_adamw, reference_coat_adamw) if coat else (ops.adamw, reference_adamw)
         update = kernel if launch.by_rows else twin
-        update(tables, batch, launch.hyper, launch.group["decoupled"], amaxes, kept, coefficient, usable)
+        update(tables, batch, launch.hyper, amaxes, kept, coefficient, usable, decoupled=launch.group["decoupled"])
 
 
 class Collage(AdamW):

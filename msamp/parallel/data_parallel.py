@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from msamp.comm.collectives import Peers
 from msamp.comm.grad_sync import GradSync
+from msamp.comm.partition import plan_buckets
 from msamp.numerics.formats import Format
-from msamp.parallel.partition import plan_buckets
 
 # 128 MiB of FP8. With 2^25 a step of GPT-1.3B has four times as many collectives, each of which costs the host 0.1 to 0.2 ms.
 BUCKET_ELEMENTS = 2**27

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from msamp.comm.bucket import Bucket, Slot, as_bytes
+from msamp.comm.bucket import Bucket, Segment, as_bytes
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW, kept_states
@@ -47,7 +47,7 @@ class ZeRO:
             raise ValueError("the synchroniser gives every rank all gradients; build it with shard=True, or leave out shard=ZeRO(...)")
         self.sync = sync
         self.gathers = True
-        self._views: dict[Slot, tuple[torch.Tensor, slice | None]] = {}
+        self._views: dict[Segment, tuple[torch.Tensor, slice | None]] = {}
         self._device = next(iter(sync.names)).device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" and sync.peers.ranks > 1 and overlap else None
         self._pending: dict[Bucket, torch.cuda.Event] = {}
@@ -79,28 +79,28 @@ class ZeRO:
 
     def _is_cut(self, p: torch.Tensor) -> bool:
         bucket = self.sync.bucket_of(p)
-        return any(slot.rows != p.shape[0] for slot in bucket.slots if bucket.params[slot.index] is p)
+        return any(segment.rows != p.shape[0] for segment in bucket.segments if bucket.params[segment.index] is p)
 
     def holdings(self, wholes: Sequence[Holding]) -> list[Holding]:
         """What this rank owns, in parameter order."""
         return [holding for holding, _ in self._owned(wholes)]
 
-    def _owned(self, wholes: Sequence[Holding]) -> list[tuple[Holding, Slot]]:
-        owned: list[tuple[Holding, Slot]] = []
+    def _owned(self, wholes: Sequence[Holding]) -> list[tuple[Holding, Segment]]:
+        owned: list[tuple[Holding, Segment]] = []
         for whole in wholes:
-            for slot in self.sync.owned(whole.param):
-                if slot not in self._views:
-                    self._views[slot] = _view(whole.param, slot)
-                weight, rows = self._views[slot]
-                owned.append((Holding(whole.param, whole.group, whole.index, weight, rows, len(owned)), slot))
+            for segment in self.sync.owned(whole.param):
+                if segment not in self._views:
+                    self._views[segment] = _view(whole.param, segment)
+                weight, rows = self._views[segment]
+                owned.append((Holding(whole.param, whole.group, whole.index, weight, rows, len(owned)), segment))
         return owned
 
     def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
         """Those of which `sync` has left the averaged gradient here."""
         found = []
-        for holding, slot in self._owned(wholes):
-            holding.grad = slot.grad
-            if slot.grad is not None:
+        for holding, segment in self._owned(wholes):
+            holding.grad = segment.grad
+            if segment.grad is not None:
                 mine, whole = scale_inv(holding.weight), scale_inv(holding.param)
                 if holding.rows is not None and mine is not None and whole is not None:
                     mine.copy_(whole)  # loading a model changes only the parameter's own
@@ -135,15 +135,15 @@ class ZeRO:
     def _exchange(self, bucket: Bucket, scale_invs: Mapping[torch.Tensor, torch.Tensor]) -> None:
         stored = [payload(p) for p in bucket.params]
         sizes = [0] * self.ranks
-        for slot in bucket.slots:
-            sizes[slot.owner] += slot.elements * stored[slot.index].element_size()
-        parts = [as_bytes(_rows(stored[slot.index], slot).reshape(-1)) for slot in bucket.owned]
+        for segment in bucket.segments:
+            sizes[segment.owner] += segment.elements * stored[segment.index].element_size()
+        parts = [as_bytes(_rows(stored[segment.index], segment).reshape(-1)) for segment in bucket.owned]
         own = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=stored[0].device)
         flat = self.sync.peers.all_gather(own, sizes, f"the weights of {bucket}")
         start = 0
-        for slot in bucket.slots:
-            target = _rows(stored[slot.index], slot)
-            if slot.owner != self.sync.peers.rank:
+        for segment in bucket.segments:
+            target = _rows(stored[segment.index], segment)
+            if segment.owner != self.sync.peers.rank:
                 target.copy_(flat[start : start + target.nbytes].view(target.dtype).view(target.shape))
             start += target.nbytes
         scaled = ((p, scale_inv(p)) for i, p in enumerate(bucket.params) if i not in bucket.absent and p in scale_invs)
@@ -195,20 +195,20 @@ class ZeRO:
         found: dict[int, dict[str, torch.Tensor]] = {}
         for whole, step in zip(wholes, steps, strict=True):
             if step >= 0:
-                mine = [(state[holding.weight], slot) for holding, slot in owned if holding.param is whole.param]
+                mine = [(state[holding.weight], segment) for holding, segment in owned if holding.param is whole.param]
                 gathered = self._gather_states(whole, mine)
                 if self.sync.peers.rank == 0:
                     found[whole.index] = {"step": step.clone(), **gathered}
         return found
 
-    def _gather_states(self, whole: Holding, owned: Sequence[tuple[Mapping[str, torch.Tensor], Slot]]) -> dict[str, torch.Tensor]:
+    def _gather_states(self, whole: Holding, owned: Sequence[tuple[Mapping[str, torch.Tensor], Segment]]) -> dict[str, torch.Tensor]:
         """The states of a parameter from those of its pieces, on the group's first rank; collective."""
         name, found = self.sync.names[whole.param], {}
         for declared, fmt in kept_states(whole.param, whole.group):
             for key, like in begun(declared.key, fmt, whole.param).items():
                 x, scale = torch.zeros_like(payload(like)), torch.zeros((), device=whole.param.device)
-                for state, slot in owned:
-                    _rows(x, slot).copy_(payload(state[key]))
+                for state, segment in owned:
+                    _rows(x, segment).copy_(payload(state[key]))
                     own_scale = scale_inv(state[key])
                     scale = scale if own_scale is None else own_scale.clone()
                 # Each byte is zero on every rank but its owner.
@@ -225,17 +225,17 @@ def GreedyZeRO(params: Iterable[Any], sync: GradSync, *args: Any, overlap: bool 
     return FP8AdamW(params, *args, shard=ZeRO(sync, overlap), **settings)
 
 
-def _view(p: torch.Tensor, slot: Slot) -> tuple[torch.Tensor, slice | None]:
+def _view(p: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, slice | None]:
     """What an owner updates of a parameter, in its memory; the scale of a cut one is its own copy, since each piece stores it."""
-    if p.dim() == 0 or slot.rows == p.shape[0]:
+    if p.dim() == 0 or segment.rows == p.shape[0]:
         return p, None
-    rows = slice(slot.row, slot.row + slot.rows)
+    rows = slice(segment.row, segment.row + segment.rows)
     return view_of_rows(p, rows), rows
 
 
-def _rows(x: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """A view of the rows of a slot."""
-    return x[slot.row : slot.row + slot.rows] if x.dim() else x
+def _rows(x: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """A view of the rows of a segment."""
+    return x[segment.row : segment.row + segment.rows] if x.dim() else x
 
 
 def _wait_for(alive: "weakref.ref[ZeRO]", buckets: set[Bucket], *_: Any) -> None:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from msamp.comm.collectives import Peers
-from msamp.comm.wire import pack_scaled, sum_in_rank_order
-from msamp.nn.linear_fn import quantize_operand
+from msamp.comm.exchange import pack_scaled, sum_in_rank_order
+from msamp.nn.gemm import cast_operand
 from msamp.nn.scaling_state import Slot
-from msamp.numerics.formats import Format
+from msamp.numerics.recipe import Cast
 
 KIND = "activation"
 
@@ -44,7 +44,7 @@ def start_gather(payload: torch.Tensor, peers: Peers, label: str) -> Callable[[]
 
 
 def start_sum(
-    partial: torch.Tensor, peers: Peers, role: str, *, scatter: bool, wire: tuple[Slot, Format] | None = None
+    partial: torch.Tensor, peers: Peers, role: str, *, scatter: bool, wire: tuple[Slot, Cast] | None = None
 ) -> Callable[[], torch.Tensor]:
     """Add up the ranks' partial sums of a GEMM.
 
@@ -57,8 +57,8 @@ def start_sum(
         peers: the ranks.
         role: "output" or "grad_input"; bytes are counted under "{role} reduce-scatter" or "{role} all-reduce".
         scatter: leave on each rank its block of M / ranks rows, of which M must be a multiple; else the whole sum.
-        wire: scale and FP8 format. None: the sum travels in the dtype of `partial`, summed by NCCL itself or over other
-            backends in FP32 in rank order and rounded once.
+        wire: slot and cast of each rank's own, with one scale a tensor. None: the sum travels in the dtype of `partial`, summed by NCCL
+            itself or over other backends in FP32 in rank order and rounded once.
 
     Returns:
         What waits, on a GPU in the stream alone, and gives [M / ranks, N] or [M, N] in the dtype of `partial`; the whole
@@ -78,8 +78,10 @@ def start_sum(
         return lambda: summed.view(shape)
     payload, scale_inv, dtype = partial, None, partial.dtype
     if wire is not None:
-        slot, fmt = wire
-        payload, _, scale_inv = quantize_operand(partial, slot, fmt, False, lambda amax: shared_amax(amax, peers))
+        slot, cast = wire
+        operand = cast_operand(partial, slot, cast, combine=lambda amax: shared_amax(amax, peers))
+        assert operand.payload is not None
+        payload, scale_inv = operand.payload, operand.scale_inv
     pending = peers.start_all_to_all(payload.view(-1), sizes, what, KIND, label)
 
     def finish() -> torch.Tensor:
@@ -90,7 +92,7 @@ def start_sum(
             whole = peers.all_gather(total.to(dtype), sizes, f"the sums of {role}", KIND, label)
         else:
             room = 2.0 ** (peers.ranks - 1).bit_length()
-            rounded = pack_scaled(total, total.new_full((), 1.0 / room), fmt)
+            rounded = pack_scaled(total, total.new_full((), 1.0 / room), cast.format)
             whole = peers.all_gather(rounded, sizes, f"the sums of {role}", KIND, label).float().mul_(scale_inv * room)
         return whole.to(dtype).view(shape)
 

@@ -15,18 +15,15 @@ from torch.autograd.function import once_differentiable
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.kernels import ops
-from msamp.nn.linear_fn import activation, quantize_operand, weight_operand
-from msamp.nn.scaling_state import WIRE, LinearScaling, Slot
+from msamp.nn.gemm import LayerGemm, Operand, cast_operand
+from msamp.nn.linear_fn import activation
+from msamp.nn.scaling_state import WIRE, LinearScaling
 from msamp.numerics.formats import Format
-from msamp.numerics.recipe import Gemm
 from msamp.numerics.tensor import ScalingTensor
 from msamp.parallel.sequence_parallel import gathered_shape, shared_amax, start_gather, start_sum
 
 WIRES = ("bf16", "fp8")
 SAVED_INPUTS = ("shard", "gathered")
-
-Slots = tuple[Slot, ...]
-Scales = tuple[torch.Tensor, torch.Tensor]
 
 
 class TensorParallel:
@@ -73,62 +70,49 @@ class ColumnFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        x: torch.Tensor,
-        weight: ScalingTensor,
-        bias: torch.Tensor | None,
-        gemm: Gemm,
-        slots: Slots,
-        weight_scales: Scales,
-        tp: TensorParallel,
+        ctx: Any, x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, layer: LayerGemm, tp: TensorParallel
     ) -> torch.Tensor:
-        x_slot, ctx.grad_slot, ctx.wire_slot = slots
-        multiplier, w_scale_inv = weight_scales
         keep, gather = ctx.needs_input_grad[1], tp.sequence_parallel
         x2d, shape = x.reshape(-1, x.shape[-1]), gathered_shape(x.shape, tp.peers) if gather else x.shape
-        x8, saved, x_scale_inv = quantize_operand(x2d, x_slot, gemm.input.format, keep and not gather, tp.shared_amax)
+        operand = cast_operand(x2d, layer.x, layer.gemm.input, col=keep and not gather, combine=tp.shared_amax)
+        saved = operand.payload_t
         if gather:
-            gathered = start_gather(x8, tp.peers, "input all-gather")
-        w8 = weight_operand(weight.payload, multiplier, gemm.weight.format.dtype, transpose=False)
+            gathered = start_gather(operand.payload, tp.peers, "input all-gather")
+        w = layer.weight(weight.payload)
         if gather:
-            shard, x8 = x8, gathered()
-            saved = (shard if tp.saved_input == "shard" else x8) if keep else None
-        y = ops.scaled_mm(x8, w8, x_scale_inv, w_scale_inv, None if bias is None else bias.to(x.dtype), x.dtype, True)
-        ctx.save_for_backward(saved, x_scale_inv, weight.payload, multiplier, w_scale_inv)
-        ctx.gemm, ctx.tp, ctx.shape, ctx.weight_dtype = gemm, tp, x.shape, weight.dtype
+            shard, operand = operand.payload, operand._replace(payload=gathered())
+            saved = (shard if tp.saved_input == "shard" else operand.payload) if keep else None
+        y = layer.output(operand, w, bias, x.dtype)
+        ctx.save_for_backward(saved, operand.scale_inv, weight.payload)
+        ctx.layer, ctx.tp, ctx.shape, ctx.weight_dtype = layer, tp, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y.view(*shape[:-1], y.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        saved, x_scale_inv, w_payload, multiplier, w_scale_inv = ctx.saved_tensors
-        gemm, tp, (needs_x, needs_w, needs_b, *_) = ctx.gemm, ctx.tp, ctx.needs_input_grad
+        saved, x_scale_inv, w_payload = ctx.saved_tensors
+        layer, tp, (needs_x, needs_w, needs_b, *_) = ctx.layer, ctx.tp, ctx.needs_input_grad
         grad_x = grad_w = grad_b = None
         again = needs_w and tp.sequence_parallel and tp.saved_input == "shard"
         if again:
             gathered = start_gather(saved, tp.peers, "input all-gather again")
         g2d = grad_output.reshape(-1, grad_output.shape[-1])
         if needs_x or needs_w:
-            g8, g8_t, scale_inv = quantize_operand(g2d, ctx.grad_slot, gemm.grad_output.format, transpose=needs_w)
+            g = cast_operand(g2d, layer.grad, layer.gemm.grad_output, col=needs_w)
         if needs_x:
-            w8_t = weight_operand(w_payload, multiplier, gemm.weight.format.dtype, transpose=True)
-            summed = start_sum(
-                ops.scaled_mm(g8, w8_t, scale_inv, w_scale_inv, None, grad_output.dtype, False),
-                tp.peers,
-                "grad_input",
-                scatter=tp.sequence_parallel,
-                wire=(ctx.wire_slot, gemm.grad_output.format),
-            )
+            partial = layer.grad_input(g, layer.weight(w_payload, transpose=True), grad_output.dtype)
+            wire = (layer.wire, layer.gemm.grad_output)
+            summed = start_sum(partial, tp.peers, "grad_input", scatter=tp.sequence_parallel, wire=wire)
         if needs_w:
             x8 = gathered() if again else saved
             x8_t = ops.transpose(x8) if tp.sequence_parallel else x8
-            grad_w = ops.scaled_mm(g8_t, x8_t, scale_inv, x_scale_inv, None, ctx.weight_dtype, False)
+            grad_w = layer.grad_weight(g, Operand.kept(x8_t, x_scale_inv, layer.gemm.input), ctx.weight_dtype)
         if needs_b and ctx.bias_dtype is not None:
             grad_b = g2d.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if needs_x:
             grad_x = summed().view(ctx.shape)
-        return grad_x, grad_w, grad_b, None, None, None, None
+        return grad_x, grad_w, grad_b, None, None
 
 
 class RowFunction(torch.autograd.Function):
@@ -136,43 +120,39 @@ class RowFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, weight: ScalingTensor, gemm: Gemm, slots: Slots, weight_scales: Scales, tp: TensorParallel
+        ctx: Any, x: torch.Tensor, weight: ScalingTensor, layer: LayerGemm, tp: TensorParallel
     ) -> torch.Tensor:
-        x_slot, ctx.grad_slot, *_ = slots
-        multiplier, w_scale_inv = weight_scales
         x2d = x.reshape(-1, x.shape[-1])
-        x8, x8_t, x_scale_inv = quantize_operand(x2d, x_slot, gemm.input.format, transpose=ctx.needs_input_grad[1])
-        w8 = weight_operand(weight.payload, multiplier, gemm.weight.format.dtype, transpose=False)
-        partial = ops.scaled_mm(x8, w8, x_scale_inv, w_scale_inv, None, x.dtype, True)
-        wire = (slots[WIRE], gemm.input.format) if tp.wire == "fp8" else None
+        operand = cast_operand(x2d, layer.x, layer.gemm.input, col=ctx.needs_input_grad[1])
+        partial = layer.output(operand, layer.weight(weight.payload), None, x.dtype)
+        wire = (layer.wire, layer.gemm.input) if tp.wire == "fp8" else None
         y = start_sum(partial, tp.peers, "output", scatter=tp.sequence_parallel, wire=wire)()
-        ctx.save_for_backward(x8_t, x_scale_inv, weight.payload, multiplier, w_scale_inv)
-        ctx.gemm, ctx.tp, ctx.shape, ctx.weight_dtype = gemm, tp, x.shape, weight.dtype
+        ctx.save_for_backward(operand.payload_t, operand.scale_inv_t, weight.payload)
+        ctx.layer, ctx.tp, ctx.shape, ctx.weight_dtype = layer, tp, x.shape, weight.dtype
         rows = x.shape[0] // tp.peers.ranks if tp.sequence_parallel else x.shape[0]
         return y.view(rows, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        x8_t, x_scale_inv, w_payload, multiplier, w_scale_inv = ctx.saved_tensors
-        gemm, tp, (needs_x, needs_w, *_) = ctx.gemm, ctx.tp, ctx.needs_input_grad
+        x8_t, x_scale_inv, w_payload = ctx.saved_tensors
+        layer, tp, (needs_x, needs_w, *_) = ctx.layer, ctx.tp, ctx.needs_input_grad
         grad_x = grad_w = None
         gather = tp.sequence_parallel
         g2d = grad_output.reshape(-1, grad_output.shape[-1])
-        transpose = needs_w and not gather
-        g8, g8_t, scale_inv = quantize_operand(g2d, ctx.grad_slot, gemm.grad_output.format, transpose, tp.shared_amax)
+        g = cast_operand(g2d, layer.grad, layer.gemm.grad_output, col=needs_w and not gather, combine=tp.shared_amax)
         if gather:
-            gathered = start_gather(g8, tp.peers, "grad_output all-gather")
+            gathered = start_gather(g.payload, tp.peers, "grad_output all-gather")
         if needs_x:
-            w8_t = weight_operand(w_payload, multiplier, gemm.weight.format.dtype, transpose=True)
+            w = layer.weight(w_payload, transpose=True)
         if gather:
-            g8 = gathered()
+            g = g._replace(payload=gathered())
         if needs_x:
-            grad_x = ops.scaled_mm(g8, w8_t, scale_inv, w_scale_inv, None, grad_output.dtype, False).view(ctx.shape)
+            grad_x = layer.grad_input(g, w, grad_output.dtype).view(ctx.shape)
         if needs_w:
-            g8_t = ops.transpose(g8) if gather else g8_t
-            grad_w = ops.scaled_mm(g8_t, x8_t, scale_inv, x_scale_inv, None, ctx.weight_dtype, False)
-        return grad_x, grad_w, None, None, None, None
+            g = g._replace(payload_t=ops.transpose(g.payload)) if gather else g
+            grad_w = layer.grad_weight(g, Operand.kept(x8_t, x_scale_inv, layer.gemm.input), ctx.weight_dtype)
+        return grad_x, grad_w, None, None
 
 
 def column_linear(
@@ -194,10 +174,10 @@ def column_linear(
     Raises:
         ValueError: a shape that does not fit, an input dtype that is none of these, or a `scaling` without the third row.
     """
-    x, slots = _prepare(x, weight, scaling, scaling.gemm.grad_output.format)
+    x = _prepare(x, weight, scaling, scaling.gemm.grad_output.format)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}; this weight shard takes ({weight.shape[0]},)")
-    return ColumnFunction.apply(x, weight, bias, scaling.gemm, slots, scaling.weight_scales(weight), tp)
+    return ColumnFunction.apply(x, weight, bias, LayerGemm.of(scaling, weight), tp)
 
 
 def row_linear(x: torch.Tensor, weight: ScalingTensor, scaling: LinearScaling, tp: TensorParallel) -> torch.Tensor:
@@ -215,22 +195,22 @@ def row_linear(x: torch.Tensor, weight: ScalingTensor, scaling: LinearScaling, t
     Raises:
         ValueError: as `column_linear`; also, under sequence parallelism, an s that is no multiple of the ranks.
     """
-    x, slots = _prepare(x, weight, scaling, scaling.gemm.input.format if tp.wire == "fp8" else None)
+    x = _prepare(x, weight, scaling, scaling.gemm.input.format if tp.wire == "fp8" else None)
     ranks = tp.peers.ranks
     if tp.sequence_parallel and x.shape[0] % ranks:
         raise ValueError(
             f"sequence length {x.shape[0]} is no multiple of the {ranks} ranks that sequence parallelism spreads it over; "
             f"use {-(-x.shape[0] // ranks) * ranks}, or turn sequence parallelism off"
         )
-    return RowFunction.apply(x, weight, scaling.gemm, slots, scaling.weight_scales(weight), tp)
+    return RowFunction.apply(x, weight, LayerGemm.of(scaling, weight), tp)
 
 
-def _prepare(x: torch.Tensor, weight: ScalingTensor, scaling: LinearScaling, wire: Format | None) -> tuple[torch.Tensor, Slots]:
-    """The checked input in its dtype, and the layer's slots; `wire` is the format that its partial sums need a scale for."""
+def _prepare(x: torch.Tensor, weight: ScalingTensor, scaling: LinearScaling, wire: Format | None) -> torch.Tensor:
+    """The checked input in its dtype; `wire` is the format that the layer's partial sums need a scale for."""
     if x.dim() < 2:
         raise ValueError(f"input has shape {tuple(x.shape)}; it must be [sequence, ..., features]")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weight shard has shape {tuple(weight.shape)}; an input of {x.shape[-1]} features takes (N, {x.shape[-1]})")
     if wire is not None and scaling.formats[WIRE:] != (wire,):
         raise ValueError(f"the layer has no scale for partial sums in {wire}; make its LinearScaling with wire={wire}")
-    return activation(x), scaling.slots(record=torch.is_grad_enabled())
+    return activation(x)

@@ -18,7 +18,7 @@ from torch import nn
 from megatron.lm.checkpoint.reader import Saved
 from megatron.lm.config import Config
 from megatron.lm.plan import plan, report
-from megatron.lm.trainer import Trainer
+from megatron.lm.run.trainer import Trainer
 from msamp.kernels.reference.adamw import GRAD, load, store_
 from msamp.kernels.tables import Tables
 from msamp.numerics import recipe
@@ -79,7 +79,10 @@ def register() -> None:
 
 
 @pytest.fixture(autouse=True)
-def known() -> None:
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known in this process too, to the end of the test."""
+    monkeypatch.setattr(updates, "_KNOWN", dict(updates._KNOWN))
+    monkeypatch.setattr(recipe, "_TABLE", dict(recipe._TABLE))
     register()
 
 

@@ -90,37 +90,39 @@ def elementwise(tokens: int, hidden: int, device: str = "cuda") -> Iterator[Case
     slot = torch.zeros((), device=device)
     small, large = tokens * hidden, tokens * ffn
     yield Case("cast", lambda: ops.cast(x, scale, E4M3), 3 * small)
-    yield Case("cast, row", lambda: ops.cast_transpose(x, scale, slot, E4M3, True, False, False), 3 * small)
-    yield Case("cast, transposed", lambda: ops.cast_transpose(x, scale, None, E4M3, False, True, False), 3 * small)
-    yield Case("cast + transpose + column sums", lambda: ops.cast_transpose(x, scale, slot, E5M2, True, True, True), 4 * small)
+    yield Case("cast, row", lambda: ops.cast_transpose(x, scale, slot, E4M3, row=True), 3 * small)
+    yield Case("cast, transposed", lambda: ops.cast_transpose(x, scale, None, E4M3, col=True), 3 * small)
+    yield Case(
+        "cast + transpose + column sums", lambda: ops.cast_transpose(x, scale, slot, E5M2, row=True, col=True, colsum=True), 4 * small
+    )
     payload = torch.randint(0, 120, (ffn, hidden), dtype=torch.uint8, device=device).view(E4M3)
     yield Case("transpose of an FP8 weight", lambda: ops.transpose(payload), 2 * hidden * ffn)
-    normalize = functools.partial(ops.normalize, x, None, weight, bias, 1e-5, False, scale, slot, E4M3)
+    normalize = functools.partial(ops.normalize, x, None, weight, bias, 1e-5, scale, slot, E4M3, rms=False)
     yield Case("norm", normalize, 3 * small)
-    add_norm = functools.partial(ops.normalize, x, delta, weight, bias, 1e-5, False, scale, slot, E4M3)
+    add_norm = functools.partial(ops.normalize, x, delta, weight, bias, 1e-5, scale, slot, E4M3, rms=False)
     yield Case("residual add + norm", add_norm, 7 * small)
     _, _, scale_inv, mean, rstd = normalize()
-    again = functools.partial(ops.normalize_transposed, x, mean, rstd, weight, bias, False, scale_inv, E4M3)
+    again = functools.partial(ops.normalize_transposed, x, mean, rstd, weight, bias, scale_inv, E4M3, rms=False)
     yield Case("norm again, transposed", again, 3 * small)
     parts = [new(-(-tokens // 64), width, dtype=torch.float32) for width in (3 * hidden, hidden, ffn, hidden)]
     size = sum(4 * part.numel() + 2 * part.shape[1] for part in parts)
     yield Case("column sums of a layer, added up", lambda: ops.sum_parts(parts, BF16), size)
-    yield Case("norm backward + residual", lambda: ops.normalize_backward(delta, x, mean, rstd, weight, delta, False), 8 * small)
+    yield Case("norm backward + residual", lambda: ops.normalize_backward(delta, x, mean, rstd, weight, delta, rms=False), 8 * small)
     yield Case("GELU", lambda: ops.activate(wide, "gelu", scale, slot, E4M3), 3 * large)
-    backward = functools.partial(ops.activate_backward, grad_wide, wide, "gelu", scale, E4M3, scale, slot, E5M2, True)
+    backward = functools.partial(ops.activate_backward, grad_wide, wide, "gelu", scale, E4M3, scale, slot, E5M2, colsum=True)
     yield Case("GELU backward + GELU again", backward, 7 * large)
     yield Case("SwiGLU", lambda: ops.activate(wide, "swiglu", scale, slot, E4M3), 2.5 * large)
     half = grad_wide[:, : ffn // 2].contiguous()
-    backward = functools.partial(ops.activate_backward, half, wide, "swiglu", scale, E4M3, scale, slot, E5M2, False)
+    backward = functools.partial(ops.activate_backward, half, wide, "swiglu", scale, E4M3, scale, slot, E5M2)
     yield Case("SwiGLU backward + SwiGLU again", backward, 5.5 * large)
     sequence = min(tokens, 2048)
     angles = torch.rand(sequence, 128, device=device)
     qkv = new(sequence, tokens // sequence, 3 * hidden)
     rotary = functools.partial(ops.rotary_, qkv, angles.cos(), angles.sin(), heads, heads)
     yield Case("rotary embedding, in place", rotary, 8 * small)
-    grads = [new(sequence, tokens // sequence, heads, 128) for _ in range(3)]
-    backward = functools.partial(ops.rotary_backward, *grads, angles.cos(), angles.sin(), scale, slot, E5M2, True)
-    yield Case("rotary embedding backward", backward, 12 * small)
+    dq, dk, dv = (new(sequence, tokens // sequence, heads, 128) for _ in range(3))
+    unrotate = functools.partial(ops.rotary_backward, dq, dk, dv, angles.cos(), angles.sin(), scale, slot, E5M2, colsum=True)
+    yield Case("rotary embedding backward", unrotate, 12 * small)
 
 
 def grouped(tokens: int, hidden: int, device: str = "cuda") -> Iterator[Case]:
@@ -139,8 +141,8 @@ def gradients(hidden: int, device: str = "cuda") -> Iterator[Case]:
     total, count, where = sum(numels), len(gs), torch.device(device)
     factors, units = torch.full((count,), 2.0**-3, dtype=torch.float64, device=device), [2**20] * count
     amaxes, scales = torch.ones(3 * count, device=device), torch.ones(count, device=device)
-    yield Case("amaxes of BF16 gradients", functools.partial(ops.grad_stats, Tables(where), gs, False), 2 * total)
-    yield Case("norms of BF16 gradients", functools.partial(ops.grad_stats, Tables(where), gs, True, factors, units), 2 * total)
+    yield Case("amaxes of BF16 gradients", functools.partial(ops.grad_stats, Tables(where), gs, squares=False), 2 * total)
+    yield Case("norms of BF16 gradients", functools.partial(ops.grad_stats, Tables(where), gs, factors, units, squares=True), 2 * total)
     yield Case("amaxes and norms of E4M3 gradients", functools.partial(ops.grad_stats, Tables(where), fp8), total)
     yield Case("scales from amaxes", lambda: ops.scale_from_amax(amaxes, formats.E4M3.max, None, 1.0), 2 * amaxes.nbytes)
     spans = [(i, 0, n, first) for i, (n, first) in enumerate(zip(numels, itertools.accumulate(numels, initial=0), strict=False))]
@@ -162,7 +164,7 @@ def update(hidden: int, device: str = "cuda") -> Iterator[Case]:
     for of in (recipe.BF16, recipe.O2, O3):
         for name, kernel, moment in (("AdamW", ops.adamw, None), ("AdamW with COAT's moments", ops.coat_adamw, COAT_E4M3)):
             batch = batch_of(shapes, of.weight, of.with_states(m=moment, v=moment).states, device)
-            run = functools.partial(kernel, Tables(usable.device), batch, numbers, True, amaxes, kept, one, usable)
+            run = functools.partial(kernel, Tables(usable.device), batch, numbers, amaxes, kept, one, usable, decoupled=True)
             yield Case(f"{name}, {of.name}", run, update_bytes(batch))
     for of in recipe.ALL:
         if of.states.update != "fp32":
@@ -225,12 +227,16 @@ def gemms(tokens: int, hidden: int) -> Iterator[Case]:
     one = torch.ones((), device="cuda")
     for name, m, n, k, fast in (("output", tokens, ffn, hidden, True), ("grad_input", tokens, hidden, ffn, False)):
         a, b = torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda")
-        run = functools.partial(ops.scaled_mm, a.to(E4M3 if fast else E5M2), b.to(E4M3), one, one, None, BF16, fast)
+        run = functools.partial(ops.scaled_mm, a.to(E4M3 if fast else E5M2), b.to(E4M3), one, one, None, BF16, fast_accum=fast)
         yield Case(f"FP8 GEMM, {name}", run, flops=flops)
         a16, b16 = a.to(BF16), b.to(BF16)
         yield Case(f"BF16 GEMM, {name}", functools.partial(torch.mm, a16, b16.t()), flops=flops)
     a, b = torch.randn(ffn, tokens, device="cuda"), torch.randn(hidden, tokens, device="cuda")
-    yield Case("FP8 GEMM, grad_weight", functools.partial(ops.scaled_mm, a.to(E5M2), b.to(E4M3), one, one, None, BF16, False), flops=flops)
+    yield Case(
+        "FP8 GEMM, grad_weight",
+        functools.partial(ops.scaled_mm, a.to(E5M2), b.to(E4M3), one, one, None, BF16, fast_accum=False),
+        flops=flops,
+    )
     a16, b16 = a.to(BF16).t().contiguous(), b.to(BF16).t().contiguous()
     yield Case("BF16 GEMM, grad_weight", functools.partial(torch.mm, a16.t(), b16), flops=flops)
 

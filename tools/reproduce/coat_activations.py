@@ -51,7 +51,7 @@ class OneScale:
 
     def keep(self, x: Tensor) -> Parts:
         """(payload, scale_inv)"""
-        return ops.cast_transpose(x, None, None, E4M3.dtype, True, False, False)[0::2][:2]
+        return ops.cast_transpose(x, None, None, E4M3.dtype, row=True)[0::2][:2]
 
     def restore(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """The values kept."""
@@ -94,12 +94,12 @@ def weight_gradients(x: Tensor, again: Tensor, what: str, kind: str) -> tuple[fl
         kept, made = (dequantize(ops.activate(y, kind, scale_inv.reciprocal(), None, E4M3.dtype)[0], scale_inv) for y in (x, again))
     else:
         one = torch.ones(x.shape[1], device=x.device)
-        _, exact, _, mean, rstd = ops.normalize(x, None, one, None, EPS, False, None, None, torch.float32)
-        scale_inv = ops.normalize(x, None, one, None, EPS, False, None, None, E4M3.dtype)[2]
-        operands = (ops.normalize_transposed(y, mean, rstd, one, None, False, scale_inv, E4M3.dtype) for y in (x, again))
+        _, exact, _, mean, rstd = ops.normalize(x, None, one, None, EPS, None, None, torch.float32, rms=False)
+        scale_inv = ops.normalize(x, None, one, None, EPS, None, None, E4M3.dtype, rms=False)[2]
+        operands = (ops.normalize_transposed(y, mean, rstd, one, None, scale_inv, E4M3.dtype, rms=False) for y in (x, again))
         kept, made = (dequantize(operand, scale_inv).t() for operand in operands)
     grad = torch.randn(x.shape[0], OUTPUTS, generator=torch.Generator().manual_seed(0)).to(x.device)
-    payload, _, grad_scale_inv, _ = ops.cast_transpose(grad, None, None, E5M2.dtype, True, False, False)
+    payload, _, grad_scale_inv, _ = ops.cast_transpose(grad, None, None, E5M2.dtype, row=True)
     rounded = dequantize(payload, grad_scale_inv)
     wanted = grad.t() @ exact
     return sqnr_db(wanted, rounded.t() @ kept), sqnr_db(wanted, rounded.t() @ made)

@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.lm import process_groups
+from megatron.lm import graph, process_groups
+from megatron.lm.build import build_training
 from megatron.lm.checks import check
 from megatron.lm.cli import parse_args
 from megatron.lm.config import Config
@@ -41,17 +42,15 @@ from megatron.lm.data.datasets import build_datasets
 from megatron.lm.data.tokenizer import build_tokenizer
 from megatron.lm.model.loss import masked_mean_loss
 from megatron.lm.step import train_step
-from megatron.lm.trainer import build_training
-from msamp.comm.autoscale import GROWTH, MU_MAX, exceeds, next_mu
 from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
-from msamp.comm.scale_sync import local_slots, usable
+from msamp.comm.exchange import FP32SumWire, NCCLWire, Reduced, pack_scaled
+from msamp.comm.grad_scaling import GROWTH, MU_MAX, exceeds, next_mu, propose_scales, scales_of
+from msamp.comm.partition import Piece
 from msamp.comm.statistics import saturated, vanished
-from msamp.comm.wire import FP32SumWire, NCCLWire, Reduced, pack_scaled
 from msamp.numerics.formats import E4M3
 from msamp.numerics.metrics import sqnr_db, underflow_frac
-from msamp.parallel.partition import Piece
 from tools.bench import rows
 
 DEFAULTS = (
@@ -98,8 +97,9 @@ class Ranks:
             device=process_groups.device(),
         )
         training = build_training(config, tokenizer.vocab_size)
+        graphs = graph.build(training)
         for iteration in range(1, settings.train_iters + 1):
-            result = train_step(training, stream)
+            result = train_step(training, stream, graphs)
             if iteration in (1, settings.train_iters) or iteration % config.logging.log_interval == 0:
                 self.loss = float(result.loss_sum / result.tokens)
                 print(f"iteration {iteration} | loss {self.loss:.4f}", flush=True)
@@ -186,7 +186,7 @@ def auto_mu(gradients: Sequence[Tensor], scales: Sequence[Tensor], steps: int) -
 def measure_block(gradients: Sequence[Tensor], mu_steps: int) -> list[dict[str, Any]]:
     """MEASURES of every strategy on one block: for each of its weights the gradients of N ranks, [N, rows, columns]."""
     ranks = len(gradients[0])
-    scales = [usable(local_slots(list(g), E4M3, g.device).amin()) for g in gradients]
+    scales = [scales_of(propose_scales(list(g), E4M3, g.device).amin()) for g in gradients]
     mean = torch.cat([g.mean(0, dtype=torch.float64).flatten() for g in gradients])
     mu = auto_mu(gradients, scales, mu_steps)
     factors = {

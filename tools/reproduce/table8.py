@@ -9,7 +9,7 @@ figures compare only by their spread, max - min, as a measure of how evenly ZeRO
 | --- | --- | --- | --- | --- |
 | zero-bf16 | 2 + 4, and 12 shared | the same | the same | every buffer into equal parts, as Megatron-LM |
 | greedy-whole | 1, and 6 shared | 2, and 7 shared | 2, and 16 shared | Algorithm 1 over all tensors, each whole |
-| greedy-cut | as greedy-whole | | | bucket by bucket, tensors cut: `msamp.parallel.partition.plan_buckets` |
+| greedy-cut | as greedy-whole | | | bucket by bucket, tensors cut: `msamp.comm.partition.plan_buckets` |
 
 in bytes an element. Shared means held by its owner alone: FP32 master and moments (12); FP8 gradient, FP16 master, E4M3 and FP16 moments
 (6); the same with a BF16 gradient (7); all in FP32 (16). The gradient of FP8 training is the reduced one. With several micro-batches
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.lm.presets import PRESETS
-from msamp.parallel.partition import Piece, partition, plan_buckets
+from msamp.comm.partition import Piece, partition, plan_buckets
 
 GIB = 2**30
 VOCABULARY, VOCABULARY_MULTIPLE = 50304, 128  # padded to a multiple of 128 x TP, as the trainer does

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from megatron.lm.model.linear import FP8Gemm
 from msamp.nn.attention_block import AttentionBlock, AttentionSettings
-from msamp.nn.block_gemm import BlockGemm, Norm
+from msamp.nn.block import Norm
+from msamp.nn.gemm import LayerGemm
 from msamp.nn.mlp_block import MLPBlock, MLPSettings
 from msamp.nn.saved import AS_IT_IS, Saved
 
@@ -18,8 +19,9 @@ from msamp.nn.saved import AS_IT_IS, Saved
 class Layer(TransformerLayer):
     """megatron-core's TransformerLayer with the parameters it makes, computed by `msamp.nn`'s blocks where they serve.
 
-    They serve FP8 recipes without tensor parallelism and hidden dropout. Not while one of the layer's linear layers is watched by a
-    forward hook, since a fused block never calls it, and not in generation with a cache.
+    They serve FP8 recipes that their kernels can cast (`Gemm.fusible`), without tensor parallelism and hidden dropout. They do not serve
+    while one of the layer's linear layers is watched by a forward hook, since a fused block never calls it, nor in generation with a
+    cache.
 
     Attributes:
         fused: whether the blocks serve this layer.
@@ -29,7 +31,8 @@ class Layer(TransformerLayer):
     def __init__(self, *args: Any, saved: Saved = AS_IT_IS, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config, self.saved = self.config, saved
-        self.fused = all(isinstance(m, FP8Gemm) for m in self._linears()) and self.tp_group.size() == 1 and not config.hidden_dropout
+        fusible = all(isinstance(m, FP8Gemm) and m.scaling.gemm.fusible for m in self._linears())
+        self.fused = fusible and self.tp_group.size() == 1 and not config.hidden_dropout
         self.norm = Norm(config.layernorm_epsilon, config.normalization == "RMSNorm")
         self.activation = "swiglu" if config.gated_linear_unit else "gelu"
         selected = config.recompute_modules if config.recompute_granularity == "selective" else []
@@ -52,7 +55,7 @@ class Layer(TransformerLayer):
             return super().forward(hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
         x, delta = self._attention(hidden_states.contiguous(), rotary_pos_emb)
         norm, fc1, fc2 = self.pre_mlp_layernorm, self.mlp.linear_fc1, self.mlp.linear_fc2
-        gemms = BlockGemm.of(fc1.scaling, fc1.weight), BlockGemm.of(fc2.scaling, fc2.weight)
+        gemms = LayerGemm.of(fc1.scaling, fc1.weight), LayerGemm.of(fc2.scaling, fc2.weight)
         how = MLPSettings(self.norm, *gemms, self.activation, self.recompute_fc1, self.saved)
         norm_bias = getattr(norm, "bias", None)
         return MLPBlock.apply(x, delta, norm.weight, norm_bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias, how), None
@@ -63,8 +66,8 @@ class Layer(TransformerLayer):
         cos, sin = (x.new_empty(x.shape[0], 0, dtype=torch.float32),) * 2 if rotary_pos_emb is None else _cos_sin(rotary_pos_emb)
         how = AttentionSettings(
             norm=self.norm,
-            qkv=BlockGemm.of(qkv.scaling, qkv.weight),
-            proj=BlockGemm.of(proj.scaling, proj.weight),
+            qkv=LayerGemm.of(qkv.scaling, qkv.weight),
+            proj=LayerGemm.of(proj.scaling, proj.weight),
             core=functools.partial(attention.core_attention, attention_mask=None),
             heads=attention.num_attention_heads_per_partition,
             groups=attention.num_query_groups_per_partition,

@@ -65,6 +65,7 @@ def activate(
     scale: torch.Tensor | None,
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
+    *,
     scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The activation between the two linear layers of an MLP, in the format of the second one's input.
@@ -100,7 +101,8 @@ def activate_backward(
     scale: torch.Tensor | None,
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
-    colsum: bool,
+    *,
+    colsum: bool = False,
     scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradient of `activate`'s input as the GEMMs want it, and the transposed operand that forward did not keep.

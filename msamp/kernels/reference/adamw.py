@@ -70,11 +70,12 @@ def adamw(
     tables: Tables | None,
     batch: Batch,
     hyper: torch.Tensor,
-    decoupled: bool,
     amaxes: torch.Tensor,
     kept: torch.Tensor,
     coefficient: torch.Tensor | None,
     usable: torch.Tensor,
+    *,
+    decoupled: bool,
 ) -> None:
     """Load, update, store (FP8-LM section 2.2), or nothing at all where the step is not usable.
 
@@ -87,22 +88,22 @@ def adamw(
         tables: where the kernel keeps its table of addresses; the twin needs none.
         batch: the tensors.
         hyper: FP64 [5], a `Hyper`.
-        decoupled: False takes weight decay as Adam's, in the gradient.
         amaxes: FP32 [4 or more, parameters]: of gradient, m, v and master as stored, of whole tensors.
         kept: FP32 [3 or more, pieces], changed in place: amaxes of m, v and master as this call stores them; rows of plain moments are
             0, and so is that of a plain master unless its weight is scaled or its decay Adam's.
         coefficient: FP32 0-dim: multiplies gradients; None clips nothing.
         usable: bool 0-dim.
+        decoupled: False takes weight decay as Adam's, in the gradient.
     """
     if not bool(usable):
         return
     numbers = Hyper(*hyper.tolist()[:5])
     for part in batch.chunks():
-        _update(part, numbers, decoupled, amaxes[:, part.indices], kept, coefficient)
+        _update(part, numbers, amaxes[:, part.indices], kept, coefficient, decoupled=decoupled)
 
 
 def _update(
-    batch: Batch, hyper: Hyper, decoupled: bool, amaxes: torch.Tensor, kept: torch.Tensor, coefficient: torch.Tensor | None
+    batch: Batch, hyper: Hyper, amaxes: torch.Tensor, kept: torch.Tensor, coefficient: torch.Tensor | None, *, decoupled: bool
 ) -> None:
     gs = [fp32_values(g) for g in batch.grads]
     g_amax = amaxes[GRAD]
@@ -124,11 +125,11 @@ def _update(
     store_(batch.masters, ps, p_bound)
     if batch.weights:
         store_(batch.weights, load(batch.masters), p_bound)
-    kept[:MASTER, batch.places] = stored_amaxes((batch.ms, batch.vs), batch.masters, batch.weights, decoupled)
+    kept[:MASTER, batch.places] = stored_amaxes((batch.ms, batch.vs), batch.masters, batch.weights, decoupled=decoupled)
 
 
 def stored_amaxes(
-    states: Sequence[Sequence[Any]], masters: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], decoupled: bool
+    states: Sequence[Sequence[Any]], masters: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], *, decoupled: bool
 ) -> torch.Tensor:
     """FP32 [states + 1, n]: amaxes of each list of states and of the masters, as they are stored; 0 where no scale and no bound will be
     taken from them. `weights` as in a `Batch`."""

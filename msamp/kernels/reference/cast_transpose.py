@@ -13,9 +13,10 @@ def cast_transpose(
     scale: torch.Tensor | None,
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    colsum: bool,
+    *,
+    row: bool = False,
+    col: bool = False,
+    colsum: bool = False,
     scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantise `x` once; Hopper's FP8 GEMM takes K-major operands only, so grad_weight wants the transpose (FP8-LM section 2).
@@ -39,7 +40,7 @@ def cast_transpose(
     Raises:
         ValueError: for column sums alone.
     """
-    check_asked(row, col, colsum)
+    check_asked(row=row, col=col, colsum=colsum)
     taken, fmt = amax(x), of_dtype(dtype)
     if scale is None:
         scale = scale_from_amax(taken, fmt.max)
@@ -55,7 +56,7 @@ def cast_transpose(
     return payload if row else x.new_empty(0, dtype=dtype), transposed, scale_inv, sums
 
 
-def check_asked(row: bool, col: bool, colsum: bool) -> None:
+def check_asked(*, row: bool, col: bool, colsum: bool) -> None:
     """ValueError for column sums alone: Triton 3.6 compiles a kernel that stores nothing else wrongly (H200: every other column's sum)."""
     if colsum and not (row or col):
         raise ValueError("column sums come with a cast only: ask for row or col too, or take x.sum(0)")
@@ -86,6 +87,6 @@ def _store(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What a producer leaves of its FP32 result `v` [M, N]: `cast_transpose` of it, or `v` plain in a wide `dtype`."""
     if dtype.itemsize == 1:
-        return cast_transpose(v, scale, amax_slot, dtype, True, col, colsum, scale_inv_slot)
+        return cast_transpose(v, scale, amax_slot, dtype, row=True, col=col, colsum=colsum, scale_inv_slot=scale_inv_slot)
     sums = v.sum(0, keepdim=True) if colsum else v.new_empty(0)
     return v.to(dtype), v.new_empty(0, dtype=dtype), v.new_empty(0), sums

@@ -15,11 +15,12 @@ def coat_adamw(
     tables: Tables | None,
     batch: Batch,
     hyper: torch.Tensor,
-    decoupled: bool,
     amaxes: torch.Tensor,
     kept: torch.Tensor,
     coefficient: torch.Tensor | None,
     usable: torch.Tensor,
+    *,
+    decoupled: bool,
 ) -> None:
     """As `adamw`, with moments that are `Expanded`: load to FP32, update, and store with new maxima and exponents.
 
@@ -34,7 +35,7 @@ def coat_adamw(
         return
     for part in batch.chunks():
         plain = replace(part, ms=_loaded(part.ms), vs=_loaded(part.vs))
-        adamw(tables, plain, hyper, decoupled, amaxes, kept, coefficient, usable)
+        adamw(tables, plain, hyper, amaxes, kept, coefficient, usable, decoupled=decoupled)
         _store(part.ms, plain.ms)
         _store(part.vs, plain.vs)
 

@@ -77,6 +77,7 @@ def step_(
     step: int,
     hyper: Hyper,
     variant: Variant,
+    *,
     weight_sum: str = "fast-two-sum",
     eps_inside_root: bool = False,
 ) -> torch.Tensor:

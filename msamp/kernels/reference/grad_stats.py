@@ -14,9 +14,10 @@ PAYLOAD_UNITS = 2.0**-3  # FP16's largest square is 2^29 such units, and E4M3's 
 def grad_stats(
     tables: Tables | None,
     gs: Sequence[torch.Tensor],
-    squares: bool = True,
     factors: torch.Tensor | None = None,
     units: Sequence[int] = (),
+    *,
+    squares: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Amaxes and sums of squares, both exact: any cut and any order comes to the same.
 
@@ -26,9 +27,9 @@ def grad_stats(
     Args:
         tables: where the kernel keeps its table of addresses; the twin needs none.
         gs: contiguous plain tensors or ScalingTensors, any shapes, on one device.
-        squares: whether squares are added up.
         factors: FP64 [n], where `gs` are plain and `squares` are wanted: |g * factor| must stay below 4.
         units: then, a power of two for each gradient, at most 2^46: the squares must stay below 2^51 units.
+        squares: whether squares are added up.
 
     Returns:
         FP32 [2, n]: the amax of the values, +inf where one is not finite; and scale_inv, 0 where there is none or it is NaN.

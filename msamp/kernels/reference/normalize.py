@@ -11,7 +11,7 @@ WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_normalize(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, rms: bool, dtype: torch.dtype
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, *, rms: bool
 ) -> None:
     """Refuse what the norms are not defined for (ValueError)."""
     if x.ndim != 2 or x.dtype not in WIDE:
@@ -42,10 +42,11 @@ def normalize(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
-    rms: bool,
     scale: torch.Tensor | None,
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
+    *,
+    rms: bool,
     scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """LayerNorm (Ba et al. 2016, equation 4) or RMSNorm (Zhang and Sennrich 2019, equation 4) of `x + residual`, quantised.
@@ -57,10 +58,10 @@ def normalize(
         residual: as `x`, added before the norm; None adds nothing.
         weight, bias: [N] of any float dtype; bias None adds nothing.
         eps: added to the variance (RMSNorm: to the mean square).
-        rms: RMSNorm; otherwise LayerNorm.
         scale: FP32, 0-dim, a power of two, used as it is (delayed scaling); None takes it from the amax of this y (just in time).
         amax_slot: FP32, 0-dim, raised in place to the amax of the unquantised y (+inf where that is not finite); None takes no amax.
         dtype: an FP8 dtype; with bfloat16, float16 or float32 y stays unquantised, `scale` and `amax_slot` are left alone.
+        rms: RMSNorm; otherwise LayerNorm.
         scale_inv_slot: FP32, 0-dim, as `cast_transpose` takes it.
 
     Returns:
@@ -71,7 +72,7 @@ def normalize(
     Raises:
         ValueError: for shapes or dtypes that do not fit, and for an RMSNorm with a bias.
     """
-    check_normalize(x, residual, weight, bias, rms, dtype)
+    check_normalize(x, residual, weight, bias, dtype, rms=rms)
     total = x.contiguous() if residual is None else (x.float() + residual.float()).to(x.dtype).contiguous()
     mean = total.new_empty(0, dtype=torch.float32) if rms else total.float().mean(1)
     deviation = _deviation(total, mean, rms)
@@ -88,18 +89,20 @@ def normalize_transposed(
     rstd: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    rms: bool,
     scale_inv: torch.Tensor,
     dtype: torch.dtype,
+    *,
+    rms: bool,
 ) -> torch.Tensor:
     """The transpose of the y that `normalize` gave, the same codes, computed again in backward: the grad_weight GEMM wants it K-major.
 
     Args:
         x: [M, N], the sum that was normalised, as stored.
         mean, rstd: [M] FP32, as `normalize` returned them.
-        weight, bias, rms: as given to `normalize`.
+        weight, bias: as given to `normalize`.
         scale_inv: FP32, 0-dim, as `normalize` returned it.
         dtype: the FP8 dtype of y.
+        rms: as given to `normalize`.
 
     Returns:
         [N, M] of `dtype`, row-major.
@@ -107,7 +110,7 @@ def normalize_transposed(
     Raises:
         ValueError: for shapes or dtypes that do not fit.
     """
-    check_normalize(x, None, weight, bias, rms, dtype)
+    check_normalize(x, None, weight, bias, dtype, rms=rms)
     y = _normalized(_deviation(x, mean, rms), rstd, weight, bias)
     return quantize(y, inverse(scale_inv), of_dtype(dtype)).t().contiguous()
 
@@ -119,6 +122,7 @@ def normalize_backward(
     rstd: torch.Tensor,
     weight: torch.Tensor,
     grad_residual: torch.Tensor | None,
+    *,
     rms: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of LayerNorm or RMSNorm, with the gradient of the residual path added in FP32 before the one rounding.
@@ -155,7 +159,7 @@ def normalize_backward(
 
 def check_backward(grad_y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, grad_residual: torch.Tensor | None) -> None:
     """Refuse gradients that do not belong to `x` (ValueError)."""
-    check_normalize(x, None, weight, None, False, x.dtype)
+    check_normalize(x, None, weight, None, x.dtype, rms=False)
     for name, grad in (("grad_y", grad_y), ("grad_residual", grad_residual)):
         if grad is not None and grad.shape != x.shape:
             raise ValueError(f"{name} is {tuple(grad.shape)}; it must be {tuple(x.shape)}, as x: pass the gradient of this norm")

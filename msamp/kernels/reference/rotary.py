@@ -82,7 +82,8 @@ def rotary_backward(
     scale: torch.Tensor | None,
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
-    colsum: bool,
+    *,
+    colsum: bool = False,
     scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradient of the packed projection from those of attention's inputs: rotated back, packed, and quantised for the GEMMs.

@@ -281,11 +281,12 @@ def adamw(
     tables: Tables,
     batch: Batch,
     hyper: torch.Tensor,
-    decoupled: bool,
     amaxes: torch.Tensor,
     kept: torch.Tensor,
     coefficient: torch.Tensor | None,
     usable: torch.Tensor,
+    *,
+    decoupled: bool,
 ) -> None:
     """See the reference twin; `hyper`: FP64 [7], the logarithms of both betas after a `Hyper`."""
     columns = (batch.grads, batch.ms, batch.vs, batch.masters, batch.weights)

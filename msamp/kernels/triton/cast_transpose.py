@@ -239,13 +239,14 @@ def cast_transpose(
     scale: torch.Tensor | None,
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    colsum: bool,
+    *,
+    row: bool = False,
+    col: bool = False,
+    colsum: bool = False,
     scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference twin."""
-    check_asked(row, col, colsum)
+    check_asked(row=row, col=col, colsum=colsum)
     x = x.contiguous()
     M, N = x.shape
     grid = (parts(M), max(1, triton.cdiv(N, TILE_N)))

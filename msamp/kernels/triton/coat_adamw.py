@@ -194,11 +194,12 @@ def coat_adamw(
     tables: Tables,
     batch: Batch,
     hyper: torch.Tensor,
-    decoupled: bool,
     amaxes: torch.Tensor,
     kept: torch.Tensor,
     coefficient: torch.Tensor | None,
     usable: torch.Tensor,
+    *,
+    decoupled: bool,
 ) -> None:
     """See the reference twin; `hyper`: FP64 [7], the logarithms of both betas after a `Hyper`."""
     m_coat, v_coat = (isinstance(states[0], Expanded) for states in (batch.ms, batch.vs))

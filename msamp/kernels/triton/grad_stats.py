@@ -79,9 +79,10 @@ def _grad_stats_kernel(
 def grad_stats(
     tables: Tables,
     gs: Sequence[torch.Tensor],
-    squares: bool = True,
     factors: torch.Tensor | None = None,
     units: Sequence[int] = (),
+    *,
+    squares: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the reference twin."""
     stats = torch.zeros(2, len(gs), device=tables.device)

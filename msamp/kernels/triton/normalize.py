@@ -145,14 +145,15 @@ def normalize(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
-    rms: bool,
     scale: torch.Tensor | None,
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
+    *,
+    rms: bool,
     scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference twin."""
-    check_normalize(x, residual, weight, bias, rms, dtype)
+    check_normalize(x, residual, weight, bias, dtype, rms=rms)
     x = x.contiguous()
     M, N = x.shape
     tile, elements = _rows(N)
@@ -180,12 +181,13 @@ def normalize_transposed(
     rstd: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    rms: bool,
     scale_inv: torch.Tensor,
     dtype: torch.dtype,
+    *,
+    rms: bool,
 ) -> torch.Tensor:
     """See the reference twin."""
-    check_normalize(x, None, weight, bias, rms, dtype)
+    check_normalize(x, None, weight, bias, dtype, rms=rms)
     x = x.contiguous()
     M, N = x.shape
     yt = torch.empty(N, M, dtype=dtype, device=x.device)
@@ -217,6 +219,7 @@ def normalize_backward(
     rstd: torch.Tensor,
     weight: torch.Tensor,
     grad_residual: torch.Tensor | None,
+    *,
     rms: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference twin."""

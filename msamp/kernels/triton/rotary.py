@@ -167,7 +167,8 @@ def rotary_backward(
     scale: torch.Tensor | None,
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
-    colsum: bool,
+    *,
+    colsum: bool = False,
     scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference twin."""

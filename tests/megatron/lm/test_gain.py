@@ -14,10 +14,10 @@ import tiny
 import torch
 
 from megatron.lm import gain
+from megatron.lm.build import build_training
 from megatron.lm.config import LINEARS, Config
 from megatron.lm.gain import Choice, Measure, Shape, Times, choose, describe, read_table, settled, write_table
 from megatron.lm.model.linear import FP8Gemm, WideGemm
-from megatron.lm.trainer import build_training
 from msamp.numerics.recipe import Recipe
 from msamp.numerics.tensor import ScalingTensor
 

@@ -185,7 +185,7 @@ def test_the_o3_master_starts_from_the_weight_as_drawn():
 
 
 def gradients(p: Tensor, sync: GradSync) -> list[Tensor]:
-    return [slot.grad for slot in sync.owned(p)] if sync.shard else [p.main_grad]
+    return [segment.grad for segment in sync.owned(p)] if sync.shard else [p.main_grad]
 
 
 def measured(model: nn.Module, optimizer: FP8AdamW, sync: GradSync) -> dict[str, float]:
@@ -334,12 +334,12 @@ def grid_norm(settings: dict[str, Any]) -> dict[str, Any]:
             sync.clear()
             for p, g in parts.items():
                 p.main_grad = g.clone()
-                for slot in sync.owned(p) if sync.shard else ():
-                    slot.grad = g[slot.row : slot.row + slot.rows].clone() if p.dim() else g.clone()
+                for segment in sync.owned(p) if sync.shard else ():
+                    segment.grad = g[segment.row : segment.row + segment.rows].clone() if p.dim() else g.clone()
                 if poisoned and torch.distributed.get_rank() == 1 and p is replicated[0]:
                     p.main_grad.fill_(float("nan"))
-                    for slot in sync.owned(p) if sync.shard else ():
-                        slot.grad.fill_(float("nan"))
+                    for segment in sync.owned(p) if sync.shard else ():
+                        segment.grad.fill_(float("nan"))
             optimizer.step()
             norms.append(float(optimizer.grad_norm))
         return {"shapes": shapes, "norms": norms, "skipped": optimizer.skipped_steps}

@@ -8,9 +8,9 @@ import torch
 from numerics import bits, make
 
 from msamp.comm.bucket import Bucket, as_bytes
+from msamp.comm.partition import Piece, plan_buckets
 from msamp.numerics.formats import ALL, E4M3, FP32
 from msamp.numerics.quantize import quantize
-from msamp.parallel.partition import Piece, plan_buckets
 
 SHAPES = [(7,), (3, 5, 7), (), (64, 33), (0, 4), (130, 3), (1,), (4, 0), (1, 257)]
 formats = pytest.mark.parametrize("fmt", ALL, ids=str)
@@ -24,14 +24,14 @@ def planned(ranks: int, rank: int = 0, shapes=SHAPES) -> tuple[Bucket, tuple[Pie
 
 
 @world_sizes
-def test_slots_tile_the_flat_buffer_owner_after_owner(ranks):
+def test_segments_tile_the_flat_buffer_owner_after_owner(ranks):
     bucket, pieces = planned(ranks)
-    assert bucket.slots[0].start == 0
-    for a, b in itertools.pairwise(bucket.slots):
+    assert bucket.segments[0].start == 0
+    for a, b in itertools.pairwise(bucket.segments):
         assert b.start == a.start + a.elements
         assert (a.owner, a.index, a.row) < (b.owner, b.index, b.row)
-    assert bucket.slots[-1].start + bucket.slots[-1].elements == sum(math.prod(shape) for shape in SHAPES)
-    assert sorted((s.index, s.row, s.rows, s.owner) for s in bucket.slots) == sorted(map(tuple, pieces))
+    assert bucket.segments[-1].start + bucket.segments[-1].elements == sum(math.prod(shape) for shape in SHAPES)
+    assert sorted((s.index, s.row, s.rows, s.owner) for s in bucket.segments) == sorted(map(tuple, pieces))
     assert bucket.cut == (len(pieces) > len(SHAPES))
 
 
@@ -103,7 +103,7 @@ def test_clear_forgets_a_step():
     bucket.clear()
     assert bucket.gradients == [None] * len(SHAPES)
     assert (bucket.waiting, bucket.sent, bucket.absent) == (len(SHAPES), False, set())
-    assert all(slot.grad is None for slot in bucket.owned)
+    assert all(segment.grad is None for segment in bucket.owned)
 
 
 def test_messages_name_a_bucket_by_its_ends():

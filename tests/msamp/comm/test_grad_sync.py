@@ -12,6 +12,7 @@ from synced import model_of, synced
 from torch import Tensor, nn
 
 from msamp.comm.accumulate import ACCUMULATORS
+from msamp.comm.exchange import Exchange, NCCLWire
 from msamp.comm.grad_sync import GradSync
 from msamp.nn.linear import FP8Linear
 from msamp.numerics.formats import ALL, BF16, E4M3, E5M2, FP16, FP32, Format
@@ -207,9 +208,8 @@ def test_a_parameter_that_came_later_is_refused(how):
         ({"exchange": "mpi"}, "gradient exchange 'mpi' is unknown; choose one of fp32-sum, nccl"),
         ({"exchange": "nccl", "scaling": "both"}, "gradient scaling 'both' is unknown; choose one of auto, pre, post"),
         ({"exchange": "nccl", "mu_rule": "third"}, "mu rule 'third' is unknown; choose one of halve, paper"),
-        ({"scaling": "auto"}, "gradient scaling 'auto' and mu belong to exchange 'nccl'.*drop them"),
-        ({"scaling": "pre"}, "gradient scaling 'pre' and mu belong to exchange 'nccl'"),
-        ({"mu_rule": "halve"}, "mu belong to exchange 'nccl'"),
+        ({"scaling": "auto"}, "gradient scaling 'auto' is not for gradient exchange 'fp32-sum', .* drop it, or choose exchange 'nccl'"),
+        ({"mu_rule": "halve"}, "mu rule 'halve' is not for gradient exchange 'fp32-sum', .* drop it, or choose exchange 'nccl'"),
         ({"exchange": "nccl", "scaling": "post", "mu_rule": "paper"}, "mu rule 'paper' belongs to gradient scaling 'auto', not 'post'"),
         ({"accumulate": "fp16"}, "gradient accumulation 'fp16' is unknown; choose one of fp8, fp8-sr, bf16, fp32"),
         ({"bucket_elements": 0}, "bucket_elements is 0, legal is 1 or more"),
@@ -221,6 +221,18 @@ def test_unknown_choices_are_refused(options, message):
         synced(model, **options)
     back(model["fp8-e4m3_p"], torch.ones(4, 8))
     assert model["fp8-e4m3_p"].grad is not None  # nothing was hooked
+
+
+def test_an_exchange_that_lacks_what_mu_needs_is_refused():
+    """E5M2 payloads, averages in E4M3: how full these are says nothing of that sum."""
+    odd = Exchange(name="odd", wire=lambda _: NCCLWire(E5M2), sums_in_fp32=False, scalings=("auto", "pre"))
+    with pytest.raises(ValueError, match=r"'auto' sees overflow .* odd makes fp8-e4m3 of fp8-e5m2 .* choose gradient scaling 'pre'"):
+        one(E4M3, exchange=odd)
+    assert one(E5M2, exchange=odd)[1].scaling.name == "auto"
+    p, sync = one(E4M3, exchange=odd, scaling="pre")
+    with pytest.raises(ValueError, match=r"exchange odd averaged fp8-e4m3_p in torch.float8_e5m2, .* round to torch.float8_e4m3fn"):
+        back(p, torch.ones(4, 8))
+    assert str(sync) == "gradients in 1 buckets (fp8-e4m3, odd)"
 
 
 def test_a_parameter_without_format_or_of_an_unsupported_dtype_is_refused():

@@ -1,4 +1,4 @@
-"""The synchroniser over 2 and 4 ranks against the same average computed on one process. What the wires do is in test_wire.py."""
+"""The synchroniser over 2 and 4 ranks against the same average computed on one process. What the wires do is in test_exchange.py."""
 
 import contextlib
 import datetime
@@ -15,9 +15,8 @@ from synced import model_of, synced
 from torch import Tensor, nn
 
 from msamp.comm.accumulate import ACCUMULATORS
-from msamp.comm.autoscale import exceeds, next_mu
+from msamp.comm.grad_scaling import NOT_FINITE, exceeds, next_mu
 from msamp.comm.grad_sync import GradSync
-from msamp.comm.scale_sync import NOT_FINITE
 from msamp.numerics.formats import ALL, BF16, E4M3, FP32, Format, by_name
 from msamp.numerics.quantize import quantize
 from msamp.numerics.scaling import scale_from_amax
@@ -48,9 +47,9 @@ def averages(sync: GradSync, model: nn.Module) -> dict[str, dict[int, tuple]]:
     found: dict[str, dict[int, tuple]] = {}
     for name, p in model.named_parameters():
         assert p.grad is None
-        slots = [(slot.row, slot.grad) for slot in sync.owned(p) if slot.grad is not None]
-        assert not (slots and p.main_grad is not None)
-        found[name] = {row: stamp(g) for row, g in ([(0, p.main_grad)] if p.main_grad is not None else slots)}
+        segments = [(segment.row, segment.grad) for segment in sync.owned(p) if segment.grad is not None]
+        assert not (segments and p.main_grad is not None)
+        found[name] = {row: stamp(g) for row, g in ([(0, p.main_grad)] if p.main_grad is not None else segments)}
     return found
 
 
@@ -172,7 +171,7 @@ def not_finite(group, **options: Any) -> dict[tuple[int, str], tuple]:
         clean = clean or now
         parts = {name: [p.main_grad, *(slot.grad for slot in sync.owned(p))] for name, p in model.named_parameters()}
         bad = {name for name, gs in parts.items() if any(not fp32_values(g).isfinite().all() for g in gs if g is not None)}
-        own = {sync.names[p] for p, slot in zip(sync.params, sync.own_slots.tolist(), strict=True) if slot == NOT_FINITE}
+        own = {sync.names[p] for p, slot in zip(sync.params, sync.own_proposals.tolist(), strict=True) if slot == NOT_FINITE}
         found[rank, faulty] = (bad, {name for name in now if now[name] != clean[name]}, own)
         sync.clear()
     return found

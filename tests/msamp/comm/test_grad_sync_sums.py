@@ -74,7 +74,7 @@ def step(model: torch.nn.ParameterDict, sync: GradSync, case: str) -> dict[str, 
     left = {name for bucket in sync.buckets if bucket.sent for name in bucket.names}
     sync.finish()
     found = {
-        name: {slot.row: fp32_values(slot.grad) for slot in sync.owned(p) if slot.grad is not None}
+        name: {segment.row: fp32_values(segment.grad) for segment in sync.owned(p) if segment.grad is not None}
         if sync.shard
         else {0: fp32_values(p.main_grad)}
         for name, p in model.items()

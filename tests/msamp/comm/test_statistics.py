@@ -8,11 +8,11 @@ import torch
 from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
+from msamp.comm.partition import Piece
 from msamp.comm.statistics import NONZERO, SATURATED, SUM_SATURATED, SUM_VANISHED, VANISHED, Statistics, saturated, vanished
 from msamp.numerics.formats import E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.metrics import judge, saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import quantize
-from msamp.parallel.partition import Piece
 
 scaled = pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16], ids=str)
 CPU = torch.device("cpu")

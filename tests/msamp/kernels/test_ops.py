@@ -1,5 +1,7 @@
 """The op table: what torch knows of each operator, and which implementation a device gets."""
 
+from typing import Any
+
 import pytest
 import torch
 from agreement import assert_codes
@@ -9,6 +11,7 @@ from torch.utils import _pytree as pytree
 from msamp.kernels import ops
 from msamp.kernels.reference.activate import activate, activate_backward
 from msamp.kernels.reference.amax import amax
+from msamp.kernels.reference.block_cast import block_cast
 from msamp.kernels.reference.cast import cast
 from msamp.kernels.reference.cast_transpose import cast_transpose, cast_transposed
 from msamp.kernels.reference.cross_entropy import cross_entropy_
@@ -18,12 +21,13 @@ from msamp.kernels.reference.scale_from_amax import scale_from_amax
 from msamp.kernels.reference.sum_parts import sum_parts
 from msamp.kernels.reference.tally import tally_, tally_update_
 from msamp.kernels.reference.transpose import transpose
-from msamp.kernels.scaled_mm import scaled_mm
+from msamp.kernels.scaled_mm import block_scaled_mm, scaled_mm
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import E4M3, E5M2
 
 
 def arguments(device: torch.device | str) -> dict[str, tuple]:
+    """Of every operator; its flags are in FLAGS."""
     x, scale, slot = make("normal", (24, 40), device=device), torch.tensor(2.0, device=device), torch.zeros((), device=device)
     angles = make("normal", (6, 8), device=device)
     a, b = (make("normal", (m, 40), seed=m, device=device).to(E4M3.dtype) for m in (24, 56))
@@ -31,24 +35,34 @@ def arguments(device: torch.device | str) -> dict[str, tuple]:
     return {
         "amax": (x,),
         "cast": (x, scale, E4M3.dtype),
-        "cast_transpose": (x, scale, slot, E5M2.dtype, True, True, False),
+        "cast_transpose": (x, scale, slot, E5M2.dtype),
         "cast_transposed": (x, scale, E5M2.dtype),
         "group_cast": (x, 16, E4M3.dtype),
         "group_decode": (a, torch.full((24, 3), 120, dtype=torch.uint8, device=device), 16, torch.bfloat16),
         "transpose": (a,),
         "activate": (x, "swiglu", scale, slot, E4M3.dtype),
-        "activate_backward": (x, x, "gelu", scale, E4M3.dtype, None, slot, E5M2.dtype, True),
+        "activate_backward": (x, x, "gelu", scale, E4M3.dtype, None, slot, E5M2.dtype),
         "rotary_": (x.view(6, 2, 80).clone(), angles, angles, 2, 1),
-        "rotary_backward": (x.view(6, 2, 4, 20), *x.view(2, 6, 2, 2, 20), angles, angles, None, slot, E5M2.dtype, True),
+        "rotary_backward": (x.view(6, 2, 4, 20), *x.view(2, 6, 2, 2, 20), angles, angles, None, slot, E5M2.dtype),
         "cross_entropy_": (x.clone(), torch.arange(24, device=device), torch.ones(24, device=device)),
         "sum_parts": ([x, make("normal", (7, 3), device=device)], torch.bfloat16),
         "scale_from_amax": (x.abs(), 448.0, None, 2.0),
         "tally_": (torch.zeros(8, dtype=torch.float64, device=device), a.float() * 1.01, a, scale),
         "tally_update_": (torch.zeros(5, dtype=torch.float64, device=device), x, x * 1.01, (x * 1.02).half(), scale),
-        "scaled_mm": (a, b, scale, scale, bias, torch.bfloat16, True),
+        "scaled_mm": (a, b, scale, scale, bias, torch.bfloat16),
+        "block_cast": (x, scale, slot),
+        "block_scaled_mm": (a, b, torch.full((24, 1), 0.5, device=device), torch.full((1, 1), 0.25, device=device), bias, torch.bfloat16),
     }
 
 
+FLAGS: dict[str, dict[str, Any]] = {
+    "cast_transpose": {"row": True, "col": True},
+    "activate_backward": {"colsum": True},
+    "rotary_backward": {"colsum": True},
+    "scaled_mm": {"fast_accum": True},
+    "block_cast": {"rows": 1, "columns": 32, "dtype": E4M3.dtype, "scale_rule": "fp32", "row": True, "col": True},
+    "block_scaled_mm": {"a_block": [1, 128], "b_block": [128, 128]},
+}
 NAMES = tuple(arguments("cpu"))
 TWINS = {
     "amax": amax,
@@ -68,6 +82,8 @@ TWINS = {
     "tally_": tally_,
     "tally_update_": tally_update_,
     "scaled_mm": scaled_mm,
+    "block_cast": block_cast,
+    "block_scaled_mm": block_scaled_mm,
 }
 ROUNDED_OTHERWISE = (
     "activate",
@@ -84,21 +100,21 @@ def outputs(result) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_schema_and_fake_agree_with_what_runs(name, device):
-    args = arguments(device)[name]
-    if name not in ("scaled_mm", "transpose", "group_decode", "tally_"):  # opcheck itself cannot compare FP8 operands
-        torch.library.opcheck(getattr(torch.ops.msamp, name).default, args, test_utils="test_schema")
-    real = outputs(getattr(ops, name)(*args))
+    args, flags = arguments(device)[name], FLAGS.get(name, {})
+    if name not in ("scaled_mm", "block_scaled_mm", "transpose", "group_decode", "tally_"):  # opcheck itself cannot compare FP8 operands
+        torch.library.opcheck(getattr(torch.ops.msamp, name).default, args, flags, test_utils="test_schema")
+    real = outputs(getattr(ops, name)(*args, **flags))
     with torch._subclasses.FakeTensorMode() as mode:
         fake_args = pytree.tree_map_only(torch.Tensor, mode.from_tensor, list(args))
-        fake = outputs(getattr(ops, name)(*fake_args))
+        fake = outputs(getattr(ops, name)(*fake_args, **flags))
     for r, f in zip(real, fake, strict=True):
         assert (r.shape, r.dtype, r.stride(), r.device.type) == (f.shape, f.dtype, f.stride(), f.device.type)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_table_gives_what_the_twin_gives(name, device):
-    args, same = arguments(device)[name], arguments(device)[name]
-    for got, want in zip(outputs(getattr(ops, name)(*args)), outputs(TWINS[name](*same)), strict=True):
+    args, same, flags = arguments(device)[name], arguments(device)[name], FLAGS.get(name, {})
+    for got, want in zip(outputs(getattr(ops, name)(*args, **flags)), outputs(TWINS[name](*same, **flags)), strict=True):
         if got.element_size() == 1:
             assert_codes(got, want, 1e-3 if name in ROUNDED_OTHERWISE else 0.0)
         elif name in ROUNDED_OTHERWISE:
@@ -116,20 +132,20 @@ def test_operators_are_found_under_torch_ops(name):
 
 
 def test_a_cpu_tensor_gets_the_twin_and_a_gpu_one_triton():
-    assert ops._implementation("cast", "cpu") is cast
-    assert ops._implementation("cast_transpose", "cpu") is cast_transpose
-    assert ops._implementation("amax", "cuda") is amax, "there is no Triton amax: the twin is one pass already"
+    assert ops._implementation(cast, "cpu") is cast
+    assert ops._implementation(cast_transpose, "cpu") is cast_transpose
+    assert ops._implementation(amax, "cuda") is amax, "there is no Triton amax: the twin is one pass already"
     pytest.importorskip("triton")
-    for name in ("cast", "cast_transpose"):
-        assert ops._implementation(name, "cuda").__module__ == f"msamp.kernels.triton.{name}"
+    for twin in (cast, cast_transpose):
+        assert ops._implementation(twin, "cuda").__module__ == f"msamp.kernels.triton.{twin.__name__}"
 
 
 def test_all_of_a_linear_layer_s_operators_stay_in_one_graph(device):
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         one, slot = torch.ones((), device=x.device), torch.zeros((), device=x.device)
         x8 = ops.cast(x, one, E4M3.dtype)
-        w8 = ops.cast_transpose(w, one, slot, E4M3.dtype, False, True, False)[1]
-        return ops.scaled_mm(x8, w8, one, one, None, torch.float32, False) + slot + ops.amax(w)
+        w8 = ops.cast_transpose(w, one, slot, E4M3.dtype, col=True)[1]
+        return ops.scaled_mm(x8, w8, one, one, None, torch.float32, fast_accum=False) + slot + ops.amax(w)
 
     x, w = make("normal", (16, 32), device=device), make("normal", (32, 48), seed=1, device=device)
     torch._dynamo.reset()
@@ -139,7 +155,9 @@ def test_all_of_a_linear_layer_s_operators_stay_in_one_graph(device):
 @pytest.mark.parametrize("name", ["adamw", "grad_stats", "pack"])
 def test_functions_over_many_tensors_are_on_the_device_of_their_tables(name, monkeypatch):
     asked = []
-    monkeypatch.setattr(ops, "_implementation", lambda *what: lambda *args: asked.append((*what, *args)))
+    monkeypatch.setattr(
+        ops, "_implementation", lambda twin, device: lambda *args, **flags: asked.append((twin.__name__, device, *args, flags))
+    )
     tables = Tables(torch.device("cpu"))
-    getattr(ops, name)(tables, 1, 2)
-    assert asked == [(name, "cpu", tables, 1, 2)]
+    getattr(ops, name)(tables, 1, 2, flag=True)
+    assert asked == [(name, "cpu", tables, 1, 2, {"flag": True})]

@@ -8,9 +8,10 @@ from numerics import codes, make
 from torch import nn
 
 from msamp.kernels import ops
+from msamp.nn.gemm import LayerGemm
 from msamp.nn.linear import FP8Linear
-from msamp.nn.linear_fn import LinearFunction, linear, quantize_operand, weight_operand
-from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, LinearScaling, ScalingState, Slot
+from msamp.nn.linear_fn import LinearFunction, linear
+from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, LinearScaling, ScalingState
 from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.quantize import dequantize, quantize
@@ -168,18 +169,6 @@ def test_infinities_reach_the_gradients(bad, steps, where, device):
     assert low.weight.grad.isfinite().all(), "the next step is a good one again"
 
 
-@pytest.mark.parametrize("level", [recipe.O2, recipe.O3], ids=lambda r: r.name)
-def test_the_weight_operand_in_both_layouts(level):
-    low = layer(level)
-    weight = low.weight.detach()
-    multiplier, _ = low.scaling.weight_scales(weight)
-    w8 = weight_operand(weight.payload, multiplier, E4M3.dtype, transpose=False)
-    w8_t = weight_operand(weight.payload, multiplier, E4M3.dtype, transpose=True)
-    assert (w8.shape, w8_t.shape) == ((48, 32), (32, 48))
-    assert w8_t.is_contiguous()
-    assert codes(w8_t).equal(codes(w8).t())
-
-
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 def test_a_payload_and_its_transpose(fmt, device):
     payload = quantize(make("normal", (5, 7), device=device), 4.0, fmt)
@@ -187,26 +176,6 @@ def test_a_payload_and_its_transpose(fmt, device):
     assert turned.dtype == fmt.dtype
     assert turned.is_contiguous()
     assert codes(turned).equal(codes(payload).t())
-
-
-def test_a_shared_amax_decides_the_scale_just_in_time_and_no_other():
-    x, asked = make("normal", (16, 8)), []
-
-    def combine(amax: torch.Tensor) -> torch.Tensor:
-        asked.append(float(amax))
-        return amax * 64
-
-    recorded = torch.zeros(())
-    payload, _, scale_inv = quantize_operand(x, Slot(None, None, recorded), E4M3, False, combine)
-    own_inv = quantize_operand(x * 64, Slot(None, None, None), E4M3, False)[2]
-    assert asked == [x.abs().max()]
-    assert recorded == 64 * x.abs().max()
-    assert scale_inv == own_inv
-    assert codes(payload).equal(codes(quantize(x, inverse(own_inv), E4M3)))
-    assert quantize_operand(x, Slot(None, None, None), E4M3, False, lambda amax: amax / 0)[2].isnan()
-    known = Slot(torch.tensor(2.0), torch.tensor(0.5), recorded)
-    assert quantize_operand(x, known, E4M3, False, combine)[2] == 0.5
-    assert len(asked) == 1
 
 
 def test_a_layer_with_a_scale_for_partial_sums_is_a_layer_all_the_same():
@@ -249,8 +218,7 @@ def test_the_function_is_what_the_layer_calls():
     low = layer()
     x = make("normal", (8, 32)).requires_grad_()
     y = linear(x, low.weight, None, low.scaling)
-    weight_scales = low.scaling.weight_scales(low.weight)
-    assert y.equal(LinearFunction.apply(x, low.weight, None, low.scaling.gemm, low.scaling.slots(record=False), weight_scales))
+    assert y.equal(LinearFunction.apply(x, low.weight, None, LayerGemm.of(low.scaling, low.weight)))
     assert y.equal(low(x))
 
 

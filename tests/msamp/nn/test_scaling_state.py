@@ -145,14 +145,6 @@ def test_different_windows_are_refused():
         ScalingState(nn.ModuleList([scaling(), scaling(Delayed(3))]))
 
 
-def test_different_rules_for_input_and_grad_output_are_refused():
-    from dataclasses import replace
-
-    gemm = replace(recipe.O2.gemm, input=replace(recipe.O2.gemm.input, scaling=Current()))
-    with pytest.raises(ValueError, match=r"input scaling current and grad_output scaling delayed\(16\) differ"):
-        LinearScaling(gemm)
-
-
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
 def test_the_weight_s_scale_is_that_of_its_own_amax(size):
     layer, weight = scaling(), ScalingTensor.quantize(make("normal", (32, 16)) * size, FP16)

@@ -62,7 +62,7 @@ def test_a_norm_beyond_fp32_is_finite():
 
 
 def tensor_amaxes(xs: list[torch.Tensor]) -> torch.Tensor:
-    return ops.grad_stats(Tables(xs[0].device), xs, False)[0][0]
+    return ops.grad_stats(Tables(xs[0].device), xs, squares=False)[0][0]
 
 
 VALUES = {

@@ -169,7 +169,7 @@ def test_a_bucket_holds_everything_by_default_and_frozen_parameters_are_left_out
 def test_options_are_the_synchroniser_s():
     model = nn.Linear(4, 4)
     sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True, overlap=False, exchange="nccl", scaling="pre", seed=3)
-    assert (sync.shard, sync.overlap, sync.exchange, sync.scaling, sync.seed) == (True, False, "nccl", "pre", 3)
+    assert (sync.shard, sync.overlap, sync.exchange.name, sync.scaling.name, sync.seed) == (True, False, "nccl", "pre", 3)
     with pytest.raises(TypeError, match="sharded"):
         grad_sync(model, dict.fromkeys(model.parameters(), FP32), sharded=True)
 
@@ -197,7 +197,7 @@ def buckets_of_this_rank() -> list[tuple[list[int], list[tuple[str, int, int, in
     sync.finish()
     averages = {float(x) for p in model.parameters() for x in (p.main_grad.min(), p.main_grad.max())}
     (average,) = averages
-    return [(b.sizes, [(b.names[s.index], s.row, s.rows, s.owner) for s in b.slots], average) for b in sync.buckets]
+    return [(b.sizes, [(b.names[s.index], s.row, s.rows, s.owner) for s in b.segments], average) for b in sync.buckets]
 
 
 def test_every_bucket_is_spread_over_the_ranks():

@@ -15,6 +15,7 @@ from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.nn.scaling_state import Slot
 from msamp.numerics.formats import E4M3, E5M2, Format
+from msamp.numerics.recipe import Cast
 from msamp.parallel.sequence_parallel import gathered_shape, shared_amax, start_gather, start_sum
 
 WORLDS = (4, 3)  # the second as a subgroup
@@ -43,7 +44,7 @@ def sums(peers: Peers) -> dict[tuple, dict[str, Any]]:
         scatter, shape, dtype, fmt, delayed, kind = key
         used = slot(delayed)
         mine = partial(peers.rank, shape, dtype, kind)
-        waiting = start_sum(mine, peers, "output", scatter=scatter, wire=None if fmt is None else (used, fmt))
+        waiting = start_sum(mine, peers, "output", scatter=scatter, wire=None if fmt is None else (used, Cast(fmt)))
         found[key] = {"sum": waiting(), "amax": float(used.amax), "sent": peers.sent.take(), "untouched": mine}
     return found
 
@@ -55,7 +56,7 @@ def bad_sums(peers: Peers) -> dict[tuple, Tensor]:
         mine = partial(peers.rank, SCATTERED, torch.float32, "normal")
         if peers.rank == 1:
             mine[0, 2] = bad
-        found[scatter, str(bad)] = start_sum(mine, peers, "output", scatter=scatter, wire=(slot(True), E5M2))()
+        found[scatter, str(bad)] = start_sum(mine, peers, "output", scatter=scatter, wire=(slot(True), Cast(E5M2)))()
     return found
 
 
@@ -180,7 +181,7 @@ def test_a_bad_value_of_one_rank_is_not_lost(world):
 def test_one_rank_is_left_alone():
     peers = Peers(None, WireBytes())
     x, used = partial(0, SCATTERED, torch.float32, "normal"), slot(False)
-    assert start_sum(x, peers, "output", scatter=True, wire=(used, E5M2))() is x
+    assert start_sum(x, peers, "output", scatter=True, wire=(used, Cast(E5M2)))() is x
     assert start_gather(x, peers, "input all-gather")().equal(x)
     assert gathered_shape((3, 4, 5), peers) == (3, 4, 5)
     assert peers.sent.rows() == {}

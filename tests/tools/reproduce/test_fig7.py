@@ -13,8 +13,8 @@ import tiny
 import torch
 
 from megatron.lm.cli import to_argv
-from msamp.comm.autoscale import MU_MAX, AutoScale
-from msamp.comm.wire import FP32SumWire, NCCLWire
+from msamp.comm.exchange import FP32SumWire, NCCLWire
+from msamp.comm.grad_scaling import MU_MAX, AutoScale
 from msamp.numerics.formats import E4M3
 from msamp.numerics.quantize import quantize
 from tools.reproduce import fig7

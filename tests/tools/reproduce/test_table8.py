@@ -5,7 +5,7 @@ import pytest
 
 from megatron.lm.config import ModelConfig
 from megatron.lm.presets import PRESETS, parameter_count
-from msamp.parallel.partition import Piece
+from msamp.comm.partition import Piece
 from tools.reproduce import table8
 
 

@@ -36,7 +36,7 @@ def test_forward_and_gradient_are_those_of_torch_in_fp64(kind, values):
     torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=1e-6)
     assert empty.numel() == 0
     grad_a = make(values, tuple(want.shape), seed=1)
-    g, g_t, scale_inv, a_t, sums = activate_backward(grad_a, y, kind, ONE, E4M3.dtype, None, None, torch.float32, True)
+    g, g_t, scale_inv, a_t, sums = activate_backward(grad_a, y, kind, ONE, E4M3.dtype, None, None, torch.float32, colsum=True)
     reference = exact_gradient(grad_a, y, kind)
     torch.testing.assert_close(g.double(), reference, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(sums.double().sum(0), reference.sum(0), rtol=1e-4, atol=1e-5 * float(reference.abs().sum(0).max()))
@@ -53,7 +53,7 @@ def test_quantised_results_lose_what_one_rounding_loses(kind, values):
     assert_no_worse(want, a, a_scale_inv, E4M3, quantize(want, inverse(a_scale_inv), E4M3))
     torch.testing.assert_close(slot, want.abs().max(), rtol=1e-5, atol=0)
     grad_a = make("normal", tuple(want.shape), seed=1).bfloat16()
-    g, g_t, scale_inv, a_t, _ = activate_backward(grad_a, y, kind, a_scale_inv, E4M3.dtype, None, None, E5M2.dtype, False)
+    g, g_t, scale_inv, a_t, _ = activate_backward(grad_a, y, kind, a_scale_inv, E4M3.dtype, None, None, E5M2.dtype)
     want = exact_gradient(grad_a, y, kind).float()
     assert_no_worse(want, g, scale_inv, E5M2, quantize(want, inverse(scale_inv), E5M2))
     assert codes(g_t).equal(codes(g).t())
@@ -66,7 +66,7 @@ def test_large_inputs_saturate_and_do_not_become_nan(kind):
     big = torch.tensor([-3e38, -1e30, -1e5, -300.0, -30.0, 0.0, 30.0, 300.0, 1e5, 1e18])
     y = big[:, None] if kind == "gelu" else torch.stack([big, torch.ones(10)], dim=1)
     a = activate(y, kind, None, None, torch.float32)[0]
-    g = activate_backward(torch.ones(10, 1), y, kind, ONE, E4M3.dtype, None, None, torch.float32, False)[0]
+    g = activate_backward(torch.ones(10, 1), y, kind, ONE, E4M3.dtype, None, None, torch.float32)[0]
     torch.testing.assert_close(a[:, 0], big.clamp(min=0.0), rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(g[:, 0], torch.tensor([0.0] * 5 + [0.5] + [1.0] * 4), rtol=1e-6, atol=1e-9)
 
@@ -80,7 +80,7 @@ def test_what_is_not_finite_shows(kind, bad):
     assert slot.isinf()
     good, grad_a = make("normal", (8, 16)), make("normal", (8, 16 if kind == "gelu" else 8), seed=1)
     grad_a[5, 1] = bad
-    assert activate_backward(grad_a, good, kind, ONE, E4M3.dtype, ONE, slot.zero_(), E5M2.dtype, False)[2].isnan()
+    assert activate_backward(grad_a, good, kind, ONE, E4M3.dtype, ONE, slot.zero_(), E5M2.dtype)[2].isnan()
     assert slot.isinf()
 
 
@@ -102,4 +102,4 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"input of swiglu is \(4, 5\); it must be"):
         activate(y[:, :5], "swiglu", None, None, E4M3.dtype)
     with pytest.raises(ValueError, match=r"grad_a is \(4, 6\); the gradient of swiglu of \(4, 6\) must be \(4, 3\)"):
-        activate_backward(y, y, "swiglu", ONE, E4M3.dtype, None, None, E5M2.dtype, False)
+        activate_backward(y, y, "swiglu", ONE, E4M3.dtype, None, None, E5M2.dtype)

@@ -13,6 +13,7 @@ from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.quantize import dequantize
 from msamp.numerics.scaling import inverse, scale_from_amax
 
+FLAGS = ("row", "col", "colsum")
 every_fp8 = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 
 
@@ -20,7 +21,7 @@ every_fp8 = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("shape", [(33, 17), (16, 16), (1, 5), (0, 16)], ids=str)
 def test_both_layouts_hold_the_cast(fmt, shape):
     x, slot = make("normal", shape), torch.tensor(0.5)
-    y, y_t, scale_inv, sums = cast_transpose(x, torch.tensor(4.0), slot, fmt.dtype, True, True, True)
+    y, y_t, scale_inv, sums = cast_transpose(x, torch.tensor(4.0), slot, fmt.dtype, row=True, col=True, colsum=True)
     want = cast(x, torch.tensor(4.0), fmt.dtype)
     assert (y.shape, y_t.shape) == (shape, shape[::-1])
     assert y.is_contiguous()
@@ -37,9 +38,9 @@ def test_what_is_not_asked_for_is_empty(asked):
     x = make("normal", (6, 10))
     if asked == (False, False, True):
         with pytest.raises(ValueError, match="column sums come with a cast only: ask for row or col"):
-            cast_transpose(x, None, None, E4M3.dtype, *asked)
+            cast_transpose(x, None, None, E4M3.dtype, **dict(zip(FLAGS, asked, strict=True)))
         return
-    y, y_t, _, sums = cast_transpose(x, None, None, E4M3.dtype, *asked)
+    y, y_t, _, sums = cast_transpose(x, None, None, E4M3.dtype, **dict(zip(FLAGS, asked, strict=True)))
     assert [out.numel() for out in (y, y_t, sums)] == [60 * asked[0], 60 * asked[1], 10 * asked[2]]
     assert [out.dtype for out in (y, y_t, sums)] == [E4M3.dtype, E4M3.dtype, torch.float32]
 
@@ -48,7 +49,7 @@ def test_what_is_not_asked_for_is_empty(asked):
 @pytest.mark.parametrize("kind", KINDS)
 def test_just_in_time_keeps_the_limits_of_a_cast(fmt, kind):
     x = make(kind, SMALL)
-    y, _, scale_inv, _ = cast_transpose(x, None, None, fmt.dtype, True, False, False)
+    y, _, scale_inv, _ = cast_transpose(x, None, None, fmt.dtype, row=True)
     assert scale_inv == inverse(scale_from_amax(x.abs().amax(), fmt.max))
     check("cast", str(fmt), kind, SMALL, measure(x, dequantize(y, scale_inv), y, fmt))
 
@@ -60,7 +61,7 @@ def test_what_is_not_finite_shows_in_scale_inv_and_slot(fmt, bad, scale):
     x, slot = make("normal", (8, 8)), torch.zeros(())
     x[3, 4] = bad
     scale = None if scale is None else torch.tensor(scale)
-    assert cast_transpose(x, scale, slot, fmt.dtype, True, False, False)[2].isnan()
+    assert cast_transpose(x, scale, slot, fmt.dtype, row=True)[2].isnan()
     assert slot.isinf()
 
 
@@ -70,15 +71,15 @@ def test_scale_inv_is_left_in_its_slot(bad, scale):
     x, slot = make("normal", (8, 8)), torch.zeros(())
     x[3, 4] = bad
     scale = None if scale is None else torch.tensor(scale)
-    want = cast_transpose(x, scale, None, E4M3.dtype, True, False, False)[2]
-    assert cast_transpose(x, scale, None, E4M3.dtype, True, False, False, slot)[2].numel() == 0
+    want = cast_transpose(x, scale, None, E4M3.dtype, row=True)[2]
+    assert cast_transpose(x, scale, None, E4M3.dtype, row=True, scale_inv_slot=slot)[2].numel() == 0
     assert bits(slot).equal(bits(want))
 
 
 @every_fp8
 def test_the_transpose_alone_has_the_same_codes(fmt):
     x = make("log-normal", (33, 17)).bfloat16()
-    y, _, scale_inv, _ = cast_transpose(x, None, None, fmt.dtype, True, False, False)
+    y, _, scale_inv, _ = cast_transpose(x, None, None, fmt.dtype, row=True)
     y_t = cast_transposed(x, scale_inv, fmt.dtype)
     assert y_t.is_contiguous()
     assert codes(y_t).equal(codes(y).t())
@@ -86,4 +87,4 @@ def test_the_transpose_alone_has_the_same_codes(fmt):
 
 def test_column_sums_of_half_precision_are_taken_in_fp32():
     x = torch.ones(5000, 3, dtype=torch.bfloat16)
-    assert cast_transpose(x, None, None, E5M2.dtype, True, False, True)[3].tolist() == [[5000.0] * 3]
+    assert cast_transpose(x, None, None, E5M2.dtype, row=True, colsum=True)[3].tolist() == [[5000.0] * 3]

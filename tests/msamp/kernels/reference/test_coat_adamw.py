@@ -36,7 +36,7 @@ def batch(v: Callable[[torch.Tensor], Any] = lambda x: quantize_expanded(x, E5M2
 def run(x: Batch, usable: bool = True, kept: torch.Tensor | None = None) -> Batch:
     kept = torch.zeros(3, 3) if kept is None else kept
     table = torch.ones(5, 3) * 4
-    coat_adamw(None, x, torch.tensor(HYPER, dtype=torch.float64), True, table, kept, torch.tensor(0.5), torch.tensor(usable))
+    coat_adamw(None, x, torch.tensor(HYPER, dtype=torch.float64), table, kept, torch.tensor(0.5), torch.tensor(usable), decoupled=True)
     return x
 
 

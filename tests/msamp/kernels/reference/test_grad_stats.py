@@ -17,7 +17,7 @@ UNITS = 2**40
 def test_it_is_the_sum_of_squares(kind):
     x = make(kind, (64, 96))
     factor = 1 / x.abs().max().double()
-    ((whole, rest),) = grad_stats(None, [x], True, factor[None], [UNITS])[1].tolist()
+    ((whole, rest),) = grad_stats(None, [x], factor[None], [UNITS], squares=True)[1].tolist()
     assert (whole + rest * 2.0**-30) / UNITS / factor**2 == pytest.approx(x.double().square().sum().item(), rel=1e-13)
 
 

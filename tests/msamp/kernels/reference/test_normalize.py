@@ -39,20 +39,20 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rms:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_y_is_that_of_torch(kind, dtype, rms):
     x, (weight, bias) = make(kind, (M, N)).to(dtype), parameters(rms)
-    total, y, scale_inv, mean, rstd = normalize(x, None, weight, bias, EPS, rms, None, None, torch.float32)
+    total, y, scale_inv, mean, rstd = normalize(x, None, weight, bias, EPS, None, None, torch.float32, rms=rms)
     torch.testing.assert_close(y.double(), exact(x, weight, bias, rms), rtol=1e-5, atol=1e-5)
     assert (total.numel(), scale_inv.numel(), mean.shape, rstd.shape) == (0, 0, (0,) if rms else (M,), (M,))
     assert total.dtype == dtype
-    y16 = normalize(x, None, weight, bias, EPS, rms, None, None, torch.bfloat16)[1]
+    y16 = normalize(x, None, weight, bias, EPS, None, None, torch.bfloat16, rms=rms)[1]
     assert y16.equal(y.bfloat16()), "one rounding"
 
 
 @both_norms
 def test_the_sum_is_rounded_before_it_is_normalised(rms):
     x, residual, (weight, bias) = make("normal", (M, N)).bfloat16(), make("normal", (M, N), seed=3).bfloat16(), parameters(rms)
-    total, y, *_ = normalize(x, residual, weight, bias, EPS, rms, None, None, torch.float32)
+    total, y, *_ = normalize(x, residual, weight, bias, EPS, None, None, torch.float32, rms=rms)
     assert total.equal(x + residual)
-    assert y.equal(normalize(total, None, weight, bias, EPS, rms, None, None, torch.float32)[1])
+    assert y.equal(normalize(total, None, weight, bias, EPS, None, None, torch.float32, rms=rms)[1])
 
 
 @both_norms
@@ -60,19 +60,19 @@ def test_the_sum_is_rounded_before_it_is_normalised(rms):
 @pytest.mark.parametrize("given", [True, False], ids=["delayed", "just-in-time"])
 def test_scale_amax_and_scale_inv(fmt, rms, given):
     x, (weight, bias) = make("normal", (M, N)), parameters(rms)
-    wide = normalize(x, None, weight, bias, EPS, rms, None, None, torch.float32)[1]
+    wide = normalize(x, None, weight, bias, EPS, None, None, torch.float32, rms=rms)[1]
     largest = wide.abs().amax()
     scale = torch.tensor(2.0**-3) if given else scale_from_amax(largest, fmt.max)
     slot = torch.tensor(0.5)
-    _, y, scale_inv, mean, rstd = normalize(x, None, weight, bias, EPS, rms, scale if given else None, slot, fmt.dtype)
+    _, y, scale_inv, mean, rstd = normalize(x, None, weight, bias, EPS, scale if given else None, slot, fmt.dtype, rms=rms)
     assert slot == largest
     assert scale_inv == 1 / scale
     assert scale_inv.ndim == 0
     told = torch.zeros(())
-    assert normalize(x, None, weight, bias, EPS, rms, scale if given else None, None, fmt.dtype, told)[2].numel() == 0
+    assert normalize(x, None, weight, bias, EPS, scale if given else None, None, fmt.dtype, rms=rms, scale_inv_slot=told)[2].numel() == 0
     assert told == scale_inv
     assert codes(y).equal(codes(quantize(wide, scale, fmt)))
-    y_t = normalize_transposed(x, mean, rstd, weight, bias, rms, scale_inv, fmt.dtype)
+    y_t = normalize_transposed(x, mean, rstd, weight, bias, scale_inv, fmt.dtype, rms=rms)
     assert y_t.is_contiguous()
     assert codes(y_t).equal(codes(y).t())
 
@@ -82,7 +82,7 @@ def test_scale_amax_and_scale_inv(fmt, rms, given):
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_three_ways(kind, fmt, rms):
     x, (weight, bias) = make(kind, (256, 128)), parameters(rms, 128)
-    _, y, scale_inv, *_ = normalize(x, None, weight, bias, EPS, rms, None, None, fmt.dtype)
+    _, y, scale_inv, *_ = normalize(x, None, weight, bias, EPS, None, None, fmt.dtype, rms=rms)
     got = measure(exact(x, weight, bias, rms).float(), dequantize(y, scale_inv), y, fmt)
     at = KINDS.index(kind)
     assert got.sqnr_db >= SQNR[fmt][at], got
@@ -94,7 +94,7 @@ def test_loss_three_ways(kind, fmt, rms):
 def test_what_is_not_finite_shows(bad):
     x, (weight, bias), slot = make("normal", (M, N)), parameters(False), torch.tensor(0.0)
     x[3, 5] = bad
-    _, y, scale_inv, *_ = normalize(x, None, weight, bias, EPS, False, torch.tensor(2.0), slot, E4M3.dtype)
+    _, y, scale_inv, *_ = normalize(x, None, weight, bias, EPS, torch.tensor(2.0), slot, E4M3.dtype, rms=False)
     assert scale_inv.isnan()
     assert slot.isinf()
     assert y.float()[3].isnan().all()
@@ -113,8 +113,8 @@ def test_gradients_are_those_of_autograd(kind, dtype, rms, with_residual):
     want = leaves[0].grad if grad_residual is None else leaves[0].grad + grad_residual.double()
 
     weight, bias = parameters(rms)
-    *_, mean, rstd = normalize(x, None, weight, bias, EPS, rms, None, None, torch.float32)
-    grad_x, grad_weight, grad_bias = normalize_backward(grad_y, x, mean, rstd, weight, grad_residual, rms)
+    *_, mean, rstd = normalize(x, None, weight, bias, EPS, None, None, torch.float32, rms=rms)
+    grad_x, grad_weight, grad_bias = normalize_backward(grad_y, x, mean, rstd, weight, grad_residual, rms=rms)
     assert (grad_x.dtype, grad_weight.dtype, grad_bias.dtype) == (dtype, torch.float32, torch.float32)
     # One rounding to the dtype of x; in FP32 the cancellation in the projection, relative to the largest gradient.
     scale = want.abs().amax().item()
@@ -128,10 +128,10 @@ def test_gradients_are_those_of_autograd(kind, dtype, rms, with_residual):
 
 def test_no_rows():
     x, (weight, bias) = torch.empty(0, N), parameters(False)
-    _, y, scale_inv, mean, rstd = normalize(x, None, weight, bias, EPS, False, torch.tensor(2.0), None, E4M3.dtype)
+    _, y, scale_inv, mean, rstd = normalize(x, None, weight, bias, EPS, torch.tensor(2.0), None, E4M3.dtype, rms=False)
     assert (y.shape, scale_inv, mean.shape) == ((0, N), 0.5, (0,))
-    assert normalize_transposed(x, mean, rstd, weight, bias, False, scale_inv, E4M3.dtype).shape == (N, 0)
-    grad_x, grad_weight, grad_bias = normalize_backward(x, x, mean, rstd, weight, None, False)
+    assert normalize_transposed(x, mean, rstd, weight, bias, scale_inv, E4M3.dtype, rms=False).shape == (N, 0)
+    grad_x, grad_weight, grad_bias = normalize_backward(x, x, mean, rstd, weight, None, rms=False)
     assert grad_x.shape == (0, N)
     assert not grad_weight.any()
     assert not grad_bias.any()
@@ -144,20 +144,20 @@ STATS = torch.ones(4)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: normalize(X[0], None, ROW, None, EPS, True, None, None, E4M3.dtype), r"\(8,\).*takes \[M, N\].*flatten"),
-        (lambda: normalize(X.double(), None, ROW, None, EPS, True, None, None, E4M3.dtype), "float64.*BF16, FP16 or FP32"),
+        (lambda: normalize(X[0], None, ROW, None, EPS, None, None, E4M3.dtype, rms=True), r"\(8,\).*takes \[M, N\].*flatten"),
+        (lambda: normalize(X.double(), None, ROW, None, EPS, None, None, E4M3.dtype, rms=True), "float64.*BF16, FP16 or FP32"),
         (
-            lambda: normalize(X, X.bfloat16(), ROW, None, EPS, True, None, None, E4M3.dtype),
+            lambda: normalize(X, X.bfloat16(), ROW, None, EPS, None, None, E4M3.dtype, rms=True),
             "residual is torch.bfloat16.*must match x.*convert",
         ),
-        (lambda: normalize(X, X[:2], ROW, None, EPS, True, None, None, E4M3.dtype), r"residual is .*\(2, 8\).*must match x"),
-        (lambda: normalize(X, None, ROW[:4], None, EPS, True, None, None, E4M3.dtype), r"weight is \(4,\).*\[N\], \(8,\).*pass those"),
-        (lambda: normalize(X, None, ROW, ROW, EPS, True, None, None, E4M3.dtype), "RMSNorm got a bias.*pass None"),
-        (lambda: normalize(X, None, ROW, None, EPS, True, None, None, torch.float64), "dtype is torch.float64; choose an FP8 dtype"),
-        (lambda: normalize_transposed(X, STATS, STATS, ROW[:4], None, False, ROW[0], E4M3.dtype), r"weight is \(4,\)"),
-        (lambda: normalize_backward(X[:2], X, STATS, STATS, ROW, None, False), r"grad_y is \(2, 8\); it must be \(4, 8\).*pass"),
-        (lambda: normalize_backward(X, X, STATS, STATS, ROW, X[:2], False), r"grad_residual is \(2, 8\)"),
-        (lambda: normalize_backward(X, X, STATS, STATS, ROW[:4], None, False), r"weight is \(4,\)"),
+        (lambda: normalize(X, X[:2], ROW, None, EPS, None, None, E4M3.dtype, rms=True), r"residual is .*\(2, 8\).*must match x"),
+        (lambda: normalize(X, None, ROW[:4], None, EPS, None, None, E4M3.dtype, rms=True), r"weight is \(4,\).*\[N\], \(8,\).*pass those"),
+        (lambda: normalize(X, None, ROW, ROW, EPS, None, None, E4M3.dtype, rms=True), "RMSNorm got a bias.*pass None"),
+        (lambda: normalize(X, None, ROW, None, EPS, None, None, torch.float64, rms=True), "dtype is torch.float64; choose an FP8 dtype"),
+        (lambda: normalize_transposed(X, STATS, STATS, ROW[:4], None, ROW[0], E4M3.dtype, rms=False), r"weight is \(4,\)"),
+        (lambda: normalize_backward(X[:2], X, STATS, STATS, ROW, None, rms=False), r"grad_y is \(2, 8\); it must be \(4, 8\).*pass"),
+        (lambda: normalize_backward(X, X, STATS, STATS, ROW, X[:2], rms=False), r"grad_residual is \(2, 8\)"),
+        (lambda: normalize_backward(X, X, STATS, STATS, ROW[:4], None, rms=False), r"weight is \(4,\)"),
     ],
 )
 def test_bad_input_is_refused(call, message):
@@ -171,17 +171,17 @@ def test_schema_fake_and_dispatch(rms, given, device):
     x = make("normal", (24, 40), device=device).bfloat16()
     weight, bias = (None if p is None else p.to(device) for p in parameters(rms, 40))
     slot, scale = torch.zeros((), device=device), torch.tensor(4.0, device=device)
-    forward = (x, x, weight, bias, EPS, rms, scale, slot, E4M3.dtype) if given else (x, None, weight, None, EPS, rms, None, None, x.dtype)
-    *_, mean, rstd = ops.normalize(*forward)
-    backward = (x, x, mean, rstd, weight, x if given else None, rms)
+    forward = (x, x, weight, bias, EPS, scale, slot, E4M3.dtype) if given else (x, None, weight, None, EPS, None, None, x.dtype)
+    *_, mean, rstd = ops.normalize(*forward, rms=rms)
+    backward = (x, x, mean, rstd, weight, x if given else None)
     for op, args in (
         (ops.normalize, forward),
-        (ops.normalize_transposed, (x, mean, rstd, weight, bias, rms, scale, E4M3.dtype)),
+        (ops.normalize_transposed, (x, mean, rstd, weight, bias, scale, E4M3.dtype)),
         (ops.normalize_backward, backward),
     ):
-        torch.library.opcheck(op, args, test_utils="test_schema")
-        real = op(*args)
+        torch.library.opcheck(op, args, {"rms": rms}, test_utils="test_schema")
+        real = op(*args, rms=rms)
         with torch._subclasses.FakeTensorMode() as mode:
-            fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
+            fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args), rms=rms)
         for r, f in zip(*([t] if isinstance(t, torch.Tensor) else t for t in (real, fake)), strict=True):
             assert (r.shape, r.dtype, r.stride(), r.device.type) == (f.shape, f.dtype, f.stride(), f.device.type)

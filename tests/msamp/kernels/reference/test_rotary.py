@@ -72,7 +72,7 @@ def test_the_gradient_is_autograd_s(shape):
     grads = [make("normal", (s, b, n, d), seed=seed) for n, seed in ((heads, 3), (groups, 4), (groups, 5))]
     outputs = [rotated(query, cos.double(), sin.double()), rotated(key, cos.double(), sin.double()), value]
     (want,) = torch.autograd.grad(outputs, qkv, [g.double() for g in grads])
-    g, g_t, scale_inv, sums = rotary_backward(*grads, cos, sin, None, None, torch.float32, True)
+    g, g_t, scale_inv, sums = rotary_backward(*grads, cos, sin, None, None, torch.float32, colsum=True)
     torch.testing.assert_close(g.double(), want.view(s * b, -1), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(sums.double().sum(0), want.view(s * b, -1).sum(0), rtol=1e-5, atol=1e-5)
     assert (g_t.numel(), scale_inv.numel()) == (0, 0)
@@ -82,8 +82,8 @@ def test_the_gradient_is_autograd_s(shape):
 def test_the_quantised_gradient_loses_what_one_rounding_loses(kind):
     grads = [make(kind, (16, 2, 4, 16), seed=seed).bfloat16() for seed in (3, 4, 5)]
     cos, sin = tables(16, 16)
-    want, slot = rotary_backward(*grads, cos, sin, None, None, torch.float32, False)[0], torch.zeros(())
-    g, g_t, scale_inv, _ = rotary_backward(*grads, cos, sin, None, slot, E5M2.dtype, False)
+    want, slot = rotary_backward(*grads, cos, sin, None, None, torch.float32)[0], torch.zeros(())
+    g, g_t, scale_inv, _ = rotary_backward(*grads, cos, sin, None, slot, E5M2.dtype)
     assert_no_worse(want, g, scale_inv, E5M2, quantize(want, inverse(scale_inv), E5M2))
     assert codes(g_t).equal(codes(g).t())
     assert slot == want.abs().max()
@@ -94,15 +94,15 @@ def test_what_is_not_finite_shows(bad):
     grads = [make("normal", (4, 2, 2, 8), seed=seed) for seed in (3, 4, 5)]
     grads[2][1, 1, 1, 1] = bad
     slot = torch.zeros(())
-    assert rotary_backward(*grads, *tables(4, 8), torch.ones(()), slot, E5M2.dtype, False)[2].isnan()
+    assert rotary_backward(*grads, *tables(4, 8), torch.ones(()), slot, E5M2.dtype)[2].isnan()
     assert slot.isinf()
 
 
 def test_permuted_views_are_taken_as_they_are():
     stored = [make("normal", (2, 4, 5, 8), seed=seed) for seed in (3, 4, 5)]
     views = [t.permute(2, 0, 1, 3) for t in stored]
-    got = rotary_backward(*views, *tables(5, 8), None, None, torch.float32, False)[0]
-    assert bits(got).equal(bits(rotary_backward(*[v.contiguous() for v in views], *tables(5, 8), None, None, torch.float32, False)[0]))
+    got = rotary_backward(*views, *tables(5, 8), None, None, torch.float32)[0]
+    assert bits(got).equal(bits(rotary_backward(*[v.contiguous() for v in views], *tables(5, 8), None, None, torch.float32)[0]))
 
 
 def test_what_does_not_fit_is_refused():
@@ -117,6 +117,6 @@ def test_what_does_not_fit_is_refused():
         rotary_(qkv, cos[:3], cos[:3], 2, 2)
     dq, dk = torch.zeros(4, 2, 4, 8), torch.zeros(4, 2, 2, 8)
     with pytest.raises(ValueError, match=r"dv is \(4, 2, 1, 8\) of torch.float32; beside dq"):
-        rotary_backward(dq, dk, dk[:, :, :1], cos, cos, None, None, E5M2.dtype, False)
+        rotary_backward(dq, dk, dk[:, :, :1], cos, cos, None, None, E5M2.dtype)
     with pytest.raises(ValueError, match=r"dk is \(4, 2, 3, 8\)"):
-        rotary_backward(dq, torch.zeros(4, 2, 3, 8), torch.zeros(4, 2, 3, 8), cos, cos, None, None, E5M2.dtype, False)
+        rotary_backward(dq, torch.zeros(4, 2, 3, 8), torch.zeros(4, 2, 3, 8), cos, cos, None, None, E5M2.dtype)

@@ -4,6 +4,7 @@ exp differs in its last bits between the two, so a code may be its neighbour. Th
 that of forward bit for bit: both are the kernel's.
 """
 
+import functools
 import importlib
 
 import pytest
@@ -22,9 +23,9 @@ every_scale = pytest.mark.parametrize("scale", [None, 2.0])
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy, for the interpreter
 
 
-def kernel(name: str, *args):
+def kernel(name: str, *args, **flags):
     # Imported late: the kernels take the interpreter or the compiler when their file is imported.
-    return getattr(importlib.import_module("msamp.kernels.triton.activate"), name)(*args)
+    return getattr(importlib.import_module("msamp.kernels.triton.activate"), name)(*args, **flags)
 
 
 def inputs(kind: str, shape: tuple[int, int], device, dtype=torch.bfloat16, values="log-normal") -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,8 +51,8 @@ def assert_same_backward(grad_a: torch.Tensor, y: torch.Tensor, kind: str, scale
     a, a_scale_inv = kernel("activate", y, kind, None, None, a_fmt.dtype)
     scale_t, slots = None if scale is None else torch.tensor(scale, device=y.device), pair(0.0, y.device)
     results = [
-        function(grad_a, y, kind, a_scale_inv, a_fmt.dtype, scale_t, slot, fmt.dtype, True)
-        for function, slot in zip((lambda *args: kernel("activate_backward", *args), twin.activate_backward), slots, strict=True)
+        function(grad_a, y, kind, a_scale_inv, a_fmt.dtype, scale_t, slot, fmt.dtype, colsum=True)
+        for function, slot in zip((functools.partial(kernel, "activate_backward"), twin.activate_backward), slots, strict=True)
     ]
     (g, g_t, scale_inv, a_t, sums), want = results
     assert_codes(g, want[0], SHARE)
@@ -59,7 +60,7 @@ def assert_same_backward(grad_a: torch.Tensor, y: torch.Tensor, kind: str, scale
     assert codes(g_t).equal(codes(g).t())
     assert codes(a_t).equal(codes(a).t()), "backward makes forward's codes again"
     assert scale_inv.equal(want[2])
-    plain = twin.activate_backward(grad_a, y, kind, a_scale_inv, a_fmt.dtype, None, None, torch.float32, False)[0]
+    plain = twin.activate_backward(grad_a, y, kind, a_scale_inv, a_fmt.dtype, None, None, torch.float32)[0]
     assert_sums(sums.sum(0), want[4].sum(0), plain.abs().sum(0))
     torch.testing.assert_close(*slots, rtol=1e-5, atol=0.0)
 
@@ -99,9 +100,9 @@ def test_no_worse_than_the_twin(kind, values, triton_device):
     exact = twin.activate(y, kind, None, None, torch.float32)[0]
     assert_no_worse(exact, a, scale_inv, E4M3, twin.activate(y, kind, None, None, E4M3.dtype)[0])
     fixed = (kind, scale_inv, E4M3.dtype, None, None)
-    g, _, g_scale_inv, _, _ = kernel("activate_backward", grad_a, y, *fixed, E5M2.dtype, False)
-    exact = twin.activate_backward(grad_a, y, *fixed, torch.float32, False)[0]
-    assert_no_worse(exact, g, g_scale_inv, E5M2, twin.activate_backward(grad_a, y, *fixed, E5M2.dtype, False)[0])
+    g, _, g_scale_inv, _, _ = kernel("activate_backward", grad_a, y, *fixed, E5M2.dtype)
+    exact = twin.activate_backward(grad_a, y, *fixed, torch.float32)[0]
+    assert_no_worse(exact, g, g_scale_inv, E5M2, twin.activate_backward(grad_a, y, *fixed, E5M2.dtype)[0])
 
 
 @both
@@ -111,10 +112,10 @@ def test_plain_results(kind, dtype, triton_device):
     slot, one = torch.zeros((), device=y.device), torch.ones((), device=y.device)
     a, empty = kernel("activate", y, kind, None, slot, dtype)
     assert_plain(a, twin.activate(y, kind, None, None, dtype)[0])
-    g, g_t, scale_inv, a_t, sums = kernel("activate_backward", grad_a, y, kind, one, E4M3.dtype, None, slot, dtype, True)
-    want = twin.activate_backward(grad_a, y, kind, one, E4M3.dtype, None, None, dtype, True)
+    g, g_t, scale_inv, a_t, sums = kernel("activate_backward", grad_a, y, kind, one, E4M3.dtype, None, slot, dtype, colsum=True)
+    want = twin.activate_backward(grad_a, y, kind, one, E4M3.dtype, None, None, dtype, colsum=True)
     assert_plain(g, want[0], terms=torch.cat([grad_a] * (g.shape[1] // grad_a.shape[1]), dim=1).float() * 8)
-    exact = twin.activate_backward(grad_a, y, kind, one, E4M3.dtype, None, None, torch.float32, False)[0]
+    exact = twin.activate_backward(grad_a, y, kind, one, E4M3.dtype, None, None, torch.float32)[0]
     assert_sums(sums.sum(0), want[4].sum(0), exact.abs().sum(0))
     assert [t.numel() for t in (empty, g_t, scale_inv, a_t)] == [0, 0, 0, 0]
     assert slot == 0
@@ -128,7 +129,7 @@ def test_what_is_not_finite_shows(kind, scale, bad, place, triton_device):
     grad_a, y = inputs(kind, (24, 40), triton_device)
     slot, one = torch.zeros((), device=y.device), torch.ones((), device=y.device)
     grad_a[16 + place, 3] = bad
-    assert kernel("activate_backward", grad_a, y, kind, one, E4M3.dtype, scale, slot, E5M2.dtype, False)[2].isnan()
+    assert kernel("activate_backward", grad_a, y, kind, one, E4M3.dtype, scale, slot, E5M2.dtype)[2].isnan()
     assert slot.isinf()
     y[16 + place, -1] = bad
     assert kernel("activate", y, kind, scale, slot.zero_(), E4M3.dtype)[1].isnan()
@@ -147,7 +148,7 @@ def test_what_does_not_fit_is_refused(triton_device):
     with pytest.raises(ValueError, match="activation is 'tanh'"):
         kernel("activate", y, "tanh", None, None, E4M3.dtype)
     with pytest.raises(ValueError, match=r"grad_a is \(4, 6\)"):
-        kernel("activate_backward", grad_a, y, "swiglu", None, E4M3.dtype, None, None, E5M2.dtype, False)
+        kernel("activate_backward", grad_a, y, "swiglu", None, E4M3.dtype, None, None, E5M2.dtype)
 
 
 @pytest.mark.gpu
@@ -166,7 +167,9 @@ def test_large_on_the_gpu(kind, scale, shape):
 def test_results_repeat(kind):
     grad_a, y = inputs(kind, (2048, 1024), "cuda")
     one = torch.ones((), device="cuda")
-    first, second = (kernel("activate_backward", grad_a, y, kind, one, E4M3.dtype, None, None, E5M2.dtype, True)[4] for _ in range(2))
+    first, second = (
+        kernel("activate_backward", grad_a, y, kind, one, E4M3.dtype, None, None, E5M2.dtype, colsum=True)[4] for _ in range(2)
+    )
     assert first.equal(second)
 
 
@@ -178,9 +181,9 @@ def test_scale_inv_is_left_in_its_slot(kind, scale, triton_device):
     slots, one = torch.zeros(2, 4, device=y.device)[:, 0].unbind(), torch.ones((), device=y.device)
     a_inv, g_inv = (
         kernel("activate", y, kind, scale, None, E4M3.dtype)[1],
-        kernel("activate_backward", grad_a, y, kind, one, E4M3.dtype, scale, None, E5M2.dtype, True)[2],
+        kernel("activate_backward", grad_a, y, kind, one, E4M3.dtype, scale, None, E5M2.dtype, colsum=True)[2],
     )
-    assert kernel("activate", y, kind, scale, None, E4M3.dtype, slots[0])[1].numel() == 0
-    fixed = (kind, one, E4M3.dtype, scale, None, E5M2.dtype, True)
-    assert kernel("activate_backward", grad_a, y, *fixed, slots[1])[2].numel() == 0
+    assert kernel("activate", y, kind, scale, None, E4M3.dtype, scale_inv_slot=slots[0])[1].numel() == 0
+    fixed = (kind, one, E4M3.dtype, scale, None, E5M2.dtype)
+    assert kernel("activate_backward", grad_a, y, *fixed, colsum=True, scale_inv_slot=slots[1])[2].numel() == 0
     assert [float(s) for s in slots] == [float(a_inv), float(g_inv)]

@@ -35,9 +35,9 @@ FORMATS: dict[str, tuple[StateFormats, Format | None]] = {
 HYPER = {"lr": 0.02, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 
-def kernel(*args):
+def kernel(*args, **flags):
     # Imported late: the kernels take the interpreter or the compiler when their file is imported.
-    return importlib.import_module("msamp.kernels.triton.adamw").adamw(*args)
+    return importlib.import_module("msamp.kernels.triton.adamw").adamw(*args, **flags)
 
 
 def hyper(device, **changed) -> torch.Tensor:
@@ -97,7 +97,7 @@ def run_both(name, device, decoupled=True, clip=0.3, usable=True, shapes=SHAPES,
         for _ in range(steps):
             coefficient = None if clip is None else torch.tensor(clip, device=device)
             flag = torch.tensor(usable, device=device)
-            run(tables, x, hyper(device, **changed), decoupled, amaxes_of(x, device), kept, coefficient, flag)
+            run(tables, x, hyper(device, **changed), amaxes_of(x, device), kept, coefficient, flag, decoupled=decoupled)
         results.append(everything(x, kept))
     return before, *results
 
@@ -148,7 +148,7 @@ def test_a_plain_fp16_weight_saturates_as_one_with_a_scale_does(triton_device):
         x = batch(FP32_STATES, PLAIN_FP16, triton_device, [(3,), (2, 2)])
         x.masters[0].copy_(torch.tensor([1e6, -1e6, 0.5]))
         arguments = amaxes_of(x, triton_device), torch.zeros(3, 2, device=triton_device), None, torch.tensor(True, device=triton_device)
-        run(Tables(torch.device(triton_device)), x, hyper(triton_device, lr=0.0), True, *arguments)
+        run(Tables(torch.device(triton_device)), x, hyper(triton_device, lr=0.0), *arguments, decoupled=True)
         assert x.weights[0].tolist() == [65504.0, -65504.0, 0.5]
 
 
@@ -164,11 +164,11 @@ def test_states_of_zeros_keep_their_scales(triton_device):
         Tables(torch.device(device)),
         x,
         hyper(device),
-        True,
         torch.zeros(5, 1, device=device),
         kept,
         None,
         torch.tensor(True, device=device),
+        decoupled=True,
     )
     assert [float(state.scale_inv) for state in zeros[1:]] == [0.25] * 3
     assert not any(state.dequantize().any() for state in zeros)
@@ -181,9 +181,9 @@ def test_the_table_follows_tensors_that_have_moved(triton_device):
     x = batch(formats, weight, triton_device)
     for _ in range(2):
         want, want_kept = copy.deepcopy(x), kept.clone()
-        arguments = hyper(triton_device), True, amaxes_of(x, triton_device)
-        kernel(tables, x, *arguments, kept, None, torch.tensor(True, device=triton_device))
-        twin(None, want, *arguments, want_kept, None, torch.tensor(True))
+        arguments = hyper(triton_device), amaxes_of(x, triton_device)
+        kernel(tables, x, *arguments, kept, None, torch.tensor(True, device=triton_device), decoupled=True)
+        twin(None, want, *arguments, want_kept, None, torch.tensor(True), decoupled=True)
         assert same(everything(x, kept), everything(want, want_kept))
         x = replace(x, grads=copy.deepcopy(x.grads))
 

@@ -16,15 +16,16 @@ every_fp8 = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
-def kernel(*args):
+def kernel(*args, **flags):
     # Imported late: the kernels take the interpreter or the compiler when their file is imported.
-    return importlib.import_module("msamp.kernels.triton.cast_transpose").cast_transpose(*args)
+    return importlib.import_module("msamp.kernels.triton.cast_transpose").cast_transpose(*args, **flags)
 
 
 def assert_same(x: torch.Tensor, scale: float | None, fmt, slot: float | None = 0.0, asked=(True, True, True)) -> None:
     scale_t = None if scale is None else torch.tensor(scale, device=x.device)
     slots = [None if slot is None else torch.tensor(slot, device=x.device) for _ in range(2)]
-    got, want = kernel(x, scale_t, slots[0], fmt.dtype, *asked), twin(x, scale_t, slots[1], fmt.dtype, *asked)
+    flags = dict(zip(("row", "col", "colsum"), asked, strict=True))
+    got, want = kernel(x, scale_t, slots[0], fmt.dtype, **flags), twin(x, scale_t, slots[1], fmt.dtype, **flags)
     for g, w in zip(got[:2], want[:2], strict=True):
         assert_codes(g, w)
     assert got[2].equal(want[2]) or (got[2].isnan() and want[2].isnan())
@@ -83,8 +84,8 @@ def test_scale_inv_is_left_in_its_slot(bad, scale, triton_device):
     x, slot = make("normal", (140, 70), device=triton_device), torch.zeros((), device=triton_device)
     x[135, 3] = bad
     scale_t = None if scale is None else torch.tensor(scale, device=triton_device)
-    own = kernel(x, scale_t, None, E4M3.dtype, True, True, False)
-    given = kernel(x, scale_t, None, E4M3.dtype, True, True, False, slot)
+    own = kernel(x, scale_t, None, E4M3.dtype, row=True, col=True)
+    given = kernel(x, scale_t, None, E4M3.dtype, row=True, col=True, scale_inv_slot=slot)
     assert given[2].numel() == 0
     assert bits(slot).equal(bits(own[2]))
     assert all(codes(a).equal(codes(b)) for a, b in zip(own[:2], given[:2], strict=True))
@@ -95,7 +96,7 @@ def test_scale_inv_is_left_in_its_slot(bad, scale, triton_device):
 @pytest.mark.parametrize("shape", [(1, 1), (130, 65), (128, 192)], ids=str)
 def test_the_transpose_alone_has_the_same_codes(fmt, dtype, shape, triton_device):
     x = make("log-normal", shape, device=triton_device).to(dtype)
-    y, _, scale_inv, _ = kernel(x, None, None, fmt.dtype, True, False, False)
+    y, _, scale_inv, _ = kernel(x, None, None, fmt.dtype, row=True)
     module = importlib.import_module("msamp.kernels.triton.cast_transpose")
     y_t = module.cast_transposed(x, scale_inv, fmt.dtype)
     assert (y_t.shape, y_t.is_contiguous()) == (shape[::-1], True)
@@ -135,7 +136,7 @@ def test_more_elements_than_int32_counts():
     x = torch.zeros(2**16 + 4, 2**15, device="cuda", dtype=torch.bfloat16)
     x[-1, -1] = -300.0
     slot = torch.zeros((), device="cuda")
-    y, y_t, _, sums = kernel(x, torch.ones((), device="cuda"), slot, E4M3.dtype, True, True, True)
+    y, y_t, _, sums = kernel(x, torch.ones((), device="cuda"), slot, E4M3.dtype, row=True, col=True, colsum=True)
     assert slot == 300
     assert y[-1, -8:].float().tolist() == y_t[-8:, -1].float().tolist() == [0.0] * 7 + [-288.0]
     assert sums.sum(0)[-2:].tolist() == [0.0, -300.0]

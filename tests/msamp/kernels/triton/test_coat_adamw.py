@@ -39,9 +39,9 @@ KINDS = ("normal", "log-normal", "channel-outlier")
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 
 
-def kernel(*args):
+def kernel(*args, **flags):
     # Imported late: the kernels take the interpreter or the compiler when their file is imported.
-    return importlib.import_module("msamp.kernels.triton.coat_adamw").coat_adamw(*args)
+    return importlib.import_module("msamp.kernels.triton.coat_adamw").coat_adamw(*args, **flags)
 
 
 def hyper(device, **changed) -> torch.Tensor:
@@ -108,9 +108,8 @@ def run_both(name, device, decoupled=True, clip=0.3, usable=True, shapes=SHAPES,
         x, kept, tables = copy.deepcopy(before), results[0][1].clone(), Tables(torch.device(device))
         for _ in range(steps):
             coefficient = None if clip is None else torch.tensor(clip, device=device)
-            run(
-                tables, x, hyper(device, **changed), decoupled, amaxes_of(x, device), kept, coefficient, torch.tensor(usable, device=device)
-            )
+            flag = torch.tensor(usable, device=device)
+            run(tables, x, hyper(device, **changed), amaxes_of(x, device), kept, coefficient, flag, decoupled=decoupled)
         results.append((x, kept))
     return tuple(results)
 
@@ -172,7 +171,7 @@ def step_of(m: torch.Tensor, device, formats: StateFormats = FORMATS["fp32"][0])
     x.grads[0] = m
     kept, tables = torch.zeros(3, 1, device=device), Tables(torch.device(device))
     flag = torch.tensor(True, device=device)
-    kernel(tables, x, hyper(device, beta1=0.0, beta2=0.0), True, torch.ones(5, 1, device=device), kept, None, flag)
+    kernel(tables, x, hyper(device, beta1=0.0, beta2=0.0), torch.ones(5, 1, device=device), kept, None, flag, decoupled=True)
     return x.ms[0], x.vs[0]
 
 
@@ -232,14 +231,14 @@ def test_a_graph_holds_a_step_and_follows_the_learning_rate():
     other, kept, tables = copy.deepcopy(x), torch.zeros(3, 2, device="cuda"), Tables(torch.device("cuda"))
     table, flag, rates = amaxes_of(x, "cuda"), torch.tensor(True, device="cuda"), hyper("cuda")
     for _ in range(2):
-        kernel(tables, x, rates, True, table, kept, None, flag)
+        kernel(tables, x, rates, table, kept, None, flag, decoupled=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel(tables, x, rates, True, table, kept, None, flag)
+        kernel(tables, x, rates, table, kept, None, flag, decoupled=True)
     for i in range(3):
         rates[0] = 0.01 * i
         graph.replay()
     tables, kept = Tables(torch.device("cuda")), torch.zeros(3, 2, device="cuda")
     for rate in (HYPER["lr"], HYPER["lr"], 0.0, 0.01, 0.02):
-        kernel(tables, other, hyper("cuda", lr=rate), True, table, kept, None, flag)
+        kernel(tables, other, hyper("cuda", lr=rate), table, kept, None, flag, decoupled=True)
     assert all(a.equal(b) for a, b in zip(everything(x, kept), everything(other, kept), strict=True))

@@ -15,17 +15,17 @@ SHAPES = [(17, 129), (32, 16), (), (0, 4), (3, 5, 7), (1,)]
 every_float = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
-def kernel(*args):
+def kernel(*args, **flags):
     # Imported late: the kernels take the interpreter or the compiler when their file is imported.
-    return importlib.import_module("msamp.kernels.triton.grad_stats").grad_stats(*args)
+    return importlib.import_module("msamp.kernels.triton.grad_stats").grad_stats(*args, **flags)
 
 
 def values(kind: str, device, shapes=SHAPES) -> list[torch.Tensor]:
     return [make(kind, shape or (1,), i).view(shape).clamp(-400, 400).to(device) * 2.0 ** (3 - i) for i, shape in enumerate(shapes)]
 
 
-def assert_same(*args) -> None:
-    for got, want in zip(kernel(*args), twin(*args), strict=True):
+def assert_same(*args, **flags) -> None:
+    for got, want in zip(kernel(*args, **flags), twin(*args, **flags), strict=True):
         assert (got.dtype, got.shape, got.device) == (want.dtype, want.shape, want.device)
         assert bits(got).equal(bits(want))
 
@@ -34,9 +34,9 @@ def assert_same(*args) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_gradients(kind, dtype, triton_device):
     gs, tables = [x.to(dtype) for x in values(kind, triton_device)], Tables(torch.device(triton_device))
-    assert_same(tables, gs, False)
+    assert_same(tables, gs, squares=False)
     factors = torch.tensor([1 / (1.1 * float(g.abs().max())) if g.numel() else 1.0 for g in gs], dtype=torch.float64, device=triton_device)
-    assert_same(tables, gs, True, factors, [2 ** (46 - i) for i in range(len(gs))])
+    assert_same(tables, gs, factors, [2 ** (46 - i) for i in range(len(gs))], squares=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,9 +62,9 @@ def test_what_is_not_finite_shows_in_the_amax(bad, fmt, triton_device):
     if fmt is not None:
         x[7, 19] = float("nan")
         gs.append(ScalingTensor(x.to(fmt.dtype), torch.ones((), device=triton_device)))
-    stats = kernel(Tables(torch.device(triton_device)), gs, False)[0]
+    stats = kernel(Tables(torch.device(triton_device)), gs, squares=False)[0]
     assert stats[0].isposinf().all()
-    assert bits(stats).equal(bits(twin(None, gs, False)[0]))
+    assert bits(stats).equal(bits(twin(None, gs, squares=False)[0]))
 
 
 def test_no_gradients(triton_device):
@@ -80,5 +80,5 @@ def test_large_tensors_on_the_gpu(fmt):
         assert_same(tables, [ScalingTensor.quantize(g, fmt) for g in gs])
         return
     factors = torch.stack([1 / g.abs().max().double() for g in gs])
-    assert_same(tables, gs, True, factors, [2**33] * 3)
-    assert_same(tables, [g.bfloat16() for g in gs], True, factors / 2, [2**33] * 3)
+    assert_same(tables, gs, factors, [2**33] * 3, squares=True)
+    assert_same(tables, [g.bfloat16() for g in gs], factors / 2, [2**33] * 3, squares=True)

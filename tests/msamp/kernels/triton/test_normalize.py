@@ -4,6 +4,7 @@ The statistics are sums in another order, so they agree to FP32 rounding and a c
 everything that is written is bit for bit the same.
 """
 
+import functools
 import importlib
 
 import pytest
@@ -20,9 +21,9 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, t
 ragged = pytest.mark.parametrize("shape", [(1, 1), (3, 5), (130, 64), (37, 200), (7, 1025), (2, 5000)], ids=str)
 
 
-def kernel(name: str, *args):
+def kernel(name: str, *args, **flags):
     # Imported late: the kernels take the interpreter or the compiler when their file is imported.
-    return getattr(importlib.import_module("msamp.kernels.triton.normalize"), name)(*args)
+    return getattr(importlib.import_module("msamp.kernels.triton.normalize"), name)(*args, **flags)
 
 
 def parameters(n: int, rms: bool, device, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -47,8 +48,8 @@ def assert_same_forward(x, residual, rms, scale, dtype, slot=0.25, kind_of_weigh
     scale = None if scale is None else torch.tensor(scale, device=x.device)
     slots = [None if slot is None else torch.tensor(slot, device=x.device) for _ in range(2)]
     results = []
-    for function, own in ((lambda *a: kernel("normalize", *a), slots[0]), (twin.normalize, slots[1])):
-        results.append(function(x, residual, weight, bias, EPS, rms, scale, own, dtype))
+    for function, own in ((functools.partial(kernel, "normalize"), slots[0]), (twin.normalize, slots[1])):
+        results.append(function(x, residual, weight, bias, EPS, scale, own, dtype, rms=rms))
     (total, y, scale_inv, mean, rstd), want = results
     for g, w in zip(results[0], want, strict=True):
         assert (g.dtype, g.shape, g.device) == (w.dtype, w.shape, w.device)
@@ -56,7 +57,7 @@ def assert_same_forward(x, residual, rms, scale, dtype, slot=0.25, kind_of_weigh
     assert scale_inv.equal(want[2])
     if dtype.itemsize == 1:
         told = torch.zeros((), device=x.device)
-        assert kernel("normalize", x, residual, weight, bias, EPS, rms, scale, None, dtype, told)[2].numel() == 0
+        assert kernel("normalize", x, residual, weight, bias, EPS, scale, None, dtype, rms=rms, scale_inv_slot=told)[2].numel() == 0
         assert told.equal(scale_inv)
     torch.testing.assert_close(mean, want[3], rtol=1e-5, atol=1e-5 * float(x.float().abs().mean()))
     torch.testing.assert_close(rstd, want[4], rtol=1e-5, atol=0.0)
@@ -65,9 +66,9 @@ def assert_same_forward(x, residual, rms, scale, dtype, slot=0.25, kind_of_weigh
         if slot is not None:
             torch.testing.assert_close(slots[0], slots[1], rtol=1e-5, atol=0.0)
         source = x if residual is None else total
-        y_t = kernel("normalize_transposed", source, mean, rstd, weight, bias, rms, scale_inv, dtype)
+        y_t = kernel("normalize_transposed", source, mean, rstd, weight, bias, scale_inv, dtype, rms=rms)
         assert y_t.is_contiguous()
-        again = twin.normalize_transposed(source, mean, rstd, weight, bias, rms, scale_inv, dtype)
+        again = twin.normalize_transposed(source, mean, rstd, weight, bias, scale_inv, dtype, rms=rms)
         # A width that is no multiple of 8 is no GEMM operand as it is; there 3 codes of 12 million were neighbours on an H200.
         allowed = 0 if x.shape[1] % 8 == 0 or not x.is_cuda else 1e-6 * y.numel()
         assert (codes(y_t) != codes(y).t()).sum() <= allowed, "backward computes the very codes of forward"
@@ -112,7 +113,7 @@ def test_what_is_not_finite_shows(bad, scale, triton_device):
     x[129, 69] = bad
     weight, bias = parameters(70, False, triton_device)
     slot, scale = torch.tensor(0.5, device=triton_device), None if scale is None else torch.tensor(scale, device=triton_device)
-    _, y, scale_inv, *_ = kernel("normalize", x, None, weight, bias, EPS, False, scale, slot, E4M3.dtype)
+    _, y, scale_inv, *_ = kernel("normalize", x, None, weight, bias, EPS, scale, slot, E4M3.dtype, rms=False)
     assert scale_inv.isnan()
     assert slot == float("inf")
     assert y[129].float().isnan().all()
@@ -126,20 +127,20 @@ def test_infinities_saturate(rms, fmt, triton_device):
     x, weight = torch.ones(4, 64, device=triton_device), torch.ones(64, device=triton_device)
     x[:, 1::2], weight[3], weight[4] = -1.0, float("inf"), 1e30
     scale = torch.tensor(2.0, device=triton_device)
-    _, y, scale_inv, mean, rstd = kernel("normalize", x, None, weight, None, EPS, rms, scale, None, fmt.dtype)
+    _, y, scale_inv, mean, rstd = kernel("normalize", x, None, weight, None, EPS, scale, None, fmt.dtype, rms=rms)
     assert scale_inv.isnan()
     assert (y[:, 3].float() == -fmt.max).all()
     assert (y[:, 4].float() == fmt.max).all()
-    assert codes(kernel("normalize_transposed", x, mean, rstd, weight, None, rms, 1 / scale, fmt.dtype)).equal(codes(y).t())
+    assert codes(kernel("normalize_transposed", x, mean, rstd, weight, None, 1 / scale, fmt.dtype, rms=rms)).equal(codes(y).t())
 
 
 def test_strided_input_and_no_rows(triton_device):
     assert_same_forward(make("normal", (64, 96), device=triton_device).t(), None, False, 8.0, E4M3.dtype)
     x, (weight, bias) = torch.empty(0, 16, device=triton_device), parameters(16, False, triton_device)
     scale = torch.tensor(4.0, device=triton_device)
-    _, y, scale_inv, mean, rstd = kernel("normalize", x, x, weight, bias, EPS, False, scale, None, E4M3.dtype)
+    _, y, scale_inv, mean, rstd = kernel("normalize", x, x, weight, bias, EPS, scale, None, E4M3.dtype, rms=False)
     assert (y.shape, scale_inv) == ((0, 16), 0.25)
-    grad_x, grad_weight, grad_bias = kernel("normalize_backward", x, x, mean, rstd, weight, None, False)
+    grad_x, grad_weight, grad_bias = kernel("normalize_backward", x, x, mean, rstd, weight, None, rms=False)
     assert grad_x.shape == (0, 16)
     assert not grad_weight.any()
     assert not grad_bias.any()
@@ -149,9 +150,9 @@ def assert_same_backward(shape, dtype, rms, with_residual, device, kind="normal"
     x, grad_y = make(kind, shape, device=device).to(dtype), make("normal", shape, seed=4, device=device).to(dtype)
     grad_residual = make("normal", shape, seed=5, device=device).to(dtype) if with_residual else None
     weight, bias = parameters(shape[1], rms, device)
-    *_, mean, rstd = twin.normalize(x, None, weight, bias, EPS, rms, None, None, torch.float32)
-    args = (grad_y, x, mean, rstd, weight, grad_residual, rms)
-    got, want = kernel("normalize_backward", *args), twin.normalize_backward(*args)
+    *_, mean, rstd = twin.normalize(x, None, weight, bias, EPS, None, None, torch.float32, rms=rms)
+    args = (grad_y, x, mean, rstd, weight, grad_residual)
+    got, want = kernel("normalize_backward", *args, rms=rms), twin.normalize_backward(*args, rms=rms)
     for g, w in zip(got, want, strict=True):
         assert (g.dtype, g.shape[-1:], g.device) == (w.dtype, w.shape[-1:], w.device)
     # A neighbouring value of the dtype; in FP32 the sums' order, relative to the largest gradient.
@@ -159,7 +160,7 @@ def assert_same_backward(shape, dtype, rms, with_residual, device, kind="normal"
     torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=2e-6 * float(want[0].abs().max()))
     for g, w in zip(got[1:], want[1:], strict=True):
         torch.testing.assert_close(g.sum(0), w.sum(0), rtol=1e-4, atol=2e-5 * shape[0] ** 0.5)
-    for g, again in zip(got, kernel("normalize_backward", *args), strict=True):
+    for g, again in zip(got, kernel("normalize_backward", *args, rms=rms), strict=True):
         assert bits(g).equal(bits(again)), "the same result every time"
 
 
@@ -185,11 +186,11 @@ def test_bad_input_is_refused(triton_device):
     x, weight = torch.ones(4, 8, device=triton_device), torch.ones(8, device=triton_device)
     stats = torch.ones(4, device=triton_device)
     with pytest.raises(ValueError, match="residual"):
-        kernel("normalize", x, x[:2], weight, None, EPS, False, None, None, E4M3.dtype)
+        kernel("normalize", x, x[:2], weight, None, EPS, None, None, E4M3.dtype, rms=False)
     with pytest.raises(ValueError, match="weight"):
-        kernel("normalize_transposed", x, stats, stats, weight[:4], None, False, stats[0], E4M3.dtype)
+        kernel("normalize_transposed", x, stats, stats, weight[:4], None, stats[0], E4M3.dtype, rms=False)
     with pytest.raises(ValueError, match="grad_y"):
-        kernel("normalize_backward", x[:2], x, stats, stats, weight, None, False)
+        kernel("normalize_backward", x[:2], x, stats, stats, weight, None, rms=False)
 
 
 SHAPES = [(8192, 64), (4096, 768), (8192, 2048), (2048, 5120), (4096, 8192), (1000, 12288), (1000, 16384), (3001, 4099)]

@@ -21,9 +21,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encount
 every_scale = pytest.mark.parametrize("scale", [None, 2.0])
 
 
-def kernel(name: str, *args):
+def kernel(name: str, *args, **flags):
     # Imported late: the kernels take the interpreter or the compiler when their file is imported.
-    return getattr(importlib.import_module("msamp.kernels.triton.rotary"), name)(*args)
+    return getattr(importlib.import_module("msamp.kernels.triton.rotary"), name)(*args, **flags)
 
 
 def tables(s: int, r: int, device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,14 +44,14 @@ def assert_same_backward(grads: list[torch.Tensor], r: int, scale: float | None,
     cos, sin = tables(grads[0].shape[0], r, device)
     scale_t = None if scale is None else torch.tensor(scale, device=device)
     slots = [torch.tensor(0.25, device=device) for _ in range(2)]
-    g, g_t, scale_inv, sums = kernel("rotary_backward", *grads, cos, sin, scale_t, slots[0], fmt.dtype, True)
-    want = twin.rotary_backward(*grads, cos, sin, scale_t, slots[1], fmt.dtype, True)
+    g, g_t, scale_inv, sums = kernel("rotary_backward", *grads, cos, sin, scale_t, slots[0], fmt.dtype, colsum=True)
+    want = twin.rotary_backward(*grads, cos, sin, scale_t, slots[1], fmt.dtype, colsum=True)
     assert_codes(g, want[0], SHARE)
     assert (g_t.shape, g_t.is_contiguous()) == (g.shape[::-1], True)
     assert codes(g_t).equal(codes(g).t())
     assert scale_inv.equal(want[2])
     torch.testing.assert_close(*slots, rtol=1e-6, atol=0.0)
-    plain = twin.rotary_backward(*grads, cos, sin, None, None, torch.float32, False)[0]
+    plain = twin.rotary_backward(*grads, cos, sin, None, None, torch.float32)[0]
     assert_sums(sums.sum(0), want[3].sum(0), plain.abs().sum(0) + 1.0)
 
 
@@ -81,16 +81,16 @@ def test_inputs_of_three_kinds(dtype, kind, triton_device):
     grads = [t.clamp(-1e3, 1e3) for t in gradients(shape, triton_device, dtype, kind)]
     assert_same_backward(grads, 32, None, E4M3)
     cos, sin = tables(40, 32, triton_device)
-    g, _, scale_inv, _ = kernel("rotary_backward", *grads, cos, sin, None, None, E5M2.dtype, False)
-    exact = twin.rotary_backward(*grads, cos, sin, None, None, torch.float32, False)[0]
-    assert_no_worse(exact, g, scale_inv, E5M2, twin.rotary_backward(*grads, cos, sin, None, None, E5M2.dtype, False)[0])
+    g, _, scale_inv, _ = kernel("rotary_backward", *grads, cos, sin, None, None, E5M2.dtype)
+    exact = twin.rotary_backward(*grads, cos, sin, None, None, torch.float32)[0]
+    assert_no_worse(exact, g, scale_inv, E5M2, twin.rotary_backward(*grads, cos, sin, None, None, E5M2.dtype)[0])
 
 
 @every_dtype
 def test_plain_gradients(dtype, triton_device):
     grads, slot = gradients((9, 2, 4, 2, 16, 8), triton_device, dtype), torch.zeros((), device=triton_device)
-    g, g_t, scale_inv, sums = kernel("rotary_backward", *grads, *tables(9, 8, triton_device), None, slot, dtype, True)
-    want = twin.rotary_backward(*grads, *tables(9, 8, triton_device), None, None, dtype, True)
+    g, g_t, scale_inv, sums = kernel("rotary_backward", *grads, *tables(9, 8, triton_device), None, slot, dtype, colsum=True)
+    want = twin.rotary_backward(*grads, *tables(9, 8, triton_device), None, None, dtype, colsum=True)
     assert_plain(g, want[0], terms=torch.full_like(want[0], 50.0))
     assert_sums(sums.sum(0), want[3].sum(0), torch.full_like(want[3].sum(0), 50.0))
     assert (g_t.numel(), scale_inv.numel(), float(slot)) == (0, 0, 0.0)
@@ -103,14 +103,14 @@ def test_what_is_not_finite_shows(scale, bad, triton_device):
         grads = gradients((9, 2, 1, 1, 16, 8), triton_device)
         grads[which][5 + which, 1, 0, -1] = bad
         slot = torch.zeros((), device=triton_device)
-        assert kernel("rotary_backward", *grads, *tables(9, 8, triton_device), scale, slot, E5M2.dtype, False)[2].isnan()
+        assert kernel("rotary_backward", *grads, *tables(9, 8, triton_device), scale, slot, E5M2.dtype)[2].isnan()
         assert slot.isinf()
 
 
 def test_scale_inv_is_left_in_its_slot(triton_device):
     grads, slot = gradients((4, 2, 1, 1, 16, 8), triton_device), torch.zeros((), device=triton_device)
     scale = torch.tensor(2.0, device=triton_device)
-    assert kernel("rotary_backward", *grads, *tables(4, 8, triton_device), scale, None, E5M2.dtype, False, slot)[2].numel() == 0
+    assert kernel("rotary_backward", *grads, *tables(4, 8, triton_device), scale, None, E5M2.dtype, scale_inv_slot=slot)[2].numel() == 0
     assert slot == 0.5
 
 
@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_refused(triton_device):
         kernel("rotary_", qkv, *tables(3, 8, triton_device), 2, 2)
     dq, dk, dv = gradients((4, 2, 4, 2, 16, 8), triton_device)
     with pytest.raises(ValueError, match=r"dv is \(4, 2, 1, 16\)"):
-        kernel("rotary_backward", dq, dk, dv[:, :, :1], *tables(4, 8, triton_device), None, None, E5M2.dtype, False)
+        kernel("rotary_backward", dq, dk, dv[:, :, :1], *tables(4, 8, triton_device), None, None, E5M2.dtype)
 
 
 @pytest.mark.gpu

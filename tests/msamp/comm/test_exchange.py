@@ -1,4 +1,4 @@
-"""The three wires against sums computed on one process from their definition (DESIGN section 4): bit for bit over 2 and 4 ranks.
+"""Exchanges by name, and the three wires: bit for bit over 2 and 4 ranks what one process computes from their definition.
 
 The definition here shares no code with the library but the order of its operations: scales are searched in FP64, casts are torch's.
 """
@@ -16,12 +16,13 @@ import torch
 from numerics import KINDS, SMALL, Measures, bits, codes, floats, golden, make, measure
 from torch import Tensor
 
+from msamp.comm import exchange as exchanges
 from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
-from msamp.comm.wire import FP32SumWire, NCCLWire, PlainWire, pack_scaled, sum_in_rank_order
+from msamp.comm.exchange import Exchange, FP32SumWire, NCCLWire, PlainWire, pack_scaled, sum_in_rank_order
+from msamp.comm.partition import Piece, plan_buckets
 from msamp.numerics.formats import ALL, BF16, E4M3, E5M2, FP16, FP32, Format, by_name
-from msamp.parallel.partition import Piece, plan_buckets
 
 SCALED = (E4M3, E5M2, FP16)
 SHAPES = [(7,), (3, 5, 7), (), (65, 33), (0, 4), (130, 3), (1,), SMALL]
@@ -95,10 +96,10 @@ def exchange(wire, fmt: Format, grads: list[Tensor], factor: Tensor, peers: Peer
     payloads = bucket.unflatten(flat.clone())
     reduced = wire.reduce(bucket, flat, factor.to(device), peers, shard)
     pieces = {}
-    for slot in bucket.owned:
-        start = slot.start - bucket.own.start
-        place = slice(start, start + slot.elements)
-        pieces[slot.index, slot.row] = (bits(reduced.own[place]), bits(reduced.before[place]))
+    for segment in bucket.owned:
+        start = segment.start - bucket.own.start
+        place = slice(start, start + segment.elements)
+        pieces[segment.index, segment.row] = (bits(reduced.own[place]), bits(reduced.before[place]))
     return {
         "pieces": pieces,
         "dtypes": (reduced.own.dtype, reduced.before.dtype),
@@ -284,6 +285,58 @@ def test_gradients_near_the_end_of_the_range_are_averaged():
         bucket = alone(small, E4M3, ranks=4)
         reduced = wire.reduce(bucket, wire.pack(bucket, [small], factor), factor, one, False)
         assert (reduced.own.float() * reduced.scale_inv).equal(small)
+
+
+def test_an_exchange_is_known_by_its_name():
+    assert exchanges.names()[:2] == ("fp32-sum", "nccl")
+    fp32_sum, nccl = map(exchanges.by_name, ("fp32-sum", "nccl"))
+    assert (fp32_sum.name, fp32_sum.scalings, fp32_sum.can_overflow, fp32_sum.sums_in_fp32) == ("fp32-sum", (), False, True)
+    assert (nccl.name, nccl.scalings, nccl.can_overflow, nccl.sums_in_fp32) == ("nccl", ("auto", "pre", "post"), True, False)
+    assert (type(fp32_sum.wire(E4M3)), type(nccl.wire(E4M3))) == (FP32SumWire, NCCLWire)
+    with pytest.raises(ValueError, match="gradient exchange 'mpi' is unknown; choose one of fp32-sum, nccl"):
+        exchanges.by_name("mpi")
+
+
+def test_an_exchange_is_registered_once(monkeypatch):
+    monkeypatch.setattr(exchanges, "_EXCHANGES", dict(exchanges._EXCHANGES))
+    own = Exchange(name="own", wire=FP32SumWire, sums_in_fp32=True)
+    exchanges.register(own)
+    exchanges.register(own)
+    assert exchanges.by_name("own") is own
+    assert exchanges.names()[0] == "fp32-sum"
+    assert exchanges.names()[-1] == "own"
+    with pytest.raises(ValueError, match="there is another gradient exchange 'nccl'; choose a name other than fp32-sum, nccl, own"):
+        exchanges.register(Exchange(name="nccl", wire=FP32SumWire, sums_in_fp32=True))
+    assert type(exchanges.by_name("nccl").wire(E4M3)) is NCCLWire
+
+
+def test_an_exchange_says_which_scalings_it_takes():
+    nccl, fp32_sum = exchanges.by_name("nccl"), exchanges.by_name("fp32-sum")
+    half = Exchange(name="half", wire=NCCLWire, sums_in_fp32=False, scalings=("post", "pre"))
+    assert [nccl.scaling(name).name for name in (None, "auto", "pre", "post")] == ["auto", "auto", "pre", "post"]
+    assert nccl.scaling(mu_rule="paper").name == "auto"
+    assert fp32_sum.scaling().name == half.scaling().name == "post"
+    for exchange, arguments, message in (
+        (fp32_sum, ("post",), "'post' is not for gradient exchange 'fp32-sum', whose sum does not overflow; drop it, or .* 'nccl'"),
+        (half, ("auto",), "'auto' is not for gradient exchange 'half', which takes post, pre; drop it, or choose exchange 'nccl'"),
+        (nccl, ("both",), "gradient scaling 'both' is unknown; choose one of auto, pre, post"),
+        (
+            fp32_sum,
+            (None, "halve"),
+            "mu rule 'halve' is not for gradient exchange 'fp32-sum', whose sum does not overflow; drop it, or .* 'nccl'",
+        ),
+        (nccl, ("pre", "halve"), "mu rule 'halve' belongs to gradient scaling 'auto', not 'pre'; drop one of the two"),
+        (half, (None, "paper"), "mu rule 'paper' is not for gradient exchange 'half', which takes post, pre; drop it, or .* 'nccl'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            exchange.scaling(*arguments)
+
+
+def test_an_exchange_that_contradicts_itself_is_refused():
+    with pytest.raises(ValueError, match="gradient scaling 'third' is unknown; choose one of auto, pre, post"):
+        Exchange(name="own", wire=NCCLWire, sums_in_fp32=False, scalings=("third",))
+    with pytest.raises(ValueError, match=r"'own' sums in FP32, which does not overflow, and has scalings pre, post .* leave out one"):
+        Exchange(name="own", wire=FP32SumWire, sums_in_fp32=True, scalings=("pre", "post"))
 
 
 def two_gpus() -> dict:

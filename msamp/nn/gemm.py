@@ -1,0 +1,307 @@
+"""The GEMM room: how a linear layer's tensors become FP8 operands, and its three GEMMs, each once.
+
+A linear layer y = x W^T has three GEMMs (FP8-LM section 2):
+
+    output       x  W^T    sums over the input features
+    grad_input   g  W      sums over the output features
+    grad_weight  g^T x     sums over the tokens
+
+Hopper's FP8 GEMM wants both operands with the dimension that it sums over last, so input, weight and grad_output each serve one GEMM as
+they lie and another one transposed. An `Operand` has both layouts, or the one that is asked for, each with its scales. With one scale a
+tensor both layouts hold the same codes and share the scale. With blocks a layout is cast by itself, since a block lies along the
+dimension that is summed over.
+
+Everybody who multiplies in FP8 goes through `LayerGemm`: the linear function, the fused blocks, whose kernels leave operands themselves,
+and the tensor-parallel layers, which gather payloads between cast and GEMM. What depends on a granularity stands in a `Way`: one for a
+scale a tensor, one for blocks, and one for any other granularity, which follows its definition in plain torch.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from msamp.kernels import ops
+from msamp.kernels.reference.block_cast import has_kernel
+from msamp.kernels.scaled_mm import have_product
+from msamp.nn.scaling_state import LinearScaling, Slot, just_in_time_scale, own_rule
+from msamp.numerics.block_scale import values
+from msamp.numerics.granularity import TENSORWISE, Block, Granularity
+from msamp.numerics.quantize import dequantize, quantize
+from msamp.numerics.recipe import Cast, Gemm, Product
+from msamp.numerics.scaling import Current, Exact, Scaling, SharedExponent, inverse
+from msamp.numerics.tensor import ScalingTensor
+
+Scales = tuple[torch.Tensor, torch.Tensor]  # of a stored weight, as `LinearScaling.weight_scales` gives them
+
+
+class Operand(NamedTuple):
+    """A tensor of a linear layer in FP8.
+
+    Attributes:
+        payload: [M, K], row-major; None where only the transpose was asked for.
+        payload_t: [K, M], row-major; None where it was not asked for.
+        scale_inv: FP32, of `payload`, in its granularity's `scales_shape`: 0-dim with one scale a tensor.
+        scale_inv_t: of `payload_t`; with one scale a tensor the same tensor.
+        granularity: which elements share a scale.
+    """
+
+    payload: torch.Tensor | None
+    payload_t: torch.Tensor | None
+    scale_inv: torch.Tensor
+    scale_inv_t: torch.Tensor
+    granularity: Granularity = TENSORWISE
+
+    @classmethod
+    def tensorwise(cls, payload: torch.Tensor | None, scale_inv: torch.Tensor, payload_t: torch.Tensor | None = None) -> "Operand":
+        """One with one scale, FP32 0-dim: what a fused kernel leaves."""
+        return cls(payload, payload_t, scale_inv, scale_inv)
+
+    @classmethod
+    def kept(cls, payload_t: torch.Tensor, scale_inv_t: torch.Tensor, cast: Cast) -> "Operand":
+        """One of which only the transpose was kept for backward."""
+        return cls(None, payload_t, scale_inv_t, scale_inv_t, cast.granularity)
+
+    def transposed(self) -> "Operand":
+        """Its transpose: what grad_weight's GEMM, and the weight's in grad_input's, take as their operand."""
+        return Operand(self.payload_t, self.payload, self.scale_inv_t, self.scale_inv, self.granularity)
+
+
+class Way(Protocol):
+    """How one granularity casts operands and multiplies them."""
+
+    def cast(
+        self, x: torch.Tensor, slot: Slot, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
+    ) -> Operand:
+        """`x` [M, K] in the layouts asked for; see `cast_operand`."""
+
+    def weight(self, payload: torch.Tensor, scales: Scales, cast: Cast, transpose: bool) -> Operand:
+        """A stored weight [N, K] in one layout; see `LayerGemm.weight`."""
+
+    def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
+        """`a b^T + bias` [M, N] of `dtype`, both operands as they lie."""
+
+
+class _Tensorwise:
+    """One scale a tensor: casts and products by kernels, both layouts from one read."""
+
+    def cast(
+        self, x: torch.Tensor, slot: Slot, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
+    ) -> Operand:
+        scale, amax_slot, fmt = slot.scale, slot.amax, cast.format
+        amax = None
+        if scale is None and (combine is not None or own_rule(cast)):
+            amax = ops.amax(x) if combine is None else combine(ops.amax(x))
+            if amax_slot is not None:
+                amax_slot.copy_(torch.maximum(amax_slot, amax))
+            scale, amax_slot = just_in_time_scale(cast, amax), None
+        payload, payload_t, scale_inv, _ = ops.cast_transpose(x, scale, amax_slot, fmt.dtype, row=row, col=col)
+        if amax is not None:
+            scale_inv = torch.add(scale_inv, amax, alpha=0)  # NaN on every rank where any rank's share is not finite
+        return Operand.tensorwise(payload if row else None, scale_inv, payload_t if col else None)
+
+    def weight(self, payload: torch.Tensor, scales: Scales, cast: Cast, transpose: bool) -> Operand:
+        multiplier, scale_inv = scales
+        dtype = cast.format.dtype
+        if payload.dtype == dtype:
+            return Operand.tensorwise(ops.transpose(payload) if transpose else payload, scale_inv)
+        made = ops.cast_transpose(payload, multiplier, None, dtype, col=True)[1] if transpose else ops.cast(payload, multiplier, dtype)
+        return Operand.tensorwise(made, scale_inv)
+
+    def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
+        return ops.scaled_mm(a.payload, b.payload, a.scale_inv, b.scale_inv, bias, dtype, fast_accum=fast)
+
+
+class _ByDefinition:
+    """Any other granularity, as its definition says, in plain torch: `maxima`, `spread`, `quantize`, the product of the values in FP32."""
+
+    def cast(
+        self, x: torch.Tensor, slot: Slot, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
+    ) -> Operand:
+        if slot.amax is not None:
+            slot.amax.copy_(torch.maximum(slot.amax, ops.amax(x)))
+        nothing = x.new_empty(0, dtype=torch.float32)
+        payload, scale_inv = _quantized(x, cast) if row else (None, nothing)
+        payload_t, scale_inv_t = _quantized(x.t(), cast) if col else (None, nothing)
+        return Operand(payload, payload_t, scale_inv, scale_inv_t, cast.granularity)
+
+    def weight(self, payload: torch.Tensor, scales: Scales, cast: Cast, transpose: bool) -> Operand:
+        values = dequantize(payload, scales[0])
+        made, scale_inv = _quantized(values.t() if transpose else values, cast)
+        return Operand(made, None, scale_inv, scale_inv, cast.granularity)
+
+    def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
+        _say_once(str(a.granularity), str(b.granularity))
+        out = (_values(a) @ _values(b).t()).to(dtype)
+        return out if bias is None else out + bias
+
+
+def _quantized(x: torch.Tensor, cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
+    """Payload, and scale_inv one a set; NaN where a set of elements is not finite."""
+    amax = cast.granularity.maxima(x)
+    scale = cast.scaling.next_scale(amax.unsqueeze(-1), cast.format.max, 1.0)
+    payload = quantize(x, cast.granularity.spread(scale, x.shape), cast.format).contiguous()
+    return payload, inverse(scale).masked_fill(~amax.isfinite(), float("nan"))
+
+
+def _values(operand: Operand) -> torch.Tensor:
+    """FP32 [M, K]: what the payload stands for."""
+    assert operand.payload is not None
+    return dequantize(operand.payload, operand.granularity.spread(values(operand.scale_inv), operand.payload.shape))
+
+
+@functools.cache
+def _say_once(*granularities: str) -> None:
+    warnings.warn(
+        f"no kernel multiplies operands of granularity {' and '.join(granularities)}: casts and products follow the definition in plain "
+        "torch, slower than FP8 and BF16 alike; the numbers are those of the granularity",
+        stacklevel=2,
+    )
+
+
+class _Blocks:
+    """A scale a block, just in time: casts by `ops.block_cast`, products by `ops.block_scaled_mm`; see `msamp.numerics.block_scale`.
+
+    A weight that is stored in FP8 is taken as it is, its one scale in every block: a second rounding would lose more than blocks gain.
+    """
+
+    def cast(
+        self, x: torch.Tensor, slot: Slot, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
+    ) -> Operand:
+        rule, block = _BLOCK_RULES.get(type(cast.scaling)), _block(cast)
+        if rule is None or not has_kernel(block.rows, block.columns):
+            return _DEFINITION.cast(x, slot, cast, row, col, combine)
+        payload, table, payload_t, table_t = ops.block_cast(
+            x, None, slot.amax, rows=block.rows, columns=block.columns, dtype=cast.format.dtype, scale_rule=rule, row=row, col=col
+        )
+        return Operand(payload if row else None, payload_t if col else None, table, table_t, block)
+
+    def weight(self, payload: torch.Tensor, scales: Scales, cast: Cast, transpose: bool) -> Operand:
+        rule, block, dtype = _BLOCK_RULES.get(type(cast.scaling)), _block(cast), cast.format.dtype
+        if payload.dtype == dtype:
+            stored = ops.transpose(payload) if transpose else payload
+            table = scales[0].expand(block.scales_shape(stored.shape)).contiguous()
+            return Operand(stored, None, table, table, block)
+        if rule is None or not has_kernel(block.rows, block.columns):
+            return _DEFINITION.weight(payload, scales, cast, transpose)
+        made = ops.block_cast(
+            payload,
+            scales[0],
+            None,
+            rows=block.rows,
+            columns=block.columns,
+            dtype=dtype,
+            scale_rule=rule,
+            row=not transpose,
+            col=transpose,
+        )
+        stored, table = made[2:] if transpose else made[:2]
+        return Operand(stored, None, table, table, block)
+
+    def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
+        left, right = a.granularity, b.granularity
+        if not (isinstance(left, Block) and isinstance(right, Block) and have_product(left, right)):
+            return _DEFINITION.multiply(a, b, bias, dtype, fast)
+        blocks = {"a_block": (left.rows, left.columns), "b_block": (right.rows, right.columns)}
+        return ops.block_scaled_mm(a.payload, b.payload, a.scale_inv, b.scale_inv, bias, dtype, **blocks)
+
+
+def _block(cast: Cast) -> Block:
+    assert isinstance(cast.granularity, Block)
+    return cast.granularity
+
+
+# What `ops.block_cast` calls the rules that it knows.
+_BLOCK_RULES: dict[type[Scaling], str] = {Exact: "fp32", Current: "power-of-two", SharedExponent: "e8m0"}
+_DEFINITION = _ByDefinition()
+_WAYS: dict[type, Way] = {type(TENSORWISE): _Tensorwise(), Block: _Blocks()}
+
+
+def way(granularity: Granularity) -> Way:
+    """How a granularity casts and multiplies."""
+    return _WAYS.get(type(granularity), _DEFINITION)
+
+
+def cast_operand(
+    x: torch.Tensor,
+    slot: Slot,
+    cast: Cast,
+    *,
+    row: bool = True,
+    col: bool = False,
+    combine: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Operand:
+    """One tensor of a linear layer in FP8, with its slot's scale or just in time; its amax enters the slot.
+
+    Args:
+        x: [M, K] BF16, FP16 or FP32.
+        slot: of the scale and the amax; its watch is told.
+        cast: format, rule and granularity.
+        row, col: give the payload, its transpose.
+        combine: makes of a just-in-time amax (FP32, 0-dim) that of all ranks that must share the scale; a slot's own is shared already.
+
+    Returns:
+        The operand. A scale_inv is a copy, and NaN where what it serves is not finite.
+    """
+    operand = way(cast.granularity).cast(x, slot, cast, row, col, combine)
+    if slot.watch is not None:
+        seen, x2d = (operand, x) if row else (operand.transposed(), x.t())
+        assert seen.payload is not None
+        slot.watch(x2d, seen.payload, cast.granularity.spread(values(seen.scale_inv), x2d.shape))
+    return operand
+
+
+class LayerGemm(NamedTuple):
+    """One linear layer in this step: how its tensors are cast, with the scales of now, and its three GEMMs.
+
+    Attributes:
+        gemm: the casts.
+        x, grad, wire: slots of the input, the grad_output and the partial sums; `wire` is None where none travel in FP8.
+        scales: from the stored weight into FP8 and back, FP32 0-dim.
+    """
+
+    gemm: Gemm
+    x: Slot
+    grad: Slot
+    wire: Slot | None
+    scales: Scales
+
+    @classmethod
+    def of(cls, scaling: LinearScaling, weight: ScalingTensor) -> "LayerGemm":
+        """With the scales of now; amaxes are recorded while gradients are enabled."""
+        x, grad, *wire = scaling.slots(record=torch.is_grad_enabled())
+        return cls(scaling.gemm, x, grad, wire[0] if wire else None, scaling.weight_scales(weight))
+
+    @property
+    def x_dtype(self) -> torch.dtype:
+        """Of the input's payload."""
+        return self.gemm.input.format.dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Of the grad_output's payload."""
+        return self.gemm.grad_output.format.dtype
+
+    def weight(self, payload: torch.Tensor, *, transpose: bool = False) -> Operand:
+        """The FP8 weight from what is stored, [N, K], or its transpose [K, N], as grad_input's GEMM wants it, in `payload`."""
+        cast = self.gemm.grad_input.right if transpose else self.gemm.output.right
+        return way(cast.granularity).weight(payload, self.scales, cast, transpose)
+
+    def output(self, x: Operand, w: Operand, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """`x W^T + b` [M, N] of `dtype` from the input [M, K], the weight [N, K] and the bias [N] or None."""
+        return _multiply(x, w, None if bias is None else bias.to(dtype), dtype, self.gemm.output)
+
+    def grad_input(self, g: Operand, w: Operand, dtype: torch.dtype) -> torch.Tensor:
+        """`g W` [M, K] of `dtype` from the grad_output [M, N] and the weight's transpose [K, N]."""
+        return _multiply(g, w, None, dtype, self.gemm.grad_input)
+
+    def grad_weight(self, g: Operand, x: Operand, dtype: torch.dtype) -> torch.Tensor:
+        """`g^T x` [N, K] of `dtype` from grad_output and input, both by their transposes [N, M] and [K, M]."""
+        return _multiply(g.transposed(), x.transposed(), None, dtype, self.gemm.grad_weight)
+
+
+def _multiply(a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, product: Product) -> torch.Tensor:
+    left, right = way(a.granularity), way(b.granularity)
+    return (left if left is right else _DEFINITION).multiply(a, b, bias, dtype, product.fast)

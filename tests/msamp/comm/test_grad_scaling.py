@@ -1,0 +1,208 @@
+"""Proposals of the shared scale against a search in FP64, and what MIN does with the marks; mu against golden vectors and by hand."""
+
+import itertools
+
+import pytest
+import torch
+from numerics import KINDS, floats, golden, make
+
+from msamp.comm.grad_scaling import (
+    ABSENT,
+    GRAD_SCALINGS,
+    MU_RULES,
+    NOT_FINITE,
+    AutoScale,
+    check_grad_scaling,
+    exceeds,
+    next_mu,
+    propose_scales,
+    scales_of,
+)
+from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
+
+scaled = pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16], ids=str)
+ZERO = 2.0**126  # of a gradient of zeros only
+INF, NAN = float("inf"), float("nan")
+
+
+def searched(amax: float, limit: float) -> float:
+    """The largest power of two from 2^-126 to 2^126 with amax * scale <= limit, or the smallest one."""
+    return max((2.0**e for e in range(-126, 127) if amax * 2.0**e <= limit), default=2.0**-126)
+
+
+def proposed(gradients, fmt) -> list[float]:
+    return propose_scales(gradients, fmt, torch.device("cpu")).tolist()
+
+
+@scaled
+def test_a_proposal_is_the_largest_power_of_two_that_fits(fmt):
+    """Next to powers of two and to the format's maximum, where a division or log2 in FP32 is off; tiny and huge ones too."""
+    exponents = (-149, -126, -119, -118, -100, -20, -1, 0, 3, 9, 16, 60, 127)
+    around = [torch.tensor(2.0**e) for e in exponents] + [torch.tensor(fmt.max * 2.0**e) for e in exponents if -100 < e < 100]
+    amaxes = [
+        f(x) for x in around for f in (lambda x: x, lambda x: x.nextafter(torch.tensor(INF)), lambda x: x.nextafter(torch.tensor(0.0)))
+    ]
+    amaxes = [x for x in amaxes if 0 < x < INF]
+    gradients = [torch.stack([x / 2, -x, torch.tensor(0.0)]) for x in amaxes]
+    assert proposed(gradients, fmt) == [searched(float(x), fmt.max) for x in amaxes]
+
+
+def test_golden_scales_of_the_exchange():
+    vectors = golden("exchange_fp32_sum")
+    gradients = [floats(g) for g in vectors["ranks"]]
+    assert [proposed([g], E4M3)[0] for g in gradients] == vectors["scales"]
+    assert min(vectors["scales"]) == vectors["shared"]
+
+
+@scaled
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_any_dtype_shape_and_stride(dtype, kind, fmt):
+    shapes = ((), (1,), (129,), (3, 5, 7), (64, 33))
+    gradients = [make(kind, shape or (1,), i).view(shape).to(dtype).clamp(-6e4, 6e4) for i, shape in enumerate(shapes)]
+    gradients += [gradients[-1].T, gradients[-1][::2, 1::3]]
+    assert proposed(gradients, fmt) == [searched(float(g.abs().amax()), fmt.max) for g in gradients]
+
+
+@scaled
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("place", [0, 500, 999])
+def test_marks(place, bad, fmt):
+    g = make("normal", (1000,))
+    broken = g.clone()
+    broken[place] = bad
+    want = searched(float(g.abs().amax()), fmt.max)
+    assert proposed([g, broken, None, torch.zeros(3), torch.tensor(-0.0), torch.full((4,), bad), None], fmt) == [
+        want,
+        NOT_FINITE,
+        ABSENT,
+        ZERO,
+        ZERO,
+        NOT_FINITE,
+        ABSENT,
+    ]
+
+
+@pytest.mark.parametrize("fmt", [E4M3, FP16, BF16, FP32], ids=str)
+def test_no_gradient_at_all(fmt):
+    assert proposed([None, None], fmt) == [ABSENT, ABSENT]
+
+
+@scaled
+def test_a_tensor_without_elements_asks_for_nothing(fmt):
+    assert proposed([torch.zeros(0, 4), torch.ones(2)], fmt) == [ZERO, searched(1.0, fmt.max)]
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP32], ids=str)
+def test_formats_without_scales_only_say_who_has_a_gradient(fmt):
+    gradients = [torch.tensor([NAN]), None, torch.zeros(2), torch.full((2,), 1e30), torch.tensor([1.0, -INF]).to(fmt.dtype)]
+    assert proposed(gradients, fmt) == [1, ABSENT, 1, 1, 1]
+    assert propose_scales(gradients, fmt, torch.device("cpu"), plain=True).tolist() == [NOT_FINITE, ABSENT, 1, 1, NOT_FINITE]
+
+
+def test_min_prefers_not_finite_then_scales_then_zeros_then_absent():
+    order = [NOT_FINITE, 2.0**-126, 2.0**-3, 1.0, 2.0**125, ZERO, ABSENT]
+    for a, b in itertools.combinations(order, 2):
+        assert torch.minimum(torch.tensor(a), torch.tensor(b)).item() == a
+
+
+def test_scales_of_gives_1_where_there_is_no_scale():
+    assert scales_of(torch.tensor([NOT_FINITE, ABSENT, 2.0**-126, 0.25, ZERO])).tolist() == [1, 1, 2.0**-126, 0.25, ZERO]
+
+
+@pytest.mark.gpu
+@scaled
+def test_the_gpu_proposes_the_same(fmt):
+    gradients = [None, torch.zeros(5), torch.tensor([1.0, NAN]), torch.tensor([INF]), *(make(kind, (129, 65)) for kind in KINDS)]
+    on_gpu = propose_scales([None if g is None else g.cuda() for g in gradients], fmt, torch.device("cuda"))
+    assert on_gpu.cpu().tolist() == proposed(gradients, fmt)
+
+
+MILLION = 10**6
+OVERFLOWS = (100, *range(600, 603), *range(700, 706))
+# Step -> log4 of mu before it, at 4 ranks (least mu 4^-2): a quiet step adds 1/1000, halving takes 1/2, 1/2 itself is 4^-0.5.
+BY_HAND = {
+    "halve": {
+        0: 0.0,
+        100: 0.1,
+        101: -0.4,
+        600: 0.099,
+        601: -0.401,
+        602: -0.901,
+        603: -1.401,
+        700: -1.304,
+        701: -1.804,
+        702: -2.0,
+        706: -2.0,
+        707: -1.999,
+        1199: -1.507,
+    },
+    "paper": {0: 0.0, 100: 0.1, 101: -0.5, 600: -0.001, 601: -0.5, 603: -0.5, 700: -0.403, 701: -0.5, 706: -0.5, 707: -0.499, 1199: -0.007},
+}
+QUIET = {0: 0.0, 1: 0.001, 250: 0.25, 500: 0.5, 501: 0.5, 1199: 0.5}
+
+
+def counts(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("rule", MU_RULES)
+def test_golden_mu(rule):
+    vectors = golden("mu")
+    scale = AutoScale([vectors["n"]], vectors["ranks"], rule)
+    before = []
+    for step in range(vectors["steps"][-1] + 1):
+        before.append(scale.mu.item())
+        scale.update(counts(vectors["saturated"].get(str(step), 0)), counts(0), torch.tensor([True]))
+    assert [before[step] for step in vectors["steps"]] == pytest.approx(vectors[rule], rel=1e-6)
+
+
+@pytest.mark.parametrize("rule", MU_RULES)
+def test_1200_steps_with_planted_overflow_follow_the_trace_by_hand(rule, device):
+    """Overflow in the payload, overflow in the sum, none, and a tensor that never has a valid gradient."""
+    scale = AutoScale([MILLION] * 4, 4, rule, device)
+    memory, valid = scale.mu.data_ptr(), torch.tensor([True, True, True, False], device=device)
+    trace = []
+    for step in range(1200):
+        trace.append(scale.mu.clone())
+        planted = 11 if step in OVERFLOWS else 10
+        scale.update(counts(planted, 0, 10, planted).to(device), counts(0, planted, 10, planted).to(device), valid)
+    assert scale.mu.data_ptr() == memory
+    for step, exponent in BY_HAND[rule].items():
+        assert trace[step][:2].tolist() == pytest.approx([4.0**exponent] * 2, rel=1e-12), step
+    for step, exponent in QUIET.items():
+        assert trace[step][2].item() == pytest.approx(4.0**exponent, rel=1e-12), step
+    assert all(mu[3] == 1 for mu in trace)
+
+
+def test_the_share_is_counted_in_integers():
+    numel = counts(MILLION, MILLION, 1, 10, 10, 199_999, 200_000, 300_000, 2**33, 2**33)
+    at_max = counts(10, 11, 1, 1, 2, 2, 2, 3, 85_899, 85_900)
+    assert exceeds(at_max, numel).tolist() == [False, True, False, False, True, True, False, False, False, True]
+
+
+def test_one_rank_halves_down_to_a_quarter():
+    mu = torch.ones(1, dtype=torch.float64)
+    for want in (0.5, 0.25, 0.25):
+        mu = next_mu(mu, torch.tensor([True]), ranks=1)
+        assert mu.item() == want
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="'double' is unknown; choose one of halve, paper"):
+        AutoScale([1], 1, "double")
+    with pytest.raises(ValueError, match="'double' is unknown; choose one of halve, paper"):
+        next_mu(torch.ones(1), torch.tensor([False]), 1, "double")
+    with pytest.raises(ValueError, match="gradient scaling 'both' is unknown; choose one of auto, pre, post"):
+        check_grad_scaling("both")
+
+
+def test_the_three_of_figure_7():
+    scales, mu = torch.tensor([8.0, 2.0**-126]), torch.tensor([0.3, 2.0], dtype=torch.float64)
+    assert list(GRAD_SCALINGS) == ["auto", "pre", "post"]
+    assert [name for name, scaling in GRAD_SCALINGS.items() if scaling.adapts] == ["auto"]
+    found = {name: scaling.factor(scales, 3, mu) for name, scaling in GRAD_SCALINGS.items()}
+    assert all(factor.dtype is torch.float32 for factor in found.values())
+    assert found["auto"].equal(torch.tensor([8.0, 2.0**-126]) * torch.tensor([0.3, 2.0]))
+    assert found["pre"].equal(torch.tensor([8.0, 2.0**-126]) / 3)
+    assert found["post"].equal(scales)
