@@ -88,8 +88,8 @@ def _told(part: Launch, exact: Launch, before: list[torch.Tensor], by_place: dic
         stored[WEIGHT], wanted[WEIGHT] = part.weights, [fp32_values(x) for x in part.masters]
         rounded |= {WEIGHT} if weight_format(part.weights[0]) != FP32 else set()
     for i, place in enumerate(part.places):
-        one = ({name: column[i] for name, column in values.items()} for values in (wanted, stored))
-        yield Rehearsal(by_place[place], before[i], *one, frozenset(rounded))
+        exactly, as_kept = ({name: column[i] for name, column in values.items()} for values in (wanted, stored))
+        yield Rehearsal(by_place[place], before[i], exactly, as_kept, frozenset(rounded))
 
 
 def _numbers(launch: Launch) -> list[State]:
@@ -124,7 +124,7 @@ def _parts(launch: Launch) -> Iterator[Launch]:
 
 
 def _joined(launch: Launch, group: list[dict[Any, Any]]) -> Launch:
-    lists = {name: [one[name] for one in group if name in one] for name in LISTS}
+    lists: dict[str, Any] = {name: [one[name] for one in group if name in one] for name in LISTS}
     return replace(launch, **lists, states={key: [one["state", key] for one in group] for key in launch.states})
 
 

@@ -260,7 +260,7 @@ class Collage(AdamW):
 def _collage(name: str) -> Collage:
     variant = VARIANTS[name]
     fmt = BF16 if variant.remainder is torch.bfloat16 else REMAINDER_E4M3
-    states = MOMENTS
+    states: tuple[State, ...] = MOMENTS
     if variant.weight != "nothing":
         states += (State("weight_remainder", fmt, MASTER.column, remainder_of=WEIGHT),)
     if variant.pair_v:

@@ -79,7 +79,10 @@ def register() -> None:
 
 
 @pytest.fixture(autouse=True)
-def known() -> None:
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known in this process too, to the end of the test."""
+    monkeypatch.setattr(updates, "_KNOWN", dict(updates._KNOWN))
+    monkeypatch.setattr(recipe, "_TABLE", dict(recipe._TABLE))
     register()
 
 
