@@ -173,7 +173,7 @@ def test_the_toy_has_the_grid_and_the_flags(python):
     assert "grid: 2 processes = TP 2 x PP 1 x DP 1, sequence parallel, ZeRO" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("size", "level"),
     [*((size, "O3") for size in ("125m", "345m", "1p3b", "7b")), *(("13b", level) for level in ("O0", "O1", "O2", "O3"))],

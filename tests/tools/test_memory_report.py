@@ -29,11 +29,11 @@ CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="follows the storages
 CASES = {
     "fp16-amp": (),
     "O0": BF16,
-    "O0 --recompute-granularity selective --recompute-modules mlp core_attn": (BF16, pytest.mark.slow),
+    "O0 --recompute-granularity selective --recompute-modules mlp core_attn": (BF16, pytest.mark.nightly),
     "O1": (),
     "O2 --swiglu --ffn-hidden-size 512 --group-query-attention --num-query-groups 1 --disable-bias-linear": (),
     "O2 --bf16-linears linear_qkv linear_fc2": BF16,
-    "O2 --bf16-linears linear_qkv --recompute-granularity selective --recompute-modules mlp core_attn": (BF16, pytest.mark.slow),
+    "O2 --bf16-linears linear_qkv --recompute-granularity selective --recompute-modules mlp core_attn": (BF16, pytest.mark.nightly),
     "O3": (),
     "O2 --save-activations coat": (),
     "O2 --save-activations coat --swiglu --ffn-hidden-size 512 --recompute-granularity selective --recompute-modules core_attn": (),

@@ -123,8 +123,8 @@ def losses(run: dict[str, Any]) -> list[float]:
     ("ranks", "level"),
     [
         *(("two", level) for level in LEVELS if level in TWO),
-        *(pytest.param("two_all", level, marks=pytest.mark.slow) for level in LEVELS if level in TWO_SLOW),
-        *(pytest.param("four", level, marks=pytest.mark.slow) for level in LEVELS),
+        *(pytest.param("two_all", level, marks=pytest.mark.nightly) for level in LEVELS if level in TWO_SLOW),
+        *(pytest.param("four", level, marks=pytest.mark.nightly) for level in LEVELS),
     ],
 )
 def test_several_processes_train_as_one(request: pytest.FixtureRequest, one: dict, ranks: str, level: str):
@@ -139,8 +139,8 @@ def test_several_processes_train_as_one(request: pytest.FixtureRequest, one: dic
     ("ranks", "name"),
     [
         *(("two", name) for name in TWO),
-        *(pytest.param("two_all", name, marks=pytest.mark.slow) for name in TWO_SLOW),
-        *(pytest.param("four", name, marks=pytest.mark.slow) for name in FOUR),
+        *(pytest.param("two_all", name, marks=pytest.mark.nightly) for name in TWO_SLOW),
+        *(pytest.param("four", name, marks=pytest.mark.nightly) for name in FOUR),
     ],
 )
 def test_the_ranks_hold_the_same_weights(request: pytest.FixtureRequest, ranks: str, name: str):
@@ -150,7 +150,7 @@ def test_the_ranks_hold_the_same_weights(request: pytest.FixtureRequest, ranks: 
 
 @pytest.mark.parametrize(
     ("ranks", "plain", "other"),
-    [*(("two", *pair) for pair in SAME_BITS), *(pytest.param("two_all", *pair, marks=pytest.mark.slow) for pair in SAME_BITS_SLOW)],
+    [*(("two", *pair) for pair in SAME_BITS), *(pytest.param("two_all", *pair, marks=pytest.mark.nightly) for pair in SAME_BITS_SLOW)],
 )
 def test_what_must_not_change_a_bit(request: pytest.FixtureRequest, ranks: str, plain: str, other: str):
     """ZeRO, overlap, the size of the buckets."""
@@ -159,7 +159,7 @@ def test_what_must_not_change_a_bit(request: pytest.FixtureRequest, ranks: str, 
     assert tiny.same(first[other]["weights"], first[plain]["weights"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_zero_changes_no_bit_on_one_process_nor_on_four(one: dict, four: list[dict]):
     for runs in (one, four[0]):
         assert losses(runs["O2 ZeRO"]) == losses(runs["O2"])
@@ -171,12 +171,12 @@ def test_the_sum_in_fp8_trains_too(two: list[dict], one: dict):
     assert losses(two[0]["nccl"]) != losses(two[0]["O2"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_micro_batches(two_all: list[dict], one: dict):
     assert losses(two_all[0]["micro"]) == pytest.approx(losses(one["fp32"]), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ACCUMULATION)
 def test_every_accumulation_trains(two_all: list[dict], kind: str):
     """Two micro-batches a rank: FP32 sums are the measure."""
@@ -242,7 +242,7 @@ def test_saturation_and_underflow_are_in_the_row(two: list[dict], name: str):
 
 @pytest.mark.parametrize(
     ("ranks", "a", "b"),
-    [("two", "O2", "nccl"), pytest.param("two_all", "accumulated bf16", "accumulated fp32", marks=pytest.mark.slow)],
+    [("two", "O2", "nccl"), pytest.param("two_all", "accumulated bf16", "accumulated fp32", marks=pytest.mark.nightly)],
 )
 def test_runs_that_may_differ_do(request: pytest.FixtureRequest, ranks: str, a: str, b: str):
     """So that the comparisons above compare something."""

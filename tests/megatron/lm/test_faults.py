@@ -242,7 +242,7 @@ def test_the_rank_whose_gradient_was_not_finite_is_named(pair: list[dict[str, An
             assert [row["tensors"] for row in rows] == [{"1": [f"the gradient of {NORM}", f"the gradient of {FIRST}"]}]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("virtual", [None, 1])
 def test_a_pipeline_names_layers_as_one_process_has_them(gloo_prefix: Path, virtual: int | None):
     """The second stage's first layer is the model's third (without interleaving), and called so."""

@@ -311,7 +311,7 @@ def decide(cache: str) -> tuple[tuple[str, ...], str]:
         raise AssertionError("the failure of rank 0 was not told")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rank_0_decides_for_all(tmp_path: Path):
     assert dist.run(decide, 2, str(tmp_path / "gain.json")) == [(LINEARS, "no checkpoint there")] * 2
 

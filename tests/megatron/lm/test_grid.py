@@ -293,28 +293,28 @@ def test_two_processes_train_as_one(two, one, name: str):
     check(two, name, TWO[name], one)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(2700)  # of all runs, which the first test starts
 @pytest.mark.parametrize("name", TWO_SLOW)
 def test_every_recipe_on_two_processes(two_slow, one, name: str):
     check(two_slow, name, TWO_SLOW[name], one)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.timeout(2700)
 @pytest.mark.parametrize("name", TWO_REST)
 def test_the_other_grids_of_two_processes(two_rest, one, name: str):
     check(two_rest, name, TWO_REST[name], one)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.timeout(2700)
 @pytest.mark.parametrize("name", FOUR_REST)
 def test_bf16_on_four_processes(four_rest, one, name: str):
     check(four_rest, name, FOUR_REST[name], one)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("a", "b"), SAME_BITS_SLOW, ids=str)
 def test_bits_do_not_depend_on_the_run_nor_on_recomputation(two, two_slow, a: str, b: str):
     for rank, more in zip(two, two_slow, strict=True):
@@ -323,21 +323,21 @@ def test_bits_do_not_depend_on_the_run_nor_on_recomputation(two, two_slow, a: st
         assert tiny.same(runs[a]["weights"], runs[b]["weights"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(2700)
 @pytest.mark.parametrize("name", FOUR)
 def test_every_recipe_on_four_processes(four, one, name: str):
     check([rank["runs"] for rank in four], name, FOUR[name], one)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("a", "b"), SAME_BITS_FOUR, ids=str)
 def test_zero_changes_no_bit_in_a_grid(four, a: str, b: str):
     for rank in four:
         assert tiny.same(rank["runs"][a]["weights"], rank["runs"][b]["weights"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(four):
     for rank in four:
         assert [skipped for skipped, _ in rank["poisoned"]] == [False, True, False]

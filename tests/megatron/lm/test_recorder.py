@@ -145,7 +145,7 @@ def test_numbers_are_the_definitions(tmp_path: Path, steps: int):
 @pytest.mark.parametrize(
     ("level", "settings"),
     [
-        pytest.param("O2", {}, marks=pytest.mark.slow),
+        pytest.param("O2", {}, marks=pytest.mark.nightly),
         ("O3", {"micro_batch_size": 2, "global_batch_size": 4}),
         ("bf16", {}),
     ],
@@ -402,7 +402,7 @@ def on_every_grid(prefix: str, folder: str) -> dict[str, tuple[list[dict[str, An
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_on_grids_one_line_tells_of_the_whole_model(gloo_prefix: Path, tmp_path: Path):
     first, second = dist.run(on_every_grid, 2, str(gloo_prefix), str(tmp_path), timeout=800)
     for name, (rows, same) in first.items():

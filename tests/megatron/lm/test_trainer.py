@@ -13,7 +13,7 @@ import torch
 from megatron.lm import step, trainer
 from megatron.lm.trainer import Trainer
 
-SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+SLOW = functools.partial(pytest.param, marks=pytest.mark.nightly)
 LEVELS = ("fp32", "fp16-amp", "bf16", "coat", "O1", "O2", "O3")
 LONG = {"train_iters": 60, "global_batch_size": 8, "micro_batch_size": 8}
 
@@ -46,7 +46,7 @@ def test_no_step_is_skipped(level_rows: dict[str, list[dict[str, Any]]]):
     assert all(row["skipped"] == 0 for rows in level_rows.values() for row in rows if row["kind"] == "train")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_collage_plus_follows_fp32_where_bf16_alone_falls_behind(prefix: Path):
     """beta2 0.999, which BF16 rounds to 1, and a learning rate of 3e-4, whose updates BF16 weights lose in part.
 

@@ -104,7 +104,7 @@ def test_the_noise_of_fp8_sr(kind, sort):
     assert losses("fp8-sr", kind, sort, SMALL, (256,))[0] <= SR_LIMITS[sort][KINDS.index(kind)]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "channel-outlier")) for kind in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind != "channel-outlier")) for kind in KINDS])
 def test_fp8_sr_is_unbiased(kind):
     """The mean of 64 runs is nearer to the true sum by the root of 64 than a run is, where rounding to nearest has lost a third or more."""
     gradients, runs = list(micro_batches(kind, "shared", SMALL, 64)), 64

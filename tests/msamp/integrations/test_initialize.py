@@ -384,7 +384,7 @@ def test_autocast_in_the_loop():
 
 
 # With inductor too: what it does to operators that change their arguments, no other backend does.
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_the_compiled_model_trains_alike(backend: str):
     a, b = mlp(), mlp()
     low, optimizer = msamp.initialize(a, adamw(a))

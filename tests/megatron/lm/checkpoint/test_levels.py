@@ -36,7 +36,7 @@ COLLAGE = {
     "collage-plus": (TWO, TWO),
     "collage-fp8": (EIGHT_BITS, EIGHT_BITS),
 }
-SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+SLOW = functools.partial(pytest.param, marks=pytest.mark.nightly)
 SAVED, LAST = 6, 9
 # Largest relative difference of a loss from that of staying at the level: of the next step, whose difference is that of the formats in
 # forward, and of the two after it. Largest seen: 5e-4, 6e-4.
@@ -139,7 +139,7 @@ def check_losses(losses: list[float], staying: list[float]) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_round_the_levels_and_back(prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]]):
     """O0 -> O1 -> O2 -> O3 -> O0 rounds each tensor once a format; whatever comes then rounds nothing more."""
     staying, folder = stayed["bf16"]
@@ -158,7 +158,7 @@ def test_round_the_levels_and_back(prefix: Path, tmp_path: Path, stayed: dict[st
             assert torch.equal(values[0], values[3]) != fmt_of(rounded).scaled
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("level", "other"), PAIRS, ids=lambda level: level)
 def test_every_level_from_every_other(prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]], level: str, other: str):
     staying, folder = stayed[level]
@@ -192,7 +192,7 @@ def test_to_an_option_of_collage_and_back(prefix: Path, tmp_path: Path, stayed: 
     assert max(pair_errors(there, back)) <= 2.0**-24
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_from_option_to_option_the_common_states_keep_their_bits(
     prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]], capfd: pytest.CaptureFixture[str]
 ):
@@ -211,7 +211,7 @@ def test_from_option_to_option_the_common_states_keep_their_bits(
         source = folder
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_to_remainders_in_8_bits_and_back(prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]]):
     """The way there rounds the remainders alone, and once; the way back, and there again, keeps their values."""
     source, seen = stayed["bf16"][1], []
@@ -230,7 +230,7 @@ def test_to_remainders_in_8_bits_and_back(prefix: Path, tmp_path: Path, stayed: 
             assert tiny.same(tiny.bits([eight.stored.tensor(key)]), tiny.bits([again.stored.tensor(key)])), key
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("level", "coat"), [("O3", "O3+coat"), ("bf16", "bf16+coat"), ("O3", "coat")], ids=str)
 def test_to_coat_s_moments_to_pairs_and_back(
     prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]], level: str, coat: str

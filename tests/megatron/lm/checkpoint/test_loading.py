@@ -62,7 +62,7 @@ def test_resume_is_bit_exact_when_the_window_fills_and_with_dropout(prefix: Path
     check_resume(prefix, tmp_path, first, train_iters=last, precision=level, **DROPOUT)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("level", LEVELS)
 def test_resume_is_bit_exact_while_casts_are_just_in_time(prefix: Path, tmp_path: Path, level: str):
     check_resume(prefix, tmp_path, 6, train_iters=12, precision=level, micro_batch_size=2, global_batch_size=4)
@@ -103,7 +103,7 @@ def resumed(prefix: str, folder: str) -> dict[str, list[tuple[list[float], list[
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_resume_bit_for_bit(gloo_prefix: Path, tmp_path: Path):
     for rank in dist.run(resumed, 2, str(gloo_prefix), str(tmp_path), timeout=800):
         for name in RUNS:

@@ -22,7 +22,7 @@ def good(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.saved(prefix, tmp_path_factory.mktemp("good"), opt_level="O3", save_interval=2)
 
 
-@pytest.mark.parametrize("level", ["bf16", "O2", "O3", *(pytest.param(level, marks=pytest.mark.slow) for level in ("fp32", "O1"))])
+@pytest.mark.parametrize("level", ["bf16", "O2", "O3", *(pytest.param(level, marks=pytest.mark.nightly) for level in ("fp32", "O1"))])
 def test_the_loaded_model_gives_the_logits_of_the_trained_one(prefix: Path, tmp_path: Path, level: str):
     tokens = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(16).expand(2, 16)

@@ -23,7 +23,7 @@ from megatron.lm.checkpoint.values import Found
 from megatron.lm.config import Config
 from msamp.numerics.formats import of_dtype
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3000)]
 LEVELS = ("fp32", "bf16", "O1", "O2", "O3")
 TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 GRIDS: dict[str, dict[str, Any]] = {

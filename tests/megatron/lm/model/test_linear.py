@@ -289,7 +289,7 @@ def wires() -> list[dict[str, dict[str, dict[str, int]]]]:
     return dist.run(on_the_wire, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", ["layer", "head"])
 @pytest.mark.parametrize("name", WIRES)
 def test_counted_bytes_are_those_that_go_through_the_process_groups(wires: list[Any], name: str, part: str):
