@@ -7,11 +7,10 @@ import pytest
 import shards
 import torch
 
-
-def pytest_configure(config: pytest.Config) -> None:
-    # Triton reads this when it is first imported, and kernels are made for one or the other when their file is.
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+# Triton reads this when it is first imported, and kernels are made for one or the other when their file is. Not in a hook: where single
+# files are named on the command line, the conftests beside them are imported first, and one of them imports Triton.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def _interpreting() -> bool:

@@ -328,6 +328,7 @@ def test_a_typo_is_told_before_torch_is_imported(corpus: Path, tmp_path: Path):
     assert "--num-attention-heads 3" in err
 
 
+@pytest.mark.nightly(20)  # the quick start does it every time
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
 def test_two_processes_by_torchrun(corpus: Path, tmp_path: Path):
     flags = [*FLAGS, "--data-path", str(corpus), "--opt-level", "O2", "--global-batch-size", "8", *outputs(tmp_path)]

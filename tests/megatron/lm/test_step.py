@@ -1,5 +1,6 @@
 """One training step: against a plain PyTorch loop, over micro-batches, with a gradient that is not finite; and one evaluation."""
 
+import functools
 import gc
 import itertools
 import math
@@ -21,6 +22,7 @@ from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.recipe import FP32
 from msamp.numerics.tensor import ScalingTensor
 
+NIGHTLY = functools.partial(pytest.param, marks=pytest.mark.nightly)
 LEVELS = ("fp32", "bf16", "O1", "O2", "O3", "fp16-amp")
 
 
@@ -196,9 +198,14 @@ class Spoil:
         output[0].register_hook(lambda g: torch.full_like(g, self.value))
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "current"])
-@pytest.mark.parametrize("when", [3, 17])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("value", "when", "scaling"),
+    [
+        *((math.nan, 17, "delayed"), (math.inf, 3, "delayed"), (math.nan, 3, "current")),
+        *(NIGHTLY(*case) for case in ((math.nan, 3, "delayed"), (math.inf, 17, "delayed"), (math.inf, 3, "current"))),
+        *(NIGHTLY(value, 17, "current") for value in (math.nan, math.inf)),
+    ],
+)
 def test_a_grad_output_that_is_not_finite_is_not_hidden_by_the_cast(value: float, when: int, scaling: str):
     made = training(opt_level="O2", fp8_scaling=scaling)
     steps(made, when)
@@ -208,7 +215,7 @@ def test_a_grad_output_that_is_not_finite_is_not_hidden_by_the_cast(value: float
     assert result.skipped
 
 
-@pytest.mark.parametrize("when", [0, 17])
+@pytest.mark.parametrize("when", [NIGHTLY(0), 17])
 def test_training_goes_on_after_a_gradient_that_is_not_finite(when: int):
     """A non-finite amax enters no scale: the losses end where those of a run end that never saw that batch."""
 
@@ -226,7 +233,7 @@ def test_training_goes_on_after_a_gradient_that_is_not_finite(when: int):
     assert final(accident=True) == pytest.approx(final(accident=False), rel=1e-3)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [level if level == "O3" else NIGHTLY(level) for level in LEVELS])
 def test_evaluation_changes_nothing(level: str):
     made = training(precision=level, hidden_dropout=0.1, attention_dropout=0.1)
     steps(made, 17)  # delayed scaling is on
