@@ -298,21 +298,21 @@ def test_two_processes_train_as_one(two, one, name: str):
     check(two, name, TWO[name], one)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(6)
 @pytest.mark.timeout(2700)  # of all runs, which the first test starts
 @pytest.mark.parametrize("name", TWO_SLOW)
 def test_every_recipe_on_two_processes(two_slow, one, name: str):
     check(two_slow, name, TWO_SLOW[name], one)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(6)
 @pytest.mark.timeout(2700)
 @pytest.mark.parametrize("name", TWO_REST)
 def test_the_other_grids_of_two_processes(two_rest, one, name: str):
     check(two_rest, name, TWO_REST[name], one)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(12)
 @pytest.mark.timeout(2700)
 @pytest.mark.parametrize("name", FOUR_REST)
 def test_bf16_on_four_processes(four_rest, one, name: str):
@@ -328,7 +328,7 @@ def test_bits_do_not_depend_on_the_run_nor_on_recomputation(two, two_slow, a: st
         assert tiny.same(runs[a]["weights"], runs[b]["weights"])
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(12)
 @pytest.mark.timeout(2700)
 @pytest.mark.parametrize("name", FOUR)
 def test_every_recipe_on_four_processes(four, one, name: str):

@@ -117,7 +117,7 @@ def by_hand(made: Training, recorder: Recorder, steps: int) -> tuple[dict[str, d
     return want, [float(fp32_values(layer.weight).norm()), float(update.norm()), edq(update, effective), lost_frac(update, effective)]
 
 
-@pytest.mark.parametrize("steps", [2, 17], ids=["just in time", "delayed"])
+@pytest.mark.parametrize("steps", [2, tiny.WINDOW + 1], ids=["just in time", "delayed"])
 def test_numbers_are_the_definitions(tmp_path: Path, steps: int):
     constant = {"lr_decay_style": "constant", "lr_warmup_iters": 0, "train_iters": 30}
     config = tiny.config("corpus", precision="O2", **UNFUSED, **constant)
@@ -147,7 +147,7 @@ def test_numbers_are_the_definitions(tmp_path: Path, steps: int):
     [
         pytest.param("O2", {}, marks=pytest.mark.nightly),
         ("O3", {"micro_batch_size": 2, "global_batch_size": 4}),
-        ("bf16", {}),
+        pytest.param("bf16", {}, marks=pytest.mark.nightly),
     ],
 )
 def test_a_recorded_run_ends_with_the_same_bits(prefix: Path, tmp_path: Path, level: str, settings: dict[str, Any]):

@@ -22,6 +22,7 @@ from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.recipe import FP32
 from msamp.numerics.tensor import ScalingTensor
 
+DELAYED = tiny.WINDOW + 1  # steps after which delayed scaling is on
 NIGHTLY = functools.partial(pytest.param, marks=pytest.mark.nightly)
 LEVELS = ("fp32", "bf16", "O1", "O2", "O3", "fp16-amp")
 
@@ -201,9 +202,9 @@ class Spoil:
 @pytest.mark.parametrize(
     ("value", "when", "scaling"),
     [
-        *((math.nan, 17, "delayed"), (math.inf, 3, "delayed"), (math.nan, 3, "current")),
-        *(NIGHTLY(*case) for case in ((math.nan, 3, "delayed"), (math.inf, 17, "delayed"), (math.inf, 3, "current"))),
-        *(NIGHTLY(value, 17, "current") for value in (math.nan, math.inf)),
+        *((math.nan, DELAYED, "delayed"), (math.inf, 3, "delayed"), (math.nan, 3, "current")),
+        *(NIGHTLY(*case) for case in ((math.nan, 3, "delayed"), (math.inf, DELAYED, "delayed"), (math.inf, 3, "current"))),
+        *(NIGHTLY(value, DELAYED, "current") for value in (math.nan, math.inf)),
     ],
 )
 def test_a_grad_output_that_is_not_finite_is_not_hidden_by_the_cast(value: float, when: int, scaling: str):
@@ -215,7 +216,7 @@ def test_a_grad_output_that_is_not_finite_is_not_hidden_by_the_cast(value: float
     assert result.skipped
 
 
-@pytest.mark.parametrize("when", [NIGHTLY(0), 17])
+@pytest.mark.parametrize("when", [NIGHTLY(0), DELAYED])
 def test_training_goes_on_after_a_gradient_that_is_not_finite(when: int):
     """A non-finite amax enters no scale: the losses end where those of a run end that never saw that batch."""
 
@@ -236,14 +237,14 @@ def test_training_goes_on_after_a_gradient_that_is_not_finite(when: int):
 @pytest.mark.parametrize("level", [level if level == "O3" else NIGHTLY(level) for level in LEVELS])
 def test_evaluation_changes_nothing(level: str):
     made = training(precision=level, hidden_dropout=0.1, attention_dropout=0.1)
-    steps(made, 17)  # delayed scaling is on
+    steps(made, DELAYED)
     before, random = bits(made), torch.get_rng_state()
     first, again = (evaluate(made, stream(made.config, 100), 3) for _ in range(2))
     assert first == again  # no dropout
     assert tiny.same(before, bits(made))
     assert torch.equal(random, torch.get_rng_state())
-    assert (made.iteration, made.consumed_samples) == (17, 68)
-    steps(made, 1, first=17)
+    assert (made.iteration, made.consumed_samples) == (DELAYED, 4 * DELAYED)
+    steps(made, 1, first=DELAYED)
     assert made.model.training
 
 
@@ -260,11 +261,11 @@ def test_evaluation_is_the_mean_over_all_counted_tokens():
 
 def test_histories_roll_once_a_step_whatever_the_micro_batches():
     made = training(opt_level="O2", global_batch_size=12)
-    steps(made, 4)
+    steps(made, 2)
     layers = [module for module in made.model.modules() if isinstance(module, LinearScaling)]
-    assert [layer.steps for layer in layers] == [4] * 8
-    assert all(int(layer.seen) == 4 for layer in layers)
-    assert all(bool((layer.history[:, -4:] > 0).all()) and not bool(layer.history[:, :-4].any()) for layer in layers)
+    assert [layer.steps for layer in layers] == [2] * 8
+    assert all(int(layer.seen) == 2 for layer in layers)
+    assert all(bool((layer.history[:, -2:] > 0).all()) and not bool(layer.history[:, :-2].any()) for layer in layers)
 
 
 def test_steps_are_the_same_from_run_to_run():

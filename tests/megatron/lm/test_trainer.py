@@ -69,7 +69,9 @@ def test_collage_plus_follows_fp32_where_bf16_alone_falls_behind(prefix: Path):
 @pytest.mark.parametrize("level", [SLOW("O1"), SLOW("O2"), "O3"])
 def test_current_scaling(prefix: Path, level: str, level_rows: dict[str, list[dict[str, Any]]]):
     rows = tiny.run(tiny.config(prefix, opt_level=level, fp8_scaling="current", eval_iters=4, **LONG))
-    assert tiny.losses(rows)[:16] == tiny.losses(level_rows[level])[:16]  # delayed scaling is just in time until its window is full
+    assert (
+        tiny.losses(rows)[: tiny.WINDOW] == tiny.losses(level_rows[level])[: tiny.WINDOW]
+    )  # delayed scaling is just in time until its window is full
     assert valid_loss(rows) == pytest.approx(valid_loss(level_rows[level]), rel=0.02)
 
 

@@ -59,13 +59,16 @@ def train(made: Trainer) -> list[float]:
 
 @pytest.fixture(scope="module")
 def stayed(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[float], Path]]:
-    """By level the losses of the steps after the checkpoint, of a run that was not disturbed, and where that is."""
-    runs = {}
-    for level in LEVELS:
-        folder = tmp_path_factory.mktemp(level)
-        with tiny.trainer(settings(prefix, level, save=str(folder), save_interval=SAVED)) as made:
-            runs[level] = (train(made)[SAVED:], folder)
-    return runs
+    """By level the losses of the steps after the checkpoint, of a run that was not disturbed, and where that is; when first asked for."""
+
+    class Runs(dict):
+        def __missing__(self, level: str) -> tuple[list[float], Path]:
+            folder = tmp_path_factory.mktemp(level)
+            with tiny.trainer(settings(prefix, level, save=str(folder), save_interval=SAVED)) as made:
+                self[level] = (train(made)[SAVED:], folder)
+            return self[level]
+
+    return Runs()
 
 
 def convert(prefix: Path, source: Path, level: str, target: Path) -> list[float]:
@@ -255,11 +258,16 @@ def test_to_coat_s_moments_to_pairs_and_back(
 
 # Weights without the optimizer's states
 
+PAIRS = [("bf16", "O1"), ("O2", "fp16-amp"), ("fp16-amp", "O3"), ("O3", "O3"), ("O2", "fp32")]
 
-@pytest.mark.parametrize("way", ["finetune", "no_load_optim"])
+
 @pytest.mark.parametrize(
-    ("level", "other"),
-    [("fp32", "O3"), ("bf16", "O1"), ("O3", "bf16"), ("O2", "fp16-amp"), SLOW("fp16-amp", "O3"), SLOW("O3", "O3"), SLOW("O2", "fp32")],
+    ("level", "other", "way"),
+    [
+        *(("fp32", "O3", "no_load_optim"), ("O3", "bf16", "finetune")),
+        *(SLOW("fp32", "O3", "finetune"), SLOW("O3", "bf16", "no_load_optim")),
+        *(SLOW(*pair, way) for pair in PAIRS for way in ("finetune", "no_load_optim")),
+    ],
 )
 def test_masters_start_from_the_best_values(prefix: Path, stayed: dict[str, tuple[list[float], Path]], level: str, other: str, way: str):
     staying, folder = stayed[level]
@@ -283,7 +291,7 @@ def test_masters_start_from_the_best_values(prefix: Path, stayed: dict[str, tupl
     assert losses[0] == pytest.approx(staying[0], rel=0.1)  # other data, but no step back
 
 
-@pytest.mark.parametrize("way", ["finetune", "no_load_optim"])
+@pytest.mark.parametrize("way", [SLOW("finetune"), "no_load_optim"])
 @pytest.mark.parametrize("option", ["collage-plus", SLOW("collage-light"), SLOW("bf16-kahan"), SLOW("collage-fp8")])
 def test_a_weight_brings_its_second_component(
     prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]], option: str, way: str

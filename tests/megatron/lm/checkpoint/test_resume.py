@@ -139,14 +139,14 @@ def others_killed(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -
     return kill(str(gloo_prefix), tmp_path_factory.mktemp("others"), OTHERS)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(10)
 @pytest.mark.timeout(3100)
 @pytest.mark.parametrize("run", KILLED, ids=" ".join)
 def test_other_processes_go_on_after_a_kill(killed: list[tuple[Seen, Seen, Seen]], run: tuple[str, str]):
     check_kill(killed, run)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(10)
 @pytest.mark.timeout(3100)
 @pytest.mark.parametrize("run", OTHERS, ids=" ".join)
 def test_other_processes_go_on_after_a_kill_on_every_grid(others_killed: list[tuple[Seen, Seen, Seen]], run: tuple[str, str]):
