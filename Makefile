@@ -12,11 +12,14 @@ PYTEST = $(PYTHON) -m pytest --durations=10
 # Tests without a GPU run in as many processes as there are cores, one thread each; a file's tests stay in one, for what they share.
 JOBS ?= logical
 PARALLEL = OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
+# Which part of the nightly tests, of how many; and how many mutants at a time.
+SHARD ?= 1/1
+MUTANT_JOBS ?= 2
 # So that an interpreter of the machine, into which nothing was installed, finds us too.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 LINTED = msamp megatron tools tests setup.py
 
-.PHONY: help venv quickstart test test-slow test-exhaustive test-gpu test-multi-gpu soak lint bench clean
+.PHONY: help venv quickstart test test-nightly mutants test-gpu test-multi-gpu soak lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -36,14 +39,15 @@ venv: $(READY) ## make .venv and install everything into it
 quickstart: $(READY) ## train a small GPT in BF16 and at O2 on this machine, compare them (ARGS=... for more flags)
 	$(PYTHON) tools/quickstart.py $(ARGS)
 
-test: $(READY) ## every test that needs no GPU (JOBS=n in n processes)
-	$(PARALLEL) -m "not gpu and not multi_gpu and not slow and not exhaustive" tests $(ARGS)
+test: $(READY) ## every test that needs no GPU, but for the nightly ones (JOBS=n in n processes)
+	$(PARALLEL) -m "not gpu and not multi_gpu and not nightly" tests $(ARGS)
 
-test-slow: $(READY) ## the slower tests that need no GPU, such as every level on every grid of 4 processes
-	$(PARALLEL) -m "slow and not gpu and not multi_gpu" tests $(ARGS)
+test-nightly: $(READY) ## the longer tests that need no GPU, and the mutants: all, or with SHARD=1/4 a fourth (each at most an hour on 2 cores)
+	$(PARALLEL) -m "nightly and not gpu and not multi_gpu" --shard $(SHARD) tests $(ARGS)
+	$(PYTHON) tools/mutants.py --shard $(SHARD) --jobs $(MUTANT_JOBS)
 
-test-exhaustive: $(READY) ## the rest, which CI has no time for: more recipes on more grids, ended by SIGKILL and not (half an hour)
-	$(PARALLEL) -m "exhaustive" tests $(ARGS)
+mutants: $(READY) ## one-line faults that the tests of the default run must notice (ARGS="-k exchange" for some)
+	$(PYTHON) tools/mutants.py --jobs $(MUTANT_JOBS) $(ARGS)
 
 test-gpu: $(READY) ## tests on one GPU with FP8
 	$(PYTEST) -m "gpu and not multi_gpu" tests $(ARGS)

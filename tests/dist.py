@@ -17,6 +17,7 @@ With one they are fresh interpreters: some import asks CUDA what it has, and no 
 """
 
 import contextlib
+import gc
 import importlib.util
 import inspect
 import io
@@ -193,6 +194,7 @@ def _call(path: str, module: str, name: str, payload: bytes, rank: int, world_si
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[module] = loaded
     spec.loader.exec_module(loaded)
+    gc.freeze()  # as in conftest.py
     if init:
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)

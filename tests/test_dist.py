@@ -75,7 +75,7 @@ def test_silent_death_is_an_error():
         dist.run(second_rank_fails, 2, "exit")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_timeout_kills_the_stragglers(tmp_path):
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\]"):
         dist.run(never_ends, 2, str(tmp_path), timeout=20)

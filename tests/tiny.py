@@ -27,6 +27,8 @@ from megatron.lm.run.trainer import Trainer
 from msamp.numerics.tensor import ScalingTensor
 
 VOCABULARY = 60  # padded to 64
+WINDOW = 16  # of delayed scaling
+BOTH_PHASES = WINDOW + 4  # steps that end some steps after its window was filled
 SETTINGS: dict[str, Any] = {
     "num_layers": 2,
     "hidden_size": 32,

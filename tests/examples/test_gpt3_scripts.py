@@ -72,7 +72,10 @@ def test_the_numbers_are_those_of_the_preset_and_so_of_table_1(size, prefix, pyt
     assert parse_args(flags) == parse_args(["--preset", SCRIPTS[size], "--opt-level", "O2", "--use-distributed-optimizer", *data])
 
 
-@pytest.mark.parametrize(("size", "gpus"), [("125m", 8), ("345m", 8), ("1p3b", 8), ("7b", 32), ("13b", 32), ("175b", 128)])
+DRY = [("125m", 8), ("345m", 8), ("1p3b", 8), ("7b", 32), ("13b", 32)]
+
+
+@pytest.mark.parametrize(("size", "gpus"), [("175b", 128), *(pytest.param(*case, marks=pytest.mark.nightly) for case in DRY)])
 def test_a_dry_run_fits_on_the_gpus_of_the_script(size, gpus):
     done = start(size, DRY_RUN=1, GPU_MEMORY_GIB=80)
     assert done.returncode == 0, done.stderr
@@ -173,7 +176,7 @@ def test_the_toy_has_the_grid_and_the_flags(python):
     assert "grid: 2 processes = TP 2 x PP 1 x DP 1, sequence parallel, ZeRO" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("size", "level"),
     [*((size, "O3") for size in ("125m", "345m", "1p3b", "7b")), *(("13b", level) for level in ("O0", "O1", "O2", "O3"))],

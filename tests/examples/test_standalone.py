@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("example", ["data_parallel", "greedy_zero"])
 def test_it_learns_and_the_ranks_agree(example, processes):

@@ -239,7 +239,7 @@ def train(prefix, folder):
     tiny.run(tiny.config(prefix, opt_level="O3", train_iters=2, save=folder, **shape))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkpoint_of_a_grid_converts_as_one_process(tmp_path):
     pytest.importorskip("transformers")
     trained, hf, fp8 = (tmp_path / name for name in ("trained", "hf", "fp8"))

@@ -24,20 +24,21 @@ SHAPE = (
 # A CPU that emulates BF16 keeps FP32 copies for its BF16 GEMMs.
 BF16 = pytest.mark.skipif(not native_bf16(torch.device("cpu")), reason="needs a CPU with BF16 instructions")
 CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="follows the storages of a CPU")
+NIGHTLY = pytest.mark.nightly(5)
 CASES = {
     "fp16-amp": (),
-    "O0": BF16,
-    "O0 --recompute-granularity selective --recompute-modules mlp core_attn": (BF16, pytest.mark.slow),
-    "O1": (),
+    "O0": (BF16, NIGHTLY),
+    "O0 --recompute-granularity selective --recompute-modules mlp core_attn": (BF16, NIGHTLY),
+    "O1": NIGHTLY,
     "O2 --swiglu --ffn-hidden-size 512 --group-query-attention --num-query-groups 1 --disable-bias-linear": (),
-    "O2 --bf16-linears linear_qkv linear_fc2": BF16,
-    "O2 --bf16-linears linear_qkv --recompute-granularity selective --recompute-modules mlp core_attn": (BF16, pytest.mark.slow),
-    "O3": (),
-    "O2 --save-activations coat": (),
+    "O2 --bf16-linears linear_qkv linear_fc2": (BF16, NIGHTLY),
+    "O2 --bf16-linears linear_qkv --recompute-granularity selective --recompute-modules mlp core_attn": (BF16, NIGHTLY),
+    "O3": NIGHTLY,
+    "O2 --save-activations coat": NIGHTLY,
     "O2 --save-activations coat --swiglu --ffn-hidden-size 512 --recompute-granularity selective --recompute-modules core_attn": (),
-    "O0 --save-activations coat --swiglu --ffn-hidden-size 512": BF16,
-    "O3 --optimizer-state coat": (),
-    "O3 --normalization RMSNorm --recompute-granularity selective --recompute-modules mlp core_attn": (),
+    "O0 --save-activations coat --swiglu --ffn-hidden-size 512": (BF16, NIGHTLY),
+    "O3 --optimizer-state coat": NIGHTLY,
+    "O3 --normalization RMSNorm --recompute-granularity selective --recompute-modules mlp core_attn": NIGHTLY,
 }
 
 
@@ -67,15 +68,8 @@ def test_the_activations_are_the_predicted_ones(case: str):
 @pytest.mark.parametrize(
     "level",
     [
-        "O0",
-        "bf16-d",
-        "collage-plus",
-        "collage-fp8",
-        "coat",
-        "O1",
-        "O2 --bf16-linears linear_qkv",
-        "O3",
-        "fp16-amp --initial-loss-scale 1e9",
+        *("collage-fp8", "coat", "O2 --bf16-linears linear_qkv", "fp16-amp --initial-loss-scale 1e9"),
+        *(pytest.param(level, marks=NIGHTLY) for level in ("O0", "bf16-d", "collage-plus", "O1", "O3")),
     ],
 )
 def test_the_states_are_the_predicted_ones(level: str):

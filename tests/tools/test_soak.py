@@ -189,7 +189,7 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: p
     assert not kept.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_real_kills():
     """Five of them, over jobs that save at once and in the background."""

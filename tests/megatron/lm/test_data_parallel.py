@@ -17,34 +17,38 @@ from megatron.lm.step import train_step
 # Largest relative difference of a training loss from one process's over 20 steps: the noise of the rounding, four times what is found.
 LIMITS = {"fp32": 1e-6, "fp16-amp": 2e-4, "bf16": 5e-4, "O1": 3e-3, "O2": 3e-3, "O3": 3e-3}
 LEVELS = tuple(LIMITS)
-SHARED = {"global_batch_size": 8, "train_iters": 20, "ddp_bucket_size": 5000}  # several buckets, and rows of one tensor on several ranks
+STEPS = tiny.BOTH_PHASES
+SHARED = {"global_batch_size": 8, "train_iters": STEPS, "ddp_bucket_size": 5000}  # several buckets, and rows of one tensor on several ranks
 ZERO = {"use_distributed_optimizer": True}
 LATE = {"overlap_grad_reduce": False, "overlap_param_gather": False}
 NCCL = {"grad_exchange": "nccl"}
 ACCUMULATION = ("fp8", "fp8-sr", "bf16", "fp32")
 TWO_MICRO_BATCHES = {"micro_batch_size": 2, "train_iters": 10}
+SHORT = {"exit_interval": 6}  # of runs that do not ask for the phases of delayed scaling
 EVALUATION = {"eval_iters": 2, "eval_interval": 5}
 
 # What two processes run.
 TWO: dict[str, dict[str, Any]] = {
-    "fp32": {"precision": "fp32", **EVALUATION},
-    **{level: {"precision": level} for level in ("bf16", "O2", "O3")},
-    "bf16 ZeRO": {"precision": "bf16", **ZERO},
-    "O2 ZeRO": {"precision": "O2", "ddp_bucket_size": None, **ZERO},  # nor may the size of the buckets matter
-    "nccl": {"precision": "O2", **NCCL},
+    "O2": {"precision": "O2", **EVALUATION},
+    "O2 ZeRO": {"precision": "O2", "ddp_bucket_size": None, **EVALUATION, **ZERO},  # nor may the size of the buckets matter
+    "nccl": {"precision": "O2", **SHORT, **NCCL},
+    "bf16": {"precision": "bf16", **SHORT},
+    "bf16 ZeRO": {"precision": "bf16", **SHORT, **ZERO},
 }
 TWO_SLOW: dict[str, dict[str, Any]] = {
+    **{level: {"precision": level} for level in ("fp32", "O3")},
     "fp16-amp": {"precision": "fp16-amp"},
     "fp16-amp ZeRO": {"precision": "fp16-amp", **ZERO},
     "O1": {"precision": "O1"},
     "O1 ZeRO": {"precision": "O1", **ZERO},
     "O3 late": {"precision": "O3", **LATE},
-    "nccl ZeRO": {"precision": "O2", **NCCL, **ZERO},
+    "nccl ZeRO": {"precision": "O2", **SHORT, **NCCL, **ZERO},
     "micro": {"precision": "fp32", "micro_batch_size": 2},
     **{f"accumulated {kind}": {"precision": "O2", "grad_accum_dtype": kind, **TWO_MICRO_BATCHES} for kind in ACCUMULATION},
     "accumulated fp8-sr ZeRO": {"precision": "O2", "grad_accum_dtype": "fp8-sr", **TWO_MICRO_BATCHES, **ZERO},
 }
 FOUR: dict[str, dict[str, Any]] = {**{level: {"precision": level} for level in LEVELS}, "O2 ZeRO": {"precision": "O2", **ZERO}}
+ALONE = {**FOUR, "O2": {"precision": "O2", **EVALUATION}}
 SAME_BITS = [("bf16", "bf16 ZeRO"), ("O2", "O2 ZeRO")]
 SAME_BITS_SLOW = [
     ("fp16-amp", "fp16-amp ZeRO"),
@@ -86,13 +90,19 @@ def sent_by_kind(prefix: str, flags: dict[str, Any]) -> dict[str, int]:
 
 def two_processes(prefix: str) -> dict[str, Any]:
     runs = all_runs(prefix, TWO)
-    return {"runs": runs, "sent": {level: sent_by_kind(prefix, {"precision": level, **ZERO}) for level in ("O2", "O3")}}
+    return {"runs": runs, "sent": {"O2": sent_by_kind(prefix, TWO["O2 ZeRO"]), "O3": sent_by_kind(prefix, {"precision": "O3", **ZERO})}}
 
 
 @pytest.fixture(scope="module")
 def one(gloo_prefix: Path) -> dict[str, dict[str, Any]]:
-    runs = {**FOUR, "fp32": {"precision": "fp32", **EVALUATION}}
-    return {name: trained(settings_of(str(gloo_prefix), 1, flags)) for name, flags in runs.items()}
+    """Runs on one process, made when first asked for."""
+
+    class Runs(dict):
+        def __missing__(self, name: str) -> dict[str, Any]:
+            self[name] = trained(settings_of(str(gloo_prefix), 1, ALONE[name]))
+            return self[name]
+
+    return Runs()
 
 
 @pytest.fixture(scope="module")
@@ -122,15 +132,15 @@ def losses(run: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize(
     ("ranks", "level"),
     [
-        *(("two", level) for level in LEVELS if level in TWO),
-        *(pytest.param("two_all", level, marks=pytest.mark.slow) for level in LEVELS if level in TWO_SLOW),
-        *(pytest.param("four", level, marks=pytest.mark.slow) for level in LEVELS),
+        ("two", "O2"),
+        *(pytest.param("two_all", level, marks=pytest.mark.nightly) for level in LEVELS if level in TWO_SLOW),
+        *(pytest.param("four", level, marks=pytest.mark.nightly) for level in LEVELS),
     ],
 )
 def test_several_processes_train_as_one(request: pytest.FixtureRequest, one: dict, ranks: str, level: str):
     ranks = request.getfixturevalue(ranks)
     found, expected = losses(ranks[0][level]), losses(one[level])
-    assert len(found) == 20
+    assert len(found) == STEPS
     assert found[-1] < found[0] - 0.3
     assert found == pytest.approx(expected, rel=LIMITS[level])
 
@@ -139,8 +149,8 @@ def test_several_processes_train_as_one(request: pytest.FixtureRequest, one: dic
     ("ranks", "name"),
     [
         *(("two", name) for name in TWO),
-        *(pytest.param("two_all", name, marks=pytest.mark.slow) for name in TWO_SLOW),
-        *(pytest.param("four", name, marks=pytest.mark.slow) for name in FOUR),
+        *(pytest.param("two_all", name, marks=pytest.mark.nightly) for name in TWO_SLOW),
+        *(pytest.param("four", name, marks=pytest.mark.nightly) for name in FOUR),
     ],
 )
 def test_the_ranks_hold_the_same_weights(request: pytest.FixtureRequest, ranks: str, name: str):
@@ -150,7 +160,7 @@ def test_the_ranks_hold_the_same_weights(request: pytest.FixtureRequest, ranks: 
 
 @pytest.mark.parametrize(
     ("ranks", "plain", "other"),
-    [*(("two", *pair) for pair in SAME_BITS), *(pytest.param("two_all", *pair, marks=pytest.mark.slow) for pair in SAME_BITS_SLOW)],
+    [*(("two", *pair) for pair in SAME_BITS), *(pytest.param("two_all", *pair, marks=pytest.mark.nightly) for pair in SAME_BITS_SLOW)],
 )
 def test_what_must_not_change_a_bit(request: pytest.FixtureRequest, ranks: str, plain: str, other: str):
     """ZeRO, overlap, the size of the buckets."""
@@ -159,7 +169,7 @@ def test_what_must_not_change_a_bit(request: pytest.FixtureRequest, ranks: str, 
     assert tiny.same(first[other]["weights"], first[plain]["weights"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_zero_changes_no_bit_on_one_process_nor_on_four(one: dict, four: list[dict]):
     for runs in (one, four[0]):
         assert losses(runs["O2 ZeRO"]) == losses(runs["O2"])
@@ -167,16 +177,16 @@ def test_zero_changes_no_bit_on_one_process_nor_on_four(one: dict, four: list[di
 
 
 def test_the_sum_in_fp8_trains_too(two: list[dict], one: dict):
-    assert losses(two[0]["nccl"]) == pytest.approx(losses(one["O2"]), rel=LIMITS["O2"])
-    assert losses(two[0]["nccl"]) != losses(two[0]["O2"])
+    assert losses(two[0]["nccl"]) == pytest.approx(losses(one["O2"])[:6], rel=LIMITS["O2"])
+    assert losses(two[0]["nccl"]) != losses(two[0]["O2"])[:6]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_micro_batches(two_all: list[dict], one: dict):
     assert losses(two_all[0]["micro"]) == pytest.approx(losses(one["fp32"]), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ACCUMULATION)
 def test_every_accumulation_trains(two_all: list[dict], kind: str):
     """Two micro-batches a rank: FP32 sums are the measure."""
@@ -186,12 +196,12 @@ def test_every_accumulation_trains(two_all: list[dict], kind: str):
 
 
 def test_evaluation_over_two_processes(two: list[dict], one: dict):
-    pairs = list(zip(two[0]["fp32"]["rows"], one["fp32"]["rows"], strict=True))
-    assert [row["kind"] for row, _ in pairs if row["kind"] in ("valid", "test")] == ["valid"] * 4 + ["test"]
+    pairs = list(zip(two[0]["O2"]["rows"], one["O2"]["rows"], strict=True))
+    assert [row["kind"] for row, _ in pairs if row["kind"] in ("valid", "test")] == ["valid"] * -(-STEPS // 5) + ["test"]
     for row, alone in pairs:
         assert (row["kind"], row.get("iteration")) == (alone["kind"], alone.get("iteration"))
         if row["kind"] in ("valid", "test"):
-            assert row["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+            assert row["loss"] == pytest.approx(alone["loss"], rel=LIMITS["O2"])
             assert row["tokens"] == alone["tokens"] == row["iteration"] * 8 * 16
 
 
@@ -209,8 +219,8 @@ def test_a_step_sends_each_gradient_and_each_weight_once(pair: list[dict], level
 
 def test_the_bytes_sent_are_in_the_row(pair: list[dict]):
     """In the first row exactly: later ones also have the few bytes by which the report before found the saturation of all ranks."""
-    first, *later = (row for row in pair[0]["runs"]["O3"]["rows"] if row["kind"] == "train")
-    assert first["sent_bytes"] == pair[0]["sent"]["O3"]
+    first, *later = (row for row in pair[0]["runs"]["O2 ZeRO"]["rows"] if row["kind"] == "train")
+    assert first["sent_bytes"] == pair[0]["sent"]["O2"]
     assert first["sent_weight_mib"] == sum(first["sent_bytes"].values()) / 2**20
     assert first["sent_activation_mib"] == 0
     assert all(row["sent_weight_mib"] == pytest.approx(first["sent_weight_mib"], abs=1e-3) for row in later)
@@ -240,11 +250,7 @@ def test_saturation_and_underflow_are_in_the_row(two: list[dict], name: str):
             assert ("mu_min" in row) == (name == "nccl")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "a", "b"),
-    [("two", "O2", "nccl"), pytest.param("two_all", "accumulated bf16", "accumulated fp32", marks=pytest.mark.slow)],
-)
-def test_runs_that_may_differ_do(request: pytest.FixtureRequest, ranks: str, a: str, b: str):
+@pytest.mark.nightly
+def test_runs_that_may_differ_do(two_all: list[dict]):
     """So that the comparisons above compare something."""
-    first = request.getfixturevalue(ranks)[0]
-    assert not tiny.same(first[a]["weights"], first[b]["weights"])
+    assert not tiny.same(*(two_all[0][f"accumulated {kind}"]["weights"] for kind in ("bf16", "fp32")))

@@ -191,7 +191,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[tupl
     return dist.run(sent_to_stages, 2, str(prefix))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", STAGES)
 def test_pipeline_traffic_is_what_goes_through_the_process_groups(stages: list[dict[str, list[tuple[int, int]]]], name: str):
     for rank in stages:

@@ -46,12 +46,19 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return chosen
 
 
-@pytest.mark.parametrize("settings", [{}, {"loss_scale": 8.0}, {"global_batch_size": 8, "swiglu": True}], ids=["dynamic", "8", "llama"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.nightly, id="dynamic"),
+        pytest.param({"loss_scale": 8.0}, marks=pytest.mark.nightly, id="8"),
+        pytest.param({"global_batch_size": 8, "swiglu": True}, id="llama"),
+    ],
+)
 def test_losses_are_those_of_fp32_but_for_rounding(prefix: Path, settings: dict[str, Any]):
     """Within 1e-3: FP16 rounds at 2^-11, eight times finer than BF16. Largest seen: 4e-4."""
     shared = {key: value for key, value in settings.items() if key != "loss_scale"}
-    wide = tiny.run(tiny.config(prefix, precision="fp32", train_iters=20, **shared))
-    narrow = tiny.run(tiny.config(prefix, fp16=True, train_iters=20, **settings))
+    wide = tiny.run(tiny.config(prefix, precision="fp32", train_iters=10, **shared))
+    narrow = tiny.run(tiny.config(prefix, fp16=True, train_iters=10, **settings))
     assert tiny.losses(narrow) == pytest.approx(tiny.losses(wide), rel=1e-3)
     norms = [[row["grad_norm"] for row in rows if row["kind"] == "train"] for rows in (narrow, wide)]
     assert norms[0] == pytest.approx(norms[1], rel=2e-2)  # of the unscaled gradient

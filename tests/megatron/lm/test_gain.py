@@ -225,7 +225,7 @@ def hardware(monkeypatch: pytest.MonkeyPatch, table: Measure) -> None:
     monkeypatch.setattr(gain, "default_measure", lambda: table)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O3", *(pytest.param(level, marks=pytest.mark.nightly) for level in ("O1", "O2"))])
 def test_a_model_of_both_kinds_learns_and_resumes_bit_for_bit(prefix: Path, tmp_path: Path, level: str):
     settings = {"opt_level": level, "bf16_linears": SOME, "train_iters": 12, "save": str(tmp_path / "straight")}
     straight = tiny.losses(tiny.run(tiny.config(prefix, **settings)))
@@ -255,7 +255,7 @@ def test_kinds_of_layer_and_their_states(prefix: Path):
                 assert group["wd_mult"] == 1.0
 
 
-@pytest.mark.parametrize("exchange", ["fp32-sum", "nccl"])
+@pytest.mark.parametrize("exchange", ["nccl", pytest.param("fp32-sum", marks=pytest.mark.nightly)])
 def test_all_linear_layers_in_bf16_are_o0_s_with_other_states(prefix: Path, exchange: str):
     """The first loss is that of the same forward; nothing wants an FP8 gradient to be there."""
     rows = {
@@ -313,7 +313,7 @@ def decide(cache: str) -> tuple[tuple[str, ...], str]:
         raise AssertionError("the failure of rank 0 was not told")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rank_0_decides_for_all(tmp_path: Path):
     assert dist.run(decide, 2, str(tmp_path / "gain.json")) == [(LINEARS, "no checkpoint there")] * 2
 

@@ -149,7 +149,7 @@ class RunsAgain:
         self.run()
 
 
-@pytest.mark.parametrize("mode", ["step", pytest.param("micro-batch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["step", pytest.param("micro-batch", marks=pytest.mark.nightly)])
 def test_after_a_recorded_step_the_graph_of_the_others_is_replayed_and_not_captured_again(mode, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

@@ -1,8 +1,9 @@
 """Grids of tensor, sequence, pipeline and data parallelism: runs on them as on one process, gradient by gradient, alike on all ranks;
 and at the end of the file what `Grid` answers.
 
-One start of processes serves all runs of a size; the tests look at what it returns. By default 2 processes and the grids that differ
-most; `slow` adds the rest of the table and 4 processes.
+One start of processes serves all runs of a size; the tests look at what it returns. By default 2 processes and two grids, one
+of tensor and one of pipeline parallelism; what TP, ZeRO and the wire do to the bit, tests/msamp/parallel shows. The nightly tests add the
+rest of the table and 4 processes.
 """
 
 import os
@@ -28,7 +29,7 @@ from megatron.lm.training import Training
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.tensor import fp32_values
 
-STEPS = 20
+STEPS = tiny.BOTH_PHASES
 SHARED: dict[str, Any] = {
     "num_layers": 4,
     "num_attention_heads": 4,
@@ -62,7 +63,6 @@ MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "llama": LLAMA | UNTIED, "learne
 Case = tuple[str, str, dict[str, Any]]  # recipe, model, grid
 TWO: dict[str, Case] = {
     "fp32 TP+SP": ("fp32", "gpt", TP2 | SP),
-    "O3 TP+SP": ("O3", "gpt", TP2 | SP),
     "O3 interleaved": ("O3", "gpt", PP2 | VPP),
 }
 EVERY_TWO: dict[str, Case] = {
@@ -71,7 +71,7 @@ EVERY_TWO: dict[str, Case] = {
     for name, grid in {"DP": {}, "TP": TP2, "TP+SP": TP2 | SP, "PP": PP2, "interleaved": PP2 | VPP}.items()
     if f"{recipe} {name}" not in TWO
 }
-# What CI has no time for on a slow machine: recipes between FP32 and O3 on the grids that differ least from others.
+# Recipes between FP32 and O3 on the grids that differ least from others.
 TWO_REST = {name: case for name, case in EVERY_TWO.items() if case[0] not in ("fp32", "O3") and name.endswith((" TP", " interleaved"))}
 TWO_SLOW: dict[str, Case] = {
     **{name: case for name, case in EVERY_TWO.items() if name not in TWO_REST},
@@ -138,6 +138,11 @@ SAME_BITS_SLOW = [
 SAME_BITS_FOUR = [(f"{recipe} DP x PP", f"{recipe} DP x PP ZeRO") for recipe in ("fp32", "O3")]
 
 
+def steps_of(recipe: str) -> int:
+    """A few, and where scaling is delayed both of its phases."""
+    return STEPS if recipe.startswith("O") else 5
+
+
 def settings_of(prefix: str, case: Case) -> Config:
     recipe, model, grid = case
     return tiny.config(prefix, **{"precision": recipe, **SHARED, **MODELS[model], **grid})
@@ -163,7 +168,7 @@ def trained(settings: Config) -> dict[str, Any]:
         stream = made._batches(made.train_data, 0)
         losses, norms = [], []
         first: list[tuple[str, int | None, int, Tensor]] = []
-        for _ in range(STEPS):
+        for _ in range(steps_of(settings.precision.name)):
             result = train_step(training, stream)
             total = torch.stack([result.loss_sum, result.tokens])
             torch.distributed.all_reduce(total)
@@ -299,28 +304,28 @@ def test_two_processes_train_as_one(two, one, name: str):
     check(two, name, TWO[name], one)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(6)
 @pytest.mark.timeout(2700)  # of all runs, which the first test starts
 @pytest.mark.parametrize("name", TWO_SLOW)
 def test_every_recipe_on_two_processes(two_slow, one, name: str):
     check(two_slow, name, TWO_SLOW[name], one)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly(6)
 @pytest.mark.timeout(2700)
 @pytest.mark.parametrize("name", TWO_REST)
 def test_the_other_grids_of_two_processes(two_rest, one, name: str):
     check(two_rest, name, TWO_REST[name], one)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly(12)
 @pytest.mark.timeout(2700)
 @pytest.mark.parametrize("name", FOUR_REST)
 def test_bf16_on_four_processes(four_rest, one, name: str):
     check(four_rest, name, FOUR_REST[name], one)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("a", "b"), SAME_BITS_SLOW, ids=str)
 def test_bits_do_not_depend_on_the_run_nor_on_recomputation(two, two_slow, a: str, b: str):
     for rank, more in zip(two, two_slow, strict=True):
@@ -329,21 +334,21 @@ def test_bits_do_not_depend_on_the_run_nor_on_recomputation(two, two_slow, a: st
         assert tiny.same(runs[a]["weights"], runs[b]["weights"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(12)
 @pytest.mark.timeout(2700)
 @pytest.mark.parametrize("name", FOUR)
 def test_every_recipe_on_four_processes(four, one, name: str):
     check([rank["runs"] for rank in four], name, FOUR[name], one)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("a", "b"), SAME_BITS_FOUR, ids=str)
 def test_zero_changes_no_bit_in_a_grid(four, a: str, b: str):
     for rank in four:
         assert tiny.same(rank["runs"][a]["weights"], rank["runs"][b]["weights"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(four):
     for rank in four:
         assert [skipped for skipped, _ in rank["poisoned"]] == [False, True, False]

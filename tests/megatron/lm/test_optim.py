@@ -356,7 +356,7 @@ def norms_of_two() -> list[dict[str, dict[str, Any]]]:
     return dist.run(grid_norms, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("grid", GRIDS)
 def test_the_norm_over_a_grid_is_that_of_the_whole_tensors(norms_of_two: list[dict[str, dict[str, Any]]], grid: str):
     """Replicated parameters count once, as does a tied embedding with its copy on the last stage."""
@@ -368,7 +368,7 @@ def test_the_norm_over_a_grid_is_that_of_the_whole_tensors(norms_of_two: list[di
         assert rank["norms"][0] == ranks[0]["norms"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_copy_that_is_not_finite_skips_the_step_on_all(norms_of_two: list[dict[str, dict[str, Any]]], grid: str):
     for rank in norms_of_two:

@@ -78,7 +78,7 @@ def test_parameters_and_states_are_those_of_the_built_model(name):
     assert planned(rank) == pytest.approx([states[key] for key in STATES])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_parameters_and_states_are_those_of_every_rank_of_a_grid():
     settings = [tiny.config("unread", **grid) for grid in GRIDS.values()]
     found = dist.run(built_all, 2, settings)

@@ -328,6 +328,7 @@ def test_a_typo_is_told_before_torch_is_imported(corpus: Path, tmp_path: Path):
     assert "--num-attention-heads 3" in err
 
 
+@pytest.mark.nightly(20)  # the quick start does it every time
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
 def test_two_processes_by_torchrun(corpus: Path, tmp_path: Path):
     flags = [*FLAGS, "--data-path", str(corpus), "--opt-level", "O2", "--global-batch-size", "8", *outputs(tmp_path)]
@@ -340,7 +341,7 @@ def test_two_processes_by_torchrun(corpus: Path, tmp_path: Path):
     assert len(tiny.losses(tiny.read(tmp_path / "out" / "metrics.jsonl"))) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
 def test_two_processes_with_bad_data_both_end_with_2_and_one_message(corpus: Path, tmp_path: Path):
     prefix = damaged(corpus, tmp_path, "truncated")

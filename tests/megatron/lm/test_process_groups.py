@@ -154,7 +154,7 @@ def groups_of_two() -> list[tuple[int, int, int, float]]:
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
 def test_two_processes():
     first, second = dist.run(groups_of_two, 2, init=False)

@@ -118,7 +118,7 @@ def by_hand(made: Training, recorder: Recorder, steps: int) -> tuple[dict[str, d
     return want, [float(fp32_values(layer.weight).norm()), float(update.norm()), edq(update, effective), lost_frac(update, effective)]
 
 
-@pytest.mark.parametrize("steps", [2, 17], ids=["just in time", "delayed"])
+@pytest.mark.parametrize("steps", [2, tiny.WINDOW + 1], ids=["just in time", "delayed"])
 def test_numbers_are_the_definitions(tmp_path: Path, steps: int):
     constant = {"lr_decay_style": "constant", "lr_warmup_iters": 0, "train_iters": 30}
     config = tiny.config("corpus", precision="O2", **UNFUSED, **constant)
@@ -146,9 +146,9 @@ def test_numbers_are_the_definitions(tmp_path: Path, steps: int):
 @pytest.mark.parametrize(
     ("level", "settings"),
     [
-        pytest.param("O2", {}, marks=pytest.mark.slow),
+        pytest.param("O2", {}, marks=pytest.mark.nightly),
         ("O3", {"micro_batch_size": 2, "global_batch_size": 4}),
-        ("bf16", {}),
+        pytest.param("bf16", {}, marks=pytest.mark.nightly),
     ],
 )
 def test_a_recorded_run_ends_with_the_same_bits(prefix: Path, tmp_path: Path, level: str, settings: dict[str, Any]):
@@ -402,7 +402,7 @@ def on_every_grid(prefix: str, folder: str) -> dict[str, tuple[list[dict[str, An
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_on_grids_one_line_tells_of_the_whole_model(gloo_prefix: Path, tmp_path: Path):
     first, second = dist.run(on_every_grid, 2, str(gloo_prefix), str(tmp_path), timeout=800)
     for name, (rows, same) in first.items():

@@ -11,7 +11,7 @@ from msamp.numerics import recipe
 from msamp.numerics.scaling import Delayed
 
 
-@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("level", ["O0", pytest.param("O2", marks=pytest.mark.nightly)])
 def test_a_longer_run_takes_its_own_schedule(prefix: Path, tmp_path: Path, level: str):
     folder = str(tmp_path / "saved")
     tiny.run(tiny.config(prefix, opt_level=level, train_iters=6, save=folder))
@@ -82,8 +82,11 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("level", ["fp32", "bf16", "O1", "O2", "O3"])
-@pytest.mark.parametrize("shape", SHAPES)
+PAIRS = [("learned positions", "O1"), ("llama", "O3"), ("grouped queries", "bf16")]
+OTHERS = [(shape, level) for shape in SHAPES for level in ("fp32", "bf16", "O1", "O2", "O3") if (shape, level) not in PAIRS]
+
+
+@pytest.mark.parametrize(("shape", "level"), [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in OTHERS)])
 def test_every_shape_trains_at_every_level(prefix: Path, shape: str, level: str):
     losses = tiny.losses(tiny.run(tiny.config(prefix, precision=level, train_iters=12, **SHAPES[shape])))
     assert losses[-1] < losses[0] - 0.2

@@ -42,7 +42,7 @@ def test_resumes_bit_for_bit_and_full_recomputation_changes_no_bit(tmp_path: Pat
     assert tiny.losses(tiny.run(settings(tmp_path, train_iters=6, save_activations="coat", **full))) == whole
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
 def test_under_tensor_and_sequence_parallelism(tmp_path: Path, level: str):
     grid = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

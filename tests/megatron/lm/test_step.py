@@ -1,5 +1,6 @@
 """One training step: against a plain PyTorch loop, over micro-batches, with a gradient that is not finite; and one evaluation."""
 
+import functools
 import gc
 import itertools
 import math
@@ -22,6 +23,8 @@ from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.recipe import FP32
 from msamp.numerics.tensor import ScalingTensor
 
+DELAYED = tiny.WINDOW + 1  # steps after which delayed scaling is on
+NIGHTLY = functools.partial(pytest.param, marks=pytest.mark.nightly)
 LEVELS = ("fp32", "bf16", "O1", "O2", "O3", "fp16-amp")
 
 
@@ -197,9 +200,14 @@ class Spoil:
         output[0].register_hook(lambda g: torch.full_like(g, self.value))
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "tensorwise"])
-@pytest.mark.parametrize("when", [3, 17])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("value", "when", "scaling"),
+    [
+        *((math.nan, DELAYED, "delayed"), (math.inf, 3, "delayed"), (math.nan, 3, "tensorwise")),
+        *(NIGHTLY(*case) for case in ((math.nan, 3, "delayed"), (math.inf, DELAYED, "delayed"), (math.inf, 3, "tensorwise"))),
+        *(NIGHTLY(value, DELAYED, "tensorwise") for value in (math.nan, math.inf)),
+    ],
+)
 def test_a_grad_output_that_is_not_finite_is_not_hidden_by_the_cast(value: float, when: int, scaling: str):
     made = training(opt_level="O2", fp8_recipe=scaling)
     steps(made, when)
@@ -209,7 +217,7 @@ def test_a_grad_output_that_is_not_finite_is_not_hidden_by_the_cast(value: float
     assert result.skipped
 
 
-@pytest.mark.parametrize("when", [0, 17])
+@pytest.mark.parametrize("when", [NIGHTLY(0), DELAYED])
 def test_training_goes_on_after_a_gradient_that_is_not_finite(when: int):
     """A non-finite amax enters no scale: the losses end where those of a run end that never saw that batch."""
 
@@ -227,17 +235,17 @@ def test_training_goes_on_after_a_gradient_that_is_not_finite(when: int):
     assert final(accident=True) == pytest.approx(final(accident=False), rel=1e-3)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [level if level == "O3" else NIGHTLY(level) for level in LEVELS])
 def test_evaluation_changes_nothing(level: str):
     made = training(precision=level, hidden_dropout=0.1, attention_dropout=0.1)
-    steps(made, 17)  # delayed scaling is on
+    steps(made, DELAYED)
     before, random = bits(made), torch.get_rng_state()
     first, again = (evaluate(made, stream(made.config, 100), 3) for _ in range(2))
     assert first == again  # no dropout
     assert tiny.same(before, bits(made))
     assert torch.equal(random, torch.get_rng_state())
-    assert (made.iteration, made.consumed_samples) == (17, 68)
-    steps(made, 1, first=17)
+    assert (made.iteration, made.consumed_samples) == (DELAYED, 4 * DELAYED)
+    steps(made, 1, first=DELAYED)
     assert made.model.training
 
 
@@ -254,11 +262,11 @@ def test_evaluation_is_the_mean_over_all_counted_tokens():
 
 def test_histories_roll_once_a_step_whatever_the_micro_batches():
     made = training(opt_level="O2", global_batch_size=12)
-    steps(made, 4)
+    steps(made, 2)
     layers = [module for module in made.model.modules() if isinstance(module, LinearScaling)]
-    assert [layer.steps for layer in layers] == [4] * 8
-    assert all(int(layer.seen) == 4 for layer in layers)
-    assert all(bool((layer.history[:, -4:] > 0).all()) and not bool(layer.history[:, :-4].any()) for layer in layers)
+    assert [layer.steps for layer in layers] == [2] * 8
+    assert all(int(layer.seen) == 2 for layer in layers)
+    assert all(bool((layer.history[:, -2:] > 0).all()) and not bool(layer.history[:, :-2].any()) for layer in layers)
 
 
 def test_steps_are_the_same_from_run_to_run():

@@ -26,7 +26,7 @@ from msamp.numerics.formats import ALL, BF16, E4M3, E5M2, FP16, FP32, Format, by
 
 SCALED = (E4M3, E5M2, FP16)
 SHAPES = [(7,), (3, 5, 7), (), (65, 33), (0, 4), (130, 3), (1,), SMALL]
-WORLDS = (2, pytest.param(4, marks=pytest.mark.slow))
+WORLDS = (2, pytest.param(4, marks=pytest.mark.nightly))
 MAGNITUDES = (1.0, 1e-3, 300.0, 1e-6)  # of the ranks, in this order and turned by one from tensor to tensor
 FACTORS = {"post": lambda ranks: 1.0, "pre": lambda ranks: 1 / ranks, "auto": lambda ranks: 4.0 ** (1 / 3), "quarter": lambda ranks: 0.25}
 # Least SQNR in dB, largest underflow and saturation share against the FP32 mean, for each of KINDS: ranks of like magnitude, the worse of
@@ -217,7 +217,7 @@ def test_plain_gradients_are_summed_in_fp32_and_rounded_once(ranks, fmt, kind):
         assert all(rank["plain", fmt.name, kind]["scale_inv"] is None for rank in ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [4], indirect=True)
 def test_golden_exchange_on_4_processes(ranks):
     vectors = golden("exchange_fp32_sum")

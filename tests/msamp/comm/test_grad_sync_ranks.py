@@ -24,7 +24,7 @@ from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.parallel.data_parallel import grad_sync
 
 INF, NAN = float("inf"), float("nan")
-WORLDS = (2, pytest.param(4, marks=pytest.mark.slow))
+WORLDS = (2, pytest.param(4, marks=pytest.mark.nightly))
 
 
 def give(model: nn.ParameterDict, gradients: dict[str, Tensor | None], turned: bool = False) -> None:
@@ -118,12 +118,20 @@ def exchanged(group, layout: dict[str, Any], dtype: torch.dtype) -> list:
 
 
 MU_STEPS = 7
-MU_SHAPES = {"fp8-e4m3_hot": (50, 40), "fp8-e5m2_cold": (300,), "fp16_gone": (7, 7), "fp8-e4m3_lone": (64,), "bf16_plain": (9,)}
+MU_SHAPES = {
+    "fp8-e4m3_hot": (50, 40),
+    "fp8-e5m2_cold": (300,),
+    "fp16_gone": (7, 7),
+    "fp8-e4m3_lone": (64,),
+    "fp8-e4m3_opposed": (8, 8),
+    "bf16_plain": (9,),
+}
 SCALINGS: tuple[dict[str, Any], ...] = ({}, {"scaling": "pre"}, {"scaling": "post"}, {"mu_rule": "paper", "shard": True})
 
 
 def overflowing(step: int, rank: int, name: str) -> Tensor | None:
-    """hot: everything at the maximum in steps 1 to 3. gone: absent in step 3, not finite on rank 1 in step 4. lone: one maximum a rank."""
+    """hot: everything at the maximum in steps 1 to 3. gone: absent in step 3, not finite on rank 1 in step 4. lone: one maximum a rank.
+    opposed: everything at the maximum on each rank, and the sum of two ranks is zero."""
     place = list(MU_SHAPES).index(name)
     g = make("normal", MU_SHAPES[name], 100 * step + 10 * rank + place)
     if name == "fp8-e4m3_hot" and step in (1, 2, 3):
@@ -135,6 +143,8 @@ def overflowing(step: int, rank: int, name: str) -> Tensor | None:
     if name == "fp8-e4m3_lone":
         g = torch.full(MU_SHAPES[name], 1e-3)
         g[5] = 448.0
+    if name == "fp8-e4m3_opposed":
+        g = torch.full(MU_SHAPES[name], (-1.0) ** rank * 448.0 * 2.0**-12)
     return g
 
 
@@ -324,6 +334,7 @@ def test_nccl_over_gloo_follows_mu(ranks, case):
     if scaling == "auto":
         assert min(x[1]["fp8-e4m3_hot"] for x in found) < 0.6  # the overflow was one
         assert found[0][1]["fp8-e4m3_lone"] > 1
+        assert found[0][1]["fp8-e4m3_opposed"] < 0.6  # each rank saturates, and no sum does
 
 
 def test_shares_over_the_ranks(ranks):
@@ -339,7 +350,13 @@ def test_shares_over_the_ranks(ranks):
 def test_mu_is_loaded_by_name_at_any_world_size(ranks):
     for rank in ranks:
         assert rank["loaded"]["steps"] == 41
-        assert rank["loaded"]["mu"] == {"fp8-e4m3_hot": 0.125, "fp8-e5m2_cold": 1, "fp16_gone": 1, "fp8-e4m3_lone": 1}
+        assert rank["loaded"]["mu"] == {
+            "fp8-e4m3_hot": 0.125,
+            "fp8-e5m2_cold": 1,
+            "fp16_gone": 1,
+            "fp8-e4m3_lone": 1,
+            "fp8-e4m3_opposed": 1,
+        }
     state = ranks[-1]["mu"][0][1]
     model = model_of(dict(reversed(MU_SHAPES.items())))
     alone = synced(model, exchange="nccl")

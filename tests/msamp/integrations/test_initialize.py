@@ -52,8 +52,14 @@ def adamw(model: nn.Module, **options) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), **{"lr": 2e-3, **options})
 
 
-@every_level
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    ("level", "cls"),
+    [
+        pytest.param(level, cls, marks=[pytest.mark.nightly] * ((level == "O2") == (cls is torch.optim.AdamW)))
+        for level in LEVELS
+        for cls in (torch.optim.AdamW, torch.optim.Adam)
+    ],
+)
 def test_the_loss_follows_the_fp32_curve(level, cls, device):
     plain, low = mlp().to(device), mlp().to(device)
     want = train(plain, cls(plain.parameters(), lr=2e-3), 100, device)
@@ -330,7 +336,7 @@ def test_micro_batches_roll_once():
 
 
 @every_level
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.nightly)])
 def test_a_step_with_a_bad_gradient_is_skipped_and_training_goes_on(bad, level):
     model = mlp()
     low, optimizer = msamp.initialize(model, adamw(model), level)
@@ -384,7 +390,7 @@ def test_autocast_in_the_loop():
 
 
 # With inductor too: what it does to operators that change their arguments, no other backend does.
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_the_compiled_model_trains_alike(backend: str):
     a, b = mlp(), mlp()
     low, optimizer = msamp.initialize(a, adamw(a))

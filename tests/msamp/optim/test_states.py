@@ -207,7 +207,7 @@ class Regression:
         return self
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_learns_as_fp32_does_over_300_steps():
     exact, coat = (Regression(formats).run(300).losses for formats in (FP32_STATES, COAT_FORMATS))
     assert sum(exact[-50:]) < 0.25 * sum(exact[:50])

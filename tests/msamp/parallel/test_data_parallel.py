@@ -122,7 +122,7 @@ def test_one_process_trains_the_same_with_and_without_zero():
     check_levels([each_level("cpu", 1)])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_train_the_same_with_and_without_zero():
     check_levels(dist.run(each_level, 2, "cpu", 2))
 

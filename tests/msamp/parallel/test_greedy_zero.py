@@ -22,7 +22,7 @@ from msamp.optim.shard import Whole
 from msamp.parallel.data_parallel import grad_sync
 from msamp.parallel.greedy_zero import GreedyZeRO, ZeRO
 
-WORLDS = (pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow))
+WORLDS = (pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly))
 LEVELS = ("fp32", "fp16-amp", "bf16", "collage-plus", "collage-fp8", "O1", "O2", "O3")
 BUCKET = 1200  # elements: several buckets of several tensors, and rows of one tensor on several ranks
 # Odd numbers of rows, a single row, one to three dimensions and none; the last is never used.

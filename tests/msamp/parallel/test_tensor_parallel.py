@@ -28,7 +28,7 @@ from msamp.numerics.scaling import Delayed
 from msamp.parallel.tensor_parallel import TensorParallel, column_linear, row_linear
 
 SHAPE = (S * B, H, F)
-WORLDS = (2, pytest.param(4, marks=pytest.mark.slow))
+WORLDS = (2, pytest.param(4, marks=pytest.mark.nightly))
 STEPS = 2  # with a window of one step: the first just in time, the second delayed
 RESULTS = ("output", "grad_input", "grad_weight 1", "grad_weight 2")
 

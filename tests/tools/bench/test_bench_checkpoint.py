@@ -17,7 +17,7 @@ def measure_all(folder: str) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_level_a_row_and_fp8_is_smaller(tmp_path):
     ((bf16, fp8),) = dist.run(measure_all, 1, str(tmp_path), init=False)
     assert (bf16["case"], fp8["case"]) == ("O0", "O3")

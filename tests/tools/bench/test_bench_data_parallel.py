@@ -46,7 +46,7 @@ def measure_all(folder: str) -> list[tuple[int, int, float, int]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_measure_every_case_and_a_peer(tmp_path):
     printed = json.dumps({"case": "bf16", "ms": 1.5, "tokens_s_gpu": 7, "gpus": 2, "peak_gib": 3.5})
     (tmp_path / "bench_peer.py").write_text(f"print({printed!r})\n")

@@ -40,7 +40,7 @@ def measure_all(folder: str) -> list[int]:
     return alive
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_measure_every_grid_and_a_peer(tmp_path):
     printed = json.dumps({"case": "bf16", "ms": 1.5, "gpus": 2, "tp": 2, "mbs": 8, "nmb": 3, "peak_gib": 3.5})
     (tmp_path / "bench_peer.py").write_text(f"print({printed!r})\n")

@@ -24,7 +24,7 @@ def measure_all(folder: str) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_our_levels_and_a_peer_stand_in_one_table(tmp_path):
     printed = [{"case": "bf16", "ms": 1.5, "tokens_s_gpu": 7}, {"case": "te", "error": "OutOfMemoryError"}]
     lines = "".join(f"print({json.dumps(json.dumps(row))})\n" for row in printed)

@@ -1,5 +1,7 @@
 """The table of what kept activations lose and save: of inputs made by hand, and of a checkpoint that a tiny run wrote."""
 
+import math
+
 import pytest
 import torch
 from numerics import make
@@ -24,6 +26,29 @@ def test_what_is_kept_as_it_is_loses_nothing_and_gives_the_weight_gradient_of_th
     row = error_row([make("normal", (64, 32)), make("normal", (64, 32), seed=1)], AS_IT_IS, what, "gelu")
     assert (row["sqnr_db"], row["underflow"], row["saturation"]) == ("inf", "0", "0")
     assert row["weight_again_db"] == row["weight_kept_db"]
+
+
+def test_each_row_is_measured_on_what_its_way_keeps():
+    """By hand, with a channel in 32 that is 50 times as large: one scale for the tensor, and one for 16 channels, which serves it alone."""
+    xs = [make("channel-outlier", (64, 32)), make("channel-outlier", (64, 32), seed=1)]
+    found = {line["kept"]: line for line in table({"norm input": xs, "activation input": xs}, "gelu") if line["what"] == "norm input"}
+    assert list(found) == list(WAYS)
+    for kept, sets in (("tensor", (1, 64 * 32)), ("groups of 16 channels", (64 * 2, 16)), ("groups of 32 channels", (64, 32))):
+        backs = []
+        for x in xs:
+            groups = x.reshape(sets)
+            scale = 2.0 ** torch.floor(torch.log2(448 / groups.abs().amax(1, keepdim=True)))
+            backs.append(((groups * scale).to(torch.float8_e4m3fn).float() / scale).reshape(64, 32))
+        signal, noise = (
+            sum(x.double().square().sum() for x in xs),
+            sum((x - b).double().square().sum() for x, b in zip(xs, backs, strict=True)),
+        )
+        assert float(found[kept]["sqnr_db"]) == pytest.approx(10 * math.log10(signal / noise), abs=0.006), kept
+        worst = min(
+            float(x.square().sum() / (x - b).square().sum()) for rows in zip(xs, backs, strict=True) for x, b in zip(*rows, strict=True)
+        )
+        assert float(found[kept]["worst_token_db"]) == pytest.approx(10 * math.log10(worst), abs=0.006), kept
+    assert [found[kept]["bytes"] for kept in ("tensor", "groups of 16 channels", "groups of 32 channels")] == ["1", "1.062", "1.031"]
 
 
 @pytest.mark.parametrize("what", ["norm input", "activation input"])

@@ -11,6 +11,7 @@ import dist
 import pytest
 import tiny
 import torch
+from numerics import make
 
 from megatron.lm.config.cli import to_argv
 from msamp.comm.exchange import FP32SumWire, NCCLWire
@@ -39,7 +40,7 @@ def made():
         yield Path(folder), *found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_row_for_every_size_block_and_strategy(made):
     _, table, _ = made
     assert tuple(table[0]) == fig7.COLUMNS
@@ -53,7 +54,7 @@ def test_a_row_for_every_size_block_and_strategy(made):
     assert float(table[0]["loss"]) < math.log(tiny.VOCABULARY)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dp", [2, 4])
 def test_the_strategies_differ_as_their_arithmetic_says(made, dp):
     def mean(strategy: str, name: str) -> float:
@@ -69,7 +70,7 @@ def test_the_strategies_differ_as_their_arithmetic_says(made, dp):
     assert mean("auto", "overflow") <= max(mean("post", "overflow"), 1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_paper_stands_beside_the_figures_and_they_can_be_drawn_again(made, tmp_path, capsys):
     folder, _, printed = made
     assert (folder / "fig7.png").stat().st_size > 10_000
@@ -96,7 +97,7 @@ def test_bad_input_is_refused_with_what_to_do(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_flags_of_the_trainer_are_refused_where_nothing_is_trained(made, capsys):
     assert fig7.main(["--rows", str(made[0] / "fig7.csv"), "--lr", "1"]) == 2
     assert "--lr 1: nothing is trained with --rows" in capsys.readouterr().err
@@ -136,3 +137,56 @@ def test_mu_falls_until_the_sum_no_longer_exceeds():
     gradients = torch.ones(8, 4, 4).bfloat16()  # on every rank the same: the sum is 8 times the scaled maximum
     (mu,) = fig7.auto_mu([gradients], [torch.tensor(256.0)], steps=20)
     assert 1 / 16 < mu <= 448 / (8 * 256)
+
+
+def test_a_block_is_measured_as_its_definition_says():
+    """4 ranks; the first weight's gradients are alike, so that their sum saturates, the second's have no common part; 5 steps of mu."""
+    alike = make("log-normal", (1, 24, 16)).clamp(-30, 30).expand(4, -1, -1) * 1e-3
+    apart = torch.stack([make("log-normal", (8, 16), seed=rank) for rank in range(4)]) * 1e-5
+    found = {row["strategy"]: row for row in fig7.measure_block([alike, apart], mu_steps=5)}
+    scales = [2.0 ** math.floor(math.log2(448 / float(g.abs().max()))) for g in (alike, apart)]
+    mu = [fig7.auto_mu([g], [torch.tensor(scale)], steps=5)[0] for g, scale in zip((alike, apart), scales, strict=True)]
+    assert mu[0] < 1  # so that auto is neither post nor, below, pre
+    assert 1 / 4 not in mu
+    assert (found["auto"]["mu_min"], found["auto"]["mu_max"]) == (min(mu), max(mu))
+    for strategy, times in (("pre", [1 / 4] * 2), ("post", [1.0] * 2), ("auto", mu)):
+        counts, values = dict.fromkeys(("lost", "nonzero", "full", "full_local"), 0), []
+        for g, scale, factor in zip((alike, apart), scales, times, strict=True):
+            payloads = [quantize(x, torch.tensor(scale) * factor, E4M3) for x in g]
+            total = payloads[0]
+            for q in payloads[1:]:
+                total = quantize(total.float() + q.float(), 1.0, E4M3)
+            counts["nonzero"] += int((g != 0).sum())
+            counts["lost"] += sum(int(((x != 0) & (q.float() == 0)).sum()) for x, q in zip(g, payloads, strict=True))
+            counts["full_local"] += sum(int((q.float().abs() == 448).sum()) for q in payloads)
+            counts["full"] += int((total.float().abs() == 448).sum())
+            values.append((total.float() / (scale * factor * 4)).flatten())
+        mean, got = torch.cat([g.double().mean(0).flatten() for g in (alike, apart)]), torch.cat(values)
+        row, elements = found[strategy], mean.numel()
+        assert row["snr_db"] == pytest.approx(10 * math.log10(mean.square().sum() / (mean - got).square().sum()), abs=1e-4), strategy
+        assert row["underflow"] == pytest.approx(float(((mean != 0) & (got == 0)).sum() / (mean != 0).sum())), strategy
+        assert row["underflow_local"] == pytest.approx(counts["lost"] / counts["nonzero"]), strategy
+        assert row["overflow"] == pytest.approx(counts["full"] / elements), strategy
+        assert row["overflow_local"] == pytest.approx(counts["full_local"] / (4 * elements)), strategy
+    assert found["pre"]["underflow"] > 0
+    assert found["post"]["overflow"] > 0
+    assert len({found[strategy]["snr_db"] for strategy in ("pre", "post", "auto")}) == 3
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_the_verdicts_are_those_of_the_table(held):
+    better, worse = (3e-2, 1e-2) if held else (1e-2, 3e-2)
+    shares = {"pre": (better, worse), "post": (worse, better), "auto": (0.0, 0.0), "fp32-sum": (0.0, 0.0)}
+    snr = {"pre": 20.0, "post": 21.0, "auto": 22.5 if held else 20.5, "fp32-sum": 30.0}
+    table = [
+        dict.fromkeys(fig7.MEASURES, 0.0)
+        | {"dp": 4, "block": block, "strategy": strategy, "snr_db": snr[strategy], "mu_min": "", "mu_max": ""}
+        | {"underflow_local": shares[strategy][0], "overflow": shares[strategy][1]}
+        for block in range(2)
+        for strategy in fig7.PAPER
+    ]
+    said = "yes" if held else "no"
+    assert list(fig7.summary(table))[-1] == (
+        f"   4  pre underflows more than post (local): {said}; post overflows more than pre: {said}; "
+        f"auto has the best SNR of the three: {said} ({'+1.50' if held else '-0.50'} dB)"
+    )

@@ -55,7 +55,7 @@ def test_an_fp16_weight_takes_no_update_below_2_to_the_minus_11():
         assert share == (1.0 if level == "O2" or fp16_amp.RATIOS[name] > 2.0**-11 else 0.0)  # 2^-11 of 1 is a tie, and goes to even
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_recovers_from_an_overflow():
     rows = list(fp16_amp.overflow())
     scales, losses = [2.0 ** float(row["loss_scale"][2:]) for row in rows], [float(row["loss"]) for row in rows]
@@ -79,7 +79,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert "--steps 0: give at least 1" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)  # FP16 is slow where a CPU has no such instructions
 def test_the_detector_needs_loss_scaling():
     fp32, without, constant, dynamic = fp16_amp.detection(300)

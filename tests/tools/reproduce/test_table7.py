@@ -53,7 +53,7 @@ def sent_in_a_step() -> list[dict[str, int]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_computed_is_counted_to_the_byte():
     for rank in dist.run(sent_in_a_step, 2):
         for sent, wire in zip(rank, CASES.values(), strict=True):

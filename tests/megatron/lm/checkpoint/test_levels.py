@@ -36,7 +36,7 @@ COLLAGE = {
     "collage-plus": (TWO, TWO),
     "collage-fp8": (EIGHT_BITS, EIGHT_BITS),
 }
-SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+SLOW = functools.partial(pytest.param, marks=pytest.mark.nightly)
 SAVED, LAST = 6, 9
 # Largest relative difference of a loss from that of staying at the level: of the next step, whose difference is that of the formats in
 # forward, and of the two after it. Largest seen: 5e-4, 6e-4.
@@ -59,13 +59,16 @@ def train(made: Trainer) -> list[float]:
 
 @pytest.fixture(scope="module")
 def stayed(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[float], Path]]:
-    """By level the losses of the steps after the checkpoint, of a run that was not disturbed, and where that is."""
-    runs = {}
-    for level in LEVELS:
-        folder = tmp_path_factory.mktemp(level)
-        with tiny.trainer(settings(prefix, level, save=str(folder), save_interval=SAVED)) as made:
-            runs[level] = (train(made)[SAVED:], folder)
-    return runs
+    """By level the losses of the steps after the checkpoint, of a run that was not disturbed, and where that is; when first asked for."""
+
+    class Runs(dict):
+        def __missing__(self, level: str) -> tuple[list[float], Path]:
+            folder = tmp_path_factory.mktemp(level)
+            with tiny.trainer(settings(prefix, level, save=str(folder), save_interval=SAVED)) as made:
+                self[level] = (train(made)[SAVED:], folder)
+            return self[level]
+
+    return Runs()
 
 
 def convert(prefix: Path, source: Path, level: str, target: Path) -> list[float]:
@@ -139,7 +142,7 @@ def check_losses(losses: list[float], staying: list[float]) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_round_the_levels_and_back(prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]]):
     """O0 -> O1 -> O2 -> O3 -> O0 rounds each tensor once a format; whatever comes then rounds nothing more."""
     staying, folder = stayed["bf16"]
@@ -158,7 +161,7 @@ def test_round_the_levels_and_back(prefix: Path, tmp_path: Path, stayed: dict[st
             assert torch.equal(values[0], values[3]) != fmt_of(rounded).scaled
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("level", "other"), PAIRS, ids=lambda level: level)
 def test_every_level_from_every_other(prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]], level: str, other: str):
     staying, folder = stayed[level]
@@ -192,7 +195,7 @@ def test_to_an_option_of_collage_and_back(prefix: Path, tmp_path: Path, stayed: 
     assert max(pair_errors(there, back)) <= 2.0**-24
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_from_option_to_option_the_common_states_keep_their_bits(
     prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]], capfd: pytest.CaptureFixture[str]
 ):
@@ -211,7 +214,7 @@ def test_from_option_to_option_the_common_states_keep_their_bits(
         source = folder
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_to_remainders_in_8_bits_and_back(prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]]):
     """The way there rounds the remainders alone, and once; the way back, and there again, keeps their values."""
     source, seen = stayed["bf16"][1], []
@@ -230,7 +233,7 @@ def test_to_remainders_in_8_bits_and_back(prefix: Path, tmp_path: Path, stayed: 
             assert tiny.same(tiny.bits([eight.stored.tensor(key)]), tiny.bits([again.stored.tensor(key)])), key
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("level", "coat"), [("O3", "O3+coat"), ("bf16", "bf16+coat"), ("O3", "coat")], ids=str)
 def test_to_coat_s_moments_to_pairs_and_back(
     prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]], level: str, coat: str
@@ -255,11 +258,16 @@ def test_to_coat_s_moments_to_pairs_and_back(
 
 # Weights without the optimizer's states
 
+PAIRS = [("bf16", "O1"), ("O2", "fp16-amp"), ("fp16-amp", "O3"), ("O3", "O3"), ("O2", "fp32")]
 
-@pytest.mark.parametrize("way", ["finetune", "no_load_optim"])
+
 @pytest.mark.parametrize(
-    ("level", "other"),
-    [("fp32", "O3"), ("bf16", "O1"), ("O3", "bf16"), ("O2", "fp16-amp"), SLOW("fp16-amp", "O3"), SLOW("O3", "O3"), SLOW("O2", "fp32")],
+    ("level", "other", "way"),
+    [
+        *(("fp32", "O3", "no_load_optim"), ("O3", "bf16", "finetune")),
+        *(SLOW("fp32", "O3", "finetune"), SLOW("O3", "bf16", "no_load_optim")),
+        *(SLOW(*pair, way) for pair in PAIRS for way in ("finetune", "no_load_optim")),
+    ],
 )
 def test_masters_start_from_the_best_values(prefix: Path, stayed: dict[str, tuple[list[float], Path]], level: str, other: str, way: str):
     staying, folder = stayed[level]
@@ -283,7 +291,7 @@ def test_masters_start_from_the_best_values(prefix: Path, stayed: dict[str, tupl
     assert losses[0] == pytest.approx(staying[0], rel=0.1)  # other data, but no step back
 
 
-@pytest.mark.parametrize("way", ["finetune", "no_load_optim"])
+@pytest.mark.parametrize("way", [SLOW("finetune"), "no_load_optim"])
 @pytest.mark.parametrize("option", ["collage-plus", SLOW("collage-light"), SLOW("bf16-kahan"), SLOW("collage-fp8")])
 def test_a_weight_brings_its_second_component(
     prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]], option: str, way: str

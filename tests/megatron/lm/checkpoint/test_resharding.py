@@ -1,7 +1,8 @@
 """A checkpoint of one grid loaded on another: the same model to the bit, or within the stated rounding; and training goes on as if it had
 stayed.
 
-One start of 4 processes does all the moves; the tests read the checkpoints it leaves. All of it is slow: on 2 cores a start takes a minute.
+One start of processes does all the moves of a table; the tests read the checkpoints it leaves. By default 2 processes and the grids that
+differ most; 4 processes, of which on 2 cores a start takes a minute, are nightly.
 """
 
 import math
@@ -23,8 +24,8 @@ from megatron.lm.checkpoint.values import Found
 from megatron.lm.config import Config
 from msamp.numerics.formats import of_dtype
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
-LEVELS = ("fp32", "bf16", "O1", "O2", "O3")
+pytestmark = pytest.mark.timeout(3000)
+LEVELS = ("fp32", "O3")  # the formats between them: test_values.py
 TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 GRIDS: dict[str, dict[str, Any]] = {
     "dp4": {},
@@ -50,8 +51,9 @@ MOVES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "O2 ZeRO off and on": ({"precision": "O2"}, ["dp4", "zero", "dp4"]),
     "padding": ({"precision": "O3", "make_vocab_size_divisible_by": 25}, ["dp4", "tp2dp2", "dp4"]),  # 75 rows, 100, 75
 }
+ON_TWO: dict[str, tuple[dict[str, Any], list[str]]] = {"O3 on two": ({"precision": "O3"}, ["zero", "tp2dp2", "pp2", "zero"])}
 EVERYWHERE = ["zero", "tp2pp2", "pp2vpp2", "tp2zero", "dp4"]
-# Every recipe through every grid, from a grid without tensor parallelism and from one with it.
+# FP32 and O3 through every grid, from a grid without tensor parallelism and from one with it.
 ALL_MOVES: dict[str, tuple[dict[str, Any], list[str]]] = {
     **{
         f"{level} from {start}": ({"precision": level, **flags}, [start, *EVERYWHERE])
@@ -153,22 +155,32 @@ def moved(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Moved:
     return Moved(dist.run(move, 4, str(gloo_prefix), str(root), MOVES, timeout=800), root)
 
 
+def test_owners_tensor_parallel_shards_and_stages_hold_the_same_model(gloo_prefix: Path, tmp_path: Path):
+    (name,) = ON_TWO
+    found = Moved(dist.run(move, 2, str(gloo_prefix), str(tmp_path), ON_TWO, timeout=400), tmp_path)
+    check_bits(found, name, ON_TWO)
+    check_losses(found, name, "O3")
+
+
 @pytest.fixture(scope="module")
 def moved_everywhere(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Moved:
     root = tmp_path_factory.mktemp("everywhere")
     return Moved(dist.run(move, 4, str(gloo_prefix), str(root), ALL_MOVES, timeout=2500), root)
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize("name", [name for name in MOVES if "padding" not in name])
 def test_weights_states_and_scales_keep_their_bits(moved: Moved, name: str):
     check_bits(moved, name, MOVES)
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize("name", [name for name in MOVES if "padding" not in name])
 def test_the_next_step_has_the_loss_of_staying(moved: Moved, name: str):
     check_losses(moved, name, MOVES[name][0]["precision"])
 
 
+@pytest.mark.nightly(5)
 def test_tensors_are_cut_within(moved: Moved):
     """What the tests above are about: owners with some rows of a tensor, and tensor-parallel shards of those."""
     for number, parts in [(0, 1), (1, 2)]:
@@ -178,6 +190,7 @@ def test_tensors_are_cut_within(moved: Moved):
         assert max(len(stored[f"exp_avg/{name}"].chunks) for name in moved.saved("O3", number).names()) > parts
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize("number", range(len(MOVES["O3"][1])), ids=MOVES["O3"][1])
 def test_every_element_is_stored_by_one_rank(moved: Moved, number: int):
     """Over the model-parallel ranks, of which data-parallel copies are equal: those that hold a copy agree who is first."""
@@ -191,6 +204,7 @@ def test_every_element_is_stored_by_one_rank(moved: Moved, number: int):
     assert [name for name, count in counts.items() if not count.eq(1).all()] == []
 
 
+@pytest.mark.nightly(5)
 def test_histories_move_with_the_casts_that_both_grids_have(moved: Moved):
     """With tensor parallelism a layer of O3 has one cast more; its histories start anew, as those of layers that were in BF16."""
 
@@ -210,6 +224,7 @@ def test_histories_move_with_the_casts_that_both_grids_have(moved: Moved):
 # From tensor-parallel shards, whose scales are their own, to whole tensors
 
 
+@pytest.mark.nightly(5)
 def test_only_tensors_whose_shards_had_different_scales_are_requantised(moved: Moved):
     before, after = tensors(moved.saved("O3 from TP", 0)), tensors(moved.saved("O3 from TP", 1))
     assert before.keys() == after.keys()
@@ -231,6 +246,7 @@ def test_only_tensors_whose_shards_had_different_scales_are_requantised(moved: M
             assert not any(error[part].any() for part in of_the_coarsest)
 
 
+@pytest.mark.nightly(5)
 def test_mu_of_a_whole_tensor_is_the_most_careful_of_its_shards(moved: Moved):
     marks = []
     for number in range(2):
@@ -244,6 +260,7 @@ def test_mu_of_a_whole_tensor_is_the_most_careful_of_its_shards(moved: Moved):
 # A vocabulary padded to a multiple of another number
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize(
     ("moves", "name", "rows"),
     [("moved", "padding", [75, 100, 75]), ("moved_everywhere", "no padding", [60, 80])],
@@ -263,6 +280,7 @@ def test_rows_of_the_vocabulary_keep_their_bits(request: pytest.FixtureRequest, 
         assert_same(found[0], found[2])
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize(
     ("moves", "name", "share"),
     [("moved", "padding", 100 / 75), ("moved_everywhere", "no padding", 80 / 60)],
@@ -278,7 +296,8 @@ def test_new_rows_of_the_vocabulary_take_their_share_of_the_softmax(request: pyt
 # All of it
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize("name", [name for name in ALL_MOVES if "padding" not in name])
-def test_every_recipe_through_every_grid(moved_everywhere: Moved, name: str):
+def test_fp32_and_o3_through_every_grid(moved_everywhere: Moved, name: str):
     check_bits(moved_everywhere, name, ALL_MOVES)
     check_losses(moved_everywhere, name, ALL_MOVES[name][0]["precision"])

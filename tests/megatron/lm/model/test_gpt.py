@@ -372,7 +372,7 @@ def cut_run(weights: dict[str, Tensor], gradients: dict[str, Tensor], shape: dic
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
 def test_tensor_sequence_and_pipeline_parallel():
     shape = {"untie_embeddings_and_output_weights": True}

@@ -46,7 +46,7 @@ def parts(shape: dict[str, Any]) -> dict[str, Any]:
     return found | {"rank": torch.distributed.get_rank()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
 def test_a_grid_starts_from_the_parts_of_one_process():
     for shape, ranks in zip((LLAMA, {}), dist.run(both_shapes, 2)[0]["all"], strict=True):

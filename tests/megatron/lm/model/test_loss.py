@@ -112,7 +112,7 @@ def split_vocabulary() -> tuple[torch.Tensor, torch.Tensor]:
     return loss.detach(), grad
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
 def test_split_vocabulary():
     logits, labels = batch()

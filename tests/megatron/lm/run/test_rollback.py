@@ -14,7 +14,7 @@ from megatron.lm.config.check import check
 from megatron.lm.run import RunStopped
 
 
-@pytest.mark.parametrize("level", ["bf16", "O3"])
+@pytest.mark.parametrize("level", [pytest.param("bf16", marks=pytest.mark.nightly), "O3"])
 def test_a_rollback_goes_on_from_the_checkpoint_with_the_data_behind_the_spike(
     prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], level: str
 ):

@@ -68,7 +68,7 @@ def spinning() -> None:
         torch.distributed.all_reduce(torch.ones(1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_spins_is_named_by_all_and_all_end(capfd: pytest.CaptureFixture[str]):
     with pytest.raises(RuntimeError, match=r"a process died.*\{0: 1, 1: 1\}"):
         dist.run(spinning, 2)
@@ -163,7 +163,7 @@ def start(tmp_path: Path, gloo_prefix: Path) -> Iterator[Callable[..., Job]]:
         job.end()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_is_named_and_the_other_ends(start: Callable[..., Job], stopped: int):
     """Rank 0 holds the store where nobody launches: stopped, it is what does not answer."""
@@ -184,7 +184,7 @@ def test_a_stopped_rank_is_named_and_the_other_ends(start: Callable[..., Job], s
         assert "the rendezvous store does not answer: rank 0, which holds it, is dead or stopped" in line
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun_restarts_a_job_whose_rank_was_killed_and_one_whose_rank_was_stopped(start: Callable[..., Job]):
     """First start, two restarts, and the end; a step that was done twice came to the same loss."""
     job = start("--train-iters 240 --save-interval 20", restarts=2)

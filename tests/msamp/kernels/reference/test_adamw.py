@@ -4,7 +4,10 @@ import pytest
 import torch
 from numerics import make
 
-from msamp.kernels.reference.adamw import Hyper, adam_
+from msamp.kernels.reference.adamw import Batch, Hyper, adam_, adamw
+from msamp.numerics.formats import E4M3, FP16
+from msamp.numerics.quantize import quantize
+from msamp.numerics.tensor import ScalingTensor
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -48,3 +51,15 @@ def test_each_tensor_has_its_own_step():
     adam_(ps, *zeros, [torch.full((4,), 0.3) for _ in range(2)], [1, 100], Hyper(0.1, 0.9, 0.999, 1e-8, 0.0))
     assert ps[0].equal(alone(1))
     assert ps[1].equal(alone(100))
+
+
+def test_a_weight_midway_between_two_codes_does_not_jump_by_an_update_that_its_master_does_not_take():
+    """1.0625 is midway between 1 and 1.125, E4M3's neighbours; the even one, 1, is its cast, and that of every smaller master."""
+    p = torch.full((4, 16), 1.0625)
+    master, weight = ScalingTensor.quantize(p, FP16), ScalingTensor.quantize(p, E4M3)
+    batch = Batch([-torch.ones_like(p)], [torch.zeros_like(p)], [torch.zeros_like(p)], [master], [weight], [torch.zeros(())], [0], [0])
+    amaxes, hyper = torch.tensor([[1.0], [0.0], [0.0], [1.0625]]), torch.tensor(Hyper(1e-5, 0.9, 0.999, 1e-8, 0.0), dtype=torch.float64)
+    adamw(None, batch, hyper, True, amaxes, torch.zeros(3, 1), None, torch.tensor(True))
+    assert master.dequantize(torch.float32).eq(1.0625).all()  # half a unit in FP16's last place is 5e-4
+    assert weight.dequantize(torch.float32).eq(1.0).all()
+    assert quantize(p + 1e-5, 1 / weight.scale_inv, E4M3).float().mul(weight.scale_inv).eq(1.125).all()  # of the unrounded master

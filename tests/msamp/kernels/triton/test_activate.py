@@ -17,6 +17,8 @@ from msamp.numerics.formats import E4M3, E5M2
 
 SHARE = 1e-3  # of codes that may be a neighbour: BF16 inputs lie exactly between two codes where the activation is nearly the identity
 RAGGED = [(1, 2, torch.float32), (3, 5, torch.float16), (32, 64, torch.float32), (130, 65, torch.bfloat16), (9, 270, torch.bfloat16)]
+CASES = [(kind, *case) for kind in ("gelu", "swiglu") for case in RAGGED]
+NIGHTLY = pytest.mark.nightly
 both = pytest.mark.parametrize("kind", ["gelu", "swiglu"])
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 every_scale = pytest.mark.parametrize("scale", [None, 2.0])
@@ -65,8 +67,11 @@ def assert_same_backward(grad_a: torch.Tensor, y: torch.Tensor, kind: str, scale
     torch.testing.assert_close(*slots, rtol=1e-5, atol=0.0)
 
 
-@both
-@pytest.mark.parametrize(("rows", "features", "dtype"), RAGGED, ids=str)
+@pytest.mark.parametrize(  # under the interpreter a program takes as long as a launch on a GPU: each shape with one of the two
+    ("kind", "rows", "features", "dtype"),
+    [pytest.param(*case, marks=[NIGHTLY] * (i in (1, 3, 5, 7, 9))) for i, case in enumerate(CASES)],
+    ids=str,
+)
 def test_ragged_shapes(kind, rows, features, dtype, triton_device):
     grad_a, y = inputs(kind, (rows, features), triton_device, dtype)
     assert_same_forward(y, kind, 2.0)
@@ -82,8 +87,10 @@ def test_one_token_one_feature(kind, triton_device):
     assert_same_backward(grad_a, y, kind, 2.0)
 
 
-@both
-@every_scale
+@pytest.mark.parametrize(
+    ("kind", "scale"),
+    [("gelu", 2.0), ("swiglu", None), *(pytest.param(*case, marks=NIGHTLY) for case in (("gelu", None), ("swiglu", 2.0)))],
+)
 def test_formats_scales_and_slots(kind, scale, triton_device):
     grad_a, y = inputs(kind, (64, 60), triton_device)
     assert_same_forward(y, kind, scale, slot=0.5)
@@ -93,7 +100,7 @@ def test_formats_scales_and_slots(kind, scale, triton_device):
 
 
 @both
-@pytest.mark.parametrize("values", KINDS)
+@pytest.mark.parametrize("values", [pytest.param(values, marks=[NIGHTLY] * (values == "normal")) for values in KINDS])
 def test_no_worse_than_the_twin(kind, values, triton_device):
     grad_a, y = inputs(kind, (64, 128), triton_device, values=values)
     a, scale_inv = kernel("activate", y, kind, None, None, E4M3.dtype)
@@ -122,8 +129,10 @@ def test_plain_results(kind, dtype, triton_device):
 
 
 @both
-@every_scale
-@pytest.mark.parametrize(("bad", "place"), [(float("nan"), 0), (float("inf"), 1), (float("inf"), 2), (float("nan"), 3)])
+@pytest.mark.parametrize(
+    ("bad", "place", "scale"),
+    [(float("nan"), 0, None), (float("inf"), 1, 2.0), (float("inf"), 2, None), (float("nan"), 3, 2.0)],
+)
 def test_what_is_not_finite_shows(kind, scale, bad, place, triton_device):
     scale = None if scale is None else torch.tensor(scale, device=triton_device)
     grad_a, y = inputs(kind, (24, 40), triton_device)
@@ -173,8 +182,9 @@ def test_results_repeat(kind):
     assert first.equal(second)
 
 
-@both
-@every_scale
+@pytest.mark.parametrize(
+    ("kind", "scale"), [("gelu", None), ("gelu", 2.0), *(pytest.param("swiglu", scale, marks=NIGHTLY) for scale in (None, 2.0))]
+)
 def test_scale_inv_is_left_in_its_slot(kind, scale, triton_device):
     scale = None if scale is None else torch.tensor(scale, device=triton_device)
     grad_a, y = inputs(kind, (40, 70), triton_device)

@@ -140,7 +140,7 @@ def agree(ours: tuple[Batch, torch.Tensor], theirs: tuple[Batch, torch.Tensor]) 
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("fp32", "O0", "fp16-amp", "O2"))) for name in FORMATS]
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ("fp32", "O0", "fp16-amp", "O2"))) for name in FORMATS]
 )
 def test_as_its_twin(name, triton_device):
     before, want, got = run_both(name, triton_device)
@@ -209,7 +209,7 @@ def test_what_is_not_finite_spoils_its_own_group_alone(triton_device):
 
 
 @pytest.mark.parametrize("fmt", [COAT_E4M3, COAT_E5M2], ids=str)
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "channel-outlier")) for kind in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind != "channel-outlier")) for kind in KINDS])
 def test_loss_three_ways(kind, fmt, triton_device):
     x = make(kind, SMALL, device=triton_device)
     m, _ = step_of(x, triton_device, StateFormats(FP32, FP32, fmt, fmt))

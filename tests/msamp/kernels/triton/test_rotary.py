@@ -74,7 +74,7 @@ def test_gradients_of_any_strides(shape, scale, triton_device):
     assert_same_backward(gradients(shape, triton_device), shape[-1], scale)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("dtype", "kind"), list(zip(DTYPES, KINDS, strict=True)), ids=str)
 def test_inputs_of_three_kinds(dtype, kind, triton_device):
     shape = (40, 2, 2, 1, 32, 32)
