@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.lm.checkpoint.folder import INFO_FILE, digest_entries, read_info, write_info
 from megatron.lm.checkpoint.storage import Item, Stored, write
 from megatron.lm.config import Config
-from megatron.lm.trainer import Trainer
+from megatron.lm.run.trainer import Trainer
 
 MARKER = "latest_checkpointed_iteration.txt"
 LEVELS = ("fp32", "bf16", "O1", "O2", "O3")

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed", "megatron.lm.trainer"]
+PRELOADED = ["torch", "torch.distributed", "megatron.lm.run.trainer"]
 GRACE_SECONDS = 2.0  # after one rank failed, the others get this long to fail by themselves
 
 

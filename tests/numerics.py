@@ -4,6 +4,7 @@ SQNR alone is blind to elements that vanish, so a representation is always judge
 inputs made here and set with a margin of about 0.5 dB and a tenth of a share.
 """
 
+import base64
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from msamp.numerics.scaling import scale_from_amax
 KINDS = ("normal", "channel-outlier", "log-normal")
 SMALL, LARGE = (256, 128), (1024, 512)
 GOLDEN = Path(__file__).parent / "golden" / "golden.json"
+BLOCKWISE = Path(__file__).parent / "golden" / "blockwise.json"
 
 
 class Measures(NamedTuple):
@@ -91,6 +93,16 @@ def golden(key: str) -> Any:
     return json.loads(GOLDEN.read_text())[key]
 
 
+def blockwise() -> dict[str, Any]:
+    """The golden vectors of casts in blocks, as golden/blockwise.py wrote them; `stored` reads their arrays."""
+    return json.loads(BLOCKWISE.read_text())  # type: ignore[no-any-return]
+
+
+def stored(text: str, dtype: torch.dtype, shape: tuple[int, ...] = (-1,)) -> torch.Tensor:
+    """A tensor of base64 text."""
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype).view(shape)
+
+
 def floats(values: list[Any]) -> torch.Tensor:
     """FP32 [n] from hexadecimal strings or numbers."""
     return torch.tensor([float.fromhex(v) if isinstance(v, str) else float(v) for v in values], dtype=torch.float64).float()
@@ -137,7 +149,56 @@ LIMITS: dict[tuple[str, str, tuple[int, ...]], tuple[Measures, Measures, Measure
     ("group 16", "fp8-e4m3", LARGE): (Measures(31.0, 9e-6, 0.004), Measures(31.1, 6.8e-5, 0.0038), Measures(31.3, 5.9e-5, 0.0038)),
     ("group 16", "fp8-e5m2", SMALL): (Measures(24.9, 0, 0.0083), Measures(24.9, 0, 0.0082), Measures(27.6, 0, 0.0083)),
     ("group 16", "fp8-e5m2", LARGE): (Measures(25.0, 0, 0.0084), Measures(25.0, 0, 0.008), Measures(23.8, 0, 0.0079)),
+    # Blocks by each scale rule. With FP32 scales the largest element of a block is at the format's maximum; by E8M0's rule more saturate.
+    ("block(1 x 128) fp32", "fp8-e4m3", SMALL): (Measures(31.2, 0, 0.011), Measures(34.5, 3.4e-05, 0.0093), Measures(39.8, 0.00017, 0.009)),
+    ("block(1 x 128) fp32", "fp8-e4m3", LARGE): (
+        Measures(31.2, 6.3e-06, 0.011),
+        Measures(35.2, 0.00013, 0.0091),
+        Measures(40.5, 0.00023, 0.009),
+    ),
+    ("block(1 x 128) fp32", "fp8-e5m2", SMALL): (Measures(25.3, 0, 0.014), Measures(29.4, 0, 0.0099), Measures(33.7, 0, 0.0094)),
+    ("block(1 x 128) fp32", "fp8-e5m2", LARGE): (Measures(25.3, 0, 0.014), Measures(29.2, 0, 0.0096), Measures(34.5, 0, 0.0094)),
+    ("block(1 x 128) power-of-two", "fp8-e4m3", SMALL): (
+        Measures(31.0, 0, 0.00034),
+        Measures(31.2, 0.0001, 0.0007),
+        Measures(32.3, 0.00037, 0.0007),
+    ),
+    ("block(1 x 128) power-of-two", "fp8-e4m3", LARGE): (
+        Measures(31.0, 8.4e-06, 0.0003),
+        Measures(31.1, 0.0002, 0.00048),
+        Measures(31.3, 0.00041, 0.00044),
+    ),
+    ("block(1 x 128) power-of-two", "fp8-e5m2", SMALL): (Measures(24.9, 0, 0.00074), Measures(24.9, 0, 0.0011), Measures(27.6, 0, 0.0014)),
+    ("block(1 x 128) power-of-two", "fp8-e5m2", LARGE): (Measures(25.0, 0, 0.00077), Measures(25.0, 0, 0.001), Measures(23.8, 0, 0.00098)),
+    ("block(1 x 32) e8m0", "fp8-e4m3", SMALL): (Measures(30.1, 0, 0.013), Measures(28.7, 3.4e-05, 0.0076), Measures(27.2, 0.0001, 0.0094)),
+    ("block(1 x 32) e8m0", "fp8-e4m3", LARGE): (
+        Measures(30.1, 8.4e-06, 0.013),
+        Measures(27.3, 0.0001, 0.0086),
+        Measures(28.4, 8.6e-05, 0.0092),
+    ),
+    ("block(1 x 32) e8m0", "fp8-e5m2", SMALL): (Measures(24.8, 0, 0.016), Measures(24.3, 0, 0.0094), Measures(25.4, 0, 0.012)),
+    ("block(1 x 32) e8m0", "fp8-e5m2", LARGE): (Measures(24.8, 0, 0.017), Measures(24.0, 0, 0.011), Measures(23.3, 0, 0.012)),
+    ("block(128 x 128) fp32", "fp8-e4m3", SMALL): (
+        Measures(31.0, 0, 0.00017),
+        Measures(30.9, 0.00017, 6.7e-05),
+        Measures(34.2, 0.0061, 6.7e-05),
+    ),
+    ("block(128 x 128) fp32", "fp8-e4m3", LARGE): (
+        Measures(31.0, 1e-05, 0.00013),
+        Measures(31.0, 0.00031, 0.0001),
+        Measures(33.2, 0.0088, 7.6e-05),
+    ),
+    ("block(128 x 128) power-of-two", "fp8-e4m3", SMALL): (Measures(31.0, 0, 0), Measures(31.2, 0.00027, 0), Measures(32.3, 0.015, 0)),
+    ("block(128 x 128) power-of-two", "fp8-e4m3", LARGE): (
+        Measures(31.0, 1.3e-05, 0),
+        Measures(31.1, 0.00044, 0),
+        Measures(31.3, 0.013, 4.2e-06),
+    ),
 }
+
+# Most by which a product of blocks by Hopper may differ from its emulation, in shares of the norm: tensor cores keep 13 or so bits of the
+# sum within a block, and BF16 rounds the result once.
+BLOCK_NOISE = {torch.float32: 1e-3, torch.bfloat16: 4e-3}
 
 # Largest difference between the logits of a model here and of the same weights in transformers, FP32, in shares of the largest logit. On
 # one CPU they were equal bit for bit; another order of summation costs about 1e-6, the other GELU (erf for tanh) 2e-4.

@@ -23,7 +23,7 @@ from megatron.lm.config.check import check
 from megatron.lm.config.cli import config_from_dict, section_types
 from megatron.lm.cpu_home import cpu_home
 from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
-from megatron.lm.trainer import Trainer
+from megatron.lm.run.trainer import Trainer
 from msamp.numerics.tensor import ScalingTensor
 
 VOCABULARY = 60  # padded to 64

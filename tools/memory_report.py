@@ -29,15 +29,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.lm import gain, plan, process_groups
+from megatron.lm import gain, graph, plan, process_groups
+from megatron.lm.build import build_training
 from megatron.lm.config import OPT_LEVELS, Config, ParallelConfig
 from megatron.lm.config.check import check
 from megatron.lm.config.cli import parse_args
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import build_model
 from megatron.lm.recipe import build_recipe
-from megatron.lm.step import Training, train_step
-from megatron.lm.trainer import build_training
+from megatron.lm.step import train_step
+from megatron.lm.training import Training
 from msamp.numerics.range_expand import Expanded
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.state_coat import as_stored
@@ -197,15 +198,17 @@ def states(config: Config) -> Iterator[Row]:
     vocab_size = config.model.vocab_size or plan.GPT2_VOCABULARY
     training = build_training(config, vocab_size)
     device = process_groups.device()
-    batches = random_batches(config, vocab_size, device)
+    batches, graphs = random_batches(config, vocab_size, device), graph.build(training)
     cuda = device.type == "cuda"
-    while train_step(training, batches).skipped:  # the loss scale of FP16 may start too high; there are no states before a good step
+    while train_step(
+        training, batches, graphs
+    ).skipped:  # the loss scale of FP16 may start too high; there are no states before a good step
         pass
     if cuda:
         # Before the graphs are captured: a replayed one allocates nothing, its peak is that of its capture.
         torch.cuda.reset_peak_memory_stats()
         for _ in range(WARM_UP):
-            train_step(training, batches)
+            train_step(training, batches, graphs)
     measured = state_bytes(training)
     predicted = {name: getattr(rank, name) for name in measured}
     for name, size in measured.items():

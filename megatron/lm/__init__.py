@@ -1,1 +1,10 @@
-"""GPT pre-training on megatron-core with the low-precision recipes of msamp: `python -m megatron.lm.pretrain --help`."""
+"""GPT pre-training on megatron-core with the low-precision recipes of msamp: `python -m megatron.lm.pretrain --help`.
+
+Open step.py first: one training step on one screen. Around it, each importing only what stands above it in its group:
+
+what is asked for   config, presets, checks, cli; recipe (numbers), gain (which layers gain from FP8), plan (what will fit)
+where it runs       process_groups (makes the groups, device, seeds), grid (which ranks do what together), cpu_home (without CUDA)
+what is trained     model/, data/, distributed (gradients), optim (update and schedule), training (the state), build (makes it)
+one step            step; graph (the same step replayed), recorder (what it lost)
+a run of steps      run/ (trainer, metrics, faults), checkpoint/, pretrain (the entry point)
+"""

@@ -1,13 +1,12 @@
-"""The grid of data, tensor and pipeline parallelism: which gradient travels where in which format, and what all ranks agree on."""
+"""Gradients on the grid: which one travels where in which format, and what pipeline stages send each other."""
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import nn
 
 from megatron.lm.config import Config
+from megatron.lm.grid import Grid
 from megatron.lm.optim import parameter_groups
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
@@ -21,19 +20,31 @@ def chunks(model: nn.Module) -> list[GPTModel]:
     return list(model) if isinstance(model, nn.ModuleList) else [model]  # type: ignore[arg-type, list-item]
 
 
-def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: WireBytes | None = None) -> GradSync:
+def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: WireBytes | None = None, grid: Grid | None = None) -> GradSync:
     """The synchroniser of this rank's gradients, told by megatron-core's schedule which micro-batch is the last.
 
-    Besides the average over the data-parallel ranks it takes two sums: of a tied embedding's gradients over the first and the
-    last pipeline stage, which have a copy each, and under sequence parallelism of those of norms and row-parallel biases, which
-    see a part of the sequence each, over the tensor-parallel ranks.
+    Args:
+        model: this rank's.
+        config, recipe: of the run.
+        sent: where the bytes that this rank sends are counted.
+        grid: who averages, and who sums; None: the current one.
+
+    Raises:
+        ValueError: a grid on which not all gradients are averaged over the same ranks.
     """
     communication = config.communication
     sent = WireBytes() if sent is None else sent
+    grid = Grid.current() if grid is None else grid
+    averages = {grid.gradients(p) for p in model.parameters()}
+    if len(averages) > 1:
+        raise ValueError(
+            f"the parameters' gradients are averaged over {len(averages)} groups of ranks, and a GradSync takes one: use a grid on which "
+            "all parameters have the same copies"
+        )
     sync = grad_sync(
         model,
         {p: group["formats"].grad for group in parameter_groups(model, recipe) for p in group["params"]},
-        parallel_state.get_data_parallel_group(),
+        averages.pop().group,
         bucket_elements=communication.bucket_size,
         shard=config.shards_optimizer,
         exchange=communication.grad_exchange,
@@ -42,24 +53,12 @@ def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: Wire
         accumulate=config.precision.grad_accum,
         overlap=communication.overlap_grad_reduce,
         seed=config.training.seed,
-        sums=[
-            (Peers(_embedding_group(), sent), [p for p in model.parameters() if getattr(p, "shared_embedding", False)]),
-            (
-                Peers(parallel_state.get_tensor_model_parallel_group(), sent),
-                [p for p in model.parameters() if getattr(p, "sequence_parallel", False)],
-            ),
-        ],
+        sums=[(Peers(ranks.group, sent), params) for ranks, params in grid.sums(model.parameters())],
         sent=sent,
     )
     for chunk in chunks(model):
         chunk.config.no_sync_func = sync.no_sync
     return sync
-
-
-def _embedding_group() -> dist.ProcessGroup | None:
-    """The first and the last stage of this rank's pipeline; None on the others."""
-    group = parallel_state.get_embedding_group(check_initialized=False)
-    return group if group is not None and dist.get_rank() in dist.get_process_group_ranks(group) else None
 
 
 def count_pipeline_traffic(sent: WireBytes, config: Config, parts: Sequence[GPTModel], micro_batches: int) -> None:

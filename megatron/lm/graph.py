@@ -7,16 +7,14 @@ counted again, and the averaged gradients, which stand at the same addresses in 
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.lm.config import Config
-
-if TYPE_CHECKING:
-    from megatron.lm.step import Training
+from megatron.lm.step import micro_batch_loss
+from megatron.lm.training import Batches, Training
 
 WARM_UP = 3  # eager steps as they will be captured: kernels are compiled, cuDNN and cuBLAS have chosen theirs, communicators exist
 FIRST, MIDDLE, LAST, ONLY, UPDATE = "first", "middle", "last", "only", "update"  # micro-batches of a step by their place, and its end
@@ -56,6 +54,16 @@ def choose(config: Config) -> tuple[str, str]:
     return "none", reason
 
 
+def build(training: Training) -> "StepGraphs | None":
+    """The graphs of a training's steps, for `train_step`; None where they are eager (`choose`).
+
+    Raises:
+        ValueError: as `choose`.
+    """
+    mode, _ = choose(training.config)
+    return None if mode == "none" else StepGraphs(training, mode)
+
+
 class _Captured(NamedTuple):
     """A graph, and what Python did beside it: bytes sent by kind and collective, and, where Python looks at the averaged gradients (an
     eager update, the recorder), where they stand."""
@@ -78,14 +86,13 @@ class StepGraphs:
     Args:
         training: what is trained; TP = PP = 1.
         mode: "micro-batch" or "step", which has the update too.
-        loss: model and micro-batch -> (its mean loss with gradient, {"loss_sum", "tokens"}).
 
     Attributes:
         captured: graphs so far.
     """
 
-    def __init__(self, training: "Training", mode: str, loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> None:
-        self.training, self.mode, self.loss = training, mode, loss
+    def __init__(self, training: Training, mode: str) -> None:
+        self.training, self.mode = training, mode
         self._eager_steps = 0
         self._graphs: dict[tuple[str, bool, bool], _Captured] = {}
         self._batch: dict[str, Tensor] = {}
@@ -115,7 +122,7 @@ class StepGraphs:
         self._eager_steps += 1
         return False
 
-    def forward_backward(self, batches: Iterator[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+    def forward_backward(self, batches: Batches) -> tuple[Tensor, Tensor]:
         """All micro-batches of a step, their gradients averaged: sums of loss and of counted tokens, on the device."""
         count = self.training.micro_batches
         places = [ONLY] if count == 1 else [FIRST, *([MIDDLE] * (count - 2)), LAST]
@@ -130,7 +137,7 @@ class StepGraphs:
         loss_sums, tokens = zip(*(found.unbind() for found in sums), strict=True)
         return torch.stack(loss_sums).sum(), torch.stack(tokens).sum()
 
-    def update(self, group: torch.distributed.ProcessGroup) -> Tensor:
+    def update(self, group: torch.distributed.ProcessGroup | None) -> Tensor:
         """The optimizer's step, and the new scales; `group` as `ScalingState.roll` takes it. The gradient's norm, FP64 0-dim."""
         self.training.optimizer.refresh()
         self._replay(UPDATE, group)
@@ -171,14 +178,14 @@ class StepGraphs:
         if place in (FIRST, ONLY):
             sync.clear()
         with contextlib.nullcontext() if place in (LAST, ONLY) else sync.no_sync():
-            mean, found = self.loss(self.training.model, self._batch)
+            mean, found = micro_batch_loss(self.training.model, self._batch)
             share, scaler = mean / self.training.micro_batches, self.training.loss_scaler
             (share if scaler is None else scaler.multiply(share)).backward()
             self._sums.copy_(torch.stack([found["loss_sum"], found["tokens"]]))
         if place in (LAST, ONLY):
             sync.finish()
 
-    def _update(self, group: torch.distributed.ProcessGroup) -> None:
+    def _update(self, group: torch.distributed.ProcessGroup | None) -> None:
         optimizer = self.training.optimizer
         optimizer.step()
         if hasattr(optimizer, "wait"):

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
 from megatron.lm.config import Config
+from megatron.lm.grid import Grid
 from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.recipe import states_by_kind
 from msamp.amp.scaler import LossScaler
@@ -89,13 +89,10 @@ def build_optimizer(
 
 
 def global_norm(params: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-    """For an optimizer of `params`: their FP64 [n] gradient norms -> the norm over the whole grid, every tensor counted once.
-
-    What several tensor-parallel ranks have alike counts on the first of them, a tied embedding on the first pipeline stage.
-    """
-    peers = Peers(parallel_state.get_model_parallel_group(), WireBytes())
-    first = parallel_state.get_tensor_model_parallel_rank() == 0
-    counts = [not getattr(p, "shared", False) and (first or getattr(p, "tensor_model_parallel", False)) for p in params]
+    """For an optimizer of `params`: their FP64 [n] gradient norms -> the norm over the whole grid, every tensor counted once."""
+    grid = Grid.current()
+    peers = Peers(grid.model.group, WireBytes())
+    counts = [grid.counts(p, every_copy=True) for p in params]
     counted = torch.tensor(counts, dtype=torch.float64, device=params[0].device)
 
     def combine(norms: Tensor) -> Tensor:

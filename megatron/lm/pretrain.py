@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message=".*Apex")  # megatron-core says at every start that it does without
     # Only now: torch and megatron-core take seconds to import, and a typo should not.
     from megatron.lm import process_groups
-    from megatron.lm.faults import RunStopped
-    from megatron.lm.trainer import Trainer
+    from megatron.lm.run import RunStopped
+    from megatron.lm.run.trainer import Trainer
 
     try:
         process_groups.initialize(config)
@@ -50,7 +50,7 @@ def _dry_run(config: Config, world_size: int) -> None:
 
     def saved() -> PrecisionConfig | None:
         from megatron.lm.checkpoint import saved_precision  # megatron-core, for seconds
-        from megatron.lm.faults import begins_afresh
+        from megatron.lm.run.rollback import begins_afresh
 
         return None if begins_afresh(config) else saved_precision(config)
 

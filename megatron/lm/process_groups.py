@@ -17,7 +17,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron.lm.config import Config
 from megatron.lm.cpu_home import enter_cpu_home
-from megatron.lm.watchdog import GRACE_SECONDS
+
+# Collectives wait this much longer than the watchdog of a run, so that it speaks first: what they say names no rank.
+GRACE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +125,17 @@ def set_deterministic(wanted: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = not wanted  # type: ignore[attr-defined]  # a property, for mypy unseen
 
 
+def leave_grid() -> None:
+    """Forget the groups of the grid and megatron-core's buffers for it; the default process group stays, for another `initialize`."""
+    parallel_state.destroy_model_parallel()
+
+
 def shutdown() -> None:
     """Leave all process groups; nothing when there are none."""
     # A model in a reference cycle holds its groups, and gloo's threads, running into the interpreter's end, may abort the process.
     gc.collect()
     set_deterministic(False)
-    parallel_state.destroy_model_parallel()
+    leave_grid()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -29,7 +29,7 @@ def build_recipe(precision: PrecisionConfig) -> Recipe:
         "v": precision.exp_avg_sq_format or moments,
     }
     varied = recipe.with_states(**{key: formats.by_name(name) for key, name in names.items() if name is not None})
-    return varied if gemm is None else varied.with_gemm(gemm)
+    return varied if gemm is None or gemm == recipe.gemm else varied.with_gemm(gemm)
 
 
 def gemm_of(precision: PrecisionConfig) -> Gemm | None:

@@ -13,24 +13,21 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron.lm.distributed import chunks
 from megatron.lm.model.initial import named_globally
 from megatron.lm.model.linear import FP8Gemm
+from megatron.lm.training import Training
 from msamp.kernels import ops
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT
 from msamp.numerics.formats import FP32
 from msamp.numerics.metrics import TALLY, add_tallies, judge
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.rehearsal import rehearse
-
-if TYPE_CHECKING:
-    from megatron.lm.step import Training
 
 ROWS = {INPUT: "input", GRAD_OUTPUT: "grad_output"}
 CAST_COLUMNS = ("amax", "underflow", "saturation", "sqnr_db", "scale_exponent")
@@ -68,7 +65,7 @@ class Recorder:
         scalars: takes the `summary` of each line and its iteration; on rank 0.
     """
 
-    def __init__(self, training: "Training", file: str, interval: int, scalars: Scalars) -> None:
+    def __init__(self, training: Training, file: str, interval: int, scalars: Scalars) -> None:
         self.training, self.interval, self.scalars = training, interval, scalars
         self.recording = False
         self._first = training.iteration + 1
@@ -130,12 +127,10 @@ class Recorder:
         optimizer = self.training.optimizer
         if hasattr(optimizer, "wait"):
             optimizer.wait()
-        if parallel_state.get_data_parallel_rank() != 0:
-            return
         for name, layer in self.layers:
             weight, fmt = layer.weight, layer.scaling.gemm.weight.format
             assert isinstance(weight, ScalingTensor)
-            if weight.format != fmt:
+            if weight.format != fmt and self.training.grid.counts(weight, every_copy=False):
                 multiplier, scale_inv = layer.scaling.weight_scales(weight)
                 row = self._casts[name, "weight"] = self._table.new_zeros(len(TALLY))
                 ops.tally_(row, fp32_values(weight), ops.cast(weight.payload, multiplier, fmt.dtype), scale_inv)
@@ -146,7 +141,7 @@ class Recorder:
             return
         for part in rehearse(self.training.optimizer):
             p = part.piece.param
-            if not self._counts(p):
+            if not self.training.grid.counts(p, every_copy=self.training.grad_sync.shard):
                 continue
             name = self.names[p]
             for tensor, stored in part.stored.items():
@@ -159,12 +154,6 @@ class Recorder:
 
     def _payload(self, stored: Tensor) -> tuple[Tensor, Tensor]:
         return (stored.payload, stored.scale_inv) if isinstance(stored, ScalingTensor) else (stored, self._one)
-
-    def _counts(self, p: Tensor) -> bool:
-        """Whether this rank's update of `p` counts: every element of the model once."""
-        copies = parallel_state.get_data_parallel_rank() == 0 or self.training.grad_sync.shard
-        own = parallel_state.get_tensor_model_parallel_rank() == 0 or getattr(p, "tensor_model_parallel", False)
-        return copies and own and not getattr(p, "shared", False)
 
     def _gradients(self) -> None:
         sync = self.training.grad_sync

@@ -2,82 +2,46 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from megatron.lm.config import Config
 from megatron.lm.distributed import chunks, count_pipeline_traffic
-from megatron.lm.gain import Choice
-from megatron.lm.graph import StepGraphs
 from megatron.lm.model.gpt import GPT
 from megatron.lm.model.loss import mean_loss
-from megatron.lm.optim import Schedule
-from megatron.lm.recorder import Recorder
-from msamp.amp.scaler import LossScaler
-from msamp.comm.grad_sync import GradSync
-from msamp.nn.scaling_state import ScalingState
-from msamp.optim.adamw import FP8AdamW
-from msamp.optim.device_flag import DeviceCopy, DeviceFlag
-
-Batches = Iterator[dict[str, Tensor]]
+from megatron.lm.training import Batches, StepResult, Training
+from msamp.optim.device_flag import DeviceCopy
 
 
-@dataclass(kw_only=True)
-class Training:
-    """What a step works on.
+class Graphs(Protocol):
+    """What a step asks of its CUDA graphs (`megatron.lm.graph.StepGraphs`)."""
 
-    `model`: this rank's GPT, or the ModuleList of its chunks with interleaved pipeline stages. `linears`: which of its linear layers
-    are BF16 in an FP8 recipe, as in `config`, and why. `graphs`: CUDA graphs of the step; None where every step is eager. `recorder`:
-    who is told when an update is to come. `passed_over`: samples that were read and undone by rollbacks; those of the next step begin
-    at `consumed_samples + passed_over`. `loss_scaler`: FP16's, which multiplies the loss in megatron-core's schedule and in the
-    graphs, and which the optimizer divides out and updates.
-    """
+    mode: str
 
-    config: Config
-    model: nn.Module
-    optimizer: FP8AdamW
-    schedule: Schedule
-    grad_sync: GradSync
-    scaling: ScalingState
-    micro_batches: int
-    vocab_size: int
-    loss_scaler: LossScaler | None = None
-    linears: Choice = field(default_factory=Choice)
-    graphs: StepGraphs | None = None
-    recorder: Recorder | None = None
-    iteration: int = 0
-    consumed_samples: int = 0
-    passed_over: int = 0
+    def ready(self) -> bool: ...
+
+    def forward_backward(self, batches: Batches) -> tuple[Tensor, Tensor]: ...
+
+    def update(self, group: torch.distributed.ProcessGroup | None) -> Tensor: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """`loss_sum` and `tokens`: of this rank, on the device, 0 off the last pipeline stage. `grad_norm`: before clipping, FP64.
+class Witness(Protocol):
+    """What a step tells the recorder (`megatron.lm.recorder.Recorder`): the averaged gradients are there, the update is to come."""
 
-    `skipped`: on a GPU a flag on its way, which `bool` waits for. `loss_scale`: what the next step takes; None without one.
-    """
-
-    loss_sum: Tensor
-    tokens: Tensor
-    grad_norm: Tensor
-    lr: float
-    skipped: bool | DeviceFlag
-    loss_scale: DeviceCopy | None = None
+    def before_update(self) -> None: ...
 
 
-def train_step(training: Training, batches: Batches) -> StepResult:
+def train_step(training: Training, batches: Batches, graphs: Graphs | None = None, recorder: Witness | None = None) -> StepResult:
     """Micro-batches forward and backward, gradients averaged while backward runs, clipped, the update, new scales.
 
-    A step whose gradient is not finite changes no weight and does not advance the schedule; its data is consumed.
+    A step whose gradient is not finite changes no weight and does not advance the schedule; its data is consumed. With `graphs` the work is
+    replayed once they are ready, to the same bits.
     """
     training.model.train()
-    graphs = training.graphs if training.graphs is not None and training.graphs.ready() else None
+    graphs = graphs if graphs is not None and graphs.ready() else None
     if graphs is not None:
         loss_sum, tokens = graphs.forward_backward(batches)
     else:
@@ -88,9 +52,9 @@ def train_step(training: Training, batches: Batches) -> StepResult:
 
     training.schedule.settle()  # whether the step before this one was skipped has long come from the device
     lr = training.optimizer.param_groups[0]["lr"]
-    if training.recorder is not None:
-        training.recorder.before_update()
-    sharing = parallel_state.get_tensor_and_data_parallel_group()
+    if recorder is not None:
+        recorder.before_update()
+    sharing = training.grid.scales.group
     if graphs is not None and graphs.mode == "step":
         grad_norm = graphs.update(sharing)
     else:

@@ -20,6 +20,7 @@ from msamp.kernels import scaled_mm as _scaled_mm
 from msamp.kernels.reference import activate as _activate
 from msamp.kernels.reference import adamw as _adamw
 from msamp.kernels.reference import amax as _amax
+from msamp.kernels.reference import block_cast as _block_cast
 from msamp.kernels.reference import cast as _cast
 from msamp.kernels.reference import cast_transpose as _cast_transpose
 from msamp.kernels.reference import coat_adamw as _coat_adamw
@@ -138,6 +139,8 @@ def _fake_scaled_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **flags: Any) 
 activate = _operator(_activate.activate, mutates=_SLOTS)
 activate_backward = _operator(_activate.activate_backward, mutates=_SLOTS, fake=_fake_activate_backward)
 amax = _operator(_amax.amax)
+block_cast = _operator(_block_cast.block_cast, mutates=("amax_slot",))
+block_scaled_mm = _operator(_scaled_mm.block_scaled_mm, fake=_fake_scaled_mm)
 cast = _operator(_cast.cast)
 cast_transpose = _operator(_cast_transpose.cast_transpose, mutates=_SLOTS, fake=_fake_cast_transpose)
 cast_transposed = _operator(_cast_transpose.cast_transposed)

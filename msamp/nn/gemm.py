@@ -24,11 +24,14 @@ from typing import NamedTuple, Protocol
 import torch
 
 from msamp.kernels import ops
+from msamp.kernels.reference.block_cast import has_kernel
+from msamp.kernels.scaled_mm import have_product
 from msamp.nn.scaling_state import LinearScaling, Slot, just_in_time_scale, own_rule
-from msamp.numerics.granularity import TENSORWISE, Granularity
+from msamp.numerics.block_scale import values
+from msamp.numerics.granularity import TENSORWISE, Block, Granularity
 from msamp.numerics.quantize import dequantize, quantize
 from msamp.numerics.recipe import Cast, Gemm, Product
-from msamp.numerics.scaling import inverse
+from msamp.numerics.scaling import Current, Exact, Scaling, SharedExponent, inverse
 from msamp.numerics.tensor import ScalingTensor
 
 Scales = tuple[torch.Tensor, torch.Tensor]  # of a stored weight, as `LinearScaling.weight_scales` gives them
@@ -146,7 +149,7 @@ def _quantized(x: torch.Tensor, cast: Cast) -> tuple[torch.Tensor, torch.Tensor]
 def _values(operand: Operand) -> torch.Tensor:
     """FP32 [M, K]: what the payload stands for."""
     assert operand.payload is not None
-    return dequantize(operand.payload, operand.granularity.spread(operand.scale_inv, operand.payload.shape))
+    return dequantize(operand.payload, operand.granularity.spread(values(operand.scale_inv), operand.payload.shape))
 
 
 @functools.cache
@@ -158,8 +161,62 @@ def _say_once(*granularities: str) -> None:
     )
 
 
-_WAYS: dict[type, Way] = {type(TENSORWISE): _Tensorwise()}
+class _Blocks:
+    """A scale a block, just in time: casts by `ops.block_cast`, products by `ops.block_scaled_mm`; see `msamp.numerics.block_scale`.
+
+    A weight that is stored in FP8 is taken as it is, its one scale in every block: a second rounding would lose more than blocks gain.
+    """
+
+    def cast(
+        self, x: torch.Tensor, slot: Slot, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
+    ) -> Operand:
+        rule, block = _BLOCK_RULES.get(type(cast.scaling)), _block(cast)
+        if rule is None or not has_kernel(block.rows, block.columns):
+            return _DEFINITION.cast(x, slot, cast, row, col, combine)
+        payload, table, payload_t, table_t = ops.block_cast(
+            x, None, slot.amax, rows=block.rows, columns=block.columns, dtype=cast.format.dtype, scale_rule=rule, row=row, col=col
+        )
+        return Operand(payload if row else None, payload_t if col else None, table, table_t, block)
+
+    def weight(self, payload: torch.Tensor, scales: Scales, cast: Cast, transpose: bool) -> Operand:
+        rule, block, dtype = _BLOCK_RULES.get(type(cast.scaling)), _block(cast), cast.format.dtype
+        if payload.dtype == dtype:
+            stored = ops.transpose(payload) if transpose else payload
+            table = scales[0].expand(block.scales_shape(stored.shape)).contiguous()
+            return Operand(stored, None, table, table, block)
+        if rule is None or not has_kernel(block.rows, block.columns):
+            return _DEFINITION.weight(payload, scales, cast, transpose)
+        made = ops.block_cast(
+            payload,
+            scales[0],
+            None,
+            rows=block.rows,
+            columns=block.columns,
+            dtype=dtype,
+            scale_rule=rule,
+            row=not transpose,
+            col=transpose,
+        )
+        stored, table = made[2:] if transpose else made[:2]
+        return Operand(stored, None, table, table, block)
+
+    def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
+        left, right = a.granularity, b.granularity
+        if not (isinstance(left, Block) and isinstance(right, Block) and have_product(left, right)):
+            return _DEFINITION.multiply(a, b, bias, dtype, fast)
+        blocks = {"a_block": (left.rows, left.columns), "b_block": (right.rows, right.columns)}
+        return ops.block_scaled_mm(a.payload, b.payload, a.scale_inv, b.scale_inv, bias, dtype, **blocks)
+
+
+def _block(cast: Cast) -> Block:
+    assert isinstance(cast.granularity, Block)
+    return cast.granularity
+
+
+# What `ops.block_cast` calls the rules that it knows.
+_BLOCK_RULES: dict[type[Scaling], str] = {Exact: "fp32", Current: "power-of-two", SharedExponent: "e8m0"}
 _DEFINITION = _ByDefinition()
+_WAYS: dict[type, Way] = {type(TENSORWISE): _Tensorwise(), Block: _Blocks()}
 
 
 def way(granularity: Granularity) -> Way:
@@ -190,9 +247,9 @@ def cast_operand(
     """
     operand = way(cast.granularity).cast(x, slot, cast, row, col, combine)
     if slot.watch is not None:
-        seen, values = (operand, x) if row else (operand.transposed(), x.t())
+        seen, x2d = (operand, x) if row else (operand.transposed(), x.t())
         assert seen.payload is not None
-        slot.watch(values, seen.payload, cast.granularity.spread(seen.scale_inv, values.shape))
+        slot.watch(x2d, seen.payload, cast.granularity.spread(values(seen.scale_inv), x2d.shape))
     return operand
 
 

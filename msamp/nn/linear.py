@@ -31,7 +31,8 @@ def scaling_parameter(values: torch.Tensor, recipe: Recipe, requires_grad: bool 
 def describe_gemm(gemm: Gemm, weight: torch.Tensor) -> str:
     """One line for `print(model)`: what is stored and what the GEMMs run in."""
     stored = weight.format if isinstance(weight, ScalingTensor) else weight.dtype
-    return f"weight {stored}, GEMM {gemm.input.format} x {gemm.weight.format}, grad_output {gemm.grad_output.format}"
+    blocks = "" if gemm.tensorwise else f", {' x '.join(str(cast.granularity) for cast in (gemm.input, gemm.weight))}"
+    return f"weight {stored}, GEMM {gemm.input.format} x {gemm.weight.format}, grad_output {gemm.grad_output.format}{blocks}"
 
 
 class FP8Linear(nn.Module):

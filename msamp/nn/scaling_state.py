@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from msamp.kernels import ops
+from msamp.kernels.scaled_mm import check_blockwise, warn_if_blocks_emulated
 from msamp.numerics.formats import Format
-from msamp.numerics.granularity import TENSORWISE
+from msamp.numerics.granularity import TENSORWISE, Block
 from msamp.numerics.recipe import Cast, Gemm
 from msamp.numerics.scaling import Current, Scaling, check_rule, inverse
 from msamp.numerics.tensor import ScalingTensor
@@ -76,6 +77,14 @@ def check_gemm(gemm: Gemm) -> None:
             raise ValueError(f"{what} is cast as {first} for one GEMM and as {again} for the other; a layer casts it alike for both")
 
 
+def _check_device(gemm: Gemm, device: torch.device) -> None:
+    """ValueError where a torch too old for blocks would multiply them on `device`; says once where their products are emulated."""
+    for cast in gemm.casts.values():
+        if isinstance(cast.granularity, Block):
+            check_blockwise(device)
+            warn_if_blocks_emulated(device, cast.granularity.columns)
+
+
 def _wire_cast(wire: Format, operands: tuple[Cast, Cast]) -> Cast:
     """How partial sums are cast that travel in `wire`: as the operand of that format."""
     cast = next((cast for cast in operands if cast.format == wire), None)
@@ -122,6 +131,7 @@ class LinearScaling(nn.Module):
     def __init__(self, gemm: Gemm, device: torch.device | str | None = None, wire: Format | None = None) -> None:
         super().__init__()
         check_gemm(gemm)
+        _check_device(gemm, torch.device(device or "cpu"))
         self.gemm = gemm
         operands = (gemm.input, gemm.grad_output)
         self.casts = operands if wire is None else (*operands, _wire_cast(wire, operands))
@@ -201,7 +211,9 @@ class LinearScaling(nn.Module):
             return moved if moved.dtype == x.dtype else x.to(moved.device)
 
         self._weight_ref = self._weight_scales = None
-        return super()._apply(keep_dtype, recurse)
+        super()._apply(keep_dtype, recurse)
+        _check_device(self.gemm, self.amax.device)
+        return self
 
     def extra_repr(self) -> str:
         wire = f", partial sums {self.casts[WIRE].format}" if len(self.casts) > WIRE else ""

@@ -12,8 +12,8 @@ from msamp.numerics.formats import ALL as ALL_FORMATS
 from msamp.numerics.formats import BF16 as BF16_FORMAT
 from msamp.numerics.formats import COAT_E4M3, E4M3, E5M2, FP16, PLAIN_FP16, REMAINDER_E4M3, Format
 from msamp.numerics.formats import FP32 as FP32_FORMAT
-from msamp.numerics.granularity import TENSORWISE, Granularity
-from msamp.numerics.scaling import Current, Delayed, Scaling
+from msamp.numerics.granularity import TENSORWISE, Block, Granularity
+from msamp.numerics.scaling import Current, Delayed, Exact, Scaling, SharedExponent
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,16 @@ class Gemm:
     def casts(self) -> dict[str, Cast]:
         """Tensor -> how it is cast."""
         return {"input": self.input, "weight": self.weight, "grad_output": self.grad_output}
+
+    @property
+    def tensorwise(self) -> bool:
+        """Whether every operand has one scale a tensor: then payloads may be gathered over ranks, and made by fused kernels."""
+        return all(cast.granularity == TENSORWISE for cast in self.casts.values())
+
+    @property
+    def fusible(self) -> bool:
+        """Whether the kernels of the fused blocks can cast the operands: one scale a tensor, from a history or by `Current`."""
+        return self.tensorwise and all(cast.scaling.window or type(cast.scaling) is Current for cast in self.casts.values())
 
 
 # The arithmetic of an update -> the states in which it keeps what rounding takes from weight and second moment.
@@ -205,20 +215,36 @@ class Recipe:
     def with_gemm(self, gemm: Gemm) -> "Recipe":
         """The recipe with its FP8 GEMMs cast in another way, such as one of `GEMMS`.
 
+        Operands in blocks do not travel in FP8 (`fp8_wire` becomes False): a block of grad_weight's operands lies along the tokens of
+        several ranks, so what is gathered has to be the values.
+
         Raises:
             ValueError: for a recipe without FP8 GEMMs.
         """
         if self.gemm is None:
             raise ValueError(f"recipe {self.name} has no FP8 GEMM to cast in another way; take O1, O2 or O3")
-        return replace(self, gemm=gemm)
+        return replace(self, gemm=gemm, fp8_wire=self.fp8_wire and gemm.tensorwise)
 
 
 # A weight changes once a step and its amax is known when it does, so its scale is always its own.
 _GEMM = Gemm.of(input=Cast(E4M3), weight=Cast(E4M3, Current()), grad_output=Cast(E5M2))
 _JUST_IN_TIME = Gemm.of(input=Cast(E4M3, Current()), weight=Cast(E4M3, Current()), grad_output=Cast(E5M2, Current()))
 
-# Ways to cast the operands of the FP8 GEMMs, in the words of Megatron-LM's `--fp8-recipe`.
-GEMMS: dict[str, Gemm] = {"delayed": _GEMM, "tensorwise": _JUST_IN_TIME}
+
+def _blocks(scaling: Scaling, along: Block, weight: Block) -> Gemm:
+    """Operands in blocks, each E4M3: a block follows what it holds, so that gradients need no wider range [DeepSeek-V3, section 3.3.2]."""
+    return Gemm.of(input=Cast(E4M3, scaling, along), weight=Cast(E4M3, scaling, weight), grad_output=Cast(E4M3, scaling, along))
+
+
+# Ways to cast the operands of the FP8 GEMMs, in the words of Megatron-LM's `--fp8-recipe`. "blockwise" is DeepSeek-V3's, with FP32 scales,
+# or with the power of two that Transformer Engine takes; "mxfp8" has a shared exponent for each 32 elements [OCP Microscaling v1.0].
+GEMMS: dict[str, Gemm] = {
+    "delayed": _GEMM,
+    "tensorwise": _JUST_IN_TIME,
+    "blockwise": _blocks(Exact(), Block(1, 128), Block(128, 128)),
+    "blockwise-power-of-two": _blocks(Current(), Block(1, 128), Block(128, 128)),
+    "mxfp8": _blocks(SharedExponent(), Block(1, 32), Block(1, 32)),
+}
 
 FP32 = Recipe(name="fp32", compute=FP32_FORMAT, gemm=None, weight=FP32_FORMAT, states=FP32_STATES)
 FP16_AMP = Recipe(name="fp16-amp", compute=PLAIN_FP16, gemm=None, weight=PLAIN_FP16, states=FP32_STATES)

@@ -1,6 +1,7 @@
 """From amax to scale: the power-of-two rule, and which amax it is asked with."""
 
 import functools
+import math
 import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -88,6 +89,42 @@ class Current(Scaling):
 
     def __str__(self) -> str:
         return "current"
+
+
+@dataclass(frozen=True)
+class Exact(Scaling):
+    """The FP32 scale that brings the amax onto the end of the format, just in time: DeepSeek-V3's, for blocks.
+
+    scale_inv = amax / fp_max is what is kept, and the scale is its reciprocal (`msamp.numerics.block_scale`, rule "fp32").
+    """
+
+    window: int = field(default=0, init=False)
+
+    def next_scale(self, history: torch.Tensor, fp_max: float, last: torch.Tensor | float = 1.0) -> torch.Tensor:
+        amax = history[..., -1]
+        scale = (amax.clamp(min=fp_max * 2.0**-_MAX_EXPONENT) / torch.full_like(amax, fp_max)).reciprocal()
+        return scale.masked_fill(~((amax > 0) & amax.isfinite()), 1.0)
+
+    def __str__(self) -> str:
+        return "exact"
+
+
+@dataclass(frozen=True)
+class SharedExponent(Scaling):
+    """The power of two that brings the amax into the format's last binade, just in time: E8M0 of OCP Microscaling v1.0, for blocks.
+
+    What lies above fp_max there saturates (`msamp.numerics.block_scale`, rule "e8m0").
+    """
+
+    window: int = field(default=0, init=False)
+
+    def next_scale(self, history: torch.Tensor, fp_max: float, last: torch.Tensor | float = 1.0) -> torch.Tensor:
+        amax = history[..., -1]
+        binade = 2.0 ** math.floor(math.log2(fp_max))
+        return scale_from_amax((amax.view(torch.int32) & 0x7F800000).view(torch.float32), binade, last)
+
+    def __str__(self) -> str:
+        return "shared exponent"
 
 
 ALGORITHMS = ("max", "most_recent")

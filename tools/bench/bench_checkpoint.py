@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from megatron.lm import checkpoint, process_groups
+from megatron.lm import checkpoint, graph, process_groups
+from megatron.lm.build import build_training
 from megatron.lm.presets import PRESETS
 from megatron.lm.step import train_step
-from megatron.lm.trainer import build_training
 from tools.bench import bench_step, rows
 
 COLUMNS = (
@@ -64,9 +64,10 @@ def measure(level: str, options: argparse.Namespace, folder: Path) -> dict[str, 
     fresh = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=None))
     training = build_training(fresh, options.vocab_size)
     batches = bench_step.random_batches(config, options.vocab_size, process_groups.device())
+    graphs = graph.build(training)
 
     def step() -> float:
-        return _seconds(lambda: train_step(training, batches))
+        return _seconds(lambda: train_step(training, batches, graphs))
 
     for _ in range(options.warm_up):
         step()

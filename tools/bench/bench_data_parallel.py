@@ -15,6 +15,7 @@ the payloads of linear weights alone; `exposed_ms` and `exposed_share` as `expos
 """
 
 import argparse
+import functools
 import gc
 import itertools
 import json
@@ -23,7 +24,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +33,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from megatron.lm import process_groups
+from megatron.lm import graph, process_groups
+from megatron.lm.build import build_training
 from megatron.lm.config import Config
-from megatron.lm.metrics import least_and_most
 from megatron.lm.presets import PRESETS
-from megatron.lm.step import Batches, StepResult, Training, train_step
-from megatron.lm.trainer import build_training
+from megatron.lm.run.metrics import least_and_most
+from megatron.lm.step import train_step
+from megatron.lm.training import StepResult, Training
 from msamp.comm.collectives import Peers
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics.tensor import ScalingTensor
 from tools.bench import bench_step, rows
 
+Step = Callable[[], StepResult]
 COLUMNS = (
     "case",
     "level",
@@ -134,7 +137,7 @@ def device_intervals(trace: Mapping[str, Any]) -> tuple[list[Interval], list[Int
     return sorted(communication), sorted(compute)
 
 
-def exposed_communication(training: Training, batches: Batches) -> dict[str, float]:
+def exposed_communication(step: Step) -> dict[str, float]:
     """Time of this rank's step in which a kernel of NCCL runs and no other kernel or copy; collective.
 
     An upper bound of what communication costs: NCCL's kernels also spin while they wait for a later rank, and a GPU without
@@ -149,14 +152,14 @@ def exposed_communication(training: Training, batches: Batches) -> dict[str, flo
         return {}
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA], schedule=schedule) as profiler:
-        train_step(training, batches)
+        step()
         torch.cuda.synchronize()
         profiler.step()
         dist.all_reduce(torch.zeros(1, device=device))  # the ranks start together, however long their profilers took
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(PROFILED_STEPS):
-            train_step(training, batches)
+            step()
         torch.cuda.synchronize()
         ms = (time.perf_counter() - start) * 1e3
     with tempfile.TemporaryDirectory() as folder:
@@ -189,7 +192,7 @@ class SilentPeers(Peers):
         return flat.split(list(sizes))[self.rank].clone()
 
 
-def without_communication(training: Training, batches: Batches, steps: int, ms: float) -> dict[str, float]:
+def without_communication(training: Training, step: Step, steps: int, ms: float) -> dict[str, float]:
     """The step with its collectives left out, and the share of `ms`, the whole step, that they cost; spoils the weights.
 
     What overlap hides and what the host is late for anyway do not count: this is what a faster network could save.
@@ -200,8 +203,8 @@ def without_communication(training: Training, batches: Batches, steps: int, ms: 
     sync.peers = SilentPeers(sync.peers.group, sync.sent)
     training.optimizer._gather = lambda *_: None  # type: ignore[attr-defined]  # under ZeRO new weights stay with their owners
     for _ in range(2):
-        train_step(training, batches)
-    silent = rows.percentiles(step_times(training, batches, steps)[0])[1] * 1e3
+        step()
+    silent = rows.percentiles(step_times(step, steps)[0])[1] * 1e3
     return {"silent_ms": round(silent, 1), "communication_share": round(1 - silent / ms, 4)}
 
 
@@ -211,12 +214,13 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     training = build_training(config, options.vocab_size)
     sync = training.grad_sync
     batches = bench_step.random_batches(config, options.vocab_size, device)
-    for step in range(options.warm_up):
-        if step == 1 and device.type == "cuda":  # a replayed graph allocates nothing: its peak is that of the step that captured it
+    step = functools.partial(train_step, training, batches, graph.build(training))
+    for number in range(options.warm_up):
+        if number == 1 and device.type == "cuda":  # a replayed graph allocates nothing: its peak is that of the step that captured it
             torch.cuda.reset_peak_memory_stats()
-        train_step(training, batches)
+        step()
     sync.sent.take()
-    times, result = step_times(training, batches, options.steps)
+    times, result = step_times(step, options.steps)
     loss = float(result.loss_sum / result.tokens)
     wire = torch.tensor(sync.sent.total("weight") / options.steps, dtype=torch.float64, device=device)
     found = memory()
@@ -237,16 +241,16 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     if ranks > 1:
         row["wire_bytes_param"] = round(float(wire) / (ranks - 1) / params, 4)
         row["wire_linear_bytes_param"] = round(wire_bytes_a_parameter(sync, linear_weights(sync)), 4)
-    row |= found | exposed_communication(training, batches)
-    return row | without_communication(training, batches, options.steps, median * 1e3)
+    row |= found | exposed_communication(step)
+    return row | without_communication(training, step, options.steps, median * 1e3)
 
 
-def step_times(training: Training, batches: Batches, steps: int) -> tuple[list[float], StepResult]:
+def step_times(step: Step, steps: int) -> tuple[list[float], StepResult]:
     """Seconds of each of some steps on this rank, without a host sync between them, and the result of the last."""
     device = process_groups.device()
     marks = [_mark(device)]
     for _ in range(steps):
-        result = train_step(training, batches)
+        result = step()
         marks.append(_mark(device))
     return [_seconds(*pair) for pair in itertools.pairwise(marks)], result
 

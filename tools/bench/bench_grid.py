@@ -21,6 +21,7 @@ gradients.
 """
 
 import argparse
+import functools
 import gc
 import json
 import sys
@@ -30,15 +31,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
-from megatron.lm import process_groups
+from megatron.lm import graph, process_groups
+from megatron.lm.build import build_training
 from megatron.lm.config import Config
 from megatron.lm.config.check import check
 from megatron.lm.presets import parameter_count
 from megatron.lm.recipe import build_recipe
 from megatron.lm.step import train_step
-from megatron.lm.trainer import build_training
 from tools.bench import bench_step, rows
 from tools.bench.bench_data_parallel import exposed_communication, link, memory, parser, peer_rows, step_times
 
@@ -156,12 +156,13 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     device, ranks = process_groups.device(), dist.get_world_size()
     training = build_training(config, options.vocab_size)
     batches = bench_step.random_batches(config, options.vocab_size, device)
-    for step in range(warm_up(config) if options.warm_up is None else options.warm_up):
-        if step == 1 and device.type == "cuda":  # a replayed graph allocates nothing: its peak is that of the step that captured it
+    step = functools.partial(train_step, training, batches, graph.build(training))
+    for number in range(warm_up(config) if options.warm_up is None else options.warm_up):
+        if number == 1 and device.type == "cuda":  # a replayed graph allocates nothing: its peak is that of the step that captured it
             torch.cuda.reset_peak_memory_stats()
-        train_step(training, batches)
+        step()
     training.grad_sync.sent.take()
-    times, result = step_times(training, batches, options.steps)
+    times, result = step_times(step, options.steps)
     row: dict[str, Any] = memory() | traffic(training.grad_sync.sent.take(), options.steps)
     loss = torch.stack([result.loss_sum, result.tokens]).double()
     dist.all_reduce(loss)  # only the last pipeline stage has it; tensor-parallel ranks have the same
@@ -174,7 +175,7 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
         "tokens_s_gpu": round(config.global_batch_size(ranks) * config.model.seq_length / median / ranks),
         "loss": round(float(loss[0] / loss[1]), 4),
     }
-    return row if options.no_profile else row | exposed_communication(training, batches)
+    return row if options.no_profile else row | exposed_communication(step)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -205,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         row = common | {"case": name, "level": case.split()[0]} | grid(config, ranks) | measure(config, options)
         if launch.rank == 0:
             report(row)
-        parallel_state.destroy_model_parallel()  # the next case has another grid, and megatron-core's buffers of its own
+        process_groups.leave_grid()  # the next case has another grid, and megatron-core's buffers of its own
         gc.collect()
         torch.cuda.empty_cache()
     process_groups.shutdown()

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from megatron.lm import process_groups
+from megatron.lm import graph, process_groups
+from megatron.lm.build import build_training
 from megatron.lm.config import LoggingConfig
 from megatron.lm.recorder import Recorder
 from megatron.lm.step import train_step
-from megatron.lm.trainer import build_training
 from tools.bench import rows
 from tools.bench.bench_step import LEVELS, WARM_UP, configuration, random_batches
 
@@ -37,19 +37,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     training = build_training(config, options.vocab_size)
     device = process_groups.device()
     cuda = device.type == "cuda"
-    batches = random_batches(config, options.vocab_size, device)
+    batches, graphs = random_batches(config, options.vocab_size, device), graph.build(training)
 
     def timed(step: contextlib.AbstractContextManager[None]) -> float:
         start = time.perf_counter()
         with step:
-            train_step(training, batches)
+            train_step(training, batches, graphs, recorder)
         if cuda:
             torch.cuda.synchronize()
         return 1e3 * (time.perf_counter() - start)
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "precision.jsonl"
-        training.recorder = recorder = Recorder(training, str(file), options.record_interval, lambda *_: None)
+        recorder = Recorder(training, str(file), options.record_interval, lambda *_: None)
         first = timed(recorder.step(1))  # as the trainer does: what graphs will need is compiled by an eager step
         _take_peak(cuda)
         for _ in range(options.warm_up):
@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "share_percent": round(100 * (recorded - plain) / (options.record_interval * plain), 4),
         "first_ms": round(first, 1),
         "second_ms": round(second, 1),
-        "graphs": training.graphs.captured if training.graphs is not None else 0,
+        "graphs": graphs.captured if graphs is not None else 0,
         "peak_gib": peak,
         "recorded_peak_gib": _take_peak(cuda),
         "line_kib": round(size / 1024, 1),

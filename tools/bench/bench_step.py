@@ -25,14 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.lm import process_groups
+from megatron.lm import graph, process_groups
+from megatron.lm.build import build_training
 from megatron.lm.config import OPT_LEVELS, Config
 from megatron.lm.config.cli import parse_args
-from megatron.lm.metrics import peak_tflops
 from megatron.lm.presets import PRESETS, flops_per_token
 from megatron.lm.recorder import Recorder
+from megatron.lm.run.metrics import peak_tflops
 from megatron.lm.step import train_step
-from megatron.lm.trainer import build_training
 from msamp.numerics import recipe
 from tools.bench import rows
 
@@ -85,23 +85,21 @@ def measure(level: str, options: argparse.Namespace) -> dict[str, Any]:
     training = build_training(config, options.vocab_size)
     device = process_groups.device()
     batches = random_batches(config, options.vocab_size, device)
-    recorded = config.logging.record_precision
-    if recorded:
-        training.recorder = Recorder(training, recorded, config.logging.record_interval, lambda *_: None)
+    graphs, recorded = graph.build(training), config.logging.record_precision
+    recorder = Recorder(training, recorded, config.logging.record_interval, lambda *_: None) if recorded else None
     times = []
     for step in range(options.warm_up + options.steps):
         if step == 1 and device.type == "cuda":  # a replayed graph allocates nothing: its peak is that of the step that captured it
             torch.cuda.reset_peak_memory_stats()
         _synchronize(device)
         start = time.perf_counter()
-        due = training.recorder is not None and training.recorder.due(step + 1)
-        with training.recorder.step(step + 1) if training.recorder is not None and due else contextlib.nullcontext():
-            result = train_step(training, batches)
+        with recorder.step(step + 1) if recorder is not None and recorder.due(step + 1) else contextlib.nullcontext():
+            result = train_step(training, batches, graphs, recorder)
         _synchronize(device)
         times.append(time.perf_counter() - start)
     low, median, high = rows.percentiles(times[options.warm_up :])
-    if training.recorder is not None:
-        training.recorder.close()
+    if recorder is not None:
+        recorder.close()
     tokens = config.training.micro_batch_size * config.model.seq_length
     tflops = flops_per_token(config.model, config.padded_vocab_size(options.vocab_size)) * tokens / median / 1e12
     peak = peak_tflops(config)

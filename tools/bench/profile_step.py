@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.lm import process_groups
+from megatron.lm import graph, process_groups
+from megatron.lm.build import build_training
 from megatron.lm.step import train_step
-from megatron.lm.trainer import build_training
 from tools.bench import rows
 from tools.bench.bench_step import LEVELS, WARM_UP, configuration, random_batches
 
@@ -50,11 +50,12 @@ def kernels(options: argparse.Namespace) -> list[tuple[str, float, float]]:
     """(name, start, duration) in microseconds of every kernel of one step; needs `process_groups.initialize`."""
     training = build_training(configuration(options.level, options), options.vocab_size)
     batches = random_batches(training.config, options.vocab_size, process_groups.device())
+    graphs = graph.build(training)
     for _ in range(options.warm_up):
-        train_step(training, batches)
+        train_step(training, batches, graphs)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        train_step(training, batches)
+        train_step(training, batches, graphs)
         torch.cuda.synchronize()
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     return [(event.name, event.time_range.start, event.time_range.elapsed_us()) for event in events]

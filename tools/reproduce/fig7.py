@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.lm import process_groups
+from megatron.lm import graph, process_groups
+from megatron.lm.build import build_training
 from megatron.lm.config import Config
 from megatron.lm.config.check import check
 from megatron.lm.config.cli import parse_args
@@ -41,7 +42,6 @@ from megatron.lm.data.datasets import build_datasets
 from megatron.lm.data.tokenizer import build_tokenizer
 from megatron.lm.model.loss import masked_mean_loss
 from megatron.lm.step import train_step
-from megatron.lm.trainer import build_training
 from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
@@ -97,8 +97,9 @@ class Ranks:
             device=process_groups.device(),
         )
         training = build_training(config, tokenizer.vocab_size)
+        graphs = graph.build(training)
         for iteration in range(1, settings.train_iters + 1):
-            result = train_step(training, stream)
+            result = train_step(training, stream, graphs)
             if iteration in (1, settings.train_iters) or iteration % config.logging.log_interval == 0:
                 self.loss = float(result.loss_sum / result.tokens)
                 print(f"iteration {iteration} | loss {self.loss:.4f}", flush=True)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron.lm.checkpoint import rng
@@ -25,7 +24,8 @@ from megatron.lm.checkpoint.place import Place, names_of, places
 from megatron.lm.checkpoint.storage import Item
 from megatron.lm.config import Config
 from megatron.lm.config.cli import config_to_dict
-from megatron.lm.step import Training
+from megatron.lm.grid import Grid, Ranks
+from megatron.lm.training import Training
 from msamp.numerics.range_expand import Expanded
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.state_coat import as_stored
@@ -74,8 +74,8 @@ def info(training: Training) -> dict[str, Any]:
 
 def items(training: Training) -> list[Item]:
     """The chunks that this rank stores; what several ranks hold alike is in the list of one of them."""
-    where, found = places(training.model), list(_rng_items())
-    share = _Share()
+    where, found = places(training.model), list(_rng_items(training.grid))
+    share = _Share(training.grid.copies)
     for name, x in training.model.state_dict().items():
         if name in where:  # megatron-core's empty `_extra_state` is not
             found += share.mine(list(_chunks("model", where[name], x)))
@@ -95,15 +95,15 @@ def items(training: Training) -> list[Item]:
 
 
 class _Share:
-    """Deals what all data-parallel ranks hold to the one that has least to write; every rank deals alike."""
+    """Deals what all `copies` hold to the one that has least to write; every rank deals alike."""
 
-    def __init__(self) -> None:
-        self.loads = [0] * parallel_state.get_data_parallel_world_size()
+    def __init__(self, copies: Ranks) -> None:
+        self.copies, self.loads = copies, [0] * copies.size
 
     def mine(self, group: list[Item]) -> list[Item]:
         lightest = self.loads.index(min(self.loads))
         self.loads[lightest] += sum(item.tensor.nbytes for item in group)
-        return group if lightest == parallel_state.get_data_parallel_rank() else []
+        return group if lightest == self.copies.rank else []
 
 
 def group_keys(key: str, offset: Sequence[int]) -> tuple[str, str]:
@@ -135,6 +135,6 @@ def _scalars(prefix: str, where: Sequence[Place], x: Tensor, rows: slice | None)
             yield Item.whole(f"{prefix}/{place.name}", x)
 
 
-def _rng_items() -> Iterator[Item]:
+def _rng_items(grid: Grid) -> Iterator[Item]:
     for name, value in rng.state().items():
-        yield Item.whole(f"rng/{rng.own_number()}/{name}", value)
+        yield Item.whole(f"rng/{rng.own_number(grid)}/{name}", value)

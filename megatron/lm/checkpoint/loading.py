@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron.lm import process_groups
@@ -20,7 +19,8 @@ from megatron.lm.checkpoint.storage import Stored
 from megatron.lm.checkpoint.values import FIRSTS, Found, chunk_offsets, find, find_whole, scalar
 from megatron.lm.config import CheckpointConfig, Config, PrecisionConfig, flag
 from megatron.lm.config.cli import config_from_dict, config_to_dict
-from megatron.lm.step import Training
+from megatron.lm.grid import Grid
+from megatron.lm.training import Training
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, FP32, Format, by_name
@@ -289,7 +289,7 @@ def take_model(model: nn.Module, stored: Stored, vocab_size: int) -> None:
 
 def _take_rng(training: Training, stored: Stored, info: dict[str, Any]) -> dict[str, Tensor] | None:
     saved, now = config_from_dict(info["config"]).parallel, training.config.parallel
-    prefix = f"rng/{rng.own_number()}/"
+    prefix = f"rng/{rng.own_number(training.grid)}/"
     same = (saved.tensor_model_parallel_size, saved.pipeline_model_parallel_size) == (
         now.tensor_model_parallel_size,
         now.pipeline_model_parallel_size,
@@ -302,7 +302,7 @@ def _restore_rng(taken: _Taken, settings: CheckpointConfig) -> None:
     """Set this rank's generators, and say of how many ranks they stay as `--seed` has set them. Collective."""
     lacking = torch.tensor(taken.rng is None, dtype=torch.int32, device=process_groups.device())
     # All who share a part of the data must draw the same dropout where they hold the same activations.
-    dist.all_reduce(lacking, dist.ReduceOp.MAX, parallel_state.get_model_parallel_group())
+    dist.all_reduce(lacking, dist.ReduceOp.MAX, Grid.current().model.group)
     if taken.rng is not None and not lacking:
         rng.restore(taken.rng)
     dist.all_reduce(lacking)

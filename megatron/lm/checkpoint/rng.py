@@ -5,16 +5,15 @@ import random
 
 import numpy
 import torch
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
+from megatron.lm.grid import Grid
 
-def own_number() -> int:
+
+def own_number(grid: Grid) -> int:
     """This rank's number among the random states: with more data-parallel ranks than were saved, the first ones still find theirs."""
-    tensor, pipeline = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size()
-    number = parallel_state.get_data_parallel_rank() * pipeline + parallel_state.get_pipeline_model_parallel_rank()
-    return number * tensor + parallel_state.get_tensor_model_parallel_rank()
+    return (grid.copies.rank * grid.pipeline.size + grid.pipeline.rank) * grid.tensor.size + grid.tensor.rank
 
 
 def state() -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from megatron.lm.checkpoint.folder import (
     write_info,
 )
 from megatron.lm.checkpoint.storage import Item
-from megatron.lm.step import Training
+from megatron.lm.training import Training
 
 T = TypeVar("T")
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.lm.config import Config
+from megatron.lm.grid import Grid
 from megatron.lm.model.attention import check_backend
 from megatron.lm.model.initial import draw_weights
 from megatron.lm.model.linear import connect, layer_linears, output_linear
@@ -163,14 +163,14 @@ def assemble(
 ) -> GPT:
     """`build_model` with megatron-core's configuration and the classes of the linear layers by slot given, not connected."""
     check_backend(config.model.attention_backend, config.model.attention_dropout)
-    model = config.model
+    model, grid = config.model, Grid.current()
     gpt = GPT(
         config=core_config,
         transformer_layer_spec=block_spec(core_config, linears, vp_stage, model.attention_backend, saved_activations(config.precision)),
         vocab_size=config.padded_vocab_size(vocab_size),
         max_sequence_length=model.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        pre_process=grid.is_first_stage(vp_stage),
+        post_process=grid.is_last_stage(vp_stage),
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,

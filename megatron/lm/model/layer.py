@@ -19,8 +19,9 @@ from msamp.nn.saved import AS_IT_IS, Saved
 class Layer(TransformerLayer):
     """megatron-core's TransformerLayer with the parameters it makes, computed by `msamp.nn`'s blocks where they serve.
 
-    They serve FP8 recipes without tensor parallelism and hidden dropout. Not while one of the layer's linear layers is watched by a
-    forward hook, since a fused block never calls it, and not in generation with a cache.
+    They serve FP8 recipes that their kernels can cast (`Gemm.fusible`), without tensor parallelism and hidden dropout. They do not serve
+    while one of the layer's linear layers is watched by a forward hook, since a fused block never calls it, nor in generation with a
+    cache.
 
     Attributes:
         fused: whether the blocks serve this layer.
@@ -30,7 +31,8 @@ class Layer(TransformerLayer):
     def __init__(self, *args: Any, saved: Saved = AS_IT_IS, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config, self.saved = self.config, saved
-        self.fused = all(isinstance(m, FP8Gemm) for m in self._linears()) and self.tp_group.size() == 1 and not config.hidden_dropout
+        fusible = all(isinstance(m, FP8Gemm) and m.scaling.gemm.fusible for m in self._linears())
+        self.fused = fusible and self.tp_group.size() == 1 and not config.hidden_dropout
         self.norm = Norm(config.layernorm_epsilon, config.normalization == "RMSNorm")
         self.activation = "swiglu" if config.gated_linear_unit else "gelu"
         selected = config.recompute_modules if config.recompute_granularity == "selective" else []

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.lm.config import ParallelConfig
+from megatron.lm.grid import Grid
 from msamp.comm.counters import WireBytes, all_gather_sent, all_reduce_sent
 from msamp.kernels.scaled_mm import native_bf16
 from msamp.nn.linear import describe_gemm, scaling_parameter
@@ -205,8 +205,10 @@ def connect(model: nn.Module, parallel: ParallelConfig, sent: WireBytes) -> None
     """Give the tensor-parallel layers of a model what they share: at O3 the FP8 converter, else a counter of bytes in `sent`."""
     if parallel.tensor_model_parallel_size == 1:
         return
+    group = Grid.current().tensor.group
+    assert group is not None
     converter = TensorParallel(
-        parallel_state.get_tensor_model_parallel_group(),
+        group,
         sequence_parallel=parallel.sequence_parallel,
         wire=parallel.tp_wire,
         saved_input=parallel.tp_saved_input,

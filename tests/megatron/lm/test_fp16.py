@@ -10,9 +10,9 @@ import tiny
 import torch
 from torch import Tensor
 
-from megatron.lm import trainer
-from megatron.lm.faults import RunStopped
-from megatron.lm.step import Batches, StepResult, Training, train_step
+from megatron.lm.run import RunStopped, trainer
+from megatron.lm.step import train_step
+from megatron.lm.training import Batches, StepResult, Training
 from msamp.amp.scaler import LossScaler
 
 FIRST = "decoder.layers.1.mlp.linear_fc2.weight"
@@ -34,11 +34,11 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Iterations, to be filled in, in which a gradient becomes NaN."""
     chosen: set[int] = set()
 
-    def changed(training: Training, stream: Batches) -> StepResult:
+    def changed(training: Training, stream: Batches, *watchers: Any) -> StepResult:
         weight, bad = dict(training.model.named_parameters())[FIRST], training.iteration + 1 in chosen
         handle = weight.register_hook(lambda g: g * math.nan if bad else g)
         try:
-            return train_step(training, stream)
+            return train_step(training, stream, *watchers)
         finally:
             handle.remove()
 

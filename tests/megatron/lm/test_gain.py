@@ -13,10 +13,10 @@ import tiny
 import torch
 
 from megatron.lm import gain
+from megatron.lm.build import build_training
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.gain import Choice, Measure, Shape, Times, choose, describe, read_table, settled, write_table
 from megatron.lm.model.linear import FP8Gemm, WideGemm
-from megatron.lm.trainer import build_training
 from msamp.numerics.recipe import Recipe
 from msamp.numerics.tensor import ScalingTensor
 
@@ -136,6 +136,9 @@ def test_a_shape_is_measured_once_a_machine(tmp_path: Path):
     assert len(table.asked) == 12
     keys = json.loads((tmp_path / "gain.json").read_text())
     assert len(keys) == 12
+    for fp8_recipe in ("tensorwise", "blockwise", "blockwise-power-of-two"):  # the last two and the first share a scaling rule or a block
+        choose(config(tmp_path, fp8_recipe=fp8_recipe), table)
+    assert len(table.asked) == 24
     assert all(f"cpu, torch {torch.__version__}, weight " in key for key in keys) or torch.cuda.is_available()
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megatron.lm import process_groups
-from megatron.lm.graph import FIRST, LAST, UPDATE, StepGraphs, _Captured, obstacle
+from megatron.lm.build import build_training
+from megatron.lm.graph import FIRST, LAST, UPDATE, StepGraphs, _Captured, build, obstacle
 from megatron.lm.recorder import Recorder
-from megatron.lm.step import evaluate, micro_batch_loss, train_step
-from megatron.lm.trainer import build_training
+from megatron.lm.step import evaluate, train_step
 
 OBSTACLES = {
     "pipeline": ({"pipeline_model_parallel_size": 2}, "pipeline stages"),
@@ -62,10 +62,10 @@ def trained(mode: str, settings: dict[str, Any], bad: int | None = None) -> tupl
     with tiny.started(config):
         process_groups.seed_all(config.training.seed)
         made = build_training(config, tiny.VOCABULARY)
-        stream, seen = batches(config, bad), []
+        graphs, stream, seen = build(made), batches(config, bad), []
         for step in range(24):
             made.grad_sync.statistics.watch(step % 5 == 4)
-            result = train_step(made, stream)
+            result = train_step(made, stream, graphs)
             if step in (10, 20):
                 seen.append(evaluate(made, batches(config, None), 2))
             made.grad_sync.sent.take()
@@ -74,7 +74,7 @@ def trained(mode: str, settings: dict[str, Any], bad: int | None = None) -> tupl
             seen.append((result.loss_sum.item(), result.grad_norm.item(), result.lr, bool(result.skipped), counts, scale))
         tensors = [t for t in made.model.state_dict().values() if isinstance(t, Tensor)]
         tensors += [t for state in made.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-        return seen, tiny.bits(tensors), 0 if made.graphs is None else made.graphs.captured
+        return seen, tiny.bits(tensors), 0 if graphs is None else graphs.captured
 
 
 @pytest.mark.gpu
@@ -120,19 +120,20 @@ def recorded(mode: str, settings: dict[str, Any], file: str | None) -> tuple[lis
     with tiny.started(config):
         process_groups.seed_all(config.training.seed)
         made, lines = build_training(config, tiny.VOCABULARY), []
-        made.recorder = None if file is None else Recorder(made, file, 6, lambda *_: None)
+        graphs = build(made)
+        recorder = None if file is None else Recorder(made, file, 6, lambda *_: None)
         stream = batches(config, None)
         for iteration in range(1, 25):
             made.grad_sync.statistics.watch(iteration % 5 == 4)
-            due = made.recorder is not None and made.recorder.due(iteration)
-            with made.recorder.step(iteration) if due else contextlib.nullcontext():
-                train_step(made, stream)
-        if made.recorder is not None:
-            made.recorder.close()
+            due = recorder is not None and recorder.due(iteration)
+            with recorder.step(iteration) if due else contextlib.nullcontext():
+                train_step(made, stream, graphs, recorder)
+        if recorder is not None:
+            recorder.close()
             lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
-        if made.graphs is not None:
-            assert made.graphs.captured
-            made.graphs.release()
+        if graphs is not None:
+            assert graphs.captured
+            graphs.release()
         states = [t for state in made.optimizer.state.values() for t in state.values()]
         return tiny.bits([*made.model.parameters(), *made.model.buffers(), *states]), lines
 
@@ -166,17 +167,17 @@ def test_after_a_recorded_step_the_graph_of_the_others_is_replayed_and_not_captu
         process_groups.seed_all(config.training.seed)
         made, captured_at = build_training(config, tiny.VOCABULARY), []
         monkeypatch.setattr(made.grad_sync, "restore", lambda averages: None)  # they are there: it ran
-        made.graphs = StepGraphs(made, mode, micro_batch_loss)
-        made.recorder = Recorder(made, str(tmp_path / "p.jsonl"), 3, lambda *_: None)
+        graphs = StepGraphs(made, mode)
+        recorder = Recorder(made, str(tmp_path / "p.jsonl"), 3, lambda *_: None)
         stream = batches(config, None)
         for iteration in range(1, 14):
-            due = made.recorder.due(iteration)
+            due = recorder.due(iteration)
             before = len(captures)
-            with made.recorder.step(iteration) if due else contextlib.nullcontext():
-                train_step(made, stream)
+            with recorder.step(iteration) if due else contextlib.nullcontext():
+                train_step(made, stream, graphs, recorder)
             captured_at += [(iteration, due)] * (len(captures) > before)
-        made.recorder.close()
-        replays = {key: done.graph.replays for key, done in made.graphs._graphs.items()}
+        recorder.close()
+        replays = {key: done.graph.replays for key, done in graphs._graphs.items()}
     (plain, was_due), (recorded_at, is_due) = sorted(captured_at, key=lambda found: found[1])
     assert (was_due, is_due) == (False, True)
     assert recorded_at % 3 == 0

@@ -50,8 +50,8 @@ def flags(text: str) -> Config:
 
 def built(settings: Config) -> tuple[list[tuple[int, ...]], dict[str, float]]:
     """Shapes of the parameters of this rank, and the bytes of its model states."""
+    from megatron.lm.build import build_training
     from megatron.lm.optim import bytes_per_parameter
-    from megatron.lm.trainer import build_training
 
     with tiny.started(settings):
         training = build_training(settings, tiny.VOCABULARY)

@@ -149,7 +149,7 @@ def groups_of_two() -> list[tuple[int, int, int, float]]:
                 torch.rand(1).item(),
             )
         )
-        parallel_state.destroy_model_parallel()
+        process_groups.leave_grid()
     process_groups.shutdown()
     return seen
 

@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.lm import process_groups, trainer
+from megatron.lm import build, process_groups
+from megatron.lm.build import build_training
 from megatron.lm.distributed import chunks
 from megatron.lm.recorder import CAST_COLUMNS, UPDATE_COLUMNS, Recorder, line, summary
-from megatron.lm.step import Training, train_step
-from megatron.lm.trainer import build_training
+from megatron.lm.step import train_step
+from megatron.lm.training import Training
 from msamp.kernels import ops
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.formats import COAT_E4M3, E4M3, E5M2
@@ -98,7 +99,7 @@ def by_hand(made: Training, recorder: Recorder, steps: int) -> tuple[dict[str, d
         layer.weight.register_hook(lambda g: seen.update(grad=g.clone())),
     ]
     with recorder.step(steps + 1):
-        train_step(made, stream)
+        train_step(made, stream, recorder=recorder)
     for handle in handles:
         handle.remove()
     want |= {"input": cast(seen["input"], E4M3, slots[0].scale), "grad_output": cast(seen["g"], E5M2, slots[1].scale)}
@@ -124,7 +125,7 @@ def test_numbers_are_the_definitions(tmp_path: Path, steps: int):
     with tiny.started(config):
         process_groups.seed_all(config.training.seed)
         made = build_training(config, tiny.VOCABULARY)
-        made.recorder = recorder = Recorder(made, str(tmp_path / "new" / "p.jsonl"), 100, lambda *_: None)
+        recorder = Recorder(made, str(tmp_path / "new" / "p.jsonl"), 100, lambda *_: None)
         want, update = by_hand(made, recorder, steps)
         recorder.close()
         assert not any(layer.watches for layer in made.model.modules() if isinstance(layer, LinearScaling))
@@ -156,7 +157,7 @@ def test_a_recorded_run_ends_with_the_same_bits(prefix: Path, tmp_path: Path, le
         config = tiny.config(prefix, precision=level, train_iters=19, record_precision=recorded, record_interval=6, **settings)
         with tiny.trainer(config) as run:
             run.run()
-            assert (run.training.recorder is None) == (recorded is None)
+            assert (run.recorder is None) == (recorded is None)
             states = [t for state in run.training.optimizer.state.values() for t in state.values()]
             ends.append(tiny.bits([*run.training.model.parameters(), *run.training.model.buffers(), *states]))
     assert tiny.same(*ends)
@@ -180,11 +181,11 @@ def test_several_micro_batches_are_one_step(tmp_path: Path):
         with tiny.started(config):
             process_groups.seed_all(config.training.seed)
             made = build_training(config, tiny.VOCABULARY)
-            made.recorder = Recorder(made, str(tmp_path / f"{size}.jsonl"), 1, lambda *_: None)
+            recorder = Recorder(made, str(tmp_path / f"{size}.jsonl"), 1, lambda *_: None)
             whole = next(batches(tiny.config("corpus", micro_batch_size=4)))
-            with made.recorder.step(1):
-                train_step(made, iter({name: x[i : i + size] for name, x in whole.items()} for i in range(0, 4, size)))
-            made.recorder.close()
+            with recorder.step(1):
+                train_step(made, iter({name: x[i : i + size] for name, x in whole.items()} for i in range(0, 4, size)), recorder=recorder)
+            recorder.close()
         rows.append(read(tmp_path / f"{size}.jsonl")[0]["casts"][LINEAR])
     (amax, _, _, sqnr, _), (other_amax, _, _, other_sqnr, _) = (row["input"] for row in rows)
     assert amax == pytest.approx(other_amax, rel=0.02)
@@ -212,7 +213,7 @@ def test_a_recorded_step_reads_the_device_once(tmp_path: Path, monkeypatch: pyte
     config = tiny.config("corpus", precision="O3")
     with tiny.started(config):
         made = build_training(config, tiny.VOCABULARY)
-        made.recorder = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None)
+        recorder = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None)
         stream, reads, update = batches(config), Reads(), ops.adamw
 
         def kernel(*args: Any, **flags: Any) -> None:
@@ -224,12 +225,12 @@ def test_a_recorded_step_reads_the_device_once(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(ops, "adamw", kernel)
         train_step(made, stream)
         found = []
-        for step in (contextlib.nullcontext(), made.recorder.step(3)):
+        for step in (contextlib.nullcontext(), recorder.step(3)):
             reads.found.clear()
             with reads, step:
-                train_step(made, stream)
+                train_step(made, stream, recorder=recorder)
             found.append(Counter(reads.found))
-        made.recorder.close()
+        recorder.close()
     # The two bools are the flag whether the step can be taken: on a GPU nobody asks for it before the table is there.
     assert found[1] - found[0] == Counter({"tolist": 1, "__bool__": 2})
 
@@ -253,19 +254,18 @@ def test_steps_that_are_not_recorded_are_the_usual_ones_to_the_operator(tmp_path
         with tiny.started(config):
             made = build_training(config, tiny.VOCABULARY)
             stream = batches(config)
-            if recorded:
-                made.recorder = Recorder(made, str(tmp_path / "p.jsonl"), 500, lambda *_: None)
+            recorder = Recorder(made, str(tmp_path / "p.jsonl"), 500, lambda *_: None) if recorded else None
             for number in (1, 2):
-                with made.recorder.step(number) if recorded else contextlib.nullcontext():
-                    train_step(made, stream)
+                with recorder.step(number) if recorder is not None else contextlib.nullcontext():
+                    train_step(made, stream, recorder=recorder)
             assert not any(module._forward_hooks or module._backward_hooks for module in made.model.modules())
             with Operators() as operators:
-                train_step(made, stream)
+                train_step(made, stream, recorder=recorder)
             ran.append(operators.names)
-            if recorded:
-                with Operators() as operators, made.recorder.step(4):
-                    train_step(made, stream)
-                made.recorder.close()
+            if recorder is not None:
+                with Operators() as operators, recorder.step(4):
+                    train_step(made, stream, recorder=recorder)
+                recorder.close()
     assert ran[0] == ran[1]
     assert not any("tally" in name for name in ran[1])
     tallies = sum("tally_.default" in name for name in operators.names)
@@ -282,18 +282,18 @@ def test_delayed_scales_are_judged_as_they_are(tmp_path: Path):
         stream = batches(config)
         for _ in range(17):
             train_step(made, stream)
-        made.recorder = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None)
+        recorder = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None)
         scaling = chunks(made.model)[0].decoder.layers[1].mlp.linear_fc1.scaling
         assert scaling.delayed
         for factor in (2.0**-20, 2.0**20):
             usual = scaling.scale.clone()
             scaling.scale.mul_(factor)
             scaling.scale_inv.div_(factor)
-            with made.recorder.step(made.iteration + 1):
-                train_step(made, stream)
+            with recorder.step(made.iteration + 1):
+                train_step(made, stream, recorder=recorder)
             scaling.scale.copy_(usual)
             scaling.scale_inv.copy_(1 / usual)
-        made.recorder.close()
+        recorder.close()
     small, large = (dict(zip(CAST_COLUMNS, row["casts"][LINEAR]["input"], strict=True)) for row in read(tmp_path / "p.jsonl"))
     assert small["underflow"] > 0.9
     assert large["saturation"] > 0.9
@@ -307,10 +307,10 @@ def test_recomputed_layers_are_recorded_too(tmp_path: Path):
         with tiny.started(config):
             process_groups.seed_all(config.training.seed)
             made = build_training(config, tiny.VOCABULARY)
-            made.recorder = Recorder(made, str(tmp_path / f"{name}.jsonl"), 1, lambda *_: None)
-            with made.recorder.step(1):
-                train_step(made, batches(config))
-            made.recorder.close()
+            recorder = Recorder(made, str(tmp_path / f"{name}.jsonl"), 1, lambda *_: None)
+            with recorder.step(1):
+                train_step(made, batches(config), recorder=recorder)
+            recorder.close()
         rows.append(read(tmp_path / f"{name}.jsonl")[0]["casts"])
     assert rows[0] == rows[1]
 
@@ -322,13 +322,13 @@ def test_a_skipped_step_says_so_and_a_torn_line_is_left_behind(tmp_path: Path):
     with tiny.started(config):
         process_groups.seed_all(config.training.seed)
         made = build_training(config, tiny.VOCABULARY)
-        made.recorder = Recorder(made, str(file), 1, lambda *_: None)
+        recorder = Recorder(made, str(file), 1, lambda *_: None)
         train_step(made, batches(config))
         batch = next(batches(config))
         batch["loss_mask"][0, 0] = math.inf
-        with made.recorder.step(3):
-            train_step(made, iter([batch]))
-        made.recorder.close()
+        with recorder.step(3):
+            train_step(made, iter([batch]), recorder=recorder)
+        recorder.close()
     rows = read(file)
     assert [row["iteration"] for row in rows] == [1, 3]
     assert rows[1]["skipped"]
@@ -355,17 +355,17 @@ def test_mu_and_tensorboard(prefix: Path, tmp_path: Path):
 
 def test_moments_of_coat_are_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     coat = replace(O1, states=replace(O1.states, m=COAT_E4M3, v=COAT_E4M3))
-    monkeypatch.setattr(trainer, "build_recipe", lambda _: coat)
+    monkeypatch.setattr(build, "build_recipe", lambda _: coat)
     config = tiny.config("corpus", precision="O1", train_iters=5)
     with tiny.started(config):
         process_groups.seed_all(config.training.seed)
         made = build_training(config, tiny.VOCABULARY)
-        made.recorder = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None)
+        recorder = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None)
         stream = batches(config)
         train_step(made, stream)
-        with made.recorder.step(2):
-            train_step(made, stream)
-        made.recorder.close()
+        with recorder.step(2):
+            train_step(made, stream, recorder=recorder)
+        recorder.close()
     casts = read(tmp_path / "p.jsonl")[0]["casts"][LINEAR]
     assert 25 < casts["m"][3] < 50
     assert 25 < casts["v"][3] < 50

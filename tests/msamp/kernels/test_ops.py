@@ -1,5 +1,7 @@
 """The op table: what torch knows of each operator, and which implementation a device gets."""
 
+from typing import Any
+
 import pytest
 import torch
 from agreement import assert_codes
@@ -9,6 +11,7 @@ from torch.utils import _pytree as pytree
 from msamp.kernels import ops
 from msamp.kernels.reference.activate import activate, activate_backward
 from msamp.kernels.reference.amax import amax
+from msamp.kernels.reference.block_cast import block_cast
 from msamp.kernels.reference.cast import cast
 from msamp.kernels.reference.cast_transpose import cast_transpose, cast_transposed
 from msamp.kernels.reference.cross_entropy import cross_entropy_
@@ -18,7 +21,7 @@ from msamp.kernels.reference.scale_from_amax import scale_from_amax
 from msamp.kernels.reference.sum_parts import sum_parts
 from msamp.kernels.reference.tally import tally_, tally_update_
 from msamp.kernels.reference.transpose import transpose
-from msamp.kernels.scaled_mm import scaled_mm
+from msamp.kernels.scaled_mm import block_scaled_mm, scaled_mm
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import E4M3, E5M2
 
@@ -47,14 +50,18 @@ def arguments(device: torch.device | str) -> dict[str, tuple]:
         "tally_": (torch.zeros(8, dtype=torch.float64, device=device), a.float() * 1.01, a, scale),
         "tally_update_": (torch.zeros(5, dtype=torch.float64, device=device), x, x * 1.01, (x * 1.02).half(), scale),
         "scaled_mm": (a, b, scale, scale, bias, torch.bfloat16),
+        "block_cast": (x, scale, slot),
+        "block_scaled_mm": (a, b, torch.full((24, 1), 0.5, device=device), torch.full((1, 1), 0.25, device=device), bias, torch.bfloat16),
     }
 
 
-FLAGS: dict[str, dict[str, bool]] = {
+FLAGS: dict[str, dict[str, Any]] = {
     "cast_transpose": {"row": True, "col": True},
     "activate_backward": {"colsum": True},
     "rotary_backward": {"colsum": True},
     "scaled_mm": {"fast_accum": True},
+    "block_cast": {"rows": 1, "columns": 32, "dtype": E4M3.dtype, "scale_rule": "fp32", "row": True, "col": True},
+    "block_scaled_mm": {"a_block": [1, 128], "b_block": [128, 128]},
 }
 NAMES = tuple(arguments("cpu"))
 TWINS = {
@@ -75,6 +82,8 @@ TWINS = {
     "tally_": tally_,
     "tally_update_": tally_update_,
     "scaled_mm": scaled_mm,
+    "block_cast": block_cast,
+    "block_scaled_mm": block_scaled_mm,
 }
 ROUNDED_OTHERWISE = (
     "activate",
@@ -92,7 +101,7 @@ def outputs(result) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", NAMES)
 def test_schema_and_fake_agree_with_what_runs(name, device):
     args, flags = arguments(device)[name], FLAGS.get(name, {})
-    if name not in ("scaled_mm", "transpose", "group_decode", "tally_"):  # opcheck itself cannot compare FP8 operands
+    if name not in ("scaled_mm", "block_scaled_mm", "transpose", "group_decode", "tally_"):  # opcheck itself cannot compare FP8 operands
         torch.library.opcheck(getattr(torch.ops.msamp, name).default, args, flags, test_utils="test_schema")
     real = outputs(getattr(ops, name)(*args, **flags))
     with torch._subclasses.FakeTensorMode() as mode:

@@ -1,14 +1,28 @@
-"""The FP8 GEMM against the FP64 product of the values that its operands stand for."""
+"""The FP8 GEMMs against the FP64 product of the values that their operands stand for, and the three of a layer against golden vectors."""
 
 import warnings
 
 import pytest
 import torch
-from numerics import make
+from numerics import BLOCK_NOISE, blockwise, make, stored
 
 from msamp.kernels import scaled_mm as module
-from msamp.kernels.scaled_mm import _padded, emulated_mm, fp8_hardware, scaled_mm, warn_if_emulated
+from msamp.kernels.reference.block_cast import block_cast
+from msamp.kernels.scaled_mm import (
+    _padded,
+    block_scaled_mm,
+    blockwise_hardware,
+    check_blockwise,
+    emulated_block_mm,
+    emulated_mm,
+    fp8_hardware,
+    scaled_mm,
+    warn_if_blocks_emulated,
+    warn_if_emulated,
+)
+from msamp.numerics.block_scale import dequantize_blocks
 from msamp.numerics.formats import E4M3, E5M2
+from msamp.numerics.granularity import Block
 from msamp.numerics.tensor import ScalingTensor
 
 PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
@@ -128,3 +142,236 @@ def test_hardware_against_the_emulation(fast, pair, out_dtype, shape):
     want = emulated_mm(a.payload, b.payload, a.scale_inv, b.scale_inv, out_dtype)
     noise = (got.double() - want.double()).norm() / want.double().norm()
     assert noise < (4e-3 if fast or out_dtype == torch.bfloat16 else 1e-3), f"relative error {noise:.2e}"
+
+
+# ------------------------------------------------------------------------------------------------------------- operands in blocks
+
+ROWS, SQUARE, MX = Block(1, 128), Block(128, 128), Block(1, 32)
+SETTINGS = [("fp32", ROWS, SQUARE), ("fp32", ROWS, ROWS), ("power-of-two", ROWS, SQUARE), ("power-of-two", ROWS, ROWS), ("e8m0", MX, MX)]
+every_setting = pytest.mark.parametrize(
+    ("rule", "left", "right"), SETTINGS, ids=[f"{rule}-{left}-{right}" for rule, left, right in SETTINGS]
+)
+
+
+def in_blocks(x: torch.Tensor, block: Block, rule: str, fmt=E4M3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Payload and scale_inv of `x`, as the cast lays them out."""
+    return block_cast(x, None, None, rows=block.rows, columns=block.columns, dtype=fmt.dtype, scale_rule=rule, row=True, col=False)[:2]
+
+
+def block_product(a, b, left: Block, right: Block, out_dtype=torch.float32, bias=None) -> torch.Tensor:
+    return block_scaled_mm(a[0], b[0], a[1], b[1], bias, out_dtype, a_block=(left.rows, left.columns), b_block=(right.rows, right.columns))
+
+
+@every_setting
+@pytest.mark.parametrize("shape", [(16, 16, 128), (17, 33, 5), (40, 300, 260), (3, 1, 1), (130, 128, 512)], ids=str)
+@pytest.mark.parametrize("out_dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_blocks_against_the_product_in_fp64(rule, left, right, shape, out_dtype, with_bias, device):
+    M, N, K = shape
+    x, w = make("channel-outlier", (M, K), seed=1, device=device), make("normal", (N, K), seed=2, device=device) * 0.02
+    a, b = in_blocks(x, left, rule), in_blocks(w, right, rule)
+    bias = make("normal", (N,), seed=3, device=device).to(out_dtype) if with_bias else None
+    out = block_product(a, b, left, right, out_dtype, bias)
+    want = dequantize_blocks(*a, left, torch.float64) @ dequantize_blocks(*b, right, torch.float64).t()
+    assert (out.shape, out.dtype, out.device.type, out.is_contiguous()) == ((M, N), out_dtype, device.type, True)
+    looser = 512 if blockwise_hardware(out.device) and out_dtype == torch.float32 else 2 if with_bias else 1
+    assert_close(out, want if bias is None else want + bias.double(), looser * TOLERANCE[out_dtype])
+
+
+@pytest.mark.parametrize("case", blockwise()["linear"]["products"], ids=lambda case: case["rule"])
+def test_the_three_products_of_a_layer_against_golden_vectors(case, device):
+    operands = blockwise()["linear"]["operands"]
+    x, weight, grad = (
+        stored(operands[name]["bfloat16"], torch.bfloat16, operands[name]["shape"]).to(device)
+        for name in ("input", "weight", "grad_output")
+    )
+    rule = case["rule"]
+    along, both = (MX, MX) if rule == "e8m0" else (ROWS, SQUARE)
+
+    def layouts(operand: torch.Tensor, block: Block):
+        out = block_cast(operand, None, None, rows=block.rows, columns=block.columns, dtype=E4M3.dtype, scale_rule=rule, row=True, col=True)
+        return out[:2], out[2:]
+
+    (x8, x8_t), (w8, w8_t), (g8, g8_t) = layouts(x, along), layouts(weight, both), layouts(grad, along)
+    tolerance = 512 * 2e-6 if blockwise_hardware(x8[0].device) else 2e-6
+    for name, got in {
+        "output": block_product(x8, w8, along, both),
+        "grad_input": block_product(g8, w8_t, along, both)[::20],
+        "grad_weight": block_product(g8_t, x8_t, along, along),
+    }.items():
+        assert_close(got.cpu(), stored(case[name], torch.float32, got.shape).double(), tolerance)
+
+
+@every_setting
+def test_a_block_that_is_not_finite_shows_in_what_it_enters_and_nowhere_else(rule, left, right, device):
+    x, w = make("normal", (48, 256), device=device), make("normal", (256, 256), seed=1, device=device)
+    x[5, 200] = float("inf")
+    w[200, 3] = float("nan")
+    nan = block_product(in_blocks(x, left, rule), in_blocks(w, right, rule), left, right).isnan()
+    columns = slice(128, 256) if right.rows == 128 else slice(200, 201)
+    assert nan[5].all()
+    assert nan[:, columns].all()
+    nan[5], nan[:, columns] = False, False
+    assert not nan.any()
+
+
+@every_setting
+@pytest.mark.parametrize("shape", [(0, 16, 32), (16, 0, 32), (16, 32, 0)], ids=str)
+def test_blocks_of_no_rows_no_columns_and_an_empty_sum(rule, left, right, shape, device):
+    M, N, K = shape
+    a, b = in_blocks(torch.zeros(M, K, device=device), left, rule), in_blocks(torch.zeros(N, K, device=device), right, rule)
+    out = block_product(a, b, left, right, torch.bfloat16)
+    assert out.shape == (M, N)
+    assert out.eq(0).all()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_emulated_e8m0_blocks_are_the_same_with_and_without_native_bf16(native, monkeypatch):
+    monkeypatch.setattr(module, "native_bf16", lambda device: native)
+    a, b = (in_blocks(make("log-normal", (32, 300), seed=seed), MX, "e8m0") for seed in (1, 2))
+    want = dequantize_blocks(*a, MX, torch.float64) @ dequantize_blocks(*b, MX, torch.float64).t()
+    assert_close(emulated_block_mm(a[0], b[0], a[1], b[1], torch.bfloat16, MX, MX), want, 2 * TOLERANCE[torch.bfloat16])
+
+
+def test_emulated_blocks_do_not_overflow_before_the_scales_come():
+    a, b = (in_blocks(torch.full((16, 256), value), ROWS, "fp32") for value in (1e30, 1e-30))
+    assert_close(block_product(a, b, ROWS, ROWS, torch.float16), torch.full((16, 16), 256.0).double(), 2 * TOLERANCE[torch.float16])
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "what"),
+    [
+        (SQUARE, ROWS, r"block\(128 x 128\) by block\(1 x 128\) is no blockwise product"),
+        (ROWS, MX, "the right one in 1 x n or n x n"),
+        (ROWS, Block(32, 128), "1 x n or n x n"),
+        (Block(1, 48), Block(1, 48), "divisor of 128"),
+    ],
+)
+def test_blocks_that_have_no_product_are_refused(left, right, what):
+    a, tables = torch.zeros(256, 256).to(E4M3.dtype), [torch.ones(block.scales_shape((256, 256))) for block in (left, right)]
+    with pytest.raises(ValueError, match=what):
+        block_product((a, tables[0]), (a, tables[1]), left, right)
+
+
+def test_a_table_of_other_blocks_is_refused():
+    a, b = in_blocks(torch.ones(16, 256), ROWS, "fp32"), in_blocks(torch.ones(16, 256), SQUARE, "fp32")
+    with pytest.raises(ValueError, match=r"b_scale_inv is \(1, 2\); \(16, 256\) in block\(1 x 128\) has \(16, 2\)"):
+        block_product(a, b, ROWS, ROWS)
+
+
+def calls_of_hopper(monkeypatch, shape, rule, left, right, bias=None) -> dict:
+    """What a Hopper GPU's product is called with; it returns zeros."""
+    M, N, K = shape
+    called: dict = {}
+
+    def product(a, b, **arguments):
+        called.update(arguments, a=a, b=b)
+        return torch.zeros(a.shape[0], b.shape[1], dtype=arguments["out_dtype"])
+
+    monkeypatch.setattr(module, "blockwise_hardware", lambda device: True)
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    a, b = in_blocks(make("normal", (M, K)), left, rule), in_blocks(make("normal", (N, K), seed=1), right, rule)
+    out = block_product(a, b, left, right, torch.bfloat16, bias)
+    assert out.shape == (M, N)
+    if called:
+        for x, operand in ((a, called["a"]), (b, called["b"].t())):
+            assert operand[: x[0].shape[0], :K].float().equal(x[0].float()), "the payload itself"
+            assert operand.float().count_nonzero() == x[0].float().count_nonzero(), "padded with zeros"
+    return called | {"tables": (a[1], b[1])}
+
+
+@pytest.mark.parametrize("shape", [(64, 256, 512), (33, 130, 500), (16, 16, 1024)], ids=str)
+def test_hopper_gets_square_blocks_as_cublas_reads_them(shape, monkeypatch):
+    M, N, K = (-(-size // step) * step for size, step in zip(shape, (16, 16, 128), strict=True))
+    called = calls_of_hopper(monkeypatch, shape, "fp32", ROWS, SQUARE)
+    (a, b), blocks = called["tables"], K // 128
+    assert (called["a"].shape, called["b"].shape) == ((M, K), (K, N))
+    assert (called["scale_a"].shape, called["scale_a"].stride()) == ((M, blocks), (1, M))
+    assert called["scale_a"][: shape[0]].equal(a)
+    assert called["scale_a"][shape[0] :].eq(1.0).all()
+    assert (called["scale_b"].shape, called["scale_b"].stride()) == ((blocks, -(-shape[1] // 128)), (1, blocks))
+    assert called["scale_b"].t().equal(b)
+    assert called["use_fast_accum"] is False
+
+
+@pytest.mark.parametrize(("right", "K"), [(ROWS, 512), (ROWS, 200), (SQUARE, 768)], ids=str)
+def test_hopper_gets_blocks_of_one_row_and_tables_that_cublas_cannot_read_as_such(right, K, monkeypatch):
+    called = calls_of_hopper(monkeypatch, (40, 200, K), "power-of-two", ROWS, right)
+    b, N = called["tables"][1], 208
+    assert (called["scale_b"].shape, called["scale_b"].stride()) == ((-(-K // 128), N), (N, 1))
+    assert called["scale_b"].t()[:200].equal(b if right == ROWS else b.repeat_interleave(128, 0)[:200])
+    assert called["scale_b"].t()[200:].eq(1.0).all()
+
+
+def test_hopper_adds_a_bias_where_cublas_can(monkeypatch):
+    for N, inside in ((256, True), (200, False)):
+        bias = torch.ones(N, dtype=torch.bfloat16)
+        assert (calls_of_hopper(monkeypatch, (64, N, 512), "fp32", ROWS, SQUARE, bias)["bias"] is bias) == inside
+
+
+def test_hopper_emulates_e8m0_and_smaller_blocks(monkeypatch):
+    assert set(calls_of_hopper(monkeypatch, (64, 64, 512), "e8m0", MX, MX)) == {"tables"}
+    assert set(calls_of_hopper(monkeypatch, (64, 64, 512), "fp32", MX, MX)) == {"tables"}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Gives a function that makes every CUDA device one of a capability, with this torch and CUDA."""
+    cached = (blockwise_hardware, warn_if_blocks_emulated)
+
+    def become(capability, torch_version="2.11.0+cu130", cuda="13.0"):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100")
+        monkeypatch.setattr(torch, "__version__", torch_version)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        for function in cached:
+            function.cache_clear()
+        return torch.device("cuda", 5)
+
+    yield become
+    for function in cached:
+        function.cache_clear()
+
+
+@pytest.mark.parametrize(("torch_version", "cuda"), [("2.8.0+cu128", "12.8"), ("2.9.1+cu128", "12.8"), ("2.8.0+cu129", "12.9")])
+def test_a_torch_without_the_product_is_refused_on_hopper_alone(torch_version, cuda, gpu):
+    with pytest.raises(
+        ValueError, match=rf"torch {torch_version.replace('+', '.')} with CUDA {cuda}.*NVIDIA H100.*torch 2.9 or later.*CUDA 12.9"
+    ):
+        check_blockwise(gpu((9, 0), torch_version, cuda))
+    check_blockwise(gpu((8, 0), torch_version, cuda))
+    check_blockwise(gpu((9, 0), "2.9.0a0+git12", "12.9"))
+    check_blockwise(torch.device("cpu"))
+
+
+def test_emulated_blocks_are_told_once_a_device(gpu):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_blocks_emulated(torch.device("cpu"), 32)
+        warn_if_blocks_emulated(gpu((9, 0)), 128)
+    for capability, columns in (((9, 0), 32), ((8, 9), 128), ((10, 0), 128)):
+        device = gpu(capability)
+        with pytest.warns(
+            UserWarning, match=rf"NVIDIA H100 .*multiplies no FP8 blocks of {columns} here.*dequantised values.*blockwise on Hopper"
+        ):
+            warn_if_blocks_emulated(device, columns)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warn_if_blocks_emulated(device, columns)
+
+
+@pytest.mark.gpu
+@every_setting
+@pytest.mark.parametrize("formats", PAIRS, ids=lambda pair: f"{pair[0]} x {pair[1]}")
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(8192, 2048, 2048), (1000, 777, 333), (128, 6144, 8192), (4096, 3072, 768)], ids=str)
+def test_hardware_against_the_emulation_in_blocks(rule, left, right, formats, out_dtype, shape):
+    M, N, K = shape
+    a = in_blocks(make("channel-outlier", (M, K), seed=1, device="cuda"), left, rule, formats[0])
+    b = in_blocks(make("normal", (N, K), seed=2, device="cuda"), right, rule, formats[1])
+    bias = make("normal", (N,), seed=3, device="cuda").to(out_dtype)
+    for added in (None, bias):
+        got = block_product(a, b, left, right, out_dtype, added).double()
+        want = emulated_block_mm(a[0], b[0], a[1], b[1], torch.float32, left, right).double() + (0.0 if added is None else added.double())
+        noise = (got - want).norm() / want.norm()
+        assert noise < BLOCK_NOISE[out_dtype], f"relative error {noise:.2e}"

@@ -14,6 +14,7 @@ from msamp.nn.gemm import LayerGemm, Operand, cast_operand
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import LinearScaling, ScalingState, Slot
 from msamp.numerics import recipe
+from msamp.numerics.block_scale import dequantize_blocks, quantize_blocks
 from msamp.numerics.formats import BF16, E4M3, E5M2
 from msamp.numerics.granularity import Group
 from msamp.numerics.quantize import dequantize, quantize
@@ -154,6 +155,71 @@ def test_operands_may_follow_different_rules():
         state.roll()
     assert low.scaling.delayed
     assert low.scaling.scale.tolist() == [448 / 16 - 12, 2.0**13]  # 16: 2^4 fits; 2 * 2^14 = 57344 / 1.75 with a margin of one
+
+
+def along(x, cast, rule):
+    """What `cast` leaves of `x`, blocks along its last dimension: the definition."""
+    return dequantize_blocks(*quantize_blocks(x, cast.granularity, cast.format, rule), cast.granularity)
+
+
+BLOCKWISE = {"blockwise": "fp32", "blockwise-power-of-two": "power-of-two", "mxfp8": "e8m0"}
+
+
+@pytest.mark.parametrize(("name", "rule"), BLOCKWISE.items())
+@pytest.mark.parametrize("kind", ["normal", "channel-outlier", "log-normal"])
+def test_blockwise_recipes_multiply_what_the_definition_casts(name, rule, kind, device):
+    level = recipe.O2.with_gemm(recipe.GEMMS[name])
+    low, gemm = layer(level, (192, 160), device=device), level.gemm
+    x, g = make(kind, (144, 192), device=device).requires_grad_(), make(kind, (144, 160), seed=1, device=device)
+    y = low(x)
+    y.backward(g)
+    w, v = low.weight.detach().dequantize(), x.detach()
+    square = name != "mxfp8"
+    w8, w8_t = along(w, gemm.weight, rule), along(w, gemm.weight, rule).t() if square else along(w.t(), gemm.weight, rule)
+    wanted = {
+        "output": (y, along(v, gemm.input, rule) @ w8.t()),
+        "grad_input": (x.grad, along(g, gemm.grad_output, rule) @ w8_t.t()),
+        "grad_weight": (low.weight.grad, along(g.t(), gemm.grad_output, rule) @ along(v.t(), gemm.input, rule).t()),
+    }
+    tolerance = 1e-6 if device.type == "cpu" else 2e-3
+    for what, (got, want) in wanted.items():
+        assert (got - want).norm() <= tolerance * want.norm(), what
+
+
+@pytest.mark.parametrize("name", BLOCKWISE)
+def test_a_weight_stored_in_fp8_is_taken_as_it_is(name):
+    low = layer(recipe.O3.with_gemm(recipe.GEMMS[name]), (160, 48))
+    gemm, weight = LayerGemm.of(low.scaling, low.weight), low.weight.detach()
+    w, w_t = gemm.weight(weight.payload), gemm.weight(weight.payload, transpose=True)
+    assert codes(w.payload).equal(codes(weight.payload))
+    assert codes(w_t.payload).equal(codes(weight.payload).t())
+    assert w.scale_inv.eq(weight.scale_inv).all()
+    assert w.scale_inv.shape == w.granularity.scales_shape((48, 160))
+    assert w_t.scale_inv.shape == w.granularity.scales_shape((160, 48))
+
+
+@pytest.mark.parametrize("level", [recipe.O1, recipe.O2, recipe.O3], ids=lambda r: r.name)
+@pytest.mark.parametrize("name", BLOCKWISE)
+def test_blocks_do_not_travel_in_fp8_and_are_made_by_no_fused_kernel(level, name):
+    blockwise = level.with_gemm(recipe.GEMMS[name])
+    assert not blockwise.fp8_wire
+    assert not blockwise.gemm.fusible
+    assert level.gemm.fusible
+    assert blockwise.shards_optimizer == level.shards_optimizer
+
+
+def test_blocks_follow_a_channel_that_one_scale_drowns():
+    x = make("log-normal", (128, 256))
+    x[:, :128] *= 2.0**12
+    quiet = slice(128, None)
+    tensorwise, blocks = (layer(recipe.O2.with_gemm(recipe.GEMMS[name]), (256, 32)) for name in ("tensorwise", "blockwise"))
+    want = x[:, quiet] @ tensorwise.weight.detach().dequantize()[:, quiet].t()
+    errors = []
+    for low in (tensorwise, blocks):
+        operand = cast_operand(x, Slot(None, None, None), low.scaling.gemm.input)
+        values = dequantize_blocks(operand.payload, operand.scale_inv, operand.granularity)[:, quiet]
+        errors.append(((values @ low.weight.detach().dequantize()[:, quiet].t()) - want).norm() / want.norm())
+    assert errors[1] < errors[0] / 8
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from msamp.numerics.formats import E4M3
-from msamp.numerics.granularity import TENSORWISE, Group, Tensorwise
+from msamp.numerics.granularity import TENSORWISE, Block, Group, Tensorwise
 from msamp.numerics.quantize import dequantize, quantize
 from msamp.numerics.scaling import inverse, scale_from_amax
 
@@ -49,19 +49,27 @@ def test_all_tensorwise_are_one():
 
 
 class Rowwise:
-    """What a further granularity brings: nothing but its amax."""
+    """What a further granularity brings."""
 
-    def amax(self, x: torch.Tensor) -> torch.Tensor:
-        return x.abs().amax(-1, keepdim=True)
+    def maxima(self, x: torch.Tensor) -> torch.Tensor:
+        return x.abs().amax(-1)
+
+    def scales_shape(self, shape) -> tuple[int, ...]:
+        return tuple(shape[:-1])
+
+    def spread(self, values: torch.Tensor, shape) -> torch.Tensor:
+        return values.unsqueeze(-1)
 
 
-def test_another_granularity_enters_by_its_amax_alone():
+@pytest.mark.parametrize("granularity", [TENSORWISE, Group(16), Block(1, 16), Block(3, 5), Rowwise()], ids=str)
+def test_a_granularity_gives_one_value_a_set_and_spreads_it(granularity):
     x = torch.randn(8, 32) * 10.0 ** torch.arange(-4, 4).view(8, 1)
-    scale = scale_from_amax(Rowwise().amax(x), E4M3.max)
-    rows = dequantize(quantize(x, scale, E4M3), inverse(scale))
-    relative = ((rows - x).norm(dim=-1) / x.norm(dim=-1)).max()
-    assert scale.shape == (8, 1)
-    assert relative < 0.04
+    maxima = granularity.maxima(x)
+    assert maxima.shape == granularity.scales_shape(x.shape)
+    assert bool((granularity.spread(maxima, x.shape) >= x.abs()).all())
+    scale = granularity.spread(scale_from_amax(maxima, E4M3.max), x.shape)
+    back = dequantize(quantize(x, scale, E4M3), inverse(scale))
+    assert (back - x).norm() / x.norm() < 0.04
 
 
 @pytest.mark.parametrize("shape", [(6, 32), (3, 5, 7), (33,), (1,), ()])
@@ -109,3 +117,51 @@ def test_groups_keep_small_channels_beside_large_ones():
     back = dequantize(quantize(x, scale, E4M3), inverse(scale))
     small, large = ((back - x)[:, part].norm() / x[:, part].norm() for part in (slice(16), slice(16, None)))
     assert max(small, large) < 0.04
+
+
+@pytest.mark.parametrize("shape", [(6, 32), (3, 5, 7), (33,), (1,), (), (0, 3), (3, 0)], ids=str)
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_blocks_of_one_row_are_groups(shape, size):
+    x = torch.randn(shape)
+    block, group = Block(1, size), Group(size)
+    assert block.scales_shape(shape) == group.scales_shape(shape)
+    assert block.maxima(x).equal(group.maxima(x))
+    assert block.spread(block.maxima(x), shape).equal(group.amax(x))
+
+
+@pytest.mark.parametrize("shape", [(7, 9), (8, 8), (1, 1), (2, 5, 6), (4,)], ids=str)
+@pytest.mark.parametrize("block", [Block(4, 4), Block(3, 5), Block(128, 128), Block(4, 1)], ids=str)
+def test_blocks_are_tiles_of_a_matrix_and_the_last_may_be_short(shape, block, device):
+    x = torch.randn(shape, device=device).bfloat16()
+    maxima, spread = block.maxima(x), block.spread(block.maxima(x), shape)
+    assert maxima.dtype == torch.float32
+    matrices = x.reshape(-1, *((1, 1, *shape)[-2:]))
+    tables, spreads = maxima.reshape(len(matrices), -1, maxima.shape[-1]), spread.reshape(matrices.shape)
+    for matrix, table, values in zip(matrices, tables, spreads, strict=True):
+        for i, rows in enumerate(matrix.split(block.rows)):
+            for k, tile in enumerate(rows.split(block.columns, 1)):
+                assert table[i, k] == tile.abs().max()
+                at = values[i * block.rows :, k * block.columns :][: tile.shape[0], : tile.shape[1]]
+                assert at.eq(table[i, k]).all()
+
+
+def test_blocks_do_not_depend_on_a_cut_at_their_edge():
+    x = torch.randn(12, 50)
+    assert Block(1, 32).maxima(x).equal(torch.cat([Block(1, 32).maxima(part) for part in x.split([1, 9, 2])]))
+    assert Block(4, 32).maxima(x).equal(torch.cat([Block(4, 32).maxima(part) for part in x.split([4, 8])]))
+
+
+def test_blocks_mark_what_is_not_finite_and_nothing_else():
+    x = torch.ones(4, 4)
+    x[1, 2], x[3, 0] = float("nan"), -float("inf")
+    assert Block(2, 2).maxima(x).tolist() == [[1.0, float("inf")], [float("inf"), 1.0]]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 4), (4, 0), (-1, 1)])
+def test_a_block_of_nothing_is_refused(rows, columns):
+    with pytest.raises(ValueError, match=rf"block of {rows} x {columns} elements.*at least 1 x 1"):
+        Block(rows, columns)
+
+
+def test_a_block_says_its_size():
+    assert str(Block(1, 128)) == "block(1 x 128)"

@@ -6,8 +6,8 @@ import pytest
 from megatron.core import parallel_state
 
 from megatron.lm import process_groups
+from megatron.lm.build import build_training
 from megatron.lm.step import train_step
-from megatron.lm.trainer import build_training
 from tools.bench import bench_grid, bench_step
 from tools.reproduce import table7
 

@@ -8,7 +8,7 @@ import tiny
 
 from megatron.lm import checkpoint
 from megatron.lm.checkpoint import Saved, iteration_folder
-from megatron.lm.trainer import Trainer
+from megatron.lm.run.trainer import Trainer
 from msamp.numerics.formats import E4M3, FP16
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.range_expand import quantize_expanded

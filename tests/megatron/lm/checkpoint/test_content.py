@@ -13,7 +13,8 @@ from megatron.lm.checkpoint.content import at, info, items, scale_key
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.storage import Item
 from megatron.lm.config.cli import config_from_dict
-from megatron.lm.trainer import Trainer
+from megatron.lm.grid import Ranks
+from megatron.lm.run.trainer import Trainer
 from msamp.numerics import formats
 from msamp.numerics.tensor import ScalingTensor
 
@@ -114,13 +115,11 @@ def test_copies_on_other_ranks_are_not_stored():
     assert list(content._scalars("step", where, torch.zeros(()), None)) == []
 
 
-def test_data_parallel_ranks_share_the_writing(monkeypatch: pytest.MonkeyPatch):
+def test_data_parallel_ranks_share_the_writing():
     groups = [[Item.whole(f"{number}", torch.zeros(elements))] for number, elements in enumerate([10, 40, 10, 10, 10, 30, 0, 10])]
-    monkeypatch.setattr(content.parallel_state, "get_data_parallel_world_size", lambda: 3)
     dealt = []
     for rank in range(3):
-        monkeypatch.setattr(content.parallel_state, "get_data_parallel_rank", lambda rank=rank: rank)
-        share = content._Share()
+        share = content._Share(Ranks(rank, 3))
         dealt.append([item for group in groups for item in share.mine(group)])
     assert sorted(item.key for items in dealt for item in items) == sorted(item.key for (item,) in groups)
     loads = [sum(item.tensor.nbytes for item in items) for items in dealt]

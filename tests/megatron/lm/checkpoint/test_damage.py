@@ -21,7 +21,7 @@ from checkpoints import MARKER, contents, everything, pointed, rewrite, seal, te
 
 from megatron.lm.checkpoint import latest, load
 from megatron.lm.checkpoint.folder import INFO_FILE
-from megatron.lm.trainer import Trainer
+from megatron.lm.run.trainer import Trainer
 
 DATA, METADATA = "__0_0.distcp", ".metadata"
 FC1, NORM = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.final_layernorm.weight"

@@ -15,7 +15,7 @@ from megatron.lm.checkpoint import Saved, iteration_folder
 from megatron.lm.checkpoint.place import names_of
 from megatron.lm.checkpoint.values import Found, find_whole
 from megatron.lm.config import Config
-from megatron.lm.trainer import Trainer
+from megatron.lm.run.trainer import Trainer
 from msamp.numerics.formats import E4M3, FP16, PLAIN_FP16, Format, by_name, of_dtype
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.range_expand import quantize_expanded

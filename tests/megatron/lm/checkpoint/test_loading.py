@@ -24,7 +24,7 @@ from megatron.lm.checkpoint.loading import _TensorReader
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.storage import Item, Stored
 from megatron.lm.config import Config
-from megatron.lm.step import Training
+from megatron.lm.training import Training
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, REMAINDER_E4M3
 from msamp.numerics.tensor import ScalingTensor

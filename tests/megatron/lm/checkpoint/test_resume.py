@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.lm.config import Config
-from megatron.lm.trainer import Trainer
+from megatron.lm.run.trainer import Trainer
 
 STEPS, SAVED = 20, 10  # delayed scaling's window of 16 is filled between
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

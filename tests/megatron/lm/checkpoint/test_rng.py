@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron.lm.checkpoint import rng
 from megatron.lm.cpu_home import cpu_home
+from megatron.lm.grid import Grid, Ranks
 
 
 def draws() -> list[float]:
@@ -57,11 +58,9 @@ def test_the_generators_of_tensor_parallel_regions_are_restored():
             tracker.reset()
 
 
-def test_numbers_stay_when_there_are_more_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch):
-    def number(tensor: int, pipeline: int, data: int) -> int:
-        for kind, rank in (("tensor_model", tensor), ("pipeline_model", pipeline), ("data", data)):
-            monkeypatch.setattr(rng.parallel_state, f"get_{kind}_parallel_rank", lambda rank=rank: rank)
-            monkeypatch.setattr(rng.parallel_state, f"get_{kind}_parallel_world_size", lambda: 2)
-        return rng.own_number()
+def test_numbers_stay_when_there_are_more_data_parallel_ranks():
+    def number(tensor: int, pipeline: int, data: int, copies: int) -> int:
+        return rng.own_number(Grid(tensor=Ranks(tensor, 2), pipeline=Ranks(pipeline, 2), copies=Ranks(data, copies)))
 
-    assert [number(tensor, pipeline, data) for data in range(2) for pipeline in range(2) for tensor in range(2)] == list(range(8))
+    assert number(1, 1, 1, 2) == number(1, 1, 1, 4)
+    assert [number(tensor, pipeline, data, 2) for data in range(2) for pipeline in range(2) for tensor in range(2)] == list(range(8))

@@ -24,8 +24,8 @@ from checkpoints import MARKER, contents, pointed, tensors
 from megatron.lm.checkpoint import Saver, latest, load, load_for_inference, save, saving, storage
 from megatron.lm.checkpoint.folder import INFO_FILE, check_files, iteration_of, locked, read_info
 from megatron.lm.checkpoint.storage import Item
-from megatron.lm.step import Training
-from megatron.lm.trainer import Trainer
+from megatron.lm.run.trainer import Trainer
+from megatron.lm.training import Training
 from msamp.numerics.tensor import ScalingTensor
 
 FULL = OSError(errno.ENOSPC, "No space left on device")

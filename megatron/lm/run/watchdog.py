@@ -15,12 +15,10 @@ import torch.distributed as dist
 
 BEAT_SECONDS = 5.0  # at most, between two words of a process
 ANSWER_SECONDS = 10.0  # how long the rendezvous store may take to say where everybody is
-# Collectives wait this much longer than the watchdog, so that it speaks first: what they say names no rank.
-GRACE_SECONDS = 30.0
 READING = "reading data"
 
 
-class Place(NamedTuple):
+class Whereabouts(NamedTuple):
     """Where a rank is: its iteration, what it does there, for how many seconds, and the time (seconds since 1970) at which it said so."""
 
     iteration: int
@@ -78,8 +76,8 @@ class Watchdog:
             for thread in threads:
                 thread.join(self.beat)
 
-    def _here(self) -> Place:
-        return Place(self.iteration, self.phase, time.monotonic() - self._since, time.time())
+    def _here(self) -> Whereabouts:
+        return Whereabouts(self.iteration, self.phase, time.monotonic() - self._since, time.time())
 
     def _tell(self, store: dist.Store) -> None:
         try:
@@ -87,7 +85,7 @@ class Watchdog:
                 store.set(str(self.rank), json.dumps(self._here()))
                 if self._stalled.is_set() and not store.check(["verdict"]):
                     found = (str(rank) for rank in range(self.ranks))
-                    places = {int(rank): Place(*json.loads(store.get(rank))) for rank in found if store.check([rank])}
+                    places = {int(rank): Whereabouts(*json.loads(store.get(rank))) for rank in found if store.check([rank])}
                     store.compare_set("verdict", "", verdict(places, self.ranks, self.timeout, time.time()))
                 if store.check(["verdict"]):
                     self._verdict = store.get("verdict").decode()
@@ -123,7 +121,7 @@ class Watchdog:
         os._exit(1)
 
 
-def verdict(places: Mapping[int, Place], ranks: int, timeout: float, now: float) -> str:
+def verdict(places: Mapping[int, Whereabouts], ranks: int, timeout: float, now: float) -> str:
     """Who is stuck, and where everybody is.
 
     Args:

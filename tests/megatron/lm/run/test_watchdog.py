@@ -18,13 +18,13 @@ import pytest
 import tiny
 import torch
 
-from megatron.lm.watchdog import READING, Place, Watchdog, verdict
+from megatron.lm.run.watchdog import READING, Watchdog, Whereabouts, verdict
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
-def place(iteration: int, phase: str = "in a step", ago: float = 1.0) -> Place:
-    return Place(iteration, phase, 60.0, 1000.0 - ago)
+def place(iteration: int, phase: str = "in a step", ago: float = 1.0) -> Whereabouts:
+    return Whereabouts(iteration, phase, 60.0, 1000.0 - ago)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def place(iteration: int, phase: str = "in a step", ago: float = 1.0) -> Place:
         ({0: place(5), 1: place(5), 2: place(5)}, "no rank is behind the others; ranks 0-2 at iteration 5, in a step"),
     ],
 )
-def test_the_judgement(places: dict[int, Place], wanted: str):
+def test_the_judgement(places: dict[int, Whereabouts], wanted: str):
     assert verdict(places, 3, 60.0, now=1000.0).startswith(wanted)
 
 

@@ -1,4 +1,4 @@
-"""Sets a run up, and drives it: train, evaluate, log, save."""
+"""Drives a run: train, evaluate, log, save."""
 
 import contextlib
 import itertools
@@ -9,73 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from megatron.core import parallel_state
-from torch import nn
 from torch.utils.data import Dataset
 
 from megatron.lm import checkpoint, gain, graph, process_groups
+from megatron.lm.build import build_training
 from megatron.lm.config import Config
 from megatron.lm.data.batch import batches
 from megatron.lm.data.datasets import build_datasets, split_blends
 from megatron.lm.data.tokenizer import build_tokenizer
-from megatron.lm.distributed import build_grad_sync, chunks
-from megatron.lm.faults import Requests, Rollback, StepWatch, begins_afresh
-from megatron.lm.metrics import Metrics, least_and_most
-from megatron.lm.model.gpt import build_model
-from megatron.lm.optim import build_loss_scaler, build_optimizer, build_schedule, bytes_per_parameter
+from megatron.lm.optim import bytes_per_parameter
 from megatron.lm.presets import parameter_count
-from megatron.lm.recipe import build_recipe
 from megatron.lm.recorder import Recorder
-from megatron.lm.step import Batches, Training, evaluate, micro_batch_loss, train_step
-from megatron.lm.watchdog import READING, Watchdog
-from msamp.comm.counters import WireBytes
-from msamp.kernels.scaled_mm import warn_if_emulated
-from msamp.nn.scaling_state import ScalingState
-
-
-def build_training(config: Config, vocab_size: int) -> Training:
-    """Model, optimizer, schedule and gradient synchroniser for this rank; needs `process_groups.initialize`. Collective.
-
-    Args:
-        config: which linear layers are FP8 may be open in it; it is decided here, and `Training.config` tells.
-        vocab_size: the tokenizer's (the model pads it).
-
-    Raises:
-        ValueError: on every rank, where the checkpoint to resume from is none, or a linear layer cannot be measured.
-    """
-    config, linears = gain.settle(config, lambda: checkpoint.saved_precision(config))
-    mode, _ = graph.choose(config)
-    recipe = build_recipe(config.precision)
-    if recipe.fp8:
-        warn_if_emulated(process_groups.device())
-    sent = WireBytes()
-    stages = process_groups.virtual_pipeline_size(config)
-    model: nn.Module
-    if stages is None:
-        model = build_model(config, recipe, vocab_size, sent=sent)
-    else:
-        model = nn.ModuleList([build_model(config, recipe, vocab_size, vp_stage, sent) for vp_stage in range(stages)])
-    grad_sync = build_grad_sync(model, config, recipe, sent)
-    loss_scaler = build_loss_scaler(config, recipe)
-    if loss_scaler is not None:
-        for part in chunks(model):
-            part.config.grad_scale_func = loss_scaler.multiply
-    optimizer = build_optimizer(model, config, recipe, grad_sync, loss_scaler)
-    training = Training(
-        config=config,
-        model=model,
-        optimizer=optimizer,
-        schedule=build_schedule(optimizer, config),
-        grad_sync=grad_sync,
-        scaling=ScalingState(model),
-        loss_scaler=loss_scaler,
-        micro_batches=config.num_micro_batches(torch.distributed.get_world_size()),
-        vocab_size=vocab_size,
-        linears=linears,
-    )
-    if mode != "none":
-        training.graphs = graph.StepGraphs(training, mode, micro_batch_loss)
-    return training
+from megatron.lm.run.metrics import Metrics, least_and_most
+from megatron.lm.run.rollback import Rollback, begins_afresh
+from megatron.lm.run.signals import Requests
+from megatron.lm.run.step_watch import StepWatch
+from megatron.lm.run.watchdog import READING, Watchdog
+from megatron.lm.step import evaluate, train_step
+from megatron.lm.training import Batches
 
 
 class Trainer:
@@ -95,6 +46,7 @@ class Trainer:
         self.tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         self.train_data, self.valid_data, self.test_data = build_datasets(config, self.tokenizer, self._sample_counts())
         self.training = build_training(config, self.tokenizer.vocab_size)
+        self.graphs = graph.build(self.training)
         self.config = config = self.training.config
         self.rollback = Rollback()
         if config.checkpoint.load:
@@ -103,9 +55,10 @@ class Trainer:
                 self.rollback.saved(self.training.iteration)
         self.saver = checkpoint.Saver(self.training) if config.checkpoint.save else None
         self.metrics = Metrics(config, config.padded_vocab_size(self.tokenizer.vocab_size), self.training)
+        self.recorder: Recorder | None = None
         if config.logging.record_precision:
             recorded = (config.logging.record_precision, config.logging.record_interval)
-            self.training.recorder = Recorder(self.training, *recorded, self.metrics.scalars)
+            self.recorder = Recorder(self.training, *recorded, self.metrics.scalars)
         self.step_watch = StepWatch(config, self.training, self.metrics, self.requests)
         seconds = 60 * config.parallel.distributed_timeout_minutes
         self.watchdog = Watchdog(seconds, torch.distributed.get_rank(), torch.distributed.get_world_size())
@@ -144,7 +97,7 @@ class Trainer:
 
     def _grid(self) -> str:
         """` (tensor 2 with sequence, pipeline 2 x 2 virtual, data 1)`; nothing where every process has the whole model."""
-        parallel, copies = self.config.parallel, parallel_state.get_data_parallel_world_size()
+        parallel, copies = self.config.parallel, self.training.grid.copies.size
         tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         if tensor * pipeline == 1:
             return ""
@@ -153,11 +106,12 @@ class Trainer:
         return f" (tensor {tensor}{sequence}, pipeline {pipeline}{f' x {stages} virtual' if stages else ''}, data {copies})"
 
     def _batches(self, dataset: Dataset, consumed_samples: int) -> Batches:
+        readers = self.training.grid.batch
         read = batches(
             dataset,
             micro_batch_size=self.config.training.micro_batch_size,
-            data_parallel_rank=parallel_state.get_data_parallel_rank(),
-            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            data_parallel_rank=readers.rank,
+            data_parallel_size=readers.size,
             consumed_samples=consumed_samples,
             num_workers=self.config.data.num_workers,
             device=process_groups.device(),
@@ -199,10 +153,10 @@ class Trainer:
             try:
                 why = self._train()
             finally:
-                if self.training.graphs is not None:
-                    self.training.graphs.release()
-                if self.training.recorder is not None:
-                    self.training.recorder.close()
+                if self.graphs is not None:
+                    self.graphs.release()
+                if self.recorder is not None:
+                    self.recorder.close()
             if why is None:
                 self._evaluate("valid", self.valid_data)
                 self._evaluate("test", self.test_data)
@@ -220,7 +174,7 @@ class Trainer:
             self.watchdog.at("in a step", iteration)
             training.grad_sync.statistics.watch(self.metrics.reports(iteration))
             with self._recording(iteration):
-                result = train_step(training, stream)
+                result = train_step(training, stream, self.graphs, self.recorder)
             self.metrics.record(result, iteration)
             started = time.perf_counter()
             last = iteration == settings.train_iters
@@ -261,14 +215,13 @@ class Trainer:
             return False
         self.step_watch.undone()
         self.metrics.write({"kind": "rollback", "iteration": was, "to": self.training.iteration, "passed_over": self.training.passed_over})
-        if self.training.graphs is not None:  # states stand at other addresses now
-            mode = self.training.graphs.mode
-            self.training.graphs.release()
-            self.training.graphs = graph.StepGraphs(self.training, mode, micro_batch_loss)
+        if self.graphs is not None:  # states stand at other addresses now
+            self.graphs.release()
+            self.graphs = graph.build(self.training)
         return True
 
     def _recording(self, iteration: int) -> contextlib.AbstractContextManager[None]:
-        recorder = self.training.recorder
+        recorder = self.recorder
         return recorder.step(iteration) if recorder is not None and recorder.due(iteration) else contextlib.nullcontext()
 
     def _evaluate(self, kind: str, dataset: Dataset | None) -> None:

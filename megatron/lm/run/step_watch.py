@@ -4,86 +4,28 @@ Each step leaves a few numbers on their way to the host. They are read when the 
 something is about to be saved or evaluated.
 """
 
-import contextlib
 import math
-import signal
-import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.lm import checkpoint
 from megatron.lm.config import Config
 from megatron.lm.distributed import chunks
-from megatron.lm.metrics import Metrics
 from megatron.lm.model.initial import named_globally
-from megatron.lm.step import StepResult, Training
+from megatron.lm.run import RunStopped
+from megatron.lm.run.metrics import Metrics
+from megatron.lm.run.signals import Requests
+from megatron.lm.run.spikes import LossSpikes
+from megatron.lm.training import StepResult, Training
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_scaling import NOT_FINITE
 from msamp.optim.device_flag import DeviceCopy, DeviceFlag
 
-MAX_ROLLBACKS = 3  # to one checkpoint
 NAMED = 3  # tensors of a rank, and ranks, that a message names
-
-
-class RunStopped(RuntimeError):
-    """A run that cannot go on; says why, and what to do."""
-
-
-class Requests:
-    """Signals and the clock: SIGTERM and `minutes` since this object was made ask to leave, SIGUSR1 asks for a checkpoint."""
-
-    def __init__(self, minutes: float | None) -> None:
-        self.minutes = minutes
-        self._started = time.monotonic()
-        self._asked: set[int] = set()
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take the two signals while the block runs: none ends the process, whatever it is doing, a save included."""
-        before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGUSR1)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._asked.add(number)
-
-    def take(self) -> list[bool]:
-        """Whether SIGTERM came, SIGUSR1 came since the last call, and the time is over."""
-        save = signal.SIGUSR1 in self._asked
-        self._asked.discard(signal.SIGUSR1)
-        over = self.minutes is not None and time.monotonic() - self._started >= 60 * self.minutes
-        return [signal.SIGTERM in self._asked, save, over]
-
-
-class LossSpikes:
-    """Tells a loss that is more than `threshold` times the mean of the last `window` ones; nothing before there are so many."""
-
-    def __init__(self, threshold: float, window: int) -> None:
-        self.threshold = threshold
-        self._losses: deque[float] = deque(maxlen=window)
-
-    def mean_before(self, loss: float) -> float | None:
-        """The mean that this loss (nats a token) leaves behind by too much; None where it does not. It counts from now on."""
-        losses = self._losses
-        mean = math.fsum(losses) / len(losses) if len(losses) == losses.maxlen else None
-        losses.append(loss)
-        return mean if self.threshold and mean is not None and loss > self.threshold * mean else None
-
-    def forget(self) -> None:
-        """The last loss does not count: its step is undone."""
-        self._losses.pop()
 
 
 class Decision(NamedTuple):
@@ -94,7 +36,7 @@ class Decision(NamedTuple):
     leave: str | None = None
 
 
-class _Step(NamedTuple):
+class _StepReport(NamedTuple):
     """A step on its way: all ranks' sums of loss, tokens and requests; which of this rank's loss and gradients are not finite."""
 
     iteration: int
@@ -140,7 +82,7 @@ class StepWatch:
         backward = {p: place for place, p in enumerate(reversed(list(sync.names)))}
         self._names = ["the loss", *(f"the gradient of {names[p]}" for p in params)]
         self._order = [0, *(1 + place for place in sorted(range(len(params)), key=lambda place: backward[params[place]]))]
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_StepReport] = deque()
 
     def look(self, result: StepResult, iteration: int, now: bool) -> Decision:
         """Take in a step, and decide about the one before; `now`: about this one too, which waits for it. Collective.
@@ -161,7 +103,7 @@ class StepWatch:
         self._steps.clear()
         self.spikes.forget()
 
-    def _send(self, result: StepResult, iteration: int) -> _Step:
+    def _send(self, result: StepResult, iteration: int) -> _StepReport:
         sums = torch.stack([result.loss_sum, result.tokens]).double()
         asked = torch.tensor(self.requests.take(), dtype=torch.float64, pin_memory=sums.is_cuda)
         sums = torch.cat([sums, asked.to(sums.device, non_blocking=True)])
@@ -169,9 +111,9 @@ class StepWatch:
         sync, optimizer = self.training.grad_sync, self.training.optimizer
         gradients = ~optimizer.grad_amaxes.isfinite() if self._alone else sync.own_proposals == NOT_FINITE
         spoiled = torch.cat([~result.loss_sum.isfinite().view(1), gradients])
-        return _Step(iteration, result.skipped, result.grad_norm, result.loss_scale, DeviceCopy(sums), DeviceCopy(spoiled))
+        return _StepReport(iteration, result.skipped, result.grad_norm, result.loss_scale, DeviceCopy(sums), DeviceCopy(spoiled))
 
-    def _decide(self, step: _Step) -> Decision:
+    def _decide(self, step: _StepReport) -> Decision:
         loss_sum, tokens, terminate, save, over = step.sums.values().tolist()
         leave = "SIGTERM" if terminate else f"--exit-duration-in-mins {self.requests.minutes:g}" if over else None
         if step.skipped:
@@ -188,7 +130,7 @@ class StepWatch:
             )
         return Decision(mean is not None and self.config.loss_spike_action == "rollback", bool(save), leave)
 
-    def _skipped(self, step: _Step) -> None:
+    def _skipped(self, step: _StepReport) -> None:
         spoiled = step.spoiled.values().tolist()
         mine = [self._names[place] for place in self._order if spoiled[place]]
         everywhere: list[list[str]] = [[] for _ in range(self._everyone.ranks)]
@@ -209,7 +151,7 @@ class StepWatch:
                 "--lr, or look at the data there. To wait longer, raise --max-skipped-steps"
             )
 
-    def _overflowed(self, step: _Step, what: str, row: dict[str, Any]) -> None:
+    def _overflowed(self, step: _StepReport, what: str, row: dict[str, Any]) -> None:
         """A step skipped under a dynamic loss scale."""
         assert step.loss_scale is not None
         assert self._least is not None
@@ -237,75 +179,3 @@ def _described(found: dict[int, list[str]]) -> str:
     if len(found) > NAMED:
         parts.append(f"and {len(found) - NAMED} more ranks")
     return "; ".join(parts)
-
-
-class Rollback:
-    """The way back to the newest checkpoint that this run has in `--save`.
-
-    Attributes:
-        iteration: of that checkpoint; None before there is one.
-        count: times that the run went back to it.
-    """
-
-    def __init__(self) -> None:
-        self.iteration: int | None = None
-        self.count = 0
-
-    def saved(self, iteration: int) -> None:
-        """There is a newer one."""
-        self.iteration, self.count = iteration, 0
-
-    def go(self, training: Training) -> str:
-        """Bring everything but the data back to where it was; a line for the log. Collective.
-
-        What was read since the checkpoint is not read again: `training.passed_over` grows by it.
-
-        Raises:
-            RunStopped: after MAX_ROLLBACKS times to the same checkpoint.
-            ValueError: where it cannot be read.
-        """
-        config, was, position = training.config, training.iteration, training.consumed_samples + training.passed_over
-        folder = config.checkpoint.save
-        assert folder is not None
-        if self.iteration is None:
-            return f"{folder} holds no checkpoint of this run so far: nothing to roll back to, training goes on"
-        if self.count == MAX_ROLLBACKS:
-            raise RunStopped(
-                f"the loss spiked again after {MAX_ROLLBACKS} rollbacks to iteration {self.iteration} in {folder}, each time over other "
-                "data. Nothing was saved since. Go on from an older checkpoint, with a lower --lr, or raise --loss-spike-threshold"
-            )
-        source = replace(config.checkpoint, load=folder, finetune=False, no_load_optim=False, no_load_rng=False, ckpt_step=None)
-        training.config = replace(config, checkpoint=source)
-        try:
-            checkpoint.load(training)
-        finally:
-            training.config = config
-        self.count += 1
-        training.passed_over = position - training.consumed_samples
-        return (
-            f"rolled back from iteration {was} to iteration {training.iteration} ({self.count} of {MAX_ROLLBACKS} times to {folder}); the "
-            f"{was - training.iteration} batches since then are passed over"
-        )
-
-
-def begins_afresh(config: Config) -> bool:
-    """Whether `--load` is the folder of `--save` and holds no checkpoint: the first start of a run that resumes by itself.
-
-    Every rank must see the same folder; collective where there are several.
-
-    Raises:
-        ValueError: on every rank, where some see a checkpoint there and others do not.
-    """
-    if not config.checkpoint.resumes_itself:
-        return False
-    assert config.checkpoint.load is not None
-    answers = [not checkpoint.exists(Path(config.checkpoint.load))]
-    if dist.is_initialized():
-        answers = [True] * dist.get_world_size()
-        dist.all_gather_object(answers, not checkpoint.exists(Path(config.checkpoint.load)))
-    if len(set(answers)) > 1:
-        raise ValueError(
-            f"rank {answers.index(False)} sees a checkpoint in --load {config.checkpoint.load}, rank {answers.index(True)} does not: "
-            "name a folder that all machines share"
-        )
-    return answers[0]

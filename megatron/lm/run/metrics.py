@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from megatron.lm.config import Config
 from megatron.lm.presets import flops_per_token
 from megatron.lm.process_groups import device
-from megatron.lm.step import StepResult, Training
+from megatron.lm.training import StepResult, Training
 from msamp.comm.counters import KINDS
 
 # Dense BF16 peak by compute capability 9.0 (H100 and H200 SXM data sheet): the denominator of MFU at every precision, as in the papers.

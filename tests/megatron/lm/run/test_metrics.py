@@ -14,11 +14,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from megatron.lm import metrics, trainer
 from megatron.lm.config import Config
-from megatron.lm.metrics import Metrics, duration, memory_gib, peak_tflops
 from megatron.lm.presets import flops_per_token
-from megatron.lm.step import StepResult, Training
+from megatron.lm.run import metrics, trainer
+from megatron.lm.run.metrics import Metrics, duration, memory_gib, peak_tflops
+from megatron.lm.training import StepResult, Training
 from msamp.numerics.formats import FP32
 from msamp.parallel.data_parallel import grad_sync
 

@@ -10,8 +10,10 @@ import pytest
 import tiny
 import torch
 
-from megatron.lm import step, trainer
-from megatron.lm.trainer import Trainer
+from megatron.lm import step
+from megatron.lm.run import trainer
+from megatron.lm.run.trainer import Trainer
+from megatron.lm.training import Batches, StepResult, Training
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 LEVELS = ("fp32", "fp16-amp", "bf16", "coat", "O1", "O2", "O3")
@@ -213,12 +215,12 @@ def test_a_planted_nan_is_skipped_and_counted_in_the_log_line(
 ):
     settings = tiny.config(prefix, opt_level="O2", train_iters=6)
 
-    def spoiled(training: step.Training, stream: step.Batches) -> step.StepResult:
+    def spoiled(training: Training, stream: Batches, *watchers: Any) -> StepResult:
         if training.iteration != 3:
-            return step.train_step(training, stream)
+            return step.train_step(training, stream, *watchers)
         handle = training.model.decoder.final_layernorm.weight.register_hook(lambda g: g * math.nan)
         try:
-            return step.train_step(training, stream)
+            return step.train_step(training, stream, *watchers)
         finally:
             handle.remove()
 

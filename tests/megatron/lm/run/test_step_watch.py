@@ -1,6 +1,5 @@
-"""Faults of a run: bad steps named and counted, spikes and the way back, signals, the clock, and a run that resumes by itself."""
+"""What is looked at after every step: bad steps named and counted, spikes, signals and the clock, decided by all ranks alike."""
 
-import contextlib
 import itertools
 import math
 import os
@@ -9,8 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,103 +16,17 @@ import dist
 import pytest
 import tiny
 import torch
+from faulty import FIRST, NORM, SPIKES, Once, at, louder, patched, rolling, saved, signalled, told, trained
 from torch import Tensor
 
-from megatron.lm import checkpoint, faults, pretrain, step, trainer
-from megatron.lm.config import Config
-from megatron.lm.config.check import check
+from megatron.lm import checkpoint, pretrain, step
 from megatron.lm.cpu_home import cpu_home
-from megatron.lm.faults import LossSpikes, Requests, RunStopped
 from megatron.lm.model.loss import mean_loss
+from megatron.lm.run import RunStopped, trainer
+from megatron.lm.run.rollback import begins_afresh
+from megatron.lm.training import Batches, StepResult, Training
 
-ROOT = Path(__file__).parents[3]
-FIRST, NORM = "decoder.layers.1.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"
-BATCH = 4  # sequences of a step of tiny's, on one process
-
-Change = Callable[[step.StepResult, step.Training], step.StepResult]
-
-
-def no_change(result: step.StepResult, training: step.Training) -> step.StepResult:
-    return result
-
-
-@contextlib.contextmanager
-def patched(change: Change = no_change, spoil: Callable[[step.Training], list[str]] = lambda training: []) -> Iterator[None]:
-    """Steps whose gradients of the parameters that `spoil` names become NaN on this rank, and whose result `change` changes."""
-
-    def changed(training: step.Training, stream: step.Batches) -> step.StepResult:
-        handles = [dict(training.model.named_parameters())[name].register_hook(lambda g: g * math.nan) for name in spoil(training)]
-        try:
-            return change(step.train_step(training, stream), training)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "train_step", changed)
-        yield
-
-
-def at(*iterations: int, names: tuple[str, ...] = (FIRST,)) -> Callable[[step.Training], list[str]]:
-    """For `patched`: which iterations to spoil."""
-    return lambda training: list(names) if training.iteration + 1 in iterations else []
-
-
-def told(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [row for row in rows if row["kind"] == kind]
-
-
-def trained(settings: Config) -> tuple[list[dict[str, Any]], list[Tensor]]:
-    """Rows that this rank would write, and the bits of its weights."""
-    rows: list[dict[str, Any]] = []
-    with tiny.trainer(settings) as made:
-        made.metrics.write = rows.append  # type: ignore[method-assign]
-        made.run()
-        return rows, tiny.bits(made.training.model.parameters())
-
-
-def louder(*iterations: int) -> Change:
-    """For `patched`: the loss of some iterations is told ten times too large."""
-
-    def change(result: step.StepResult, training: step.Training) -> step.StepResult:
-        return replace(result, loss_sum=result.loss_sum * 10) if training.iteration in iterations else result
-
-    return change
-
-
-SPIKES = {"loss_spike_threshold": 3.0, "loss_spike_window": 3}
-
-
-def rolling(prefix: Path | str, folder: Path | str, **settings: Any) -> Config:
-    return tiny.config(prefix, save=str(folder), save_interval=4, loss_spike_action="rollback", **SPIKES, **settings)
-
-
-class Once:
-    """For `patched`: a loud loss at an iteration, the first so many times, on some ranks."""
-
-    def __init__(self, iteration: int, times: int = 1, ranks: tuple[int, ...] = (0, 1)) -> None:
-        self.iteration, self.times, self.ranks = iteration, times, ranks
-
-    def __call__(self, result: step.StepResult, training: step.Training) -> step.StepResult:
-        if training.iteration != self.iteration or not self.times or torch.distributed.get_rank() not in self.ranks:
-            return result
-        self.times -= 1
-        return louder(self.iteration)(result, training)
-
-
-def signalled(number: int, iteration: int, ranks: tuple[int, ...] = (0,)) -> Change:
-    """For `patched`: the process gets a signal in an iteration."""
-
-    def change(result: step.StepResult, training: step.Training) -> step.StepResult:
-        if training.iteration == iteration and torch.distributed.get_rank() in ranks:
-            os.kill(os.getpid(), number)
-        return result
-
-    return change
-
-
-def saved(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+ROOT = Path(__file__).parents[4]
 
 
 # What only one of two ranks meets
@@ -146,7 +58,7 @@ def seen_by_one(folder: str) -> str:
     own = Path(folder) / str(torch.distributed.get_rank())
     settings = tiny.config("corpus", load=str(own), save=str(own))
     try:
-        return str(faults.begins_afresh(settings))
+        return str(begins_afresh(settings))
     except ValueError as error:
         return str(error)
 
@@ -200,11 +112,11 @@ def test_a_loss_that_is_not_finite_skips_the_step_though_its_gradients_are(prefi
 
 
 def test_a_norm_too_large_for_its_square_is_told(prefix: Path, capsys: pytest.CaptureFixture[str]):
-    def huge(training: step.Training, stream: step.Batches) -> step.StepResult:
+    def huge(training: Training, stream: Batches, *watchers: Any) -> StepResult:
         p = training.model.decoder.final_layernorm.weight
         handle = p.register_hook(lambda g: torch.full_like(g, 1e30))
         try:
-            return step.train_step(training, stream)
+            return step.train_step(training, stream, *watchers)
         finally:
             handle.remove()
 
@@ -256,15 +168,6 @@ def test_a_pipeline_names_layers_as_one_process_has_them(gloo_prefix: Path, virt
 # Spikes
 
 
-def test_a_spike_is_a_loss_above_the_mean_of_a_whole_window():
-    spikes = LossSpikes(2.0, 3)
-    found = [spikes.mean_before(loss) for loss in (9.0, 1.0, 1.0, 7.4, 2.0, 7.0)]
-    assert found == [None, None, None, pytest.approx(11 / 3), None, pytest.approx(10.4 / 3)]
-    spikes.forget()
-    assert [spikes.mean_before(loss) for loss in (7.0, 17.0)] == [None, pytest.approx(16.4 / 3)]
-    assert [LossSpikes(0.0, 1).mean_before(loss) for loss in (1.0, 1e9)] == [None, None]
-
-
 def test_a_spike_is_told_and_nothing_else_changes(prefix: Path, capsys: pytest.CaptureFixture[str]):
     settings = tiny.config(prefix, opt_level="O2", train_iters=8, **SPIKES)
     with patched(louder(2, 6)):
@@ -277,81 +180,7 @@ def test_a_spike_is_told_and_nothing_else_changes(prefix: Path, capsys: pytest.C
     assert tiny.same(weights, trained(tiny.config(prefix, opt_level="O2", train_iters=8))[1])
 
 
-@pytest.mark.parametrize("level", ["bf16", "O3"])
-def test_a_rollback_goes_on_from_the_checkpoint_with_the_data_behind_the_spike(
-    prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], level: str
-):
-    with patched(Once(6)):
-        rows, weights = trained(rolling(prefix, tmp_path / "a", precision=level, train_iters=12))
-    assert [row["iteration"] for row in told(rows, "train")] == [*range(1, 8), *range(5, 13)]
-    assert told(rows, "rollback") == [{"kind": "rollback", "iteration": 7, "to": 4, "passed_over": 3 * BATCH}]
-    assert "rolled back from iteration 7 to iteration 4 (1 of 3 times to" in capsys.readouterr().out
-
-    tiny.run(tiny.config(prefix, precision=level, train_iters=12, exit_interval=4, save=str(tmp_path / "b")))
-    with tiny.trainer(tiny.config(prefix, precision=level, train_iters=12, load=str(tmp_path / "b"))) as made:
-        made.training.passed_over = 3 * BATCH
-        rest: list[dict[str, Any]] = []
-        made.metrics.write = rest.append  # type: ignore[method-assign]
-        made.run()
-        assert tiny.same(weights, tiny.bits(made.training.model.parameters()))
-    assert tiny.losses(rows)[7:] == tiny.losses(rest)
-
-    resumed = tiny.run(tiny.config(prefix, precision=level, train_iters=12, load=str(tmp_path / "a"), ckpt_step=8))
-    assert tiny.losses(resumed) == tiny.losses(rows)[-4:]  # the checkpoint tells how much was passed over
-
-
-def test_a_spike_is_known_before_its_checkpoint_is_written(prefix: Path, tmp_path: Path):
-    with patched(Once(8)):
-        rows, _ = trained(rolling(prefix, tmp_path, train_iters=10))
-    assert told(rows, "rollback") == [{"kind": "rollback", "iteration": 8, "to": 4, "passed_over": 4 * BATCH}]
-
-
-def test_rollbacks_to_one_checkpoint_come_to_an_end(prefix: Path, tmp_path: Path):
-    with patched(louder(6)), pytest.raises(RunStopped, match=r"3 rollbacks to iteration 4 in .*--lr.*--loss-spike-threshold"):
-        trained(rolling(prefix, tmp_path, train_iters=10))
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
-
-
-def test_without_a_checkpoint_of_its_own_a_run_goes_on(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """What another run has left in the folder is no place to go back to."""
-    tiny.run(tiny.config(prefix, train_iters=2, save=str(tmp_path)))
-    settings = rolling(prefix, tmp_path, train_iters=8)
-    with patched(Once(4)):
-        rows, _ = trained(replace(settings, checkpoint=replace(settings.checkpoint, save_interval=6)))
-    assert [row["iteration"] for row in told(rows, "train")] == [*range(1, 9)]
-    assert "holds no checkpoint of this run so far: nothing to roll back to" in capsys.readouterr().out
-
-
-def test_at_the_end_of_the_data_the_passed_over_is_made_up_for_from_its_start(prefix: Path):
-    with tiny.trainer(tiny.config(prefix, train_iters=6)) as made:
-        assert made.train_data is not None
-        whole = len(made.train_data) // BATCH  # type: ignore[arg-type]
-        tokens = [batch["tokens"] for batch in made._batches(made.train_data, 0)]
-        made.training.consumed_samples, made.training.passed_over = 2 * BATCH, (whole - 3) * BATCH
-        found = [batch["tokens"] for batch in itertools.islice(made._training_batches(), 4)]
-        made.training.passed_over = (whole - 1) * BATCH
-        again = next(made._training_batches())["tokens"]
-    assert all(torch.equal(a, b) for a, b in zip(found, [tokens[-1], *tokens[:3]], strict=True))
-    assert torch.equal(again, tokens[1])
-
-
 # Signals and the clock
-
-
-def test_signals_are_heard_and_handlers_restored():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    requests = Requests(None)
-    with requests.listening():
-        assert requests.take() == [False, False, False]
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert requests.take() == [False, True, False]
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert requests.take() == [True, False, False]  # one checkpoint a signal
-        assert requests.take() == [True, False, False]
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
-    assert Requests(1e-9).take() == [False, False, True]
-    assert Requests(1000.0).take() == [False, False, False]
 
 
 def test_sigterm_saves_and_leaves_and_a_second_one_does_not_interrupt_that(
@@ -359,7 +188,7 @@ def test_sigterm_saves_and_leaves_and_a_second_one_does_not_interrupt_that(
 ):
     save = checkpoint.save
 
-    def interrupted(training: step.Training, root: Path) -> Path:
+    def interrupted(training: Training, root: Path) -> Path:
         os.kill(os.getpid(), signal.SIGTERM)
         return save(training, root)
 
@@ -439,29 +268,7 @@ def test_a_process_saves_on_sigusr1_and_leaves_with_0_on_sigterm(prefix: Path, t
     assert tiny.read(metrics)[-1]["iteration"] == last
 
 
-# A run that resumes by itself
-
-
-def test_a_run_whose_load_is_its_save_starts_anew_and_then_resumes(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    folder = str(tmp_path / "run")
-    settings = tiny.config(prefix, opt_level="O2", train_iters=8, exit_interval=5, save=folder, load=folder + "/")
-    check(settings, 1)
-    first, _ = trained(settings)
-    assert f"warning: --load {folder}/ holds no checkpoint, and is the folder of --save: training starts anew" in capsys.readouterr().out
-    second, weights = trained(settings)
-    said = capsys.readouterr().out
-    assert "resumed from" in said
-    assert "warning: --load" not in said
-    straight, expected = trained(tiny.config(prefix, opt_level="O2", train_iters=8))
-    assert tiny.losses(first + second) == tiny.losses(straight)
-    assert tiny.same(weights, expected)
-
-
-@pytest.mark.parametrize("settings", [{"save": "other"}, {}, {"save": "missing", "finetune": True}], ids=str)
-def test_any_other_load_must_hold_a_checkpoint(prefix: Path, tmp_path: Path, settings: dict[str, Any]):
-    flags = settings | ({"save": str(tmp_path / settings["save"])} if "save" in settings else {})
-    with pytest.raises(ValueError, match=r"--load .*missing is no folder"):
-        check(tiny.config(prefix, load=str(tmp_path / "missing"), **flags), 1)
+# A run that resumes by itself, seen by two ranks
 
 
 def test_ranks_that_see_different_folders_are_refused(pair: list[dict[str, Any]]):

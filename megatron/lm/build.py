@@ -1,0 +1,61 @@
+"""Builds what is trained: everything that a step works on, of one configuration, on this rank."""
+
+import torch
+from torch import nn
+
+from megatron.lm import checkpoint, gain, graph, process_groups
+from megatron.lm.config import Config
+from megatron.lm.distributed import build_grad_sync, chunks
+from megatron.lm.grid import Grid
+from megatron.lm.model.gpt import build_model
+from megatron.lm.optim import build_loss_scaler, build_optimizer, build_schedule
+from megatron.lm.recipe import build_recipe
+from megatron.lm.training import Training
+from msamp.comm.counters import WireBytes
+from msamp.kernels.scaled_mm import warn_if_emulated
+from msamp.nn.scaling_state import ScalingState
+
+
+def build_training(config: Config, vocab_size: int) -> Training:
+    """Model, optimizer, schedule and gradient synchroniser for this rank; needs `process_groups.initialize`. Collective.
+
+    Args:
+        config: which linear layers are FP8 may be open in it; it is decided here, and `Training.config` tells.
+        vocab_size: the tokenizer's (the model pads it).
+
+    Raises:
+        ValueError: on every rank, where the checkpoint to resume from is none, a linear layer cannot be measured, or CUDA graphs are
+            asked for where there can be none.
+    """
+    config, linears = gain.settle(config, lambda: checkpoint.saved_precision(config))
+    graph.choose(config)  # refuses what cannot be, before there is a model
+    recipe = build_recipe(config.precision)
+    if recipe.fp8:
+        warn_if_emulated(process_groups.device())
+    sent = WireBytes()
+    stages = process_groups.virtual_pipeline_size(config)
+    model: nn.Module
+    if stages is None:
+        model = build_model(config, recipe, vocab_size, sent=sent)
+    else:
+        model = nn.ModuleList([build_model(config, recipe, vocab_size, vp_stage, sent) for vp_stage in range(stages)])
+    grid = Grid.current()
+    grad_sync = build_grad_sync(model, config, recipe, sent, grid)
+    loss_scaler = build_loss_scaler(config, recipe)
+    if loss_scaler is not None:
+        for part in chunks(model):
+            part.config.grad_scale_func = loss_scaler.multiply
+    optimizer = build_optimizer(model, config, recipe, grad_sync, loss_scaler)
+    return Training(
+        config=config,
+        grid=grid,
+        model=model,
+        optimizer=optimizer,
+        schedule=build_schedule(optimizer, config),
+        grad_sync=grad_sync,
+        scaling=ScalingState(model),
+        loss_scaler=loss_scaler,
+        micro_batches=config.num_micro_batches(torch.distributed.get_world_size()),
+        vocab_size=vocab_size,
+        linears=linears,
+    )

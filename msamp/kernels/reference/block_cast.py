@@ -1,0 +1,89 @@
+"""Cast in blocks, along the rows of a matrix, along its columns, or both."""
+
+import torch
+
+from msamp.kernels.reference.amax import amax
+from msamp.numerics.block_scale import check_rule, quantize_blocks
+from msamp.numerics.formats import of_dtype
+from msamp.numerics.granularity import Block
+
+SMALLEST, LARGEST = 16, 128  # columns of a block
+
+
+def has_kernel(rows: int, columns: int) -> bool:
+    """Whether `block_cast` casts in such blocks: 1 x n or n x n, n a power of two from 16 to 128."""
+    return SMALLEST <= columns <= LARGEST and not columns & (columns - 1) and rows in (1, columns)
+
+
+def check_block_cast(x: torch.Tensor, rows: int, columns: int, scale_rule: str) -> None:
+    """Refuse what has no such blocks, blocks that have no kernel, and an unknown rule (ValueError)."""
+    if x.ndim != 2:
+        raise ValueError(f"x is {tuple(x.shape)}; blocks are cast of [M, N]: flatten the tokens into M")
+    if not has_kernel(rows, columns):
+        raise ValueError(
+            f"a block of {rows} x {columns} has no kernel; give 1 x n or n x n, n a power of two from {SMALLEST} to {LARGEST}, "
+            "such as 1 x 128, 128 x 128 or 1 x 32"
+        )
+    check_rule(scale_rule)
+
+
+def new_operand(x: torch.Tensor, shape: tuple[int, int], block: Block, dtype: torch.dtype, scale_rule: str) -> list[torch.Tensor]:
+    """Memory on the device of `x` for the payload of [M, N] in `block`s and for its scale_inv, as `block_cast` lays them out."""
+    (M, N), kind = block.scales_shape(shape), torch.uint8 if scale_rule == "e8m0" else torch.float32
+    table = x.new_empty((N, M), dtype=kind).t() if block.rows == 1 else x.new_empty((M, N), dtype=kind)
+    return [x.new_empty(shape, dtype=dtype), table]
+
+
+def no_operand(x: torch.Tensor, dtype: torch.dtype, scale_rule: str) -> list[torch.Tensor]:
+    """What stands for a layout that is not asked for."""
+    return [x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.uint8 if scale_rule == "e8m0" else torch.float32)]
+
+
+def block_cast(
+    x: torch.Tensor,
+    multiplier: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    *,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    scale_rule: str,
+    row: bool,
+    col: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantise `x` with a just-in-time scale for every block, as it stands, transposed, or both, in one read.
+
+    The transpose is a cast of `x.t()` in blocks of the same shape. Blocks of one row thus run along the rows of `x` in one and along its
+    columns in the other, and each is cast anew from `x`. Square blocks are the same in both, and so are their codes.
+
+    Args:
+        x: [M, N] FP32, BF16 or FP16.
+        multiplier: FP32, 0-dim: cast `x * multiplier` (in FP32), such as an FP16 weight's payload by its scale_inv.
+        amax_slot: FP32, 0-dim, raised in place to the amax of what is cast (+inf where it is not finite); None takes no amax.
+        rows, columns: of a block, 1 x n or n x n, n a power of two from 16 to 128; blocks at an edge may be short.
+        dtype: an FP8 dtype.
+        scale_rule: `fp32`, `power-of-two` or `e8m0` of `msamp.numerics.block_scale`.
+        row: give the cast of `x`.
+        col: give that of its transpose.
+
+    Returns:
+        Payload [M, N] row-major of `dtype`; its scale_inv [ceil(M / rows), ceil(N / columns)], FP32 or (`e8m0`) uint8; and the same two of
+        `x.t()`: [N, M], [ceil(N / rows), ceil(M / columns)]. Tables of blocks of one row are column-major and the others row-major, as
+        Hopper's GEMM reads them (`msamp.kernels.scaled_mm.block_scaled_mm`). What is not asked for is empty.
+
+    Raises:
+        ValueError: for another shape or block, or an unknown rule.
+    """
+    check_block_cast(x, rows, columns, scale_rule)
+    v, block = x.detach() if multiplier is None else x.detach().float() * multiplier, Block(rows, columns)
+    if amax_slot is not None:
+        amax_slot.copy_(torch.maximum(amax_slot, amax(v)))
+    out = []
+    for asked, operand in ((row, v), (col, v.t())):
+        made = new_operand(x, (operand.shape[0], operand.shape[1]), block, dtype, scale_rule) if asked else no_operand(x, dtype, scale_rule)
+        if asked:
+            payload, scale_inv = quantize_blocks(operand, block, of_dtype(dtype), scale_rule)
+            made[0].copy_(payload)
+            made[1].copy_(scale_inv)
+        out += made
+    return out[0], out[1], out[2], out[3]
