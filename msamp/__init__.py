@@ -14,7 +14,7 @@ from msamp.optim.adamw import FP8AdamW
 from msamp.optim.clip import clip_grad_norm_
 from msamp.optim.collage import CollageAdamW
 from msamp.parallel.data_parallel import grad_sync
-from msamp.parallel.greedy_zero import GreedyZeRO
+from msamp.parallel.greedy_zero import GreedyZeRO, ZeRO
 
 __all__ = [
     "CollageAdamW",
@@ -23,6 +23,7 @@ __all__ = [
     "GradSync",
     "GreedyZeRO",
     "ScalingTensor",
+    "ZeRO",
     "amp",
     "clip_grad_norm_",
     "convert",

@@ -39,8 +39,8 @@ def everything(made: Trainer) -> list[Tensor]:
     """Every bit of this rank's model, states, scales, mu, schedule, place in the run and random generator."""
     training = made.training
     tensors: list[Any] = [value for key, value in training.model.state_dict().items() if not key.endswith("_extra_state")]
-    for piece in training.optimizer.pieces():
-        tensors += [value for _, value in sorted(training.optimizer.state.get(piece.weight, {}).items())]
+    for holding in training.optimizer.holdings():
+        tensors += [value for _, value in sorted(training.optimizer.state.get(holding.weight, {}).items())]
     tensors += training.grad_sync.state_dict()["mu"].values()
     place = [training.iteration, training.schedule.num_steps, training.consumed_samples, training.grad_sync.steps]
     rates = [group["lr"] for group in training.optimizer.param_groups]

@@ -114,6 +114,12 @@ def _order(layer: str) -> tuple[int, str]:
     return (int(found[1]), found[2]) if found else (1 << 30, layer)
 
 
+def _tensors(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """`TENSORS`, and the states of other updates that were recorded."""
+    found = {tensor for step in steps for _, tensor in step["series"]}
+    return [*TENSORS, *sorted(found - {*TENSORS, "update", "mu"})]
+
+
 def words(steps: Sequence[Mapping[str, Any]], most: int) -> list[str]:
     """Sentences on the tensors that are worse than `COMPLAINTS` allow at the last recorded step, the worst first, each with the first
     step of those in a row at which it was so; where there are none, the worst of each quantity."""
@@ -147,7 +153,7 @@ def words(steps: Sequence[Mapping[str, Any]], most: int) -> list[str]:
 
 def heat_maps(steps: Sequence[Mapping[str, Any]], quantity: str) -> "Figure | None":
     """A quantity of every tensor by layer and step; None where no step has it."""
-    tensors = ("mu",) if quantity == "mu" else TENSORS
+    tensors = ("mu",) if quantity == "mu" else _tensors(steps)
     title, factor = QUANTITIES.get(quantity, ("mu", 1.0))
     panels, fp8 = [], {layer for layer, tensor in steps[-1]["series"] if tensor == "input"}
     for tensor in tensors:
@@ -180,7 +186,7 @@ def distributions(steps: Sequence[Mapping[str, Any]]) -> "Figure":
     for axis, quantity in zip(figure.subplots(1, 3), ("sqnr_db", "underflow", "saturation"), strict=True):
         title, factor = QUANTITIES[quantity]
         boxes = {}
-        for tensor in TENSORS:
+        for tensor in _tensors(steps):
             rows = [row for (_, t), row in steps[-1]["series"].items() if t == tensor]
             boxes[tensor] = [factor * row[quantity] for row in rows if row.get(quantity) is not None]
         shown = {tensor: values for tensor, values in boxes.items() if values}

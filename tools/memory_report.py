@@ -39,9 +39,9 @@ from megatron.lm.model.gpt import build_model
 from megatron.lm.recipe import build_recipe
 from megatron.lm.step import train_step
 from megatron.lm.training import Training
-from msamp.numerics.range_expand import Expanded
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.state_coat import as_stored
+from msamp.optim.adamw import kept_states
+from msamp.optim.states import as_stored, stored_bytes
 from tools.bench import rows
 from tools.bench.bench_step import LEVELS, random_batches
 
@@ -164,32 +164,17 @@ def activations(config: Config) -> Iterator[Row]:
     yield Row("activations, layer", "MiB a layer", whole / MIB, layer / MIB)
 
 
-def stored(x: Tensor | None) -> int:
-    """Bytes of a tensor as it is stored, its scale apart."""
-    if x is None:
-        return 0
-    return x.payload.nbytes if isinstance(x, ScalingTensor) else x.nbytes
-
-
-def moment(state: dict[str, Tensor], key: str) -> int:
-    """Bytes of a moment with what its groups have (COAT)."""
-    x = as_stored(state, key)
-    return x.payload.nbytes + x.max.nbytes + x.k.nbytes if isinstance(x, Expanded) else stored(x)
-
-
 def state_bytes(training: Training) -> dict[str, int]:
-    """Bytes of the model states after a step, by kind."""
+    """Bytes of the model states after a step: weight, gradient, and the columns of the optimizer's states."""
     optimizer, sync = training.optimizer, training.grad_sync
     params = list(training.model.parameters())
-    states = [optimizer.state[piece.weight] for piece in optimizer.pieces()]
     gradients = [getattr(p, "main_grad", None) for p in params] + [segment.grad for p in params for segment in sync.owned(p)]
-    return {
-        "weight": sum(map(stored, params)),
-        "master": sum(stored(state.get("master")) + stored(state.get("weight_remainder")) for state in states),
-        "m": sum(moment(state, "exp_avg") for state in states),
-        "v": sum(moment(state, "exp_avg_sq") + stored(state.get("exp_avg_sq_remainder")) for state in states),
-        "gradient": sum(map(stored, gradients)),
-    }
+    found = {"weight": sum(map(stored_bytes, params)), "gradient": sum(stored_bytes(g) for g in gradients if g is not None)}
+    for holding in optimizer.holdings():
+        for declared, _ in kept_states(holding.param, holding.group):
+            size = stored_bytes(as_stored(optimizer.state[holding.weight], declared.key))
+            found[declared.column] = found.get(declared.column, 0) + size
+    return found
 
 
 def states(config: Config) -> Iterator[Row]:
@@ -209,10 +194,10 @@ def states(config: Config) -> Iterator[Row]:
         torch.cuda.reset_peak_memory_stats()
         for _ in range(WARM_UP):
             train_step(training, batches, graphs)
-    measured = state_bytes(training)
-    predicted = {name: getattr(rank, name) for name in measured}
-    for name, size in measured.items():
-        yield Row(name, "bytes a parameter", predicted[name] / rank.parameters, size / rank.parameters, 1.0)
+    predicted, measured = {"weight": rank.weight, **rank.states, "gradient": rank.gradient}, state_bytes(training)
+    for name in predicted | measured:
+        foretold, found = predicted.get(name, 0), measured.get(name, 0)
+        yield Row(name, "bytes a parameter", foretold / rank.parameters, found / rank.parameters, 1.0)
     if cuda:
         yield Row("peak", "GiB", rank.total / plan.GIB, torch.cuda.max_memory_allocated() / plan.GIB)
         yield Row("rest", "GiB", sum(predicted.values()) / plan.GIB, torch.cuda.memory_allocated() / plan.GIB)

@@ -183,9 +183,11 @@ def bytes_figure(runs: Sequence[Run]) -> "Figure":
     figure, (axis,) = _figure(1, (9, 1.4 + 0.55 * len(runs)))
     shown = [run for run in reversed(runs) if run.precision is not None]
     left = [0.0] * len(shown)
-    for state, color in STATES.items():
+    others = {state for run in shown for state in (run.precision or {})["bytes_per_parameter"]} - STATES.keys()  # another update's
+    colors = STATES | dict.fromkeys(sorted(others), "#d4d4d8")
+    for state, color in colors.items():
         widths = [(run.precision or {})["bytes_per_parameter"].get(state) or 0.0 for run in shown]
-        bars = axis.barh([run.name for run in shown], widths, left=left, color=color, height=0.6, label=STATE_NAMES[state])
+        bars = axis.barh([run.name for run in shown], widths, left=left, color=color, height=0.6, label=STATE_NAMES.get(state, state))
         labels = [f"{width:.3g}" if width >= 0.3 else "" for width in widths]
         axis.bar_label(bars, labels, label_type="center", color="white" if state in ("weight", "grad", "master") else "#1f2937", fontsize=9)
         left = [a + b for a, b in zip(left, widths, strict=True)]
@@ -194,7 +196,7 @@ def bytes_figure(runs: Sequence[Run]) -> "Figure":
     axis.set_xlim(0, 1.08 * max(left))
     axis.set_xlabel("bytes per parameter")
     axis.grid(visible=False, axis="y")
-    axis.legend(frameon=False, ncols=len(STATES), loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9)
+    axis.legend(frameon=False, ncols=len(colors), loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9)
     return figure
 
 

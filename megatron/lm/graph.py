@@ -117,7 +117,7 @@ class StepGraphs:
         if not all(layer.delayed for layer in self.training.scaling.layers.values()):
             return False
         optimizer = self.training.optimizer
-        if self._eager_steps >= WARM_UP and all(optimizer.state.get(piece.weight) for piece in optimizer.pieces()):
+        if self._eager_steps >= WARM_UP and all(optimizer.state.get(holding.weight) for holding in optimizer.holdings()):
             return True
         self._eager_steps += 1
         return False
@@ -126,9 +126,7 @@ class StepGraphs:
         """All micro-batches of a step, their gradients averaged: sums of loss and of counted tokens, on the device."""
         count = self.training.micro_batches
         places = [ONLY] if count == 1 else [FIRST, *([MIDDLE] * (count - 2)), LAST]
-        wait = getattr(self.training.optimizer, "wait", None)
-        if wait is not None:  # ZeRO: weights on their way; a graph cannot wait for what began outside it
-            wait()
+        self.training.optimizer.wait()  # under ZeRO for weights on their way: a graph cannot wait for what began outside it
         sums = []
         for place in places:
             self._fill(next(batches))
@@ -188,8 +186,7 @@ class StepGraphs:
     def _update(self, group: torch.distributed.ProcessGroup | None) -> None:
         optimizer = self.training.optimizer
         optimizer.step()
-        if hasattr(optimizer, "wait"):
-            optimizer.wait()
+        optimizer.wait()
         self.training.scaling.roll_on_device(group)
 
     def _fill(self, batch: dict[str, Tensor]) -> None:

@@ -16,12 +16,13 @@ from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics import formats
-from msamp.numerics.recipe import Recipe, remainder_bytes
+from msamp.numerics.recipe import Recipe
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.adamw import FP8AdamW, kept_states, update_of
 from msamp.optim.device_flag import DeviceFlag
-from msamp.optim.master import is_own_master, weight_format
-from msamp.parallel.greedy_zero import GreedyZeRO
+from msamp.optim.states import weight_format
+from msamp.optim.updates import MASTER, WEIGHT
+from msamp.parallel.greedy_zero import ZeRO
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
@@ -76,11 +77,8 @@ def build_optimizer(
     }
     groups = parameter_groups(model, recipe)
     settings["combine_norms"] = global_norm([p for group in groups for p in group["params"]])
-    optimizer: FP8AdamW
-    if grad_sync.shard:
-        optimizer = GreedyZeRO(groups, grad_sync, overlap=config.communication.overlap_param_gather, **settings)
-    else:
-        optimizer = FP8AdamW(groups, **settings)
+    shard = ZeRO(grad_sync, config.communication.overlap_param_gather) if grad_sync.shard else None
+    optimizer = FP8AdamW(groups, shard=shard, **settings)
     for layer in model.modules():
         values = layer.take_initial_weight() if isinstance(layer, FP8Gemm) else None
         if values is not None:
@@ -149,20 +147,20 @@ def build_schedule(optimizer: FP8AdamW, config: Config) -> Schedule:
 def bytes_per_parameter(optimizer: FP8AdamW) -> dict[str, float]:
     """Mean bytes a parameter of the model that each kind of state takes on this rank, by its format.
 
-    Keys: weight, master (0 where the weight is its own; with the weight's remainder), m, v (with its remainder), and grad: the gradient
-    that the optimizer takes (while several micro-batches are summed it is wider where it will be FP8). Under ZeRO a rank has master,
-    gradient and moments of what it owns, and all weights.
+    Keys: weight, master (0 where the weight is its own), grad: the gradient that the optimizer takes (while several micro-batches are
+    summed it is wider where it will be FP8), and the columns of the update's states, such as m and v; a remainder counts with its first
+    component. Under ZeRO a rank has master, gradient and states of what it owns, and all weights.
     """
-    total = dict.fromkeys(("weight", "master", "grad", "m", "v"), 0)
+    total = dict.fromkeys((WEIGHT, MASTER.column, "grad"), 0)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for p in params:
-        total["weight"] += p.numel() * weight_format(p).bytes
-    for piece in optimizer.pieces():
-        named = {key: formats.by_name(piece.group["formats"][key]) for key in ("master", "grad", "m", "v")}
-        total["master"] += 0 if is_own_master(piece.param, named["master"]) else piece.weight.numel() * named["master"].bytes
-        for key in ("grad", "m", "v"):
-            total[key] += named[key].bytes_of(piece.weight.shape)
-        for key, size in remainder_bytes(piece.group["formats"]["update"]).items():
-            total[key] += piece.weight.numel() * size
+        total[WEIGHT] += p.numel() * weight_format(p).bytes
+    for state in (state for group in optimizer.param_groups for state in update_of(group).states):
+        total.setdefault(state.column, 0)
+    for holding in optimizer.holdings():
+        shape = holding.weight.shape
+        total["grad"] += formats.by_name(holding.group["formats"]["grad"]).bytes_of(shape)
+        for state, fmt in kept_states(holding.param, holding.group):
+            total[state.column] += fmt.bytes_of(shape)
     count = sum(p.numel() for p in params)
     return {key: size / count for key, size in total.items()}

@@ -7,7 +7,7 @@ Parameters and model states are exact but for the scales, a few bytes a tensor. 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.lm.config import LINEARS, Config
 from megatron.lm.presets import parameter_count
@@ -17,7 +17,9 @@ from msamp.comm.partition import plan_buckets
 from msamp.nn.saved import AS_IT_IS
 from msamp.nn.vocabulary_loss import chunk_rows
 from msamp.numerics.formats import Format
-from msamp.numerics.recipe import StateFormats, remainder_bytes
+from msamp.numerics.recipe import StateFormats
+from msamp.optim import updates
+from msamp.optim.updates import MASTER, format_names
 
 GIB = 2**30
 GPT2_VOCABULARY = 50257
@@ -49,7 +51,8 @@ class Rank:
 
     Attributes:
         parameters: elements of the parameters it has.
-        weight, master, m, v: model states between steps.
+        weight: stored weights.
+        states: the optimizer's between steps, by the column that the update gives them: master, m, v or another.
         gradient: the averaged gradient that the optimizer takes.
         accumulated: sums over the micro-batches of a step, before they are averaged; 0 where there is one.
         activations: what backward needs of the micro-batches under way, and the logits.
@@ -59,9 +62,7 @@ class Rank:
     copy: int
     parameters: int
     weight: int
-    master: int
-    m: int
-    v: int
+    states: dict[str, int]
     gradient: int
     accumulated: int
     activations: int
@@ -69,7 +70,7 @@ class Rank:
     @property
     def total(self) -> int:
         """The most at one time: averaged gradients come, bucket by bucket, as activations and sums of micro-batches go."""
-        return self.weight + self.master + self.m + self.v + max(self.accumulated + self.activations, self.gradient)
+        return self.weight + sum(self.states.values()) + max(self.accumulated + self.activations, self.gradient)
 
 
 def plan(config: Config, world_size: int) -> list[Rank]:
@@ -146,9 +147,12 @@ def state_formats(config: Config) -> dict[str, tuple[Format, StateFormats]]:
     return {kind: (weights[kind], states) for kind, states in states_by_kind(recipe).items()}
 
 
-def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumulates: bool) -> Iterator[dict[str, int]]:
-    """Bytes of each model state on each of `copies` data-parallel ranks."""
+def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumulates: bool) -> Iterator[dict[str, Any]]:
+    """Bytes of each model state on each of `copies` data-parallel ranks. ValueError for formats that the update does not take."""
     by_kind = state_formats(config)
+    update = {kind: updates.by_name(formats.update) for kind, (_, formats) in by_kind.items()}
+    for kind, (_, formats) in by_kind.items():
+        update[kind].check_group(format_names(formats), decoupled=True)
     owned: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(copies)]
     if config.shards_optimizer:
         backward = list(reversed(parameters))
@@ -162,20 +166,14 @@ def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumu
     local = sum(p.size * _accumulator_bytes(config, by_kind[p.kind][1].grad) for p in parameters) if accumulates else 0
     weight = sum(p.size * by_kind[p.kind][0].bytes for p in parameters)
     for held in owned:
-        sizes = {key: sum(getattr(by_kind[kind][1], key).bytes_of(shape) for kind, shape in held) for key in ("grad", "m", "v")}
-        apart = [(by_kind[kind][1].master, shape) for kind, shape in held if by_kind[kind][0] != by_kind[kind][1].master]
-        master = sum(fmt.bytes_of(shape) for fmt, shape in apart)
-        beside = {
-            key: sum(math.prod(shape) * remainder_bytes(by_kind[kind][1].update)[key] for kind, shape in held) for key in ("master", "v")
-        }
-        yield {
-            "weight": weight,
-            "master": master + beside["master"],
-            "m": sizes["m"],
-            "v": sizes["v"] + beside["v"],
-            "gradient": sizes["grad"],
-            "accumulated": local,
-        }
+        states = dict.fromkeys((MASTER.column, *(state.column for kind in by_kind for state in update[kind].states)), 0)
+        for kind, shape in held:
+            weight_format, formats = by_kind[kind]
+            for state in update[kind].states:
+                fmt = state.format_beside(weight_format, format_names(formats))
+                states[state.column] += 0 if fmt is None else fmt.bytes_of(shape)
+        gradient = sum(by_kind[kind][1].grad.bytes_of(shape) for kind, shape in held)
+        yield {"weight": weight, "states": states, "gradient": gradient, "accumulated": local}
 
 
 def _accumulator_bytes(config: Config, grad: Format) -> int:
@@ -337,11 +335,12 @@ def report(config: Config, world_size: int) -> str:
     few, many = min(rank.parameters for rank in ranks), max(rank.parameters for rank in ranks)
     whole = parameter_count(config.model, vocabulary(config))
     size = f"parameters: {whole:,}; a process {few:,}" + (f" to {many:,}" if many > few else "") + f"; vocabulary {vocabulary(config):,}"
-    columns = ("weight", "master", "m", "v", "gradient", "accumulated", "activations", "total")
+    columns = ("weight", *ranks[0].states, "gradient", "accumulated", "activations", "total")
     table = [f"{'GiB a process, ' + config.precision.name:<34}" + "".join(f"{name:>12}" for name in columns)]
     for what, rank in (("least", min(ranks, key=lambda rank: rank.total)), ("fullest", max(ranks, key=lambda rank: rank.total))):
+        sizes = {**vars(rank), **rank.states, "total": rank.total}
         where = f"{what}: stage {rank.stage}, data-parallel {rank.copy}"
-        table.append(f"{where:<34}" + "".join(f"{getattr(rank, name) / GIB:>12.2f}" for name in columns))
+        table.append(f"{where:<34}" + "".join(f"{sizes[name] / GIB:>12.2f}" for name in columns))
     return "\n".join([grid, batch, size, *table])
 
 
@@ -357,7 +356,7 @@ def check_fits(config: Config, world_size: int, device_memory: float) -> None:
 
 def _remedies(config: Config, rank: Rank) -> Iterator[str]:
     """What would make a rank smaller, the cheapest first."""
-    states = rank.weight + rank.master + rank.m + rank.v
+    states = rank.weight + sum(rank.states.values())
     if not config.shards_optimizer:
         yield "add --use-distributed-optimizer"
     if rank.activations > states / 4:

@@ -24,10 +24,10 @@ from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.training import Training
 from msamp.kernels import ops
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT
-from msamp.numerics.formats import FP32
 from msamp.numerics.metrics import TALLY, add_tallies, judge
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.rehearsal import rehearse
+from msamp.optim.updates import MASTER
 
 ROWS = {INPUT: "input", GRAD_OUTPUT: "grad_output"}
 CAST_COLUMNS = ("amax", "underflow", "saturation", "sqnr_db", "scale_exponent")
@@ -124,9 +124,7 @@ class Recorder:
     @torch.no_grad()
     def _weights(self) -> None:
         """How the GEMMs will cast weights that are stored wider; alike on data-parallel ranks."""
-        optimizer = self.training.optimizer
-        if hasattr(optimizer, "wait"):
-            optimizer.wait()
+        self.training.optimizer.wait()
         for name, layer in self.layers:
             weight, fmt = layer.weight, layer.scaling.gemm.weight.format
             assert isinstance(weight, ScalingTensor)
@@ -140,17 +138,16 @@ class Recorder:
         if not self.recording or self.training.iteration < self._first:
             return
         for part in rehearse(self.training.optimizer):
-            p = part.piece.param
+            p = part.holding.param
             if not self.training.grid.counts(p, every_copy=self.training.grad_sync.shard):
                 continue
             name = self.names[p]
             for tensor, stored in part.stored.items():
-                exact = stored.dtype == torch.float32 if tensor == "weight" else part.piece.group["formats"][tensor] == FP32.name
-                if isinstance(stored, ScalingTensor) or not exact:
+                if tensor in part.rounded:
                     row = self._rehearsed.setdefault((name, tensor), self._table.new_zeros(len(TALLY)))
                     ops.tally_(row, part.wanted[tensor], *self._payload(stored))
             row = self._updates.setdefault(name, self._table.new_zeros(len(UPDATE_SUMS)))
-            ops.tally_update_(row, part.before, part.wanted["master"], *self._payload(part.stored["master"]))
+            ops.tally_update_(row, part.before, part.wanted[MASTER.column], *self._payload(part.stored[MASTER.column]))
 
     def _payload(self, stored: Tensor) -> tuple[Tensor, Tensor]:
         return (stored.payload, stored.scale_inv) if isinstance(stored, ScalingTensor) else (stored, self._one)

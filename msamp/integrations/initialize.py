@@ -21,7 +21,7 @@ from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
 from msamp.optim.clip import check_max_norm
 from msamp.parallel.data_parallel import grad_sync
-from msamp.parallel.greedy_zero import GreedyZeRO
+from msamp.parallel.greedy_zero import ZeRO
 
 LEVELS = {recipe.name: recipe for recipe in (recipes.O1, recipes.O2, recipes.O3)}
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
@@ -145,7 +145,7 @@ def _low_precision_optimizer(
             p: recipe.states.grad if isinstance(p, ScalingTensor) else FP32_STATES.grad for p in model.parameters()
         }
         sync = grad_sync(model, formats, group, shard=zero)
-    low = GreedyZeRO(groups, sync, clip_grad=clip_grad) if sync is not None and zero else FP8AdamW(groups, clip_grad=clip_grad)
+    low = FP8AdamW(groups, clip_grad=clip_grad, shard=ZeRO(sync) if sync is not None and zero else None)
     low.grad_sync = sync  # type: ignore[attr-defined]
     low.no_sync = contextlib.nullcontext if sync is None else sync.no_sync  # type: ignore[attr-defined]
     hooks = _Step(ScalingState(model), sync)
@@ -186,7 +186,7 @@ def initialize(
         opt_level: "O1", "O2" or "O3".
         accept: which linear layers, see `msamp.nn.filters`.
         group: the data-parallel ranks; None is all of torch.distributed, where that is initialised.
-        zero: spread the optimizer over the ranks, see `GreedyZeRO` (its `state_dict` is collective); None does so at O3.
+        zero: spread the optimizer over the ranks, see `ZeRO` (the optimizer's `state_dict` is collective); None does so at O3.
             Without effect on one process.
         clip_grad: clip the global gradient norm to this in `step`, on any number of processes.
 

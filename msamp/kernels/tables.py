@@ -2,12 +2,29 @@
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 Part = tuple[torch.Tensor, bool]
+Columns = TypeVar("Columns", bound=NamedTuple)
 CAPTURES = 8  # of one table, whose host memory is put aside
+
+
+def numbered(columns: type[Columns], first: int = 1) -> Columns:
+    """Each column's number by its name. A packer fills a row by the names of a NamedTuple, and a kernel reads it by the same names, as
+    `row + ROW.value.name` with `ROW = tl.constexpr(numbered(Row))`: the order stands in one place.
+
+    Args:
+        columns: a NamedTuple of whole numbers.
+        first: number of the first one; 1 comes after the number of its first program, which `Tables.lay_out` puts before a row.
+    """
+    return columns._make(range(first, first + len(columns._fields)))
+
+
+def rows_of(columns: Callable[..., NamedTuple], **numbers: Sequence[int]) -> list[tuple[int, ...]]:
+    """Rows from the numbers of each column, all as many, by the names of a NamedTuple."""
+    return list(zip(*columns(**numbers), strict=True))
 
 
 class Tables:

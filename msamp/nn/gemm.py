@@ -64,6 +64,12 @@ class Operand(NamedTuple):
         """One of which only the transpose was kept for backward."""
         return cls(None, payload_t, scale_inv_t, scale_inv_t, cast.granularity)
 
+    @property
+    def codes(self) -> torch.Tensor:
+        """`payload` where it is known to have been asked for."""
+        assert self.payload is not None
+        return self.payload
+
     def transposed(self) -> "Operand":
         """Its transpose: what grad_weight's GEMM, and the weight's in grad_input's, take as their operand."""
         return Operand(self.payload_t, self.payload, self.scale_inv_t, self.scale_inv, self.granularity)
@@ -111,7 +117,7 @@ class _Tensorwise:
         return Operand.tensorwise(made, scale_inv)
 
     def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
-        return ops.scaled_mm(a.payload, b.payload, a.scale_inv, b.scale_inv, bias, dtype, fast_accum=fast)
+        return ops.scaled_mm(a.codes, b.codes, a.scale_inv, b.scale_inv, bias, dtype, fast_accum=fast)
 
 
 class _ByDefinition:
@@ -148,8 +154,7 @@ def _quantized(x: torch.Tensor, cast: Cast) -> tuple[torch.Tensor, torch.Tensor]
 
 def _values(operand: Operand) -> torch.Tensor:
     """FP32 [M, K]: what the payload stands for."""
-    assert operand.payload is not None
-    return dequantize(operand.payload, operand.granularity.spread(values(operand.scale_inv), operand.payload.shape))
+    return dequantize(operand.codes, operand.granularity.spread(values(operand.scale_inv), operand.codes.shape))
 
 
 @functools.cache
@@ -205,7 +210,7 @@ class _Blocks:
         if not (isinstance(left, Block) and isinstance(right, Block) and have_product(left, right)):
             return _DEFINITION.multiply(a, b, bias, dtype, fast)
         blocks = {"a_block": (left.rows, left.columns), "b_block": (right.rows, right.columns)}
-        return ops.block_scaled_mm(a.payload, b.payload, a.scale_inv, b.scale_inv, bias, dtype, **blocks)
+        return ops.block_scaled_mm(a.codes, b.codes, a.scale_inv, b.scale_inv, bias, dtype, **blocks)
 
 
 def _block(cast: Cast) -> Block:
@@ -248,8 +253,7 @@ def cast_operand(
     operand = way(cast.granularity).cast(x, slot, cast, row, col, combine)
     if slot.watch is not None:
         seen, x2d = (operand, x) if row else (operand.transposed(), x.t())
-        assert seen.payload is not None
-        slot.watch(x2d, seen.payload, cast.granularity.spread(values(seen.scale_inv), x2d.shape))
+        slot.watch(x2d, seen.codes, cast.granularity.spread(values(seen.scale_inv), x2d.shape))
     return operand
 
 
@@ -267,6 +271,12 @@ class LayerGemm(NamedTuple):
     grad: Slot
     wire: Slot | None
     scales: Scales
+
+    @property
+    def sums(self) -> Slot:
+        """`wire` where the layer is known to have one."""
+        assert self.wire is not None
+        return self.wire
 
     @classmethod
     def of(cls, scaling: LinearScaling, weight: ScalingTensor) -> "LayerGemm":

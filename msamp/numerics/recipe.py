@@ -10,7 +10,7 @@ import torch
 
 from msamp.numerics.formats import ALL as ALL_FORMATS
 from msamp.numerics.formats import BF16 as BF16_FORMAT
-from msamp.numerics.formats import COAT_E4M3, E4M3, E5M2, FP16, PLAIN_FP16, REMAINDER_E4M3, Format
+from msamp.numerics.formats import COAT_E4M3, E4M3, E5M2, FP16, PLAIN_FP16, Format
 from msamp.numerics.formats import FP32 as FP32_FORMAT
 from msamp.numerics.granularity import TENSORWISE, Block, Granularity
 from msamp.numerics.scaling import Current, Delayed, Exact, Scaling, SharedExponent
@@ -92,34 +92,19 @@ class Gemm:
         return self.tensorwise and all(cast.scaling.window or type(cast.scaling) is Current for cast in self.casts.values())
 
 
-# The arithmetic of an update -> the states in which it keeps what rounding takes from weight and second moment.
-REMAINDERS: dict[str, dict[str, Format]] = {
-    "fp32": {},
-    "a": {},
-    "kahan": {"weight_remainder": BF16_FORMAT},
-    "light": {"weight_remainder": BF16_FORMAT},
-    "plus": {"weight_remainder": BF16_FORMAT, "exp_avg_sq_remainder": BF16_FORMAT},
-    "fp8": {"weight_remainder": REMAINDER_E4M3, "exp_avg_sq_remainder": REMAINDER_E4M3},
-}
-
-
-def remainder_bytes(update: str) -> dict[str, int]:
-    """Bytes an element that stand beside the weight ("master") and the second moment ("v")."""
-    sizes = {key: fmt.bytes for key, fmt in REMAINDERS[update].items()}
-    return {"master": sizes.get("weight_remainder", 0), "v": sizes.get("exp_avg_sq_remainder", 0)}
-
-
 @dataclass(frozen=True)
 class StateFormats:
     """The optimizer's four formats (FP8-LM equation 8 and Table 6), and the arithmetic of its update.
 
     Attributes:
         master, grad, m, v: of the master weight, the gradient and the two moments. COAT's serve `m` and `v`.
-        update: "fp32", or one of Collage's in BF16 (algorithm 2 and Table 2), which takes BF16 in all four: "a" (BF16 alone), "kahan"
-            (compensated weight), "light" (weight as a pair), "plus" (weight and v as pairs), "fp8" (plus, its remainders in E4M3).
+        update: "fp32", AdamW; one of Collage's in BF16 (algorithm 2 and Table 2), which takes BF16 in all four: "a" (BF16 alone), "kahan"
+            (compensated weight), "light" (weight as a pair), "plus" (weight and v as pairs), "fp8" (plus, its remainders in E4M3); or
+            another that is registered with `msamp.optim.updates`. The optimizer refuses one that it does not know, and formats that the
+            update does not take.
 
     Raises:
-        ValueError: COAT's format for another state, an unknown `update`, or one in BF16 with another format.
+        ValueError: COAT's format for another state.
     """
 
     master: Format = FP32_FORMAT
@@ -129,10 +114,6 @@ class StateFormats:
     update: str = "fp32"
 
     def __post_init__(self) -> None:
-        if self.update not in REMAINDERS:
-            raise ValueError(f"update {self.update!r} is unknown; choose one of {', '.join(REMAINDERS)}")
-        if self.update != "fp32" and {self.master, self.grad, self.m, self.v} != {BF16_FORMAT}:
-            raise ValueError(f"update {self.update!r} computes in BF16, and the formats are {self}; give bf16 for all four, or update fp32")
         for name in ("master", "grad"):
             if getattr(self, name).group:
                 legal = ", ".join(fmt.name for fmt in ALL_FORMATS)

@@ -1,26 +1,22 @@
 """FP8 AdamW: AdamW whose master weights, gradients and moments each have a format of their own (FP8-LM section 2.2, Table 6)."""
 
-import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from msamp.kernels import ops
-from msamp.kernels.reference.adamw import GRAD, MASTER, Batch, stored_amaxes
-from msamp.kernels.reference.adamw import adamw as reference_adamw
-from msamp.kernels.reference.coat_adamw import coat_adamw as reference_coat_adamw
-from msamp.kernels.reference.collage import collage as reference_collage
+from msamp.kernels.reference.adamw import GRAD
 from msamp.kernels.tables import Tables
-from msamp.numerics.formats import FP32, by_name
-from msamp.numerics.range_expand import Expanded
-from msamp.numerics.recipe import O2, REMAINDERS, StateFormats
+from msamp.numerics.formats import FP32, Format, by_name
+from msamp.numerics.recipe import O2, StateFormats
+from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
+from msamp.optim import updates
 from msamp.optim.clip import (
     check_max_norm,
     clip_coefficient,
-    contiguous,
     first_pass,
     norms_from_square_sums,
     scaled_first,
@@ -28,12 +24,11 @@ from msamp.optim.clip import (
     units,
 )
 from msamp.optim.device_flag import DeviceFlag
-from msamp.optim.master import is_own_master, make_master
-from msamp.optim.saved_states import saved_states
-from msamp.optim.state_coat import as_stored
-from msamp.optim.state_fp8 import state_format
+from msamp.optim.shard import Holding, Shard, Whole
+from msamp.optim.states import as_stored, begun, is_own_master, is_scaled, load_groups, make_master, payload, scale_inv, weight_format
+from msamp.optim.updates import MASTER, Launch, State, Update, format_names
 
-SCALE_INV = MASTER + 1  # row of the table of amaxes: the gradient's scale_inv
+SCALE_INV = -1  # row of the table of amaxes: the gradient's scale_inv
 
 
 class LossScale(Protocol):
@@ -46,40 +41,23 @@ class LossScale(Protocol):
         """Look at a step: bool 0-dim on the device, whether its gradients were not finite."""
 
 
-@dataclass(eq=False)
-class Piece:
-    """What one process updates of a parameter: all of it, or (ZeRO) some of its rows.
+@dataclass(frozen=True)
+class Decision:
+    """What the gradients of a step have decided.
 
     Attributes:
-        param: the parameter.
-        group: its parameter group.
-        index: its number over all groups: the order in which norms are added.
-        weight: what is updated in place, the parameter itself or a view of its rows; `optimizer.state` is keyed by it.
-        rows: which rows along dim 0 that is; None for all.
-        place: its number over all pieces of this process.
-        grad: in this step, in the group's gradient format.
+        amaxes: FP32 [rows, parameters]: amax of the gradient, those of the states that the updates keep and of the master, as stored, 0
+            where no scale will be taken from it (`msamp.optim.updates`), and last the gradient's scale_inv, 0 for a plain one; of whole
+            parameters.
+        norm: FP64 0-dim, of all gradients.
+        coefficient: FP32 0-dim, what multiplies them; None: nothing does.
+        usable: bool 0-dim, whether the step can be taken.
     """
 
-    param: torch.Tensor
-    group: dict[str, Any]
-    index: int
-    weight: torch.Tensor
-    rows: slice | None = None
-    place: int = 0
-    grad: torch.Tensor | None = None
-
-    def copy_of(self, x: torch.Tensor) -> torch.Tensor:
-        """This piece of a state of the whole parameter: a copy of its rows, or `x` itself where the piece is everything."""
-        if self.rows is None:
-            return x
-        if isinstance(x, ScalingTensor):
-            return ScalingTensor(x.payload[self.rows].clone(), x.scale_inv.clone(), x.dtype)
-        return x[self.rows].clone()
-
-
-def format_names(formats: StateFormats) -> dict[str, str]:
-    """The formats and the update as plain strings: what stands in `param_groups[i]["formats"]` and in checkpoints."""
-    return {f.name: str(getattr(formats, f.name)) for f in fields(formats)}
+    amaxes: torch.Tensor
+    norm: torch.Tensor
+    coefficient: torch.Tensor | None
+    usable: torch.Tensor
 
 
 def _check(name: str, value: float, low: float, high: float) -> None:
@@ -99,9 +77,9 @@ class FP8AdamW(torch.optim.Optimizer):
     gradients are not all finite is skipped, counted in `skipped_steps`, and does not advance the bias correction.
 
     State of a parameter: `step` (FP32, on the parameter's device), `exp_avg`, `exp_avg_sq`, of COAT's moments also
-    their `_max` and `_k`, and `master` where the parameter is not itself stored in the master's format. Where
-    `formats.update` is one of Collage's, the update is that of `kernels.reference.collage`, all in BF16, and
-    `weight_remainder` and `exp_avg_sq_remainder` hold the second components.
+    their `_max` and `_k`, and `master` where the parameter is not itself stored in the master's format. `formats.update` names another
+    update than AdamW's in FP32, with states of its own (`msamp.optim.updates`): Collage's, all in BF16, keep `weight_remainder` and
+    `exp_avg_sq_remainder`, the second components of pairs.
 
     On a GPU with Triton a step is a few launches over all tensors, one a combination of formats, which read and write
     each element once and take the amaxes that the next step's bounds need; elsewhere, and for weights that are not
@@ -121,6 +99,10 @@ class FP8AdamW(torch.optim.Optimizer):
         combine_norms: FP64 [parameters], the gradient norms of this process's parameters -> the global norm, FP64 0-dim, the same
             on all processes that must decide alike, where a model is spread over several.
         loss_scale: by what the gradients are too large; told of every step whether it overflowed. None: they are as they should be.
+        shard: what of the parameters this process updates, and how it agrees with others, such as a `ZeRO`; by default everything.
+
+    Raises:
+        ValueError: for a number out of range, and for a parameter or formats that the update or the shard does not take.
     """
 
     def __init__(
@@ -136,12 +118,14 @@ class FP8AdamW(torch.optim.Optimizer):
         clip_grad: float | None = None,
         combine_norms: Callable[[torch.Tensor], torch.Tensor] = torch.linalg.vector_norm,
         loss_scale: LossScale | None = None,
+        shard: Shard | None = None,
     ) -> None:
         if clip_grad is not None:
             check_max_norm(clip_grad)
         self.clip_grad = clip_grad
         self.combine_norms = combine_norms
         self.loss_scale = loss_scale
+        self.shard: Shard = Whole() if shard is None else shard
         self._norm = torch.zeros((), dtype=torch.float64)
         self._skips = torch.zeros((), dtype=torch.int64)
         self._usable = torch.ones((), dtype=torch.bool)
@@ -194,9 +178,8 @@ class FP8AdamW(torch.optim.Optimizer):
         for i, beta in enumerate(group["betas"]):
             _check(f"betas[{i}]", beta, 0.0, 1.0)
         formats = group["formats"] if isinstance(group["formats"], dict) else format_names(group["formats"])
-        update, master = formats["update"], formats["master"]
-        if update != "fp32" and not group["decoupled"]:
-            raise ValueError(f"decoupled is False; update {update!r} has AdamW's decay alone: leave it True, or take update fp32")
+        update, master = updates.by_name(formats["update"]), formats["master"]
+        update.check_group(formats, group["decoupled"])
         params = group["params"]
         if not isinstance(params, torch.Tensor | set):  # a set is torch's to refuse: its order is not sure
             param_group["params"] = params = list(params)
@@ -212,16 +195,19 @@ class FP8AdamW(torch.optim.Optimizer):
                     f"a parameter is torch.float16 and its master {master}; FP16 without a scale takes an fp32 master (recipe fp16-amp): "
                     "give these formats, or convert the model"
                 )
-            if update != "fp32" and (isinstance(p, ScalingTensor) or dtype is not torch.bfloat16):
-                kind = "a ScalingTensor" if isinstance(p, ScalingTensor) else dtype
-                raise ValueError(f"a parameter is {kind}; update {update!r} takes plain torch.bfloat16: give model.bfloat16() as it is")
+            update.check_parameter(p[1] if isinstance(p, tuple) else p)
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         if isinstance(added["formats"], StateFormats):
             added["formats"] = format_names(added["formats"])
+        try:
+            self.shard.check(added)
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("clip_grad", "combine_norms", "loss_scale", "_norm", "_skips", "_usable")}
+        own = {name: getattr(self, name) for name in ("clip_grad", "combine_norms", "loss_scale", "shard", "_norm", "_skips", "_usable")}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -232,58 +218,41 @@ class FP8AdamW(torch.optim.Optimizer):
         """Start the master of `p` from `values`: what `p` was before it was rounded to FP8. No effect where `p` is its own master."""
         if not any(q is p for group in self.param_groups for q in group["params"]):
             raise ValueError(f"a parameter of shape {tuple(p.shape)} is not in this optimizer; add its group first")
-        for piece in self.pieces():
-            if piece.param is p and not is_own_master(p, by_name(piece.group["formats"]["master"])):
-                self._init_state(piece, values)
+        for holding in self.holdings():
+            if holding.param is p and not is_own_master(p, by_name(holding.group["formats"]["master"])):
+                self._init_state(holding, values)
 
     def restart(self) -> None:
         """Start all masters and moments anew from the parameters as they are: after weights were loaded by themselves."""
         self.state.clear()
         self._seen = {}
 
-    def _init_state(self, piece: Piece, values: torch.Tensor | None = None) -> None:
-        formats = piece.group["formats"]
-        master = by_name(formats["master"])
-        state = self.state[piece.weight]
-        state["step"] = torch.zeros((), device=piece.weight.device)
-        for key, moment in (("exp_avg", "m"), ("exp_avg_sq", "v")):
-            how = state_format(by_name(formats[moment]))
-            state[key] = how.init(piece.weight)
-            state.update({key + name: x for name, x in how.beside(piece.weight).items()})
-        if not is_own_master(piece.param, master):
-            # From the whole parameter, so that its scale does not depend on how it is cut.
-            state["master"] = piece.copy_of(make_master(piece.param, master, values))
-        for key, fmt in REMAINDERS[formats["update"]].items():
-            state[key] = state_format(fmt).init(piece.weight)
+    def _init_state(self, holding: Holding, values: torch.Tensor | None = None) -> None:
+        state = self.state[holding.weight]
+        state["step"] = torch.zeros((), device=holding.weight.device)
+        for declared, fmt in kept_states(holding.param, holding.group):
+            if declared.copy:
+                # From the whole parameter, so that its scale does not depend on how it is cut.
+                state[declared.key] = holding.copy_of(make_master(holding.param, fmt, values))
+            else:
+                state |= begun(declared.key, fmt, holding.weight)
 
-    def pieces(self) -> list[Piece]:
-        """What this process updates, in parameter order."""
+    def _whole(self) -> list[Holding]:
         numbered = enumerate((group, p) for group in self.param_groups for p in group["params"])
-        return [Piece(p, group, index, p, place=index) for index, (group, p) in numbered]
+        return [Holding(p, group, index, p, place=index) for index, (group, p) in numbered]
 
-    def _ready(self) -> list[Piece]:
-        """Those with a gradient in this step, which they carry in its format."""
-        pieces = []
-        for piece in self.pieces():
-            g = gradient(piece.param)
-            if g is None:
-                continue
-            if g.is_sparse:
-                raise ValueError(f"the gradient of a parameter of shape {tuple(g.shape)} is sparse; use dense embeddings")
-            fmt = by_name(piece.group["formats"]["grad"])
-            if not isinstance(g, ScalingTensor):
-                g = ScalingTensor.quantize(g, fmt) if fmt.scaled else g.to(fmt.dtype)
-            piece.grad = contiguous(g)
-            pieces.append(piece)
-        return pieces
+    def holdings(self) -> list[Holding]:
+        """What this process updates, in parameter order."""
+        return self.shard.holdings(self._whole())
 
-    def _combine_max(self, table: torch.Tensor) -> torch.Tensor:
-        """FP32 [.., parameters] maxima of this process's pieces -> those of whole tensors."""
-        return table
+    def ready(self) -> list[Holding]:
+        """Those with a gradient in this step, which they carry in its format; waits for weights that are still on their way."""
+        self.wait()
+        return self.shard.ready(self._whole())
 
-    def _combine_sum(self, table: torch.Tensor) -> torch.Tensor:
-        """int64 [parameters, 2] sums over this process's pieces -> those over whole tensors."""
-        return table
+    def wait(self) -> None:
+        """Let the compute stream wait for all weights that are still on their way (under ZeRO, on a GPU)."""
+        self.shard.wait()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -292,34 +261,39 @@ class FP8AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        pieces = self._ready()
-        fresh = [piece for piece in pieces if not self.state.get(piece.weight)]
-        for piece in fresh:
-            self._init_state(piece)
-        table, norm, coefficient, usable = self._decide(pieces)
+        ready = self.ready()
+        fresh = [holding for holding in ready if not self.state.get(holding.weight)]
+        for holding in fresh:
+            self._init_state(holding)
+        decision = self.decide(ready)
+        norm, usable, grad_amaxes = decision.norm, decision.usable, decision.amaxes[GRAD]
         # Always in the same memory: a graph writes there, whichever of several is replayed.
         self._norm = self._norm.to(norm.device).copy_(norm)
         self._usable = self._usable.to(norm.device).copy_(usable)
         self._skips = self._skips.to(norm.device).add_(~usable)
-        if self._grad_amaxes.shape != table[GRAD].shape or self._grad_amaxes.device != table.device:
-            self._grad_amaxes = torch.zeros_like(table[GRAD])
-        self._grad_amaxes.copy_(table[GRAD])
+        if self._grad_amaxes.shape != grad_amaxes.shape or self._grad_amaxes.device != grad_amaxes.device:
+            self._grad_amaxes = torch.zeros_like(grad_amaxes)
+        self._grad_amaxes.copy_(grad_amaxes)
         if self.loss_scale is not None:
-            self._grad_amaxes.div_(self.loss_scale.scale(table.device))
+            self._grad_amaxes.div_(self.loss_scale.scale(grad_amaxes.device))
             self.loss_scale.update(~usable)
         # On a GPU the kernels look at the flag, and under ZeRO every rank must come to the gathering, whatever it has to update.
         if usable.is_cuda or usable:
-            self._update(pieces, table, coefficient)
-            self._written(pieces)
+            scale_invs = self._new_scale_invs(decision.amaxes) if self.shard.ranks > 1 else {}
+            for launch in self.launches(ready):
+                launch.update.run(self._table(), launch, decision.amaxes, self._kept, decision.coefficient, self._usable)
+            self.shard.send_weights(scale_invs)
+            self._written(ready)
         if fresh and not usable:
-            for piece in fresh:  # a skipped step leaves no trace
-                del self.state[piece.weight]
+            for holding in fresh:  # a skipped step leaves no trace
+                del self.state[holding.weight]
         return loss
 
-    def _decide(self, pieces: list[Piece]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """(the amaxes that `_measure` gives, the gradients' norm, what multiplies them, whether the step can be taken)."""
-        table, sums = self._measure(pieces)
-        norm, coefficient = self._combined_norm(pieces, table, sums), None
+    def decide(self, ready: Sequence[Holding]) -> Decision:
+        """What the gradients of `ready` (as `self.ready` gives them, all with states) come to; collective under ZeRO. Changes no weight and
+        no state."""
+        table, sums = self._measure(ready)
+        norm, coefficient = self._combined_norm(ready, table, sums), None
         if self.loss_scale is not None:
             coefficient = self.loss_scale.scale(norm.device).reciprocal()
             norm = norm * coefficient
@@ -328,16 +302,16 @@ class FP8AdamW(torch.optim.Optimizer):
             coefficient = clip if coefficient is None else clip * coefficient
         # A gradient whose square leaves FP32 would leave the second moment without a bound; clipping brings it back in range.
         usable = norm.isfinite() if self.clip_grad is not None else norm.float().square().isfinite()
-        return table, norm, coefficient, usable
+        return Decision(table, norm, coefficient, usable)
 
     def replayed(self) -> None:
         """After a replay of a CUDA graph that holds a step: what `step` does on the host once the device has been told."""
-        self._written([piece for piece in self.pieces() if self.state.get(piece.weight)])
+        self._written([holding for holding in self.holdings() if self.state.get(holding.weight)])
 
-    def _written(self, pieces: Sequence[Piece]) -> None:
+    def _written(self, holdings: Sequence[Holding]) -> None:
         """Kernels write behind torch's back: whoever asks for the version of a weight (its FP8 scale is kept by it) must see a new one."""
         torch.autograd.graph.increment_version([p.payload if isinstance(p, ScalingTensor) else p for p in self._params()])
-        self._seen |= {piece.weight: self._signature(piece) for piece in pieces}
+        self._seen |= {holding.weight: self._signature(holding) for holding in holdings}
 
     def _params(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -349,103 +323,120 @@ class FP8AdamW(torch.optim.Optimizer):
         return self._tables
 
     def _hyper(self, number: int) -> torch.Tensor:
-        """FP64 [7] on the device: a group's `Hyper`, and the logarithms of its betas."""
+        """FP64 on the device: the numbers of a group that its update asks for."""
         group = self.param_groups[number]
-        logarithms = [math.log(beta) if beta else -math.inf for beta in group["betas"]]
-        numbers = [float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"], *logarithms]
-        return self._table().send(("hyper", number), numbers, torch.float64)
+        return self._table().send(("hyper", number), update_of(group).numbers(group), torch.float64)
 
-    def _signature(self, piece: Piece) -> tuple[tuple[int, int], ...]:
+    def _signature(self, holding: Holding) -> tuple[tuple[int, int], ...]:
         """Changes when somebody else changes a tensor whose amax is kept."""
-        state = self.state[piece.weight]
-        held = (piece.param, state["exp_avg"], state["exp_avg_sq"], state.get("master", piece.param))
+        state = self.state[holding.weight]
+        held = (holding.param, *(state[key] for key in update_of(holding.group).kept), state.get(MASTER.key, holding.param))
         return tuple((id(x), x._version) for x in held)
 
-    def _measure(self, pieces: list[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _measure(self, ready: Sequence[Holding]) -> tuple[torch.Tensor, torch.Tensor]:
         """What the bounds and the norm need before anything is updated.
 
         Returns:
-            FP32 [5, parameters]: amax of gradient, m, v and master as stored, 0 where no scale will be taken from it, and the
-            gradient's scale_inv, 0 for a plain one; of whole tensors.
+            FP32 [rows, parameters]: the amaxes of a `Decision`.
             int64 [parameters, 2]: sums of squares of this process's scaled gradients.
         """
         tables, count = self._table(), len(self._params())
-        gs, (scaled, plain) = self._sorted_gradients(pieces)
-        ordered = [pieces[i] for i in scaled + plain]
-        size = 1 + max((piece.place for piece in pieces), default=-1)
-        if self._kept.shape[-1] < size or self._kept.device != tables.device:
-            self._kept, self._seen = torch.zeros(3, size, device=tables.device), {}
-        stale = [piece for piece in ordered if self._seen.get(piece.weight) != self._signature(piece)]
-        for number, batch, _ in self._batches(stale):
-            self._kept[:, batch.places] = stored_amaxes(batch, decoupled=self.param_groups[number]["decoupled"])
-        table = torch.zeros(5, count, device=tables.device)
+        rows = max(update_of(group).master_row for group in self.param_groups)
+        gs, (scaled, plain) = self._sorted_gradients(ready)
+        ordered = [ready[i] for i in scaled + plain]
+        size = 1 + max((holding.place for holding in ready), default=-1)
+        if self._kept.dim() != 2 or self._kept.shape[0] != rows or self._kept.shape[1] < size or self._kept.device != tables.device:
+            self._kept, self._seen = torch.zeros(rows, size, device=tables.device), {}
+        stale = [holding for holding in ordered if self._seen.get(holding.weight) != self._signature(holding)]
+        for launch in self.launches(stale):
+            self._kept[: launch.update.master_row, launch.places] = launch.update.stored_amaxes(launch)
+        table = torch.zeros(rows + 2, count, device=tables.device)
         sums = torch.zeros(count, 2, dtype=torch.int64, device=tables.device)
-        if pieces:
+        if ready:
             stats, found = first_pass(tables, gs[: len(scaled)], gs[len(scaled) :])
-            index = tables.send("indices", [piece.index for piece in ordered])
-            kept = self._kept.index_select(1, tables.send("places", [piece.place for piece in ordered]))
-            table.scatter_reduce_(1, index.expand(5, -1), torch.cat([stats[:1], kept, stats[1:]]), "amax")
+            index = tables.send("indices", [holding.index for holding in ordered])
+            kept = self._kept.index_select(1, tables.send("places", [holding.place for holding in ordered]))
+            table.scatter_reduce_(1, index.expand(len(table), -1), torch.cat([stats[:1], kept, stats[1:]]), "amax")
             sums.index_add_(0, index[: len(scaled)], found)
-        return self._combine_max(table), sums
+        return self.shard.largest(table), sums
 
     @staticmethod
-    def _sorted_gradients(pieces: list[Piece]) -> tuple[list[torch.Tensor], tuple[list[int], list[int]]]:
-        """The gradients, scaled ones first; the places in `pieces` of the scaled and of the plain ones."""
-        gs = [piece.grad for piece in pieces if piece.grad is not None]
+    def _sorted_gradients(ready: Sequence[Holding]) -> tuple[list[torch.Tensor], tuple[list[int], list[int]]]:
+        """The gradients, scaled ones first; the places in `ready` of the scaled and of the plain ones."""
+        gs = [holding.grad for holding in ready if holding.grad is not None]
         scaled, plain = scaled_first(gs)
         return [gs[i] for i in scaled + plain], (scaled, plain)
 
-    def _combined_norm(self, pieces: list[Piece], table: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    def _combined_norm(self, ready: Sequence[Holding], table: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         """FP64 0-dim norm of all gradients, whichever process holds them."""
         tables = self._table()
-        gs, (scaled, plain) = self._sorted_gradients(pieces)
+        gs, (scaled, plain) = self._sorted_gradients(ready)
         if plain:
-            index = tables.send("indices of plain", [pieces[i].index for i in plain])
-            numels = [pieces[i].param.numel() for i in plain]
+            index = tables.send("indices of plain", [ready[i].index for i in plain])
+            numels = [ready[i].param.numel() for i in plain]
             sums.index_add_(0, index, second_pass(tables, gs[len(scaled) :], table[GRAD, index], numels))
         plain_units = tables.send("units", [float(units(p.numel())) for p in self._params()], torch.float64)
-        return self.combine_norms(norms_from_square_sums(self._combine_sum(sums), table[GRAD], table[SCALE_INV], plain_units))
+        return self.combine_norms(norms_from_square_sums(self.shard.total(sums), table[GRAD], table[SCALE_INV], plain_units))
 
-    def _update(self, pieces: list[Piece], amaxes: torch.Tensor, coefficient: torch.Tensor | None) -> None:
-        """Load, update, store; `amaxes` as from `_measure`."""
-        for number, batch, even in self._batches(pieces):
-            group, hyper = self.param_groups[number], self._hyper(number)
-            update = group["formats"]["update"]
-            if update != "fp32":
-                collage = ops.collage if even else reference_collage
-                collage(self._table(), batch, hyper, update, coefficient, self._usable)
-                continue
-            coat = any(isinstance(states[0], Expanded) for states in (batch.ms, batch.vs))
-            kernel, twin = (ops.coat_adamw, reference_coat_adamw) if coat else (ops.adamw, reference_adamw)
-            (kernel if even else twin)(
-                self._table(), batch, hyper, amaxes, self._kept, coefficient, self._usable, decoupled=group["decoupled"]
-            )
+    def _new_scale_invs(self, amaxes: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
+        """The scale_inv that each scaled weight has after this step, as its owner computes it (`store_`)."""
+        alike: dict[tuple[Format, int], list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
+        for whole in self._whole():
+            last = scale_inv(whole.param)
+            if last is not None:
+                kind = weight_format(whole.param), update_of(whole.group).master_row
+                alike.setdefault(kind, []).append((whole.index, whole.param, last))
+        found: dict[torch.Tensor, torch.Tensor] = {}
+        for (fmt, row), members in alike.items():
+            indices, params, scale_invs = (list(column) for column in zip(*members, strict=True))
+            last = torch.stack(scale_invs)
+            index = self._table().send(("weights", fmt, row), indices)
+            new = inverse(scale_from_amax(2.0 * amaxes[row][index], fmt.max, inverse(last)))
+            found |= zip(params, torch.where(self._usable, new, last).unbind(), strict=True)
+        return found
 
-    def _batches(self, pieces: Sequence[Piece]) -> Iterator[tuple[int, Batch, bool]]:
-        """What one launch updates: pieces of one group whose tensors have the same formats; the group's number; whether all are
-        laid out by rows."""
+    def launches(self, ready: Sequence[Holding]) -> Iterator[Launch]:
+        """What is updated together of holdings that have a gradient and states: those of one group whose tensors have the same formats and
+        are all laid out by rows, or not."""
         numbers = {id(group): number for number, group in enumerate(self.param_groups)}
-        alike: dict[tuple[Any, ...], list[Piece]] = {}
-        for piece in pieces:
-            own = "master" not in self.state[piece.weight]
-            kind = (numbers[id(piece.group)], piece.weight.is_contiguous(), _dtype(piece.grad), None if own else _dtype(piece.weight))
-            alike.setdefault(kind, []).append(piece)
-        for (number, even, _, own_format), members in alike.items():
-            states = [self.state[piece.weight] for piece in members]
-            weights = [piece.weight for piece in members]
-            batch = Batch(
-                grads=[piece.grad for piece in members if piece.grad is not None],
-                ms=[as_stored(state, "exp_avg") for state in states],
-                vs=[as_stored(state, "exp_avg_sq") for state in states],
-                masters=weights if own_format is None else [state["master"] for state in states],
-                weights=[] if own_format is None else weights,
-                steps=[state["step"] for state in states],
-                indices=[piece.index for piece in members],
-                places=[piece.place for piece in members],
-                weight_remainders=[state["weight_remainder"] for state in states if "weight_remainder" in state],
-                v_remainders=[state["exp_avg_sq_remainder"] for state in states if "exp_avg_sq_remainder" in state],
+        alike: dict[tuple[Any, ...], list[Holding]] = {}
+        for holding in ready:
+            own = MASTER.key not in self.state[holding.weight]
+            formats = _dtype(holding.grad), None if own else _dtype(holding.weight)
+            kind = (numbers[id(holding.group)], holding.weight.is_contiguous(), *formats)
+            alike.setdefault(kind, []).append(holding)
+        for (number, by_rows, _, own_format), members in alike.items():
+            held = [self.state[holding.weight] for holding in members]
+            weights, beside = [holding.weight for holding in members], own_format is not None
+            keys = [declared.key for declared in update_of(members[0].group).states if declared != MASTER]
+            yield Launch(
+                group=members[0].group,
+                hyper=self._hyper(number),
+                by_rows=by_rows,
+                grads=[holding.grad for holding in members if holding.grad is not None],
+                masters=[state[MASTER.key] for state in held] if beside else weights,
+                weights=weights if beside else [],
+                states={key: [as_stored(state, key) for state in held] for key in keys},
+                steps=[state["step"] for state in held],
+                indices=[holding.index for holding in members],
+                places=[holding.place for holding in members],
             )
-            yield number, batch, even
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. Under ZeRO the state of the whole optimizer, gathered tensor by tensor; collective.
+
+        The group's first rank has all of it, on the CPU; on the others "state" is empty. Load the first rank's on every rank.
+        """
+        self.wait()
+        if self.shard.ranks == 1:
+            return super().state_dict()
+        mine, self.state = self.state, defaultdict(dict)
+        try:
+            packed = super().state_dict()
+        finally:
+            self.state = mine
+        packed["state"] = self.shard.gather(self._whole(), self.state)
+        return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states in the precision in which they were saved (torch's own would cast them to the parameter's dtype).
@@ -453,34 +444,41 @@ class FP8AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: where the saved formats are not this optimizer's, naming both; nothing has changed then.
         """
-        states = saved_states(self, state_dict, "formats")
+        states = load_groups(self, state_dict, "formats")
         self.take_states(
             {
-                piece.place: {key: value if key == "step" else piece.copy_of(value) for key, value in states[piece.index].items()}
-                for piece in self.pieces()
-                if piece.index in states
+                holding.place: {key: value if key == "step" else holding.copy_of(value) for key, value in states[holding.index].items()}
+                for holding in self.holdings()
+                if holding.index in states
             }
         )
 
     def take_states(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Replace all states by those of this process's pieces, by their `place`, in this optimizer's formats and on any device; a piece
-        of which only some are given starts the others anew."""
+        """Replace all states by those of this process's holdings, by their `place`, in this optimizer's formats and on any device; a
+        holding of which only some are given starts the others anew."""
         self.restart()
-        for piece in self.pieces():
-            given, device = states.get(piece.place, {}), piece.weight.device
+        for holding in self.holdings():
+            given, device = states.get(holding.place, {}), holding.weight.device
             if given and "step" not in given:
-                self._init_state(piece)
+                self._init_state(holding)
             for key, value in given.items():
-                self.state[piece.weight][key] = value.to(device, torch.float32, copy=True) if key == "step" else value.to(device)
+                self.state[holding.weight][key] = value.to(device, torch.float32, copy=True) if key == "step" else value.to(device)
 
 
-def gradient(p: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of `p`: `p.main_grad` where a synchroniser has put one (Megatron's name), else `p.grad`."""
-    main_grad = getattr(p, "main_grad", None)
-    return p.grad if main_grad is None else main_grad
+def update_of(group: Mapping[str, Any]) -> Update:
+    """The update of a parameter group."""
+    return updates.by_name(group["formats"]["update"])
+
+
+def kept_states(p: torch.Tensor, group: Mapping[str, Any]) -> Iterator[tuple[State, Format]]:
+    """What the optimizer keeps beside a parameter of a group, and in which format."""
+    for state in update_of(group).states:
+        fmt = state.format_beside(weight_format(p), group["formats"])
+        if fmt is not None:
+            yield state, fmt
 
 
 def _dtype(x: torch.Tensor | None) -> tuple[torch.dtype, bool]:
     """In what a tensor is stored, and whether with a scale."""
     assert x is not None
-    return (x.payload.dtype, True) if isinstance(x, ScalingTensor) else (x.dtype, False)
+    return payload(x).dtype, is_scaled(x)

@@ -13,8 +13,8 @@ from msamp.kernels.reference.collage import collage as reference_collage
 from msamp.kernels.tables import Tables
 from msamp.numerics import mcf, metrics
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import gradient
-from msamp.optim.saved_states import saved_states
+from msamp.optim.shard import gradient
+from msamp.optim.states import load_groups
 
 
 class CollageAdamW(torch.optim.Optimizer):
@@ -176,7 +176,7 @@ class CollageAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: where the saved states are of another variant, naming both; nothing has changed then.
         """
-        states = saved_states(self, state_dict, "variant")
+        states = load_groups(self, state_dict, "variant")
         for i, p in enumerate(p for group in self.param_groups for p in group["params"]):
             if i in states:
                 self.state[p] = {key: x.to(p.device, copy=True) for key, x in states[i].items()}

@@ -2,40 +2,43 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from msamp.kernels import ops
-from msamp.kernels.reference.adamw import Batch
-from msamp.kernels.reference.adamw import adamw as reference_adamw
-from msamp.kernels.reference.coat_adamw import coat_adamw as reference_coat_adamw
-from msamp.kernels.reference.collage import collage as reference_collage
 from msamp.kernels.tables import Tables
 from msamp.numerics import mcf
-from msamp.numerics.range_expand import Expanded
-from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.adamw import FP8AdamW, Piece
+from msamp.numerics.formats import FP32
+from msamp.numerics.tensor import fp32_values
+from msamp.optim import updates
+from msamp.optim.adamw import FP8AdamW
+from msamp.optim.shard import Holding
+from msamp.optim.states import copy_of_rows, decoded, own_values, weight_format
+from msamp.optim.updates import MASTER, WEIGHT, Launch, State
 
 ROWS = 2**24  # elements rehearsed at a time: a dozen FP32 copies of 64 MiB
+LISTS = ("grads", "masters", "weights", "steps", "indices", "places")  # of a launch, beside its states
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Some rows of a piece.
+    """Some rows of a holding.
 
     Attributes:
-        piece: whose.
+        holding: whose.
         before: the master's values, FP32.
-        wanted: "master", "m" and "v" as the update computes them, FP32, and "weight", the stored master, where a weight is cast from it.
+        wanted: as the update computes them, FP32: `MASTER.column`, the column of each state of the update, and `WEIGHT`, the stored master,
+            where a weight is cast from it.
         stored: the same names as they will be stored: plain, or ScalingTensors; COAT's moments and Collage's pairs as their FP32 values.
+        rounded: those of the names that are not stored in FP32.
     """
 
-    piece: Piece
+    holding: Holding
     before: torch.Tensor
     wanted: dict[str, torch.Tensor]
     stored: dict[str, torch.Tensor]
+    rounded: frozenset[str]
 
 
 @torch.no_grad()
@@ -47,83 +50,83 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
     parameter before its first update has no states, and is left out. Takes the collectives that a step takes. At most `ROWS` elements are
     there twice, a dozen bytes each stored and in FP32.
     """
-    pieces = [piece for piece in optimizer._ready() if optimizer.state.get(piece.weight)]
-    table, _, coefficient, usable = optimizer._decide(pieces)
+    ready = [holding for holding in optimizer.ready() if optimizer.state.get(holding.weight)]
+    decision = optimizer.decide(ready)
+    amaxes, coefficient, usable = decision.amaxes, decision.coefficient, decision.usable
     if not usable.is_cuda and not usable:
         return
-    tables = Tables(table.device)  # its own: those of the optimizer are what captured graphs read
-    by_place = {piece.place: piece for piece in pieces}
-    kept = table.new_zeros(3, 1 + max(by_place, default=0))
-    for number, batch, even in optimizer._batches(pieces):
-        group, hyper = optimizer.param_groups[number], optimizer._hyper(number)
-        for twin in _parts(batch):
-            before = [_own_values(x) for x in _whole(twin.masters, twin.weight_remainders)]
+    tables = Tables(amaxes.device)  # its own: those of the optimizer are what captured graphs read
+    by_place = {holding.place: holding for holding in ready}
+    for launch in optimizer.launches(ready):
+        update = launch.update
+        exact_update = update if update.in_fp32 is None else updates.by_name(update.in_fp32)
+        rows = max(update.master_row, exact_update.master_row)
+        kept = amaxes.new_zeros(rows, 1 + max(by_place))
+        no_bounds = amaxes.new_zeros(1 + rows, amaxes.shape[1])  # FP32 states have no scales
+        for part in _parts(launch):
+            before = [own_values(x) for x in _pair(part, WEIGHT)]
             exact = replace(
-                twin,
-                ms=[_own_values(x) for x in twin.ms],
-                vs=[_own_values(x) for x in _whole(twin.vs, twin.v_remainders)],
+                part,
+                states={state.key: [own_values(x) for x in _pair(part, state.key)] for state in _numbers(part)},
                 masters=[x.clone() for x in before],
                 weights=[],
-                steps=[x.clone() for x in twin.steps],
+                steps=[x.clone() for x in part.steps],
             )
-            (ops.adamw if even else reference_adamw)(tables, exact, hyper, table, kept, coefficient, usable, decoupled=group["decoupled"])
-            update = group["formats"]["update"]
-            if update != "fp32":
-                (ops.collage if even else reference_collage)(tables, twin, hyper, update, coefficient, usable)
-            else:
-                coat = any(isinstance(states[0], Expanded) for states in (twin.ms, twin.vs))
-                kernel, slow = (ops.coat_adamw, reference_coat_adamw) if coat else (ops.adamw, reference_adamw)
-                (kernel if even else slow)(tables, twin, hyper, table, kept, coefficient, usable, decoupled=group["decoupled"])
-            masters, vs = _whole(twin.masters, twin.weight_remainders), _whole(twin.vs, twin.v_remainders)
-            for i, place in enumerate(twin.places):
-                wanted = {"master": exact.masters[i], "m": exact.ms[i], "v": exact.vs[i]}
-                stored = {"master": masters[i], "m": _plain(twin.ms[i]), "v": _plain(vs[i])}
-                if twin.weights:
-                    wanted["weight"], stored["weight"] = fp32_values(twin.masters[i]), twin.weights[i]
-                yield Rehearsal(by_place[place], before[i], wanted, stored)
+            exact_update.run(tables, exact, no_bounds, kept, coefficient, usable)
+            update.run(tables, part, amaxes, kept, coefficient, usable)
+            yield from _told(part, exact, before, by_place)
 
 
-def _whole(states: list[Any], remainders: list[torch.Tensor]) -> list[Any]:
-    """The values of pairs in FP32; without remainders the states as they are."""
-    if not remainders:
-        return states
-    return [x.float() + y.float() for x, y in map(mcf.load_pair, states, remainders)]
+def _told(part: Launch, exact: Launch, before: list[torch.Tensor], by_place: dict[int, Holding]) -> Iterator[Rehearsal]:
+    """What a launch on copies has stored, and what the exact one has computed."""
+    numbers, formats = _numbers(part), part.group["formats"]
+    stored = {MASTER.column: _pair(part, WEIGHT)} | {state.column: [decoded(x) for x in _pair(part, state.key)] for state in numbers}
+    wanted = {MASTER.column: exact.masters} | {state.column: exact.states[state.key] for state in numbers}
+    rounded = {state.column for state in numbers if state.format_beside(weight_format(part.masters[0]), formats) != FP32}
+    rounded |= {MASTER.column} if weight_format(part.masters[0]) != FP32 else set()
+    if part.weights:
+        stored[WEIGHT], wanted[WEIGHT] = part.weights, [fp32_values(x) for x in part.masters]
+        rounded |= {WEIGHT} if weight_format(part.weights[0]) != FP32 else set()
+    for i, place in enumerate(part.places):
+        one = ({name: column[i] for name, column in values.items()} for values in (wanted, stored))
+        yield Rehearsal(by_place[place], before[i], *one, frozenset(rounded))
 
 
-def _parts(batch: Batch) -> Iterator[Batch]:
-    """Copies of the tensors of a batch: several small ones at a time, or some rows of a large one."""
-    group: list[dict[str, Any]] = []
-    for i, g in enumerate(batch.grads):
+def _numbers(launch: Launch) -> list[State]:
+    """The states that are numbers by themselves or first components of pairs, but for the master."""
+    return [state for state in launch.update.states if state.remainder_of is None and state != MASTER]
+
+
+def _pair(launch: Launch, first: str) -> list[Any]:
+    """The states under a key, or with `WEIGHT` the masters; where a remainder stands beside them, the values of the pairs in FP32."""
+    states = launch.masters if first == WEIGHT else launch.states[first]
+    for state in launch.update.states:
+        if state.remainder_of == first:
+            return [x.float() + y.float() for x, y in map(mcf.load_pair, states, launch.states[state.key])]
+    return states
+
+
+def _parts(launch: Launch) -> Iterator[Launch]:
+    """Copies of the tensors of a launch: several small ones at a time, or some rows of a large one."""
+    columns = {name: getattr(launch, name) for name in LISTS} | {("state", key): states for key, states in launch.states.items()}
+    group: list[dict[Any, Any]] = []
+    for i, g in enumerate(launch.grads):
         rows = max(1, ROWS // max(1, math.prod(g.shape[1:])))
         for start in range(0, g.shape[0] if g.dim() else 1, rows):
             part = slice(start, start + rows)
-            one = {name: _copy(column[i], part) for name, column in vars(batch).items() if column}
+            one = {name: _copy(column[i], part) for name, column in columns.items() if column}
             if group and sum(other["grads"].numel() for other in (*group, one)) > ROWS:
-                yield _joined(group)
+                yield _joined(launch, group)
                 group = []
             group.append(one)
     if group:
-        yield _joined(group)
+        yield _joined(launch, group)
 
 
-def _joined(group: list[dict[str, Any]]) -> Batch:
-    return Batch(**{name: [one[name] for one in group if name in one] for name in (field.name for field in fields(Batch))})
-
-
-def _plain(x: Any) -> Any:
-    return x.dequantize() if isinstance(x, Expanded) else x
-
-
-def _own_values(x: Any) -> torch.Tensor:
-    """FP32 values in memory of their own."""
-    return x.to(torch.float32, copy=True) if type(x) is torch.Tensor else fp32_values(_plain(x))
+def _joined(launch: Launch, group: list[dict[Any, Any]]) -> Launch:
+    lists = {name: [one[name] for one in group if name in one] for name in LISTS}
+    return replace(launch, **lists, states={key: [one["state", key] for one in group] for key in launch.states})
 
 
 def _copy(x: Any, rows: slice) -> Any:
-    if isinstance(x, int):
-        return x
-    if isinstance(x, Expanded):
-        return Expanded(x.payload[rows].clone() if x.payload.dim() else x.payload.clone(), x.max[rows].clone(), x.k[rows].clone())
-    if isinstance(x, ScalingTensor):
-        return ScalingTensor(x.payload[rows].clone(), x.scale_inv.clone(), x.dtype)
-    return x.detach()[rows].clone() if x.dim() else x.detach().clone()
+    return x if isinstance(x, int) else copy_of_rows(x, rows)

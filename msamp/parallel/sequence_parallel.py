@@ -80,8 +80,7 @@ def start_sum(
     if wire is not None:
         slot, cast = wire
         operand = cast_operand(partial, slot, cast, combine=lambda amax: shared_amax(amax, peers))
-        assert operand.payload is not None
-        payload, scale_inv = operand.payload, operand.scale_inv
+        payload, scale_inv = operand.codes, operand.scale_inv
     pending = peers.start_all_to_all(payload.view(-1), sizes, what, KIND, label)
 
     def finish() -> torch.Tensor:

@@ -77,7 +77,7 @@ class ColumnFunction(torch.autograd.Function):
         operand = cast_operand(x2d, layer.x, layer.gemm.input, col=keep and not gather, combine=tp.shared_amax)
         saved = operand.payload_t
         if gather:
-            gathered = start_gather(operand.payload, tp.peers, "input all-gather")
+            gathered = start_gather(operand.codes, tp.peers, "input all-gather")
         w = layer.weight(weight.payload)
         if gather:
             shard, operand = operand.payload, operand._replace(payload=gathered())
@@ -102,7 +102,7 @@ class ColumnFunction(torch.autograd.Function):
             g = cast_operand(g2d, layer.grad, layer.gemm.grad_output, col=needs_w)
         if needs_x:
             partial = layer.grad_input(g, layer.weight(w_payload, transpose=True), grad_output.dtype)
-            wire = (layer.wire, layer.gemm.grad_output)
+            wire = (layer.sums, layer.gemm.grad_output)
             summed = start_sum(partial, tp.peers, "grad_input", scatter=tp.sequence_parallel, wire=wire)
         if needs_w:
             x8 = gathered() if again else saved
@@ -125,7 +125,7 @@ class RowFunction(torch.autograd.Function):
         x2d = x.reshape(-1, x.shape[-1])
         operand = cast_operand(x2d, layer.x, layer.gemm.input, col=ctx.needs_input_grad[1])
         partial = layer.output(operand, layer.weight(weight.payload), None, x.dtype)
-        wire = (layer.wire, layer.gemm.input) if tp.wire == "fp8" else None
+        wire = (layer.sums, layer.gemm.input) if tp.wire == "fp8" else None
         y = start_sum(partial, tp.peers, "output", scatter=tp.sequence_parallel, wire=wire)()
         ctx.save_for_backward(operand.payload_t, operand.scale_inv_t, weight.payload)
         ctx.layer, ctx.tp, ctx.shape, ctx.weight_dtype = layer, tp, x.shape, weight.dtype
@@ -142,7 +142,7 @@ class RowFunction(torch.autograd.Function):
         g2d = grad_output.reshape(-1, grad_output.shape[-1])
         g = cast_operand(g2d, layer.grad, layer.gemm.grad_output, col=needs_w and not gather, combine=tp.shared_amax)
         if gather:
-            gathered = start_gather(g.payload, tp.peers, "grad_output all-gather")
+            gathered = start_gather(g.codes, tp.peers, "grad_output all-gather")
         if needs_x:
             w = layer.weight(w_payload, transpose=True)
         if gather:
@@ -150,7 +150,7 @@ class RowFunction(torch.autograd.Function):
         if needs_x:
             grad_x = layer.grad_input(g, w, grad_output.dtype).view(ctx.shape)
         if needs_w:
-            g = g._replace(payload_t=ops.transpose(g.payload)) if gather else g
+            g = g._replace(payload_t=ops.transpose(g.codes)) if gather else g
             grad_w = layer.grad_weight(g, Operand.kept(x8_t, x_scale_inv, layer.gemm.input), ctx.weight_dtype)
         return grad_x, grad_w, None, None
 

@@ -21,7 +21,7 @@ from numerics import make, measure
 from synced import model_of, synced
 from torch import Tensor
 
-from megatron.lm.trainer import Trainer
+from megatron.lm.run.trainer import Trainer
 from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
 from msamp.comm.exchange import Exchange, Reduced, by_name, names, register, sum_in_rank_order

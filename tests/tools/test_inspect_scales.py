@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tools import inspect_scales
-from tools.inspect_scales import main, read, spoken, words
+from tools.inspect_scales import heat_maps, main, read, spoken, words
 
 CASTS, UPDATES = ["amax", "underflow", "saturation", "sqnr_db", "scale_exponent"], ["norm", "update_norm", "edq", "lost"]
 FC2, QKV = "decoder.layers.3.mlp.linear_fc2", "decoder.layers.0.self_attention.linear_qkv"
@@ -84,6 +84,14 @@ def test_a_page_that_stands_alone(tmp_path, capsys):
     assert page.count("data:image/png;base64,") == 7
     assert "20 % underflow" in page
     assert "http" not in page
+
+
+def test_the_states_of_any_update_have_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    own = step(1)
+    own["casts"] = own["casts"] | {QKV: {"momentum": [1.0, 0.0, 0.0, 20.0, 3]}}
+    figure = heat_maps(read(write(tmp_path / "p", [own])), "sqnr_db")
+    assert "momentum" in {axis.get_title(loc="left") for axis in figure.axes}
 
 
 def test_without_mu_or_updates_there_is_a_page_too(tmp_path):

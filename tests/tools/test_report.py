@@ -1,5 +1,6 @@
 """Reading metrics files, and a page that stands alone with plots that hold what the files say."""
 
+import dataclasses
 import json
 import math
 
@@ -123,6 +124,10 @@ def test_plots_show_the_files_numbers(files, precision):
     points = next(line for line in loss.axes[0].get_lines() if line.get_label() == "O2 validation")
     assert points.get_xydata().tolist() == [[10, pytest.approx(7.22)], [20, pytest.approx(6.22)]]
     assert [patch.get_width() for patch in report.bytes_figure(runs[:1]).axes[0].patches] == list(BYTES.values())
+    other = dataclasses.replace(runs[0], precision={"bytes_per_parameter": {"weight": 2.0, "momentum": 1.0}})
+    stacked = report.bytes_figure([other]).axes[0]
+    assert sum(patch.get_width() for patch in stacked.patches) == 3.0
+    assert stacked.get_legend().get_texts()[-1].get_text() == "momentum"
     axes = report.underflow_figure(runs, "b.fc1").axes
     for axis, percent in zip(axes, (10.0, 0.0, 30.0), strict=True):
         assert [line.get_label() for line in axis.get_lines()] == [f"O2 {tensor}" for tensor in report.TENSORS]

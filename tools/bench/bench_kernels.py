@@ -34,10 +34,12 @@ from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import formats, recipe
 from msamp.numerics.formats import COAT_E4M3, Format
 from msamp.numerics.range_expand import Expanded
-from msamp.numerics.recipe import O3, REMAINDERS, StateFormats
+from msamp.numerics.recipe import O3, StateFormats
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.state_coat import as_stored
-from msamp.optim.state_fp8 import state_format
+from msamp.optim import updates
+from msamp.optim.states import as_stored
+from msamp.optim.states import begun as begun_state
+from msamp.optim.updates import format_names
 from tools.bench import rows
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
@@ -177,23 +179,24 @@ def batch_of(shapes: Sequence[tuple[int, ...]], weight: Format, states: StateFor
     def stored(x: Tensor, fmt: Format) -> Tensor:
         return ScalingTensor.quantize(x, fmt) if fmt.scaled else x.to(fmt.dtype)
 
-    def begun(fmt: Format) -> list[Any]:
-        how = state_format(fmt)
-        return [as_stored({"state": how.init(x)} | {"state" + name: y for name, y in how.beside(x).items()}, "state") for x in values]
+    def begun(key: str) -> list[Any]:
+        fmt = formats.get(key)
+        return [] if fmt is None else [as_stored(begun_state(key, fmt, x), key) for x in values]
 
     values = [torch.randn(shape, device=device) * 0.02 for shape in shapes]
-    remainders, places = REMAINDERS[states.update], list(range(len(shapes)))
+    formats = {state.key: state.format_beside(weight, format_names(states)) for state in updates.by_name(states.update).states}
+    places = list(range(len(shapes)))
     return Batch(
         grads=[stored(torch.randn_like(x) * 1e-4, states.grad) for x in values],
-        ms=begun(states.m),
-        vs=begun(states.v),
+        ms=begun("exp_avg"),
+        vs=begun("exp_avg_sq"),
         masters=[stored(x, states.master) for x in values],
         weights=[] if weight == states.master else [stored(x, weight) for x in values],
         steps=[torch.zeros((), device=device) for _ in shapes],
         indices=places,
         places=places,
-        weight_remainders=begun(remainders["weight_remainder"]) if "weight_remainder" in remainders else [],
-        v_remainders=begun(remainders["exp_avg_sq_remainder"]) if "exp_avg_sq_remainder" in remainders else [],
+        weight_remainders=begun("weight_remainder"),
+        v_remainders=begun("exp_avg_sq_remainder"),
     )
 
 

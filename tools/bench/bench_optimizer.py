@@ -26,10 +26,12 @@ from megatron.lm.optim import build_loss_scaler
 from megatron.lm.presets import PRESETS
 from megatron.lm.recipe import build_recipe, states_by_kind
 from msamp.numerics.formats import Format
-from msamp.numerics.recipe import Recipe, StateFormats, remainder_bytes
+from msamp.numerics.recipe import Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
+from msamp.optim import updates
 from msamp.optim.adamw import FP8AdamW
-from msamp.optim.master import is_own_master, weight_format
+from msamp.optim.states import weight_format
+from msamp.optim.updates import format_names
 from msamp.parallel.data_parallel import grad_sync
 from tools.bench import bench_step, rows
 
@@ -58,11 +60,12 @@ class Weights(nn.Module):
         step = quantisation = 0
         for group in self.groups():
             states: StateFormats = group["formats"]
+            names, update = format_names(states), updates.by_name(states.update)
             for p in group["params"]:
-                apart = 0 if is_own_master(p, states.master) else weight_format(p).bytes
-                beside = sum(remainder_bytes(states.update).values())
-                step += p.numel() * (2 * states.grad.bytes + 2 * (states.master.bytes + beside) + apart)
-                step += 2 * (states.m.bytes_of(p.shape) + states.v.bytes_of(p.shape))
+                beside = [(state, state.format_beside(weight_format(p), names)) for state in update.states]
+                own_master = all(fmt is None for state, fmt in beside if state.copy)  # else it is written and not read
+                step += p.numel() * (2 * states.grad.bytes + (2 if own_master else 1) * weight_format(p).bytes)
+                step += 2 * sum(fmt.bytes_of(p.shape) for _, fmt in beside if fmt is not None)
                 quantisation += p.numel() * (p.dtype.itemsize * (2 if states.grad.scaled else 1) + states.grad.bytes)
         return step, quantisation
 

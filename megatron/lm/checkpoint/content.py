@@ -1,8 +1,8 @@
 """What a checkpoint holds: this rank's share of the tensors, each under its name in the whole model, and what is not a tensor.
 
 model/NAME                    weights (payloads) and the scaling state of the linear layers
-master/NAME, exp_avg/NAME, exp_avg_sq/NAME    optimizer states, in their own formats; step/NAME
-weight_remainder/NAME, exp_avg_sq_remainder/NAME    second components of Collage's pairs; those of kept weights are in model/NAME
+STATE/NAME                    optimizer states under the keys that the update declares (`msamp.optim.updates`), in their own formats:
+                              master, exp_avg, exp_avg_sq; of Collage's pairs weight_remainder, exp_avg_sq_remainder; step
 KEY.scale_inv@OFFSET          the scale of the chunk of KEY at OFFSET, such as `@0,512`: a tensor-parallel shard has its own
 KEY.max@OFFSET, KEY.k@OFFSET  of a chunk of a moment in COAT's format: its groups' numbers, a row for each row of the chunk
 mu/NAME@OFFSET                overflow guard of the FP8 gradient exchange
@@ -26,11 +26,8 @@ from megatron.lm.config import Config
 from megatron.lm.config.cli import config_to_dict
 from megatron.lm.grid import Grid, Ranks
 from megatron.lm.training import Training
-from msamp.numerics.range_expand import Expanded
-from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.state_coat import as_stored
-
-STATES = ("master", "exp_avg", "exp_avg_sq", "weight_remainder", "exp_avg_sq_remainder")
+from msamp.optim.adamw import update_of
+from msamp.optim.states import Stored, as_stored, group_numbers, payload, scale_inv
 
 
 def at(key: str, offset: Sequence[int]) -> str:
@@ -80,13 +77,13 @@ def items(training: Training) -> list[Item]:
         if name in where:  # megatron-core's empty `_extra_state` is not
             found += share.mine(list(_chunks("model", where[name], x)))
     names, optimizer = names_of(training.model), training.optimizer
-    for piece in optimizer.pieces():
-        state = optimizer.state.get(piece.weight)
+    for holding in optimizer.holdings():
+        state = optimizer.state.get(holding.weight)
         if not state:
             continue
-        mine = where[names[piece.param]]
-        chunks = [chunk for key in STATES if key in state for chunk in _chunks(key, mine, as_stored(state, key), piece.rows)]
-        chunks += _scalars("step", mine, state["step"], piece.rows)
+        mine, keys = where[names[holding.param]], [declared.key for declared in update_of(holding.group).states]
+        chunks = [chunk for key in keys if key in state for chunk in _chunks(key, mine, as_stored(state, key), holding.rows)]
+        chunks += _scalars("step", mine, state["step"], holding.rows)
         found += chunks if training.grad_sync.shard else share.mine(chunks)
     for name, mu in training.grad_sync.state_dict()["mu"].items():
         marks = [Item.whole(at(f"mu/{place.name}", place.offset), mu) for place in where[name] if place.first]
@@ -111,19 +108,19 @@ def group_keys(key: str, offset: Sequence[int]) -> tuple[str, str]:
     return at(f"{key}.max", offset), at(f"{key}.k", offset)
 
 
-def _chunks(prefix: str, where: Sequence[Place], x: Tensor | Expanded, rows: slice | None = None) -> Iterator[Item]:
-    """`x`: the local tensor, or of it the `rows` that a piece has."""
+def _chunks(prefix: str, where: Sequence[Place], x: Stored, rows: slice | None = None) -> Iterator[Item]:
+    """`x`: the local tensor, or of it the `rows` that a holding has."""
     for place in where:
         found = place.within(rows) if place.first else None
         if found is None:
             continue
         (local, offset), key = found, f"{prefix}/{place.name}"
-        payload = x.payload if isinstance(x, ScalingTensor | Expanded) else x.detach()
-        yield Item(key, payload if local is None else payload[local], place.shape, offset)
-        if isinstance(x, ScalingTensor):
-            yield Item.whole(scale_key(key, offset), x.scale_inv)
-        if isinstance(x, Expanded):
-            for name, values in zip(group_keys(key, offset), (x.max, x.k), strict=True):
+        elements, scale, groups = payload(x), scale_inv(x), group_numbers(x)
+        yield Item(key, elements if local is None else elements[local], place.shape, offset)
+        if scale is not None:
+            yield Item.whole(scale_key(key, offset), scale)
+        if groups is not None:
+            for name, values in zip(group_keys(key, offset), groups, strict=True):
                 yield Item.whole(name, values if local is None else values[local])
 
 

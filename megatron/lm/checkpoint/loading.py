@@ -16,7 +16,7 @@ from megatron.lm.checkpoint.folder import candidates, check_files, latest, no_ch
 from megatron.lm.checkpoint.place import Place, names_of, places
 from megatron.lm.checkpoint.saving import all_or_none
 from megatron.lm.checkpoint.storage import Stored
-from megatron.lm.checkpoint.values import FIRSTS, Found, chunk_offsets, find, find_whole, scalar
+from megatron.lm.checkpoint.values import Found, chunk_offsets, find, find_whole, firsts, scalar
 from megatron.lm.config import CheckpointConfig, Config, PrecisionConfig, flag
 from megatron.lm.config.cli import config_from_dict, config_to_dict
 from megatron.lm.grid import Grid
@@ -24,11 +24,11 @@ from megatron.lm.training import Training
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, FP32, Format, by_name
-from msamp.numerics.recipe import REMAINDERS
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import Piece
-from msamp.optim.master import is_own_master, weight_format
-from msamp.optim.state_coat import by_key
+from msamp.optim.adamw import kept_states
+from msamp.optim.shard import Holding
+from msamp.optim.states import by_key, is_own_master, weight_format
+from msamp.optim.updates import MASTER, WEIGHT, State
 
 # Settings of the model that may change on resume: they give no saved number another meaning.
 _FREE = {"attention_backend", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
@@ -42,7 +42,7 @@ class _Taken:
     Attributes:
         model: weights and buffers, by local name.
         values: FP32 values that masters start from, by local name; only where no states are taken.
-        states: of the optimizer's pieces, by their place; without `with_states` the second components of weights alone, which are
+        states: of the optimizer's holdings, by their place; without `with_states` the second components of weights alone, which are
             part of the weight.
         mu: by local name.
         loss_scale: state of FP16's dynamic loss scale; None where the saved run, or this one, has none.
@@ -123,7 +123,7 @@ def _check_same_model(info: dict[str, Any], training: Training) -> None:
 def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
     settings, where, taken = training.config.checkpoint, places(training.model), _Taken()
     with_states = not (settings.finetune or settings.no_load_optim)
-    if with_states and not any(key.startswith("exp_avg/") for key in stored.tensors):
+    if with_states and not any(key.startswith("step/") for key in stored.tensors):
         if info["iteration"]:
             raise ValueError(f"{stored.folder} holds weights alone; load them with --finetune")
         with_states = False
@@ -138,11 +138,11 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
         taken.model |= _scaling(training.model, stored, where)
         taken.rng = None if settings.no_load_rng else _take_rng(training, stored, info)
     names = names_of(training.model)
-    for piece in training.optimizer.pieces():
-        at_place = where[names[piece.param]]
-        state = reader.state(piece, at_place) if with_states else reader.remainders(piece, at_place, ("weight_remainder",))
+    for holding in training.optimizer.holdings():
+        at_place = where[names[holding.param]]
+        state = reader.state(holding, at_place) if with_states else reader.weight_remainder(holding, at_place)
         if state:
-            taken.states[piece.place] = state
+            taken.states[holding.place] = state
     if with_states:
         taken.loss_scale = _take_loss_scale(training, info, stored)
         for name in training.grad_sync.state_dict()["mu"]:
@@ -190,18 +190,18 @@ class _TensorReader:
 
     def best(self, where: list[Place], shape: torch.Size, fmt: Format) -> Found:
         """The master where there is one, else the weight; see `value`."""
-        return self.value("master" if f"master/{where[0].name}" in self.stored.tensors else "model", where, shape, fmt)
+        return self.value(MASTER.key if f"{MASTER.key}/{where[0].name}" in self.stored.tensors else "model", where, shape, fmt)
 
     def remainder(self, key: str, where: list[Place], shape: torch.Size, fmt: Format) -> Tensor:
-        """A remainder's payload in `fmt`: as stored, from another format, or what BF16 takes from the stored weight or second moment."""
-        name = f"{key}/{where[0].name}"
+        """A remainder's payload in `fmt`: as stored, from another format, or what BF16 takes from the stored weight or state."""
+        name, first_key = f"{key}/{where[0].name}", firsts()[key]
         if name in self.stored.tensors:
             payload = self.find(key, where, shape).payload
             if payload.dtype == fmt.dtype:
                 return payload
-            pair = mcf.load_pair(self.find(FIRSTS[key], where, shape).payload, payload)
+            pair = mcf.load_pair(self.find(first_key, where, shape).payload, payload)
         else:
-            found = self.best(where, shape, FP32) if key == "weight_remainder" else self.value("exp_avg_sq", where, shape, FP32)
+            found = self.best(where, shape, FP32) if first_key == "model" else self.value(first_key, where, shape, FP32)
             first = found.values().bfloat16()
             pair = first, found.values() - first.float()
         self.requantised.add(name)
@@ -225,32 +225,40 @@ class _TensorReader:
         self.requantised.add(weight.key)
         return (ScalingTensor.quantize(values, fmt, dtype=p.dtype) if fmt.scaled else values.to(fmt.dtype)), values
 
-    def state(self, piece: Piece, where: list[Place]) -> dict[str, Tensor]:
-        """Of a piece: what the optimizer keeps; empty where nothing was."""
-        formats, shape = piece.group["formats"], piece.param.shape
+    def state(self, holding: Holding, where: list[Place]) -> dict[str, Tensor]:
+        """Of a holding: what the optimizer keeps; empty where nothing was."""
         step = scalar(self.stored, "step", where[0])
         if step is None:
             return {}
         state = {"step": step}
-        for key, name in (("exp_avg", formats["m"]), ("exp_avg_sq", formats["v"])):
-            fmt = by_name(name)
-            found = self.value(key, where, shape, fmt)
-            if not found.keeps_bits(fmt):
-                self.requantised.add(found.key)
-            state |= {part: piece.copy_of(x) for part, x in by_key(key, found.moment(fmt)).items()}
-        master = by_name(formats["master"])
-        if not is_own_master(piece.param, master):
-            best = self.best(where, shape, master)
-            self._check_agree(best, where[0].name)
-            state["master"] = piece.copy_of(self._to(best, master))
-        state |= self.remainders(piece, where, FIRSTS)
-        self.requantised |= {f"{key}/{where[0].name}" for key in FIRSTS if key not in state} & self.stored.tensors.keys()
+        for declared, fmt in kept_states(holding.param, holding.group):
+            state |= {key: holding.copy_of(x) for key, x in self._state(declared, fmt, where, holding.param.shape).items()}
+        self.requantised |= {f"{key}/{where[0].name}" for key in firsts() if key not in state} & self.stored.tensors.keys()
         return state
 
-    def remainders(self, piece: Piece, where: list[Place], keys: Iterable[str]) -> dict[str, Tensor]:
-        """Of a piece: those of its second components that are among `keys`."""
-        formats = REMAINDERS[piece.group["formats"]["update"]]
-        return {key: piece.copy_of(self.remainder(key, where, piece.param.shape, formats[key])) for key in keys if key in formats}
+    def _state(self, declared: State, fmt: Format, where: list[Place], shape: torch.Size) -> dict[str, Tensor]:
+        """One state of a whole parameter in `fmt`, as it stands in the optimizer's state."""
+        key = declared.key
+        if declared.copy:
+            best = self.best(where, shape, fmt)
+            self._check_agree(best, where[0].name)
+            return {key: self._to(best, fmt)}
+        if declared.remainder_of is not None:
+            return {key: self.remainder(key, where, shape, fmt)}
+        if not any(name.startswith(f"{key}/") for name in self.stored.tensors):
+            raise ValueError(
+                f"{self.stored.folder} holds no {key}, which this run's optimizer keeps: it was saved with another update; start the "
+                "optimizer's states anew with --no-load-optim, or resume with the saved precision"
+            )
+        found = self.value(key, where, shape, fmt)
+        if not found.keeps_bits(fmt):
+            self.requantised.add(found.key)
+        return by_key(key, found.moment(fmt))
+
+    def weight_remainder(self, holding: Holding, where: list[Place]) -> dict[str, Tensor]:
+        """Of a holding: the second component of its weight, which is part of the weight; empty where it has none."""
+        kept = [(state, fmt) for state, fmt in kept_states(holding.param, holding.group) if state.remainder_of == WEIGHT]
+        return {state.key: holding.copy_of(self.remainder(state.key, where, holding.param.shape, fmt)) for state, fmt in kept}
 
     def _check_agree(self, master: Found, name: str) -> None:
         """ValueError where a weight cannot be its master rounded: one of their scales is another step's."""

@@ -22,6 +22,7 @@ from megatron.lm.model.gpt import build_model
 from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.recipe import build_recipe
 from msamp.numerics.formats import of_dtype
+from msamp.optim.updates import MASTER
 
 
 class Saved:
@@ -64,7 +65,7 @@ class Saved:
 
     def values(self, name: str) -> Tensor:
         """The whole weight in FP32: from its master where it has one, else as it is, with its remainder."""
-        return self._find("master" if f"master/{name}" in self.stored.tensors else "model", name, find_whole).values()
+        return self._find(MASTER.key if f"{MASTER.key}/{name}" in self.stored.tensors else "model", name, find_whole).values()
 
     def weight(self, name: str) -> Tensor:
         """The whole weight as saved, a ScalingTensor where it has one scale; in FP32 where its pieces have several."""

@@ -27,9 +27,12 @@ from msamp.numerics.quantize import quantize
 from msamp.numerics.range_expand import STATE_GROUP, Expanded, quantize_expanded
 from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.updates import MASTER, WEIGHT, remainders
 
-# What a pair's second component stands under -> its first.
-FIRSTS = {"weight_remainder": "model", "exp_avg_sq_remainder": "exp_avg_sq"}
+
+def firsts() -> dict[str, str]:
+    """What the second component of a pair stands under -> its first."""
+    return {key: "model" if first == WEIGHT else first for key, first in remainders().items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +119,7 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
     """
     dtype = stored.tensors[f"{prefix}/{where[0].name}"].properties.dtype if f"{prefix}/{where[0].name}" in stored.tensors else torch.uint8
     payload, scales, groups = torch.zeros(tuple(shape), dtype=dtype), [], None
-    needs_scale = dtype.itemsize == 1 and prefix not in FIRSTS  # other FP8 means nothing without
+    needs_scale = dtype.itemsize == 1 and prefix not in firsts()  # other FP8 means nothing without
     for place in where:
         key = f"{prefix}/{place.name}"
         if key not in stored.tensors:
@@ -151,7 +154,7 @@ def _of_elements(numbers: Tensor, place: Place, chunk: ChunkStorageMetadata, par
 def find_whole(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[int], vocab_size: int) -> Found:
     """As `find`; where a remainder stands beside it, the sum of both in FP32."""
     found = find(stored, prefix, where, shape, vocab_size)
-    for key, first in FIRSTS.items():
+    for key, first in firsts().items():
         if first == prefix and f"{key}/{where[0].name}" in stored.tensors:
             x, y = mcf.load_pair(found.payload, find(stored, key, where, shape, vocab_size).payload)
             return Found(found.key, x.float() + y.float(), [])
@@ -180,7 +183,7 @@ def _read_padded(stored: Stored, key: str, place: Place, rows: int, vocab_size: 
         return
     if rows > vocab_size:
         first = rows - 1
-    elif key.startswith(("model/", "master/")):
+    elif key.startswith(("model/", f"{MASTER.key}/")):
         # A row of zeros has logit 0, which may be far above all others; the mean of rows takes no more than the mean of their shares.
         first = max(chunk.offsets[0] for chunk in stored.tensors[key].chunks)
     else:

@@ -89,8 +89,8 @@ def adamw(
         batch: the tensors.
         hyper: FP64 [5], a `Hyper`.
         amaxes: FP32 [4 or more, parameters]: of gradient, m, v and master as stored, of whole tensors.
-        kept: FP32 [3, pieces], changed in place: amaxes of m, v and master as this call stores them; rows of plain moments are 0, and
-            so is that of a plain master unless its weight is scaled or its decay Adam's.
+        kept: FP32 [3 or more, pieces], changed in place: amaxes of m, v and master as this call stores them; rows of plain moments are
+            0, and so is that of a plain master unless its weight is scaled or its decay Adam's.
         coefficient: FP32 0-dim: multiplies gradients; None clips nothing.
         usable: bool 0-dim.
         decoupled: False takes weight decay as Adam's, in the gradient.
@@ -125,16 +125,19 @@ def _update(
     store_(batch.masters, ps, p_bound)
     if batch.weights:
         store_(batch.weights, load(batch.masters), p_bound)
-    kept[:, batch.places] = stored_amaxes(batch, decoupled=decoupled)
+    kept[:MASTER, batch.places] = stored_amaxes((batch.ms, batch.vs), batch.masters, batch.weights, decoupled=decoupled)
 
 
-def stored_amaxes(batch: Batch, *, decoupled: bool) -> torch.Tensor:
-    """FP32 [3, n]: amaxes of m, v and master as they are stored; 0 where no scale and no bound will be taken from them."""
-    scaled = [isinstance(x[0], ScalingTensor) for x in (batch.ms, batch.vs, batch.masters)]
-    scaled[2] |= not decoupled or any(isinstance(x, ScalingTensor) for x in batch.weights)
-    none = torch.zeros(len(batch.ms), device=batch.steps[0].device)
-    columns = zip((batch.ms, batch.vs, batch.masters), scaled, strict=True)
-    return torch.stack([grad_stats(None, states, squares=False)[0][0] if wanted else none for states, wanted in columns])
+def stored_amaxes(
+    states: Sequence[Sequence[Any]], masters: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], *, decoupled: bool
+) -> torch.Tensor:
+    """FP32 [states + 1, n]: amaxes of each list of states and of the masters, as they are stored; 0 where no scale and no bound will be
+    taken from them. `weights` as in a `Batch`."""
+    columns = (*states, masters)
+    wanted = [isinstance(column[0], ScalingTensor) for column in columns]
+    wanted[-1] |= not decoupled or any(isinstance(x, ScalingTensor) for x in weights)
+    none = torch.zeros(len(masters), device=masters[0].device)
+    return torch.stack([grad_stats(None, x, squares=False)[0][0] if want else none for x, want in zip(columns, wanted, strict=True)])
 
 
 def load(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:

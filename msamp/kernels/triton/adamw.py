@@ -3,19 +3,79 @@
 Twin: `msamp.kernels.reference.adamw`.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.adamw import Batch
-from msamp.kernels.tables import Tables
+from msamp.kernels.reference.adamw import Batch, Hyper
+from msamp.kernels.tables import Tables, numbered, rows_of
 from msamp.kernels.triton.pack import _payload, _pointer, _span, _value
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.tensor import ScalingTensor
 
 BLOCK, CHUNK = 2048, 16384  # 8 elements a thread at a time: two of FP16's and one of FP32's widest accesses; elements a program
 REGISTERS = 80  # a thread: three blocks of 256 threads share a multiprocessor, and nothing spills
-COLUMNS, SCALARS = 15, 21
+
+
+class Row(NamedTuple):
+    """A parameter: its number of elements, addresses (0 of what is not there), and its columns in `amaxes` and `kept`."""
+
+    numel: int
+    grad: int
+    m: int
+    v: int
+    master: int
+    weight: int
+    index: int
+    place: int
+    step: int
+    grad_scale_inv: int
+    m_scale_inv: int
+    v_scale_inv: int
+    master_scale_inv: int
+    weight_scale_inv: int
+
+
+class Logarithms(NamedTuple):
+    """What stands after a `Hyper`."""
+
+    beta1: int
+    beta2: int
+
+
+class Scalars(NamedTuple):
+    """What the launch for scales leaves of a parameter: scale_inv of each tensor as read (old), the scale and scale_inv it is stored with
+    (scale, new), and Adam's numbers. `p` is the master and `w` the weight beside it; `weight` is that of the gradient in m."""
+
+    g_old: int
+    clip: int
+    m_old: int
+    m_scale: int
+    m_new: int
+    v_old: int
+    v_scale: int
+    v_new: int
+    p_old: int
+    p_scale: int
+    p_new: int
+    w_scale: int
+    weight_decay: int
+    remaining: int
+    weight: int
+    beta2: int
+    w2: int
+    correction: int
+    eps: int
+    step_size: int
+    correction_inverse: int
+
+
+COLUMNS, SCALARS = 1 + len(Row._fields), len(Scalars._fields)
+ROW, SCALAR = tl.constexpr(numbered(Row)), tl.constexpr(numbered(Scalars, 0))
+HYPER, LOGARITHM = tl.constexpr(numbered(Hyper, 0)), tl.constexpr(numbered(Logarithms, len(Hyper._fields)))
 
 
 @triton.jit
@@ -56,17 +116,17 @@ def _scalars_kernel(
     if tl.load(usable) == 0:
         return
     row = table + tl.program_id(0) * COLUMNS
-    index = tl.load(row + 7)
-    place = tl.load(row + 8)
-    lr = tl.load(hyper)
-    beta1 = tl.load(hyper + 1)
-    beta2 = tl.load(hyper + 2)
-    weight_decay = tl.load(hyper + 4)
-    step_pointer = _pointer(tl.load(row + 9), 23, False)
+    index = tl.load(row + ROW.value.index)
+    place = tl.load(row + ROW.value.place)
+    lr = tl.load(hyper + HYPER.value.lr)
+    beta1 = tl.load(hyper + HYPER.value.beta1)
+    beta2 = tl.load(hyper + HYPER.value.beta2)
+    weight_decay = tl.load(hyper + HYPER.value.weight_decay)
+    step_pointer = _pointer(tl.load(row + ROW.value.step), 23, False)
     step = tl.load(step_pointer) + 1.0
     tl.store(step_pointer, step)
-    power1 = tl.exp(step.to(tl.float64) * tl.load(hyper + 5))
-    power2 = tl.exp(step.to(tl.float64) * tl.load(hyper + 6))
+    power1 = tl.exp(step.to(tl.float64) * tl.load(hyper + LOGARITHM.value.beta1))
+    power2 = tl.exp(step.to(tl.float64) * tl.load(hyper + LOGARITHM.value.beta2))
     g_amax = tl.load(amaxes + index)
     p_amax = tl.load(amaxes + 3 * parameters + index)
     clip = 1.0
@@ -81,38 +141,38 @@ def _scalars_kernel(
     w2 = (1.0 - beta2).to(tl.float32)
     m_bound = b1 * tl.load(amaxes + parameters + index) + w1 * g_amax
     v_bound = b2 * tl.load(amaxes + 2 * parameters + index) + w2 * (g_amax * g_amax)
-    m_old, m_scale, m_new = _new_scale(tl.load(row + 11), m_bound, M)
-    v_old, v_scale, v_new = _new_scale(tl.load(row + 12), v_bound, V)
-    p_old, p_scale, p_new = _new_scale(tl.load(row + 13), 2.0 * p_amax, P)
+    m_old, m_scale, m_new = _new_scale(tl.load(row + ROW.value.m_scale_inv), m_bound, M)
+    v_old, v_scale, v_new = _new_scale(tl.load(row + ROW.value.v_scale_inv), v_bound, V)
+    p_old, p_scale, p_new = _new_scale(tl.load(row + ROW.value.master_scale_inv), 2.0 * p_amax, P)
     w_scale = p_scale
     if W != 0:
-        _, w_scale, _ = _new_scale(tl.load(row + 14), 2.0 * p_amax, W)
+        _, w_scale, _ = _new_scale(tl.load(row + ROW.value.weight_scale_inv), 2.0 * p_amax, W)
     g_old = 1.0
     if G != 23 and G != 7:
-        g_old = tl.load(_pointer(tl.load(row + 10), 23, False))
+        g_old = tl.load(_pointer(tl.load(row + ROW.value.grad_scale_inv), 23, False))
     out = scalars + tl.program_id(0) * SCALARS
-    tl.store(out, g_old)
-    tl.store(out + 1, clip)
-    tl.store(out + 2, m_old)
-    tl.store(out + 3, m_scale)
-    tl.store(out + 4, m_new)
-    tl.store(out + 5, v_old)
-    tl.store(out + 6, v_scale)
-    tl.store(out + 7, v_new)
-    tl.store(out + 8, p_old)
-    tl.store(out + 9, p_scale)
-    tl.store(out + 10, p_new)
-    tl.store(out + 11, w_scale)
-    tl.store(out + 12, weight_decay.to(tl.float32))
-    tl.store(out + 13, (1.0 - lr * weight_decay).to(tl.float32))
-    tl.store(out + 14, tl.where(w1 < 0.5, w1, w1 - 1.0))
-    tl.store(out + 15, b2)
-    tl.store(out + 16, w2)
+    tl.store(out + SCALAR.value.g_old, g_old)
+    tl.store(out + SCALAR.value.clip, clip)
+    tl.store(out + SCALAR.value.m_old, m_old)
+    tl.store(out + SCALAR.value.m_scale, m_scale)
+    tl.store(out + SCALAR.value.m_new, m_new)
+    tl.store(out + SCALAR.value.v_old, v_old)
+    tl.store(out + SCALAR.value.v_scale, v_scale)
+    tl.store(out + SCALAR.value.v_new, v_new)
+    tl.store(out + SCALAR.value.p_old, p_old)
+    tl.store(out + SCALAR.value.p_scale, p_scale)
+    tl.store(out + SCALAR.value.p_new, p_new)
+    tl.store(out + SCALAR.value.w_scale, w_scale)
+    tl.store(out + SCALAR.value.weight_decay, weight_decay.to(tl.float32))
+    tl.store(out + SCALAR.value.remaining, (1.0 - lr * weight_decay).to(tl.float32))
+    tl.store(out + SCALAR.value.weight, tl.where(w1 < 0.5, w1, w1 - 1.0))
+    tl.store(out + SCALAR.value.beta2, b2)
+    tl.store(out + SCALAR.value.w2, w2)
     correction = tl.sqrt(1.0 - power2).to(tl.float32)
-    tl.store(out + 17, correction)
-    tl.store(out + 18, tl.load(hyper + 3).to(tl.float32))
-    tl.store(out + 19, (-(lr / (1.0 - power1))).to(tl.float32))
-    tl.store(out + 20, _inverse(correction))
+    tl.store(out + SCALAR.value.correction, correction)
+    tl.store(out + SCALAR.value.eps, tl.load(hyper + HYPER.value.eps).to(tl.float32))
+    tl.store(out + SCALAR.value.step_size, (-(lr / (1.0 - power1))).to(tl.float32))
+    tl.store(out + SCALAR.value.correction_inverse, _inverse(correction))
     for kind in range(3):
         tl.store(kept + kind * pieces + place, 0.0)
 
@@ -168,27 +228,27 @@ def _keep(kept, largest, scale_inv):
 @triton.jit
 def _numbers(own):
     """All that `_scalars_kernel` left of a tensor, in its order."""
-    g_old = tl.load(own)
-    clip = tl.load(own + 1)
-    m_old = tl.load(own + 2)
-    m_scale = tl.load(own + 3)
-    m_new = tl.load(own + 4)
-    v_old = tl.load(own + 5)
-    v_scale = tl.load(own + 6)
-    v_new = tl.load(own + 7)
-    p_old = tl.load(own + 8)
-    p_scale = tl.load(own + 9)
-    p_new = tl.load(own + 10)
-    w_scale = tl.load(own + 11)
-    weight_decay = tl.load(own + 12)
-    remaining = tl.load(own + 13)
-    weight = tl.load(own + 14)
-    beta2 = tl.load(own + 15)
-    w2 = tl.load(own + 16)
-    correction = tl.load(own + 17)
-    eps = tl.load(own + 18)
-    step_size = tl.load(own + 19)
-    correction_inverse = tl.load(own + 20)
+    g_old = tl.load(own + SCALAR.value.g_old)
+    clip = tl.load(own + SCALAR.value.clip)
+    m_old = tl.load(own + SCALAR.value.m_old)
+    m_scale = tl.load(own + SCALAR.value.m_scale)
+    m_new = tl.load(own + SCALAR.value.m_new)
+    v_old = tl.load(own + SCALAR.value.v_old)
+    v_scale = tl.load(own + SCALAR.value.v_scale)
+    v_new = tl.load(own + SCALAR.value.v_new)
+    p_old = tl.load(own + SCALAR.value.p_old)
+    p_scale = tl.load(own + SCALAR.value.p_scale)
+    p_new = tl.load(own + SCALAR.value.p_new)
+    w_scale = tl.load(own + SCALAR.value.w_scale)
+    weight_decay = tl.load(own + SCALAR.value.weight_decay)
+    remaining = tl.load(own + SCALAR.value.remaining)
+    weight = tl.load(own + SCALAR.value.weight)
+    beta2 = tl.load(own + SCALAR.value.beta2)
+    w2 = tl.load(own + SCALAR.value.w2)
+    correction = tl.load(own + SCALAR.value.correction)
+    eps = tl.load(own + SCALAR.value.eps)
+    step_size = tl.load(own + SCALAR.value.step_size)
+    correction_inverse = tl.load(own + SCALAR.value.correction_inverse)
     return (
         g_old, clip, m_old, m_scale, m_new, v_old, v_scale, v_new, p_old, p_scale, p_new, w_scale, weight_decay, remaining, weight, beta2,
         w2, correction, eps, step_size, correction_inverse,
@@ -200,13 +260,13 @@ def _pointers(
     row, first, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, W: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
     """To element `first` of gradient, moments, master and weight; without a weight beside the master it is the master's again."""
-    g_pointer = _pointer(tl.load(row + 2), G, ALIGNED) + first
-    m_pointer = _pointer(tl.load(row + 3), M, ALIGNED) + first
-    v_pointer = _pointer(tl.load(row + 4), V, ALIGNED) + first
-    p_pointer = _pointer(tl.load(row + 5), P, ALIGNED) + first
+    g_pointer = _pointer(tl.load(row + ROW.value.grad), G, ALIGNED) + first
+    m_pointer = _pointer(tl.load(row + ROW.value.m), M, ALIGNED) + first
+    v_pointer = _pointer(tl.load(row + ROW.value.v), V, ALIGNED) + first
+    p_pointer = _pointer(tl.load(row + ROW.value.master), P, ALIGNED) + first
     w_pointer = p_pointer
     if W != 0:
-        w_pointer = _pointer(tl.load(row + 6), W, ALIGNED) + first
+        w_pointer = _pointer(tl.load(row + ROW.value.weight), W, ALIGNED) + first
     return g_pointer, m_pointer, v_pointer, p_pointer, w_pointer
 
 
@@ -255,7 +315,7 @@ def _adamw_kernel(
         m_largest = _raise(m_largest, _store(m_pointer, at, inside, m, m_scale, M, HARDWARE))
         v_largest = _raise(v_largest, _store(v_pointer, at, inside, v, v_scale, V, HARDWARE))
         p_largest = _store_weights(p_pointer, w_pointer, at, inside, p, p_scale, p_new, w_scale, p_largest, P, W, HARDWARE)
-    kept += tl.load(row + 8)
+    kept += tl.load(row + ROW.value.place)
     if M != 23 and M != 7:
         _keep(kept, m_largest, m_new)
     if V != 23 and V != 7:
@@ -277,6 +337,18 @@ def _mantissa(xs: list[torch.Tensor]) -> int:
     return of_dtype((xs[0].payload if isinstance(xs[0], ScalingTensor) else xs[0]).dtype).mantissa_bits if xs else 0
 
 
+def _table_rows(batch: Batch, columns: Sequence[list[torch.Tensor]], numels: Sequence[int]) -> list[tuple[int, ...]]:
+    """A `Row` of each parameter of a batch, from its gradients, moments, masters and weights as `columns`; the weights may be none."""
+    none = [0] * len(numels)
+    grad, m, v, master, weight = ([_address(x) for x in column] or none for column in columns)
+    of_grad, of_m, of_v, of_master, of_weight = ([_scale_address(x) for x in column] or none for column in columns)
+    return rows_of(
+        Row, numel=numels, grad=grad, m=m, v=v, master=master, weight=weight,
+        index=batch.indices, place=batch.places, step=[step.data_ptr() for step in batch.steps],
+        grad_scale_inv=of_grad, m_scale_inv=of_m, v_scale_inv=of_v, master_scale_inv=of_master, weight_scale_inv=of_weight,
+    )  # fmt: skip
+
+
 def adamw(
     tables: Tables,
     batch: Batch,
@@ -290,10 +362,7 @@ def adamw(
 ) -> None:
     """See the reference twin; `hyper`: FP64 [7], the logarithms of both betas after a `Hyper`."""
     columns = (batch.grads, batch.ms, batch.vs, batch.masters, batch.weights)
-    addresses = zip(*([_address(x) for x in column] or [0] * len(batch.grads) for column in columns), strict=True)
-    scales = zip(*([_scale_address(x) for x in column] or [0] * len(batch.grads) for column in columns), strict=True)
-    numbers = zip(batch.grads, addresses, batch.indices, batch.places, batch.steps, scales, strict=True)
-    rows = [(g.numel(), *at, index, place, step.data_ptr(), *of) for g, at, index, place, step, of in numbers]
+    rows = _table_rows(batch, columns, [g.numel() for g in batch.grads])
     formats = dict(zip("GMVPW", map(_mantissa, columns), strict=True))
     key = ("adamw", batch.indices[0], *formats.values())
     table, parts = tables.lay_out(key, rows, 5, CHUNK)

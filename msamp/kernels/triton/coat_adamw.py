@@ -2,16 +2,20 @@
 once. A tile holds whole groups, so that their maxima and exponents need no second pass. Twin: `msamp.kernels.reference.coat_adamw`.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from msamp.kernels.reference.adamw import Batch
-from msamp.kernels.tables import Tables
+from msamp.kernels.tables import Tables, numbered, rows_of
 from msamp.kernels.triton.adamw import (
+    COLUMNS,
+    ROW,
     SCALARS,
     _adam,
-    _address,
     _inverse,
     _keep,
     _mantissa,
@@ -20,18 +24,31 @@ from msamp.kernels.triton.adamw import (
     _quotient,
     _raise,
     _scalars_kernel,
-    _scale_address,
     _store,
     _store_weights,
+    _table_rows,
 )
-from msamp.kernels.triton.pack import _payload, _pointer, _value
+from msamp.kernels.triton.pack import HEAD, _payload, _pointer, _value
 from msamp.numerics.range_expand import STATE_GROUP, Expanded
 from msamp.numerics.tensor import ScalingTensor
 
 GROUP = STATE_GROUP.size
 TILE, CHUNK = 8, 64  # groups a program works on at a time, and in all
-WARPS, COLUMNS = 4, 20
+WARPS = 4
 TINY = tl.constexpr(2.0**-126)
+
+
+class Groups(NamedTuple):
+    """What stands after AdamW's `Row`: the length of a row of the weight, and addresses of the moments' maxima and exponents, or 0."""
+
+    length: int
+    m_max: int
+    m_k: int
+    v_max: int
+    v_k: int
+
+
+GROUPS, WIDTH = tl.constexpr(numbered(Groups, COLUMNS)), COLUMNS + len(Groups._fields)
 
 
 @triton.jit
@@ -126,10 +143,10 @@ def _coat_adamw_kernel(
         w2, correction, eps, step_size, correction_inverse,
     ) = _numbers(own)  # fmt: skip
     # A row of the weight has `in_row` groups; `first` of all groups is this program's first, in column `column` of its row.
-    length = tl.load(row + 15)
+    length = tl.load(row + GROUPS.value.length)
     in_row = (length + GROUP - 1) // GROUP
-    first = (skipped + tl.program_id(0) - tl.load(row)) * CHUNK
-    left = tl.minimum((tl.load(row + 1) + GROUP - 1) // GROUP - first, CHUNK).to(tl.int32)
+    first = (skipped + tl.program_id(0) - tl.load(row + HEAD.value.first)) * CHUNK
+    left = tl.minimum((tl.load(row + HEAD.value.numel) + GROUP - 1) // GROUP - first, CHUNK).to(tl.int32)
     column = (first % in_row).to(tl.int32)
     start = first // in_row * length
     length = length.to(tl.int32)
@@ -138,10 +155,10 @@ def _coat_adamw_kernel(
         start = tl.multiple_of(start, 16)
         length = tl.multiple_of(length, 16)
     g_pointer, m_pointer, v_pointer, p_pointer, w_pointer = _pointers(row, start, G, M, V, P, W, ALIGNED)
-    m_largest = _pointer(tl.load(row + 16), 23, False) + first
-    m_exponents = _pointer(tl.load(row + 17), 23, False) + first
-    v_largest = _pointer(tl.load(row + 18), 23, False) + first
-    v_exponents = _pointer(tl.load(row + 19), 23, False) + first
+    m_largest = _pointer(tl.load(row + GROUPS.value.m_max), 23, False) + first
+    m_exponents = _pointer(tl.load(row + GROUPS.value.m_k), 23, False) + first
+    v_largest = _pointer(tl.load(row + GROUPS.value.v_max), 23, False) + first
+    v_exponents = _pointer(tl.load(row + GROUPS.value.v_k), 23, False) + first
     m_reached = tl.zeros((TILE, GROUP), tl.float32)
     v_reached = tl.zeros((TILE, GROUP), tl.float32)
     p_reached = tl.zeros((TILE, GROUP), tl.float32)
@@ -165,7 +182,7 @@ def _coat_adamw_kernel(
             v_pointer, at, inside, v, v_scale, v_reached, v_largest, v_exponents, groups, known, V, V_COAT, HARDWARE
         )  # fmt: skip
         p_reached = _store_weights(p_pointer, w_pointer, at, inside, p, p_scale, p_new, w_scale, p_reached, P, W, HARDWARE)
-    kept += tl.load(row + 8)
+    kept += tl.load(row + ROW.value.place)
     if not M_COAT and M != 23 and M != 7:
         _keep(kept, tl.ravel(m_reached), m_new)
     if not V_COAT and V != 23 and V != 7:
@@ -178,9 +195,10 @@ def _plain(states: list[torch.Tensor | Expanded]) -> list[torch.Tensor]:
     return [state.payload if isinstance(state, Expanded) else state for state in states]
 
 
-def _beside(state: torch.Tensor | Expanded) -> tuple[int, int]:
-    """Addresses of maxima and exponents."""
-    return (state.max.data_ptr(), state.k.data_ptr()) if isinstance(state, Expanded) else (0, 0)
+def _beside(states: Sequence[torch.Tensor | Expanded]) -> tuple[list[int], list[int]]:
+    """Addresses of maxima and exponents, 0 where a state has none."""
+    parts = [(state.max.data_ptr(), state.k.data_ptr()) if isinstance(state, Expanded) else (0, 0) for state in states]
+    return [of_max for of_max, _ in parts], [of_k for _, of_k in parts]
 
 
 def _size(shape: torch.Size) -> int:
@@ -204,19 +222,14 @@ def coat_adamw(
     """See the reference twin; `hyper`: FP64 [7], the logarithms of both betas after a `Hyper`."""
     m_coat, v_coat = (isinstance(states[0], Expanded) for states in (batch.ms, batch.vs))
     columns = (batch.grads, _plain(batch.ms), _plain(batch.vs), batch.masters, batch.weights)
-    addresses = zip(*([_address(x) for x in column] or [0] * len(batch.grads) for column in columns), strict=True)
-    scales = zip(*([_scale_address(x) for x in column] or [0] * len(batch.grads) for column in columns), strict=True)
-    beside = [(*_beside(m), *_beside(v)) for m, v in zip(batch.ms, batch.vs, strict=True)]
-    numbers = zip(batch.grads, addresses, batch.indices, batch.places, batch.steps, scales, beside, strict=True)
-    rows = [
-        (_size(g.shape), *at, index, place, step.data_ptr(), *of, *(g.shape or (1,))[-1:], *groups)
-        for g, at, index, place, step, of, groups in numbers
-    ]
+    (m_max, m_k), (v_max, v_k) = _beside(batch.ms), _beside(batch.vs)
+    groups = rows_of(Groups, length=[(g.shape or (1,))[-1] for g in batch.grads], m_max=m_max, m_k=m_k, v_max=v_max, v_k=v_k)
+    rows = [(*row, *of) for row, of in zip(_table_rows(batch, columns, [_size(g.shape) for g in batch.grads]), groups, strict=True)]
     formats = dict(zip("GMVPW", map(_mantissa, columns), strict=True))
     key = ("coat_adamw", batch.indices[0], m_coat, v_coat, *formats.values())
     table, parts = tables.lay_out(key, rows, 5, CHUNK * GROUP)
     scalars = torch.empty(len(rows), SCALARS, device=tables.device)
-    flag, sizes = usable.view(torch.uint8), {"COLUMNS": COLUMNS, "SCALARS": SCALARS}
+    flag, sizes = usable.view(torch.uint8), {"COLUMNS": WIDTH, "SCALARS": SCALARS}
     # What carries no scale of its own is in this respect as FP32: COAT's moments, and a plain FP16 weight.
     scaled = {"M": not m_coat, "V": not v_coat, "W": any(isinstance(w, ScalingTensor) for w in batch.weights)}
     scales_of = formats | {name: 23 for name, has in scaled.items() if not has}

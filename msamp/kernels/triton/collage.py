@@ -4,18 +4,52 @@ Numbers are FP32 here and rounded to BF16 after every elementary operation, whic
 Twin: `msamp.kernels.reference.collage`.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.adamw import Batch
+from msamp.kernels.reference.adamw import Batch, Hyper
 from msamp.kernels.reference.collage import VARIANTS
-from msamp.kernels.tables import Tables
+from msamp.kernels.tables import Tables, numbered, rows_of
 from msamp.kernels.triton.pack import _payload, _pointer, _span, _value
 from msamp.numerics.formats import of_dtype
 
 BLOCK, CHUNK = 1024, 16384  # elements a program works on at a time, and in all
-COLUMNS, SCALARS = 9, 11
+
+
+class Row(NamedTuple):
+    """A parameter: its number of elements, and addresses, 0 of what is not there."""
+
+    numel: int
+    grad: int
+    m: int
+    v: int
+    weight: int
+    weight_remainder: int
+    v_remainder: int
+    step: int
+
+
+class Scalars(NamedTuple):
+    """What the first launch leaves of a parameter: the group's numbers and bias corrections in BF16."""
+
+    clip: int
+    beta1: int
+    w1: int
+    beta2: int
+    beta2_rest: int
+    w2: int
+    correction1: int
+    correction2: int
+    eps: int
+    weight_decay: int
+    step_size: int
+
+
+COLUMNS, SCALARS = 1 + len(Row._fields), len(Scalars._fields)
+ROW, SCALAR, HYPER = tl.constexpr(numbered(Row)), tl.constexpr(numbered(Scalars, 0)), tl.constexpr(numbered(Hyper, 0))
 
 
 @triton.jit
@@ -100,27 +134,27 @@ def _scalars_kernel(
     """Everything about one tensor that is a number: its step count and, in BF16, the group's numbers and bias corrections."""
     if tl.load(usable) == 0:
         return
-    step_pointer = _pointer(tl.load(table + tl.program_id(0) * COLUMNS + 8), 23, False)
+    step_pointer = _pointer(tl.load(table + tl.program_id(0) * COLUMNS + ROW.value.step), 23, False)
     step = tl.load(step_pointer) + 1.0
     tl.store(step_pointer, step)
     out = scalars + tl.program_id(0) * SCALARS
     clip = step * 0.0 + 1.0
     if CLIP:
         clip = tl.load(coefficient)
-    tl.store(out, clip)
-    beta1 = tl.load(hyper + 1)
-    beta2 = tl.load(hyper + 2)
-    _put(out + 1, beta1, HARDWARE)
-    _put(out + 2, 1.0 - beta1, HARDWARE)
+    tl.store(out + SCALAR.value.clip, clip)
+    beta1 = tl.load(hyper + HYPER.value.beta1)
+    beta2 = tl.load(hyper + HYPER.value.beta2)
+    _put(out + SCALAR.value.beta1, beta1, HARDWARE)
+    _put(out + SCALAR.value.w1, 1.0 - beta1, HARDWARE)
     first = _rounded(beta2.to(tl.float32), HARDWARE)
-    tl.store(out + 3, first)
-    _put(out + 4, beta2 - first.to(tl.float64), HARDWARE)
-    _put(out + 5, 1.0 - beta2, HARDWARE)
-    _put(out + 6, 1.0 - _power(beta1, step.to(tl.int32)), HARDWARE)
-    _put(out + 7, 1.0 - _power(beta2, step.to(tl.int32)), HARDWARE)
-    _put(out + 8, tl.load(hyper + 3), HARDWARE)
-    _put(out + 9, tl.load(hyper + 4), HARDWARE)
-    _put(out + 10, -tl.load(hyper), HARDWARE)
+    tl.store(out + SCALAR.value.beta2, first)
+    _put(out + SCALAR.value.beta2_rest, beta2 - first.to(tl.float64), HARDWARE)
+    _put(out + SCALAR.value.w2, 1.0 - beta2, HARDWARE)
+    _put(out + SCALAR.value.correction1, 1.0 - _power(beta1, step.to(tl.int32)), HARDWARE)
+    _put(out + SCALAR.value.correction2, 1.0 - _power(beta2, step.to(tl.int32)), HARDWARE)
+    _put(out + SCALAR.value.eps, tl.load(hyper + HYPER.value.eps), HARDWARE)
+    _put(out + SCALAR.value.weight_decay, tl.load(hyper + HYPER.value.weight_decay), HARDWARE)
+    _put(out + SCALAR.value.step_size, -tl.load(hyper + HYPER.value.lr), HARDWARE)
 
 
 @triton.jit(do_not_specialize=["skipped"])
@@ -134,23 +168,23 @@ def _collage_kernel(
     row, first, left = _span(table, owners, skipped, COLUMNS, CHUNK, ALIGNED)
     own = scalars + tl.load(owners + tl.program_id(0)) * SCALARS
     # All numbers come before the loop: the compiler cannot tell that its stores leave them alone.
-    clip = tl.load(own)
-    beta1 = tl.load(own + 1)
-    w1 = tl.load(own + 2)
-    beta2 = tl.load(own + 3)
-    beta2_rest = tl.load(own + 4)
-    w2 = tl.load(own + 5)
-    correction1 = tl.load(own + 6)
-    correction2 = tl.load(own + 7)
-    eps = tl.load(own + 8)
-    weight_decay = tl.load(own + 9)
-    step_size = tl.load(own + 10)
-    g_pointer = _pointer(tl.load(row + 2), 7, ALIGNED) + first
-    m_pointer = _pointer(tl.load(row + 3), 7, ALIGNED) + first
-    v_pointer = _pointer(tl.load(row + 4), 7, ALIGNED) + first
-    p_pointer = _pointer(tl.load(row + 5), 7, ALIGNED) + first
-    p_rest_pointer = _pointer(tl.load(row + 6), REST, ALIGNED) + first
-    v_rest_pointer = _pointer(tl.load(row + 7), REST, ALIGNED) + first
+    clip = tl.load(own + SCALAR.value.clip)
+    beta1 = tl.load(own + SCALAR.value.beta1)
+    w1 = tl.load(own + SCALAR.value.w1)
+    beta2 = tl.load(own + SCALAR.value.beta2)
+    beta2_rest = tl.load(own + SCALAR.value.beta2_rest)
+    w2 = tl.load(own + SCALAR.value.w2)
+    correction1 = tl.load(own + SCALAR.value.correction1)
+    correction2 = tl.load(own + SCALAR.value.correction2)
+    eps = tl.load(own + SCALAR.value.eps)
+    weight_decay = tl.load(own + SCALAR.value.weight_decay)
+    step_size = tl.load(own + SCALAR.value.step_size)
+    g_pointer = _pointer(tl.load(row + ROW.value.grad), 7, ALIGNED) + first
+    m_pointer = _pointer(tl.load(row + ROW.value.m), 7, ALIGNED) + first
+    v_pointer = _pointer(tl.load(row + ROW.value.v), 7, ALIGNED) + first
+    p_pointer = _pointer(tl.load(row + ROW.value.weight), 7, ALIGNED) + first
+    p_rest_pointer = _pointer(tl.load(row + ROW.value.weight_remainder), REST, ALIGNED) + first
+    v_rest_pointer = _pointer(tl.load(row + ROW.value.v_remainder), REST, ALIGNED) + first
     for start in range(0, left, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < left
@@ -201,8 +235,11 @@ def collage(
     """See the reference twin."""
     variant, none = VARIANTS[update], [0] * len(batch.grads)
     columns = (batch.grads, batch.ms, batch.vs, batch.masters, batch.weight_remainders, batch.v_remainders)
-    addresses = zip(*([x.data_ptr() for x in column] or none for column in columns), strict=True)
-    rows = [(g.numel(), *at, step.data_ptr()) for g, at, step in zip(batch.grads, addresses, batch.steps, strict=True)]
+    grad, m, v, weight, weight_remainder, v_remainder = ([x.data_ptr() for x in column] or none for column in columns)
+    rows = rows_of(
+        Row, numel=[g.numel() for g in batch.grads], grad=grad, m=m, v=v, weight=weight,
+        weight_remainder=weight_remainder, v_remainder=v_remainder, step=[step.data_ptr() for step in batch.steps],
+    )  # fmt: skip
     table, parts = tables.lay_out(("collage", update, batch.indices[0]), rows, len(columns), CHUNK)
     scalars = torch.empty(len(rows), SCALARS, device=tables.device)
     flag, hardware = usable.view(torch.uint8), tables.device.type == "cuda"

@@ -1,19 +1,32 @@
 """Amaxes and sums of squares of many gradients, one launch a format and one read. Twin: `msamp.kernels.reference.grad_stats`."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from msamp.kernels.reference.grad_stats import carried
-from msamp.kernels.tables import Tables
+from msamp.kernels.tables import Tables, numbered
 from msamp.kernels.triton.pack import _pointer, _span, _value
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.tensor import ScalingTensor
 
 CHUNK, BLOCKS = 32768, 2  # elements a program, and blocks of them on their way at a time
-COLUMNS = 6
+
+
+class Row(NamedTuple):
+    """A gradient: its number of elements, the address of its values, which one it is, the address of its scale_inv or 0, and its units."""
+
+    numel: int
+    values: int
+    index: int
+    scale_inv: int
+    units: int
+
+
+COLUMNS, ROW = 1 + len(Row._fields), tl.constexpr(numbered(Row))
 
 
 @triton.jit
@@ -29,8 +42,8 @@ def _grad_stats_kernel(
     HARDWARE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, first, left = _span(table, owners, skipped, COLUMNS, CHUNK, ALIGNED)
-    index = tl.load(row + 3)
-    x = _pointer(tl.load(row + 2), MANTISSA, ALIGNED) + first
+    index = tl.load(row + ROW.value.index)
+    x = _pointer(tl.load(row + ROW.value.values), MANTISSA, ALIGNED) + first
     largest = tl.zeros((BLOCK,), tl.int32)
     whole_sum = tl.zeros((BLOCK,), tl.int64)
     rest_sum = tl.zeros((BLOCK,), tl.int64)
@@ -38,7 +51,7 @@ def _grad_stats_kernel(
     units = 0.125
     if SQUARES and not SCALED:
         factor = tl.load(factors + index)
-        units = tl.load(row + 5).to(tl.float64)
+        units = tl.load(row + ROW.value.units).to(tl.float64)
     for start in range(0, left, BLOCK * BLOCKS):
         loaded = ()
         for i in tl.static_range(BLOCKS):  # all before any is used: one block on its way does not fill the memory's pipe
@@ -61,7 +74,7 @@ def _grad_stats_kernel(
                 rest_sum += _round((squares - whole) * 1073741824.0).to(tl.int64)
     amax = tl.minimum(tl.max(largest, 0), 0x7F800000).to(tl.float32, bitcast=True)
     if SCALED:
-        scale_inv = tl.load(_pointer(tl.load(row + 4), 23, False))
+        scale_inv = tl.load(_pointer(tl.load(row + ROW.value.scale_inv), 23, False))
         amax = amax * tl.abs(scale_inv)
         amax = tl.where(amax == amax, amax, float("inf"))
         tl.store(stats + count + index, tl.where(scale_inv == scale_inv, scale_inv, 0.0))
@@ -90,7 +103,7 @@ def grad_stats(
     by_format: dict[tuple[torch.dtype, bool], list[tuple[int, ...]]] = {}
     for i, g in enumerate(gs):
         payload, scale_inv = (g.payload, g.scale_inv.data_ptr()) if isinstance(g, ScalingTensor) else (g, 0)
-        row = (g.numel(), payload.data_ptr(), i, scale_inv, units[i] if units else 0)
+        row = Row(numel=g.numel(), values=payload.data_ptr(), index=i, scale_inv=scale_inv, units=units[i] if units else 0)
         by_format.setdefault((payload.dtype, scale_inv != 0), []).append(row)
     for (dtype, scaled), rows in by_format.items():
         table, parts = tables.lay_out(("stats", dtype, scaled, squares), rows, 1, CHUNK)

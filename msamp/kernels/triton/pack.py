@@ -4,18 +4,38 @@ Here is also how kernels over many tensors read and write any format; a format i
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from msamp.kernels.reference.pack import Span
-from msamp.kernels.tables import Tables
+from msamp.kernels.tables import Tables, numbered
 from msamp.kernels.triton.cast import _fp8_code
 from msamp.numerics.formats import of_dtype
 
 BLOCK, CHUNK = 4096, 32768  # elements a program works on at a time, and in all
-COLUMNS = 5
+
+
+class Head(NamedTuple):
+    """With what every row begins."""
+
+    first: int  # number of its first program, which `Tables.lay_out` puts there
+    numel: int
+
+
+class Row(NamedTuple):
+    """A run of a tensor: its number of elements, addresses of its first element and of its place, and which tensor it is of."""
+
+    numel: int
+    source: int
+    target: int
+    tensor: int
+
+
+COLUMNS = 1 + len(Row._fields)
+HEAD, ROW = tl.constexpr(numbered(Head, 0)), tl.constexpr(numbered(Row))
 
 
 @triton.jit
@@ -79,8 +99,8 @@ def _payload(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
 def _span(table, owners, skipped, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
     """This program's row of the table, the first of its elements, and how many it has."""
     row = table + tl.load(owners + tl.program_id(0)) * COLUMNS
-    first = (skipped + tl.program_id(0) - tl.load(row)) * CHUNK
-    left = tl.minimum(tl.load(row + 1) - first, CHUNK).to(tl.int32)
+    first = (skipped + tl.program_id(0) - tl.load(row + HEAD.value.first)) * CHUNK
+    left = tl.minimum(tl.load(row + HEAD.value.numel) - first, CHUNK).to(tl.int32)
     if ALIGNED:
         left = tl.multiple_of(left, 16)
     return row, first, left
@@ -93,11 +113,11 @@ def _pack_kernel(
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, first, left = _span(table, owners, skipped, COLUMNS, CHUNK, ALIGNED)
-    x = _pointer(tl.load(row + 2), FROM, ALIGNED) + first
-    y = _pointer(tl.load(row + 3), TO, ALIGNED) + first
+    x = _pointer(tl.load(row + ROW.value.source), FROM, ALIGNED) + first
+    y = _pointer(tl.load(row + ROW.value.target), TO, ALIGNED) + first
     factor = 1.0
     if SCALED:
-        factor = tl.load(factors + tl.load(row + 4))
+        factor = tl.load(factors + tl.load(row + ROW.value.tensor))
     for start in range(0, left, BLOCK):
         at = start + tl.arange(0, BLOCK)
         v = _value(tl.load(x + at, mask=at < left, other=0), FROM, HARDWARE) * factor
@@ -110,7 +130,7 @@ def pack(tables: Tables, xs: Sequence[torch.Tensor], spans: Sequence[Span], out:
     addresses, dtypes = [x.data_ptr() for x in xs], [x.dtype for x in xs]
     for dtype in set(dtypes):
         rows = [
-            (elements, addresses[i] + first * dtype.itemsize, base + start * size, i)
+            Row(numel=elements, source=addresses[i] + first * dtype.itemsize, target=base + start * size, tensor=i)
             for i, first, elements, start in spans
             if dtypes[i] == dtype
         ]

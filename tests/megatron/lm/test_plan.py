@@ -65,7 +65,8 @@ def built_all(settings: list[Config]) -> list[tuple[list[tuple[int, ...]], dict[
 
 
 def planned(rank: Rank) -> list[float]:
-    return [getattr(rank, "gradient" if key == "grad" else key) for key in STATES]
+    sizes = {"weight": rank.weight, "grad": rank.gradient, **rank.states}
+    return [sizes[key] for key in STATES]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,11 +1,30 @@
 """Tables of addresses: what they say, and that they stay where they are."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
-from msamp.kernels.tables import Tables
+from msamp.kernels.tables import Tables, numbered, rows_of
 
 ROWS = [(100, 32, 8, 7), (64, 16, 48, 5), (0, 0, 0, 1), (32, 160, 16, 9), (48, 80, 0, 3)]
+
+
+class Row(NamedTuple):
+    numel: int
+    address: int
+
+
+def test_a_packer_and_a_kernel_know_columns_by_the_same_names():
+    rows = rows_of(Row, address=[160, 320], numel=[10, 20])
+    table, _ = Tables(torch.device("cpu")).lay_out("a", rows, 1, 32)
+    assert numbered(Row) == Row(numel=1, address=2)
+    assert table[:, numbered(Row).address].tolist() == [160, 320]
+    assert numbered(Row, 5).address == 6
+    with pytest.raises(ValueError, match="zip"):
+        rows_of(Row, address=[160], numel=[10, 20])
+    with pytest.raises(TypeError, match="length"):
+        rows_of(Row, address=[160], numel=[10], length=[3])
 
 
 def test_every_element_of_every_tensor_has_one_program_and_even_tensors_come_first(device):

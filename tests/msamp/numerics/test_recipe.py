@@ -95,13 +95,6 @@ def test_the_options_of_collage_hold_for_every_parameter():
     }
 
 
-def test_an_update_in_bf16_takes_nothing_else():
-    with pytest.raises(ValueError, match="update 'plus' computes in BF16, and the formats are master bf16, grad bf16, m bf16, v fp32"):
-        recipe.StateFormats(formats.BF16, formats.BF16, formats.BF16, formats.FP32, "plus")
-    with pytest.raises(ValueError, match="update 'b' is unknown; choose one of fp32, a, kahan, light, plus, fp8"):
-        recipe.StateFormats(update="b")
-
-
 def test_a_registered_recipe_is_known_by_its_name():
     own = replace(recipe.O2, name="test-own")
     assert recipe.register(own) is own

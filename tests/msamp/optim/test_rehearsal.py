@@ -75,7 +75,7 @@ def test_what_is_stored_is_what_the_step_stores_and_nothing_changes(level, setti
             assert everything(optimizer) == before
         optimizer.step()
     for p in ps:
-        parts = [r for r in told if r.piece.param is p]
+        parts = [r for r in told if r.holding.param is p]
         assert len(parts) > 1
         state = optimizer.state[p]
         real = {"master": state.get("master", p), "m": state["exp_avg"], "v": state["exp_avg_sq"]}

@@ -17,7 +17,7 @@ from msamp.numerics.recipe import FP32_STATES, by_name
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
 from msamp.parallel.data_parallel import BUCKET_ELEMENTS, grad_sync
-from msamp.parallel.greedy_zero import GreedyZeRO
+from msamp.parallel.greedy_zero import ZeRO
 
 LEVELS = ("fp32", "fp16-amp", "bf16", "O1", "O2", "O3")
 Bits = dict[str, torch.Tensor]
@@ -60,7 +60,7 @@ def train(level: str, zero: bool, device: str = "cpu", micro_batches: int = 1, s
     sync = grad_sync(model, formats, group, bucket_elements=1500, shard=zero, **options)
     groups = [g for g in ({"params": low, "formats": recipe.states}, {"params": rest, "formats": FP32_STATES}) if g["params"]]
     settings: dict[str, Any] = {"lr": 0.01, "clip_grad": 0.5}
-    optimizer = GreedyZeRO(groups, sync, **settings) if zero else FP8AdamW(groups, **settings)
+    optimizer = FP8AdamW(groups, shard=ZeRO(sync) if zero else None, **settings)
     scaling, names = ScalingState(model), {name for name, _ in model.named_parameters()}
     result: dict[str, Any] = {"losses": []}
     for step in range(steps):

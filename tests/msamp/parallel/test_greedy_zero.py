@@ -17,9 +17,10 @@ from torch import nn
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, FP32
 from msamp.numerics.recipe import FP32_STATES, StateFormats, by_name
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW, Piece
+from msamp.optim.adamw import FP8AdamW
+from msamp.optim.shard import Whole
 from msamp.parallel.data_parallel import grad_sync
-from msamp.parallel.greedy_zero import GreedyZeRO
+from msamp.parallel.greedy_zero import GreedyZeRO, ZeRO
 
 WORLDS = (pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow))
 LEVELS = ("fp32", "fp16-amp", "bf16", "collage-plus", "collage-fp8", "O1", "O2", "O3")
@@ -63,10 +64,7 @@ class Loop:
         formats = {p: group["formats"].grad for group in groups for p in group["params"]}
         ranks = torch.distributed.group.WORLD if self.distributed else None
         self.sync = grad_sync(self.model, formats, ranks, bucket_elements=BUCKET, shard=zero, **options)
-        if zero:
-            self.optimizer: FP8AdamW = GreedyZeRO(groups, self.sync, lr=0.01, weight_decay=0.1, **settings)
-        else:
-            self.optimizer = FP8AdamW(groups, lr=0.01, weight_decay=0.1, **settings)
+        self.optimizer = FP8AdamW(groups, lr=0.01, weight_decay=0.1, shard=ZeRO(self.sync) if zero else None, **settings)
 
     def groups(self, recipe: Any) -> list[dict[str, Any]]:
         """Four groups in three sorts of formats, in an order that is not the model's."""
@@ -118,7 +116,7 @@ class Loop:
     def held(self) -> Bits:
         """The weights, and the states that this process has, wherever they are."""
         states = {
-            f"{self.names[x.param]} {x.rows} {k}": v for x in self.optimizer.pieces() for k, v in self.optimizer.state[x.weight].items()
+            f"{self.names[x.param]} {x.rows} {k}": v for x in self.optimizer.holdings() for k, v in self.optimizer.state[x.weight].items()
         }
         return {**self.weights(), **flat(states)}
 
@@ -265,7 +263,7 @@ def memory(level: str) -> tuple[int, int]:
         model = nn.ParameterList([nn.Parameter(ScalingTensor.quantize(make("normal", shape), recipe.weight)) for shape in GPT])
         group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
         sync = grad_sync(model, dict.fromkeys(model, recipe.states.grad), group, shard=zero)
-        optimizer = GreedyZeRO(model, sync, formats=recipe.states) if zero else FP8AdamW(model, formats=recipe.states)
+        optimizer = FP8AdamW(model, formats=recipe.states, shard=ZeRO(sync) if zero else None)
         for p in model:
             p.grad = torch.ones_like(p)
             sync.take(p)
@@ -403,8 +401,29 @@ def test_nothing_is_held_twice_and_no_rank_holds_much_more_than_another(seen, le
 def test_a_synchroniser_that_does_not_shard_is_refused():
     model = nn.Linear(4, 4)
     sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32))
-    with pytest.raises(ValueError, match="build it with shard=True, or use FP8AdamW"):
-        GreedyZeRO(model.parameters(), sync, formats=FP32_STATES)
+    with pytest.raises(ValueError, match="build it with shard=True, or leave out shard"):
+        ZeRO(sync)
+
+
+def test_the_optimizer_that_was_called_greedy_zero_is_one_with_a_shard():
+    model = nn.Linear(4, 4)
+    sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True)
+    with pytest.warns(DeprecationWarning, match=r"GreedyZeRO is now FP8AdamW\(params, ..., shard=ZeRO\(sync\)\)"):
+        optimizer = GreedyZeRO(model.parameters(), sync, 0.25, formats=FP32_STATES, overlap=False)
+    assert (type(optimizer), type(optimizer.shard), optimizer.shard.sync) == (FP8AdamW, ZeRO, sync)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert isinstance(FP8AdamW(model.parameters()).shard, Whole)
+
+
+def test_weights_that_are_not_gathered_stay_with_their_owners():
+    model = nn.Linear(4, 4)
+    sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True)
+    shard, sent = ZeRO(sync), []
+    sync.peers = SimpleNamespace(ranks=2, rank=0, all_gather=lambda own, sizes, what: (sent.append(what), own.repeat(2))[1])  # type: ignore[assignment]
+    for shard.gathers in (True, False):
+        sent.clear()
+        shard.send_weights({})
+        assert bool(sent) == shard.gathers
 
 
 def test_a_parameter_unknown_to_the_synchroniser_is_refused_and_nothing_changes():
@@ -412,19 +431,19 @@ def test_a_parameter_unknown_to_the_synchroniser_is_refused_and_nothing_changes(
     sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True)
     message = r"a parameter of shape \(3, 2\) is not known to the gradient synchroniser; build both anew"
     with pytest.raises(ValueError, match=message):
-        GreedyZeRO([*model.parameters(), later], sync, formats=FP32_STATES)
-    optimizer = GreedyZeRO(model.parameters(), sync, formats=FP32_STATES)
+        FP8AdamW([*model.parameters(), later], formats=FP32_STATES, shard=ZeRO(sync))
+    optimizer = FP8AdamW(model.parameters(), formats=FP32_STATES, shard=ZeRO(sync))
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": [later]})
     assert [len(group["params"]) for group in optimizer.param_groups] == [2]
-    assert len(optimizer.pieces()) == 2
+    assert len(optimizer.holdings()) == 2
 
 
 def test_a_known_parameter_added_later_is_trained_and_a_frozen_one_left_alone():
     model = nn.Linear(4, 4)
     model.register_parameter("frozen", nn.Parameter(torch.ones(3), requires_grad=False))
     sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True)
-    optimizer = GreedyZeRO([model.weight, model.frozen], sync, lr=0.5, formats=FP32_STATES)
+    optimizer = FP8AdamW([model.weight, model.frozen], lr=0.5, formats=FP32_STATES, shard=ZeRO(sync))
     optimizer.add_param_group({"params": [model.bias]})
     before = model.bias.detach().clone()
     model(torch.ones(2, 4)).sum().backward()
@@ -440,19 +459,7 @@ def test_a_gradient_format_that_is_not_the_synchroniser_s_is_refused():
     p = nn.ParameterList([torch.ones(4, 4)])
     sync = grad_sync(p, {p[0]: BF16}, shard=True)
     with pytest.raises(ValueError, match=r"bf16.*fp8-e4m3"):
-        GreedyZeRO(p, sync, formats=by_name("O2").states)
-
-
-@pytest.mark.parametrize("low", [True, False])
-def test_a_piece_of_a_state_is_a_copy_of_its_rows(low):
-    x = make("normal", (7, 3))
-    whole: torch.Tensor = ScalingTensor.quantize(x, E4M3) if low else x
-    part = Piece(x, {}, 0, x[2:5], slice(2, 5)).copy_of(whole)
-    assert flat({"x": part})["x"].equal(bits((whole.payload if isinstance(whole, ScalingTensor) else whole)[2:5]))
-    memory = part.payload if isinstance(part, ScalingTensor) else part
-    memory.zero_()
-    assert (whole.dequantize() if isinstance(whole, ScalingTensor) else whole)[2:5].abs().min() > 0
-    assert Piece(x, {}, 0, x).copy_of(whole) is whole
+        FP8AdamW(p, formats=by_name("O2").states, shard=ZeRO(sync))
 
 
 @pytest.fixture
@@ -462,9 +469,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, set[str], set[s
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(wait_event=waited.add))
     model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True, bucket_elements=1)
-    model.kept_alive = optimizer = GreedyZeRO(model.parameters(), sync, formats=FP32_STATES)  # type: ignore[assignment]
-    optimizer._watch_forward()
-    optimizer._pending.update({bucket: str(bucket) for bucket in sync.buckets})  # type: ignore[misc]
+    model.kept_alive = shard = ZeRO(sync)  # type: ignore[assignment]
+    shard.watch_forward()
+    shard._pending.update({bucket: str(bucket) for bucket in sync.buckets})  # type: ignore[misc]
     return model, {str(bucket) for bucket in sync.buckets}, waited
 
 

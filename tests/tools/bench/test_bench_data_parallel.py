@@ -101,7 +101,7 @@ def test_device_intervals_takes_kernels_and_copies_only():
         ("Memset (Device)", "gpu_memset", 0, 1),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "kernel", 4000, 1000),
         ("nccl:all_to_all", "gpu_user_annotation", 0, 90000),
-        ("Optimizer.step#GreedyZeRO.step", "gpu_user_annotation", 0, 90000),
+        ("Optimizer.step#FP8AdamW.step", "gpu_user_annotation", 0, 90000),
         ("cudaLaunchKernel", "cuda_runtime", 0, 90000),
     ]
     events = [{"name": name, "cat": cat, "ts": ts, "dur": dur} for name, cat, ts, dur in names]

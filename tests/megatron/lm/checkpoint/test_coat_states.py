@@ -23,7 +23,7 @@ def train(made: Trainer) -> tuple[list[float], list[Any]]:
     made.metrics.write = rows.append  # type: ignore[method-assign]
     made.run()
     optimizer = made.training.optimizer
-    states = [x for piece in optimizer.pieces() for _, x in sorted(optimizer.state[piece.weight].items())]
+    states = [x for holding in optimizer.holdings() for _, x in sorted(optimizer.state[holding.weight].items())]
     return tiny.losses(rows), tiny.bits([*made.training.model.parameters(), *states])
 
 

@@ -20,7 +20,7 @@ from msamp.numerics.formats import E4M3, FP16, PLAIN_FP16, Format, by_name, of_d
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.range_expand import quantize_expanded
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.master import is_own_master
+from msamp.optim.states import is_own_master
 
 LEVELS = ("fp32", "fp16-amp", "bf16", "O1", "O2", "O3")
 PAIRS = [pair for pair in itertools.product(LEVELS, LEVELS) if pair[0] != pair[1]]
@@ -295,9 +295,9 @@ def test_a_weight_brings_its_second_component(
     for folder in (tmp_path, stayed["bf16"][1]):
         with tiny.trainer(settings(prefix, option, load=str(folder), ckpt_step=SAVED, exit_interval=SAVED + 1, **{way: True})) as made:
             names = names_of(made.training.model)
-            for piece in made.training.optimizer.pieces():
-                kept, name = made.training.optimizer.state[piece.weight], names[piece.param]
-                held = (piece.param.detach(), kept["weight_remainder"])
+            for holding in made.training.optimizer.holdings():
+                kept, name = made.training.optimizer.state[holding.weight], names[holding.param]
+                held = (holding.param.detach(), kept["weight_remainder"])
                 was = (saved._find(key, name).payload for key in ("model", "weight_remainder"))
                 assert tiny.same(tiny.bits(held), tiny.bits(was)), name
                 assert not any(x.any() for key, x in kept.items() if key != "weight_remainder"), name

@@ -66,8 +66,8 @@ def everything(made: Trainer) -> list[Tensor]:
     """Every bit of this rank's weights, scales, histories, states, mu and random generator, and its place in the run."""
     training = made.training
     tensors: list[Any] = [value for key, value in training.model.state_dict().items() if not key.endswith("_extra_state")]
-    for piece in training.optimizer.pieces():
-        tensors += [value for _, value in sorted(training.optimizer.state[piece.weight].items())]
+    for holding in training.optimizer.holdings():
+        tensors += [value for _, value in sorted(training.optimizer.state[holding.weight].items())]
     tensors += [*training.grad_sync.state_dict()["mu"].values(), torch.get_rng_state()]
     if training.loss_scaler is not None:
         tensors.append(torch.tensor(list(training.loss_scaler.state_dict().values())))

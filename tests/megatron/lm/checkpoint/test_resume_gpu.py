@@ -24,7 +24,7 @@ def trained(settings: Config) -> Result:
         made.metrics.write = rows.append  # type: ignore[method-assign]
         made.run()
         optimizer = made.training.optimizer
-        states = [value for piece in optimizer.pieces() for _, value in sorted(optimizer.state[piece.weight].items())]
+        states = [value for holding in optimizer.holdings() for _, value in sorted(optimizer.state[holding.weight].items())]
         kept = [value for key, value in made.training.model.state_dict().items() if not key.endswith("_extra_state")]
         return tiny.losses(rows), tiny.bits(kept + states)
 

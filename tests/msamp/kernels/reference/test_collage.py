@@ -8,20 +8,11 @@ from numerics import bits
 
 from msamp.kernels.reference.adamw import Batch, Hyper
 from msamp.kernels.reference.collage import VARIANTS, collage, power
-from msamp.numerics.recipe import REMAINDERS
+from msamp.optim import updates
 from msamp.optim.collage import CollageAdamW
 
 HYPER = Hyper(lr=3e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
-UPDATES = [update for update in REMAINDERS if update != "fp32"]
-
-
-def test_there_is_a_variant_for_each_update_and_it_wants_the_remainders_that_the_update_names():
-    for update in UPDATES:
-        variant = VARIANTS[update]
-        assert variant.dtype is torch.bfloat16
-        assert {fmt.dtype for fmt in REMAINDERS[update].values()} <= {variant.remainder}
-        assert ("weight_remainder" in REMAINDERS[update]) == (variant.weight in ("pair", "kahan"))
-        assert ("exp_avg_sq_remainder" in REMAINDERS[update]) == variant.pair_v
+UPDATES = [name for name, variant in VARIANTS.items() if variant.dtype is torch.bfloat16]
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -31,7 +22,7 @@ def test_many_tensors_at_once_as_the_optimizer_that_stands_alone(update, clip):
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in ((12, 8), (), (5,))]
     weights = [p.detach().clone() for p in params]
 
-    keys = REMAINDERS[update]
+    keys = {state.key: state.format for state in updates.by_name(update).states if state.remainder_of}
 
     def zeros(key: str = "") -> list[torch.Tensor]:
         dtype = keys[key].dtype if key in keys else torch.bfloat16

@@ -9,12 +9,13 @@ import torch
 from numerics import bits, make
 
 from msamp.kernels.reference.adamw import Batch
+from msamp.kernels.reference.collage import VARIANTS
 from msamp.kernels.reference.collage import collage as twin
 from msamp.kernels.tables import Tables
 from msamp.numerics import mcf
-from msamp.numerics.recipe import REMAINDERS
+from msamp.optim import updates
 
-UPDATES = [update for update in REMAINDERS if update != "fp32"]
+UPDATES = [name for name, variant in VARIANTS.items() if variant.dtype is torch.bfloat16]
 SHAPES = [(33, 17), (), (1,), (3, 5, 7), (64, 48), (0, 4), (2051,)]  # small and ragged, some at 16-byte boundaries
 HYPER = {"lr": 0.02, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -28,7 +29,7 @@ def batch(update, device, shapes=SHAPES) -> Batch:
     """Tensors in the midst of training, of magnitudes far apart; some weights are 0 and some smaller than their update."""
 
     def remainders(xs: list[torch.Tensor], size: float, key: str) -> list[torch.Tensor]:
-        fmt = REMAINDERS[update].get(key)
+        fmt = {state.key: state.format for state in updates.by_name(update).states}.get(key)
         return [mcf.remainder_payload((x, x * size), fmt.dtype) for x in xs] if fmt else []
 
     def states(seed: int, size: float, positive: bool = False) -> list[torch.Tensor]:

@@ -1,0 +1,155 @@
+"""The registry of updates: what the built-in ones declare, what each refuses, and what cannot be registered."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from msamp.kernels.reference.collage import VARIANTS
+from msamp.numerics.formats import BF16, COAT_E4M3, E4M3, FP16, FP32, REMAINDER_E4M3
+from msamp.numerics.recipe import ALL, COLLAGE_PLUS, O2, O3, StateFormats
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim import updates
+from msamp.optim.adamw import FP8AdamW
+from msamp.optim.updates import MASTER, WEIGHT, State, Update, format_names
+
+FOUR_BF16 = StateFormats(BF16, BF16, BF16, BF16, "plus")
+
+
+class Nothing(Update):
+    """Leaves everything as it is."""
+
+    def run(self, tables, launch, amaxes, kept, coefficient, usable) -> None:
+        pass
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgets what a test registers."""
+    monkeypatch.setattr(updates, "_KNOWN", dict(updates._KNOWN))
+
+
+def test_the_states_of_the_built_in_updates():
+    declared = {name: [state.key for state in updates.by_name(name).states] for name in ("fp32", "a", "kahan", "light", "plus", "fp8")}
+    pair = ["exp_avg", "exp_avg_sq", "weight_remainder"]
+    assert declared == {
+        "fp32": ["master", "exp_avg", "exp_avg_sq"],
+        "a": ["exp_avg", "exp_avg_sq"],
+        "kahan": pair,
+        "light": pair,
+        "plus": [*pair, "exp_avg_sq_remainder"],
+        "fp8": [*pair, "exp_avg_sq_remainder"],
+    }
+    assert {state.format for state in updates.by_name("fp8").states if state.remainder_of} == {REMAINDER_E4M3}
+    assert updates.remainders() == {"weight_remainder": WEIGHT, "exp_avg_sq_remainder": "exp_avg_sq"}
+    assert updates.by_name("fp32").master_row == 3
+
+
+def test_every_recipe_names_an_update_that_takes_its_formats():
+    for of in ALL:
+        for states in (of.states, of.vectors):
+            updates.by_name(states.update).check_group(format_names(states), decoupled=True)
+    assert {states.update for of in ALL for states in (of.states, of.vectors)} == {
+        "fp32",
+        *(name for name, variant in VARIANTS.items() if variant.dtype is torch.bfloat16),
+    }
+
+
+def test_a_master_is_kept_beside_weights_of_another_format_alone():
+    names = format_names(O3.states)
+    assert MASTER.format_beside(E4M3, names) is FP16
+    assert MASTER.format_beside(FP16, names) is None
+    moment = updates.by_name("fp32").states[1]
+    assert moment.format_beside(E4M3, names) is E4M3
+
+
+def test_an_unknown_update_is_refused_where_the_optimizer_is_built():
+    formats = StateFormats(update="b")
+    with pytest.raises(ValueError, match="update 'b' is unknown; choose one of fp32, a, light, plus, fp8, kahan, or register it"):
+        FP8AdamW([nn.Parameter(torch.ones(2))], formats=formats)
+
+
+def test_an_update_in_bf16_takes_nothing_else():
+    p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    with pytest.raises(
+        ValueError, match="update 'plus' computes in BF16, and the formats are master bf16, grad bf16, m bf16, v fp32; give"
+    ):
+        FP8AdamW([p], formats=replace(FOUR_BF16, v=FP32))
+    with pytest.raises(ValueError, match="decoupled is False; update 'plus' has AdamW's decay alone"):
+        FP8AdamW([p], formats=FOUR_BF16, decoupled=False)
+    for wrong, kind in (
+        (torch.ones(2), "torch.float32"),
+        (ScalingTensor.quantize(torch.ones(2), E4M3, dtype=torch.bfloat16), "a ScalingTensor"),
+    ):
+        with pytest.raises(ValueError, match=f"a parameter is {kind}; update 'plus' takes plain torch.bfloat16"):
+            FP8AdamW([nn.Parameter(wrong)], formats=COLLAGE_PLUS.states)
+
+
+def test_a_registered_update_is_known_and_the_same_once_more_changes_nothing(registry):
+    mine = Nothing("nothing", (MASTER, State("trace", "m", "trace")), kept=("trace",))
+    assert updates.register(mine) is mine
+    assert updates.register(Nothing("nothing", mine.states, mine.kept)) is mine
+    assert updates.by_name("nothing") is mine
+    with pytest.raises(ValueError, match="update 'nothing' is known already, as another one"):
+        updates.register(Nothing("nothing", mine.states))
+    with pytest.raises(ValueError, match="update 'fp32' is known already"):
+        updates.register(Nothing("fp32", mine.states))
+
+
+TRACE = State("trace", "m", "trace")
+
+
+@pytest.mark.parametrize(
+    ("update", "problem"),
+    [
+        (Nothing("new", (TRACE, TRACE)), "trace is declared twice; two states count in column trace"),
+        (Nothing("new", (State("step", "m", "m"),)), "step is the key of the number of steps"),
+        (Nothing("new", (State("a/b", "m", "m"),)), "a/b: a key takes no"),
+        (Nothing("new", (TRACE, State("other", "v", "trace"))), "two states count in column trace"),
+        (Nothing("new", (State("trace", "w", "trace"),)), "trace has format 'w': give a Format, or one of master, m, v"),
+        (Nothing("new", (State("trace", "master", "trace", copy=True),)), "trace is a copy of the parameter: only master is"),
+        (Nothing("new", (State("rest", BF16, "m", remainder_of="trace"),)), "rest is the remainder of trace, which is not among"),
+        (
+            Nothing("new", (TRACE, State("weight_remainder", BF16, "m", remainder_of="trace"))),
+            "weight_remainder is the remainder of weight in another update: choose another key",
+        ),
+        (Nothing("new", (TRACE,), kept=("trail",)), "keeps the amax of trail, which is not among the states"),
+        (Nothing("new", (MASTER, TRACE), kept=("master",)), "keeps the amax of master, which every update has"),
+        (Nothing("new", (TRACE,), in_fp32="never"), "update 'never' is unknown"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_states_that_contradict_each_other_are_refused(registry, update: Update, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        updates.register(update)
+    assert "new" not in updates._KNOWN
+
+
+def test_a_kept_state_has_one_scale(registry):
+    updates.register(Nothing("new", (MASTER, TRACE), kept=("trace",)))
+    with pytest.raises(ValueError, match=r"m is coat-e4m3, which has no scale of a whole tensor.*keeps the amax of trace"):
+        FP8AdamW([nn.Parameter(torch.ones(2))], formats=StateFormats(m=COAT_E4M3, update="new"))
+
+
+def test_groups_of_several_updates_share_one_optimizer(registry):
+    """The tables of amaxes are as high as the update that keeps most wants them; each takes its own rows."""
+    updates.register(Nothing("nothing", (MASTER, TRACE), kept=("trace",)))
+
+    def made(*more: dict) -> tuple[nn.Parameter, FP8AdamW]:
+        torch.manual_seed(0)
+        p = nn.Parameter(ScalingTensor.quantize(torch.randn(8, 8), FP16))
+        return p, FP8AdamW([*more, {"params": [p], "formats": O2.states}], lr=0.1)
+
+    other = nn.Parameter(torch.ones(4, 4))
+    p, together = made({"params": [other], "formats": StateFormats(m=E4M3, update="nothing")})
+    q, alone = made()
+    for _ in range(3):
+        g = torch.randn(8, 8)
+        p.grad, q.grad, other.grad = g.clone(), g.clone(), torch.full((4, 4), 100.0)
+        together.step()
+        alone.step()
+    assert p.payload.equal(q.payload)
+    assert p.scale_inv.equal(q.scale_inv)
+    assert together.state[other].keys() == {"step", "trace"}
+    assert other.eq(1).all()
