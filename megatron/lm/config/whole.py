@@ -37,10 +37,10 @@ class Config:
 
     @property
     def fuses_layers(self) -> bool:
-        """Whether a transformer layer's linear layers are computed as two fused FP8 blocks: all four in FP8, or none."""
+        """Whether a transformer layer's linear layers are two fused FP8 blocks: all four in FP8, cast as the blocks' kernels can."""
         gemm = self.precision.recipe.gemm
-        fusible = gemm is not None and gemm.fusible and not self.precision.bf16_linears
-        return fusible and self.parallel.tensor_model_parallel_size == 1 and not self.model.hidden_dropout
+        fp8 = gemm is not None and gemm.fusible and not self.precision.bf16_linears
+        return fp8 and self.parallel.tensor_model_parallel_size == 1 and not self.model.hidden_dropout
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """`vocab_size` up to the next multiple of make_vocab_size_divisible_by x TP: rows of the embedding."""
