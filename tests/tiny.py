@@ -79,7 +79,7 @@ def config(prefix: Path | str, **settings: Any) -> Config:
 def _with_short_window(settings: Config) -> Config:
     """Delayed scaling looks at `WINDOW` steps, where it is asked for and nothing is said of its window."""
     precision = settings.precision
-    if precision.fp8_amax_history_len is not None or settings.checkpoint.load is not None:  # a resume takes the checkpoint's
+    if precision.fp8_amax_history_len is not None:
         return settings
     try:
         delayed = rule_setting(precision, "fp8_amax_history_len") is not None

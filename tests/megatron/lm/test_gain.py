@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -325,7 +326,9 @@ def test_a_checkpoint_is_asked_at_fp8_alone_and_its_scaling_kept(tmp_path: Path)
     plain = tiny.config("unread", opt_level="O0")
     assert gain.decide(plain, refuse, refuse) == (plain, Choice(reason="precision bf16"))
     saved = PrecisionConfig(opt_level="O1", fp8_amax_history_len=4, bf16_linears=("linear_fc1",))
-    decided, choice = gain.decide(config(tmp_path), refuse, lambda: saved)
+    asked = config(tmp_path)
+    asked = replace(asked, precision=replace(asked.precision, fp8_amax_history_len=None))
+    decided, choice = gain.decide(asked, refuse, lambda: saved)
     assert choice == Choice(("linear_fc1",), "as in the checkpoint")
     assert (decided.precision.fp8_amax_history_len, decided.precision.bf16_linears) == (4, ("linear_fc1",))
 

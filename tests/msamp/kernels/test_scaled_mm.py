@@ -174,7 +174,9 @@ def test_blocks_against_the_product_in_fp64(rule, left, right, shape, out_dtype,
     out = block_product(a, b, left, right, out_dtype, bias)
     want = dequantize_blocks(*a, left, torch.float64) @ dequantize_blocks(*b, right, torch.float64).t()
     assert (out.shape, out.dtype, out.device.type, out.is_contiguous()) == ((M, N), out_dtype, device.type, True)
-    looser = 512 if blockwise_hardware(out.device) and out_dtype == torch.float32 else 2 if with_bias else 1
+    # Hopper keeps some 13 bits of a span of 128 (`emulated_block_mm`): 1.1e-3 in FP16 on an H200, where a rounding alone is 4.9e-4.
+    hardware = {torch.float32: 512, torch.float16: 4} if blockwise_hardware(out.device) else {}
+    looser = hardware.get(out_dtype, 2 if with_bias else 1)
     assert_close(out, want if bias is None else want + bias.double(), looser * TOLERANCE[out_dtype])
 
 

@@ -95,7 +95,8 @@ def test_the_options_of_collage_hold_for_every_parameter():
     }
 
 
-def test_a_registered_recipe_is_known_by_its_name():
+def test_a_registered_recipe_is_known_by_its_name(monkeypatch):
+    monkeypatch.setattr(recipe, "_TABLE", dict(recipe._TABLE))
     own = replace(recipe.O2, name="test-own")
     assert recipe.register(own) is own
     assert recipe.register(replace(own)) is own  # twice is once

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from megatron.lm.config import Config
 from megatron.lm.run.trainer import Trainer
+from msamp.numerics.recipe import GEMMS, by_name
 
-STEPS, SAVED = tiny.BOTH_PHASES, tiny.WINDOW // 2 + 1  # delayed scaling's window is filled between
+STEPS, SAVED, WINDOW = 16, 8, 10  # delayed scaling's window is filled after the save; FP16's loss scale falls before and after it
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 GRIDS: dict[str, dict[str, Any]] = {
     "DP 2": {},  # at O3 with ZeRO
@@ -52,6 +53,7 @@ def settings(prefix: str, run: tuple[str, str], **more: Any) -> Config:
     lean = {"disable_bias_linear": True, "normalization": "RMSNorm"}
     precision, *states = run[0].split("+")
     shared["optimizer_state"] = states[0] if states else None
+    shared["fp8_amax_history_len"] = WINDOW if by_name(precision).gemm == GEMMS["delayed"] else None
     moving = LOSS_SCALE if run[0] == "fp16-amp" else {}
     return tiny.config(prefix, precision=precision, **shared, **lean, **moving, **GRIDS[run[1]], **more)
 

@@ -59,7 +59,7 @@ def test_a_weight_midway_between_two_codes_does_not_jump_by_an_update_that_its_m
     master, weight = ScalingTensor.quantize(p, FP16), ScalingTensor.quantize(p, E4M3)
     batch = Batch([-torch.ones_like(p)], [torch.zeros_like(p)], [torch.zeros_like(p)], [master], [weight], [torch.zeros(())], [0], [0])
     amaxes, hyper = torch.tensor([[1.0], [0.0], [0.0], [1.0625]]), torch.tensor(Hyper(1e-5, 0.9, 0.999, 1e-8, 0.0), dtype=torch.float64)
-    adamw(None, batch, hyper, True, amaxes, torch.zeros(3, 1), None, torch.tensor(True))
+    adamw(None, batch, hyper, amaxes, torch.zeros(3, 1), None, torch.tensor(True), decoupled=True)
     assert master.dequantize(torch.float32).eq(1.0625).all()  # half a unit in FP16's last place is 5e-4
     assert weight.dequantize(torch.float32).eq(1.0).all()
     assert quantize(p + 1e-5, 1 / weight.scale_inv, E4M3).float().mul(weight.scale_inv).eq(1.125).all()  # of the unrounded master

@@ -158,7 +158,7 @@ def test_an_fp8_weight_is_cast_from_its_rounded_master(triton_device):
             x, grads=[-torch.ones_like(p) for p in ps], masters=[stored(p, FP16) for p in ps], weights=[stored(p, E4M3) for p in ps]
         )
         arguments = amaxes_of(x, triton_device), torch.zeros(3, 2, device=triton_device), None, torch.tensor(True, device=triton_device)
-        run(Tables(torch.device(triton_device)), x, hyper(triton_device, lr=1e-5, weight_decay=0.0), True, *arguments)
+        run(Tables(torch.device(triton_device)), x, hyper(triton_device, lr=1e-5, weight_decay=0.0), *arguments, decoupled=True)
         assert all(master.dequantize().eq(1.0625).all() for master in x.masters)
         assert all(weight.dequantize().eq(1.0).all() for weight in x.weights)
 
