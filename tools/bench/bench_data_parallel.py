@@ -329,7 +329,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(row), flush=True)
         rows.append(options.csv, [where | {column: row.get(column, "") for column in COLUMNS}])
 
-    configs = {case: configuration(case, options, launch.world_size) for case in options.cases}
+    try:
+        configs = {case: configuration(case, options, launch.world_size) for case in options.cases}
+    except ValueError as error:
+        flags.error(str(error))
     if configs:
         process_groups.initialize(next(iter(configs.values())))
     for case, config in configs.items():
