@@ -23,12 +23,13 @@ from megatron.lm.config.check import check
 from megatron.lm.config.cli import config_from_dict, section_types
 from megatron.lm.cpu_home import cpu_home
 from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
+from megatron.lm.recipe import rule_setting
 from megatron.lm.run.trainer import Trainer
 from msamp.numerics.tensor import ScalingTensor
 
 VOCABULARY = 60  # padded to 64
-WINDOW = 16  # of delayed scaling
-BOTH_PHASES = WINDOW + 4  # steps that end some steps after its window was filled
+WINDOW = 3  # of delayed scaling: a short one shows both of its phases in few steps
+BOTH_PHASES = WINDOW + 3  # steps that end some steps after its window was filled
 SETTINGS: dict[str, Any] = {
     "num_layers": 2,
     "hidden_size": 32,
@@ -72,7 +73,19 @@ def config(prefix: Path | str, **settings: Any) -> Config:
     values.setdefault("lr_warmup_iters", min(2, values["train_iters"] - 1))
     sections = {name: {f.name: values.pop(f.name) for f in fields(cls) if f.name in values} for name, cls in section_types().items()}
     assert not values, f"unknown settings {sorted(values)}"
-    return config_from_dict(sections)
+    return _with_short_window(config_from_dict(sections))
+
+
+def _with_short_window(settings: Config) -> Config:
+    """Delayed scaling looks at `WINDOW` steps, where it is asked for and nothing is said of its window."""
+    precision = settings.precision
+    if precision.fp8_amax_history_len is not None or settings.checkpoint.load is not None:  # a resume takes the checkpoint's
+        return settings
+    try:
+        delayed = rule_setting(precision, "fp8_amax_history_len") is not None
+    except ValueError:  # a test of what is refused
+        return settings
+    return replace(settings, precision=replace(precision, fp8_amax_history_len=WINDOW)) if delayed else settings
 
 
 @contextlib.contextmanager

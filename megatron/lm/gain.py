@@ -26,6 +26,7 @@ from megatron.lm.recipe import with_saved_scaling
 from msamp.kernels.scaled_mm import fp8_hardware
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import ScalingState
+from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Recipe
 
 REPEATS = 20
@@ -110,8 +111,10 @@ def times_by_slot(config: Config, measure: Measure | None) -> dict[str, Times] |
     recipe = config.precision.recipe
     assert recipe.gemm is not None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    operand = recipe.gemm.input
+    scaling = f"{operand.scaling}" if operand.granularity == TENSORWISE else f"{operand.scaling} {operand.granularity}"
     # O1 and O2 cast the stored weight twice, O3 never.
-    where = f"{gpu}, torch {torch.__version__}, weight {recipe.weight}, scaling {recipe.gemm.input.scaling}"
+    where = f"{gpu}, torch {torch.__version__}, weight {recipe.weight}, scaling {scaling}"
     keys = {slot: f"{where}, {s.tokens} x {s.inputs} x {s.outputs}" for slot, s in layer_shapes(config).items()}
     path = Path(config.precision.fp8_gain_cache or default_cache())
     table = read_table(path)

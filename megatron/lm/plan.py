@@ -233,7 +233,7 @@ def activation_parts(config: Config) -> dict[str, int]:
         mlp = 0 if "mlp" in again else seen
     else:
         in_bf16 = config.precision.bf16_linears or ()
-        recipe = config.precision.named
+        recipe = config.precision.recipe
         narrow = {slot: 1 if recipe.fp8 and slot not in in_bf16 else wide for slot in LINEARS}
         gathered = recipe.fp8 and not (recipe.fp8_wire and config.parallel.tp_saved_input == "shard")
         for slot in ("linear_qkv", "linear_fc1"):

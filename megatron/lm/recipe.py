@@ -9,6 +9,7 @@ from msamp.nn.saved import AS_IT_IS, COAT, Saved
 from msamp.numerics import formats
 from msamp.numerics.recipe import GEMMS, Cast, Gemm, Product, Recipe, StateFormats
 from msamp.numerics.scaling import Scaling
+from msamp.optim import updates
 
 SAVED: dict[str, Saved] = {"compute": AS_IT_IS, "coat": COAT}  # by --save-activations
 RULE_SETTINGS = {"fp8_amax_history_len": "window", "fp8_amax_compute_algo": "algorithm", "fp8_margin": "margin"}  # flag -> the rule's
@@ -18,7 +19,7 @@ def build_recipe(precision: PrecisionConfig) -> Recipe:
     """The recipe that the flags name, with the scaling and the state formats (Table 6 of FP8-LM) that they ask for.
 
     Raises:
-        ValueError: flags that name two recipes, or formats that theirs does not take.
+        ValueError: flags that name two recipes, or formats that the update of theirs does not take.
     """
     recipe, gemm = precision.named, gemm_of(precision)
     moments = OPTIMIZER_STATES[precision.optimizer_state] if precision.optimizer_state else None
@@ -29,7 +30,9 @@ def build_recipe(precision: PrecisionConfig) -> Recipe:
         "v": precision.exp_avg_sq_format or moments,
     }
     varied = recipe.with_states(**{key: formats.by_name(name) for key, name in names.items() if name is not None})
-    return varied if gemm is None else varied.with_gemm(gemm)
+    for states in states_by_kind(varied).values():
+        updates.by_name(states.update).check_group(updates.format_names(states), decoupled=True)
+    return varied if gemm is None or gemm == recipe.gemm else varied.with_gemm(gemm)
 
 
 def gemm_of(precision: PrecisionConfig) -> Gemm | None:

@@ -15,7 +15,7 @@ import tiny
 import torch
 from torch import nn
 
-from megatron.lm.checkpoint.reader import Saved
+from megatron.lm.checkpoint.reader import CheckpointReader
 from megatron.lm.config import Config
 from megatron.lm.plan import plan, report
 from megatron.lm.run.trainer import Trainer
@@ -94,8 +94,7 @@ def settings(prefix: str, zero: bool, **more: Any) -> Config:
 def trained(config: Config) -> dict[str, Any]:
     """A run, and what this rank has at its end."""
     rows: list[dict[str, Any]] = []
-    with tiny.started(config):
-        made = Trainer(config)
+    with tiny.trainer(config) as made:
         made.metrics.write = rows.append  # type: ignore[method-assign]
         made._announce()
         made.run()
@@ -169,7 +168,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(ranks: list[dict[str, Any]]
 
 @pytest.mark.parametrize("zero", ZERO.values(), ids=ZERO)
 def test_its_checkpoint_holds_the_state_and_one_scale_a_tensor(ranks: list[dict[str, Any]], folder: Path, zero: bool):
-    stored = Saved(folder / str(zero)).stored.tensors
+    stored = CheckpointReader(folder / str(zero)).stored.tensors
     buffers = [key for key in stored if key.startswith("momentum_buffer/")]
     scaled = {key.partition(".scale_inv@")[0] for key in buffers if ".scale_inv@" in key}
     plain = {key for key in buffers if ".scale_inv@" not in key}

@@ -69,8 +69,9 @@ class PrecisionConfig:
         legal=COUNT,
     )
     fp8_recipe: str | None = setting(
-        "how activations and their gradients are scaled for FP8 GEMMs: delayed by the amaxes of past steps, tensorwise by a tensor's own; "
-        "derived: that of the checkpoint that is resumed, else the recipe's own, delayed at O1 to O3 and tensorwise with coat",
+        "how the operands of FP8 GEMMs are scaled: tensors by the amaxes of past steps (delayed) or by their own (tensorwise), blocks of "
+        "128 by FP32 scales as in DeepSeek-V3 or by powers of two, or of 32 by shared exponents (mxfp8); derived: as in the checkpoint "
+        "that is resumed, else the recipe's own, delayed at O1 to O3 and tensorwise with coat",
         None,
         choices=gemm_names,
     )

@@ -37,8 +37,9 @@ class Config:
 
     @property
     def fuses_layers(self) -> bool:
-        """Whether a transformer layer's linear layers are computed as two fused FP8 blocks: all four in FP8, or none."""
-        fp8 = self.precision.named.fp8 and not self.precision.bf16_linears
+        """Whether a transformer layer's linear layers are two fused FP8 blocks: all four in FP8, cast as the blocks' kernels can."""
+        gemm = self.precision.recipe.gemm
+        fp8 = gemm is not None and gemm.fusible and not self.precision.bf16_linears
         return fp8 and self.parallel.tensor_model_parallel_size == 1 and not self.model.hidden_dropout
 
     def padded_vocab_size(self, vocab_size: int) -> int:

@@ -136,6 +136,9 @@ def test_a_shape_is_measured_once_a_machine(tmp_path: Path):
     assert len(table.asked) == 12
     keys = json.loads((tmp_path / "gain.json").read_text())
     assert len(keys) == 12
+    for fp8_recipe in ("tensorwise", "blockwise", "blockwise-power-of-two"):  # the last two and the first share a scaling rule or a block
+        choose(config(tmp_path, fp8_recipe=fp8_recipe), table)
+    assert len(table.asked) == 24
     assert all(f"cpu, torch {torch.__version__}, weight " in key for key in keys) or torch.cuda.is_available()
 
 

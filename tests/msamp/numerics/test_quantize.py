@@ -103,6 +103,8 @@ def test_the_product_with_the_scale_is_taken_in_fp32(dtype):
     x = torch.tensor([300.0, 1e-5, -7.0]).to(dtype)
     got = quantize(x, torch.tensor(2.0**14), E5M2)
     assert codes(got).equal(codes(cast(x.float() * 2.0**14, E5M2)))
+    above_a_tie = quantize(torch.ones(3, dtype=dtype), torch.tensor(1.06251), E4M3)  # in fewer digits 1.0625, which rounds down to 1
+    assert above_a_tie.float().tolist() == [1.125] * 3
 
 
 def test_dequantize_rounds_once_to_the_asked_dtype():

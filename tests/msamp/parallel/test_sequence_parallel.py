@@ -60,6 +60,14 @@ def bad_sums(peers: Peers) -> dict[tuple, Tensor]:
     return found
 
 
+def twice(peers: Peers) -> float:
+    """The amax that a slot has after two sums of one step, the second half as large."""
+    used, mine = slot(False), partial(peers.rank, SCATTERED, torch.float32, "normal")
+    for part in (mine, mine / 2):
+        start_sum(part, peers, "output", scatter=True, wire=(used, E4M3))()
+    return float(used.amax)
+
+
 def rows(rank: int, dtype: torch.dtype) -> Tensor:
     return make("normal", (6, 5), rank).to(dtype)
 
@@ -78,7 +86,7 @@ def on_ranks() -> dict[int, dict[str, Any]]:
     for world, group in groups.items():
         if group is not None:
             peers = Peers(group, WireBytes())
-            found[world] = {"sums": sums(peers), "gathers": gathers(peers), "bad": bad_sums(peers)}
+            found[world] = {"sums": sums(peers), "gathers": gathers(peers), "bad": bad_sums(peers), "twice": twice(peers)}
     return found
 
 
@@ -150,6 +158,12 @@ def test_the_bytes_of_sums(world):
             if fmt is not None and not delayed:
                 want["activation", "amax all-reduce"] = -(-2 * (world - 1) * 4 // world)
             assert found["sums"][key]["sent"] == want, (key, rank)
+
+
+@over_worlds
+def test_the_largest_amax_of_a_step_stays(world):
+    largest = max(float(partial(rank, SCATTERED, torch.float32, "normal").abs().max()) for rank in range(world))
+    assert [found["twice"] for found in ranks(world)] == [largest] * world
 
 
 @over_worlds

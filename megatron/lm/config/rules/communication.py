@@ -51,15 +51,18 @@ def overflow_guard(config: Config, world_size: int) -> Problems:
 
 
 def tensor_parallel_wire(config: Config, world_size: int) -> Problems:
-    """FP8 between tensor-parallel processes is O3's, and each of its two flags wants the parallelism whose transfer it is about."""
+    """FP8 between tensor-parallel processes is O3's with a scale a tensor, and each of its two flags wants the parallelism whose transfer
+    it is about."""
     parallel, precision = config.parallel, config.precision
-    fp8_wire = precision.contradiction is None and precision.named.fp8_wire
+    known = refusal(precision) is None
+    fp8_wire = known and precision.recipe.fp8_wire
+    level = "--fp8-recipe delayed or tensorwise" if known and precision.named.fp8_wire else "--opt-level O3"
     for name, default, ground, there in (
         ("tp_wire", "bf16", "--tensor-model-parallel-size above 1", parallel.tensor_model_parallel_size > 1),
         ("tp_saved_input", "shard", "--sequence-parallel", parallel.sequence_parallel),
     ):
         value = getattr(parallel, name)
-        lacking = [remedy for remedy, given in (("--opt-level O3", fp8_wire), (ground, there)) if not given]
+        lacking = [remedy for remedy, given in ((level, fp8_wire), (ground, there)) if not given]
         if value != default and lacking:
             yield f"{flag(name)} {value} has no effect without {' and '.join(lacking)}: drop it, or add {' and '.join(lacking)}"
 

@@ -6,8 +6,7 @@ from megatron.lm.config.precision import COAT_FORMATS, OPTIMIZER_STATES, Precisi
 from megatron.lm.config.schema import flag
 from megatron.lm.config.whole import Config, Problems, Rules
 
-STATE_FORMAT_FIELDS = ("master_format", "grad_format", "exp_avg_format", "exp_avg_sq_format")
-MOMENT_FIELDS = ("optimizer_state", "exp_avg_format", "exp_avg_sq_format")
+STATE_FIELDS = ("optimizer_state", "master_format", "grad_format", "exp_avg_format", "exp_avg_sq_format")
 LOSS_SCALE_FIELDS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 WANTS_FP8 = "drop it, or use --opt-level O1, O2 or O3"
 
@@ -33,17 +32,14 @@ def one_recipe(config: Config, world_size: int) -> Problems:
         if precision.optimizer_state is not None and value not in (None, *COAT_FORMATS):
             remedy = f"drop one, or choose {' or '.join(COAT_FORMATS)}"
             yield f"--optimizer-state {precision.optimizer_state} contradicts {flag(name)} {value}: {remedy}"
-    given = {name: getattr(precision, name) for name in STATE_FORMAT_FIELDS if getattr(precision, name) is not None}
-    coat = [name for name in MOMENT_FIELDS if getattr(precision, name) in (*OPTIMIZER_STATES, *COAT_FORMATS)]
-    if coat and named.states.update != "fp32":
-        what = f"{flag(coat[0])} {getattr(precision, coat[0])}"
-        yield f"{what} contradicts precision {named.name}, whose update is in BF16: drop it, or use --precision bf16"
-    elif named.fp8 and (problem := refusal(precision)) is not None:
-        yield f"{' '.join(f'{flag(name)} {value}' for name, value in given.items())} with precision {named.name}: {problem}"
-    if not named.fp8:
-        for name, value in given.items():
-            if value not in COAT_FORMATS:
-                yield f"{flag(name)} {value} contradicts precision {named.name}, whose formats are fixed: {WANTS_FP8}"
+    given = {name: getattr(precision, name) for name in STATE_FIELDS if getattr(precision, name) is not None}
+    fixed = {name: value for name, value in given.items() if not named.fp8 and value not in (*COAT_FORMATS, *OPTIMIZER_STATES)}
+    for name, value in fixed.items():
+        yield f"{flag(name)} {value} contradicts precision {named.name}, whose formats are fixed: {WANTS_FP8}"
+    problem = refusal(precision)
+    if problem is not None and not fixed:
+        flags = " ".join(f"{flag(name)} {value}" for name, value in given.items())
+        yield f"{flags} contradicts precision {named.name}: {problem}; drop it, or use --precision bf16"
 
 
 def fp8_linears(config: Config, world_size: int) -> Problems:

@@ -1,5 +1,6 @@
 """Batches, the learning rate's schedule, recomputation, determinism."""
 
+from megatron.lm.config.rules.precision import refusal
 from megatron.lm.config.rules.shape import nearest_multiples
 from megatron.lm.config.schema import flag
 from megatron.lm.config.whole import Config, Problems, Rules
@@ -46,7 +47,8 @@ def recomputation(config: Config, world_size: int) -> Problems:
         modules = " ".join(training.recompute_modules)
         yield f"--recompute-modules {modules} has no effect by itself: add --recompute-granularity selective, or drop it"
     again = training.recompute_modules or ("core_attn",)
-    if training.recompute_granularity == "selective" and config.fuses_layers and config.model.attention_dropout and "core_attn" in again:
+    fused = refusal(config.precision) is None and config.fuses_layers
+    if training.recompute_granularity == "selective" and fused and config.model.attention_dropout and "core_attn" in again:
         yield (
             f"a fused layer does not recompute attention with --attention-dropout {config.model.attention_dropout:g}: "
             "give --recompute-modules mlp, or drop one of them"
@@ -73,6 +75,6 @@ def determinism(config: Config, world_size: int) -> Problems:
 RULES: Rules = {
     batches: ("training", "parallel"),
     schedule: ("optimizer", "training"),
-    recomputation: ("model", "training", "parallel"),
+    recomputation: ("model", "training", "parallel", "precision"),
     determinism: ("training", "model"),
 }

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from megatron.lm import checkpoint
 from megatron.lm.checkpoint import CheckpointReader, iteration_folder
-from megatron.lm.checkpoint.content import STATES
 from megatron.lm.checkpoint.place import places
 from megatron.lm.checkpoint.values import Found
 from megatron.lm.config import Config
 from msamp.numerics.formats import of_dtype
+from msamp.optim import updates
 
 pytestmark = pytest.mark.timeout(3000)
+STATES = tuple(state.key for state in updates.by_name("fp32").states)
 LEVELS = ("fp32", "O3")  # the formats between them: test_values.py
 TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 GRIDS: dict[str, dict[str, Any]] = {

@@ -120,7 +120,7 @@ def test_help_lists_every_flag_and_every_name_that_can_be_registered():
             assert re.search(rf"{flag(name)}[ ,\n]", done.stdout), name
     assert "--preset" in done.stdout
     assert f"--precision {{{','.join(recipe.names())}}}" in done.stdout
-    assert "--fp8-recipe {delayed,tensorwise}" in done.stdout
+    assert f"--fp8-recipe {{{','.join(recipe.GEMMS)}}}" in done.stdout
     assert "--fp8-scaling {delayed,current}       the former name of --fp8-recipe" in done.stdout
 
 

@@ -17,6 +17,11 @@ REFUSALS = {
         2,
         "--tp-wire fp8 has no effect without --opt-level O3: drop it, or add --opt-level O3",
     ),
+    "TP wire, blocks": (
+        "--opt-level O3 --fp8-recipe blockwise --tensor-model-parallel-size 2 --tp-wire fp8",
+        2,
+        "--tp-wire fp8 has no effect without --fp8-recipe delayed or tensorwise: drop it, or add --fp8-recipe delayed or tensorwise",
+    ),
     "TP wire, one process": (
         "--opt-level O3 --tp-wire fp8",
         1,

@@ -68,7 +68,7 @@ REFUSALS = {
     "coat and collage": (
         "--precision collage-fp8 --optimizer-state coat",
         1,
-        "--optimizer-state coat contradicts precision collage-fp8, whose update is in BF16: drop it, or use --precision",
+        "--optimizer-state coat contradicts precision collage-fp8: update .* computes in BF16.*; drop it, or use --precision bf16",
     ),
     "format": ("--grad-format fp8-e4m3", 1, "--grad-format fp8-e4m3 contradicts precision bf16, whose formats are fixed: drop it, or use"),
 }
