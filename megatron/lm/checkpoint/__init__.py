@@ -1,4 +1,7 @@
-"""Checkpoints: sharded, moved between grids and levels on load, whole or not there. `content` says what one holds, `folder` where."""
+"""Checkpoints: sharded, moved between grids and levels on load, whole or not there.
+
+`content` says what one holds, `folder` where, `versions` what those of earlier versions hold.
+"""
 
 from megatron.lm.checkpoint.folder import exists, iteration_folder, latest
 from megatron.lm.checkpoint.loading import load, saved_precision

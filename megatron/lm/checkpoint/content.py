@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.lm.checkpoint import rng
-from megatron.lm.checkpoint.folder import VERSION
 from megatron.lm.checkpoint.place import Place, names_of, places
 from megatron.lm.checkpoint.storage import Item
+from megatron.lm.checkpoint.versions import VERSION
 from megatron.lm.config import Config
 from megatron.lm.config.cli import config_to_dict
 from megatron.lm.grid import Grid, Ranks

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.lm.checkpoint.versions import upgraded
 from megatron.lm.config import LATEST_CHECKPOINT_FILE
 
-VERSION = 3
 INFO_FILE = "checkpoint.json"
 LOCK_FILE = ".lock"
 _NAME = re.compile(r"iter_(\d{7,})(\.replaced)?")
@@ -90,10 +90,10 @@ def write_info(folder: Path, info: dict[str, Any]) -> None:
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """What `checkpoint.json` of a checkpoint holds.
+    """What `checkpoint.json` of a checkpoint holds, one of an older version in the settings of today (`versions`).
 
     Raises:
-        ValueError: the folder is not a whole checkpoint of this version, saying why. File contents are judged by `check_files`.
+        ValueError: the folder is not a whole checkpoint of a version that is read, saying why. File contents are judged by `check_files`.
     """
     file = folder / INFO_FILE
     if not file.is_file():
@@ -104,10 +104,10 @@ def read_info(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{file} cannot be read ({error})") from None
     if not isinstance(info, dict) or info.get("seal") != _seal({key: value for key, value in info.items() if key != "seal"}):
         raise ValueError(f"{file} is damaged: its seal does not fit its contents")
-    if info["version"] != VERSION:
-        raise ValueError(
-            f"{folder} has checkpoint version {info['version']}, this code reads version {VERSION}; read it with the code of then"
-        )
+    try:
+        info = upgraded(info)
+    except ValueError as problem:
+        raise ValueError(f"{folder} {problem}") from None
     for name, entry in info["files"].items():
         path = folder / name
         if Path(name).name != name:
@@ -115,7 +115,6 @@ def read_info(folder: Path) -> dict[str, Any]:
         size = path.stat().st_size if path.is_file() else None
         if size != entry["bytes"]:
             raise ValueError(f"{path} is {'missing' if size is None else f'{size} bytes long'}; it should be {entry['bytes']} bytes long")
-    _renew(info.get("config", {}))
     return info
 
 
@@ -124,13 +123,6 @@ def check_files(folder: Path, files: dict[str, Any]) -> None:
     for name, entry in files.items():
         if file_digest(folder / name) != entry["sha256"]:
             raise ValueError(f"{folder / name} is damaged: its SHA-256 is not that in {INFO_FILE}")
-
-
-def _renew(config: dict[str, Any]) -> None:
-    """Say in today's settings what a checkpoint says that still knew --log-underflow-interval: two others have a derived default since."""
-    if config.get("logging", {}).pop("log_underflow_interval", None) is not None:
-        defaults = {"fp8_scaling": "delayed", "save_activations": "compute"}
-        config["precision"] |= {key: None for key, value in defaults.items() if config["precision"].get(key) == value}
 
 
 def _seal(info: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Command line of the trainer: flags generated from the sections of `Config`, and the way back.
 
 `--preset NAME` lays the values of `presets.py` under the flags: what is written beside it overrides them. A renamed flag is understood for
-one version more, with a warning that says what to write (`RENAMED`); in a checkpoint's configuration without one.
+one version more, with a warning that says what to write (`RENAMED`); what a checkpoint calls it, `checkpoint/versions.py` knows for good.
 """
 
 import argparse
@@ -94,18 +94,7 @@ def config_from_dict(data: Mapping[str, Mapping[str, Any]]) -> Config:
     """
     sections = section_types()
     _refuse_unknown_keys(data, sections, "section of the configuration")
-    return Config(**{name: _section(name, cls, _today(name, data.get(name, {}))) for name, cls in sections.items()})
-
-
-def _today(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a section with what has been renamed under its name of today."""
-    found = dict(values)
-    for name, renamed in RENAMED.items():
-        if renamed.section == section and name in found:
-            value = found.pop(name)
-            if value is not None:
-                found.setdefault(renamed.now, renamed.values.get(value, value))
-    return found
+    return Config(**{name: _section(name, cls, data.get(name, {})) for name, cls in sections.items()})
 
 
 def _section(name: str, cls: type, values: Mapping[str, Any]) -> Any:

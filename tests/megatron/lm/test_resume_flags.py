@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import tiny
 
-from megatron.lm.checkpoint.folder import latest, read_info, write_info
-from msamp.numerics import recipe
 from msamp.numerics.scaling import Delayed
 
 
@@ -56,23 +54,6 @@ def test_how_operands_are_scaled_is_the_checkpoint_s(prefix: Path, tmp_path: Pat
     with pytest.raises(ValueError, match=r"--fp8-amax-history-len 16 \(saved: 3\). Drop the flag .*, or add --finetune"):
         tiny.run(other)
     tiny.run(replace(other, checkpoint=replace(other.checkpoint, finetune=True)))
-
-
-def test_a_checkpoint_without_the_settings_has_their_defaults(prefix: Path, tmp_path: Path):
-    """As the version before wrote them: --fp8-scaling, and no flag for the window."""
-    tiny.run(tiny.config(prefix, opt_level="O2", train_iters=2, save=str(tmp_path), fp8_recipe="tensorwise"))
-    folder = latest(tmp_path)
-    info = read_info(folder)
-    settings = info["config"]["precision"]
-    for name in ("fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"):
-        del settings[name]
-    settings["fp8_scaling"] = "current"
-    info.pop("seal")
-    write_info(folder, info)
-    with tiny.trainer(tiny.config(prefix, opt_level="O2", train_iters=4, load=str(tmp_path))) as made:
-        assert made.training.config.precision.recipe.gemm == recipe.GEMMS["tensorwise"]
-    with pytest.raises(ValueError, match=r"--fp8-recipe delayed \(saved: tensorwise\)"):
-        tiny.run(tiny.config(prefix, opt_level="O2", train_iters=4, load=str(tmp_path), fp8_recipe="delayed"))
 
 
 SHAPES = {

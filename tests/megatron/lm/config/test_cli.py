@@ -167,21 +167,10 @@ def test_what_a_preset_gives_is_legal():
 
 
 @pytest.mark.parametrize(("was", "now"), [("delayed", "delayed"), ("current", "tensorwise")])
-def test_a_renamed_flag_is_understood_with_a_warning_and_a_saved_setting_without(was, now, recwarn):
+def test_a_renamed_flag_is_understood_with_a_warning(was, now):
     want = parse_args([*REQUIRED, "--opt-level", "O2", "--fp8-recipe", now])
-    data = config_to_dict(parse_args([*REQUIRED, "--opt-level", "O2"]))
-    del data["precision"]["fp8_recipe"]
-    data["precision"]["fp8_scaling"] = was
-    assert config_from_dict(data) == want
-    assert not recwarn.list
     with pytest.warns(DeprecationWarning, match=rf"--fp8-scaling {was} will not be known .*: write --fp8-recipe {now}"):
         assert parse_args([*REQUIRED, "--opt-level", "O2", "--fp8-scaling", was]) == want
-
-
-def test_a_saved_setting_that_was_left_open_stays_open():
-    data = config_to_dict(parse_args([*REQUIRED, "--opt-level", "O2"]))
-    data["precision"] = {"opt_level": "O2", "fp8_scaling": None}
-    assert config_from_dict(data).precision.fp8_recipe is None
 
 
 def test_a_renamed_flag_beside_its_new_name_is_refused(capsys):

@@ -1,0 +1,69 @@
+"""Versions of the format: what a checkpoint of each one holds, which of them are read, and how an older one becomes one of today.
+
+`version` in `checkpoint.json` is the number of the format. It rises with every change after which the reader before would take something
+for what it is not, or would not know it.
+
+1   A folder with one file, `state.pt`, and no `checkpoint.json`.
+2   A file a rank, such as `mp_rank_00_000.pt`, and no `checkpoint.json`. It could be read on the same grid alone.
+3   `checkpoint.json` and a sharded file a rank, with the keys that `content` lists; the states are master, exp_avg, exp_avg_sq, and of
+    Collage's pairs weight_remainder and exp_avg_sq_remainder. The configuration has `precision.fp8_scaling`: delayed, current, or none for
+    the recipe's own. Nothing says how delayed scaling does it: it looks at 16 steps, takes the largest amax, and leaves no margin. The
+    first ones also have `logging.log_underflow_interval`; at their time two settings with a derived default of today had a fixed one.
+4   Tensors as in 3. The states are those that the update declares, under its own names. The configuration has `precision.fp8_recipe`
+    (tensorwise, where version 3 says current), `fp8_amax_history_len`, `fp8_amax_compute_algo` and `fp8_margin`; a precision, an update and
+    a gradient exchange may be registered ones.
+
+A reader of version 4 reads 3 and 4. `upgraded` rewrites the configuration, one step a version, and the rest of the code knows today's
+alone. Tensors of version 3 have the keys of version 4, so that no step touches them, and a run goes on from them bit for bit. Versions 1
+and 2 are refused with the advice to read them with the code of then. A version above 4 is refused with the advice to take newer code:
+whatever such a checkpoint holds, this code cannot know what else to load. As with a damaged one, a resume then passes over it to an older
+checkpoint in the same folder, if there is one, and says so.
+
+A setting that a run leaves open is saved as open, and means the default on resume. So a new default is a new version too, with a step that
+writes the default of before into older configurations.
+
+Whoever raises `VERSION` adds a paragraph above and a step to `_STEPS`, and before that, with the code that still writes the old version,
+checkpoints of it: `tests/make_checkpoints.py` makes them for `tests/megatron/lm/checkpoint/test_versions.py`, which goes on from each.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+VERSION = 4
+
+
+def upgraded(info: dict[str, Any]) -> dict[str, Any]:
+    """`checkpoint.json` of any version that can be read -> of today's.
+
+    Args:
+        info: contents of `checkpoint.json`; stays as it is.
+
+    Raises:
+        ValueError: a version that is newer than this code, or too old for it; the message goes on from the name of the checkpoint.
+    """
+    version, oldest = info["version"], min(_STEPS)
+    if version > VERSION:
+        raise ValueError(
+            f"has checkpoint version {version}, and this code reads versions {oldest} to {VERSION}: take the code that wrote it, or newer"
+        )
+    if version < oldest:
+        raise ValueError(
+            f"has checkpoint version {version}, and this code reads versions {oldest} to {VERSION}: read it with the code of then"
+        )
+    config = {section: dict(values) for section, values in info.get("config", {}).items()}
+    for step in range(version, VERSION):
+        _STEPS[step](config)
+    return info | {"version": VERSION, "config": config}
+
+
+def _from_3(config: dict[str, dict[str, Any]]) -> None:
+    precision = config.get("precision", {})
+    if config.get("logging", {}).pop("log_underflow_interval", None) is not None:
+        fixed = {"fp8_scaling": "delayed", "save_activations": "compute"}
+        precision |= {key: None for key, value in fixed.items() if precision.get(key) == value}
+    if "fp8_scaling" in precision:
+        scaling = precision.pop("fp8_scaling")
+        precision["fp8_recipe"] = "tensorwise" if scaling == "current" else scaling
+
+
+_STEPS: dict[int, Callable[[dict[str, dict[str, Any]]], None]] = {3: _from_3}  # version -> what makes its configuration the next one's

@@ -1,0 +1,137 @@
+"""Checkpoints that earlier versions wrote (`tests/checkpoints_of`, by `tests/make_checkpoints.py`): loaded bit for bit, and gone on from.
+
+Losses of the steps after loading are compared to `LOSS`, because products add up in another order on another CPU. On the machine that made
+them they are equal to the bit, with the kernels for AVX2 and for AVX-512 without BF16 too; those for SSE move them by at most 6e-6.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+import tiny
+from make_checkpoints import STEPS_AFTER, digests
+
+from megatron.lm.checkpoint import CheckpointReader, latest, save
+from megatron.lm.checkpoint.folder import read_info
+from megatron.lm.checkpoint.versions import _STEPS, VERSION, upgraded
+from megatron.lm.config import CheckpointConfig, Config, LoggingConfig
+from megatron.lm.config.cli import config_from_dict
+from msamp.numerics import recipe
+from msamp.numerics.scaling import Delayed
+
+ROOT = Path(__file__).parents[3] / "checkpoints_of"
+RUNS = sorted(str(file.relative_to(ROOT)).removesuffix(".tar.xz") for file in ROOT.glob("version_*/*.tar.xz"))
+LOSS = {"rel": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def beside_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configurations of then name corpus and checkpoint in the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+def unpacked(run: str) -> Config:
+    """Fetch a run's checkpoint and corpus; the configuration of a run that goes on from it with its flags, but for how FP8 is scaled."""
+    archive = ROOT / f"{run}.tar.xz"
+    shutil.unpack_archive(archive)
+    for file in archive.parent.glob("corpus.*"):
+        shutil.copy(file, file.name)
+    name = archive.name.removesuffix(".tar.xz")
+    config = config_from_dict(read_info(latest(Path(name)))["config"])
+    return replace(
+        config,
+        training=replace(config.training, exit_interval=None),
+        precision=replace(config.precision, fp8_recipe=None),
+        logging=LoggingConfig(log_interval=1),
+        checkpoint=CheckpointConfig(load=name),
+    )
+
+
+def then(run: str) -> dict[str, Any]:
+    """What the code that wrote the checkpoint made of it."""
+    return json.loads((ROOT / f"{run}.json").read_text(encoding="utf-8"))
+
+
+def test_every_version_that_is_read_has_its_checkpoints():
+    assert list(_STEPS) == list(range(min(_STEPS), VERSION))
+    assert {run.partition("/")[0] for run in RUNS} == {f"version_{version}" for version in _STEPS}
+    assert len(RUNS) >= 6
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_checkpoint_of_then_has_the_bits_of_then_and_goes_on(run: str, tmp_path: Path):
+    config, expected, rows = unpacked(run), then(run), []
+    before = checkpoints.tensors(latest(Path(config.checkpoint.load)))
+    with tiny.trainer(config) as made:
+        training = made.training
+        assert digests(training) == expected["digests"]
+        assert (training.iteration, training.consumed_samples) == (expected["iteration"], expected["consumed_samples"])
+        assert (training.loss_scaler.state_dict() if training.loss_scaler is not None else None) == expected["loss_scale"]
+        again = save(training, tmp_path / "again")
+        assert checkpoints.same(checkpoints.tensors(again), before)
+        assert json.loads((again / "checkpoint.json").read_text())["version"] == VERSION
+        made.metrics.write = rows.append
+        made.run()
+    assert len(expected["losses"]) == STEPS_AFTER
+    assert tiny.losses(rows) == pytest.approx(expected["losses"], **LOSS)
+
+
+@pytest.mark.parametrize(("run", "scaling"), [("O2", Delayed(16, "max", 0)), ("O3", Delayed(16, "max", 0)), ("O2-current", None)])
+def test_how_version_3_scales_operands_is_kept(run: str, scaling: Delayed | None):
+    config = unpacked(f"version_3/{run}")
+    with tiny.trainer(config) as made:
+        gemm = made.training.config.precision.recipe.gemm
+    if scaling is None:
+        assert gemm == recipe.GEMMS["tensorwise"]
+    else:
+        assert (gemm.input.scaling, gemm.grad_output.scaling) == (scaling, scaling)
+    other, saved = ("delayed", "tensorwise") if scaling is None else ("tensorwise", "delayed")
+    with pytest.raises(ValueError, match=rf"--fp8-recipe {other} \(saved: {saved}\)"):
+        tiny.run(replace(config, precision=replace(config.precision, fp8_recipe=other)))
+
+
+def test_tools_read_version_3():
+    unpacked("version_3/O2-current")
+    reader = CheckpointReader("O2-current")
+    assert reader.config.precision.fp8_recipe == "tensorwise"
+    assert all(reader.values(name).isfinite().all() for name in reader.names())
+
+
+def test_a_setting_that_was_left_open_stays_open_and_one_that_is_gone_takes_the_defaults_of_its_time_along():
+    precision = {"opt_level": "O2", "fp8_scaling": "delayed", "save_activations": "coat"}
+    info = {"version": 3, "config": {"logging": {"log_interval": 5, "log_underflow_interval": 0}, "precision": precision}}
+    kept = json.loads(json.dumps(info))
+    now = upgraded(info)
+    assert info == kept
+    assert now["version"] == VERSION
+    assert now["config"]["logging"] == {"log_interval": 5}
+    assert now["config"]["precision"] == {"opt_level": "O2", "fp8_recipe": None, "save_activations": "coat"}
+    info["config"]["logging"] = {}
+    assert upgraded(info)["config"]["precision"]["fp8_recipe"] == "delayed"
+    assert upgraded({"version": 3, "config": {"precision": {"fp8_scaling": None}}})["config"]["precision"] == {"fp8_recipe": None}
+
+
+def test_a_checkpoint_of_today_stays_as_it_is():
+    info = {"version": VERSION, "config": {"precision": {"opt_level": "O2", "fp8_recipe": None}}, "iteration": 4}
+    assert upgraded(info) == info
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (
+            VERSION + 1,
+            rf"has checkpoint version {VERSION + 1}, and this code reads versions 3 to {VERSION}: take the code that wrote it, or",
+        ),
+        (2, rf"has checkpoint version 2, and this code reads versions 3 to {VERSION}: read it with the code of then"),
+    ],
+)
+def test_other_versions_are_refused_with_a_remedy(version: int, said: str):
+    config = unpacked("version_3/O2")
+    checkpoints.seal(latest(Path("O2")), version=version)
+    with pytest.raises(ValueError, match=f"O2/iter_0000018 {said}"):
+        tiny.run(config)
