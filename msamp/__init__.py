@@ -8,6 +8,7 @@ from msamp.comm.grad_sync import GradSync
 from msamp.integrations.initialize import initialize
 from msamp.nn.convert import convert
 from msamp.nn.linear import FP8Linear
+from msamp.numerics import formats
 from msamp.numerics import recipe as recipes
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
