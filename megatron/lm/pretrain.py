@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(error)
 
     warnings.filterwarnings("ignore", message=".*Apex")  # megatron-core says at every start that it does without
-    # Only now: torch and megatron-core take seconds to import, and a typo should not.
+    # Only now: megatron-core takes seconds to import, and a refusal should not.
     from megatron.lm import process_groups
     from megatron.lm.run import RunStopped
     from megatron.lm.run.trainer import Trainer

@@ -297,6 +297,11 @@ def register(update: Update) -> Update:
     return _KNOWN.setdefault(update.name, update)
 
 
+def own_keys() -> set[str]:
+    """Keys of the states of all known updates that follow from no other: no master and no remainder, which a weight has a share in."""
+    return {state.key for update in _KNOWN.values() for state in update.states if state.remainder_of is None and not state.copy}
+
+
 def remainders() -> dict[str, str]:
     """Key of each second component of a pair that a known update keeps -> key of its first, or `WEIGHT`."""
     return {state.key: state.remainder_of for update in _KNOWN.values() for state in update.states if state.remainder_of is not None}

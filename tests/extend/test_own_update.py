@@ -94,8 +94,7 @@ def settings(prefix: str, zero: bool, **more: Any) -> Config:
 def trained(config: Config) -> dict[str, Any]:
     """A run, and what this rank has at its end."""
     rows: list[dict[str, Any]] = []
-    with tiny.started(config):
-        made = Trainer(config)
+    with tiny.trainer(config) as made:
         made.metrics.write = rows.append  # type: ignore[method-assign]
         made._announce()
         made.run()

@@ -25,6 +25,7 @@ from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, FP32, Format, by_name
 from msamp.numerics.tensor import ScalingTensor
+from msamp.optim import updates
 from msamp.optim.adamw import kept_states
 from msamp.optim.shard import Holding
 from msamp.optim.states import by_key, is_own_master, weight_format
@@ -123,7 +124,7 @@ def _check_same_model(info: dict[str, Any], training: Training) -> None:
 def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
     settings, where, taken = training.config.checkpoint, places(training.model), _Taken()
     with_states = not (settings.finetune or settings.no_load_optim)
-    if with_states and not any(key.startswith("step/") for key in stored.tensors):
+    if with_states and not any(key.partition("/")[0] in updates.own_keys() for key in stored.tensors):
         if info["iteration"]:
             raise ValueError(f"{stored.folder} holds weights alone; load them with --finetune")
         with_states = False

@@ -318,14 +318,20 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def test_a_typo_is_told_before_torch_is_imported(corpus: Path, tmp_path: Path):
+@pytest.mark.parametrize(("flags", "torch_too"), [(["--num-attention-head", "2"], False), (["--num-attention-heads", "3"], True)])
+def test_a_typo_is_told_before_torch_is_imported_and_a_refusal_before_megatron_core(
+    corpus: Path, tmp_path: Path, flags: list[str], torch_too: bool
+):
+    """A recipe, which rules ask for its facts, has dtypes of torch's."""
     program = (
-        "import sys; from megatron.lm import pretrain; code = pretrain.main(sys.argv[1:]); "
-        "print('torch' in sys.modules, 'megatron.core' in sys.modules); sys.exit(code)"
+        "import sys; from megatron.lm import pretrain\n"
+        "try: code = pretrain.main(sys.argv[1:])\n"
+        "finally: print('torch' in sys.modules, 'megatron.core' in sys.modules)\n"
+        "sys.exit(code)"
     )
-    code, out, err = ended(command(["-c", program, *FLAGS, "--data-path", str(corpus), *outputs(tmp_path), "--num-attention-heads", "3"]))
-    assert (code, out.split()) == (2, ["False", "False"])
-    assert "--num-attention-heads 3" in err
+    code, out, err = ended(command(["-c", program, *FLAGS, "--data-path", str(corpus), *outputs(tmp_path), *flags]))
+    assert (code, out.split()) == (2, [str(torch_too), "False"])
+    assert " ".join(flags[:1]) in err
 
 
 @pytest.mark.nightly(20)  # the quick start does it every time

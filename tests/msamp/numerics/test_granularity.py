@@ -51,6 +51,9 @@ def test_all_tensorwise_are_one():
 class Rowwise:
     """What a further granularity brings."""
 
+    def __repr__(self) -> str:
+        return "rowwise"
+
     def maxima(self, x: torch.Tensor) -> torch.Tensor:
         return x.abs().amax(-1)
 

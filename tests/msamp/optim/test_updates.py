@@ -43,6 +43,7 @@ def test_the_states_of_the_built_in_updates():
     }
     assert {state.format for state in updates.by_name("fp8").states if state.remainder_of} == {REMAINDER_E4M3}
     assert updates.remainders() == {"weight_remainder": WEIGHT, "exp_avg_sq_remainder": "exp_avg_sq"}
+    assert updates.own_keys() == {"exp_avg", "exp_avg_sq"}
     assert updates.by_name("fp32").master_row == 3
 
 
