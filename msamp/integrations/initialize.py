@@ -202,6 +202,29 @@ def _low_precision_optimizer(
     return low
 
 
+def _converted(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    accept: Filter,
+    group: dist.ProcessGroup | None,
+    zero: bool,
+    clip_grad: float | None,
+) -> tuple[nn.Module, FP8AdamW]:
+    """The model with its layers converted, and the optimizer that takes the place of `optimizer`."""
+    originals = {name: m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    model = convert(model, recipe, accept)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, FP8Linear)}
+    renamed = {id(originals[name]): layer.weight for name, layer in layers.items() if name in originals}
+    low = _low_precision_optimizer(model, _groups(optimizer, renamed, recipe), recipe, group, zero, clip_grad)
+    owned = {id(p) for g in low.param_groups for p in g["params"]}
+    if recipe.weight != recipe.states.master:  # the master starts from the weight as it was, not from its FP8 rounding
+        for name, layer in layers.items():
+            if name in originals and id(layer.weight) in owned:
+                low.init_master(layer.weight, originals[name].detach())
+    return model, low
+
+
 def initialize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -277,18 +300,8 @@ def initialize(
         _start_equal(model, group)
     for name, p in model.named_parameters():
         check_finite(p, name)
-    originals = {name: m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     if chosen.fp8:
         for device in {p.device for p in model.parameters()}:
             warn_if_emulated(device)
-    model = convert(model, chosen, accept)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, FP8Linear)}
-    renamed = {id(originals[name]): layer.weight for name, layer in layers.items() if name in originals}
     zero = chosen.shards_optimizer if zero is None else zero
-    low = _low_precision_optimizer(model, _groups(optimizer, renamed, chosen), chosen, group, zero, clip_grad)
-    owned = {id(p) for g in low.param_groups for p in g["params"]}
-    if chosen.weight != chosen.states.master:  # the master starts from the weight as it was, not from its FP8 rounding
-        for name, layer in layers.items():
-            if name in originals and id(layer.weight) in owned:
-                low.init_master(layer.weight, originals[name].detach())
-    return model, low
+    return _converted(model, optimizer, chosen, accept, group, zero, clip_grad)
