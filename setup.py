@@ -4,15 +4,25 @@
 `megatron/__init__.py` would hide `megatron.core`.
 """
 
+import re
+from pathlib import Path
+
 from setuptools import find_namespace_packages, find_packages, setup
+
+# Read, not imported: msamp imports torch, which a build has not got.
+VERSION = re.search(
+    r'^__version__ = "([^"]+)"', (Path(__file__).parent / "msamp" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE
+)
+assert VERSION is not None, "msamp/__init__.py states no __version__"
 
 setup(
     name="msamp",
-    version="0.1.0",
+    version=VERSION[1],
     description="FP8 and other low-precision training of large language models, on Megatron-core",
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["msamp", "msamp.*"]) + find_namespace_packages(include=["megatron.lm", "megatron.lm.*"]),
+    package_data={"msamp": ["py.typed"]},
     install_requires=[
         "torch>=2.8",
         "megatron-core==0.16.1",

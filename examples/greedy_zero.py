@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import nn
 
 import msamp
-from msamp.numerics.tensor import fp32_values
 
 cuda, rank, ranks = torch.cuda.is_available(), int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
@@ -33,6 +32,6 @@ stored = sum(getattr(state, "payload", state).nbytes for states in optimizer.sta
 print(f"rank {rank} of {ranks} keeps {stored} bytes of optimizer states")
 if ranks > 1:
     for p in model.parameters():
-        dist.broadcast(first := fp32_values(p.detach()).clone(), 0)
-        assert first.equal(fp32_values(p.detach())), "the ranks have different weights"
+        dist.broadcast(first := msamp.fp32_values(p).clone(), 0)
+        assert first.equal(msamp.fp32_values(p)), "the ranks have different weights"
     dist.destroy_process_group()

@@ -1,33 +1,31 @@
-"""Low-precision training for PyTorch: FP8-LM's levels O1, O2, O3 in any loop.
+"""Low-precision training for PyTorch: FP8-LM's levels O1, O2, O3, COAT and Collage in any loop.
 
-model, optimizer = msamp.initialize(model, optimizer, opt_level="O2")
+model, optimizer = msamp.initialize(model, optimizer, recipe="O2")
 """
 
 from msamp import amp
+from msamp.comm import exchange as exchanges
 from msamp.comm.grad_sync import GradSync
 from msamp.integrations.initialize import initialize
+from msamp.nn import filters
+from msamp.nn.activation import Activation
 from msamp.nn.convert import convert
 from msamp.nn.linear import FP8Linear
+from msamp.nn.norm import LayerNorm, RMSNorm
+from msamp.nn.scaling_state import ScalingState
+from msamp.numerics import formats, granularity, scaling
 from msamp.numerics import recipe as recipes
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.tensor import ScalingTensor, fp32_values
+from msamp.optim import updates
 from msamp.optim.adamw import FP8AdamW
 from msamp.optim.clip import clip_grad_norm_
 from msamp.optim.collage import CollageAdamW
 from msamp.parallel.data_parallel import grad_sync
 from msamp.parallel.greedy_zero import GreedyZeRO, ZeRO
 
+__version__ = "0.1.0"  # setup.py reads it here
 __all__ = [
-    "CollageAdamW",
-    "FP8AdamW",
-    "FP8Linear",
-    "GradSync",
-    "GreedyZeRO",
-    "ScalingTensor",
-    "ZeRO",
-    "amp",
-    "clip_grad_norm_",
-    "convert",
-    "grad_sync",
-    "initialize",
-    "recipes",
-]
+    "Activation", "CollageAdamW", "FP8AdamW", "FP8Linear", "GradSync", "GreedyZeRO", "LayerNorm", "RMSNorm", "ScalingState",
+    "ScalingTensor", "ZeRO", "amp", "clip_grad_norm_", "convert", "exchanges", "filters", "formats", "fp32_values", "grad_sync",
+    "granularity", "initialize", "recipes", "scaling", "updates",
+]  # fmt: skip

@@ -1,4 +1,14 @@
-"""`msamp.initialize`: FP8 in one's own PyTorch loop with one line."""
+"""`msamp.initialize`: a precision recipe in one's own PyTorch loop with one line.
+
+A recipe states facts, and this file asks for nothing else. In a loop that is not ours they mean:
+
+- `gemm`: with FP8 GEMMs, linear layers become FP8Linear. Their weight stands in `weight`, beside a master where that is another format.
+- `states` are those of converted weights and of all other matrices. Where the gradients of `states` are FP8, only a converted weight has
+  such gradients, and other matrices have FP32 gradients and states. `vectors` are those of norms and biases.
+- The gradient of a parameter is in the format of its states; on several processes the average travels in that format.
+- `scales_loss`: such a recipe needs the loop's backward too, and is for `msamp.amp`.
+- `activations`: what norms and activations keep for backward is up to these modules, and those of the model stay as they are.
+"""
 
 import contextlib
 from collections.abc import Mapping
@@ -15,23 +25,37 @@ from msamp.nn.filters import DEFAULT, Filter
 from msamp.nn.linear import FP8Linear, check_finite
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import recipe as recipes
-from msamp.numerics.formats import Format
-from msamp.numerics.recipe import FP32_STATES, Recipe
+from msamp.numerics.recipe import FP32_STATES, GEMMS, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
+from msamp.optim import updates
 from msamp.optim.adamw import FP8AdamW
 from msamp.optim.clip import check_max_norm
+from msamp.optim.updates import format_names
 from msamp.parallel.data_parallel import grad_sync
 from msamp.parallel.greedy_zero import ZeRO
 
-LEVELS = {recipe.name: recipe for recipe in (recipes.O1, recipes.O2, recipes.O3)}
+_CASTS = {torch.float32: "model.float()", torch.bfloat16: "model.bfloat16()"}
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
 _TORCH_ONLY = {*_UNSUPPORTED, "params", "foreach", "fused", "decoupled_weight_decay"}
 
 
-def _recipe(opt_level: str) -> Recipe:
-    if opt_level not in LEVELS:
-        raise ValueError(f"opt_level is {opt_level!r}; it must be one of {', '.join(LEVELS)} (without msamp the loop is O0)")
-    return LEVELS[opt_level]
+def _chosen(recipe: str | Recipe | None, opt_level: str | None, fp8_recipe: str | None) -> Recipe:
+    """What the arguments name together; O2 where they name nothing."""
+    named = [each if isinstance(each, Recipe) else recipes.by_name(each) for each in (recipe, opt_level) if each is not None]
+    first, *others = named or [recipes.O2]
+    if any(other != first for other in others):
+        raise ValueError(f"recipe is {first.name!r} and opt_level is {opt_level!r}; they say the same thing, so give one of them")
+    if first.scales_loss:
+        raise ValueError(f"recipe {first.name!r} scales the loss, which an optimizer cannot do; use msamp.amp.initialize and scale_loss")
+    if fp8_recipe is None:
+        return first
+    if fp8_recipe not in GEMMS:
+        raise ValueError(f"fp8_recipe is {fp8_recipe!r}; it must be one of {', '.join(GEMMS)}")
+    if not first.fp8:
+        raise ValueError(
+            f"fp8_recipe is {fp8_recipe!r}, and recipe {first.name!r} has no FP8 GEMM; drop it, or take a recipe with FP8 GEMMs"
+        )
+    return first.with_gemm(GEMMS[fp8_recipe])
 
 
 def _ranks(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -43,7 +67,7 @@ def _ranks(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return (group or dist.group.WORLD) if dist.get_world_size(group) > 1 else None
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise ValueError(
             f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}; accepted are torch.optim.AdamW, torch.optim.Adam "
@@ -55,14 +79,31 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         for option in _UNSUPPORTED:
             if group.get(option):
                 raise ValueError(f"optimizer option {option}=True is not available in low precision; build the optimizer without it")
+        for states in (recipe.states, recipe.vectors):
+            updates.by_name(states.update).check_group(format_names(states), _decoupled(optimizer, group))
 
 
-def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
+def _decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+
+
+def _dtypes(recipe: Recipe) -> tuple[torch.dtype, ...]:
+    """What the parameters of a model may be: where gradients are kept in the weights' format, that one alone."""
+    if not recipe.fp8 and recipe.states.grad == recipe.weight:
+        return (recipe.weight.dtype,)
+    return torch.float32, torch.bfloat16
+
+
+def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, group: dist.ProcessGroup | None) -> None:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError("DistributedDataParallel cannot hold FP8 weights; give model.module: msamp averages the gradients itself")
+    dtypes = _dtypes(recipe)
     for name, p in model.named_parameters():
-        if p.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"{name} is {p.dtype}; use a model in torch.float32 or torch.bfloat16 (model.float() or model.bfloat16())")
+        if p.dtype not in dtypes:
+            raise ValueError(
+                f"{name} is {p.dtype}; recipe {recipe.name!r} takes a model in {' or '.join(map(str, dtypes))} "
+                f"({' or '.join(_CASTS[dtype] for dtype in dtypes)} before the optimizer is built)"
+            )
     known = {id(p) for p in model.parameters()}
     held = [id(p) in known for g in optimizer.param_groups for p in g["params"]]
     if not any(held):
@@ -89,21 +130,30 @@ def _start_equal(model: nn.Module, group: dist.ProcessGroup) -> None:
         dist.broadcast(x, group=group, group_src=0)
 
 
+def _states(p: torch.Tensor, recipe: Recipe) -> StateFormats:
+    """The formats of gradient, master and moments of a parameter of the converted model."""
+    if isinstance(p, ScalingTensor):
+        return recipe.states
+    if p.dim() <= 1:
+        return recipe.vectors
+    return FP32_STATES if recipe.fp8_gradients else recipe.states
+
+
 def _groups(optimizer: torch.optim.Optimizer, renamed: Mapping[int, nn.Parameter], recipe: Recipe) -> list[dict[str, Any]]:
-    """The parameter groups of `optimizer`, each split into FP8 linear weights and the rest (FP32 states)."""
+    """The parameter groups of `optimizer`, each split by the formats of its parameters' states, those of FP8 linear weights first."""
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         params = [renamed.get(id(p), p) for p in group["params"]]
         common = {k: v for k, v in group.items() if k not in _TORCH_ONLY} | {"lr": float(group["lr"])}
-        common["decoupled"] = bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
-        linear = [p for p in params if isinstance(p, ScalingTensor)]
-        rest = [p for p in params if not isinstance(p, ScalingTensor)]
-        groups += [{"params": linear, "formats": recipe.states, **common}] if linear else []
-        groups += [{"params": rest, "formats": FP32_STATES, **common}] if rest else []
+        common["decoupled"] = _decoupled(optimizer, group)
+        alike: dict[StateFormats, list[nn.Parameter]] = {}
+        for p in sorted(params, key=lambda p: not isinstance(p, ScalingTensor)):
+            alike.setdefault(_states(p, recipe), []).append(p)
+        groups += [{"params": members, "formats": states, **common} for states, members in alike.items()]
     return groups
 
 
-class _Step:
+class _StepHooks:
     """Optimizer hooks: `optimizer.step()` begins with the average of the gradients, and its end is the step's end for the scales."""
 
     def __init__(self, state: ScalingState, sync: GradSync | None) -> None:
@@ -141,34 +191,69 @@ def _low_precision_optimizer(
     """An optimizer whose step takes the gradients' average over the ranks and rolls the model's scales."""
     sync = None
     if group is not None:
-        formats: dict[torch.Tensor, Format] = {
-            p: recipe.states.grad if isinstance(p, ScalingTensor) else FP32_STATES.grad for p in model.parameters()
-        }
-        sync = grad_sync(model, formats, group, shard=zero)
+        formats = {p: _states(p, recipe).grad for p in model.parameters()}
+        sync = grad_sync(model, formats, group, shard=zero, accumulate=recipe.accumulator)
     low = FP8AdamW(groups, clip_grad=clip_grad, shard=ZeRO(sync) if sync is not None and zero else None)
     low.grad_sync = sync  # type: ignore[attr-defined]
     low.no_sync = contextlib.nullcontext if sync is None else sync.no_sync  # type: ignore[attr-defined]
-    hooks = _Step(ScalingState(model), sync)
+    hooks = _StepHooks(ScalingState(model), sync)
     low.register_step_pre_hook(hooks.before)
     low.register_step_post_hook(hooks.after)
     return low
 
 
+def _converted(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    accept: Filter,
+    group: dist.ProcessGroup | None,
+    zero: bool,
+    clip_grad: float | None,
+) -> tuple[nn.Module, FP8AdamW]:
+    """The model with its layers converted, and the optimizer that takes the place of `optimizer`."""
+    originals = {name: m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    model = convert(model, recipe, accept)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, FP8Linear)}
+    renamed = {id(originals[name]): layer.weight for name, layer in layers.items() if name in originals}
+    low = _low_precision_optimizer(model, _groups(optimizer, renamed, recipe), recipe, group, zero, clip_grad)
+    owned = {id(p) for g in low.param_groups for p in g["params"]}
+    if recipe.weight != recipe.states.master:  # the master starts from the weight as it was, not from its FP8 rounding
+        for name, layer in layers.items():
+            if name in originals and id(layer.weight) in owned:
+                low.init_master(layer.weight, originals[name].detach())
+    return model, low
+
+
 def initialize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    opt_level: str = "O2",
+    recipe: str | Recipe | None = None,
     *,
+    opt_level: str | None = None,
+    fp8_recipe: str | None = None,
     accept: Filter = DEFAULT,
     group: dist.ProcessGroup | None = None,
     zero: bool | None = None,
     clip_grad: float | None = None,
 ) -> tuple[nn.Module, FP8AdamW]:
-    """Turn a model and its Adam into their FP8 counterparts (FP8-LM section 2; levels of section 3).
+    """Turn a model and its Adam into those of a precision recipe (FP8-LM, levels of section 3; Collage, Table 2; COAT).
 
-    Linear layers that `accept` admits compute in FP8 and store their weight as FP16 scaled (O1, O2) or E4M3 with an FP16
-    master (O3). Their gradient is E4M3, quantised once, after all micro-batches of the step have accumulated. Moments are
-    FP32 (O1) or E4M3 and FP16 (O2, O3). Everything else keeps its dtype, FP32 gradients and FP32 states.
+    | recipe | linear layers | gradients | master, m, v | a model in |
+    | --- | --- | --- | --- | --- |
+    | "O1" | FP8, weight FP16 scaled | E4M3 | its own, FP32, FP32 | FP32, BF16 |
+    | "O2" | FP8, weight FP16 scaled | E4M3 | its own, E4M3, FP16 scaled | FP32, BF16 |
+    | "O3" | FP8, weight E4M3 | E4M3 | FP16 scaled, E4M3, FP16 scaled | FP32, BF16 |
+    | "coat" | FP8, weight E4M3 | BF16 | FP32, COAT's E4M3 for both | FP32, BF16 |
+    | "collage-light", "collage-plus", "collage-fp8", "bf16-a", "bf16-kahan", "bf16-dmw", "bf16-d" | as they are | BF16 | Collage's | BF16 |
+    | "bf16" (also "O0") | as they are | FP32 | FP32 | FP32, BF16 |
+    | "fp32" | as they are | FP32 | FP32 | FP32 |
+
+    Where linear layers are FP8, those that `accept` admits are, and gradients, master and moments are those of their weights. At O1 to O3
+    a gradient is quantised once, after all micro-batches of the step have accumulated, and everything else keeps its dtype, FP32
+    gradients and FP32 states. With "coat" other matrices, such as embeddings, have the same gradients, masters and moments, and norms
+    and biases FP32 ones. The model's own norms and activations are not replaced, so that they keep for backward what they kept before:
+    build the model with `msamp.LayerNorm`, `msamp.RMSNorm` and `msamp.Activation` to have that in FP8 groups.
 
     On one process `p.grad` is what backward leaves and `optimizer.step()` quantises. On several, in place of
     DistributedDataParallel, which cannot hold FP8 weights: all start from the weights and buffers of the group's first
@@ -177,17 +262,21 @@ def initialize(
     only an owner has it): clip with `clip_grad`, torch's clip_grad_norm_ would find nothing. All micro-batches of a step
     but the last run their backward under `optimizer.no_sync()`.
 
-    Build learning-rate schedulers from the returned optimizer: a group of the given one may have become two.
+    Build learning-rate schedulers from the returned optimizer: a group of the given one may have become several.
 
     Args:
         model: any module tree, changed in place.
         optimizer: torch.optim.AdamW or Adam over parameters of `model`, before its first step; None makes an FP8AdamW
-            over all parameters with AdamW's defaults.
-        opt_level: "O1", "O2" or "O3".
-        accept: which linear layers, see `msamp.nn.filters`.
+            over all parameters with AdamW's defaults. Collage's updates take AdamW alone.
+        recipe: a name of the table, that of a recipe registered with `msamp.recipes.register`, or a Recipe; None is O2. "fp16-amp"
+            needs a loss scale and is for `msamp.amp.initialize`.
+        opt_level: the same by its short name: "O0" to "O3", or another name of a recipe.
+        fp8_recipe: how FP8 GEMMs cast their operands, in place of the recipe's own way: a key of `msamp.recipes.GEMMS`, "delayed",
+            "tensorwise", "blockwise", "blockwise-power-of-two" or "mxfp8".
+        accept: which linear layers, see `msamp.filters`.
         group: the data-parallel ranks; None is all of torch.distributed, where that is initialised.
-        zero: spread the optimizer over the ranks, see `ZeRO` (the optimizer's `state_dict` is collective); None does so at O3.
-            Without effect on one process.
+        zero: spread the optimizer over the ranks, see `ZeRO` (the optimizer's `state_dict` is collective); None does so where the recipe
+            does (O3). Without effect on one process.
         clip_grad: clip the global gradient norm to this in `step`, on any number of processes.
 
     Returns:
@@ -195,32 +284,24 @@ def initialize(
         sent, statistics; None on one process), and `no_sync`, that one's context (without effect on one process).
 
     Raises:
-        ValueError: for another level or optimizer (listing those accepted), an optimizer option without a low-precision
-            form, a weight that is not finite, or ranks whose models differ. No layer has been converted then.
+        ValueError: for an unknown recipe or optimizer (listing those accepted), two recipes, a model in a dtype that the recipe does not
+            take, an optimizer option without a low-precision form, a weight that is not finite, or ranks whose models differ. No layer
+            has been converted then.
     """
-    recipe = _recipe(opt_level)
+    chosen = _chosen(recipe, opt_level, fp8_recipe)
     group = _ranks(group)
     if clip_grad is not None:
         check_max_norm(clip_grad)
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters())
-    _check_optimizer(optimizer)
-    _check_model(model, optimizer, group)
+    _check_optimizer(optimizer, chosen)
+    _check_model(model, optimizer, chosen, group)
     if group is not None:
         _start_equal(model, group)
     for name, p in model.named_parameters():
         check_finite(p, name)
-    originals = {name: m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    for device in {p.device for p in model.parameters()}:
-        warn_if_emulated(device)
-    model = convert(model, recipe, accept)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, FP8Linear)}
-    renamed = {id(originals[name]): layer.weight for name, layer in layers.items() if name in originals}
-    zero = recipe.shards_optimizer if zero is None else zero
-    low = _low_precision_optimizer(model, _groups(optimizer, renamed, recipe), recipe, group, zero, clip_grad)
-    owned = {id(p) for g in low.param_groups for p in g["params"]}
-    if recipe.weight != recipe.states.master:  # the master starts from the weight as it was, not from its FP8 rounding
-        for name, layer in layers.items():
-            if name in originals and id(layer.weight) in owned:
-                low.init_master(layer.weight, originals[name].detach())
-    return model, low
+    if chosen.fp8:
+        for device in {p.device for p in model.parameters()}:
+            warn_if_emulated(device)
+    zero = chosen.shards_optimizer if zero is None else zero
+    return _converted(model, optimizer, chosen, accept, group, zero, clip_grad)

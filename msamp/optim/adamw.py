@@ -1,5 +1,6 @@
 """FP8 AdamW: AdamW whose master weights, gradients and moments each have a format of their own (FP8-LM section 2.2, Table 6)."""
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -244,6 +245,11 @@ class FP8AdamW(torch.optim.Optimizer):
     def holdings(self) -> list[Holding]:
         """What this process updates, in parameter order."""
         return self.shard.holdings(self._whole())
+
+    def pieces(self) -> list[Holding]:
+        """Deprecated: `holdings`. Gone in the next version."""
+        warnings.warn("FP8AdamW.pieces is now FP8AdamW.holdings, and will go", DeprecationWarning, stacklevel=2)
+        return self.holdings()
 
     def ready(self) -> list[Holding]:
         """Those with a gradient in this step, which they carry in its format; waits for weights that are still on their way."""

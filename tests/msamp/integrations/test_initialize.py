@@ -191,10 +191,10 @@ def test_any_other_optimizer_is_refused_with_those_accepted(make_it):
     assert_untouched(model)
 
 
-@pytest.mark.parametrize("level", ["O0", "O4", "o2", "", None, 2])
-def test_any_other_level_is_refused_with_those_accepted(level):
+@pytest.mark.parametrize("level", ["O4", "o2", "", 2])
+def test_an_unknown_level_is_refused_with_those_known(level):
     model = mlp()
-    with pytest.raises(ValueError, match=rf"opt_level is {level!r}; it must be one of O1, O2, O3"):
+    with pytest.raises(ValueError, match=rf"precision {level!r} is unknown; choose one of fp32, .*O1, O2, O3"):
         msamp.initialize(model, adamw(model), level)
     assert_untouched(model)
 
@@ -399,12 +399,6 @@ def test_the_compiled_model_trains_alike(backend: str):
     want = train(low, optimizer, 18)
     got = train(torch.compile(other, backend=backend), other_optimizer, 18)
     assert torch.allclose(got, want, rtol=1e-3)
-
-
-def test_the_three_lines_work_from_the_package_s_front_door():
-    names = "initialize convert FP8Linear FP8AdamW GradSync GreedyZeRO ZeRO ScalingTensor clip_grad_norm_ grad_sync recipes"
-    assert set(msamp.__all__) >= set(names.split())
-    assert all(hasattr(msamp, name) for name in msamp.__all__)
 
 
 def test_on_one_process_zero_changes_nothing_and_gradients_are_the_user_s():

@@ -261,7 +261,7 @@ def test_saved_by_one_rank_and_loaded_by_all_it_goes_on_bit_for_bit(ranks):
 
 
 @pytest.mark.parametrize(("bad", "text"), [
-    ("level", r"opt_level is 'O4'; it must be one of O1, O2, O3"),
+    ("level", r"precision 'O4' is unknown; choose one of fp32, .*O1, O2, O3"),
     ("optimizer", r"SGD; accepted are torch\.optim\.AdamW"),
     ("stray", r"1 of the optimizer's 13 parameters are not in this model.*build one optimizer a model"),
     ("shape", r"ranks 0 and 1 of the group have different models \(.*weight \(16, 32\) torch\.float32.*build the same one on every rank"),

@@ -1,0 +1,368 @@
+"""What each recipe means in a plain loop with `msamp.initialize`, on one process and on two."""
+
+import io
+import itertools
+from dataclasses import replace
+
+import dist
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+
+import msamp
+from msamp import formats, recipes
+from msamp.optim.adamw import format_names
+from msamp.parallel.greedy_zero import ZeRO
+
+COLLAGE = {
+    "bf16-a": "a",
+    "bf16-kahan": "kahan",
+    "bf16-dmw": "d-mw",
+    "bf16-d": "d",
+    "collage-light": "light",
+    "collage-plus": "plus",
+    "collage-fp8": "fp8",
+}  # name of a recipe -> the variant of CollageAdamW
+LEVELS = ("O1", "O2", "O3")
+OTHERS = ("coat", "bf16", "fp32", *COLLAGE)
+WAYS = ("blockwise", "blockwise-power-of-two", "mxfp8")
+STEPS = 20
+MINE = recipes.register(replace(recipes.O2, name="o2-with-fp32-v", states=replace(recipes.O2.states, v=formats.FP32)))
+
+
+class Net(nn.Module):
+    """Of a token, 5 times it and 3: an embedding, linear layers of which all but the head can be FP8, a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(48, 32)
+        self.body = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32))
+        self.lm_head = nn.Linear(32, 48, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.body(self.embedding(tokens)))
+
+
+def net(recipe: str) -> Net:
+    return Net().bfloat16() if recipe in COLLAGE else Net()
+
+
+def adamw(model: nn.Module, **options) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **options})
+
+
+def place() -> tuple[int, int]:
+    """(rank, ranks)."""
+    ready = torch.distributed.is_initialized()
+    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if ready else (0, 1)
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    """Of this rank's share of a step's 64 tokens."""
+    rank, ranks = place()
+    tokens = torch.randint(48, (64,), generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank]
+    return nn.functional.cross_entropy(model(tokens).float(), (tokens * 5 + 3) % 48)
+
+
+def go(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> torch.Tensor:
+    """Losses [steps] of an ordinary loop, over all ranks."""
+    losses = []
+    for step in steps:
+        loss = loss_of(model, step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    total = torch.stack(losses)
+    if place()[1] > 1:
+        torch.distributed.all_reduce(total)
+    return total / place()[1]
+
+
+def parts(x: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor as bytes; of a ScalingTensor, its payload and its scale."""
+    stored = [x.payload, x.scale_inv] if isinstance(x, msamp.ScalingTensor) else [x]
+    return [part.detach().reshape(-1).view(torch.uint8).clone() for part in stored]
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [part for x in model.state_dict().values() for part in parts(x)]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def trained(recipe: str, steps: int = STEPS, **options) -> dict:
+    """A whole run: losses, what the model and the optimizer's states have become, and in which format each gradient travelled."""
+    model = net(recipe)
+    model, optimizer = msamp.initialize(model, adamw(model), recipe, **options)
+    losses, sync = go(model, optimizer, range(steps)), optimizer.grad_sync
+    state = optimizer.state_dict()["state"]
+    return {
+        "losses": losses,
+        "model": values(model),
+        "state": [part for i in sorted(state) for key in sorted(state[i]) for part in parts(state[i][key])],
+        "sent": {} if sync is None else {name: sync.bucket_of(p).format.name for p, name in sync.names.items()},
+        "zero": isinstance(optimizer.shard, ZeRO),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict]:
+    return {name: trained(name) for name in (*LEVELS, *OTHERS)}
+
+
+@pytest.mark.parametrize("name", [*LEVELS, *OTHERS])
+def test_the_loss_follows_the_fp32_curve(alone, name):
+    want, got = alone["fp32"]["losses"], alone[name]["losses"]
+    assert want[-1] < 0.3 * want[0]
+    assert torch.allclose(got, want, rtol=0.15, atol=0.05)
+
+
+def test_fp32_is_torch_s_adamw_bit_for_bit(alone):
+    model = Net()
+    assert go(model, adamw(model), range(STEPS)).equal(alone["fp32"]["losses"])
+    assert same(values(model), alone["fp32"]["model"])
+
+
+def test_bf16_keeps_fp32_masters_of_a_bf16_model():
+    model = Net().bfloat16()
+    low, optimizer = msamp.initialize(model, adamw(model), "bf16")
+    masters = Net()
+    for p, q in zip(masters.parameters(), low.parameters(), strict=True):
+        p.data.copy_(q)
+    expected = adamw(masters)
+    for step in range(6):  # FP32 AdamW on masters that are cast to the weights
+        go(low, optimizer, range(step, step + 1))
+        for p, q in zip(masters.parameters(), low.parameters(), strict=True):
+            p.grad = q.grad.float()
+        expected.step()
+        assert all(p.bfloat16().equal(q) for p, q in zip(masters.parameters(), low.parameters(), strict=True))
+    assert all(p.equal(optimizer.state[q]["master"]) for p, q in zip(masters.parameters(), low.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", COLLAGE)
+def test_collage_s_options_are_those_of_its_own_optimizer(alone, name):
+    model = net(name)
+    losses = go(model, msamp.CollageAdamW(model.parameters(), lr=1e-2, variant=COLLAGE[name]), range(STEPS))
+    if recipes.by_name(name).states.m == formats.BF16:
+        assert losses.equal(alone[name]["losses"])
+        assert same(values(model), alone[name]["model"])
+    else:  # both compute in FP32, in different orders of operations
+        assert torch.allclose(losses, alone[name]["losses"], rtol=0.02)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp32", *COLLAGE])
+def test_without_fp8_gemms_no_layer_changes_and_all_parameters_have_the_recipe_s_states(name):
+    model = net(name)
+    before = [(type(m), id(m)) for m in model.modules()]
+    low, optimizer = msamp.initialize(model, adamw(model), name)
+    assert [(type(m), id(m)) for m in low.modules()] == before
+    known = recipes.by_name(name)
+    assert known.states == known.vectors
+    assert [(group["formats"], len(group["params"])) for group in optimizer.param_groups] == [(format_names(known.states), 8)]
+
+
+def test_coat_converts_linear_layers_and_keeps_its_moments_of_every_matrix():
+    model = Net()
+    start = model.body[0].weight.detach().clone()
+    low, optimizer = msamp.initialize(model, adamw(model), "coat")
+    assert [type(m) for m in low.body] == [msamp.FP8Linear, nn.GELU, nn.LayerNorm, msamp.FP8Linear]
+    assert [type(m) for m in (low.embedding, low.lm_head)] == [nn.Embedding, nn.Linear]
+    weight = low.body[0].weight
+    assert weight.format is formats.E4M3
+    assert low.body[0].scaling.gemm == recipes.COAT.gemm
+    assert optimizer.state[weight]["master"].equal(start)  # as it was, not as E4M3 holds it
+    go(low, optimizer, range(1))
+    for matrix in (weight, low.embedding.weight, low.lm_head.weight):
+        state = optimizer.state[matrix]
+        assert {key: state[key].dtype for key in ("exp_avg", "exp_avg_sq")} == dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.float8_e4m3fn)
+        assert state["exp_avg_k"].shape == (matrix.shape[0], 1)  # one group of 128 a row
+        assert ("master" in state) == (matrix is weight)
+    for vector in (low.body[0].bias, low.body[2].weight, low.body[2].bias, low.body[3].bias):
+        assert {x.dtype for x in optimizer.state[vector].values()} == {torch.float32}
+    gradients = {name: group["formats"]["grad"] for group in optimizer.param_groups for p in group["params"] for name in [p.dim()]}
+    assert gradients == {2: "bf16", 1: "fp32"}
+
+
+@pytest.mark.parametrize("name", ["coat", "collage-plus"])
+def test_saved_with_weights_only_and_loaded_it_goes_on_bit_for_bit(name):
+    model, other = net(name), net(name)
+    low, optimizer = msamp.initialize(model, adamw(model), name)
+    go(low, optimizer, range(4))
+    file = io.BytesIO()
+    torch.save({"model": low.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other, other_optimizer = msamp.initialize(other, adamw(other, lr=1.0), name)
+    other.load_state_dict(saved["model"])
+    other_optimizer.load_state_dict(saved["optimizer"])
+    assert go(low, optimizer, range(4, 8)).equal(go(other, other_optimizer, range(4, 8)))
+    assert same(values(low), values(other))
+
+
+# ---------------------------------------------------------------------------------------------------- how a recipe is named
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_opt_level_is_the_short_way_to_the_same_bits(level):
+    ways = [
+        ((level,), {}),
+        ((), {"recipe": level}),
+        ((), {"opt_level": level}),
+        ((recipes.by_name(level),), {}),
+        ((level,), {"opt_level": level}),
+    ]
+    found = []
+    for given, named in ways:
+        model = Net()
+        low, optimizer = msamp.initialize(model, adamw(model), *given, **named)
+        go(low, optimizer, range(3))
+        found.append(values(low))
+    assert all(same(found[0], each) for each in found[1:])
+
+
+def test_o0_is_bf16_and_without_a_recipe_it_is_o2():
+    for given, name in (({"opt_level": "O0"}, "bf16"), ({}, "O2")):
+        model = Net()
+        _, optimizer = msamp.initialize(model, adamw(model), **given)
+        assert optimizer.param_groups[0]["formats"] == format_names(recipes.by_name(name).states)
+
+
+def test_a_recipe_of_one_s_own_goes_by_its_name_or_as_it_is():
+    found = []
+    for given in (MINE, MINE.name):
+        model = Net()
+        low, optimizer = msamp.initialize(model, adamw(model), given)
+        go(low, optimizer, range(2))
+        state = optimizer.state[low.body[0].weight]
+        assert (state["exp_avg"].format, state["exp_avg_sq"].dtype) == (formats.E4M3, torch.float32)
+        found.append(values(low))
+    assert same(*found)
+
+
+@pytest.mark.parametrize(("level", "way"), [
+    pytest.param(level, way, marks=() if LEVELS.index(level) == WAYS.index(way) else pytest.mark.nightly(2))
+    for level, way in itertools.product(LEVELS, WAYS)
+])  # fmt: skip
+def test_fp8_gemms_cast_in_another_way(alone, level, way):
+    model = Net()
+    low, optimizer = msamp.initialize(model, adamw(model), opt_level=level, fp8_recipe=way)
+    assert [low.body[i].scaling.gemm for i in (0, 3)] == [recipes.GEMMS[way]] * 2
+    assert low.body[0].weight.format == recipes.by_name(level).weight
+    assert optimizer.param_groups[0]["formats"] == format_names(recipes.by_name(level).states)
+    losses = go(low, optimizer, range(STEPS))
+    assert torch.allclose(losses, alone["fp32"]["losses"], rtol=0.15, atol=0.05)
+    assert not losses.equal(alone[level]["losses"])
+
+
+# ------------------------------------------------------------------------------------------------------------ two processes
+
+FEW = 5  # steps
+ZEROS = ("coat", "collage-plus", "bf16")  # with the optimizer spread over the ranks too
+
+
+def every_case() -> dict:
+    """What the tests below look at, from one set of processes."""
+    cases = {name: trained(name, FEW) for name in OTHERS}
+    cases |= {(name, "zero"): trained(name, FEW, zero=True) for name in ZEROS}
+    cases |= {("O3", way): trained("O3", FEW, fp8_recipe=way) for way in WAYS}
+    cases["default"] = {name: trained(name, 1)["zero"] for name in LEVELS}
+    return cases
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict]:
+    return dist.run(every_case, 2, timeout=400)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_ranks_stay_equal_and_train_as_one_process_does(ranks, alone, name):
+    first, second = (rank[name] for rank in ranks)
+    assert same(first["model"], second["model"])
+    assert torch.allclose(first["losses"], alone[name]["losses"][:FEW], rtol=0.05)
+    assert not first["zero"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_gradients_travel_in_the_recipe_s_format(ranks, name):
+    known = recipes.by_name(name)
+    vectors = {"body.0.bias", "body.2.weight", "body.2.bias", "body.3.bias"}
+    sent = ranks[0][name]["sent"]
+    assert sent == {p: (known.vectors if p in vectors else known.states).grad.name for p in sent}
+    assert len(sent) == 8
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_zero_is_the_same_to_the_bit(ranks, name):
+    off, on = ranks[0][name], ranks[0][name, "zero"]
+    assert (off["zero"], on["zero"]) == (False, True)
+    assert off["losses"].equal(on["losses"])
+    assert same(off["model"], on["model"])
+    assert same(off["state"], on["state"])
+    assert same(ranks[1][name, "zero"]["model"], on["model"])
+
+
+def test_a_recipe_says_whether_the_optimizer_is_spread(ranks):
+    assert ranks[0]["default"] == {name: recipes.by_name(name).shards_optimizer for name in LEVELS}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_operands_in_blocks_train_on_two_processes(ranks, alone, way):
+    first, second = (rank["O3", way] for rank in ranks)
+    assert first["zero"]
+    assert same(first["model"], second["model"])
+    assert torch.allclose(first["losses"], alone["O3"]["losses"][:FEW], rtol=0.1, atol=0.02)
+
+
+# ----------------------------------------------------------------------------------------------------------------- refusals
+
+
+def assert_untouched(model: nn.Module, before: list[torch.Tensor]) -> None:
+    assert same(values(model), before)
+    assert not any(isinstance(m, msamp.FP8Linear) for m in model.modules())
+
+
+@pytest.mark.parametrize(("model", "options", "text"), [
+    (Net, {"recipe": "O4"}, r"precision 'O4' is unknown; choose one of fp32, .*O1, O2, O3, .*\(O0 is bf16\)"),
+    (Net, {"opt_level": "o2"}, r"precision 'o2' is unknown; choose one of fp32"),
+    (Net, {"recipe": ""}, r"precision '' is unknown"),
+    (Net, {"recipe": 2}, r"precision 2 is unknown"),
+    (Net, {"recipe": "coat", "opt_level": "O2"}, r"recipe is 'coat' and opt_level is 'O2'; .*give one of them"),
+    (Net, {"recipe": MINE, "opt_level": "O2"}, r"recipe is 'o2-with-fp32-v' and opt_level is 'O2'"),
+    (Net, {"recipe": "fp16-amp"}, r"recipe 'fp16-amp' scales the loss.*use msamp\.amp\.initialize"),
+    (Net, {"fp8_recipe": "rowwise"}, r"fp8_recipe is 'rowwise'; it must be one of delayed, tensorwise, blockwise"),
+    (Net, {"recipe": "bf16", "fp8_recipe": "mxfp8"}, r"fp8_recipe is 'mxfp8', and recipe 'bf16' has no FP8 GEMM; drop it"),
+    *((Net, {"recipe": name}, rf"float32; recipe '{name}' takes a model in torch\.bfloat16 \(model\.bfloat16\(\)") for name in COLLAGE),
+    (lambda: Net().bfloat16(), {"recipe": "fp32"}, r"torch\.bfloat16; recipe 'fp32' takes a model in torch\.float32 \(model\.float\(\)"),
+    (lambda: Net().half(), {"recipe": "O2"}, r"torch\.float16; recipe 'O2' takes a model in torch\.float32 or torch\.bfloat16"),
+    (lambda: Net().half(), {"recipe": "bf16"}, r"torch\.float16; recipe 'bf16' takes a model in torch\.float32 or torch\.bfloat16"),
+])  # fmt: skip
+def test_what_does_not_go_together_is_refused_by_name(model, options, text):
+    made = model()
+    before = values(made)
+    with pytest.raises(ValueError, match=text):
+        msamp.initialize(made, adamw(made), **options)
+    assert_untouched(made, before)
+
+
+def test_adam_s_decay_is_refused_where_the_update_has_adamw_s_alone():
+    model = Net().bfloat16()
+    before = values(model)
+    with pytest.raises(ValueError, match=r"decoupled is False; update 'plus' has AdamW's decay alone"):
+        msamp.initialize(model, torch.optim.Adam(model.parameters()), "collage-plus")
+    assert_untouched(model, before)
+
+
+def test_an_update_that_nobody_has_registered_is_refused_before_a_layer_changes():
+    model = Net()
+    before = values(model)
+    with pytest.raises(ValueError, match=r"update 'adagrad' is unknown; choose one of fp32"):
+        msamp.initialize(model, adamw(model), replace(recipes.O2, states=replace(recipes.O2.states, update="adagrad")))
+    assert_untouched(model, before)
