@@ -43,7 +43,8 @@ from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import kept_states
 from msamp.optim.states import as_stored, stored_bytes
 from tools.bench import rows
-from tools.bench.bench_step import LEVELS, random_batches
+from tools.bench.bench_step import random_batches
+from tools.precisions import legal_precision
 
 LIMIT = 3.0  # percent
 WARM_UP = 5  # steps before the measured one
@@ -206,7 +207,7 @@ def states(config: Config) -> Iterator[Row]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print one table and append its rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--levels", nargs="+", default=OPT_LEVELS, choices=LEVELS)
+    parser.add_argument("--levels", nargs="+", default=OPT_LEVELS, type=legal_precision)
     parser.add_argument("--csv", type=Path, help="append the rows to this file, such as tools/bench/results/memory.csv")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options, flags = parser.parse_known_args(argv)

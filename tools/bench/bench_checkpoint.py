@@ -28,6 +28,7 @@ from megatron.lm.build import build_training
 from megatron.lm.presets import PRESETS
 from megatron.lm.step import train_step
 from tools.bench import bench_step, rows
+from tools.precisions import legal_precision
 
 COLUMNS = (
     "case",
@@ -104,7 +105,7 @@ def measure(level: str, options: argparse.Namespace, folder: Path) -> dict[str, 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--levels", nargs="+", default=["O0", "O1", "O2", "O3"], choices=bench_step.LEVELS)
+    parser.add_argument("--levels", nargs="+", default=["O0", "O1", "O2", "O3"], type=legal_precision)
     parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--vocab-size", type=int, default=50304)

@@ -34,6 +34,7 @@ from msamp.optim.states import weight_format
 from msamp.optim.updates import format_names
 from msamp.parallel.data_parallel import grad_sync
 from tools.bench import bench_step, rows
+from tools.precisions import legal_precision
 
 
 class Weights(nn.Module):
@@ -106,7 +107,7 @@ def graphed(step: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def configuration(level: str, options: argparse.Namespace) -> Config:
-    """One of `bench_step.LEVELS` with the flags, as the trainer takes them.
+    """A precision (`tools.precisions`) with the flags, as the trainer takes them.
 
     Raises:
         ValueError: where the trainer refuses them.
@@ -169,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and append; nothing to do without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="1.3b")
-    parser.add_argument("--levels", nargs="+", choices=bench_step.LEVELS, default=["O1", "O2", "O3"], help="levels and precisions")
+    parser.add_argument("--levels", nargs="+", type=legal_precision, default=["O1", "O2", "O3"], help="levels and precisions")
     parser.add_argument("--vocab-size", type=int, default=50304)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, such as --optimizer-state coat")

@@ -26,7 +26,8 @@ from megatron.lm.config import LoggingConfig
 from megatron.lm.recorder import Recorder
 from megatron.lm.step import train_step
 from tools.bench import rows
-from tools.bench.bench_step import LEVELS, WARM_UP, configuration, random_batches
+from tools.bench.bench_step import WARM_UP, configuration, random_batches
+from tools.precisions import legal_precision
 
 INTERVAL = LoggingConfig.record_interval
 
@@ -90,7 +91,7 @@ def _take_peak(cuda: bool) -> float | str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append the row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--level", default="O3", choices=LEVELS, help="level or precision (default: %(default)s)")
+    parser.add_argument("--level", default="O3", type=legal_precision, help="level or precision (default: %(default)s)")
     parser.add_argument("--preset", default="1.3b", help="as bench_step.py takes it (default: %(default)s)")
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--vocab-size", type=int, default=50304)

@@ -33,8 +33,8 @@ from megatron.lm.presets import PRESETS, flops_per_token
 from megatron.lm.recorder import Recorder
 from megatron.lm.run.metrics import peak_tflops
 from megatron.lm.step import train_step
-from msamp.numerics import recipe
 from tools.bench import rows
+from tools.precisions import legal_precision, precision_flags
 
 COLUMNS = (
     "case",
@@ -52,13 +52,12 @@ COLUMNS = (
     "rest_gib",
     "loss",
 )
-LEVELS = tuple(dict.fromkeys((*OPT_LEVELS, *recipe.names())))
 WARM_UP = 20  # delayed scaling is just-in-time for 16 steps: measure what runs for ever after
 
 
 def configuration(level: str, options: argparse.Namespace) -> Config:
-    """The preset as the trainer would run it, at one of `LEVELS`, on one process."""
-    flags = ["--preset", options.preset, "--precision", recipe.by_name(level).name]
+    """The preset as the trainer would run it at a precision (`tools.precisions`), on one process."""
+    flags = ["--preset", options.preset, *precision_flags(level)]
     flags += ["--micro-batch-size", str(options.micro_batch_size)]
     flags += ["--global-batch-size", str(options.micro_batch_size), "--train-iters", "10000"]
     flags += ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
@@ -140,7 +139,9 @@ def peer_rows(command: str) -> Iterator[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--levels", nargs="*", default=["O0", "O1", "O2", "O3"], choices=LEVELS, help="levels and precisions")
+    parser.add_argument(
+        "--levels", nargs="*", default=list(OPT_LEVELS), type=legal_precision, help="levels and precisions, such as O2 or O2+blockwise"
+    )
     parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--vocab-size", type=int, default=50304)

@@ -21,7 +21,8 @@ from megatron.lm import graph, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.step import train_step
 from tools.bench import rows
-from tools.bench.bench_step import LEVELS, WARM_UP, configuration, random_batches
+from tools.bench.bench_step import WARM_UP, configuration, random_batches
+from tools.precisions import legal_precision
 
 # The first match names the kind; kernels of ours are named after their files.
 KINDS = (
@@ -93,7 +94,7 @@ def longest(found: Sequence[tuple[str, float, float]], count: int) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Profile one step, print and append rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--level", default="O3", choices=LEVELS)
+    parser.add_argument("--level", default="O3", type=legal_precision)
     parser.add_argument("--preset", default="1.3b")
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--vocab-size", type=int, default=50304)

@@ -28,7 +28,8 @@ import torch
 
 from megatron.lm.presets import PRESETS
 from tools.bench import rows
-from tools.bench.bench_step import LEVELS, WARM_UP
+from tools.bench.bench_step import WARM_UP
+from tools.precisions import precision_flags
 
 CASES = ("bf16", "O3", "coat")
 MEASURED = ("ms", "tokens_s_gpu", "peak_gib", "rest_gib")
@@ -134,8 +135,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options = parser.parse_args(argv)
     for case in options.cases:
-        if case.split(" ")[0] not in LEVELS:
-            parser.error(f"--cases {case!r}: begin with one of {', '.join(LEVELS)}; flags follow it in the same quotes")
+        try:
+            precision_flags(case.split(" ")[0])
+        except ValueError as error:
+            parser.error(f"--cases {case!r}: begin with a precision, and flags follow it in the same quotes; {error}")
     if options.micro_batch_size < 1 or options.steps < 2 or options.warm_up < 1:
         given = f"--micro-batch-size {options.micro_batch_size} --warm-up {options.warm_up} --steps {options.steps}"
         parser.error(f"{given}: give at least 1, 1 and 2")

@@ -1,7 +1,7 @@
 """Every precision on one model, one text and one seed: final validation loss, speed and memory in one table, and the curves.
 
     python tools/reproduce/compare_precisions.py --data data/enwik8 --out runs/precisions
-    ... --precisions bf16 collage-plus O2 --seeds bf16=3 O2=3 --at-once 3 --flags "--adam-beta2 0.999"
+    ... --precisions bf16 collage-plus O2 O2+blockwise --seeds bf16=3 O2=3 --at-once 3 --flags "--adam-beta2 0.999"
 
 GPT-125M for 2,000 steps of 8k tokens, one epoch of cleaned enwik8 (`tools/prepare_text.py`), unless --flags say otherwise: they come after
 these and win. Every run is a `megatron.lm.pretrain` of its own whose metrics lie in --out; one that is complete is not run again, so that a
@@ -36,6 +36,7 @@ import torch
 
 from msamp.numerics import recipe
 from tools.bench import rows
+from tools.precisions import legal_precision, precision_flags
 from tools.report import COLORS, Run, differences, plain, read_run, write_curves
 
 if TYPE_CHECKING:
@@ -82,8 +83,9 @@ def seeds_of(texts: Sequence[str]) -> dict[str, int]:
     found = {}
     for text in texts:
         precision, _, count = text.partition("=")
-        if precision not in recipe.names() or not count.isdecimal() or int(count) < 1:
-            raise ValueError(f"--seeds {text}: give PRECISION=N, N at least 1, with one of {', '.join(recipe.names())}")
+        if not count.isdecimal() or int(count) < 1:
+            raise ValueError(f"--seeds {text}: give PRECISION=N, N at least 1")
+        precision_flags(precision)
         found[precision] = int(count)
     return found
 
@@ -93,7 +95,9 @@ def command(job: Job, options: argparse.Namespace) -> list[str]:
     data, out = Path(options.data), options.out / job.name
     text = f"--train-data-path {data}/train_text_document --valid-data-path {data}/valid_text_document"
     words = f"--tokenizer-type GPT2BPETokenizer --vocab-file {data}/encoder.json --merge-file {data}/vocab.bpe"
-    mine = f"--precision {job.precision} --seed {job.seed} --train-iters {job.steps} --eval-interval {max(1, job.steps // 4)}"
+    mine = (
+        f"{' '.join(precision_flags(job.precision))} --seed {job.seed} --train-iters {job.steps} --eval-interval {max(1, job.steps // 4)}"
+    )
     mine += f" --lr-warmup-iters {min(LR_WARM_UP, job.steps // 4)}"
     flags = f"{SHAPE} {COURSE} {text} {words} {mine} --metrics-file {out / 'metrics.jsonl'} {options.flags}"
     return [sys.executable, "-m", "megatron.lm.pretrain", *shlex.split(flags)]
@@ -186,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="data/enwik8", help="folder that tools/prepare_text.py made")
     parser.add_argument("--out", type=Path, default=Path("runs/precisions"))
-    parser.add_argument("--precisions", nargs="+", default=list(recipe.names()), choices=recipe.names())
+    parser.add_argument("--precisions", nargs="+", default=list(recipe.names()), type=legal_precision)
     parser.add_argument(
         "--seeds", nargs="*", default=["bf16=3", "O2=3"], metavar="PRECISION=N", help="more than one seed (default: %(default)s)"
     )

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from megatron.lm.recipe import build_recipe
+from msamp.numerics import recipe
 from msamp.numerics.tensor import ScalingTensor
-from tools.bench import bench_optimizer, bench_step
+from tools.bench import bench_optimizer
 
 TINY = "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 4"
 LINEAR, MATRIX, VECTOR = 2 * 12 * 64, 20 * 8, 8 * 14 + 2 * 7 * 8  # elements; the vocabulary has 16
@@ -60,7 +61,7 @@ def test_the_flags_choose_the_states():
     assert step == (2 + 2 * (1 + 1 + 2) + 1) * LINEAR + (4 + 2 * (1 + 1 + 2) + 2) * MATRIX + 34 * VECTOR + 2 * 2 * 8 * groups
 
 
-@pytest.mark.parametrize(("level", "flags"), [*((level, "") for level in bench_step.LEVELS), ("bf16", "--optimizer-state coat")])
+@pytest.mark.parametrize(("level", "flags"), [*((level, "") for level in ("O0", *recipe.names())), ("bf16", "--optimizer-state coat")])
 def test_every_precision_is_measured(level, flags, monkeypatch):
     """On a CPU, with a clock that says 1, 2 and 4 milliseconds."""
 

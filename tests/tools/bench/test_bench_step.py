@@ -6,6 +6,7 @@ import dist
 import pytest
 import torch
 
+from msamp.numerics import recipe
 from tools.bench import bench_step
 
 TINY = "--seq-length 16 --num-layers 1 --hidden-size 32 --num-attention-heads 2 --lr-warmup-iters 1"
@@ -48,7 +49,7 @@ def test_one_measured_step_is_refused(capsys):
     assert "at least 2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("level", bench_step.LEVELS)
+@pytest.mark.parametrize("level", ["O0", *recipe.names()])
 def test_every_precision_has_a_configuration(level):
     options = bench_step.argparse.Namespace(preset="125m", micro_batch_size=1, flags="")
     assert bench_step.configuration(level, options).precision.name == ("bf16" if level == "O0" else level)

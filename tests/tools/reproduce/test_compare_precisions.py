@@ -155,9 +155,16 @@ def test_every_visible_card_takes_its_share(tmp_path: Path, monkeypatch: pytest.
     assert sorted(file.read_text() for file in tmp_path.glob("*.card")) == ["2", "2", "5", "5"]
 
 
-@pytest.mark.parametrize("text", ["bf16", "bf16=0", "O9=2", "O2=two"])
-def test_seeds_that_cannot_be_are_refused(text: str):
-    with pytest.raises(ValueError, match="give PRECISION=N"):
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        *((text, "give PRECISION=N") for text in ("bf16", "bf16=0", "O2=two")),
+        ("O9=2", "'O9' is unknown"),
+        ("O2+rows=2", "'rows' is unknown"),
+    ],
+)
+def test_seeds_that_cannot_be_are_refused(text: str, word: str):
+    with pytest.raises(ValueError, match=word):
         seeds_of([text])
 
 
