@@ -25,6 +25,7 @@ from msamp.nn.filters import DEFAULT, Filter
 from msamp.nn.linear import FP8Linear, check_finite
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import recipe as recipes
+from msamp.numerics.formats import Format
 from msamp.numerics.recipe import FP32_STATES, GEMMS, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
@@ -191,7 +192,7 @@ def _low_precision_optimizer(
     """An optimizer whose step takes the gradients' average over the ranks and rolls the model's scales."""
     sync = None
     if group is not None:
-        formats = {p: _states(p, recipe).grad for p in model.parameters()}
+        formats: dict[torch.Tensor, Format] = {p: _states(p, recipe).grad for p in model.parameters()}
         sync = grad_sync(model, formats, group, shard=zero, accumulate=recipe.accumulator)
     low = FP8AdamW(groups, clip_grad=clip_grad, shard=ZeRO(sync) if sync is not None and zero else None)
     low.grad_sync = sync  # type: ignore[attr-defined]
