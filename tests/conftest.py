@@ -2,10 +2,16 @@
 
 import gc
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import shards
 import torch
+
+from msamp.comm import exchange
+from msamp.numerics import recipe
+from msamp.optim import updates
 
 # Triton reads this when it is first imported, and kernels are made for one or the other when their file is. Not in a hook: where single
 # files are named on the command line, the conftests beside them are imported first, and one of them imports Triton.
@@ -60,3 +66,15 @@ def triton_device(request: pytest.FixtureRequest) -> torch.device:
             "Triton is set to compile; TRITON_INTERPRET=1 interprets" if request.param == "interpreter" else "TRITON_INTERPRET=1 is set"
         )
     return torch.device("cpu" if request.param == "interpreter" else "cuda")
+
+
+@pytest.fixture(autouse=True)
+def registries() -> Iterator[None]:
+    """What a test registers in this process is known to no other test."""
+    tables: list[dict[str, Any]] = [recipe._TABLE, updates._KNOWN, exchange._EXCHANGES]
+    before = [dict(table) for table in tables]
+    yield
+    for table, known in zip(tables, before, strict=True):
+        if table != known:
+            table.clear()
+            table.update(known)

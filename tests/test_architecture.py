@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from precision_names import decisions_by_name
 
 ROOT = Path(__file__).resolve().parents[1]
 # A file's code lines, without docstrings, comments and blank lines: no essay is cut, and no file is split, to pass. A function's lines.
@@ -359,6 +360,10 @@ def test_no_optimizer_is_asked_what_it_has():
 
 def test_flags_of_operators_are_keyword_only():
     complain(everywhere(positional_flags, files("msamp/kernels")))
+
+
+def test_nothing_is_decided_by_the_name_of_a_recipe():
+    complain(everywhere(decisions_by_name, SOURCE))
 
 
 def test_every_triton_kernel_has_a_reference_twin():

@@ -7,7 +7,7 @@ from megatron.lm.config.precision import OPTIMIZER_STATES, PrecisionConfig
 from megatron.lm.config.schema import flag
 from msamp.nn.saved import AS_IT_IS, COAT, Saved
 from msamp.numerics import formats
-from msamp.numerics.recipe import GEMMS, Cast, Gemm, Product, Recipe, StateFormats
+from msamp.numerics.recipe import GEMMS, Cast, Gemms, Product, Recipe, StateFormats
 from msamp.numerics.scaling import Scaling
 from msamp.optim import updates
 
@@ -35,7 +35,7 @@ def build_recipe(precision: PrecisionConfig) -> Recipe:
     return varied if gemm is None or gemm == recipe.gemm else varied.with_gemm(gemm)
 
 
-def gemm_of(precision: PrecisionConfig) -> Gemm | None:
+def gemm_of(precision: PrecisionConfig) -> Gemms | None:
     """How the operands of the recipe's FP8 GEMMs are cast, with what the flags ask of the scaling rules; None without FP8 GEMMs."""
     own = precision.named.gemm
     if own is None:
@@ -50,7 +50,7 @@ def _settings(rule: Scaling) -> set[str]:
     return {field.name for field in fields(rule) if field.init} if is_dataclass(rule) else set()
 
 
-def _with_rules(gemm: Gemm, change: Callable[[Scaling], Scaling]) -> Gemm:
+def _with_rules(gemm: Gemms, change: Callable[[Scaling], Scaling]) -> Gemms:
     """The GEMMs with the scaling rule of every operand changed."""
 
     def cast(x: Cast) -> Cast:
@@ -59,7 +59,7 @@ def _with_rules(gemm: Gemm, change: Callable[[Scaling], Scaling]) -> Gemm:
     def product(x: Product) -> Product:
         return replace(x, left=cast(x.left), right=cast(x.right))
 
-    return Gemm(product(gemm.output), product(gemm.grad_input), product(gemm.grad_weight))
+    return Gemms(product(gemm.output), product(gemm.grad_input), product(gemm.grad_weight))
 
 
 def rule_setting(precision: PrecisionConfig, name: str) -> int | str | None:

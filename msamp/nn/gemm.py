@@ -30,7 +30,7 @@ from msamp.nn.scaling_state import LinearScaling, Slot, just_in_time_scale, own_
 from msamp.numerics.block_scale import values
 from msamp.numerics.granularity import TENSORWISE, Block, Granularity
 from msamp.numerics.quantize import dequantize, quantize
-from msamp.numerics.recipe import Cast, Gemm, Product
+from msamp.numerics.recipe import Cast, Gemms, Product
 from msamp.numerics.scaling import Current, Exact, Scaling, SharedExponent, inverse
 from msamp.numerics.tensor import ScalingTensor
 
@@ -266,7 +266,7 @@ class LayerGemm(NamedTuple):
         scales: from the stored weight into FP8 and back, FP32 0-dim.
     """
 
-    gemm: Gemm
+    gemm: Gemms
     x: Slot
     grad: Slot
     wire: Slot | None

@@ -7,7 +7,7 @@ from torch import nn
 
 from msamp.nn.linear_fn import linear
 from msamp.nn.scaling_state import LinearScaling
-from msamp.numerics.recipe import O2, Gemm, Recipe
+from msamp.numerics.recipe import O2, Gemms, Recipe
 from msamp.numerics.tensor import ScalingTensor
 
 
@@ -28,7 +28,7 @@ def scaling_parameter(values: torch.Tensor, recipe: Recipe, requires_grad: bool 
     return nn.Parameter(ScalingTensor.quantize(values.contiguous(), recipe.weight), requires_grad)
 
 
-def describe_gemm(gemm: Gemm, weight: torch.Tensor) -> str:
+def describe_gemm(gemm: Gemms, weight: torch.Tensor) -> str:
     """One line for `print(model)`: what is stored and what the GEMMs run in."""
     stored = weight.format if isinstance(weight, ScalingTensor) else weight.dtype
     blocks = "" if gemm.tensorwise else f", {' x '.join(str(cast.granularity) for cast in (gemm.input, gemm.weight))}"

@@ -12,7 +12,7 @@ from msamp.kernels import ops
 from msamp.kernels.scaled_mm import check_blockwise, warn_if_blocks_emulated
 from msamp.numerics.formats import Format
 from msamp.numerics.granularity import TENSORWISE, Block
-from msamp.numerics.recipe import Cast, Gemm
+from msamp.numerics.recipe import Cast, Gemms
 from msamp.numerics.scaling import Current, Scaling, check_rule, inverse
 from msamp.numerics.tensor import ScalingTensor
 
@@ -50,7 +50,7 @@ def just_in_time_scale(cast: Cast, amax: torch.Tensor) -> torch.Tensor:
     return ops.scale_from_amax(amax, cast.format.max, None, 1.0)
 
 
-def check_gemm(gemm: Gemm) -> None:
+def check_gemm(gemm: Gemms) -> None:
     """ValueError naming the tensor, its cast and the remedy where a linear layer does not serve it."""
     for what, cast in gemm.casts.items():
         check_rule(cast.scaling, what)
@@ -77,7 +77,7 @@ def check_gemm(gemm: Gemm) -> None:
             raise ValueError(f"{what} is cast as {first} for one GEMM and as {again} for the other; a layer casts it alike for both")
 
 
-def _check_device(gemm: Gemm, device: torch.device) -> None:
+def _check_device(gemm: Gemms, device: torch.device) -> None:
     """ValueError where a torch too old for blocks would multiply them on `device`; says once where their products are emulated."""
     for cast in gemm.casts.values():
         if isinstance(cast.granularity, Block):
@@ -128,7 +128,7 @@ class LinearScaling(nn.Module):
     scale_inv: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(self, gemm: Gemm, device: torch.device | str | None = None, wire: Format | None = None) -> None:
+    def __init__(self, gemm: Gemms, device: torch.device | str | None = None, wire: Format | None = None) -> None:
         super().__init__()
         check_gemm(gemm)
         _check_device(gemm, torch.device(device or "cpu"))

@@ -4,6 +4,7 @@ COAT).
 A recipe enters by a constant here; nothing in the training loop asks for a recipe's name.
 """
 
+import warnings
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,7 +44,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Gemm:
+class Gemms:
     """The three GEMMs of a linear layer y = x W^T.
 
     Attributes:
@@ -57,7 +58,7 @@ class Gemm:
     grad_weight: Product
 
     @classmethod
-    def of(cls, input: Cast, weight: Cast, grad_output: Cast) -> "Gemm":
+    def of(cls, input: Cast, weight: Cast, grad_output: Cast) -> "Gemms":
         """Each tensor cast alike for both of its GEMMs; fast accumulation for the output, the full sum for gradients."""
         return cls(Product(input, weight, fast=True), Product(grad_output, weight), Product(grad_output, input))
 
@@ -146,7 +147,7 @@ class Recipe:
 
     name: str
     compute: Format
-    gemm: Gemm | None
+    gemm: Gemms | None
     weight: Format
     states: StateFormats
     vectors: StateFormats = FP32_STATES
@@ -191,9 +192,9 @@ class Recipe:
         if self.gemm is None:
             return self
         input, grad_output = (replace(cast, scaling=scaling) for cast in (self.gemm.input, self.gemm.grad_output))
-        return self.with_gemm(Gemm.of(input, self.gemm.weight, grad_output))
+        return self.with_gemm(Gemms.of(input, self.gemm.weight, grad_output))
 
-    def with_gemm(self, gemm: Gemm) -> "Recipe":
+    def with_gemm(self, gemm: Gemms) -> "Recipe":
         """The recipe with its FP8 GEMMs cast in another way, such as one of `GEMMS`.
 
         Operands in blocks do not travel in FP8 (`fp8_wire` becomes False): a block of grad_weight's operands lies along the tokens of
@@ -208,18 +209,24 @@ class Recipe:
 
 
 # A weight changes once a step and its amax is known when it does, so its scale is always its own.
-_GEMM = Gemm.of(input=Cast(E4M3), weight=Cast(E4M3, Current()), grad_output=Cast(E5M2))
-_JUST_IN_TIME = Gemm.of(input=Cast(E4M3, Current()), weight=Cast(E4M3, Current()), grad_output=Cast(E5M2, Current()))
+_GEMM = Gemms.of(input=Cast(E4M3), weight=Cast(E4M3, Current()), grad_output=Cast(E5M2))
+_JUST_IN_TIME = Gemms.of(input=Cast(E4M3, Current()), weight=Cast(E4M3, Current()), grad_output=Cast(E5M2, Current()))
 
 
-def _blocks(scaling: Scaling, along: Block, weight: Block) -> Gemm:
+def _blocks(scaling: Scaling, along: Block, weight: Block) -> Gemms:
     """Operands in blocks, each E4M3: a block follows what it holds, so that gradients need no wider range [DeepSeek-V3, section 3.3.2]."""
-    return Gemm.of(input=Cast(E4M3, scaling, along), weight=Cast(E4M3, scaling, weight), grad_output=Cast(E4M3, scaling, along))
+    return Gemms.of(input=Cast(E4M3, scaling, along), weight=Cast(E4M3, scaling, weight), grad_output=Cast(E4M3, scaling, along))
+
+
+def Gemm(input: Cast, weight: Cast, grad_output: Cast) -> Gemms:
+    """The former name of `Gemms.of`, for one version more; warns."""
+    warnings.warn("recipes.Gemm(...) is recipes.Gemms.of(...) now", DeprecationWarning, stacklevel=2)
+    return Gemms.of(input, weight, grad_output)
 
 
 # Ways to cast the operands of the FP8 GEMMs, in the words of Megatron-LM's `--fp8-recipe`. "blockwise" is DeepSeek-V3's, with FP32 scales,
 # or with the power of two that Transformer Engine takes; "mxfp8" has a shared exponent for each 32 elements [OCP Microscaling v1.0].
-GEMMS: dict[str, Gemm] = {
+GEMMS: dict[str, Gemms] = {
     "delayed": _GEMM,
     "tensorwise": _JUST_IN_TIME,
     "blockwise": _blocks(Exact(), Block(1, 128), Block(128, 128)),

@@ -21,7 +21,7 @@ from megatron.lm.plan import plan, report
 from megatron.lm.run.trainer import Trainer
 from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3, E5M2
-from msamp.numerics.recipe import Cast, Gemm
+from msamp.numerics.recipe import Cast, Gemms
 from msamp.numerics.scaling import Current, Scaling, scale_from_amax
 
 STEPS, SAVED = 6, 3
@@ -52,7 +52,7 @@ class Rows:
         return tuple(shape[:-1])
 
 
-GEMM = Gemm.of(input=Cast(E4M3, TwiceTheMean()), weight=Cast(E4M3, Current(), Rows()), grad_output=Cast(E5M2, Current(), Rows()))
+GEMM = Gemms.of(input=Cast(E4M3, TwiceTheMean()), weight=Cast(E4M3, Current(), Rows()), grad_output=Cast(E5M2, Current(), Rows()))
 OWN = replace(recipe.O2, name="own-rows", gemm=GEMM)
 BLOCKWISE = ("blockwise", "blockwise-power-of-two", "mxfp8")
 GRIDS: dict[str, dict[str, Any]] = {

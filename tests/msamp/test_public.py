@@ -27,7 +27,7 @@ def test_what_is_public():
 
 
 @pytest.mark.parametrize(("room", "names"), [
-    (msamp.recipes, "Recipe Cast Gemm Product StateFormats GEMMS FP32_STATES O1 O2 O3 COAT COLLAGE_PLUS register by_name names"),
+    (msamp.recipes, "Recipe Cast Gemms Product StateFormats GEMMS FP32_STATES O1 O2 O3 COAT COLLAGE_PLUS register by_name names"),
     (msamp.formats, "Format FP32 BF16 FP16 E4M3 E5M2 COAT_E4M3 by_name"),
     (msamp.scaling, "Scaling Current Delayed"),
     (msamp.granularity, "Granularity Tensorwise Group Block"),

@@ -19,7 +19,7 @@ from msamp.nn.saved import AS_IT_IS, Saved
 class Layer(TransformerLayer):
     """megatron-core's TransformerLayer with the parameters it makes, computed by `msamp.nn`'s blocks where they serve.
 
-    They serve FP8 recipes that their kernels can cast (`Gemm.fusible`), without tensor parallelism and hidden dropout. They do not serve
+    They serve FP8 recipes that their kernels can cast (`Gemms.fusible`), without tensor parallelism and hidden dropout. They do not serve
     while one of the layer's linear layers is watched by a forward hook, since a fused block never calls it, nor in generation with a
     cache.
 

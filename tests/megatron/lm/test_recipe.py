@@ -79,7 +79,7 @@ FLAGS = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "most_recent", "fp8
 @pytest.mark.parametrize(("name", "more"), [("O1", {}), ("O3", {}), ("coat", {"fp8_recipe": "delayed"})])
 def test_delayed_scaling_takes_what_the_flags_say(name: str, more: dict[str, str]):
     gemm = build_recipe(PrecisionConfig(precision=name, **more, **FLAGS)).gemm
-    assert gemm == recipe.Gemm.of(recipe.Cast(E4M3, DELAYED), recipe.Cast(E4M3, Current()), recipe.Cast(E5M2, DELAYED))
+    assert gemm == recipe.Gemms.of(recipe.Cast(E4M3, DELAYED), recipe.Cast(E4M3, Current()), recipe.Cast(E5M2, DELAYED))
     short = build_recipe(PrecisionConfig(precision=name, **more, fp8_amax_history_len=1)).gemm
     assert short.input.scaling == short.grad_output.scaling == Delayed(1)
 
@@ -97,7 +97,7 @@ class Halved(Scaling):
 
 def test_a_registered_recipe_keeps_its_rule_and_takes_the_settings_that_it_has(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(recipe, "_TABLE", dict(recipe._TABLE))
-    own = recipe.Gemm.of(recipe.Cast(E4M3, Halved()), recipe.Cast(E4M3, Current()), recipe.Cast(E5M2, Halved()))
+    own = recipe.Gemms.of(recipe.Cast(E4M3, Halved()), recipe.Cast(E4M3, Current()), recipe.Cast(E5M2, Halved()))
     recipe.register(replace(recipe.O2, name="halved", gemm=own))
     assert build_recipe(PrecisionConfig(precision="halved")).gemm == own
     wider = build_recipe(PrecisionConfig(precision="halved", fp8_margin=3)).gemm

@@ -18,7 +18,7 @@ from msamp.numerics.block_scale import dequantize_blocks, quantize_blocks
 from msamp.numerics.formats import BF16, E4M3, E5M2
 from msamp.numerics.granularity import Group
 from msamp.numerics.quantize import dequantize, quantize
-from msamp.numerics.recipe import Cast, Gemm, Product
+from msamp.numerics.recipe import Cast, Gemms, Product
 from msamp.numerics.scaling import Current, Delayed, Scaling, inverse, scale_from_amax
 
 
@@ -87,7 +87,7 @@ class Halved(Scaling):
         return scale_from_amax(history[..., -1], fp_max / 2, last)
 
 
-GROUPS = Gemm.of(Cast(E4M3, Current(), Group(8)), Cast(E4M3, Current(), Group(8)), Cast(E5M2, Halved(), Group(8)))
+GROUPS = Gemms.of(Cast(E4M3, Current(), Group(8)), Cast(E4M3, Current(), Group(8)), Cast(E5M2, Halved(), Group(8)))
 
 
 def rounded(x, cast):
@@ -119,7 +119,7 @@ def test_the_granularity_decides_the_numbers():
 
 
 def test_one_of_blocks_and_one_with_one_scale_multiply_by_definition():
-    mixed = replace(recipe.O2, gemm=Gemm.of(GROUPS.input, Cast(E4M3, Current()), GROUPS.grad_output))
+    mixed = replace(recipe.O2, gemm=Gemms.of(GROUPS.input, Cast(E4M3, Current()), GROUPS.grad_output))
     low, x = layer(mixed), make("normal", (8, 32))
     w = low.weight.detach().dequantize()
     w8 = dequantize(quantize(w, scale_from_amax(w.abs().amax(), E4M3.max), E4M3), inverse(scale_from_amax(w.abs().amax(), E4M3.max)))
@@ -144,7 +144,7 @@ def test_a_set_that_is_not_finite_stays_visible():
 
 
 def test_operands_may_follow_different_rules():
-    gemm = Gemm.of(Cast(E4M3, Delayed(3)), Cast(E4M3, Current()), Cast(E5M2, Delayed(2, "most_recent", 1)))
+    gemm = Gemms.of(Cast(E4M3, Delayed(3)), Cast(E4M3, Current()), Cast(E5M2, Delayed(2, "most_recent", 1)))
     low = layer(replace(recipe.O2, gemm=gemm))
     state = ScalingState(low)
     sizes = [1.0, 16.0, 4.0, 2.0]
@@ -225,11 +225,11 @@ def test_blocks_follow_a_channel_that_one_scale_drowns():
 @pytest.mark.parametrize(
     ("gemm", "word"),
     [
-        (Gemm.of(Cast(E4M3, object()), Cast(E4M3, Current()), Cast(E5M2)), "input has scaling rule"),
-        (Gemm.of(Cast(E4M3), Cast(E4M3, Current()), Cast(E5M2, Current(), "rows")), "grad_output has granularity 'rows'"),
-        (Gemm.of(Cast(E4M3, Delayed(), Group(8)), Cast(E4M3, Current()), Cast(E5M2)), r"input .* group\(8\): give it Current\(\)"),
-        (Gemm.of(Cast(E4M3), Cast(E4M3, Delayed()), Cast(E5M2)), r"weight has scaling delayed\(16\)"),
-        (Gemm.of(Cast(BF16), Cast(E4M3, Current()), Cast(E5M2)), "input is cast into bf16"),
+        (Gemms.of(Cast(E4M3, object()), Cast(E4M3, Current()), Cast(E5M2)), "input has scaling rule"),
+        (Gemms.of(Cast(E4M3), Cast(E4M3, Current()), Cast(E5M2, Current(), "rows")), "grad_output has granularity 'rows'"),
+        (Gemms.of(Cast(E4M3, Delayed(), Group(8)), Cast(E4M3, Current()), Cast(E5M2)), r"input .* group\(8\): give it Current\(\)"),
+        (Gemms.of(Cast(E4M3), Cast(E4M3, Delayed()), Cast(E5M2)), r"weight has scaling delayed\(16\)"),
+        (Gemms.of(Cast(BF16), Cast(E4M3, Current()), Cast(E5M2)), "input is cast into bf16"),
         (
             replace(recipe.O2.gemm, grad_weight=Product(Cast(E4M3), Cast(E4M3))),
             "grad_output is cast as fp8-e5m2 .* for one GEMM and as fp8-e4m3 .* for the other",

@@ -132,3 +132,9 @@ def test_only_an_fp8_recipe_casts_in_another_way():
     assert recipe.O2.with_gemm(recipe.GEMMS["tensorwise"]) == recipe.O2.with_scaling(Current())
     with pytest.raises(ValueError, match="recipe bf16 has no FP8 GEMM"):
         recipe.BF16.with_gemm(recipe.GEMMS["tensorwise"])
+
+
+def test_the_former_name_of_the_three_gemms_warns():
+    own = recipe.O2.gemm
+    with pytest.warns(DeprecationWarning, match=r"Gemms\.of"):
+        assert recipe.Gemm(input=own.input, weight=own.weight, grad_output=own.grad_output) == own

@@ -64,7 +64,7 @@ def twice(peers: Peers) -> float:
     """The amax that a slot has after two sums of one step, the second half as large."""
     used, mine = slot(False), partial(peers.rank, SCATTERED, torch.float32, "normal")
     for part in (mine, mine / 2):
-        start_sum(part, peers, "output", scatter=True, wire=(used, E4M3))()
+        start_sum(part, peers, "output", scatter=True, wire=(used, Cast(E4M3)))()
     return float(used.amax)
 
 

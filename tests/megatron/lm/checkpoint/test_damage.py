@@ -91,7 +91,7 @@ TORN = {
     "an edited checkpoint.json": Fault(edited('"consumed_samples": 16', '"consumed_samples": 17'), f"{INFO_FILE} is damaged: its seal"),
     "a truncated checkpoint.json": Fault(cut(INFO_FILE), f"{INFO_FILE} cannot be read"),
     "an older version of ours": Fault(foreign("mp_rank_00_000.pt", "rng_00000.pt"), "was written by an earlier version of this code"),
-    "a version to come": Fault(lambda folder: seal(folder, version=99), "has checkpoint version 99, this code reads version"),
+    "a version to come": Fault(lambda folder: seal(folder, version=99), "has checkpoint version 99, and this code reads versions 3 to"),
     "Megatron-LM's": Fault(foreign("mp_rank_00/model_optim_rng.pt"), "was written by Megatron-LM"),
     "any folder": Fault(foreign("weights.pt"), "is no checkpoint"),
     "a checkpoint.json that leads out": Fault(
