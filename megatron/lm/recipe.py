@@ -5,13 +5,13 @@ from dataclasses import fields, is_dataclass, replace
 
 from megatron.lm.config.precision import OPTIMIZER_STATES, PrecisionConfig
 from megatron.lm.config.schema import flag
-from msamp.nn.saved import AS_IT_IS, COAT, Saved
+from msamp.nn.saved import AS_IT_IS, IN_GROUPS, Saved
 from msamp.numerics import formats
 from msamp.numerics.recipe import GEMMS, Cast, Gemms, Product, Recipe, StateFormats
 from msamp.numerics.scaling import Scaling
 from msamp.optim import updates
 
-SAVED: dict[str, Saved] = {"compute": AS_IT_IS, "coat": COAT}  # by --save-activations
+SAVED: dict[str, Saved] = {"compute": AS_IT_IS, "coat": IN_GROUPS}  # by --save-activations
 RULE_SETTINGS = {"fp8_amax_history_len": "window", "fp8_amax_compute_algo": "algorithm", "fp8_margin": "margin"}  # flag -> the rule's
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
-from msamp.nn.saved import COAT, Saved
+from msamp.nn.saved import IN_GROUPS, Saved
 
 
 class ActivationFunction(torch.autograd.Function):
@@ -44,7 +44,7 @@ class Activation(nn.Module):
         ValueError: another kind, or an odd F for SwiGLU (at the first call).
     """
 
-    def __init__(self, kind: str, saved: Saved = COAT) -> None:
+    def __init__(self, kind: str, saved: Saved = IN_GROUPS) -> None:
         super().__init__()
         self.kind, self.saved = kind, saved
 

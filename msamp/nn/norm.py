@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.nn.block import vector_gradients
-from msamp.nn.saved import COAT, Saved
+from msamp.nn.saved import IN_GROUPS, Saved
 
 
 class NormFunction(torch.autograd.Function):
@@ -45,7 +45,7 @@ class LayerNorm(nn.LayerNorm):
     Shape: [.., size] -> the same, in the input's dtype: FP32, BF16 or FP16.
     """
 
-    def __init__(self, size: int, saved: Saved = COAT, **settings: Any) -> None:
+    def __init__(self, size: int, saved: Saved = IN_GROUPS, **settings: Any) -> None:
         super().__init__(size, **settings)
         self.saved = saved
 
@@ -59,7 +59,7 @@ class RMSNorm(nn.RMSNorm):
     Without `eps` torch takes the epsilon of the input's dtype; here it must be given.
     """
 
-    def __init__(self, size: int, eps: float, saved: Saved = COAT, **settings: Any) -> None:
+    def __init__(self, size: int, eps: float, saved: Saved = IN_GROUPS, **settings: Any) -> None:
         super().__init__(size, eps=eps, **settings)
         self.epsilon, self.saved = eps, saved
 

@@ -85,4 +85,4 @@ class GroupedFP8:
         return x if self.axis else x.t()
 
 
-AS_IT_IS, COAT = AsItIs(), GroupedFP8()
+AS_IT_IS, IN_GROUPS = AsItIs(), GroupedFP8()

@@ -61,19 +61,19 @@ REMAINDER_E4M3 = replace(E4M3, name="remainder-e4m3", scaled=False)
 # Of optimizer states alone: FP8 in groups of 128 with dynamic range expansion (`range_expand`).
 COAT_E4M3 = replace(E4M3, name="coat-e4m3", scaled=False, group=128)
 COAT_E5M2 = replace(E5M2, name="coat-e5m2", scaled=False, group=128)
-COAT = (COAT_E4M3, COAT_E5M2)
+EXPANDED = (COAT_E4M3, COAT_E5M2)
 
 
 def by_name(name: str) -> Format:
     """The format that a flag names.
 
     Raises:
-        ValueError: for a name that is not one of `ALL` and `COAT`.
+        ValueError: for a name that is not one of `ALL` and `EXPANDED`.
     """
-    for fmt in (*ALL, *COAT):
+    for fmt in (*ALL, *EXPANDED):
         if fmt.name == name:
             return fmt
-    raise ValueError(f"format {name!r} is unknown; choose one of {', '.join(f.name for f in (*ALL, *COAT))}")
+    raise ValueError(f"format {name!r} is unknown; choose one of {', '.join(f.name for f in (*ALL, *EXPANDED))}")
 
 
 def of_dtype(dtype: torch.dtype) -> Format:

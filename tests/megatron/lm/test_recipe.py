@@ -7,7 +7,7 @@ import pytest
 from megatron.lm.config import PrecisionConfig
 from megatron.lm.config.precision import ACTIVATIONS_SAVED
 from megatron.lm.recipe import SAVED, build_recipe, rule_setting, saved_activations, states_by_kind, with_saved_scaling
-from msamp.nn.saved import AS_IT_IS, COAT
+from msamp.nn.saved import AS_IT_IS, IN_GROUPS
 from msamp.numerics import formats, recipe
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.recipe import FP32_STATES, StateFormats
@@ -35,10 +35,10 @@ def test_state_formats_of_the_flags():
 
 
 def test_coat_keeps_activations_in_groups_unless_told_otherwise():
-    assert saved_activations(PrecisionConfig(precision="coat")) is COAT
+    assert saved_activations(PrecisionConfig(precision="coat")) is IN_GROUPS
     assert saved_activations(PrecisionConfig(precision="coat", save_activations="compute")) is AS_IT_IS
     assert saved_activations(PrecisionConfig(precision="O3")) is AS_IT_IS
-    assert saved_activations(PrecisionConfig(precision="bf16", save_activations="coat")) is COAT
+    assert saved_activations(PrecisionConfig(precision="bf16", save_activations="coat")) is IN_GROUPS
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "O1", "O2", "O3"])

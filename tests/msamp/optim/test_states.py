@@ -9,7 +9,7 @@ from torch import nn
 
 from msamp.kernels.reference import coat_adamw
 from msamp.kernels.reference.adamw import load, store_
-from msamp.numerics.formats import BF16, COAT, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32, PLAIN_FP16
+from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, EXPANDED, FP16, FP32, PLAIN_FP16
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.quantize import quantize
 from msamp.numerics.range_expand import Expanded, quantize_expanded
@@ -142,7 +142,7 @@ SHAPE = (24, 300)
 COAT_FORMATS = StateFormats(m=COAT_E4M3, v=COAT_E4M3)
 
 
-@pytest.mark.parametrize("fmt", COAT, ids=str)
+@pytest.mark.parametrize("fmt", EXPANDED, ids=str)
 @pytest.mark.parametrize(("shape", "groups"), [((4, 256), (4, 2)), ((2, 3, 129), (2, 3, 2)), ((5,), (1,)), ((), (1,)), ((0, 4), (0, 1))])
 def test_a_state_begins_at_zero_with_exponents_of_one(fmt, shape, groups, device):
     how, weight = state_format(fmt), torch.ones(shape, device=device)

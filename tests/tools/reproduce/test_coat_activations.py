@@ -7,7 +7,7 @@ import torch
 from numerics import make
 
 from megatron.lm.cpu_home import cpu_home
-from msamp.nn.saved import AS_IT_IS, COAT, GroupedFP8
+from msamp.nn.saved import AS_IT_IS, IN_GROUPS, GroupedFP8
 from tools.reproduce import coat_activations
 from tools.reproduce.coat_activations import WAYS, OneScale, error_row, table
 
@@ -53,7 +53,7 @@ def test_each_row_is_measured_on_what_its_way_keeps():
 
 @pytest.mark.parametrize("what", ["norm input", "activation input"])
 def test_a_second_rounding_costs_the_weight_gradient_less_than_2_db(what):
-    row = error_row([make("normal", (256, 64))], COAT, what, "gelu")
+    row = error_row([make("normal", (256, 64))], IN_GROUPS, what, "gelu")
     assert row["bytes"] == "1.062"
     assert float(row["weight_kept_db"]) > 23
     assert 0 < float(row["weight_kept_db"]) - float(row["weight_again_db"]) < 2
