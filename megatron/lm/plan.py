@@ -191,8 +191,8 @@ def activation_parts(config: Config) -> dict[str, int]:
     """Bytes that one layer saves for backward of one micro-batch on one rank: for its norms (and what they feed), attention and MLP.
 
     With a = 2 bytes (4 at fp32), c = a or with --save-activations coat 17/16 (`msamp.nn.saved`), l = 1 for the input of an FP8 linear
-    layer (else a), s sequence, b micro-batch, t TP (T: t with sequence parallelism, else 1), q and k the widths of a rank's queries and
-    keys, f that of its share of the MLP:
+    layer (in blocks `Cast.element_bytes`, else a), s sequence, b micro-batch, t TP (T: t with sequence parallelism, else 1), q and k the
+    widths of a rank's queries and keys, f that of its share of the MLP:
 
         norms          2 c h / T             their inputs, which are the residual stream
                        2 l h / G             the inputs of QKV and fc1; G = t where a rank keeps its shard and gathers again (BF16, and
@@ -234,16 +234,18 @@ def activation_parts(config: Config) -> dict[str, int]:
     else:
         in_bf16 = config.precision.bf16_linears or ()
         recipe = config.precision.recipe
-        narrow = {slot: 1 if recipe.fp8 and slot not in in_bf16 else wide for slot in LINEARS}
+        fp8 = {slot: recipe.gemm is not None and slot not in in_bf16 for slot in LINEARS}
+        cast = wide if recipe.gemm is None else recipe.gemm.input.element_bytes
+        narrow = {slot: cast if fp8[slot] else wide for slot in LINEARS}
         gathered = recipe.fp8 and not (recipe.fp8_wire and config.parallel.tp_saved_input == "shard")
         for slot in ("linear_qkv", "linear_fc1"):
             size = wide if slot == "linear_fc1" and "mlp" in again else narrow[slot]
-            norms += size * hidden / (1 if gathered and size == 1 else split)
+            norms += size * hidden / (1 if gathered and size == cast else split)
         norms += 2 * hidden / split if model.hidden_dropout else 0
         rotated = queries + keys if model.position_embedding_type == "rope" else 0
-        output = queries if "core_attn" not in again or narrow["linear_proj"] == wide else 0
+        output = queries if "core_attn" not in again or not fp8["linear_proj"] else 0
         tables = 4 * int(model.head_size * model.rotary_percent) / config.training.micro_batch_size if rotated else 0
-        attention = wide * (queries + 2 * keys + rotated + tables + output) + (queries if narrow["linear_proj"] == 1 else 0)
+        attention = wide * (queries + 2 * keys + rotated + tables + output) + (cast * queries if fp8["linear_proj"] else 0)
         seen *= 2 if model.swiglu and saved == AS_IT_IS else 1
         mlp = 0 if "mlp" in again else seen + narrow["linear_fc2"] * ffn
     return {name: int(size * _tokens(config)) for name, size in (("norms", norms), ("attention", attention), ("MLP", mlp))}

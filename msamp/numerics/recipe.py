@@ -4,6 +4,7 @@ COAT).
 A recipe enters by a constant here; nothing in the training loop asks for a recipe's name.
 """
 
+import math
 import warnings
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,8 @@ from msamp.numerics.formats import FP32 as FP32_FORMAT
 from msamp.numerics.granularity import TENSORWISE, Block, Granularity
 from msamp.numerics.scaling import Current, Delayed, Exact, Scaling, SharedExponent
 
+LARGE = 4096  # rows and columns of a large operand
+
 
 @dataclass(frozen=True)
 class Cast:
@@ -24,6 +27,14 @@ class Cast:
     format: Format
     scaling: Scaling = Delayed()  # noqa: RUF009 - frozen, so sharing one default instance is safe
     granularity: Granularity = TENSORWISE
+
+    @property
+    def element_bytes(self) -> float:
+        """Bytes an element of a large operand, its share of the scales with it: FP32, a byte with `SharedExponent`, one for each set."""
+        if self.granularity == TENSORWISE:
+            return self.format.bytes
+        sets = math.prod(self.granularity.scales_shape((LARGE, LARGE))) / LARGE**2
+        return self.format.bytes + sets * (1 if isinstance(self.scaling, SharedExponent) else 4)
 
     def __str__(self) -> str:
         return f"{self.format} {self.scaling}" if self.granularity == TENSORWISE else f"{self.format} {self.scaling} {self.granularity}"

@@ -138,3 +138,15 @@ def test_the_former_name_of_the_three_gemms_warns():
     own = recipe.O2.gemm
     with pytest.warns(DeprecationWarning, match=r"Gemms\.of"):
         assert recipe.Gemm(input=own.input, weight=own.weight, grad_output=own.grad_output) == own
+
+
+def test_an_operand_s_bytes_have_its_share_of_the_scales():
+    bytes_of = {name: gemm.input.element_bytes for name, gemm in recipe.GEMMS.items()}
+    assert bytes_of == {
+        "delayed": 1,
+        "tensorwise": 1,
+        "blockwise": 1 + 4 / 128,
+        "blockwise-power-of-two": 1 + 4 / 128,
+        "mxfp8": 1 + 1 / 32,
+    }
+    assert recipe.GEMMS["blockwise"].weight.element_bytes == 1 + 4 / 128**2
