@@ -4,6 +4,8 @@ O2                  --precision O2
 O2+blockwise        --precision O2 --fp8-recipe blockwise
 """
 
+import argparse
+
 from msamp.numerics import recipe
 
 
@@ -24,6 +26,9 @@ def precision_flags(text: str) -> list[str]:
 
 
 def legal_precision(text: str) -> str:
-    """`text` itself, for argparse; ValueError as `precision_flags`."""
-    precision_flags(text)
+    """`text` itself: the `type` of an argument of argparse, which then says what `precision_flags` says."""
+    try:
+        precision_flags(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text

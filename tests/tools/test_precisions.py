@@ -1,3 +1,5 @@
+import argparse
+
 import pytest
 
 from megatron.lm.config.cli import parse_args
@@ -33,3 +35,5 @@ def test_the_way_to_cast_reaches_the_recipe():
 def test_what_is_no_precision_is_refused_by_name(text, word):
     with pytest.raises(ValueError, match=word):
         precision_flags(text)
+    with pytest.raises(argparse.ArgumentTypeError, match=word):
+        legal_precision(text)

@@ -92,7 +92,7 @@ def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--repeats", "1"], "percentiles want at least 2"),
-        (["--levels", "O9"], "invalid choice: 'O9'"),
+        (["--levels", "O9"], "precision 'O9' is unknown"),
         (["--levels", "bf16", "collage-plus", "--flags=--optimizer-state coat"], "contradicts precision collage-plus"),
         (["--flags=--optimizer-states coat"], "unknown flag --optimizer-states"),
     ],

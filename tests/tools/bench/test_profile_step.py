@@ -58,7 +58,7 @@ def test_the_longest_kernels():
     ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), [(["--level", "O4"], "invalid choice: 'O4'"), ([], "there is no GPU here")])
+@pytest.mark.parametrize(("arguments", "message"), [(["--level", "O4"], "precision 'O4' is unknown"), ([], "there is no GPU here")])
 def test_refusals(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
