@@ -15,6 +15,26 @@ HYPER = Hyper(lr=3e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 UPDATES = [name for name, variant in VARIANTS.items() if variant.dtype is torch.bfloat16]
 
 
+# Collage, Table 2, and pairs with 8 bits: option -> what stands beside weight and second moment, one byte an element in "fp8".
+BESIDE = {
+    "a": {},
+    "kahan": {"weight_remainder": "bf16"},
+    "light": {"weight_remainder": "bf16"},
+    "plus": {"weight_remainder": "bf16", "exp_avg_sq_remainder": "bf16"},
+    "fp8": {"weight_remainder": "remainder-e4m3", "exp_avg_sq_remainder": "remainder-e4m3"},
+}
+
+
+@pytest.mark.parametrize(("update", "beside"), BESIDE.items())
+def test_each_option_keeps_what_the_table_says(update, beside):
+    assert {state.key: str(state.format) for state in updates.by_name(update).states if state.remainder_of} == beside
+    assert VARIANTS[update].pair_v == ("exp_avg_sq_remainder" in beside)
+
+
+def test_every_option_is_in_the_table():
+    assert set(BESIDE) == set(UPDATES)
+
+
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("clip", [None, 1.0, 0.3])
 def test_many_tensors_at_once_as_the_optimizer_that_stands_alone(update, clip):
