@@ -23,6 +23,7 @@ from megatron.lm.model.initial import named_globally
 from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.training import Training
 from msamp.kernels import ops
+from msamp.nn.gemm import LayerGemm, tally_operand_
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT
 from msamp.numerics.metrics import TALLY, add_tallies, judge
 from msamp.numerics.tensor import ScalingTensor, fp32_values
@@ -104,7 +105,7 @@ class Recorder:
         for (name, layer), rows in zip(self.layers, self._table, strict=True):
             for row, tensor in ROWS.items():
                 self._casts[name, tensor] = rows[row]
-                layer.scaling.watches[row] = functools.partial(ops.tally_, rows[row])
+                layer.scaling.watches[row] = functools.partial(tally_operand_, rows[row])
         try:
             self._weights()
             yield
@@ -129,9 +130,9 @@ class Recorder:
             weight, fmt = layer.weight, layer.scaling.gemm.weight.format
             assert isinstance(weight, ScalingTensor)
             if weight.format != fmt and self.training.grid.counts(weight, every_copy=False):
-                multiplier, scale_inv = layer.scaling.weight_scales(weight)
+                operand, values = LayerGemm.of(layer.scaling, weight).weight(weight.payload), fp32_values(weight)
                 row = self._casts[name, "weight"] = self._table.new_zeros(len(TALLY))
-                ops.tally_(row, fp32_values(weight), ops.cast(weight.payload, multiplier, fmt.dtype), scale_inv)
+                tally_operand_(row, values, operand.codes, operand.element_scale_inv)
 
     def before_update(self) -> None:
         """With the averaged gradients there and the update to come: measure the update. Takes its collectives; every rank calls it."""

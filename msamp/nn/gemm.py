@@ -25,6 +25,7 @@ import torch
 
 from msamp.kernels import ops
 from msamp.kernels.reference.block_cast import has_kernel
+from msamp.kernels.reference.tally import tally_ as reference_tally_
 from msamp.kernels.scaled_mm import have_product
 from msamp.nn.scaling_state import LinearScaling, Slot, just_in_time_scale, own_rule
 from msamp.numerics.block_scale import values
@@ -69,6 +70,11 @@ class Operand(NamedTuple):
         """`payload` where it is known to have been asked for."""
         assert self.payload is not None
         return self.payload
+
+    @property
+    def element_scale_inv(self) -> torch.Tensor:
+        """FP32, of `payload`: 0-dim, or what broadcasts against it."""
+        return self.granularity.spread(values(self.scale_inv), self.codes.shape)
 
     def transposed(self) -> "Operand":
         """Its transpose: what grad_weight's GEMM, and the weight's in grad_input's, take as their operand."""
@@ -154,7 +160,7 @@ def _quantized(x: torch.Tensor, cast: Cast) -> tuple[torch.Tensor, torch.Tensor]
 
 def _values(operand: Operand) -> torch.Tensor:
     """FP32 [M, K]: what the payload stands for."""
-    return dequantize(operand.codes, operand.granularity.spread(values(operand.scale_inv), operand.codes.shape))
+    return dequantize(operand.codes, operand.element_scale_inv)
 
 
 @functools.cache
@@ -253,8 +259,13 @@ def cast_operand(
     operand = way(cast.granularity).cast(x, slot, cast, row, col, combine)
     if slot.watch is not None:
         seen, x2d = (operand, x) if row else (operand.transposed(), x.t())
-        slot.watch(x2d, seen.codes, cast.granularity.spread(values(seen.scale_inv), x2d.shape))
+        slot.watch(x2d, seen.codes, seen.element_scale_inv)
     return operand
+
+
+def tally_operand_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor) -> None:
+    """`ops.tally_` of a cast as a watch is told of it: with one scale by the kernel, with several by its twin on the same device."""
+    (reference_tally_ if scale_inv.dim() else ops.tally_)(row, x, payload, scale_inv)
 
 
 class LayerGemm(NamedTuple):

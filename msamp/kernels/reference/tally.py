@@ -17,20 +17,22 @@ def tally_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv:
             x; the scale, that of this call.
         x: FP32, BF16 or FP16, of any shape.
         payload: any format, as many elements in the same order.
-        scale_inv: FP32 0-dim.
+        scale_inv: FP32 0-dim; for this twin also what broadcasts against `x`, whose scale is then the smallest of all.
     """
     limit = of_dtype(payload.dtype).max
     if not x.numel():
         return
-    for part, stored in zip(x.reshape(-1).split(CHUNK), payload.reshape(-1).split(CHUNK), strict=True):
+    flat = x.reshape(-1).split(CHUNK)
+    scales = scale_inv.expand(x.shape).reshape(-1).split(CHUNK) if scale_inv.dim() else [scale_inv] * len(flat)
+    for part, stored, inv in zip(flat, payload.reshape(-1).split(CHUNK), scales, strict=True):
         values, codes = part.double(), stored.float()
         nonzero = values != 0
         counts = (nonzero, nonzero & (codes == 0), codes.abs() == limit)
-        noise = (codes.double() * scale_inv - values).square().sum()
+        noise = (codes.double() * inv - values).square().sum()
         row[1:6] += torch.stack([*(mask.sum(dtype=torch.float64) for mask in counts), values.square().sum(), noise])
         row[6] = torch.maximum(row[6], values.abs().amax())
     row[0] += x.numel()
-    row[7] = 1 / scale_inv.double()
+    row[7] = 1 / scale_inv.double().amax()
 
 
 @torch.no_grad()

@@ -420,3 +420,24 @@ def test_on_grids_one_line_tells_of_the_whole_model(gloo_prefix: Path, tmp_path:
     assert first["O2 nccl"][0][-1]["casts"][LINEAR]["grad_reduced"][3] is None
     assert first["O2 nccl"][0][-1]["mu"].keys() >= {LINEAR}
     assert first["O2 DP"][0][-1]["casts"][LINEAR]["grad_reduced"][3] > 20
+
+
+@pytest.mark.parametrize("way", ["blockwise", "mxfp8"])
+def test_operands_in_blocks_are_judged_by_the_scale_of_their_block(tmp_path: Path, way: str):
+    config = tiny.config("corpus", opt_level="O2", fp8_recipe=way)
+    with tiny.started(config):
+        process_groups.seed_all(config.training.seed)
+        made = build_training(config, tiny.VOCABULARY)
+        recorder, stream = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None), batches(made.config)
+        for iteration in (1, 2):
+            with recorder.step(iteration):
+                train_step(made, stream, recorder=recorder)
+        recorder.close()
+    row = read(tmp_path / "p.jsonl")[-1]
+    sqnr, saturation = CAST_COLUMNS.index("sqnr_db"), CAST_COLUMNS.index("saturation")
+    linears = [tensors for tensors in row["casts"].values() if "input" in tensors]
+    assert len(linears) == 4 * config.model.num_layers
+    for tensors in linears:
+        for tensor in ("input", "weight", "grad_output"):
+            assert 20 < tensors[tensor][sqnr] < 45, tensor
+            assert tensors[tensor][saturation] < 0.1, tensor
