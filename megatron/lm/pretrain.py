@@ -8,37 +8,28 @@ from collections.abc import Sequence
 from megatron.lm.config import Config, PrecisionConfig
 from megatron.lm.config.check import check
 from megatron.lm.config.cli import parse_args
+from megatron.lm.entry import command
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the flags say. Returns the exit code: 2 for settings or data that are refused, 1 for a run that had to stop, with what to do
-    on stderr; 0 also for one that was asked to save and leave."""
+    """Train as the flags say. Returns the exit code, as `entry` has them; 0 also for a run that was asked to save and leave."""
     config = parse_args(argv)
-    try:
-        world_size = _world_size()
-        check(config, world_size)
-        if config.logging.dry_run:
-            _dry_run(config, world_size)
-            return 0
-    except ValueError as error:
-        return _refuse(error)
-
+    world_size = _world_size()
+    check(config, world_size)
+    if config.logging.dry_run:
+        _dry_run(config, world_size)
+        return 0
     warnings.filterwarnings("ignore", message=".*Apex")  # megatron-core says at every start that it does without
     # Only now: megatron-core takes seconds to import, and a refusal should not.
     from megatron.lm import process_groups
-    from megatron.lm.run import RunStopped
     from megatron.lm.run.trainer import Trainer
 
+    process_groups.initialize(config)
     try:
-        process_groups.initialize(config)
-        try:
-            Trainer(config).run()
-        finally:
-            process_groups.shutdown()
-    except ValueError as error:
-        return _refuse(error)
-    except RunStopped as error:
-        return _refuse(error, 1)
+        Trainer(config).run()
+    finally:
+        process_groups.shutdown()
     return 0
 
 
@@ -71,12 +62,6 @@ def _world_size() -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"WORLD_SIZE is {text!r}; it must be a number of processes: start with torchrun, or unset it to train on one")
     return int(text)
-
-
-def _refuse(error: Exception, code: int = 2) -> int:
-    rank = os.environ.get("RANK", "0")
-    print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-    return code
 
 
 if __name__ == "__main__":
