@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from msamp.kernels import ops
 from msamp.nn.block import Norm, ScaleInvs, vector_gradients
 from msamp.nn.gemm import LayerGemm, Operand
+from msamp.nn.group_scaling import leave_maxima, maxima_for
 from msamp.nn.saved import AS_IT_IS, Saved
 from msamp.numerics.tensor import ScalingTensor
 
@@ -123,6 +124,7 @@ class AttentionBlock(torch.autograd.Function):
             col=True,
             colsum=proj_bias is not None,
             scale_inv_slot=g_scale_inv,
+            maxima=maxima_for(proj.grad, grad_delta),
         )
         if proj.grad.watch is not None:
             proj.grad.watch(grad_delta, g8, g_scale_inv)
@@ -155,12 +157,15 @@ class AttentionBlock(torch.autograd.Function):
         grad_qkv = qkv.grad_weight(g, Operand.tensorwise(None, n_scale_inv, n8_t), qkv_dtype)
         grad_n = qkv.grad_input(g, qkv.weight(qkv_weight, transpose=True), dtype)
         residual = grad_x.reshape(tokens, -1)
-        grad_x2d, *norm_sums = ops.normalize_backward(grad_n, x2d, mean, rstd, norm_weight, residual, rms=how.norm.rms)
+        grad_x2d, *norm_sums, maxima = ops.normalize_backward(
+            grad_n, x2d, mean, rstd, norm_weight, residual, rms=how.norm.rms, maxima=proj.grad_just_in_time
+        )
         vectors = (norm_weight, norm_bias, qkv_bias, proj_bias)
         grad_norm_weight, grad_norm_bias, grad_qkv_bias, grad_proj_bias = vector_gradients(
             *zip((*norm_sums, qkv_sums, proj_sums), vectors, strict=True)
         )
-        return grad_x2d.view(grad_x.shape), grad_norm_weight, grad_norm_bias, grad_qkv, grad_qkv_bias, grad_proj, grad_proj_bias, None
+        grad = leave_maxima(grad_x2d.view(grad_x.shape), maxima)
+        return grad, grad_norm_weight, grad_norm_bias, grad_qkv, grad_qkv_bias, grad_proj, grad_proj_bias, None
 
 
 def _attend(qkv: torch.Tensor, how: AttentionSettings) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:

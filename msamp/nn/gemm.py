@@ -305,6 +305,11 @@ class LayerGemm(NamedTuple):
         """Of the grad_output's payload."""
         return self.gemm.grad_output.format.dtype
 
+    @property
+    def grad_just_in_time(self) -> bool:
+        """Whether the grad_output's scale comes from its own amax in every step: then its producer may leave it."""
+        return not self.gemm.grad_output.scaling.window
+
     def weight(self, payload: torch.Tensor, *, transpose: bool = False) -> Operand:
         """The FP8 weight from what is stored, [N, K], or its transpose [K, N], as grad_input's GEMM wants it, in `payload`."""
         cast = self.gemm.grad_input.right if transpose else self.gemm.output.right

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from msamp.kernels import ops
 from msamp.nn.block import Norm, ScaleInvs, vector_gradients
 from msamp.nn.gemm import LayerGemm, Operand
+from msamp.nn.group_scaling import leave_maxima, maxima_for
 from msamp.nn.saved import AS_IT_IS, Saved
 from msamp.numerics.tensor import ScalingTensor
 
@@ -101,7 +102,15 @@ class MLPBlock(torch.autograd.Function):
             y = how.saved.restore(kept[parts:], dtype)
         g_scale_inv, h_scale_inv = ctx.scale_invs.take(), ctx.scale_invs.take()
         g8, g8_t, _, fc2_sums = ops.cast_transpose(
-            g2d, fc2.grad.scale, fc2.grad.amax, fc2.grad_dtype, row=True, col=True, colsum=fc2_bias is not None, scale_inv_slot=g_scale_inv
+            g2d,
+            fc2.grad.scale,
+            fc2.grad.amax,
+            fc2.grad_dtype,
+            row=True,
+            col=True,
+            colsum=fc2_bias is not None,
+            scale_inv_slot=g_scale_inv,
+            maxima=maxima_for(fc2.grad, grad_output),
         )
         g = Operand.tensorwise(g8, g_scale_inv, g8_t)
         grad_a = fc2.grad_input(g, fc2.weight(fc2_weight, transpose=True), dtype)
@@ -131,8 +140,10 @@ class MLPBlock(torch.autograd.Function):
         grad_fc1 = fc1.grad_weight(Operand.tensorwise(None, h_scale_inv, h8_t), Operand.tensorwise(None, n_scale_inv, n8_t), fc1_dtype)
         del h8_t, n8_t
         grad_n = fc1.grad_input(Operand.tensorwise(h8, h_scale_inv), fc1.weight(fc1_weight, transpose=True), dtype)
-        grad_x, *norm_sums = ops.normalize_backward(grad_n, total, mean, rstd, norm_weight, g2d, rms=rms)
-        grad_x = grad_x.view(grad_output.shape)
+        grad_x, *norm_sums, maxima = ops.normalize_backward(
+            grad_n, total, mean, rstd, norm_weight, g2d, rms=rms, maxima=fc2.grad_just_in_time
+        )
+        grad_x = leave_maxima(grad_x.view(grad_output.shape), maxima)
         vectors = (norm_weight, norm_bias, fc1_bias, fc2_bias)
         grad_norm_weight, grad_norm_bias, grad_fc1_bias, grad_fc2_bias = vector_gradients(
             *zip((*norm_sums, fc1_sums, fc2_sums), vectors, strict=True)

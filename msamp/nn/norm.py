@@ -30,7 +30,7 @@ class NormFunction(torch.autograd.Function):
         *kept, weight, bias, mean, rstd = ctx.saved_tensors
         g2d = grad_y.reshape(-1, grad_y.shape[-1])
         x2d = ctx.saved.restore(kept, grad_y.dtype)
-        grad_x, *sums = ops.normalize_backward(g2d, x2d, mean, rstd, weight, None, rms=ctx.rms)
+        grad_x, *sums, _ = ops.normalize_backward(g2d, x2d, mean, rstd, weight, None, rms=ctx.rms)
         return grad_x.view(grad_y.shape), *vector_gradients(*zip(sums, (weight, bias), strict=True)), None, None, None
 
 

@@ -123,12 +123,19 @@ def quantize_grouped(x: torch.Tensor, fmt: Format, group: Group = ACTIVATION_GRO
 
 
 def two_stage_amax(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Group scaling [COAT, part 2]: FP32 [.., groups], which the producer of `x` can write along with it, and their maximum, FP32 0-dim.
+    """Group Scaling [COAT, part 2]: the amax of a tensor in two stages, of which the first is its producer's.
 
-    The maximum is `TENSORWISE.amax(x)`, found by reading `group.size` times fewer values.
+    Args:
+        x: FP32, BF16 or FP16, any shape.
+        group: the parts that the first stage takes. A kernel takes other parts, those that its programs hold.
+
+    Returns:
+        The maxima of the parts, FP32 [.., groups], which the producer of `x` writes along with it; +inf where a part holds a NaN or an
+        infinity. Their amax, FP32 0-dim, which is `TENSORWISE.amax(x)` to the bit: a maximum does not depend on the parts that it is
+        taken over.
     """
-    pieces = group.maxima(x)
-    return pieces, TENSORWISE.amax(pieces)
+    maxima = group.maxima(x)
+    return maxima, TENSORWISE.amax(maxima)
 
 
 def _power(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
     python tools/bench/bench_kernels.py                               shapes of GPT-1.3B, micro-batch 4
     python tools/bench/bench_kernels.py --tokens 4096 --hidden 4096   of GPT-7B, micro-batch 2
     python tools/bench/bench_kernels.py --only linear attention
+    python tools/bench/bench_kernels.py --only just-in-time           what an amax in two stages gains (COAT's Group Scaling)
     python tools/bench/bench_kernels.py --only update                 the optimizers' kernels alone; bench_optimizer.py has whole steps
 
 `share` is the roofline: bytes that must move over time, over the measured copy bandwidth; for matrix kernels FLOPs over time, over the
@@ -132,6 +133,31 @@ def grouped(tokens: int, hidden: int, device: str = "cuda") -> Iterator[Case]:
     parts = ops.group_cast(x, size, E4M3)
     yield Case(f"cast, groups of {size}", lambda: ops.group_cast(x, size, E4M3), each * x.numel())
     yield Case(f"groups of {size} as BF16", lambda: ops.group_decode(*parts, size, BF16), each * x.numel())
+
+
+def just_in_time(tokens: int, hidden: int, device: str = "cuda") -> Iterator[Case]:
+    """Just-in-time casts of a gradient, in one stage and by the maxima that its producer left; alone, and behind the producer, whose
+    output may still be in the cache. Bytes are those that each way moves."""
+    new = functools.partial(torch.randn, device=device)
+    for width in (hidden, 4 * hidden):
+        grad, x = new(tokens, width, dtype=BF16), new(tokens, width, dtype=BF16)
+        mean, rstd, weight = new(tokens), torch.ones(tokens, device=device), new(width, dtype=BF16)
+        produce = functools.partial(ops.normalize_backward, grad, x, mean, rstd, weight, grad, rms=False)
+        cast = functools.partial(ops.cast_transpose, scale=None, amax_slot=None, dtype=E5M2, row=True, col=True, colsum=True)
+        *_, maxima = produce(maxima=True)
+        written = produce()[0]
+
+        def both(two_stages: bool, produce: Callable[..., Any] = produce, cast: Callable[..., Any] = cast) -> Any:
+            found, *_, left = produce(maxima=two_stages)
+            return cast(found, maxima=left if two_stages else None)
+
+        size = tokens * width
+        yield Case(f"norm backward, {width} wide", produce, 8 * size)
+        yield Case(f"norm backward with maxima, {width} wide", functools.partial(produce, maxima=True), 8 * size)
+        yield Case(f"just-in-time cast, {width} wide", functools.partial(cast, written), 6 * size)
+        yield Case(f"just-in-time cast by maxima, {width} wide", functools.partial(cast, written, maxima=maxima), 4 * size)
+        yield Case(f"norm backward, just-in-time cast, {width} wide", functools.partial(both, False), 14 * size)
+        yield Case(f"norm backward, just-in-time cast by maxima, {width} wide", functools.partial(both, True), 12 * size)
 
 
 def gradients(hidden: int, device: str = "cuda") -> Iterator[Case]:
@@ -304,6 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups: dict[str, Callable[[argparse.Namespace], Iterator[Case]]] = {
         "elementwise": lambda o: elementwise(o.tokens, o.hidden),
         "grouped": lambda o: grouped(o.tokens, o.hidden),
+        "just-in-time": lambda o: just_in_time(o.tokens, o.hidden),
         "gradients": lambda o: gradients(o.hidden),
         "update": lambda o: update(o.hidden),
         "loss": lambda o: loss(o.tokens),

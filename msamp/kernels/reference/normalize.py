@@ -4,7 +4,9 @@ import torch
 
 from msamp.kernels.reference.cast_transpose import _store
 from msamp.numerics.formats import of_dtype
+from msamp.numerics.granularity import Group
 from msamp.numerics.quantize import quantize
+from msamp.numerics.range_expand import two_stage_amax
 from msamp.numerics.scaling import inverse
 
 WIDE = (torch.bfloat16, torch.float16, torch.float32)
@@ -124,7 +126,8 @@ def normalize_backward(
     grad_residual: torch.Tensor | None,
     *,
     rms: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    maxima: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of LayerNorm or RMSNorm, with the gradient of the residual path added in FP32 before the one rounding.
 
     Args:
@@ -134,10 +137,12 @@ def normalize_backward(
         weight: [N] of any float dtype.
         grad_residual: [M, N], the gradient that reaches the sum along the residual path; None adds nothing.
         rms: RMSNorm; otherwise LayerNorm.
+        maxima: leave the first stage of Group Scaling, for a just-in-time cast of grad_x.
 
     Returns:
         grad_x [M, N] of the dtype of `x`, the gradient of `x` and of the residual alike; of parts of the rows, for `sum_parts`,
-        grad_weight [parts, N] FP32 and grad_bias [parts, N] FP32 (empty with `rms`).
+        grad_weight [parts, N] FP32 and grad_bias [parts, N] FP32 (empty with `rms`); of parts of the rows of grad_x as it is stored the
+        largest magnitude, FP32 [parts, 1], +inf where one is not finite (empty without `maxima`).
 
     Raises:
         ValueError: for shapes or dtypes that do not fit.
@@ -154,7 +159,9 @@ def normalize_backward(
     if grad_residual is not None:
         grad_x += grad_residual
     grad_bias = grad.new_empty(0) if rms else grad.sum(0, keepdim=True)
-    return grad_x.to(x.dtype).contiguous(), normal.mul_(grad).sum(0, keepdim=True), grad_bias
+    stored = grad_x.to(x.dtype).contiguous()
+    tops = two_stage_amax(stored, Group(stored.shape[1]))[0] if maxima else grad.new_empty(0)
+    return stored, normal.mul_(grad).sum(0, keepdim=True), grad_bias, tops
 
 
 def check_backward(grad_y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, grad_residual: torch.Tensor | None) -> None:

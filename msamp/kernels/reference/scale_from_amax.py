@@ -3,6 +3,7 @@
 import torch
 
 from msamp.numerics import scaling
+from msamp.numerics.granularity import TENSORWISE
 
 
 def scale_from_amax(amax: torch.Tensor, fp_max: float, last: torch.Tensor | None, otherwise: float) -> torch.Tensor:
@@ -18,3 +19,16 @@ def scale_from_amax(amax: torch.Tensor, fp_max: float, last: torch.Tensor | None
         FP32 scales in the shape of `amax`.
     """
     return scaling.scale_from_amax(amax, fp_max, otherwise if last is None else last)
+
+
+def scale_from_maxima(maxima: torch.Tensor, fp_max: float) -> torch.Tensor:
+    """The second stage of Group Scaling (`msamp.numerics.range_expand.two_stage_amax`) and the scale that follows from it.
+
+    Args:
+        maxima: FP32, any shape, contiguous: the largest magnitudes of parts of a tensor, together all of it.
+        fp_max: largest value of the target format.
+
+    Returns:
+        FP32, 0-dim: `scale_from_amax` of their amax; 1 where that is 0 or not finite.
+    """
+    return scaling.scale_from_amax(TENSORWISE.amax(maxima), fp_max)

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.cast_transpose import check_asked
+from msamp.kernels.reference.cast_transpose import check_asked, check_maxima
 from msamp.kernels.triton.cast import _block_amax, _fp8_code, _rounded, fp8_constants
-from msamp.kernels.triton.scale_from_amax import scale_from_amax
+from msamp.kernels.triton.scale_from_amax import scale_from_amax, scale_from_maxima
 from msamp.numerics.formats import of_dtype
 
 TILE_M, TILE_N, WARPS = 128, 64, 4
@@ -201,15 +201,19 @@ def _quantise(
     scale_inv_slot: torch.Tensor | None,
     dtype: torch.dtype,
     device: torch.device,
+    maxima: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run a kernel with (scale, amax, scale_inv), twice where the scale is to come from the amax; its scale_inv, empty with a slot for it.
+    """Run a kernel with (scale, amax, scale_inv), twice where the scale is to come from an amax and no `maxima` tell it; its scale_inv,
+    empty with a slot for it.
 
     Without a scale a kernel stores nothing and takes the amax only; into a wide dtype it is given none of the three.
     """
     if dtype.itemsize > 1:
         launch(None, None, None)
         return torch.empty(0, dtype=torch.float32, device=device)
-    if scale is None:
+    if scale is None and maxima is not None:
+        scale = scale_from_maxima(maxima, of_dtype(dtype).max)
+    elif scale is None:
         amax = torch.zeros((), dtype=torch.float32, device=device)
         launch(None, amax, None)
         scale = scale_from_amax(amax, of_dtype(dtype).max, None, 1.0)
@@ -244,9 +248,11 @@ def cast_transpose(
     col: bool = False,
     colsum: bool = False,
     scale_inv_slot: torch.Tensor | None = None,
+    maxima: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference twin."""
     check_asked(row=row, col=col, colsum=colsum)
+    check_maxima(maxima, scale)
     x = x.contiguous()
     M, N = x.shape
     grid = (parts(M), max(1, triton.cdiv(N, TILE_N)))
@@ -260,7 +266,7 @@ def cast_transpose(
             INVERSE=False, ALIGNED=M % 4 == 0, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **constants,
         )  # fmt: skip
 
-    return y, y_t, _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, x.device), partial
+    return y, y_t, _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, x.device, maxima), partial
 
 
 def cast_transposed(x: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -14,6 +14,8 @@ from msamp.kernels.triton.cast_transpose import _code, _constants, _inverse, _qu
 # Elements a program holds at once; a row longer than that is held by more warps.
 TILE = 4096
 TILE_M, TILE_N = 64, 128
+# Neighbours of a row whose magnitudes a thread folds before it keeps them from row to row.
+FOLD = 8
 # Shared memory that prefetching the next rows may take of a multiprocessor's 227 KiB.
 PREFETCH_BYTES = 100 * 1024
 
@@ -98,14 +100,15 @@ def _normalize_transposed_kernel(
 
 @triton.jit
 def _normalize_backward_kernel(
-    grad_y, x, mean, rstd, weight, grad_residual, grad_x, grad_weight, grad_bias, M, N,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, RMS: tl.constexpr, HARDWARE: tl.constexpr,
+    grad_y, x, mean, rstd, weight, grad_residual, grad_x, grad_weight, grad_bias, maxima, M, N,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr, RMS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     n = tl.arange(0, BLOCK)[None, :]
     w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
     grad_w = tl.zeros((ROWS, BLOCK), tl.float32)
     grad_b = tl.zeros((ROWS, BLOCK), tl.float32)
+    top = tl.zeros((ROWS, BLOCK // FOLD), tl.float32)
     for first in tl.range(program * ROWS, M, programs * ROWS, num_stages=STAGES):
         m = first + tl.arange(0, ROWS)[:, None]
         inside = (m < M) & (n < N)
@@ -124,12 +127,19 @@ def _normalize_backward_kernel(
         grad = grad * r
         if grad_residual is not None:
             grad += tl.load(grad_residual + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_x + at, _rounded(grad, grad_x.dtype.element_ty, HARDWARE), mask=inside)
+        stored = _rounded(grad, grad_x.dtype.element_ty, HARDWARE)
+        tl.store(grad_x + at, stored, mask=inside)
+        if maxima is not None:
+            magnitude = tl.abs(stored.to(tl.float32))
+            magnitude = tl.where(inside, tl.where(magnitude == magnitude, magnitude, float("inf")), 0.0)
+            top = tl.maximum(top, tl.max(tl.reshape(magnitude, (ROWS, BLOCK // FOLD, FOLD)), axis=2))
         grad_w += g * normal
     n = tl.arange(0, BLOCK)
     tl.store(grad_weight + program * N + n, tl.sum(grad_w, axis=0), mask=n < N)
     if not RMS:
         tl.store(grad_bias + program * N + n, tl.sum(grad_b, axis=0), mask=n < N)
+    if maxima is not None:
+        tl.store(maxima + program, tl.max(top))
 
 
 def _rows(N: int) -> tuple[dict[str, int], int]:
@@ -206,7 +216,7 @@ def _backward_warps(elements: int) -> tuple[int, int]:
 
 
 def parts(M: int, N: int, device: torch.device) -> int:
-    """Into how many parts the gradients of weight and bias come: one a program, as many as the device's multiprocessors hold."""
+    """Into how many parts the gradients of weight and bias, and the maxima, come: one a program, as many as the multiprocessors hold."""
     tile, elements = _rows(N)
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
     return max(1, min(multiprocessors * _backward_warps(elements)[1], triton.cdiv(M, tile["ROWS"])))
@@ -221,7 +231,8 @@ def normalize_backward(
     grad_residual: torch.Tensor | None,
     *,
     rms: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    maxima: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference twin."""
     check_backward(grad_y, x, weight, grad_residual)
     grad_y, x = grad_y.contiguous(), x.contiguous()
@@ -233,10 +244,11 @@ def normalize_backward(
     grad_x = torch.empty_like(x)
     grad_weight = torch.empty(programs, N, dtype=torch.float32, device=x.device)
     grad_bias = torch.empty_like(grad_weight) if not rms else grad_weight.new_empty(0)
+    tops = torch.empty((programs, 1) if maxima else 0, dtype=torch.float32, device=x.device)
     bytes_read = elements * sum(t.element_size() for t in (grad_y, x, addend) if t is not None)
     _normalize_backward_kernel[programs,](
-        grad_y, x, mean, rstd, weight, addend, grad_x, grad_weight, None if rms else grad_bias, M, N,
-        STAGES=2 if bytes_read <= PREFETCH_BYTES else 1, RMS=rms, HARDWARE=x.is_cuda,
+        grad_y, x, mean, rstd, weight, addend, grad_x, grad_weight, None if rms else grad_bias, tops if maxima else None, M, N,
+        FOLD=min(FOLD, tile["BLOCK"]), STAGES=2 if bytes_read <= PREFETCH_BYTES else 1, RMS=rms, HARDWARE=x.is_cuda,
         num_warps=num_warps, maxnreg=2048 // (resident * num_warps), **tile,
     )  # fmt: skip
-    return grad_x, grad_weight, grad_bias
+    return grad_x, grad_weight, grad_bias, tops

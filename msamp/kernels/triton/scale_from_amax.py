@@ -6,7 +6,17 @@ import triton.language as tl
 
 from msamp.numerics.scaling import _fields
 
-BLOCK = 256
+BLOCK, MANY = 256, 1024
+
+
+@triton.jit
+def _scale(v, kept, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """The scale of FP32 amaxes, `kept` where they tell nothing."""
+    bits = v.to(tl.int32, bitcast=True)
+    exponent = EXPONENT - (bits >> 23) - ((bits & 0x7FFFFF) > MANTISSA).to(tl.int32)
+    exponent = tl.minimum(tl.maximum(exponent, -126), 126)
+    found = (v > 0.0) & (v < float("inf"))
+    return tl.where(found, ((exponent + 127) << 23).to(tl.float32, bitcast=True), kept)
 
 
 @triton.jit(do_not_specialize=["numel", "otherwise"])
@@ -14,14 +24,20 @@ def _scale_from_amax_kernel(amax, last, scale, numel, otherwise, EXPONENT: tl.co
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     v = tl.load(amax + at, mask=inside, other=0.0)
-    bits = v.to(tl.int32, bitcast=True)
-    exponent = EXPONENT - (bits >> 23) - ((bits & 0x7FFFFF) > MANTISSA).to(tl.int32)
-    exponent = tl.minimum(tl.maximum(exponent, -126), 126)
     kept = tl.zeros((BLOCK,), tl.float32) + otherwise
     if last is not None:
         kept = tl.load(last + at, mask=inside)
-    found = (v > 0.0) & (v < float("inf"))
-    tl.store(scale + at, tl.where(found, ((exponent + 127) << 23).to(tl.float32, bitcast=True), kept), mask=inside)
+    tl.store(scale + at, _scale(v, kept, EXPONENT, MANTISSA), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _scale_from_maxima_kernel(maxima, scale, count, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BLOCK: tl.constexpr):
+    top = tl.zeros((BLOCK,), tl.float32)
+    for first in tl.range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        v = tl.load(maxima + at, mask=at < count, other=0.0)
+        top = tl.maximum(top, tl.where(v == v, tl.abs(v), float("inf")))
+    tl.store(scale, _scale(tl.max(top), 1.0, EXPONENT, MANTISSA))
 
 
 def scale_from_amax(amax: torch.Tensor, fp_max: float, last: torch.Tensor | None, otherwise: float) -> torch.Tensor:
@@ -32,4 +48,12 @@ def scale_from_amax(amax: torch.Tensor, fp_max: float, last: torch.Tensor | None
         _scale_from_amax_kernel[triton.cdiv(amax.numel(), BLOCK),](
             amax, last, scale, amax.numel(), otherwise, EXPONENT=exponent, MANTISSA=mantissa, BLOCK=BLOCK, num_warps=4
         )
+    return scale
+
+
+def scale_from_maxima(maxima: torch.Tensor, fp_max: float) -> torch.Tensor:
+    """See the reference twin. One program: a producer leaves some hundred maxima."""
+    scale = torch.empty((), dtype=torch.float32, device=maxima.device)
+    exponent, mantissa = _fields(fp_max)
+    _scale_from_maxima_kernel[1,](maxima, scale, maxima.numel(), EXPONENT=exponent, MANTISSA=mantissa, BLOCK=MANY, num_warps=4)
     return scale

@@ -269,8 +269,8 @@ def test_scales_of_groups_are_exact_at_the_ends_of_fp32():
 @pytest.mark.parametrize("shape", [(6, 32), (5, 77), (0,), ()])
 def test_the_amax_in_two_stages_is_that_of_the_tensor(size, shape, device):
     x = make("log-normal", shape, device=device).bfloat16()
-    pieces, amax = two_stage_amax(x, Group(size))
-    assert pieces.shape == Group(size).groups(shape)
+    maxima, amax = two_stage_amax(x, Group(size))
+    assert maxima.shape == Group(size).groups(shape)
     assert amax.equal(TENSORWISE.amax(x))
 
 

@@ -68,6 +68,19 @@ def test_every_elementwise_case_runs():
     assert cases["cast"][1] == 3 * 64 * 128
 
 
+def test_a_just_in_time_cast_by_maxima_is_the_same_cast():
+    cases = {case.name: case for case in bench_kernels.just_in_time(8, 16, "cpu")}
+    for width in (16, 64):
+        alone, pair = f"just-in-time cast, {width} wide", f"norm backward, just-in-time cast, {width} wide"
+        for name in (alone, pair):
+            case, by_maxima = cases[name], cases[name.replace("cast,", "cast by maxima,")]
+            assert case.bytes - by_maxima.bytes == 2 * 8 * width
+            got, want = by_maxima.run(), case.run()
+            assert all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(got[:2], want[:2], strict=True))
+            assert got[2].equal(want[2])
+    assert len(cases) == 12
+
+
 def test_groups_are_cast_and_come_back():
     cast, back = bench_kernels.grouped(8, 48, "cpu")
     payload, exponents = cast.run()
@@ -99,6 +112,7 @@ def test_a_table_of_small_kernels(tmp_path):
         "--only",
         "elementwise",
         "grouped",
+        "just-in-time",
         "gradients",
         "update",
         "attention",

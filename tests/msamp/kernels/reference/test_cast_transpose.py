@@ -10,7 +10,9 @@ from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.cast import cast
 from msamp.kernels.reference.cast_transpose import cast_transpose, cast_transposed
 from msamp.numerics.formats import E4M3, E5M2
+from msamp.numerics.granularity import Group
 from msamp.numerics.quantize import dequantize
+from msamp.numerics.range_expand import two_stage_amax
 from msamp.numerics.scaling import inverse, scale_from_amax
 
 FLAGS = ("row", "col", "colsum")
@@ -52,6 +54,29 @@ def test_just_in_time_keeps_the_limits_of_a_cast(fmt, kind):
     y, _, scale_inv, _ = cast_transpose(x, None, None, fmt.dtype, row=True)
     assert scale_inv == inverse(scale_from_amax(x.abs().amax(), fmt.max))
     check("cast", str(fmt), kind, SMALL, measure(x, dequantize(y, scale_inv), y, fmt))
+
+
+@every_fp8
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [None, float("nan"), -float("inf")])
+def test_an_amax_in_two_stages_changes_no_bit(fmt, kind, bad):
+    x = make(kind, (24, 40)).bfloat16()
+    x[7, 3] = x[7, 3] if bad is None else bad
+    slots = torch.zeros(()), torch.zeros(())
+    want = cast_transpose(x, None, slots[0], fmt.dtype, row=True, col=True, colsum=True)
+    for group in (Group(16), Group(40)):
+        maxima = two_stage_amax(x, group)[0]
+        got = cast_transpose(x, None, slots[1], fmt.dtype, row=True, col=True, colsum=True, maxima=maxima)
+        assert all(codes(a).equal(codes(b)) for a, b in zip(got[:2], want[:2], strict=True))
+        assert all(bits(a).equal(bits(b)) for a, b in zip((*got[2:], slots[1]), (*want[2:], slots[0]), strict=True))
+
+
+def test_maxima_that_cannot_serve_are_refused():
+    x = make("normal", (6, 10))
+    with pytest.raises(ValueError, match="maxima stand in for the amax of a just-in-time cast: give scale None"):
+        cast_transpose(x, torch.ones(()), None, E4M3.dtype, row=True, maxima=torch.ones(6))
+    with pytest.raises(ValueError, match=r"maxima are torch\.bfloat16; .* torch\.float32"):
+        cast_transpose(x, None, None, E4M3.dtype, row=True, maxima=torch.ones(6).bfloat16())
 
 
 @every_fp8

@@ -8,6 +8,7 @@ from numerics import KINDS, codes, make, measure
 from msamp.kernels import ops
 from msamp.kernels.reference.normalize import normalize, normalize_backward, normalize_transposed
 from msamp.numerics.formats import E4M3, E5M2
+from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.quantize import dequantize, quantize
 from msamp.numerics.scaling import scale_from_amax
 
@@ -114,7 +115,7 @@ def test_gradients_are_those_of_autograd(kind, dtype, rms, with_residual):
 
     weight, bias = parameters(rms)
     *_, mean, rstd = normalize(x, None, weight, bias, EPS, None, None, torch.float32, rms=rms)
-    grad_x, grad_weight, grad_bias = normalize_backward(grad_y, x, mean, rstd, weight, grad_residual, rms=rms)
+    grad_x, grad_weight, grad_bias, _ = normalize_backward(grad_y, x, mean, rstd, weight, grad_residual, rms=rms)
     assert (grad_x.dtype, grad_weight.dtype, grad_bias.dtype) == (dtype, torch.float32, torch.float32)
     # One rounding to the dtype of x; in FP32 the cancellation in the projection, relative to the largest gradient.
     scale = want.abs().amax().item()
@@ -131,10 +132,26 @@ def test_no_rows():
     _, y, scale_inv, mean, rstd = normalize(x, None, weight, bias, EPS, torch.tensor(2.0), None, E4M3.dtype, rms=False)
     assert (y.shape, scale_inv, mean.shape) == ((0, N), 0.5, (0,))
     assert normalize_transposed(x, mean, rstd, weight, bias, scale_inv, E4M3.dtype, rms=False).shape == (N, 0)
-    grad_x, grad_weight, grad_bias = normalize_backward(x, x, mean, rstd, weight, None, rms=False)
-    assert grad_x.shape == (0, N)
+    grad_x, grad_weight, grad_bias, maxima = normalize_backward(x, x, mean, rstd, weight, None, rms=False, maxima=True)
+    assert (grad_x.shape, maxima.shape) == ((0, N), (0, 1))
     assert not grad_weight.any()
     assert not grad_bias.any()
+
+
+@both_norms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_maxima_are_those_of_the_gradient_as_it_is_stored(rms, dtype):
+    x, grad_y, residual = (make("log-normal", (24, N), seed=seed).to(dtype) for seed in (0, 4, 5))
+    weight, bias = parameters(rms)
+    *_, mean, rstd = normalize(x, None, weight, bias, EPS, None, None, torch.float32, rms=rms)
+    plain = normalize_backward(grad_y, x, mean, rstd, weight, residual, rms=rms)
+    *same, maxima = normalize_backward(grad_y, x, mean, rstd, weight, residual, rms=rms, maxima=True)
+    assert all(a.equal(b) for a, b in zip(same, plain[:3], strict=True))
+    assert plain[3].numel() == 0
+    assert maxima.equal(same[0].float().abs().amax(1, keepdim=True))
+    assert TENSORWISE.amax(maxima).equal(TENSORWISE.amax(same[0]))
+    grad_y[3, 5] = float("nan")
+    assert normalize_backward(grad_y, x, mean, rstd, weight, None, rms=rms, maxima=True)[3].isinf().flatten().nonzero().tolist() == [[3]]
 
 
 X, ROW = torch.zeros(4, 8), torch.ones(8)
@@ -174,14 +191,15 @@ def test_schema_fake_and_dispatch(rms, given, device):
     forward = (x, x, weight, bias, EPS, scale, slot, E4M3.dtype) if given else (x, None, weight, None, EPS, None, None, x.dtype)
     *_, mean, rstd = ops.normalize(*forward, rms=rms)
     backward = (x, x, mean, rstd, weight, x if given else None)
-    for op, args in (
-        (ops.normalize, forward),
-        (ops.normalize_transposed, (x, mean, rstd, weight, bias, scale, E4M3.dtype)),
-        (ops.normalize_backward, backward),
+    for op, args, more in (
+        (ops.normalize, forward, {}),
+        (ops.normalize_transposed, (x, mean, rstd, weight, bias, scale, E4M3.dtype), {}),
+        (ops.normalize_backward, backward, {"maxima": given}),
     ):
-        torch.library.opcheck(op, args, {"rms": rms}, test_utils="test_schema")
-        real = op(*args, rms=rms)
+        flags = {"rms": rms, **more}
+        torch.library.opcheck(op, args, flags, test_utils="test_schema")
+        real = op(*args, **flags)
         with torch._subclasses.FakeTensorMode() as mode:
-            fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args), rms=rms)
+            fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args), **flags)
         for r, f in zip(*([t] if isinstance(t, torch.Tensor) else t for t in (real, fake)), strict=True):
             assert (r.shape, r.dtype, r.stride(), r.device.type) == (f.shape, f.dtype, f.stride(), f.device.type)

@@ -11,6 +11,8 @@ from numerics import bits, codes, make, random_floats
 
 from msamp.kernels.reference.cast_transpose import cast_transpose as twin
 from msamp.numerics.formats import E4M3, E5M2
+from msamp.numerics.granularity import Group
+from msamp.numerics.range_expand import two_stage_amax
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy, for the interpreter
 NIGHTLY = functools.partial(pytest.param, marks=pytest.mark.nightly)
@@ -93,6 +95,31 @@ def test_scale_inv_is_left_in_its_slot(bad, scale, triton_device):
     assert given[2].numel() == 0
     assert bits(slot).equal(bits(own[2]))
     assert all(codes(a).equal(codes(b)) for a, b in zip(own[:2], given[:2], strict=True))
+
+
+@every_fp8
+@pytest.mark.parametrize("bad", [1.0, float("nan"), -float("inf")])
+def test_an_amax_in_two_stages_changes_no_bit(fmt, bad, triton_device):
+    x = make("log-normal", (140, 70), device=triton_device).bfloat16()
+    x[135, 3] = bad
+    slots = [torch.zeros((), device=triton_device) for _ in range(2)]
+    want = kernel(x, None, slots[0], fmt.dtype, row=True, col=True, colsum=True)
+    got = kernel(x, None, slots[1], fmt.dtype, row=True, col=True, colsum=True, maxima=two_stage_amax(x, Group(16))[0])
+    assert all(bits(a).equal(bits(b)) for a, b in zip((*got[2:], slots[1]), (*want[2:], slots[0]), strict=True))
+    assert all(codes(a).equal(codes(b)) for a, b in zip(got[:2], want[:2], strict=True))
+
+
+def test_the_maxima_decide_the_scale_and_the_tensor_is_not_asked(triton_device):
+    x, maxima = make("normal", (40, 70), device=triton_device), torch.tensor([[3.0], [448.0]], device=triton_device)
+    got, want = (f(x, None, None, E4M3.dtype, row=True, maxima=maxima) for f in (kernel, twin))
+    assert got[2] == want[2] == 1.0
+    assert codes(got[0]).equal(codes(want[0]))
+
+
+def test_maxima_beside_a_scale_are_refused(triton_device):
+    x, one = torch.ones(4, 8, device=triton_device), torch.ones((), device=triton_device)
+    with pytest.raises(ValueError, match="maxima stand in for the amax"):
+        kernel(x, one, None, E4M3.dtype, row=True, maxima=one)
 
 
 @every_fp8

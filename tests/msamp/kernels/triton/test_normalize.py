@@ -13,6 +13,7 @@ from numerics import bits, codes, make
 
 from msamp.kernels.reference import normalize as twin
 from msamp.numerics.formats import E4M3, E5M2
+from msamp.numerics.granularity import TENSORWISE
 
 EPS = 1e-5
 both_norms = pytest.mark.parametrize("rms", [False, True], ids=["layer-norm", "rms-norm"])
@@ -140,8 +141,8 @@ def test_strided_input_and_no_rows(triton_device):
     scale = torch.tensor(4.0, device=triton_device)
     _, y, scale_inv, mean, rstd = kernel("normalize", x, x, weight, bias, EPS, scale, None, E4M3.dtype, rms=False)
     assert (y.shape, scale_inv) == ((0, 16), 0.25)
-    grad_x, grad_weight, grad_bias = kernel("normalize_backward", x, x, mean, rstd, weight, None, rms=False)
-    assert grad_x.shape == (0, 16)
+    grad_x, grad_weight, grad_bias, maxima = kernel("normalize_backward", x, x, mean, rstd, weight, None, rms=False, maxima=True)
+    assert (grad_x.shape, float(maxima)) == ((0, 16), 0.0)
     assert not grad_weight.any()
     assert not grad_bias.any()
 
@@ -160,8 +161,12 @@ def assert_same_backward(shape, dtype, rms, with_residual, device, kind="normal"
     torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=2e-6 * float(want[0].abs().max()))
     for g, w in zip(got[1:], want[1:], strict=True):
         torch.testing.assert_close(g.sum(0), w.sum(0), rtol=1e-4, atol=2e-5 * shape[0] ** 0.5)
-    for g, again in zip(got, kernel("normalize_backward", *args, rms=rms), strict=True):
-        assert bits(g).equal(bits(again)), "the same result every time"
+    *again, maxima = kernel("normalize_backward", *args, rms=rms, maxima=True)
+    assert got[3].numel() == 0
+    for g, same in zip(got[:3], again, strict=True):
+        assert bits(g).equal(bits(same)), "the same result every time, and with its maxima"
+    assert (maxima.dtype, maxima.shape) == (torch.float32, (got[1].shape[0], 1))
+    assert TENSORWISE.amax(maxima).equal(TENSORWISE.amax(again[0]))
 
 
 @ragged
@@ -180,6 +185,25 @@ def test_backward_of_every_dtype(dtype, rms, with_residual, triton_device):
 @pytest.mark.parametrize("kind", ["channel-outlier", "log-normal"])
 def test_backward_of_other_kinds(kind, triton_device):
     assert_same_backward((70, 96), torch.float32, False, False, triton_device, kind)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_maximum_tells_what_is_not_finite_in_its_part(bad, triton_device):
+    x, weight = make("normal", (37, 70), device=triton_device), torch.ones(70, device=triton_device)
+    stats, grad_y = torch.ones(37, device=triton_device), make("normal", (37, 70), seed=4, device=triton_device)
+    grad_y[36, 69] = bad
+    *_, maxima = kernel("normalize_backward", grad_y, x, stats, stats, weight, None, rms=False, maxima=True)
+    assert maxima.isinf().sum() == 1
+    assert not maxima.isnan().any()
+
+
+def test_what_lies_beside_the_rows_enters_no_maximum(triton_device):
+    x = make("normal", (37, 70), device=triton_device) + 50  # beside a row the deviation from its mean is that of a 0
+    grad_y, (weight, _) = make("normal", (37, 70), seed=4, device=triton_device), parameters(70, False, triton_device)
+    *_, mean, rstd = twin.normalize(x, None, weight, None, EPS, None, None, torch.float32, rms=False)
+    grad_x, *_, maxima = kernel("normalize_backward", grad_y, x, mean, rstd, weight, None, rms=False, maxima=True)
+    assert TENSORWISE.amax(maxima).equal(TENSORWISE.amax(grad_x))
 
 
 def test_bad_input_is_refused(triton_device):

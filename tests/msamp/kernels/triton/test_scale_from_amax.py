@@ -7,12 +7,13 @@ import torch
 from numerics import bits, random_floats
 
 from msamp.kernels.reference.scale_from_amax import scale_from_amax as twin
+from msamp.kernels.reference.scale_from_amax import scale_from_maxima
 from msamp.numerics.formats import E4M3, E5M2, FP16
 
 
-def kernel(*args):
+def kernel(*args, name="scale_from_amax"):
     # Imported late: the kernels take the interpreter or the compiler when their file is imported.
-    return importlib.import_module("msamp.kernels.triton.scale_from_amax").scale_from_amax(*args)
+    return getattr(importlib.import_module("msamp.kernels.triton.scale_from_amax"), name)(*args)
 
 
 def assert_same(amax: torch.Tensor, fp_max: float, last: torch.Tensor | None, otherwise: float) -> None:
@@ -40,3 +41,18 @@ def test_one_amax_and_none(triton_device):
     assert_same(torch.tensor(3.0, device=triton_device), E5M2.max, None, 1.0)
     assert_same(torch.tensor(0.0, device=triton_device), E5M2.max, torch.tensor(0.25, device=triton_device), 1.0)
     assert kernel(torch.empty(0, device=triton_device), E5M2.max, None, 1.0).shape == (0,)
+
+
+@pytest.mark.parametrize("fp_max", [E4M3.max, E5M2.max])
+@pytest.mark.parametrize("last", [2.0**-140, 1.75, 3e30, 0.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("count", [1, 264, 1025, 5000])
+def test_one_scale_of_all_maxima(count, last, fp_max, triton_device):
+    maxima = torch.zeros(count, 1, device=triton_device)
+    maxima[count // 2], maxima[-1] = 2.0**-149, last  # the largest comes last, behind whole blocks of others
+    got, want = kernel(maxima, fp_max, name="scale_from_maxima"), scale_from_maxima(maxima, fp_max)
+    assert got.shape == want.shape == ()
+    assert bits(got).equal(bits(want))
+
+
+def test_no_maxima(triton_device):
+    assert kernel(torch.empty(0, 1, device=triton_device), E5M2.max, name="scale_from_maxima") == 1.0

@@ -1,0 +1,37 @@
+"""Group Scaling [COAT, part 2]: a just-in-time cast that does not read its tensor for the amax, since the tensor's producer took it.
+
+A just-in-time cast wants the amax of the whole tensor before its first code: it reads 2 bytes an element, reads them again and writes two
+layouts, 6 bytes. The kernel that wrote the tensor had every value in its registers. It leaves the maxima of the parts that its programs
+held, and the cast folds these few hundred numbers: 4 bytes an element, and the same scale, since a maximum does not depend on the parts
+that it is taken over (`msamp.numerics.range_expand.two_stage_amax`).
+
+In the fused blocks two tensors of a layer are written by one kernel and cast by another: the gradient that the MLP half's norm writes
+and the projection casts, and the one that the attention half's norm writes and FC2 of the layer before casts. Writer and caster are two
+autograd functions, and between those autograd carries a tensor and nothing else. So the maxima lie on the tensor, with the version that
+it had: whatever else autograd hands over, a sum of two gradients, a copy, a gradient received from another rank, has none, or has another
+version, and is read as ever. A write that hides from the version counter (`.data`) hides from this too, as from all that autograd saves.
+"""
+
+import torch
+
+from msamp.nn.scaling_state import Slot
+
+_LEFT = "_group_scaling_maxima"
+
+
+def leave_maxima(x: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
+    """`x`, with what its kernel found beside it.
+
+    Args:
+        x: what the kernel wrote.
+        maxima: FP32, largest magnitudes of its parts, together all of it; empty where the kernel was not asked: nothing is left.
+    """
+    if maxima.numel():
+        setattr(x, _LEFT, (maxima, x._version))
+    return x
+
+
+def maxima_for(slot: Slot, x: torch.Tensor) -> torch.Tensor | None:
+    """The maxima of `x` for a cast by the slot; None where the scale is known beforehand, and where `x` has none that are its own."""
+    maxima, version = getattr(x, _LEFT, (None, None))
+    return maxima if slot.scale is None and version == x._version else None
