@@ -7,9 +7,10 @@ that it is taken over (`msamp.numerics.range_expand.two_stage_amax`).
 
 In the fused blocks two tensors of a layer are written by one kernel and cast by another: the gradient that the MLP half's norm writes
 and the projection casts, and the one that the attention half's norm writes and FC2 of the layer before casts. Writer and caster are two
-autograd functions, and between those autograd carries a tensor and nothing else. So the maxima lie on the tensor, with the version that
-it had: whatever else autograd hands over, a sum of two gradients, a copy, a gradient received from another rank, has none, or has another
-version, and is read as ever. A write that hides from the version counter (`.data`) hides from this too, as from all that autograd saves.
+autograd functions, and between those autograd carries a tensor and nothing else. So the maxima lie on the tensor, with the memory and the
+version that it had: whatever else is handed over, a sum of two gradients, a copy, a gradient received from another rank, has none, or
+another version or memory, and is read as ever. A write that hides from the version counter (`.data`) hides from this too, as it does
+from autograd.
 """
 
 import torch
@@ -27,11 +28,16 @@ def leave_maxima(x: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
         maxima: FP32, largest magnitudes of its parts, together all of it; empty where the kernel was not asked: nothing is left.
     """
     if maxima.numel():
-        setattr(x, _LEFT, (maxima, x._version))
+        setattr(x, _LEFT, (maxima, _state(x)))
     return x
 
 
 def maxima_for(slot: Slot, x: torch.Tensor) -> torch.Tensor | None:
     """The maxima of `x` for a cast by the slot; None where the scale is known beforehand, and where `x` has none that are its own."""
-    maxima, version = getattr(x, _LEFT, (None, None))
-    return maxima if slot.scale is None and version == x._version else None
+    maxima, state = getattr(x, _LEFT, (None, None))
+    return maxima if maxima is not None and slot.scale is None and state == _state(x) else None
+
+
+def _state(x: torch.Tensor) -> tuple[int, int]:
+    """Memory and version: a copy, which takes the attribute with it, has memory of its own."""
+    return x.data_ptr(), x._version

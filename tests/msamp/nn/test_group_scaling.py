@@ -1,5 +1,8 @@
 """Group Scaling between the halves of layers: who leaves maxima, who finds them, and that no bit depends on them."""
 
+import copy
+import io
+
 import pytest
 import torch
 from block_halves import B, H, S, attention_half, attention_settings, mlp_half, mlp_settings
@@ -79,7 +82,15 @@ def test_a_change_in_place_ends_them_and_a_known_scale_wants_none():
     assert maxima_for(Slot(torch.ones(()), torch.ones(()), None), x) is None
     assert maxima_for(JUST_IN_TIME, x.clone()) is None
     x.mul_(2)
-    assert maxima_for(JUST_IN_TIME, x) is None
+    for changed in (x, copy.deepcopy(x), torch.load(saved(x))):
+        assert maxima_for(JUST_IN_TIME, changed) is None
+
+
+def saved(x: torch.Tensor) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return file
 
 
 def two_layers(level, device, rms) -> list[torch.Tensor]:

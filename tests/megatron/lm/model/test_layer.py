@@ -13,9 +13,11 @@ from torch import Tensor
 from megatron.lm import process_groups
 from megatron.lm.model.gpt import GPT, build_model
 from megatron.lm.model.layer import Layer
+from msamp.kernels import ops
+from msamp.nn import attention_block, mlp_block
 from msamp.nn.saved import AsItIs, GroupedFP8
 from msamp.numerics.metrics import sqnr_db
-from msamp.numerics.recipe import BF16, O2, O3, Recipe
+from msamp.numerics.recipe import BF16, COAT, O2, O3, Recipe
 
 SHAPES: dict[str, dict[str, Any]] = {
     "rope": {"rotary_percent": 0.5},
@@ -85,6 +87,23 @@ def test_without_gradients_the_losses_are_the_same():
     tokens = torch.randint(0, tiny.VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(0)).to(process_groups.device())
     with torch.no_grad():
         assert torch.equal(made(tokens, torch.arange(16, device=tokens.device).expand(4, 16), None, labels=tokens.roll(1, 1)), losses)
+
+
+def test_with_just_in_time_gradients_each_half_hands_on_what_its_norm_found(monkeypatch):
+    asked, cast = [], ops.cast_transpose
+
+    def spy(x: Tensor, *args: Any, **flags: Any) -> tuple[Tensor, ...]:
+        if flags.get("col"):
+            asked.append(flags["maxima"])
+        return cast(x, *args, **flags)
+
+    monkeypatch.setattr(ops, "cast_transpose", spy)
+    found = forward_backward(model(COAT))
+    assert [maxima is None for maxima in asked] == [True, False, False, False]  # behind the last layer stands a norm of torch's own
+    for block in (attention_block, mlp_block):
+        monkeypatch.setattr(block, "maxima_for", lambda slot, x: None)
+    assert_same_bits(found, forward_backward(model(COAT)))
+    assert asked[4:] == [None] * 4
 
 
 @pytest.mark.parametrize(
