@@ -5,6 +5,7 @@ Whatever only watches or speeds up the steps (CUDA graphs, the recorder, the wat
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,7 +29,8 @@ class Training:
     `model`: this rank's GPT, or the ModuleList of its chunks with interleaved pipeline stages. `linears`: which of its linear layers
     are BF16 in an FP8 recipe, as in `config`, and why. `passed_over`: samples that were read and undone by rollbacks; those of the next
     step begin at `consumed_samples + passed_over`. `loss_scaler`: FP16's, which multiplies the loss in megatron-core's schedule and in
-    the graphs, and which the optimizer divides out and updates.
+    the graphs, and which the optimizer divides out and updates. `data`: what fixes the order of the training data (`data.order`); None
+    where there is none.
     """
 
     config: Config
@@ -45,6 +47,7 @@ class Training:
     iteration: int = 0
     consumed_samples: int = 0
     passed_over: int = 0
+    data: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,7 @@ def info(training: Training) -> dict[str, Any]:
         "skipped_steps": training.optimizer.skipped_steps,
         "grad_sync_steps": training.grad_sync.steps,
         "schedule_steps": training.schedule.state_dict()["num_steps"],
+        "data": training.data,
     }
 
 

@@ -19,6 +19,7 @@ from megatron.lm.checkpoint.storage import Stored
 from megatron.lm.checkpoint.values import Found, chunk_offsets, find, find_whole, firsts, scalar
 from megatron.lm.config import CheckpointConfig, Config, PrecisionConfig, flag
 from megatron.lm.config.cli import config_from_dict, config_to_dict
+from megatron.lm.data.order import check_same
 from megatron.lm.grid import Grid
 from megatron.lm.training import Training
 from msamp.nn.scaling_state import LinearScaling
@@ -70,12 +71,15 @@ def load(training: Training) -> None:
     the saved run did not have start just in time.
 
     Raises:
-        ValueError: on every rank, for no or a damaged checkpoint, or one of another model. Nothing has changed then.
+        ValueError: on every rank, for no or a damaged checkpoint, or one of another model or other data. Nothing has changed then.
     """
     settings = training.config.checkpoint
     assert settings.load is not None
     folder, info = _choose(Path(settings.load), settings.ckpt_step)
     all_or_none(lambda: _check_same_model(info, training))
+    remark = all_or_none(lambda: check_same(info, training.config, training.data))
+    if remark is not None and dist.get_rank() == 0:
+        print(remark, flush=True)
     taken = all_or_none(lambda: _take(training, Stored(folder), info))
     _apply(training, taken, info)
     if not settings.finetune:

@@ -69,6 +69,7 @@ class DataConfig:
     test_data_path: tuple[str, ...] = setting("test data beside --train-data-path", ())
     split: str = setting("shares of --data-path for training, validation and test", DEFAULT_SPLIT)
     data_cache_path: str | None = setting("folder for the index caches; derived: beside the data", None)
+    override_data: bool = setting("resume although the checkpoint was trained on other data, or on it in another order", False)
     tokenizer_type: str | None = setting("tokenizer the data was made with", None, choices=TOKENIZERS)
     tokenizer_model: str | None = setting("tokenizer.json of HuggingFaceTokenizer, or a folder that holds one", None)
     vocab_file: str | None = setting("encoder.json of GPT2BPETokenizer", None)

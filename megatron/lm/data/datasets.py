@@ -18,12 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import DType
 from torch.utils.data import Dataset
 
 from megatron.lm.config import Config, DataConfig
+from megatron.lm.data.cache import written_aside
+from megatron.lm.data.indexing import read_counts
+from megatron.lm.data.order import Builder, EpochDataset
 from megatron.lm.data.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")
@@ -54,16 +56,16 @@ class IndexedFile:
 def build_datasets(
     config: Config, tokenizer: Tokenizer, sample_counts: tuple[int, int, int]
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-    """Train, valid and test datasets through megatron-core's BlendedMegatronDatasetBuilder and GPTDataset.
+    """Train, valid and test datasets through megatron-core's BlendedMegatronDatasetBuilder and GPTDataset, in the order of `order`.
 
     Collective: every rank calls it with the same arguments; without a process group it is a world of one. Rank 0 writes the index
     caches (`--data-cache-path`, else `index_cache` beside the first dataset), the others read them. A cache belongs to the content of
-    the indices, so a dataset that was made anew under the same name gets new ones.
+    the indices, so a dataset that was made anew under the same name gets new ones; one that is damaged is made anew (`cache`).
 
     Args:
         config: model.seq_length, training.seed and data.
         tokenizer: gives the end of document and the legal range of ids.
-        sample_counts: samples of seq_length tokens wanted of each split; short data repeats by epochs, shuffled anew. 0: no dataset.
+        sample_counts: samples of seq_length tokens wanted of each split; short data repeats, each epoch shuffled by itself. 0: no dataset.
 
     Returns:
         One dataset a split, of at least that many samples: `dataset[i]` holds tokens, labels, position_ids [s] int64 and loss_mask
@@ -71,7 +73,7 @@ def build_datasets(
 
     Raises:
         ValueError: on every rank alike: data missing, empty, truncated, of a wrong form, with ids outside the vocabulary, or shorter
-            than one sequence; contradictory or malformed `--data-path` or `--split`.
+            than one sequence; bad counts beside it; contradictory or malformed `--data-path` or `--split`.
     """
     blends = split_blends(config.data)
     shares = parse_split(config.data.split) if config.data.data_path else [1.0 if blend else 0.0 for blend in blends]
@@ -84,7 +86,7 @@ def build_datasets(
         _together(lambda: _prepare_cache(cache, files, tokenizer))
         weighted = [_weighted(blend, files, i, shares, config.data) for i, blend in enumerate(blends)]
         dataset_config = _gpt_config(config, tokenizer, weighted, wanted, cache)
-        built = BlendedMegatronDatasetBuilder(GPTDataset, list(wanted), lambda: True, dataset_config).build()
+        built = Builder(EpochDataset, list(wanted), lambda: True, dataset_config).build()
     train, valid, test = built
     return train, valid, test
 
@@ -137,7 +139,10 @@ def read_index(prefix: str) -> IndexedFile:
             raise ValueError(f"dataset {prefix}: {path} does not exist; {_HOW_TO_MAKE}")
         if path.stat().st_size == 0:
             raise ValueError(f"dataset {prefix}: {path} is empty; {_HOW_TO_MAKE}")
-    raw = idx.read_bytes()
+    try:
+        raw = idx.read_bytes()
+    except OSError as error:
+        raise ValueError(f"dataset {prefix}: {idx} cannot be read ({error.strerror})") from None
     if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
         raise ValueError(f"dataset {prefix}: {idx} is not an index of megatron-core; {_HOW_TO_MAKE}")
     _, version, code, count, boundaries = _HEADER.unpack_from(raw)
@@ -153,7 +158,10 @@ def read_index(prefix: str) -> IndexedFile:
         raise ValueError(f"dataset {prefix}: {idx} lists no tokens; {_HOW_TO_MAKE}")
     if boundaries == 0 or np.frombuffer(raw, np.int64, boundaries, _HEADER.size + 12 * count)[-1] != count:
         raise ValueError(f"dataset {prefix}: {idx} has document boundaries that do not end at its {count} sequences: damaged")
-    _check_size(prefix, data, int((pointers + lengths * np.int64(known[code].itemsize)).max()))
+    ends = pointers + lengths * np.int64(known[code].itemsize)
+    if pointers.min() < 0 or ends.min() < 0:
+        raise ValueError(f"dataset {prefix}: {idx} points outside {data}: damaged; {_HOW_TO_MAKE}")
+    _check_size(prefix, data, int(ends.max()))
     return IndexedFile(prefix=prefix, lengths=lengths, dtype=known[code], fingerprint=hashlib.sha256(raw).hexdigest())
 
 
@@ -219,6 +227,8 @@ def _open_all(blends: list[Blend | None], wanted: list[int], shares: list[float]
     """Read every index that a wanted split draws from, and see that the split's part of it fills a sequence."""
     files: dict[str, IndexedFile] = {}
     for i, (blend, count) in enumerate(zip(blends, wanted, strict=True)):
+        if blend and count > 0 and len(blend.prefixes) == 1:
+            read_counts(blend.prefixes[0])  # an evaluation tells its loss by them: bad ones are refused before the first step
         for prefix in blend.prefixes if blend and count > 0 else []:
             files.setdefault(prefix, read_index(prefix))
             part = _part(files[prefix], i, shares, config.data)
@@ -271,7 +281,7 @@ def _prepare_cache(cache: Path, files: dict[str, IndexedFile], tokenizer: Tokeni
     if dist.get_rank() != 0 or not files:
         return
     note = cache / "token_range.json"
-    seen = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
+    seen = _read_note(note)
     found = {}
     for prefix, file in files.items():
         state = os.stat(f"{prefix}.bin")
@@ -280,9 +290,22 @@ def _prepare_cache(cache: Path, files: dict[str, IndexedFile], tokenizer: Tokeni
             check_token_range(prefix, file.dtype, tokenizer.vocab_size)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        note.write_text(json.dumps(seen | found), encoding="utf-8")
+        with written_aside(note) as stream:
+            stream.write(json.dumps(seen | found).encode())
     except OSError as error:
         raise ValueError(f"index caches cannot be written to {cache} ({error}): name a writable folder with --data-cache-path") from None
+
+
+def _read_note(note: Path) -> dict[str, Any]:
+    """What was found in range before; nothing where the note is damaged, so that it is looked at again."""
+    try:
+        seen = json.loads(note.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as problem:
+        print(f"{note} does not fit ({problem}): the token ids are checked anew", flush=True)
+        return {}
+    return seen if isinstance(seen, dict) else {}
 
 
 def _gpt_config(

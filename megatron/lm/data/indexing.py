@@ -133,6 +133,25 @@ def write_datasets(
         return {key: writer.publish() for key, writer in writers.items()}
 
 
+def read_counts(prefix: str) -> DatasetCounts | None:
+    """What the `.json` beside a dataset holds; None where there is none. ValueError where it is not what `write_datasets` wrote."""
+    file = Path(f"{prefix}.json")
+    if not file.exists():
+        return None
+    remedy = "make the dataset anew with tools/preprocess_data.py, or delete the file: then evaluations tell no bits per byte"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"dataset {prefix}: {file} cannot be read ({error}); {remedy}") from None
+    wanted = {field.name: field.type for field in dataclasses.fields(DatasetCounts)}
+    if not isinstance(found, dict) or any(type(found.get(name)).__name__ != kind for name, kind in wanted.items()):
+        raise ValueError(f"dataset {prefix}: {file} does not hold the counts {', '.join(wanted)}; {remedy}")
+    counts = DatasetCounts(**{name: found[name] for name in wanted})
+    if counts.tokens < 1 or counts.text_bytes < 1:
+        raise ValueError(f"dataset {prefix}: {file} counts {counts.tokens} tokens and {counts.text_bytes} bytes of text; {remedy}")
+    return counts
+
+
 class Progress:
     """Prints documents/s, MB/s and the time left to standard error, at most once in `interval` documents."""
 

@@ -2,11 +2,9 @@
 
 import contextlib
 import itertools
-import json
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
@@ -14,8 +12,10 @@ from torch.utils.data import Dataset
 from megatron.lm import checkpoint, gain, graph, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import Config
+from megatron.lm.data import order
 from megatron.lm.data.batch import batches
 from megatron.lm.data.datasets import build_datasets, split_blends
+from megatron.lm.data.indexing import read_counts
 from megatron.lm.data.tokenizer import build_tokenizer
 from megatron.lm.optim import bytes_per_parameter
 from megatron.lm.presets import parameter_count
@@ -46,6 +46,8 @@ class Trainer:
         self.tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         self.train_data, self.valid_data, self.test_data = build_datasets(config, self.tokenizer, self._sample_counts())
         self.training = build_training(config, self.tokenizer.vocab_size)
+        if self.train_data is not None:
+            self.training.data = order.description(self.train_data, config.training.seed)
         self.graphs = graph.build(self.training)
         self.config = config = self.training.config
         self.rollback = Rollback()
@@ -158,9 +160,9 @@ class Trainer:
                 if self.recorder is not None:
                     self.recorder.close()
             if why is None:
+                self._save()
                 self._evaluate("valid", self.valid_data)
                 self._evaluate("test", self.test_data)
-                self._save()
             elif self.metrics.main:
                 saved = "saved" if self.config.checkpoint.save else "nothing saved, since there is no --save"
                 print(f"leaving after iteration {self.training.iteration}, {saved}: {why}", flush=True)
@@ -188,11 +190,11 @@ class Trainer:
                 continue
             if last:
                 return None
-            if evaluates:
-                self._evaluate("valid", self.valid_data)
             why = found.leave or (f"--exit-interval {settings.exit_interval}" if leaves else None)
             if saves or found.save or why:
-                self._save()
+                self._save()  # before the evaluation, so that nothing that fails there costs it
+            if evaluates:
+                self._evaluate("valid", self.valid_data)
             if found.save and self.metrics.main and not self.config.checkpoint.save:
                 print("SIGUSR1: nothing is saved, since there is no --save", flush=True)
             if why:
@@ -236,11 +238,8 @@ class Trainer:
         blend = split_blends(self.config.data)[("train", "valid", "test").index(kind)]
         if blend is None or len(blend.prefixes) != 1:
             return None
-        counts = Path(f"{blend.prefixes[0]}.json")
-        if not counts.is_file():
-            return None
-        found = json.loads(counts.read_text(encoding="utf-8"))
-        return loss / math.log(2) * found["tokens"] / found["text_bytes"]
+        counts = read_counts(blend.prefixes[0])
+        return loss / math.log(2) * counts.tokens / counts.text_bytes if counts is not None else None
 
     def _save(self) -> None:
         if self.saver is not None:

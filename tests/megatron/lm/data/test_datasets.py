@@ -1,7 +1,11 @@
 """Datasets: samples against the written tokens, splits, blends, caches, several ranks, and every bad input."""
 
 import dataclasses
+import json
+import os
+import signal
 import struct
+from pathlib import Path
 
 import dist
 import numpy as np
@@ -130,6 +134,52 @@ def test_caches_are_used_again(tmp_path, prefix):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")} == before
 
 
+@pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b"\0" * 90, b"\xff\xfe"])
+def test_a_damaged_note_of_the_range_is_made_anew(tmp_path, prefix, damage):
+    settings = config(data_path=(prefix,), data_cache_path=str(tmp_path / "cache"))
+    build_datasets(settings, TOKENIZER, (5, 0, 0))
+    (note,) = (tmp_path / "cache").rglob("token_range.json")
+    before = note.read_bytes()
+    note.write_bytes(damage)
+    build_datasets(settings, TOKENIZER, (5, 0, 0))
+    assert note.read_bytes() == before
+    note.write_bytes(damage)
+    refused("token id 499", tokenizer=NullTokenizer(300), data_path=(prefix,), data_cache_path=str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("renames", range(5))
+def test_a_kill_during_the_first_start_is_survived(tmp_path, prefix, renames):
+    """SIGKILL when so many files of the cache have their names, whatever lies beside them."""
+    settings = config(data_path=(prefix,), split="1")
+    child = os.fork()
+    if not child:
+        replace, left = Path.replace, [renames]
+
+        def counted(self, target):
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            return replace(self, target)
+
+        Path.replace = counted
+        build_datasets(settings, TOKENIZER, (20, 0, 0))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert len(build_datasets(settings, TOKENIZER, (20, 0, 0))[0]) == 124
+    assert not list((tmp_path / "index_cache").rglob("*.partial"))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"tokens": 3}', '{"tokens": "3", "text_bytes": 4}', "\xff"])
+def test_bad_counts_are_refused_before_the_first_step(tmp_path, prefix, content):
+    (tmp_path / "p.json").write_text(content, encoding="latin-1")
+    refused(r"p\.json .*delete the file", data_path=(prefix,))
+    counts = {"documents": 1, "tokens": 5, "text_bytes": 0, "vocab_size": 2, "dtype": "uint16"}
+    (tmp_path / "p.json").write_text(json.dumps(counts))
+    refused(r"counts 5 tokens and 0 bytes of text; .*delete the file", data_path=(prefix,))
+    (tmp_path / "p.json").unlink()
+    build_datasets(config(data_path=(prefix,)), TOKENIZER, (5, 0, 0))
+
+
 def first_tokens(blend, prefix):
     """Runs on every rank: samples of a blend, and the error when the last rank alone names a file that is not there."""
     train = build_datasets(config(data_path=blend, split="1"), TOKENIZER, (30, 0, 0))[0]
@@ -178,6 +228,9 @@ def test_truncated_and_overlong_data(tmp_path, prefix):
         (lambda raw: raw[:9] + struct.pack("<Q", 2) + raw[17:], "has version 2"),
         (lambda raw: raw[:17] + b"\x07" + raw[18:], "dtype code 7"),
         (lambda raw: raw[:-8] + struct.pack("<q", 7), "document boundaries"),
+        (lambda raw: raw[:434] + struct.pack("<q", -40) + raw[442:], "points outside"),
+        (lambda raw: raw[:442] + struct.pack("<q", 2**63 - 2) + raw[450:], "points outside"),
+        (lambda raw: raw[:442] + struct.pack("<q", 2**40) + raw[450:], "is truncated"),
         (lambda raw: raw[:18] + struct.pack("<QQq", 0, 1, 0), "lists no tokens"),
     ],
 )

@@ -175,6 +175,26 @@ def test_evaluations_and_checkpoints_on_time(prefix: Path, tmp_path: Path, capsy
     assert f"saved {tmp_path / 'save' / 'iter_0000009'}" in said
 
 
+@pytest.mark.parametrize(("settings", "saved"), [({"eval_interval": 2, "save_interval": 2}, "2"), ({}, "3")])
+def test_an_evaluation_that_fails_costs_no_save(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], saved: str
+):
+    def failing(*_: Any) -> float:
+        raise RuntimeError("the disk of the validation data is gone")
+
+    monkeypatch.setattr(trainer, "evaluate", failing)
+    with pytest.raises(RuntimeError, match="validation data is gone"):
+        tiny.run(tiny.config(prefix, train_iters=3, eval_iters=1, save=str(tmp_path), **settings))
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == saved
+
+
+def test_bad_counts_beside_the_data_are_refused_at_the_start(tmp_path: Path):
+    corpus = tiny.write_data(tmp_path)
+    Path(f"{corpus}.json").write_text('{"tokens": 3}')
+    with pytest.raises(ValueError, match=r"corpus\.json does not hold the counts"), tiny.trainer(tiny.config(corpus, eval_iters=1)):
+        pass
+
+
 def test_exit_interval_saves_and_leaves(prefix: Path, tmp_path: Path):
     rows = tiny.run(tiny.config(prefix, train_iters=10, exit_interval=4, eval_iters=1, save=str(tmp_path)))
     assert [row["iteration"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4]

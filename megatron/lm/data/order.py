@@ -1,0 +1,183 @@
+"""The order in which a run reads its data: how it is drawn, what fixes it, and how a resumed run sees that it is another.
+
+An epoch reads every document of the split once. Its documents are put into a random order and joined, cut into sequences, and the
+sequences put into a random order; a sequence across the end of an epoch belongs to the next one. Each epoch draws from a generator of its
+own, of the seed and its number. So the first epochs of a long run are those of a short one: a run that is made longer by `--train-iters`
+goes on where it was, past the end of an epoch too. megatron-core shuffles the epochs of a run together, which gives every number of epochs
+an order of its own; for a run of one epoch its order is this one. A blend takes from each dataset by its weight, sample by sample, and
+does not depend on the length of the run either.
+
+What fixes the order stands in a checkpoint under `data`: the seed, and of each dataset its weight, the documents of it that are training
+data, and digests of its index and of a part of its tokens. Where it lies, and how it is named, does not matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from megatron.core.datasets import helpers
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.utils import Split
+from torch.utils.data import Dataset
+
+from megatron.lm.config import Config
+from megatron.lm.config.cli import config_from_dict
+from megatron.lm.data.cache import kept
+
+ORDER = "epochs apart"  # another name for every other way to draw it
+_PARTS, _PART_BYTES = 64, 4096  # of a dataset's tokens that are read for its digest
+_SURPLUS = 1.005  # megatron-core builds this many times the samples that a dataset of a blend has to give
+
+
+class EpochDataset(GPTDataset):
+    """megatron-core's dataset, in an order that no later epoch changes. Its indices are kept by `cache`."""
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, ...]:
+        arrays = ("document_index", "sample_index", "shuffle_index")
+        return kept(Path(self.config.path_to_cache), _cache_name(self, self.index_split), arrays, self._order, writes=dist.get_rank() == 0)
+
+    def _order(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Documents [epochs x documents]; the place in them and the token where each sample begins [samples + 1, 2]; samples [samples]."""
+        length, tokens = self.config.sequence_length, self._get_num_tokens_per_epoch()
+        # A blend's greedy choice takes of a dataset up to one more than its share, and its length is rounded up once for each dataset.
+        wanted = self.num_samples + _datasets(self.config, self.index_split)
+        epochs = -(-(wanted * length + 1) // tokens)
+        ends = [0, *((epoch * tokens - 1) // length for epoch in range(1, epochs + 1))]
+        documents, samples = [], []
+        for epoch, (begin, end) in enumerate(itertools.pairwise(ends)):
+            draw = np.random.RandomState([self.config.random_seed, epoch] if epoch else self.config.random_seed)
+            documents.append(draw.permutation(self.indices).astype(np.int32))
+            samples.append(draw.permutation(np.arange(begin, end, dtype=np.int64)))
+        joined = np.concatenate(documents)
+        begins = helpers.build_sample_idx(self.dataset.sequence_lengths.copy(), joined, length, epochs, tokens, True, True)
+        shuffled = np.concatenate(samples)
+        return joined, begins, shuffled.astype(np.uint32) if len(shuffled) < np.iinfo(np.uint32).max else shuffled
+
+
+class EpochBlend(BlendedDataset):
+    """megatron-core's blend of datasets, its indices kept by `cache`."""
+
+    def _build_indices(self) -> tuple[np.ndarray, ...]:
+        arrays = ("dataset_index", "dataset_sample_index")
+        return kept(Path(self.config.path_to_cache), _cache_name(self, self.split), arrays, self._draw, writes=dist.get_rank() == 0)
+
+    def _draw(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each sample the dataset [size] int16, and its number there [size] int64."""
+        which, sample = np.zeros(self.size, dtype=np.int16), np.zeros(self.size, dtype=np.int64)
+        helpers.build_blending_indices(which, sample, self.weights, len(self.datasets), self.size, False)
+        return which, sample
+
+
+class Builder(BlendedMegatronDatasetBuilder):
+    """megatron-core's builder, of the datasets here: rank 0 first, which writes the caches."""
+
+    @staticmethod
+    def build_generic_dataset(cls: Any, *arguments: Any) -> Any:
+        return BlendedMegatronDatasetBuilder.build_generic_dataset(EpochBlend if cls is BlendedDataset else cls, *arguments)
+
+
+def _cache_name(dataset: EpochDataset | EpochBlend, split: Split) -> str:
+    return f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split.name}"
+
+
+def _datasets(config: Any, split: Split) -> int:
+    """Samples that a dataset gives beyond its share at the most: 0 where it is alone."""
+    blend = config.blend if config.blend_per_split is None else config.blend_per_split[split.value]
+    return len(blend[0]) + 1 if len(blend[0]) > 1 else 0
+
+
+def description(train: Dataset, seed: int) -> dict[str, Any]:
+    """What fixes the order of training data of `build_datasets`, as JSON takes it: the entry `data` of a checkpoint."""
+    parts = zip(train.datasets, train.weights, strict=True) if isinstance(train, EpochBlend) else [(train, 1.0)]
+    return {"order": ORDER, "seed": seed, "datasets": [_dataset(part, float(weight)) for part, weight in parts]}
+
+
+def _dataset(part: Any, weight: float) -> dict[str, Any]:
+    index, path = part.dataset.index, f"{part.dataset_path}.bin"
+    return {
+        "prefix": part.dataset_path,
+        "weight": weight,
+        "documents": [int(part.indices[0]), int(part.indices[-1]) + 1],
+        "tokens": int(part.dataset.sequence_lengths[part.indices].sum(dtype=np.int64)),
+        "index": hashlib.sha256(index.bin_buffer).hexdigest(),
+        "content": _content(Path(path)),
+    }
+
+
+def _content(data: Path) -> str:
+    """SHA-256 of parts that are spread evenly over a file: datasets whose documents are all of one length have the same index."""
+    size, digest = data.stat().st_size, hashlib.sha256()
+    with data.open("rb") as stream:
+        for i in range(_PARTS):
+            stream.seek(max(0, size - _PART_BYTES) * i // (_PARTS - 1))
+            digest.update(stream.read(_PART_BYTES))
+    return digest.hexdigest()
+
+
+def check_same(info: dict[str, Any], config: Config, now: dict[str, Any] | None) -> str | None:
+    """See that a resumed run reads on in the order of the checkpoint.
+
+    Args:
+        info: `checkpoint.json`; an older one has no `data`.
+        config: of this run.
+        now: `description` of this run's data; None where it has none.
+
+    Returns:
+        What is to be said of it: the differences, which `--override-data` lets pass, or that the checkpoint cannot tell them all.
+
+    Raises:
+        ValueError: the order is another, and `--override-data` is not given.
+    """
+    if now is None or config.checkpoint.finetune or not info["iteration"]:
+        return None
+    saved = info.get("data")
+    differing = _differing_from_config(info, config, now) if saved is None else _differing(saved, now)
+    if differing and not config.data.override_data:
+        raise ValueError(
+            f"the checkpoint in {config.checkpoint.load} was trained on data in another order: {'; '.join(differing)}. Give the saved data "
+            f"and values, or --override-data to go on at sample {info['consumed_samples']} of the new order"
+        )
+    if differing:
+        return f"--override-data: the data goes on at sample {info['consumed_samples']} of another order: {'; '.join(differing)}"
+    return None if saved is not None else "the checkpoint holds no digests of its data: it is taken to be the data that is named now"
+
+
+def _differing(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    before, after = saved["datasets"], now["datasets"]
+    found = [] if saved["order"] == now["order"] else [f"drawn as {now['order']} (saved: {saved['order']})"]
+    found += [] if saved["seed"] == now["seed"] else [f"--seed {now['seed']} (saved: {saved['seed']})"]
+    if len(before) != len(after):
+        return [*found, f"{len(after)} datasets (saved: {len(before)})"]
+    for old, new in zip(before, after, strict=True):
+        prefix = new["prefix"]
+        if old["index"] != new["index"]:
+            found.append(f"{prefix} is another dataset than {old['prefix']} was")
+        elif old["content"] != new["content"]:
+            found.append(f"{prefix} holds other tokens than {old['prefix']} did, in documents of the same lengths")
+        elif old["documents"] != new["documents"]:
+            found.append("documents {} to {} of {} (saved: {} to {}), see --split".format(*new["documents"], prefix, *old["documents"]))
+        if not math.isclose(old["weight"], new["weight"], rel_tol=1e-9):
+            found.append(f"weight {new['weight']:.6g} of {prefix} (saved: {old['weight']:.6g})")
+    return found
+
+
+def _differing_from_config(info: dict[str, Any], config: Config, now: dict[str, Any]) -> list[str]:
+    """Of a checkpoint without `data`: what its configuration tells."""
+    saved, length = config_from_dict(info["config"]), config.model.seq_length
+    seed, split = saved.training.seed, saved.data.split
+    found = [] if seed == now["seed"] else [f"--seed {now['seed']} (saved: {seed})"]
+    found += [] if split == config.data.split else [f"--split {config.data.split} (saved: {split})"]
+    samples = saved.training.train_iters * info["consumed_samples"] // info["iteration"]
+    for part in now["datasets"]:
+        share = samples if len(now["datasets"]) == 1 else math.ceil(math.ceil(samples * part["weight"]) * _SURPLUS)
+        if share * length + 1 > part["tokens"]:
+            found.append(f"more than one epoch of {part['prefix']}, which its version shuffled together, and this one does not")
+    return found
