@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from megatron.lm.config import DataConfig
+from megatron.lm.data.cache import written_aside
 from megatron.lm.data.indexing import DatasetCounts, Document, EncodeOptions, Progress, write_datasets
 from megatron.lm.data.tokenizer import END_OF_TEXT
 
@@ -266,10 +267,10 @@ def prepare(source: Text, out: Path, *, valid_share: float, seed: int, workers: 
     if _is_there(out, settings):
         print(f"{out}: already there")
         return json.loads(meta_path.read_text(encoding="utf-8"))
-    out.mkdir(parents=True, exist_ok=True)
-    meta_path.unlink(missing_ok=True)
     start = time.monotonic()
     parts = dict(zip(("train", "valid"), hold_out(source.documents(), valid_share, seed), strict=True))
+    out.mkdir(parents=True, exist_ok=True)
+    meta_path.unlink(missing_ok=True)
     print(f"{len(parts['train'])} training and {len(parts['valid'])} validation documents, {time.monotonic() - start:.1f} s", flush=True)
     data = source.tokenizer(out, parts["train"])
     counts = {}
@@ -286,7 +287,8 @@ def prepare(source: Text, out: Path, *, valid_share: float, seed: int, workers: 
         "unigram_entropy_nats": unigram_entropy(tokens),
         "tokenizer_type": data.tokenizer_type,
     }
-    _write_atomically(meta_path, json.dumps(meta, indent=2) + "\n")
+    with written_aside(meta_path) as stream:
+        stream.write((json.dumps(meta, indent=2) + "\n").encode())
     print(f"{out}: prepared in {time.monotonic() - start:.1f} s")
     return meta
 
@@ -308,13 +310,8 @@ def _index(out: Path, name: str, documents: list[str], data: DataConfig, workers
 
 
 def _write_jsonl(path: Path, documents: Iterable[str]) -> None:
-    _write_atomically(path, "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents))
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    with written_aside(path) as stream:
+        stream.writelines((json.dumps({"text": text}, ensure_ascii=False) + "\n").encode() for text in documents)
 
 
 def _report(out: Path, meta: dict[str, Any]) -> None:

@@ -63,7 +63,9 @@ def test_bad_input_exits_2_and_writes_nothing(tool, arguments, tmp_path, capsys,
     [
         (["--input", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
         (["--tokenizer-type", "WordPiece"], "GPT2BPETokenizer, HuggingFaceTokenizer, NullTokenizer"),
-        (["--tokenizer-type", "HuggingFaceTokenizer"], "--tokenizer-model is missing"),
+        (["--tokenizer-model", "m"], "--tokenizer-model m belongs to HuggingFaceTokenizer"),
+        (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "m"], "--vocab-size 50 belongs to NullTokenizer"),
+        (["--vocab-size", "2147483649"], "ids must be below 2^31"),
         (["--workers", "-1"], "--workers -1"),
         (["--log-interval", "0"], "--log-interval 0"),
     ],
@@ -72,6 +74,12 @@ def test_bad_flags_exit_2(tool, arguments, tmp_path, capsys, change, message):
     assert tool.main([*arguments, *change]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_refusal_leaves_no_folder(tool, arguments, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "1"}\n{"text": "word"}\n')
+    assert tool.main([*arguments, "--output-prefix", str(tmp_path / "o" / "deep" / "p")]) == 2
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
 def test_help_explains_the_forms(tool, capsys):

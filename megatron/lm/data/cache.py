@@ -35,24 +35,21 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
     try:
         with partial.open("wb") as stream:
             yield stream
-        settle({partial: path})
+        flush(partial)
+        partial.replace(path)
+        flush(path.parent)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
 
 
-def settle(names: Mapping[Path, Path]) -> None:
-    """Write files through to the disk, then rename each to the name beside it, in this order, all in one folder."""
-    for partial in names:
-        with partial.open("rb") as stream:
-            os.fsync(stream.fileno())
-    for partial, path in names.items():
-        partial.replace(path)
-    folder = os.open(next(iter(names.values())).parent, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Write a file, or the names in a folder, through to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def kept(folder: Path, name: str, arrays: tuple[str, ...], make: Callable[[], Arrays], *, writes: bool) -> Arrays:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, TextIO
 import numpy as np
 
 from megatron.lm.config import DataConfig
+from megatron.lm.data.cache import flush
 from megatron.lm.data.tokenizer import END_OF_TEXT, Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:
@@ -112,16 +113,33 @@ def write_datasets(
         The counts of each dataset.
 
     Raises:
-        ValueError: from the tokenizer or the reader; or no document with any text under a key.
+        ValueError: from the tokenizer or the reader; no document with any text under a key; a place that cannot be written. Nothing of
+            what was written then is left.
     """
+    try:
+        return _write(documents, prefixes, build_tokenizer(options.data, options.vocab_size), options, workers, progress)
+    except OSError as error:
+        where = ", ".join(str(prefix) for prefix in prefixes.values())
+        raise ValueError(f"{where} cannot be written ({error}): free space, or name another place") from None
+
+
+def _write(
+    documents: Iterable[Document],
+    prefixes: Mapping[str, Path],
+    tokenizer: Tokenizer,
+    options: EncodeOptions,
+    workers: int,
+    progress: Progress | None,
+) -> dict[str, DatasetCounts]:
     from megatron.core.datasets.indexed_dataset import DType  # deferred: workers import this module and do without it
 
-    tokenizer = build_tokenizer(options.data, options.vocab_size)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     with contextlib.ExitStack() as stack:
+        if progress is not None:
+            stack.enter_context(progress)
         writers = {key: stack.enter_context(_Writer(prefix, tokenizer, dtype)) for key, prefix in prefixes.items()}
         # Closed by hand: an error below must stop the workers now, not when the traceback is collected.
-        encoded_chunks = stack.enter_context(contextlib.closing(_encoded(_chunks(documents), options, workers)))
+        encoded_chunks = stack.enter_context(contextlib.closing(_encoded(_chunks(documents, progress), options, workers)))
         for chunk in encoded_chunks:
             for key, encoded in chunk.items.items():
                 writers[key].add(encoded)
@@ -153,14 +171,31 @@ def read_counts(prefix: str) -> DatasetCounts | None:
 
 
 class Progress:
-    """Prints documents/s, MB/s and the time left to standard error, at most once in `interval` documents."""
+    """Prints documents/s, MB/s and the time left to standard error, at most once in `interval` documents.
 
-    def __init__(self, total_bytes: int, interval: int, stream: TextIO | None = None) -> None:
+    While it is entered it also prints whenever `seconds` have passed without a line: one document may take minutes.
+    """
+
+    def __init__(self, total_bytes: int, interval: int, stream: TextIO | None = None, seconds: float = 10.0) -> None:
         self.documents = 0
-        self._bytes, self._total_bytes = 0, total_bytes
+        self._bytes, self._begun_bytes, self._total_bytes = 0, 0, total_bytes
         self._interval, self._next = interval, interval
-        self._start = time.monotonic()
+        self._start = self._printed = time.monotonic()
         self._stream = stream
+        self._seconds, self._left = seconds, threading.Event()
+        self._thread = threading.Thread(target=self._keep_telling, daemon=True)
+
+    def __enter__(self) -> Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+        self._thread.join()
+
+    def begin(self, source_bytes: int) -> None:
+        """Count what is being tokenised from now on."""
+        self._begun_bytes += source_bytes
 
     def advance(self, documents: int, source_bytes: int) -> None:
         """Count what was just written, and print when the interval is full."""
@@ -168,7 +203,7 @@ class Progress:
         self._bytes += source_bytes
         if self.documents >= self._next:
             self._next = self.documents + self._interval
-            print(self.line(), file=self._stream or sys.stderr, flush=True)
+            self._print()
 
     def line(self) -> str:
         """Where the work stands, in one line."""
@@ -176,7 +211,19 @@ class Progress:
         left = (self._total_bytes - self._bytes) * seconds / max(self._bytes, 1)
         share = 100 * self._bytes / max(self._total_bytes, 1)
         rates = f"{self.documents / seconds:.0f} documents/s, {self._bytes / seconds / 1e6:.2f} MB/s"
-        return f"{self.documents} documents ({share:.0f} %), {rates}, {max(left, 0):.0f} s left"
+        begun = self._begun_bytes - self._bytes
+        at_work = f", {begun / 1e6:.1f} MB at work" if begun > 0 else ""
+        time_left = f"{max(left, 0):.0f} s left" if self._bytes else f"after {seconds:.0f} s"
+        return f"{self.documents} documents ({share:.0f} %), {rates}{at_work}, {time_left}"
+
+    def _print(self) -> None:
+        self._printed = time.monotonic()
+        print(self.line(), file=self._stream or sys.stderr, flush=True)
+
+    def _keep_telling(self) -> None:
+        while not self._left.wait(max(0.0, self._printed + self._seconds - time.monotonic())):
+            if time.monotonic() - self._printed >= self._seconds:
+                self._print()
 
 
 class _Writer:
@@ -185,27 +232,37 @@ class _Writer:
     def __init__(self, prefix: Path, tokenizer: Tokenizer, dtype: type[np.number]) -> None:
         self._prefix, self._vocab_size, self._dtype = prefix, tokenizer.vocab_size, dtype
         self.documents = self.tokens = self.text_bytes = 0
-        self._builder: IndexedDatasetBuilder
+        self._made: list[Path] = []  # folders, the innermost first
+        self._builder: IndexedDatasetBuilder | None = None
 
     def __enter__(self) -> _Writer:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
         try:
+            self._made = [folder for folder in self._prefix.parents if not folder.exists()]
             self._prefix.parent.mkdir(parents=True, exist_ok=True)
             self._builder = IndexedDatasetBuilder(str(self._name(".bin.partial")), dtype=self._dtype)
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            self.__exit__()
             raise ValueError(f"--output-prefix {self._prefix} cannot be written ({error}): name a writable folder") from None
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._builder.data_file.close()
+        with contextlib.suppress(OSError):  # a full disk is told of where it was met
+            if self._builder is not None:
+                self._builder.data_file.close()
         for suffix in (".bin", ".idx", ".json"):
-            self._name(suffix + ".partial").unlink(missing_ok=True)
+            with contextlib.suppress(OSError, ValueError):
+                self._name(suffix + ".partial").unlink(missing_ok=True)
+        for folder in self._made:
+            with contextlib.suppress(OSError, ValueError):
+                folder.rmdir()  # which an empty one can be
 
     def _name(self, suffix: str) -> Path:
         return self._prefix.with_name(self._prefix.name + suffix)
 
     def add(self, encoded: _Encoded) -> None:
+        assert self._builder is not None
         for ids in np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]):
             if len(ids):
                 self._builder.add_document(ids, [len(ids)])
@@ -214,6 +271,7 @@ class _Writer:
         self.text_bytes += encoded.text_bytes
 
     def publish(self) -> DatasetCounts:
+        assert self._builder is not None
         counts = DatasetCounts(
             documents=self.documents,
             tokens=self.tokens,
@@ -223,10 +281,13 @@ class _Writer:
         )
         self._builder.finalize(str(self._name(".idx.partial")))
         self._name(".json.partial").write_text(json.dumps(dataclasses.asdict(counts), indent=2) + "\n", encoding="utf-8")
+        for suffix in (".bin", ".json", ".idx"):
+            flush(self._name(suffix + ".partial"))
         # The index goes first and comes last: without it nobody opens the rest.
         self._name(".idx").unlink(missing_ok=True)
         for suffix in (".bin", ".json", ".idx"):
             os.replace(self._name(suffix + ".partial"), self._name(suffix))
+        flush(self._prefix.parent)
         return counts
 
 
@@ -312,12 +373,14 @@ def _joined(lines: list[str], keys: list[str], size: int) -> Document:
     return Document(texts=dict.fromkeys(keys, text), source_bytes=size)
 
 
-def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def _chunks(documents: Iterable[Document], progress: Progress | None) -> Iterator[list[Document]]:
     chunk: list[Document] = []
     size = 0
     for document in documents:
         chunk.append(document)
         size += document.source_bytes
+        if progress is not None:
+            progress.begin(document.source_bytes)
         if size >= _CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0

@@ -6,15 +6,18 @@ Neither torch nor megatron-core is imported here, so that a preprocessing worker
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 from megatron.lm.config import DataConfig
+from megatron.lm.config.rules.data import strange_settings
 
+MOST_TOKENS = 2**31  # ids are int32, on disk too
 END_OF_TEXT = "<|endoftext|>"
 EOD_CANDIDATES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
@@ -67,6 +70,11 @@ class GPT2BPETokenizer(Tokenizer):
         self.vocab_size = len(encoder)
         if sorted(encoder.values()) != list(range(self.vocab_size)):
             raise ValueError(f"--vocab-file {vocab_file}: ids must be 0..{self.vocab_size - 1}, each once; the file is damaged")
+        lacking = sum(bytes([byte]) not in ranks for byte in range(256))
+        if lacking:
+            raise ValueError(
+                f"--vocab-file {vocab_file} lacks {lacking} of the 256 bytes, and could not spell every text: give a whole one"
+            )
         self._encoding = tiktoken.Encoding(
             "gpt2-bpe",
             pat_str=_GPT2_PATTERN,
@@ -89,10 +97,12 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, path: Path) -> None:
         import tokenizers  # deferred: the other tokenizers do without it
 
-        try:
+        with _told(f"--tokenizer-model {path} is not a tokenizer.json of the tokenizers library"):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the Rust side raises bare Exception
-            raise ValueError(f"--tokenizer-model {path} is not a tokenizer.json of the tokenizers library: {error}") from error
+        self._path, model = path, self._tokenizer.model
+        # Such a model leaves out what it cannot spell, where every other one has a token for it or fails.
+        self._drops = isinstance(model, tokenizers.models.BPE) and model.unk_token is None
+        self._spelt: set[str] = set()  # characters known not to be left out
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # Added tokens may leave gaps, so the number of entries can be below the largest id.
@@ -103,11 +113,29 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eod = eod
 
     def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _told(f"--tokenizer-model {self._path} cannot spell the text, and has no unknown token for it"):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if self._drops:
+            self._check_spelt(set(text) - self._spelt)
+        return ids
+
+    def _check_spelt(self, characters: set[str]) -> None:
+        """ValueError for a character that the model leaves out; what the normalizer or pre-tokenizer takes away goes on purpose."""
+        normalizer, pre_tokenizer = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
+        for character in characters:
+            seen = normalizer.normalize_str(character) if normalizer is not None else character
+            pieces = [piece for piece, _ in pre_tokenizer.pre_tokenize_str(seen)] if pre_tokenizer is not None else [seen]
+            if any(pieces) and not self._tokenizer.encode(character, add_special_tokens=False).ids:
+                raise ValueError(
+                    f"--tokenizer-model {self._path} would leave out {character!r} (U+{ord(character):04X}): it has neither an unknown "
+                    "token nor all bytes; give one that spells every text, or clean the text"
+                )
+        self._spelt |= characters
 
     def detokenize(self, ids: list[int]) -> str:
         self._check_ids(ids)
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        with _told(f"--tokenizer-model {self._path} cannot read the ids back"):
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 class NullTokenizer(Tokenizer):
@@ -140,12 +168,29 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
         vocab_size: `--vocab-size`; NullTokenizer needs it, the others know their own.
 
     Raises:
-        ValueError: unknown type, a file not given, missing or damaged; the message lists what is accepted.
+        ValueError: unknown type, a setting of another type, a file not given, missing or damaged, ids from 2^31; the message lists
+            what is accepted.
     """
     builder = _BUILDERS.get(data.tokenizer_type or "")
     if builder is None:
         raise ValueError(f"--tokenizer-type {data.tokenizer_type} is unknown: choose one of {', '.join(_BUILDERS)}")
-    return builder(data, vocab_size)
+    for problem in strange_settings(data, vocab_size):
+        raise ValueError(problem)
+    tokenizer = builder(data, vocab_size)
+    if tokenizer.vocab_size > MOST_TOKENS:
+        raise ValueError(f"the vocabulary of {data.tokenizer_type} reaches to {tokenizer.vocab_size - 1}: ids must be below 2^31")
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _told(message: str) -> Iterator[None]:
+    """What a library in Rust raises, a bare Exception or a panic, which is not even that, as a ValueError."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{message}: {error}") from None
 
 
 def _build_gpt2(data: DataConfig, vocab_size: int | None) -> Tokenizer:

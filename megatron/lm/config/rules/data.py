@@ -3,7 +3,7 @@
 import os
 
 from megatron.lm.config.schema import flag
-from megatron.lm.config.training import DEFAULT_SPLIT
+from megatron.lm.config.training import DEFAULT_SPLIT, DataConfig
 from megatron.lm.config.whole import Config, Problems, Rules
 
 TOKENIZER_SETTINGS = {
@@ -41,17 +41,32 @@ def tokenizer(config: Config, world_size: int) -> Problems:
     if kind is None:
         yield f"--tokenizer-type is missing: choose one of {', '.join(TOKENIZER_SETTINGS)}"
         return
-    for owner, names in TOKENIZER_SETTINGS.items():
-        for name in names:
-            value = getattr(config.model if name == "vocab_size" else config.data, name)
-            if owner != kind and value is not None:
-                yield f"{flag(name)} {value} belongs to {owner} and has no effect on --tokenizer-type {kind}: drop it"
-            if owner == kind and value is None:
-                yield f"--tokenizer-type {kind} needs {' and '.join(map(flag, names))}: add {flag(name)}"
-            if owner == kind and isinstance(value, str) and not os.path.exists(value):
-                yield f"{flag(name)} {value} does not exist: name the file that the data was tokenised with"
+    yield from strange_settings(config.data, config.model.vocab_size)
+    names = TOKENIZER_SETTINGS.get(kind, ())
+    for name in names:
+        value = getattr(config.model if name == "vocab_size" else config.data, name)
+        if value is None:
+            yield f"--tokenizer-type {kind} needs {' and '.join(map(flag, names))}: add {flag(name)}"
+        if isinstance(value, str) and not os.path.exists(value):
+            yield f"{flag(name)} {value} does not exist: name the file that the data was tokenised with"
     if kind == "NullTokenizer" and config.model.vocab_size == 1:
         yield "--vocab-size 1 leaves no token beside the end of document: give at least 2"
+
+
+def strange_settings(data: DataConfig, vocab_size: int | None) -> Problems:
+    """Settings of another tokenizer than `--tokenizer-type`."""
+    for owner, names in TOKENIZER_SETTINGS.items():
+        for name in names if owner != data.tokenizer_type else ():
+            value = vocab_size if name == "vocab_size" else getattr(data, name)
+            if value is not None:
+                yield f"{flag(name)} {value} belongs to {owner} and has no effect on --tokenizer-type {data.tokenizer_type}: drop it"
+
+
+def resumed(config: Config, world_size: int) -> Problems:
+    """Another order of the data is let pass where there is one to compare with."""
+    if config.data.override_data and (config.checkpoint.load is None or config.checkpoint.finetune):
+        why = "beside --finetune, which begins the data anew" if config.checkpoint.finetune else "without --load"
+        yield f"--override-data has no effect {why}: drop it"
 
 
 def _is_split(text: str) -> bool:
@@ -87,4 +102,5 @@ def _number(word: str) -> float | None:
 RULES: Rules = {
     datasets: ("data", "logging"),
     tokenizer: ("model", "data", "logging"),
+    resumed: ("data", "checkpoint"),
 }

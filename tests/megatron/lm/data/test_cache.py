@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.lm.data.cache import LOCK_FILE, _entry, kept, settle, written_aside
+from megatron.lm.data.cache import LOCK_FILE, _entry, kept, written_aside
 
 NAMES = ("places", "draws")
 MADE = (np.arange(600, dtype=np.int32), np.arange(1000, dtype=np.int64).reshape(500, 2))
@@ -157,10 +157,3 @@ def test_written_aside_is_whole_or_not_there(tmp_path):
         stream.write("no bytes")
     assert path.read_bytes() == b"first"
     assert [file.name for file in tmp_path.iterdir()] == ["note"]
-
-
-def test_settle_renames_in_order(tmp_path):
-    for name in "ab":
-        (tmp_path / f"{name}.partial").write_text(name)
-    settle({tmp_path / f"{name}.partial": tmp_path / name for name in "ab"})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

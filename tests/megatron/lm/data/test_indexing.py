@@ -1,16 +1,19 @@
 """Reading documents and writing indexed datasets: contents, counts, atomicity, workers, bad input."""
 
+import errno
+import io
 import json
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megatron.lm.config import DataConfig
 from megatron.lm.data import indexing
-from megatron.lm.data.indexing import Document, EncodeOptions, Progress, check_inputs, read_documents, write_datasets
+from megatron.lm.data.indexing import Document, EncodeOptions, Progress, check_inputs, read_counts, read_documents, write_datasets
 
 OPTIONS = EncodeOptions(data=DataConfig(tokenizer_type="NullTokenizer"), vocab_size=100)
 
@@ -154,6 +157,74 @@ def test_progress_counts_and_keeps_its_interval(capsys):
     assert len(lines) == 2
     assert lines[0].startswith("10 documents (20 %)")
     assert all(word in lines[1] for word in ("20 documents (40 %)", "documents/s", "MB/s", "s left"))
+
+
+def test_one_long_document_shows_progress(tmp_path, capsys, monkeypatch):
+    """It takes half a second here, and a line is due every 0.05 s."""
+
+    class Slow:
+        vocab_size, eod = 100, 99
+
+        def tokenize(self, text):
+            time.sleep(0.5)
+            return [1, 2]
+
+    monkeypatch.setattr(indexing, "build_tokenizer", lambda *_: Slow())
+    progress = Progress(total_bytes=3_000_000, interval=1000, seconds=0.05)
+    long = Document(texts={"text": "1 2"}, source_bytes=2_000_000)
+    write_datasets([long], {"text": tmp_path / "p"}, OPTIONS, workers=0, progress=progress)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 3
+    assert lines[0].startswith("0 documents (0 %), 0 documents/s, 0.00 MB/s, 2.0 MB at work, after")
+    assert not progress._thread.is_alive()
+
+
+def test_a_refusal_leaves_no_folder(tmp_path):
+    with pytest.raises(ValueError, match="whitespace-separated integers"):
+        write_datasets(documents("1", "word"), {"text": tmp_path / "o" / "deep" / "p"}, OPTIONS, workers=0)
+    with pytest.raises(ValueError, match="File name too long"):
+        write_datasets(documents("1"), {"text": tmp_path / "o" / ("p" * 300)}, OPTIONS, workers=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fails", ["while it is written", "when it is closed"])
+def test_a_full_disk_is_one_line_and_leaves_the_old_dataset(tmp_path, monkeypatch, fails):
+    write_datasets(documents("1 2 3"), {"text": tmp_path / "p"}, OPTIONS, workers=0)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    class Full(io.FileIO):
+        def write(self, content):
+            if fails == "while it is written":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(content)
+
+        def close(self):
+            super().close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def builder(path, dtype):
+        made = IndexedDatasetBuilder(path, dtype)
+        made.data_file.close()
+        made.data_file = Full(path, "wb")
+        return made
+
+    monkeypatch.setattr("megatron.core.datasets.indexed_dataset.IndexedDatasetBuilder", builder)
+    with pytest.raises(ValueError, match=r"p cannot be written \(.*No space left on device\): free space"):
+        write_datasets(documents("4"), {"text": tmp_path / "p"}, OPTIONS, workers=0)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_dataset_under_the_name_of_a_folder(tmp_path):
+    (tmp_path / "p.bin").mkdir()
+    with pytest.raises(ValueError, match="p cannot be written"):
+        write_datasets(documents("4"), {"text": tmp_path / "p"}, OPTIONS, workers=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["p.bin"]
+
+
+def test_counts_are_read_back(tmp_path):
+    counts = write_datasets(documents("1 98"), {"text": tmp_path / "p"}, OPTIONS, workers=0)["text"]
+    assert read_counts(str(tmp_path / "p")) == counts
+    assert read_counts(str(tmp_path / "q")) is None
 
 
 def test_token_dtype_of_the_files(tmp_path):

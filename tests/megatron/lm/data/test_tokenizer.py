@@ -1,10 +1,11 @@
 """Tokenizers: round trips, special tokens in the text, the seam to megatron-core, and every bad input."""
 
+import dataclasses
 import json
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from megatron.lm.config import DataConfig
 from megatron.lm.data.tokenizer import END_OF_TEXT, NullTokenizer, build_tokenizer
@@ -137,6 +138,90 @@ def test_damaged_huggingface_file(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": ')
     with pytest.raises(ValueError, match=r"is not a tokenizer\.json"):
         build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+
+
+def test_gpt2_without_all_bytes(gpt2_files):
+    folder, _ = gpt2_files
+    (folder / "encoder.json").write_text(json.dumps({END_OF_TEXT: 0, "t": 1, "h": 2, "th": 3}))
+    (folder / "vocab.bpe").write_text("t h\n")
+    with pytest.raises(ValueError, match="lacks 254 of the 256 bytes"):
+        build_tokenizer(gpt2(folder))
+
+
+def huggingface(folder, model, **parts):
+    """Of a model with few letters and no way to spell the others, at `folder`."""
+    tokenizer = tokenizers.Tokenizer(model)
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder)))
+
+
+LETTERS = {"a": 0, "b": 1, "ab": 2}
+NARROW = [
+    models.BPE(vocab=LETTERS, merges=[("a", "b")]),
+    models.BPE(vocab=LETTERS, merges=[("a", "b")], byte_fallback=True),
+    models.BPE(vocab=LETTERS, merges=[("a", "b")], unk_token="<unk>"),
+    models.WordLevel(vocab={"ab": 0}, unk_token="<unk>"),
+    models.WordPiece(vocab={"ab": 0}, unk_token="<unk>"),
+    models.Unigram([("a", -1.0), ("b", -2.0)]),
+]
+
+
+@pytest.mark.parametrize("model", NARROW, ids=[f"{type(model).__name__}-{i}" for i, model in enumerate(NARROW)])
+def test_text_that_a_tokenizer_cannot_spell_is_refused(tmp_path, model):
+    tokenizer = huggingface(tmp_path, model)
+    assert tokenizer.tokenize("ab")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"tokenizer\.json (would leave out 'z'|cannot spell the text)"):
+            tokenizer.tokenize("abz")
+
+
+def test_what_a_tokenizer_takes_away_on_purpose_is_not_missed(tmp_path):
+    model = models.BPE(vocab=LETTERS, merges=[("a", "b")])
+    tokenizer = huggingface(tmp_path, model, normalizer=normalizers.Lowercase(), pre_tokenizer=pre_tokenizers.WhitespaceSplit())
+    assert tokenizer.tokenize("AB  ab\n") == [2, 2]
+
+
+def test_a_panic_of_the_library_is_one_line(tmp_path):
+    class Panic(BaseException):
+        pass
+
+    class Panicking:
+        def encode(self, *_, **__):
+            raise Panic("no entry found for key")
+
+    tokenizer = huggingface(tmp_path, models.Unigram([("a", -1.0)]))
+    tokenizer._tokenizer = Panicking()
+    with pytest.raises(ValueError, match=r"cannot spell the text, .*no entry found for key"):
+        tokenizer.tokenize("a")
+
+
+@pytest.mark.parametrize("largest", [2**31, 2**32 - 1])
+def test_ids_from_two_to_the_31(tmp_path, largest):
+    trained().save(str(tmp_path / "tokenizer.json"))
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["far away"] = largest
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"reaches to {largest}: ids must be below 2\^31"):
+        build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+    with pytest.raises(ValueError, match=rf"reaches to {largest}: ids must be below 2\^31"):
+        build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), vocab_size=largest + 1)
+
+
+def test_settings_of_another_tokenizer_are_refused(gpt2_files):
+    folder, reference = gpt2_files
+    reference.save(str(folder / "tokenizer.json"))
+    whole = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    with pytest.raises(
+        ValueError, match="--vocab-size 50 belongs to NullTokenizer and has no effect on --tokenizer-type HuggingFaceTokenizer"
+    ):
+        build_tokenizer(whole, vocab_size=50)
+    with pytest.raises(ValueError, match="--vocab-file v belongs to GPT2BPETokenizer"):
+        build_tokenizer(dataclasses.replace(whole, vocab_file="v"))
+    with pytest.raises(ValueError, match="--tokenizer-model m belongs to HuggingFaceTokenizer"):
+        build_tokenizer(DataConfig(tokenizer_type="NullTokenizer", tokenizer_model="m"), vocab_size=50)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,12 @@ REFUSALS = {
         1,
         "--vocab-file v belongs to GPT2BPETokenizer and has no effect on .*NullTokenizer: drop it",
     ),
+    "override": ("--override-data", 1, "--override-data has no effect without --load: drop it"),
+    "override beside finetune": (
+        "--override-data --load . --finetune",
+        1,
+        "--override-data has no effect beside --finetune, which begins the data anew: drop it",
+    ),
     "one token": ("--vocab-size 1", 1, "--vocab-size 1 leaves no token beside the end of document: give at least 2"),
 }
 
