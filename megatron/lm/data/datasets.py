@@ -169,7 +169,10 @@ def check_token_range(prefix: str, dtype: np.dtype, vocab_size: int) -> None:
     """One memory-mapped pass over `prefix.bin`; ValueError if an id is outside [0, vocab_size)."""
     if dtype.kind == "u" and np.iinfo(dtype).max < vocab_size:
         return
-    tokens = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")
+    try:
+        tokens = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")
+    except OSError as error:
+        raise ValueError(f"dataset {prefix}: {prefix}.bin cannot be read ({error.strerror})") from None
     for start in range(0, len(tokens), _SCAN):
         part = tokens[start : start + _SCAN]
         low, high = int(part.min()), int(part.max())

@@ -7,6 +7,7 @@ bits_per_byte = loss / ln 2 * tokens / text_bytes.
 from __future__ import annotations
 
 import concurrent.futures
+import concurrent.futures.process
 import contextlib
 import dataclasses
 import itertools
@@ -72,13 +73,15 @@ def read_documents(path: Path, keys: list[str], separator: str = "endoftext") ->
         separator: what parts the documents of a `.txt`: lines holding only `<|endoftext|>`, or blank lines.
 
     Raises:
-        ValueError: not UTF-8; a line that is no JSON object, lacks a key, or holds something else than text under it.
+        ValueError: not to be read, or not UTF-8; a line that is no JSON object, lacks a key, or holds something else than text under it.
     """
     reader = _json_lines(path, keys) if path.suffix in (".jsonl", ".json") else _plain_text(path, keys, separator)
     try:
         yield from reader
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start} of a line): convert it first") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
 
 
 def check_inputs(paths: list[Path]) -> int:
@@ -121,6 +124,8 @@ def write_datasets(
     except OSError as error:
         where = ", ".join(str(prefix) for prefix in prefixes.values())
         raise ValueError(f"{where} cannot be written ({error}): free space, or name another place") from None
+    except concurrent.futures.process.BrokenProcessPool:
+        raise ValueError(f"one of {workers} processes that tokenise was ended from outside, as by a lack of memory: take fewer") from None
 
 
 def _write(
@@ -336,7 +341,7 @@ def _json_lines(path: Path, keys: list[str]) -> Iterator[Document]:
                 continue
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error}); every line must be one JSON object") from None
             if not isinstance(record, dict):
                 raise ValueError(f"{path}, line {number}: a JSON object is wanted, not a {type(record).__name__}")

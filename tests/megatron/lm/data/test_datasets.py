@@ -248,6 +248,17 @@ def test_ids_outside_the_vocabulary(tmp_path, prefix):
     refused("token id -3 is outside", data_path=(wide,), split="1")
 
 
+def test_files_that_may_not_be_read(prefix, monkeypatch):
+    def denied(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as only_the_tokens:
+        only_the_tokens.setattr(np, "memmap", denied)
+        refused(r"p\.bin cannot be read \(Permission denied\)", tokenizer=NullTokenizer(300), data_path=(prefix,))
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    refused(r"p\.idx cannot be read \(Permission denied\)", data_path=(prefix,))
+
+
 def test_vocabulary_is_checked_again_for_another_tokenizer(prefix):
     build_datasets(config(data_path=(prefix,)), TOKENIZER, (5, 0, 0))
     refused("token id 499", tokenizer=NullTokenizer(300), data_path=(prefix,))

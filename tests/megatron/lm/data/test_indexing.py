@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -114,6 +115,8 @@ def test_txt(tmp_path, separator, expected):
     ("content", "message"),
     [
         ('{"text": "a"}\n{"text": \n', "line 2: not JSON"),
+        ("[" * 100_000, "line 1: not JSON"),
+        ('{"text": "a", "id": ' + "7" * 5000 + "}", "line 1: not JSON"),
         ('["a"]\n', "line 1: a JSON object is wanted, not a list"),
         ('{"body": "a"}\n', "line 1: no key 'text'; it has 'body': see --json-keys"),
         ('{"text": 3}\n', "line 1: 'text' must hold text, not int"),
@@ -131,6 +134,25 @@ def test_not_utf8(tmp_path):
     path.write_bytes(b"caf\xe9 au lait")
     with pytest.raises(ValueError, match="is not UTF-8"):
         list(read_documents(path, ["text"]))
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    (tmp_path / "a.txt").mkdir()
+    with pytest.raises(ValueError, match=r"a\.txt cannot be read \(Is a directory\)"):
+        list(read_documents(tmp_path / "a.txt", ["text"]))
+
+
+def test_a_worker_that_is_killed_is_one_line(tmp_path):
+    def killing():
+        yield Document(texts={"text": "1"}, source_bytes=1 << 20)
+        while not (children := multiprocessing.active_children()):
+            time.sleep(0.01)
+        children[0].kill()
+        yield Document(texts={"text": "1"}, source_bytes=1 << 20)
+
+    with pytest.raises(ValueError, match=r"one of 1 processes that tokenise was ended from outside.*take fewer"):
+        write_datasets(killing(), {"text": tmp_path / "p"}, OPTIONS, workers=1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_separator(tmp_path):
