@@ -85,14 +85,20 @@ def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None =
     return getattr(torch.ops.msamp, name).default  # type: ignore[no-any-return]
 
 
-def _over_many(twin: Function) -> Function:
+def _over_many(twin: Function, check: Callable[..., None] | None = None) -> Function:
     """The function over many tensors that `twin` defines, on the device of its `Tables`.
 
     No operator: its lists change from step to step, and no graph of torch.compile holds an optimizer.
+
+    Args:
+        twin: the definition.
+        check: ValueError for arguments of unequal lengths, before any memory is touched; a `Batch` has looked at its own tensors.
     """
 
     def run(tables: Tables, *args: Any, **flags: Any) -> Any:
         device = tables.device
+        if check is not None:
+            check(*args, **flags)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             return _implementation(twin, device.type)(tables, *args, **flags)
 
@@ -159,8 +165,8 @@ tally_ = _operator(_tally.tally_, mutates=("row",))
 tally_update_ = _operator(_tally.tally_update_, mutates=("row",))
 transpose = _operator(_transpose.transpose)
 
-adamw = _over_many(_adamw.adamw)
-coat_adamw = _over_many(_coat_adamw.coat_adamw)
+adamw = _over_many(_adamw.adamw, _adamw.check_amaxes)
+coat_adamw = _over_many(_coat_adamw.coat_adamw, _adamw.check_amaxes)
 collage = _over_many(_collage.collage)
-grad_stats = _over_many(_grad_stats.grad_stats)
-pack = _over_many(_pack.pack)
+grad_stats = _over_many(_grad_stats.grad_stats, _grad_stats.check_lengths)
+pack = _over_many(_pack.pack, _pack.check_spans)

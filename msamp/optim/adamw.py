@@ -18,6 +18,7 @@ from msamp.optim import updates
 from msamp.optim.clip import (
     check_max_norm,
     clip_coefficient,
+    contiguous,
     first_pass,
     norms_from_square_sums,
     scaled_first,
@@ -26,7 +27,22 @@ from msamp.optim.clip import (
 )
 from msamp.optim.device_flag import DeviceFlag
 from msamp.optim.shard import Holding, Shard, Whole
-from msamp.optim.states import as_stored, begun, is_own_master, is_scaled, load_groups, make_master, payload, scale_inv, weight_format
+from msamp.optim.states import (
+    Expected,
+    as_stored,
+    begun,
+    check_state,
+    expected_moment,
+    is_own_master,
+    is_scaled,
+    make_master,
+    parameter_names,
+    payload,
+    saved_states,
+    scale_inv,
+    take_groups,
+    weight_format,
+)
 from msamp.optim.updates import MASTER, Launch, State, Update, format_names
 
 SCALE_INV = -1  # row of the table of amaxes: the gradient's scale_inv
@@ -173,11 +189,7 @@ class FP8AdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch; refuses hyper-parameters out of range, naming value and range."""
         group = {**self.defaults, **param_group}
-        _check("lr", float(group["lr"]), 0.0, float("inf"))
-        _check("eps", group["eps"], 0.0, float("inf"))
-        _check("weight_decay", group["weight_decay"], 0.0, float("inf"))
-        for i, beta in enumerate(group["betas"]):
-            _check(f"betas[{i}]", beta, 0.0, 1.0)
+        check_numbers(group)
         formats = group["formats"] if isinstance(group["formats"], dict) else format_names(group["formats"])
         update, master = updates.by_name(formats["update"]), formats["master"]
         update.check_group(formats, group["decoupled"])
@@ -448,10 +460,17 @@ class FP8AdamW(torch.optim.Optimizer):
         """Load states in the precision in which they were saved (torch's own would cast them to the parameter's dtype).
 
         Raises:
-            ValueError: where the saved formats are not this optimizer's, naming both; nothing has changed then.
+            ValueError: where what was saved is not what this optimizer keeps of its parameters: their names and number, the states of each,
+                shapes, formats, and values that a state cannot hold; nothing has changed then.
         """
-        states = load_groups(self, state_dict, "formats")
-        self.take_states(
+        states, names = saved_states(self, state_dict, "formats"), parameter_names(self)
+        for whole in self._whole():
+            if whole.index in states:
+                check_state(names[whole.index], states[whole.index], expected_states(whole.param, whole.group, whole.param.shape))
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            check_numbers({**group, **saved})
+        take_groups(self, state_dict)
+        self._take(
             {
                 holding.place: {key: value if key == "step" else holding.copy_of(value) for key, value in states[holding.index].items()}
                 for holding in self.holdings()
@@ -461,14 +480,27 @@ class FP8AdamW(torch.optim.Optimizer):
 
     def take_states(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Replace all states by those of this process's holdings, by their `place`, in this optimizer's formats and on any device; a
-        holding of which only some are given starts the others anew."""
+        holding of which only some are given starts the others anew.
+
+        Raises:
+            ValueError: for states that this optimizer does not keep, in another shape or format, or with values that they cannot hold;
+                nothing has changed then.
+        """
+        names = parameter_names(self)
+        for holding in self.holdings():
+            expected = expected_states(holding.param, holding.group, holding.weight.shape)
+            check_state(names[holding.index], states.get(holding.place, {}), expected, whole=False)
+        self._take(states)
+
+    def _take(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         self.restart()
         for holding in self.holdings():
             given, device = states.get(holding.place, {}), holding.weight.device
             if given and "step" not in given:
                 self._init_state(holding)
             for key, value in given.items():
-                self.state[holding.weight][key] = value.to(device, torch.float32, copy=True) if key == "step" else value.to(device)
+                taken = value.to(device, torch.float32, copy=True).view(()) if key == "step" else contiguous(value.to(device))
+                self.state[holding.weight][key] = taken
 
 
 def update_of(group: Mapping[str, Any]) -> Update:
@@ -482,6 +514,23 @@ def kept_states(p: torch.Tensor, group: Mapping[str, Any]) -> Iterator[tuple[Sta
         fmt = state.format_beside(weight_format(p), group["formats"])
         if fmt is not None:
             yield state, fmt
+
+
+def expected_states(p: torch.Tensor, group: Mapping[str, Any], shape: torch.Size) -> dict[str, Expected]:
+    """By key, what a saved state of a parameter of a group, or of some of its rows in `shape`, has to be."""
+    expected = {"step": Expected(torch.empty((), device="meta"), least=0.0)}
+    for state, fmt in kept_states(p, group):
+        expected |= expected_moment(state.key, fmt, shape, non_negative=state.non_negative)
+    return expected
+
+
+def check_numbers(group: Mapping[str, Any]) -> None:
+    """ValueError naming a hyper-parameter of a parameter group that is out of range, and the range."""
+    _check("lr", float(group["lr"]), 0.0, float("inf"))
+    _check("eps", group["eps"], 0.0, float("inf"))
+    _check("weight_decay", group["weight_decay"], 0.0, float("inf"))
+    for i, beta in enumerate(group["betas"]):
+        _check(f"betas[{i}]", beta, 0.0, 1.0)
 
 
 def _dtype(x: torch.Tensor | None) -> tuple[torch.dtype, bool]:

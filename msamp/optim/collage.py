@@ -14,7 +14,7 @@ from msamp.kernels.tables import Tables
 from msamp.numerics import mcf, metrics
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.shard import gradient
-from msamp.optim.states import load_groups
+from msamp.optim.states import Expected, check_state, parameter_names, saved_states, take_groups
 
 
 class CollageAdamW(torch.optim.Optimizer):
@@ -174,9 +174,19 @@ class CollageAdamW(torch.optim.Optimizer):
         """Load states in the precision in which they were saved, copied (torch's own would round FP32 states to the parameter's BF16).
 
         Raises:
-            ValueError: where the saved states are of another variant, naming both; nothing has changed then.
+            ValueError: where what was saved is not what this optimizer keeps of its parameters: another variant, other names, shapes or
+                dtypes, values that a state cannot hold; nothing has changed then.
         """
-        states = load_groups(self, state_dict, "variant")
+        states, names = saved_states(self, state_dict, "variant"), parameter_names(self)
+        params = [(p, VARIANTS[group["variant"]]) for group in self.param_groups for p in group["params"]]
+        for i, state in states.items():
+            p, variant = params[i]
+            begun = _initial(torch.empty_like(p, device="meta"), variant)
+            least = {"step": 0.0, "exp_avg_sq": 0.0}
+            check_state(names[i], state, {key: Expected(x, least.get(key, -math.inf)) for key, x in begun.items()})
+        for saved in state_dict["param_groups"]:
+            _check_group({**saved, "params": []})
+        take_groups(self, state_dict)
         for i, p in enumerate(p for group in self.param_groups for p in group["params"]):
             if i in states:
                 self.state[p] = {key: x.to(p.device, copy=True) for key, x in states[i].items()}

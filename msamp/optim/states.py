@@ -12,12 +12,14 @@ A format says how a state begins. The update loads and stores it (`msamp.kernels
 A master weight is the parameter itself where that is stored in the master's format, else a copy beside it in the optimizer's state.
 """
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from msamp.numerics.formats import PLAIN_FP16, Format, of_dtype
+from msamp.numerics.formats import FP32, PLAIN_FP16, Format, of_dtype
 from msamp.numerics.range_expand import STATE_GROUP, Expanded
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
@@ -184,25 +186,116 @@ def make_master(p: torch.Tensor, master: Format, values: torch.Tensor | None = N
     return copy
 
 
-def load_groups(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], option: str) -> dict[int, dict[str, torch.Tensor]]:
-    """Take over the parameter groups of `state_dict`, drop the optimizer's states, and return those of `state_dict` in the precision in
-    which they were saved: torch's own loading casts states to the parameter's dtype.
+@dataclass(frozen=True)
+class Expected:
+    """What a saved state has to be.
+
+    Attributes:
+        like: a tensor of its shape and format, which may be on the meta device.
+        least: the smallest value that it can hold.
+    """
+
+    like: torch.Tensor
+    least: float = -math.inf
+
+
+def expected_moment(key: str, fmt: Format, shape: torch.Size, *, non_negative: bool) -> dict[str, Expected]:
+    """Of a state in `fmt`: what `begun` would put under its keys."""
+    least = {key: 0.0 if non_negative else -math.inf, key + MAX: 0.0, key + EXPONENT: FP32.tiny}
+    return {name: Expected(x, least[name]) for name, x in begun(key, fmt, torch.empty(shape, device="meta")).items()}
+
+
+def check_state(name: str, state: Mapping[str, Any], expected: Mapping[str, Expected], *, whole: bool = True) -> None:
+    """ValueError naming a state that is lacking or unknown, or has another shape, format or granularity, or a value that it cannot hold.
 
     Args:
+        name: the parameter's, for messages.
+        state: as it stands in the optimizer's state; of any device.
+        expected: by key, what it has to be.
+        whole: False where some of the expected states may be lacking.
+    """
+    remedy = "load what this model and this optimizer have saved, or start from the weights alone"
+    missing, unknown = [key for key in expected if whole and key not in state], [key for key in state if key not in expected]
+    if missing or unknown:
+        lists = [f"{what} {', '.join(keys)}" for what, keys in (("lacks", missing), ("has unknown", unknown)) if keys]
+        raise ValueError(f"the state of {name} {' and '.join(lists)}; {remedy}")
+    for key, x in state.items():
+        like, least = expected[key].like, expected[key].least
+        described = _described(x)
+        if key == "step" and isinstance(x, torch.Tensor) and x.numel() == 1:
+            described = _described(like)  # torch's own loading keeps it in any dtype
+        if described != _described(like):
+            raise ValueError(f"{key} of {name} is {described}, and this optimizer keeps {_described(like)}; {remedy}")
+        values = own_values(x)
+        if isinstance(x, ScalingTensor) and not (x.scale_inv > 0 and x.scale_inv.isfinite()):
+            raise ValueError(f"{key} of {name} has scale_inv {float(x.scale_inv):g}, which must be finite and above 0; {remedy}")
+        bad = int((~values.isfinite()).sum())
+        if bad:
+            raise ValueError(f"{key} of {name} holds {bad} values that are NaN or infinite; {remedy}")
+        if values.numel() and values.amin() < least:
+            raise ValueError(f"{key} of {name} holds {float(values.amin()):g}, and cannot be less than {least:g}; {remedy}")
+
+
+def _described(x: Any) -> str:
+    """Format and shape, as two states that may replace each other have them."""
+    if not isinstance(x, torch.Tensor):
+        return f"a {type(x).__name__}"
+    return f"{f'{x.payload.dtype} with a scale' if isinstance(x, ScalingTensor) else x.dtype} {tuple(x.shape)}"
+
+
+def saved_states(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], option: str) -> dict[int, dict[str, torch.Tensor]]:
+    """What `state_dict` has saved of each parameter, in the precision in which it was saved. Changes nothing.
+
+    Args:
+        optimizer: which is to load it.
+        state_dict: as torch's optimizers make them.
         option: of the groups' options, that which says what the states are; it must be the optimizer's own.
 
     Returns:
         Number of a parameter over all groups -> its states as saved; those without any left out.
 
     Raises:
-        ValueError: where the saved option is another, naming both; nothing has changed then.
+        ValueError: for another number of groups or parameters, other names of parameters where both have names, and another option.
     """
-    for i, (saved, group) in enumerate(zip(state_dict["param_groups"], optimizer.param_groups, strict=False)):
+    saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
+    remedy = "build the optimizer as the saved one was built, or start from the weights alone"
+    if len(saved_groups) != len(groups):
+        raise ValueError(
+            f"a different number of parameter groups: {len(saved_groups)} were saved, this optimizer has {len(groups)}; {remedy}"
+        )
+    for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         if saved.get(option) != group[option]:
             raise ValueError(
                 f"parameter group {i} was saved with {option} {saved.get(option)!r}, this optimizer has {group[option]!r}; "
                 f"build it with the saved {option}, or start from the weights alone"
             )
-    torch.optim.Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
-    numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                f"parameter group {i} was saved with {len(saved['params'])} parameters, this optimizer has {len(group['params'])}; {remedy}"
+            )
+        named = zip(saved.get("param_names", ()), group.get("param_names", ()), strict=False)
+        for theirs, mine in named:
+            if theirs != mine:
+                raise ValueError(f"parameter group {i} was saved with {theirs} where this optimizer has {mine}; {remedy}")
+    numbers = [i for group in saved_groups for i in group["params"]]
     return {place: state_dict["state"][i] for place, i in enumerate(numbers) if state_dict["state"].get(i)}
+
+
+def take_groups(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Take over the options of the parameter groups of a `state_dict` that has been checked, and drop the optimizer's states: torch's own
+    loading would cast them to the parameter's dtype. The groups stay the objects that they are, which schedulers may hold."""
+    groups = optimizer.param_groups
+    torch.optim.Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.clear()
+        group.update(loaded)
+    optimizer.param_groups = groups
+
+
+def parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What messages call each parameter, over all groups: its name where its group has names, else its place."""
+    names: list[str] = []
+    for number, group in enumerate(optimizer.param_groups):
+        places = [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
+        names += group.get("param_names", places)
+    return names

@@ -62,6 +62,7 @@ class State:
         copy: it begins as a copy of the parameter, which is cast from it at every step. It is not kept where the parameter is itself
             stored in its format. Else a state begins at zero.
         remainder_of: key of the state of which this is the second component of a pair, or `WEIGHT`; None: it is a number by itself.
+        non_negative: it holds no value below 0, such as an average of squares: what is loaded is held to it.
     """
 
     key: str
@@ -69,6 +70,7 @@ class State:
     column: str
     copy: bool = False
     remainder_of: str | None = None
+    non_negative: bool = False
 
     def format_beside(self, weight: Format, states: Formats) -> Format | None:
         """In which format it is kept beside a parameter that is stored as `weight`; None where it is not kept."""
@@ -181,7 +183,7 @@ class Update(ABC):
         """
 
 
-MOMENTS = (State("exp_avg", "m", "m"), State("exp_avg_sq", "v", "v"))
+MOMENTS = (State("exp_avg", "m", "m"), State("exp_avg_sq", "v", "v", non_negative=True))
 
 
 def _batch(launch: Launch) -> Batch:

@@ -9,12 +9,15 @@ import torch
 from msamp.kernels.reference.grad_stats import grad_stats
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import FP16
+from msamp.numerics.range_expand import Expanded
 from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
 # Elements updated at a time: each of the half dozen FP32 temporaries takes 128 MiB, or as much as the largest tensor.
 CHUNK = 2**25
 GRAD, M, V, MASTER = range(4)  # rows of the table of amaxes
+_COLUMNS = ("grads", "ms", "vs", "masters", "weights", "weight_remainders", "v_remainders")  # of a Batch, that hold a parameter's elements
+_OPTIONAL = ("weights", "weight_remainders", "v_remainders")
 
 
 class Hyper(NamedTuple):
@@ -52,6 +55,26 @@ class Batch:
     weight_remainders: list[torch.Tensor] = field(default_factory=list)
     v_remainders: list[torch.Tensor] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        """ValueError where lists differ in length, or tensors of one parameter in shape or device, or those of a list in format: a kernel
+        takes addresses and one length, and would write into the memory of others."""
+        for name, column in vars(self).items():
+            if len(column) != len(self.grads) and (column or name not in _OPTIONAL):
+                raise ValueError(f"{len(self.grads)} gradients are given with {len(column)} {name}; give as many of each")
+        for name in _COLUMNS:
+            kinds = set()
+            for x, g in zip(getattr(self, name), self.grads, strict=False):
+                payload = x.payload if isinstance(x, ScalingTensor | Expanded) else x
+                kinds.add((payload.dtype, isinstance(x, ScalingTensor)))
+                if payload.shape != g.shape or payload.device != g.device:
+                    raise ValueError(
+                        f"a gradient is {_described(g)}, and what stands beside it in {name} is {_described(payload)}; a parameter, its "
+                        "gradient and its states have one shape, on one device"
+                    )
+            if len(kinds) > 1:
+                listed = ", ".join(sorted(f"{dtype}{' with a scale' if scaled else ''}" for dtype, scaled in kinds))
+                raise ValueError(f"{name} are in several formats ({listed}); update those of one format together")
+
     def chunks(self) -> Iterator["Batch"]:
         """The batch in parts of at most CHUNK elements (or one larger tensor)."""
         start, elements = 0, 0
@@ -64,6 +87,19 @@ class Batch:
 
     def _part(self, start: int, end: int) -> "Batch":
         return Batch(**{name: column[start:end] for name, column in vars(self).items()})
+
+
+def _described(x: torch.Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)} on {x.device}"
+
+
+def check_amaxes(batch: Batch, hyper: torch.Tensor, amaxes: torch.Tensor, kept: torch.Tensor, *others: Any, **flags: Any) -> None:
+    """ValueError where a batch has columns that the tables of amaxes lack; the arguments are those of `adamw`, without its tables."""
+    for name, table, columns in (("amaxes", amaxes, batch.indices), ("kept", kept, batch.places)):
+        if not all(0 <= column < table.shape[1] for column in columns):
+            raise ValueError(
+                f"{name} has {table.shape[1]} columns, and the batch asks for {min(columns)} to {max(columns)}; give it as many"
+            )
 
 
 def adamw(

@@ -1,6 +1,7 @@
 """Largest magnitudes and sums of squares of many gradients."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -46,6 +47,15 @@ def grad_stats(
     else:
         sums = [_square_sum(g.detach(), factor, unit) for g, factor, unit in zip(gs, factors.unbind(), units, strict=True)]
     return stats, carried(torch.stack(sums))
+
+
+def check_lengths(gs: Sequence[torch.Tensor], factors: torch.Tensor | None = None, units: Sequence[int] = (), **flags: Any) -> None:
+    """ValueError where there are not as many factors and units as gradients, or gradients stand on several devices; the arguments are those
+    of `grad_stats`, without its tables."""
+    if factors is not None and not len(gs) == factors.numel() == len(units):
+        raise ValueError(f"{len(gs)} gradients are given with {factors.numel()} factors and {len(units)} units; give as many of each")
+    if len(devices := {g.device for g in gs}) > 1:
+        raise ValueError(f"gradients are on {', '.join(sorted(map(str, devices)))}; give those of one device together")
 
 
 def carried(sums: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from msamp.kernels import ops
 from msamp.kernels.reference.activate import activate, activate_backward
+from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.block_cast import block_cast
 from msamp.kernels.reference.cast import cast
@@ -165,6 +166,16 @@ def test_operators_on_blocks_stay_in_one_graph(device):
     assert torch.compile(function, backend="aot_eager", fullgraph=True)(x, w).equal(function(x, w))
 
 
+ONES = torch.ones(3)
+BATCH = Batch(
+    **{name: [torch.ones(3), torch.ones(3)] for name in ("grads", "ms", "vs", "masters")},
+    weights=[],
+    steps=[torch.zeros(()), torch.zeros(())],
+    indices=[0, 1],
+    places=[0, 1],
+)
+
+
 @pytest.mark.parametrize("name", ["adamw", "grad_stats", "pack"])
 def test_functions_over_many_tensors_are_on_the_device_of_their_tables(name, monkeypatch):
     asked = []
@@ -172,5 +183,25 @@ def test_functions_over_many_tensors_are_on_the_device_of_their_tables(name, mon
         ops, "_implementation", lambda twin, device: lambda *args, **flags: asked.append((twin.__name__, device, *args, flags))
     )
     tables = Tables(torch.device("cpu"))
-    getattr(ops, name)(tables, 1, 2, flag=True)
-    assert asked == [(name, "cpu", tables, 1, 2, {"flag": True})]
+    args = {"adamw": (BATCH, None, torch.zeros(4, 2), torch.zeros(3, 2)), "grad_stats": ([],), "pack": ([], [], torch.zeros(0), None)}[name]
+    flags = {"adamw": {"decoupled": True}, "grad_stats": {"squares": False}, "pack": {}}[name]
+    getattr(ops, name)(tables, *args, **flags)
+    assert asked == [(name, "cpu", tables, *args, flags)]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("adamw", (BATCH, None, torch.zeros(4, 1), torch.zeros(3, 2)), "amaxes has 1 columns, and the batch asks for 0 to 1"),
+        ("coat_adamw", (BATCH, None, torch.zeros(4, 2), torch.zeros(3, 1)), "kept has 1 columns, and the batch asks for 0 to 1"),
+        ("grad_stats", ([ONES], torch.ones(2), [1]), "1 gradients are given with 2 factors and 1 units"),
+        ("grad_stats", ([ONES, ONES.to("meta")],), "gradients are on cpu, meta"),
+        ("pack", ([ONES], [(0, 0, 3, 0)], torch.zeros(3), torch.ones(2)), "1 tensors are given with 2 factors"),
+        ("pack", ([ONES], [(0, 0, 4, 0)], torch.zeros(4), None), "a run of 4 elements from 0 on, to 0 of the buffer, leaves tensor 0 of 3"),
+        ("pack", ([ONES], [(0, 0, 3, 1)], torch.zeros(3), None), "leaves tensor 0 of 3 elements or the buffer of 3"),
+    ],
+)
+def test_unequal_lengths_are_refused_before_anything_is_read(name, args, message, monkeypatch):
+    monkeypatch.setattr(ops, "_implementation", lambda twin, device: pytest.fail("nothing may run"))
+    with pytest.raises(ValueError, match=message):
+        getattr(ops, name)(Tables(torch.device("cpu")), *args)

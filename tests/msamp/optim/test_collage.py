@@ -419,6 +419,23 @@ def test_states_of_another_variant_are_refused(saved):
     assert optimizer.param_groups[0]["lr"] == HYPER["lr"]
 
 
+@pytest.mark.parametrize("spoil", [
+    lambda state: state["exp_avg"].fill_(float("nan")),
+    lambda state: state["exp_avg_sq"].neg_(),
+    lambda state: state.pop("weight_remainder"),
+    lambda state: state.update(exp_avg=state["exp_avg"].float()),
+])  # fmt: skip
+def test_states_that_cannot_be_are_refused_and_nothing_changes(spoil):
+    first, second, twin = (CollageAdamW(parameters()) for _ in range(3))
+    for each in (first, second, twin):
+        train(each, range(2))
+    saved = copy.deepcopy(first.state_dict())
+    spoil(saved["state"][0])
+    with pytest.raises(ValueError, match=r"of parameter 0 of group 0 (holds|lacks|is torch\.float32)"):
+        second.load_state_dict(saved)
+    assert_same(second, twin)
+
+
 # ----------------------------------------------------------------------------------------------------------------- in a loop
 
 

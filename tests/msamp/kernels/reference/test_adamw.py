@@ -5,8 +5,9 @@ import torch
 from numerics import make
 
 from msamp.kernels.reference.adamw import Batch, Hyper, adam_, adamw
-from msamp.numerics.formats import E4M3, FP16
+from msamp.numerics.formats import COAT_E4M3, E4M3, FP16
 from msamp.numerics.quantize import quantize
+from msamp.numerics.range_expand import quantize_expanded
 from msamp.numerics.tensor import ScalingTensor
 
 
@@ -63,3 +64,34 @@ def test_a_weight_midway_between_two_codes_does_not_jump_by_an_update_that_its_m
     assert master.dequantize(torch.float32).eq(1.0625).all()  # half a unit in FP16's last place is 5e-4
     assert weight.dequantize(torch.float32).eq(1.0).all()
     assert quantize(p + 1e-5, 1 / weight.scale_inv, E4M3).float().mul(weight.scale_inv).eq(1.125).all()  # of the unrounded master
+
+
+def batch(**columns) -> Batch:
+    """Two parameters of 16 elements, with `columns` in place of some lists."""
+    lists = {name: [torch.ones(16), torch.ones(16)] for name in ("grads", "ms", "vs", "masters")}
+    numbers = {"weights": [], "steps": [torch.zeros(()), torch.zeros(())], "indices": [0, 1], "places": [0, 1]}
+    return Batch(**(lists | numbers | columns))
+
+
+@pytest.mark.parametrize("column", ["ms", "vs", "masters", "steps", "indices", "places"])
+def test_lists_of_unequal_length_are_refused(column):
+    with pytest.raises(ValueError, match=f"2 gradients are given with 1 {column}; give as many of each"):
+        batch(**{column: getattr(batch(), column)[:1]})
+
+
+@pytest.mark.parametrize("column", ["grads", "ms", "vs", "masters", "weights", "weight_remainders", "v_remainders"])
+@pytest.mark.parametrize("other", [torch.ones(1024), torch.ones(4, 4), torch.ones(16, device="meta")], ids=["length", "shape", "device"])
+def test_a_state_of_another_shape_or_device_than_its_gradient_is_refused(column, other):
+    """1,008 elements behind a state of 16 would be written."""
+    with pytest.raises(ValueError, match="a parameter, its gradient and its states have one shape, on one device"):
+        batch(**{column: [torch.ones(16), other]})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.ones(16).bfloat16(), ScalingTensor.quantize(torch.ones(16), FP16), quantize_expanded(torch.ones(16), COAT_E4M3)],
+    ids=["dtype", "scale", "groups"],
+)
+def test_a_list_in_two_formats_is_refused(other):
+    with pytest.raises(ValueError, match=r"ms are in several formats .*; update those of one format together"):
+        batch(ms=[torch.ones(16), other])
