@@ -41,6 +41,9 @@ class TrainingConfig:
     eval_iters: int = setting("global batches of an evaluation; 0: no evaluation", 100, legal=COUNT_OR_ZERO)
     exit_interval: int | None = setting("leave (after saving) when the iteration is a multiple of this", None, legal=COUNT)
     exit_duration_in_mins: float | None = setting("leave (after saving) so many minutes after the start", None, legal=POSITIVE)
+    check_weight_hash_across_dp_replicas_interval: int | None = setting(
+        "iterations between looks at whether all data-parallel copies of the weights are the same to the bit, and finite", None, legal=COUNT
+    )
     cuda_graph: str | None = setting(
         "replay forward and backward of a micro-batch as a CUDA graph, or with step the update too; derived: step where possible",
         None,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.lm.config import Config
 from megatron.lm.distributed import chunks
@@ -73,12 +73,7 @@ class StepWatch:
         # One rank's averaged gradients are its own; of several, what the synchroniser saw before they were averaged.
         self._alone = sync.peers.ranks == 1
         params = [p for group in training.optimizer.param_groups for p in group["params"]] if self._alone else sync.params
-        names: dict[Tensor, str] = {
-            p: f"{name}.{key}"
-            for chunk in chunks(training.model)
-            for name, module in named_globally(chunk)
-            for key, p in module.named_parameters(recurse=False)
-        }
+        names = parameter_names(training.model)
         backward = {p: place for place, p in enumerate(reversed(list(sync.names)))}
         self._names = ["the loss", *(f"the gradient of {names[p]}" for p in params)]
         self._order = [0, *(1 + place for place in sorted(range(len(params)), key=lambda place: backward[params[place]]))]
@@ -168,6 +163,16 @@ class StepWatch:
         self.metrics.write(row)
         if self.metrics.main:
             print(line, flush=True)
+
+
+def parameter_names(model: nn.Module) -> dict[Tensor, str]:
+    """This rank's parameters, and what messages call them: their names in the whole model."""
+    return {
+        p: f"{name}.{key}"
+        for chunk in chunks(model)
+        for name, module in named_globally(chunk)
+        for key, p in module.named_parameters(recurse=False)
+    }
 
 
 def _described(found: dict[int, list[str]]) -> str:

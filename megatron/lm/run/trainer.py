@@ -21,6 +21,7 @@ from megatron.lm.optim import bytes_per_parameter
 from megatron.lm.presets import parameter_count
 from megatron.lm.recorder import Recorder
 from megatron.lm.run.metrics import Metrics, least_and_most
+from megatron.lm.run.replicas import check_replicas
 from megatron.lm.run.rollback import Rollback, begins_afresh
 from megatron.lm.run.signals import Requests
 from megatron.lm.run.step_watch import StepWatch
@@ -180,10 +181,14 @@ class Trainer:
             self.metrics.record(result, iteration)
             started = time.perf_counter()
             last = iteration == settings.train_iters
-            evaluates, saves, leaves = (
+            intervals = (settings.eval_interval, self.config.checkpoint.save_interval, settings.exit_interval)
+            evaluates, saves, leaves, checks = (
                 interval is not None and iteration % interval == 0
-                for interval in (settings.eval_interval, self.config.checkpoint.save_interval, settings.exit_interval)
+                for interval in (*intervals, settings.check_weight_hash_across_dp_replicas_interval)
             )
+            if checks:
+                self.watchdog.at("comparing weights", iteration)
+                check_replicas(training, iteration)
             found = self.step_watch.look(result, iteration, now=last or evaluates or saves or leaves)
             if found.roll_back and self._roll_back():
                 stream = self._training_batches()

@@ -420,16 +420,14 @@ def test_states_of_another_variant_are_refused(saved):
 
 
 @pytest.mark.parametrize("spoil", [
-    lambda state: state["exp_avg"].fill_(float("nan")),
-    lambda state: state["exp_avg_sq"].neg_(),
-    lambda state: state.pop("weight_remainder"),
-    lambda state: state.update(exp_avg=state["exp_avg"].float()),
+    lambda state: state["exp_avg"].fill_(float("nan")), lambda state: state["exp_avg_sq"].neg_(),
+    lambda state: state.pop("weight_remainder"), lambda state: state.update(exp_avg=state["exp_avg"].float()),
 ])  # fmt: skip
 def test_states_that_cannot_be_are_refused_and_nothing_changes(spoil):
-    first, second, twin = (CollageAdamW(parameters()) for _ in range(3))
-    for each in (first, second, twin):
+    second, twin = (CollageAdamW(parameters()) for _ in range(2))
+    for each in (second, twin):
         train(each, range(2))
-    saved = copy.deepcopy(first.state_dict())
+    saved = copy.deepcopy(twin.state_dict())
     spoil(saved["state"][0])
     with pytest.raises(ValueError, match=r"of parameter 0 of group 0 (holds|lacks|is torch\.float32)"):
         second.load_state_dict(saved)

@@ -1,0 +1,29 @@
+"""Stops a run whose data-parallel copies of the weights are no longer the same: `--check-weight-hash-across-dp-replicas-interval`."""
+
+import torch.distributed as dist
+
+from megatron.lm.run import RunStopped
+from megatron.lm.run.step_watch import parameter_names
+from megatron.lm.training import Training
+from msamp.comm.replicas import faults
+
+NAMED = 8  # faults that a message names
+
+
+def check_replicas(training: Training, iteration: int) -> None:
+    """Compare the copies, of every part of the model. Collective; waits for the device.
+
+    Raises:
+        RunStopped: on every rank, naming tensors and ranks, where copies differ or a weight is NaN or infinite anywhere.
+    """
+    training.optimizer.wait()
+    mine = faults({name: p for p, name in parameter_names(training.model).items()}, training.grad_sync.peers)
+    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, mine)
+    found = list(dict.fromkeys(line for lines in everywhere for line in lines))  # all who hold a copy say the same
+    if found:
+        more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        raise RunStopped(
+            f"the weights are damaged after iteration {iteration}: {'; '.join(found[:NAMED])}{more}. Nothing was saved after it. One rank "
+            "alone: take its machine out and look at its memory. Go on from the checkpoint before: --ckpt-step"
+        )
