@@ -1,11 +1,12 @@
 """Checkpoints of one version of the format, for the tests of all later ones; run once, by code that still writes that version.
 
     git worktree add ../then COMMIT
-    cd ../then && OMP_NUM_THREADS=1 PYTHONPATH=.:tests python -P ../here/tests/make_checkpoints.py ../here/tests/checkpoints_of/version_3
+    cd ../then && OMP_NUM_THREADS=1 PYTHONPATH=.:tests python -P ../here/tests/make_checkpoints.py \\
+        ../here/tests/checkpoints_of/version_3 [NAME ...]
 
 The folder gets the corpus, and of each run NAME.tar.xz, the checkpoint, and NAME.json, what the code of then made of it: the
 SHA-256 of every tensor of model and optimizer after loading, and the losses of the steps after that. Beside tests/tiny.py of the
-checkout only such parts of a training are used here as versions have in common.
+checkout only such parts of a training are used here as versions have in common. Without names of `RUNS` all of them are made.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ SMALL = {"num_layers": 1, "ffn_hidden_size": 64, "disable_bias_linear": True, "n
 # After how many steps a run is saved, and its settings. O2 and O3 have filled the window of 16 steps; the loss scale has fallen.
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "O2": (18, {"precision": "O2"}),
-    "O2-current": (3, {"precision": "O2", "fp8_scaling": "current"}),
+    "O2-current": (3, {"precision": "O2", "fp8_recipe": "tensorwise"}),
     "O3": (18, {"precision": "O3"}),
     "coat": (3, {"precision": "coat"}),
     "collage-fp8": (3, {"precision": "collage-fp8"}),
@@ -57,14 +59,15 @@ def resumed(settings: Any) -> dict[str, Any]:
         return found | {"losses": tiny.losses(rows)}
 
 
-def main(folder: Path) -> None:
-    """Write the corpus and all checkpoints into `folder`, which must not exist."""
+def main(folder: Path, names: Iterable[str]) -> None:
+    """Write the corpus and the checkpoints of these runs into `folder`, which must not exist."""
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):  # no path of this machine gets into a configuration
         tiny.write_data(Path())
         for file in Path().iterdir():
             shutil.copy(file, folder)
-        for name, (saved, settings) in RUNS.items():
+        for name in names:
+            saved, settings = RUNS[name]
             shared = SMALL | settings | {"train_iters": saved + STEPS_AFTER}
             tiny.run(tiny.config("corpus", **shared, exit_interval=saved, save=name, metrics_file="metrics.jsonl"))
             (Path(name) / ".lock").unlink()
@@ -74,4 +77,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve())
+    main(Path(sys.argv[1]).resolve(), sys.argv[2:] or RUNS)

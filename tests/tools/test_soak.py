@@ -137,7 +137,7 @@ def test_a_torn_checkpoint_is_noticed(tmp_path: Path):
     assert soak.newest_whole(tmp_path) is None
     folder = write(tmp_path, 2, w=torch.arange(1000))
     assert soak.newest_whole(tmp_path) == 2
-    file = next(folder.glob("*.distcp"))
+    file = next(folder.glob("*.bin"))
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)

@@ -60,7 +60,7 @@ def moments(saved: "CheckpointReader") -> dict[str, list[tuple[Tensor, Tensor]]]
     found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in ("linear", "embedding", "vector", "all")}
     for name in (key.removeprefix("exp_avg/") for key in tensors if key.startswith("exp_avg/") and "@" not in key):
         keys = (f"exp_avg/{name}", f"exp_avg_sq/{name}")
-        other = [tensors[key].properties.dtype for key in keys if tensors[key].properties.dtype != torch.float32]
+        other = [tensors[key].dtype for key in keys if tensors[key].dtype != torch.float32]
         if other:
             raise ValueError(f"{saved.folder}: the moments of {name} are {other[0]}, which has rounded them: give a run at O0 or O1 (FP32)")
         m, v = (saved.stored.tensor(key) for key in keys)

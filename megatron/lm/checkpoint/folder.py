@@ -1,6 +1,6 @@
 """Checkpoints on disk: the names in a folder of checkpoints, which of them is whole, and how one comes and goes at a stroke.
 
-    ROOT/iter_0000100/           a checkpoint: data files and `.metadata` of torch's distributed checkpoint, `checkpoint.json` written last
+    ROOT/iter_0000100/           a checkpoint: a data file of each rank, `plan.json`, and `checkpoint.json` written last
     ROOT/iter_0000200.partial/   one that is being written, or that a kill has left
     ROOT/latest_checkpointed_iteration.txt
 

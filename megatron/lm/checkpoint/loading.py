@@ -288,7 +288,7 @@ def _scaling(model: nn.Module, stored: Stored, where: dict[str, list[Place]]) ->
             continue
         buffers = {f"{name}.{key}": value for key, value in layer.state_dict().items()}
         keys = {local: f"model/{where[local][0].name}" for local in buffers}
-        if all(key in stored.tensors and stored.tensors[key].size == buffers[local].shape for local, key in keys.items()):
+        if all(key in stored.tensors and stored.tensors[key].shape == buffers[local].shape for local, key in keys.items()):
             found |= {local: stored.tensor(key) for local, key in keys.items()}
     return found
 

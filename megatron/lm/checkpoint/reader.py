@@ -60,8 +60,8 @@ class CheckpointReader:
     def format(self, name: str) -> tuple[torch.dtype, torch.Size, int]:
         """Dtype of the weight's payload, whole shape, and how many pieces of it have a scale of their own (0: no scale)."""
         entry = self.stored.tensors[f"model/{name}"]
-        scales = sum(scale_key(f"model/{name}", chunk.offsets) in self.stored.tensors for chunk in entry.chunks)
-        return entry.properties.dtype, entry.size, scales
+        scales = sum(scale_key(f"model/{name}", chunk.offset) in self.stored.tensors for chunk in entry.chunks)
+        return entry.dtype, entry.shape, scales
 
     def values(self, name: str) -> Tensor:
         """The whole weight in FP32: from its master where it has one, else as it is, with its remainder."""
@@ -75,7 +75,7 @@ class CheckpointReader:
         return found.values() if found.scale_inv is None else found.to(of_dtype(found.payload.dtype), torch.bfloat16)
 
     def _find(self, prefix: str, name: str, find: Callable[..., Found] = find) -> Found:
-        size = self.stored.tensors[f"{prefix}/{name}"].size
+        size = self.stored.tensors[f"{prefix}/{name}"].shape
         place = Place(name=name, shape=tuple(size), offset=(0,) * len(size), start=0, sizes=tuple(size), first=True)
         found = find(self.stored, prefix, [place], size, self.info["vocab_size"])
         found.check(self.folder)

@@ -25,6 +25,7 @@ from megatron.lm.checkpoint.folder import (
     publish,
     write_info,
 )
+from megatron.lm.checkpoint.plan import PLAN_FILE
 from megatron.lm.checkpoint.storage import Item
 from megatron.lm.training import Training
 
@@ -75,7 +76,7 @@ def _write(folder: Path, items: Sequence[Item], info: dict[str, Any], keep_last:
 
     def digests() -> dict[str, Any]:
         # Read again from the disk: what is published is what can be read.
-        return digest_entries([*partial.glob(f"__{rank}_*"), *([partial / storage.METADATA_FILE] if rank == 0 else [])])
+        return digest_entries([*partial.glob(f"__{rank}_*"), *([partial / PLAN_FILE] if rank == 0 else [])])
 
     def finish() -> None:
         if rank == 0:

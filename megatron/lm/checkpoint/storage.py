@@ -1,51 +1,35 @@
-"""Tensors on disk: torch's distributed checkpoint (DCP) written and read piece by piece, without unpickling what a stranger wrote.
+"""Tensors on disk: written by every rank, read piece by piece, and nothing of it a program.
 
-A tensor of the model is stored in chunks of any cut; whoever reads asks for a region of it and need not know the cut.
+A tensor of the model is stored in chunks of any cut; whoever reads asks for a region of it and need not know the cut. Each rank writes the
+bytes of its chunks into a file of its own, and the first of them the plan (`plan`), which says where each chunk lies. Neither is a pickle.
+Checkpoints of versions 3 and 4 have both as pickles, and `pickled` reads them without executing one.
 """
 
 import io
-import pickle
-import warnings
+import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-METADATA_FILE = ".metadata"
-# All that torch writes into the pickle of a checkpoint of tensors.
-_LEGAL = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "TensorStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "pathlib": {"PosixPath", "Path"},
-    "pathlib._local": {"PosixPath", "Path"},
-    "collections": {"OrderedDict"},
-}
+from megatron.lm.checkpoint.pickled import FORMER_PLAN_FILE, chunk_of_zip, plan_of_pickle
+from megatron.lm.checkpoint.plan import (
+    DTYPES,
+    LARGEST_PLAN,
+    PLAN_FILE,
+    Chunk,
+    Entry,
+    Plan,
+    check,
+    check_whole,
+    plan_of_json,
+    regular_file,
+    write_plan,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,123 +56,64 @@ class Region:
     into: Tensor
 
 
-class _SavePlanner(dcp.SavePlanner):
-    """Every rank brings its own items; no chunk is in two of them."""
-
-    def __init__(self, items: Iterable[Item]) -> None:
-        self.items = {(item.key, item.offset): item for item in items}
-
-    def set_up_planner(self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
-        pass
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan([_write_item(item) for item in self.items.values()])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = create_default_global_save_plan(all_plans)
-        for key, entry in metadata.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata)
-            stored = sum(chunk.sizes.numel() for chunk in entry.chunks)
-            if stored != entry.size.numel():
-                raise ValueError(f"{key} has {entry.size.numel()} elements, and the ranks would store {stored}")
-        return plans, metadata
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        index = write_item.index
-        assert index.offset is not None
-        return self.items[index.fqn, tuple(index.offset)].tensor.detach()
-
-
-def _write_item(item: Item) -> WriteItem:
-    offset = torch.Size(item.offset)
-    return WriteItem(
-        index=MetadataIndex(item.key, offset),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offset, item.tensor.shape),
-            properties=TensorProperties(dtype=item.tensor.dtype),
-            size=torch.Size(item.shape),
-        ),
-    )
-
-
 def write(folder: Path, items: Iterable[Item], group: dist.ProcessGroup | None = None) -> None:
-    """Store the items of all ranks of `group` in `folder`, one file a rank, and `.metadata`; all is on the disk then. Collective.
+    """Store the items of all ranks of `group` in `folder`, one file a rank, and the plan; all is on the disk then. Collective.
 
-    `group`: of a backend that moves CPU memory; None: this process alone. Raises what the file system raises, ValueError among others
-    where the ranks' items are not a whole tensor, on every rank.
+    `group`: of a backend that moves CPU memory; None: this process alone.
+
+    Raises:
+        ValueError: on every rank, where one cannot write, or the ranks' items are not whole tensors; where it is the plan that cannot be
+            written, on the first rank.
     """
-    writer = dcp.FileSystemWriter(folder, sync_files=True)
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    own: Plan | str
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is not, or need not be
-            dcp.save({}, storage_writer=writer, planner=_SavePlanner(items), process_group=group, no_dist=group is None)
-    except dcp.api.CheckpointException as error:
-        first = next(iter(error.failures.values()))[0]
-        if not isinstance(first, Exception):
-            raise first from None  # an interrupt is no failure of the disk
-        raise ValueError(str(first)) from None
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads the classes of DCP's metadata and nothing else: a pickle may otherwise run any code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _LEGAL.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a checkpoint's metadata")
-
-
-class _Reader(dcp.FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        file = Path(self.path) / METADATA_FILE
+        own = _write_items(folder / f"__{rank}_0.bin", items)
+    except (OSError, RuntimeError, ValueError) as error:
+        own = str(error)
+    parts: list[Plan | str] = [own] * ranks
+    if group is not None:
+        dist.all_gather_object(parts, own, group)
+    plan: Plan = {}
+    for part in parts:
+        if isinstance(part, str):
+            raise ValueError(part)
+        for key, entry in part.items():
+            before = plan.setdefault(key, Entry(entry.dtype, entry.shape, ()))
+            if (entry.dtype, entry.shape) != (before.dtype, before.shape):
+                raise ValueError(f"{key!r} is {tuple(before.shape)} {before.dtype} on one rank, and another on the next")
+            plan[key] = Entry(entry.dtype, entry.shape, before.chunks + entry.chunks)
+    for key, entry in plan.items():
+        check_whole(key, entry)
+    if rank == 0:
         try:
-            with file.open("rb") as stream:
-                metadata = _Unpickler(stream).load()
-        except Exception as error:  # a damaged pickle raises a different type for each kind of damage
-            raise ValueError(f"{file} cannot be read ({error})") from None
-        if not isinstance(metadata, Metadata):
-            raise ValueError(f"{file} is not a checkpoint's metadata")
-        for info in metadata.storage_data.values():
-            if Path(info.relative_path).name != info.relative_path:
-                raise ValueError(f"{file} names {info.relative_path!r}, which is outside its folder")
-        return metadata
+            write_plan(folder / PLAN_FILE, plan)
+        except OSError as error:
+            raise ValueError(str(error)) from None
 
 
-class _LoadPlanner(dcp.LoadPlanner):
-    """What `items` ask for goes into the regions."""
+def _write_items(file: Path, items: Iterable[Item]) -> Plan:
+    """Write one rank's chunks, and say where they lie."""
+    plan: Plan = {}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("wb") as stream:
+        for item in items:
+            if item.tensor.dtype not in DTYPES.values():
+                raise ValueError(f"{item.key} is {item.tensor.dtype}; a checkpoint holds {', '.join(DTYPES)}")
+            data = _memory(item.tensor.detach().cpu().contiguous())
+            chunk = Chunk(item.offset, item.tensor.shape, file.name, stream.tell(), len(data))
+            stream.write(data)
+            before = plan.get(item.key)
+            chunks = (*(before.chunks if before else ()), chunk)
+            plan[item.key] = Entry(item.tensor.dtype, torch.Size(item.shape), chunks)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return plan
 
-    def __init__(self, regions: Sequence[Region], items: list[ReadItem]) -> None:
-        self.regions = {(region.key, region.offset): region for region in regions}
-        self.items = items
 
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        pass
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan(self.items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        assert read_item.dest_index.offset is not None
-        target = self.regions[read_item.dest_index.fqn, tuple(read_item.dest_index.offset)].into
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            target = target.narrow(dim, start, length)
-        return target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
+def _memory(x: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, where they are."""
+    return x.view(-1).view(torch.uint8).numpy().data
 
 
 class Stored:
@@ -198,20 +123,24 @@ class Stored:
         folder: of the checkpoint.
 
     Attributes:
-        tensors: what is stored, by key: dtype (`properties.dtype`), whole shape (`size`) and `chunks`.
+        tensors: the plan: what is stored, by key, with dtype, whole shape and chunks.
 
     Raises:
-        ValueError: the metadata cannot be read, or it leads out of the folder.
+        ValueError: the plan cannot be read, says what cannot be, or does not fit the files beside it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._reader = _Reader(folder)
-        self._metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        self.tensors: dict[str, TensorStorageMetadata] = {
-            key: entry for key, entry in self._metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
-        }
+        self._former = not os.path.lexists(folder / PLAN_FILE) and os.path.lexists(folder / FORMER_PLAN_FILE)
+        file = folder / (FORMER_PLAN_FILE if self._former else PLAN_FILE)
+        try:
+            if (length := regular_file(file).stat().st_size) > LARGEST_PLAN:
+                raise ValueError(f"it is {length} bytes long; a plan has at most {LARGEST_PLAN}")
+            data = file.read_bytes()
+            self.tensors = plan_of_pickle(data) if self._former else plan_of_json(data)
+            check(folder, self.tensors)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file} cannot be read ({error}); load an older checkpoint") from None
 
     def read(self, regions: Sequence[Region]) -> None:
         """Fill the regions, CPU tensors of the stored dtypes.
@@ -219,30 +148,54 @@ class Stored:
         Raises:
             ValueError: a region is not in the checkpoint, or a file cannot be read.
         """
-        items: list[ReadItem] = []
         for region in regions:
-            entry = self._entry(region.key)
-            chunk = ChunkStorageMetadata(torch.Size(region.offset), region.into.shape)
-            found = create_read_items_for_chunk_list(region.key, entry, [chunk])
-            if sum(item.lengths.numel() for item in found) != region.into.numel():
-                raise ValueError(
-                    f"{self.folder}: {region.key} is {tuple(entry.size)}; {tuple(chunk.sizes)} at {region.offset} is not all there"
-                )
-            items += found
-        planner = _LoadPlanner(regions, items)
+            entry, shape, found = self._entry(region.key), region.into.shape, 0
+            if region.into.dtype != entry.dtype:
+                raise ValueError(f"{self.folder}: {region.key} is {entry.dtype}, {region.into.dtype} is wanted; load an older checkpoint")
+            for chunk in entry.chunks if len(entry.shape) == len(shape) else ():
+                low = [max(a, b) for a, b in zip(region.offset, chunk.offset, strict=True)]
+                ends = zip(region.offset, shape, chunk.offset, chunk.shape, strict=True)
+                lengths = [min(a + n, b + m) - start for (a, n, b, m), start in zip(ends, low, strict=True)]
+                if all(length > 0 for length in lengths):
+                    target, source = (
+                        [slice(start - base, start - base + length) for start, base, length in zip(low, offset, lengths, strict=True)]
+                        for offset in (region.offset, chunk.offset)
+                    )
+                    region.into[tuple(target)] = self._rows(entry, chunk, source)
+                    found += math.prod(lengths)
+            if found != shape.numel():
+                raise ValueError(f"{self.folder}: {region.key} is {tuple(entry.shape)}; {tuple(shape)} at {region.offset} is not all there")
+
+    def _rows(self, entry: Entry, chunk: Chunk, part: Sequence[slice]) -> Tensor:
+        """A part of a chunk; no rows but its own are read."""
+        file, row = self.folder / chunk.file, math.prod(chunk.shape[1:]) * entry.dtype.itemsize
         try:
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
-        except Exception as error:  # torch raises a different type for each kind of damage
-            raise ValueError(f"{self.folder} cannot be read ({str(error).strip().partition(chr(10))[0]})") from None
+            with regular_file(file).open("rb") as stream:
+                if self._former:
+                    stream.seek(chunk.start)
+                    return chunk_of_zip(stream.read(chunk.length), entry.dtype, chunk.shape)[tuple(part)]
+                shape = (part[0].stop - part[0].start, *chunk.shape[1:]) if part else ()
+                found = torch.empty(shape, dtype=entry.dtype)
+                stream.seek(chunk.start + (part[0].start * row if part else 0))
+                _fill(stream, found)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file} cannot be read ({error}); load an older checkpoint") from None
+        return found[(slice(None), *part[1:])] if part else found
 
     def tensor(self, key: str) -> Tensor:
         """A whole tensor, in the dtype in which it is stored."""
         entry = self._entry(key)
-        into = torch.empty(entry.size, dtype=entry.properties.dtype)
+        into = torch.empty(entry.shape, dtype=entry.dtype)
         self.read([Region(key, (0,) * into.dim(), into)])
         return into
 
-    def _entry(self, key: str) -> TensorStorageMetadata:
+    def _entry(self, key: str) -> Entry:
         if key not in self.tensors:
             raise ValueError(f"{self.folder} holds no {key}")
         return self.tensors[key]
+
+
+def _fill(stream: io.BufferedReader, into: Tensor) -> None:
+    memory = _memory(into)
+    if (got := stream.readinto(memory)) != len(memory):
+        raise ValueError(f"it ends {len(memory) - got} bytes early")

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from megatron.lm.checkpoint.content import group_keys, scale_key
 from megatron.lm.checkpoint.place import Place
+from megatron.lm.checkpoint.plan import Chunk
 from megatron.lm.checkpoint.storage import Region, Stored
 from msamp.numerics import mcf
 from msamp.numerics.formats import Format
@@ -117,7 +117,7 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
     Raises:
         ValueError: it is not stored, or has another shape.
     """
-    dtype = stored.tensors[f"{prefix}/{where[0].name}"].properties.dtype if f"{prefix}/{where[0].name}" in stored.tensors else torch.uint8
+    dtype = stored.tensors[f"{prefix}/{where[0].name}"].dtype if f"{prefix}/{where[0].name}" in stored.tensors else torch.uint8
     payload, scales, groups = torch.zeros(tuple(shape), dtype=dtype), [], None
     needs_scale = dtype.itemsize == 1 and prefix not in firsts()  # other FP8 means nothing without
     for place in where:
@@ -132,23 +132,23 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
         else:
             _read_padded(stored, key, place, rows, vocab_size, target)
         for chunk in entry.chunks:
-            part = _overlap(place, chunk.offsets, chunk.sizes, rows)
-            if part is not None and group_keys(key, chunk.offsets)[0] in stored.tensors:
+            part = _overlap(place, chunk.offset, chunk.shape, rows)
+            if part is not None and group_keys(key, chunk.offset)[0] in stored.tensors:
                 groups = groups or (torch.zeros(tuple(shape)), torch.ones(tuple(shape)))
-                for target, name in zip(groups, group_keys(key, chunk.offsets), strict=True):
+                for target, name in zip(groups, group_keys(key, chunk.offset), strict=True):
                     target[part] = _of_elements(stored.tensor(name), place, chunk, part)
-            elif part is not None and (scale_key(key, chunk.offsets) in stored.tensors or needs_scale):
-                scales.append((part, stored.tensor(scale_key(key, chunk.offsets))))
+            elif part is not None and (scale_key(key, chunk.offset) in stored.tensors or needs_scale):
+                scales.append((part, stored.tensor(scale_key(key, chunk.offset))))
     return Found(f"{prefix}/{where[0].name}", payload, scales, groups)
 
 
-def _of_elements(numbers: Tensor, place: Place, chunk: ChunkStorageMetadata, part: tuple[slice, ...]) -> Tensor:
+def _of_elements(numbers: Tensor, place: Place, chunk: Chunk, part: tuple[slice, ...]) -> Tensor:
     """The numbers of a chunk's groups at each element of the local `part`; copies of its last row have that row's."""
-    shifts = [there - here for there, here in zip(place.offset, chunk.offsets, strict=True)]
+    shifts = [there - here for there, here in zip(place.offset, chunk.offset, strict=True)]
     shifts[0] -= place.start
-    rows = (torch.arange(part[0].start, part[0].stop) + shifts[0]).clamp(max=chunk.sizes[0] - 1)
+    rows = (torch.arange(part[0].start, part[0].stop) + shifts[0]).clamp(max=chunk.shape[0] - 1)
     others = [slice(of.start + shift, of.stop + shift) for of, shift in zip(part[1:], shifts[1:], strict=True)]
-    return STATE_GROUP.spread(numbers, chunk.sizes)[rows][(slice(None), *others)]
+    return STATE_GROUP.spread(numbers, chunk.shape)[rows][(slice(None), *others)]
 
 
 def find_whole(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[int], vocab_size: int) -> Found:
@@ -163,7 +163,7 @@ def find_whole(stored: Stored, prefix: str, where: Sequence[Place], shape: Seque
 
 def _stored_rows(stored: Stored, key: str, place: Place, vocab_size: int) -> int | None:
     """Rows of a vocabulary that was padded otherwise; None where the shape is as it should be. ValueError for any other shape."""
-    size = tuple(stored.tensors[key].size)
+    size = tuple(stored.tensors[key].shape)
     if size == place.shape:
         return None
     if (
@@ -185,7 +185,7 @@ def _read_padded(stored: Stored, key: str, place: Place, rows: int, vocab_size: 
         first = rows - 1
     elif key.startswith(("model/", f"{MASTER.key}/")):
         # A row of zeros has logit 0, which may be far above all others; the mean of rows takes no more than the mean of their shares.
-        first = max(chunk.offsets[0] for chunk in stored.tensors[key].chunks)
+        first = max(chunk.offset[0] for chunk in stored.tensors[key].chunks)
     else:
         return
     last = target.new_empty((rows - first, *place.sizes[1:]))
@@ -213,9 +213,9 @@ def scalar(stored: Stored, prefix: str, place: Place) -> Tensor | None:
     return stored.tensor(key) if key in stored.tensors else None
 
 
-def chunk_offsets(stored: Stored, where: Sequence[Place]) -> Iterator[tuple[Place, torch.Size]]:
+def chunk_offsets(stored: Stored, where: Sequence[Place]) -> Iterator[tuple[Place, tuple[int, ...]]]:
     """The chunks of the stored weight from which a local one comes."""
     for place in where:
         for chunk in stored.tensors[f"model/{place.name}"].chunks:
-            if _overlap(place, chunk.offsets, chunk.sizes, None) is not None:
-                yield place, chunk.offsets
+            if _overlap(place, chunk.offset, chunk.shape, None) is not None:
+                yield place, chunk.offset

@@ -12,10 +12,12 @@ for what it is not, or would not know it.
 4   Tensors as in 3. The states are those that the update declares, under its own names. The configuration has `precision.fp8_recipe`
     (tensorwise, where version 3 says current), `fp8_amax_history_len`, `fp8_amax_compute_algo` and `fp8_margin`; a precision, an update and
     a gradient exchange may be registered ones.
+5   Keys, tensors and configuration as in 4. The plan is `plan.json`, and a data file, `__RANK_0.bin`, holds the bytes of tensors alone
+    (`plan`). In 3 and 4 both are pickles of torch's distributed checkpoint, `.metadata` and `__RANK_0.distcp` (`pickled`).
 
-A reader of version 4 reads 3 and 4. `upgraded` rewrites the configuration, one step a version, and the rest of the code knows today's
-alone. Tensors of version 3 have the keys of version 4, so that no step touches them, and a run goes on from them bit for bit. Versions 1
-and 2 are refused with the advice to read them with the code of then. A version above 4 is refused with the advice to take newer code:
+A reader of version 5 reads 3 to 5. `upgraded` rewrites the configuration, one step a version, and the rest of the code knows today's
+alone. Tensors of version 3 have the keys of version 5, so that no step touches them, and a run goes on from them bit for bit. Versions 1
+and 2 are refused with the advice to read them with the code of then. A version above 5 is refused with the advice to take newer code:
 whatever such a checkpoint holds, this code cannot know what else to load. As with a damaged one, a resume then passes over it to an older
 checkpoint in the same folder, if there is one, and says so.
 
@@ -29,7 +31,7 @@ checkpoints of it: `tests/make_checkpoints.py` makes them for `tests/megatron/lm
 from collections.abc import Callable
 from typing import Any
 
-VERSION = 4
+VERSION = 5
 
 
 def upgraded(info: dict[str, Any]) -> dict[str, Any]:
@@ -66,4 +68,9 @@ def _from_3(config: dict[str, dict[str, Any]]) -> None:
         precision["fp8_recipe"] = "tensorwise" if scaling == "current" else scaling
 
 
-_STEPS: dict[int, Callable[[dict[str, dict[str, Any]]], None]] = {3: _from_3}  # version -> what makes its configuration the next one's
+def _from_4(config: dict[str, dict[str, Any]]) -> None:
+    """Its configuration is that of 5."""
+
+
+# Version -> what makes its configuration the next one's.
+_STEPS: dict[int, Callable[[dict[str, dict[str, Any]]], None]] = {3: _from_3, 4: _from_4}

@@ -40,12 +40,12 @@ def test_it_goes_on_bit_for_bit(prefix: Path, tmp_path: Path, precision: str):
     assert again[0] == straight[0][SAVED:]
     assert tiny.same(again[1], straight[1])
     stored = CheckpointReader(iteration_folder(tmp_path, LAST)).stored
-    rows, columns = stored.tensors[f"exp_avg/{WEIGHT}"].size
-    assert {str(entry.properties.dtype) for key, entry in stored.tensors.items() if key.startswith(f"exp_avg/{WEIGHT}")} == {
+    rows, columns = stored.tensors[f"exp_avg/{WEIGHT}"].shape
+    assert {str(entry.dtype) for key, entry in stored.tensors.items() if key.startswith(f"exp_avg/{WEIGHT}")} == {
         "torch.float8_e4m3fn",
         "torch.float32",
     }
-    numbers = [entry.size for key, entry in stored.tensors.items() if key.startswith((f"exp_avg/{WEIGHT}.max@", f"exp_avg/{WEIGHT}.k@"))]
+    numbers = [entry.shape for key, entry in stored.tensors.items() if key.startswith((f"exp_avg/{WEIGHT}.max@", f"exp_avg/{WEIGHT}.k@"))]
     assert {size[1] for size in numbers} == {-(-columns // 128)}
     assert sum(size[0] for size in numbers) == 2 * rows
 

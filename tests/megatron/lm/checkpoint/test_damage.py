@@ -5,7 +5,6 @@ message; where there is none, and for whatever is wrong behind sound digests, lo
 tensor, on an unchanged run, and the folder stays as it is.
 """
 
-import dataclasses
 import os
 import pickle
 import shutil
@@ -21,9 +20,10 @@ from checkpoints import MARKER, contents, everything, pointed, rewrite, seal, te
 
 from megatron.lm.checkpoint import latest, load
 from megatron.lm.checkpoint.folder import INFO_FILE
+from megatron.lm.checkpoint.pickled import FORMER_PLAN_FILE
 from megatron.lm.run.trainer import Trainer
 
-DATA, METADATA = "__0_0.distcp", ".metadata"
+DATA, PLAN = "__0_0.bin", "plan.json"
 FC1, NORM = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.final_layernorm.weight"
 NAN, INFINITE = float("nan"), float("inf")
 
@@ -83,10 +83,10 @@ def foreign(*files: str) -> Callable[[Path], object]:
 
 TORN = {
     "a flipped bit in a shard": Fault(flip(DATA), f"{DATA} is damaged: its SHA-256 is not that in {INFO_FILE}"),
-    "a flipped bit in the metadata": Fault(flip(METADATA), f"{METADATA} is damaged: its SHA-256 is not that in {INFO_FILE}"),
+    "a flipped bit in the plan": Fault(flip(PLAN), f"{PLAN} is damaged: its SHA-256 is not that in {INFO_FILE}"),
     "a truncated shard": Fault(cut(DATA), rf"{DATA} is \d+ bytes long; it should be \d+ bytes long"),
     "a missing shard": Fault(gone(DATA), f"{DATA} is missing"),
-    "missing metadata": Fault(gone(METADATA), f"{METADATA} is missing"),
+    "a missing plan": Fault(gone(PLAN), f"{PLAN} is missing"),
     "a missing checkpoint.json": Fault(gone(INFO_FILE), f"is no checkpoint, or one without {INFO_FILE}"),
     "an edited checkpoint.json": Fault(edited('"consumed_samples": 16', '"consumed_samples": 17'), f"{INFO_FILE} is damaged: its seal"),
     "a truncated checkpoint.json": Fault(cut(INFO_FILE), f"{INFO_FILE} cannot be read"),
@@ -117,19 +117,15 @@ def times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda scale_inv: scale_inv * factor
 
 
-def metadata_that_runs_code(folder: Path) -> None:
-    metadata = pickle.loads((folder / METADATA).read_bytes())
-    metadata.planner_data = RunsCode(folder)
-    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+def plan_that_runs_code(folder: Path) -> None:
+    """The plan of a former version, which a pickle was."""
+    (folder / PLAN).unlink()
+    (folder / FORMER_PLAN_FILE).write_bytes(pickle.dumps(RunsCode(folder)))
     seal(folder)
 
 
-def metadata_that_leads_out(folder: Path) -> None:
-    metadata = pickle.loads((folder / METADATA).read_bytes())
-    metadata.storage_data = {
-        index: dataclasses.replace(info, relative_path=f"../iter_0000002/{DATA}") for index, info in metadata.storage_data.items()
-    }
-    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+def plan_that_leads_out(folder: Path) -> None:
+    (folder / PLAN).write_text((folder / PLAN).read_text().replace(DATA, f"../iter_0000002/{DATA}"))
     seal(folder)
 
 
@@ -165,8 +161,8 @@ SOUND = {  # in its digests
     "no states at all": Fault(
         lambda f: rewrite(f, {}, [key for key in tensors(f) if key.startswith("exp_avg")]), "holds weights alone; load them with --finetune"
     ),
-    "metadata that runs code": Fault(metadata_that_runs_code, r"\.metadata cannot be read \(it names posix\.system"),
-    "metadata that leads out": Fault(metadata_that_leads_out, rf"\.metadata names '\.\./iter_0000002/{DATA}', which is outside its folder"),
+    "a plan that runs code": Fault(plan_that_runs_code, r"\.metadata cannot be read \(it names 'posix\.system'"),
+    "a plan that leads out": Fault(plan_that_leads_out, rf"{PLAN} cannot be read \(it names '\.\./iter_0000002/{DATA}', which is outside"),
 }
 FAULTS = TORN | SOUND
 
@@ -218,9 +214,7 @@ def test_a_torn_checkpoint_is_passed_over_for_an_older_one(made: Trainer, copy: 
     assert str(copy / "iter_0000004") in said[0]
 
 
-@pytest.mark.parametrize(
-    "name", ["another vocabulary", "NaN in a weight", "a stale scale of a weight, too large", "metadata that runs code"]
-)
+@pytest.mark.parametrize("name", ["another vocabulary", "NaN in a weight", "a stale scale of a weight, too large", "a plan that runs code"])
 def test_what_is_wrong_behind_sound_digests_is_not_passed_over(made: Trainer, copy: Path, name: str):
     """It was written so: whoever did will want to know, and chooses with --ckpt-step."""
     SOUND[name].damage(copy / "iter_0000004")
@@ -230,20 +224,18 @@ def test_what_is_wrong_behind_sound_digests_is_not_passed_over(made: Trainer, co
     assert made.training.iteration == 2
 
 
-def test_code_in_metadata_does_not_run(made: Trainer, copy: Path):
-    metadata_that_runs_code(copy / "iter_0000004")
-    refused(made, copy, "has no place in a checkpoint's metadata")
+def test_code_in_a_plan_does_not_run(made: Trainer, copy: Path):
+    plan_that_runs_code(copy / "iter_0000004")
+    refused(made, copy, "has no place in a checkpoint")
     assert not (copy / "iter_0000004" / "ran").exists()
-    pickle.loads((copy / "iter_0000004" / METADATA).read_bytes())
+    pickle.loads((copy / "iter_0000004" / FORMER_PLAN_FILE).read_bytes())
     assert (copy / "iter_0000004" / "ran").exists()  # it would have
 
 
 def test_both_damaged(made: Trainer, copy: Path):
     flip(DATA)(copy / "iter_0000004")
-    gone(METADATA)(copy / "iter_0000002")
-    refused(
-        made, copy, rf"holds no whole checkpoint: .*iter_0000004/{DATA} is damaged.*; .*iter_0000002/{METADATA} is missing.*Restore one"
-    )
+    gone(PLAN)(copy / "iter_0000002")
+    refused(made, copy, rf"holds no whole checkpoint: .*iter_0000004/{DATA} is damaged.*; .*iter_0000002/{PLAN} is missing.*Restore one")
 
 
 def test_a_named_iteration_is_not_replaced_by_another(made: Trainer, copy: Path):

@@ -82,10 +82,10 @@ def test_damage_is_named(good: Path, tmp_path: Path, read: type):
     folder.mkdir()
     for file in latest(good).iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    data = bytearray((folder / "__0_0.distcp").read_bytes())
+    data = bytearray((folder / "__0_0.bin").read_bytes())
     data[len(data) // 2] ^= 1
-    (folder / "__0_0.distcp").write_bytes(data)
-    with pytest.raises(ValueError, match=r"__0_0\.distcp is damaged"):
+    (folder / "__0_0.bin").write_bytes(data)
+    with pytest.raises(ValueError, match=r"__0_0\.bin is damaged"):
         read(folder)
 
 
