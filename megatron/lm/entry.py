@@ -22,7 +22,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import ParamSpec, TextIO
 
 from megatron.lm.run import RunStopped
 
@@ -59,17 +59,15 @@ def command(main: Callable[P, int | None]) -> Callable[P, int]:
     def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
         try:
             code = main(*args, **kwargs) or 0
-            sys.stdout.flush()
+            flush_or_close(sys.stdout)
             return code
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left is leaving
             return _tell("interrupted by SIGINT", INTERRUPTED)
-        except BrokenPipeError as error:
-            _close_stdout()
-            return STOPPED if error.filename is None else _tell(_of_system(error), STOPPED)
         except Exception as error:
             code = _ends(error)
-            _flush_or_close()
+            with contextlib.suppress(OSError):
+                flush_or_close(sys.stdout)
             return code
 
     return guarded
@@ -81,6 +79,8 @@ def _ends(error: Exception) -> int:
         return _tell(str(error), REFUSED)
     if isinstance(error, RunStopped):
         return _tell(str(error), STOPPED)
+    if isinstance(error, BrokenPipeError) and error.filename is None:
+        return STOPPED
     if isinstance(error, OSError):
         return _tell(_of_system(error), STOPPED)
     if _lacks_memory(error):
@@ -139,16 +139,13 @@ def _kept(error: Exception) -> str:
     return f"the traceback is in {path}"
 
 
-def _flush_or_close() -> None:
-    """So that the interpreter, which flushes stdout at its end, does not complain of the same again."""
+def flush_or_close(stream: TextIO) -> None:
+    """Flush; OSError where that fails. The process's own stdout is nowhere then: the interpreter, which flushes it at its end, would
+    complain of the same again."""
     try:
-        sys.stdout.flush()
+        stream.flush()
     except OSError:
-        _close_stdout()
-
-
-def _close_stdout() -> None:
-    stdout = sys.__stdout__
-    if stdout is not None and sys.stdout is stdout:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), stdout.fileno())
+        if stream is sys.__stdout__:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
+        raise

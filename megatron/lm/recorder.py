@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.lm.distributed import chunks
+from megatron.lm.logs import LogFile, Unwritten
 from megatron.lm.model.initial import named_globally
 from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.training import Training
@@ -64,9 +65,13 @@ class Recorder:
         file: to append to.
         interval: recorded are the iterations that it divides, and the first of a process, which prepares what graphs will need.
         scalars: takes the `summary` of each line and its iteration; on rank 0.
+        unwritten: counts the lines that could not be written; default: one for this file alone.
+
+    Raises:
+        OSError: the file cannot be opened.
     """
 
-    def __init__(self, training: Training, file: str, interval: int, scalars: Scalars) -> None:
+    def __init__(self, training: Training, file: str, interval: int, scalars: Scalars, unwritten: Unwritten | None = None) -> None:
         self.training, self.interval, self.scalars = training, interval, scalars
         self.recording = False
         self._first = training.iteration + 1
@@ -87,7 +92,9 @@ class Recorder:
         self._casts: dict[Key, Tensor] = {}
         self._rehearsed: dict[Key, Tensor] = {}
         self._updates: dict[str, Tensor] = {}
-        self._file = _open(Path(file)) if torch.distributed.get_rank() == 0 else None
+        self._file: LogFile | None = None
+        if torch.distributed.get_rank() == 0:
+            self._file = LogFile(Path(file), f"--record-precision {file}", unwritten or Unwritten())
 
     def due(self, iteration: int) -> bool:
         """Whether this iteration is recorded."""
@@ -184,8 +191,7 @@ class Recorder:
 
     def _write(self, row: dict[str, Any]) -> None:
         assert self._file is not None
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         self.scalars({f"precision/{name}": value for name, value in summary(row).items()}, row["iteration"])
 
     def close(self) -> None:
@@ -265,14 +271,3 @@ def _judge_update(sums: Sequence[float]) -> list[float | None]:
 def _short(value: float) -> float | None:
     """Five digits, and null for what JSON does not know."""
     return float(f"{value:.5g}") if math.isfinite(value) else None
-
-
-def _open(file: Path) -> Any:
-    """To append to; a line that a kill has cut off stays by itself."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a+b") as stream:
-        size = stream.tell()
-        stream.seek(max(0, size - 1))
-        if size and stream.read(1) != b"\n":
-            stream.write(b"\n")
-    return file.open("a", encoding="utf-8")

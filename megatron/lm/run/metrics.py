@@ -9,9 +9,9 @@ from typing import Any
 
 import psutil
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
 from megatron.lm.config import Config
+from megatron.lm.logs import EventFile, LogFile, Unwritten, cut_after
 from megatron.lm.presets import flops_per_token
 from megatron.lm.process_groups import device
 from megatron.lm.training import StepResult, Training
@@ -63,6 +63,9 @@ class Metrics:
         config: of the run.
         vocab_size: rows of the embedding (padded).
         training: where the run starts, for the remaining time and the count of skipped steps.
+
+    Attributes:
+        unwritten: counts what could not be written.
     """
 
     def __init__(self, config: Config, vocab_size: int, training: Training) -> None:
@@ -76,13 +79,28 @@ class Metrics:
         self.start_iteration, self.start_time = training.iteration, time.perf_counter()
         self.skipped = training.optimizer.skipped_steps
         self.grad_sync = training.grad_sync
-        self.writer = SummaryWriter(config.logging.tensorboard_dir) if self.main and config.logging.tensorboard_dir else None
-        self.file = None
-        if self.main and config.logging.metrics_file:
-            path = Path(config.logging.metrics_file)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = path.open("a", encoding="utf-8")
+        self.unwritten = Unwritten()
+        self.events: EventFile | None = None
+        self.file: LogFile | None = None
         self._begin_interval()
+
+    def open(self, again: int = 0) -> None:
+        """Open the files, on rank 0.
+
+        Args:
+            again: the iteration behind which what was told goes, because a killed run is about to tell it again; 0: everything stays.
+
+        Raises:
+            OSError: one cannot be opened.
+        """
+        logging = self.config.logging
+        if self.main and logging.metrics_file:
+            path = Path(logging.metrics_file)
+            if again:
+                cut_after(path, again)
+            self.file = LogFile(path, f"--metrics-file {path}", self.unwritten)
+        if self.main and logging.tensorboard_dir:
+            self.events = EventFile(Path(logging.tensorboard_dir), again + 1 if again else None, self.unwritten)
 
     def _begin_interval(self) -> None:
         self.steps: list[StepResult] = []
@@ -184,21 +202,20 @@ class Metrics:
     def write(self, row: dict[str, Any]) -> None:
         """One object to the metrics file, its numbers to TensorBoard under kind/name. Does nothing on ranks other than 0."""
         if self.file is not None:
-            self.file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
-            self.file.flush()
-        if self.writer is not None and "iteration" in row:
-            for key, value in row.items():
-                if isinstance(value, int | float) and key != "iteration":
-                    self.writer.add_scalar(f"{row['kind']}/{key}", value, row["iteration"])
+            self.file.write(json.dumps(_finite(row), allow_nan=False).encode() + b"\n")
+        if "iteration" in row:
+            values = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "iteration"}
+            self.scalars({f"{row['kind']}/{key}": value for key, value in values.items()}, row["iteration"])
 
     def scalars(self, values: Mapping[str, float], iteration: int) -> None:
         """Numbers to TensorBoard alone, by their whole name. Does nothing on ranks other than 0."""
-        if self.writer is not None:
+        if self.events is not None:
             for name, value in values.items():
-                self.writer.add_scalar(name, value, iteration)
+                self.events.add_scalar(name, value, iteration)
 
     def close(self) -> None:
-        """Flush and close what was opened."""
-        for stream in (self.file, self.writer):
-            if stream is not None:
-                stream.close()
+        """Close what was opened, and say what is lacking there."""
+        for file in (self.file, self.events):
+            if file is not None:
+                file.close()
+        self.unwritten.tell()

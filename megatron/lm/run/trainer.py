@@ -5,18 +5,22 @@ import itertools
 import math
 import time
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
 
 from megatron.lm import checkpoint, gain, graph, process_groups
 from megatron.lm.build import build_training
+from megatron.lm.checkpoint.saving import all_or_none
 from megatron.lm.config import Config
 from megatron.lm.data import order
 from megatron.lm.data.batch import batches
 from megatron.lm.data.datasets import build_datasets, split_blends
 from megatron.lm.data.indexing import read_counts
 from megatron.lm.data.tokenizer import build_tokenizer
+from megatron.lm.logs import cut_after
 from megatron.lm.optim import bytes_per_parameter
 from megatron.lm.presets import parameter_count
 from megatron.lm.recorder import Recorder
@@ -61,11 +65,11 @@ class Trainer:
         self.recorder: Recorder | None = None
         if config.logging.record_precision:
             recorded = (config.logging.record_precision, config.logging.record_interval)
-            self.recorder = Recorder(self.training, *recorded, self.metrics.scalars)
+            opened = partial(Recorder, self.training, *recorded, self.metrics.scalars, self.metrics.unwritten)
+            self.recorder = all_or_none(opened, "{}: name another --record-precision")
         self.step_watch = StepWatch(config, self.training, self.metrics, self.requests)
         seconds = 60 * config.parallel.distributed_timeout_minutes
         self.watchdog = Watchdog(seconds, torch.distributed.get_rank(), torch.distributed.get_world_size())
-        self._announce()
 
     def _sample_counts(self) -> tuple[int, int, int]:
         """Sequences of training, validation and test data that the whole run reads."""
@@ -73,6 +77,16 @@ class Trainer:
         batch = self.config.global_batch_size(torch.distributed.get_world_size())
         evaluation = training.eval_iters * batch
         return training.train_iters * batch, evaluation, evaluation
+
+    def _open_logs(self) -> None:
+        """Open what the run writes to. With `--save` held against other jobs, of which one might be writing there.
+
+        Where the run goes on from a checkpoint of its own, what was told of the iterations since goes: it comes again.
+        """
+        again = self.training.iteration if self.config.checkpoint.resumes_itself else 0
+        all_or_none(partial(self.metrics.open, again), "{}: name another --metrics-file or --tensorboard-dir")
+        if again and self.metrics.main and self.config.logging.record_precision:
+            cut_after(Path(self.config.logging.record_precision), again)
 
     def _announce(self) -> None:
         training, processes = self.training, torch.distributed.get_world_size()
@@ -152,7 +166,9 @@ class Trainer:
         if self.train_data is None:
             raise ValueError("there is no training data; give --train-data-path, or a --split whose first share is not 0")
         saving = self.saver or contextlib.nullcontext()
-        with self.requests.listening(), self.watchdog.watching(), contextlib.closing(self.metrics), saving:
+        with self.requests.listening(), self.watchdog.watching(), self.metrics.unwritten.stdout(), contextlib.closing(self.metrics), saving:
+            self._open_logs()
+            self._announce()
             try:
                 why = self._train()
             finally:

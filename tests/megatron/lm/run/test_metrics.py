@@ -63,7 +63,9 @@ def new(config: Config, iteration: int = 0, skipped: int = 0) -> Metrics:
     layer = nn.Linear(2, 2)
     sync = grad_sync(layer, dict.fromkeys(layer.parameters(), FP32))
     training = SimpleNamespace(iteration=iteration, optimizer=SimpleNamespace(skipped_steps=skipped), grad_sync=sync)
-    return Metrics(config, vocab_size=64, training=cast("Training", training))
+    made = Metrics(config, vocab_size=64, training=cast("Training", training))
+    made.open()
+    return made
 
 
 def collect(made: Metrics) -> list[dict[str, Any]]:

