@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron.lm.config import LINEARS, Config
+from megatron.lm.config import LINEARS, Config, flag
 from megatron.lm.presets import parameter_count
 from megatron.lm.recipe import saved_activations, states_by_kind
 from msamp.comm.accumulate import Plain, accumulator
@@ -25,6 +25,7 @@ GIB = 2**30
 GPT2_VOCABULARY = 50257
 # CUDA's context, NCCL's buffers, workspaces of GEMMs, a gathered activation, and what the allocator loses between blocks.
 RESERVED = 3 * GIB
+ORDER_BYTES = 20  # a sample in the indices of megatron-core's GPTDataset: its place in the data, and in the shuffled order
 
 
 class Parameter(NamedTuple):
@@ -346,14 +347,40 @@ def report(config: Config, world_size: int) -> str:
     return "\n".join([grid, batch, size, *table])
 
 
-def check_fits(config: Config, world_size: int, device_memory: float) -> None:
-    """Raise a ValueError where the fullest rank and `RESERVED` need more than `device_memory` bytes."""
+def check_fits(config: Config, world_size: int, device_memory: float, reserved: int = RESERVED) -> None:
+    """Raise a ValueError where the fullest rank and `reserved` need more than `device_memory` bytes."""
+    check_weights(config, device_memory)
     fullest = max(plan(config, world_size), key=lambda rank: rank.total)
-    if fullest.total + RESERVED > device_memory:
+    if fullest.total + reserved > device_memory:
+        beside = f" and {reserved / GIB:g} for CUDA and NCCL" if reserved else ""
         raise ValueError(
-            f"pipeline stage {fullest.stage} needs {fullest.total / GIB:.1f} GiB a process and {RESERVED / GIB:g} for CUDA and NCCL, "
-            f"and the device has {device_memory / GIB:.1f} (--device-memory-gib): {', '.join(_remedies(config, fullest))}"
+            f"pipeline stage {fullest.stage} needs {fullest.total / GIB:.1f} GiB a process{beside}, and the device has "
+            f"{device_memory / GIB:.1f}{' (--device-memory-gib)' if reserved else ''}: {', '.join(_remedies(config, fullest))}"
         )
+
+
+def check_weights(config: Config, device_memory: float) -> None:
+    """Raise a ValueError where a process's weights alone, a byte each, are more than `device_memory` bytes; at once, however many."""
+    parallel, count = config.parallel, parameter_count(config.model, vocabulary(config))
+    share = count // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    if share > device_memory:
+        raise ValueError(
+            f"the model has {count:.3g} parameters, of which a process would hold {share:.3g}, and the device has "
+            f"{device_memory / GIB:.1f} GiB: take smaller --num-layers, --hidden-size, --ffn-hidden-size, --kv-channels or vocabulary, "
+            "or raise --tensor-model-parallel-size or --pipeline-model-parallel-size"
+        )
+
+
+def check_data_order(config: Config, world_size: int, host_memory: float) -> None:
+    """Raise a ValueError where the order of the samples that a run reads is more than `host_memory` bytes."""
+    batch, training = config.global_batch_size(world_size), config.training
+    for name, iterations in (("train_iters", training.train_iters), ("eval_iters", training.eval_iters)):
+        size = iterations * batch * ORDER_BYTES
+        if size > host_memory:
+            raise ValueError(
+                f"{flag(name)} {iterations} reads {iterations * batch:.3g} sequences, whose order takes {size / GIB:.1f} GiB, and this "
+                f"machine has {host_memory / GIB:.1f}: lower it, or --global-batch-size {batch}"
+            )
 
 
 def _remedies(config: Config, rank: Rank) -> Iterator[str]:

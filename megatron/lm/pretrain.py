@@ -10,6 +10,8 @@ from megatron.lm.config.check import check
 from megatron.lm.config.cli import parse_args
 from megatron.lm.entry import command
 
+MOST_PROCESSES = 2**20
+
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.logging.dry_run:
         _dry_run(config, world_size)
         return 0
+    _check_resources(config, world_size)
     warnings.filterwarnings("ignore", message=".*Apex")  # megatron-core says at every start that it does without
     # Only now: megatron-core takes seconds to import, and a refusal should not.
     from megatron.lm import process_groups
@@ -45,10 +48,11 @@ def _dry_run(config: Config, world_size: int) -> None:
 
         return None if begins_afresh(config) else saved_precision(config)
 
-    config, choice = gain.decide(config, None, saved if config.checkpoint.load else lambda: None)
     memory = (config.logging.device_memory_gib or 80) * plan.GIB
     if config.logging.device_memory_gib is None and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
+    plan.check_weights(config, memory)
+    config, choice = gain.decide(config, None, saved if config.checkpoint.load else lambda: None)
     if os.environ.get("RANK", "0") == "0":
         print(plan.report(config, world_size))
         print(gain.describe(config, choice), flush=True)
@@ -57,10 +61,29 @@ def _dry_run(config: Config, world_size: int) -> None:
         print(f"fits into {memory / plan.GIB:.1f} GiB; nothing was started", flush=True)
 
 
+def _check_resources(config: Config, world_size: int) -> None:
+    """ValueError where the run cannot fit into this machine: now, instead of after minutes of allocating."""
+    import psutil
+    import torch
+
+    from megatron.lm import plan
+
+    host = psutil.virtual_memory().total
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    device = host / int(local) if local.isdecimal() and int(local) else host
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0).total_memory
+    plan.check_fits(config, world_size, device, reserved=0)
+    plan.check_data_order(config, world_size, host)
+
+
 def _world_size() -> int:
     text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"WORLD_SIZE is {text!r}; it must be a number of processes: start with torchrun, or unset it to train on one")
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_PROCESSES:
+        raise ValueError(
+            f"WORLD_SIZE is {text!r}; it must be a number of processes in [1, {MOST_PROCESSES}]: start with torchrun, or unset it to train "
+            "on one"
+        )
     return int(text)
 
 

@@ -40,7 +40,14 @@ def single_values(section: object) -> Problems:
             continue
         choices = choices_of(setting)
         for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, str) and not _is_unicode(one):
+                yield f"{flag(setting.name)} {one!a} is no text in UTF-8: give it, or the file, another name"
             if choices is not None and one not in choices:
                 yield f"{flag(setting.name)} {one}: choose one of {', '.join(choices)}"
         if legal is not None and value not in legal:
             yield f"{flag(setting.name)} {value}: give a number in {legal}"
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether `text` can be written; bytes of the command line that are no UTF-8 stand in it as lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -6,7 +6,6 @@ one version more, with a warning that says what to write (`RENAMED`); what a che
 
 import argparse
 import difflib
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from dataclasses import MISSING, Field, asdict, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from megatron.lm.config.schema import choices_of, flag
+from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, SIZE, choices_of, flag
 from megatron.lm.config.whole import Config
 from megatron.lm.presets import PRESETS, preset
 
@@ -201,7 +200,7 @@ def _add_flag(group: Any, setting: Field, hint: Any, default: Any) -> None:
     kind, _, many = _kind(hint)
     text = setting.metadata["help"]
     legal = setting.metadata["legal"]
-    shown = [f"in {legal}"] if legal and not (math.isinf(legal.high) and legal.low in (0, 1)) else []
+    shown = [f"in {legal}"] if legal and legal not in (COUNT, COUNT_OR_ZERO, SIZE, POSITIVE, NON_NEGATIVE) else []
     if default is MISSING:
         shown.append("required")
     elif default not in (None, ()) and kind is not bool:

@@ -2,24 +2,24 @@
 
 from dataclasses import dataclass
 
-from megatron.lm.config.schema import COUNT, POSITIVE, PROBABILITY, Interval, setting
+from megatron.lm.config.schema import COUNT, POSITIVE, PROBABILITY, SIZE, Interval, setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape of the GPT."""
 
-    num_layers: int = setting("transformer layers", legal=COUNT)
-    hidden_size: int = setting("width of the residual stream", legal=COUNT)
-    num_attention_heads: int = setting("query heads of an attention layer", legal=COUNT)
-    seq_length: int = setting("tokens in a training sequence", legal=COUNT)
-    ffn_hidden_size: int | None = setting("width of the MLP; derived: 4 x hidden, with --swiglu 8/3 x hidden", None, legal=COUNT)
+    num_layers: int = setting("transformer layers", legal=Interval(1, 10_000))
+    hidden_size: int = setting("width of the residual stream", legal=SIZE)
+    num_attention_heads: int = setting("query heads of an attention layer", legal=SIZE)
+    seq_length: int = setting("tokens in a training sequence", legal=SIZE)
+    ffn_hidden_size: int | None = setting("width of the MLP; derived: 4 x hidden, with --swiglu 8/3 x hidden", None, legal=SIZE)
     group_query_attention: bool = setting("share key and value heads between query heads (GQA)", False)
-    num_query_groups: int | None = setting("key and value heads with --group-query-attention; derived: 1", None, legal=COUNT)
-    kv_channels: int | None = setting("width of one head; derived: hidden size / heads", None, legal=COUNT)
-    max_position_embeddings: int | None = setting("longest sequence the positions reach; derived: seq length", None, legal=COUNT)
+    num_query_groups: int | None = setting("key and value heads with --group-query-attention; derived: 1", None, legal=SIZE)
+    kv_channels: int | None = setting("width of one head; derived: hidden size / heads", None, legal=SIZE)
+    max_position_embeddings: int | None = setting("longest sequence the positions reach; derived: seq length", None, legal=SIZE)
     vocab_size: int | None = setting("vocabulary of NullTokenizer (the other tokenizers bring their own)", None, legal=COUNT)
-    make_vocab_size_divisible_by: int = setting("pad the vocabulary to a multiple of this x tensor-parallel size", 128, legal=COUNT)
+    make_vocab_size_divisible_by: int = setting("pad the vocabulary to a multiple of this x tensor-parallel size", 128, legal=SIZE)
     normalization: str = setting("norm layers", "LayerNorm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = setting("epsilon of the norm layers", 1e-5, legal=POSITIVE)
     swiglu: bool = setting("SwiGLU in the MLP instead of GELU", False)

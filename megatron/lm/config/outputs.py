@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, setting
+from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, Interval, setting
 
 LATEST_CHECKPOINT_FILE = "latest_checkpointed_iteration.txt"
 SPIKE_ACTIONS = ("warn", "rollback")
@@ -58,7 +58,7 @@ class FaultConfig:
         "a loss of more than this many times the mean of the last ones is a spike; 0: no loss is", 0.0, legal=NON_NEGATIVE
     )
     loss_spike_window: int = setting(
-        "steps whose mean --loss-spike-threshold is about; no spike is seen before there are so many", 100, legal=COUNT
+        "steps whose mean --loss-spike-threshold is about; no spike is seen before there are so many", 100, legal=Interval(1, 10**6)
     )
     loss_spike_action: str = setting(
         "at a spike: say so, or also go back to the newest checkpoint in --save and pass over the data since", "warn", choices=SPIKE_ACTIONS

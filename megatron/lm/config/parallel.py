@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.lm.config.schema import COUNT, POSITIVE, setting
+from megatron.lm.config.schema import COUNT, Interval, setting
 
 if TYPE_CHECKING:
     from msamp.comm.exchange import Exchange
@@ -56,7 +56,7 @@ class ParallelConfig:
     use_distributed_optimizer: bool = setting("shard the optimizer's states over the data-parallel processes (ZeRO; O3 always does)", False)
     distributed_backend: str = setting("collectives; auto: nccl with CUDA, else gloo", "auto", choices=("auto", "nccl", "gloo"))
     distributed_timeout_minutes: float = setting(
-        "minutes without progress after which a process names who is stuck and ends", 10.0, legal=POSITIVE
+        "minutes without progress after which a process names who is stuck and ends", 10.0, legal=Interval(0, 60 * 24 * 365, low_open=True)
     )
 
 

@@ -76,7 +76,7 @@ class PrecisionConfig:
         choices=gemm_names,
     )
     fp8_amax_history_len: int | None = setting(
-        "steps whose amaxes delayed scaling looks at; derived: the checkpoint's, else 16; Megatron-LM: 1", None, legal=COUNT
+        "steps whose amaxes delayed scaling looks at; derived: the checkpoint's, else 16; Megatron-LM: 1", None, legal=Interval(1, 2**16)
     )
     fp8_amax_compute_algo: str | None = setting(
         "which of them delayed scaling takes, the largest or the last; derived: the checkpoint's, else max; Megatron-LM: most_recent",

@@ -33,10 +33,14 @@ class Interval:
         return f"{opening}{self.low:.10g}, {self.high:.10g}{closing}"
 
 
-COUNT = Interval(1)
-COUNT_OR_ZERO = Interval(0)
-POSITIVE = Interval(0, low_open=True)
-NON_NEGATIVE = Interval(0)
+# Counts fit 32 bits, as the indices of data and torch's kernels have them; numbers fit FP32 with room for a product.
+LARGEST_COUNT, LARGEST = 2**31 - 1, 1e30
+COUNT = Interval(1, LARGEST_COUNT)
+COUNT_OR_ZERO = Interval(0, LARGEST_COUNT)
+SIZE = Interval(1, 2**24)  # of one dimension of a tensor
+POSITIVE = Interval(0, LARGEST, low_open=True)
+NON_NEGATIVE = Interval(0, LARGEST)
+DECAY_RATE = Interval(0, 0.9999999)  # in FP32 still below 1
 PROBABILITY = Interval(0, 1, high_open=True)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, PROBABILITY, Interval, setting
+from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, DECAY_RATE, NON_NEGATIVE, POSITIVE, Interval, setting
 
 RECOMPUTE_MODULES = ("core_attn", "mlp")
 TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
@@ -19,8 +19,8 @@ class OptimizerConfig:
     lr_decay_iters: int | None = setting("iteration at which the decay ends; derived: --train-iters", None, legal=COUNT)
     lr_decay_style: str = setting("shape of the decay", "linear", choices=("constant", "linear", "cosine", "inverse-square-root"))
     weight_decay: float = setting("decoupled weight decay", 0.01, legal=NON_NEGATIVE)
-    adam_beta1: float = setting("decay rate of the first moment", 0.9, legal=PROBABILITY)
-    adam_beta2: float = setting("decay rate of the second moment", 0.999, legal=PROBABILITY)
+    adam_beta1: float = setting("decay rate of the first moment", 0.9, legal=DECAY_RATE)
+    adam_beta2: float = setting("decay rate of the second moment", 0.999, legal=DECAY_RATE)
     adam_eps: float = setting("added to the root of the second moment", 1e-8, legal=POSITIVE)
     clip_grad: float = setting("largest norm of the gradient; 0: no clipping", 1.0, legal=NON_NEGATIVE)
 
@@ -77,6 +77,6 @@ class DataConfig:
     tokenizer_model: str | None = setting("tokenizer.json of HuggingFaceTokenizer, or a folder that holds one", None)
     vocab_file: str | None = setting("encoder.json of GPT2BPETokenizer", None)
     merge_file: str | None = setting("vocab.bpe of GPT2BPETokenizer", None)
-    num_workers: int = setting("processes that read data, beside each training process", 0, legal=COUNT_OR_ZERO)
+    num_workers: int = setting("processes that read data, beside each training process", 0, legal=Interval(0, 1024))
     eod_mask_loss: bool = setting("leave end-of-document tokens out of the loss", False)
     reset_position_ids: bool = setting("count positions from the last end-of-document token (learned_absolute only)", False)

@@ -102,7 +102,7 @@ BAD_SETTINGS = {
     "unknown flag": ("--learning-rate 1", ["--learning-rate"]),
     "misspelt flag": ("--num-layer 2", ["--num-layer", "did you mean --num-layers"]),
     "warm-up": ("--lr-warmup-iters 4", ["--lr-warmup-iters 4", "[0, 3]"]),
-    "lr": ("--lr nan", ["--lr nan", "(0, inf)"]),
+    "lr": ("--lr nan", ["--lr nan", "(0, 1e+30]"]),
     "save is a file": ("--save {corpus}.bin", ["--save", "is a file"]),
 }
 

@@ -1,6 +1,7 @@
 """What a run writes and reads back: checkpoints, logs, and what it does where a step goes wrong."""
 
 import os
+import stat
 from dataclasses import fields
 from pathlib import Path
 
@@ -71,10 +72,17 @@ def outputs(config: Config, world_size: int) -> Problems:
         file = Path(path)
         if os.path.isdir(file):
             yield f"{flag(name)} {file} is a folder: name a file in it"
+        elif os.path.exists(file) and not _takes_lines(file, name):
+            yield f"{flag(name)} {file} is no file: name one"
         elif os.path.exists(file) and not os.access(file, os.W_OK):
             yield f"{flag(name)} {file} cannot be written: change its permissions, or name another"
         else:
             yield from _writable(f"{flag(name)} {file}", file.parent)
+
+
+def _takes_lines(file: Path, name: str) -> bool:
+    """What has no end cannot be read back, and a pipe waits for its reader."""
+    return os.path.isfile(file) or (name != "fp8_gain_cache" and stat.S_ISCHR(os.stat(file).st_mode))
 
 
 def _writable(what: str, folder: Path) -> Problems:

@@ -19,23 +19,33 @@ from megatron.lm.config.cli import parse_args
 REFUSALS = {
     "precision": ("--precision int8", 1, "--precision int8: choose one of fp32, fp16-amp, bf16, .*coat, O1, O2, O3"),
     "operands": ("--opt-level O2 --fp8-recipe rowwise", 1, "--fp8-recipe rowwise: choose one of delayed, tensorwise"),
-    "window": ("--opt-level O2 --fp8-amax-history-len 0", 1, r"--fp8-amax-history-len 0: give a number in \[1, inf\)"),
+    "window": ("--opt-level O2 --fp8-amax-history-len 0", 1, r"--fp8-amax-history-len 0: give a number in \[1, 65536\]"),
     "algorithm": ("--opt-level O2 --fp8-amax-compute-algo mean", 1, "--fp8-amax-compute-algo mean: choose one of max, most_recent"),
     "margin": ("--opt-level O2 --fp8-margin 17", 1, r"--fp8-margin 17: give a number in \[0, 16\]"),
     "exchange": ("--opt-level O2 --grad-exchange mpi", 1, "--grad-exchange mpi: choose one of fp32-sum, nccl"),
     "dropout": ("--hidden-dropout 1", 1, r"--hidden-dropout 1.0: give a number in \[0, 1\)"),
-    "layers": ("--num-layers 0", 1, r"--num-layers 0: give a number in \[1, inf\)"),
+    "layers": ("--num-layers 0", 1, r"--num-layers 0: give a number in \[1, 10000\]"),
     "seed": ("--seed 4294967296", 1, r"--seed 4294967296: give a number in \[0, 2147483647\]"),
-    "gain": ("--opt-level O2 --fp8-min-gain -1", 1, r"--fp8-min-gain -1.0: give a number in \[0, inf\)"),
-    "loss scale of 0": ("--fp16 --loss-scale 0", 1, r"--loss-scale 0.0: give a number in \(0, inf\)"),
-    "hysteresis of 0": ("--fp16 --hysteresis 0", 1, r"--hysteresis 0: give a number in \[1, inf\)"),
-    "bucket": ("--ddp-bucket-size 0", 2, r"--ddp-bucket-size 0: give a number in \[1, inf\)"),
-    "lr": ("--lr 0", 1, r"--lr 0.0: give a number in \(0, inf\)"),
-    "lr nan": ("--lr nan", 1, r"--lr nan: give a number in \(0, inf\)"),
-    "negative step": ("--ckpt-step -1 --load folder", 1, r"--ckpt-step -1: give a number in \[0, inf\)"),
-    "no skipped step": ("--max-skipped-steps 0", 1, r"--max-skipped-steps 0: give a number in \[1, inf\)"),
-    "no time": ("--exit-duration-in-mins 0", 1, r"--exit-duration-in-mins 0.0: give a number in \(0, inf\)"),
-    "keep none": ("--keep-last 0 --save new", 1, r"--keep-last 0: give a number in \[1, inf\)"),
+    "gain": ("--opt-level O2 --fp8-min-gain -1", 1, r"--fp8-min-gain -1.0: give a number in \[0, 1e\+30\]"),
+    "loss scale of 0": ("--fp16 --loss-scale 0", 1, r"--loss-scale 0.0: give a number in \(0, 1e\+30\]"),
+    "hysteresis of 0": ("--fp16 --hysteresis 0", 1, r"--hysteresis 0: give a number in \[1, 2147483647\]"),
+    "bucket": ("--ddp-bucket-size 0", 2, r"--ddp-bucket-size 0: give a number in \[1, 2147483647\]"),
+    "lr": ("--lr 0", 1, r"--lr 0.0: give a number in \(0, 1e\+30\]"),
+    "lr nan": ("--lr nan", 1, r"--lr nan: give a number in \(0, 1e\+30\]"),
+    "negative step": ("--ckpt-step -1 --load folder", 1, r"--ckpt-step -1: give a number in \[0, 2147483647\]"),
+    "no skipped step": ("--max-skipped-steps 0", 1, r"--max-skipped-steps 0: give a number in \[1, 2147483647\]"),
+    "no time": ("--exit-duration-in-mins 0", 1, r"--exit-duration-in-mins 0.0: give a number in \(0, 1e\+30\]"),
+    "endless": ("--train-iters 100000000000000000000", 1, r"--train-iters 100000000000000000000: give a number in \[1, 2147483647\]"),
+    "deep": ("--num-layers 100000000", 1, r"--num-layers 100000000: give a number in \[1, 10000\]"),
+    "wide": ("--hidden-size 100000000", 1, r"--hidden-size 100000000: give a number in \[1, 16777216\]"),
+    "heads": ("--kv-channels 1000000000", 1, r"--kv-channels 1000000000: give a number in \[1, 16777216\]"),
+    "vocabulary": ("--vocab-size 1000000000000", 1, r"--vocab-size 1000000000000: give a number in \[1, 2147483647\]"),
+    "lr beyond FP32": ("--lr 1e38", 1, r"--lr 1e\+38: give a number in \(0, 1e\+30\]"),
+    "timeout": ("--distributed-timeout-minutes 1e300", 1, r"--distributed-timeout-minutes 1e\+300: give a number in \(0, 525600\]"),
+    "window of spikes": ("--loss-spike-window 100000000000000000000", 1, r"--loss-spike-window 10+: give a number in \[1, 1000000\]"),
+    "readers": ("--num-workers 100000000", 1, r"--num-workers 100000000: give a number in \[0, 1024\]"),
+    "beta": ("--adam-beta1 0.9999999999999999", 1, r"--adam-beta1 0.9+: give a number in \[0, 0.9999999\]"),
+    "keep none": ("--keep-last 0 --save new", 1, r"--keep-last 0: give a number in \[1, 2147483647\]"),
 }
 
 
@@ -137,6 +147,21 @@ def test_folders_without_permission_are_refused(monkeypatch):
         check(config("--save folder/new --metrics-file corpus.bin"), 1)
     assert "--save folder/new: no permission to write in" in str(caught.value)
     assert "--metrics-file corpus.bin cannot be written: change its permissions, or name another" in str(caught.value)
+
+
+def test_a_path_that_is_no_utf_8_is_refused():
+    with pytest.raises(ValueError, match=r"--save 'new/\\udcff' is no text in UTF-8: give it, or the file, another name"):
+        check(parse_args([*shlex.split(refusals.GOOD), "--save", os.fsdecode(b"new/\xff")]), 1)
+
+
+def test_a_pipe_takes_no_lines_and_a_device_is_no_cache(tmp_path_factory):
+    pipe = tmp_path_factory.mktemp("pipe") / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match="2 settings are refused") as caught:
+        check(config(f"--metrics-file {pipe} --opt-level O2 --fp8-gain-cache /dev/null"), 1)
+    assert f"--metrics-file {pipe} is no file: name one" in str(caught.value)
+    assert "--fp8-gain-cache /dev/null is no file: name one" in str(caught.value)
+    check(config("--metrics-file /dev/null --record-precision /dev/null --opt-level O2"), 1)
 
 
 def test_the_checker_itself_imports_neither_torch_nor_megatron_core():

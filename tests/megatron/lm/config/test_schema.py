@@ -36,8 +36,8 @@ def test_flag_names_are_unique_over_the_sections():
 @pytest.mark.parametrize(
     ("interval", "text", "inside", "outside"),
     [
-        (schema.COUNT, "[1, inf)", [1, 2.5, 10**12], [0, -1, math.inf, math.nan]),
-        (schema.POSITIVE, "(0, inf)", [1e-30], [0, -0.0, math.inf, math.nan]),
+        (schema.COUNT, "[1, 2147483647]", [1, 2.5, 2**31 - 1], [0, -1, 2**31, math.inf, math.nan]),
+        (schema.POSITIVE, "(0, 1e+30]", [1e-30], [0, -0.0, 1e38, math.inf, math.nan]),
         (schema.PROBABILITY, "[0, 1)", [0, 0.999], [1, -1e-9, math.nan]),
         (Interval(0, 1, low_open=True), "(0, 1]", [1], [0, 1.1]),
         (Interval(0, 2**31 - 1), "[0, 2147483647]", [2**31 - 1], [2**31]),
