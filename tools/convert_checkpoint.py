@@ -30,10 +30,12 @@ from torch import Tensor
 from megatron.lm.config import TOKENIZERS, Config, DataConfig
 from megatron.lm.config.cli import to_argv
 from msamp.numerics.tensor import ScalingTensor
+from tools import files
 from tools.convert import tokenizer_files
-from tools.convert.folder import Tensors, new_folder, read_json, write_json, write_tensors
+from tools.convert.folder import Tensors, read_json, write_json, write_tensors
 from tools.convert.fp8_export import fp8_tensors, quantization_config
-from tools.convert.hugging_face import from_hf, hf_config, hf_rules, hf_tensors
+from tools.convert.hugging_face import check_finite, from_hf, hf_config, hf_rules, hf_tensors
+from tools.files import new_folder
 
 if TYPE_CHECKING:
     from megatron.lm.checkpoint.reader import CheckpointReader
@@ -64,7 +66,7 @@ def _saved(load: Path) -> "CheckpointReader":
 
 
 def _given_tokenizer(args: argparse.Namespace) -> dict[str, str]:
-    given = {name: getattr(args, name) for name in _TOKENIZER if getattr(args, name) is not None}
+    given = {name: str(getattr(args, name)) for name in _TOKENIZER if getattr(args, name) is not None}
     if given and "tokenizer_type" not in given:
         raise ValueError(f"{', '.join(given)}: add --tokenizer-type, one of {', '.join(TOKENIZERS)}")
     return given
@@ -113,8 +115,15 @@ def export_bf16(args: argparse.Namespace) -> str:
     saved = _saved(args.load)
     metadata = {key: json.dumps(saved.info[key]) for key in ("version", "config", "vocab_size", "iteration")}
     with new_folder(args.output) as folder:
-        size = write_tensors(folder, ((name, x.bfloat16()) for name, x in Values(saved).items()), metadata)
+        size = write_tensors(folder, _in_bf16(Values(saved)), metadata)
     return f"{args.output}: iteration {saved.info['iteration']}, {size:,} bytes"
+
+
+def _in_bf16(values: Values) -> Iterator[tuple[str, Tensor]]:
+    for name, x in values.items():
+        rounded = x.bfloat16()
+        check_finite(name, rounded)
+        yield name, rounded
 
 
 def import_hf(args: argparse.Namespace) -> str:
@@ -175,16 +184,16 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, work: Callable[[argparse.Namespace], str], source: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=(work.__doc__ or "").strip(), description=work.__doc__)
         added.set_defaults(work=work)
-        added.add_argument("--load", required=True, type=Path, help=source)
+        added.add_argument("--load", required=True, type=files.path, help=source)
         if work is not inspect:
-            added.add_argument("--output", required=True, type=Path, help="folder to make; one that is not empty is refused")
+            added.add_argument("--output", required=True, type=files.path, help="folder to make; one that is not empty is refused")
         return added
 
     def tokenizer_flags(to: argparse.ArgumentParser, default: str) -> None:
         to.add_argument("--tokenizer-type", choices=TOKENIZERS, help=f"as in the trainer (default: {default})")
-        to.add_argument("--tokenizer-model", help="tokenizer.json of HuggingFaceTokenizer")
-        to.add_argument("--vocab-file", help="encoder.json of GPT2BPETokenizer")
-        to.add_argument("--merge-file", help="vocab.bpe of GPT2BPETokenizer")
+        to.add_argument("--tokenizer-model", type=files.path, help="tokenizer.json of HuggingFaceTokenizer")
+        to.add_argument("--vocab-file", type=files.path, help="encoder.json of GPT2BPETokenizer")
+        to.add_argument("--merge-file", type=files.path, help="vocab.bpe of GPT2BPETokenizer")
 
     null = "the checkpoint's; NullTokenizer leaves the files out"
     ours = "folder of the trainer's checkpoints (its --save), or of one iteration"

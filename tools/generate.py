@@ -7,11 +7,16 @@ serves to look at a model and not to serve it.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
+from tools import files
+
+MOST_TOKENS = 10**6  # that are asked for at once
 Logits = Callable[[torch.Tensor, torch.Tensor, None], torch.Tensor]
 
 
@@ -38,16 +43,21 @@ def sample(
         [b, s + n] int64, on the device of `tokens`.
 
     Raises:
-        ValueError: no token to start from, or n, temperature or top_k out of range.
+        ValueError: no token to start from, n, temperature or top_k out of range, or logits that are not finite.
     """
     if tokens.dim() != 2 or tokens.shape[1] < 1:
         raise ValueError(f"tokens have shape {list(tokens.shape)}, wanted [batch, sequence] with at least one token: give a prompt")
-    if n < 0 or not temperature >= 0 or top_k < 0:
-        raise ValueError(f"tokens {n}, temperature {temperature} and top-k {top_k} must each be 0 or more")
+    if not 0 <= n <= MOST_TOKENS or not 0 <= temperature < math.inf or top_k < 0:
+        raise ValueError(
+            f"tokens {n}, temperature {temperature} and top-k {top_k} must each be 0 or more, tokens at most {MOST_TOKENS}, and the "
+            "temperature finite"
+        )
     for _ in range(n):
         context = tokens[:, -seq_length:]
         positions = torch.arange(context.shape[1], device=tokens.device).expand_as(context)
         logits = model(context, positions, None)[:, -1, :vocab_size].float().cpu()
+        if not logits.isfinite().all():
+            raise ValueError("the model's logits are NaN or infinite: it has diverged, load an older checkpoint")
         tokens = torch.cat([tokens, _draw(logits, temperature, top_k, generator).to(tokens.device)], dim=1)
     return tokens
 
@@ -57,15 +67,23 @@ def _draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     values, indices = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)
-    chosen = torch.multinomial(torch.softmax(values / temperature, dim=-1), 1, generator=generator)
+    # From the likeliest down, and in FP64: so that no temperature above 0 divides to infinity less infinity.
+    below = (values - values[:, :1]).double() / temperature
+    chosen = torch.multinomial(torch.softmax(below, dim=-1).float(), 1, generator=generator)
     return indices.gather(-1, chosen)
 
 
-def generate(load: str, prompt: str, *, n: int, temperature: float, top_k: int, seed: int) -> str:
+def generate(load: Path, prompt: str, *, n: int, temperature: float, top_k: int, seed: int) -> str:
     """Load the checkpoint in the folder `load` and return the prompt with its continuation, up to the end of the document."""
     from megatron.lm.checkpoint import load_for_inference
     from megatron.lm.process_groups import shutdown
 
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"--seed {seed} must lie between -2^63 and 2^64 - 1")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"--prompt is no UTF-8 text ({error.reason} at character {error.start}): give it in UTF-8") from None
     try:
         model, config, tokenizer = load_for_inference(load)
         device = next(model.parameters()).device
@@ -91,7 +109,7 @@ def generate(load: str, prompt: str, *, n: int, temperature: float, top_k: int, 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 with a message on stderr for bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", required=True, help="folder of the trainer's checkpoints (its --save)")
+    parser.add_argument("--load", required=True, type=files.path, help="folder of the trainer's checkpoints (its --save)")
     parser.add_argument("--prompt", default="", help="text to continue (default: the beginning of a document)")
     parser.add_argument("--tokens", type=int, default=40, help="tokens to append (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: %(default)s)")

@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools import files
+from tools.files import made_folder, read_text
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -74,33 +77,60 @@ def read(path: Path) -> list[dict[str, Any]]:
     Each step has `series`: {(layer, tensor): {column: value}}, updates as the tensor "update", with `arrived`, EDQ / update norm.
 
     Raises:
-        ValueError: no such file, or no recorded step in it.
+        ValueError: no such file, a line that is JSON and no recorded step, or no recorded step at all.
     """
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: give the file of the trainer's --record-precision")
+    wanted = "the file of the trainer's --record-precision"
     steps: dict[int, dict[str, Any]] = {}
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for number, text in enumerate(read_text(path, wanted).split("\n"), 1):
         try:
             step = json.loads(text)
-            steps[step["iteration"]] = step | {"series": dict(_series(step))}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError):
             continue  # what a kill has cut off
+        try:
+            steps[_iteration(step)] = step | {"series": dict(_series(step)), "total": _total_row(step)}
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"{path}, line {number} is no recorded step ({error!r}): give {wanted}") from None
     if not steps:
-        raise ValueError(f"{path} holds no recorded step: give the file of the trainer's --record-precision")
+        raise ValueError(f"{path} holds no recorded step: give {wanted}")
     return [steps[iteration] for iteration in sorted(steps)]
+
+
+def _iteration(step: Mapping[str, Any]) -> int:
+    if type(step["iteration"]) is not int or not 0 <= step["iteration"] < 2**63:
+        raise ValueError(f"iteration {step['iteration']!r} is no count")
+    return step["iteration"]
+
+
+def _row(columns: Sequence[str], values: Sequence[Any]) -> dict[str, float | None]:
+    """Column -> value; ValueError where one is neither a finite number nor null."""
+    return {column: None if value is None else _number(value) for column, value in zip(columns, values, strict=True)}
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no finite number")
+    return value
+
+
+def _update(columns: Sequence[str], values: Sequence[Any]) -> dict[str, float | None]:
+    row = _row(columns, values)
+    moved, arrived = row["update_norm"], row["edq"]
+    return row | {"arrived": arrived / moved if moved and arrived is not None else None}
+
+
+def _total_row(step: Mapping[str, Any]) -> dict[str, float | None] | None:
+    return None if step["total"] is None else _update(step["columns"]["updates"], step["total"])
 
 
 def _series(step: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], dict[str, float | None]]]:
     columns = step["columns"]
     for layer, tensors in step["casts"].items():
         for tensor, values in tensors.items():
-            yield (layer, tensor), dict(zip(columns["casts"], values, strict=True))
+            yield (layer, tensor), _row(columns["casts"], values)
     for name, values in step["updates"].items():
-        row = dict(zip(columns["updates"], values, strict=True))
-        moved = row["update_norm"]
-        yield (name, "update"), row | {"arrived": row["edq"] / moved if moved and row["edq"] is not None else None}
+        yield (name, "update"), _update(columns["updates"], values)
     for name, mu in step["mu"].items():
-        yield (name, "mu"), {"mu": mu}
+        yield (name, "mu"), _row(("mu",), (mu,))
 
 
 def spoken(layer: str) -> str:
@@ -219,9 +249,8 @@ def updates(steps: Sequence[Mapping[str, Any]]) -> "Figure":
 def _total(step: Mapping[str, Any], column: str, factor: float) -> float:
     if step["total"] is None:
         return math.nan
-    row = dict(zip(step["columns"]["updates"], step["total"], strict=True))
-    row["arrived"] = row["edq"] / row["update_norm"] if row["update_norm"] and row["edq"] is not None else None
-    return math.nan if row[column] is None else factor * row[column]
+    value = step["total"].get(column)
+    return math.nan if value is None else factor * value
 
 
 def _value(step: Mapping[str, Any], layer: str, tensor: str, column: str, factor: float) -> float:
@@ -239,26 +268,26 @@ def write_page(steps: Sequence[Mapping[str, Any]], sentences: Sequence[str], out
     """The page and its pictures in the folder `out`; the page's path. Needs matplotlib."""
     figures = {quantity: heat_maps(steps, quantity) for quantity in (*QUANTITIES, "mu")}
     figures |= {"distributions": distributions(steps), "updates": updates(steps)}
-    out.mkdir(parents=True, exist_ok=True)
-    parts = ["<h1>Precision</h1>", "<ul>", *(f"<li>{html.escape(sentence)}</li>" for sentence in sentences), "</ul>"]
-    for name, figure in figures.items():
-        if figure is not None:
-            picture = io.BytesIO()
-            figure.savefig(picture, format="png")
-            (out / f"{name}.png").write_bytes(picture.getvalue())
-            parts.append(f'<p><img alt="{name}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"></p>')
-    page = out / "precision.html"
-    head = f'<meta charset="utf-8"><title>Precision</title><style>{STYLE}</style>'
-    body = "\n".join(parts)
-    page.write_text(f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n', encoding="utf-8")
+    with made_folder(out):
+        parts = ["<h1>Precision</h1>", "<ul>", *(f"<li>{html.escape(sentence)}</li>" for sentence in sentences), "</ul>"]
+        for name, figure in figures.items():
+            if figure is not None:
+                picture = io.BytesIO()
+                figure.savefig(picture, format="png")
+                (out / f"{name}.png").write_bytes(picture.getvalue())
+                parts.append(f'<p><img alt="{name}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"></p>')
+        page = out / "precision.html"
+        head = f'<meta charset="utf-8"><title>Precision</title><style>{STYLE}</style>'
+        body = "\n".join(parts)
+        page.write_text(f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n', encoding="utf-8")
     return page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 with a message on stderr for bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="what --record-precision has written")
-    parser.add_argument("--out", type=Path, help="folder for the page and its pictures")
+    parser.add_argument("file", type=files.path, help="what --record-precision has written")
+    parser.add_argument("--out", type=files.path, help="folder for the page and its pictures")
     parser.add_argument("--most", type=int, default=10, help="tensors to name (default: %(default)s)")
     args = parser.parse_args(argv)
     try:

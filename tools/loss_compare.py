@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.report import Run, differences, named_path, read_run, smooth
+from tools.report import Run, differences, named_path, read_run, relative, smooth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Comparison:
     @property
     def rel(self) -> float:
         """Relative difference of the final losses."""
-        return (self.other_final - self.base_final) / self.base_final
+        return relative(self.base_final, self.other_final)
 
 
 def compare(base: Run, other: Run, window: int) -> Comparison:
@@ -87,12 +87,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.window < 1:
             raise ValueError(f"--window {args.window} must be at least 1")
+        if args.max_rel is not None and not args.max_rel >= 0:
+            raise ValueError(f"--max-rel {args.max_rel} must be 0 or more")
         base, other = read_run(*args.base), read_run(*args.other)
         result = compare(base, other, args.window)
     except ValueError as error:
         print(f"loss_compare.py: {error}", file=sys.stderr)
         return 2
     print(table(base, other, result))
+    for run, final in ((base, result.base_final), (other, result.other_final)):
+        if not math.isfinite(final):
+            print(f"the final loss of {run.name} is not finite: it has diverged")
     if args.max_rel is not None and not abs(result.rel) <= args.max_rel:
         print(f"{other.name} is more than {100 * args.max_rel:g} % from {base.name}")
         return 1

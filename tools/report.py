@@ -10,6 +10,7 @@ import argparse
 import base64
 import csv
 import html
+import io
 import json
 import math
 import statistics
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools import files
+from tools.files import made_folder, read_text
 from tools.inspect_scales import read as read_steps
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#0891b2")
 KINDS = ("train", "valid", "test")
+NUMBERS = ("loss", "tokens", "skipped", "grad_norm", "tokens_per_s", "memory_gib", "ppl", "bits_per_byte")
+LARGEST = 1e300  # of a number in a metrics file: sums of them stay finite
 STATES = {"weight": "#1e3a8a", "grad": "#2563eb", "master": "#60a5fa", "m": "#f59e0b", "v": "#fcd34d"}
 STATE_NAMES = {"weight": "weight", "grad": "gradient", "master": "master weight", "m": "first moment", "v": "second moment"}
 TENSORS = {"input": COLORS[0], "weight": COLORS[2], "grad_output": COLORS[1]}
@@ -66,31 +71,71 @@ def read_run(name: str, path: Path, precision: Path | None = None) -> Run:
     """Read the metrics file of a training run, and where there is one the file of its precision recorder.
 
     Of several lines about the same thing (a resumed run repeats iterations) the last counts; a last line without its newline is
-    one that is just being written, and is left out.
+    one that is just being written, and is left out. A loss of null, which the trainer writes for one that is not finite, becomes NaN.
 
     Raises:
         ValueError: no such file, a line that is no JSON object of a known form, no training line, or no recorded step.
     """
-    if not path.is_file():
-        raise ValueError(f"metrics file {path} does not exist: give the trainer's --metrics-file")
     lines: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in KINDS}
     told = None
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
+    # By newlines alone: inside a string JSON may hold what else Python would split at.
+    for number, text in enumerate(io.StringIO(read_text(path, "the trainer's --metrics-file"), newline="\n"), 1):
         if not text.endswith("\n") or not text.strip():
             continue
         try:
             line = json.loads(text)
             kind = line["kind"]
             if kind == "precision":
-                told = line
+                told = _judged_bytes(line)
             elif kind in lines:
-                lines[kind][line["iteration"]] = line
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+                lines[kind][line["iteration"]] = _judged(line)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is not a line of metrics ({error!r}): {text.strip()[:80]}") from error
     if not lines["train"]:
         raise ValueError(f"{path} holds no training line: train for at least one --log-interval")
     by_kind = {kind: sorted(found.values(), key=lambda line: line["iteration"]) for kind, found in lines.items()}
     return Run(name=name, precision=told, steps=read_steps(precision) if precision else [], **by_kind)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a number that can be computed with: no truth value, and not beyond `LARGEST`."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not LARGEST < abs(value) < math.inf
+
+
+def _judged(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of losses, its loss NaN where it is null; ValueError or KeyError where something in it is not what it is for."""
+    if type(line["iteration"]) is not int or not 0 <= line["iteration"] < 2**63:
+        raise ValueError(f"iteration {line['iteration']!r} is no count")
+    for name in NUMBERS:
+        if line.get(name) is not None and not is_number(line[name]):
+            raise ValueError(f"{name} {line[name]!r} is no number")
+    return line | {"loss": math.nan if line["loss"] is None else float(line["loss"])}
+
+
+def _judged_bytes(line: dict[str, Any]) -> dict[str, Any]:
+    held = line["bytes_per_parameter"]
+    if not isinstance(held, dict) or not all(value is None or (is_number(value) and value >= 0) for value in held.values()):
+        raise ValueError(f"bytes_per_parameter {held!r} is no table of numbers")
+    return line
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """meta.json of prepared data; ValueError where it is none, or its unigram entropy is no number above 0."""
+    try:
+        meta = json.loads(read_text(path, "the meta.json that tools/prepare_text.py writes"))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON ({error}): give the meta.json that tools/prepare_text.py writes") from None
+    entropy = meta.get("unigram_entropy_nats") if isinstance(meta, dict) else False
+    if entropy is not None and not (is_number(entropy) and 0 < entropy < math.inf):
+        raise ValueError(f"{path} has no unigram_entropy_nats above 0: give the meta.json that tools/prepare_text.py writes")
+    return meta  # type: ignore[no-any-return]
+
+
+def relative(base: float, other: float) -> float:
+    """(other - base) / base; of a base of 0 infinite, unless both are."""
+    if base:
+        return (other - base) / base
+    return 0.0 if other == base else math.inf
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
@@ -110,7 +155,7 @@ def differences(base: Run, other: Run, window: int) -> tuple[list[int], list[flo
     if not shared:
         raise ValueError(f"{base.name} and {other.name} logged no common iteration: train both with the same --log-interval")
     left, right = (smooth([loss[i] for i in shared], window) for loss in losses)
-    return shared, [(b - a) / a for a, b in zip(left, right, strict=True)]
+    return shared, [relative(a, b) for a, b in zip(left, right, strict=True)]
 
 
 def named_path(text: str) -> tuple[str, Path]:
@@ -118,6 +163,8 @@ def named_path(text: str) -> tuple[str, Path]:
     name, equals, path = text.partition("=")
     if not (name and equals and path):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH, such as O2=runs/quickstart/O2/metrics.jsonl")
+    if not name.isprintable():
+        raise argparse.ArgumentTypeError(f"{name!r} cannot be printed: give the run another name")
     return name, Path(path)
 
 
@@ -250,15 +297,15 @@ def write_report(
         figures["underflow"] = underflow_figure(runs, layer or layers[len(layers) // 2])
     if any(run.precision for run in runs):
         figures["bytes"] = bytes_figure(runs)
-    out.mkdir(parents=True, exist_ok=True)
-    images = {}
-    for name, figure in figures.items():
-        path = out / f"{name}.png"
-        figure.savefig(path)
-        images[name] = f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
-    write_curves(runs, out / "curves.csv")
-    page = out / "report.html"
-    page.write_text(_page(runs, images, entropy, samples or {}), encoding="utf-8")
+    with made_folder(out):
+        images = {}
+        for name, figure in figures.items():
+            path = out / f"{name}.png"
+            figure.savefig(path)
+            images[name] = f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
+        write_curves(runs, out / "curves.csv")
+        page = out / "report.html"
+        page.write_text(_page(runs, images, entropy, samples or {}), encoding="utf-8")
     return page
 
 
@@ -278,15 +325,16 @@ def summary(runs: Sequence[Run], entropy: float | None) -> list[str]:
     """Two lines: the runs' final validation losses, then how far they are from each other and below the unigram entropy."""
     losses = [run.final_valid_loss for run in runs]
     first = "validation loss: " + ", ".join(
-        f"{run.name} {loss:.4f}" if loss is not None else f"{run.name} none" for run, loss in zip(runs, losses, strict=True)
+        f"{run.name} {'none' if loss is None else f'{loss:.4f}' if math.isfinite(loss) else 'not finite'}"
+        for run, loss in zip(runs, losses, strict=True)
     )
     base = losses[0]
     parts = [
-        f"{run.name} is {100 * (loss - base) / base:+.2f} % from {runs[0].name}"
+        f"{run.name} is {100 * relative(base, loss):+.2f} % from {runs[0].name}"
         for run, loss in zip(runs[1:], losses[1:], strict=True)
-        if loss is not None and base is not None
+        if loss is not None and base is not None and math.isfinite(loss) and math.isfinite(base)
     ]
-    if entropy is not None and base is not None:
+    if entropy is not None and base is not None and math.isfinite(base):
         parts.append(f"{runs[0].name} is {100 * (1 - base / entropy):.1f} % below the unigram entropy of {entropy:.4f}")
     return [first, "; ".join(parts)]
 
@@ -317,10 +365,15 @@ def _table(runs: Sequence[Run]) -> str:
     rows = []
     for run in runs:
         last, valid = run.train[-1], run.valid[-1] if run.valid else {}
-        speed = statistics.median(line["tokens_per_s"] for line in run.train)
+        speeds = [line["tokens_per_s"] for line in run.train if line.get("tokens_per_s") is not None]
+        memory = [line["memory_gib"] for line in run.train if line.get("memory_gib") is not None]
         cells = [html.escape(run.name), str(last["iteration"]), _number(last["loss"], 4), _number(valid.get("loss"), 4)]
-        cells += [_number(valid.get("ppl"), 2), _number(valid.get("bits_per_byte"), 3), f"{speed:,.0f}"]
-        cells += [_number(max(line["memory_gib"] for line in run.train), 2), str(last["skipped"])]
+        cells += [
+            _number(valid.get("ppl"), 2),
+            _number(valid.get("bits_per_byte"), 3),
+            _number(statistics.median(speeds) if speeds else None, 0),
+        ]
+        cells += [_number(max(memory, default=None), 2), _number(last.get("skipped"), 0)]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     head = "<tr>" + "".join(f"<th>{column}</th>" for column in columns) + "</tr>"
     return "<table>\n" + "\n".join([head, *rows]) + "\n</table>"
@@ -337,11 +390,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--precision", type=named_path, action="append", default=[], metavar="NAME=FILE", help="a run's file of --record-precision"
     )
-    parser.add_argument("--meta", type=Path, help="meta.json of the data, for its unigram entropy")
+    parser.add_argument("--meta", type=files.path, help="meta.json of the data, for its unigram entropy")
     parser.add_argument("--sample", type=named_path, action="append", default=[], metavar="NAME=TEXT", help="a file of generated text")
     parser.add_argument("--layer", help="layer whose underflow is plotted (default: the middle one recorded)")
     parser.add_argument("--window", type=int, default=3, help="logged lines averaged by smoothing (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    parser.add_argument("--out", type=files.path, required=True, help="folder to write into")
     args = parser.parse_args(argv)
     try:
         if args.window < 1:
@@ -351,8 +404,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown:
             raise ValueError(f"--precision names the run {', '.join(sorted(unknown))}, which no --run gives: name it as in --run")
         runs = [read_run(name, path, recorded.get(name)) for name, path in args.run]
-        meta = json.loads(args.meta.read_text(encoding="utf-8")) if args.meta else None
-        samples = {name: path.read_text(encoding="utf-8") for name, path in args.sample}
+        meta = read_meta(args.meta) if args.meta else None
+        samples = {name: read_text(file, "a file of generated text") for name, file in args.sample}
         page = write_report(runs, args.out, meta=meta, samples=samples, layer=args.layer, window=args.window)
     except (ValueError, OSError) as error:
         print(f"report.py: {error}", file=sys.stderr)

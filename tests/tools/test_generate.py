@@ -1,6 +1,7 @@
 """Sampling against a model whose answers are known, and the way from checkpoint to text with the trainer's side replaced."""
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -53,6 +54,12 @@ def test_frequencies_are_those_of_the_softmax():
     assert set(everything.tolist()) == set(range(VOCAB))
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-320, 1e-10, 1e300])
+def test_every_temperature_above_zero_draws(temperature):
+    drawn = draw([[3]], 3, temperature=temperature)[0]
+    assert drawn == [3, 4, 5, 6] or temperature > 1
+
+
 def test_seed_decides():
     assert draw([[1]], 30, seed=3) == draw([[1]], 30, seed=3)
     assert draw([[1]], 30, seed=3) != draw([[1]], 30, seed=4)
@@ -66,7 +73,10 @@ def test_seed_decides():
         ([[1]], -1, {}, "tokens -1"),
         ([[1]], 1, {"temperature": -0.5}, "temperature -0.5"),
         ([[1]], 1, {"temperature": float("nan")}, "temperature nan"),
+        ([[1]], 1, {"temperature": float("inf")}, "temperature inf"),
+        ([[1]], 10**7, {}, "tokens 10000000, .* at most 1000000"),
         ([[1]], 1, {"top_k": -2}, "top-k -2"),
+        ([[1]], 1, {"model": lambda *_: torch.full((1, 1, PADDED), torch.nan)}, "logits are NaN or infinite: it has diverged"),
     ],
 )
 def test_bad_settings_are_refused(start, n, more, message):
@@ -100,7 +110,7 @@ def trainer(monkeypatch):
     left = []
 
     def load_for_inference(path):
-        if path != "here":
+        if path != Path("here"):
             raise ValueError(f"--load {path} does not exist")
         return Counting(), SimpleNamespace(model=SimpleNamespace(seq_length=4)), Digits()
 
@@ -128,3 +138,12 @@ def test_missing_checkpoint_is_told(trainer, capsys):
     assert generate.main(["--load", "nowhere"]) == 2
     assert "--load nowhere does not exist" in capsys.readouterr().err
     assert trainer == [True]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"), [(["--seed", str(2**64)], "--seed 18446744073709551616 must lie"), (["--prompt", "a\udcff"], "no UTF-8")]
+)
+def test_what_could_not_be_drawn_from_is_refused_first(trainer, capsys, flags, message):
+    assert generate.main(["--load", "here", *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert trainer == []

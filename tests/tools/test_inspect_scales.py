@@ -122,7 +122,10 @@ def test_words_need_no_matplotlib_and_pictures_say_so(tmp_path, capsys, monkeypa
     [
         (None, [], "does not exist"),
         ("", [], "holds no recorded step"),
-        ("{}\n", [], "holds no recorded step"),
+        ("{}\n", [], "line 1 is no recorded step"),
+        (json.dumps(step(1) | {"casts": [1]}), [], "line 1 is no recorded step"),
+        (json.dumps(step(1, underflow="many")), [], "'many' is no finite number"),
+        (json.dumps(step(1) | {"iteration": 1e400}), [], "is no recorded step"),
         ("", ["--most", "0"], "at least 1"),
     ],
 )

@@ -56,3 +56,11 @@ def test_exit_code_tells_whether_the_limit_holds(metrics, capsys, loss, code):
 def test_bad_input_is_told(metrics, tmp_path, capsys):
     assert loss_compare.main(["--base", metrics("O0", [4.0]), "--other", f"O2={tmp_path}/none"]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_a_run_that_diverged_is_said_to_have(metrics, capsys):
+    arguments = ["--base", metrics("O0", [4.0, 3.0]), "--other", metrics("O2", [4.0, None]), "--window", "1"]
+    assert loss_compare.main([*arguments, "--max-rel", "0.5"]) == 1
+    assert "the final loss of O2 is not finite: it has diverged" in capsys.readouterr().out
+    assert loss_compare.main([*arguments, "--max-rel", "nan"]) == 2
+    assert "--max-rel nan must be 0 or more" in capsys.readouterr().err

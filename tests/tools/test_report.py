@@ -69,11 +69,39 @@ def test_a_resumed_run_overrides_and_a_half_written_line_is_left_out(tmp_path):
         ([train_line(1, 5.0)], "not json\n", "line 2 is not a line of metrics"),
         ([train_line(1, 5.0)], "[1]\n", "line 2"),
         ([{"kind": "train"}], "", "line 1"),
+        ([train_line(1, "low")], "", "loss 'low' is no number"),
+        ([train_line(1, 5.0, memory_gib=10**400)], "", "memory_gib 10+ is no number"),
+        ([train_line("one", 5.0)], "", "iteration 'one' is no count"),
+        ([{"kind": "precision", "bytes_per_parameter": {"m": "two"}}], "", "is no table of numbers"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, lines, tail, message):
     with pytest.raises(ValueError, match=message):
         report.read_run("x", write(tmp_path / "m", lines, tail))
+
+
+def test_a_loss_that_is_not_finite_is_a_gap_and_is_said(tmp_path, capsys):
+    """The trainer writes null for it."""
+    good = write(tmp_path / "a", [train_line(i, 5.0) for i in (1, 2)] + [valid_line(2, 5.0)])
+    lines = [train_line(1, 5.0, memory_gib=None, tokens_per_s=None), train_line(2, None), valid_line(2, 5.0) | {"loss": None, "ppl": None}]
+    dead = write(tmp_path / "b", lines)
+    assert report.main(["--run", f"a={good}", "--run", f"b={dead}", "--out", str(tmp_path / "out")]) == 0
+    assert "validation loss: a 5.0000, b not finite" in capsys.readouterr().out
+    assert (tmp_path / "out" / "loss.png").is_file()
+
+
+def test_a_loss_of_zero_divides_nothing():
+    assert report.relative(0.0, 0.0) == 0.0
+    assert report.relative(0.0, 1.0) == math.inf
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"unigram_entropy_nats": "3"}', '{"unigram_entropy_nats": 0}'])
+def test_a_bad_meta_is_refused_and_leaves_nothing(tmp_path, files, capsys, text):
+    (tmp_path / "meta.json").write_text(text)
+    flags = ["--run", f"O0={files['O0']}", "--meta", str(tmp_path / "meta.json"), "--out", str(tmp_path / "o" / "out")]
+    assert report.main(flags) == 2
+    assert "give the meta.json that tools/prepare_text.py writes" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
 
 
 def test_missing_file_is_refused(tmp_path):

@@ -4,6 +4,7 @@ Sources: config and modeling files of transformers 4 and 5 for gpt2, gpt_neox an
 `linear_qkv` has for each query group its query heads, then key, then value, and whose `linear_fc1` under SwiGLU is [gate; up].
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor
 from megatron.lm.config import ModelConfig, flag
 
 EMBEDDING, POSITIONS, HEAD = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight"
+LARGEST_TENSOR = 2**45  # elements
+LARGEST = 2**31  # no setting reaches it: a size beyond is damage
 # One function under three names: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). "gelu" is another one (erf).
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
@@ -85,7 +88,9 @@ class Rule:
         return self.layout.join(self.model, parts).contiguous()
 
     def their_shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of theirs."""
+        """The shapes of theirs; ValueError where no memory could hold the tensor."""
+        if math.prod(self.shape) > LARGEST_TENSOR:
+            raise ValueError(f"{', '.join(self.theirs)} would be {' x '.join(map(str, self.shape))}: config.json is damaged")
         return [tuple(part.shape) for part in self.split(torch.empty(self.shape, device="meta"))]
 
 
@@ -119,6 +124,22 @@ class Architecture:
     ignored: str
     grouped: bool = False
     biases: tuple[str, ...] = ()
+
+    @property
+    def types(self) -> dict[str, type]:
+        """Key of config.json that is read -> the type of its value; null stands for what follows from the others."""
+        derived = {key: int for key, value in self.defaults.items() if value is None}
+        return {key: type(value) for key, value in self.defaults.items() if value is not None} | derived
+
+    def judge(self, key: str, value: Any) -> None:
+        """ValueError where a value of config.json is not of the type of `key`."""
+        wanted = self.types[key]
+        if value is None and self.defaults[key] is None:
+            return
+        whole = type(value) is wanted or (wanted is float and type(value) is int)
+        if not whole or (wanted in (int, float) and not abs(value) < LARGEST):
+            names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+            raise ValueError(f"config.json says {key} = {str(value)[:60]!r}: it must be {names[wanted]}")
 
     def misfits(self, model: ModelConfig) -> list[str]:
         """The settings of `model` that this architecture cannot hold, as flags."""

@@ -1,8 +1,9 @@
-"""Folders of safetensors and JSON files: read without running code or leaving the folder, written whole or not at all."""
+"""Folders of safetensors and JSON files, read without running code or leaving the folder; `tools.files.new_folder` makes them whole or not
+at all.
+"""
 
 import contextlib
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tools.files import read_text
+
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # as in the folders that transformers writes
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ValueError where the file is missing, damaged or holds something else."""
+    text = read_text(path, "a folder as `save_pretrained` of transformers writes it")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        raise ValueError(f"{path} is missing or cannot be read: give a folder as `save_pretrained` of transformers writes it") from None
-    except ValueError as error:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON ({error}): restore it") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {type(content).__name__}, not an object: restore it")
@@ -97,7 +99,10 @@ def write_tensors(
     total = 0
 
     def flush() -> None:
-        save_file(held, folder / f"{len(files)}.part", {"format": "pt", **(metadata or {})})
+        try:
+            save_file(held, folder / f"{len(files)}.part", {"format": "pt", **(metadata or {})})
+        except SafetensorError as error:  # what the file system said
+            raise OSError(str(error)) from None
         files.append(list(held))
         held.clear()
 
@@ -114,34 +119,3 @@ def write_tensors(
         weight_map = {tensor: name for name, held_names in zip(names, files, strict=True) for tensor in held_names}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return total
-
-
-@contextlib.contextmanager
-def new_folder(output: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `output` when the block ends well and is gone when it does not.
-
-    Raises:
-        ValueError: `output` is there and not an empty folder, or cannot be written (full disk, permissions).
-    """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"--output {output} exists and is not an empty folder: nothing is overwritten, name another one")
-    output = output.absolute()  # a name of its own also for "."
-    partial = output.with_name(output.name + ".partial")
-    with _writing(output):
-        try:
-            partial.mkdir(parents=True)
-        except FileExistsError:
-            raise ValueError(f"{partial} exists: another conversion is writing it, or one was killed; delete it then") from None
-        try:
-            yield partial
-            partial.rename(output)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _writing(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot write {output} ({error}): free space, or name another --output") from None

@@ -19,6 +19,7 @@ from megatron.lm.config.cli import config_from_dict
 from megatron.lm.config.rules.shape import attention_shape
 from tools.convert.architectures import ARCHITECTURES, EMBEDDING, HEAD, Architecture, Rule, architecture_of
 
+LARGEST_DIVISOR = 2**16  # of the vocabulary: beyond it the padding would be the larger part of any embedding
 _FIELDS = {"ffn_size": "ffn_hidden_size", "query_groups": "num_query_groups", "head_size": "kv_channels", "max_positions": "seq_length"}
 
 
@@ -44,6 +45,10 @@ def hf_config(config: Config, vocab_size: int, dtype: torch.dtype, eod: int) -> 
 
 def hf_rules(config: Config, vocab_size: int, names: list[str]) -> list[Rule]:
     """The rules for our tensors `names`; ValueError where the model has others than its configuration says."""
+    if config.model.num_layers > len(names):
+        raise ValueError(
+            f"the checkpoint's configuration says --num-layers {config.model.num_layers}, it holds {len(names)} tensors: damaged"
+        )
     rules = list(architecture_of(config.model).rules(config.model, vocab_size))
     wanted = {rule.ours for rule in rules}
     if wanted != set(names):
@@ -57,7 +62,9 @@ def hf_rules(config: Config, vocab_size: int, names: list[str]) -> list[Rule]:
 def hf_tensors(rules: list[Rule], weights: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Their tensors by name, of `dtype`; takes one tensor of `weights` (ours, the vocabulary padded) at a time."""
     for rule in rules:
-        yield from zip(rule.theirs, rule.split(unpadded(rule, weights[rule.ours]).to(dtype)), strict=True)
+        x = unpadded(rule, weights[rule.ours]).to(dtype)
+        check_finite(rule.ours, x)
+        yield from zip(rule.theirs, rule.split(x), strict=True)
 
 
 def to_hf(
@@ -106,7 +113,8 @@ def from_hf(
         divisible_by: `--make-vocab-size-divisible-by`.
 
     Raises:
-        ValueError: an architecture or a setting that is not served, tensors that are missing, unknown or of another shape.
+        ValueError: an architecture or a setting that is not served or of another type, tensors that are missing, unknown, of another shape
+            or not finite.
     """
     kind = _kind(hf_config)
     settings = _settings(kind, hf_config)
@@ -125,6 +133,8 @@ def from_hf(
     problems = list(single_values(config.model)) or list(attention_shape(config, 1))
     if problems:
         raise ValueError(f"config.json describes a model that is not served: {'; '.join(problems)}")
+    if not 1 <= divisible_by <= LARGEST_DIVISOR:
+        raise ValueError(f"--make-vocab-size-divisible-by {divisible_by}: give a number from 1 to {LARGEST_DIVISOR}")
     weights = _our_tensors(kind, config.model, rows, hf_weights)
     for name in (EMBEDDING, HEAD):
         if name in weights:
@@ -135,7 +145,7 @@ def from_hf(
 
 def _kind(hf_config: Mapping[str, Any]) -> Architecture:
     name = hf_config.get("model_type")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ValueError(f"config.json is of model_type {name!r}: served are {', '.join(ARCHITECTURES)}")
     if hf_config.get("quantization_config"):
         raise ValueError("config.json has a quantization_config: give the model in BF16, FP16 or FP32, as it was before quantisation")
@@ -144,7 +154,12 @@ def _kind(hf_config: Mapping[str, Any]) -> Architecture:
 
 def _settings(kind: Architecture, hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with transformers' defaults, the rotary embedding's keys in the spelling of transformers 4."""
-    rope = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        part = hf_config.get(key) or {}
+        if not isinstance(part, dict):
+            raise ValueError(f"config.json says {key} = {part!r}: give an object, or null")
+        rope |= part
     scaling = rope.get("rope_type", rope.get("type", "default"))
     if scaling != "default":
         raise ValueError(f"config.json scales the rotary embedding ({scaling!r}): served is the plain one, rope_type 'default'")
@@ -152,6 +167,8 @@ def _settings(kind: Architecture, hf_config: Mapping[str, Any]) -> dict[str, Any
     spelling = {"rope_theta": of_ours.get("rotary_base"), "partial_rotary_factor": of_ours.get("rotary_percent")}
     given = {key: value for key, value in {**hf_config, **rope}.items() if value is not None}
     settings = dict(kind.defaults) | {spelling.get(key) or key: value for key, value in given.items()}
+    for key in kind.types:
+        kind.judge(key, settings[key])
     for key, accepted in kind.fixed.items():
         if settings.get(key, accepted[0]) not in accepted:
             raise ValueError(f"config.json says {key} = {settings[key]!r}; our models are {' or '.join(repr(v) for v in accepted)}")
@@ -194,6 +211,7 @@ def _our_tensors(kind: Architecture, model: ModelConfig, rows: int, theirs: Mapp
             left.discard(found)
             if tuple(part.shape) != shape or part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise ValueError(f"{found} is {part.dtype} of shape {tuple(part.shape)}; config.json says {shape}, in BF16, FP16 or FP32")
+            check_finite(found, part)
             parts.append(part if part.dtype == torch.bfloat16 else part.float())
         weights[rule.ours] = rule.join(parts)
     left = {name for name in left if not re.search(f"(?:{kind.ignored})$", name)}
@@ -201,6 +219,13 @@ def _our_tensors(kind: Architecture, model: ModelConfig, rows: int, theirs: Mapp
     if left:
         raise ValueError(f"the folder holds tensors that a {kind.model_type} of this config.json does not have: {_some(left)}")
     return weights
+
+
+def check_finite(name: str, x: Tensor) -> None:
+    """ValueError where a tensor cannot be a weight."""
+    if not x.isfinite().all():
+        bad, dtype = int((~x.isfinite()).sum()), str(x.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} holds {bad} values that are NaN or infinite in {dtype}: give a sound model, or another --dtype")
 
 
 def _take_tied_head(kind: Architecture, left: set[str], theirs: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ from tiny import VOCABULARY
 
 from tools.convert.architectures import EMBEDDING, HEAD
 from tools.convert.folder import Tensors, write_json, write_tensors
-from tools.convert.hugging_face import from_hf, to_hf
+from tools.convert.hugging_face import from_hf, hf_rules, to_hf
 
 transformers = pytest.importorskip("transformers")
 
@@ -134,7 +134,15 @@ def test_bare_models_masks_and_second_heads_are_read():
         ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ("llama", {"mlp_bias": True}, "attention_bias = False, mlp_bias = True: our linear layers have biases, or none"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; our models are 'silu' or 'swish'"),
-        ("llama", {"hidden_size": "wide"}, "hidden_size is 'wide': give int"),
+        ("llama", {"hidden_size": "wide"}, "config.json says hidden_size = 'wide': it must be a whole number"),
+        ("llama", {"hidden_size": True}, "hidden_size = 'True': it must be a whole number"),
+        ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false': it must be true or false"),
+        ("llama", {"rms_norm_eps": [1e-5]}, "rms_norm_eps = .* it must be a number"),
+        ("llama", {"rope_theta": float("nan")}, "rope_theta = 'nan': it must be a number"),
+        ("llama", {"rope_scaling": "linear"}, "rope_scaling = 'linear': give an object, or null"),
+        ("llama", {"model_type": ["llama"]}, r"model_type \['llama'\]: served are"),
+        ("llama", {"vocab_size": 10**12}, "it must be a whole number"),
+        ("llama", {"hidden_size": 2**30, "num_attention_heads": 4, "vocab_size": 2**30}, "config.json is damaged"),
         ("llama", {"num_hidden_layers": 0}, "--num-layers 0"),
         ("llama", {"num_key_value_heads": 3}, "not divisible by --num-query-groups 3"),
         ("llama", {"vocab_size": "60"}, "vocab_size = '60'"),
@@ -151,6 +159,32 @@ def test_other_models_are_refused(name, change, message):
     about, theirs = to_hf(settings, VOCABULARY, random_weights(settings))
     with pytest.raises(ValueError, match=message):
         from_hf(about | change, theirs)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_weight_that_is_not_finite_is_named_and_refused_both_ways(value):
+    settings = config("gpt2")
+    weights = random_weights(settings)
+    about, theirs = to_hf(settings, VOCABULARY, weights)
+    theirs["transformer.h.1.mlp.c_fc.weight"][3, 2] = value
+    with pytest.raises(ValueError, match=r"transformer.h.1.mlp.c_fc.weight holds 1 values that are NaN or infinite in float32"):
+        from_hf(about, theirs)
+    weights[EMBEDDING][0, 0] = 3.4e38  # finite, and beyond BF16
+    with pytest.raises(ValueError, match=r"word_embeddings.weight holds 1 values .* in bfloat16: give a sound model, or another --dtype"):
+        to_hf(settings, VOCABULARY, weights, torch.bfloat16)
+
+
+def test_layers_that_no_checkpoint_holds_are_not_counted_out():
+    with pytest.raises(ValueError, match="--num-layers 1000000000, it holds 1 tensors: damaged"):
+        hf_rules(config("gpt2", num_layers=10**9), VOCABULARY, [EMBEDDING])
+
+
+@pytest.mark.parametrize("divisor", [0, -1, 10**12])
+def test_padding_has_a_bound(divisor):
+    settings = config("gpt2")
+    about, theirs = to_hf(settings, VOCABULARY, random_weights(settings))
+    with pytest.raises(ValueError, match=f"--make-vocab-size-divisible-by {divisor}: give a number"):
+        from_hf(about, theirs, divisible_by=divisor)
 
 
 def test_integer_weights_and_damaged_checkpoints_are_refused():
