@@ -1,11 +1,11 @@
-"""What the tests of the configuration's rules share: good flags, and what is refused beside them.
+"""What tests of refusals share: good flags of the trainer, what is refused beside them, and how a command refuses.
 
 refusals.assert_refused("--hidden-size 66", 1, "--hidden-size 66 is not divisible by")
 """
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -18,6 +18,15 @@ GOOD = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 5 --lr 1e-3 "
     "--data-path corpus --tokenizer-type NullTokenizer --vocab-size 100"
 )
+
+
+def code(main: Callable[[list[str]], int], argv: list[str]) -> int:
+    """The exit code of a command, whether argparse refuses or the command itself."""
+    try:
+        return main(argv)
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+
 
 Refusal = tuple[str, int, str]  # flags, processes, regular expression of the message
 

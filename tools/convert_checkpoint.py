@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron.lm import entry
 from megatron.lm.config import TOKENIZERS, Config, DataConfig
 from megatron.lm.config.cli import to_argv
 from msamp.numerics.tensor import ScalingTensor
-from tools import files
+from tools import arguments
 from tools.convert import tokenizer_files
 from tools.convert.folder import Tensors, read_json, write_json, write_tensors
 from tools.convert.fp8_export import fp8_tensors, quantization_config
@@ -178,47 +179,43 @@ def _scale(weight: Tensor, pieces: int) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, work: Callable[[argparse.Namespace], str], source: str) -> argparse.ArgumentParser:
+    def subcommand(name: str, work: Callable[[argparse.Namespace], str], source: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=(work.__doc__ or "").strip(), description=work.__doc__)
         added.set_defaults(work=work)
-        added.add_argument("--load", required=True, type=files.path, help=source)
+        added.add_argument("--load", required=True, type=arguments.path, help=source)
         if work is not inspect:
-            added.add_argument("--output", required=True, type=files.path, help="folder to make; one that is not empty is refused")
+            added.add_argument("--output", required=True, type=arguments.path, help="folder to make; one that is not empty is refused")
         return added
 
     def tokenizer_flags(to: argparse.ArgumentParser, default: str) -> None:
         to.add_argument("--tokenizer-type", choices=TOKENIZERS, help=f"as in the trainer (default: {default})")
-        to.add_argument("--tokenizer-model", type=files.path, help="tokenizer.json of HuggingFaceTokenizer")
-        to.add_argument("--vocab-file", type=files.path, help="encoder.json of GPT2BPETokenizer")
-        to.add_argument("--merge-file", type=files.path, help="vocab.bpe of GPT2BPETokenizer")
+        to.add_argument("--tokenizer-model", type=arguments.path, help="tokenizer.json of HuggingFaceTokenizer")
+        to.add_argument("--vocab-file", type=arguments.path, help="encoder.json of GPT2BPETokenizer")
+        to.add_argument("--merge-file", type=arguments.path, help="vocab.bpe of GPT2BPETokenizer")
 
     null = "the checkpoint's; NullTokenizer leaves the files out"
     ours = "folder of the trainer's checkpoints (its --save), or of one iteration"
-    to = command("to-hf", to_hf, ours)
+    to = subcommand("to-hf", to_hf, ours)
     to.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights (default: %(default)s)")
     tokenizer_flags(to, null)
-    tokenizer_flags(command("export-fp8", export_fp8, ours), null)
-    command("export-bf16", export_bf16, ours)
-    of = command("from-hf", import_hf, "folder with config.json and safetensors")
+    tokenizer_flags(subcommand("export-fp8", export_fp8, ours), null)
+    subcommand("export-bf16", export_bf16, ours)
+    of = subcommand("from-hf", import_hf, "folder with config.json and safetensors")
     tokenizer_flags(of, "the folder's own, without one NullTokenizer")
     divisible = "pad the vocabulary to a multiple of this x tensor-parallel size (default: %(default)s)"
     of.add_argument("--make-vocab-size-divisible-by", type=int, default=128, metavar="N", help=divisible)
-    command("inspect", inspect, ours)
+    subcommand("inspect", inspect, ours)
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 0, or 2 with a message on stderr for bad input."""
+@entry.command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line; its exit codes are those of `megatron.lm.entry`."""
     args: Any = _parser().parse_args(argv)
-    try:
-        print(args.work(args))
-    except ValueError as error:
-        print(f"convert_checkpoint.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    print(args.work(args))
 
 
 if __name__ == "__main__":

@@ -1,33 +1,9 @@
-"""What tools read and write: paths that are judged before work begins, text that is read or refused by name, folders that a failure
-leaves as they were.
-"""
+"""What tools read and write: text that is read or refused by name, and folders that a failure leaves as they were."""
 
-import argparse
 import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-
-
-def path(text: str) -> Path:
-    """The `type` of an argument that names a file or folder; an empty one, which an unset variable of the shell gives, is refused."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing: give a path; is a variable of the shell unset?")
-    return Path(text)
-
-
-def output_file(text: str) -> Path:
-    """The `type` of an argument that names a file to write when all work is done: what could not be written then is refused now."""
-    found = path(text)
-    try:
-        if found.is_dir():
-            raise argparse.ArgumentTypeError(f"{text} is a folder: name a file in it")
-        above = next(folder for folder in found.absolute().parents if folder.exists())
-        if not above.is_dir():
-            raise argparse.ArgumentTypeError(f"{text} lies below {above}, which is a file: name another place")
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text} cannot be written ({error.strerror}): name another file") from None
-    return found
 
 
 def read_text(file: Path, what: str) -> str:

@@ -6,7 +6,6 @@
 serves to look at a model and not to serve it.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from tools import files
+from megatron.lm import entry
+from tools import arguments
 
 MOST_TOKENS = 10**6  # that are asked for at once
 Logits = Callable[[torch.Tensor, torch.Tensor, None], torch.Tensor]
@@ -106,23 +106,18 @@ def generate(load: Path, prompt: str, *, n: int, temperature: float, top_k: int,
     return tokenizer.detokenize([token for token in start if token != tokenizer.eod] + continuation)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 0, or 2 with a message on stderr for bad input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", required=True, type=files.path, help="folder of the trainer's checkpoints (its --save)")
+@entry.command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line; its exit codes are those of `megatron.lm.entry`."""
+    parser = arguments.Parser(description=__doc__)
+    parser.add_argument("--load", required=True, type=arguments.path, help="folder of the trainer's checkpoints (its --save)")
     parser.add_argument("--prompt", default="", help="text to continue (default: the beginning of a document)")
     parser.add_argument("--tokens", type=int, default=40, help="tokens to append (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=40, help="draw among the likeliest k; 0: all (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the draws (default: %(default)s)")
     args = parser.parse_args(argv)
-    try:
-        text = generate(args.load, args.prompt, n=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
-    except ValueError as error:
-        print(f"generate.py: {error}", file=sys.stderr)
-        return 2
-    print(text)
-    return 0
+    print(generate(args.load, args.prompt, n=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed))
 
 
 if __name__ == "__main__":

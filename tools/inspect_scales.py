@@ -7,9 +7,9 @@ precision.html, which stands alone, and its pictures beside it: heat maps of lay
 distributions over the layers, and what of the updates arrived. The file is that of `--record-precision`.
 """
 
-import argparse
 import base64
 import html
+import importlib.util
 import io
 import json
 import math
@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools import files
+from megatron.lm import entry
+from tools import arguments
 from tools.files import made_folder, read_text
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def _update(columns: Sequence[str], values: Sequence[Any]) -> dict[str, float | 
 
 
 def _total_row(step: Mapping[str, Any]) -> dict[str, float | None] | None:
-    return None if step["total"] is None else _update(step["columns"]["updates"], step["total"])
+    return None if step.get("total") is None else _update(step["columns"]["updates"], step["total"])
 
 
 def _series(step: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], dict[str, float | None]]]:
@@ -283,28 +284,21 @@ def write_page(steps: Sequence[Mapping[str, Any]], sentences: Sequence[str], out
     return page
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 0, or 2 with a message on stderr for bad input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=files.path, help="what --record-precision has written")
-    parser.add_argument("--out", type=files.path, help="folder for the page and its pictures")
-    parser.add_argument("--most", type=int, default=10, help="tensors to name (default: %(default)s)")
+@entry.command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line; its exit codes are those of `megatron.lm.entry`."""
+    parser = arguments.Parser(description=__doc__)
+    parser.add_argument("file", type=arguments.path, help="what --record-precision has written")
+    parser.add_argument("--out", type=arguments.path, help="folder for the page and its pictures")
+    parser.add_argument("--most", type=arguments.count(1), default=10, help="tensors to name (default: %(default)s)")
     args = parser.parse_args(argv)
-    try:
-        if args.most < 1:
-            raise ValueError(f"--most {args.most} must be at least 1")
-        steps = read(args.file)
-        sentences = words(steps, args.most)
-        print(*sentences, sep="\n")
-        if args.out is not None:
-            print(f"page: {write_page(steps, sentences, args.out)}")
-    except (ValueError, OSError) as error:
-        print(f"inspect_scales.py: {error}", file=sys.stderr)
-        return 2
-    except ModuleNotFoundError as error:
-        print(f"inspect_scales.py: pictures want {error.name}: pip install matplotlib, or leave --out away", file=sys.stderr)
-        return 2
-    return 0
+    steps = read(args.file)
+    sentences = words(steps, args.most)
+    print(*sentences, sep="\n")
+    if args.out is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("pictures want matplotlib: pip install matplotlib, or leave --out away")
+        print(f"page: {write_page(steps, sentences, args.out)}")
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ prints a table, and with --max-rel leaves with 1 when the final validation loss 
 evaluated) is further away than that.
 """
 
-import argparse
 import math
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.lm import entry
+from tools import arguments
 from tools.report import Run, differences, named_path, read_run, relative, smooth
 
 
@@ -76,24 +77,19 @@ def table(base: Run, other: Run, result: Comparison) -> str:
     return "\n".join(row[0].ljust(widths[0]) + "".join("  " + row[i].rjust(widths[i]) for i in (1, 2, 3)) for row in rows)
 
 
+@entry.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 0, 1 where --max-rel is exceeded (or a loss is NaN), 2 with a message on stderr for bad input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Command line; 1 where --max-rel is exceeded or a loss is not finite, else the exit codes of `megatron.lm.entry`."""
+    parser = arguments.Parser(description=__doc__)
     parser.add_argument("--base", type=named_path, required=True, metavar="NAME=METRICS", help="the run to compare with")
     parser.add_argument("--other", type=named_path, required=True, metavar="NAME=METRICS", help="the run to judge")
     parser.add_argument("--max-rel", type=float, help="largest accepted relative difference of the final loss, such as 0.01")
-    parser.add_argument("--window", type=int, default=3, help="logged lines averaged by smoothing (default: %(default)s)")
+    parser.add_argument("--window", type=arguments.count(1), default=3, help="logged lines averaged by smoothing (default: %(default)s)")
     args = parser.parse_args(argv)
-    try:
-        if args.window < 1:
-            raise ValueError(f"--window {args.window} must be at least 1")
-        if args.max_rel is not None and not args.max_rel >= 0:
-            raise ValueError(f"--max-rel {args.max_rel} must be 0 or more")
-        base, other = read_run(*args.base), read_run(*args.other)
-        result = compare(base, other, args.window)
-    except ValueError as error:
-        print(f"loss_compare.py: {error}", file=sys.stderr)
-        return 2
+    if args.max_rel is not None and not args.max_rel >= 0:
+        raise ValueError(f"--max-rel {args.max_rel} must be 0 or more")
+    base, other = read_run(*args.base), read_run(*args.other)
+    result = compare(base, other, args.window)
     print(table(base, other, result))
     for run, final in ((base, result.base_final), (other, result.other_final)):
         if not math.isfinite(final):

@@ -15,7 +15,6 @@ Whatever is no flag of this tool goes to megatron.lm.pretrain. One process, what
 - On a GPU, GiB: the peak of a whole step, and what stays between steps.
 """
 
-import argparse
 import gc
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.lm import gain, graph, plan, process_groups
+from megatron.lm import entry, gain, graph, plan, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import OPT_LEVELS, Config, ParallelConfig
 from megatron.lm.config.check import check
@@ -42,6 +41,7 @@ from megatron.lm.training import Training
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import kept_states
 from msamp.optim.states import as_stored, stored_bytes
+from tools.arguments import Parser, output_file
 from tools.bench import rows
 from tools.bench.bench_step import random_batches
 from tools.precisions import legal_precision
@@ -204,17 +204,15 @@ def states(config: Config) -> Iterator[Row]:
         yield Row("rest", "GiB", sum(predicted.values()) / plan.GIB, torch.cuda.memory_allocated() / plan.GIB)
 
 
+@entry.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print one table and append its rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--levels", nargs="+", default=OPT_LEVELS, type=legal_precision)
-    parser.add_argument("--csv", type=Path, help="append the rows to this file, such as tools/bench/results/memory.csv")
+    parser.add_argument("--csv", type=output_file, help="append the rows to this file, such as tools/bench/results/memory.csv")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options, flags = parser.parse_known_args(argv)
-    try:
-        configs = {level: configuration(level, flags) for level in options.levels}
-    except ValueError as error:
-        parser.error(str(error))
+    configs = {level: configuration(level, flags) for level in options.levels}
     where = rows.machine(options.commit)
     print(f"{'':<14}{'':<24}{'':<20}{'predicted':>12}{'measured':>12}{'difference':>12}")
     process_groups.initialize(configs[options.levels[0]])

@@ -24,6 +24,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from megatron.lm import entry
+from tools.arguments import Parser, count
+
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".toml")
 PASSED, FAILED, NO_TESTS = 0, 1, 5  # pytest's exit codes
@@ -63,9 +66,9 @@ class Mutant:
             raise ValueError(f"{self}: old and new must be two different pieces of one line")
         top = tree / self.under
         files = [top] if top.is_file() else sorted(top.rglob("*.py"))
-        found = {path: count for path in files if (count := path.read_text(encoding="utf-8").count(self.old))}
+        found = {path: times for path in files if (times := path.read_text(encoding="utf-8").count(self.old))}
         if sum(found.values()) != 1:
-            where = ", ".join(f"{count} times in {path.relative_to(tree)}" for path, count in found.items()) or "nowhere"
+            where = ", ".join(f"{times} times in {path.relative_to(tree)}" for path, times in found.items()) or "nowhere"
             raise ValueError(f"{self}: {self.old!r} must stand once below {self.under}, and stands {where}; bring {LIST.name} up to date")
         return next(iter(found))
 
@@ -108,10 +111,10 @@ def read(path: Path) -> list[Mutant]:
     """
     names = {field.name for field in dataclasses.fields(Mutant)}
     mutants = []
-    for entry in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]:
-        if set(entry) != names:
-            raise ValueError(f"{path}: mutant {entry.get('fault')!r} has the keys {sorted(entry)}, and needs {sorted(names)}")
-        mutants.append(Mutant(**(entry | {"tests": tuple(entry["tests"])})))
+    for row in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]:
+        if set(row) != names:
+            raise ValueError(f"{path}: mutant {row.get('fault')!r} has the keys {sorted(row)}, and needs {sorted(names)}")
+        mutants.append(Mutant(**(row | {"tests": tuple(row["tests"])})))
     return mutants
 
 
@@ -141,10 +144,10 @@ def run_tests(tree: Path, ids: Sequence[str], limit: float) -> tuple[int | None,
     """pytest's exit code, None after `limit` seconds, and its last lines; stops at the first failure."""
     # Without compiled files: two versions of one file may be of one second and of one length.
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
-    command += ["-m", "not gpu and not multi_gpu and not nightly", *ids]
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
+    words += ["-m", "not gpu and not multi_gpu and not nightly", *ids]
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, cwd=tree, env=environment, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(words, cwd=tree, env=environment, stdout=output, stderr=output, start_new_session=True)
         try:
             code: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -181,11 +184,11 @@ def try_out(mutant: Mutant, tree: Path, limit: float) -> Outcome:
 
 
 @contextlib.contextmanager
-def copies(count: int) -> Iterator["queue.SimpleQueue[Path]"]:
+def copies(number_of: int) -> Iterator["queue.SimpleQueue[Path]"]:
     """As many copies of this tree, each for one mutant at a time."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         free: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        for number in range(count):
+        for number in range(number_of):
             tree = Path(folder) / str(number)
             copy_tree(ROOT, tree)
             free.put(tree)
@@ -224,38 +227,37 @@ def part(text: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
+@entry.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0 where every mutant was killed, 1 where one survived, 2 where one is no mutant or the tests fail without."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("-k", default="", metavar="TEXT", help="only mutants whose kind, fault, place or tests contain this")
     parser.add_argument("--shard", type=part, default=(1, 1), metavar="I/N", help="every N-th mutant, from the I-th on")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each in a copy of its own (default: %(default)s)")
+    parser.add_argument(
+        "--jobs", type=count(1, 1024), default=1, help="mutants at a time, each in a copy of its own (default: %(default)s)"
+    )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for the tests of one mutant (default: %(default)g)")
     parser.add_argument("--list", action="store_true", help="say which mutants there are and where they stand, run nothing")
     options = parser.parse_args(arguments)
-    if options.jobs < 1:
-        parser.error(f"--jobs {options.jobs}: give 1 or more")
+    if not 0 < options.timeout <= 86400:
+        raise ValueError(f"--timeout {options.timeout:g}: give seconds above 0, at most a day")
     started = time.monotonic()
-    try:
-        chosen = [m for m in read(LIST) if options.k.lower() in f"{m} {m.under} {' '.join(m.tests)}".lower()]
-        chosen = chosen[options.shard[0] - 1 :: options.shard[1]]
-        if not chosen:
-            raise ValueError(f"no mutant has {options.k!r} in its kind, fault, place or tests; see --list")
-        check(chosen)
-        if options.list:
-            for m in chosen:
-                print(f"{m} ({m.file(ROOT).relative_to(ROOT)})\n    {m.old}\n    {m.new}\n    {' '.join(m.tests)}")
-            return 0
-        outcomes = []
-        for outcome in run(chosen, min(options.jobs, len(chosen)), options.timeout):
-            outcomes.append(outcome)
-            print(f"{outcome.result:<9} {outcome.seconds:>5.0f} s  {outcome.mutant}  [{outcome.detail}]", flush=True)
-    except ValueError as error:
-        print(f"mutants.py: {error}", file=sys.stderr)
-        return 2
-    count = {result: sum(outcome.result == result for outcome in outcomes) for result in (KILLED, SURVIVED, BROKEN)}
-    print(f"{', '.join(f'{number} {result}' for result, number in count.items())}, in {time.monotonic() - started:.0f} s")
-    return 2 if count[BROKEN] else 1 if count[SURVIVED] else 0
+    chosen = [m for m in read(LIST) if options.k.lower() in f"{m} {m.under} {' '.join(m.tests)}".lower()]
+    chosen = chosen[options.shard[0] - 1 :: options.shard[1]]
+    if not chosen:
+        raise ValueError(f"no mutant has {options.k!r} in its kind, fault, place or tests; see --list")
+    check(chosen)
+    if options.list:
+        for m in chosen:
+            print(f"{m} ({m.file(ROOT).relative_to(ROOT)})\n    {m.old}\n    {m.new}\n    {' '.join(m.tests)}")
+        return 0
+    outcomes = []
+    for outcome in run(chosen, min(options.jobs, len(chosen)), options.timeout):
+        outcomes.append(outcome)
+        print(f"{outcome.result:<9} {outcome.seconds:>5.0f} s  {outcome.mutant}  [{outcome.detail}]", flush=True)
+    tally = {result: sum(outcome.result == result for outcome in outcomes) for result in (KILLED, SURVIVED, BROKEN)}
+    print(f"{', '.join(f'{number} {result}' for result, number in tally.items())}, in {time.monotonic() - started:.0f} s")
+    return 2 if tally[BROKEN] else 1 if tally[SURVIVED] else 0
 
 
 if __name__ == "__main__":

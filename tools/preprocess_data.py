@@ -8,6 +8,7 @@ import time
 import warnings
 from pathlib import Path
 
+from megatron.lm import entry
 from megatron.lm.config import DataConfig
 from megatron.lm.data.indexing import (
     DOCUMENT_SEPARATORS,
@@ -17,6 +18,7 @@ from megatron.lm.data.indexing import (
     read_documents,
     write_datasets,
 )
+from tools.arguments import Parser, count, name, path
 
 _EPILOG = """\
 input forms:
@@ -30,37 +32,35 @@ example:
 """
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the tool; returns 0, or 2 after a message on standard error for bad input (nothing is written then)."""
-    arguments = _parser().parse_args(argv)
-    try:
-        _preprocess(arguments)
-    except ValueError as error:
-        print(f"preprocess_data: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+@entry.command
+def main(argv: list[str] | None = None) -> None:
+    """Run the tool; its exit codes are those of `megatron.lm.entry`, and nothing is written where it refuses."""
+    _preprocess(_parser().parse_args(argv))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, type=Path, metavar="FILE", help=".jsonl, .json or .txt files, in order")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="JSON members that hold text (default: text)")
+    parser = Parser(description=__doc__, epilog=_EPILOG)
+    parser.add_argument("--input", nargs="+", required=True, type=path, metavar="FILE", help=".jsonl, .json or .txt files, in order")
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], type=name, metavar="KEY", help="JSON members that hold text (default: text)"
+    )
     parser.add_argument("--split-documents", choices=DOCUMENT_SEPARATORS, default=DOCUMENT_SEPARATORS[0], help="what parts a .txt file")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="the datasets are PREFIX_<key>_document")
+    parser.add_argument("--output-prefix", required=True, type=name, metavar="PREFIX", help="the datasets are PREFIX_<key>_document")
     parser.add_argument("--tokenizer-type", required=True, help="GPT2BPETokenizer, HuggingFaceTokenizer or NullTokenizer")
-    parser.add_argument("--vocab-file", help="GPT2BPETokenizer: encoder.json")
-    parser.add_argument("--merge-file", help="GPT2BPETokenizer: vocab.bpe")
-    parser.add_argument("--tokenizer-model", help="HuggingFaceTokenizer: a tokenizer.json, or a folder with one")
-    parser.add_argument("--vocab-size", type=int, help="NullTokenizer: number of ids, the last one ends a document")
+    parser.add_argument("--vocab-file", type=name, help="GPT2BPETokenizer: encoder.json")
+    parser.add_argument("--merge-file", type=name, help="GPT2BPETokenizer: vocab.bpe")
+    parser.add_argument("--tokenizer-model", type=name, help="HuggingFaceTokenizer: a tokenizer.json, or a folder with one")
+    parser.add_argument("--vocab-size", type=count(2), help="NullTokenizer: number of ids, the last one ends a document")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's end-of-document id")
-    parser.add_argument("--workers", type=int, default=1, help="processes that tokenise; 0: in this one (default: 1)")
-    parser.add_argument("--log-interval", type=int, default=1000, metavar="N", help="documents between two lines of progress")
+    parser.add_argument("--workers", type=count(0, 1024), default=1, help="processes that tokenise; 0: in this one (default: 1)")
+    parser.add_argument("--log-interval", type=count(1), default=1000, metavar="N", help="documents between two lines of progress")
     return parser
 
 
 def _preprocess(arguments: argparse.Namespace) -> None:
-    if arguments.workers < 0 or arguments.log_interval < 1:
-        raise ValueError(f"--workers {arguments.workers} must be >= 0 and --log-interval {arguments.log_interval} must be >= 1")
+    for key in arguments.json_keys:
+        if "/" in key:
+            raise ValueError(f"--json-keys {key!r} would be part of a file's name, which holds no /: name the member otherwise")
     total_bytes = check_inputs(arguments.input)
     data = DataConfig(
         tokenizer_type=arguments.tokenizer_type,

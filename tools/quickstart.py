@@ -6,7 +6,6 @@ Prepares real text and a tokenizer (downloaded once, as pinned packages), trains
 writes report.html with its plots. Leaves with 1 where O2 ends more than 1 % from BF16, or where the model learned too little.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -21,6 +20,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from megatron.lm import entry
+from megatron.lm.run import RunStopped
+from tools.arguments import Parser, count, path
 from tools.report import Run, read_run, summary, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,7 +111,7 @@ def run(command: Sequence[str], threads: int, *, capture: bool = False) -> str:
     """Run a command from the repository's root, its output shown as it comes, or returned with `capture`.
 
     Raises:
-        RuntimeError: it failed. However this function is left, nothing the command started is left running.
+        RunStopped: it failed. However this function is left, nothing the command started is left running.
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -121,7 +123,7 @@ def run(command: Sequence[str], threads: int, *, capture: bool = False) -> str:
         if process.poll() is None:
             _stop(process)
     if process.returncode:
-        raise RuntimeError(f"exit code {process.returncode} from: {shlex.join(command)}")
+        raise RunStopped(f"exit code {process.returncode} from: {shlex.join(command)}")
     return output or ""
 
 
@@ -209,30 +211,23 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
+@entry.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 0, 1 where a run failed or is not as it should be, 2 for bad input, 130 when interrupted."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iters", type=int, default=ITERATIONS, help="training iterations of each run (default: %(default)s)")
-    parser.add_argument("--processes", type=int, help="processes to train with (default: 2, or fewer where there are fewer GPUs)")
+    """Command line; 1 where a run failed or is not as it should be, else the exit codes of `megatron.lm.entry`."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("--iters", type=count(1, 10**6), default=ITERATIONS, help="training iterations of each run (default: %(default)s)")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/quickstart"), help="folder for the runs and the report (default: %(default)s)"
+        "--processes", type=count(1, BATCH), help="processes to train with (default: 2, or fewer where there are fewer GPUs)"
     )
-    parser.add_argument("--data", type=Path, default=ROOT / "data/quickstart", help="folder for text and tokenizer")
+    parser.add_argument(
+        "--out", type=path, default=Path("runs/quickstart"), help="folder for the runs and the report (default: %(default)s)"
+    )
+    parser.add_argument("--data", type=path, default=ROOT / "data/quickstart", help="folder for text and tokenizer")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _interrupt)  # so that a kill, like Ctrl-C, takes the training processes along
     started = time.monotonic()
-    try:
-        processes = default_processes() if args.processes is None else args.processes
-        code = quickstart(Options(iters=args.iters, processes=processes, out=args.out.resolve(), data=args.data.resolve()))
-    except ValueError as error:
-        print(f"quickstart.py: {error}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        print(f"quickstart.py: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("quickstart.py: interrupted", file=sys.stderr)
-        return 130
+    processes = default_processes() if args.processes is None else args.processes
+    code = quickstart(Options(iters=args.iters, processes=processes, out=args.out.resolve(), data=args.data.resolve()))
     print(f"took:   {time.monotonic() - started:.0f} s")
     return code
 

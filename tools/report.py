@@ -10,6 +10,7 @@ import argparse
 import base64
 import csv
 import html
+import importlib.util
 import io
 import json
 import math
@@ -20,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools import files
+from megatron.lm import entry
+from tools import arguments
 from tools.files import made_folder, read_text
 from tools.inspect_scales import read as read_steps
 
@@ -383,35 +385,31 @@ def _number(value: float | None, digits: int) -> str:
     return "&ndash;" if value is None else f"{value:,.{digits}f}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 0, or 2 with a message on stderr for bad input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@entry.command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line; its exit codes are those of `megatron.lm.entry`."""
+    parser = arguments.Parser(description=__doc__)
     parser.add_argument("--run", type=named_path, action="append", required=True, metavar="NAME=METRICS", help="a run; repeat the flag")
     parser.add_argument(
         "--precision", type=named_path, action="append", default=[], metavar="NAME=FILE", help="a run's file of --record-precision"
     )
-    parser.add_argument("--meta", type=files.path, help="meta.json of the data, for its unigram entropy")
+    parser.add_argument("--meta", type=arguments.path, help="meta.json of the data, for its unigram entropy")
     parser.add_argument("--sample", type=named_path, action="append", default=[], metavar="NAME=TEXT", help="a file of generated text")
     parser.add_argument("--layer", help="layer whose underflow is plotted (default: the middle one recorded)")
-    parser.add_argument("--window", type=int, default=3, help="logged lines averaged by smoothing (default: %(default)s)")
-    parser.add_argument("--out", type=files.path, required=True, help="folder to write into")
+    parser.add_argument("--window", type=arguments.count(1), default=3, help="logged lines averaged by smoothing (default: %(default)s)")
+    parser.add_argument("--out", type=arguments.path, required=True, help="folder to write into")
     args = parser.parse_args(argv)
-    try:
-        if args.window < 1:
-            raise ValueError(f"--window {args.window} must be at least 1")
-        recorded = dict(args.precision)
-        unknown = recorded.keys() - {name for name, _ in args.run}
-        if unknown:
-            raise ValueError(f"--precision names the run {', '.join(sorted(unknown))}, which no --run gives: name it as in --run")
-        runs = [read_run(name, path, recorded.get(name)) for name, path in args.run]
-        meta = read_meta(args.meta) if args.meta else None
-        samples = {name: read_text(file, "a file of generated text") for name, file in args.sample}
-        page = write_report(runs, args.out, meta=meta, samples=samples, layer=args.layer, window=args.window)
-    except (ValueError, OSError) as error:
-        print(f"report.py: {error}", file=sys.stderr)
-        return 2
+    recorded = dict(args.precision)
+    unknown = recorded.keys() - {name for name, _ in args.run}
+    if unknown:
+        raise ValueError(f"--precision names the run {', '.join(sorted(unknown))}, which no --run gives: name it as in --run")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("plots want matplotlib: pip install matplotlib")
+    runs = [read_run(name, path, recorded.get(name)) for name, path in args.run]
+    meta = read_meta(args.meta) if args.meta else None
+    samples = {name: read_text(file, "a file of generated text") for name, file in args.sample}
+    page = write_report(runs, args.out, meta=meta, samples=samples, layer=args.layer, window=args.window)
     print(*summary(runs, (meta or {}).get("unigram_entropy_nats")), f"report: {page}", sep="\n")
-    return 0
 
 
 if __name__ == "__main__":

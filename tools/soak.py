@@ -7,7 +7,6 @@ random moment or in the middle of a save, until N runs have been; each run must 
 job has in the end must be what an undisturbed one has, bit for bit. Leaves with 1 where it is not, and keeps the folder.
 """
 
-import argparse
 import os
 import random
 import re
@@ -23,10 +22,12 @@ from pathlib import Path
 import psutil
 import torch
 
+from megatron.lm import entry
 from megatron.lm.checkpoint.folder import check_files, iteration_folder, marked_iteration, read_info
 from megatron.lm.checkpoint.storage import Stored
 from megatron.lm.config import DataConfig
 from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
+from tools.arguments import Parser, count
 
 ROOT = Path(__file__).resolve().parents[1]
 ITERATIONS, INTERVAL, KEPT = 24, 2, 2
@@ -259,15 +260,13 @@ def soak(runs: int, seed: int, folder: Path) -> Tally:
     return tally
 
 
+@entry.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 0, 1 where something was lost, 2 for bad input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=100, help="runs to kill (default: %(default)s)")
+    """Command line; 1 where something was lost, else the exit codes of `megatron.lm.entry`."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("--runs", type=count(1), default=100, help="runs to kill (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.runs < 1:
-        print(f"soak.py: --runs {args.runs} must be at least 1", file=sys.stderr)
-        return 2
     folder, started = Path(tempfile.mkdtemp(prefix="soak-")), time.monotonic()
     try:
         tally = soak(args.runs, args.seed, folder)
@@ -275,9 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"FAILED: {error}\n{folder} is kept", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("soak.py: interrupted", file=sys.stderr)
         shutil.rmtree(folder)
-        return 130
+        raise
     shutil.rmtree(folder)
     print(f"{tally.summary()} ({time.monotonic() - started:.0f} s)")
     return 0

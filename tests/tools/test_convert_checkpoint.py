@@ -127,8 +127,8 @@ def test_bf16_is_the_default_and_refusals_write_nothing(known, written, tmp_path
         (("export-fp8", "--load", "here"), "use to-hf"),
         (("to-hf", "--load", "here", "--vocab-file", "x"), "add --tokenizer-type"),
         (("to-hf", "--load", "here", "--tokenizer-type", "HuggingFaceTokenizer"), "--tokenizer-model is missing"),
-        (("from-hf", "--load", tmp_path), "config.json is missing"),
-        (("from-hf", "--load", out, "--make-vocab-size-divisible-by", "0"), "--make-vocab-size-divisible-by 0"),
+        (("from-hf", "--load", tmp_path), "config.json does not exist"),
+        (("from-hf", "--load", out, "--make-vocab-size-divisible-by", "0"), "--make-vocab-size-divisible-by 0: give a number"),
     ):
         assert run(*words, "--output", other) == 2
         assert message in capsys.readouterr().err
@@ -198,7 +198,7 @@ def test_inspect_lists_what_is_there(known, capsys):
 def test_inspect_of_nothing_is_told(known, capsys):
     known("llama")
     assert run("inspect", "--load", "nowhere") == 2
-    assert "convert_checkpoint.py: nowhere holds no checkpoint" in capsys.readouterr().err
+    assert "error: nowhere holds no checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("level", ["O0", "O3"])

@@ -1,11 +1,9 @@
-"""Folders that appear whole or not at all, and paths and text that are refused by name."""
+"""Folders that appear whole or not at all, and text that is read or refused by name."""
 
-import argparse
 from pathlib import Path
 
 import pytest
 
-from tools import files
 from tools.files import made_folder, new_folder, read_text
 
 
@@ -62,26 +60,6 @@ def test_a_folder_that_was_there_keeps_what_it_held(tmp_path):
         pass
     with pytest.raises(ValueError, match="cannot write /proc/none"), made_folder(Path("/proc/none")):
         pass
-
-
-@pytest.mark.parametrize(
-    ("judge", "text", "message"),
-    [
-        (files.path, "", "names nothing: give a path; is a variable of the shell unset"),
-        (files.output_file, " ", "names nothing"),
-        (files.output_file, "/", "is a folder: name a file in it"),
-        (files.output_file, "/dev/null/x/y", "lies below /dev/null, which is a file"),
-        (files.output_file, "x" * 300, "cannot be written"),
-    ],
-)
-def test_a_path_that_cannot_serve_is_refused_before_the_work(judge, text, message):
-    with pytest.raises(argparse.ArgumentTypeError, match=message):
-        judge(text)
-
-
-def test_a_path_that_can_serve_is_taken(tmp_path):
-    assert files.output_file(f"{tmp_path}/new/rows.csv") == tmp_path / "new" / "rows.csv"
-    assert not list(tmp_path.iterdir())
 
 
 def test_text_is_read_or_refused_by_name(tmp_path):

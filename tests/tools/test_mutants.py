@@ -107,10 +107,12 @@ def test_bad_input_is_refused(project, capsys):
     listed(project, MINUS)
     assert main(["-k", "product"]) == 2
     assert "no mutant has 'product'" in capsys.readouterr().err
-    for arguments, message in ((["--jobs", "0"], "--jobs 0: give 1 or more"), (["--shard", "3/2"], "'3/2' is no part")):
+    for arguments, message in ((["--jobs", "0"], "argument --jobs: 0 is out of range"), (["--shard", "3/2"], "'3/2' is no part")):
         with pytest.raises(SystemExit):
             main(arguments)
         assert message in capsys.readouterr().err
+    assert main(["--timeout", "nan"]) == 2
+    assert "--timeout nan: give seconds above 0" in capsys.readouterr().err
     (project.parent / "list.toml").write_text('[[mutant]]\nfault = "minus"\n')
     assert main([]) == 2
     assert "mutant 'minus' has the keys ['fault'], and needs" in capsys.readouterr().err

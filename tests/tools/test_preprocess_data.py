@@ -65,9 +65,8 @@ def test_bad_input_exits_2_and_writes_nothing(tool, arguments, tmp_path, capsys,
         (["--tokenizer-type", "WordPiece"], "GPT2BPETokenizer, HuggingFaceTokenizer, NullTokenizer"),
         (["--tokenizer-model", "m"], "--tokenizer-model m belongs to HuggingFaceTokenizer"),
         (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "m"], "--vocab-size 50 belongs to NullTokenizer"),
-        (["--vocab-size", "2147483649"], "ids must be below 2^31"),
-        (["--workers", "-1"], "--workers -1"),
-        (["--log-interval", "0"], "--log-interval 0"),
+        (["--tokenizer-type", "HuggingFaceTokenizer"], "--tokenizer-model is missing"),
+        (["--json-keys", "../x"], "--json-keys '../x' would be part of a file's name"),
     ],
 )
 def test_bad_flags_exit_2(tool, arguments, tmp_path, capsys, change, message):
@@ -80,6 +79,18 @@ def test_a_refusal_leaves_no_folder(tool, arguments, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "1"}\n{"text": "word"}\n')
     assert tool.main([*arguments, "--output-prefix", str(tmp_path / "o" / "deep" / "p")]) == 2
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [["--workers", "-1"], ["--workers", "1000000"], ["--log-interval", "0"], ["--output-prefix", ""], ["--vocab-size", "2147483649"]],
+)
+def test_flags_out_of_range_exit_2(tool, arguments, tmp_path, capsys, change):
+    with pytest.raises(SystemExit) as leaving:
+        tool.main([*arguments, *change])
+    assert leaving.value.code == 2
+    assert f"argument {change[0]}" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_help_explains_the_forms(tool, capsys):

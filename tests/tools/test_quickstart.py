@@ -60,9 +60,12 @@ def test_trainer_accepts_the_flags_and_the_levels_differ_in_nothing_else(options
 
 def test_impossible_options_are_refused_before_anything_happens(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(quickstart, "run", lambda *a, **k: pytest.fail("nothing should run"))
-    for flags, message in ((["--processes", "3"], "--processes 3 must divide"), (["--iters", "0"], "--iters 0 must be at least 1")):
-        assert quickstart.main([*flags, "--out", str(tmp_path / "out")]) == 2
-        assert message in capsys.readouterr().err
+    assert quickstart.main(["--processes", "3", "--out", str(tmp_path / "out")]) == 2
+    assert "--processes 3 must divide" in capsys.readouterr().err
+    for flags in (["--iters", "0"], ["--processes", "100000"], ["--data", ""]):
+        with pytest.raises(SystemExit):
+            quickstart.main([*flags, "--out", str(tmp_path / "out")])
+        assert f"argument {flags[0]}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -182,7 +182,7 @@ def test_bad_flags(files, precision, tmp_path, capsys):
     assert "--precision names the run O3, which no --run gives" in capsys.readouterr().err
     assert report.main([*run, "--precision", f"O2={tmp_path / 'nowhere'}"]) == 2
     assert "nowhere does not exist" in capsys.readouterr().err
-    assert report.main([*run, "--window", "0"]) == 2
-    with pytest.raises(SystemExit):
-        report.main(["--run", "O2", "--out", str(tmp_path)])
+    for flags in ([*run, "--window", "0"], ["--run", "O2", "--out", str(tmp_path)], [*run, "--out", ""]):
+        with pytest.raises(SystemExit):
+            report.main(flags)
     assert not (tmp_path / "out").exists()

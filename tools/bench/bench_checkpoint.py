@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 
-from megatron.lm import checkpoint, graph, process_groups
+from megatron.lm import checkpoint, entry, graph, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.presets import PRESETS
 from megatron.lm.step import train_step
+from tools.arguments import Parser, count, output_file, path
 from tools.bench import bench_step, rows
 from tools.precisions import legal_precision
 
@@ -102,18 +103,19 @@ def measure(level: str, options: argparse.Namespace, folder: Path) -> dict[str, 
     }
 
 
+@entry.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--levels", nargs="+", default=["O0", "O1", "O2", "O3"], type=legal_precision)
     parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
-    parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--vocab-size", type=int, default=50304)
-    parser.add_argument("--warm-up", type=int, default=bench_step.WARM_UP, help="steps that are not measured")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps without a save")
+    parser.add_argument("--micro-batch-size", type=count(1), default=4)
+    parser.add_argument("--vocab-size", type=count(1), default=50304)
+    parser.add_argument("--warm-up", type=count(0), default=bench_step.WARM_UP, help="steps that are not measured")
+    parser.add_argument("--steps", type=count(1), default=10, help="measured steps without a save")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
-    parser.add_argument("--folder", type=Path, help="where to save; derived: the system's temporary folder")
-    parser.add_argument("--csv", type=Path, default=rows.ROOT / "tools/bench/results/checkpoint.csv")
+    parser.add_argument("--folder", type=path, help="where to save; derived: the system's temporary folder")
+    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/checkpoint.csv")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options = parser.parse_args(argv)
     where = rows.machine(options.commit)

@@ -12,7 +12,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import msamp
+from megatron.lm import entry
 from msamp.numerics import recipe
+from tools.arguments import Parser, count, output_file
 from tools.bench import rows
 
 CASES = ("bf16", "O1", "O2", "O3")
@@ -88,23 +89,22 @@ def measure(case: str, compiled: bool, options: argparse.Namespace) -> dict[str,
     return {"case": f"{case} compiled" if compiled else case, **shape, **figures, "first_loss": losses[0], "loss": float(loss)}
 
 
+@entry.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--seq-length", type=int, default=2048)
-    parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--warm-up", type=int, default=20, help="steps that are not measured, at least 1")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps, at least 2")
+    parser.add_argument("--layers", type=count(1), default=12)
+    parser.add_argument("--hidden", type=count(1), default=2048)
+    parser.add_argument("--heads", type=count(1), default=16)
+    parser.add_argument("--seq-length", type=count(1), default=2048)
+    parser.add_argument("--micro-batch-size", type=count(1), default=4)
+    parser.add_argument("--warm-up", type=count(1), default=20, help="steps that are not measured, at least 1")
+    parser.add_argument("--steps", type=count(2), default=10, help="measured steps, at least 2")
     parser.add_argument("--backend", default="inductor", help="torch.compile's")
-    parser.add_argument("--csv", type=Path, default=rows.ROOT / "tools/bench/results/compile.csv")
+    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/compile.csv")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options = parser.parse_args(argv)
-    if options.warm_up < 1 or options.steps < 2:
-        parser.error(f"--warm-up {options.warm_up} --steps {options.steps}: give at least 1 and 2")
     where = rows.machine(options.commit)
     for case in options.cases:
         for compiled in (False, True):

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from megatron.lm import graph, process_groups
+from megatron.lm import entry, graph, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import Config
 from megatron.lm.presets import PRESETS
@@ -44,6 +44,7 @@ from msamp.comm.collectives import Peers
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics.tensor import ScalingTensor
 from msamp.parallel.greedy_zero import ZeRO
+from tools.arguments import Parser, count, output_file
 from tools.bench import bench_step, rows
 
 Step = Callable[[], StepResult]
@@ -288,15 +289,15 @@ def memory() -> dict[str, float]:
 
 def parser(description: str | None, cases: Sequence[str], csv: str) -> argparse.ArgumentParser:
     """The flags of a benchmark over several processes, whose rows go to the file `csv` of the results; `--warm-up` is the caller's."""
-    flags = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=description)
     flags.add_argument("--cases", nargs="*", default=cases, metavar="CASE", help='a level and flags, such as "O3 --grad-exchange nccl"')
     flags.add_argument("--preset", default="1.3b", choices=list(PRESETS))
-    flags.add_argument("--micro-batch-size", type=int, default=4)
-    flags.add_argument("--vocab-size", type=int, default=50304)
-    flags.add_argument("--steps", type=int, default=10, help="measured steps")
+    flags.add_argument("--micro-batch-size", type=count(1), default=4)
+    flags.add_argument("--vocab-size", type=count(1), default=50304)
+    flags.add_argument("--steps", type=count(2), default=10, help="measured steps")
     flags.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every case")
     flags.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="measure a peer too; may be given several times")
-    flags.add_argument("--csv", type=Path, default=rows.ROOT / "tools/bench/results" / csv)
+    flags.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results" / csv)
     flags.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     return flags
 
@@ -314,13 +315,12 @@ def link() -> str:
     return "off" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "on"
 
 
+@entry.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on every rank; rank 0 prints and appends rows, and runs the peers after the others have left."""
     flags = parser(__doc__, CASES, "data_parallel.csv")
-    flags.add_argument("--warm-up", type=int, default=bench_step.WARM_UP, help="steps that are not measured")
+    flags.add_argument("--warm-up", type=count(0), default=bench_step.WARM_UP, help="steps that are not measured")
     options = flags.parse_args(argv)
-    if options.steps < 2:
-        flags.error(f"--steps {options.steps}: give at least 2, percentiles want more than one")
     launch = process_groups.launch_from_environment()
     where = rows.machine(options.commit) if launch.rank == 0 else {}
     common = {"preset": options.preset, "micro_batch": options.micro_batch_size, "gpus": launch.world_size, "p2p": link()}
@@ -329,10 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(row), flush=True)
         rows.append(options.csv, [where | {column: row.get(column, "") for column in COLUMNS}])
 
-    try:
-        configs = {case: configuration(case, options, launch.world_size) for case in options.cases}
-    except ValueError as error:
-        flags.error(str(error))
+    configs = {case: configuration(case, options, launch.world_size) for case in options.cases}
     if configs:
         process_groups.initialize(next(iter(configs.values())))
     for case, config in configs.items():

@@ -32,13 +32,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.lm import graph, process_groups
+from megatron.lm import entry, graph, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import Config
 from megatron.lm.config.check import check
 from megatron.lm.presets import parameter_count
 from megatron.lm.recipe import build_recipe
 from megatron.lm.step import train_step
+from tools.arguments import count
 from tools.bench import bench_step, rows
 from tools.bench.bench_data_parallel import exposed_communication, link, memory, parser, peer_rows, step_times
 
@@ -178,21 +179,17 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     return row if options.no_profile else row | exposed_communication(step)
 
 
+@entry.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on every rank; rank 0 prints and appends rows, and runs the peers after the others have left."""
     flags = parser(__doc__, CASES, "grid.csv")
-    flags.add_argument("--micro-batches", type=int, help="of each process in a step; derived: 1, on a pipeline 4 x its stages")
-    flags.add_argument("--warm-up", type=int, help="steps that are not measured; derived: 17 with delayed scaling, else 3")
+    flags.add_argument("--micro-batches", type=count(1), help="of each process in a step; derived: 1, on a pipeline 4 x its stages")
+    flags.add_argument("--warm-up", type=count(0), help="steps that are not measured; derived: 17 with delayed scaling, else 3")
     flags.add_argument("--no-profile", action="store_true", help="leave the exposed share out: 3 steps and a trace less a case")
     options = flags.parse_args(argv)
-    if options.steps < 2:
-        flags.error(f"--steps {options.steps}: give at least 2, percentiles want more than one")
     launch = process_groups.launch_from_environment()
     ranks = launch.world_size
-    try:
-        configs = {case: configuration(case, options, ranks) for case in options.cases}
-    except ValueError as error:
-        flags.error(str(error))
+    configs = {case: configuration(case, options, ranks) for case in options.cases}
     where = rows.machine(options.commit) if launch.rank == 0 else {}
     common = {"preset": options.preset, "gpus": ranks, "p2p": link()}
 

@@ -17,7 +17,6 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron.lm import entry
 from megatron.lm.model.attention import BACKENDS
 from msamp.kernels import ops
 from msamp.kernels.reference.adamw import Batch
@@ -41,6 +41,7 @@ from msamp.optim import updates
 from msamp.optim.states import as_stored
 from msamp.optim.states import begun as begun_state
 from msamp.optim.updates import format_names
+from tools.arguments import Parser, count, output_file
 from tools.bench import rows
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
@@ -322,11 +323,12 @@ def attention(tokens: int, hidden: int) -> Iterator[Case]:
         yield Case(f"attention backward, {backend}", run, flops=2.5 * flops)
 
 
+@entry.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--hidden", type=int, default=2048)
+    parser = Parser(description=__doc__)
+    parser.add_argument("--tokens", type=count(1), default=8192)
+    parser.add_argument("--hidden", type=count(1), default=2048)
     groups: dict[str, Callable[[argparse.Namespace], Iterator[Case]]] = {
         "elementwise": lambda o: elementwise(o.tokens, o.hidden),
         "grouped": lambda o: grouped(o.tokens, o.hidden),
@@ -339,12 +341,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "attention": lambda o: attention(o.tokens, o.hidden),
     }
     parser.add_argument("--only", nargs="*", choices=list(groups), default=list(groups))
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--csv", type=Path, default=rows.ROOT / "tools/bench/results/kernels.csv")
+    parser.add_argument("--repeats", type=count(2), default=30)
+    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/kernels.csv")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options = parser.parse_args(argv)
-    if options.repeats < 2:
-        parser.error(f"--repeats {options.repeats}: give at least 2, percentiles want more than one")
     if not torch.cuda.is_available():
         parser.error("there is no GPU here; kernels are measured on one")
     bandwidth, rate = ceilings(options.repeats)

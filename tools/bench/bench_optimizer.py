@@ -14,12 +14,12 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron.lm import entry
 from megatron.lm.config import Config, ModelConfig
 from megatron.lm.config.check import check
 from megatron.lm.optim import build_loss_scaler
@@ -33,6 +33,7 @@ from msamp.optim.adamw import FP8AdamW
 from msamp.optim.states import weight_format
 from msamp.optim.updates import format_names
 from msamp.parallel.data_parallel import grad_sync
+from tools.arguments import Parser, count, output_file
 from tools.bench import bench_step, rows
 from tools.precisions import legal_precision
 
@@ -166,24 +167,20 @@ def _row(
     }
 
 
+@entry.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and append; nothing to do without a GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="1.3b")
     parser.add_argument("--levels", nargs="+", type=legal_precision, default=["O1", "O2", "O3"], help="levels and precisions")
-    parser.add_argument("--vocab-size", type=int, default=50304)
-    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--vocab-size", type=count(1), default=50304)
+    parser.add_argument("--repeats", type=count(2), default=30)
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, such as --optimizer-state coat")
-    parser.add_argument("--csv", type=Path, default=rows.ROOT / "tools/bench/results/optimizer.csv")
+    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/optimizer.csv")
     parser.add_argument("--commit", help="name of the tree that is measured, where git is not at hand")
     parser.set_defaults(micro_batch_size=1)
     options = parser.parse_args(arguments)
-    if options.repeats < 2:
-        parser.error(f"--repeats is {options.repeats}; percentiles want at least 2")
-    try:
-        configurations = [configuration(level, options) for level in options.levels]
-    except ValueError as error:
-        parser.error(str(error))
+    configurations = [configuration(level, options) for level in options.levels]
     if not torch.cuda.is_available():
         print("bench_optimizer measures a GPU and there is none here", file=sys.stderr)
         return 1

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from megatron.lm import graph, process_groups
+from megatron.lm import entry, graph, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import LoggingConfig
 from megatron.lm.recorder import Recorder
 from megatron.lm.step import train_step
+from tools.arguments import Parser, count, output_file
 from tools.bench import rows
 from tools.bench.bench_step import WARM_UP, configuration, random_batches
 from tools.precisions import legal_precision
@@ -88,23 +89,21 @@ def _take_peak(cuda: bool) -> float | str:
     return round(peak, 2)
 
 
+@entry.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append the row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--level", default="O3", type=legal_precision, help="level or precision (default: %(default)s)")
     parser.add_argument("--preset", default="1.3b", help="as bench_step.py takes it (default: %(default)s)")
-    parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--vocab-size", type=int, default=50304)
-    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="plain steps that are not measured")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps of each kind")
-    parser.add_argument("--record-interval", type=int, default=INTERVAL, help="over which the share is told (default: %(default)s)")
+    parser.add_argument("--micro-batch-size", type=count(1), default=4)
+    parser.add_argument("--vocab-size", type=count(1), default=50304)
+    parser.add_argument("--warm-up", type=count(0), default=WARM_UP, help="plain steps that are not measured")
+    parser.add_argument("--steps", type=count(1), default=10, help="measured steps of each kind")
+    parser.add_argument("--record-interval", type=count(1), default=INTERVAL, help="over which the share is told (default: %(default)s)")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
-    parser.add_argument("--csv", type=Path, default=rows.ROOT / "tools/bench/results/recorder.csv")
+    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/recorder.csv")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options = parser.parse_args(argv)
-    for flag in ("steps", "record_interval"):
-        if getattr(options, flag) < 1:
-            parser.error(f"--{flag.replace('_', '-')} {getattr(options, flag)} must be at least 1")
     process_groups.initialize(configuration(options.level, options))
     row = measure(options)
     print(json.dumps(row), flush=True)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.lm import graph, process_groups
+from megatron.lm import entry, graph, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import OPT_LEVELS, Config
 from megatron.lm.config.cli import parse_args
@@ -33,6 +33,7 @@ from megatron.lm.presets import PRESETS, flops_per_token
 from megatron.lm.recorder import Recorder
 from megatron.lm.run.metrics import peak_tflops
 from megatron.lm.step import train_step
+from tools.arguments import Parser, count, output_file
 from tools.bench import rows
 from tools.precisions import legal_precision, precision_flags
 
@@ -136,24 +137,23 @@ def peer_rows(command: str) -> Iterator[dict[str, Any]]:
                 yield found | {"case": f"{name} {found['case']}{suffix}"}
 
 
+@entry.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--levels", nargs="*", default=list(OPT_LEVELS), type=legal_precision, help="levels and precisions, such as O2 or O2+blockwise"
     )
     parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
-    parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--vocab-size", type=int, default=50304)
-    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps that are not measured")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps")
+    parser.add_argument("--micro-batch-size", type=count(1), default=4)
+    parser.add_argument("--vocab-size", type=count(1), default=50304)
+    parser.add_argument("--warm-up", type=count(0), default=WARM_UP, help="steps that are not measured")
+    parser.add_argument("--steps", type=count(2), default=10, help="measured steps")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
     parser.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="measure a peer too; may be given several times")
-    parser.add_argument("--csv", type=Path, default=rows.ROOT / "tools/bench/results/step.csv")
+    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/step.csv")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options = parser.parse_args(argv)
-    if options.steps < 2:
-        parser.error(f"--steps {options.steps}: give at least 2, percentiles want more than one")
     common = {"preset": options.preset, "micro_batch": options.micro_batch_size, "gpus": 1}
     where = rows.machine(options.commit)
     if options.levels:

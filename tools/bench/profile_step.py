@@ -11,15 +11,15 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.lm import graph, process_groups
+from megatron.lm import entry, graph, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.step import train_step
+from tools.arguments import Parser, count, output_file
 from tools.bench import rows
 from tools.bench.bench_step import WARM_UP, configuration, random_batches
 from tools.precisions import legal_precision
@@ -91,17 +91,18 @@ def longest(found: Sequence[tuple[str, float, float]], count: int) -> list[str]:
     return [f"{ms:9.2f} ms {calls:6d}  {kind(name):<10} {name[:90]}" for name, (ms, calls) in listed]
 
 
+@entry.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Profile one step, print and append rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--level", default="O3", type=legal_precision)
     parser.add_argument("--preset", default="1.3b")
-    parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--vocab-size", type=int, default=50304)
-    parser.add_argument("--warm-up", type=int, default=WARM_UP)
+    parser.add_argument("--micro-batch-size", type=count(1), default=4)
+    parser.add_argument("--vocab-size", type=count(1), default=50304)
+    parser.add_argument("--warm-up", type=count(0), default=WARM_UP)
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
-    parser.add_argument("--top", type=int, default=25, help="kernels listed by name")
-    parser.add_argument("--csv", type=Path, help="append one row a kind here")
+    parser.add_argument("--top", type=count(1), default=25, help="kernels listed by name")
+    parser.add_argument("--csv", type=output_file, help="append one row a kind here")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():

@@ -15,22 +15,23 @@ The model reads the beginning of FILE. Its layers' norm inputs and activation in
 And the bytes that a layer keeps of a token, for norm and activation inputs (non-linear) and for all else, as the dry run predicts them.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megatron.lm import entry
 from msamp.kernels import ops
 from msamp.nn.saved import GroupedFP8, Parts, Saved
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.metrics import saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import dequantize
+from tools.arguments import Parser, count, output_file, path
 from tools.bench import rows
+from tools.files import read_text
 
 if TYPE_CHECKING:
     from megatron.lm.config import Config
@@ -162,13 +163,14 @@ def table(found: Mapping[str, Sequence[Tensor]], kind: str) -> Iterator[dict[str
             yield {"what": what, "kept": name} | error_row(xs, way, what, kind)
 
 
+@entry.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 for bad input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints (the newest is taken), or of one")
-    parser.add_argument("--text", type=Path, required=True, help="text whose beginning the model reads")
-    parser.add_argument("--sequences", type=int, default=4, help="of the model's length (default: %(default)s)")
-    parser.add_argument("--csv", type=Path, help="file to append the rows to")
+    parser = Parser(description=__doc__)
+    parser.add_argument("--load", type=path, required=True, help="folder of checkpoints (the newest is taken), or of one")
+    parser.add_argument("--text", type=path, required=True, help="text whose beginning the model reads")
+    parser.add_argument("--sequences", type=count(1), default=4, help="of the model's length (default: %(default)s)")
+    parser.add_argument("--csv", type=output_file, help="file to append the rows to")
     options = parser.parse_args(arguments)
     from megatron.lm.checkpoint import load_for_inference
     from megatron.lm.process_groups import shutdown
@@ -176,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         model, config, tokenizer = load_for_inference(options.load)
         wanted = options.sequences * config.model.seq_length
-        read = tokenizer.tokenize(options.text.read_text(encoding="utf-8"))[:wanted]
+        read = tokenizer.tokenize(read_text(options.text, "a text in UTF-8"))[:wanted]
         if len(read) < wanted or not read:
             raise ValueError(f"--text {options.text} has {len(read)} tokens, and {wanted} are needed: give a longer one")
         tokens = torch.tensor(read, device=next(model.parameters()).device).view(options.sequences, -1)
@@ -186,9 +188,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.csv:
             run = {"model": f"{config.model.num_layers}x{config.model.hidden_size}"}
             rows.append(options.csv, [run | line | rows.machine() for line in lines])
-    except ValueError as error:
-        print(f"coat_activations.py: {error}", file=sys.stderr)
-        return 2
     finally:
         shutdown()
     widths = {name: max(len(name), *(len(str(line[name])) for line in lines)) for name in COLUMNS}

@@ -21,12 +21,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.lm import entry
 from megatron.lm.presets import PRESETS
+from tools.arguments import Parser, count, output_file
 from tools.bench import rows
 from tools.bench.bench_step import WARM_UP
 from tools.precisions import precision_flags
@@ -122,16 +123,17 @@ def search(case: str, options: argparse.Namespace, where: Row) -> dict[int, Row]
     return trials
 
 
+@entry.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is missing and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="'LEVEL FLAGS'")
     parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
-    parser.add_argument("--micro-batch-size", type=int, default=4, help="where all are compared, and where the search starts")
-    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps that are not measured")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps")
+    parser.add_argument("--micro-batch-size", type=count(1), default=4, help="where all are compared, and where the search starts")
+    parser.add_argument("--warm-up", type=count(1), default=WARM_UP, help="steps that are not measured")
+    parser.add_argument("--steps", type=count(2), default=5, help="measured steps")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every case")
-    parser.add_argument("--csv", type=Path, default=rows.ROOT / "tools/reproduce/results/coat_memory.csv")
+    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/reproduce/results/coat_memory.csv")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options = parser.parse_args(argv)
     for case in options.cases:
@@ -139,9 +141,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             precision_flags(case.split(" ")[0])
         except ValueError as error:
             parser.error(f"--cases {case!r}: begin with a precision, and flags follow it in the same quotes; {error}")
-    if options.micro_batch_size < 1 or options.steps < 2 or options.warm_up < 1:
-        given = f"--micro-batch-size {options.micro_batch_size} --warm-up {options.warm_up} --steps {options.steps}"
-        parser.error(f"{given}: give at least 1, 1 and 2")
     if not torch.cuda.is_available():
         parser.error("there is no GPU here; what fits is tried on one")
     where = rows.machine(options.commit)

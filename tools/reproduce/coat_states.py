@@ -15,19 +15,19 @@ Over all groups of 128 of the moments m and v, for linear weights, embeddings (a
 No bias correction, which is one factor for all elements. Rows are appended to the CSV.
 """
 
-import argparse
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megatron.lm import entry
 from msamp.numerics.formats import E4M3, E5M2, Format
 from msamp.numerics.metrics import sqnr_db, underflow_frac
 from msamp.numerics.range_expand import STATE_GROUP, dynamic_range, quantize_expanded
+from tools.arguments import Parser, output_file, path
 from tools.bench import rows
 
 if TYPE_CHECKING:
@@ -113,24 +113,21 @@ def table(by_kind: Mapping[str, Moments], eps: float) -> list[dict[str, Any]]:
     return found
 
 
+@entry.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 for bad input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints (the newest is taken), or of one")
-    parser.add_argument("--csv", type=Path, help="file to append the rows to")
+    parser = Parser(description=__doc__)
+    parser.add_argument("--load", type=path, required=True, help="folder of checkpoints (the newest is taken), or of one")
+    parser.add_argument("--csv", type=output_file, help="file to append the rows to")
     options = parser.parse_args(arguments)
     from megatron.lm.checkpoint.reader import CheckpointReader  # megatron-core takes seconds, which --help need not wait for
 
-    try:
-        saved = CheckpointReader(options.load)
-        config = saved.config
-        found = table(moments(saved), config.optimizer.adam_eps)
-        run = {"model": f"{config.model.num_layers}x{config.model.hidden_size}", "iteration": saved.info["iteration"]}
-        if options.csv:
-            rows.append(options.csv, [run | line | rows.machine() for line in found])
-    except ValueError as error:
-        print(f"coat_states.py: {error}", file=sys.stderr)
-        return 2
+    saved = CheckpointReader(options.load)
+    config = saved.config
+    found = table(moments(saved), config.optimizer.adam_eps)
+    run = {"model": f"{config.model.num_layers}x{config.model.hidden_size}", "iteration": saved.info["iteration"]}
+    if options.csv:
+        rows.append(options.csv, [run | line | rows.machine() for line in found])
     widths = {name: max(len(name), *(len(str(line[name])) for line in found)) for name in COLUMNS}
     for line in [dict(zip(COLUMNS, COLUMNS, strict=True)), *found]:
         print("  ".join(str(line[name]).rjust(widths[name]) for name in COLUMNS))

@@ -34,7 +34,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.lm import entry
 from msamp.numerics import recipe
+from tools.arguments import Parser, count, path
 from tools.bench import rows
 from tools.precisions import legal_precision, precision_flags
 from tools.report import COLORS, Run, differences, plain, read_run, write_curves
@@ -185,28 +187,24 @@ def row_of(precision: str, runs: Mapping[int, Run], speed: Run, base: Mapping[in
     }
 
 
+@entry.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Train what is missing, then write table and figure of what is complete; 1 where something is not."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--data", default="data/enwik8", help="folder that tools/prepare_text.py made")
-    parser.add_argument("--out", type=Path, default=Path("runs/precisions"))
+    parser.add_argument("--out", type=path, default=Path("runs/precisions"))
     parser.add_argument("--precisions", nargs="+", default=list(recipe.names()), type=legal_precision)
     parser.add_argument(
         "--seeds", nargs="*", default=["bf16=3", "O2=3"], metavar="PRECISION=N", help="more than one seed (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--speed-steps", type=int, default=SPEED_STEPS, help="of the short runs beside --at-once")
-    parser.add_argument("--at-once", type=int, default=1, help="trainings that share a GPU (default: %(default)s)")
+    parser.add_argument("--steps", type=count(4), default=STEPS)
+    parser.add_argument("--speed-steps", type=count(4), default=SPEED_STEPS, help="of the short runs beside --at-once")
+    parser.add_argument("--at-once", type=count(1), default=1, help="trainings that share a GPU (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after these, with what is complete (default: no limit)")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every run")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options = parser.parse_args(argv)
-    try:
-        seeds = seeds_of(options.seeds)
-    except ValueError as error:
-        parser.error(str(error))
-    if options.at_once < 1 or options.steps < 4:
-        parser.error(f"--at-once {options.at_once} --steps {options.steps}: give at least 1 and 4")
+    seeds = seeds_of(options.seeds)
     if not options.minutes > 0:
         parser.error(f"--minutes {options.minutes:g}: give a number above 0, or leave it out for no limit")
     session = Session(end=time.monotonic() + 60 * options.minutes)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.lm import graph, process_groups
+from megatron.lm import entry, graph, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import Config
 from megatron.lm.config.check import check
@@ -51,6 +51,7 @@ from msamp.comm.partition import Piece
 from msamp.comm.statistics import saturated, vanished
 from msamp.numerics.formats import E4M3
 from msamp.numerics.metrics import sqnr_db, underflow_frac
+from tools.arguments import Parser, count, path
 from tools.bench import rows
 
 DEFAULTS = (
@@ -335,31 +336,26 @@ def _measured(options: argparse.Namespace, flags: Sequence[str]) -> list[dict[st
     return table
 
 
+@entry.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 with a message on stderr for bad input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--dp", nargs="+", type=int, default=DATA_PARALLEL, metavar="N", help="data-parallel sizes")
-    parser.add_argument("--plot-dp", type=int, metavar="N", help="the one drawn over the blocks (default: the largest)")
-    parser.add_argument("--mu-steps", type=int, default=1000, help="steps that mu adapts itself before it is measured")
-    parser.add_argument("--rows", type=Path, help="CSV of an earlier run: draw it, measure nothing")
-    parser.add_argument("--out", type=Path, default=rows.ROOT / "tools/reproduce/results/fig7", help="folder for fig7.csv and fig7.png")
+    parser = Parser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--dp", nargs="+", type=count(2, 2**20), default=DATA_PARALLEL, metavar="N", help="data-parallel sizes")
+    parser.add_argument("--plot-dp", type=count(2), metavar="N", help="the one drawn over the blocks (default: the largest)")
+    parser.add_argument("--mu-steps", type=count(0), default=1000, help="steps that mu adapts itself before it is measured; 0: it stays 1")
+    parser.add_argument("--rows", type=path, help="CSV of an earlier run: draw it, measure nothing")
+    parser.add_argument("--out", type=path, default=rows.ROOT / "tools/reproduce/results/fig7", help="folder for fig7.csv and fig7.png")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options, flags = parser.parse_known_args(arguments)
-    try:
-        earlier = read_rows(options.rows) if options.rows else []
-        sizes = {row["dp"] for row in earlier} or set(options.dp)
-        if min(sizes) < 2:
-            raise ValueError(f"--dp {min(sizes)}: give sizes of 2 or more, one rank exchanges nothing")
-        if options.mu_steps < 0:
-            raise ValueError(f"--mu-steps {options.mu_steps}: give 0 (mu stays 1) or more")
-        if options.plot_dp and options.plot_dp not in sizes:
-            raise ValueError(f"--plot-dp {options.plot_dp} is not measured: choose one of {', '.join(map(str, sorted(sizes)))}")
-        if options.rows and flags:
-            raise ValueError(f"{' '.join(flags)}: nothing is trained with --rows; drop one of the two")
-        table = earlier or _measured(options, flags)
-    except (ValueError, OSError) as error:
-        print(f"fig7.py: {error}", file=sys.stderr)
-        return 2
+    earlier = read_rows(options.rows) if options.rows else []
+    sizes = {row["dp"] for row in earlier} or set(options.dp)
+    if min(sizes) < 2:
+        raise ValueError(f"--dp {min(sizes)}: give sizes of 2 or more, one rank exchanges nothing")
+    if options.plot_dp and options.plot_dp not in sizes:
+        raise ValueError(f"--plot-dp {options.plot_dp} is not measured: choose one of {', '.join(map(str, sorted(sizes)))}")
+    if options.rows and flags:
+        raise ValueError(f"{' '.join(flags)}: nothing is trained with --rows; drop one of the two")
+    table = earlier or _measured(options, flags)
     options.out.mkdir(parents=True, exist_ok=True)
     print(*summary(table), sep="\n")
     if importlib.util.find_spec("matplotlib"):

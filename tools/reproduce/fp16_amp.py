@@ -13,19 +13,19 @@
 Rows are appended to the CSV.
 """
 
-import argparse
 import itertools
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.lm import entry
 from msamp import amp
+from tools.arguments import Parser, count, output_file
 from tools.bench import rows
 
 IMAGE, GRID, WINDOW = 32, 8, 16  # pixels of an image's side; cells of a side; pixels of a window's side
@@ -170,21 +170,16 @@ def overflow() -> Iterator[dict[str, Any]]:
         yield {"what": "overflow", "level": "O2", "loss_scale": f"2^{math.log2(scale):g}", "step": step + 1, "loss": f"{loss:.4f}"}
 
 
+@entry.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 for bad input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="of the detector (default: %(default)s)")
-    parser.add_argument("--csv", type=Path, help="file to append the rows to")
+    parser = Parser(description=__doc__)
+    parser.add_argument("--steps", type=count(1), default=300, help="of the detector (default: %(default)s)")
+    parser.add_argument("--csv", type=output_file, help="file to append the rows to")
     options = parser.parse_args(arguments)
-    try:
-        if options.steps < 1:
-            raise ValueError(f"--steps {options.steps}: give at least 1")
-        lines = [dict.fromkeys(COLUMNS, "") | row for part in (detection(options.steps), weight_copies(), overflow()) for row in part]
-        if options.csv:
-            rows.append(options.csv, [line | rows.machine() | {"gpu": "cpu"} for line in lines])
-    except ValueError as error:
-        print(f"fp16_amp.py: {error}", file=sys.stderr)
-        return 2
+    lines = [dict.fromkeys(COLUMNS, "") | row for part in (detection(options.steps), weight_copies(), overflow()) for row in part]
+    if options.csv:
+        rows.append(options.csv, [line | rows.machine() | {"gpu": "cpu"} for line in lines])
     widths = {name: max(len(name), *(len(str(line[name])) for line in lines)) for name in COLUMNS}
     for line in [dict(zip(COLUMNS, COLUMNS, strict=True)), *lines]:
         print("  ".join(str(line[name]).rjust(widths[name]) for name in COLUMNS))

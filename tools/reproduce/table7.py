@@ -20,15 +20,16 @@ The paper's `rate` is the share of a step's time that this communication takes. 
 share of a step in which only NCCL's kernels ran, whatever they sent (`exposed_share` of bench_grid.py), and the bytes that were counted.
 """
 
-import argparse
 import csv
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.lm import entry
 from megatron.lm.presets import PRESETS
 from msamp.numerics import recipe
+from tools.arguments import Parser, output_file, path
 from tools.reproduce.table8 import DATA_PARALLEL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,12 +186,13 @@ def change(value: float, plain: float) -> str:
     return "" if value == plain else f"{100 * (value / plain - 1):+.1f}%"
 
 
+@entry.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="FP8-LM Table 7: what tensor and sequence parallelism send, in BF16 and in FP8.")
+    parser = Parser(description="FP8-LM Table 7: what tensor and sequence parallelism send, in BF16 and in FP8.")
     parser.add_argument(
-        "--grid", type=Path, default=ROOT / "tools/bench/results/grid.csv", help="rows of bench_grid.py, where there are any"
+        "--grid", type=path, default=ROOT / "tools/bench/results/grid.csv", help="rows of bench_grid.py, where there are any"
     )
-    parser.add_argument("--csv", type=Path, help="file to write")
+    parser.add_argument("--csv", type=output_file, help="file to write")
     options = parser.parse_args(arguments)
     found = [row for model in ("13b", "175b") for row in computed_rows(model)]
     if options.grid.exists():

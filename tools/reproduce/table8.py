@@ -17,16 +17,16 @@ every rank also accumulates its own before the exchange (BF16, norms and biases 
 counted already: `accumulate_gib`. Scales, a few bytes a tensor, and buckets under way are left out.
 """
 
-import argparse
 import csv
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.lm import entry
 from megatron.lm.presets import PRESETS
 from msamp.comm.partition import Piece, partition, plan_buckets
+from tools.arguments import Parser, count, output_file
 
 GIB = 2**30
 VOCABULARY, VOCABULARY_MULTIPLE = 50304, 128  # padded to a multiple of 128 x TP, as the trainer does
@@ -175,14 +175,13 @@ def table(models: Sequence[str], ranks: Sequence[int]) -> list[dict[str, Any]]:
     return rows
 
 
+@entry.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="FP8-LM Table 8 from shapes: model state of the least and the most loaded rank.")
+    parser = Parser(description="FP8-LM Table 8 from shapes: model state of the least and the most loaded rank.")
     parser.add_argument("--models", nargs="+", choices=DATA_PARALLEL, default=list(DATA_PARALLEL))
-    parser.add_argument("--ranks", nargs="*", type=int, default=MORE_RANKS, help="data-parallel sizes beside the paper's")
-    parser.add_argument("--csv", type=Path, help="file to write")
+    parser.add_argument("--ranks", nargs="*", type=count(1), default=MORE_RANKS, help="data-parallel sizes beside the paper's")
+    parser.add_argument("--csv", type=output_file, help="file to write")
     options = parser.parse_args(arguments)
-    if any(dp < 1 for dp in options.ranks):
-        parser.error(f"--ranks {' '.join(map(str, options.ranks))}: data-parallel sizes are 1 or more")
     rows = table(options.models, options.ranks)
     widths = {name: max(len(name), *(len(str(line[name])) for line in rows)) for name in COLUMNS}
     print("Model state (weights, gradients, optimizer) a rank, no activations; the paper's GB include them: compare spreads only.")

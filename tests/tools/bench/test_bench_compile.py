@@ -22,4 +22,4 @@ def test_a_row_for_each_case_as_it_is_and_compiled(tmp_path: Path):
 def test_too_few_steps_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         bench_compile.main(flags)
-    assert "give at least 1 and 2" in capsys.readouterr().err
+    assert f"argument {flags[0]}: {flags[1]} is out of range" in capsys.readouterr().err

@@ -90,7 +90,11 @@ def test_groups_are_cast_and_come_back():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--repeats", "1"], "--repeats 1: give at least 2"), (["--only", "sort"], "invalid choice: 'sort'"), ([], "there is no GPU here")],
+    [
+        (["--repeats", "1"], "argument --repeats: 1 is out of range: give 2"),
+        (["--only", "sort"], "invalid choice: 'sort'"),
+        ([], "there is no GPU here"),
+    ],
 )
 def test_refusals(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

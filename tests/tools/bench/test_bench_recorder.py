@@ -33,4 +33,4 @@ def test_no_steps_are_refused(flag, capsys):
     with pytest.raises(SystemExit) as leaving:
         bench_recorder.main([flag, "0"])
     assert leaving.value.code == 2
-    assert f"{flag} 0 must be at least 1" in capsys.readouterr().err
+    assert f"argument {flag}: 0 is out of range" in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_the_table_by_hand_and_a_call_that_was_cut_off_goes_on(
     ("arguments", "message"),
     [
         (["--cases", "O9 --flag"], "--cases 'O9 --flag': begin with a precision"),
-        (["--micro-batch-size", "0"], "--micro-batch-size 0 --warm-up 20 --steps 5: give at least 1, 1 and 2"),
+        (["--micro-batch-size", "0"], "argument --micro-batch-size: 0 is out of range"),
         ([], "there is no GPU here"),
     ],
 )

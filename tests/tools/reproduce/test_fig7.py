@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 from numerics import make
+from refusals import code
 
 from megatron.lm.config.cli import to_argv
 from msamp.comm.exchange import FP32SumWire, NCCLWire
@@ -85,15 +86,15 @@ def test_the_paper_stands_beside_the_figures_and_they_can_be_drawn_again(made, t
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dp", "1", "2"], "--dp 1: give sizes of 2 or more"),
-        (["--mu-steps", "-1"], "--mu-steps -1: give 0"),
+        (["--dp", "1", "2"], "argument --dp: 1 is out of range: give 2"),
+        (["--mu-steps", "-1"], "argument --mu-steps: -1 is out of range: give 0"),
         (["--dp", "2", "4", "--plot-dp", "8"], "--plot-dp 8 is not measured: choose one of 2, 4"),
         (["--rows", __file__], "give the fig7.csv of an earlier run"),
         (["--dp", "2"], "--data-path"),
     ],
 )
 def test_bad_input_is_refused_with_what_to_do(arguments, message, capsys):
-    assert fig7.main(arguments) == 2
+    assert code(fig7.main, arguments) == 2
     assert message in capsys.readouterr().err
 
 

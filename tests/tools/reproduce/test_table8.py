@@ -81,4 +81,4 @@ def test_the_kept_table_has_these_columns():
 def test_bad_ranks_are_refused(capsys):
     with pytest.raises(SystemExit):
         table8.main(["--ranks", "0"])
-    assert "data-parallel sizes are 1 or more" in capsys.readouterr().err
+    assert "argument --ranks: 0 is out of range: give 1" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from msamp.numerics.tensor import ScalingTensor
 
 
 def damaged(prefix: Path, folder: str) -> tuple[int, str]:
-    """A run that compares after every second iteration, of which rank 1 flips a bit of a weight after iteration 3: where it ends, and why."""
+    """A run that compares after every second iteration; rank 1 flips a bit of a weight after iteration 3. Where it ends, and why."""
     settings = tiny.config(
         prefix, opt_level="O2", train_iters=5, check_weight_hash_across_dp_replicas_interval=2, save=folder, save_interval=1
     )

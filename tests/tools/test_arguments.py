@@ -1,0 +1,41 @@
+"""Values that cannot serve are refused while the command line is read."""
+
+import argparse
+
+import pytest
+
+from tools import arguments
+
+
+@pytest.mark.parametrize(
+    ("judge", "text", "message"),
+    [
+        (arguments.path, "", "names nothing: is a variable of the shell unset"),
+        (arguments.output_file, " ", "names nothing"),
+        (arguments.output_file, "/", "is a folder: name a file in it"),
+        (arguments.output_file, "/dev/null/x/y", "lies below /dev/null, which is a file"),
+        (arguments.output_file, "x" * 300, "cannot be written"),
+        (arguments.count(0), "-1", "-1 is out of range: give 0 to 2147483647"),
+        (arguments.count(1, 8), "9", "9 is out of range: give 1 to 8"),
+        (arguments.count(1), "1.5", "'1.5' is no whole number"),
+    ],
+)
+def test_a_value_that_cannot_serve_is_refused_before_the_work(judge, text, message):
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        judge(text)
+
+
+def test_errors_are_one_line(capsys):
+    parser = arguments.Parser(description="A tool.\n\n    python tool.py")
+    parser.add_argument("--runs", type=arguments.count(1))
+    with pytest.raises(SystemExit) as leaving:
+        parser.parse_args(["--runs", "0"])
+    assert leaving.value.code == 2
+    assert capsys.readouterr().err == "error: argument --runs: 0 is out of range: give 1 to 2147483647 (--help lists the flags)\n"
+    assert "A tool.\n\n    python tool.py" in parser.format_help()
+
+
+def test_a_path_that_can_serve_is_taken(tmp_path):
+    assert arguments.output_file(f"{tmp_path}/new/rows.csv") == tmp_path / "new" / "rows.csv"
+    assert not list(tmp_path.iterdir())
+    assert arguments.count(2)("2") == 2

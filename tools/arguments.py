@@ -1,0 +1,57 @@
+"""The command lines of tools, and the values that they take, as the `type` of an argument: what could not serve is refused first."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """A tool's command line: its docstring as it is written, and errors in one line."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**({"formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs))
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (--help lists the flags)\n")
+
+
+def count(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
+    """A whole number from `low` to `high`."""
+
+    def judged(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is out of range: give {low} to {high}")
+        return value
+
+    return judged
+
+
+def name(text: str) -> str:
+    """A word; an empty one, which an unset variable of the shell gives, is refused."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing: is a variable of the shell unset?")
+    return text
+
+
+def path(text: str) -> Path:
+    """A file or folder; an empty one is refused."""
+    return Path(name(text))
+
+
+def output_file(text: str) -> Path:
+    """A file to write when all work is done: what could not be written then is refused now."""
+    found = path(text)
+    try:
+        if found.is_dir():
+            raise argparse.ArgumentTypeError(f"{text} is a folder: name a file in it")
+        above = next(folder for folder in found.absolute().parents if folder.exists())
+        if not above.is_dir():
+            raise argparse.ArgumentTypeError(f"{text} lies below {above}, which is a file: name another place")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written ({error.strerror}): name another file") from None
+    return found
