@@ -19,7 +19,7 @@ MUTANT_JOBS ?= 2
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 LINTED = msamp megatron tools tests setup.py
 
-.PHONY: help venv quickstart test test-nightly mutants test-gpu test-multi-gpu soak lint bench clean
+.PHONY: help venv quickstart test test-nightly mutants test-gpu test-multi-gpu soak fuzz lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -57,6 +57,9 @@ test-multi-gpu: $(READY) ## tests on two or more GPUs
 
 soak: $(READY) ## kill small trainings 100 times at random moments, and see that nothing is lost (half an hour)
 	$(PYTHON) tools/soak.py $(ARGS)
+
+fuzz: $(READY) ## 13,000 wrong flag sets, damaged and forged checkpoints and files: each is refused in a line, and nothing gets out (an hour)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests:$(PYTHONPATH) $(PYTHON) -m attack.fuzz $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(PYTHON) -m ruff check $(LINTED)
