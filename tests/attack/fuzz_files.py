@@ -18,7 +18,8 @@ from tools.prepare_text import train_bpe
 
 TRAINER = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 --tokenizer-type NullTokenizer "
-    "--data-path corpus --micro-batch-size 2 --train-iters 1 --lr 1e-3 --eval-iters 1 --split 80,15,5 --log-interval 1 --fp8-min-gain 0 --lr-warmup-iters 0"
+    "--data-path corpus --micro-batch-size 2 --train-iters 1 --lr 1e-3 --eval-iters 1 --split 80,15,5 --log-interval 1 "
+    "--fp8-min-gain 0 --lr-warmup-iters 0"
 )
 DOCUMENTS = ["1 2 3 4 5", "7 8", "9 10 11 12 13 14 15 16 17 18"] * 5
 

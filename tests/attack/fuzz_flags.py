@@ -18,7 +18,8 @@ from tools.reproduce import table7, table8
 
 GOOD = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 --tokenizer-type NullTokenizer "
-    "--data-path corpus --micro-batch-size 2 --train-iters 1 --lr 1e-3 --eval-iters 1 --split 80,15,5 --log-interval 1 --fp8-min-gain 0 --lr-warmup-iters 0"
+    "--data-path corpus --micro-batch-size 2 --train-iters 1 --lr 1e-3 --eval-iters 1 --split 80,15,5 --log-interval 1 "
+    "--fp8-min-gain 0 --lr-warmup-iters 0"
 )
 SETTINGS = [setting for cls in section_types().values() for setting in fields(cls)]
 TRAINED = 0.02  # share of the trainer's flag sets that are trained, where no number is large
