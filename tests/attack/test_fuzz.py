@@ -17,7 +17,7 @@ from megatron.lm import process_groups
 from megatron.lm.cpu_home import cpu_home
 
 ROOT = Path(__file__).parents[2]
-SMOKE = {"flags": 40, "files": 12, "checkpoints": 6}
+SMOKE = {"flags": 40, "files": 10, "checkpoints": 6}
 SEED = 1
 
 
