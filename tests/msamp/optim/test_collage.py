@@ -31,10 +31,11 @@ def give_gradients(params: list[torch.nn.Parameter], seed: int) -> None:
         p.grad = (torch.randn(p.shape, generator=generator) * 0.1).to(p.dtype)
 
 
-def train(optimizer: torch.optim.Optimizer, steps: range) -> None:
+def train(optimizer: torch.optim.Optimizer, steps: range) -> torch.optim.Optimizer:
     for seed in steps:
         give_gradients([p for group in optimizer.param_groups for p in group["params"]], 100 + seed)
         optimizer.step()
+    return optimizer
 
 
 def tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -424,9 +425,7 @@ def test_states_of_another_variant_are_refused(saved):
     lambda state: state.pop("weight_remainder"), lambda state: state.update(exp_avg=state["exp_avg"].float()),
 ])  # fmt: skip
 def test_states_that_cannot_be_are_refused_and_nothing_changes(spoil):
-    second, twin = (CollageAdamW(parameters()) for _ in range(2))
-    for each in (second, twin):
-        train(each, range(2))
+    second, twin = (train(CollageAdamW(parameters()), range(2)) for _ in range(2))
     saved = copy.deepcopy(twin.state_dict())
     spoil(saved["state"][0])
     with pytest.raises(ValueError, match=r"of parameter 0 of group 0 (holds|lacks|is torch\.float32)"):
