@@ -44,6 +44,7 @@ MEMORY_BYTES = 3 * 2**30  # that a command may ask for beyond what the process h
 CANARY = "canary_of_the_fuzz_run"
 _WRITES = ("os.mkdir", "os.rmdir", "os.remove", "os.rename", "os.link", "os.symlink", "os.truncate", "os.chmod", "shutil.rmtree")
 _STARTS = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn")
+_ASKED = ("fc-list", "uname")  # what matplotlib and `platform` ask of the system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Watch:
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.armed:
             return
-        if event in _STARTS:
+        if event in _STARTS and arguments[0] not in _ASKED:
             self.seen.append(f"it started a process: {arguments[:2]!r}"[:300])
             raise PermissionError(errno.EPERM, "no process is started here")
         if event == "import" and str(arguments[0]).startswith(CANARY):
