@@ -17,6 +17,8 @@ SHARD ?= 1/1
 MUTANT_JOBS ?= 2
 # So that an interpreter of the machine, into which nothing was installed, finds us too.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+# Compiled files are kept, whatever the caller's environment says: each test process would compile all of them anew.
+unexport PYTHONDONTWRITEBYTECODE
 LINTED = msamp megatron tools tests setup.py
 
 .PHONY: help venv quickstart test test-nightly mutants test-gpu test-multi-gpu soak fuzz lint bench clean

@@ -1,41 +1,61 @@
 """megatron-core on a machine without CUDA: the one file that teaches it to live there.
 
 megatron-core 0.16.1 names CUDA in its schedules, layers and random-number tracker. `cpu_home` answers those calls with their CPU
-equivalents: a `TorchFunctionMode` for tensor arguments, and replacements for a few functions of `torch.cuda`. It is active only
-where `torch.cuda.is_available()` is false, and it is the single exception to the rule against assignment into foreign modules.
+equivalents: functions in place of a few of `torch.cuda`, of those that make tensors, and of a tensor's methods. A `TorchFunctionMode`
+would need no list of them, but sees every call and every attribute of a tensor: a fifth of a small model's training was spent in it.
+What is not in the list says that torch has no CUDA. The home is active only where `torch.cuda.is_available()` is false, and it is the
+single exception to the rule against assignment into foreign modules.
 """
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 
 import megatron.core.tensor_parallel.random as megatron_random
 import torch
-from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
+_TO, _TYPE = torch.Tensor.to, torch.Tensor.type
+_MAKE_TENSORS = (
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones", "ones_like"),
+    *("rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like"),
+)
 
 
 def _names_cuda(value: object) -> bool:
     return (isinstance(value, str) and value.split(":")[0] == "cuda") or (isinstance(value, torch.device) and value.type == "cuda")
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Redirects what is asked of CUDA, by keyword or through a tensor's methods, to the CPU."""
+def _on_cpu(make: Callable) -> Callable:
+    """A function that makes tensors; what it is asked to make on CUDA, it makes on the CPU."""
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # megatron-core's optimizers recognise trainable dtypes by the names of CUDA tensors.
-            return func(args[0]).replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
-            args = (args[0], _CPU, *args[2:])
-        if "device" in kwargs and _names_cuda(kwargs["device"]):
-            kwargs = kwargs | {"device": _CPU}
-        return func(*args, **kwargs)
+    @wraps(make)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return make(*args, **kwargs)
+
+    return call
+
+
+def _cuda(self: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:
+    return self
+
+
+def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if args and _names_cuda(args[0]):
+        args = (_CPU, *args[1:])
+    elif _names_cuda(kwargs.get("device")):
+        kwargs["device"] = _CPU
+    return _TO(self, *args, **kwargs)
+
+
+def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    found = _TYPE(self, *args, **kwargs)
+    # megatron-core's optimizers recognise trainable dtypes by the names of CUDA tensors.
+    return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
 
 
 def _current_device() -> torch.device:
@@ -76,7 +96,8 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 def _enter(stack: ExitStack) -> None:
     def replace(owner: Any, name: str, value: object) -> None:
-        stack.callback(setattr, owner, name, getattr(owner, name))
+        own = name in vars(owner)  # torch.Tensor inherits its methods: what was put in front of them goes
+        stack.callback(setattr, owner, name, getattr(owner, name)) if own else stack.callback(delattr, owner, name)
         setattr(owner, name, value)
 
     for name, value in {
@@ -89,12 +110,15 @@ def _enter(stack: ExitStack) -> None:
         "default_generators": _OneGenerator(),
     }.items():
         replace(torch.cuda, name, value)
+    for name in _MAKE_TENSORS:
+        replace(torch, name, _on_cpu(getattr(torch, name)))
+    for name, method in {"cuda": _cuda, "to": _to, "type": _type}.items():
+        replace(torch.Tensor, name, method)
     replace(torch.cuda.random, "get_rng_state", _get_rng_state)
     replace(megatron_random, "_lazy_call", _call_now)
     logger = logging.getLogger(megatron_random.__name__)
     logger.addFilter(_is_news)
     stack.callback(logger.removeFilter, _is_news)
-    stack.enter_context(_CudaMeansCpu())
 
 
 def is_active() -> bool:

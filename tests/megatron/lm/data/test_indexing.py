@@ -4,10 +4,13 @@ import errno
 import io
 import json
 import multiprocessing
-import subprocess
-import sys
+import os
+import signal
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
+import dist
 import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
@@ -75,21 +78,18 @@ def test_nothing_to_write(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def killed_while_writing(prefix: Path) -> None:
+    def documents() -> Iterator[Document]:
+        for _ in range(3):
+            yield Document(texts={"text": "1 2 3"}, source_bytes=1 << 20)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    write_datasets(documents(), {"text": prefix}, OPTIONS, workers=0)
+
+
 def test_kill_leaves_no_dataset(tmp_path):
-    script = f"""
-import os
-from pathlib import Path
-from megatron.lm.config import DataConfig
-from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
-def documents():
-    for i in range(3):
-        yield Document(texts={{"text": "1 2 3"}}, source_bytes=1 << 20)
-    os.kill(os.getpid(), 9)
-options = EncodeOptions(data=DataConfig(tokenizer_type="NullTokenizer"), vocab_size=100)
-write_datasets(documents(), {{"text": Path({str(tmp_path / "p")!r})}}, options, workers=0)
-"""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=False, env={"PYTHONPATH": ":".join(filter(None, sys.path))})
-    assert done.returncode == -9
+    with pytest.raises(RuntimeError, match=r"a process died without a Python exception; exit codes by rank: \{0: -9\}"):
+        dist.run(killed_while_writing, 1, tmp_path / "p", init=False)
     assert not any((tmp_path / f"p{suffix}").exists() for suffix in (".bin", ".idx", ".json"))
 
 

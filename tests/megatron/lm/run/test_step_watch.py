@@ -5,8 +5,7 @@ import math
 import os
 import shlex
 import signal
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +24,6 @@ from megatron.lm.model.loss import mean_loss
 from megatron.lm.run import RunStopped, trainer
 from megatron.lm.run.rollback import begins_afresh
 from megatron.lm.training import Batches, StepResult, Training
-
-ROOT = Path(__file__).parents[4]
-
 
 # What only one of two ranks meets
 
@@ -240,30 +236,26 @@ def waited_for(done: Callable[[], Any], seconds: float = 100.0) -> Any:
     return found
 
 
-def test_a_process_saves_on_sigusr1_and_leaves_with_0_on_sigterm(prefix: Path, tmp_path: Path):
-    """Signals as a batch system sends them: to the whole process group, the reader of the data included."""
+def asked_by_signals(flags: list[str], metrics: Path, marker: Path) -> int:
+    """The trainer's exit code; signals as a batch system sends them: to the whole process group, the reader of the data included."""
+
+    def ask() -> None:
+        waited_for(lambda: metrics.is_file() and '"train"' in metrics.read_text())
+        os.killpg(0, signal.SIGUSR1)
+        waited_for(marker.is_file)
+        os.killpg(0, signal.SIGTERM)
+
+    threading.Thread(target=ask, daemon=True).start()
+    return pretrain.main(flags)
+
+
+def test_a_process_saves_on_sigusr1_and_leaves_with_0_on_sigterm(prefix: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     folder, metrics = tmp_path / "save", tmp_path / "metrics.jsonl"
-    flags = ["--data-path", str(prefix), "--train-iters", "100000", "--save", str(folder), "--metrics-file", str(metrics)]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megatron.lm.pretrain", *FLAGS, *flags, "--num-workers", "1"],
-        env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        waited_for(lambda: (metrics.is_file() and '"train"' in metrics.read_text()) or process.poll() is not None)
-        os.killpg(process.pid, signal.SIGUSR1)
-        waited_for(lambda: (folder / "latest_checkpointed_iteration.txt").is_file() or process.poll() is not None)
-        os.killpg(process.pid, signal.SIGTERM)
-        out, err = process.communicate(timeout=100)
-    finally:
-        process.kill()
-    assert process.returncode == 0, err
-    last = int((folder / "latest_checkpointed_iteration.txt").read_text())
-    assert f"leaving after iteration {last}, saved: SIGTERM" in out
+    marker = folder / "latest_checkpointed_iteration.txt"
+    flags = [*FLAGS, "--data-path", str(prefix), "--train-iters", "100000", "--save", str(folder), "--metrics-file", str(metrics)]
+    assert dist.run(asked_by_signals, 1, [*flags, "--num-workers", "1"], metrics, marker, init=False) == [0]
+    last = int(marker.read_text())
+    assert f"leaving after iteration {last}, saved: SIGTERM" in capfd.readouterr().out
     assert len(saved(folder)) == 2
     assert tiny.read(metrics)[-1]["iteration"] == last
 

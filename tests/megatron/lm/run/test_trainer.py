@@ -17,7 +17,7 @@ from megatron.lm.training import Batches, StepResult, Training
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.nightly)
 LEVELS = ("O3", *(SLOW(level) for level in ("fp32", "fp16-amp", "coat", "O1", "O2")))
-LONG = {"train_iters": 60, "global_batch_size": 8, "micro_batch_size": 8}
+LONG = {"train_iters": 30, "lr": 1e-2, "global_batch_size": 8, "micro_batch_size": 8}
 
 
 def kinds(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
@@ -47,7 +47,7 @@ def valid_loss(rows: list[dict[str, Any]]) -> float:
 def test_a_level_learns_skips_nothing_and_ends_near_bf16(level_rows: dict[str, list[dict[str, Any]]], level: str):
     rows, bf16 = level_rows[level], level_rows["bf16"]
     assert [tiny.losses(found)[0] for found in (rows, bf16)] == pytest.approx([math.log(64)] * 2, rel=0.02)
-    assert valid_loss(bf16) < 2.9
+    assert valid_loss(bf16) < 3.1
     assert valid_loss(rows) == pytest.approx(valid_loss(bf16), rel=0.02)
     assert all(row["skipped"] == 0 for row in rows if row["kind"] == "train")
 
@@ -82,7 +82,7 @@ def test_current_scaling(prefix: Path, level: str, level_rows: dict[str, list[di
     ids=str,
 )
 def test_other_state_formats_train(prefix: Path, formats: dict[str, str]):
-    losses = tiny.losses(tiny.run(tiny.config(prefix, opt_level="O2", **formats, **(LONG | {"train_iters": 40}))))
+    losses = tiny.losses(tiny.run(tiny.config(prefix, opt_level="O2", **formats, **LONG)))
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < losses[0] - (0.1 if formats == {"exp_avg_sq_format": "fp8-e4m3"} else 0.8)
 
