@@ -94,16 +94,18 @@ def batches(
         num_workers=num_workers,
         collate_fn=_collate,
         pin_memory=device.type == "cuda",
-        worker_init_fn=_outlive_sigterm,
+        worker_init_fn=_ignore_signals,
         # A generator of its own: the loader would else draw its base seed from the global one, and shift dropout after a resume.
         generator=torch.Generator().manual_seed(0),
     )
     return _on_device(loader, device)
 
 
-def _outlive_sigterm(worker: int) -> None:
-    # A batch system sends it to all processes of a job: the training process must still get its batches until it has saved.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _ignore_signals(worker: int) -> None:
+    # A batch system sends them to all processes of a job: the training process must still get its batches until it has saved. Where
+    # readers are not forked, SIGUSR1 too would end them.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:

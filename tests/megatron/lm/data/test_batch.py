@@ -61,12 +61,13 @@ def test_resume_goes_on_behind_what_was_consumed(num_workers):
     assert drawn(data_parallel_size=2, data_parallel_rank=1, consumed_samples=8, num_workers=num_workers) == whole[2:]
 
 
-def test_sigterm_ends_no_reader():
+def test_signals_end_no_reader():
     stream = batches(Counted(64), micro_batch_size=2, data_parallel_rank=0, data_parallel_size=1, num_workers=1)
     first = next(stream)
     (reader,) = multiprocessing.active_children()
     assert reader.pid is not None
-    os.kill(reader.pid, signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        os.kill(reader.pid, number)
     assert [batch["tokens"][0, 0].item() for batch in (first, *stream)] == list(range(0, 64, 2))
 
 

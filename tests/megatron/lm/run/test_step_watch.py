@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import multiprocessing
 import os
 import shlex
 import signal
@@ -245,6 +246,7 @@ def asked_by_signals(flags: list[str], metrics: Path, marker: Path) -> int:
         waited_for(marker.is_file)
         os.killpg(0, signal.SIGTERM)
 
+    multiprocessing.set_start_method("fork", force=True)  # as in a process of its own; this one would start readers as it was started
     threading.Thread(target=ask, daemon=True).start()
     return pretrain.main(flags)
 
