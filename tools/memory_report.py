@@ -172,7 +172,7 @@ def state_bytes(training: Training) -> dict[str, int]:
     gradients = [getattr(p, "main_grad", None) for p in params] + [segment.grad for p in params for segment in sync.owned(p)]
     found = {"weight": sum(map(stored_bytes, params)), "gradient": sum(stored_bytes(g) for g in gradients if g is not None)}
     for holding in optimizer.holdings():
-        for declared, _ in kept_states(holding.param, holding.group):
+        for declared, _ in kept_states(holding.param, holding.formats):
             size = stored_bytes(as_stored(optimizer.state[holding.weight], declared.key))
             found[declared.column] = found.get(declared.column, 0) + size
     return found

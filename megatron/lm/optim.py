@@ -21,7 +21,7 @@ from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW, kept_states, update_of
 from msamp.optim.device_flag import DeviceFlag
 from msamp.optim.states import weight_format
-from msamp.optim.updates import MASTER, WEIGHT
+from msamp.optim.updates import MASTER, WEIGHT, formats_of
 from msamp.parallel.greedy_zero import ZeRO
 
 
@@ -155,12 +155,12 @@ def bytes_per_parameter(optimizer: FP8AdamW) -> dict[str, float]:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for p in params:
         total[WEIGHT] += p.numel() * weight_format(p).bytes
-    for state in (state for group in optimizer.param_groups for state in update_of(group).states):
+    for state in (state for group in optimizer.param_groups for kind in formats_of(group) for state in update_of(kind).states):
         total.setdefault(state.column, 0)
     for holding in optimizer.holdings():
         shape = holding.weight.shape
-        total["grad"] += formats.by_name(holding.group["formats"]["grad"]).bytes_of(shape)
-        for state, fmt in kept_states(holding.param, holding.group):
+        total["grad"] += formats.by_name(holding.formats["grad"]).bytes_of(shape)
+        for state, fmt in kept_states(holding.param, holding.formats):
             total[state.column] += fmt.bytes_of(shape)
     count = sum(p.numel() for p in params)
     return {key: size / count for key, size in total.items()}

@@ -163,6 +163,16 @@ class GradSync:
         if self._generator is not None:  # by step and rank, so that a resumed run draws the same numbers
             self._generator.manual_seed(((self.seed * 1_000_003 + self.steps) * 100_003 + self.peers.rank) % 2**63)
 
+    def discard(self) -> None:
+        """Drop what has come since the last step, on all ranks alike: what `zero_grad` means where gradients leave during backward. What
+        some rank has sent already the others send too. Collective where a backward has run outside `no_sync`."""
+        if any(bucket.sent or bucket.waiting < len(bucket.params) for bucket in self.buckets):
+            while self._next < len(self.buckets):
+                self._send_next()
+        holding = self._holding
+        self.clear()
+        self._holding = holding
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """For all micro-batches of a step but the last: gradients add up on this rank and none leaves."""
@@ -182,7 +192,8 @@ class GradSync:
         if bucket.gradients[i] is not None or bucket.sent:
             raise ValueError(
                 f"{self.names[p]} got a second gradient in one step after its first had left; "
-                "run every backward of a step but the last under no_sync(), and call finish() and clear() between steps"
+                "run every backward of a step but the last under no_sync(), and call finish() and clear() between steps, or discard() "
+                "(the optimizer's zero_grad()) to drop its gradients"
             )
         total = self._totals.pop(p, None)
         if self._holding is not None:

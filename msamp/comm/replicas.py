@@ -22,10 +22,8 @@ _ROW = 4096  # words that are added before their place counts
 
 
 def checksum(x: Tensor) -> Tensor:
-    """int64 0-dim: a number of the bits of a tensor in any dtype, of a ScalingTensor its payload and its scale.
-
-    Each flipped bit changes it, and so do rows of 32 KiB that have changed places.
-    """
+    """int64 0-dim: a number of the bits of a tensor in any dtype, of a ScalingTensor its payload and its scale. Each flipped bit changes
+    it, and so do rows of 32 KiB that have changed places."""
     if isinstance(x, ScalingTensor):
         return checksum(x.payload) + 0x9E3779B1 * x.scale_inv.detach().view(torch.int32).to(torch.int64)
     flat = as_bytes(x.detach().contiguous().view(-1)) if x.numel() else torch.zeros(0, dtype=torch.uint8, device=x.device)

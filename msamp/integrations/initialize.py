@@ -10,7 +10,6 @@ A recipe states facts, and this file asks for nothing else. In a loop that is no
 - `activations`: what norms and activations keep for backward is up to these modules, and those of the model stay as they are.
 """
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from msamp.comm.grad_sync import GradSync
+from msamp.integrations.loop_optimizer import LoopOptimizer, states_of
 from msamp.kernels.scaled_mm import warn_if_emulated
 from msamp.nn.convert import convert
 from msamp.nn.filters import DEFAULT, Filter
@@ -26,10 +25,8 @@ from msamp.nn.linear import FP8Linear, check_finite
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import recipe as recipes
 from msamp.numerics.formats import Format
-from msamp.numerics.recipe import FP32_STATES, GEMMS, Recipe, StateFormats
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.recipe import GEMMS, Recipe
 from msamp.optim import updates
-from msamp.optim.adamw import FP8AdamW
 from msamp.optim.clip import check_max_norm
 from msamp.optim.updates import format_names
 from msamp.parallel.data_parallel import grad_sync
@@ -131,54 +128,31 @@ def _start_equal(model: nn.Module, group: dist.ProcessGroup) -> None:
         dist.broadcast(x, group=group, group_src=0)
 
 
-def _states(p: torch.Tensor, recipe: Recipe) -> StateFormats:
-    """The formats of gradient, master and moments of a parameter of the converted model."""
-    if isinstance(p, ScalingTensor):
-        return recipe.states
-    if p.dim() <= 1:
-        return recipe.vectors
-    return FP32_STATES if recipe.fp8_gradients else recipe.states
-
-
-def _groups(optimizer: torch.optim.Optimizer, renamed: Mapping[int, nn.Parameter], recipe: Recipe) -> list[dict[str, Any]]:
-    """The parameter groups of `optimizer`, each split by the formats of its parameters' states, those of FP8 linear weights first."""
+def _groups(optimizer: torch.optim.Optimizer, renamed: Mapping[int, nn.Parameter], model: nn.Module) -> list[dict[str, Any]]:
+    """The parameter groups of `optimizer`, over the parameters of the converted model, with their names."""
+    names = {id(p): name for name, p in model.named_parameters()}
     groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
+    for number, group in enumerate(optimizer.param_groups):
         params = [renamed.get(id(p), p) for p in group["params"]]
         common = {k: v for k, v in group.items() if k not in _TORCH_ONLY} | {"lr": float(group["lr"])}
-        common["decoupled"] = _decoupled(optimizer, group)
-        alike: dict[StateFormats, list[nn.Parameter]] = {}
-        for p in sorted(params, key=lambda p: not isinstance(p, ScalingTensor)):
-            alike.setdefault(_states(p, recipe), []).append(p)
-        groups += [{"params": members, "formats": states, **common} for states, members in alike.items()]
+        common.setdefault("param_names", [names.get(id(p), f"parameter {i} of group {number}") for i, p in enumerate(params)])
+        groups.append({"params": params, "decoupled": _decoupled(optimizer, group), **common})
     return groups
 
 
-class _StepHooks:
-    """Optimizer hooks: `optimizer.step()` begins with the average of the gradients, and its end is the step's end for the scales."""
+def _replaced(optimizer: torch.optim.Optimizer, low: LoopOptimizer) -> None:
+    """Tell the given optimizer apart: its step raises, and its groups are those of `low`, so that a scheduler bound to it, before or after,
+    sets the rates of `low`."""
+    optimizer.param_groups = low.param_groups
+    optimizer.register_step_pre_hook(_refuse_step)
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler bound to it would warn that it never steps
 
-    def __init__(self, state: ScalingState, sync: GradSync | None) -> None:
-        self.state, self.sync = state, sync
 
-    def before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        sync, closure = self.sync, kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if sync is None:
-            return args, kwargs
-        if closure is None:
-            sync.finish()
-            return args, kwargs
-
-        def averaged() -> Any:
-            loss = closure()
-            sync.finish()
-            return loss
-
-        return (optimizer, averaged), {}
-
-    def after(self, *_: Any) -> None:
-        self.state.roll(None if self.sync is None else self.sync.peers.group)
-        if self.sync is not None:
-            self.sync.clear()
+def _refuse_step(*_: Any) -> None:
+    raise ValueError(
+        "this optimizer was replaced by msamp.initialize and holds no states; step the one that it returned: "
+        "model, optimizer = msamp.initialize(model, optimizer)"
+    )
 
 
 def _low_precision_optimizer(
@@ -188,19 +162,14 @@ def _low_precision_optimizer(
     group: dist.ProcessGroup | None,
     zero: bool,
     clip_grad: float | None,
-) -> FP8AdamW:
+) -> LoopOptimizer:
     """An optimizer whose step takes the gradients' average over the ranks and rolls the model's scales."""
     sync = None
     if group is not None:
-        formats: dict[torch.Tensor, Format] = {p: _states(p, recipe).grad for p in model.parameters()}
+        formats: dict[torch.Tensor, Format] = {p: states_of(p, recipe).grad for p in model.parameters()}
         sync = grad_sync(model, formats, group, shard=zero, accumulate=recipe.accumulator)
-    low = FP8AdamW(groups, clip_grad=clip_grad, shard=ZeRO(sync) if sync is not None and zero else None)
-    low.grad_sync = sync  # type: ignore[attr-defined]
-    low.no_sync = contextlib.nullcontext if sync is None else sync.no_sync  # type: ignore[attr-defined]
-    hooks = _StepHooks(ScalingState(model), sync)
-    low.register_step_pre_hook(hooks.before)
-    low.register_step_post_hook(hooks.after)
-    return low
+    shard = ZeRO(sync) if sync is not None and zero else None
+    return LoopOptimizer(groups, recipe, ScalingState(model), sync, clip_grad=clip_grad, shard=shard)
 
 
 def _converted(
@@ -211,18 +180,19 @@ def _converted(
     group: dist.ProcessGroup | None,
     zero: bool,
     clip_grad: float | None,
-) -> tuple[nn.Module, FP8AdamW]:
+) -> tuple[nn.Module, LoopOptimizer]:
     """The model with its layers converted, and the optimizer that takes the place of `optimizer`."""
     originals = {name: m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     model = convert(model, recipe, accept)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, FP8Linear)}
     renamed = {id(originals[name]): layer.weight for name, layer in layers.items() if name in originals}
-    low = _low_precision_optimizer(model, _groups(optimizer, renamed, recipe), recipe, group, zero, clip_grad)
+    low = _low_precision_optimizer(model, _groups(optimizer, renamed, model), recipe, group, zero, clip_grad)
     owned = {id(p) for g in low.param_groups for p in g["params"]}
     if recipe.weight != recipe.states.master:  # the master starts from the weight as it was, not from its FP8 rounding
         for name, layer in layers.items():
             if name in originals and id(layer.weight) in owned:
                 low.init_master(layer.weight, originals[name].detach())
+    _replaced(optimizer, low)
     return model, low
 
 
@@ -237,7 +207,7 @@ def initialize(
     group: dist.ProcessGroup | None = None,
     zero: bool | None = None,
     clip_grad: float | None = None,
-) -> tuple[nn.Module, FP8AdamW]:
+) -> tuple[nn.Module, LoopOptimizer]:
     """Turn a model and its Adam into those of a precision recipe (FP8-LM, levels of section 3; Collage, Table 2; COAT).
 
     | recipe | linear layers | gradients | master, m, v | a model in |
@@ -263,7 +233,8 @@ def initialize(
     only an owner has it): clip with `clip_grad`, torch's clip_grad_norm_ would find nothing. All micro-batches of a step
     but the last run their backward under `optimizer.no_sync()`.
 
-    Build learning-rate schedulers from the returned optimizer: a group of the given one may have become several.
+    The given optimizer's groups stay as they are and become those of the returned one, so that a scheduler built from either sets its
+    rates; the given one's `step` raises. A copy or a pickle of model and optimizer together, on one process, trains on.
 
     Args:
         model: any module tree, changed in place.
@@ -282,7 +253,8 @@ def initialize(
 
     Returns:
         The model, the same object, and the optimizer. Beside what it always has, it carries `grad_sync`, its GradSync (bytes
-        sent, statistics; None on one process), and `no_sync`, that one's context (without effect on one process).
+        sent, statistics; None on one process), and `no_sync`, that one's context (without effect on one process); `zero_grad` drops
+        gradients that have left too.
 
     Raises:
         ValueError: for an unknown recipe or optimizer (listing those accepted), two recipes, a model in a dtype that the recipe does not

@@ -79,6 +79,7 @@ class FP8Linear(nn.Module):
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = source.in_features, source.out_features
         layer.weight = scaling_parameter(source.weight.detach(), recipe, source.weight.requires_grad, name)
+        vars(layer.weight).update(vars(source.weight))  # such as _no_weight_decay, by which optimizers and others know a weight
         layer.bias = source.bias
         layer.scaling = LinearScaling(recipe.gemm, device=source.weight.device)
         layer.train(source.training)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from msamp.numerics.formats import Format, of_dtype
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.quantize import dequantize, quantize
 from msamp.numerics.scaling import inverse, scale_from_amax
+
+_OWN = ("payload", "scale_inv", "_is_param")  # attributes that a ScalingTensor has of itself; any other is its user's
 
 
 class ScalingTensor(torch.Tensor):
@@ -98,7 +101,8 @@ class ScalingTensor(torch.Tensor):
         # An FP8 payload travels as bytes: plain pickle knows no float8 storage.
         payload = self.payload.view(torch.uint8) if self.payload.itemsize == 1 else self.payload
         flags = (self.requires_grad, isinstance(self, torch.nn.Parameter))
-        return _rebuild, (payload, self.payload.dtype, self.scale_inv, self.dtype, *flags)
+        attributes = {name: value for name, value in vars(self).items() if name not in _OWN}
+        return _rebuild, (payload, self.payload.dtype, self.scale_inv, self.dtype, *flags, *([attributes] if attributes else []))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -123,9 +127,12 @@ def _rebuild(
     dtype: torch.dtype,
     requires_grad: bool,
     parameter: bool,
+    attributes: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
-    tensor = ScalingTensor(payload.view(payload_dtype), scale_inv, dtype)
-    return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+    tensor: torch.Tensor = ScalingTensor(payload.view(payload_dtype), scale_inv, dtype)
+    tensor = torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+    vars(tensor).update(attributes or {})
+    return tensor
 
 
 torch.serialization.add_safe_globals([ScalingTensor, _rebuild])

@@ -26,12 +26,14 @@ from msamp.optim.clip import (
     units,
 )
 from msamp.optim.device_flag import DeviceFlag
+from msamp.optim.masters import follow_weight_, version_of
 from msamp.optim.shard import Holding, Shard, Whole
 from msamp.optim.states import (
     Expected,
     as_stored,
     begun,
     check_state,
+    copy_of_rows,
     expected_moment,
     is_own_master,
     is_scaled,
@@ -41,9 +43,10 @@ from msamp.optim.states import (
     saved_states,
     scale_inv,
     take_groups,
+    view_of_rows,
     weight_format,
 )
-from msamp.optim.updates import MASTER, Launch, State, Update, format_names
+from msamp.optim.updates import MASTER, Formats, Launch, State, Update, formats_of, named_formats
 
 SCALE_INV = -1  # row of the table of amaxes: the gradient's scale_inv
 
@@ -104,11 +107,15 @@ class FP8AdamW(torch.optim.Optimizer):
     CUDA graph may hold one: gradients must keep their memory, `refresh` goes before a replay, and after `load_state_dict`,
     `restart` or weights loaded by themselves it must be captured anew.
 
+    A master follows a weight that somebody else has written, by `model.load_state_dict`, `copy_` or whatever moves its version, at the next
+    step (`msamp.optim.masters`); model and optimizer can be loaded in either order. `reload_model_params` finds writes through `.data` too.
+
     A plain FP16 parameter has an FP32 master beside it, and wants a loss scale, which is divided out of its gradients together
     with the clipping; norms and amaxes are those of the unscaled gradients.
 
     Args:
-        params: parameters or groups. A group may carry its own `formats` (StateFormats) and `decoupled`.
+        params: parameters or groups. A group may carry its own `formats` (StateFormats, or a list with one for each parameter) and
+            `decoupled`.
         lr, betas, eps, weight_decay: as torch.optim.AdamW.
         formats: master, gradient, m and v. A plain gradient is quantised to its format just-in-time in `step`.
         decoupled: False takes Adam's L2 decay in the gradient.
@@ -156,6 +163,7 @@ class FP8AdamW(torch.optim.Optimizer):
         self._kept = torch.zeros(0)
         self._grad_amaxes = torch.zeros(0)
         self._seen: dict[torch.Tensor, tuple[tuple[int, int], ...]] = {}
+        self._cast: dict[torch.Tensor, tuple[int, int]] = {}  # weights as they were last known to be cast from their masters
 
     @property
     def grad_norm(self) -> torch.Tensor:
@@ -182,21 +190,28 @@ class FP8AdamW(torch.optim.Optimizer):
         return DeviceFlag(~self._usable) if self._usable.is_cuda else not bool(self._usable)
 
     def refresh(self) -> None:
-        """Send learning rates and weight decays that have changed to the device: before a replay of a CUDA graph that holds a step."""
-        for number in range(len(self.param_groups)):
-            self._hyper(number)
+        """Before a replay of a CUDA graph that holds a step: send learning rates and weight decays that have changed to the device, and let
+        masters follow weights that somebody has written."""
+        for number, group in enumerate(self.param_groups):
+            for update in {update_of(formats).name for formats in formats_of(group)}:
+                self._hyper(number, update)
+        held = [holding for holding in self.holdings() if self.state.get(holding.weight)]
+        self._follow(held)
+        if self._kept.dim() == 2:
+            self._keep_amaxes(held)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch; refuses hyper-parameters out of range, naming value and range."""
         group = {**self.defaults, **param_group}
         check_numbers(group)
-        formats = group["formats"] if isinstance(group["formats"], dict) else format_names(group["formats"])
-        update, master = updates.by_name(formats["update"]), formats["master"]
-        update.check_group(formats, group["decoupled"])
         params = group["params"]
         if not isinstance(params, torch.Tensor | set):  # a set is torch's to refuse: its order is not sure
             param_group["params"] = params = list(params)
-        for p in [params] if isinstance(params, torch.Tensor) else params:
+        listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        param_group["formats"] = named_formats(group["formats"], len(listed))
+        for p, formats in zip(listed, formats_of({"params": listed, "formats": param_group["formats"]}), strict=True):
+            update, master = update_of(formats), formats["master"]
+            update.check_group(formats, group["decoupled"])
             dtype = p[1].dtype if isinstance(p, tuple) else p.dtype
             if dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise ValueError(
@@ -210,11 +225,8 @@ class FP8AdamW(torch.optim.Optimizer):
                 )
             update.check_parameter(p[1] if isinstance(p, tuple) else p)
         super().add_param_group(param_group)
-        added = self.param_groups[-1]
-        if isinstance(added["formats"], StateFormats):
-            added["formats"] = format_names(added["formats"])
         try:
-            self.shard.check(added)
+            self.shard.check(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
@@ -232,27 +244,45 @@ class FP8AdamW(torch.optim.Optimizer):
         if not any(q is p for group in self.param_groups for q in group["params"]):
             raise ValueError(f"a parameter of shape {tuple(p.shape)} is not in this optimizer; add its group first")
         for holding in self.holdings():
-            if holding.param is p and not is_own_master(p, by_name(holding.group["formats"]["master"])):
+            if holding.param is p and not is_own_master(p, by_name(holding.formats["master"])):
                 self._init_state(holding, values)
 
     def restart(self) -> None:
-        """Start all masters and moments anew from the parameters as they are: after weights were loaded by themselves."""
+        """Start all masters and moments anew from the parameters as they are: where the moments of before mean nothing to new weights."""
         self.state.clear()
-        self._seen = {}
+        self._seen, self._cast = {}, {}
+
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Let masters follow weights that somebody has written, now, and find writes that no version tells of, such as those through the
+        `.data` of a plain parameter (Megatron's name). A step does it by itself for all others."""
+        self.wait()
+        self._seen, self._cast = {}, {}
+        self._follow([holding for holding in self.holdings() if self.state.get(holding.weight)])
+
+    def _follow(self, holdings: Sequence[Holding]) -> None:
+        """Make masters anew where their weights are no longer what they cast to."""
+        for holding in holdings:
+            version = version_of(holding.param)
+            if MASTER.key in self.state.get(holding.weight, {}) and self._cast.get(holding.weight) != version:
+                weight = holding.weight if holding.rows is None else view_of_rows(holding.param, holding.rows)
+                follow_weight_(self.state[holding.weight][MASTER.key], weight, holding.param)
+            self._cast[holding.weight] = version
 
     def _init_state(self, holding: Holding, values: torch.Tensor | None = None) -> None:
         state = self.state[holding.weight]
         state["step"] = torch.zeros((), device=holding.weight.device)
-        for declared, fmt in kept_states(holding.param, holding.group):
+        for declared, fmt in kept_states(holding.param, holding.formats):
             if declared.copy:
                 # From the whole parameter, so that its scale does not depend on how it is cut.
                 state[declared.key] = holding.copy_of(make_master(holding.param, fmt, values))
+                self._cast[holding.weight] = version_of(holding.param)
             else:
                 state |= begun(declared.key, fmt, holding.weight)
 
     def _whole(self) -> list[Holding]:
-        numbered = enumerate((group, p) for group in self.param_groups for p in group["params"])
-        return [Holding(p, group, index, p, place=index) for index, (group, p) in numbered]
+        each = [(p, group, formats) for group in self.param_groups for p, formats in zip(group["params"], formats_of(group), strict=True)]
+        return [Holding(p, group, formats, index, p, place=index) for index, (p, group, formats) in enumerate(each)]
 
     def holdings(self) -> list[Holding]:
         """What this process updates, in parameter order."""
@@ -264,9 +294,12 @@ class FP8AdamW(torch.optim.Optimizer):
         return self.holdings()
 
     def ready(self) -> list[Holding]:
-        """Those with a gradient in this step, which they carry in its format; waits for weights that are still on their way."""
+        """Those with a gradient in this step, which they carry in its format; waits for weights that are still on their way, and lets
+        masters follow those that somebody has written."""
         self.wait()
-        return self.shard.ready(self._whole())
+        ready = self.shard.ready(self._whole())
+        self._follow(ready)
+        return ready
 
     def wait(self) -> None:
         """Let the compute stream wait for all weights that are still on their way (under ZeRO, on a GPU)."""
@@ -279,6 +312,11 @@ class FP8AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.update()
+        return loss
+
+    def update(self) -> None:
+        """What `step` does once the gradients are there: not to be called by itself, which would pass over the hooks of a step."""
         ready = self.ready()
         fresh = [holding for holding in ready if not self.state.get(holding.weight)]
         for holding in fresh:
@@ -305,7 +343,6 @@ class FP8AdamW(torch.optim.Optimizer):
         if fresh and not usable:
             for holding in fresh:  # a skipped step leaves no trace
                 del self.state[holding.weight]
-        return loss
 
     def decide(self, ready: Sequence[Holding]) -> Decision:
         """What the gradients of `ready` (as `self.ready` gives them, all with states) come to; collective under ZeRO. Changes no weight and
@@ -330,6 +367,7 @@ class FP8AdamW(torch.optim.Optimizer):
         """Kernels write behind torch's back: whoever asks for the version of a weight (its FP8 scale is kept by it) must see a new one."""
         torch.autograd.graph.increment_version([p.payload if isinstance(p, ScalingTensor) else p for p in self._params()])
         self._seen |= {holding.weight: self._signature(holding) for holding in holdings}
+        self._cast |= {holding.weight: version_of(holding.param) for holding in holdings}
 
     def _params(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -340,16 +378,16 @@ class FP8AdamW(torch.optim.Optimizer):
             self._tables = Tables(device)
         return self._tables
 
-    def _hyper(self, number: int) -> torch.Tensor:
-        """FP64 on the device: the numbers of a group that its update asks for."""
-        group = self.param_groups[number]
-        return self._table().send(("hyper", number), update_of(group).numbers(group), torch.float64)
+    def _hyper(self, number: int, update: str) -> torch.Tensor:
+        """FP64 on the device: the numbers of a group that an update asks for."""
+        numbers = updates.by_name(update).numbers(self.param_groups[number])
+        return self._table().send(("hyper", number, update), numbers, torch.float64)
 
     def _signature(self, holding: Holding) -> tuple[tuple[int, int], ...]:
         """Changes when somebody else changes a tensor whose amax is kept."""
         state = self.state[holding.weight]
-        held = (holding.param, *(state[key] for key in update_of(holding.group).kept), state.get(MASTER.key, holding.param))
-        return tuple((id(x), x._version) for x in held)
+        held = (holding.param, *(state[key] for key in update_of(holding.formats).kept), state.get(MASTER.key, holding.param))
+        return tuple(version_of(x) for x in held)
 
     def _measure(self, ready: Sequence[Holding]) -> tuple[torch.Tensor, torch.Tensor]:
         """What the bounds and the norm need before anything is updated.
@@ -359,15 +397,13 @@ class FP8AdamW(torch.optim.Optimizer):
             int64 [parameters, 2]: sums of squares of this process's scaled gradients.
         """
         tables, count = self._table(), len(self._params())
-        rows = max(update_of(group).master_row for group in self.param_groups)
+        rows = max(update_of(whole.formats).master_row for whole in self._whole())
         gs, (scaled, plain) = self._sorted_gradients(ready)
         ordered = [ready[i] for i in scaled + plain]
         size = 1 + max((holding.place for holding in ready), default=-1)
         if self._kept.dim() != 2 or self._kept.shape[0] != rows or self._kept.shape[1] < size or self._kept.device != tables.device:
             self._kept, self._seen = torch.zeros(rows, size, device=tables.device), {}
-        stale = [holding for holding in ordered if self._seen.get(holding.weight) != self._signature(holding)]
-        for launch in self.launches(stale):
-            self._kept[: launch.update.master_row, launch.places] = launch.update.stored_amaxes(launch)
+        self._keep_amaxes(ordered)
         table = torch.zeros(rows + 2, count, device=tables.device)
         sums = torch.zeros(count, 2, dtype=torch.int64, device=tables.device)
         if ready:
@@ -377,6 +413,12 @@ class FP8AdamW(torch.optim.Optimizer):
             table.scatter_reduce_(1, index.expand(len(table), -1), torch.cat([stats[:1], kept, stats[1:]]), "amax")
             sums.index_add_(0, index[: len(scaled)], found)
         return self.shard.largest(table), sums
+
+    def _keep_amaxes(self, holdings: Sequence[Holding]) -> None:
+        """Take the amaxes as stored of what somebody else has changed."""
+        stale = [holding for holding in holdings if self._seen.get(holding.weight) != self._signature(holding)]
+        for launch in self.launches(stale):
+            self._kept[: launch.update.master_row, launch.places] = launch.update.stored_amaxes(launch)
 
     @staticmethod
     def _sorted_gradients(ready: Sequence[Holding]) -> tuple[list[torch.Tensor], tuple[list[int], list[int]]]:
@@ -402,7 +444,7 @@ class FP8AdamW(torch.optim.Optimizer):
         for whole in self._whole():
             last = scale_inv(whole.param)
             if last is not None:
-                kind = weight_format(whole.param), update_of(whole.group).master_row
+                kind = weight_format(whole.param), update_of(whole.formats).master_row
                 alike.setdefault(kind, []).append((whole.index, whole.param, last))
         found: dict[torch.Tensor, torch.Tensor] = {}
         for (fmt, row), members in alike.items():
@@ -414,22 +456,24 @@ class FP8AdamW(torch.optim.Optimizer):
         return found
 
     def launches(self, ready: Sequence[Holding]) -> Iterator[Launch]:
-        """What is updated together of holdings that have a gradient and states: those of one group whose tensors have the same formats and
-        are all laid out by rows, or not."""
+        """What is updated together of holdings that have states, and a gradient all or none: those of one group whose tensors have the same
+        formats and are all laid out by rows, or not."""
         numbers = {id(group): number for number, group in enumerate(self.param_groups)}
         alike: dict[tuple[Any, ...], list[Holding]] = {}
         for holding in ready:
             own = MASTER.key not in self.state[holding.weight]
-            formats = _dtype(holding.grad), None if own else _dtype(holding.weight)
-            kind = (numbers[id(holding.group)], holding.weight.is_contiguous(), *formats)
+            stored = _dtype(holding.grad), None if own else _dtype(holding.weight)
+            kind = (numbers[id(holding.group)], holding.weight.is_contiguous(), *stored, *holding.formats.values())
             alike.setdefault(kind, []).append(holding)
-        for (number, by_rows, _, own_format), members in alike.items():
+        for (number, by_rows, _, own_format, *_), members in alike.items():
             held = [self.state[holding.weight] for holding in members]
             weights, beside = [holding.weight for holding in members], own_format is not None
-            keys = [declared.key for declared in update_of(members[0].group).states if declared != MASTER]
+            formats = members[0].formats
+            keys = [declared.key for declared in update_of(formats).states if declared != MASTER]
             yield Launch(
                 group=members[0].group,
-                hyper=self._hyper(number),
+                formats=formats,
+                hyper=self._hyper(number, formats["update"]),
                 by_rows=by_rows,
                 grads=[holding.grad for holding in members if holding.grad is not None],
                 masters=[state[MASTER.key] for state in held] if beside else weights,
@@ -457,7 +501,7 @@ class FP8AdamW(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states in the precision in which they were saved (torch's own would cast them to the parameter's dtype).
+        """Load copies of states in the precision in which they were saved (torch's own would cast them to the parameter's dtype).
 
         Raises:
             ValueError: where what was saved is not what this optimizer keeps of its parameters: their names and number, the states of each,
@@ -466,13 +510,16 @@ class FP8AdamW(torch.optim.Optimizer):
         states, names = saved_states(self, state_dict, "formats"), parameter_names(self)
         for whole in self._whole():
             if whole.index in states:
-                check_state(names[whole.index], states[whole.index], expected_states(whole.param, whole.group, whole.param.shape))
+                check_state(names[whole.index], states[whole.index], expected_states(whole.param, whole.formats, whole.param.shape))
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             check_numbers({**group, **saved})
         take_groups(self, state_dict)
         self._take(
             {
-                holding.place: {key: value if key == "step" else holding.copy_of(value) for key, value in states[holding.index].items()}
+                holding.place: {
+                    key: value if key == "step" else copy_of_rows(value, holding.rows or slice(None))
+                    for key, value in states[holding.index].items()
+                }
                 for holding in self.holdings()
                 if holding.index in states
             }
@@ -488,7 +535,7 @@ class FP8AdamW(torch.optim.Optimizer):
         """
         names = parameter_names(self)
         for holding in self.holdings():
-            expected = expected_states(holding.param, holding.group, holding.weight.shape)
+            expected = expected_states(holding.param, holding.formats, holding.weight.shape)
             check_state(names[holding.index], states.get(holding.place, {}), expected, whole=False)
         self._take(states)
 
@@ -501,25 +548,26 @@ class FP8AdamW(torch.optim.Optimizer):
             for key, value in given.items():
                 taken = value.to(device, torch.float32, copy=True).view(()) if key == "step" else contiguous(value.to(device))
                 self.state[holding.weight][key] = taken
+        self._cast = {}
 
 
-def update_of(group: Mapping[str, Any]) -> Update:
-    """The update of a parameter group."""
-    return updates.by_name(group["formats"]["update"])
+def update_of(formats: Formats) -> Update:
+    """The update that formats name."""
+    return updates.by_name(formats["update"])
 
 
-def kept_states(p: torch.Tensor, group: Mapping[str, Any]) -> Iterator[tuple[State, Format]]:
-    """What the optimizer keeps beside a parameter of a group, and in which format."""
-    for state in update_of(group).states:
-        fmt = state.format_beside(weight_format(p), group["formats"])
+def kept_states(p: torch.Tensor, formats: Formats) -> Iterator[tuple[State, Format]]:
+    """What the optimizer keeps beside a parameter whose states have these formats, and in which."""
+    for state in update_of(formats).states:
+        fmt = state.format_beside(weight_format(p), formats)
         if fmt is not None:
             yield state, fmt
 
 
-def expected_states(p: torch.Tensor, group: Mapping[str, Any], shape: torch.Size) -> dict[str, Expected]:
-    """By key, what a saved state of a parameter of a group, or of some of its rows in `shape`, has to be."""
+def expected_states(p: torch.Tensor, formats: Formats, shape: torch.Size) -> dict[str, Expected]:
+    """By key, what a saved state of a parameter, or of some of its rows in `shape`, has to be."""
     expected = {"step": Expected(torch.empty((), device="meta"), least=0.0)}
-    for state, fmt in kept_states(p, group):
+    for state, fmt in kept_states(p, formats):
         expected |= expected_moment(state.key, fmt, shape, non_negative=state.non_negative)
     return expected
 
@@ -533,7 +581,6 @@ def check_numbers(group: Mapping[str, Any]) -> None:
         _check(f"betas[{i}]", beta, 0.0, 1.0)
 
 
-def _dtype(x: torch.Tensor | None) -> tuple[torch.dtype, bool]:
-    """In what a tensor is stored, and whether with a scale."""
-    assert x is not None
-    return payload(x).dtype, is_scaled(x)
+def _dtype(x: torch.Tensor | None) -> tuple[torch.dtype, bool] | None:
+    """In what a tensor is stored, and whether with a scale; None of none."""
+    return None if x is None else (payload(x).dtype, is_scaled(x))

@@ -13,6 +13,7 @@ from msamp.kernels.reference.collage import collage as reference_collage
 from msamp.kernels.tables import Tables
 from msamp.numerics import mcf, metrics
 from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.masters import follow_weight_, version_of
 from msamp.optim.shard import gradient
 from msamp.optim.states import Expected, check_state, parameter_names, saved_states, take_groups
 
@@ -73,12 +74,13 @@ class CollageAdamW(torch.optim.Optimizer):
         self.keep_update = keep_update
         self._updates: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tables: dict[torch.device, Tables] = {}
+        self._cast: dict[torch.Tensor, tuple[int, int]] = {}  # weights as they were last cast from their masters
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         choices = {"variant": variant, "weight_sum": weight_sum, "eps_inside_root": eps_inside_root}
         super().__init__(params, {**defaults, **choices})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "keep_update": self.keep_update, "_updates": self._updates, "_tables": {}}
+        return {**super().__getstate__(), "keep_update": self.keep_update, "_updates": self._updates, "_tables": {}, "_cast": {}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch; refuses options out of range and parameters that are not BF16."""
@@ -106,6 +108,8 @@ class CollageAdamW(torch.optim.Optimizer):
             group, state = self.param_groups[n], self.state[p]
             if not state:
                 state.update(_initial(p, VARIANTS[group["variant"]]))
+            if "master" in state and self._cast.get(p) != version_of(p):
+                follow_weight_(state["master"], p, p)
             if self.keep_update or not _in_one_kernel(group):
                 self._step_alone(p, g, group)
             else:
@@ -113,7 +117,17 @@ class CollageAdamW(torch.optim.Optimizer):
                 together.setdefault((n, p.device, by_rows), []).append((index, p, g))
         for (n, device, by_rows), members in together.items():
             self._step_together(n, device, members, ops.collage if by_rows else reference_collage)
+        self._cast = {p: version_of(p) for _, _, p, _ in ready}
         return loss
+
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Let the masters of "d" follow weights that somebody has written, now, and find writes that no version tells of, such as those
+        through `.data` (Megatron's name). A step does it by itself for all others."""
+        self._cast = {}
+        for p, state in self.state.items():
+            if "master" in state:
+                follow_weight_(state["master"], p, p)
 
     def _step_alone(self, p: torch.Tensor, g: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]

@@ -79,7 +79,7 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
 
 def _told(part: Launch, exact: Launch, before: list[torch.Tensor], by_place: dict[int, Holding]) -> Iterator[Rehearsal]:
     """What a launch on copies has stored, and what the exact one has computed."""
-    numbers, formats = _numbers(part), part.group["formats"]
+    numbers, formats = _numbers(part), part.formats
     stored = {MASTER.column: _pair(part, WEIGHT)} | {state.column: [decoded(x) for x in _pair(part, state.key)] for state in numbers}
     wanted = {MASTER.column: exact.masters} | {state.column: exact.states[state.key] for state in numbers}
     rounded = {state.column for state in numbers if state.format_beside(weight_format(part.masters[0]), formats) != FP32}

@@ -24,6 +24,7 @@ class Holding:
     Attributes:
         param: the parameter.
         group: its parameter group.
+        formats: those of its gradient, master and states, of the group's.
         index: its number over all groups: the order in which norms are added.
         weight: what is updated in place, the parameter itself or a view of its rows; `optimizer.state` is keyed by it.
         rows: which rows along dim 0 that is; None for all.
@@ -33,6 +34,7 @@ class Holding:
 
     param: torch.Tensor
     group: dict[str, Any]
+    formats: Mapping[str, str]
     index: int
     weight: torch.Tensor
     rows: slice | None = None
@@ -107,7 +109,7 @@ class Whole:
                 continue
             if g.is_sparse:
                 raise ValueError(f"the gradient of a parameter of shape {tuple(g.shape)} is sparse; use dense embeddings")
-            fmt = by_name(holding.group["formats"]["grad"])
+            fmt = by_name(holding.formats["grad"])
             if not isinstance(g, ScalingTensor):
                 g = ScalingTensor.quantize(g, fmt) if fmt.scaled else g.to(fmt.dtype)
             holding.grad = contiguous(g)

@@ -51,6 +51,27 @@ def format_names(states: StateFormats) -> dict[str, str]:
     return {f.name: str(getattr(states, f.name)) for f in fields(states)}
 
 
+def formats_of(group: Mapping[str, Any]) -> list[Formats]:
+    """What `group["formats"]` says of each parameter of a group: one mapping for all, or a list with one for each."""
+    given = group["formats"]
+    return list(given) if isinstance(given, list | tuple) else [given] * len(group["params"])
+
+
+def named_formats(given: Any, count: int) -> dict[str, str] | list[dict[str, str]]:
+    """What stands in `group["formats"]` of so many parameters: from StateFormats or its names, one for all or a list with one for each; as
+    one for all where they are alike.
+
+    Raises:
+        ValueError: for a list of another length.
+    """
+    if not isinstance(given, list | tuple):
+        return format_names(given) if isinstance(given, StateFormats) else dict(given)
+    if len(given) != count:
+        raise ValueError(f"{len(given)} formats are given for {count} parameters; give one for all, or one for each")
+    names = [format_names(each) if isinstance(each, StateFormats) else dict(each) for each in given]
+    return names[0] if names and all(each == names[0] for each in names) else names
+
+
 @dataclass(frozen=True)
 class State:
     """What an update keeps of every element of a parameter.
@@ -88,6 +109,7 @@ class Launch:
 
     Attributes:
         group: their parameter group.
+        formats: theirs, of the group's.
         hyper: FP64 on the device, the update's `numbers` of the group.
         by_rows: whether all tensors are laid out by rows, as kernels want them.
         grads: any format; only read.
@@ -100,6 +122,7 @@ class Launch:
     """
 
     group: dict[str, Any]
+    formats: Formats
     hyper: torch.Tensor
     by_rows: bool
     grads: list[torch.Tensor]
@@ -112,8 +135,8 @@ class Launch:
 
     @property
     def update(self) -> "Update":
-        """The update of the group."""
-        return by_name(self.group["formats"]["update"])
+        """The update of these formats."""
+        return by_name(self.formats["update"])
 
 
 @dataclass(frozen=True)

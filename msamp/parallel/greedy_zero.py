@@ -15,6 +15,7 @@ from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW, kept_states
 from msamp.optim.shard import Holding
 from msamp.optim.states import begun, is_scaled, payload, scale_inv, view_of_rows
+from msamp.optim.updates import formats_of
 
 
 class ZeRO:
@@ -61,10 +62,10 @@ class ZeRO:
 
     def check(self, group: Mapping[str, Any]) -> None:
         """ValueError for parameters that the synchroniser does not know, or averages in another format."""
-        for p in group["params"]:
+        for p, formats in zip(group["params"], formats_of(group), strict=True):
             if not p.requires_grad:
                 continue
-            problem, gradient = None, group["formats"]["grad"]
+            problem, gradient = None, formats["grad"]
             if p not in self.sync.names:
                 problem = "is not known to the gradient synchroniser; build both anew after adding parameters to the model"
             elif self.sync.bucket_of(p).format.name != gradient:
@@ -72,7 +73,7 @@ class ZeRO:
                     f"is averaged in {self.sync.bucket_of(p).format} by the synchroniser, and its group has gradient format {gradient}; "
                     "give both the same"
                 )
-            elif p.dim() == 1 and any(fmt.group for _, fmt in kept_states(p, group)) and self._is_cut(p):
+            elif p.dim() == 1 and any(fmt.group for _, fmt in kept_states(p, formats)) and self._is_cut(p):
                 problem = "is a vector cut over several ranks, through groups of COAT's moments; give its group other formats"
             if problem is not None:
                 raise ValueError(f"a parameter of shape {tuple(p.shape)} {problem}")
@@ -92,7 +93,7 @@ class ZeRO:
                 if segment not in self._views:
                     self._views[segment] = _view(whole.param, segment)
                 weight, rows = self._views[segment]
-                owned.append((Holding(whole.param, whole.group, whole.index, weight, rows, len(owned)), segment))
+                owned.append((Holding(whole.param, whole.group, whole.formats, whole.index, weight, rows, len(owned)), segment))
         return owned
 
     def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
@@ -204,7 +205,7 @@ class ZeRO:
     def _gather_states(self, whole: Holding, owned: Sequence[tuple[Mapping[str, torch.Tensor], Segment]]) -> dict[str, torch.Tensor]:
         """The states of a parameter from those of its pieces, on the group's first rank; collective."""
         name, found = self.sync.names[whole.param], {}
-        for declared, fmt in kept_states(whole.param, whole.group):
+        for declared, fmt in kept_states(whole.param, whole.formats):
             for key, like in begun(declared.key, fmt, whole.param).items():
                 x, scale = torch.zeros_like(payload(like)), torch.zeros((), device=whole.param.device)
                 for state, segment in owned:

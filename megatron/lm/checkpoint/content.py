@@ -82,7 +82,7 @@ def items(training: Training) -> list[Item]:
         state = optimizer.state.get(holding.weight)
         if not state:
             continue
-        mine, keys = where[names[holding.param]], [declared.key for declared in update_of(holding.group).states]
+        mine, keys = where[names[holding.param]], [declared.key for declared in update_of(holding.formats).states]
         chunks = [chunk for key in keys if key in state for chunk in _chunks(key, mine, as_stored(state, key), holding.rows)]
         chunks += _scalars("step", mine, state["step"], holding.rows)
         found += chunks if training.grad_sync.shard else share.mine(chunks)

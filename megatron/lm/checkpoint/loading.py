@@ -236,7 +236,7 @@ class _TensorReader:
         if step is None:
             return {}
         state = {"step": step}
-        for declared, fmt in kept_states(holding.param, holding.group):
+        for declared, fmt in kept_states(holding.param, holding.formats):
             state |= {key: holding.copy_of(x) for key, x in self._state(declared, fmt, where, holding.param.shape).items()}
         self.requantised |= {f"{key}/{where[0].name}" for key in firsts() if key not in state} & self.stored.tensors.keys()
         return state
@@ -262,7 +262,7 @@ class _TensorReader:
 
     def weight_remainder(self, holding: Holding, where: list[Place]) -> dict[str, Tensor]:
         """Of a holding: the second component of its weight, which is part of the weight; empty where it has none."""
-        kept = [(state, fmt) for state, fmt in kept_states(holding.param, holding.group) if state.remainder_of == WEIGHT]
+        kept = [(state, fmt) for state, fmt in kept_states(holding.param, holding.formats) if state.remainder_of == WEIGHT]
         return {state.key: holding.copy_of(self.remainder(state.key, where, holding.param.shape, fmt)) for state, fmt in kept}
 
     def _check_agree(self, master: Found, name: str) -> None:

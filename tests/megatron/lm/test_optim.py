@@ -23,8 +23,9 @@ from msamp.comm.grad_sync import GradSync
 from msamp.numerics import formats, recipe
 from msamp.numerics.formats import Format
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW, format_names
+from msamp.optim.adamw import FP8AdamW
 from msamp.optim.device_flag import DeviceFlag
+from msamp.optim.updates import format_names
 from msamp.parallel.greedy_zero import ZeRO
 
 ZERO = {"opt_level": "O0", "use_distributed_optimizer": True}

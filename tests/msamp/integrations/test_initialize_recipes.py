@@ -12,7 +12,7 @@ from torch import nn
 
 import msamp
 from msamp import formats, recipes
-from msamp.optim.adamw import format_names
+from msamp.optim.updates import format_names
 from msamp.parallel.greedy_zero import ZeRO
 
 COLLAGE = {

@@ -1,6 +1,7 @@
 """Conversion of all sorts of module trees."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -193,3 +194,13 @@ def test_print_shows_each_layer_s_precision(level):
     stored = "fp8-e4m3" if level is recipe.O3 else "fp16"
     assert text.count(f"weight {stored}, GEMM fp8-e4m3 x fp8-e4m3, grad_output fp8-e5m2") == 6
     assert "(lm_head): Linear(in_features=32, out_features=100" in text
+
+
+def test_attributes_of_a_weight_survive_the_conversion_and_copies():
+    model = nn.Sequential(nn.Linear(32, 32))
+    model[0].weight._no_weight_decay, model[0].weight.sequence_parallel = True, [1]
+    low = convert(model, recipe.O2)
+    for each in (low, copy.deepcopy(low), pickle.loads(pickle.dumps(low))):
+        assert isinstance(each[0].weight, ScalingTensor)
+        assert isinstance(each[0].weight, nn.Parameter)
+        assert (each[0].weight._no_weight_decay, each[0].weight.sequence_parallel) == (True, [1])

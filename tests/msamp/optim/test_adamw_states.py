@@ -7,9 +7,9 @@ import torch
 from numerics import make
 from torch import nn
 
-from msamp.numerics.formats import E5M2, FP16
-from msamp.numerics.recipe import FP32_STATES, O2, StateFormats
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.formats import BF16, E4M3, E5M2, FP16
+from msamp.numerics.recipe import FP32_STATES, O2, O3, StateFormats
+from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.adamw import FP8AdamW
 
 
@@ -91,3 +91,109 @@ def test_a_state_that_is_not_laid_out_by_rows_is_loaded_as_its_values():
     optimizer.load_state_dict(saved)
     assert same(snapshot(optimizer), before)
     assert optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].is_contiguous()
+
+
+# -------------------------------------------------------------------------------------------------------------- masters
+
+MASTERS = {"O3": (O3.states, E4M3), "fp32 beside bf16": (FP32_STATES, BF16)}
+with_masters = pytest.mark.parametrize("kind", MASTERS)
+
+
+class Loop:
+    """Two weights with masters, and an optimizer whose next update is far too small to be seen."""
+
+    def __init__(self, kind: str, seed: int = 0) -> None:
+        self.formats, fmt = MASTERS[kind]
+        values = [make("normal", (4, 16), seed=seed + i) for i in range(2)]
+        self.ps = [nn.Parameter(ScalingTensor.quantize(x, fmt) if fmt.scaled else x.to(fmt.dtype)) for x in values]
+        self.optimizer = FP8AdamW(self.ps, formats=self.formats, lr=0.01, weight_decay=0.0)
+        for p, x in zip(self.ps, values, strict=True):
+            self.optimizer.init_master(p, x)
+        self.step(0)
+        self.step(1)
+
+    def step(self, seed: int, lr: float = 0.01) -> None:
+        self.optimizer.param_groups[0]["lr"] = lr
+        for i, p in enumerate(self.ps):
+            p.grad = make("normal", (4, 16), seed=100 * seed + i).to(p.dtype)
+        self.optimizer.step()
+
+    def values(self) -> list[torch.Tensor]:
+        return [fp32_values(p).clone() for p in self.ps]
+
+    def weights(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.ps]
+
+    def write(self, weights: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for p, w in zip(self.ps, weights, strict=True):
+                p.copy_(w)
+
+
+WRITERS = {
+    "copy": lambda loop, w: loop.write(w),
+    "load": lambda loop, w: nn.ParameterList(loop.ps).load_state_dict({str(i): x for i, x in enumerate(w)}),
+    "fp32": lambda loop, w: loop.write([fp32_values(x) for x in w]),
+    "data, told": lambda loop, w: ([p.data.copy_(x) for p, x in zip(loop.ps, w, strict=True)], loop.optimizer.reload_model_params()),
+    "a replay": lambda loop, w: (loop.write(w), loop.optimizer.refresh()),
+}
+
+
+@with_masters
+@pytest.mark.parametrize("how", WRITERS)
+def test_weights_that_somebody_has_written_survive_the_next_step(kind, how):
+    loop, other = Loop(kind), Loop(kind, seed=50)
+    WRITERS[how](loop, other.weights())
+    want = loop.values()
+    assert all(torch.equal(a, b) for a, b in zip(want, other.values(), strict=True))
+    loop.step(2, lr=1e-9)
+    assert all(torch.equal(a, b) for a, b in zip(loop.values(), want, strict=True))
+
+
+@with_masters
+def test_weights_that_are_swapped_out_and_back_change_nothing(kind):
+    """As for an evaluation with averaged weights: the masters keep what the weights cannot hold."""
+    loop, twin = Loop(kind), Loop(kind)
+    kept = loop.weights()
+    loop.write([torch.zeros(4, 16), torch.ones(4, 16)])
+    loop.write(kept)
+    for each in (loop, twin):
+        each.step(2)
+    assert same(snapshot(loop.optimizer), snapshot(twin.optimizer))
+
+
+@with_masters
+@pytest.mark.parametrize("model_first", [True, False])
+def test_model_and_optimizer_resume_bit_for_bit_in_either_order(kind, model_first):
+    loop, other = Loop(kind), Loop(kind, seed=50)
+    saved, weights = copy.deepcopy(loop.optimizer.state_dict()), loop.weights()
+    for part in (True, False) if model_first else (False, True):
+        other.write(weights) if part else other.optimizer.load_state_dict(saved)
+    for each in (loop, other):
+        each.step(3)
+        each.step(4)
+    assert same(snapshot(loop.optimizer), snapshot(other.optimizer))
+
+
+@with_masters
+def test_only_what_was_written_is_made_anew(kind):
+    loop = Loop(kind)
+    before = fp32_values(loop.optimizer.state[loop.ps[0]]["master"]).clone()
+    with torch.no_grad():
+        changed = loop.values()[0]
+        changed[1] = 0.25
+        loop.ps[0].copy_(changed)
+    loop.optimizer.reload_model_params()
+    now = fp32_values(loop.optimizer.state[loop.ps[0]]["master"])
+    assert now[1].eq(fp32_values(loop.ps[0])[1]).all()
+    assert now[[0, 2, 3]].equal(before[[0, 2, 3]])
+
+
+def test_an_own_master_needs_no_following():
+    optimizer = trained(O2.states)
+    p = optimizer.param_groups[0]["params"][0]
+    with torch.no_grad():
+        p.copy_(make("normal", (4, 16), seed=9))
+    want, optimizer.param_groups[0]["lr"] = fp32_values(p).clone(), 1e-9
+    optimizer.step()
+    assert torch.allclose(fp32_values(p), want, atol=1e-3)

@@ -1,0 +1,63 @@
+"""Masters that follow weights which others have written.
+
+A weight with a master beside it is cast from that master after every update. Who writes the weight by hand tells the master nothing:
+`model.load_state_dict`, a `copy_`, a new initialisation, an average of weights that is swapped in. The next update would then bring back
+what the weight was before. So before an update each weight whose version has moved since the optimizer's own last write is compared with
+its master, element by element: where the weight is still what the master casts to, the master stays; where it is not, the master takes
+the weight's value. Weights that were saved with their masters pass the comparison whole, whichever of the two was loaded first.
+"""
+
+import torch
+
+from msamp.kernels.reference.grad_stats import grad_stats
+from msamp.numerics.quantize import cast
+from msamp.numerics.scaling import inverse, scale_from_amax
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.states import payload, scale_inv, weight_format
+
+_CHUNK = 2**24  # elements compared at a time: half a dozen FP32 temporaries of 64 MiB
+_COARSER = 256.0  # how much coarser than it could be a scale may stay: FP16 still holds every E4M3 value of a tensor exactly
+
+
+def follow_weight_(master: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor) -> None:
+    """Where `weight` is no longer what `master` casts to, the master takes its value; elsewhere it keeps its own. The host does not wait.
+
+    A finer master within one unit of its last place of a midpoint between two codes casts to either: weights begin as the rounding of the
+    values of which the master is another rounding.
+
+    Args:
+        master: in any format, changed in place.
+        weight: the same shape.
+        whole: the parameter of which `weight` is rows, or `weight` itself: a new scale follows from it, so that pieces have the same.
+    """
+    fmt, own = weight_format(weight), weight_format(master)
+    slack = 2.0**-own.mantissa_bits if own.mantissa_bits > fmt.mantissa_bits else 0.0
+    last, of_weight = scale_inv(master), scale_inv(weight)
+    factor = torch.ones((), device=weight.device) if of_weight is None else inverse(of_weight)
+    scale = None if last is None else _scale(inverse(last), whole, own.max)
+    stored, written = payload(master), payload(weight)
+    length = weight.shape[0] if weight.dim() else 1
+    rows = max(1, _CHUNK * length // max(1, weight.numel()))
+    for start in range(0, length, rows):
+        part = slice(start, start + rows) if weight.dim() else ...
+        codes = written[part].float()
+        before = stored[part].float() if last is None else stored[part].float() * last
+        ends = [cast(before * (1.0 + sign * slack) * factor, fmt).float() for sign in (-1.0, 1.0)]
+        same = (torch.minimum(*ends) <= codes) & (codes <= torch.maximum(*ends))
+        values = torch.where(same, before, codes if of_weight is None else codes * of_weight)
+        stored[part].copy_(cast(values if scale is None else values * scale, own))
+    if last is not None and scale is not None:
+        last.copy_(inverse(scale))
+
+
+def _scale(last: torch.Tensor, whole: torch.Tensor, largest: float) -> torch.Tensor:
+    """FP32 0-dim: the scale with which a master is stored that follows `whole`; the last one as long as it serves, which keeps all bits."""
+    amax = grad_stats(None, [whole.detach()], squares=False)[0][0, 0]
+    new = scale_from_amax(2.0 * amax, largest, last)  # twice: kept masters may exceed their weights
+    return torch.where((amax * last <= largest) & (new <= _COARSER * last), last, new)
+
+
+def version_of(x: torch.Tensor) -> tuple[int, int]:
+    """Changes when somebody writes a weight or a state, but through `.data` of a plain tensor, which counts by itself."""
+    held = x.payload if isinstance(x, ScalingTensor) else x
+    return id(held), held._version

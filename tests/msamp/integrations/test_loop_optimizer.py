@@ -1,0 +1,214 @@
+"""The optimizer of a loop of one's own: copies, other optimizers and schedulers beside it, groups added later, several processes."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import dist
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+
+import msamp
+from msamp.numerics import recipe
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.updates import format_names
+
+LEVELS = ("O1", "O2", "O3")
+every_level = pytest.mark.parametrize("level", LEVELS)
+FP32 = format_names(recipe.FP32_STATES)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 16))
+
+
+def adamw(model: nn.Module, **options) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), **{"lr": 2e-3, **options})
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(64, 32, generator=generator)
+        loss = (model(x) - x[:, :16]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# ---------------------------------------------------------------------------------------------------------------- copies
+
+
+def pickled(pair):
+    return pickle.loads(pickle.dumps(pair))
+
+
+def saved(pair):
+    file = io.BytesIO()
+    torch.save(pair, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@every_level
+@pytest.mark.parametrize("how", [copy.deepcopy, pickled, saved])
+def test_a_copy_of_model_and_optimizer_trains_on_as_they_do(level, how):
+    first, optimizer = msamp.initialize(model := net(), adamw(model), level)
+    train(first, optimizer, range(3))
+    other, second = how((first, optimizer))
+    assert train(first, optimizer, range(3, 8)) == train(other, second, range(3, 8))
+    assert first[0].scaling.seen == other[0].scaling.seen == 8
+    assert other[0].scaling.amax.eq(0).all()
+    with second.no_sync():
+        assert second.grad_sync is None
+
+
+# ------------------------------------------------------------------------------------------------- loaded weights (masters)
+
+
+def test_weights_loaded_after_initialize_survive_a_step():
+    """And a resume is the same bit for bit, whichever of model and optimizer is loaded first."""
+    first, optimizer = msamp.initialize(model := net(), adamw(model), "O3")
+    train(first, optimizer, range(12))
+    weights, states = copy.deepcopy(first.state_dict()), copy.deepcopy(optimizer.state_dict())
+    went_on = train(first, optimizer, range(12, 16))
+    alone, small = msamp.initialize(model := net(), adamw(model, lr=1e-6), "O3")
+    alone.load_state_dict(weights)
+    assert train(alone, small, range(12, 14))[1] == pytest.approx(went_on[0], rel=0.2)
+    for order in ("model first", "optimizer first"):
+        other, second = msamp.initialize(model := net(), adamw(model), "O3")
+        parts = [lambda to=other: to.load_state_dict(weights), lambda to=second: to.load_state_dict(states)]
+        for load in parts if order == "model first" else reversed(parts):
+            load()
+        assert train(other, second, range(12, 16)) == went_on
+
+
+# ---------------------------------------------------------------------------------------------------- the optimizer given
+
+
+def test_the_given_optimizer_s_step_raises_and_names_the_way_out():
+    old = adamw(model := net())
+    low, optimizer = msamp.initialize(model, old)
+    before = low[2].weight.detach().clone()
+    low(torch.randn(4, 32)).sum().backward()
+    with pytest.raises(ValueError, match=r"was replaced by msamp\.initialize .*step the one that it returned"):
+        old.step()
+    assert low[2].weight.equal(before)
+    old.zero_grad()  # whose parameters are the model's
+    assert all(p.grad is None for p in low.parameters())
+    optimizer.step()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_scheduler_of_the_given_optimizer_sets_the_rates_of_the_returned_one(when, loaded):
+    old = adamw(model := net(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(old, 0.5) if when == "before" else None
+    low, optimizer = msamp.initialize(model, old)
+    schedule = schedule or torch.optim.lr_scheduler.ExponentialLR(old, 0.5)
+    if loaded:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for want in (0.5, 0.25):
+            train(low, optimizer, range(1))
+            schedule.step()
+            assert [group["lr"] for group in optimizer.param_groups] == [want]
+
+
+def test_groups_stay_as_they_are_so_that_a_lambda_each_is_enough():
+    model = net()
+    groups = [{"params": model[0].parameters()}, {"params": [*model[2].parameters(), *model[3].parameters()], "weight_decay": 0.0}]
+    low, optimizer = msamp.initialize(model, torch.optim.AdamW(groups, lr=1.0))
+    assert [[id(p) for p in group["params"]] for group in optimizer.param_groups] == [
+        [id(p) for p in low[0].parameters()],
+        [id(p) for i in (2, 3) for p in low[i].parameters()],
+    ]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.5**step, lambda step: 0.1**step])
+    train(low, optimizer, range(1))
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+
+
+# ------------------------------------------------------------------------------------------------------------- groups
+
+
+@every_level
+def test_a_group_added_later_has_the_formats_of_its_parameters(level):
+    model = net()
+    low, optimizer = msamp.initialize(model, torch.optim.AdamW(model[0].parameters()), level)
+    extra = nn.Parameter(torch.randn(8, 16))
+    optimizer.add_param_group({"params": [*low[2].parameters(), *low[3].parameters(), extra]})
+    states = format_names(recipe.by_name(level).states)
+    assert optimizer.param_groups[1]["formats"] == [FP32, FP32, states, FP32, FP32]
+    extra.grad = torch.ones_like(extra)
+    train(low, optimizer, range(2))
+    assert not any(isinstance(x, ScalingTensor) for p in (extra, low[2].weight) for x in optimizer.state.get(p, {}).values())
+    optimizer.add_param_group({"params": nn.Parameter(torch.ones(3)), "formats": recipe.FP32_STATES})
+    assert optimizer.param_groups[2]["formats"] == FP32
+
+
+def test_names_tell_states_of_another_parameter():
+    def made(*order: int):
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        low, optimizer = msamp.initialize(model, torch.optim.AdamW([p for i in order for p in model[i].parameters()]))
+        low(torch.randn(4, 16)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    made(0, 1).load_state_dict(made(0, 1).state_dict())
+    with pytest.raises(ValueError, match=r"parameter group 0 was saved with 0\.weight where this optimizer has 1\.weight"):
+        made(1, 0).load_state_dict(made(0, 1).state_dict())
+
+
+# ------------------------------------------------------------------------------------------------------ several processes
+
+
+def loops() -> dict[str, object]:
+    """What happens on each of several ranks to gradients that are dropped."""
+    rank, found = torch.distributed.get_rank(), {}
+    for zero in (False, True):
+        results = []
+        for spoilt in (False, True):
+            low, optimizer = msamp.initialize(model := net(), adamw(model), "O2", zero=zero)
+            train(low, optimizer, range(2))
+            if spoilt:
+                # All of it, a part on one rank alone, and a micro-batch that has not left.
+                (low(torch.randn(4, 32)).sum() * 1e6).backward()
+                optimizer.zero_grad()
+                (low(torch.randn(4, 32)).sum() if rank else low[0](torch.randn(4, 32)).sum()).backward()
+                optimizer.zero_grad()
+                with optimizer.no_sync():
+                    low(torch.randn(4, 32)).sum().backward()
+                    optimizer.zero_grad()
+                    low(torch.randn(4, 32)).sum().backward()
+                    assert all(p.main_grad is None for p in low.parameters())
+                optimizer.zero_grad()
+                low.zero_grad()
+            # Scales have seen what the dropped micro-batches computed, so weights are compared where they are not used.
+            for layer in low.modules():
+                if hasattr(layer, "amax"):
+                    layer.amax.zero_()
+            results.append(train(low, optimizer, range(2, 5)))
+        found[f"zero {zero}"] = results
+        try:
+            copy.deepcopy(optimizer)
+        except ValueError as error:
+            found["copy"] = str(error)
+    return found
+
+
+def test_zero_grad_drops_gradients_that_have_left():
+    for found in dist.run(loops, 2):
+        for zero in (False, True):
+            plain, spoilt = found[f"zero {zero}"]
+            assert plain == spoilt
+        assert "cannot be copied or pickled" in found["copy"]
+        assert "save state_dict(), or build the copy's own with msamp.initialize" in found["copy"]

@@ -1,0 +1,133 @@
+"""Masters that follow weights which others have written."""
+
+import pytest
+import torch
+from numerics import make
+
+from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
+from msamp.numerics.quantize import cast
+from msamp.numerics.tensor import ScalingTensor, fp32_values
+from msamp.optim.collage import CollageAdamW
+from msamp.optim.masters import follow_weight_, version_of
+from msamp.optim.states import make_master, payload, scale_inv, view_of_rows
+
+PAIRS = [(E4M3, FP16), (E4M3, FP32), (E5M2, BF16), (BF16, FP32), (BF16, FP16), (FP32, FP16), (FP16, E4M3)]
+every_pair = pytest.mark.parametrize(("weight", "master"), PAIRS, ids=lambda fmt: str(fmt))
+SHAPE = (24, 40)
+
+
+def stored(values: torch.Tensor, fmt: Format) -> torch.Tensor:
+    return ScalingTensor.quantize(values, fmt, dtype=torch.float32) if fmt.scaled else values.to(fmt.dtype)
+
+
+def bits(x: torch.Tensor) -> list[torch.Tensor]:
+    scale = scale_inv(x)
+    return [payload(x).clone().view(torch.uint8), torch.zeros(()) if scale is None else scale.clone()]
+
+
+def unchanged(x: torch.Tensor, before: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, bits(x), before))
+
+
+@every_pair
+def test_what_is_still_the_cast_keeps_all_bits(weight, master):
+    """As an update leaves both, with scales from twice an older amax; and as both begin, each a rounding of the same values, of which the
+    master's is the finer one."""
+    values = make("normal", SHAPE)
+    m = make_master(values, master)
+    if master.scaled:
+        m = ScalingTensor(cast(values / (8 * m.scale_inv), master), 8 * m.scale_inv, torch.float32)
+    w = stored(fp32_values(m), weight)
+    before = bits(m)
+    follow_weight_(m, w, w)
+    assert unchanged(m, before)
+    m, w = make_master(values, master), stored(values, weight)
+    before = bits(m)
+    follow_weight_(m, w, w)
+    assert unchanged(m, before) or master.mantissa_bits < weight.mantissa_bits
+
+
+@every_pair
+@pytest.mark.parametrize("size", [2.0**-12, 1.0, 2.0**12])
+def test_what_somebody_has_written_is_taken_and_nothing_else(weight, master, size):
+    values = make("normal", SHAPE)
+    m = make_master(values, master)
+    old, w = fp32_values(m).clone(), stored(values, weight)
+    written = fp32_values(w).clone()
+    written[3:5] *= -size  # a code that happens to be the same is no other value
+    w = stored(written, weight)
+    follow_weight_(m, w, w)
+    now = fp32_values(m)
+    target = fp32_values(w)[3:5]
+    assert (now[3:5] - target).abs().max() <= 2.0 ** -min(7, master.mantissa_bits) * target.abs().max()
+    if size == 1.0 and weight.mantissa_bits < master.mantissa_bits:
+        rest = torch.arange(24).lt(3) | torch.arange(24).ge(5)
+        assert now[rest].equal(old[rest])
+        assert now[3:5].equal(target)
+
+
+def test_a_write_is_taken_whatever_its_scale():
+    """A scale that no longer fits is made anew: neither saturated nor lost below the smallest value."""
+    for size in (2.0**-60, 2.0**60):
+        m, w = make_master(make("normal", SHAPE), FP16), stored(make("normal", SHAPE, seed=1) * size, E4M3)
+        follow_weight_(m, w, w)
+        assert fp32_values(m).equal(fp32_values(w))
+    zeros = stored(torch.zeros(SHAPE), E4M3)
+    follow_weight_(m, zeros, zeros)
+    assert fp32_values(m).eq(0).all()
+    number = torch.tensor(3.0)
+    follow_weight_(m := torch.tensor(2.0), number.bfloat16(), number.bfloat16())
+    assert m == 3.0
+    empty = torch.zeros(0, 4)
+    follow_weight_(empty, empty.bfloat16(), empty.bfloat16())
+
+
+def test_pieces_have_the_scale_of_the_whole():
+    """And pieces of which one was written and the other was not, too."""
+    values = make("normal", SHAPE)
+    whole = make_master(values, FP16)
+    w = stored(values, E4M3)
+    w.payload[12:].copy_(stored(make("normal", (12, 40), seed=3), E4M3).payload)
+    w.scale_inv.mul_(2.0**20)
+    pieces = []
+    for rows in (slice(0, 12), slice(12, 24)):
+        piece = ScalingTensor(whole.payload[rows].clone(), whole.scale_inv.clone(), torch.float32)
+        follow_weight_(piece, view_of_rows(w, rows), w)
+        pieces.append(piece)
+    assert pieces[0].scale_inv.equal(pieces[1].scale_inv)
+    follow_weight_(whole, w, w)
+    assert torch.cat([p.dequantize() for p in pieces]).equal(whole.dequantize())
+
+
+def test_versions():
+    p, w = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(stored(torch.ones(3), E4M3))
+    for x in (p, w):
+        before = version_of(x)
+        assert version_of(x) == before
+        with torch.no_grad():
+            x.copy_(torch.zeros(3))
+        assert version_of(x) != before
+    before = version_of(w)
+    w.data.copy_(torch.ones(3))
+    assert version_of(w) != before
+    before = version_of(p)
+    p.data.copy_(torch.ones(3))
+    assert version_of(p) == before, "which only a comparison finds"
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_masters_of_collage_s_option_d_follow_too(told):
+    p = torch.nn.Parameter(make("normal", SHAPE).bfloat16())
+    optimizer = CollageAdamW([p], variant="d", lr=0.01, weight_decay=0.0)
+    for step, lr in enumerate((0.01, 0.01, 1e-9)):
+        optimizer.param_groups[0]["lr"] = lr
+        if step == 2:
+            kept, written = optimizer.state[p]["master"][1:].clone(), p.detach().clone()
+            written[0] = 0.25
+            (p.data if told else p.detach()).copy_(written)
+            if told:
+                optimizer.reload_model_params()
+        p.grad = make("normal", SHAPE, seed=step).bfloat16()
+        optimizer.step()
+    assert p.equal(written)
+    assert torch.allclose(optimizer.state[p]["master"][1:], kept, atol=1e-7)
