@@ -233,8 +233,7 @@ def initialize(
     only an owner has it): clip with `clip_grad`, torch's clip_grad_norm_ would find nothing. All micro-batches of a step
     but the last run their backward under `optimizer.no_sync()`.
 
-    The given optimizer's groups stay as they are and become those of the returned one, so that a scheduler built from either sets its
-    rates; the given one's `step` raises. A copy or a pickle of model and optimizer together, on one process, trains on.
+    The given optimizer's groups become those of the returned one, so that a scheduler built from either sets its rates; its `step` raises.
 
     Args:
         model: any module tree, changed in place.
@@ -252,9 +251,8 @@ def initialize(
         clip_grad: clip the global gradient norm to this in `step`, on any number of processes.
 
     Returns:
-        The model, the same object, and the optimizer. Beside what it always has, it carries `grad_sync`, its GradSync (bytes
-        sent, statistics; None on one process), and `no_sync`, that one's context (without effect on one process); `zero_grad` drops
-        gradients that have left too.
+        The model, the same object, and the optimizer. It carries `grad_sync`, its GradSync (bytes sent, statistics; None on one
+        process), and `no_sync`, that one's context (without effect on one process).
 
     Raises:
         ValueError: for an unknown recipe or optimizer (listing those accepted), two recipes, a model in a dtype that the recipe does not
