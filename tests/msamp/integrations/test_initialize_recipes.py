@@ -187,7 +187,7 @@ def test_coat_converts_linear_layers_and_keeps_its_moments_of_every_matrix():
         assert ("master" in state) == (matrix is weight)
     for vector in (low.body[0].bias, low.body[2].weight, low.body[2].bias, low.body[3].bias):
         assert {x.dtype for x in optimizer.state[vector].values()} == {torch.float32}
-    gradients = {name: group["formats"]["grad"] for group in optimizer.param_groups for p in group["params"] for name in [p.dim()]}
+    gradients = {holding.param.dim(): holding.formats["grad"] for holding in optimizer.holdings()}
     assert gradients == {2: "bf16", 1: "fp32"}
 
 
@@ -252,7 +252,8 @@ def test_o0_is_bf16_and_without_a_recipe_it_is_o2():
     for given, name in (({"opt_level": "O0"}, "bf16"), ({}, "O2")):
         model = Net()
         _, optimizer = msamp.initialize(model, adamw(model), **given)
-        assert optimizer.param_groups[0]["formats"] == format_names(recipes.by_name(name).states)
+        weight = next(holding for holding in optimizer.holdings() if holding.param is model.body[0].weight)
+        assert weight.formats == format_names(recipes.by_name(name).states)
 
 
 def test_a_recipe_of_one_s_own_goes_by_its_name_or_as_it_is(monkeypatch):
@@ -278,7 +279,8 @@ def test_fp8_gemms_cast_in_another_way(alone, level, way):
     low, optimizer = msamp.initialize(model, adamw(model), opt_level=level, fp8_recipe=way)
     assert [low.body[i].scaling.gemm for i in (0, 3)] == [recipes.GEMMS[way]] * 2
     assert low.body[0].weight.format == recipes.by_name(level).weight
-    assert optimizer.param_groups[0]["formats"] == format_names(recipes.by_name(level).states)
+    weight = next(holding for holding in optimizer.holdings() if holding.param is low.body[0].weight)
+    assert weight.formats == format_names(recipes.by_name(level).states)
     losses = go(low, optimizer, range(STEPS))
     assert torch.allclose(losses, alone["fp32"]["losses"], rtol=0.15, atol=0.05)
     assert not losses.equal(alone[level]["losses"])

@@ -17,7 +17,7 @@ from msamp.optim.states import group_numbers, payload, scale_inv
 def test_a_holding_s_part_of_a_state_is_a_copy_of_its_rows():
     x = make("normal", (7, 3))
     for whole in (x, ScalingTensor.quantize(x, E4M3), quantize_expanded(x, COAT_E4M3)):
-        part = Holding(x, {}, 0, x[2:5], slice(2, 5)).copy_of(whole)
+        part = Holding(x, {}, {}, 0, x[2:5], slice(2, 5)).copy_of(whole)
         assert bits(payload(part)).equal(bits(payload(whole)[2:5]))
         assert (scale_inv(part) is None) == (scale_inv(whole) is None)
         for mine, theirs in zip(group_numbers(part) or (), group_numbers(whole) or (), strict=True):
@@ -25,7 +25,7 @@ def test_a_holding_s_part_of_a_state_is_a_copy_of_its_rows():
         before = bits(payload(whole)).clone()
         payload(part).view(torch.uint8).fill_(1)
         assert bits(payload(whole)).equal(before)
-        assert Holding(x, {}, 0, x).copy_of(whole) is whole
+        assert Holding(x, {}, {}, 0, x).copy_of(whole) is whole
 
 
 def test_one_process_updates_whatever_has_a_gradient_in_its_group_s_format():
