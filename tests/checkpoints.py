@@ -15,9 +15,11 @@ import tiny
 import torch
 from torch import Tensor
 
-from megatron.lm.checkpoint.folder import INFO_FILE, digest_entries, read_info, write_info
+from megatron.lm.checkpoint.folder import INFO_FILE, digest_entries, iteration_folder, new_partial_folder, publish, read_info, write_info
 from megatron.lm.checkpoint.storage import Item, Stored, write
+from megatron.lm.checkpoint.versions import VERSION
 from megatron.lm.config import Config
+from megatron.lm.identity import Run
 from megatron.lm.run.trainer import Trainer
 
 MARKER = "latest_checkpointed_iteration.txt"
@@ -28,6 +30,28 @@ def saved(prefix: Path | str, folder: Path, **settings: Any) -> Path:
     """`folder`, with the checkpoint of a finished run of 4 steps."""
     tiny.run(tiny.config(prefix, **({"train_iters": 4, "save": str(folder)} | settings)))
     return folder
+
+
+def written(root: Path, iteration: int, text: str = "data", **info: Any) -> Path:
+    """A whole checkpoint of one file that holds `text`, ready to be published; returns where it will stand."""
+    folder = iteration_folder(root, iteration)
+    partial = new_partial_folder(folder)
+    (partial / "data").write_text(text)
+    files = digest_entries([partial / "data"])
+    write_info(partial, {"version": VERSION, "iteration": iteration, "text": text, "files": files} | info)
+    return folder
+
+
+def published(root: Path, iteration: int, text: str = "data", *, problem: str | None = None, **info: Any) -> Path:
+    """The same, published; `problem`: why it is unhealthy."""
+    folder = written(root, iteration, text, health={"problem": problem}, **info)
+    publish(folder, mark=problem is None)
+    return folder
+
+
+def of(run: Run) -> dict[str, Any]:
+    """For `published`: a checkpoint of this run."""
+    return {"run": run.entry()}
 
 
 def pointed(config: Config, **changes: Any) -> Config:

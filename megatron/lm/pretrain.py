@@ -44,9 +44,12 @@ def _dry_run(config: Config, world_size: int) -> None:
 
     def saved() -> PrecisionConfig | None:
         from megatron.lm.checkpoint import saved_precision  # megatron-core, for seconds
-        from megatron.lm.run.rollback import begins_afresh
+        from megatron.lm.run.start import settled
 
-        return None if begins_afresh(config) else saved_precision(config)
+        found, line = settled(config)
+        if line is not None and os.environ.get("RANK", "0") == "0":
+            print(line)
+        return saved_precision(found)
 
     memory = (config.logging.device_memory_gib or 80) * plan.GIB
     if config.logging.device_memory_gib is None and torch.cuda.is_available():

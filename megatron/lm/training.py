@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from megatron.lm.config import Config
 from megatron.lm.gain import Choice
 from megatron.lm.grid import Grid
+from megatron.lm.health import Health
+from megatron.lm.identity import Run
 from megatron.lm.optim import Schedule
 from msamp.amp.scaler import LossScaler
 from msamp.comm.grad_sync import GradSync
@@ -30,7 +32,7 @@ class Training:
     are BF16 in an FP8 recipe, as in `config`, and why. `passed_over`: samples that were read and undone by rollbacks; those of the next
     step begin at `consumed_samples + passed_over`. `loss_scaler`: FP16's, which multiplies the loss in megatron-core's schedule and in
     the graphs, and which the optimizer divides out and updates. `data`: what fixes the order of the training data (`data.order`); None
-    where there is none.
+    where there is none. `run`: its identity, of which rank 0's counts. `health`: how the last step went, as `run.step_watch` saw it.
     """
 
     config: Config
@@ -48,6 +50,8 @@ class Training:
     consumed_samples: int = 0
     passed_over: int = 0
     data: dict[str, Any] | None = None
+    run: Run = field(default_factory=Run)
+    health: Health = field(default_factory=Health)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,10 +55,12 @@ def description(config: Config, vocab_size: int, processes: int) -> dict[str, An
     }
 
 
-def info(training: Training) -> dict[str, Any]:
-    """What is not a tensor, as JSON takes it; waits for the last step."""
+def info(training: Training, spoiled: Sequence[str] = ()) -> dict[str, Any]:
+    """What is not a tensor, as JSON takes it; waits for the last step. `spoiled`: tensors that hold NaN or infinity."""
     scaler = training.loss_scaler
     return description(training.config, training.vocab_size, dist.get_world_size()) | {
+        "run": training.run.entry(),
+        "health": training.health.entry(spoiled),
         "loss_scale": scaler.state_dict() if scaler is not None and scaler.dynamic else None,
         "iteration": training.iteration,
         "consumed_samples": training.consumed_samples,

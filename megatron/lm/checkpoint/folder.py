@@ -1,29 +1,30 @@
-"""Checkpoints on disk: the names in a folder of checkpoints, which of them is whole, and how one comes and goes at a stroke.
+"""Checkpoints on disk: the names in a folder of checkpoints, which of them is taken, and how one comes and goes at a stroke.
 
     ROOT/iter_0000100/           a checkpoint: a data file of each rank, `plan.json`, and `checkpoint.json` written last
     ROOT/iter_0000200.partial/   one that is being written, or that a kill has left
     ROOT/latest_checkpointed_iteration.txt
 
 `checkpoint.json` holds what is not a tensor, the size and the SHA-256 of every other file, and a seal over itself.
+
+The marker names the newest healthy checkpoint (`megatron.lm.health`). It is obeyed: people go back by editing it. Where what it names is
+damaged, the next older healthy one of the same run (`megatron.lm.identity`) is taken; where it is missing or unreadable, the newest.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron.lm import health, identity
 from megatron.lm.checkpoint.versions import upgraded
 from megatron.lm.config import LATEST_CHECKPOINT_FILE
+from megatron.lm.identity import Run
 
 INFO_FILE = "checkpoint.json"
-LOCK_FILE = ".lock"
 _NAME = re.compile(r"iter_(\d{7,})(\.replaced)?")
 _BLOCK = 2**22
 
@@ -53,8 +54,17 @@ def marked_iteration(root: Path) -> int | None:
 
 
 def exists(root: Path) -> bool:
-    """Whether a run has published a checkpoint in `root`."""
-    return (root / LATEST_CHECKPOINT_FILE).is_file()
+    """Whether `root` holds checkpoints, whole or not, whoever wrote them; the marker alone counts too."""
+    return (root / LATEST_CHECKPOINT_FILE).is_file() or any(_numbered(root))
+
+
+def _numbered(root: Path) -> Iterator[tuple[int, Path]]:
+    """Iterations and folders of what stands under the names of checkpoints."""
+    if root.is_dir():
+        for path in root.iterdir():
+            number = iteration_of(path)
+            if number is not None and path.is_dir():
+                yield number, path
 
 
 def file_digest(file: Path) -> str:
@@ -93,8 +103,24 @@ def read_info(folder: Path) -> dict[str, Any]:
     """What `checkpoint.json` of a checkpoint holds, one of an older version in the settings of today (`versions`).
 
     Raises:
-        ValueError: the folder is not a whole checkpoint of a version that is read, saying why. File contents are judged by `check_files`.
+        ValueError: the folder is not a whole checkpoint of a version that is read, or stands under the name of another iteration; saying
+            why. File contents are judged by `check_files`.
     """
+    info, file, number = sealed_info(folder), folder / INFO_FILE, iteration_of(folder)
+    if number is not None and info.get("iteration") != number:
+        raise ValueError(f"{folder} holds iteration {info.get('iteration')}: the folder was renamed; give it its name again")
+    for name, entry in info["files"].items():
+        path = folder / name
+        if Path(name).name != name:
+            raise ValueError(f"{file} names {name!r}, which is outside its folder")
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry["bytes"]:
+            raise ValueError(f"{path} is {'missing' if size is None else f'{size} bytes long'}; it should be {entry['bytes']} bytes long")
+    return info
+
+
+def sealed_info(folder: Path) -> dict[str, Any]:
+    """As `read_info`, whatever became of the other files and of the folder's name."""
     file = folder / INFO_FILE
     if not file.is_file():
         raise ValueError(f"{folder} {_what_it_is(folder)}")
@@ -105,17 +131,9 @@ def read_info(folder: Path) -> dict[str, Any]:
     if not isinstance(info, dict) or info.get("seal") != _seal({key: value for key, value in info.items() if key != "seal"}):
         raise ValueError(f"{file} is damaged: its seal does not fit its contents")
     try:
-        info = upgraded(info)
+        return upgraded(info)
     except ValueError as problem:
         raise ValueError(f"{folder} {problem}") from None
-    for name, entry in info["files"].items():
-        path = folder / name
-        if Path(name).name != name:
-            raise ValueError(f"{file} names {name!r}, which is outside its folder")
-        size = path.stat().st_size if path.is_file() else None
-        if size != entry["bytes"]:
-            raise ValueError(f"{path} is {'missing' if size is None else f'{size} bytes long'}; it should be {entry['bytes']} bytes long")
-    return info
 
 
 def check_files(folder: Path, files: dict[str, Any]) -> None:
@@ -139,58 +157,118 @@ def _what_it_is(folder: Path) -> str:
     return f"is no checkpoint, or one without {INFO_FILE}, which is written last"
 
 
-def candidates(root: Path, iteration: int | None = None) -> Iterator[Path]:
-    """Folders that may hold the checkpoint to load, best first: the marked one, then those older than it from the newest down.
+class Candidates(NamedTuple):
+    """Folders that may hold the checkpoint to load, best first, and what is to be said of others."""
 
-    `iteration`: only that one. A checkpoint newer than the marked one is not offered: the marker moves last of all.
+    folders: list[Path]
+    remarks: list[str]
+
+
+def candidates(root: Path, iteration: int | None = None, *, unhealthy: bool = False) -> Candidates:
+    """What may be loaded from `root`: the marked checkpoint, then those older than it from the newest down, without the unhealthy ones and
+    those of other runs. One that cannot be read is among them, so that its reader says what is wrong.
+
+    Args:
+        root: folder of checkpoints.
+        iteration: only that one.
+        unhealthy: unhealthy ones too.
     """
-    marked = iteration if iteration is not None else marked_iteration(root)
-    if marked is None or not root.is_dir():
-        return
-    found = [(number, path) for path in root.iterdir() if path.is_dir() and (number := iteration_of(path)) is not None]
-    offered = [(number, path) for number, path in found if number == marked or (iteration is None and number < marked)]
-    if offered and max(offered)[0] != marked:
-        yield iteration_folder(root, marked)  # so that its reader says that it is missing
+    marked, marker = marked_iteration(root) if iteration is None else iteration, root / LATEST_CHECKPOINT_FILE
     # A replaced one stands beside, or for a moment in the place of, the one that was saved over it.
-    for _, path in sorted(offered, key=lambda pair: (-pair[0], pair[1].name)):
-        yield path
+    found = sorted(_numbered(root), key=lambda pair: (-pair[0], pair[1].name))
+    offered = [(n, path) for n, path in found if (n == iteration if iteration is not None else marked is None or n <= marked)]
+    remarks: list[str] = []
+    if marked is None and found:
+        remarks.append(f"{marker} is missing or names no iteration: the newest healthy checkpoint is looked for")
+    newer = sorted({number for number, _ in found} - {number for number, _ in offered}) if iteration is None else []
+    if newer:
+        remarks.append(f"{marker} names iteration {marked}: newer ones, {', '.join(map(str, newer))}, are left (name one by --ckpt-step)")
+    folders: list[Path] = []
+    if marked is not None and root.is_dir() and (iteration is None or offered) and marked not in dict(offered):
+        folders.append(iteration_folder(root, marked))  # so that its reader says that it is missing
+    first: dict[str, Any] | None = None
+    for number, path in offered:
+        try:
+            info = sealed_info(path)
+        except ValueError:
+            folders.append(path)
+            continue
+        problem = health.problem_of(info)
+        if first is not None and not _one_run(first, info):
+            remarks.append(f"passed over: {path} is a checkpoint of another run")
+        elif problem is not None and not unhealthy:
+            remarks.append(f"passed over: {path} is unhealthy: {problem} (--ckpt-step {number} --load-unhealthy takes it)")
+        else:
+            folders.append(path)
+        first = first or info
+    return Candidates(folders, remarks)
 
 
-def latest(root: Path, iteration: int | None = None) -> Path:
-    """The newest checkpoint in `root` that looks whole (its files are there and of their size), or that of `iteration`.
+def _one_run(newer: dict[str, Any], older: dict[str, Any]) -> bool:
+    """Whether a checkpoint is of the run that saved a newer one; by their `checkpoint.json`."""
+    run = identity.of(newer)
+    return identity.of(older) is None if run is None else run.holds(older)
 
-    Says on stdout which newer ones it passed over, and why.
+
+def owner(root: Path) -> dict[str, Any] | None:
+    """`checkpoint.json` of the checkpoint in `root` that says whose the folder is: the marked one, else the newest that can be read."""
+    marked = marked_iteration(root)
+    for _, path in sorted(_numbered(root), key=lambda pair: (pair[0] == marked, pair[0]), reverse=True):
+        try:
+            return sealed_info(path)
+        except ValueError:
+            continue
+    return None
+
+
+def refuse_other_run(root: Path, run: Run) -> None:
+    """ValueError where `root` holds checkpoints that are not of `run`, with the ways out."""
+    info = owner(root)
+    if any(_numbered(root)) and (info is None or not run.holds(info)):
+        whose = f"another run (iteration {info['iteration']} of {identity.name(info)[:8]})" if info else "checkpoints that cannot be read"
+        raise ValueError(
+            f"{root} holds {whose}, and saving there would lose it: give --load {root} --save {root} to go on with it, another "
+            "--save to keep both, or move it away"
+        )
+
+
+def latest(root: Path, iteration: int | None = None, *, unhealthy: bool = False, say: bool = True) -> Path:
+    """The first of `candidates` that looks whole: its files are there and of their size.
+
+    With `say`, tells on stdout which ones it passed over, and why.
 
     Raises:
         ValueError: there is none; what is wrong with each, and what to do.
     """
-    problems = []
-    for folder in candidates(root, iteration):
+    offered = candidates(root, iteration, unhealthy=unhealthy)
+    problems: list[str] = []
+    for folder in offered.folders:
         try:
             read_info(folder)
         except ValueError as problem:
-            problems.append(str(problem))
+            problems.append(f"passed over: {problem}")
             continue
-        for text in problems:
-            print(f"passed over: {text}", flush=True)
+        for text in (*offered.remarks, *problems) if say else ():
+            print(text, flush=True)
         return folder
-    raise no_checkpoint(root, iteration, problems)
+    raise no_checkpoint(root, iteration, [*offered.remarks, *problems])
 
 
-def no_checkpoint(root: Path, iteration: int | None, problems: list[str]) -> ValueError:
-    """The error to raise where no checkpoint of `candidates` is whole, with what is wrong with each."""
+def no_checkpoint(root: Path, iteration: int | None, remarks: list[str]) -> ValueError:
+    """The error to raise where no checkpoint of `candidates` serves, with what was said of each."""
     marker, marked = root / LATEST_CHECKPOINT_FILE, marked_iteration(root)
-    if problems:
-        return ValueError(f"{root} holds no whole checkpoint: {'; '.join(problems)}. Restore one, or name another folder by --load")
-    if iteration is not None:
+    if iteration is not None and not remarks:
         return ValueError(f"{root} holds no checkpoint of iteration {iteration}; it holds {_held(root)}")
-    if marked is None:
-        return ValueError(f"{root} holds no checkpoint: {marker} is missing or names no iteration; give the folder of an earlier --save")
-    return ValueError(f"{marker} names iteration {marked}, which is missing; {root} holds {_held(root)}")
+    if iteration is None and marked is not None and not any(number <= marked for number, _ in _numbered(root)):
+        return ValueError(f"{marker} names iteration {marked}, which is missing; {root} holds {_held(root)}")
+    if remarks:
+        problems = "; ".join(text.removeprefix("passed over: ") for text in remarks)
+        return ValueError(f"{root} holds no whole healthy checkpoint: {problems}. Restore one, or name another folder by --load")
+    return ValueError(f"{root} holds no checkpoint: {marker} is missing or names no iteration; give the folder of an earlier --save")
 
 
 def _held(root: Path) -> str:
-    numbers = sorted({number for path in root.iterdir() if (number := iteration_of(path)) is not None}) if root.is_dir() else []
+    numbers = sorted({number for number, _ in _numbered(root)})
     return f"iterations {', '.join(map(str, numbers))} (name one by --ckpt-step)" if numbers else "none"
 
 
@@ -203,23 +281,30 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def publish(folder: Path) -> None:
-    """Bring a finished `.partial` folder to its name `folder`, then move the marker; at every moment a whole checkpoint can be found."""
-    root = folder.parent
+def publish(folder: Path, *, mark: bool = True) -> None:
+    """Bring a finished `.partial` folder to its name `folder`, then move the marker to it, unless it is unhealthy (`mark`); at every
+    moment a whole checkpoint can be found.
+    """
     aside = folder.with_name(folder.name + ".replaced")
     if folder.exists():  # a run that was started again has come by here before
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
     partial_folder(folder).rename(folder)
-    sync_folder(root)
-    marker = root / (LATEST_CHECKPOINT_FILE + ".partial")
+    sync_folder(folder.parent)
+    if mark:
+        _mark(folder)
+    remove(aside)
+
+
+def _mark(folder: Path) -> None:
+    """Have the marker name a checkpoint."""
+    marker = folder.with_name(LATEST_CHECKPOINT_FILE + ".partial")
     with marker.open("w", encoding="utf-8") as stream:
         stream.write(str(iteration_of(folder)))
         stream.flush()
         os.fsync(stream.fileno())
-    marker.rename(root / LATEST_CHECKPOINT_FILE)
-    sync_folder(root)
-    remove(aside)
+    marker.rename(folder.with_name(LATEST_CHECKPOINT_FILE))
+    sync_folder(folder.parent)
 
 
 def remove(folder: Path) -> None:
@@ -229,48 +314,40 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder.rename(partial_folder(folder)), ignore_errors=True)
 
 
-def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints up to the marked one, and what kills have left of others up to there."""
-    marked = marked_iteration(root)
-    if marked is None:
-        return
-    whole, torn = [], []
-    for path in root.iterdir():
-        number = iteration_of(path.with_suffix("") if path.suffix == ".partial" else path)
-        if number is not None and number <= marked:
-            if path.suffix == ".partial":
-                torn.append(path)
-            elif (path / INFO_FILE).is_file():  # what others have put here stays
-                whole.append((number, path.suffix == "", path))
-    for _, _, path in sorted(whole)[:-keep]:
-        remove(path)
-    for path in torn:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def locked(root: Path) -> Iterator[None]:
-    """Hold a folder of checkpoints against other jobs as long as the block runs, however it ends (a kill frees it too).
-
-    Raises:
-        ValueError: another job saves there, naming its host and process; or the folder cannot be written.
-    """
-    me = f"process {os.getpid()} on {socket.gethostname()}"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        stream = (root / LOCK_FILE).open("a+", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--save {root} cannot be written ({error.strerror}); give another folder, or the right to write there") from None
-    with stream:
+def prune(newest: Path, keep: int) -> None:
+    """Delete the checkpoints of a run up to `newest`, which it has just saved, but for the last `keep` and the newest healthy one."""
+    last = sealed_info(newest)
+    mine: list[tuple[int, bool, bool, Path]] = []  # iteration, not a replaced one, healthy
+    for number, path in _numbered(newest.parent):
+        if number > (iteration_of(newest) or 0) or not (path / INFO_FILE).is_file():  # what others have put here stays
+            continue
         try:
-            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not held on by the data loader's forks after a kill
-        except BlockingIOError:
-            stream.seek(0)
-            raise ValueError(
-                f"--save {root} is in use by {stream.read() or 'another job'}; two jobs in one folder would lose checkpoints: end "
-                "it, or give another --save"
-            ) from None
-        stream.truncate(0)
-        stream.write(me)
-        stream.flush()
-        yield
+            info: dict[str, Any] | None = read_info(path)
+        except ValueError:
+            info = None
+        if info is None or _one_run(last, info):
+            mine.append((number, path.suffix == "", info is not None and health.problem_of(info) is None, path))
+    mine.sort()
+    healthy = [path for _, _, is_healthy, path in mine if is_healthy]
+    for *_, path in mine[:-keep]:
+        if path not in healthy[-1:]:
+            remove(path)
+
+
+def tidy(root: Path) -> list[str]:
+    """Clear up in a folder that this job holds: delete what kills have left of saves, and write a marker anew that is missing or
+    unreadable. Returns lines that say so.
+    """
+    said = []
+    for path in sorted(root.glob("iter_*.partial")):
+        if iteration_of(path.with_suffix("")) is not None:
+            shutil.rmtree(path)
+            said.append(f"deleted {path}, which an interrupted save has left")
+    if marked_iteration(root) is None:
+        try:
+            folder = latest(root, say=False)
+        except ValueError:  # none that a marker could name
+            return said
+        _mark(folder)
+        said.append(f"wrote {root / LATEST_CHECKPOINT_FILE} anew: it names iteration {iteration_of(folder)}")
+    return said

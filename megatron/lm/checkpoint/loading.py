@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.lm import process_groups
+from megatron.lm import health, process_groups
 from megatron.lm.checkpoint import rng
 from megatron.lm.checkpoint.content import at
 from megatron.lm.checkpoint.folder import candidates, check_files, latest, no_checkpoint, read_info
@@ -64,8 +64,11 @@ class _Taken:
 
 
 def load(training: Training) -> None:
-    """Resume from `--load`: the newest whole checkpoint there, or that of `--ckpt-step`; with `--finetune` the weights alone, at
-    iteration 0. Collective.
+    """Resume from `--load`: the marked checkpoint there, or that of `--ckpt-step`; with `--finetune` the weights alone, at iteration 0.
+    Collective.
+
+    A checkpoint that is damaged, unhealthy or holds numbers that cannot be is passed over for an older one of the same run, with a line
+    that says so; one that `--ckpt-step` names is not.
 
     The grid, ZeRO and the level may be others than when it was saved; `values` says which bits stay. Scales and histories of casts that
     the saved run did not have start just in time.
@@ -75,33 +78,31 @@ def load(training: Training) -> None:
     """
     settings = training.config.checkpoint
     assert settings.load is not None
-    folder, info = _choose(Path(settings.load), settings.ckpt_step)
-    all_or_none(lambda: _check_same_model(info, training))
-    remark = all_or_none(lambda: check_same(info, training.config, training.data))
-    if remark is not None and dist.get_rank() == 0:
-        print(remark, flush=True)
-    taken = all_or_none(lambda: _take(training, Stored(folder), info))
-    _apply(training, taken, info)
-    if not settings.finetune:
-        _say_what_changed(training, taken, info)
-
-
-def _choose(root: Path, iteration: int | None) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint to load, checked byte by byte, each rank some of its files; those that are damaged are passed over. Collective."""
-    offered: list[Any] = [all_or_none(lambda: list(candidates(root, iteration)))]
+    root, iteration = Path(settings.load), settings.ckpt_step
+    offered: list[Any] = [all_or_none(lambda: candidates(root, iteration, unhealthy=settings.load_unhealthy))]
     dist.broadcast_object_list(offered, 0)  # the others may see another moment of the folder
     problems: list[str] = []
-    for folder in offered[0]:
+    for folder in offered[0].folders:
         try:
             info = all_or_none(lambda folder=folder: _checked(folder))  # type: ignore[misc]
         except ValueError as problem:
-            problems.append(str(problem))
+            problems.append(f"passed over: {problem}")
             continue
-        if dist.get_rank() == 0:
-            for text in problems:
-                print(f"passed over: {text}", flush=True)
-        return folder, info
-    raise no_checkpoint(root, iteration, problems)
+        remark = all_or_none(lambda info=info: _check_fits(info, training))  # type: ignore[misc]
+        try:
+            taken = all_or_none(lambda folder=folder, info=info: _take(training, Stored(folder), info))  # type: ignore[misc]
+        except ValueError as problem:
+            problems.append(f"passed over: {problem}")
+            continue
+        break
+    else:
+        raise no_checkpoint(root, iteration, [*offered[0].remarks, *problems])
+    if dist.get_rank() == 0:
+        for text in (*offered[0].remarks, *problems, *([remark] if remark is not None else [])):
+            print(text, flush=True)
+    _apply(training, taken, info)
+    if not settings.finetune:
+        _say_what_changed(training, taken, info)
 
 
 def _checked(folder: Path) -> dict[str, Any]:
@@ -110,8 +111,11 @@ def _checked(folder: Path) -> dict[str, Any]:
     return info
 
 
-def _check_same_model(info: dict[str, Any], training: Training) -> None:
-    """ValueError naming every setting that gives the saved numbers another meaning."""
+def _check_fits(info: dict[str, Any], training: Training) -> str | None:
+    """ValueError naming every setting of this run that gives the saved numbers another meaning: an older checkpoint fits no better.
+
+    Returns what is to be said of the data.
+    """
     config, finetune = training.config, training.config.checkpoint.finetune
     now, then = config_to_dict(config)["model"], info["config"].get("model", {})
     free = _FREE | ({"seq_length"} if finetune and config.model.position_embedding_type == "rope" else set())
@@ -123,6 +127,13 @@ def _check_same_model(info: dict[str, Any], training: Training) -> None:
         differing.append(f"--global-batch-size {batch} (saved: {before // max(1, info['iteration'])})")
     if differing:
         raise ValueError(f"the checkpoint in {config.checkpoint.load} does not fit: {'; '.join(differing)}. Give the saved values")
+    scale, least = _loss_scale(info, training), config.precision.min_loss_scale
+    if scale is not None and scale["loss_scale"] < least:
+        raise ValueError(
+            f"the loss scale in {config.checkpoint.load} is {scale['loss_scale']:g}, below --min-loss-scale {least:g}: give at most that, "
+            "or start the optimizer anew with --no-load-optim"
+        )
+    return check_same(info, config, training.data)
 
 
 def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
@@ -149,7 +160,7 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
         if state:
             taken.states[holding.place] = state
     if with_states:
-        taken.loss_scale = _take_loss_scale(training, info, stored)
+        taken.loss_scale = _loss_scale(info, training)
         for name in training.grad_sync.state_dict()["mu"]:
             found = [
                 stored.tensor(key)
@@ -161,16 +172,11 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
     return taken
 
 
-def _take_loss_scale(training: Training, info: dict[str, Any], stored: Stored) -> dict[str, Any] | None:
-    saved, least = info.get("loss_scale"), training.config.precision.min_loss_scale
-    if saved is None or training.loss_scaler is None or not training.loss_scaler.dynamic:
-        return None
-    if saved["loss_scale"] < least:
-        raise ValueError(
-            f"the loss scale in {stored.folder} is {saved['loss_scale']:g}, below --min-loss-scale {least:g}: give at most that, or start "
-            "the optimizer anew with --no-load-optim"
-        )
-    return saved  # type: ignore[no-any-return]
+def _loss_scale(info: dict[str, Any], training: Training) -> dict[str, Any] | None:
+    """State of the saved dynamic loss scale; None where there is none, or this run takes none."""
+    settings, saved = training.config.checkpoint, info.get("loss_scale")
+    taken = not (settings.finetune or settings.no_load_optim or saved is None)
+    return saved if taken and training.loss_scaler is not None and training.loss_scaler.dynamic else None
 
 
 class _TensorReader:
@@ -336,8 +342,10 @@ def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
         if training.loss_scaler is not None and taken.loss_scale is not None:
             training.loss_scaler.load_state_dict(taken.loss_scale)
         training.grad_sync.load_state_dict({"steps": info["grad_sync_steps"], "mu": taken.mu})
+    training.run = training.run.resumed(info) if settings.resumes_itself else training.run.child_of(info, settings.finetune)
     if settings.finetune:
         return
+    training.health = health.of(info)
     optimizer.skipped_steps = info["skipped_steps"]
     # Only the place in the schedule is taken over: its shape, like every hyper-parameter, is what this run's flags say.
     training.schedule.settle()
@@ -375,4 +383,5 @@ def saved_precision(config: Config) -> PrecisionConfig | None:
     settings = config.checkpoint
     if settings.load is None or settings.finetune:
         return None
-    return config_from_dict(read_info(latest(Path(settings.load), settings.ckpt_step))["config"]).precision
+    folder = latest(Path(settings.load), settings.ckpt_step, unhealthy=settings.load_unhealthy, say=False)  # loading will say
+    return config_from_dict(read_info(folder)["config"]).precision

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.lm import process_groups
+from megatron.lm import health, process_groups
 from megatron.lm.checkpoint.content import scale_key
 from megatron.lm.checkpoint.folder import INFO_FILE, check_files, latest, read_info
 from megatron.lm.checkpoint.loading import take_model
@@ -29,7 +29,7 @@ class CheckpointReader:
     """A checkpoint on whatever grid it was written.
 
     Args:
-        folder: of checkpoints (the newest whole one is taken), or of one.
+        folder: of checkpoints (the newest healthy one is taken), or of one, which may be unhealthy: then a line says so.
 
     Attributes:
         folder: of the checkpoint.
@@ -44,6 +44,9 @@ class CheckpointReader:
         folder = Path(folder)
         self.folder = folder if (folder / INFO_FILE).is_file() else latest(folder)
         self.info: dict[str, Any] = read_info(self.folder)
+        problem = health.problem_of(self.info)
+        if problem is not None:
+            print(f"warning: {self.folder} is unhealthy: {problem}", flush=True)
         check_files(self.folder, self.info["files"])
         self.stored = Stored(self.folder)
 

@@ -14,17 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.lm import health
 from megatron.lm.checkpoint import content, storage
 from megatron.lm.checkpoint.folder import (
     digest_entries,
     iteration_folder,
-    locked,
     new_partial_folder,
     partial_folder,
     prune,
     publish,
+    refuse_other_run,
+    tidy,
     write_info,
 )
+from megatron.lm.checkpoint.lock import FolderLock, locked
 from megatron.lm.checkpoint.plan import PLAN_FILE
 from megatron.lm.checkpoint.storage import Item
 from megatron.lm.training import Training
@@ -59,15 +62,34 @@ def save(training: Training, root: Path, keep_last: int | None = None) -> Path:
         ValueError: on every rank, where one cannot write (full disk, permissions); the last checkpoint is as it was.
     """
     folder = iteration_folder(root, training.iteration)
-    _write(folder, content.items(training), content.info(training), keep_last, None)
+    items = content.items(training)
+    _write(folder, items, content.info(training, _spoiled(items)), keep_last)
     return folder
 
 
-def _write(folder: Path, items: Sequence[Item], info: dict[str, Any], keep_last: int | None, group: dist.ProcessGroup | None) -> None:
-    """`group`: whose ranks meet; None: the default one."""
+def _spoiled(items: Sequence[Item]) -> list[str]:
+    """Names of what any rank's share holds that is not finite. Collective."""
+    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    # Random states are no numbers of the model: Python's says by NaN that it has no second normal draw.
+    held = ((item.key, item.tensor) for item in items if not item.key.startswith("rng/"))
+    dist.all_gather_object(found, health.not_finite(held))
+    return [name for names in found for name in names]
+
+
+def _write(
+    folder: Path,
+    items: Sequence[Item],
+    info: dict[str, Any],
+    keep_last: int | None,
+    group: dist.ProcessGroup | None = None,
+    lock: FolderLock | None = None,
+) -> None:
+    """`group`: whose ranks meet; None: the default one. `lock`: rank 0's on the folder of checkpoints."""
     partial, rank, ranks = partial_folder(folder), dist.get_rank(), dist.get_world_size()
 
     def make_folder() -> None:
+        if lock is not None:
+            lock.check()
         if rank == 0:
             new_partial_folder(folder)
 
@@ -81,9 +103,11 @@ def _write(folder: Path, items: Sequence[Item], info: dict[str, Any], keep_last:
     def finish() -> None:
         if rank == 0:
             write_info(partial, info | {"files": {name: entry for part in parts for name, entry in part.items()}})
-            publish(folder)
+            if lock is not None:
+                lock.check()
+            publish(folder, mark=health.problem_of(info) is None)
             if keep_last is not None:
-                prune(folder.parent, keep_last)
+                prune(folder, keep_last)
 
     message = f"cannot save to {folder}: {{}}; free space or choose another --save"
     try:
@@ -102,6 +126,9 @@ def _write(folder: Path, items: Sequence[Item], info: dict[str, Any], keep_last:
 class Saver:
     """Saves one run's checkpoints into its `--save`, which it holds against other jobs while entered.
 
+    A save that fails, since the disk is full or the folder was taken away, goes to `--emergency-save` where there is one, and raises all
+    the same.
+
     With `--async-save` a save copies this rank's share to the host, which training waits for, and a thread writes it while training goes
     on; the next save, and leaving, wait for the one before. A save that failed raises there, and says so at once.
 
@@ -109,13 +136,14 @@ class Saver:
         training: what is saved.
 
     Raises:
-        ValueError: on entering, on every rank: another job saves there, or the folder cannot be written.
+        ValueError: on entering, on every rank: another job saves there, the folder holds another run, or it cannot be written.
     """
 
     def __init__(self, training: Training) -> None:
         settings = training.config.checkpoint
         assert settings.save is not None
         self.training, self.root, self.keep_last = training, Path(settings.save), settings.keep_last
+        self.elsewhere = Path(settings.emergency_save) if settings.emergency_save else None
         self.background = settings.async_save
         timeout = datetime.timedelta(minutes=training.config.parallel.distributed_timeout_minutes)
         apart = self.background and dist.get_world_size() > 1  # a thread's collectives must not mix with those of training
@@ -123,14 +151,24 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._staged: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-        self._lock = contextlib.ExitStack()
+        self._held = contextlib.ExitStack()
+        self._lock: FolderLock | None = None  # rank 0's
 
     def __enter__(self) -> "Saver":
         def lock() -> None:
             if dist.get_rank() == 0:
-                self._lock.enter_context(locked(self.root))
+                self._lock = self._held.enter_context(locked(self.root))
+                refuse_other_run(self.root, self.training.run)
+                if self.elsewhere is not None:
+                    refuse_other_run(self.elsewhere, self.training.run)
+                for line in tidy(self.root):
+                    print(line, flush=True)
 
-        all_or_none(lock)
+        try:
+            all_or_none(lock)
+        except BaseException:
+            self._held.close()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -140,24 +178,24 @@ class Saver:
             elif self._thread is not None:
                 self._thread.join()  # so that a run that fails later keeps what it was writing
         finally:
-            self._lock.close()
+            self._held.close()
 
-    def save(self) -> None:
-        """Save the current iteration; collective.
+    def save(self) -> bool:
+        """Save the current iteration, and say whether it is healthy; collective.
 
         Raises:
             ValueError: on every rank: this save, or the one in the background before it, could not be written.
         """
         self.finish()
         folder = iteration_folder(self.root, self.training.iteration)
-        items, info = content.items(self.training), content.info(self.training)
-        if not self.background:
-            _write(folder, items, info, self.keep_last, None)
-            self._tell(folder)
-            return
-        items = self._stage(items)
-        self._thread = threading.Thread(target=self._write_staged, args=(folder, items, info), name="save")
-        self._thread.start()
+        items = content.items(self.training)
+        info = content.info(self.training, _spoiled(items))
+        if self.background:
+            self._thread = threading.Thread(target=self._write_staged, args=(folder, self._stage(items), info), name="save")
+            self._thread.start()
+        else:
+            self._write(folder, items, info)
+        return health.problem_of(info) is None
 
     @property
     def busy(self) -> bool:
@@ -175,16 +213,26 @@ class Saver:
 
     def _write_staged(self, folder: Path, items: list[Item], info: dict[str, Any]) -> None:
         try:
-            _write(folder, items, info, self.keep_last, self.group)
+            self._write(folder, items, info)
         except BaseException as error:
             self._error = error
             print(f"saving in the background failed: {error}", flush=True)
-        else:
-            self._tell(folder)
 
-    def _tell(self, folder: Path) -> None:
+    def _write(self, folder: Path, items: Sequence[Item], info: dict[str, Any]) -> None:
+        try:
+            _write(folder, items, info, self.keep_last, self.group, self._lock)
+        except ValueError as error:
+            if self.elsewhere is None:
+                raise
+            other = self.elsewhere / folder.name
+            try:
+                _write(other, items, info, None, self.group)
+            except ValueError as second:
+                raise ValueError(f"{error}; and {second}") from None
+            raise ValueError(f"{error}. The checkpoint was saved to {other} instead") from None
+        problem = health.problem_of(info)
         if dist.get_rank() == 0:
-            print(f"saved {folder}", flush=True)
+            print(f"saved {folder}" if problem is None else f"saved {folder}, which is unhealthy: {problem}", flush=True)
 
     def _stage(self, items: Sequence[Item]) -> list[Item]:
         """Copies on the host, in memory that is kept from save to save: to pin gigabytes takes seconds."""

@@ -14,6 +14,7 @@ for what it is not, or would not know it.
     a gradient exchange may be registered ones.
 5   Keys, tensors and configuration as in 4. The plan is `plan.json`, and a data file, `__RANK_0.bin`, holds the bytes of tensors alone
     (`plan`). In 3 and 4 both are pickles of torch's distributed checkpoint, `.metadata` and `__RANK_0.distcp` (`pickled`).
+    `checkpoint.json` also says of which run it is (`run`) and whether it is healthy (`health`); older ones say neither.
 
 A reader of version 5 reads 3 to 5. `upgraded` rewrites the configuration, one step a version, and the rest of the code knows today's
 alone. Tensors of version 3 have the keys of version 5, so that no step touches them, and a run goes on from them bit for bit. Versions 1

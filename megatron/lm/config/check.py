@@ -33,7 +33,7 @@ def check(config: Config, world_size: int) -> None:
 
 
 def single_values(section: object) -> Problems:
-    """Choices and intervals of one section, from the metadata of its fields."""
+    """Choices and intervals of one section, from the metadata of its fields; no text is empty, such as a path from an unset variable."""
     for setting in fields(section):  # type: ignore[arg-type]
         value, legal = getattr(section, setting.name), setting.metadata["legal"]
         if value in (None, ()):
@@ -42,7 +42,9 @@ def single_values(section: object) -> Problems:
         for one in value if isinstance(value, tuple) else (value,):
             if isinstance(one, str) and not _is_unicode(one):
                 yield f"{flag(setting.name)} {one!a} is no text in UTF-8: give it, or the file, another name"
-            if choices is not None and one not in choices:
+            elif isinstance(one, str) and not one.strip():
+                yield f"{flag(setting.name)} {one!r} is empty (is a shell variable unset?): give a value, or drop the flag"
+            elif choices is not None and one not in choices:
                 yield f"{flag(setting.name)} {one}: choose one of {', '.join(choices)}"
         if legal is not None and value not in legal:
             yield f"{flag(setting.name)} {value}: give a number in {legal}"

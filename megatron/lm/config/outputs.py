@@ -36,7 +36,9 @@ class CheckpointConfig:
     save_interval: int | None = setting("iterations between checkpoints; derived: only one, at the end", None, legal=COUNT)
     async_save: bool = setting("write checkpoints in the background, from a copy in the host's memory, while training goes on", False)
     keep_last: int | None = setting("checkpoints to keep in --save, the newest; derived: all", None, legal=COUNT)
-    ckpt_step: int | None = setting("iteration of the checkpoint to load; derived: the newest whole one", None, legal=COUNT_OR_ZERO)
+    emergency_save: str | None = setting("folder for a last checkpoint where --save cannot be written any more", None)
+    ckpt_step: int | None = setting("iteration of the checkpoint to load; derived: the newest healthy one", None, legal=COUNT_OR_ZERO)
+    load_unhealthy: bool = setting("load what --ckpt-step names even where it says that the run had diverged", False)
     finetune: bool = setting("load only the weights and start at iteration 0", False)
     no_load_optim: bool = setting("do not load the optimizer's state", False)
     no_load_rng: bool = setting("do not load the state of the random generators", False)
@@ -46,7 +48,7 @@ class CheckpointConfig:
         """Whether the run goes on from its own checkpoints: `--load` is the folder of `--save`, which is empty at its first start."""
         if self.load is None or self.save is None or self.finetune:
             return False
-        return os.path.normpath(self.load) == os.path.normpath(self.save)
+        return os.path.realpath(self.load) == os.path.realpath(self.save)
 
 
 @dataclass(frozen=True, kw_only=True)

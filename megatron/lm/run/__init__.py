@@ -1,12 +1,13 @@
 """A run from its first step to its last: the loop, what it tells, and what it does about faults.
 
+start.py        how it starts: anew, from where it was, or as the child of another
 trainer.py      drives it: train, evaluate, log, save
 metrics.py      what it tells: the log line, TensorBoard, the metrics file
 step_watch.py   looks at every step after it: skipped steps, spikes, requests, and what all ranks do about them
 replicas.py     whether all copies of the weights are the same, now and then
 spikes.py       losses that leave the mean of those before by too much
 signals.py      what a process is asked to do from outside: signals, the clock
-rollback.py     whether a run begins without a checkpoint of its own, and the way back to the newest
+rollback.py     the way back to its newest healthy checkpoint
 watchdog.py     who is stuck
 """
 

@@ -1,15 +1,11 @@
-"""A run's own checkpoints: whether it begins without one, and the way back to the newest.
+"""The way back to the newest healthy checkpoint of a run.
 
 A rollback brings everything but the data back, so that a run that met a spike goes on over other data.
 """
 
 from dataclasses import replace
-from pathlib import Path
-
-import torch.distributed as dist
 
 from megatron.lm import checkpoint
-from megatron.lm.config import Config
 from megatron.lm.run import RunStopped
 from megatron.lm.training import Training
 
@@ -17,7 +13,7 @@ MAX_ROLLBACKS = 3  # to one checkpoint
 
 
 class Rollback:
-    """The way back to the newest checkpoint that this run has in `--save`.
+    """The way back to the newest healthy checkpoint that this run has in `--save`.
 
     Attributes:
         iteration: of that checkpoint; None before there is one.
@@ -51,7 +47,8 @@ class Rollback:
                 f"the loss spiked again after {MAX_ROLLBACKS} rollbacks to iteration {self.iteration} in {folder}, each time over other "
                 "data. Nothing was saved since. Go on from an older checkpoint, with a lower --lr, or raise --loss-spike-threshold"
             )
-        source = replace(config.checkpoint, load=folder, finetune=False, no_load_optim=False, no_load_rng=False, ckpt_step=None)
+        whole = replace(config.checkpoint, finetune=False, no_load_optim=False, no_load_rng=False)
+        source = replace(whole, load=folder, ckpt_step=None, load_unhealthy=False)
         training.config = replace(config, checkpoint=source)
         try:
             checkpoint.load(training)
@@ -63,26 +60,3 @@ class Rollback:
             f"rolled back from iteration {was} to iteration {training.iteration} ({self.count} of {MAX_ROLLBACKS} times to {folder}); the "
             f"{was - training.iteration} batches since then are passed over"
         )
-
-
-def begins_afresh(config: Config) -> bool:
-    """Whether `--load` is the folder of `--save` and holds no checkpoint: the first start of a run that resumes by itself.
-
-    Every rank must see the same folder; collective where there are several.
-
-    Raises:
-        ValueError: on every rank, where some see a checkpoint there and others do not.
-    """
-    if not config.checkpoint.resumes_itself:
-        return False
-    assert config.checkpoint.load is not None
-    answers = [not checkpoint.exists(Path(config.checkpoint.load))]
-    if dist.is_initialized():
-        answers = [True] * dist.get_world_size()
-        dist.all_gather_object(answers, not checkpoint.exists(Path(config.checkpoint.load)))
-    if len(set(answers)) > 1:
-        raise ValueError(
-            f"rank {answers.index(False)} sees a checkpoint in --load {config.checkpoint.load}, rank {answers.index(True)} does not: "
-            "name a folder that all machines share"
-        )
-    return answers[0]

@@ -111,11 +111,15 @@ class StepWatch:
     def _decide(self, step: _StepReport) -> Decision:
         loss_sum, tokens, terminate, save, over = step.sums.values().tolist()
         leave = "SIGTERM" if terminate else f"--exit-duration-in-mins {self.requests.minutes:g}" if over else None
+        health = self.training.health
         if step.skipped:
+            health.skipped(step.iteration, searches_scale=self._least is not None and math.isfinite(loss_sum))
             self._skipped(step)
             return Decision(save=bool(save), leave=leave)
         self.in_a_row = 0
         loss = loss_sum / tokens if tokens else math.nan
+        if tokens:
+            health.stepped(step.iteration, loss)
         mean = self.spikes.mean_before(loss) if math.isfinite(loss) else None
         if mean is not None:
             self._say(

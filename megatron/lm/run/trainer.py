@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import math
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,8 +25,9 @@ from megatron.lm.presets import parameter_count
 from megatron.lm.recorder import Recorder
 from megatron.lm.run.metrics import Metrics, least_and_most
 from megatron.lm.run.replicas import check_replicas
-from megatron.lm.run.rollback import Rollback, begins_afresh
+from megatron.lm.run.rollback import Rollback
 from megatron.lm.run.signals import Requests
+from megatron.lm.run.start import settled
 from megatron.lm.run.step_watch import StepWatch
 from megatron.lm.run.watchdog import READING, Watchdog
 from megatron.lm.step import evaluate, train_step
@@ -43,10 +43,9 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.requests = Requests(config.training.exit_duration_in_mins)
-        if begins_afresh(config):
-            if torch.distributed.get_rank() == 0:
-                print(f"warning: --load {config.checkpoint.load} holds no checkpoint, and is the folder of --save: training starts anew")
-            config = replace(config, checkpoint=replace(config.checkpoint, load=None))
+        config, line = settled(config)
+        if line is not None and torch.distributed.get_rank() == 0:
+            print(line, flush=True)
         self.config = config
         self.tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         self.train_data, self.valid_data, self.test_data = build_datasets(config, self.tokenizer, self._sample_counts())
@@ -265,5 +264,5 @@ class Trainer:
     def _save(self) -> None:
         if self.saver is not None:
             self.watchdog.at("saving")
-            self.saver.save()
-            self.rollback.saved(self.training.iteration)
+            if self.saver.save():
+                self.rollback.saved(self.training.iteration)

@@ -13,6 +13,8 @@ from megatron.lm.config.whole import Config, Problems, Rules
 def loading(config: Config, world_size: int) -> Problems:
     """A checkpoint to load is there, and flags about loading have one."""
     checkpoint = config.checkpoint
+    if checkpoint.load_unhealthy and checkpoint.ckpt_step is None:
+        yield "--load-unhealthy has no effect by itself: name the checkpoint by --ckpt-step N, or drop it"
     if checkpoint.load is None:
         for name in ("finetune", "no_load_optim", "no_load_rng"):
             if getattr(checkpoint, name):
@@ -25,8 +27,8 @@ def loading(config: Config, world_size: int) -> Problems:
     folder = Path(checkpoint.load)
     if not os.path.isdir(folder):  # unlike Path.is_dir, no exception where a folder above may not be entered
         yield f"--load {folder} is no folder: name one that a run with --save wrote, or drop --load to start afresh"
-    elif not os.path.isfile(folder / LATEST_CHECKPOINT_FILE):
-        yield f"--load {folder} holds no checkpoint ({LATEST_CHECKPOINT_FILE} is missing): name another, or drop --load to start afresh"
+    elif not os.path.isfile(folder / LATEST_CHECKPOINT_FILE) and not any(folder.glob("iter_*")):
+        yield f"--load {folder} holds no checkpoint (nor {LATEST_CHECKPOINT_FILE}): name another, or drop --load to start afresh"
 
 
 def faults(config: Config, world_size: int) -> Problems:
@@ -51,10 +53,16 @@ def outputs(config: Config, world_size: int) -> Problems:
         yield f"--save-interval {config.checkpoint.save_interval} has no effect without a folder: add --save FOLDER, or drop it"
     if config.checkpoint.keep_last is not None and config.checkpoint.save is None:
         yield f"--keep-last {config.checkpoint.keep_last} has no effect without a folder: add --save FOLDER, or drop it"
+    elsewhere = config.checkpoint.emergency_save
+    if elsewhere is not None and config.checkpoint.save is None:
+        yield f"--emergency-save {elsewhere} has no effect without --save: add --save FOLDER, or drop it"
+    elif elsewhere is not None and os.path.realpath(elsewhere) == os.path.realpath(config.checkpoint.save or ""):
+        yield f"--emergency-save {elsewhere} is the folder of --save: name one on another disk"
     if config.checkpoint.async_save and config.checkpoint.save is None:
         yield "--async-save has no effect without a folder: add --save FOLDER, or drop it"
     folders = {
         "save": config.checkpoint.save,
+        "emergency_save": config.checkpoint.emergency_save,
         "tensorboard_dir": config.logging.tensorboard_dir,
         "data_cache_path": config.data.data_cache_path,
     }

@@ -7,6 +7,7 @@ tensor, on an unchanged run, and the folder stays as it is.
 
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -214,18 +215,25 @@ def test_a_torn_checkpoint_is_passed_over_for_an_older_one(made: Trainer, copy: 
     assert str(copy / "iter_0000004") in said[0]
 
 
-@pytest.mark.parametrize("name", ["another vocabulary", "NaN in a weight", "a stale scale of a weight, too large", "a plan that runs code"])
-def test_what_is_wrong_behind_sound_digests_is_not_passed_over(made: Trainer, copy: Path, name: str):
-    """It was written so: whoever did will want to know, and chooses with --ckpt-step."""
+@pytest.mark.parametrize("name", ["NaN in a weight", "infinity in v", "a stale scale of a weight, too large", "a plan that runs code"])
+def test_what_is_wrong_behind_sound_digests_is_passed_over_too(made: Trainer, copy: Path, name: str, capsys: pytest.CaptureFixture[str]):
     SOUND[name].damage(copy / "iter_0000004")
-    refused(made, copy, SOUND[name].said)
-    made.training.config = pointed(made.training.config, ckpt_step=2)
     load(made.training)
     assert made.training.iteration == 2
+    assert re.search(rf"passed over: .*iter_0000004.*{SOUND[name].said}", capsys.readouterr().out)
+    made.training.config = pointed(made.training.config, ckpt_step=4)
+    refused(made, copy, SOUND[name].said)
+
+
+def test_what_does_not_fit_this_run_is_not_passed_over(made: Trainer, copy: Path):
+    """An older checkpoint of the same run fits no better."""
+    SOUND["another vocabulary"].damage(copy / "iter_0000004")
+    refused(made, copy, SOUND["another vocabulary"].said)
 
 
 def test_code_in_a_plan_does_not_run(made: Trainer, copy: Path):
     plan_that_runs_code(copy / "iter_0000004")
+    made.training.config = pointed(made.training.config, ckpt_step=4)
     refused(made, copy, "has no place in a checkpoint")
     assert not (copy / "iter_0000004" / "ran").exists()
     pickle.loads((copy / "iter_0000004" / FORMER_PLAN_FILE).read_bytes())
@@ -235,7 +243,8 @@ def test_code_in_a_plan_does_not_run(made: Trainer, copy: Path):
 def test_both_damaged(made: Trainer, copy: Path):
     flip(DATA)(copy / "iter_0000004")
     gone(PLAN)(copy / "iter_0000002")
-    refused(made, copy, rf"holds no whole checkpoint: .*iter_0000004/{DATA} is damaged.*; .*iter_0000002/{PLAN} is missing.*Restore one")
+    said = rf"holds no whole healthy checkpoint: .*iter_0000004/{DATA} is damaged.*; .*iter_0000002/{PLAN} is missing.*Restore one"
+    refused(made, copy, said)
 
 
 def test_a_named_iteration_is_not_replaced_by_another(made: Trainer, copy: Path):
@@ -247,11 +256,16 @@ def test_a_named_iteration_is_not_replaced_by_another(made: Trainer, copy: Path)
 
 
 @pytest.mark.parametrize("marker", [None, "", "four"])
-def test_a_marker_that_leads_nowhere(made: Trainer, copy: Path, marker: str | None):
+def test_a_marker_that_leads_nowhere(made: Trainer, copy: Path, marker: str | None, capsys: pytest.CaptureFixture[str]):
     if marker is None:
         (copy / MARKER).unlink()
     else:
         (copy / MARKER).write_text(marker)
+    load(made.training)
+    assert made.training.iteration == 4
+    assert f"{MARKER} is missing or names no iteration: the newest healthy checkpoint is looked for" in capsys.readouterr().out
+    for path in copy.glob("iter_*"):
+        shutil.rmtree(path)
     refused(made, copy, f"{MARKER} is missing or names no iteration; give the folder of an earlier --save")
 
 
@@ -270,7 +284,7 @@ def test_a_marked_checkpoint_that_is_missing(made: Trainer, copy: Path, capsys: 
 )
 def test_finetuning_refuses_bad_weights_too(made: Trainer, copy: Path, name: str):
     SOUND[name].damage(copy / "iter_0000004")
-    made.training.config = pointed(made.training.config, finetune=True)
+    made.training.config = pointed(made.training.config, finetune=True, ckpt_step=4)
     refused(made, copy, SOUND[name].said)
 
 

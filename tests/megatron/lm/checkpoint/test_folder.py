@@ -1,59 +1,42 @@
 """A folder of checkpoints: which one is taken, what is said of the others, and what a kill at any moment leaves."""
 
 import json
-import multiprocessing
 import os
-import signal
-import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import checkpoints
 import pytest
-from checkpoints import MARKER
+from checkpoints import MARKER, of, published, written
 
 from megatron.lm.checkpoint import folder as module
 from megatron.lm.checkpoint.folder import (
     INFO_FILE,
     candidates,
     check_files,
-    digest_entries,
     exists,
     iteration_folder,
     iteration_of,
     latest,
-    locked,
     marked_iteration,
-    new_partial_folder,
     partial_folder,
     prune,
     publish,
     read_info,
+    refuse_other_run,
     remove,
-    write_info,
+    tidy,
 )
 from megatron.lm.checkpoint.versions import VERSION
+from megatron.lm.identity import Run
 
 
 class Killed(BaseException):
     """What a kill looks like from inside."""
 
 
-def written(root: Path, iteration: int, text: str = "data", **info: Any) -> Path:
-    """A whole checkpoint of one file, ready to be published; returns where it will stand."""
-    folder = iteration_folder(root, iteration)
-    partial = new_partial_folder(folder)
-    (partial / "data").write_text(text)
-    write_info(partial, {"version": VERSION, "text": text, "files": digest_entries([partial / "data"])} | info)
-    return folder
-
-
-def published(root: Path, iteration: int, text: str = "data", **info: Any) -> Path:
-    folder = written(root, iteration, text, **info)
-    publish(folder)
-    return folder
+DEAD = "iteration 6 was skipped"
 
 
 def names(root: Path) -> list[str]:
@@ -92,8 +75,94 @@ def test_an_iteration_can_be_named(tmp_path: Path):
 def test_only_the_marked_one_and_older_ones_are_offered_newest_first(tmp_path: Path):
     for iteration in (2, 8, 4, 6):
         published(tmp_path, iteration)
-    assert [path.name for path in candidates(tmp_path)] == ["iter_0000006", "iter_0000004", "iter_0000002"]
-    assert [path.name for path in candidates(tmp_path, 8)] == ["iter_0000008"]
+    offered = candidates(tmp_path)
+    assert [path.name for path in offered.folders] == ["iter_0000006", "iter_0000004", "iter_0000002"]
+    assert offered.remarks == [f"{tmp_path / MARKER} names iteration 6: newer ones, 8, are left (name one by --ckpt-step)"]
+    assert [path.name for path in candidates(tmp_path, 8).folders] == ["iter_0000008"]
+
+
+@pytest.mark.parametrize("marker", [None, "", "release", "\xff"])
+def test_a_marker_that_is_missing_or_unreadable_means_the_newest_healthy_one(
+    tmp_path: Path, marker: str | None, capsys: pytest.CaptureFixture[str]
+):
+    for iteration in (2, 4):
+        published(tmp_path, iteration)
+    dead = published(tmp_path, 6, problem=DEAD)
+    if marker is None:
+        (tmp_path / MARKER).unlink()
+    else:
+        (tmp_path / MARKER).write_bytes(marker.encode("latin1"))
+    assert exists(tmp_path)
+    assert latest(tmp_path) == iteration_folder(tmp_path, 4)
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path / MARKER} is missing or names no iteration: the newest healthy checkpoint is looked for",
+        f"passed over: {dead} is unhealthy: {DEAD} (--ckpt-step 6 --load-unhealthy takes it)",
+    ]
+    assert tidy(tmp_path) == [f"wrote {tmp_path / MARKER} anew: it names iteration 4"]
+    assert (tmp_path / MARKER).read_text() == "4"
+    assert tidy(tmp_path) == []
+
+
+def test_an_unhealthy_one_moves_no_marker_and_is_taken_only_by_name_and_flag(tmp_path: Path):
+    good, dead = published(tmp_path, 4), published(tmp_path, 6, problem=DEAD)
+    assert latest(tmp_path) == good
+    with pytest.raises(ValueError, match=rf"holds no whole healthy checkpoint: {dead} is unhealthy: {DEAD} \(--ckpt-step 6 --load-un"):
+        latest(tmp_path, 6)
+    assert latest(tmp_path, 6, unhealthy=True) == dead
+    (tmp_path / MARKER).write_text("6")
+    assert latest(tmp_path) == good
+
+
+def test_no_fallback_leads_to_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    mine, other = Run(), Run()
+    first, foreign = published(tmp_path, 2, **of(mine)), published(tmp_path, 4, **of(other))
+    unnamed, torn = published(tmp_path, 5), published(tmp_path, 6, **of(mine))
+    (torn / "data").unlink()
+    assert latest(tmp_path) == first
+    said = capsys.readouterr().out
+    assert f"passed over: {foreign} is a checkpoint of another run" in said
+    assert f"passed over: {unnamed} is a checkpoint of another run" in said
+    remove(first)
+    with pytest.raises(ValueError, match="holds no whole healthy checkpoint"):
+        latest(tmp_path)
+
+
+def test_a_run_that_adopted_falls_back_to_what_has_no_identity(tmp_path: Path):
+    unnamed, torn = published(tmp_path, 2), published(tmp_path, 4, **of(Run(adopted=True)))
+    (torn / "data").unlink()
+    assert latest(tmp_path) == unnamed
+
+
+def test_a_folder_of_another_run_is_refused_with_the_ways_out(tmp_path: Path):
+    mine = Run()
+    refuse_other_run(tmp_path / "missing", mine)
+    refuse_other_run(tmp_path, mine)
+    published(tmp_path, 4, **of(mine))
+    refuse_other_run(tmp_path, mine)
+    (tmp_path / MARKER).unlink()
+    said = (
+        rf"holds another run \(iteration 4 of {mine.id[:8]}\), and saving .* --load {tmp_path} --save {tmp_path} to go on with it, another"
+    )
+    with pytest.raises(ValueError, match=said):
+        refuse_other_run(tmp_path, Run(adopted=True))
+    (iteration_folder(tmp_path, 4) / INFO_FILE).unlink()
+    with pytest.raises(ValueError, match="holds checkpoints that cannot be read, and saving there would lose it"):
+        refuse_other_run(tmp_path, mine)
+
+
+def test_checkpoints_without_identity_are_the_run_s_that_adopted_them(tmp_path: Path):
+    published(tmp_path, 4)
+    refuse_other_run(tmp_path, Run(adopted=True))
+    with pytest.raises(ValueError, match="holds another run"):
+        refuse_other_run(tmp_path, Run())
+
+
+def test_a_renamed_folder_is_no_checkpoint_of_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    good = published(tmp_path, 2)
+    renamed = published(tmp_path, 4).rename(tmp_path / "iter_0000009")
+    (tmp_path / MARKER).write_text("9")
+    assert latest(tmp_path) == good
+    assert f"passed over: {renamed} holds iteration 4: the folder was renamed; give it its name again" in capsys.readouterr().out
 
 
 def test_a_marked_one_that_is_missing_is_passed_over_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -159,7 +228,7 @@ def test_a_torn_one_is_passed_over_with_a_message_or_refused(tmp_path: Path, wha
     out = capsys.readouterr().out
     assert out.startswith(f"passed over: {torn}")
     remove(older)
-    with pytest.raises(ValueError, match=f"holds no whole checkpoint: .*{said}.*Restore one, or name another folder by --load"):
+    with pytest.raises(ValueError, match=f"holds no whole healthy checkpoint: .*{said}.*Restore one, or name another folder by --load"):
         latest(tmp_path)
     with pytest.raises(ValueError, match=said):
         read_info(torn)
@@ -228,13 +297,15 @@ def dying(monkeypatch: pytest.MonkeyPatch, after: int) -> list[str]:
 
 
 def save_new(root: Path) -> None:
+    tidy(root)
     publish(written(root, 6, "new"))
-    prune(root, 1)
+    prune(iteration_folder(root, 6), 1)
 
 
 def save_again(root: Path) -> None:
+    tidy(root)
     publish(written(root, 4, "new"))
-    prune(root, 1)
+    prune(iteration_folder(root, 4), 1)
 
 
 @pytest.mark.parametrize(("save", "least"), [(save_new, 14), (save_again, 14)])
@@ -272,94 +343,64 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
     assert min(seen.count("old"), seen.count("new")) > 3
 
 
-def test_prune_keeps_the_newest_and_the_marked_one(tmp_path: Path):
-    for iteration in (2, 4, 6, 8):
-        published(tmp_path, iteration)
-    (tmp_path / MARKER).write_text("6")  # a run that went back
-    prune(tmp_path, 2)
+def test_prune_keeps_the_newest_up_to_the_one_just_saved(tmp_path: Path):
+    folders = {iteration: published(tmp_path, iteration) for iteration in (2, 4, 6, 8)}
+    prune(folders[6], 2)  # of a run that went back: 8 is newer
     assert names(tmp_path) == ["iter_0000004", "iter_0000006", "iter_0000008", MARKER]
-    prune(tmp_path, 1)
+    prune(folders[6], 1)
     assert names(tmp_path) == ["iter_0000006", "iter_0000008", MARKER]
-    prune(tmp_path, 5)
+    prune(folders[6], 5)
     assert names(tmp_path) == ["iter_0000006", "iter_0000008", MARKER]
+
+
+def test_prune_never_removes_the_newest_healthy_one(tmp_path: Path):
+    for iteration in (2, 4):
+        published(tmp_path, iteration)
+    for iteration in (6, 8, 10):
+        prune(published(tmp_path, iteration, problem=DEAD), 2)
+    assert names(tmp_path) == ["iter_0000004", "iter_0000008", "iter_0000010", MARKER]
+    (iteration_folder(tmp_path, 4) / "data").unlink()  # then it serves nobody
+    published(tmp_path, 3)
+    prune(iteration_folder(tmp_path, 10), 1)
+    assert names(tmp_path) == ["iter_0000003", "iter_0000010", MARKER]
+
+
+def test_prune_leaves_other_runs_alone(tmp_path: Path):
+    mine = of(Run())
+    published(tmp_path, 1)
+    published(tmp_path, 2, **of(Run()))
+    for iteration in (4, 6):
+        published(tmp_path, iteration, **mine)
+    prune(published(tmp_path, 8, **mine), 1)
+    assert names(tmp_path) == ["iter_0000001", "iter_0000002", "iter_0000008", MARKER]
 
 
 def test_prune_counts_no_replaced_one_before_the_one_in_its_place(tmp_path: Path):
     first, second = published(tmp_path, 2), published(tmp_path, 4)
     second.rename(second.with_name("iter_0000004.replaced"))
-    published(tmp_path, 4, "new")
+    newest = published(tmp_path, 4, "new")
     first.rename(first.with_name("iter_0000004.replaced"))  # as a kill leaves it: publishing has removed the one before
-    prune(tmp_path, 1)
+    prune(newest, 1)
     assert names(tmp_path) == ["iter_0000004", MARKER]
 
 
 def test_prune_leaves_what_it_does_not_know(tmp_path: Path):
-    for name in ("iter_0000001", "iter_0000002.old", "notes", "iter_0000009.partial"):  # the first is another code's
+    for name in ("iter_0000001", "iter_0000002.old", "notes"):  # the first is another code's
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "common.pt").write_text("theirs")
-    prune(tmp_path, 1)  # no marker: nothing is known
     for iteration in (2, 4):
-        published(tmp_path, iteration)
-    prune(tmp_path, 1)
-    assert names(tmp_path) == ["iter_0000001", "iter_0000002.old", "iter_0000004", "iter_0000009.partial", MARKER, "notes"]
+        prune(published(tmp_path, iteration), 1)
+    assert names(tmp_path) == ["iter_0000001", "iter_0000002.old", "iter_0000004", MARKER, "notes"]
 
 
-# Two jobs
-
-
-def hold(root: Path, told: Connection, forks: bool) -> None:
-    """Another job: holds the folder until it is killed."""
-    with locked(root):
-        if forks and not os.fork():
-            time.sleep(60)  # what a worker of the data loader does after the death of its trainer, for some seconds
-            os._exit(0)
-        told.send(True)
-        time.sleep(60)
-
-
-@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with-workers"])
-def test_the_second_job_in_a_folder_is_refused_until_the_first_is_gone(tmp_path: Path, forks: bool):
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe()
-    other = context.Process(target=in_own_group, args=(tmp_path / "save", there, forks))
-    other.start()
-    try:
-        assert here.poll(30)
-        said = f"is in use by process {other.pid} on .*two jobs in one folder would lose checkpoints: end it, or give another --save"
-        with pytest.raises(ValueError, match=said), locked(tmp_path / "save"):
-            pass
-        assert other.pid is not None
-        os.kill(other.pid, signal.SIGKILL)
-        other.join()
-        with locked(tmp_path / "save"):
-            assert f"process {os.getpid()} on" in (tmp_path / "save" / ".lock").read_text()
-    finally:
-        os.killpg(other.pid, signal.SIGKILL) if forks else other.kill()
-        other.join()
-    with locked(tmp_path / "save"):  # free again, whoever held it last
-        pass
-
-
-def in_own_group(root: Path, told: Connection, forks: bool) -> None:
-    os.setpgid(0, 0)
-    hold(root, told, forks)
-
-
-@pytest.mark.parametrize("what", ["below a file", "is a file"])
-def test_a_folder_that_cannot_be_written(tmp_path: Path, what: str):
-    (tmp_path / "file").write_text("")
-    root = tmp_path / "file" / "save" if what == "below a file" else tmp_path / "file"
-    with pytest.raises(ValueError, match=r"--save .* cannot be written \(.*\); give another folder, or the right to write"), locked(root):
-        pass
-
-
-def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(*args: object, **options: object) -> None:  # by hand, because root may write everywhere
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(ValueError, match=r"cannot be written \(Permission denied\)"), locked(tmp_path):
-        pass
+def test_what_a_kill_left_of_any_iteration_is_cleared_at_the_next_start(tmp_path: Path):
+    published(tmp_path, 4)
+    for name in ("iter_0000002.partial", "iter_0000009.partial", "notes.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_text("half")
+    said = tidy(tmp_path)
+    assert said == [f"deleted {tmp_path / f'iter_000000{n}.partial'}, which an interrupted save has left" for n in (2, 9)]
+    assert names(tmp_path) == ["iter_0000004", MARKER, "notes.partial"]
 
 
 def test_the_seal_covers_all_but_itself(tmp_path: Path):

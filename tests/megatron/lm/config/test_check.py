@@ -6,14 +6,16 @@ import os
 import shlex
 import subprocess
 import sys
+from typing import get_type_hints
 
 import pytest
 import refusals
 from refusals import config
 
 from megatron.lm.config import LATEST_CHECKPOINT_FILE
-from megatron.lm.config.check import RULES, check
-from megatron.lm.config.cli import parse_args
+from megatron.lm.config.check import RULES, check, single_values
+from megatron.lm.config.cli import parse_args, section_types
+from megatron.lm.config.schema import flag
 
 # flags beside (and over) those of `refusals.GOOD`, processes, what the message must hold
 REFUSALS = {
@@ -46,6 +48,10 @@ REFUSALS = {
     "readers": ("--num-workers 100000000", 1, r"--num-workers 100000000: give a number in \[0, 1024\]"),
     "beta": ("--adam-beta1 0.9999999999999999", 1, r"--adam-beta1 0.9+: give a number in \[0, 0.9999999\]"),
     "keep none": ("--keep-last 0 --save new", 1, r"--keep-last 0: give a number in \[1, 2147483647\]"),
+    "empty save": ("--save ''", 1, r"--save '' is empty \(is a shell variable unset\?\): give a value, or drop the flag"),
+    "blank load": ("--load ' '", 1, r"--load ' ' is empty"),
+    "empty data": ("--data-path ''", 1, r"--data-path '' is empty"),
+    "empty among data": ("--data-path corpus ''", 1, r"--data-path '' is empty"),
 }
 
 
@@ -167,3 +173,15 @@ def test_a_pipe_takes_no_lines_and_a_device_is_no_cache(tmp_path_factory):
 def test_the_checker_itself_imports_neither_torch_nor_megatron_core():
     program = "import sys, megatron.lm.config.check; sys.exit(any(m == 'torch' or m.startswith('megatron.core') for m in sys.modules))"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_no_text_may_be_empty():
+    """Each flag that takes a path, and every other one that takes words."""
+    sections = {name: get_type_hints(cls) for name, cls in section_types().items()}
+    texts = [(section, name) for section, hints in sections.items() for name, hint in hints.items() if "str" in str(hint)]
+    assert {"save", "load", "data_path", "tensorboard_dir", "metrics_file", "data_cache_path", "vocab_file"} <= {name for _, name in texts}
+    good = config()
+    for section, name in texts:
+        value = ("",) if "tuple" in str(sections[section][name]) else ""
+        changed = dataclasses.replace(getattr(good, section), **{name: value})
+        assert any(f"{flag(name)} '' is empty" in problem for problem in single_values(changed)), name

@@ -50,8 +50,6 @@ def test_rollbacks_to_one_checkpoint_come_to_an_end(prefix: Path, tmp_path: Path
 
 
 def test_without_a_checkpoint_of_its_own_a_run_goes_on(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """What another run has left in the folder is no place to go back to."""
-    tiny.run(tiny.config(prefix, train_iters=2, save=str(tmp_path)))
     settings = rolling(prefix, tmp_path, train_iters=8)
     with patched(Once(4)):
         rows, _ = trained(replace(settings, checkpoint=replace(settings.checkpoint, save_interval=6)))
@@ -70,6 +68,18 @@ def test_at_the_end_of_the_data_the_passed_over_is_made_up_for_from_its_start(pr
         again = next(made._training_batches())["tokens"]
     assert all(torch.equal(a, b) for a, b in zip(found, [tokens[-1], *tokens[:3]], strict=True))
     assert torch.equal(again, tokens[1])
+
+
+def test_a_rollback_passes_over_an_unhealthy_checkpoint(prefix: Path, tmp_path: Path):
+    settings = tiny.config(prefix, train_iters=10, save=str(tmp_path), save_interval=4)
+    with tiny.trainer(settings) as made:
+        made.run()
+        made.training.iteration, made.training.health.problem = 12, "it diverged"
+        assert made.saver is not None
+        with made.saver:
+            made._save()
+        assert made.rollback.iteration == 10
+        assert "rolled back from iteration 12 to iteration 10 (1 of 3 times" in made.rollback.go(made.training)
 
 
 def test_a_run_whose_load_is_its_save_starts_anew_and_then_resumes(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,0 +1,87 @@
+"""How a run starts: anew, from where it was, or as the child of another. The same command starts a job and starts it again.
+
+--save S               anew; S may hold no checkpoints, since they would be overwritten
+--load S --save S      where S holds none, anew; else it goes on
+--load A --save B      where B holds none, a child of the run in A; where B holds that child, it goes on there
+--load A               a child that is not saved
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.lm import checkpoint, identity
+from megatron.lm.checkpoint.folder import owner, refuse_other_run
+from megatron.lm.config import CheckpointConfig, Config
+from megatron.lm.identity import Run
+
+
+def settled(config: Config) -> tuple[Config, str | None]:
+    """The configuration with what this start loads, and a line for the log; rank 0 decides. Collective where there are several.
+
+    Raises:
+        ValueError: on every rank, where `--save` holds another run, `--ckpt-step` names what is not there, or some ranks see a checkpoint
+            where others do not.
+    """
+    asked, several = config.checkpoint, dist.is_initialized()
+    told: list[Any] = [asked, None]
+    if not several or dist.get_rank() == 0:
+        try:
+            told = list(_settled(asked))
+        except (OSError, ValueError) as problem:
+            told = [None, str(problem)]
+    if several:
+        dist.broadcast_object_list(told, 0)
+    settings, line = told
+    if settings is None:
+        raise ValueError(line)
+    if several and asked.load is not None:
+        _check_seen(settings.load or asked.load)
+    return replace(config, checkpoint=settings), line
+
+
+def _settled(settings: CheckpointConfig) -> tuple[CheckpointConfig, str | None]:
+    """On rank 0: the settings, and a line for the log."""
+    load, save = settings.load, settings.save
+    if load is not None and settings.resumes_itself:
+        if checkpoint.exists(Path(load)):
+            return settings, None
+        if settings.ckpt_step is not None:
+            raise ValueError(
+                f"--ckpt-step {settings.ckpt_step}: --load {load} holds no checkpoint; name its folder, or drop --ckpt-step to start anew"
+            )
+        line = f"warning: --load {load} holds no checkpoint, and is the folder of --save: training starts anew"
+        return replace(settings, load=None, no_load_optim=False, no_load_rng=False), line
+    if save is None or not checkpoint.exists(Path(save)):
+        return settings, None
+    if load is not None and _is_the_child(settings, Path(load), Path(save)):
+        there = replace(settings, load=save, finetune=False, no_load_optim=False, no_load_rng=False, ckpt_step=None, load_unhealthy=False)
+        return there, f"--save {save} holds this run, which began from --load {load}: it goes on from there"
+    refuse_other_run(Path(save), Run())
+    return settings, None
+
+
+def _is_the_child(settings: CheckpointConfig, load: Path, save: Path) -> bool:
+    """Whether the run in `save` began from the one in `load`, as these settings would have it begin."""
+    info, parent = owner(save), owner(load)
+    found = identity.of(info) if info is not None else None
+    if found is None or found.parent is None or parent is None:
+        return False
+    return (
+        found.parent.run == identity.name(parent)
+        and found.parent.finetune == settings.finetune
+        and settings.ckpt_step in (None, found.parent.iteration)
+    )
+
+
+def _check_seen(folder: str) -> None:
+    """ValueError on every rank where some see a checkpoint in the folder and others do not."""
+    answers = [True] * dist.get_world_size()
+    dist.all_gather_object(answers, checkpoint.exists(Path(folder)))
+    if len(set(answers)) > 1:
+        raise ValueError(
+            f"rank {answers.index(True)} sees a checkpoint in --load {folder}, rank {answers.index(False)} does not: "
+            "name a folder that all machines share"
+        )
