@@ -11,6 +11,9 @@ where
    healthy ones, so that a run that stays where it diverged to does not become healthy by habit; a mean below `LEAST` nats counts as that,
    since a loss near 0 doubles by chance. The mean goes on through checkpoints.
 
+A loss is of the weights before the step, so that the step that ruins them looks well itself. Where the `DOUBTED` steps right after a
+checkpoint all have a problem, it is the checkpoint's, which is marked unhealthy then.
+
 An unhealthy checkpoint is written and says why. The marker stays at the newest healthy one, `--keep-last` never deletes that one, and
 loading passes over the others, unless `--ckpt-step` names one and `--load-unhealthy` stands beside it.
 """
@@ -26,6 +29,7 @@ from torch import Tensor
 FACTOR = 2.0
 WINDOW = 100
 LEAST = 1.0  # nats
+DOUBTED = 2  # one bad batch is no proof
 NAMED = 3  # tensors that a message names
 _BLOCK = 2**24  # elements that are looked at in FP32 at a time
 
@@ -38,11 +42,15 @@ class Health:
         mean_loss: running mean of the healthy losses, nats a token; None before the first.
         losses: how many it has counted, up to WINDOW.
         problem: why a checkpoint of now is unhealthy whatever it holds; None where nothing speaks against it.
+        failed: steps in a row, up to this one, that had a problem.
+        since: the iteration of the first of them; 0 where there is none.
     """
 
     mean_loss: float | None = None
     losses: int = 0
     problem: str | None = None
+    failed: int = 0
+    since: int = 0
 
     def stepped(self, iteration: int, loss: float) -> None:
         """The step was done, with this loss in nats a token."""
@@ -54,10 +62,24 @@ class Health:
         else:
             self.losses = min(self.losses + 1, WINDOW)
             self.mean_loss = loss if mean is None else mean + (loss - mean) / self.losses
+        self._count(iteration)
 
     def skipped(self, iteration: int, searches_scale: bool) -> None:
         """The step was skipped; `searches_scale`: a smaller loss scale may cure it."""
         self.problem = None if searches_scale else f"iteration {iteration} was skipped: its loss or gradient was not finite"
+        self._count(iteration)
+
+    def _count(self, iteration: int) -> None:
+        if self.problem is None:
+            self.failed = self.since = 0
+        else:
+            self.failed += 1
+            self.since = self.since or iteration
+
+    def against(self, saved: int) -> str | None:
+        """Why the checkpoint of iteration `saved` is unhealthy after all, as the steps since show; None where they do not."""
+        shown = self.failed >= DOUBTED and self.since == saved + 1
+        return f"all steps from it on failed: {self.problem}" if shown else None
 
     def entry(self, spoiled: Sequence[str]) -> dict[str, Any]:
         """For `checkpoint.json`; `spoiled`: names of tensors in the checkpoint that are not finite."""

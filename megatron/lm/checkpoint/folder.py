@@ -307,6 +307,24 @@ def _mark(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
+def condemn(folder: Path, problem: str) -> Path | None:
+    """Mark a published checkpoint as unhealthy, and have the marker name the newest healthy one. Returns that; None if there is none."""
+    file = folder / INFO_FILE
+    info = json.loads(file.read_text(encoding="utf-8"))
+    del info["seal"]
+    aside = new_partial_folder(folder)
+    write_info(aside, info | {"health": info.get("health", {}) | {"problem": problem}})
+    (aside / INFO_FILE).rename(file)
+    sync_folder(folder)
+    aside.rmdir()
+    try:
+        healthy = latest(folder.parent, say=False)
+    except ValueError:
+        return None
+    _mark(healthy)
+    return healthy
+
+
 def remove(folder: Path) -> None:
     """Delete a checkpoint so that a kill in between leaves nothing that looks whole."""
     if folder.exists():
@@ -315,7 +333,9 @@ def remove(folder: Path) -> None:
 
 
 def prune(newest: Path, keep: int) -> None:
-    """Delete the checkpoints of a run up to `newest`, which it has just saved, but for the last `keep` and the newest healthy one."""
+    """Delete the checkpoints of a run up to `newest`, which it has just saved, but for the last `keep` and the newest healthy one; where
+    `newest` is unhealthy, for the two newest healthy ones, since the steps to come may `condemn` the newest.
+    """
     last = sealed_info(newest)
     mine: list[tuple[int, bool, bool, Path]] = []  # iteration, not a replaced one, healthy
     for number, path in _numbered(newest.parent):
@@ -330,7 +350,7 @@ def prune(newest: Path, keep: int) -> None:
     mine.sort()
     healthy = [path for _, _, is_healthy, path in mine if is_healthy]
     for *_, path in mine[:-keep]:
-        if path not in healthy[-1:]:
+        if path not in healthy[-1 if newest in healthy else -2 :]:
             remove(path)
 
 

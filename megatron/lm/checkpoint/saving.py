@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.lm import health
 from megatron.lm.checkpoint import content, storage
 from megatron.lm.checkpoint.folder import (
+    condemn,
     digest_entries,
     iteration_folder,
     new_partial_folder,
@@ -196,6 +197,26 @@ class Saver:
         else:
             self._write(folder, items, info)
         return health.problem_of(info) is None
+
+    def doubt(self, saved: int) -> bool:
+        """Mark the checkpoint of iteration `saved` as unhealthy if the steps since show that it is; whether they do. Collective.
+
+        Raises:
+            ValueError: on every rank, where it cannot be written.
+        """
+        problem = self.training.health.against(saved)
+        if problem is None:
+            return False
+        self.finish()
+        folder = iteration_folder(self.root, saved)
+
+        def write() -> None:
+            if self._lock is not None:  # on rank 0
+                self._lock.check()
+                print(f"{folder} is unhealthy: {problem}; the newest healthy one is {condemn(folder, problem) or 'none'}", flush=True)
+
+        all_or_none(write, f"{folder} is unhealthy, and cannot be marked so: {{}}")
+        return True
 
     @property
     def busy(self) -> bool:

@@ -21,12 +21,22 @@ class Rollback:
     """
 
     def __init__(self) -> None:
-        self.iteration: int | None = None
+        self._healthy: list[int] = []
         self.count = 0
+
+    @property
+    def iteration(self) -> int | None:
+        return self._healthy[-1] if self._healthy else None
 
     def saved(self, iteration: int) -> None:
         """There is a newer one."""
-        self.iteration, self.count = iteration, 0
+        self._healthy.append(iteration)
+        self.count = 0
+
+    def forget(self) -> None:
+        """The newest one is not healthy after all."""
+        self._healthy.pop()
+        self.count = 0
 
     def go(self, training: Training) -> str:
         """Bring everything but the data back to where it was; a line for the log. Collective.

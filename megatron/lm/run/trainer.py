@@ -205,6 +205,9 @@ class Trainer:
                 self.watchdog.at("comparing weights", iteration)
                 check_replicas(training, iteration)
             found = self.step_watch.look(result, iteration, now=last or evaluates or saves or leaves)
+            saved = self.rollback.iteration
+            if self.saver is not None and saved is not None and self.saver.doubt(saved):
+                self.rollback.forget()
             if found.roll_back and self._roll_back():
                 stream = self._training_batches()
                 continue

@@ -63,6 +63,17 @@ def test_a_skipped_step_is_a_problem_unless_a_scale_is_searched():
     assert found.problem is None
 
 
+def test_steps_that_all_fail_speak_against_the_checkpoint_before_them():
+    found = after(4.0, 3.0)
+    found.skipped(3, searches_scale=False)
+    assert found.against(2) is None  # one bad batch
+    found.stepped(4, math.nan)
+    assert found.against(2) == "all steps from it on failed: the loss of iteration 4 is nan"
+    assert found.against(1) is None
+    found.stepped(5, 3.0)
+    assert found.against(2) is None
+
+
 def test_what_is_written_is_what_the_next_run_goes_on_from():
     found = after(4.0, 3.0)
     entry = json.loads(json.dumps(found.entry([])))
@@ -97,13 +108,12 @@ def test_a_diverged_run_costs_no_healthy_checkpoint_and_the_next_goes_on_from_it
     shared = {"opt_level": "O2", "save_interval": 2, "keep_last": 2, "save": str(folder), "load": str(folder), "max_skipped_steps": 100}
     shared |= {"lr_decay_style": "constant", "lr_warmup_iters": 0}
     tiny.run(tiny.config(prefix, train_iters=4, **shared))
-    left = (4, 8, 9)
+    left = (2, 4, 8, 9)  # 2 too, since the steps after 4 might yet have spoken against it
     tiny.run(tiny.config(prefix, train_iters=9, lr=1e20, **shared))
     assert sorted(path.name for path in folder.glob("iter_*")) == [f"iter_{n:07d}" for n in left]
-    assert (folder / MARKER).read_text() == str(left[0])
+    assert (folder / MARKER).read_text() == "4"
     problems = [health.problem_of(read_info(folder / f"iter_{n:07d}")) for n in left]
-    assert problems[0] is None
-    assert None not in problems[1:]
+    assert [problem is None for problem in problems] == [True, True, False, False]
     assert f"saved {folder / 'iter_0000009'}, which is unhealthy: " in capsys.readouterr().out
     rows = tiny.run(tiny.config(prefix, train_iters=6, lr=1e-3, **shared))
     trained = [row for row in rows if row["kind"] == "train"]
@@ -114,6 +124,24 @@ def test_a_diverged_run_costs_no_healthy_checkpoint_and_the_next_goes_on_from_it
     assert f"resumed from {folder} at iteration 4" in said
     assert f"{folder / MARKER} names iteration 4: newer ones, 8, 9, are left" in said
     assert latest(folder).name == "iter_0000006"
+
+
+@pytest.mark.nightly(4)
+def test_a_checkpoint_right_after_the_step_that_ruined_it_is_condemned(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = tmp_path / "run"
+    shared = {
+        "save_interval": 1,
+        "keep_last": 2,
+        "save": str(folder),
+        "load": str(folder),
+        "lr_decay_style": "constant",
+        "lr_warmup_iters": 0,
+    }
+    tiny.run(tiny.config(prefix, opt_level="O2", train_iters=3, **shared))
+    tiny.run(tiny.config(prefix, opt_level="O2", train_iters=7, lr=1e20, **shared))
+    assert (folder / MARKER).read_text() == "3"
+    assert latest(folder).name == "iter_0000003"
+    assert "iter_0000004 is unhealthy: all steps from it on failed: iteration 6 was skipped" in capsys.readouterr().out
 
 
 def test_a_checkpoint_with_one_nan_is_labelled_and_passed_over(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -10,11 +10,13 @@ import checkpoints
 import pytest
 from checkpoints import MARKER, of, published, written
 
+from megatron.lm import health
 from megatron.lm.checkpoint import folder as module
 from megatron.lm.checkpoint.folder import (
     INFO_FILE,
     candidates,
     check_files,
+    condemn,
     exists,
     iteration_folder,
     iteration_of,
@@ -358,11 +360,28 @@ def test_prune_never_removes_the_newest_healthy_one(tmp_path: Path):
         published(tmp_path, iteration)
     for iteration in (6, 8, 10):
         prune(published(tmp_path, iteration, problem=DEAD), 2)
-    assert names(tmp_path) == ["iter_0000004", "iter_0000008", "iter_0000010", MARKER]
+    assert names(tmp_path) == ["iter_0000002", "iter_0000004", "iter_0000008", "iter_0000010", MARKER]
     (iteration_folder(tmp_path, 4) / "data").unlink()  # then it serves nobody
-    published(tmp_path, 3)
-    prune(iteration_folder(tmp_path, 10), 1)
-    assert names(tmp_path) == ["iter_0000003", "iter_0000010", MARKER]
+    prune(published(tmp_path, 12, problem=DEAD), 1)
+    assert names(tmp_path) == ["iter_0000002", "iter_0000012", MARKER]
+    prune(published(tmp_path, 14), 1)
+    assert names(tmp_path) == ["iter_0000014", MARKER]
+
+
+def test_a_condemned_one_is_unhealthy_and_the_marker_goes_back(tmp_path: Path):
+    older, dead = published(tmp_path, 2, **of(run := Run())), published(tmp_path, 4, **of(run))
+    before = read_info(dead)
+    assert condemn(dead, DEAD) == older
+    assert (tmp_path / MARKER).read_text() == "2"
+    changed = read_info(dead)
+    check_files(dead, changed["files"])
+    own = {"health", "seal"}
+    assert {key: x for key, x in changed.items() if key not in own} == {key: x for key, x in before.items() if key not in own}
+    assert health.problem_of(changed) == DEAD
+    assert names(tmp_path) == ["iter_0000002", "iter_0000004", MARKER]
+    assert condemn(older, DEAD) is None
+    with pytest.raises(ValueError, match="holds no whole healthy checkpoint"):
+        latest(tmp_path)
 
 
 def test_prune_leaves_other_runs_alone(tmp_path: Path):
