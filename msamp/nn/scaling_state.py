@@ -1,7 +1,7 @@
 """The scales of a model's linear layers between steps: delayed scaling kept on the device, rolled once a step."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +10,10 @@ from torch import nn
 
 from msamp.kernels import ops
 from msamp.kernels.scaled_mm import check_blockwise, warn_if_blocks_emulated
-from msamp.numerics.formats import Format
+from msamp.numerics.formats import FP32, Format
 from msamp.numerics.granularity import TENSORWISE, Block
 from msamp.numerics.recipe import Cast, Gemms
-from msamp.numerics.scaling import Current, Scaling, check_rule, inverse
+from msamp.numerics.scaling import MAX_EXPONENT, Current, Delayed, Scaling, check_rule, inverse
 from msamp.numerics.tensor import ScalingTensor
 
 INPUT, GRAD_OUTPUT, WIRE = 0, 1, 2  # rows of a layer's arrays
@@ -170,6 +170,27 @@ class LinearScaling(nn.Module):
             return Slot(self.scale[row], self.scale_inv[row], amax, watch)
 
         return tuple(slot(row) for row in range(len(self.casts)))
+
+    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Judge buffers that were saved.
+
+        Raises:
+            ValueError: naming the first that no run can have had: of another dtype, out of its range, a scale that is no power of two
+                where the rule gives those alone, or one that is not the inverse of its own.
+        """
+        for name, x in state.items():
+            if x.dtype != getattr(self, name).dtype:
+                raise ValueError(f"{name} is {x.dtype}; it must be {getattr(self, name).dtype}")
+            low, high = (2.0**-MAX_EXPONENT, 2.0**MAX_EXPONENT) if name in ("scale", "scale_inv") else (0.0, FP32.max)
+            wrong = x[~((x >= low) & (x <= high))]
+            if len(wrong):
+                raise ValueError(f"{name} holds {float(wrong[0]):g}; it must be in [{low:g}, {high:g}]")
+        scale, by_powers = state["scale"], [isinstance(cast.scaling, Current | Delayed) for cast in self.casts]
+        odd = scale[torch.tensor(by_powers) & (torch.frexp(scale).mantissa != 0.5)]
+        if len(odd):
+            raise ValueError(f"scale holds {float(odd[0]):g}; it must be a power of two")
+        if ((state["scale_inv"] * scale - 1).abs() > 2.0**-20).any():
+            raise ValueError(f"scale_inv holds {state['scale_inv'].tolist()}; it must be the inverse of scale, {scale.tolist()}")
 
     def weight_scales(self, weight: ScalingTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(multiplier from `weight.payload` into FP8, scale_inv of the FP8 weight), both FP32 0-dim; an FP8 payload is taken as it is.

@@ -12,7 +12,7 @@ from msamp.numerics.formats import Format
 
 _EXPONENT_BIAS = 127
 _MANTISSA_BITS = 23
-_MAX_EXPONENT = 126
+MAX_EXPONENT = 126  # of a scale, either way
 MAX_MARGIN = 16
 
 
@@ -40,7 +40,7 @@ def scale_from_amax(amax: torch.Tensor, fp_max: float, last: torch.Tensor | floa
     max_exponent, max_mantissa = _fields(fp_max)
     bits = amax.view(torch.int32)
     exponent = max_exponent - (bits >> _MANTISSA_BITS) - ((bits & ((1 << _MANTISSA_BITS) - 1)) > max_mantissa).int()
-    exponent = exponent.clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
+    exponent = exponent.clamp(-MAX_EXPONENT, MAX_EXPONENT)
     scale = ((exponent + _EXPONENT_BIAS) << _MANTISSA_BITS).view(torch.float32)
     keep = ~((amax > 0) & amax.isfinite())
     return torch.where(keep, last, scale) if isinstance(last, torch.Tensor) else scale.masked_fill(keep, last)
@@ -102,7 +102,7 @@ class Exact(Scaling):
 
     def next_scale(self, history: torch.Tensor, fp_max: float, last: torch.Tensor | float = 1.0) -> torch.Tensor:
         amax = history[..., -1]
-        scale = (amax.clamp(min=fp_max * 2.0**-_MAX_EXPONENT) / torch.full_like(amax, fp_max)).reciprocal()
+        scale = (amax.clamp(min=fp_max * 2.0**-MAX_EXPONENT) / torch.full_like(amax, fp_max)).reciprocal()
         return scale.masked_fill(~((amax > 0) & amax.isfinite()), 1.0)
 
     def __str__(self) -> str:

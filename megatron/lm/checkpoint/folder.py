@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.lm import health, identity
-from megatron.lm.checkpoint.versions import upgraded
+from megatron.lm.checkpoint.versions import files_of, upgraded
 from megatron.lm.config import LATEST_CHECKPOINT_FILE
 from megatron.lm.identity import Run
 
@@ -126,14 +126,16 @@ def sealed_info(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} {_what_it_is(folder)}")
     try:
         info = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{file} cannot be read ({error})") from None
     if not isinstance(info, dict) or info.get("seal") != _seal({key: value for key, value in info.items() if key != "seal"}):
         raise ValueError(f"{file} is damaged: its seal does not fit its contents")
     try:
-        return upgraded(info)
+        info = upgraded(info)
+        files_of(info)
     except ValueError as problem:
         raise ValueError(f"{folder} {problem}") from None
+    return info
 
 
 def check_files(folder: Path, files: dict[str, Any]) -> None:

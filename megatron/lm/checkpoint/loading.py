@@ -16,12 +16,14 @@ from megatron.lm.checkpoint.folder import candidates, check_files, latest, no_ch
 from megatron.lm.checkpoint.place import Place, names_of, places
 from megatron.lm.checkpoint.saving import all_or_none
 from megatron.lm.checkpoint.storage import Stored
-from megatron.lm.checkpoint.values import Found, chunk_offsets, find, find_whole, firsts, scalar
+from megatron.lm.checkpoint.values import Found, check_agree, chunk_offsets, find, find_whole, firsts, scalar
+from megatron.lm.checkpoint.versions import check_info
 from megatron.lm.config import CheckpointConfig, Config, PrecisionConfig, flag
 from megatron.lm.config.cli import config_from_dict, config_to_dict
 from megatron.lm.data.order import check_same
 from megatron.lm.grid import Grid
 from megatron.lm.training import Training
+from msamp.comm.grad_scaling import MU_MAX
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, FP32, Format, by_name
@@ -34,7 +36,6 @@ from msamp.optim.updates import MASTER, WEIGHT, State
 
 # Settings of the model that may change on resume: they give no saved number another meaning.
 _FREE = {"attention_backend", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
-_STALE = 2.0**-3  # most by which the amaxes of a weight and its master may differ: a rounding to E4M3 is half of that
 
 
 @dataclass(kw_only=True)
@@ -90,7 +91,7 @@ def load(training: Training) -> None:
             continue
         remark = all_or_none(lambda info=info: _check_fits(info, training))  # type: ignore[misc]
         try:
-            taken = all_or_none(lambda folder=folder, info=info: _take(training, Stored(folder), info))  # type: ignore[misc]
+            taken = all_or_none(lambda folder=folder, info=info: _take(training, Stored(folder, info["files"]), info))  # type: ignore[misc]
         except ValueError as problem:
             problems.append(f"passed over: {problem}")
             continue
@@ -107,8 +108,17 @@ def load(training: Training) -> None:
 
 def _checked(folder: Path) -> dict[str, Any]:
     info, rank, ranks = read_info(folder), dist.get_rank(), dist.get_world_size()
+    judge(folder, info)
     check_files(folder, {name: entry for i, (name, entry) in enumerate(sorted(info["files"].items())) if i % ranks == rank})
     return info
+
+
+def judge(folder: Path, info: dict[str, Any]) -> None:
+    """ValueError naming the checkpoint and what in its `checkpoint.json` is none of a run's."""
+    try:
+        check_info(info)
+    except ValueError as problem:
+        raise ValueError(f"{folder} {problem}") from None
 
 
 def _check_fits(info: dict[str, Any], training: Training) -> str | None:
@@ -144,7 +154,7 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
             raise ValueError(f"{stored.folder} holds weights alone; load them with --finetune")
         with_states = False
     taken.with_states = with_states
-    reader = _TensorReader(stored, info["vocab_size"], taken.requantised)
+    reader = _TensorReader(stored, info["vocab_size"], taken.requantised, info["iteration"])
     masters = {p: by_name(group["formats"]["master"]) for group in training.optimizer.param_groups for p in group["params"]}
     for name, p in training.model.named_parameters():
         taken.model[name], values = reader.weight(p, masters[p], where[name], with_values=not with_states)
@@ -161,12 +171,16 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
             taken.states[holding.place] = state
     if with_states:
         taken.loss_scale = _loss_scale(info, training)
+        if taken.loss_scale is not None:
+            training.loss_scaler.check_state(taken.loss_scale)  # type: ignore[union-attr]
         for name in training.grad_sync.state_dict()["mu"]:
             found = [
                 stored.tensor(key)
                 for place, offset in chunk_offsets(stored, where[name])
                 if (key := at(f"mu/{place.name}", offset)) in stored.tensors
             ]
+            for mu in found:
+                _check_number(stored, f"mu/{name}", mu, 0, MU_MAX, torch.float64)
             if found:
                 taken.mu[name] = torch.stack(found).amin()
     return taken
@@ -179,12 +193,18 @@ def _loss_scale(info: dict[str, Any], training: Training) -> dict[str, Any] | No
     return saved if taken and training.loss_scaler is not None and training.loss_scaler.dynamic else None
 
 
+def _check_number(stored: Stored, name: str, x: Tensor, low: float, high: float, dtype: torch.dtype) -> None:
+    """ValueError for a single number of a checkpoint that is none in [low, high]."""
+    if x.dim() or x.dtype != dtype or not low <= x <= high:
+        raise ValueError(f"{stored.folder}: {name} is {x.tolist()}; it must be one {dtype} in [{low}, {high}]; load an older checkpoint")
+
+
 class _TensorReader:
     """Weights and optimizer states of one checkpoint in this run's formats."""
 
-    def __init__(self, stored: Stored, vocab_size: int, requantised: set[str]) -> None:
-        self.stored, self.vocab_size, self.requantised = stored, vocab_size, requantised
-        self.reach: dict[str, Tensor] = {}  # amax of each weight read so far, by name
+    def __init__(self, stored: Stored, vocab_size: int, requantised: set[str], steps: int = 0) -> None:
+        self.stored, self.vocab_size, self.requantised, self.steps = stored, vocab_size, requantised, steps
+        self.weights: dict[str, Found] = {}  # by name, those read so far that have a master beside them
 
     def find(self, prefix: str, where: list[Place], shape: torch.Size) -> Found:
         found = find(self.stored, prefix, where, shape, self.vocab_size)
@@ -224,12 +244,12 @@ class _TensorReader:
         if is_own_master(p, master):
             return self._to(self.best(where, p.shape, fmt), fmt, p.dtype), None
         weight = self.find("model", where, p.shape)
-        self.reach[where[0].name] = weight.values().abs().amax()
+        self.weights[where[0].name] = weight
         keeps = weight.keeps_bits(fmt)
         if keeps and not with_values:
             return weight.to(fmt, p.dtype), None
         best = self.best(where, p.shape, FP32)
-        self._check_agree(best, where[0].name)
+        check_agree(weight, best, self.stored.folder)
         values = best.values()
         if keeps:
             return weight.to(fmt, p.dtype), values
@@ -241,6 +261,7 @@ class _TensorReader:
         step = scalar(self.stored, "step", where[0])
         if step is None:
             return {}
+        _check_number(self.stored, f"step/{where[0].name}", step, 0, self.steps, torch.float32)
         state = {"step": step}
         for declared, fmt in kept_states(holding.param, holding.formats):
             state |= {key: holding.copy_of(x) for key, x in self._state(declared, fmt, where, holding.param.shape).items()}
@@ -252,7 +273,7 @@ class _TensorReader:
         key = declared.key
         if declared.copy:
             best = self.best(where, shape, fmt)
-            self._check_agree(best, where[0].name)
+            check_agree(self.weights[where[0].name], best, self.stored.folder)
             return {key: self._to(best, fmt)}
         if declared.remainder_of is not None:
             return {key: self.remainder(key, where, shape, fmt)}
@@ -262,6 +283,7 @@ class _TensorReader:
                 "optimizer's states anew with --no-load-optim, or resume with the saved precision"
             )
         found = self.value(key, where, shape, fmt)
+        found.check(self.stored.folder, non_negative=declared.non_negative)
         if not found.keeps_bits(fmt):
             self.requantised.add(found.key)
         return by_key(key, found.moment(fmt))
@@ -270,15 +292,6 @@ class _TensorReader:
         """Of a holding: the second component of its weight, which is part of the weight; empty where it has none."""
         kept = [(state, fmt) for state, fmt in kept_states(holding.param, holding.formats) if state.remainder_of == WEIGHT]
         return {state.key: holding.copy_of(self.remainder(state.key, where, holding.param.shape, fmt)) for state, fmt in kept}
-
-    def _check_agree(self, master: Found, name: str) -> None:
-        """ValueError where a weight cannot be its master rounded: one of their scales is another step's."""
-        mine, theirs = self.reach[name], master.values().abs().amax()
-        if not (mine - theirs).abs() <= _STALE * theirs:
-            raise ValueError(
-                f"{self.stored.folder}: {name} reaches {float(mine):g} and its master {float(theirs):g}, so that one of their scales is "
-                "stale; load an older checkpoint"
-            )
 
     def _to(self, found: Found, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
         if not found.keeps_bits(fmt):
@@ -295,7 +308,12 @@ def _scaling(model: nn.Module, stored: Stored, where: dict[str, list[Place]]) ->
         buffers = {f"{name}.{key}": value for key, value in layer.state_dict().items()}
         keys = {local: f"model/{where[local][0].name}" for local in buffers}
         if all(key in stored.tensors and stored.tensors[key].shape == buffers[local].shape for local, key in keys.items()):
-            found |= {local: stored.tensor(key) for local, key in keys.items()}
+            saved = {local: stored.tensor(key) for local, key in keys.items()}
+            try:
+                layer.check_state({local.removeprefix(f"{name}."): x for local, x in saved.items()})
+            except ValueError as problem:
+                raise ValueError(f"{stored.folder}: {name}.{problem}; load an older checkpoint") from None
+            found |= saved
     return found
 
 
@@ -314,6 +332,11 @@ def _take_rng(training: Training, stored: Stored, info: dict[str, Any]) -> dict[
         now.pipeline_model_parallel_size,
     )
     found = {key.removeprefix(prefix): stored.tensor(key) for key in stored.tensors if key.startswith(prefix)} if same else {}
+    if found:
+        try:
+            rng.check(found)
+        except ValueError as problem:
+            raise ValueError(f"{stored.folder}: {problem}; load an older checkpoint, or start them anew with --no-load-rng") from None
     return found or None
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from megatron.lm import health, process_groups
 from megatron.lm.checkpoint.content import scale_key
 from megatron.lm.checkpoint.folder import INFO_FILE, check_files, latest, read_info
-from megatron.lm.checkpoint.loading import take_model
+from megatron.lm.checkpoint.loading import judge, take_model
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.storage import Stored
-from megatron.lm.checkpoint.values import Found, find, find_whole
+from megatron.lm.checkpoint.values import Found, check_agree, find, find_whole
 from megatron.lm.config import Config, ParallelConfig
 from megatron.lm.config.cli import config_from_dict
 from megatron.lm.data.tokenizer import Tokenizer, build_tokenizer
@@ -48,7 +48,8 @@ class CheckpointReader:
         if problem is not None:
             print(f"warning: {self.folder} is unhealthy: {problem}", flush=True)
         check_files(self.folder, self.info["files"])
-        self.stored = Stored(self.folder)
+        judge(self.folder, self.info)
+        self.stored = Stored(self.folder, self.info["files"])
 
     @property
     def config(self) -> Config:
@@ -68,7 +69,11 @@ class CheckpointReader:
 
     def values(self, name: str) -> Tensor:
         """The whole weight in FP32: from its master where it has one, else as it is, with its remainder."""
-        return self._find(MASTER.key if f"{MASTER.key}/{name}" in self.stored.tensors else "model", name, find_whole).values()
+        if f"{MASTER.key}/{name}" not in self.stored.tensors:
+            return self._find("model", name, find_whole).values()
+        master = self._find(MASTER.key, name)
+        check_agree(self._find("model", name), master, self.folder)
+        return master.values()
 
     def weight(self, name: str) -> Tensor:
         """The whole weight as saved, a ScalingTensor where it has one scale; in FP32 where its pieces have several."""

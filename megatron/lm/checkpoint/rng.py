@@ -2,6 +2,8 @@
 
 import math
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import numpy
 import torch
@@ -34,15 +36,39 @@ def state() -> dict[str, Tensor]:
     return found
 
 
-def restore(saved: dict[str, Tensor]) -> None:
+def check(saved: Mapping[str, torch.Tensor]) -> None:
+    """ValueError where `saved` is not what `state` can have told; tried on generators that nobody draws from."""
+    try:
+        torch.Generator().set_state(saved["torch"])
+        numpy.random.RandomState().set_state(_numpy_state(saved))
+        random.Random().setstate(_python_state(saved))
+        if torch.cuda.is_available() and "cuda" in saved:
+            torch.Generator("cuda").set_state(saved["cuda"])
+    except (LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"its random states are none ({str(error).splitlines()[0]})") from None
+    wrong = [name for name, x in saved.items() if name.startswith("tensor_parallel.") and (x.dtype != torch.uint8 or x.dim() != 1)]
+    if wrong:
+        raise ValueError(f"its random states are none ({wrong[0]} is not bytes)")
+
+
+def restore(saved: Mapping[str, torch.Tensor]) -> None:
     """Set the generators to what `state` told."""
     torch.set_rng_state(saved["torch"])
     if torch.cuda.is_available() and "cuda" in saved:
         torch.cuda.set_rng_state(saved["cuda"])
     tracked = {name.removeprefix("tensor_parallel."): value for name, value in saved.items() if name.startswith("tensor_parallel.")}
     get_cuda_rng_tracker().set_states(tracked)
+    numpy.random.set_state(_numpy_state(saved))
+    random.setstate(_python_state(saved))
+
+
+def _numpy_state(saved: Mapping[str, torch.Tensor]) -> tuple[str, Any, int, int, float]:
     position, has_gauss, gauss = saved["numpy.rest"].tolist()
-    numpy.random.set_state(("MT19937", saved["numpy.keys"].numpy().astype("uint32"), int(position), int(has_gauss), gauss))
-    python_gauss = float(saved["python.gauss"])
-    version = random.getstate()[0]
-    random.setstate((version, tuple(saved["python.keys"].tolist()), None if math.isnan(python_gauss) else python_gauss))
+    if not 0 <= position <= 624:  # numpy would read beyond its keys
+        raise ValueError(f"numpy's generator is at {position:g} of 624")
+    return "MT19937", saved["numpy.keys"].numpy().astype("uint32"), int(position), int(has_gauss), gauss
+
+
+def _python_state(saved: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    gauss, (version, *_) = float(saved["python.gauss"]), random.getstate()
+    return version, tuple(saved["python.keys"].tolist()), None if math.isnan(gauss) else gauss

@@ -8,7 +8,7 @@ Checkpoints of versions 3 and 4 have both as pickles, and `pickled` reads them w
 import io
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,6 +121,7 @@ class Stored:
 
     Args:
         folder: of the checkpoint.
+        known: names of the files whose digests were checked; the plan may name no other. None: any of the folder.
 
     Attributes:
         tensors: the plan: what is stored, by key, with dtype, whole shape and chunks.
@@ -129,7 +130,7 @@ class Stored:
         ValueError: the plan cannot be read, says what cannot be, or does not fit the files beside it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, known: Collection[str] | None = None) -> None:
         self.folder = folder
         self._former = not os.path.lexists(folder / PLAN_FILE) and os.path.lexists(folder / FORMER_PLAN_FILE)
         file = folder / (FORMER_PLAN_FILE if self._former else PLAN_FILE)
@@ -139,6 +140,9 @@ class Stored:
             data = file.read_bytes()
             self.tensors = plan_of_pickle(data) if self._former else plan_of_json(data)
             check(folder, self.tensors)
+            used = {file.name} | {chunk.file for entry in self.tensors.values() for chunk in entry.chunks}
+            if known is not None and not used <= set(known):
+                raise ValueError(f"{min(used - set(known))} has no digest in checkpoint.json")
         except (OSError, ValueError) as error:
             raise ValueError(f"{file} cannot be read ({error}); load an older checkpoint") from None
 

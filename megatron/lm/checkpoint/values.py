@@ -21,13 +21,15 @@ from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.plan import Chunk
 from megatron.lm.checkpoint.storage import Region, Stored
 from msamp.numerics import mcf
-from msamp.numerics.formats import Format
+from msamp.numerics.formats import ALL, Format, of_dtype
 from msamp.numerics.granularity import Group
 from msamp.numerics.quantize import quantize
 from msamp.numerics.range_expand import STATE_GROUP, Expanded, quantize_expanded
-from msamp.numerics.scaling import inverse
+from msamp.numerics.scaling import MAX_EXPONENT, inverse
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.updates import MASTER, WEIGHT, remainders
+
+_DTYPES = {fmt.dtype for fmt in ALL}
 
 
 def firsts() -> dict[str, str]:
@@ -38,13 +40,15 @@ def firsts() -> dict[str, str]:
 @dataclass(frozen=True, eq=False)
 class Found:
     """A local tensor as stored: `payload`, and for each part of it (slices) that has a scale of its own, that `scale_inv`; in COAT's
-    format `groups`, FP32, the maximum and the exponent of each element's group.
+    format `groups`, FP32, the maximum and the exponent of each element's group. Of its rows the first `rows` were stored, and the others
+    made (None: all were).
     """
 
     key: str
     payload: Tensor
     scales: list[tuple[tuple[slice, ...], Tensor]]
     groups: tuple[Tensor, Tensor] | None = None
+    rows: int | None = None
 
     @property
     def scale_inv(self) -> Tensor | None:
@@ -89,9 +93,14 @@ class Found:
         largest, k = map(_firsts, self.groups)
         return Expanded(self.payload, largest, k)
 
-    def check(self, folder: object) -> None:
-        """ValueError where a value is not finite, a scale is not a positive power of two, or a group has an impossible number."""
-        bad = 0 if self.payload.dtype.is_floating_point is False else int((~self.payload.float().isfinite()).sum())
+    def check(self, folder: object, *, non_negative: bool = False) -> None:
+        """ValueError for what no run can have stored: a value that is not finite (or negative, where that is forbidden), a scale that is no
+        power of two or none that an amax gives, a group with an impossible number.
+        """
+        if self.payload.dtype not in _DTYPES:
+            raise ValueError(f"{folder}: {self.key} is {self.payload.dtype}, which is no format of weights; load an older checkpoint")
+        values = self.payload.float()
+        bad = int((~values.isfinite()).sum())
         if bad:
             raise ValueError(f"{folder}: {self.key} holds {bad} values that are NaN or infinite; load an older checkpoint")
         if self.groups is not None:
@@ -99,8 +108,42 @@ class Found:
             if not (((largest >= 0) & largest.isfinite()).all() and ((k > 0) & k.isfinite()).all()):
                 raise ValueError(f"{folder}: {self.key} has groups whose maximum or exponent is out of range; load an older checkpoint")
         for _, scale in self.scales:
-            if not (scale > 0 and scale.isfinite() and torch.frexp(scale)[0] == 0.5):
-                raise ValueError(f"{folder}: {self.key} has scale_inv {float(scale):g}, which is no power of two; load an older checkpoint")
+            if not (2.0**-MAX_EXPONENT <= scale <= 2.0**MAX_EXPONENT and torch.frexp(scale).mantissa == 0.5):
+                raise ValueError(
+                    f"{folder}: {self.key} has scale_inv {float(scale):g}, which is no power of two in "
+                    f"[2^-{MAX_EXPONENT}, 2^{MAX_EXPONENT}]; load an older checkpoint"
+                )
+        if self.scales and not self.values().isfinite().all():
+            raise ValueError(f"{folder}: {self.key} overflows with its scale_inv; load an older checkpoint")
+        below = int((values < 0).sum()) if non_negative else 0
+        if below:
+            raise ValueError(f"{folder}: {self.key}, a mean of squares, holds {below} values below 0; load an older checkpoint")
+
+
+def check_agree(weight: Found, master: Found, folder: object) -> None:
+    """ValueError where a weight is not its master rounded to the weight's format.
+
+    A weight is cast from its master as stored, and saturates at the end of its format. The cast moves a value by at most half a step: of
+    the digits above the smallest normal number, of the smallest subnormal below, which is all that a bias has in early warm-up. Half a step
+    more is left for a master that was itself rounded after the weight was cast (at the start of a run) and for a weight whose shards were
+    joined. A scale of another step, or the weight of another layer, is further off in most of its values.
+    """
+    mine, theirs, formats = weight.values(), master.values(), [of_dtype(found.payload.dtype) for found in (weight, master)]
+    if weight.rows is not None:  # the mean of rounded rows is not the rounded mean
+        theirs = torch.cat([theirs[: weight.rows], mine[weight.rows :]])
+    digits = 2.0 ** -min(fmt.mantissa_bits for fmt in formats)
+    # The master's own smallest step, which is nothing beside the weight unless its scale is wrong.
+    floor = min(formats[1].smallest * max((float(scale) for _, scale in master.scales), default=1.0), 2.0**-8 * float(mine.abs().amax()))
+    for part, scale in weight.scales or [((slice(None),) * mine.dim(), torch.ones(()))]:
+        end = formats[0].max * scale
+        wanted = theirs[part].clamp(-end, end)
+        off = (mine[part] - wanted).abs() > wanted.abs() * digits + (formats[0].smallest * scale + floor)
+        if off.any():
+            raise ValueError(
+                f"{folder}: {weight.key} is {float(mine[part][off][0]):g} where its master is {float(theirs[part][off][0]):g}, and so are "
+                f"{int(off.sum())} values of {mine[part].numel()} not their master's: one of their scales is stale, or one is another "
+                "layer's; load an older checkpoint"
+            )
 
 
 def _firsts(x: Tensor) -> Tensor:
@@ -118,7 +161,7 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
         ValueError: it is not stored, or has another shape.
     """
     dtype = stored.tensors[f"{prefix}/{where[0].name}"].dtype if f"{prefix}/{where[0].name}" in stored.tensors else torch.uint8
-    payload, scales, groups = torch.zeros(tuple(shape), dtype=dtype), [], None
+    payload, scales, groups, there = torch.zeros(tuple(shape), dtype=dtype), [], None, None
     needs_scale = dtype.itemsize == 1 and prefix not in firsts()  # other FP8 means nothing without
     for place in where:
         key = f"{prefix}/{place.name}"
@@ -131,15 +174,24 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
             stored.read([Region(key, place.offset, target)])
         else:
             _read_padded(stored, key, place, rows, vocab_size, target)
+            there = place.start + max(0, min(place.sizes[0], rows - place.offset[0]))
         for chunk in entry.chunks:
             part = _overlap(place, chunk.offset, chunk.shape, rows)
             if part is not None and group_keys(key, chunk.offset)[0] in stored.tensors:
                 groups = groups or (torch.zeros(tuple(shape)), torch.ones(tuple(shape)))
                 for target, name in zip(groups, group_keys(key, chunk.offset), strict=True):
-                    target[part] = _of_elements(stored.tensor(name), place, chunk, part)
+                    target[part] = _of_elements(_number(stored, name, STATE_GROUP.groups(chunk.shape)), place, chunk, part)
             elif part is not None and (scale_key(key, chunk.offset) in stored.tensors or needs_scale):
-                scales.append((part, stored.tensor(scale_key(key, chunk.offset))))
-    return Found(f"{prefix}/{where[0].name}", payload, scales, groups)
+                scales.append((part, _number(stored, scale_key(key, chunk.offset), ())))
+    return Found(f"{prefix}/{where[0].name}", payload, scales, groups, there)
+
+
+def _number(stored: Stored, key: str, shape: Sequence[int]) -> Tensor:
+    """What stands beside a payload: FP32 of this shape, or a ValueError."""
+    entry = stored.tensors.get(key)
+    if entry is not None and (entry.dtype, entry.shape) != (torch.float32, torch.Size(shape)):
+        raise ValueError(f"{stored.folder}: {key} is {tuple(entry.shape)} {entry.dtype}, not {tuple(shape)} FP32; load an older checkpoint")
+    return stored.tensor(key)
 
 
 def _of_elements(numbers: Tensor, place: Place, chunk: Chunk, part: tuple[slice, ...]) -> Tensor:
@@ -157,7 +209,7 @@ def find_whole(stored: Stored, prefix: str, where: Sequence[Place], shape: Seque
     for key, first in firsts().items():
         if first == prefix and f"{key}/{where[0].name}" in stored.tensors:
             x, y = mcf.load_pair(found.payload, find(stored, key, where, shape, vocab_size).payload)
-            return Found(found.key, x.float() + y.float(), [])
+            return Found(found.key, x.float() + y.float(), [], rows=found.rows)
     return found
 
 

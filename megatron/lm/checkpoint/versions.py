@@ -29,8 +29,12 @@ Whoever raises `VERSION` adds a paragraph above and a step to `_STEPS`, and befo
 checkpoints of it: `tests/make_checkpoints.py` makes them for `tests/megatron/lm/checkpoint/test_versions.py`, which goes on from each.
 """
 
+import math
+import re
 from collections.abc import Callable
 from typing import Any
+
+from megatron.lm.config.cli import config_from_dict
 
 VERSION = 5
 
@@ -44,7 +48,12 @@ def upgraded(info: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a version that is newer than this code, or too old for it; the message goes on from the name of the checkpoint.
     """
-    version, oldest = info["version"], min(_STEPS)
+    version, oldest = info.get("version"), min(_STEPS)
+    if type(version) is not int:
+        raise ValueError(f"has checkpoint version {version!r}, which is no whole number; load an older checkpoint")
+    config = info.get("config", {})
+    if not isinstance(config, dict) or not all(isinstance(values, dict) for values in config.values()):
+        raise ValueError("has a configuration that is not sections of settings; load an older checkpoint")
     if version > VERSION:
         raise ValueError(
             f"has checkpoint version {version}, and this code reads versions {oldest} to {VERSION}: take the code that wrote it, or newer"
@@ -53,10 +62,60 @@ def upgraded(info: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"has checkpoint version {version}, and this code reads versions {oldest} to {VERSION}: read it with the code of then"
         )
-    config = {section: dict(values) for section, values in info.get("config", {}).items()}
+    config = {section: dict(values) for section, values in config.items()}
     for step in range(version, VERSION):
         _STEPS[step](config)
     return info | {"version": VERSION, "config": config}
+
+
+def files_of(info: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Name -> bytes and sha256 of the other files; ValueError, going on from the checkpoint's name, where it says none."""
+    files = info.get("files")
+    if not isinstance(files, dict):
+        raise ValueError("has a checkpoint.json without a table of files; load an older checkpoint")
+    for name, entry in files.items():
+        match entry:
+            case {"bytes": length, "sha256": str(digest)} if _natural(length) and re.fullmatch("[0-9a-f]{1,64}", digest):
+                continue
+        raise ValueError(f"has a checkpoint.json that says neither bytes nor SHA-256 of {name!r}; load an older checkpoint")
+    return files
+
+
+def check_info(info: dict[str, Any]) -> None:
+    """Judge what is not a tensor, of today's version.
+
+    Raises:
+        ValueError: a number that none can be, a loss scale that is none, or settings of wrong types; the message goes on from the name of
+            the checkpoint.
+    """
+    for name in _COUNTS:
+        if not _natural(info.get(name)) or (name in _AT_LEAST_ONE and not info[name]):
+            least = int(name in _AT_LEAST_ONE)
+            raise ValueError(f"has {name} {info.get(name)!r}; it must be a whole number from {least} on; load an older checkpoint")
+    match info.get("loss_scale"):
+        case None:
+            pass
+        case {"loss_scale": int() | float() as scale, "unskipped": good, **rest} if (
+            0 < scale < math.inf and _natural(good) and _natural(rest.get("overflows_left", 0))
+        ):
+            pass
+        case found:
+            raise ValueError(f"has the loss scale {found!r}, which is none; load an older checkpoint")
+    try:
+        config_from_dict(info.get("config", {}))
+    except ValueError as problem:
+        raise ValueError(f"has a configuration that cannot be read: {problem}") from None
+
+
+_AT_LEAST_ONE = ("processes", "vocab_size")
+_COUNTS = (
+    *_AT_LEAST_ONE,
+    *("iteration", "consumed_samples", "passed_over", "skipped_steps", "grad_sync_steps", "schedule_steps"),
+)
+
+
+def _natural(number: Any) -> bool:
+    return type(number) is int and 0 <= number < 2**63
 
 
 def _from_3(config: dict[str, dict[str, Any]]) -> None:

@@ -55,6 +55,33 @@ def rolled(layers: list[LinearScaling], amaxes: list[torch.Tensor]) -> None:
         state.roll()
 
 
+@pytest.mark.parametrize(
+    ("name", "bad", "said"),
+    {
+        "zero": ("scale", 0.0, r"scale holds 0; it must be in \[1.17549e-38, 8.50706e\+37\]"),
+        "infinite": ("scale", float("inf"), "scale holds inf"),
+        "NaN": ("scale", float("nan"), "scale holds nan"),
+        "negative": ("scale", -2.0, "scale holds -2"),
+        "beyond the rule": ("scale", 2.0**127, "scale holds 1.70141e"),
+        "no power of two": ("scale", 3.0, "scale holds 3; it must be a power of two"),
+        "another's inverse": ("scale_inv", 2.0**-20, "scale_inv holds .*; it must be the inverse of scale"),
+        "an infinite amax": ("amax", float("inf"), "amax holds inf; it must be in"),
+        "a negative amax": ("history", -1.0, "history holds -1; it must be in"),
+        "a negative count": ("seen", -1, "seen holds -1; it must be in"),
+    }.values(),
+)
+def test_a_saved_state_that_no_run_can_have_had_is_refused(name: str, bad: float, said: str):
+    layer = scaling()
+    rolled([layer], [torch.rand(20, 2, generator=torch.Generator().manual_seed(1))])
+    state = {key: x.clone() for key, x in layer.state_dict().items()}
+    layer.check_state(state)
+    state[name].view(-1)[0] = bad
+    with pytest.raises(ValueError, match=said):
+        layer.check_state(state)
+    with pytest.raises(ValueError, match=r"history is torch\.float64; it must be torch\.float32"):
+        layer.check_state({"history": layer.history.double()})
+
+
 def test_layers_with_and_without_partial_sums_roll_together_as_each_alone():
     wires = (None, E5M2, E4M3, None, E5M2)
     draw = torch.Generator().manual_seed(2)

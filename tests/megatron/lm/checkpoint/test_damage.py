@@ -26,6 +26,7 @@ from megatron.lm.run.trainer import Trainer
 
 DATA, PLAN = "__0_0.bin", "plan.json"
 FC1, NORM = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.final_layernorm.weight"
+SCALING = "decoder.layers.1.mlp.linear_fc1.scaling"
 NAN, INFINITE = float("nan"), float("inf")
 
 
@@ -138,6 +139,17 @@ def scale(state: str) -> str:
     return f"{state}/{FC1}.scale_inv@0,0"
 
 
+def exchanged(prefix: str) -> Callable[[Path], object]:
+    """The tensors of one kind of two layers, each under the other's name."""
+
+    def damage(folder: Path) -> None:
+        held = tensors(folder)
+        others = {key: key.replace("layers.1", "layers.0") for key in held if key.startswith(f"{prefix}/{FC1}")}
+        rewrite(folder, {a: held[b] for a, b in others.items()} | {b: held[a] for a, b in others.items()})
+
+    return damage
+
+
 SOUND = {  # in its digests
     "another vocabulary": Fault(lambda folder: seal(folder, vocab_size=61), r"a tokenizer of 60 tokens \(saved: 61\)"),
     "NaN in a weight": Fault(changed(of("model", NORM), first(NAN)), f"{of('model', NORM)} holds 1 values that are NaN or infinite"),
@@ -145,12 +157,41 @@ SOUND = {  # in its digests
     "infinity in a master": Fault(changed(of("master"), first(INFINITE)), f"{of('master')} holds 1 values that are NaN or infinite"),
     "NaN in m": Fault(changed(of("exp_avg"), first(NAN)), f"{of('exp_avg')} holds 1 values that are NaN"),
     "infinity in v": Fault(changed(of("exp_avg_sq"), first(INFINITE)), f"{of('exp_avg_sq')} holds 1 values that are NaN"),
-    "a stale scale of a weight, too large": Fault(changed(scale("model"), times(2)), f"{FC1} reaches .* one of their scales is stale"),
-    "a stale scale of a weight, too small": Fault(changed(scale("model"), times(0.5)), f"{FC1} reaches .* one of their scales is stale"),
-    "a stale scale of a master": Fault(changed(scale("master"), times(4)), f"{FC1} reaches .* one of their scales is stale"),
+    "a stale scale of a weight, too large": Fault(
+        changed(scale("model"), times(2)),
+        f"{of('model')} is .* where its master is .* one of their scales is stale, or one is another layer's",
+    ),
+    "a stale scale of a weight, too small": Fault(
+        changed(scale("model"), times(0.5)),
+        f"{of('model')} is .* where its master is .* one of their scales is stale, or one is another layer's",
+    ),
+    "a stale scale of a master": Fault(
+        changed(scale("master"), times(4)),
+        f"{of('model')} is .* where its master is .* one of their scales is stale, or one is another layer's",
+    ),
     "a scale that is no power of two": Fault(changed(scale("exp_avg"), times(1.5)), f"{of('exp_avg')} has scale_inv .* no power of two"),
     "a scale of 0": Fault(changed(scale("model"), times(0)), f"{of('model')} has scale_inv 0, which is no power of two"),
     "a negative scale": Fault(changed(scale("master"), times(-1)), f"{of('master')} has scale_inv -.*, which is no power of two"),
+    "a master's scale of 2^127": Fault(
+        changed(scale("master"), lambda x: torch.full_like(x, 2.0**127)), rf"{of('master')} has scale_inv 1.70141e\+38, which is no power"
+    ),
+    "a negative value in v": Fault(
+        changed(of("exp_avg_sq"), first(-1.0)), f"{of('exp_avg_sq')}, a mean of squares, holds 1 values below 0"
+    ),
+    "two layers' weights exchanged": Fault(exchanged("model"), "is .* where its master is .*, or one is another layer's"),
+    "two layers' masters exchanged": Fault(exchanged("master"), "is .* where its master is .*, or one is another layer's"),
+    "a step that is NaN": Fault(changed(of("step"), first(NAN)), rf"step/{FC1} is nan; it must be one torch.float32 in \[0, 4\]"),
+    "a step to come": Fault(changed(of("step"), first(5)), f"step/{FC1} is 5.0; it must be"),
+    "more than one step": Fault(changed(of("step"), lambda x: x.expand(2).clone()), rf"step/{FC1} is \[.*\]; it must be one"),
+    **{
+        f"{name} of {value:g} in the scaling of a layer": Fault(
+            changed(f"model/{SCALING}.{name}", first(value)), rf"{SCALING}\.{name} holds {value:g}; it must be in"
+        )
+        for name, values in {"scale": (0, INFINITE, NAN), "history": (-1,)}.items()
+        for value in values
+    },
+    "random states that are none": Fault(changed("rng/0/torch", torch.zeros_like), "its random states are none .*--no-load-rng"),
+    "a weight of whole numbers": Fault(changed(of("model", NORM), lambda x: x.long()), f"{of('model', NORM)} is torch.int64, which is no"),
     "an infinite scale": Fault(changed(scale("exp_avg_sq"), times(INFINITE)), f"{of('exp_avg_sq')} has scale_inv inf"),
     "a scale that is NaN": Fault(changed(scale("model"), times(NAN)), f"{of('model')} has scale_inv nan"),
     "FP8 without a scale": Fault(lambda f: rewrite(f, {}, [scale("model")]), rf"holds no {scale('model')}"),
@@ -162,6 +203,9 @@ SOUND = {  # in its digests
     "no states at all": Fault(
         lambda f: rewrite(f, {}, [key for key in tensors(f) if key.startswith("exp_avg")]), "holds weights alone; load them with --finetune"
     ),
+    "a place in the run that is none": Fault(lambda f: seal(f, schedule_steps=None), "iter_0000004 has schedule_steps None; it must be"),
+    "a setting of another type": Fault(lambda f: seal(f, config={"model": {"num_layers": "2"}}), "has a configuration that cannot be read"),
+    "a data file without a digest": Fault(lambda f: seal(f, files={}), f"{DATA} has no digest in checkpoint.json"),
     "a plan that runs code": Fault(plan_that_runs_code, r"\.metadata cannot be read \(it names 'posix\.system'"),
     "a plan that leads out": Fault(plan_that_leads_out, rf"{PLAN} cannot be read \(it names '\.\./iter_0000002/{DATA}', which is outside"),
 }

@@ -20,7 +20,7 @@ from checkpoints import LEVELS, MARKER, contents, everything, pointed, resume, t
 from torch import Tensor
 
 from megatron.lm.checkpoint import latest, load, save, saved_precision, storage
-from megatron.lm.checkpoint.loading import _TensorReader
+from megatron.lm.checkpoint.loading import _check_number, _TensorReader
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.storage import Item, Stored
 from megatron.lm.config import Config
@@ -295,6 +295,36 @@ def test_what_was_converted_is_said(prefix: Path, good: Path, capsys: pytest.Cap
     with tiny.trainer(tiny.config(prefix, opt_level="O3", load=str(good))):
         said = capsys.readouterr().out
     assert "the checkpoint was converted: precision O2 -> O3; " in said
+
+
+def test_a_checkpoint_of_early_warm_up_in_fp16_is_loaded(prefix: Path, tmp_path: Path):
+    """Biases begin at zero: after steps of 1e-7 they are a few of FP16's smallest steps, far from their masters in relation."""
+    settings = {"precision": "fp16-amp", "initial_loss_scale": 256.0, "lr": 1e-7, "min_lr": 1e-8}
+    checkpoints.saved(prefix, tmp_path, **settings)
+    held = checkpoints.tensors(latest(tmp_path))
+    apart = [
+        key
+        for key, x in held.items()
+        if key.startswith("master/") and ((x - held[key.replace("master", "model", 1)].float()).abs() > x.abs() / 8).any()
+    ]
+    assert len(apart) > 3
+    with tiny.trainer(tiny.config(prefix, **settings, load=str(tmp_path), train_iters=5)) as made:
+        assert made.training.iteration == 4
+
+
+@pytest.mark.parametrize("bad", [-1.0, 2.5, math.nan, math.inf])
+def test_a_single_number_is_one_in_its_range(tmp_path: Path, bad: float):
+    stored = _stored_whole(tmp_path)
+    _check_number(stored, "mu/w", torch.tensor(2.0), 0, 2, torch.float32)
+    with pytest.raises(ValueError, match=r": mu/w is .*; it must be one torch\.float32 in \[0, 2\]; load an older checkpoint"):
+        _check_number(stored, "mu/w", torch.tensor(bad), 0, 2, torch.float32)
+    with pytest.raises(ValueError, match=r"it must be one torch\.float32"):
+        _check_number(stored, "mu/w", torch.ones(2), 0, 2, torch.float32)
+
+
+def _stored_whole(folder: Path) -> Stored:
+    storage.write(folder, [Item.whole("w", torch.ones(3))])
+    return Stored(folder)
 
 
 # Second components

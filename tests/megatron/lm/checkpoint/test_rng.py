@@ -1,11 +1,13 @@
 """The random generators of a rank: put back, they draw on as if nothing had been; and whose state is whose."""
 
 import random
+from collections.abc import Callable
 
 import numpy
 import pytest
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
 
 from megatron.lm.checkpoint import rng
 from megatron.lm.cpu_home import cpu_home
@@ -64,3 +66,30 @@ def test_numbers_stay_when_there_are_more_data_parallel_ranks():
 
     assert number(1, 1, 1, 2) == number(1, 1, 1, 4)
     assert [number(tensor, pipeline, data, 2) for data in range(2) for pipeline in range(2) for tensor in range(2)] == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    {
+        "another length": ("torch", lambda x: x[:-1].clone(), "its random states are none"),
+        "zeros": ("torch", torch.zeros_like, "its random states are none"),
+        "another dtype": ("torch", lambda x: x.float(), "its random states are none"),
+        "few keys": ("numpy.keys", lambda x: x[:3].clone(), "its random states are none"),
+        "a position beyond": ("numpy.rest", lambda x: x + 1000, "numpy's generator is at .* of 624"),
+        "a position before": ("numpy.rest", lambda x: x - 1000, "numpy's generator is at -.* of 624"),
+        "a position that is NaN": ("numpy.rest", lambda x: x * float("nan"), "numpy's generator is at nan of 624"),
+        "negative keys": ("python.keys", lambda x: -x - 1, "its random states are none"),
+        "python's position": ("python.keys", lambda x: torch.cat([x[:-1], torch.tensor([700])]), "its random states are none"),
+        "two numbers": ("python.gauss", lambda x: x.expand(2).clone(), "its random states are none"),
+        "no bytes": ("tensor_parallel.a", lambda x: torch.ones(3), "tensor_parallel.a is not bytes"),
+    }.values(),
+)
+def test_states_that_are_none_are_refused_before_a_generator_changes(name: str, change: Callable[[Tensor], Tensor], said: str):
+    saved = {key: x.clone() for key, x in rng.state().items()}
+    rng.check(saved)
+    with pytest.raises(ValueError, match=said):
+        rng.check(saved | {name: change(saved.get(name, torch.ones(1)))})
+    with pytest.raises(ValueError, match="its random states are none"):
+        rng.check({key: x for key, x in saved.items() if key != "numpy.rest"})
+    now = rng.state()
+    assert all(torch.equal(x, now[key]) or bool(x.isnan().all()) for key, x in saved.items())

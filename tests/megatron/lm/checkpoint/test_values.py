@@ -11,12 +11,13 @@ from megatron.lm.checkpoint import storage
 from megatron.lm.checkpoint.content import group_keys, scale_key
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.storage import Item, Stored
-from megatron.lm.checkpoint.values import Found, chunk_offsets, find, find_whole, scalar
+from megatron.lm.checkpoint.values import Found, check_agree, chunk_offsets, find, find_whole, scalar
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.quantize import quantize
 from msamp.numerics.range_expand import Expanded, quantize_expanded
+from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
 
 SCALED = [E4M3, E5M2, FP16]
@@ -192,17 +193,123 @@ def test_values_that_are_not_finite(dtype: torch.dtype, value: str):
         one(payload).check("here")
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.5, 0.75, float("inf"), float("nan")])
-def test_a_scale_that_is_no_power_of_two(scale: float):
+@pytest.mark.parametrize("scale", [0.0, -0.5, 0.75, 2.0**127, 2.0**-127, float("inf"), float("nan")])
+def test_a_scale_that_no_amax_gives(scale: float):
     x = quantized(draw(4, 4), E4M3, 4.0)
     one(x).check("here")
     x.scale_inv.fill_(scale)
-    with pytest.raises(ValueError, match=r"here: model/w has scale_inv .*, which is no power of two; load an older checkpoint"):
+    with pytest.raises(ValueError, match=r"here: model/w has scale_inv .*, which is no power of two in .*; load an older checkpoint"):
         one(x).check("here")
 
 
-def test_counters_are_no_values():
-    one(torch.tensor(5)).check("here")
+def test_a_scale_with_which_values_overflow():
+    x = ScalingTensor(torch.full((3,), 60_000.0).half(), torch.tensor(2.0**120), torch.float32)
+    with pytest.raises(ValueError, match=r"here: model/w overflows with its scale_inv; load an older checkpoint"):
+        one(x).check("here")
+
+
+def test_whole_numbers_are_no_weights():
+    with pytest.raises(ValueError, match=r"model/w is torch\.int64, which is no format of weights; load an older checkpoint"):
+        one(torch.tensor(5)).check("here")
+
+
+@pytest.mark.parametrize("fmt", [FP32, BF16, E4M3, COAT_E4M3], ids=str)
+def test_a_mean_of_squares_is_not_negative(fmt: Format):
+    x = draw(4, 128).square()
+    for values, fine in [(x, True), (x.index_fill(1, torch.tensor([3]), -0.5), False)]:
+        if fmt.group:
+            coat = quantize_expanded(values, fmt)
+            found = Found("exp_avg_sq/w", coat.payload, [], (coat.max.expand(4, 128), coat.k.expand(4, 128)))
+        else:
+            found = one(quantized(values, fmt, 16.0) if fmt.scaled else values.to(fmt.dtype))
+        found.check("here")
+        if fine:
+            found.check("here", non_negative=True)
+        else:
+            with pytest.raises(ValueError, match=r", a mean of squares, holds 4 values below 0; load an older checkpoint"):
+                found.check("here", non_negative=True)
+
+
+# A weight and its master
+
+
+MASTERS = {"FP32": lambda x: x, "FP16 with a scale": lambda x: ScalingTensor.quantize(x, FP16)}
+WEIGHTS = {
+    "FP16": lambda x: x.half(),
+    "BF16": lambda x: x.bfloat16(),
+    "E4M3": lambda x: ScalingTensor.quantize(x, E4M3),
+    "E4M3, a scale of twice the amax": lambda x: ScalingTensor.quantize(x, E4M3, inverse(2 * ScalingTensor.quantize(x, E4M3).scale_inv)),
+    "E5M2": lambda x: ScalingTensor.quantize(x, E5M2),
+}
+
+
+def cast(values: Tensor, weight: str, master: str, late: bool) -> tuple[Found, Found]:
+    """A weight and its master, cast from it; `late`: both from the same values, as at the start of a run."""
+    copy = MASTERS[master](values)
+    return one(WEIGHTS[weight](values if late else one(copy).values())), one(copy)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cast from the master", "from the same values"])
+@pytest.mark.parametrize("master", MASTERS)
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("reach", [1.0, 1e-3, 2e-7, 6e-8, 0.0])
+def test_a_weight_agrees_with_the_master_it_was_cast_from(weight: str, master: str, late: bool, reach: float):
+    """Down to the subnormals of FP16 that a bias has in early warm-up, where a rounding is larger than the value."""
+    check_agree(*cast(draw(64, 64) * reach, weight, master, late), "here")
+
+
+def test_a_weight_that_saturates_agrees():
+    values = torch.linspace(-4.0, 4.0, 65)
+    check_agree(one(quantized(values, E4M3, 224.0)), one(values), "here")
+    check_agree(one(torch.tensor([65504.0]).half()), one(torch.tensor([7e4])), "here")
+
+
+@pytest.mark.parametrize("wrong", ["the weight's scale", "the master's scale", "another layer", "another step", "one value"])
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_a_weight_that_is_not_its_master_rounded_is_found(weight: str, wrong: str):
+    mine, theirs = cast(draw(64, 64), weight, "FP16 with a scale", late=False)
+    if wrong == "the weight's scale":
+        if not mine.scales:
+            return
+        for factor in (0.5, 2.0, 2.0**40):
+            stale = Found(mine.key, mine.payload, [(part, scale * factor) for part, scale in mine.scales])
+            with pytest.raises(ValueError, match="one of their scales is stale"):
+                check_agree(stale, theirs, "here")
+        return
+    if wrong == "the master's scale":
+        for factor in (0.25, 0.5, 2.0, 2.0**40, 2.0**-40):
+            stale = Found(theirs.key, theirs.payload, [(part, scale * factor) for part, scale in theirs.scales])
+            with pytest.raises(ValueError, match="one of their scales is stale"):
+                check_agree(mine, stale, "here")
+        return
+    other = {"another layer": draw(64, 64).T.contiguous(), "another step": draw(64, 64) * 1.5, "one value": draw(64, 64)}[wrong]
+    if wrong == "one value":
+        other[3, 5] += 0.5
+    with pytest.raises(ValueError, match=r"here: model/w is .* where its master is .*; load an older checkpoint"):
+        check_agree(cast(other, weight, "FP32", late=False)[0], theirs, "here")
+
+
+def test_padding_rows_that_were_made_need_not_agree(tmp_path: Path):
+    """The mean of rounded rows is not the rounded mean of the rows."""
+    x, shape = draw(VOCABULARY, 4), (VOCABULARY, 4)
+    keys = (f"model/{EMBEDDING}", f"master/{EMBEDDING}")
+    there = stored(tmp_path, chunk(quantized(x, E5M2, 8.0), (0, 0), shape, keys[0]), chunk(x, (0, 0), shape, keys[1]))
+    mine, theirs = (find(there, prefix, [embedding(0, 9, 9)], (9, 4), VOCABULARY) for prefix in ("model", "master"))
+    assert mine.rows == VOCABULARY
+    before = theirs.payload.clone()
+    check_agree(mine, theirs, "here")
+    assert torch.equal(theirs.payload, before)
+    theirs.payload[0] += 1
+    with pytest.raises(ValueError, match="not their master's"):
+        check_agree(mine, theirs, "here")
+
+
+@pytest.mark.parametrize("bad", [torch.ones(2), torch.ones((), dtype=torch.float64)], ids=["two numbers", "FP64"])
+def test_a_scale_that_is_not_one_fp32_number_is_refused(tmp_path: Path, bad: Tensor):
+    x = quantized(draw(8, 6), E4M3, 4.0)
+    there = stored(tmp_path, [Item("model/w", x.payload, (8, 6), (0, 0)), Item.whole(scale_key("model/w", (0, 0)), bad)])
+    with pytest.raises(ValueError, match=r"model/w\.scale_inv@0,0 is .*, not \(\) FP32; load an older checkpoint"):
+        find(there, "model", [place((0, 0), (8, 6), (8, 6))], (8, 6), VOCABULARY)
 
 
 def test_a_tensor_that_is_missing_or_of_another_shape(tmp_path: Path):

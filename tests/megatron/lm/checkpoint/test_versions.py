@@ -5,7 +5,9 @@ them they are equal to the bit, with the kernels for AVX2 and for AVX-512 withou
 """
 
 import json
+import math
 import shutil
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from make_checkpoints import STEPS_AFTER, digests
 
 from megatron.lm.checkpoint import CheckpointReader, latest, save
 from megatron.lm.checkpoint.folder import read_info
-from megatron.lm.checkpoint.versions import _STEPS, VERSION, upgraded
+from megatron.lm.checkpoint.versions import _STEPS, VERSION, check_info, files_of, upgraded
 from megatron.lm.config import CheckpointConfig, Config, LoggingConfig
 from megatron.lm.config.cli import config_from_dict
 from msamp.numerics import recipe
@@ -135,3 +137,56 @@ def test_other_versions_are_refused_with_a_remedy(version: int, said: str):
     checkpoints.seal(latest(Path("O2")), version=version)
     with pytest.raises(ValueError, match=f"O2/iter_0000018 {said}"):
         tiny.run(config)
+
+
+WRONG: dict[str, tuple[dict[str, object], str]] = {
+    "an iteration below 0": ({"iteration": -1}, "has iteration -1; it must be a whole number from 0 on; load an older"),
+    "an iteration of text": ({"iteration": "4"}, "has iteration '4'; it must be a whole number"),
+    "an iteration with a fraction": ({"iteration": 4.0}, "has iteration 4.0; it must be a whole number"),
+    "an iteration that is true": ({"iteration": True}, "has iteration True; it must be a whole number"),
+    "an iteration of 10^30": ({"iteration": 10**30}, "has iteration 10+; it must be a whole number"),
+    "no schedule_steps": ({"schedule_steps": None}, "has schedule_steps None; it must be"),
+    "skipped_steps that are NaN": ({"skipped_steps": math.nan}, "has skipped_steps nan; it must be"),
+    "no processes": ({"processes": 0}, "has processes 0; it must be a whole number from 1 on"),
+    "a vocabulary that is a list": ({"vocab_size": [60]}, r"has vocab_size \[60\]; it must be"),
+    "a loss scale of 0": ({"loss_scale": {"loss_scale": 0.0, "unskipped": 0}}, "has the loss scale .* which is none"),
+    "a loss scale that is infinite": ({"loss_scale": {"loss_scale": math.inf, "unskipped": 0}}, "has the loss scale .* which is none"),
+    "a loss scale that is NaN": ({"loss_scale": {"loss_scale": math.nan, "unskipped": 0}}, "has the loss scale .* which is none"),
+    "a loss scale that is a number": ({"loss_scale": 65536.0}, "has the loss scale 65536.0, which is none"),
+    "a loss scale that counts back": ({"loss_scale": {"loss_scale": 2.0, "unskipped": -1}}, "has the loss scale .* which is none"),
+    "a configuration that is a list": ({"config": []}, "has a configuration that is not sections of settings"),
+    "a section that is null": ({"config": {"model": None}}, "has a configuration that is not sections of settings"),
+    "an unknown section": ({"config": {"models": {}}}, "has a configuration that cannot be read: 'models' is no section"),
+    "a setting of another type": ({"config": {"model": {"num_layers": "2"}}}, "has a configuration that cannot be read: "),
+    "no files": ({"files": None}, "has a checkpoint.json without a table of files"),
+    "files that are a list": ({"files": [1]}, "has a checkpoint.json without a table of files"),
+    "a file without a size": ({"files": {"__0_0.bin": {"sha256": "0"}}}, "says neither bytes nor SHA-256 of '__0_0.bin'"),
+    "a file with a negative size": ({"files": {"__0_0.bin": {"bytes": -1, "sha256": "0"}}}, "says neither bytes nor SHA-256"),
+    "a digest that is a number": ({"files": {"__0_0.bin": {"bytes": 1, "sha256": 0}}}, "says neither bytes nor SHA-256"),
+    "a version that is text": ({"version": "5"}, "has checkpoint version '5', which is no whole number"),
+    "no version": ({"version": None}, "has checkpoint version None, which is no whole number"),
+}
+
+
+@pytest.fixture(scope="module")
+def info() -> dict[str, Any]:
+    """A `checkpoint.json`."""
+    with tarfile.open(ROOT / "version_4" / "O3.tar.xz") as archive:
+        (member,) = (member for member in archive.getmembers() if member.name.endswith("checkpoint.json"))
+        return json.load(archive.extractfile(member))  # type: ignore[arg-type]
+
+
+def judged(info: dict[str, Any]) -> None:
+    now = upgraded(info)
+    files_of(now)
+    check_info(now)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_no_checkpoint_says_is_refused(info: dict[str, Any], name: str):
+    changes, said = WRONG[name]
+    judged(info)
+    judged(info | {"loss_scale": {"loss_scale": 65536.0, "unskipped": 3, "overflows_left": 1}})
+    with pytest.raises(ValueError, match=said) as caught:
+        judged(info | changes)
+    assert len(str(caught.value).splitlines()) == 1
