@@ -85,7 +85,7 @@ def _ends(error: Exception) -> int:
         return _tell(_of_system(error), STOPPED)
     if _lacks_memory(error):
         return _tell(f"out of memory ({_first_line(error)}): {_SMALLER}", STOPPED)
-    if _lost_connection(error):
+    if lost_connection(error):
         return _tell(f"{_first_line(error)}: {_OTHER_RANK}", STOPPED)
     what = f"{type(error).__name__}: {_first_line(error)}"
     return _tell(f"this is a bug of the program, please report it ({what}); {_kept(error)}", STOPPED)
@@ -117,7 +117,7 @@ def _lacks_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and named)
 
 
-def _lost_connection(error: Exception) -> bool:
+def lost_connection(error: Exception) -> bool:
     """Whether it is torch.distributed's word for a process that does not answer: DistError, and what gloo leaves a RuntimeError."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and isinstance(error, distributed.DistError):

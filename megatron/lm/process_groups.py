@@ -1,10 +1,9 @@
 """Process groups, the device of this process and its random seeds, from torchrun's environment or without it."""
 
+import contextlib
 import gc
 import os
 import random
-import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +14,7 @@ import torch.distributed
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from megatron.lm import rendezvous
 from megatron.lm.config import Config
 from megatron.lm.cpu_home import enter_cpu_home
 
@@ -71,6 +71,7 @@ def initialize(config: Config) -> None:
     Raises:
         ValueError: an environment as in `launch_from_environment`, more processes on this machine than GPUs, NCCL without a GPU,
             or a number of processes that tensor x pipeline parallel sizes do not divide.
+        RunStopped: the processes have not come together within `--distributed-timeout-minutes`.
     """
     parallel = config.parallel
     launch = launch_from_environment()
@@ -84,17 +85,20 @@ def initialize(config: Config) -> None:
     set_deterministic(config.training.deterministic)
     if torch.cuda.is_available():
         _take_gpu(launch)
-    timeout = timedelta(minutes=parallel.distributed_timeout_minutes, seconds=GRACE_SECONDS)
-    if not torch.distributed.is_initialized():
-        _init_process_group(backend, launch, timeout)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual_pipeline_size(config),
-        distributed_timeout_minutes=timeout / timedelta(minutes=1),
-        # Its second set of groups over gloo serves only megatron-core's own optimizer checkpoints; creating them takes seconds at scale.
-        create_gloo_process_groups=False,
-    )
+    limit = timedelta(minutes=parallel.distributed_timeout_minutes)
+    timeout = limit + timedelta(seconds=GRACE_SECONDS)
+    with contextlib.ExitStack() as meeting:
+        if not torch.distributed.is_initialized():
+            meeting.enter_context(rendezvous.deadline(launch.rank, launch.world_size, limit))
+            rendezvous.join(backend, launch.rank, launch.world_size, limit, timeout)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=virtual_pipeline_size(config),
+            distributed_timeout_minutes=timeout / timedelta(minutes=1),
+            # Its second set of groups over gloo serves only megatron-core's own optimizer checkpoints; creating them takes seconds.
+            create_gloo_process_groups=False,
+        )
     seed_all(config.training.seed)
 
 
@@ -143,35 +147,6 @@ def shutdown() -> None:
 _REMEDY = "start with `torchrun --nproc-per-node N -m megatron.lm.pretrain ...`, or unset RANK and WORLD_SIZE to train on one process"
 
 
-def meet(store: torch.distributed.Store, rank: int, world_size: int, timeout: timedelta) -> torch.distributed.Store:
-    """A part of `store` that holds nothing from before: torchrun keeps its store when it restarts a job, and with it the addresses at
-    which processes of the last attempt were to be found. (Its count of restarts would not do: each machine has its own.)
-
-    Every other rank asks rank 0 under a name that nobody has used; no earlier rank 0 lives to answer.
-
-    Raises:
-        RuntimeError: where not all have come in time.
-    """
-    mine = uuid.uuid4().hex
-    if rank:
-        store.set(f"ask/{rank}", mine)
-        store.wait([f"answer/{mine}"], timeout)
-        part = store.get(f"answer/{mine}").decode()
-        store.add(f"came/{part}", 1)
-        return torch.distributed.PrefixStore(part, store)
-    answered: dict[int, bytes] = {}
-    end = time.monotonic() + timeout.total_seconds()
-    while (came := store.add(f"came/{mine}", 0)) < world_size - 1:
-        if time.monotonic() > end:
-            raise RuntimeError(f"only {came + 1} of {world_size} processes have started within {timeout.total_seconds():.0f} s")
-        for other in range(1, world_size):
-            if store.check([f"ask/{other}"]) and answered.get(other) != (asked := store.get(f"ask/{other}")):
-                store.set(f"answer/{asked.decode()}", mine)
-                answered[other] = asked
-        time.sleep(0.05)
-    return torch.distributed.PrefixStore(mine, store)
-
-
 def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environment.get(name)
     if text is None and default is not None:
@@ -198,17 +173,3 @@ def _take_gpu(launch: Launch) -> None:
             f"start with --nproc-per-node {gpus} or fewer"
         )
     torch.cuda.set_device(launch.local_rank)
-
-
-def _init_process_group(backend: str, launch: Launch, timeout: timedelta) -> None:
-    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        # Alone there is nobody to meet: no port, no host name.
-        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout)
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = torch.distributed.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout, wait_for_workers=False
-        )
-        fresh = meet(store, launch.rank, launch.world_size, timeout)
-        torch.distributed.init_process_group(backend, store=fresh, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
-    else:
-        torch.distributed.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout)

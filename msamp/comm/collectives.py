@@ -146,13 +146,14 @@ class Peers:
         try:
             return collective()
         except RuntimeError as error:
-            lost = self._missing()
+            lost = self.missing()
             names = f"rank {', '.join(map(str, lost))} does not answer" if lost else "every rank still answers"
             first = str(error).strip().partition("\n")[0]
             raise RuntimeError(f"rank {dist.get_rank()}: the {what} failed: {names} ({first})") from error
 
-    def _missing(self) -> list[int]:
-        """Global ranks of the group that do not report to the rendezvous store after a failure."""
+    def missing(self) -> list[int]:
+        """Global ranks of the group that do not report to the rendezvous store within `ROLL_CALL_SECONDS` each; to be called on every
+        rank, after a collective has failed."""
         store = dist.PrefixStore("msamp/roll-call", dist.distributed_c10d._get_default_store())
         others = [r for r in dist.get_process_group_ranks(self.group) if r != dist.get_rank()]
         lost = []

@@ -1,6 +1,7 @@
-"""What a process is asked to do from outside: by signals, and by the clock."""
+"""What a process is asked to do from outside: by signals, by the clock, and by the end of the launcher that would restart it."""
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -8,12 +9,16 @@ from types import FrameType
 
 
 class Requests:
-    """Signals and the clock: SIGTERM and `minutes` since this object was made ask to leave, SIGUSR1 asks for a checkpoint."""
+    """SIGTERM, `minutes` since this object was made, and the end of torchrun ask to leave; SIGUSR1 asks for a checkpoint.
+
+    A torchrun that was killed tells its processes nothing, and what starts the job again would find them at work.
+    """
 
     def __init__(self, minutes: float | None) -> None:
         self.minutes = minutes
         self._started = time.monotonic()
         self._asked: set[int] = set()
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -29,8 +34,9 @@ class Requests:
         self._asked.add(number)
 
     def take(self) -> list[bool]:
-        """Whether SIGTERM came, SIGUSR1 came since the last call, and the time is over."""
+        """Whether SIGTERM came, SIGUSR1 came since the last call, the time is over, and the launcher is gone."""
         save = signal.SIGUSR1 in self._asked
         self._asked.discard(signal.SIGUSR1)
         over = self.minutes is not None and time.monotonic() - self._started >= 60 * self.minutes
-        return [signal.SIGTERM in self._asked, save, over]
+        orphaned = self._launcher is not None and os.getppid() != self._launcher
+        return [signal.SIGTERM in self._asked, save, over, orphaned]

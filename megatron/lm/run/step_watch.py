@@ -55,6 +55,9 @@ class StepWatch:
     `--max-skipped-steps` in a row all ranks raise RunStopped. Steps that overflow under FP16's dynamic loss scale do not count: they
     halve it, and the run stops where it falls below `--min-loss-scale`.
 
+    Attributes:
+        everyone: all ranks, for collectives outside of a step.
+
     Args:
         config: of the run.
         training: what the steps work on.
@@ -68,7 +71,7 @@ class StepWatch:
         self.in_a_row = 0
         scaler = training.loss_scaler
         self._least = config.precision.min_loss_scale if scaler is not None and scaler.dynamic else None
-        self._everyone = Peers(dist.group.WORLD, WireBytes())
+        self.everyone = Peers(dist.group.WORLD, WireBytes())
         sync = training.grad_sync
         # One rank's averaged gradients are its own; of several, what the synchroniser saw before they were averaged.
         self._alone = sync.peers.ranks == 1
@@ -102,15 +105,16 @@ class StepWatch:
         sums = torch.stack([result.loss_sum, result.tokens]).double()
         asked = torch.tensor(self.requests.take(), dtype=torch.float64, pin_memory=sums.is_cuda)
         sums = torch.cat([sums, asked.to(sums.device, non_blocking=True)])
-        self._everyone.all_reduce(sums, dist.ReduceOp.SUM, "the loss and the requests to save or to leave", None)
+        self.everyone.all_reduce(sums, dist.ReduceOp.SUM, "the loss and the requests to save or to leave", None)
         sync, optimizer = self.training.grad_sync, self.training.optimizer
         gradients = ~optimizer.grad_amaxes.isfinite() if self._alone else sync.own_proposals == NOT_FINITE
         spoiled = torch.cat([~result.loss_sum.isfinite().view(1), gradients])
         return _StepReport(iteration, result.skipped, result.grad_norm, result.loss_scale, DeviceCopy(sums), DeviceCopy(spoiled))
 
     def _decide(self, step: _StepReport) -> Decision:
-        loss_sum, tokens, terminate, save, over = step.sums.values().tolist()
-        leave = "SIGTERM" if terminate else f"--exit-duration-in-mins {self.requests.minutes:g}" if over else None
+        loss_sum, tokens, terminate, save, over, orphaned = step.sums.values().tolist()
+        clock = f"--exit-duration-in-mins {self.requests.minutes:g}" if over else None
+        leave = "SIGTERM" if terminate else "torchrun, which started this, is gone" if orphaned else clock
         health = self.training.health
         if step.skipped:
             health.skipped(step.iteration, searches_scale=self._least is not None and math.isfinite(loss_sum))
@@ -132,7 +136,7 @@ class StepWatch:
     def _skipped(self, step: _StepReport) -> None:
         spoiled = step.spoiled.values().tolist()
         mine = [self._names[place] for place in self._order if spoiled[place]]
-        everywhere: list[list[str]] = [[] for _ in range(self._everyone.ranks)]
+        everywhere: list[list[str]] = [[] for _ in range(self.everyone.ranks)]
         dist.all_gather_object(everywhere, mine)
         found = {rank: names for rank, names in enumerate(everywhere) if names}
         what = _described(found) if found else f"no tensor by itself, but the gradient norm is {float(step.grad_norm):g}"

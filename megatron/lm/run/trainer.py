@@ -19,10 +19,12 @@ from megatron.lm.data.batch import batches
 from megatron.lm.data.datasets import build_datasets, split_blends
 from megatron.lm.data.indexing import read_counts
 from megatron.lm.data.tokenizer import build_tokenizer
+from megatron.lm.entry import lost_connection
 from megatron.lm.logs import cut_after
 from megatron.lm.optim import bytes_per_parameter
 from megatron.lm.presets import parameter_count
 from megatron.lm.recorder import Recorder
+from megatron.lm.run import RunStopped
 from megatron.lm.run.metrics import Metrics, least_and_most
 from megatron.lm.run.replicas import check_replicas
 from megatron.lm.run.rollback import Rollback
@@ -166,22 +168,41 @@ class Trainer:
             raise ValueError("there is no training data; give --train-data-path, or a --split whose first share is not 0")
         saving = self.saver or contextlib.nullcontext()
         with self.requests.listening(), self.watchdog.watching(), self.metrics.unwritten.stdout(), contextlib.closing(self.metrics), saving:
-            self._open_logs()
-            self._announce()
             try:
-                why = self._train()
-            finally:
-                if self.graphs is not None:
-                    self.graphs.release()
-                if self.recorder is not None:
-                    self.recorder.close()
-            if why is None:
-                self._save()
-                self._evaluate("valid", self.valid_data)
-                self._evaluate("test", self.test_data)
-            elif self.metrics.main:
-                saved = "saved" if self.config.checkpoint.save else "nothing saved, since there is no --save"
-                print(f"leaving after iteration {self.training.iteration}, {saved}: {why}", flush=True)
+                self._run()
+            except RuntimeError as error:
+                if not lost_connection(error):
+                    raise
+                raise RunStopped(self._lost(error)) from error
+
+    def _run(self) -> None:
+        self._open_logs()
+        self._announce()
+        try:
+            why = self._train()
+        finally:
+            if self.graphs is not None:
+                self.graphs.release()
+            if self.recorder is not None:
+                self.recorder.close()
+        if why is None:
+            self._save()
+            self._evaluate("valid", self.valid_data)
+            self._evaluate("test", self.test_data)
+        elif self.metrics.main:
+            saved = "saved" if self.config.checkpoint.save else "nothing saved, since there is no --save"
+            print(f"leaving after iteration {self.training.iteration}, {saved}: {why}", flush=True)
+
+    def _lost(self, error: RuntimeError) -> str:
+        """Who is gone, after a collective has failed; on every rank that is left."""
+        if "does not answer" in str(error):
+            return str(error)
+        lost = self.step_watch.everyone.missing()
+        named = f"rank {', '.join(map(str, lost))} does not answer" if lost else "every rank still answers"
+        return (
+            f"{self.watchdog.phase} at iteration {self.training.iteration}, a connection to another rank failed: {named} (its own message, "
+            f"if it left one, says why); start again from the last checkpoint ({str(error).strip().partition(chr(10))[0]})"
+        )
 
     def _train(self) -> str | None:
         """Train to `--train-iters`, or leave before: why."""

@@ -16,15 +16,24 @@ import torch.distributed as dist
 BEAT_SECONDS = 5.0  # at most, between two words of a process
 ANSWER_SECONDS = 10.0  # how long the rendezvous store may take to say where everybody is
 READING = "reading data"
+OUR_THREADS = ("heartbeat", "watchdog", "save")  # beside training
+
+
+# Files whose functions wait for other ranks, or for a device that does.
+WAITING_IN = ("distributed_c10d.py", "comm/collectives.py", "p2p_communication.py", "optim/device_flag.py")
 
 
 class Whereabouts(NamedTuple):
-    """Where a rank is: its iteration, what it does there, for how many seconds, and the time (seconds since 1970) at which it said so."""
+    """Where a rank is: its iteration, what it does there, for how many seconds, and the time (seconds since 1970) at which it said so.
+
+    `waits`: whether it waits for other ranks, as far as its Python code tells.
+    """
 
     iteration: int
     phase: str
     seconds: float
     time: float
+    waits: bool = False
 
 
 class Watchdog:
@@ -77,7 +86,13 @@ class Watchdog:
                 thread.join(self.beat)
 
     def _here(self) -> Whereabouts:
-        return Whereabouts(self.iteration, self.phase, time.monotonic() - self._since, time.time())
+        return Whereabouts(self.iteration, self.phase, time.monotonic() - self._since, time.time(), self._waits())
+
+    def _waits(self) -> bool:
+        """Whether a thread is in a call that waits for other ranks: backward runs hooks in threads of its own."""
+        frames = sys._current_frames()
+        ours = {thread.ident for thread in threading.enumerate() if thread.name in OUR_THREADS}
+        return any(frame.f_code.co_filename.endswith(WAITING_IN) for ident, frame in frames.items() if ident not in ours)
 
     def _tell(self, store: dist.Store) -> None:
         try:
@@ -128,14 +143,16 @@ def verdict(places: Mapping[int, Whereabouts], ranks: int, timeout: float, now: 
         places: by rank, of those who have said where they are.
         ranks: how many there are.
         timeout: seconds for which somebody has waited. Who has been silent for half of that is dead or stopped (so the machines'
-            clocks may differ by as much); else it is who reads data, which waits for nobody; else who has come least far.
+            clocks may differ by as much); else it is who reads data, which waits for nobody; else who has come least far; else who
+            is not waiting for the others: it spins.
         now: seconds since 1970.
     """
     silent = [rank for rank in range(ranks) if rank not in places or now - places[rank].time > timeout / 2]
     reading = [rank for rank, place in places.items() if place.phase == READING]
     first = min((place.iteration for place in places.values()), default=0)
     behind = [rank for rank, place in places.items() if place.iteration == first]
-    stuck = silent or reading or (behind if len(behind) < ranks else [])
+    busy = [rank for rank, place in places.items() if not place.waits]
+    stuck = silent or reading or next((some for some in (behind, busy) if len(some) < ranks), [])
     named = f"{_ranks(stuck)} {'is' if len(stuck) == 1 else 'are'} stuck" if stuck else "no rank is behind the others"
     groups: dict[str, list[int]] = {}
     for rank in range(ranks):
@@ -145,6 +162,7 @@ def verdict(places: Mapping[int, Whereabouts], ranks: int, timeout: float, now: 
             place = places[rank]
             said = f"at iteration {place.iteration}, {place.phase}"
             if rank in stuck:
+                said += "" if place.waits else ", waiting for nobody"
                 said += f", for {place.seconds:.0f} s; last heard of {max(0.0, now - place.time):.0f} s ago"
         groups.setdefault(said, []).append(rank)
     ordered = sorted(groups.items(), key=lambda group: group[1][0] not in stuck)

@@ -1,9 +1,7 @@
 import os
 import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 
 import dist
 import numpy
@@ -113,24 +111,6 @@ def test_virtual_stages():
     assert process_groups.virtual_pipeline_size(config()) is None
     parallel = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
     assert process_groups.virtual_pipeline_size(config(**parallel)) == 2
-
-
-def test_who_meets_again_in_an_old_store_finds_nothing_of_before():
-    store, limit = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), timedelta(seconds=30)
-    for word in ("first", "second"):
-        with ThreadPoolExecutor(3) as pool:
-            # Rank 0 comes last, when the questions of the others, and those of the last attempt, stand there.
-            came = [pool.submit(process_groups.meet, store.clone(), rank, 3, limit) for rank in (2, 1, 0)]
-            parts = [each.result() for each in came]
-        assert not any(part.check(["word"]) for part in parts)
-        parts[0].set("word", word)
-        assert {part.get("word") for part in parts} == {word.encode()}
-
-
-def test_processes_that_do_not_come_are_not_waited_for_for_ever():
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(RuntimeError, match="only 1 of 3 processes have started within 0 s"):
-        process_groups.meet(store, 0, 3, timedelta(seconds=0.2))
 
 
 def groups_of_two() -> list[tuple[int, int, int, float]]:

@@ -3,17 +3,21 @@
 import functools
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
+import dist
 import pytest
 import tiny
 import torch
 
 from megatron.lm import step
-from megatron.lm.run import trainer
+from megatron.lm.checkpoint import saving
+from megatron.lm.run import RunStopped, trainer
 from megatron.lm.run.trainer import Trainer
 from megatron.lm.training import Batches, StepResult, Training
+from msamp.comm import collectives
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.nightly)
 LEVELS = ("O3", *(SLOW(level) for level in ("fp32", "fp16-amp", "coat", "O1", "O2")))
@@ -293,3 +297,29 @@ def test_deterministic_runs_end_with_the_same_bits(prefix: Path, level: str):
             made.run()
             found.append(tiny.bits(made.training.model.parameters()))
     assert tiny.same(*found)
+
+
+def dying_in_a_save(prefix: str, folder: str) -> None:
+    """Rank 1 ends without a word where it would read back what it has written; what rank 0 says goes into a file."""
+
+    def gone(files: object) -> None:
+        os._exit(0)
+
+    rank = torch.distributed.get_rank()
+    with pytest.MonkeyPatch.context() as patch, tiny.trainer(tiny.config(prefix, train_iters=2, save=f"{folder}/save")) as made:
+        patch.setattr(collectives, "ROLL_CALL_SECONDS", 0.5)
+        if rank == 1:
+            patch.setattr(saving, "digest_entries", gone)
+        try:
+            made.run()
+        except RunStopped as error:
+            Path(folder, "said").write_text(str(error))
+            os._exit(0)
+
+
+def test_a_rank_that_dies_in_a_save_is_named(gloo_prefix: Path, tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="result_"):
+        dist.run(dying_in_a_save, 2, str(gloo_prefix), str(tmp_path))
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("saving at iteration 2, a connection to another rank failed: rank 1 does not answer (")
+    assert "start again from the last checkpoint (" in said

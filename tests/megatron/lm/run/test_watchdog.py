@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +24,8 @@ from megatron.lm.run.watchdog import READING, Watchdog, Whereabouts, verdict
 ROOT = Path(__file__).parents[4]
 
 
-def place(iteration: int, phase: str = "in a step", ago: float = 1.0) -> Whereabouts:
-    return Whereabouts(iteration, phase, 60.0, 1000.0 - ago)
+def place(iteration: int, phase: str = "in a step", ago: float = 1.0, waits: bool = False) -> Whereabouts:
+    return Whereabouts(iteration, phase, 60.0, 1000.0 - ago, waits)
 
 
 @pytest.mark.parametrize(
@@ -32,12 +33,20 @@ def place(iteration: int, phase: str = "in a step", ago: float = 1.0) -> Whereab
     [
         (
             {0: place(5), 1: place(5, ago=58.0), 2: place(5)},
-            "rank 1 is stuck; rank 1 at iteration 5, in a step, for 60 s; last heard of 58 s ago",
+            "rank 1 is stuck; rank 1 at iteration 5, in a step, waiting for nobody, for 60 s; last heard of 58 s ago",
         ),
         ({0: place(5), 2: place(5)}, "rank 1 is stuck; rank 1 has never said where it is; ranks 0, 2 at iteration 5, in a step"),
-        ({0: place(5), 1: place(5, READING), 2: place(5)}, "rank 1 is stuck; rank 1 at iteration 5, reading data, for 60 s"),
-        ({0: place(6), 1: place(5, "saving"), 2: place(6)}, "rank 1 is stuck; rank 1 at iteration 5, saving, for 60 s"),
+        (
+            {0: place(5), 1: place(5, READING), 2: place(5)},
+            "rank 1 is stuck; rank 1 at iteration 5, reading data, waiting for nobody, for 60 s",
+        ),
+        ({0: place(6), 1: place(5, "saving"), 2: place(6)}, "rank 1 is stuck; rank 1 at iteration 5, saving, waiting for nobody, for 60 s"),
         ({0: place(6), 1: place(5), 2: place(5)}, "ranks 1-2 are stuck"),
+        (
+            {0: place(5, waits=True), 1: place(5), 2: place(5, waits=True)},
+            "rank 1 is stuck; rank 1 at iteration 5, in a step, waiting for nobody, for 60 s",
+        ),
+        ({0: place(5, waits=True), 1: place(5, waits=True), 2: place(5, waits=True)}, "no rank is behind the others"),
         ({0: place(5), 1: place(5), 2: place(5)}, "no rank is behind the others; ranks 0-2 at iteration 5, in a step"),
     ],
 )
@@ -53,7 +62,24 @@ def test_one_process_is_not_watched():
     assert (watchdog.iteration, watchdog.phase) == (3, "in a step")
 
 
-def spinning() -> None:
+@pytest.mark.parametrize(
+    ("file", "name", "waits"), [("distributed_c10d.py", "main", True), ("step.py", "main", False), ("distributed_c10d.py", "save", False)]
+)
+def test_where_a_thread_is_tells_whether_it_waits(file: str, name: str, waits: bool):
+    """A hook of backward waits in a thread of its own; what a save in the background waits for is not this step."""
+    held = threading.Lock()
+    held.acquire()
+    found: dict[str, Any] = {"wait": held.acquire}
+    exec(compile("def hang():\n    wait()\n", f"torch/distributed/{file}", "exec"), found)
+    thread = threading.Thread(target=found["hang"], name=name, daemon=True)
+    thread.start()
+    time.sleep(0.05)
+    assert Watchdog(1.0, 0, 2)._here().waits == waits
+    held.release()
+    thread.join()
+
+
+def spinning(phase: str) -> None:
     rank = torch.distributed.get_rank()
     watchdog = Watchdog(1.5, rank, 2)
     with watchdog.watching():
@@ -62,20 +88,21 @@ def spinning() -> None:
             time.sleep(0.2)
         watchdog.at("in a step", 7)
         if rank == 1:
-            watchdog.at(READING)
+            watchdog.at(phase)
             while True:
                 pass
         torch.distributed.all_reduce(torch.ones(1))
 
 
 @pytest.mark.nightly
-def test_a_rank_that_spins_is_named_by_all_and_all_end(capfd: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("phase", [READING, "in a step"])
+def test_a_rank_that_spins_is_named_by_all_and_all_end(phase: str, capfd: pytest.CaptureFixture[str]):
     with pytest.raises(RuntimeError, match=r"a process died.*\{0: 1, 1: 1\}"):
-        dist.run(spinning, 2)
+        dist.run(spinning, 2, phase)
     said = capfd.readouterr().err
     for rank in range(2):
         assert f"error: rank {rank} ends after " in said
-    assert said.count("rank 1 is stuck; rank 1 at iteration 7, reading data, for ") == 2  # not before, while they moved
+    assert said.count(f"rank 1 is stuck; rank 1 at iteration 7, {phase}, waiting for nobody, for ") == 2  # not before, while they moved
     assert "in spinning" in said  # the line that spins, from the traceback
 
 
