@@ -5,16 +5,21 @@
 #   OPT_LEVEL=O2 SEED=1234 bash examples/gpt3_125m_enwik8.sh [more flags of megatron.lm.pretrain]
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source examples/preamble.sh
 OPT_LEVEL=${OPT_LEVEL:-O2}
 SEED=${SEED:-1234}
 DATA=${DATA:-data/enwik8}
 OUT=${OUT:-runs/gpt3_125m_enwik8/${OPT_LEVEL}_seed${SEED}}
 GPUS_PER_NODE=${GPUS_PER_NODE:-1}
 PYTHON=${PYTHON:-python3}
+whole GPUS_PER_NODE 1 8
+((8 % GPUS_PER_NODE == 0)) || refuse "GPUS_PER_NODE=$GPUS_PER_NODE does not divide the 8 sequences of a step: give 1, 2, 4 or 8"
+whole SEED 0 2147483647
+interpreter
 
 [ -f "$DATA/meta.json" ] || "$PYTHON" tools/prepare_text.py enwik8 --out "$DATA"
 
-exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS_PER_NODE" -m megatron.lm.pretrain \
+exec "$PYTHON" -m megatron.lm.launch --standalone --nproc-per-node "$GPUS_PER_NODE" -m megatron.lm.pretrain \
   --preset 125m --opt-level "$OPT_LEVEL" --fp8-min-gain 0 --seed "$SEED" \
   --micro-batch-size $((8 / GPUS_PER_NODE)) --global-batch-size 8 --train-iters 1500 \
   --lr 6e-4 --min-lr 6e-5 --lr-warmup-iters 150 --lr-decay-style cosine \

@@ -13,16 +13,18 @@
 # Under srun either one task a GPU, or one task a machine; MASTER_ADDR is then the first host of the job. Flags of
 # megatron.lm.pretrain may follow and override what stands here: bash pretrain_gpt_13b.sh --save checkpoints --save-interval 500
 
-refuse() {
-  echo "error: $*" >&2
-  exit 2
-}
-
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+source "$ROOT/examples/preamble.sh"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 PYTHON=${PYTHON:-python3}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 SEQUENCE=2048
+TOY=${TOY:-0} DRY_RUN=${DRY_RUN:-0}
+whole TOY 0 1
+whole DRY_RUN 0 1
+whole GPUS_PER_NODE 1 1024
+whole NNODES 1 65536
+interpreter
 
 FLAGS=(
   --opt-level "${OPT_LEVEL:-O3}" --use-distributed-optimizer
@@ -49,8 +51,8 @@ toy() {
     --micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr-warmup-iters 1 --eval-iters 0 --log-interval 1
     --tokenizer-type NullTokenizer --vocab-size 60
   )
-  if [ "${DRY_RUN:-0}" = 1 ]; then return; fi
-  folder=$(mktemp -d)
+  if ((DRY_RUN)); then return; fi
+  folder=$(mktemp -d 2>/dev/null) || refuse "no folder for the toy's data can be made: name a writable TMPDIR with space"
   trap 'rm -rf "$folder"' EXIT
   awk 'BEGIN { for (d = 1; d <= 100; d++) { for (i = 0; i < 40; i++) printf "%d ", d * i % 59; print "\n<|endoftext|>" } }' >"$folder/toy.txt"
   "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "$folder/toy.txt" --output-prefix "$folder/toy" \
@@ -85,33 +87,43 @@ launch() {
   local tasks=1
   if [ -n "${SLURM_STEP_ID:-}" ]; then
     # Of the step, which may have fewer machines than the job.
-    tasks=${SLURM_STEP_NUM_TASKS:-$SLURM_NTASKS} NNODES=${SLURM_STEP_NUM_NODES:-$SLURM_NNODES} NODE_RANK=$SLURM_NODEID
+    tasks=${SLURM_STEP_NUM_TASKS:-${SLURM_NTASKS:-}} NNODES=${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-}} NODE_RANK=${SLURM_NODEID:-}
+    whole tasks 1 9999999
+    whole NNODES 1 65536
+    whole NODE_RANK 0 $((NNODES - 1))
     local hosts # not through `head`: a pipe that it closes early ends the script
-    hosts=$(scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}")
+    hosts=$(scontrol show hostnames "${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}" 2>/dev/null) || [ -n "${MASTER_ADDR:-}" ] ||
+      refuse "scontrol does not know the hosts of this job: give MASTER_ADDR, the host name of its first machine"
     MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}
-    MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
+    MASTER_PORT=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-0} % 20000))}
     export MASTER_ADDR MASTER_PORT
   fi
   if ((tasks > NNODES)); then
-    export RANK=$SLURM_PROCID WORLD_SIZE=$tasks LOCAL_RANK=$SLURM_LOCALID
+    RANK=${SLURM_PROCID:-} WORLD_SIZE=$tasks LOCAL_RANK=${SLURM_LOCALID:-}
+    whole RANK 0 $((tasks - 1))
+    whole LOCAL_RANK 0 $((tasks - 1))
+    export RANK WORLD_SIZE LOCAL_RANK
     COMMAND=("$PYTHON" -m megatron.lm.pretrain)
   elif ((NNODES == 1)); then
-    COMMAND=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS_PER_NODE" -m megatron.lm.pretrain)
+    COMMAND=("$PYTHON" -m megatron.lm.launch --standalone --nproc-per-node "$GPUS_PER_NODE" -m megatron.lm.pretrain)
   elif [ -z "${MASTER_ADDR:-}" ] || [ -z "${NODE_RANK:-}" ]; then
     refuse "NNODES=$NNODES machines have to find each other: start this with srun, or on each machine with MASTER_ADDR=HOST and" \
       "NODE_RANK=0 to $((NNODES - 1)); for one machine NNODES=1"
   else
-    COMMAND=("$PYTHON" -m torch.distributed.run --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$GPUS_PER_NODE"
-      --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" -m megatron.lm.pretrain)
+    whole NODE_RANK 0 $((NNODES - 1))
+    MASTER_PORT=${MASTER_PORT:-29500}
+    whole MASTER_PORT 1 65535
+    COMMAND=("$PYTHON" -m megatron.lm.launch --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$GPUS_PER_NODE"
+      --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" -m megatron.lm.pretrain)
   fi
 }
 
-if [ "${TOY:-0}" = 1 ]; then
+if ((TOY)); then
   toy
-elif [ "${DRY_RUN:-0}" != 1 ]; then
+elif ((!DRY_RUN)); then
   data
 fi
-if [ "${DRY_RUN:-0}" = 1 ]; then
+if ((DRY_RUN)); then
   FLAGS+=(--dry-run ${GPU_MEMORY_GIB:+--device-memory-gib "$GPU_MEMORY_GIB"})
   export WORLD_SIZE=$((GPUS_PER_NODE * NNODES))
   COMMAND=("$PYTHON" -m megatron.lm.pretrain)
@@ -119,7 +131,7 @@ else
   launch
 fi
 COMMAND+=("${FLAGS[@]}" "$@")
-if [ "${TOY:-0}" = 1 ]; then
+if ((TOY)); then
   "${COMMAND[@]}" # this shell stays, to remove the data
 else
   exec "${COMMAND[@]}"

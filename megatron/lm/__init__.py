@@ -7,5 +7,6 @@ where it runs       rendezvous (how processes meet), process_groups (makes the g
                     together), cpu_home (without CUDA)
 what is trained     model/, data/, distributed (gradients), optim (update and schedule), training (the state), build (makes it)
 one step            step; graph (the same step replayed), recorder (what it lost), logs (files that may fail)
-a run of steps      run/ (trainer, metrics, faults), checkpoint/, pretrain (the entry point), entry (how a command ends)
+a run of steps      run/ (trainer, metrics, faults), checkpoint/, pretrain (the entry point), entry (how a command ends), launch
+                    (torchrun without its traceback)
 """

@@ -57,11 +57,11 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("file", [*sorted(p.name for p in FOLDER.glob("*.sh"))])
+@pytest.mark.parametrize("file", [*sorted(str(p.relative_to(FOLDER.parent)) for p in FOLDER.parent.rglob("*.sh"))])
 def test_the_shell_can_read_it(file):
-    assert subprocess.run(["bash", "-n", str(FOLDER / file)], check=False).returncode == 0
-    if file != "launch.sh":
-        assert (FOLDER / file).read_text(encoding="utf-8").count("\n") <= 12
+    assert subprocess.run(["bash", "-n", str(FOLDER.parent / file)], check=False).returncode == 0
+    if file.startswith("gpt3/pretrain"):
+        assert (FOLDER.parent / file).read_text(encoding="utf-8").count("\n") <= 12
 
 
 @pytest.mark.parametrize("size", SCRIPTS)
@@ -127,12 +127,64 @@ def test_what_is_missing_is_said(environment, wanted, prefix):
         assert part in said
 
 
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({"GPUS_PER_NODE": "abc"}, "GPUS_PER_NODE=abc: give a whole number in [1, 1024]"),
+        ({"GPUS_PER_NODE": "0"}, "GPUS_PER_NODE=0: give"),
+        ({"GPUS_PER_NODE": "-1"}, "GPUS_PER_NODE=-1: give"),
+        ({"GPUS_PER_NODE": "8; echo x"}, "GPUS_PER_NODE=8; echo x: give"),
+        ({"NNODES": "two"}, "NNODES=two: give a whole number in [1, 65536]"),
+        ({"NNODES": "2", "MASTER_ADDR": "first", "NODE_RANK": "2"}, "NODE_RANK=2: give a whole number in [0, 1]"),
+        (
+            {"NNODES": "2", "MASTER_ADDR": "first", "NODE_RANK": "0", "MASTER_PORT": "port"},
+            "MASTER_PORT=port: give a whole number in [1, 65535]",
+        ),
+        ({"TOY": "yes"}, "TOY=yes: give a whole number in [0, 1]"),
+        ({"DRY_RUN": "true"}, "DRY_RUN=true: give a whole number in [0, 1]"),
+        ({"PYTHON": "/nowhere/python"}, "PYTHON=/nowhere/python is no program"),
+        ({"PYTHON": "false"}, "PYTHON=false lacks torch or megatron-core"),
+        ({"TOY": "1", "TMPDIR": "/nowhere"}, "no folder for the toy's data can be made: name a writable TMPDIR"),
+        ({"SLURM_STEP_ID": "0"}, "tasks=: give a whole number"),
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"}, "NODE_RANK=: give a whole number in [0, 1]"),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_NODEID": "0"},
+            "scontrol does not know the hosts of this job: give MASTER_ADDR",
+        ),
+    ],
+)
+def test_an_environment_that_cannot_be_is_a_line(environment, wanted, prefix, python):
+    said = refused(start("125m", **{"PYTHON": python, "DATA": prefix} | environment))
+    assert said.startswith(f"error: {wanted}")
+    assert said.count("\n") == 1
+
+
+def test_a_number_may_begin_with_zeros(prefix, python):
+    launch, _, _ = called(start("125m", PYTHON=python, DATA=prefix, GPUS_PER_NODE="08"))
+    assert launch[-1] == "8"
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({"GPUS_PER_NODE": "abc"}, "GPUS_PER_NODE=abc: give a whole number in [1, 8]"),
+        ({"GPUS_PER_NODE": "3"}, "GPUS_PER_NODE=3 does not divide the 8 sequences of a step: give 1, 2, 4 or 8"),
+        ({"SEED": "x"}, "SEED=x: give a whole number"),
+        ({"PYTHON": "nowhere"}, "PYTHON=nowhere is no program"),
+    ],
+)
+def test_the_curve_on_enwik8_refuses_in_the_same_way(environment, wanted):
+    script = ["bash", str(FOLDER.parent / "gpt3_125m_enwik8.sh")]
+    done = subprocess.run(script, env=os.environ | environment, cwd="/", capture_output=True, text=True, timeout=60, check=False)
+    assert refused(done).startswith(f"error: {wanted}")
+
+
 # How processes are started
 
 
 def test_one_machine_is_torchrun_alone(prefix, python):
     launch, _, _ = called(start("125m", PYTHON=python, DATA=prefix, GPUS_PER_NODE=4))
-    assert launch == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    assert launch == ["-m", "megatron.lm.launch", "--standalone", "--nproc-per-node", "4"]
 
 
 def test_several_machines_by_hand(prefix, python):
