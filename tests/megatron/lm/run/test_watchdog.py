@@ -228,3 +228,17 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed_and_one_whose_rank_was_st
     assert job.said().count("training starts anew") == 1
     assert [row["iteration"] for row in job.rows()] == list(range(1, 241))  # what was done twice is told once
     assert tiny.losses(job.rows())[-1] < tiny.losses(job.rows())[0]
+
+
+@pytest.mark.nightly(40)
+def test_processes_whose_torchrun_was_killed_save_and_leave(start: Callable[..., Job]):
+    job = start("--train-iters 100000", restarts=0)
+    job.wait_for(lambda: len(job.rows()) > 5)
+    ranks = [job.rank(number) for number in range(2)]
+    job.processes[0].kill()
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    for process in alive:
+        process.kill()
+    assert not alive
+    assert ", saved: torchrun, which started this, is gone" in job.said()
+    assert (job.save / "latest_checkpointed_iteration.txt").is_file()
