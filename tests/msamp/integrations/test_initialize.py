@@ -20,6 +20,8 @@ from msamp.optim.updates import format_names
 
 LEVELS = ("O1", "O2", "O3")
 every_level = pytest.mark.parametrize("level", LEVELS)
+# What differs between levels, whole trainings show in `test_the_loss_follows_the_fp32_curve`.
+one_level = pytest.mark.parametrize("level", ["O3", *(pytest.param(level, marks=pytest.mark.nightly) for level in ("O1", "O2"))])
 
 
 def mlp() -> nn.Sequential:
@@ -64,19 +66,19 @@ def adamw(model: nn.Module, **options) -> torch.optim.AdamW:
 )
 def test_the_loss_follows_the_fp32_curve(level, cls, device):
     plain, low = mlp().to(device), mlp().to(device)
-    want = train(plain, cls(plain.parameters(), lr=2e-3), 100, device)
-    got = train(*msamp.initialize(low, cls(low.parameters(), lr=2e-3), level), 100, device)
+    want = train(plain, cls(plain.parameters(), lr=4e-3), 50, device)
+    got = train(*msamp.initialize(low, cls(low.parameters(), lr=4e-3), level), 50, device)
     assert want[-10:].mean() < 0.3 * want[0]
     assert got[0] == pytest.approx(want[0].item(), rel=0.02)
-    assert torch.allclose(got[:50], want[:50], rtol=0.05)
+    assert torch.allclose(got[:25], want[:25], rtol=0.05)
     assert got[-10:].mean() < 1.15 * want[-10:].mean()
 
 
-@every_level
+@one_level
 def test_a_bf16_model_follows_its_own_curve(level, device):
     plain, low = mlp().to(device, torch.bfloat16), mlp().to(device, torch.bfloat16)
-    want = train(plain, adamw(plain), 60, device, dtype=torch.bfloat16)
-    got = train(*msamp.initialize(low, adamw(low), level), 60, device, dtype=torch.bfloat16)
+    want = train(plain, adamw(plain), 20, device, dtype=torch.bfloat16)
+    got = train(*msamp.initialize(low, adamw(low), level), 20, device, dtype=torch.bfloat16)
     assert got[-10:].mean() < 1.15 * want[-10:].mean()
 
 
@@ -237,7 +239,7 @@ def assert_untouched(model: nn.Module) -> None:
 # ---------------------------------------------------------------------------------------------------------- models
 
 
-@every_level
+@one_level
 def test_a_convolution_net_trains(level, device):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 16))
@@ -269,7 +271,7 @@ class TinyLM(nn.Module):
         return self.out(self.fc(self.layer(self.embedding(x))))
 
 
-@every_level
+@one_level
 def test_a_transformer_with_tied_weights_trains(level):
     torch.manual_seed(0)
     model, optimizer = msamp.initialize(tiny := TinyLM(), adamw(tiny, lr=3e-3), level)
@@ -286,23 +288,23 @@ def test_a_transformer_with_tied_weights_trains(level):
     assert losses[-1] < 0.5 * losses[0]
 
 
-@every_level
+@one_level
 def test_a_model_that_is_itself_a_linear(level):
     model = nn.Linear(64, 16)
-    low, optimizer = msamp.initialize(model, adamw(model), level)
+    low, optimizer = msamp.initialize(model, adamw(model, lr=1e-2), level)
     assert isinstance(low, FP8Linear)
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(low.weight), id(low.bias)}
-    losses = train(low, optimizer, 80)
+    losses = train(low, optimizer, 20)
     assert losses[-1] < 0.7 * losses[0]
 
 
 def test_a_layer_used_twice_is_trained_once():
     layer = nn.Linear(64, 64)
     model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(64, 16))
-    low, optimizer = msamp.initialize(model, adamw(model))
+    low, optimizer = msamp.initialize(model, adamw(model, lr=1e-2))
     assert low[0] is low[2]
     assert sum(len(g["params"]) for g in optimizer.param_groups) == 4
-    losses = train(low, optimizer, 80)
+    losses = train(low, optimizer, 20)
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -348,9 +350,9 @@ def test_a_step_with_a_bad_gradient_is_skipped_and_training_goes_on(bad, level):
     optimizer.step()
     assert optimizer.skipped_steps == 1
     assert all(torch.equal(a, b) for a, b in zip(low.parameters(), before, strict=True))
-    losses = train(low, optimizer, 60)
+    losses = train(low, optimizer, 20)
     assert optimizer.skipped_steps == 1
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
 
 
 @every_level
@@ -380,7 +382,7 @@ def test_autocast_in_the_loop():
     model = mlp()
     low, optimizer = msamp.initialize(model, adamw(model))
     losses = []
-    for x, y in batches(60):
+    for x, y in batches(25):
         with torch.autocast("cpu", torch.bfloat16):
             loss = (low(x).float() - y).square().mean()
         optimizer.zero_grad()

@@ -33,6 +33,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "Adam's decay, micro-batches": {"clip_grad": None, "decoupled": False, "micro_batches": 3},
     "summed as in the paper": {"exchange": "nccl"},
 }
+# Every level, and every variant with gradients in one scaled format and in none.
+CASES = [(level, variant) for level in LEVELS for variant in VARIANTS if variant == "clipped" or level in ("bf16", "O3")]
 POISONED = dict(zip(LEVELS, ("shift", "shift", "table", "cube", "first", "row", "first", "cube"), strict=True))
 # Of a GPT with 4 layers of width 48 and 500 tokens.
 GPT = [(500, 48), *[(144, 48), (48, 48), (192, 48), (48, 192), (48,), (48,)] * 4]
@@ -278,7 +280,7 @@ def memory(level: str) -> tuple[int, int]:
 def everything(references: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """All that the tests look at, on this number of ranks: this rank's view."""
     return {
-        "on and off": {(level, variant): on_and_off(level, variant) for level in LEVELS for variant in VARIANTS},
+        "on and off": {(level, variant): on_and_off(level, variant) for level, variant in CASES},
         "same gradients": {level: same_gradients(level, references[level]) for level in LEVELS},
         "refused": refused_load(references["O1"]),
         "torch": {clip: fp32_against_torch(clip) for clip in (None, 0.5)},
@@ -317,8 +319,7 @@ def agree(all_weights: list[Bits]) -> bool:
     return all(not differences(all_weights[0], other) for other in all_weights)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "variant"), CASES)
 def test_on_and_off_are_the_same_bits(seen, level, variant):
     ranks = [rank["on and off"][level, variant] for rank in seen]
     assert [rank["differences"] for rank in ranks] == [[]] * len(ranks)
