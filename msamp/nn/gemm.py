@@ -58,7 +58,7 @@ class Operand(NamedTuple):
     @classmethod
     def tensorwise(cls, payload: torch.Tensor | None, scale_inv: torch.Tensor, payload_t: torch.Tensor | None = None) -> "Operand":
         """One with one scale, FP32 0-dim: what a fused kernel leaves."""
-        return cls(payload, payload_t, scale_inv, scale_inv)
+        return cls(payload, payload_t, scale_inv, scale_inv, TENSORWISE)  # the default has no source that torch 2.11 could trace
 
     @classmethod
     def kept(cls, payload_t: torch.Tensor, scale_inv_t: torch.Tensor, cast: Cast) -> "Operand":

@@ -76,7 +76,6 @@ def train(config: Any) -> dict[str, Any]:
     with tiny.started(config), contextlib.redirect_stdout(io.StringIO()) as printed:
         made = Trainer(config)
         made.metrics.write = rows.append  # type: ignore[method-assign]
-        made._announce()
         made.run()
         sync = made.training.grad_sync
         to_others = {bucket: sum(bucket.sizes) - bucket.sizes[sync.peers.rank] for bucket in sync.buckets}

@@ -96,7 +96,6 @@ def trained(config: Config) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     with tiny.trainer(config) as made:
         made.metrics.write = rows.append  # type: ignore[method-assign]
-        made._announce()
         made.run()
         optimizer = made.training.optimizer
         return {

@@ -64,7 +64,6 @@ def trained(settings: Config) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     with tiny.trainer(settings) as made:
         made.metrics.write = rows.append  # type: ignore[method-assign]
-        made._announce()
         made.run()
         return {"rows": rows, "weights": tiny.bits(made.training.model.parameters())}
 

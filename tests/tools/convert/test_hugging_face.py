@@ -142,7 +142,7 @@ def test_bare_models_masks_and_second_heads_are_read():
         ("llama", {"rope_scaling": "linear"}, "rope_scaling = 'linear': give an object, or null"),
         ("llama", {"model_type": ["llama"]}, r"model_type \['llama'\]: served are"),
         ("llama", {"vocab_size": 10**12}, "it must be a whole number"),
-        ("llama", {"hidden_size": 2**30, "num_attention_heads": 4, "vocab_size": 2**30}, "config.json is damaged"),
+        ("llama", {"hidden_size": 2**30, "num_attention_heads": 4, "vocab_size": 2**30}, "--hidden-size 1073741824"),
         ("llama", {"num_hidden_layers": 0}, "--num-layers 0"),
         ("llama", {"num_key_value_heads": 3}, "not divisible by --num-query-groups 3"),
         ("llama", {"vocab_size": "60"}, "vocab_size = '60'"),
