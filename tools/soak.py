@@ -2,9 +2,10 @@
 
     make soak            or: python tools/soak.py [--runs N] [--seed S]
 
-A job saves every second iteration into the folder that it resumes from. Every run of it is ended by SIGKILL of all its processes, at a
-random moment or in the middle of a save, until N runs have been; each run must go on from the newest checkpoint that was whole, and what a
-job has in the end must be what an undisturbed one has, bit for bit. Leaves with 1 where it is not, and keeps the folder.
+A job saves every second iteration into the folder that it resumes from, and keeps the last two. It builds the index caches of its data
+itself. Every run of it is ended by SIGKILL of all its processes, at a random moment, in the middle of a save or while the index caches are
+written, until N runs have been; each run must go on from the newest checkpoint that was whole, and what a job has in the end must be what
+an undisturbed one has, bit for bit. Leaves with 1 where it is not, and keeps the folder.
 """
 
 import os
@@ -33,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ITERATIONS, INTERVAL, KEPT = 24, 2, 2
 VOCABULARY = 60
 SAVE_SECONDS = 0.1  # about what a save takes: some kills come right after it
+INDEX, INDEX_SECONDS = -1, 0.02  # and about what the index caches take
 POLL_SECONDS = 0.001
 STUCK_SECONDS = 600.0  # longer than any run takes
 
@@ -58,7 +60,8 @@ JOBS = [Job(1, "O2", False), Job(2, "O3", True), Job(1, "O2", True), Job(2, "O3"
 
 @dataclass(frozen=True)
 class Moment:
-    """When to kill: so many seconds after the job has begun its save number `saves` of this run, or after the start for 0."""
+    """When to kill: so many seconds after the job has begun its save number `saves` of this run, or after the start for 0; `INDEX` stands
+    for the moment when the first file of the index caches appears."""
 
     saves: int
     seconds: float
@@ -70,6 +73,8 @@ class Tally:
 
     kills: int = 0
     in_a_save: int = 0
+    in_an_index: int = 0
+    first_starts: int = 0
     unfinished: int = 0
     resumed: int = 0
     passed_over: int = 0
@@ -78,7 +83,8 @@ class Tally:
     def summary(self) -> str:
         """One paragraph."""
         return (
-            f"{self.kills} kills, {self.in_a_save} of them inside a save; {self.resumed} runs resumed, {self.unfinished} times beside a "
+            f"{self.kills} kills, {self.in_a_save} of them inside a save, {self.in_an_index} at the index caches, "
+            f"{self.first_starts} before a job's first checkpoint; {self.resumed} runs resumed, {self.unfinished} times beside a "
             f"checkpoint that a kill had left unfinished; {self.passed_over} published checkpoints were torn and passed over; {self.jobs} "
             "jobs came to their end, all with the bits of an undisturbed one"
         )
@@ -91,8 +97,13 @@ def command(job: Job, data: Path, folder: Path) -> list[str]:
     return [
         *(*torchrun, "-m", "megatron.lm.pretrain", "--opt-level", job.level, "--fp8-min-gain", "0", "--data-path", str(data)),
         *f"{MODEL} {TRAINING} {DATA} {saving}".split(),
-        *("--save", str(folder), "--load", str(folder)),
+        *("--save", str(folder), "--load", str(folder), "--data-cache-path", str(index_caches(folder))),
     ]
+
+
+def index_caches(folder: Path) -> Path:
+    """Where the job that saves into `folder` keeps the index caches of its data."""
+    return folder.with_name(f"{folder.name}-index")
 
 
 def write_data(folder: Path) -> Path:
@@ -140,14 +151,16 @@ def partials(folder: Path) -> dict[tuple[str, int], int]:
 def reached(process: subprocess.Popen, folder: Path, moment: Moment | None) -> bool:
     """Wait for the moment (None: it never comes); False where the process ended before it. RuntimeError for one that does not end."""
     known, begun, started = set(partials(folder)), 0, time.monotonic()
-    since = started
+    since, caches = started, index_caches(folder)
     while process.poll() is None:
+        if moment is not None and moment.saves == INDEX and begun == 0 and caches.is_dir() and any(caches.iterdir()):
+            begun, since = INDEX, time.monotonic()
         for new in partials(folder).keys() - known:
             known.add(new)
             if int(new[0][5:12]) > (marked_iteration(folder) or 0):  # else it is an old one on its way out
                 begun += 1
                 since = time.monotonic() if moment is not None and begun == moment.saves else since
-        if moment is not None and begun >= moment.saves and time.monotonic() - since >= moment.seconds:
+        if moment is not None and (begun == INDEX or begun >= moment.saves >= 0) and time.monotonic() - since >= moment.seconds:
             return True
         if time.monotonic() - started > STUCK_SECONDS:
             raise RuntimeError(f"a run in {folder} has not come to its end in {STUCK_SECONDS:.0f} s")
@@ -219,6 +232,8 @@ def finish(job: Job, data: Path, folder: Path, moments: Sequence[Moment], tally:
         tally.kills += 1
         tally.in_a_save += any(changed > 1e9 * started for changed in partials(folder).values())
         expected = newest_whole(folder)
+        tally.first_starts += expected is None
+        tally.in_an_index += moment is not None and moment.saves == INDEX
     tally.jobs += 1
     return time.time() - started
 
@@ -234,8 +249,11 @@ def check_end(folder: Path, reference: Path) -> None:
         raise RuntimeError(f"{folder} differs from the undisturbed {reference} in {len(different)} tensors, such as {different[0]}")
 
 
-def draw_moment(draw: random.Random, seconds: float) -> Moment:
-    """Half of them anywhere in a run of so many seconds, half in or right after one of its first saves."""
+def draw_moment(draw: random.Random, seconds: float, *, first: bool = False) -> Moment:
+    """Half of them anywhere in a run of so many seconds, half in or right after one of its first saves; half of the `first` ones of jobs,
+    which build the index caches, while they are written."""
+    if first and draw.random() < 0.5:
+        return Moment(INDEX, draw.uniform(0, INDEX_SECONDS))
     if draw.random() < 0.5:
         return Moment(0, draw.uniform(0, seconds))
     return Moment(draw.randint(1, 4), draw.uniform(0, SAVE_SECONDS))
@@ -252,11 +270,13 @@ def soak(runs: int, seed: int, folder: Path) -> Tally:
     length = {job.processes: finish(job, data, undisturbed[job.processes], [], Tally()) for job in JOBS if not job.background}
     while tally.kills < runs:
         job, here = JOBS[tally.jobs % len(JOBS)], folder / f"job-{tally.jobs}"
-        moments = [draw_moment(draw, length[job.processes]) for _ in range(min(runs - tally.kills, draw.randint(2, 6)))]
+        kills = min(runs - tally.kills, draw.randint(2, 6))
+        moments = [draw_moment(draw, length[job.processes], first=number == 0) for number in range(kills)]
         finish(job, data, here, moments, tally)
         check_end(here, undisturbed[job.processes])
         print(f"{here.name} ({job}): {tally.kills} kills so far, {tally.in_a_save} inside a save", flush=True)
         shutil.rmtree(here)
+        shutil.rmtree(index_caches(here))
     return tally
 
 

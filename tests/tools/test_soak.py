@@ -22,6 +22,10 @@ FAKE = """
 import os, pathlib, sys, time
 root = pathlib.Path(sys.argv[1])
 root.mkdir(exist_ok=True)
+time.sleep(0.02)
+caches = root.with_name(root.name + "-index")
+caches.mkdir(exist_ok=True)
+(caches / "order.npy").touch()
 marker = root / "latest_checkpointed_iteration.txt"
 at = int(marker.read_text()) if marker.exists() else 0
 {}
@@ -97,6 +101,12 @@ def test_a_kill_comes_in_the_save_that_it_is_for(tmp_path: Path, fake: list[str]
     soak.kill(process)
     assert marked_iteration(job) == 4
     assert [name for name, _ in soak.partials(job)] == ["iter_0000006.partial"]
+
+
+def test_a_kill_comes_at_the_index_caches(tmp_path: Path, fake: list[str]):
+    tally = Tally()
+    soak.finish(soak.JOBS[0], tmp_path, tmp_path / "job", [Moment(soak.INDEX, 0.0)], tally)
+    assert (tally.kills, tally.in_an_index, tally.first_starts, tally.jobs) == (1, 1, 1, 1)
 
 
 def test_a_run_may_end_before_its_moment_and_must_not_hang(tmp_path: Path, fake: list[str], monkeypatch: pytest.MonkeyPatch):
@@ -186,7 +196,10 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: p
     assert capsys.readouterr().err == f"FAILED: 7 3 lost\n{kept} is kept\n"
     monkeypatch.setattr(soak, "soak", lambda runs, seed, folder: Tally(kills=runs, in_a_save=4, unfinished=3, resumed=6, jobs=2))
     assert soak.main(["--runs", "7"]) == 0
-    assert "7 kills, 4 of them inside a save; 6 runs resumed, 3 times beside" in capsys.readouterr().out
+    assert (
+        "7 kills, 4 of them inside a save, 0 at the index caches, 0 before a job's first checkpoint; 6 runs resumed, 3 times"
+        in capsys.readouterr().out
+    )
     assert not kept.exists()
 
 
