@@ -16,6 +16,7 @@ from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.storage import Stored
 from megatron.lm.checkpoint.values import Found, check_agree, find, find_whole
 from megatron.lm.config import Config, ParallelConfig
+from megatron.lm.config.check import single_values
 from megatron.lm.config.cli import config_from_dict
 from megatron.lm.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.lm.model.gpt import build_model
@@ -100,6 +101,9 @@ def load_for_inference(path: str | Path) -> tuple[nn.Module, Config, Tokenizer]:
     """
     saved = CheckpointReader(path)
     config = replace(saved.config, parallel=ParallelConfig())
+    problems = [*single_values(config.model), *single_values(config.precision)]
+    if problems:
+        raise ValueError(f"{saved.folder} describes no model: {'; '.join(problems)}; load an older checkpoint")
     if not torch.distributed.is_initialized():
         process_groups.initialize(config)
     model = build_model(config, build_recipe(config.precision), saved.info["vocab_size"])

@@ -1,5 +1,7 @@
 """A checkpoint read by tools and for inference: whole tensors, and a model that gives what the trained one gave."""
 
+import json
+import shutil
 from pathlib import Path
 
 import checkpoints
@@ -100,6 +102,15 @@ def test_values_that_are_not_finite_are_refused(good: Path, tmp_path: Path, name
     checkpoints.rewrite(folder, {f"model/{name}": values.to(tensors(folder)[f"model/{name}"].dtype)})
     with pytest.raises(ValueError, match=f"model/{name} holds 1 values that are NaN"):
         CheckpointReader(folder).weight(name)
+
+
+def test_settings_that_are_none_build_no_model(good: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(latest(good), tmp_path / "iter_0000004"))
+    config = json.loads((folder / "checkpoint.json").read_text())["config"]
+    config["precision"]["save_activations"] = "auto"
+    checkpoints.seal(folder, config=config)
+    with pytest.raises(ValueError, match=r"iter_0000004 describes no model: --save-activations auto: choose one of"):
+        load_for_inference(folder)
 
 
 def test_inference_from_nothing_is_refused(tmp_path: Path):
