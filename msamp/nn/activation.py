@@ -7,6 +7,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
+from msamp.nn.block import unviewed
 from msamp.nn.saved import IN_GROUPS, Saved
 
 
@@ -18,7 +19,7 @@ class ActivationFunction(torch.autograd.Function):
         y2d = y.reshape(-1, y.shape[-1])
         ctx.save_for_backward(*saved.keep(y2d))
         ctx.kind, ctx.saved, ctx.shape = kind, saved, y.shape
-        return ops.activate(y2d, kind, None, None, y.dtype)[0].view(*y.shape[:-1], -1)
+        return unviewed(ops.activate(y2d, kind, None, None, y.dtype)[0], (*y.shape[:-1], -1))
 
     @staticmethod
     @once_differentiable

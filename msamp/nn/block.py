@@ -1,5 +1,6 @@
-"""What the two fused blocks of a transformer layer share: how their norms compute, where kernels leave scales, gradients of vectors."""
+"""What layers share: how their norms compute, where kernels leave scales, gradients of vectors, outputs that may be changed in place."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,12 @@ class Norm(NamedTuple):
 
     eps: float
     rms: bool
+
+
+def unviewed(y: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """`y` in another shape, as the output of an autograd function: of a view made in there autograd forbids every change in place
+    (`ReLU(inplace=True)`, `y += x`). Only for a `y` that nothing else holds."""
+    return torch.ops.aten._unsafe_view.default(y, shape)
 
 
 def vector_gradients(*found: tuple[torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from msamp.nn.block import unviewed
 from msamp.nn.gemm import LayerGemm, Operand, cast_operand
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.tensor import ScalingTensor
@@ -26,7 +27,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(operand.payload_t, operand.scale_inv_t, weight.payload)
         ctx.layer, ctx.shape, ctx.weight_dtype = layer, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return unviewed(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @once_differentiable
@@ -55,16 +56,18 @@ def activation(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def linear(x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, scaling: LinearScaling) -> torch.Tensor:
-    """FP8 linear `x @ weight.T + bias`.
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scaling: LinearScaling) -> torch.Tensor:
+    """FP8 linear `x @ weight.T + bias`; with a plain weight, as a float copy of a model has it, torch's own.
 
     Args:
         x: [..., K] BF16, FP16 or FP32; under autocast it is taken in the autocast dtype.
-        weight: [N, K] FP16-scaled or E4M3.
+        weight: [N, K] FP16-scaled or E4M3; or plain.
         bias: [N] or None.
         scaling: the layer's scales; histories are recorded while gradients are enabled.
 
     Returns:
         [..., N] in the dtype of `x`.
     """
+    if not isinstance(weight, ScalingTensor):
+        return torch.nn.functional.linear(x, weight, bias)
     return LinearFunction.apply(activation(x), weight, bias, LayerGemm.of(scaling, weight))

@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
-from msamp.nn.block import vector_gradients
+from msamp.nn.block import unviewed, vector_gradients
 from msamp.nn.saved import IN_GROUPS, Saved
 
 
@@ -22,7 +22,7 @@ class NormFunction(torch.autograd.Function):
         _, y, _, mean, rstd = ops.normalize(x2d, None, weight, bias, eps, None, None, x.dtype, rms=rms)
         ctx.save_for_backward(*saved.keep(x2d), weight, bias, mean, rstd)
         ctx.rms, ctx.saved = rms, saved
-        return y.view(x.shape)
+        return unviewed(y, x.shape)
 
     @staticmethod
     @once_differentiable

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from msamp.numerics import tensor_ops
 from msamp.numerics.formats import Format, of_dtype
@@ -21,15 +23,17 @@ class ScalingTensor(torch.Tensor):
 
     It looks like a tensor of `dtype` (the outer dtype, which gradients take), works as a Parameter and in `.grad`, and
     is saved and loaded with its payload as it is. Only the operations in `tensor_ops.TABLE` are defined; any other
-    raises with its name, so that nothing is silently inflated to a wider format.
+    raises with its name, so that nothing is silently inflated to a wider format. Values assigned to `.data` are copied into the payload.
 
     Attributes:
         payload: FP8 or FP16, the shape of the tensor.
         scale_inv: FP32, 0-dim, one for the whole tensor. NaN marks a tensor quantised from values that were not finite.
+        label: of a weight, its name in the model, for messages; "" where nobody has given one.
     """
 
     payload: torch.Tensor
     scale_inv: torch.Tensor
+    label: str = ""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # ops are met below autograd, in __torch_dispatch__
 
@@ -65,6 +69,19 @@ class ScalingTensor(torch.Tensor):
         amax = TENSORWISE.amax(x)
         scale = scale_from_amax(amax, fmt.max)
         return cls(quantize(x, scale, fmt), inverse(scale).masked_fill(~amax.isfinite(), float("nan")), dtype or x.dtype)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The tensor without its history; see the setter."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # Torch's own would exchange what lies below the wrapper, where nothing lies, and leave payload and scale as they were.
+        if value.shape != self.shape:
+            raise ValueError(f"values of shape {tuple(value.shape)} for a weight of shape {tuple(self.shape)}; make a new Parameter")
+        with torch.no_grad():
+            self.detach().copy_(value)
 
     @property
     def format(self) -> Format:
@@ -108,11 +125,26 @@ class ScalingTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        op = tensor_ops.TABLE.get(func)
+        op, kwargs = tensor_ops.TABLE.get(func), kwargs or {}
         if op is None:
+            parts = func.decompose(*args, **kwargs)  # in inference mode torch asks for composites whole
+            if parts is not NotImplemented:
+                return parts
             # Not a TypeError: Python would turn that into "unsupported operand" and drop the name.
-            raise RuntimeError(f"{func} is not defined for a ScalingTensor; call .dequantize() first, or work on its payload and scale_inv")
-        return op(func, *args, **(kwargs or {}))
+            raise RuntimeError(_undefined(func, (args, kwargs)))
+        return op(func, *args, **kwargs)
+
+
+def _undefined(func: Any, arguments: Any) -> str:
+    label = next((x.label for x in tree_leaves(arguments) if isinstance(x, ScalingTensor) and x.label), "")
+    layer = label.rpartition(".")[0]
+    asked = f"{func} is not defined for a ScalingTensor; call .dequantize() first, or work on its payload and scale_inv"
+    if not label:
+        return asked
+    return (
+        f"{asked}. It is {label} of the model; to keep that layer as it is: "
+        f"msamp.initialize(..., accept=msamp.filters.all_of(msamp.filters.DEFAULT, msamp.filters.exclude_names(r'^{re.escape(layer)}$')))"
+    )
 
 
 def fp32_values(x: torch.Tensor) -> torch.Tensor:

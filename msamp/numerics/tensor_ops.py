@@ -1,9 +1,14 @@
 """The aten operations that a ScalingTensor knows. Each keeps the payload's precision or says plainly that it leaves it.
 
 An operation enters by one decorated function. Arguments are those of the aten operation, behind the operation itself.
+
+Arithmetic is for those who work on weights by hand: averages, merged adapters, initialisations, modules that read another module's weight.
+Its result is a plain tensor of the outer dtype; written in place it is computed in FP32 and stored with a new scale. What would inflate a
+weight without being arithmetic (indexing, cutting, joining) stays undefined.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +28,21 @@ def _on(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return enter
 
 
+def _overloads(*names: str) -> Iterator[Any]:
+    """Those of operations that torch meets: none that writes into an `out`, none of Python's numbers."""
+    for name in names:
+        packet = getattr(aten, name)
+        for overload in (getattr(packet, each) for each in packet.overloads()):
+            arguments = overload._schema.arguments
+            if arguments and "Tensor" in str(arguments[0].type) and not any(argument.is_out for argument in arguments):
+                yield overload
+
+
 def _like(x: "ScalingTensor", payload: torch.Tensor, scale_inv: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> Any:
-    return type(x)(payload, x.scale_inv if scale_inv is None else scale_inv, dtype or x.dtype)
+    made = type(x)(payload, x.scale_inv if scale_inv is None else scale_inv, dtype or x.dtype)
+    if x.label:
+        made.label = x.label
+    return made
 
 
 def _is_scaling(x: Any) -> bool:
@@ -102,13 +120,69 @@ def _zero_(func: Any, x: "ScalingTensor") -> Any:
     return _changed(x)
 
 
+def _plain(value: Any, dtype: torch.dtype | None) -> Any:
+    """An argument as plain arithmetic takes it: of ScalingTensors the values, in `dtype` (their outer one where None)."""
+    if isinstance(value, list | tuple):
+        return [_plain(each, dtype) for each in value]
+    if _is_scaling(value):
+        return value.dequantize(dtype)
+    return value.to(dtype) if dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+# `addmm`, `mm` and their kin are what `linear` and `matmul` come down to, but in inference mode.
+@_on(
+    *_overloads("add", "sub", "rsub", "mul", "div", "neg", "abs", "pow", "sqrt", "lerp", "addcmul", "addcdiv", "sum", "mean", "eq", "ne"),
+    *_overloads(
+        "linear", "matmul", "mm", "addmm", "bmm", "mv", "_foreach_add", "_foreach_sub", "_foreach_mul", "_foreach_div", "_foreach_lerp"
+    ),
+)
+def _computed(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Arithmetic on the values, in the outer dtype; the result is plain."""
+    return func(*_plain(args, None), **{name: _plain(value, None) for name, value in kwargs.items()})
+
+
+_AVERAGING = ("add_", "sub_", "lerp_", "addcmul_", "addcdiv_")
+
+
+@_on(
+    *_overloads(*_AVERAGING, "mul_", "div_", "neg_", "clamp_", "erfinv_", "fill_", "normal_", "uniform_"),
+    *_overloads(*(f"_foreach_{name}" for name in (*_AVERAGING, "mul_", "div_"))),
+)
+def _stored(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Arithmetic in place: computed in FP32, stored in the target's format with a scale of its own. A plain target takes the values."""
+    several = isinstance(target, list | tuple)
+    targets = list(target) if several else [target]
+    values = [x.dequantize(torch.float32) if _is_scaling(x) else x for x in targets]
+
+    def beside(argument: Any) -> Any:
+        if several and isinstance(argument, list | tuple):
+            return [_plain(each, value.dtype) for each, value in zip(argument, values, strict=True)]
+        return _plain(argument, values[0].dtype if values and not several else None)
+
+    others = {name: beside(value) for name, value in kwargs.items()}
+    func(values if several else values[0], *(beside(argument) for argument in args), **others)
+    for x, value in zip(targets, values, strict=True):
+        if _is_scaling(x):
+            if x.payload.itemsize == 1 and func._opname.removeprefix("_foreach_") in _AVERAGING:
+                _warn_of_rounding(func, x)
+            x.store_(value)
+            _changed(x)
+    return None if several else target
+
+
+def _warn_of_rounding(func: Any, x: "ScalingTensor") -> None:
+    warnings.warn(
+        f"{func} stores into {x.format}, whose steps are {2.0**-x.format.mantissa_bits:g} of a value: smaller changes are lost, and an "
+        "average stands still; keep averages in msamp.float_copy(model)",
+        stacklevel=2,
+    )
+
+
 @_on(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar)
-def _scale_(func: Any, x: "ScalingTensor", factor: Any) -> Any:
+def _scale_(func: Any, x: Any, factor: Any) -> Any:
     """Multiply by one number: it folds into scale_inv and no element is rounded (how clipping treats FP8 gradients)."""
-    if isinstance(factor, torch.Tensor) and factor.numel() != 1:
-        raise RuntimeError(
-            f"{func} of a ScalingTensor takes one number, not a tensor of shape {tuple(factor.shape)}; call .dequantize() first"
-        )
+    if not _is_scaling(x) or _is_scaling(factor) or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
+        return _stored(func, x, factor)
     factor = factor.reshape(()) if isinstance(factor, torch.Tensor) else factor
     (x.scale_inv.mul_ if func in (aten.mul_.Tensor, aten.mul_.Scalar) else x.scale_inv.div_)(factor)
     return _changed(x)

@@ -38,3 +38,10 @@ def test_keeps_17_16_bytes_an_element(kind, device):
 def test_another_kind_is_refused():
     with pytest.raises(ValueError, match="activation is 'relu'"):
         Activation("relu")(torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize("shape", [(4, 32), (2, 4, 32)])
+def test_its_output_may_be_changed_in_place(shape):
+    x = torch.randn(shape, requires_grad=True)
+    Activation("gelu")(x).add_(1.0).sum().backward()
+    assert x.grad.isfinite().all()

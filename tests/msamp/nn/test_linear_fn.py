@@ -243,3 +243,45 @@ def test_watches_are_told_what_is_cast_in_training_only():
         assert values.equal(wide.detach().flatten(0, 1))
         assert payload.float().equal(quantize(values, 1 / scale_inv, fmt).float())
     assert not copy.deepcopy(low).scaling.watches
+
+
+IN_PLACE = {
+    "add": lambda y, x: y.add_(x),
+    "relu": lambda y, x: torch.relu_(y),
+    "mul": lambda y, x: y.mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("shape", [(16, 32), (2, 8, 32)])
+def test_an_output_may_be_changed_in_place_with_the_gradients_of_the_copy(name, shape):
+    found = []
+    for before in (lambda y: y, torch.clone):
+        low = layer(features=(32, 32))
+        x = make("normal", shape).requires_grad_()
+        y = IN_PLACE[name](before(low(x)), x)
+        y.backward(make("normal", shape, seed=2))
+        found.append((y.detach(), x.grad, low.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_plain_weight_multiplies_as_in_torch():
+    low, x = layer(), make("normal", (4, 32))
+    weight = low.weight.dequantize()
+    assert linear(x, weight, None, low.scaling).equal(x @ weight.t())
+
+
+@every_level
+def test_a_weight_that_another_module_reads_multiplies_by_its_values(level):
+    # Torchvision's Swin: F.linear(x, self.qkv.weight, self.qkv.bias).
+    low, x = layer(level), make("normal", (2, 8, 32)).requires_grad_()
+    y = nn.functional.linear(x, low.weight)
+    weight = low.weight.dequantize().requires_grad_()
+    again = x.detach().requires_grad_()
+    want = nn.functional.linear(again, weight)
+    g = make("normal", y.shape, seed=3)
+    y.backward(g)
+    want.backward(g)
+    assert all(torch.equal(a, b) for a, b in ((y, want), (x.grad, again.grad), (low.weight.grad, weight.grad)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert nn.functional.linear(x, low.weight).dtype == torch.bfloat16

@@ -59,3 +59,10 @@ def test_what_is_not_finite_reaches_the_gradients(device):
     assert not grad_x[2].isfinite().any()
     assert grad_x[3].isfinite().all()
     assert not grad_weight.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(4, 32), (2, 4, 32)])
+def test_its_output_may_be_changed_in_place(shape):
+    x = torch.randn(shape, requires_grad=True)
+    LayerNorm(32)(x).add_(1.0).sum().backward()
+    assert x.grad.isfinite().all()

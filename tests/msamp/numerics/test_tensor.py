@@ -307,3 +307,18 @@ def test_fp32_values_of_both_kinds():
     assert torch.equal(fp32_values(plain.bfloat16()), plain.detach().bfloat16().float())
     low = ScalingTensor.quantize(plain, E4M3)
     assert torch.equal(fp32_values(low), low.dequantize(torch.float32))
+
+
+def test_what_is_assigned_to_data_is_copied_in():
+    p = torch.nn.Parameter(ScalingTensor.quantize(make("normal", (4, 6)), E4M3))
+    payload, values = p.payload, make("normal", (4, 6), seed=1)
+    p.data = values
+    assert p.payload is payload
+    assert torch.equal(p.detach(), ScalingTensor.quantize(values, E4M3))
+    other = ScalingTensor.quantize(values * 7, E4M3)
+    p.data = other
+    assert torch.equal(p.detach(), other)
+    assert p.scale_inv is not other.scale_inv
+    with pytest.raises(ValueError, match=r"values of shape \(6, 4\) for a weight of shape \(4, 6\)"):
+        p.data = values.t()
+    assert torch.equal(p.detach(), other)
