@@ -7,9 +7,10 @@ from msamp import amp
 from msamp.comm import exchange as exchanges
 from msamp.comm.grad_sync import GradSync
 from msamp.integrations.initialize import initialize
+from msamp.integrations.saving import exact_state_dict, fp8_state_dict, plain_state_dict, save_plain
 from msamp.nn import filters
 from msamp.nn.activation import Activation
-from msamp.nn.convert import convert
+from msamp.nn.convert import convert, float_copy, survey
 from msamp.nn.linear import FP8Linear
 from msamp.nn.norm import LayerNorm, RMSNorm
 from msamp.nn.scaling_state import ScalingState
@@ -26,6 +27,7 @@ from msamp.parallel.greedy_zero import GreedyZeRO, ZeRO
 __version__ = "0.1.0"  # setup.py reads it here
 __all__ = [
     "Activation", "CollageAdamW", "FP8AdamW", "FP8Linear", "GradSync", "GreedyZeRO", "LayerNorm", "RMSNorm", "ScalingState",
-    "ScalingTensor", "ZeRO", "amp", "clip_grad_norm_", "convert", "exchanges", "filters", "formats", "fp32_values", "grad_sync",
-    "granularity", "initialize", "recipes", "scaling", "updates",
+    "ScalingTensor", "ZeRO", "amp", "clip_grad_norm_", "convert", "exact_state_dict", "exchanges", "filters", "float_copy", "formats",
+    "fp8_state_dict", "fp32_values", "grad_sync", "granularity", "initialize", "plain_state_dict", "recipes", "save_plain", "scaling",
+    "survey", "updates",
 ]  # fmt: skip

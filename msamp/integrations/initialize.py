@@ -10,6 +10,8 @@ A recipe states facts, and this file asks for nothing else. In a loop that is no
 - `activations`: what norms and activations keep for backward is up to these modules, and those of the model stay as they are.
 """
 
+import logging
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,20 +20,31 @@ import torch.distributed as dist
 from torch import nn
 
 from msamp.integrations.loop_optimizer import LoopOptimizer, states_of
+from msamp.integrations.saving import save_plain
 from msamp.kernels.scaled_mm import warn_if_emulated
-from msamp.nn.convert import convert
+from msamp.nn.convert import Survey, convert, survey
 from msamp.nn.filters import DEFAULT, Filter
-from msamp.nn.linear import FP8Linear, check_finite
+from msamp.nn.linear import check_finite, transposed_weights
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import recipe as recipes
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import GEMMS, Recipe
+from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
 from msamp.optim.clip import check_max_norm
 from msamp.optim.updates import format_names
 from msamp.parallel.data_parallel import grad_sync
 from msamp.parallel.greedy_zero import ZeRO
 
+_LOG = logging.getLogger("msamp")
+_UNWRAPPED = "give model.module: msamp averages the gradients itself"
+_UNCUT = "give the model before it is cut: msamp averages the gradients itself, and spreads the optimizer over the ranks with zero=True"
+_WRAPPERS = {  # modules that hold or cut the weights of others, and what to do instead
+    "DistributedDataParallel": _UNWRAPPED,
+    "DataParallel": "give model.module, and start one process a GPU with torchrun",
+    "FullyShardedDataParallel": _UNCUT,
+    "FSDPModule": _UNCUT,
+}
 _CASTS = {torch.float32: "model.float()", torch.bfloat16: "model.bfloat16()"}
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
 _TORCH_ONLY = {*_UNSUPPORTED, "params", "foreach", "fused", "decoupled_weight_decay"}
@@ -93,8 +106,11 @@ def _dtypes(recipe: Recipe) -> tuple[torch.dtype, ...]:
 
 
 def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, group: dist.ProcessGroup | None) -> None:
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError("DistributedDataParallel cannot hold FP8 weights; give model.module: msamp averages the gradients itself")
+    for name, module in model.named_modules():
+        # By name: who has wrapped nothing need not import FSDP.
+        for kind in (each.__name__ for each in type(module).__mro__ if each.__name__ in _WRAPPERS):
+            where = f" (around {name})" if name else ""
+            raise ValueError(f"{kind}{where} cannot hold FP8 weights; {_WRAPPERS[kind]}")
     dtypes = _dtypes(recipe)
     for name, p in model.named_parameters():
         if p.dtype not in dtypes:
@@ -172,6 +188,16 @@ def _low_precision_optimizer(
     return LoopOptimizer(groups, recipe, ScalingState(model), sync, clip_grad=clip_grad, shard=shard)
 
 
+def _report(found: Survey, recipe: Recipe) -> None:
+    """Say what is in FP8: to the log; as a warning where that is nothing, or less than half of the products."""
+    if not found.converted:
+        warnings.warn(f"recipe {recipe.name!r} has changed no layer, and the model trains as it did:\n{found}", stacklevel=4)
+    elif found.flop_share < 0.5:
+        warnings.warn(f"less than half of the model's products with weights are in FP8:\n{found}", stacklevel=4)
+    else:
+        _LOG.info("%s", found)
+
+
 def _converted(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -182,17 +208,23 @@ def _converted(
     clip_grad: float | None,
 ) -> tuple[nn.Module, LoopOptimizer]:
     """The model with its layers converted, and the optimizer that takes the place of `optimizer`."""
-    originals = {name: m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    originals = dict(model.named_parameters())
     model = convert(model, recipe, accept)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, FP8Linear)}
-    renamed = {id(originals[name]): layer.weight for name, layer in layers.items() if name in originals}
+    if recipe.fp8 and (group is None or dist.get_rank(group) == 0):
+        _report(survey(model, recipe, accept), recipe)
+    made = {name: p for name, p in model.named_parameters() if isinstance(p, ScalingTensor) and originals[name] is not p}
+    renamed = {id(originals[name]): p for name, p in made.items()}
     low = _low_precision_optimizer(model, _groups(optimizer, renamed, model), recipe, group, zero, clip_grad)
     owned = {id(p) for g in low.param_groups for p in g["params"]}
     if recipe.weight != recipe.states.master:  # the master starts from the weight as it was, not from its FP8 rounding
-        for name, layer in layers.items():
-            if name in originals and id(layer.weight) in owned:
-                low.init_master(layer.weight, originals[name].detach())
+        transposed = transposed_weights(model)
+        for name, p in made.items():
+            if id(p) in owned:
+                values = originals[name].detach()
+                low.init_master(p, values.t() if name in transposed else values)
     _replaced(optimizer, low)
+    if callable(getattr(model, "save_pretrained", None)):
+        save_plain(model, low)
     return model, low
 
 
@@ -234,20 +266,20 @@ def initialize(
     but the last run their backward under `optimizer.no_sync()`.
 
     The given optimizer's groups become those of the returned one, so that a scheduler built from either sets its rates; its `step` raises.
+    What is FP8, what is not and why is logged as `msamp` (`msamp.survey` gives it), and warned of where it is less than half. The
+    `state_dict` of a model with `save_pretrained` is plain from now on (`msamp.save_plain`).
 
     Args:
         model: any module tree, changed in place.
-        optimizer: torch.optim.AdamW or Adam over parameters of `model`, before its first step; None makes an FP8AdamW
-            over all parameters with AdamW's defaults. Collage's updates take AdamW alone.
-        recipe: a name of the table, that of a recipe registered with `msamp.recipes.register`, or a Recipe; None is O2. "fp16-amp"
-            needs a loss scale and is for `msamp.amp.initialize`.
+        optimizer: torch.optim.AdamW or Adam over parameters of `model`, before its first step; None makes one over all parameters with
+            AdamW's defaults. Collage's updates take AdamW alone.
+        recipe: a name of the table or of `msamp.recipes.register`, or a Recipe; None is O2. "fp16-amp" is for `msamp.amp.initialize`.
         opt_level: the same by its short name: "O0" to "O3", or another name of a recipe.
         fp8_recipe: how FP8 GEMMs cast their operands, in place of the recipe's own way: a key of `msamp.recipes.GEMMS`, "delayed",
             "tensorwise", "blockwise", "blockwise-power-of-two" or "mxfp8".
         accept: which linear layers, see `msamp.filters`.
         group: the data-parallel ranks; None is all of torch.distributed, where that is initialised.
-        zero: spread the optimizer over the ranks, see `ZeRO` (the optimizer's `state_dict` is collective); None does so where the recipe
-            does (O3). Without effect on one process.
+        zero: spread the optimizer over the ranks, see `ZeRO` (its `state_dict` is collective); None does so where the recipe does (O3).
         clip_grad: clip the global gradient norm to this in `step`, on any number of processes.
 
     Returns:
@@ -256,8 +288,8 @@ def initialize(
 
     Raises:
         ValueError: for an unknown recipe or optimizer (listing those accepted), two recipes, a model in a dtype that the recipe does not
-            take, an optimizer option without a low-precision form, a weight that is not finite, or ranks whose models differ. No layer
-            has been converted then.
+            take, an optimizer option without a low-precision form, a weight that is not finite, a model in DDP or FSDP, or ranks whose
+            models differ. No layer has been converted then.
     """
     chosen = _chosen(recipe, opt_level, fp8_recipe)
     group = _ranks(group)

@@ -1,24 +1,173 @@
-"""Conversion of any module tree: the linear layers that a filter accepts become FP8Linear, everything else stays as it is."""
+"""Conversion of any module tree: the linear layers that a filter accepts become FP8Linear, everything else stays as it is.
 
+Linear layers are torch.nn.Linear, the Conv1D of Hugging Face's GPT-2, and the projections of torch.nn.MultiheadAttention. `survey` says
+of every module that holds matrices whether it is one of them, and why not: it decides, and `convert` does what it has decided.
+"""
+
+import copy
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import nn
 
-from msamp.nn.filters import DEFAULT, Filter
-from msamp.nn.linear import FP8Linear, check_finite
-from msamp.numerics.recipe import Recipe
+from msamp.nn.filters import DEFAULT, Filter, why_refused
+from msamp.nn.linear import FP8Conv1D, FP8Linear, Loading, check_finite
+from msamp.nn.multihead_attention import FP8MultiheadAttention, why_not
+from msamp.numerics.recipe import O2, Recipe
+from msamp.numerics.tensor import ScalingTensor
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_SHOWN = 3  # names of a reason
+
+
+class Holder(NamedTuple):
+    """A module that multiplies by weights of its own.
+
+    Attributes:
+        name: dotted.
+        elements: of these weights.
+        why: it stays as it is; "" where it is in FP8.
+    """
+
+    name: str
+    elements: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What of a model is in FP8, or will be, and why not the rest; `str` says it in a few lines.
+
+    Attributes:
+        holders: every module that multiplies by weights of its own.
+        parameters: elements of all parameters of the model, embeddings, norms and biases too.
+    """
+
+    holders: tuple[Holder, ...]
+    parameters: int
+
+    @property
+    def converted(self) -> list[str]:
+        """The names of the layers in FP8."""
+        return [holder.name for holder in self.holders if not holder.why]
+
+    @property
+    def left(self) -> dict[str, str]:
+        """By name why a module stays as it is."""
+        return {holder.name: holder.why for holder in self.holders if holder.why}
+
+    @property
+    def parameter_share(self) -> float:
+        """Of all parameters, what is in FP8: 0 to 1."""
+        return self._elements / max(1, self.parameters)
+
+    @property
+    def flop_share(self) -> float:
+        """Of the products with weights, what is in FP8: 0 to 1. Each weight counts once: a convolution's many positions, and an expert's
+        few tokens, are known to nobody before a forward; nor do attention's own products count, which have no weight."""
+        return self._elements / max(1, sum(holder.elements for holder in self.holders))
+
+    @property
+    def _elements(self) -> int:
+        return sum(holder.elements for holder in self.holders if not holder.why)
+
+    def __str__(self) -> str:
+        counted = f"{len(self.converted)} of {len(self.holders)} layers with weights are in FP8"
+        lines = [f"{counted}: {self.parameter_share:.1%} of the parameters, {self.flop_share:.1%} of the FLOPs (each weight once)"]
+        for why, names in self._reasons().items():
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            lines.append(f"  as they are, {why}: {', '.join(names[:_SHOWN])}{more}")
+        return "\n".join(lines)
+
+    def _reasons(self) -> dict[str, list[str]]:
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.left.items():
+            reasons.setdefault(why, []).append(name or "the model itself")
+        return reasons
+
+
+def survey(model: nn.Module, recipe: Recipe = O2, accept: Filter = DEFAULT) -> Survey:
+    """What `convert` will do with a model, or has done; nothing changes.
+
+    Args:
+        model: any module tree.
+        recipe: without FP8 GEMMs nothing is converted.
+        accept: as for `convert`.
+    """
+    shared = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    within: set[int] = set()  # the projections inside of an attention module are told with it
+    holders = []
+    for name, module in model.named_modules():
+        weights = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
+        if id(module) in within or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if isinstance(module, nn.MultiheadAttention):
+            within.add(id(module.out_proj))
+            weights.append(module.out_proj.weight)
+        if weights:
+            tied = any(shared[id(p)] > 1 for p in weights)
+            holders.append(Holder(name, sum(p.numel() for p in weights), _why_left(name, module, tied, recipe, accept)))
+    return Survey(tuple(holders), sum(p.numel() for p in model.parameters()))
+
+
+def _why_left(name: str, module: nn.Module, tied: bool, recipe: Recipe, accept: Filter) -> str:
+    """Why a module that multiplies by weights of its own is not, or will not be, in FP8; "" where it is."""
+    if isinstance(module, Loading) and any(isinstance(p, ScalingTensor) for p in module.parameters(recurse=False)):
+        return ""
+    if isinstance(module, _CONVOLUTIONS):
+        return "a convolution"
+    linear = _as_linear(module)
+    if linear is None and type(module) is not nn.MultiheadAttention:
+        return _what_else(module)
+    if recipe.gemm is None:
+        return f"recipe {recipe.name} has no FP8 GEMM"
+    if tied:
+        return "another module holds the same weight"
+    if linear is not None:
+        return why_refused(accept, name, linear)
+    assert isinstance(module, nn.MultiheadAttention)
+    parts = {"in_proj": nn.Linear(module.embed_dim, 3 * module.embed_dim, device="meta"), "out_proj": module.out_proj}
+    return why_not(module) or next((why for part, each in parts.items() if (why := why_refused(accept, _join(name, part), each))), "")
+
+
+def _as_linear(module: nn.Module) -> nn.Linear | None:
+    """The linear layer that a module is, as filters look at one; None where it is none that can be converted."""
+    if type(module) is nn.Linear:
+        return module
+    if _is_conv1d(module):
+        inputs, outputs = module.get_parameter("weight").shape
+        return nn.Linear(inputs, outputs, device="meta")
+    return None
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is Hugging Face's Conv1D; told by name, since transformers may not be there."""
+    kind = type(module)
+    return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def _what_else(module: nn.Module) -> str:
+    kind = type(module).__name__
+    if isinstance(module, nn.Linear):
+        return f"{kind}, a subclass of Linear that may read its weight in its own way"
+    own = [f"{name} {tuple(p.shape)}" for name, p in module.named_parameters(recurse=False) if p.dim() >= 2]
+    return f"{kind} reads its own parameters ({', '.join(own[:_SHOWN])}), and only linear layers are converted"
 
 
 def convert(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> nn.Module:
     """Turn linear layers into FP8Linear, in place: a converted layer is the same object, with its hooks.
 
-    Only a plain `torch.nn.Linear` is converted: a subclass may read its weight in its own way. A weight that two modules
-    share (an LM head tied to its embedding) stays as it is, because the other module could not read it.
+    Only a plain `torch.nn.Linear`, a Conv1D of Hugging Face and a plain `torch.nn.MultiheadAttention` are converted: a subclass may read
+    its weight in its own way. A weight that two modules share (an LM head tied to its embedding) stays as it is, because the other module
+    could not read it. `survey` tells what stays as it is, and why.
 
     Args:
         model: any module tree, or itself a Linear.
         recipe: with FP8 GEMMs; any other leaves the model as it is.
-        accept: predicate over (dotted name, layer), see `msamp.nn.filters`.
+        accept: predicate over (dotted name, layer), see `msamp.nn.filters`; of a MultiheadAttention it must admit `in_proj` and `out_proj`.
 
     Returns:
         The model.
@@ -26,23 +175,54 @@ def convert(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> nn.Mo
     Raises:
         ValueError: naming the layer whose weight holds NaN or infinity; nothing has been converted then.
     """
-    if recipe.gemm is None:
-        return model
-    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    chosen = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and owners[id(module.weight)] == 1 and accept(name, module)
-    }
+    chosen = {name: model.get_submodule(name) for name in survey(model, recipe, accept).converted}
+    chosen = {name: module for name, module in chosen.items() if not isinstance(module, Loading)}
     for name, module in chosen.items():
-        check_finite(module.weight, f"{name}.weight" if name else "weight")
-    for module in chosen.values():
-        layer = FP8Linear.from_linear(module, recipe)
-        # The object stays, so that hooks on it and other references to it go on working; only what it is changes.
-        module.__class__ = FP8Linear  # type: ignore[assignment]
-        module.weight = layer.weight
-        module.add_module("scaling", layer.scaling)
+        for part, p in module.named_parameters():
+            if p.dim() >= 2:
+                check_finite(p, _join(name, part))
+    for name, module in chosen.items():
+        if isinstance(module, nn.MultiheadAttention):
+            FP8MultiheadAttention.take_over(module, recipe, name)
+            _take_over(module.out_proj, FP8Linear, recipe, _join(name, "out_proj"))
+        else:
+            _take_over(module, FP8Conv1D if _is_conv1d(module) else FP8Linear, recipe, name)
     for parent in model.modules():
-        if isinstance(parent, nn.TransformerEncoderLayer) and isinstance(parent.linear1, FP8Linear):
-            parent.activation_relu_or_gelu = 0  # torch's fused inference path would read linear1.weight as a plain tensor
+        # Torch's fused inference path, and the nested tensors that it takes, would read weights as plain tensors.
+        if isinstance(parent, nn.TransformerEncoderLayer) and any(isinstance(m, Loading) for m in (parent.linear1, parent.self_attn)):
+            parent.activation_relu_or_gelu = 0
+        if isinstance(parent, nn.TransformerEncoder) and any(isinstance(m, Loading) for m in parent.modules()):
+            parent.use_nested_tensor = False
     return model
+
+
+def _take_over(module: nn.Module, kind: type[FP8Linear], recipe: Recipe, name: str) -> None:
+    layer = kind.from_linear(module, recipe, _join(name, "weight"))  # type: ignore[arg-type]  # a Conv1D has what is read of a Linear
+    # The object stays, so that hooks on it and other references to it go on working; only what it is changes.
+    module.__class__ = kind  # type: ignore[assignment]
+    module.in_features, module.out_features = layer.in_features, layer.out_features  # type: ignore[assignment]
+    module.weight = layer.weight
+    module.add_module("scaling", layer.scaling)
+
+
+def _join(name: str, part: str) -> str:
+    return f"{name}.{part}" if name else part
+
+
+def _low_precision(model: nn.Module) -> Iterator[tuple[nn.Module, str, ScalingTensor]]:
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if isinstance(p, ScalingTensor):
+                yield module, name, p
+
+
+def float_copy(model: nn.Module) -> nn.Module:
+    """A deep copy whose low-precision weights are plain FP32 parameters; its layers multiply as torch's do.
+
+    For averages of weights, which need more bits than FP8 has: `AveragedModel(msamp.float_copy(model), ...)`. Parameters and buffers are
+    in number and order those of the model, so that `update_parameters(model)` finds them.
+    """
+    wide = copy.deepcopy(model)
+    for module, name, p in list(_low_precision(wide)):
+        setattr(module, name, nn.Parameter(p.dequantize(torch.float32), p.requires_grad))
+    return wide

@@ -2,33 +2,65 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import nn
 
 Filter = Callable[[str, nn.Linear], bool]
 
 
+@dataclass(frozen=True)
+class Named:
+    """A filter that says why it refuses."""
+
+    accepts: Filter
+    why: str
+
+    def __call__(self, name: str, layer: nn.Linear) -> bool:
+        return self.accepts(name, layer)
+
+
+@dataclass(frozen=True)
+class Every:
+    """Accepts what each of its filters accepts."""
+
+    filters: tuple[Filter, ...]
+
+    def __call__(self, name: str, layer: nn.Linear) -> bool:
+        return all(f(name, layer) for f in self.filters)
+
+
+def why_refused(accept: Filter, name: str, layer: nn.Linear) -> str:
+    """Why a filter refuses a layer, "" where it accepts it."""
+    if isinstance(accept, Every):
+        return next((why for f in accept.filters if (why := why_refused(f, name, layer))), "")
+    if accept(name, layer):
+        return ""
+    return accept.why if isinstance(accept, Named) else "accept= leaves it out"
+
+
 def exclude_names(*patterns: str) -> Filter:
     """Refuses layers in whose dotted name one of the regular expressions is found."""
     compiled = [re.compile(p) for p in patterns]
-    return lambda name, layer: not any(p.search(name) for p in compiled)
+    return Named(lambda name, layer: not any(p.search(name) for p in compiled), "its name is excluded")
 
 
 def include_names(*patterns: str) -> Filter:
     """Accepts only layers in whose dotted name one of the regular expressions is found."""
     refuse = exclude_names(*patterns)
-    return lambda name, layer: not refuse(name, layer)
+    return Named(lambda name, layer: not refuse(name, layer), "its name is not included")
 
 
 def min_features(size: int) -> Filter:
     """Accepts layers with at least `size` input and output features: narrower GEMMs gain nothing and are mostly padding."""
-    return lambda name, layer: min(layer.in_features, layer.out_features) >= size
+    return Named(lambda name, layer: min(layer.in_features, layer.out_features) >= size, f"it has fewer than {size} features")
 
 
 def all_of(*filters: Filter) -> Filter:
     """Accepts what every filter accepts."""
-    return lambda name, layer: all(f(name, layer) for f in filters)
+    return Every(filters)
 
 
-# The LM head stays in 16 bits: its gradient is the widest in range and its logits the most sensitive.
-DEFAULT: Filter = all_of(exclude_names(r"(^|\.)(lm_head|output_layer|embed_out)$"), min_features(16))
+# The LM head stays in 16 bits: its gradient is the widest in range and its logits the most sensitive. So do adapters (`lora_A`, `lora_B`):
+# they are small, and their library saves and merges them itself.
+DEFAULT: Filter = all_of(exclude_names(r"(^|\.)(lm_head|output_layer|embed_out)$", r"(^|\.)lora_"), min_features(16))

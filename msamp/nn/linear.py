@@ -1,6 +1,7 @@
 """FP8Linear: a drop-in for torch.nn.Linear."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,14 +19,18 @@ def check_finite(values: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name} holds {bad} values that are NaN or infinite; a weight must be finite: check the checkpoint it came from")
 
 
-def scaling_parameter(values: torch.Tensor, recipe: Recipe, requires_grad: bool = True, name: str = "weight") -> nn.Parameter:
-    """A Parameter that holds `values` (any float dtype) in the recipe's weight format and looks like their dtype.
+def scaling_parameter(values: torch.Tensor, recipe: Recipe, requires_grad: bool = True, name: str = "") -> nn.Parameter:
+    """A Parameter that holds `values` (any float dtype) in the recipe's weight format and looks like their dtype; `name` is that in
+    the model, for messages.
 
     Raises:
         ValueError: where a value is NaN or infinite.
     """
-    check_finite(values, name)
-    return nn.Parameter(ScalingTensor.quantize(values.contiguous(), recipe.weight), requires_grad)
+    check_finite(values, name or "weight")
+    stored = ScalingTensor.quantize(values.contiguous(), recipe.weight)
+    if name:
+        stored.label = name
+    return nn.Parameter(stored, requires_grad)
 
 
 def describe_gemm(gemm: Gemms, weight: torch.Tensor) -> str:
@@ -35,8 +40,38 @@ def describe_gemm(gemm: Gemms, weight: torch.Tensor) -> str:
     return f"weight {stored}, GEMM {gemm.input.format} x {gemm.weight.format}, grad_output {gemm.grad_output.format}{blocks}"
 
 
-class FP8Linear(nn.Module):
+class Loading(nn.Module):
+    """A module that takes its low-precision weights from any form in which they are kept: the exact one (a ScalingTensor), plain values of
+    any float dtype, or a payload with `<name>_scale_inv` beside it (`msamp.fp8_state_dict`).
+
+    With plain values come no scales: those of its inputs and gradients start anew, since what was seen of other weights says nothing of
+    these.
+    """
+
+    scaling: LinearScaling
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any) -> None:
+        for name, own in self._parameters.items():
+            key = prefix + name
+            given, scale_inv = state_dict.get(key), state_dict.pop(f"{key}_scale_inv", None)
+            if given is None or own is None or isinstance(given, ScalingTensor):
+                continue
+            if scale_inv is not None:
+                state_dict[key] = ScalingTensor(given, scale_inv, own.dtype)
+            elif isinstance(own, ScalingTensor):
+                check_finite(given, key)
+                if local_metadata.get("assign_to_params_buffers"):
+                    state_dict[key] = ScalingTensor.quantize(given, own.format, dtype=own.dtype)
+                if not any(each.startswith(f"{prefix}scaling.") for each in state_dict):
+                    fresh = LinearScaling(self.scaling.gemm, device=self.scaling.amax.device)
+                    state_dict |= fresh.state_dict(prefix=f"{prefix}scaling.")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+class FP8Linear(Loading, nn.Linear):
     """y = x W^T + b, all three GEMMs in FP8 (see `msamp.nn.linear_fn`).
+
+    It is a torch.nn.Linear to whoever asks, such as an adapter library. A plain weight, of `msamp.float_copy`, multiplies as in torch.
 
     Args:
         in_features, out_features: at least 1; the GEMMs pad to multiples of 16.
@@ -47,8 +82,7 @@ class FP8Linear(nn.Module):
     Shape: [..., in_features] -> [..., out_features] in the input's dtype.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    bias: nn.Parameter | None  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -59,7 +93,7 @@ class FP8Linear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         if recipe.gemm is None:
             raise ValueError(f"recipe {recipe.name} has no FP8 GEMM; use O1, O2 or O3, or torch.nn.Linear")
         self.in_features, self.out_features = in_features, out_features
@@ -71,14 +105,15 @@ class FP8Linear(nn.Module):
         self.scaling = LinearScaling(recipe.gemm, device=values.device)
 
     @classmethod
-    def from_linear(cls, source: nn.Linear, recipe: Recipe = O2, name: str = "weight") -> "FP8Linear":
-        """The FP8 layer with the weights of `source`; its bias Parameter is taken over as it is."""
+    def from_linear(cls, source: nn.Linear, recipe: Recipe = O2, name: str = "") -> "FP8Linear":
+        """The FP8 layer with the weights of `source`, for an FP8Conv1D a Conv1D; its bias Parameter is taken over as it is."""
         if recipe.gemm is None:
             raise ValueError(f"recipe {recipe.name} has no FP8 GEMM; use O1, O2 or O3, or keep torch.nn.Linear")
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer.in_features, layer.out_features = source.in_features, source.out_features
-        layer.weight = scaling_parameter(source.weight.detach(), recipe, source.weight.requires_grad, name)
+        values = source.weight.detach()
+        layer.weight = scaling_parameter(values.t() if issubclass(cls, FP8Conv1D) else values, recipe, source.weight.requires_grad, name)
+        layer.out_features, layer.in_features = layer.weight.shape
         vars(layer.weight).update(vars(source.weight))  # such as _no_weight_decay, by which optimizers and others know a weight
         layer.bias = source.bias
         layer.scaling = LinearScaling(recipe.gemm, device=source.weight.device)
@@ -88,8 +123,30 @@ class FP8Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[-1] != self.in_features:
             raise ValueError(f"input has {x.shape[-1]} features in its last dimension, this layer takes {self.in_features}")
-        return linear(x, self.weight, self.bias, self.scaling)  # type: ignore[arg-type]
+        return linear(x, self.weight, self.bias, self.scaling)
 
     def extra_repr(self) -> str:
         precision = describe_gemm(self.scaling.gemm, self.weight)
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {precision}"
+
+
+class FP8Conv1D(FP8Linear):
+    """A Conv1D of Hugging Face's GPT-2, which is a linear layer that keeps its weight as [in, out], in FP8.
+
+    Here the weight is [out, in], as the GEMMs read it; in a `state_dict` it stands as the host has it.
+    """
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = destination[f"{prefix}weight"].t()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        key = f"{prefix}weight"
+        if key in state_dict:
+            state_dict[key] = state_dict[key].t()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def transposed_weights(model: nn.Module) -> set[str]:
+    """The names of the weights that stand the other way round in a `state_dict`."""
+    return {f"{name}.weight" if name else "weight" for name, module in model.named_modules() if isinstance(module, FP8Conv1D)}

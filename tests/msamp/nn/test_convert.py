@@ -2,14 +2,15 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
 from numerics import make
 from torch import nn
 
-from msamp.nn.convert import convert
-from msamp.nn.filters import exclude_names, include_names, min_features
+from msamp.nn.convert import convert, float_copy, survey
+from msamp.nn.filters import all_of, exclude_names, include_names, min_features
 from msamp.nn.linear import FP8Linear
 from msamp.numerics import recipe
 from msamp.numerics.metrics import sqnr_db
@@ -113,7 +114,7 @@ def test_subclasses_of_linear_are_left_alone():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * 2
 
-    model = nn.Sequential(Scaled(32, 32), nn.MultiheadAttention(32, 2), nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)))
+    model = nn.Sequential(Scaled(32, 32), nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)))
     assert converted(convert(model, recipe.O2)) == []
 
 
@@ -204,3 +205,90 @@ def test_attributes_of_a_weight_survive_the_conversion_and_copies():
         assert isinstance(each[0].weight, ScalingTensor)
         assert isinstance(each[0].weight, nn.Parameter)
         assert (each[0].weight._no_weight_decay, each[0].weight.sequence_parallel) == (True, [1])
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(4, 32, 64))
+        self.mix = nn.Linear(32, 32)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 32)
+        self.image = nn.Conv2d(3, 32, 3)
+        self.experts = Experts()
+        self.own = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
+        self.rnn = nn.LSTM(32, 32)
+        self.narrow = nn.Linear(32, 8)
+        self.lm_head = nn.Linear(32, 10, bias=False)
+        self.lm_head.weight = self.embedding.weight
+        self.fc = nn.Linear(32, 64)
+
+
+def test_a_survey_names_what_stays_as_it_is_and_why():
+    model = Mixed()
+    found = survey(model, accept=all_of(min_features(16), exclude_names(r"mix$")))
+    assert found.converted == ["fc"]
+    want = {
+        "image": "a convolution",
+        "experts": r"Experts reads its own parameters \(up \(4, 32, 64\)\)",
+        "experts.mix": "its name is excluded",
+        "own": None,
+        "own.parametrizations.weight": "reads its own parameters",
+        "rnn": r"LSTM reads its own parameters \(weight_ih_l0 \(128, 32\)",
+        "narrow": "it has fewer than 16 features",
+        "lm_head": "another module holds the same weight",
+    }
+    assert list(found.left) == [name for name, why in want.items() if why]
+    assert all(re.search(why, found.left[name]) for name, why in want.items() if why)
+    assert survey(model, recipe.BF16).converted == []
+    convert(model, recipe.O2, exclude_names("mix", "narrow"))
+    assert survey(model, accept=lambda name, layer: False).converted == ["fc"]
+
+
+def test_a_survey_s_shares_are_of_all_parameters_and_of_the_products():
+    model = nn.Sequential(
+        nn.Embedding(100, 32), nn.Linear(32, 96, bias=False), nn.Linear(96, 32, bias=False), nn.Conv1d(32, 32, 3, bias=False)
+    )
+    found = survey(model, accept=exclude_names(r"^2$"))
+    assert found.parameter_share == pytest.approx(3072 / (3200 + 2 * 3072 + 3072))
+    assert found.flop_share == pytest.approx(1 / 3)
+    text = str(found)
+    assert text.startswith("1 of 3 layers with weights are in FP8: 24.7% of the parameters, 33.3% of the FLOPs")
+    assert "as they are, its name is excluded: 2" in text
+    assert "as they are, a convolution: 3" in text
+    nothing = survey(nn.ReLU())
+    assert (nothing.flop_share, nothing.parameter_share, nothing.holders) == (0, 0, ())
+
+
+def test_a_filter_of_one_s_own_gives_its_reason_in_general():
+    assert survey(nn.Linear(32, 32), accept=lambda name, layer: False).left == {"": "accept= leaves it out"}
+
+
+def test_adapters_stay_out_by_default():
+    model = nn.ModuleDict({"base_layer": nn.Linear(32, 32), "lora_A": nn.ModuleDict({"default": nn.Linear(32, 16)})})
+    assert converted(convert(model, recipe.O2)) == ["base_layer"]
+
+
+def test_a_transformer_encoder_in_evaluation_takes_no_fused_path():
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2).eval()
+    low = convert(copy.deepcopy(plain), recipe.O2)
+    assert len(survey(low).converted) == 6
+    x, padding = make("normal", (3, 5, 64)), torch.zeros(3, 5, dtype=torch.bool)
+    padding[0, -2:] = True
+    with torch.no_grad():
+        assert sqnr_db(plain(x, src_key_padding_mask=padding)[padding.logical_not()], low(x, src_key_padding_mask=padding)[~padding]) > 20
+
+
+def test_a_float_copy_is_plain_in_the_same_places():
+    model = convert(Tree(), recipe.O2)
+    wide = float_copy(model)
+    assert all(type(p.data) is torch.Tensor and p.dtype == torch.float32 for p in wide.parameters())
+    assert [n for n, _ in wide.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert isinstance(model.blocks[0].experts["a"].weight, ScalingTensor)
+    x = make("normal", (4, 32))
+    assert sqnr_db(wide(x), model(x)) > 18

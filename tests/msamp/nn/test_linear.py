@@ -9,7 +9,8 @@ from numerics import KINDS, Measures, check, make, measure, saturation_of_cast
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from msamp.nn.linear import FP8Linear, scaling_parameter
+from msamp.nn.convert import convert
+from msamp.nn.linear import FP8Conv1D, FP8Linear, scaling_parameter, transposed_weights
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3, E5M2, FP16
@@ -383,3 +384,35 @@ def test_against_a_bf16_linear_of_real_size_on_the_gpu(level, kind):
     for got, want, least in zip(run(low, x, g), run(plain, x, g), limit, strict=True):
         assert got.dtype == torch.bfloat16
         assert sqnr_db(want, got) > least
+
+
+def test_a_weight_knows_its_name_in_the_model_and_so_does_its_copy():
+    layer = convert(nn.ModuleDict({"fc": nn.Linear(32, 32)}), recipe.O2)["fc"]
+    assert [x.label for x in (layer.weight, layer.weight.detach(), copy.deepcopy(layer).weight)] == ["fc.weight"] * 3
+    assert FP8Linear(32, 32).weight.label == ""
+
+
+def test_it_is_a_linear_layer_to_whoever_asks():
+    layer = FP8Linear(32, 48)
+    assert isinstance(layer, nn.Linear)
+    layer.reset_parameters()  # torch's own
+    assert layer(torch.ones(2, 32)).isfinite().all()
+
+
+def test_a_conv1d_keeps_its_weight_the_other_way_round_in_states():
+    class Conv1D(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(32, 48)), nn.Parameter(torch.randn(48))
+
+    source = Conv1D()
+    layer = FP8Conv1D.from_linear(source, recipe.O2)
+    assert (layer.in_features, layer.out_features) == (32, 48)
+    x = torch.randn(4, 32)
+    assert sqnr_db(torch.addmm(source.bias, x, source.weight), layer(x)) > 20
+    state = layer.state_dict()
+    assert torch.allclose(state["weight"].dequantize(), source.weight, rtol=1e-3, atol=1e-6)
+    other = FP8Conv1D.from_linear(Conv1D(), recipe.O2)
+    other.load_state_dict(state)
+    assert torch.equal(other.weight.detach(), layer.weight.detach())
+    assert transposed_weights(nn.ModuleDict({"a": layer, "b": FP8Linear(32, 32)})) == {"a.weight"}

@@ -1,0 +1,122 @@
+"""torch.nn.MultiheadAttention whose projections are FP8 layers; the attention between them stays in the input's dtype."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from msamp.nn.linear import Loading, scaling_parameter
+from msamp.nn.linear_fn import linear
+from msamp.nn.scaling_state import LinearScaling
+from msamp.numerics.recipe import Recipe
+from msamp.numerics.tensor import ScalingTensor
+
+
+def why_not(module: nn.MultiheadAttention) -> str:
+    """Why the projections of an attention module cannot be in FP8; "" where they can."""
+    if module.in_proj_weight is None:
+        return "an attention with keys or values of another width (kdim, vdim)"
+    if module.bias_k is not None or module.add_zero_attn:
+        return "an attention with add_bias_kv or add_zero_attn"
+    return ""
+
+
+class _Rows(torch.autograd.Function):
+    """Rows `start` to `stop` of a weight, as a weight that shares its payload and its scale: only to be read."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, start: int, stop: int) -> torch.Tensor:  # type: ignore[override]
+        ctx.rows, ctx.shape = slice(start, stop), weight.shape
+        if isinstance(weight, ScalingTensor):
+            return ScalingTensor(weight.payload[start:stop], weight.scale_inv, weight.dtype)
+        return weight[start:stop].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        whole = grad.new_zeros(ctx.shape)
+        whole[ctx.rows] = grad
+        return whole, None, None
+
+
+class FP8MultiheadAttention(Loading, nn.MultiheadAttention):
+    """What `convert` makes of a torch.nn.MultiheadAttention; called as that one is, with the same shapes and results.
+
+    Query, key and value of self-attention are projected by one GEMM, others by one for each different input; they share the scales in
+    `scaling`. `out_proj` is an FP8Linear.
+    """
+
+    @classmethod
+    def take_over(cls, module: nn.MultiheadAttention, recipe: Recipe, name: str) -> None:
+        """Turn `module`, for which `why_not` says nothing, into one of these, but for its `out_proj`; it stays the same object."""
+        assert recipe.gemm is not None
+        weight = module.in_proj_weight
+        stored = scaling_parameter(weight.detach(), recipe, weight.requires_grad, f"{name}.in_proj_weight".lstrip("."))
+        vars(stored).update(vars(weight))
+        module.__class__ = cls
+        module.in_proj_weight = stored
+        module.add_module("scaling", LinearScaling(recipe.gemm, device=weight.device))
+
+    def _projected(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Query, key and value [B, .., E] through their thirds of the weight, neighbours that are one tensor together."""
+        size, start = self.embed_dim, 0
+        made: list[torch.Tensor] = []
+        while start < 3:
+            stop = start + 1
+            while stop < 3 and inputs[stop] is inputs[start]:
+                stop += 1
+            whole = stop - start == 3
+            rows = slice(start * size, stop * size)
+            weight = self.in_proj_weight if whole else _Rows.apply(self.in_proj_weight, rows.start, rows.stop)
+            bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
+            made += linear(inputs[start], weight, bias, self.scaling).chunk(stop - start, dim=-1)
+            start = stop
+        return made
+
+    def forward(  # type: ignore[override]
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal is True and attn_mask None; it only says of a mask that it is causal: give the mask")
+        batched = query.dim() == 3
+        found: dict[int, torch.Tensor] = {}
+        for x in (query, key, value):  # what is one tensor stays one tensor
+            found.setdefault(id(x), x.unsqueeze(0) if not batched else x if self.batch_first else x.transpose(0, 1))
+        parts = self._projected([found[id(x)] for x in (query, key, value)])
+        q, k, v = (part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in parts)
+        mask = _merged(attn_mask, key_padding_mask, q, k)
+        dropout, weights = self.dropout if self.training else 0.0, None
+        if need_weights:
+            scores = q @ k.transpose(-2, -1) * self.head_dim**-0.5
+            weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+            attended = weights @ v
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights if batched else weights.squeeze(0)
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        out = self.out_proj(attended.transpose(1, 2).flatten(2))
+        return (out.squeeze(0) if not batched else out if self.batch_first else out.transpose(0, 1)), weights
+
+
+def _merged(attn: torch.Tensor | None, padding: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    """One mask to add to the scores [B, H, L, S], from torch's two: bool, where True hides, or float."""
+    batch, heads, length = q.shape[:3]
+
+    def added(mask: torch.Tensor) -> torch.Tensor:
+        return q.new_zeros(mask.shape).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask.to(q.dtype)
+
+    masks = []
+    if attn is not None:
+        masks.append(added(attn).view(batch, heads, length, -1) if attn.dim() == 3 else added(attn))
+    if padding is not None:
+        masks.append(added(padding).view(batch, 1, 1, k.shape[2]))
+    return sum(masks[1:], masks[0]) if masks else None

@@ -1,0 +1,180 @@
+"""The three forms in which a converted model is saved, and the way back into converted and unconverted models."""
+
+import copy
+import gc
+import pickle
+import warnings
+
+import dist
+import pytest
+import torch
+from numerics import make
+from torch import nn
+
+import msamp
+from msamp.integrations.saving import exact_state_dict, fp8_state_dict, plain_state_dict, save_plain
+from msamp.numerics import recipe
+from msamp.numerics.tensor import ScalingTensor
+
+every_level = pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+
+
+def plain_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(16, 32), nn.MultiheadAttention(32, 2), nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
+
+
+def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = model[0](x)
+    return model[2](model[1](y, y, y)[0])
+
+
+def trained(level: str, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = plain_model()
+    model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level)
+    for _ in range(steps):
+        run(model, torch.arange(16).view(4, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@every_level
+def test_a_plain_state_has_the_keys_and_the_values_of_the_unconverted_model(level):
+    model, _ = trained(level)
+    state = plain_state_dict(model)
+    other = plain_model()
+    assert list(state) == list(other.state_dict())
+    assert all(type(x) is torch.Tensor and x.dtype == torch.float32 for x in state.values())
+    other.load_state_dict(state, strict=True)
+    weights = dict(model.named_parameters())
+    assert all(p.equal(msamp.fp32_values(weights[name])) for name, p in other.named_parameters())
+
+
+def test_at_o3_the_values_are_those_of_the_masters():
+    model, optimizer = trained("O3")
+    state, weight = plain_state_dict(model, optimizer), model[2][0].weight
+    assert state["2.0.weight"].equal(optimizer.state[weight]["master"].dequantize())
+    assert not state["2.0.weight"].equal(weight.dequantize())
+
+
+def test_weights_that_were_loaded_are_saved_and_not_their_old_masters():
+    model, optimizer = trained("O3")
+    source = plain_model().state_dict()
+    model.load_state_dict(source)
+    assert (plain_state_dict(model, optimizer)["2.0.weight"] - source["2.0.weight"]).norm() < 0.05 * source["2.0.weight"].norm()
+
+
+@every_level
+def test_a_converted_model_loads_a_plain_state_and_its_scales_start_anew(level):
+    model, _ = trained(level)
+    source = plain_model()
+    with torch.no_grad():
+        for p in source.parameters():
+            p.mul_(2)
+    assert model[2][0].scaling.seen == 2
+    model.load_state_dict(source.state_dict(), strict=True)
+    assert (int(model[2][0].scaling.seen), model[2][0].scaling.steps) == (0, 0)
+    want = ScalingTensor.quantize(source[2][0].weight.detach(), model[2][0].weight.format)
+    assert torch.equal(model[2][0].weight.detach(), want)
+    assert model.load_state_dict({"2.0.bias": torch.zeros(64)}, strict=False).missing_keys  # nothing of a weight: its scales stay
+
+
+def test_what_is_assigned_is_quantised_too():
+    model, _ = trained("O3")
+    model.load_state_dict(plain_model().state_dict(), assign=True)
+    assert isinstance(model[2][0].weight, ScalingTensor)
+    assert run(model, torch.arange(4).view(2, 2)).isfinite().all()
+
+
+def test_a_plain_state_that_is_not_finite_is_refused_by_name():
+    model, _ = trained("O2", steps=0)
+    state = plain_model().state_dict()
+    state["2.2.weight"][0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"2\.2\.weight holds 1 values that are NaN or infinite"):
+        model.load_state_dict(state)
+
+
+@every_level
+def test_the_fp8_form_is_exact_and_of_plain_tensors(level, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model, _ = trained(level)
+    state = fp8_state_dict(model)
+    assert all(type(x) is torch.Tensor for x in state.values())
+    assert state["2.0.weight"].itemsize == (1 if level == "O3" else 2)
+    save_file(state, tmp_path / "model.safetensors")
+    again = msamp.convert(plain_model(), recipe.by_name(level))
+    again.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
+    before, after = model.state_dict(), again.state_dict()
+    assert list(before) == list(after)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_model_that_saves_plain_says_so_until_it_is_told_otherwise():
+    model, optimizer = trained("O3")
+    handle = save_plain(model, optimizer)
+    state = model.state_dict()
+    want = plain_state_dict(model, optimizer)
+    assert list(state) == list(plain_model().state_dict())
+    assert all(state[key].equal(want[key]) for key in want)
+    wrapped = nn.ModuleDict({"inner": model}).state_dict()
+    assert list(wrapped) == [f"inner.{key}" for key in want]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert list(other.state_dict()) == list(want)
+    del optimizer
+    gc.collect()
+    assert model.state_dict()["2.0.weight"].equal(model[2][0].weight.dequantize())
+    exact = exact_state_dict(model)
+    assert isinstance(exact["2.0.weight"], ScalingTensor)
+    assert "2.0.weight_scale_inv" in fp8_state_dict(model)
+    handle.remove()
+    assert list(model.state_dict()) == list(exact)
+    assert isinstance(model.state_dict()["2.0.weight"], ScalingTensor)
+
+
+def test_an_unconverted_model_is_plain_already():
+    model = plain_model()
+    assert all(x is y or x.equal(y) for x, y in zip(plain_state_dict(model).values(), model.state_dict().values(), strict=True))
+
+
+def under_zero() -> tuple[list[str], bool]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = trained("O3", steps=1)
+    state = plain_state_dict(model, optimizer)
+    asked_alone = plain_state_dict(model)["2.0.weight"]
+    return list(state), bool(state) and not state["2.0.weight"].equal(asked_alone)
+
+
+@pytest.mark.nightly(10)
+def test_under_zero_the_first_rank_gets_the_masters():
+    (first, finer), (other, _) = dist.run(under_zero, 2)
+    assert first == list(plain_model().state_dict())
+    assert finer
+    assert other == []
+
+
+def test_a_float_copy_averages_what_fp8_would_round_away():
+    model, _ = trained("O3", steps=0)
+    start = msamp.fp32_values(model[2][0].weight).clone()
+    average = torch.optim.swa_utils.AveragedModel(msamp.float_copy(model), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99))
+    average.update_parameters(model)
+    with torch.no_grad():
+        model[2][0].weight.copy_(start + make("normal", start.shape))
+    average.update_parameters(model)
+    want = torch.lerp(start, msamp.fp32_values(model[2][0].weight), 0.01)
+    assert torch.allclose(average.module[2][0].weight, want, rtol=1e-5, atol=1e-6)
+    assert run(average.module, torch.arange(4).view(2, 2)).isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_torch_s_averages_work_on_the_model_itself(level):
+    model, _ = trained(level, steps=0)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    start = msamp.fp32_values(model[2][0].weight).clone()
+    average.update_parameters(model)
+    with torch.no_grad():
+        model[2][0].weight.mul_(3.0)
+    average.update_parameters(model)
+    assert torch.allclose(msamp.fp32_values(average.module[2][0].weight), 2 * start, rtol=1e-3, atol=1e-6)

@@ -1,0 +1,135 @@
+"""Attention with FP8 projections against torch's own, through every way to call it."""
+
+import copy
+
+import pytest
+import torch
+from numerics import make
+from torch import nn
+
+from msamp.nn.convert import convert, float_copy, survey
+from msamp.nn.filters import exclude_names
+from msamp.nn.linear import FP8Linear
+from msamp.nn.multihead_attention import FP8MultiheadAttention
+from msamp.numerics import recipe
+from msamp.numerics.metrics import sqnr_db
+from msamp.numerics.tensor import ScalingTensor
+
+SIZE, HEADS, BATCH, LONG, SHORT = 32, 4, 3, 7, 5
+
+
+def pair(**options) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
+    torch.manual_seed(0)
+    plain = nn.MultiheadAttention(SIZE, HEADS, **options)
+    for bias in (plain.in_proj_bias, plain.out_proj.bias):
+        if bias is not None:
+            nn.init.normal_(bias)
+    return plain, convert(copy.deepcopy(plain), recipe.O2)
+
+
+def test_it_is_the_same_object_with_the_same_keys():
+    plain = nn.MultiheadAttention(SIZE, HEADS)
+    keys = list(plain.state_dict())
+    low = convert(plain, recipe.O3)
+    assert low is plain
+    assert type(low) is FP8MultiheadAttention
+    assert type(low.out_proj) is FP8Linear
+    assert isinstance(low.in_proj_weight, ScalingTensor)
+    assert low.in_proj_weight.label == "in_proj_weight"
+    assert [key for key in low.state_dict() if "scaling" not in key] == keys
+    assert survey(low).converted == [""]
+
+
+CALLS = {
+    "self": lambda t: {},
+    "self without weights": lambda t: {"need_weights": False},
+    "weights by head": lambda t: {"average_attn_weights": False},
+    "bool masks": lambda t: {"attn_mask": torch.ones(t, t).triu(1).bool(), "key_padding_mask": torch.arange(t).expand(BATCH, t) > t - 3},
+    "float mask": lambda t: {"attn_mask": make("normal", (t, t), seed=5), "need_weights": False},
+    "mask by head": lambda t: {"attn_mask": make("normal", (BATCH * HEADS, t, t), seed=6)},
+    "causal": lambda t: {"attn_mask": torch.ones(t, t).triu(1).bool(), "is_causal": True, "need_weights": False},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_self_attention_and_its_gradients_are_torch_s(name, batch_first):
+    results = []
+    for model in pair(batch_first=batch_first):
+        x = make("normal", (BATCH, LONG, SIZE) if batch_first else (LONG, BATCH, SIZE)).requires_grad_()
+        out, weights = model(x, x, x, **CALLS[name](LONG))
+        out.backward(make("normal", out.shape, seed=1))
+        results.append((out.detach(), weights, x.grad, model.in_proj_weight.grad, model.out_proj.weight.grad, model.in_proj_bias.grad))
+    for want, got in zip(*results, strict=True):
+        assert (want is None) == (got is None)
+        assert want is None or (want.shape == got.shape and sqnr_db(want.detach(), got.detach()) > 15)
+
+
+@pytest.mark.parametrize("same_value", [True, False])
+def test_cross_attention_and_its_gradients_are_torch_s(same_value):
+    results = []
+    for model in pair(bias=False):
+        q, k = make("normal", (SHORT, BATCH, SIZE)), make("normal", (LONG, BATCH, SIZE), seed=1)
+        out, _ = model(q, k, k if same_value else make("normal", (LONG, BATCH, SIZE), seed=2))
+        out.backward(make("normal", out.shape, seed=3))
+        results.append((out.detach(), model.in_proj_weight.grad))
+    for want, got in zip(*results, strict=True):
+        assert sqnr_db(want, got) > 15
+
+
+def test_one_sequence_without_a_batch():
+    plain, low = pair()
+    x = make("normal", (LONG, SIZE))
+    (want, weights), (got, found) = plain(x, x, x), low(x, x, x)
+    assert (want.shape, weights.shape) == (got.shape, found.shape)
+    assert sqnr_db(want, got) > 15
+
+
+def test_dropout_is_only_in_training():
+    low = pair(dropout=0.5)[1]
+    x = make("normal", (LONG, BATCH, SIZE))
+    assert not low(x, x, x)[0].equal(low(x, x, x)[0])
+    assert low.eval()(x, x, x)[0].equal(low(x, x, x)[0])
+
+
+def test_a_float_copy_attends_in_full_precision():
+    plain, low = pair()
+    x, k = make("normal", (LONG, BATCH, SIZE)), make("normal", (LONG, BATCH, SIZE), seed=1)
+    assert sqnr_db(plain(x, k, k)[0], float_copy(low)(x, k, k)[0]) > 55
+
+
+def test_a_causal_hint_without_a_mask_is_refused():
+    x = make("normal", (LONG, BATCH, SIZE))
+    with pytest.raises(ValueError, match="is_causal is True and attn_mask None"):
+        pair()[1](x, x, x, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"kdim": 16}, "another width"),
+        ({"add_bias_kv": True}, "add_bias_kv or add_zero_attn"),
+        ({"add_zero_attn": True}, "add_bias_kv or add_zero_attn"),
+    ],
+)
+def test_what_cannot_be_in_fp8_stays_whole_and_is_named(options, why):
+    model = nn.Sequential(nn.MultiheadAttention(SIZE, HEADS, **options))
+    assert why in survey(model).left["0"]
+    assert type(convert(model, recipe.O2)[0]) is nn.MultiheadAttention
+    assert not any(isinstance(p, ScalingTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize("part", ["in_proj", "out_proj"])
+def test_a_filter_that_refuses_one_projection_keeps_both(part):
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(SIZE, HEADS)})
+    convert(model, recipe.O2, exclude_names(rf"^attention\.{part}$"))
+    assert type(model["attention"]) is nn.MultiheadAttention
+
+
+def test_a_bad_weight_is_refused_by_name():
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(SIZE, HEADS)})
+    with torch.no_grad():
+        model["attention"].out_proj.weight[0, 0] = float("inf")
+    with pytest.raises(ValueError, match=r"attention\.out_proj\.weight holds 1 values"):
+        convert(model, recipe.O2)
+    assert type(model["attention"]) is nn.MultiheadAttention
