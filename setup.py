@@ -45,6 +45,7 @@ setup(
             "transformers",  # what converted checkpoints are compared with
             "compressed-tensors",
         ],
+        "integrations": ["transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2", "torchvision==0.28.0"],
         "gpu": ["triton>=3.6", "transformer-engine[pytorch]", "flash-attn"],
         "plot": ["matplotlib"],
     },

@@ -1,0 +1,94 @@
+"""LoRA of peft on FP8 base weights, in both orders."""
+
+import pytest
+import torch
+from torch import nn
+
+import msamp
+from msamp.nn.linear import FP8Linear
+from msamp.numerics.metrics import sqnr_db
+
+peft = pytest.importorskip("peft")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def adapted(order: str, rank: int = 16, level: str = "O2") -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A network with adapters, made low-precision before or after they came, and trained for some steps."""
+    torch.manual_seed(0)
+    model, config = Net(), peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=["up", "down"])
+    if order == "initialize first":
+        model = msamp.initialize(model, opt_level=level)[0]
+        model = peft.get_peft_model(model, config)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    else:
+        model = peft.get_peft_model(model, config)
+        model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level)
+    x = torch.randn(32, 32)
+    losses = []
+    for _ in range(8):
+        loss = (model(x) - x).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    return model, optimizer
+
+
+both_orders = pytest.mark.parametrize("order", ["initialize first", "adapters first"])
+
+
+@both_orders
+def test_the_base_is_fp8_and_the_adapters_are_not(order):
+    model, _ = adapted(order)
+    assert [name for name, m in model.named_modules() if type(m) is FP8Linear] == [
+        "base_model.model.up.base_layer",
+        "base_model.model.down.base_layer",
+    ]
+
+
+@both_orders
+@pytest.mark.parametrize("safe", [False, True])
+def test_adapters_merge_into_the_base(order, safe):
+    model, _ = adapted(order)
+    x = torch.randn(16, 32)
+    want = model.eval()(x).detach()
+    weight = model.base_model.model.up.base_layer.weight.dequantize()
+    delta = model.base_model.model.up.get_delta_weight("default").detach()
+    merged = model.merge_and_unload(safe_merge=safe)
+    assert [type(m) for m in (merged.up, merged.down)] == [FP8Linear] * 2
+    assert torch.allclose(merged.up.weight.dequantize(), weight + delta, rtol=1e-3, atol=1e-5)
+    assert sqnr_db(want, merged(x)) > 20
+    assert list(msamp.plain_state_dict(merged)) == list(Net().state_dict())
+
+
+def test_a_merge_can_be_taken_back():
+    model, _ = adapted("adapters first")
+    weight = model.base_model.model.up.base_layer.weight.dequantize()
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert torch.allclose(model.base_model.model.up.base_layer.weight.dequantize(), weight, rtol=2e-3, atol=1e-4)
+
+
+def test_a_merge_into_fp8_says_what_it_costs():
+    model, _ = adapted("adapters first", level="O3")
+    with pytest.warns(UserWarning, match="stores into fp8-e4m3"):
+        model.merge_adapter()
+
+
+@both_orders
+def test_adapters_are_saved_and_loaded(order, tmp_path):
+    model, _ = adapted(order)
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    plain = peft.PeftModel.from_pretrained(Net(), tmp_path)
+    x = torch.randn(16, 32)
+    assert sqnr_db(plain.eval()(x), model.eval()(x)) > 20

@@ -1,0 +1,132 @@
+"""Models of transformers: what becomes FP8 of them, and how they are saved."""
+
+import warnings
+
+import pytest
+import torch
+
+import msamp
+from msamp.nn.linear import FP8Conv1D, FP8Linear
+from msamp.numerics.metrics import sqnr_db
+
+transformers = pytest.importorskip("transformers")
+TOKENS = torch.arange(32).view(2, 16) % 60
+
+
+def gpt2() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def initialized(model: torch.nn.Module, level: str = "O2", **options) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    return msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), level, **options)
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    loss = model(input_ids=TOKENS, labels=TOKENS).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def test_conv1d_becomes_fp8_and_computes_the_same():
+    plain, model = gpt2().eval(), gpt2()
+    model, optimizer = initialized(model)
+    layers = [name for name, m in model.named_modules() if isinstance(m, FP8Conv1D)]
+    assert len(layers) == 8
+    assert model.transformer.h[0].attn.c_attn.weight.shape == (192, 64)
+    assert sqnr_db(plain(TOKENS).logits, model.eval()(TOKENS).logits) > 20
+    model.train()
+    first = step(model, optimizer)
+    assert [step(model, optimizer) for _ in range(4)][-1] < first
+
+
+def test_the_gradients_of_conv1d_are_those_of_the_plain_model():
+    plain = gpt2()
+    model = msamp.convert(gpt2(), msamp.recipes.O2)
+    for each in (plain, model):
+        each(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    want, got = (each.transformer.h[1].mlp.c_fc.weight.grad for each in (plain, model))
+    assert sqnr_db(want.t(), got) > 15
+
+
+def test_the_master_of_a_conv1d_starts_from_its_weight():
+    want = gpt2().transformer.h[0].attn.c_proj.weight.detach()  # square: nothing but its kind tells how it lies
+    model, optimizer = initialized(gpt2(), "O3")
+    master = optimizer.state[model.transformer.h[0].attn.c_proj.weight]["master"].dequantize()
+    assert (master.t() - want).norm() < 1e-3 * want.norm()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_save_pretrained_writes_what_from_pretrained_reads(level, tmp_path):
+    model, optimizer = initialized(gpt2(), level)
+    step(model, optimizer)
+    model.save_pretrained(tmp_path)
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    want = msamp.plain_state_dict(model, optimizer)
+    assert list(again.state_dict()) == list(want)
+    assert all(x.equal(want[name]) for name, x in again.state_dict().items())
+    assert sqnr_db(again.eval()(TOKENS).logits, model.eval()(TOKENS).logits) > 20
+
+
+@pytest.mark.parametrize("square", ["c_proj", "c_attn"])
+def test_a_conv1d_loads_its_own_states_and_plain_ones(square):
+    source = gpt2()
+    with torch.no_grad():
+        for p in source.parameters():
+            p.mul_(2)
+    plain = source.state_dict()
+    model = msamp.convert(gpt2(), msamp.recipes.O2)
+    model.load_state_dict(plain, strict=True)
+    name = f"transformer.h.0.attn.{square}.weight"
+    assert torch.allclose(msamp.fp32_values(model.get_parameter(name)).t(), plain[name], rtol=1e-3, atol=1e-6)
+    for state in (model.state_dict(), msamp.fp8_state_dict(model), msamp.plain_state_dict(model)):
+        other = msamp.convert(gpt2(), msamp.recipes.O2)
+        other.load_state_dict(state, strict=True)
+        assert torch.equal(other.get_parameter(name).detach(), model.get_parameter(name).detach())
+
+
+def test_experts_of_mixtral_are_named():
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        num_local_experts=4,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config)
+    with pytest.warns(UserWarning, match=r"less than half of the model's products(.*\n)+.*Experts reads its own parameters \(gate_up_proj"):
+        initialized(model)
+
+
+def test_vit_is_converted_but_for_its_convolution():
+    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=32)
+    model = transformers.ViTModel(config, add_pooling_layer=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, _ = initialized(model)
+    left = msamp.survey(model).left
+    assert sum(isinstance(m, FP8Linear) for m in model.modules()) == 6
+    assert "a convolution" in left.values()
+
+
+@pytest.mark.nightly(30)
+def test_the_trainer_saves_plain_checkpoints_and_resumes(tmp_path):
+    pytest.importorskip("accelerate")
+    rows = [{"input_ids": row, "labels": row} for row in TOKENS]
+
+    def trainer(steps: int) -> object:
+        model, optimizer = initialized(gpt2(), "O3")
+        settings = transformers.TrainingArguments(
+            str(tmp_path), max_steps=steps, save_steps=1, logging_steps=1, report_to=[], use_cpu=True, per_device_train_batch_size=2
+        )
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        return transformers.Trainer(model, settings, train_dataset=rows, optimizers=(optimizer, schedule))
+
+    trainer(2).train()
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-2")
+    assert again(input_ids=TOKENS, labels=TOKENS).loss.isfinite()
+    resumed = trainer(3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 3
