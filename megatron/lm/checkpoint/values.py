@@ -129,6 +129,10 @@ def check_agree(weight: Found, master: Found, folder: object) -> None:
     joined. A scale of another step, or the weight of another layer, is further off in most of its values.
     """
     mine, theirs, formats = weight.values(), master.values(), [of_dtype(found.payload.dtype) for found in (weight, master)]
+    if mine.shape != theirs.shape:
+        raise ValueError(
+            f"{folder}: {weight.key} is {tuple(mine.shape)}, and its master is {tuple(theirs.shape)}; load an older checkpoint"
+        )
     if weight.rows is not None:  # the mean of rounded rows is not the rounded mean
         theirs = torch.cat([theirs[: weight.rows], mine[weight.rows :]])
     digits = 2.0 ** -min(fmt.mantissa_bits for fmt in formats)

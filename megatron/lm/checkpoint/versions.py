@@ -54,6 +54,9 @@ def upgraded(info: dict[str, Any]) -> dict[str, Any]:
     config = info.get("config", {})
     if not isinstance(config, dict) or not all(isinstance(values, dict) for values in config.values()):
         raise ValueError("has a configuration that is not sections of settings; load an older checkpoint")
+    wrong = [name for name, is_one in _ENTRIES.items() if info.get(name) is not None and not is_one(info[name])]
+    if wrong:
+        raise ValueError(f"has a checkpoint.json whose entry {wrong[0]!r} is none; load an older checkpoint")
     if version > VERSION:
         raise ValueError(
             f"has checkpoint version {version}, and this code reads versions {oldest} to {VERSION}: take the code that wrote it, or newer"
@@ -112,6 +115,46 @@ _COUNTS = (
     *_AT_LEAST_ONE,
     *("iteration", "consumed_samples", "passed_over", "skipped_steps", "grad_sync_steps", "schedule_steps"),
 )
+
+
+def _is_run(entry: Any) -> bool:
+    """Whether `megatron.lm.identity` can have written it."""
+    match entry:
+        case {"id": str(), "parent": None, "adopted": bool()}:
+            return True
+        case {"id": str(), "parent": {"run": str(), "iteration": iteration, "finetune": bool(), **more}, "adopted": bool()}:
+            return _natural(iteration) and not more
+    return False
+
+
+def _is_health(entry: Any) -> bool:
+    """Whether `megatron.lm.health` can have written it."""
+    if not isinstance(entry, dict):
+        return False
+    mean = entry.get("mean_loss")
+    return (
+        isinstance(entry.get("problem"), str | None)
+        and _natural(entry.get("losses", 0))
+        and (mean is None or (isinstance(mean, int | float) and math.isfinite(mean)))
+    )
+
+
+def _is_data(entry: Any) -> bool:
+    """Whether `megatron.lm.data.order` can have written it."""
+    match entry:
+        case {"order": str() | int(), "seed": int(), "datasets": [*datasets]}:
+            return all(map(_is_dataset, datasets))
+    return False
+
+
+def _is_dataset(entry: Any) -> bool:
+    match entry:
+        case {"prefix": str(), "weight": int() | float() as weight, "documents": [first, end], "index": str(), "content": str()}:
+            return _natural(first) and _natural(end) and math.isfinite(weight)
+    return False
+
+
+_ENTRIES: dict[str, Callable[[Any], bool]] = {"run": _is_run, "health": _is_health, "data": _is_data}
 
 
 def _natural(number: Any) -> bool:

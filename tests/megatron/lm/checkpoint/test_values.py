@@ -289,6 +289,11 @@ def test_a_weight_that_is_not_its_master_rounded_is_found(weight: str, wrong: st
         check_agree(cast(other, weight, "FP32", late=False)[0], theirs, "here")
 
 
+def test_a_weight_and_a_master_of_other_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"here: model/w is \(2, 3\), and its master is \(3, 3\); load an older checkpoint"):
+        check_agree(one(draw(2, 3).bfloat16()), one(draw(3, 3)), "here")
+
+
 def test_padding_rows_that_were_made_need_not_agree(tmp_path: Path):
     """The mean of rounded rows is not the rounded mean of the rows."""
     x, shape = draw(VOCABULARY, 4), (VOCABULARY, 4)

@@ -139,6 +139,10 @@ def test_other_versions_are_refused_with_a_remedy(version: int, said: str):
         tiny.run(config)
 
 
+RUN = {"id": "a", "parent": {"run": "b", "iteration": 4, "finetune": False}, "adopted": False}
+HEALTH = {"problem": None, "mean_loss": 4.1, "losses": 3}
+DATASET = {"prefix": "p", "weight": 1.0, "documents": [0, 9], "tokens": 90, "index": "0", "content": "0"}
+DATA = {"order": "epochs", "seed": 1, "datasets": [DATASET]}
 WRONG: dict[str, tuple[dict[str, object], str]] = {
     "an iteration below 0": ({"iteration": -1}, "has iteration -1; it must be a whole number from 0 on; load an older"),
     "an iteration of text": ({"iteration": "4"}, "has iteration '4'; it must be a whole number"),
@@ -164,6 +168,15 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     "a file with a negative size": ({"files": {"__0_0.bin": {"bytes": -1, "sha256": "0"}}}, "says neither bytes nor SHA-256"),
     "a digest that is a number": ({"files": {"__0_0.bin": {"bytes": 1, "sha256": 0}}}, "says neither bytes nor SHA-256"),
     "a version that is text": ({"version": "5"}, "has checkpoint version '5', which is no whole number"),
+    **{
+        f"{name} that is {entry!r}": ({name: entry}, f"has a checkpoint.json whose entry '{name}' is none; load an older checkpoint")
+        for name, entries in {
+            "run": ("a", {}, RUN | {"id": 7}, RUN | {"parent": {}}, RUN | {"parent": {"run": "b", "iteration": -1, "finetune": False}}),
+            "health": ([], HEALTH | {"problem": 3}, HEALTH | {"mean_loss": math.nan}, HEALTH | {"losses": "2"}),
+            "data": ("x", {}, DATA | {"datasets": None}, DATA | {"datasets": [{}]}, DATA | {"datasets": [DATASET | {"documents": [1]}]}),
+        }.items()
+        for entry in entries
+    },
     "no version": ({"version": None}, "has checkpoint version None, which is no whole number"),
 }
 
@@ -186,6 +199,8 @@ def judged(info: dict[str, Any]) -> None:
 def test_what_no_checkpoint_says_is_refused(info: dict[str, Any], name: str):
     changes, said = WRONG[name]
     judged(info)
+    judged(info | {"run": RUN, "health": HEALTH, "data": DATA})
+    judged(info | {"run": RUN | {"parent": None}, "health": HEALTH | {"mean_loss": None}})
     judged(info | {"loss_scale": {"loss_scale": 65536.0, "unskipped": 3, "overflows_left": 1}})
     with pytest.raises(ValueError, match=said) as caught:
         judged(info | changes)
