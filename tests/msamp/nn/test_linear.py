@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from choices import each_once
 from numerics import KINDS, Measures, check, make, measure, saturation_of_cast
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -338,8 +339,7 @@ def test_moved_to_the_gpu_it_computes_the_same(level):
     assert all(sqnr_db(w, v.cpu()) > 55 for w, v in zip(want, got, strict=True))
 
 
-@pytest.mark.parametrize("steps", [0, 16])
-@every_level
+@each_once(1, level=LEVELS, steps=[16, 0])
 def test_compiled_it_computes_the_same(level, steps):
     low = pair(level=level)[1]
     x, g = make("normal", (16, 64), seed=1), make("normal", (16, 48), seed=2)

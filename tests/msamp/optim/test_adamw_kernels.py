@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from choices import each_once
 from numerics import bits, make
 from torch import nn
 
@@ -17,7 +18,8 @@ from msamp.optim.adamw import FP8AdamW
 
 SHAPES = {"linear": [(33, 17), (16, 48), (5,)], "matrix": [(12, 8)], "vector": [(7,), (), (16,)]}
 LARGE = {"linear": [(2048, 8192), (2048, 2047)], "matrix": [(6151, 64)], "vector": [(2048,)]}
-every_level = pytest.mark.parametrize("level", [O1, O2, O3], ids=lambda recipe: recipe.name)
+LEVELS = (O1, O2, O3)
+every_level = pytest.mark.parametrize("level", LEVELS, ids=lambda recipe: recipe.name)
 
 
 def use(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +104,7 @@ def run(package: str, monkeypatch: pytest.MonkeyPatch, level: Recipe, device, **
     return states, [bits(torch.tensor(norm, dtype=torch.float64)) for norm in norms if norm == norm]
 
 
-@every_level
-@pytest.mark.parametrize("settings", [{}, {"decoupled": False, "clip_grad": None}], ids=["clipped", "Adam's decay"])
+@each_once(2, level=LEVELS, settings=[{}, {"decoupled": False, "clip_grad": None}])
 def test_the_kernels_are_their_twins_over_a_whole_step(level, settings, triton_device, monkeypatch):
     got, want = (run(package, monkeypatch, level, triton_device, **settings) for package in ("triton", "reference"))
     assert same(got[0], want[0])

@@ -10,6 +10,7 @@ import importlib
 import pytest
 import torch
 from agreement import assert_codes, assert_no_worse, assert_plain, assert_sums
+from choices import each_once
 from numerics import KINDS, codes, make
 
 from msamp.kernels.reference import activate as twin
@@ -20,7 +21,7 @@ RAGGED = [(1, 2, torch.float32), (3, 5, torch.float16), (32, 64, torch.float32),
 CASES = [(kind, *case) for kind in ("gelu", "swiglu") for case in RAGGED]
 NIGHTLY = pytest.mark.nightly
 both = pytest.mark.parametrize("kind", ["gelu", "swiglu"])
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 every_scale = pytest.mark.parametrize("scale", [None, 2.0])
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy, for the interpreter
 
@@ -112,8 +113,7 @@ def test_no_worse_than_the_twin(kind, values, triton_device):
     assert_no_worse(exact, g, g_scale_inv, E5M2, twin.activate_backward(grad_a, y, *fixed, E5M2.dtype)[0])
 
 
-@both
-@every_dtype
+@each_once(kind=["gelu", "swiglu"], dtype=DTYPES)
 def test_plain_results(kind, dtype, triton_device):
     grad_a, y = inputs(kind, (37, 70), triton_device, dtype, values="normal")
     slot, one = torch.zeros((), device=y.device), torch.ones((), device=y.device)

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from agreement import assert_codes
+from choices import each_once
 from numerics import bits, every_bf16, make, random_floats
 
 from msamp.kernels.reference.block_cast import block_cast as twin
@@ -16,11 +17,12 @@ from msamp.numerics.granularity import Block
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy, for the interpreter
 NIGHTLY = functools.partial(pytest.param, marks=pytest.mark.nightly)
+FP8, DTYPES = (E4M3, E5M2), (torch.float32, torch.bfloat16, torch.float16)
 every_rule = pytest.mark.parametrize("rule", RULES)
-every_fp8 = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-ROWS, SQUARE, MX = Block(1, 128), Block(128, 128), Block(1, 32)
-every_block = pytest.mark.parametrize("block", [ROWS, SQUARE, MX], ids=str)
+every_fp8 = pytest.mark.parametrize("fmt", FP8, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+BLOCKS = ROWS, SQUARE, MX = Block(1, 128), Block(128, 128), Block(1, 32)
+every_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
 
 
 def kernel(*args, **flags):
@@ -45,17 +47,15 @@ def assert_same(
         assert bits(slots[0]).equal(bits(slots[1]))
 
 
-@every_block
-@every_dtype
+@each_once(block=BLOCKS, dtype=DTYPES)
 @pytest.mark.parametrize("shape", [(3, 5), (130, 129), *(NIGHTLY(shape) for shape in ((1, 1), (127, 65), (4, 260)))], ids=str)
 def test_ragged_shapes(block, dtype, shape, triton_device):
     rule = "e8m0" if block == MX else "fp32"
     assert_same(make("log-normal", shape, device=triton_device).to(dtype), block, rule)
 
 
-@every_rule
-@every_fp8
-@pytest.mark.parametrize("block", [ROWS, SQUARE, MX, *(NIGHTLY(block) for block in (Block(32, 32), Block(1, 16), Block(64, 64)))], ids=str)
+@each_once(rule=list(RULES), fmt=FP8)
+@pytest.mark.parametrize("block", [*BLOCKS, *(NIGHTLY(block) for block in (Block(32, 32), Block(1, 16), Block(64, 64)))], ids=str)
 def test_every_rule_in_blocks_of_all_sizes(rule, fmt, block, triton_device):
     assert_same(make("channel-outlier", (140, 72), device=triton_device).bfloat16(), block, rule, fmt)
 
@@ -67,9 +67,8 @@ def test_everything_that_can_be_left_out(block, asked, triton_device):
         assert_same(make("normal", (rows, 70), device=triton_device), block, "fp32", asked=asked)
 
 
-@every_rule
+@each_once(rule=list(RULES), block=BLOCKS)
 @every_fp8
-@every_block
 def test_random_bits_of_all_magnitudes(rule, fmt, block, triton_device):
     x = random_floats(20_000, seed=9)
     # Sorted, neighbours share a block: blocks of every magnitude. Most of those of the unsorted ones are not finite.
@@ -90,8 +89,7 @@ def test_amaxes_beside_powers_of_two_and_beside_the_largest_value(rule, triton_d
         assert_same(x.to(triton_device), MX, rule, fmt)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), -float("inf"), -0.0])
-@every_rule
+@each_once(bad=[float("nan"), -float("inf"), -0.0], rule=list(RULES))
 @every_block
 def test_special_values(bad, rule, block, triton_device):
     x = make("normal", (130, 70), device=triton_device)
@@ -112,8 +110,7 @@ def test_a_multiplier(block, multiplier, triton_device):
     assert_same(make("log-normal", (130, 70), device=triton_device).half(), block, "fp32", multiplier=multiplier)
 
 
-@every_block
-@every_fp8
+@each_once(block=BLOCKS, fmt=FP8)
 def test_an_fp8_payload_and_its_scale(block, fmt, triton_device):
     codes = torch.arange(256, dtype=torch.uint8, device=triton_device).repeat(130, 1)
     assert_same(codes.view(fmt.dtype), block, "fp32", multiplier=2.0**-9)

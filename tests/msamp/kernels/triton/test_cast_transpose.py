@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from agreement import assert_codes, assert_sums
+from choices import each_once
 from numerics import bits, codes, make, random_floats
 
 from msamp.kernels.reference.cast_transpose import cast_transpose as twin
@@ -16,8 +17,9 @@ from msamp.numerics.range_expand import two_stage_amax
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy, for the interpreter
 NIGHTLY = functools.partial(pytest.param, marks=pytest.mark.nightly)
-every_fp8 = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+FP8, DTYPES = (E4M3, E5M2), (torch.float32, torch.bfloat16, torch.float16)
+every_fp8 = pytest.mark.parametrize("fmt", FP8, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def kernel(*args, **flags):
@@ -40,8 +42,7 @@ def assert_same(x: torch.Tensor, scale: float | None, fmt, slot: float | None = 
         assert bits(slots[0]).equal(bits(slots[1]))
 
 
-@every_fp8
-@every_dtype
+@each_once(fmt=FP8, dtype=DTYPES)
 @pytest.mark.parametrize(
     "shape", [(3, 5), (129, 65), *(NIGHTLY(shape) for shape in ((1, 1), (16, 16), (128, 64), (127, 191), (300, 7)))], ids=str
 )
@@ -49,15 +50,13 @@ def test_ragged_shapes(fmt, dtype, shape, triton_device):
     assert_same(make("log-normal", shape, device=triton_device).to(dtype), 4.0, fmt)
 
 
-@pytest.mark.parametrize("asked", [asked for asked in itertools.product([False, True], repeat=3) if asked != (False, False, True)], ids=str)
-@pytest.mark.parametrize("scale", [None, 0.25])
+@each_once(asked=[asked for asked in itertools.product([False, True], repeat=3) if asked != (False, False, True)], scale=[None, 0.25])
 def test_everything_that_can_be_left_out(asked, scale, triton_device):
     for rows in (40, 41):  # whole words of four rows, and not
         assert_same(make("normal", (rows, 70), device=triton_device), scale, E5M2, asked=asked)
 
 
-@every_fp8
-@pytest.mark.parametrize("scale", [None, 2.0**-126, 1.0, 2.0**126])
+@each_once(fmt=FP8, scale=[None, 2.0**-126, 1.0, 2.0**126])
 def test_random_bits_of_all_magnitudes(fmt, scale, triton_device):
     assert_same(random_floats(20_000, seed=8).view(200, 100).to(triton_device), scale, fmt)
 
@@ -68,9 +67,8 @@ def test_the_slot_is_raised_to_the_amax(old, scale, triton_device):
     assert_same(make("normal", (200, 100), device=triton_device), scale, E4M3, slot=old)
 
 
-@every_fp8
+@each_once(fmt=FP8, bad=[float("nan"), -float("nan"), float("inf"), -float("inf"), -0.0])
 @pytest.mark.parametrize("scale", [None, 2.0])
-@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf"), -0.0])
 def test_special_values(fmt, bad, scale, triton_device):
     x = make("normal", (130, 70), device=triton_device)
     x[126, 0] = x[129, 69] = bad
@@ -97,8 +95,7 @@ def test_scale_inv_is_left_in_its_slot(bad, scale, triton_device):
     assert all(codes(a).equal(codes(b)) for a, b in zip(own[:2], given[:2], strict=True))
 
 
-@every_fp8
-@pytest.mark.parametrize("bad", [1.0, float("nan"), -float("inf")])
+@each_once(fmt=FP8, bad=[1.0, float("nan"), -float("inf")])
 def test_an_amax_in_two_stages_changes_no_bit(fmt, bad, triton_device):
     x = make("log-normal", (140, 70), device=triton_device).bfloat16()
     x[135, 3] = bad
@@ -122,9 +119,7 @@ def test_maxima_beside_a_scale_are_refused(triton_device):
         kernel(x, one, None, E4M3.dtype, row=True, maxima=one)
 
 
-@every_fp8
-@every_dtype
-@pytest.mark.parametrize("shape", [(1, 1), (130, 65), (128, 192)], ids=str)
+@each_once(fmt=FP8, dtype=DTYPES, shape=[(1, 1), (130, 65), (128, 192)])
 def test_the_transpose_alone_has_the_same_codes(fmt, dtype, shape, triton_device):
     x = make("log-normal", shape, device=triton_device).to(dtype)
     y, _, scale_inv, _ = kernel(x, None, None, fmt.dtype, row=True)

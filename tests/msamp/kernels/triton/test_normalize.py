@@ -9,6 +9,7 @@ import importlib
 
 import pytest
 import torch
+from choices import each_once
 from numerics import bits, codes, make
 
 from msamp.kernels.reference import normalize as twin
@@ -18,8 +19,9 @@ from msamp.numerics.granularity import TENSORWISE
 EPS = 1e-5
 both_norms = pytest.mark.parametrize("rms", [False, True], ids=["layer-norm", "rms-norm"])
 every_fp8 = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-ragged = pytest.mark.parametrize("shape", [(1, 1), (3, 5), (130, 64), (37, 200), (7, 1025), (2, 5000)], ids=str)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+ragged = each_once(shape=[(1, 1), (3, 5), (130, 64), (37, 200), (7, 1025), (2, 5000)], rms=[False, True])
 
 
 def kernel(name: str, *args, **flags):
@@ -79,14 +81,12 @@ def assert_same_forward(x, residual, rms, scale, dtype, slot=0.25, kind_of_weigh
 
 
 @ragged
-@both_norms
 def test_ragged_shapes(shape, rms, triton_device):
     x, residual = (make("normal", shape, seed=seed, device=triton_device).bfloat16() for seed in (0, 3))
     assert_same_forward(x, residual, rms, 8.0, E4M3.dtype)
 
 
-@every_dtype
-@every_fp8
+@each_once(dtype=DTYPES, fmt=[E4M3, E5M2])
 @both_norms
 def test_every_format(dtype, fmt, rms, triton_device):
     x, residual = (make("normal", (70, 96), seed=seed, device=triton_device).to(dtype) for seed in (0, 3))
@@ -173,13 +173,11 @@ def assert_same_backward(shape, dtype, rms, with_residual, device, kind="normal"
 
 
 @ragged
-@both_norms
 def test_backward_of_ragged_shapes(shape, rms, triton_device):
     assert_same_backward(shape, torch.bfloat16, rms, True, triton_device)
 
 
-@every_dtype
-@both_norms
+@each_once(dtype=DTYPES, rms=[False, True])
 @pytest.mark.parametrize("with_residual", [True, False], ids=["residual", "alone"])
 def test_backward_of_every_dtype(dtype, rms, with_residual, triton_device):
     assert_same_backward((300, 96), dtype, rms, with_residual, triton_device)

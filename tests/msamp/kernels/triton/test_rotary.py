@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from agreement import assert_codes, assert_no_worse, assert_plain, assert_sums
+from choices import each_once
 from numerics import KINDS, bits, codes, make
 
 from msamp.kernels.reference import rotary as twin
@@ -14,7 +15,6 @@ from msamp.numerics.formats import E4M3, E5M2
 SHARE = 1e-4
 # sequence, batch, heads, groups, channels of a head, of them rotated
 SHAPES = [(5, 2, 2, 2, 16, 16), (9, 4, 4, 2, 12, 6), (35, 1, 2, 1, 80, 80), (3, 3, 1, 1, 6, 0), (17, 2, 1, 1, 96, 24)]
-every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy, for the interpreter
@@ -68,8 +68,7 @@ def test_in_place(shape, dtype, triton_device):
     assert bits(values[0]).equal(bits(values[1]))
 
 
-@every_shape
-@every_scale
+@each_once(shape=SHAPES, scale=[None, 2.0])
 def test_gradients_of_any_strides(shape, scale, triton_device):
     assert_same_backward(gradients(shape, triton_device), shape[-1], scale)
 
