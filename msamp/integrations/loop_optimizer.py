@@ -13,13 +13,13 @@ import torch
 from msamp.comm.grad_sync import GradSync
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
-from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
+from msamp.optim.states import is_scaled
 
 
 def states_of(p: torch.Tensor, recipe: Recipe) -> StateFormats:
     """The formats of gradient, master and moments of a parameter of a converted model."""
-    if isinstance(p, ScalingTensor):
+    if is_scaled(p):
         return recipe.states
     if p.dim() <= 1:
         return recipe.vectors

@@ -37,13 +37,13 @@ from msamp.optim.states import (
     expected_moment,
     is_own_master,
     is_scaled,
+    local,
     make_master,
     parameter_names,
     payload,
     saved_states,
     scale_inv,
     take_groups,
-    view_of_rows,
     weight_format,
 )
 from msamp.optim.updates import MASTER, Formats, Launch, State, Update, formats_of, named_formats
@@ -265,8 +265,7 @@ class FP8AdamW(torch.optim.Optimizer):
         for holding in holdings:
             version = version_of(holding.param)
             if MASTER.key in self.state.get(holding.weight, {}) and self._cast.get(holding.weight) != version:
-                weight = holding.weight if holding.rows is None else view_of_rows(holding.param, holding.rows)
-                follow_weight_(self.state[holding.weight][MASTER.key], weight, holding.param)
+                follow_weight_(self.state[holding.weight][MASTER.key], holding.as_written(), holding.param)
             self._cast[holding.weight] = version
 
     def _init_state(self, holding: Holding, values: torch.Tensor | None = None) -> None:
@@ -365,7 +364,7 @@ class FP8AdamW(torch.optim.Optimizer):
 
     def _written(self, holdings: Sequence[Holding]) -> None:
         """Kernels write behind torch's back: whoever asks for the version of a weight (its FP8 scale is kept by it) must see a new one."""
-        torch.autograd.graph.increment_version([p.payload if isinstance(p, ScalingTensor) else p for p in self._params()])
+        torch.autograd.graph.increment_version([p.payload if isinstance(p, ScalingTensor) else p for p in map(local, self._params())])
         self._seen |= {holding.weight: self._signature(holding) for holding in holdings}
         self._cast |= {holding.weight: version_of(holding.param) for holding in holdings}
 

@@ -13,7 +13,7 @@ from msamp.kernels.reference.grad_stats import grad_stats
 from msamp.numerics.quantize import cast
 from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.states import payload, scale_inv, weight_format
+from msamp.optim.states import local, payload, scale_inv, weight_format
 
 _CHUNK = 2**24  # elements compared at a time: half a dozen FP32 temporaries of 64 MiB
 _COARSER = 256.0  # how much coarser than it could be a scale may stay: FP16 still holds every E4M3 value of a tensor exactly
@@ -59,5 +59,6 @@ def _scale(last: torch.Tensor, whole: torch.Tensor, largest: float) -> torch.Ten
 
 def version_of(x: torch.Tensor) -> tuple[int, int]:
     """Changes when somebody writes a weight or a state, but through `.data` of a plain tensor, which counts by itself."""
+    x = local(x)
     held = x.payload if isinstance(x, ScalingTensor) else x
     return id(held), held._version

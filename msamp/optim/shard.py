@@ -14,7 +14,7 @@ import torch
 from msamp.numerics.formats import by_name
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.clip import contiguous
-from msamp.optim.states import copy_of_rows
+from msamp.optim.states import copy_of_rows, view_of_rows
 
 
 @dataclass(eq=False)
@@ -44,6 +44,10 @@ class Holding:
     def copy_of(self, x: torch.Tensor) -> torch.Tensor:
         """This holding's part of a state of the whole parameter: a copy of its rows, or `x` itself where the holding is everything."""
         return x if self.rows is None else copy_of_rows(x, self.rows)
+
+    def as_written(self) -> torch.Tensor:
+        """This holding's part of the parameter as it is now, whoever wrote it."""
+        return self.weight if self.rows is None else view_of_rows(self.param, self.rows)
 
 
 class Shard(Protocol):

@@ -107,18 +107,25 @@ def as_stored(state: Mapping[str, torch.Tensor], key: str) -> Stored:
     return Expanded(state[key], state[key + MAX], state[key + EXPONENT]) if key + MAX in state else state[key]
 
 
+def local(x: Any) -> Any:
+    """What this process holds of a DTensor (FSDP2's sharded parameters and their gradients); anything else as it is."""
+    return getattr(x, "_local_tensor", x)
+
+
 def is_scaled(x: Stored) -> bool:
     """Whether a tensor is stored with one scale."""
-    return isinstance(x, ScalingTensor)
+    return isinstance(local(x), ScalingTensor)
 
 
 def payload(x: Stored) -> torch.Tensor:
     """What is stored of a tensor's elements, in their memory."""
+    x = local(x)
     return x.payload if isinstance(x, ScalingTensor | Expanded) else x.detach()
 
 
 def scale_inv(x: Stored) -> torch.Tensor | None:
     """FP32 0-dim scale_inv, in its memory; None without one."""
+    x = local(x)
     return x.scale_inv if isinstance(x, ScalingTensor) else None
 
 
@@ -160,6 +167,7 @@ def own_values(x: Stored) -> torch.Tensor:
 
 def weight_format(p: torch.Tensor) -> Format:
     """The format in which a parameter is stored."""
+    p = local(p)
     if isinstance(p, ScalingTensor):
         return p.format
     return PLAIN_FP16 if p.dtype == torch.float16 else of_dtype(p.dtype)
@@ -178,6 +186,7 @@ def make_master(p: torch.Tensor, master: Format, values: torch.Tensor | None = N
         master: the copy's format.
         values: what the parameter was before it was rounded to its own format (any float dtype); its values by default.
     """
+    p = local(p)
     values = fp32_values(p if values is None else values).to(p.device)
     if master.scaled:
         return ScalingTensor.quantize(values, master)

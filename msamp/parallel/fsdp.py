@@ -1,0 +1,285 @@
+"""FSDP2 over FP8: weights that `torch.distributed.fsdp.fully_shard` cuts into rows and gathers in FP8, and our optimizer on the rows.
+
+`fully_shard` keeps of each parameter a share of its rows on each rank, gathers the whole before a forward or backward that needs it, and
+averages gradients into shares again. A tensor subclass may say what is gathered: `fsdp_pre_all_gather` gives the bytes that this rank
+sends, `fsdp_post_all_gather` makes of everybody's bytes the parameter that the layer computes with. `ShardedWeight` is such a subclass.
+Between steps it is a ScalingTensor in FP16 with one scale for all ranks. It sends one byte an element: the codes in which the GEMM takes
+the weight on one process. So the ranks must know the amax of the whole weight before they cast their rows. `FSDP.measure` takes the
+amaxes of all weights after each update, in one small all-reduce; a weight that somebody has written since is measured when it is gathered.
+
+`FSDP` is the optimizer's `Shard`: each rank updates its rows. Rows share the scales of their tensor, as pieces do under greedy ZeRO, and
+the norm is added in integers. So weights and states do not depend on the number of ranks for the same gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as CutAlong
+
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
+from msamp.kernels import ops
+from msamp.nn.linear import FP8Linear
+from msamp.nn.scaling_state import just_in_time_scale
+from msamp.numerics.formats import by_name
+from msamp.numerics.granularity import TENSORWISE
+from msamp.numerics.recipe import Cast
+from msamp.numerics.scaling import inverse, scale_from_amax
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.adamw import kept_states
+from msamp.optim.clip import contiguous
+from msamp.optim.shard import Holding
+from msamp.optim.states import begun, is_scaled, local, payload, scale_inv
+
+aten = torch.ops.aten
+
+
+class ShardedWeight(ScalingTensor):
+    """A weight of an FP8Linear that `fully_shard` can cut along dim 0: a ScalingTensor, and so are its rows, which share its scale.
+
+    It is written by the optimizer, or from another ScalingTensor. Plain values would be quantised by each rank with a scale of its own, so
+    writing them is refused.
+    """
+
+    _scales: tuple[int, torch.Tensor, torch.Tensor] | None  # version of the payload, multiplier into FP8, scale_inv of the gathered weight
+
+    def __init__(self, payload: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__(payload, scale_inv, dtype)
+        self._scales = None
+
+    def set_amax(self, amax: torch.Tensor, cast: Cast) -> None:
+        """Take the scales of the gathered weight from the amax of the whole one as it is stored, FP32 0-dim."""
+        scale = just_in_time_scale(cast, amax * self.scale_inv)
+        self._scales = (self.payload._version, scale * self.scale_inv, inverse(scale))
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """torch's extension point: this rank's rows as bytes in FP8, padded to as many rows as every rank sends; and the scale_inv."""
+        assert isinstance(module, FP8Linear)
+        cast = module.scaling.gemm.weight
+        if self._scales is None or self._scales[0] != self.payload._version:
+            peers = Peers(mesh.get_group(), WireBytes())
+            self.set_amax(peers.all_reduce(TENSORWISE.amax(self.payload), dist.ReduceOp.MAX, "the amax of a weight"), cast)
+        assert self._scales is not None
+        _, multiplier, scale_inv = self._scales
+        codes = ops.cast(self.payload, multiplier, cast.format.dtype).view(torch.uint8)
+        rows = -(-outer_size[0] // mesh.size())
+        if len(codes) < rows:
+            codes = torch.cat([codes, codes.new_zeros(rows - len(codes), *codes.shape[1:])])
+        return (codes,), (scale_inv, cast.format.dtype)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> Any:
+        """torch's extension point: the whole weight in FP8, in the memory that was gathered; looks like a tensor of `param_dtype`."""
+        scale_inv, dtype = metadata
+        if out is None:
+            return ShardedWeight(all_gather_outputs[0].view(dtype), scale_inv.clone(), param_dtype), ()
+        assert isinstance(out, ShardedWeight)
+        out.scale_inv.copy_(scale_inv)  # its payload is the memory that was gathered
+        return None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        scales, self._scales = self._scales, None
+        try:
+            return super().__reduce_ex__(protocol)
+        finally:
+            self._scales = scales
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        op = _CUTS.get(func)
+        return super().__torch_dispatch__(func, types, args, kwargs) if op is None else op(func, *args, **(kwargs or {}))
+
+
+def _same_scale(func: Any, x: ShardedWeight, *args: Any, **kwargs: Any) -> Any:
+    made = func(x.payload, *args, **kwargs)
+    parts = [ShardedWeight(part, x.scale_inv, x.dtype) for part in (made if isinstance(made, list | tuple) else [made])]
+    return parts if isinstance(made, list | tuple) else parts[0]
+
+
+def _new(func: Any, x: ShardedWeight, size: Any, **kwargs: Any) -> ShardedWeight:
+    return ShardedWeight(x.payload.new_zeros(size), x.scale_inv.clone(), x.dtype)
+
+
+def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
+    if isinstance(target, ShardedWeight) and not (isinstance(source, ScalingTensor) and source.payload.dtype == target.payload.dtype):
+        raise ValueError(
+            f"a sharded FP8 weight of {target.payload.dtype} was to take values of {getattr(source, 'payload', source).dtype}: each rank would "
+            "scale its own rows by themselves; load the model before fully_shard, or with msamp.integrations.fsdp.load_model"
+        )
+    return ScalingTensor.__torch_dispatch__(func, (), (target, source, non_blocking))
+
+
+# What fully_shard does to cut a parameter and to pad its rows.
+_CUTS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((aten.split.Tensor, aten.slice.Tensor, aten.as_strided.default), _same_scale),
+    **dict.fromkeys((aten.new_zeros.default, aten.new_empty.default), _new),
+    aten.copy_.default: _copy_,
+}
+
+
+def rows_of(p: DTensor, rank: int) -> slice:
+    """The rows that a rank holds of a parameter which `fully_shard` has cut: equal shares, the last ones smaller or empty."""
+    share = -(-p.shape[0] // p.device_mesh.size())
+    start = min(rank * share, p.shape[0])
+    return slice(start, min(start + share, p.shape[0]))
+
+
+def check_cut(name: str, p: torch.Tensor) -> None:
+    """ValueError naming a parameter that is not cut along dim 0 over one dimension of ranks."""
+    if not isinstance(p, DTensor):
+        raise ValueError(f"{name} is not sharded; call torch.distributed.fsdp.fully_shard(model) before the optimizer is built")
+    if p.device_mesh.ndim != 1 or p.placements != (CutAlong(0),):
+        raise ValueError(
+            f"{name} is placed as {p.placements} on a mesh of {p.device_mesh.ndim} dimensions; FP8 weights are sharded along dim 0 over a "
+            "mesh of one dimension: leave out shard_placement_fn, HSDP and tensor parallelism"
+        )
+
+
+@dataclass(eq=False)
+class Rows(Holding):
+    """This rank's rows of a parameter that no process has whole."""
+
+    def copy_of(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def as_written(self) -> torch.Tensor:
+        return self.weight
+
+
+class FSDP:
+    """The part of an FP8AdamW whose parameters `fully_shard` has cut: a `Shard` (see `msamp.optim.shard`).
+
+    A gradient is the average that FSDP leaves in `p.grad`, quantised in the step with one scale for all ranks.
+
+    Args:
+        casts: by parameter, how the GEMMs of its layer cast it: of those that are gathered in FP8.
+        group: the ranks of the mesh.
+
+    Attributes:
+        peers: these ranks, and what they sent for scales and the norm.
+    """
+
+    def __init__(self, casts: Mapping[torch.Tensor, Cast], group: dist.ProcessGroup) -> None:
+        self.casts, self.peers = casts, Peers(group, WireBytes())
+        self._held: dict[torch.Tensor, torch.Tensor] = {}
+
+    @property
+    def ranks(self) -> int:
+        return self.peers.ranks
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """ValueError for a parameter that is not cut as these are."""
+        for i, p in enumerate(group["params"]):
+            check_cut(f"parameter {i} of a group, of shape {tuple(p.shape)},", p)
+
+    def holdings(self, wholes: Sequence[Holding]) -> list[Holding]:
+        found: list[Holding] = []
+        for whole in wholes:
+            assert isinstance(whole.param, DTensor)
+            weight = self._weight(whole.param)
+            if weight.numel():
+                rows = rows_of(whole.param, self.peers.rank)
+                found.append(Rows(whole.param, whole.group, whole.formats, whole.index, weight, rows, len(found)))
+        return found
+
+    def _weight(self, p: torch.Tensor) -> torch.Tensor:
+        """The rows in this process's memory, always as the same object: FSDP pads rows anew when a model is loaded."""
+        now = local(p)
+        held = self._held.setdefault(p, now)
+        if isinstance(held, ScalingTensor) and held is not now:
+            held.payload, held.scale_inv = now.payload, now.scale_inv
+        return held
+
+    def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
+        grads = {whole.index: contiguous(local(whole.param.grad)) for whole in wholes if whole.param.grad is not None}
+        formats = {whole.index: by_name(whole.formats["grad"]) for whole in wholes}
+        scaled = [i for i in grads if formats[i].scaled]
+        if scaled:  # every rank comes here, with rows or without
+            amaxes = TENSORWISE.amaxes([grads[i] for i in scaled])
+            amaxes = self.peers.all_reduce(amaxes, dist.ReduceOp.MAX, "the amaxes of gradients")
+            for i, amax in zip(scaled, amaxes.unbind(), strict=True):
+                grad = ScalingTensor.quantize(grads[i], formats[i], scale_from_amax(amax, formats[i].max))
+                grad.scale_inv.masked_fill_(~amax.isfinite(), float("nan"))
+                grads[i] = grad
+        found = [holding for holding in self.holdings(wholes) if holding.index in grads]
+        for holding in found:
+            grad = grads[holding.index]
+            holding.grad = grad if isinstance(grad, ScalingTensor) else grad.to(formats[holding.index].dtype)
+        return found
+
+    def largest(self, table: torch.Tensor) -> torch.Tensor:
+        return self.peers.all_reduce(table, dist.ReduceOp.MAX, "the amaxes of gradients and optimizer states")
+
+    def total(self, table: torch.Tensor) -> torch.Tensor:
+        return self.peers.all_reduce(table, dist.ReduceOp.SUM, "the gradient norm")
+
+    def send_weights(self, scale_invs: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """FSDP gathers weights itself. A rank without rows takes the scale that the others have stored."""
+        for p, new in scale_invs.items():
+            local(p).scale_inv.copy_(new)
+
+    def wait(self) -> None:
+        """Nothing is on its way between steps."""
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """The scales in which the weights are gathered next, from their amaxes as they are now: one small all-reduce for all of them."""
+        amaxes = TENSORWISE.amaxes([payload(p) for p in self.casts])
+        amaxes = self.peers.all_reduce(amaxes, dist.ReduceOp.MAX, "the amaxes of weights")
+        for (p, cast), amax in zip(self.casts.items(), amaxes.unbind(), strict=True):
+            local(p).set_amax(amax, cast)
+
+    def gather(
+        self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
+    ) -> dict[int, dict[str, torch.Tensor]]:
+        """The states of whole parameters, gathered tensor by tensor, on the CPU of the first rank; collective."""
+        mine = {holding.index: state.get(holding.weight, {}) for holding in self.holdings(wholes)}
+        steps = torch.full((len(wholes),), -1.0, device=wholes[0].param.device)
+        for index, states in mine.items():
+            if states:
+                steps[index] = states["step"]
+        steps = self.peers.all_reduce(steps, dist.ReduceOp.MAX, "the optimizer's step counts", None).cpu()
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        for whole, step in zip(wholes, steps, strict=True):
+            if step < 0:
+                continue
+            empty = {
+                key: x
+                for declared, fmt in kept_states(whole.param, whole.formats)
+                for key, x in begun(declared.key, fmt, local(whole.param)).items()
+            }
+            states = {key: self.whole(mine.get(whole.index, empty)[key], whole.param) for key in empty}
+            if self.peers.rank == 0:
+                found[whole.index] = {"step": step.clone(), **{key: x.cpu() for key, x in states.items()}}
+        return found
+
+    def whole(self, rows: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        """The tensor of which every rank has the rows that it has of `p`, on every rank; collective."""
+        assert isinstance(p, DTensor)
+        held, scale = payload(rows).contiguous(), scale_inv(rows)
+        width = p.shape[1:].numel()
+        shares = [rows_of(p, rank) for rank in range(self.ranks)]
+        sizes = [(share.stop - share.start) * width for share in shares]
+        flat = self.peers.all_gather(held.view(-1), sizes, "a tensor in rows").view(p.shape)
+        if scale is None:
+            return flat
+        scale = self.peers.all_reduce(scale.clone() if len(held) else torch.zeros_like(scale), dist.ReduceOp.MAX, "its scale")
+        return ScalingTensor(flat, scale, rows.dtype)
+
+
+def sharded_casts(model: nn.Module) -> dict[torch.Tensor, Cast]:
+    """By parameter, how the FP8 layers of a sharded model cast their weights."""
+    return {layer.weight: layer.scaling.gemm.weight for layer in model.modules() if isinstance(layer, FP8Linear) and is_scaled(layer.weight)}
