@@ -44,16 +44,18 @@ from msamp.parallel.fsdp import FSDP, ShardedWeight, check_cut, rows_of, sharded
 def _recipe(recipe: str | Recipe | None, opt_level: str | None, fp8_recipe: str | None) -> Recipe:
     chosen = _chosen(recipe, opt_level, fp8_recipe)
     if chosen.gemm is None:
-        raise ValueError(f"recipe {chosen.name!r} has no FP8 GEMM; use torch's fully_shard and torch.optim.AdamW without msamp, or O1 or O2")
+        raise ValueError(
+            f"recipe {chosen.name!r} has no FP8 GEMM; use torch's fully_shard and torch.optim.AdamW without msamp, or O1 or O2"
+        )
     if chosen.weight != chosen.states.master:
         raise ValueError(
-            f"recipe {chosen.name!r} stores weights in {chosen.weight} beside masters in {chosen.states.master}, which FSDP2 does not shard "
-            "here; take O1 or O2, or msamp.initialize(..., zero=True) without fully_shard"
+            f"recipe {chosen.name!r} stores weights in {chosen.weight} beside masters in {chosen.states.master}, which FSDP2 does not "
+            "shard here; take O1 or O2, or msamp.initialize(..., zero=True) without fully_shard"
         )
     if chosen.gemm.weight.granularity != TENSORWISE:
         raise ValueError(
-            f"the weight's cast is {chosen.gemm.weight}, and FSDP2 gathers FP8 weights with one scale a tensor; take fp8_recipe 'delayed' or "
-            "'tensorwise', or msamp.initialize(..., zero=True) without fully_shard"
+            f"the weight's cast is {chosen.gemm.weight}, and FSDP2 gathers FP8 weights with one scale a tensor; take fp8_recipe "
+            "'delayed' or 'tensorwise', or msamp.initialize(..., zero=True) without fully_shard"
         )
     return chosen
 
@@ -84,7 +86,9 @@ def prepare(
         if isinstance(p, DTensor):
             raise ValueError(f"{name} is a DTensor already; call msamp.integrations.fsdp.prepare(model) before fully_shard")
         if isinstance(p, ScalingTensor):
-            raise ValueError(f"{name} is a ScalingTensor already; give fsdp.prepare the model as it was before msamp.convert or msamp.initialize")
+            raise ValueError(
+                f"{name} is a ScalingTensor already; give fsdp.prepare the model as it was before msamp.convert or msamp.initialize"
+            )
         if p.is_meta:
             raise ValueError(f"{name} is on the meta device and has no values; materialise the model before fsdp.prepare quantises it")
     convert(model, chosen, accept)
@@ -103,6 +107,10 @@ class ShardedOptimizer(LoopOptimizer):
     """What `optimizer` returns: a `LoopOptimizer` whose shard is FSDP's."""
 
     shard: FSDP
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self.shard.peers.group
 
     def update(self) -> None:
         super().update()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from msamp.comm.grad_sync import GradSync
 from msamp.nn.scaling_state import ScalingState
@@ -61,6 +62,11 @@ class LoopOptimizer(FP8AdamW):
                 param_group["param_names"] = [f"parameter {i} of group {len(self.param_groups)}" for i in range(len(params))]
         super().add_param_group(param_group)
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The processes whose casts share their scales; None where there is one."""
+        return None if self.grad_sync is None else self.grad_sync.peers.group
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """For all micro-batches of a step but the last: gradients add up on this rank and none leaves. Without effect on one process."""
         return contextlib.nullcontext() if self.grad_sync is None else self.grad_sync.no_sync()
@@ -81,7 +87,7 @@ class LoopOptimizer(FP8AdamW):
         if self.grad_sync is not None:
             self.grad_sync.finish()
         self.update()
-        self.scaling.roll(None if self.grad_sync is None else self.grad_sync.peers.group)
+        self.scaling.roll(self.group)
         if self.grad_sync is not None:
             self.grad_sync.clear()
         return loss

@@ -116,8 +116,8 @@ def _new(func: Any, x: ShardedWeight, size: Any, **kwargs: Any) -> ShardedWeight
 def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
     if isinstance(target, ShardedWeight) and not (isinstance(source, ScalingTensor) and source.payload.dtype == target.payload.dtype):
         raise ValueError(
-            f"a sharded FP8 weight of {target.payload.dtype} was to take values of {getattr(source, 'payload', source).dtype}: each rank would "
-            "scale its own rows by themselves; load the model before fully_shard, or with msamp.integrations.fsdp.load_model"
+            f"a sharded FP8 weight of {target.payload.dtype} was to take values of {getattr(source, 'payload', source).dtype}: each rank "
+            "would scale its own rows by themselves; load the model before fully_shard, or with msamp.integrations.fsdp.load_model"
         )
     return ScalingTensor.__torch_dispatch__(func, (), (target, source, non_blocking))
 
@@ -282,4 +282,6 @@ class FSDP:
 
 def sharded_casts(model: nn.Module) -> dict[torch.Tensor, Cast]:
     """By parameter, how the FP8 layers of a sharded model cast their weights."""
-    return {layer.weight: layer.scaling.gemm.weight for layer in model.modules() if isinstance(layer, FP8Linear) and is_scaled(layer.weight)}
+    return {
+        layer.weight: layer.scaling.gemm.weight for layer in model.modules() if isinstance(layer, FP8Linear) and is_scaled(layer.weight)
+    }

@@ -1,5 +1,11 @@
 """FSDP2 with FP8 weights: torch's `fully_shard` over a prepared model trains as one process does."""
 
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
 import dist
 import pytest
 import torch
@@ -7,14 +13,13 @@ import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 import msamp
 from msamp.integrations import fsdp
 from msamp.numerics.recipe import by_name
 from msamp.numerics.scaling import Delayed
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.states import local
 
 STEPS = 5
 WINDOW = 2  # of delayed scaling: both of its phases are seen
@@ -70,7 +75,7 @@ def train(model, optimizer, steps, share=slice(None), dtype=torch.float32) -> li
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses
 
 
@@ -101,3 +106,201 @@ def test_sharded_training_has_the_bits_of_one_process(level, dtype):
     assert losses == again == expected
     assert same(weights, dict(expected_weights))
     assert same(states, packed["state"])
+
+
+class Counted(DefaultAllGather):
+    """FSDP's own all-gather, which remembers what it has sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[torch.dtype, int]] = []
+
+    def __call__(self, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.sent.append((output_tensor.dtype, output_tensor.nbytes))
+        return super().__call__(output_tensor, *args, **kwargs)
+
+
+def gathered_bytes() -> list[tuple[torch.dtype, int]]:
+    model = fsdp.prepare(nn.Sequential(nn.Linear(64, 48, bias=False), nn.Linear(48, 64, bias=False)), "O2")
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+    model.set_custom_all_gather(counted := Counted())
+    model(torch.ones(16, 64)).sum().backward()
+    return counted.sent
+
+
+def several(folder: str) -> dict[str, Any]:
+    """What two ranks with batches of their own do, in one start of processes."""
+    rank = torch.distributed.get_rank()
+    share, found = slice(16 * rank, 16 * rank + 16), {"sent": gathered_bytes()}
+    model, optimizer = sharded("O2")
+    found["losses"] = train(model, optimizer, range(STEPS), share)
+    weights, states = fsdp.model_state(model), optimizer.state_dict()
+    if rank == 0:
+        torch.save((weights, states), f"{folder}/saved.pt")
+    torch.distributed.barrier()
+
+    again, other = sharded("O2")
+    train(again, other, range(1), share)  # what this step leaves has to go
+    weights, states = torch.load(f"{folder}/saved.pt")
+    fsdp.load_model(again, weights)
+    other.load_state_dict(states)
+    more = range(STEPS, STEPS + 2)
+    found["resumed"] = [(train(m, o, more, share), fsdp.model_state(m)) for m, o in ((again, other), (model, optimizer))]
+
+    with mock.patch("msamp.parallel.fsdp.Peers", side_effect=AssertionError("a weight was measured by itself")):
+        model(batch(0)[0])
+    model(batch(0)[0] * (float("nan") if rank else 1.0)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    found["skipped"] = optimizer.skipped_steps, fsdp.model_state(model)
+
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model, optimizer = sharded("O1", mp_policy=half)
+    found["half"] = train(model, optimizer, range(3 * STEPS), share)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("fsdp")
+    return folder, dist.run(several, 2, str(folder))
+
+
+def test_weights_are_gathered_at_one_byte_an_element(ranks):
+    for found in ranks[1]:
+        assert found["sent"] == [(torch.uint8, 2 * 64 * 48)] * 2  # forward, backward
+
+
+def test_batches_of_several_ranks_train_like_one_process_with_all(ranks):
+    losses = torch.tensor([found["losses"] for found in ranks[1]]).mean(0)
+    expected = torch.tensor(one_process("O2", torch.float32)[0])
+    assert torch.allclose(losses, expected, rtol=0.02)
+    assert not torch.allclose(losses[0], losses, rtol=0.05)
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(ranks):
+    for found in ranks[1]:
+        (losses, weights), (expected, expected_weights) = found["resumed"]
+        assert losses == expected
+        assert same(weights, expected_weights)
+
+
+def test_one_process_takes_up_what_several_saved(ranks):
+    folder, _ = ranks
+    weights, states = torch.load(folder / "saved.pt")
+    model = Net(1)
+    model, optimizer = msamp.initialize(model, wanting(model), recipe("O2"), accept=everything)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(states)
+    assert same(dict(model.state_dict()), weights)
+    assert same(optimizer.state_dict()["state"], states["state"])
+
+
+def test_a_step_of_which_one_rank_has_no_finite_gradient_is_skipped_on_all(ranks):
+    for found in ranks[1]:
+        skipped, weights = found["skipped"]
+        assert skipped == 1
+        kept = found["resumed"][1][1]
+        assert all(torch.equal(weights[name], kept[name]) for name in kept if ".scaling." not in name)
+
+
+def test_gradients_reduced_in_bf16_train(ranks):
+    first, *_, last = torch.tensor([found["half"] for found in ranks[1]]).mean(0).tolist()
+    assert last < 0.5 * first
+
+
+def message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:  # torch wraps what loading raises
+        return str(error)
+    return "nothing was refused"
+
+
+def refusals() -> list[str]:
+    rank, mesh = torch.distributed.get_rank(), init_device_mesh("cpu", (2,))
+
+    def shard(model: nn.Module) -> nn.Module:
+        return fully_shard(model, mesh=mesh)
+
+    def unlike() -> None:
+        model = Net()
+        with torch.no_grad():
+            model.blocks[1].weight.mul_(1 + 7 * rank)
+        fsdp.optimizer(shard(fsdp.prepare(model)))
+
+    def before() -> None:
+        model = fsdp.prepare(Net())
+        early = wanting(model)
+        fsdp.optimizer(shard(model), early)
+
+    def by_hand() -> None:
+        model = shard(fsdp.prepare(Net()))
+        model.load_state_dict({name: torch.zeros_like(x) for name, x in model.state_dict().items()})
+
+    def load(name: str, x: torch.Tensor | None) -> None:
+        model = shard(fsdp.prepare(Net()))
+        state = {**model.state_dict(), name: x}
+        fsdp.load_model(model, {key: value for key, value in state.items() if value is not None})
+
+    return [
+        message(call)
+        for call in (
+            unlike,
+            before,
+            by_hand,
+            lambda: load("blocks.1.weight", torch.zeros(33, 64)),
+            lambda: load("blocks.1.weight", None),
+            lambda: fsdp.prepare(shard(Net())),
+            lambda: fsdp.prepare(msamp.convert(Net(), msamp.recipes.O2)),
+            lambda: fsdp.optimizer(fsdp.prepare(Net())),
+            lambda: fsdp.optimizer(shard(Net())),
+            lambda: fsdp.optimizer(shard(fsdp.prepare(Net())), recipe="O2", fp8_recipe="tensorwise", clip_grad=-1.0),
+            lambda: fsdp.optimizer(fully_shard(fsdp.prepare(nn.Linear(64, 64)), mesh=mesh, shard_placement_fn=_columns)),
+        )
+    ]
+
+
+def _columns(p: nn.Parameter) -> Any:
+    from torch.distributed.tensor import Shard
+
+    return Shard(1) if p.dim() > 1 else None
+
+
+def test_other_orders_are_refused_by_name():
+    expected = (
+        "ranks have different models \\(blocks.1.weight\\)",
+        "build it from model.parameters\\(\\) after fully_shard",
+        "load the model before fully_shard, or with msamp.integrations.fsdp.load_model",
+        "blocks.1.weight is torch.float16 with a scale .* torch.float32 .* was given",
+        "lacks or adds blocks.1.weight",
+        "is a DTensor already; call .*prepare\\(model\\) before fully_shard",
+        "is a ScalingTensor already",
+        "is not sharded; call torch.distributed.fsdp.fully_shard",
+        "no sharded FP8 weight; call msamp.integrations.fsdp.prepare",
+        "clipping norm is -1.0",
+        "sharded along dim 0",
+    )
+    for messages in dist.run(refusals, 2):
+        for found, pattern in zip(messages, expected, strict=True):
+            assert re.search(pattern, found), (found, pattern)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"recipe": "O3"}, "'O3' stores weights in fp8-e4m3 beside masters in fp16, .* take O1 or O2"),
+        ({"recipe": "coat"}, "'coat' stores weights .* take O1 or O2"),
+        ({"recipe": "bf16"}, "'bf16' has no FP8 GEMM; use torch's fully_shard"),
+        ({"recipe": "O2", "fp8_recipe": "blockwise"}, "one scale a tensor; take fp8_recipe 'delayed'"),
+    ],
+)
+def test_recipes_without_a_sharded_form_are_refused(options, wanted):
+    model = Net()
+    with pytest.raises(ValueError, match=wanted):
+        fsdp.prepare(model, **options)
+    assert type(model.head) is nn.Linear
+
+
+def test_a_meta_model_is_refused():
+    with pytest.raises(ValueError, match="meta device"), torch.device("meta"):
+        fsdp.prepare(Net())

@@ -1,0 +1,208 @@
+"""Time, memory and loss of training steps of a plain Llama-like torch model under FSDP2, over the GPUs of one host.
+
+    torchrun --standalone --nproc-per-node 2 tools/bench/bench_fsdp.py                          1.3B: BF16, torchao and ours
+    torchrun ... tools/bench/bench_fsdp.py --cases bf16 torchao "bf16 compile" "torchao compile" O1 O2 "O2 compile"
+
+A case is `bf16` (plain torch), `torchao` (its FP8 linear layers with FP8 all-gather; pip install torchao), `O1` or `O2` (ours), each also
+with `compile`: every block compiled by torch.compile. All cases have FP32 parameters, gathered and reduced in BF16 where they are not
+gathered in FP8; blocks are sharded one by one. Every rank has its own random tokens, the same ones in every case and step, so that the loss
+of the last step tells how far each has learnt them by heart. Rows are appended to --csv.
+
+Columns: `ms` of rank 0; `peak_gib` and `rest_gib` (between steps) of the fullest rank; `loss` of the first and the last step, mean over
+ranks.
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
+
+from msamp.integrations import fsdp
+from tools.arguments import Parser, count, output_file
+from tools.bench import rows
+from tools.bench.bench_data_parallel import step_times
+
+CASES = ("bf16", "torchao", "O1", "O2")
+DEFAULT_CASES = ("bf16", "bf16 compile", "torchao", "torchao compile", "O2")
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, each behind an RMSNorm."""
+
+    def __init__(self, hidden: int, heads: int, ffn: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.gate_up, self.down = nn.Linear(hidden, 2 * ffn, bias=False), nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.norm_2(x)).chunk(2, -1)
+        return x + self.down(functional.silu(gate) * up)
+
+
+class Transformer(nn.Module):
+    """Tokens [b, s] -> mean cross entropy of the next ones; learnt positions."""
+
+    def __init__(self, layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, sequence: int) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(vocabulary, hidden), nn.Embedding(sequence, hidden)
+        self.blocks = nn.ModuleList([Block(hidden, heads, ffn) for _ in range(layers)])
+        self.norm, self.lm_head = nn.RMSNorm(hidden), nn.Linear(hidden, vocabulary, bias=False)
+        for p in self.parameters():
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.lm_head(self.norm(x))[:, :-1].flatten(0, 1)
+        return functional.cross_entropy(logits.float(), tokens[:, 1:].flatten())
+
+
+def case(text: str) -> str:
+    """A case by its words; ValueError naming it and the legal ones."""
+    kind, *rest = text.split()
+    if kind not in CASES or rest not in ([], ["compile"]):
+        raise argparse.ArgumentTypeError(
+            f"case {text!r} is unknown; choose one of {', '.join(CASES)}, each alone or with 'compile' behind it"
+        )
+    return text
+
+
+def build(kind: str, options: argparse.Namespace, device: torch.device, compiled: bool) -> tuple[nn.Module, Callable[[], Any]]:
+    """The sharded model of a case, and its optimizer's step with what a case does beside it.
+
+    Raises:
+        ImportError: for `torchao` where it is not installed.
+    """
+    torch.manual_seed(1234)
+    with device:
+        model: nn.Module = Transformer(options.layers, options.hidden, options.heads, options.ffn, options.vocab_size, options.seq_length)
+    if kind == "torchao":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        wide = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        convert_to_float8_training(model, config=wide, module_filter_fn=lambda _, name: name != "lm_head")
+    elif kind != "bf16":
+        fsdp.prepare(model, kind)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    blocks = model.blocks
+    assert isinstance(blocks, nn.ModuleList)
+    for block in blocks:
+        if compiled:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=POLICY)
+    fully_shard(model, mesh=mesh, mp_policy=POLICY)
+    fused = device.type == "cuda" and kind in ("bf16", "torchao")  # ours is one launch for all tensors by itself
+    adam = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=fused or None)
+    if kind == "bf16":
+        return model, adam.step
+    if kind != "torchao":
+        return model, fsdp.optimizer(model, adam, kind).step
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    def step() -> None:
+        adam.step()
+        precompute_float8_dynamic_scale_for_fsdp(model)
+
+    return model, step
+
+
+def measure(text: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """One row without what all have in common; collective."""
+    kind, *rest = text.split()
+    model, update = build(kind, options, device, bool(rest))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(options.vocab_size, (options.micro_batch_size, options.seq_length), generator=generator).to(device)
+
+    def step() -> torch.Tensor:
+        loss = model(tokens)
+        loss.backward()
+        update()
+        model.zero_grad()
+        return loss.detach()
+
+    first = step()
+    for number in range(options.warm_up):
+        if number == 1 and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        step()
+    times, last = step_times(step, options.steps)  # type: ignore[arg-type]
+    losses = torch.stack([first, last])
+    dist.all_reduce(losses)
+    low, middle, high = (round(t * 1e3, 1) for t in rows.percentiles(times))
+    first_loss, loss = (round(x, 4) for x in (losses / dist.get_world_size()).tolist())
+    found = {
+        "params_m": round(sum(p.numel() for p in model.parameters()) / 1e6, 1),
+        "ms_p20": low,
+        "ms": middle,
+        "ms_p80": high,
+        "tokens_s_gpu": round(tokens.numel() / middle * 1e3),
+        "peak_gib": "",
+        "rest_gib": "",
+        "first_loss": first_loss,
+        "loss": loss,
+    }
+    if device.type == "cuda":
+        sizes = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()], dtype=torch.float64, device=device)
+        dist.all_reduce(sizes, dist.ReduceOp.MAX)
+        found |= dict(zip(("peak_gib", "rest_gib"), (round(size / 2**30, 2) for size in sizes.tolist()), strict=True))
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    flags = Parser(description=__doc__)
+    flags.add_argument("--cases", nargs="*", type=case, default=list(DEFAULT_CASES))
+    for name, value in {"layers": 24, "hidden": 2048, "heads": 16, "ffn": 5504, "vocab-size": 32000, "seq-length": 2048}.items():
+        flags.add_argument(f"--{name}", type=count(1), default=value)
+    flags.add_argument("--micro-batch-size", type=count(1), default=4, help="sequences of a rank and step")
+    flags.add_argument("--lr", type=float, default=1e-4)
+    flags.add_argument("--warm-up", type=count(0), default=10, help="steps that are not measured, after the first")
+    flags.add_argument("--steps", type=count(2), default=30)
+    flags.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/fsdp.csv")
+    flags.add_argument("--commit", help="name of the tree that is measured, where git is not at hand")
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure on every rank; rank 0 prints and appends a row a case."""
+    options = parser().parse_args(argv)
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if gpu else "gloo")
+    where = rows.machine(options.commit) if dist.get_rank() == 0 else {}
+    common = {"micro_batch": options.micro_batch_size, "seq_length": options.seq_length, "gpus": dist.get_world_size()}
+    for text in options.cases:
+        row = {"case": text} | common | measure(text, options, device)
+        if dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+            rows.append(options.csv, [where | row])
+        gc.collect()
+        torch.compiler.reset()
+        if gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
