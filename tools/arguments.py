@@ -1,7 +1,8 @@
 """The command lines of tools, and the values that they take, as the `type` of an argument: what could not serve is refused first."""
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,6 +12,16 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**({"formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs))
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse's; a word that is no UTF-8 is refused, as the trainer refuses it, for it could not be printed or kept in JSON."""
+        words = sys.argv[1:] if args is None else list(args)
+        for word in words:
+            try:
+                word.encode()
+            except UnicodeEncodeError:
+                self.error(f"{word!a} is no text in UTF-8: give it, or the file, another name")
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (--help lists the flags)\n")

@@ -1,6 +1,6 @@
 """Thousands of wrong commands and damaged files, and what may never come of them.
 
-    make fuzz                                              all of it, in about an hour
+    make fuzz                                              all of it: 12 minutes on 16 cores, an hour on 2
     make fuzz ARGS="--flags 100 --checkpoints 0 --files 0" a part
     make fuzz ARGS="--seed 7 --only checkpoints:412"       one case again
 
@@ -211,6 +211,8 @@ def _serve(part: str, seed: int, folder: Path, cases: Sequence[int], answers: mu
             found.append("the canary was touched")
         os.chdir(folder)
         answers.send(("end", found))
+        if found:
+            answers.recv()  # the box is kept before the next case empties it
     answers.send(("done", None))
 
 
@@ -230,7 +232,7 @@ def run_part(part: str, seed: int, cases: Sequence[int], keep: Path, say: Callab
         folder = Path(name).resolve()
         _canary(folder)
         while left:
-            ours, theirs = context.Pipe(duplex=False)
+            ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(part, seed, folder, left, theirs), daemon=True)
             process.start()
             theirs.close()
@@ -238,13 +240,16 @@ def run_part(part: str, seed: int, cases: Sequence[int], keep: Path, say: Callab
             while True:
                 try:
                     word, content = ours.recv() if ours.poll(wait) else ("hangs", None)
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     word, content = "died", None
                 wait = HANG_S
                 if word == "begin":
                     current, left = content, left[1:]
                 elif word in ("hangs", "died", "end"):
                     process_ended = word != "end"
+                    if process_ended:  # what hangs may still write
+                        process.kill()
+                        process.join()
                     found = [f"the process {word}: {_tail(folder / 'log')}"] if process_ended else content
                     if found:
                         kept = keep / f"{part}-{current}"
@@ -252,6 +257,9 @@ def run_part(part: str, seed: int, cases: Sequence[int], keep: Path, say: Callab
                         shutil.copytree(folder / "box", kept, symlinks=True)
                         failures.append(f"--seed {seed} --only {part}:{current} (kept in {kept})\n  " + "\n  ".join(found))
                         say(f"FAILED {failures[-1]}")
+                    if word == "end" and found:
+                        with contextlib.suppress(BrokenPipeError):  # it died meanwhile, which the next answer says
+                            ours.send(None)
                     if process_ended:
                         left = left if current is not None else []  # it cannot even start
                         break

@@ -174,7 +174,7 @@ CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda x: x.reshape(-1),
     lambda x: x.reshape(-1)[: x.numel() // 2].clone(),
     lambda x: torch.cat([x.reshape(-1)] * 2),
-    lambda x: torch.full_like(x, 2.0**127),
+    lambda x: torch.full_like(x, torch.finfo(x.dtype).max / 2),
 ]
 
 

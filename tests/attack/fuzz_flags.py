@@ -69,7 +69,8 @@ def case(draw: random.Random, material: Path, box: Path) -> list[Command]:
         return [_trainer(draw, box)]
     weights = [tool[0] for tool in TOOLS]
     _, name, main, line = draw.choices(TOOLS, weights)[0]
-    return [Command(name, main, _changed(shlex.split(line), draw))]
+    last = ("--workers", "0") if name == "preprocess_data" else ()  # values before it are judged, and no process is started
+    return [Command(name, main, [*_changed(shlex.split(line), draw), *last])]
 
 
 def _trainer(draw: random.Random, box: Path) -> Command:

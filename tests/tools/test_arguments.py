@@ -35,6 +35,20 @@ def test_errors_are_one_line(capsys):
     assert "A tool.\n\n    python tool.py" in parser.format_help()
 
 
+def test_a_word_that_is_no_utf8_is_refused(capsys, monkeypatch):
+    """It stands in the arguments with lone surrogates, and the tool would fail where it prints it, when the work is done."""
+    parser = arguments.Parser()
+    parser.add_subparsers().add_parser("to").add_argument("--out", type=arguments.path)
+    monkeypatch.setattr("sys.argv", ["tool", "to", "--out", "o/\udc80/x"])
+    for given in (None, ["to", "--out=\udc80"], ["\udc80"]):
+        with pytest.raises(SystemExit) as leaving:
+            parser.parse_args(given)
+        assert leaving.value.code == 2
+        assert "\\udc80" in (said := capsys.readouterr().err)
+        assert said.endswith("' is no text in UTF-8: give it, or the file, another name (--help lists the flags)\n")
+    assert parser.parse_args(["to", "--out", "ö"]).out.name == "ö"
+
+
 def test_a_path_that_can_serve_is_taken(tmp_path):
     assert arguments.output_file(f"{tmp_path}/new/rows.csv") == tmp_path / "new" / "rows.csv"
     assert not list(tmp_path.iterdir())

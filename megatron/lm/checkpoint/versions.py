@@ -31,6 +31,7 @@ checkpoints of it: `tests/make_checkpoints.py` makes them for `tests/megatron/lm
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -54,9 +55,6 @@ def upgraded(info: dict[str, Any]) -> dict[str, Any]:
     config = info.get("config", {})
     if not isinstance(config, dict) or not all(isinstance(values, dict) for values in config.values()):
         raise ValueError("has a configuration that is not sections of settings; load an older checkpoint")
-    wrong = [name for name, is_one in _ENTRIES.items() if info.get(name) is not None and not is_one(info[name])]
-    if wrong:
-        raise ValueError(f"has a checkpoint.json whose entry {wrong[0]!r} is none; load an older checkpoint")
     if version > VERSION:
         raise ValueError(
             f"has checkpoint version {version}, and this code reads versions {oldest} to {VERSION}: take the code that wrote it, or newer"
@@ -65,6 +63,9 @@ def upgraded(info: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"has checkpoint version {version}, and this code reads versions {oldest} to {VERSION}: read it with the code of then"
         )
+    for name, is_one in _ENTRIES.items():
+        if info.get(name) is not None and not is_one(info[name]):
+            raise ValueError(f"has {name} {info[name]!a:.80} in its checkpoint.json, which no run writes; load an older checkpoint")
     config = {section: dict(values) for section, values in config.items()}
     for step in range(version, VERSION):
         _STEPS[step](config)
@@ -132,11 +133,7 @@ def _is_health(entry: Any) -> bool:
     if not isinstance(entry, dict):
         return False
     mean = entry.get("mean_loss")
-    return (
-        isinstance(entry.get("problem"), str | None)
-        and _natural(entry.get("losses", 0))
-        and (mean is None or (isinstance(mean, int | float) and math.isfinite(mean)))
-    )
+    return isinstance(entry.get("problem"), str | None) and _natural(entry.get("losses", 0)) and (mean is None or _finite(mean))
 
 
 def _is_data(entry: Any) -> bool:
@@ -149,12 +146,16 @@ def _is_data(entry: Any) -> bool:
 
 def _is_dataset(entry: Any) -> bool:
     match entry:
-        case {"prefix": str(), "weight": int() | float() as weight, "documents": [first, end], "index": str(), "content": str()}:
-            return _natural(first) and _natural(end) and math.isfinite(weight)
+        case {"prefix": str(), "weight": weight, "documents": [first, end], "index": str(), "content": str()}:
+            return _natural(first) and _natural(end) and _finite(weight)
     return False
 
 
 _ENTRIES: dict[str, Callable[[Any], bool]] = {"run": _is_run, "health": _is_health, "data": _is_data}
+
+
+def _finite(number: Any) -> bool:
+    return isinstance(number, int | float) and abs(number) <= sys.float_info.max  # isfinite raises for an int that is larger
 
 
 def _natural(number: Any) -> bool:

@@ -6,6 +6,7 @@ them they are equal to the bit, with the kernels for AVX2 and for AVX-512 withou
 
 import json
 import math
+import re
 import shutil
 import tarfile
 from dataclasses import replace
@@ -169,10 +170,19 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     "a digest that is a number": ({"files": {"__0_0.bin": {"bytes": 1, "sha256": 0}}}, "says neither bytes nor SHA-256"),
     "a version that is text": ({"version": "5"}, "has checkpoint version '5', which is no whole number"),
     **{
-        f"{name} that is {entry!r}": ({name: entry}, f"has a checkpoint.json whose entry '{name}' is none; load an older checkpoint")
+        f"{name} that is {entry!a:.90}": (
+            {name: entry},
+            f"has {name} {re.escape(ascii(entry)[:80])} in its checkpoint.json, which no run writes; load an older checkpoint",
+        )
         for name, entries in {
             "run": ("a", {}, RUN | {"id": 7}, RUN | {"parent": {}}, RUN | {"parent": {"run": "b", "iteration": -1, "finetune": False}}),
-            "health": ([], HEALTH | {"problem": 3}, HEALTH | {"mean_loss": math.nan}, HEALTH | {"losses": "2"}),
+            "health": (
+                [],
+                HEALTH | {"problem": 3},
+                HEALTH | {"mean_loss": math.nan},
+                HEALTH | {"mean_loss": 10**400},
+                HEALTH | {"losses": "2"},
+            ),
             "data": ("x", {}, DATA | {"datasets": None}, DATA | {"datasets": [{}]}, DATA | {"datasets": [DATASET | {"documents": [1]}]}),
         }.items()
         for entry in entries
