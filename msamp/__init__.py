@@ -7,6 +7,7 @@ from msamp import amp
 from msamp.comm import exchange as exchanges
 from msamp.comm.grad_sync import GradSync
 from msamp.integrations.initialize import initialize
+from msamp.integrations.loop_optimizer import clip_grad_norm_
 from msamp.integrations.saving import exact_state_dict, fp8_state_dict, plain_state_dict, save_plain
 from msamp.nn import filters
 from msamp.nn.activation import Activation
@@ -19,7 +20,6 @@ from msamp.numerics import recipe as recipes
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim import updates
 from msamp.optim.adamw import FP8AdamW
-from msamp.optim.clip import clip_grad_norm_
 from msamp.optim.collage import CollageAdamW
 from msamp.parallel.data_parallel import grad_sync
 from msamp.parallel.greedy_zero import GreedyZeRO, ZeRO

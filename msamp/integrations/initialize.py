@@ -260,10 +260,9 @@ def initialize(
 
     On one process `p.grad` is what backward leaves and `optimizer.step()` quantises. On several, in place of
     DistributedDataParallel, which cannot hold FP8 weights: all start from the weights and buffers of the group's first
-    rank, gradients leave during backward, and `step` takes their average over the ranks. Then `p.grad` is always None
-    (the average is `p.main_grad` from `optimizer.grad_sync.finish()`, which `step` calls, to the end of `step`; with ZeRO
-    only an owner has it): clip with `clip_grad`, torch's clip_grad_norm_ would find nothing. All micro-batches of a step
-    but the last run their backward under `optimizer.no_sync()`.
+    rank, gradients leave during backward, and `step` takes their average over the ranks. Then `p.grad` is None after backward: clip with
+    `clip_grad` or `msamp.clip_grad_norm_`; torch's clip_grad_norm_ and whoever else looks at gradients finds the average in `p.grad` after
+    `optimizer.synchronize()`, and nothing before. All micro-batches of a step but the last run their backward under `optimizer.no_sync()`.
 
     The given optimizer's groups become those of the returned one, so that a scheduler built from either sets its rates; its `step` raises.
     What is FP8, what is not and why is logged as `msamp` (`msamp.survey` gives it), and warned of where it is less than half. The

@@ -5,7 +5,9 @@ trains on as the two did. On several processes there is no copy: the synchronise
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +17,11 @@ from msamp.comm.grad_sync import GradSync
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
 from msamp.optim.adamw import FP8AdamW
+from msamp.optim.clip import clip_, clip_coefficient
+from msamp.optim.shard import gradient
 from msamp.optim.states import is_scaled
+
+_AVERAGING: "weakref.WeakSet[LoopOptimizer]" = weakref.WeakSet()  # those of several processes, by whose parameters clipping finds them
 
 
 def states_of(p: torch.Tensor, recipe: Recipe) -> StateFormats:
@@ -43,11 +49,16 @@ class LoopOptimizer(FP8AdamW):
         grad_sync: as given.
     """
 
+    _averaged = False  # since the last step
+    _told = False  # that nothing is clipped
+
     def __init__(
         self, params: Iterable[Any], recipe: Recipe, scaling: ScalingState, grad_sync: GradSync | None = None, **settings: Any
     ) -> None:
         self.recipe, self.scaling, self.grad_sync = recipe, scaling, grad_sync
         super().__init__(params, **settings)
+        if grad_sync is not None:
+            _AVERAGING.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As FP8AdamW's, with the recipe's formats where the group has none, and a name for each parameter where the others have names."""
@@ -76,6 +87,59 @@ class LoopOptimizer(FP8AdamW):
         super().zero_grad(set_to_none)
         if self.grad_sync is not None:
             self.grad_sync.discard()
+            self._averaged = False
+
+    def synchronize(self) -> None:
+        """Between the last backward of a step and `step`: bring the gradients' average over the processes into `p.grad`, in the dtype of
+        the parameter, where torch's `clip_grad_norm_` and whoever else looks at gradients finds it. Collective; without effect on one
+        process.
+
+        Raises:
+            ValueError: under ZeRO, where each process has the averages of its own share alone.
+        """
+        if self.grad_sync is None:
+            return
+        if self.grad_sync.shard:
+            raise ValueError(
+                "the optimizer is spread over the processes (ZeRO), and each has the averaged gradients of its own share alone; clip with "
+                "msamp.clip_grad_norm_ or msamp.initialize(..., clip_grad=1.0), or give initialize zero=False"
+            )
+        self._average()
+        for p in self.grad_sync.names:
+            average: torch.Tensor | None = p.main_grad  # type: ignore[attr-defined]
+            if average is not None:
+                p.grad, p.main_grad = average if average.dtype == p.dtype else average.to(p.dtype), None  # type: ignore[attr-defined]
+
+    def _average(self) -> None:
+        if self.grad_sync is not None and not self._averaged:
+            self.grad_sync.finish()
+            self._averaged = True
+
+    def clip(self, params: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Clip the average of some parameters' gradients: what `clip_grad_norm_` does on several processes. Collective."""
+        self._average()
+        if self.shard.ranks == 1:
+            return clip_([g for g in map(gradient, params) if g is not None], max_norm)
+        chosen = set(params)
+        ready = [holding for holding in self.shard.ready(self._whole()) if holding.param in chosen]
+        norm = self.norm_of(ready)
+        coefficient = clip_coefficient(norm, max_norm)
+        # Pieces of one tensor share the memory of its scale.
+        for g in {(g.scale_inv if isinstance(g, ScalingTensor) else g).data_ptr(): g for g in (each.grad for each in ready)}.values():
+            g.mul_(coefficient)
+        return norm
+
+    def _tell_of_clipping(self) -> None:
+        assert self.grad_sync is not None
+        if self.clip_grad is None and not self._averaged and not self._told and self.grad_sync.peers.rank == 0:
+            warnings.warn(
+                f"the gradients of {self.grad_sync.peers.ranks} processes are averaged in step(), and before it p.grad is None: a "
+                "clip_grad_norm_ of torch there would clip nothing. To clip, give msamp.initialize(..., clip_grad=1.0), call "
+                "msamp.clip_grad_norm_, or call optimizer.synchronize() before torch's; clip_grad=float('inf') says that nothing is to "
+                "be clipped",
+                stacklevel=4,
+            )
+        self._told = True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -85,11 +149,15 @@ class LoopOptimizer(FP8AdamW):
             with torch.enable_grad():
                 loss = closure()
         if self.grad_sync is not None:
-            self.grad_sync.finish()
+            self._tell_of_clipping()
+        self._average()
         self.update()
         self.scaling.roll(self.group)
         if self.grad_sync is not None:
             self.grad_sync.clear()
+            for p in self.grad_sync.names:
+                p.grad = None  # where synchronize has put an average, to which the next backward would add
+            self._averaged = False
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,3 +167,35 @@ class LoopOptimizer(FP8AdamW):
                 "parameters of its model; save state_dict(), or build the copy's own with msamp.initialize and load it there"
             )
         return {**super().__getstate__(), "recipe": self.recipe, "scaling": self.scaling, "grad_sync": None}
+
+
+def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """As `torch.nn.utils.clip_grad_norm_`, for plain and FP8 gradients together, on any number of processes: where the parameters' optimizer
+    averages gradients over several, it is the average that is clipped, and the call is collective.
+
+    The coefficient folds into an FP8 gradient's scale_inv, so clipping rounds no element of it.
+
+    Args:
+        parameters: one or several.
+        max_norm: above 0.
+        norm_type: 2.
+
+    Returns:
+        The norm before clipping, FP64 0-dim, the same on all processes.
+
+    Raises:
+        ValueError: for a `max_norm` that is not positive, another norm, or parameters of several optimizers that average apart.
+    """
+    if norm_type != 2:
+        raise ValueError(
+            f"norm_type is {norm_type}; it must be 2: for another norm call optimizer.synchronize() and torch's clip_grad_norm_"
+        )
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    owners = [each for each in _AVERAGING if each.grad_sync is not None and any(p in each.grad_sync.names for p in params)]
+    if len(owners) > 1:
+        raise ValueError(
+            f"the parameters belong to {len(owners)} optimizers that average gradients apart; clip those of each by themselves"
+        )
+    if owners:
+        return owners[0].clip(params, max_norm)
+    return clip_([g for g in map(gradient, params) if g is not None], max_norm)

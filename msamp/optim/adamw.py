@@ -388,30 +388,39 @@ class FP8AdamW(torch.optim.Optimizer):
         held = (holding.param, *(state[key] for key in update_of(holding.formats).kept), state.get(MASTER.key, holding.param))
         return tuple(version_of(x) for x in held)
 
-    def _measure(self, ready: Sequence[Holding]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the bounds and the norm need before anything is updated.
+    def norm_of(self, ready: Sequence[Holding]) -> torch.Tensor:
+        """FP64 0-dim norm of the gradients of `ready`, whether they have states or none yet; collective under ZeRO."""
+        return self._combined_norm(ready, *self._measure(ready, bounds=False))
+
+    def _measure(self, ready: Sequence[Holding], *, bounds: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the bounds and the norm need before anything is updated; with `bounds` False, what the norm needs alone.
 
         Returns:
-            FP32 [rows, parameters]: the amaxes of a `Decision`.
+            FP32 [rows, parameters]: the amaxes of a `Decision`, or of it the first row and the last.
             int64 [parameters, 2]: sums of squares of this process's scaled gradients.
         """
         tables, count = self._table(), len(self._params())
-        rows = max(update_of(whole.formats).master_row for whole in self._whole())
         gs, (scaled, plain) = self._sorted_gradients(ready)
         ordered = [ready[i] for i in scaled + plain]
-        size = 1 + max((holding.place for holding in ready), default=-1)
-        if self._kept.dim() != 2 or self._kept.shape[0] != rows or self._kept.shape[1] < size or self._kept.device != tables.device:
-            self._kept, self._seen = torch.zeros(rows, size, device=tables.device), {}
-        self._keep_amaxes(ordered)
-        table = torch.zeros(rows + 2, count, device=tables.device)
+        kept = self._kept_of(ordered) if bounds else torch.zeros(0, len(ordered), device=tables.device)
+        table = torch.zeros(len(kept) + 2, count, device=tables.device)
         sums = torch.zeros(count, 2, dtype=torch.int64, device=tables.device)
         if ready:
             stats, found = first_pass(tables, gs[: len(scaled)], gs[len(scaled) :])
             index = tables.send("indices", [holding.index for holding in ordered])
-            kept = self._kept.index_select(1, tables.send("places", [holding.place for holding in ordered]))
             table.scatter_reduce_(1, index.expand(len(table), -1), torch.cat([stats[:1], kept, stats[1:]]), "amax")
             sums.index_add_(0, index[: len(scaled)], found)
         return self.shard.largest(table), sums
+
+    def _kept_of(self, ready: Sequence[Holding]) -> torch.Tensor:
+        """FP32 [rows, ready]: the amaxes as stored that are kept."""
+        tables = self._table()
+        rows = max(update_of(whole.formats).master_row for whole in self._whole())
+        size = 1 + max((holding.place for holding in ready), default=-1)
+        if self._kept.dim() != 2 or self._kept.shape[0] != rows or self._kept.shape[1] < size or self._kept.device != tables.device:
+            self._kept, self._seen = torch.zeros(rows, size, device=tables.device), {}
+        self._keep_amaxes(ready)
+        return self._kept.index_select(1, tables.send("places", [holding.place for holding in ready]))
 
     def _keep_amaxes(self, holdings: Sequence[Holding]) -> None:
         """Take the amaxes as stored of what somebody else has changed."""

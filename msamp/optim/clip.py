@@ -106,15 +106,14 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
 
 
-def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Like `torch.nn.utils.clip_grad_norm_`, for plain and FP8 gradients together.
+def clip_(gradients: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Clip whole gradients, plain and FP8 together, in place, to a global norm.
 
     The coefficient folds into an FP8 gradient's scale_inv, so clipping rounds no element of it.
 
     Returns:
         The norm before clipping, FP64 0-dim.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
     norm = grad_norm(gradients)
     coefficient = clip_coefficient(norm, max_norm)
     for g in gradients:

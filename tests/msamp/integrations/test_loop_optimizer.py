@@ -212,3 +212,83 @@ def test_zero_grad_drops_gradients_that_have_left():
             assert plain == spoilt
         assert "cannot be copied or pickled" in found["copy"]
         assert "save state_dict(), or build the copy's own with msamp.initialize" in found["copy"]
+
+
+# --------------------------------------------------------------------------------------------------------------- clipping
+
+
+def clipped(how: str, zero: bool) -> dict[str, object]:
+    """One rank's weights after steps whose gradients are clipped, and the first norm that the clipping tells."""
+    low, optimizer = msamp.initialize(model := net(), adamw(model), "O3", zero=zero, clip_grad=0.05 if how == "clip_grad" else None)
+    rank, norms = torch.distributed.get_rank(), []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(3):
+            x = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(step))[rank]
+            (low(x) - x[:, :16]).square().mean().backward()
+            if how == "ours":
+                norms.append(float(msamp.clip_grad_norm_(low.parameters(), 0.05)))
+            if how == "torch's":
+                optimizer.synchronize()
+                norms.append(float(nn.utils.clip_grad_norm_(low.parameters(), 0.05)))
+            optimizer.step()
+            norms.append(float(optimizer.grad_norm))
+            assert all(p.grad is None and p.main_grad is None for p in low.parameters())
+    return {
+        "norm": norms[0],
+        "weights": [p.dequantize() if isinstance(p, ScalingTensor) else p.detach() for p in low.parameters()],
+        "told": [str(each.message) for each in told if "clip" in str(each.message)],
+    }
+
+
+def clippings() -> dict[tuple[str, bool], dict[str, object]]:
+    hows = [(how, zero) for how in ("clip_grad", "ours", "torch's", "nothing") for zero in (False, True) if (how, zero) != ("torch's", True)]
+    return {each: clipped(*each) for each in hows} | {("refused", True): refused()}
+
+
+def refused() -> dict[str, object]:
+    found = {}
+    low, optimizer = msamp.initialize(model := net(), adamw(model), "O3")
+    other, _ = msamp.initialize(model := net(), adamw(model), "O3")
+    for name, call in {
+        "zero": optimizer.synchronize,
+        "two": lambda: msamp.clip_grad_norm_([*low.parameters(), *other.parameters()], 1.0),
+    }.items():
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - what it says is looked at by the test
+            call()
+        found[name] = str(caught.value)
+    return found
+
+
+def test_the_average_is_clipped_on_several_processes_by_us_and_after_synchronize_by_torch():
+    first, second = dist.run(clippings, 2)
+    for zero in (False, True):
+        want, free = first["clip_grad", zero], first["nothing", zero]
+        assert want["norm"] > 0.3
+        assert not all(a.equal(b) for a, b in zip(want["weights"], free["weights"], strict=True))
+        for how in ("ours", "torch's"):
+            for rank in (first, second):
+                got = rank.get((how, zero), rank["ours", zero])
+                assert got["norm"] == pytest.approx(want["norm"], rel=1e-6)
+                assert all(torch.allclose(a, b, rtol=0.05, atol=2e-4) for a, b in zip(want["weights"], got["weights"], strict=True))
+                assert got["told"] == want["told"] == []
+        (told,) = free["told"]
+        assert "msamp.clip_grad_norm_" in told
+        assert second["nothing", zero]["told"] == []
+    assert "each has the averaged gradients of its own share alone; clip with msamp.clip_grad_norm_" in first["refused", True]["zero"]
+    assert "2 optimizers that average gradients apart" in first["refused", True]["two"]
+
+
+def test_on_one_process_clipping_is_torch_s():
+    ours, theirs = net(), net()
+    for model in (ours, theirs):
+        (model(torch.ones(4, 32)).square().sum()).backward()
+    norm = msamp.clip_grad_norm_(ours.parameters(), 0.1)
+    assert float(norm) == pytest.approx(float(nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)), rel=1e-6)
+    assert all(torch.allclose(p.grad, q.grad) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+    with pytest.raises(ValueError, match=r"norm_type is 1.0; it must be 2"):
+        msamp.clip_grad_norm_(ours.parameters(), 0.1, norm_type=1.0)
+    low, optimizer = msamp.initialize(net())
+    low(torch.ones(4, 32)).sum().backward()
+    optimizer.synchronize()
+    assert all(p.grad is not None for p in low.parameters())
