@@ -212,7 +212,8 @@ class GradSync:
         """Send what has not left, and bring every average to its place. The compute stream waits, not the host.
 
         Raises:
-            ValueError: where the model has a parameter that this synchroniser does not know, naming it.
+            ValueError: where the model has a parameter that this synchroniser does not know, or one whose gradient has not come here,
+                naming it.
             RuntimeError: where a collective fails, naming the ranks that do not answer and the tensors.
         """
         self._check_model()
@@ -250,6 +251,12 @@ class GradSync:
         for name, p in model.named_parameters() if model is not None else ():
             if p.requires_grad and p not in self._place:
                 raise ValueError(f"{name} was not there when the synchroniser was built; build a new one after changing the model")
+        past = [name for p, name in self.names.items() if p.grad is not None]
+        if past:  # torch swaps a low-precision parameter's inside for a new one in model.to, whether it moves or not, and drops its hooks
+            raise ValueError(
+                f"the gradient of {past[0]} has passed the synchroniser by, and would not be averaged: model.to(), .cuda() or .float() after "
+                "it was built drops the hooks of low-precision weights; move the model first, then call msamp.initialize"
+            )
 
     def _send_next(self) -> None:
         bucket = self.buckets[self._next]

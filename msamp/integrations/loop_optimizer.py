@@ -21,7 +21,7 @@ from msamp.optim.clip import clip_, clip_coefficient
 from msamp.optim.shard import gradient
 from msamp.optim.states import is_scaled
 
-_AVERAGING: "weakref.WeakSet[LoopOptimizer]" = weakref.WeakSet()  # those of several processes, by whose parameters clipping finds them
+_LIVE: "weakref.WeakSet[LoopOptimizer]" = weakref.WeakSet()  # by whose parameters clipping and hosts find them
 
 
 def states_of(p: torch.Tensor, recipe: Recipe) -> StateFormats:
@@ -57,8 +57,11 @@ class LoopOptimizer(FP8AdamW):
     ) -> None:
         self.recipe, self.scaling, self.grad_sync = recipe, scaling, grad_sync
         super().__init__(params, **settings)
-        if grad_sync is not None:
-            _AVERAGING.add(self)
+        _LIVE.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _LIVE.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As FP8AdamW's, with the recipe's formats where the group has none, and a name for each parameter where the others have names."""
@@ -169,6 +172,12 @@ class LoopOptimizer(FP8AdamW):
         return {**super().__getstate__(), "recipe": self.recipe, "scaling": self.scaling, "grad_sync": None}
 
 
+def optimizers_of(params: Iterable[torch.Tensor]) -> "list[LoopOptimizer]":
+    """Those that `msamp.initialize` has made and that hold one of the parameters."""
+    asked = {id(p) for p in params}
+    return [each for each in _LIVE if any(id(p) in asked for group in each.param_groups for p in group["params"])]
+
+
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """As `torch.nn.utils.clip_grad_norm_`, for plain and FP8 gradients together, on any number of processes: where the parameters' optimizer
     averages gradients over several, it is the average that is clipped, and the call is collective.
@@ -191,7 +200,7 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
             f"norm_type is {norm_type}; it must be 2: for another norm call optimizer.synchronize() and torch's clip_grad_norm_"
         )
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    owners = [each for each in _AVERAGING if each.grad_sync is not None and any(p in each.grad_sync.names for p in params)]
+    owners = [each for each in optimizers_of(params) if each.grad_sync is not None]
     if len(owners) > 1:
         raise ValueError(
             f"the parameters belong to {len(owners)} optimizers that average gradients apart; clip those of each by themselves"

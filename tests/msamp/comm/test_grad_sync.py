@@ -272,3 +272,13 @@ def test_a_step_never_waits_for_the_host(accumulate, exchange):
             tolerance = 2.0**-3 if exchange == "nccl" and step else 0.0
             assert (fp32_values(p.main_grad) - 2).abs().max() <= 2 * tolerance
         sync.clear()
+
+
+def test_a_gradient_that_passes_the_hooks_by_is_named():
+    """As it does of a low-precision weight after `model.to`, which would otherwise be updated by this rank's own gradient."""
+    model = nn.Sequential(FP8Linear(16, 16))
+    sync = grad_sync(model, {p: E4M3 if p.dim() == 2 else FP32 for p in model.parameters()})
+    model.to("cpu")
+    model(torch.ones(2, 16)).sum().backward()
+    with pytest.raises(ValueError, match=r"the gradient of 0\.weight has passed the synchroniser by.*move the model first"):
+        sync.finish()

@@ -1,0 +1,123 @@
+"""Hugging Face accelerate, on any number of processes, with one line of another import.
+
+    from msamp.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(recipe="O2")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+accelerate's own `prepare` puts a model into DistributedDataParallel, which cannot hold FP8 weights. This one puts the model and its
+optimizer through `msamp.initialize` instead, whose optimizer averages the gradients. What accelerate does around DistributedDataParallel
+goes to that optimizer too: `accumulate`, `no_sync` and the clipping of gradients.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import nn
+
+from msamp.integrations.initialize import initialize
+from msamp.integrations.loop_optimizer import LoopOptimizer, clip_grad_norm_, optimizers_of
+from msamp.integrations.saving import fp8_state_dict, plain_state_dict, save_plain
+from msamp.numerics.recipe import Recipe
+
+_ALONE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class Accelerator(accelerate.Accelerator):
+    """accelerate's Accelerator, whose `prepare` is `msamp.initialize`.
+
+    A model and an optimizer that `msamp.initialize` has returned, with arguments of one's own, are taken as they are; the model has to be
+    on `accelerator.device` before that. `save_model` writes plain weights, `save_state` exact ones: FP8 is a byte.
+
+    Args:
+        args: accelerate's own.
+        recipe: of `msamp.initialize`.
+        settings: accelerate's own.
+
+    Raises:
+        ValueError: for a way of accelerate's to spread a model, or a precision, that holds no FP8 weights.
+    """
+
+    def __init__(self, *args: Any, recipe: str | Recipe | None = None, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.recipe = recipe
+        self.check()
+
+    def check(self) -> None:
+        """ValueError for settings of accelerate's that do not go together with FP8 weights."""
+        if self.distributed_type not in _ALONE:
+            raise ValueError(
+                f"accelerate is set to {self.distributed_type.value}, which cannot hold FP8 weights; choose "
+                f"{DistributedType.MULTI_GPU.value}: msamp averages the gradients itself, and O3 spreads the optimizer over the processes"
+            )
+        if self.mixed_precision in ("fp8", "fp16"):
+            instead = "the recipe makes the layers FP8" if self.mixed_precision == "fp8" else "scaling of the loss is for msamp.amp"
+            raise ValueError(f"mixed_precision is {self.mixed_precision!r}; it must be 'no' or 'bf16': {instead}")
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As accelerate's; one model and one optimizer among `args` go through `msamp.initialize` first."""
+        return super().prepare(*self._initialized(args), device_placement=device_placement)
+
+    def _initialized(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        models = [each for each in args if isinstance(each, nn.Module)]
+        fresh = [each for each in args if isinstance(each, torch.optim.Optimizer) and not isinstance(_inner(each), LoopOptimizer)]
+        if not fresh:
+            return args
+        if len(models) != 1 or len(fresh) != 1:
+            raise ValueError(
+                f"prepare was given {len(models)} models and {len(fresh)} optimizers to convert; give one of each, or call "
+                "msamp.initialize on each pair and prepare what it returns"
+            )
+        model = models[0].to(self.device) if self.device_placement else models[0]
+        model, low = initialize(model, fresh[0], self.recipe)
+        save_plain(model, low)
+        return tuple(low if each is fresh[0] else each for each in args)
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+        """As accelerate's, without DistributedDataParallel around a model of `msamp.initialize`."""
+        if optimizers_of(model.parameters()):
+            device_placement, evaluation_mode = False, True  # `to` would drop the hooks by which gradients leave
+        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """As accelerate's; the states of ours are where its parameters are, and under ZeRO no process could load those of all."""
+        placed = False if isinstance(_inner(optimizer), LoopOptimizer) else device_placement
+        return super().prepare_optimizer(optimizer, device_placement=placed)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """As accelerate's."""
+        owners = optimizers_of(model.parameters())
+        with contextlib.ExitStack() as stack:
+            for context in [owner.no_sync() for owner in owners] or [super().no_sync(model)]:
+                stack.enter_context(context)
+            yield
+
+    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """As accelerate's; of the average over the processes."""
+        params = list(parameters)
+        return (clip_grad_norm_ if optimizers_of(params) else super().clip_grad_norm_)(params, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """As accelerate's, of models without FP8 gradients, which have no value of their own to clip."""
+        params = list(parameters)
+        for owner in optimizers_of(params):
+            owner.synchronize()
+        super().clip_grad_value_(params, clip_value)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """As accelerate's, of plain weights for `save_model`, and exact for `save_state`, which asks without `unwrap`."""
+        owners = optimizers_of(model.parameters())
+        if not owners:
+            return super().get_state_dict(model, unwrap=unwrap)
+        model = self.unwrap_model(model, keep_torch_compile=False)
+        return plain_state_dict(model, owners[0]) if unwrap else fp8_state_dict(model)
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

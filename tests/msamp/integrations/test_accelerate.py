@@ -1,0 +1,137 @@
+"""Hugging Face accelerate with the optimizer of `msamp.initialize`: one process and several agree, what it clips, what it saves."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import dist
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+
+import msamp
+from msamp.numerics.tensor import ScalingTensor
+
+accelerate = pytest.importorskip("accelerate")
+ROWS = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
+MICRO_BATCHES = 2
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().dequantize() if isinstance(p, ScalingTensor) else p.detach().clone() for p in model.parameters()]
+
+
+def train(level: str, folder: str | None = None) -> dict[str, Any]:
+    """Steps of two micro-batches of this rank's rows, clipped, with a schedule; saved, gone on, loaded, gone on."""
+    from msamp.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, recipe=level, gradient_accumulation_steps=MICRO_BATCHES)
+    ranks = accelerator.num_processes
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step // ranks))  # accelerate steps it once a process
+    loader = torch.utils.data.DataLoader(ROWS, batch_size=8 // ranks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    assert type(model) is nn.Sequential
+    norms = []
+
+    def epoch() -> None:
+        for x in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward((model(x) - x[:, :16]).square().mean())
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+
+    epoch()
+    trained = values(model)
+    found = {"norms": list(norms), "weights": trained}
+    if folder is not None:
+        accelerator.save_state(folder)
+        accelerator.save_model(model, f"{folder}/model")
+        epoch()
+        whole = values(model)
+        accelerator.load_state(folder)
+        assert all(a.equal(b) for a, b in zip(values(model), trained, strict=True))
+        epoch()
+        found["resumed"] = all(a.equal(b) for a, b in zip(values(model), whole, strict=True))
+    return found
+
+
+def trains(folder: str) -> dict[str, dict[str, Any]]:
+    return {level: train(level, f"{folder}/{level}") for level in ("O2", "O3")}
+
+
+def fresh_state() -> None:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for each in (AcceleratorState, GradientState, PartialState):
+        each._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch):
+    fresh_state()
+    yield
+    fresh_state()
+
+
+@pytest.mark.nightly(30)
+def test_two_processes_train_as_one_does_save_and_resume(tmp_path: Path):
+    from safetensors.torch import load_file
+
+    first, second = dist.run(trains, 2, str(tmp_path))
+    for level in ("O2", "O3"):
+        fresh_state()
+        want = train(level)
+        assert all(a.equal(b) for a, b in zip(first[level]["weights"], second[level]["weights"], strict=True))
+        assert want["norms"][0] > 0.2
+        assert first[level]["norms"] == pytest.approx(want["norms"], rel=0.1)
+        assert first[level]["norms"] == second[level]["norms"]
+        assert all((a - b).norm() < 0.05 * b.norm() + 1e-2 for a, b in zip(first[level]["weights"], want["weights"], strict=True))
+        assert first[level]["resumed"]
+        assert second[level]["resumed"]
+        saved = load_file(tmp_path / level / "model" / "model.safetensors")
+        assert {name: x.dtype for name, x in saved.items()} == {name: x.dtype for name, x in net().state_dict().items()}
+
+
+@pytest.mark.parametrize("settings", [{"mixed_precision": "fp16"}, {"mixed_precision": "fp8"}])
+def test_precisions_that_hold_no_fp8_weights_are_refused(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    from msamp.integrations.accelerate import Accelerator
+
+    made = Accelerator(cpu=True)
+    monkeypatch.setattr(type(made), "mixed_precision", property(lambda self: settings["mixed_precision"]))
+    with pytest.raises(ValueError, match=r"mixed_precision is 'fp.*it must be 'no' or 'bf16'"):
+        made.check()
+
+
+def test_what_cannot_be_spread_and_what_cannot_be_paired_is_refused(monkeypatch: pytest.MonkeyPatch):
+    from accelerate.utils import DistributedType
+
+    from msamp.integrations.accelerate import Accelerator
+
+    made, model = Accelerator(cpu=True), net()
+    with pytest.raises(ValueError, match=r"2 models and 1 optimizers to convert; give one of each"):
+        made.prepare(model, net(), torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr(type(made), "distributed_type", property(lambda self: DistributedType.FSDP))
+    with pytest.raises(ValueError, match=r"accelerate is set to FSDP, which cannot hold FP8 weights; choose MULTI_GPU"):
+        made.check()
+
+
+def test_a_pair_of_initialize_is_taken_as_it_is():
+    from msamp.integrations.accelerate import Accelerator
+
+    model, optimizer = msamp.initialize(net(), recipe="O1")
+    prepared, wrapped = Accelerator(cpu=True).prepare(model, optimizer)
+    assert prepared is model
+    assert wrapped.optimizer is optimizer
