@@ -153,10 +153,10 @@ def optimizer(
     casts = sharded_casts(model)
     if not casts or not isinstance(model, FSDPModule):
         raise ValueError("the model holds no sharded FP8 weight; call msamp.integrations.fsdp.prepare(model), then fully_shard(model)")
-    for p, cast in casts.items():
-        if cast != chosen.gemm.weight or weight_format(p) != chosen.weight:  # type: ignore[union-attr]
+    for weight, cast in casts.items():
+        if cast != chosen.gemm.weight or weight_format(weight) != chosen.weight:  # type: ignore[union-attr]
             raise ValueError(
-                f"a weight is stored in {weight_format(p)} and cast as {cast}, and recipe {chosen.name!r} takes {chosen.weight} and "
+                f"a weight is stored in {weight_format(weight)} and cast as {cast}, and recipe {chosen.name!r} takes {chosen.weight} and "
                 f"{chosen.gemm.weight}; give the recipe that fsdp.prepare was given"  # type: ignore[union-attr]
             )
     given = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
@@ -173,7 +173,7 @@ def optimizer(
 
 def _check_scales(shard: FSDP, model: nn.Module) -> None:
     """ValueError where ranks hold different scales of one weight: they were quantised from different models."""
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
     scales = torch.stack([local(p).scale_inv for p in shard.casts])
     most = shard.peers.all_reduce(torch.stack([scales, -scales]), dist.ReduceOp.MAX, "the scales of weights", None)
     differing = [names[p] for p, differs in zip(shard.casts, (most[0] != -most[1]).tolist(), strict=True) if differs]

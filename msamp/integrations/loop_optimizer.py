@@ -16,6 +16,7 @@ import torch.distributed as dist
 from msamp.comm.grad_sync import GradSync
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
+from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
 from msamp.optim.clip import clip_, clip_coefficient
 from msamp.optim.shard import gradient
@@ -128,7 +129,8 @@ class LoopOptimizer(FP8AdamW):
         norm = self.norm_of(ready)
         coefficient = clip_coefficient(norm, max_norm)
         # Pieces of one tensor share the memory of its scale.
-        for g in {(g.scale_inv if isinstance(g, ScalingTensor) else g).data_ptr(): g for g in (each.grad for each in ready)}.values():
+        found = [each.grad for each in ready if each.grad is not None]
+        for g in {(g.scale_inv if isinstance(g, ScalingTensor) else g).data_ptr(): g for g in found}.values():
             g.mul_(coefficient)
         return norm
 
@@ -179,8 +181,9 @@ def optimizers_of(params: Iterable[torch.Tensor]) -> "list[LoopOptimizer]":
 
 
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """As `torch.nn.utils.clip_grad_norm_`, for plain and FP8 gradients together, on any number of processes: where the parameters' optimizer
-    averages gradients over several, it is the average that is clipped, and the call is collective.
+    """As `torch.nn.utils.clip_grad_norm_`, for plain and FP8 gradients together, on any number of processes.
+
+    Where the optimizer of the parameters averages gradients over several, it is the average that is clipped, and the call is collective.
 
     The coefficient folds into an FP8 gradient's scale_inv, so clipping rounds no element of it.
 
@@ -196,15 +199,11 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
         ValueError: for a `max_norm` that is not positive, another norm, or parameters of several optimizers that average apart.
     """
     if norm_type != 2:
-        raise ValueError(
-            f"norm_type is {norm_type}; it must be 2: for another norm call optimizer.synchronize() and torch's clip_grad_norm_"
-        )
+        raise ValueError(f"norm_type is {norm_type}; it must be 2: for another call optimizer.synchronize() and torch's clip_grad_norm_")
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     owners = [each for each in optimizers_of(params) if each.grad_sync is not None]
     if len(owners) > 1:
-        raise ValueError(
-            f"the parameters belong to {len(owners)} optimizers that average gradients apart; clip those of each by themselves"
-        )
+        raise ValueError(f"the parameters belong to {len(owners)} optimizers that average gradients apart; clip each one's by themselves")
     if owners:
         return owners[0].clip(params, max_norm)
     return clip_([g for g in map(gradient, params) if g is not None], max_norm)

@@ -211,9 +211,9 @@ class FSDP:
             amaxes = TENSORWISE.amaxes([grads[i] for i in scaled])
             amaxes = self.peers.all_reduce(amaxes, dist.ReduceOp.MAX, "the amaxes of gradients")
             for i, amax in zip(scaled, amaxes.unbind(), strict=True):
-                grad = ScalingTensor.quantize(grads[i], formats[i], scale_from_amax(amax, formats[i].max))
-                grad.scale_inv.masked_fill_(~amax.isfinite(), float("nan"))
-                grads[i] = grad
+                cast = ScalingTensor.quantize(grads[i], formats[i], scale_from_amax(amax, formats[i].max))
+                cast.scale_inv.masked_fill_(~amax.isfinite(), float("nan"))
+                grads[i] = cast
         found = [holding for holding in self.holdings(wholes) if holding.index in grads]
         for holding in found:
             grad = grads[holding.index]

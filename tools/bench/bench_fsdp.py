@@ -143,7 +143,7 @@ def measure(text: str, options: argparse.Namespace, device: torch.device) -> dic
             torch.cuda.reset_peak_memory_stats()
         step()
     times, last = step_times(step, options.steps)  # type: ignore[arg-type]
-    losses = torch.stack([first, last])
+    losses = torch.stack([first, last])  # type: ignore[list-item]
     dist.all_reduce(losses)
     low, middle, high = (round(t * 1e3, 1) for t in rows.percentiles(times))
     first_loss, loss = (round(x, 4) for x in (losses / dist.get_world_size()).tolist())

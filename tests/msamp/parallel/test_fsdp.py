@@ -18,7 +18,8 @@ def weight() -> ShardedWeight:
 def test_rows_share_the_scale_and_the_memory():
     w = weight()
     first, second = torch.chunk(w, 2)
-    assert isinstance(second, ShardedWeight) and second.shape == (2, 4) and second.dtype == torch.bfloat16
+    assert isinstance(second, ShardedWeight)
+    assert (second.shape, second.dtype) == ((2, 4), torch.bfloat16)
     assert second.scale_inv is first.scale_inv is w.scale_inv
     assert second.payload.data_ptr() == w.payload[3:].data_ptr()
 
@@ -27,8 +28,10 @@ def test_padding_takes_rows_with_their_scale():
     w = weight()
     padded = w.new_zeros(6, 4)
     padded.narrow(0, 0, 5).copy_(w)
-    assert torch.equal(padded.payload[:5], w.payload) and not padded.payload[5:].any()
-    assert padded.scale_inv == w.scale_inv and padded.scale_inv is not w.scale_inv
+    assert torch.equal(padded.payload[:5], w.payload)
+    assert not padded.payload[5:].any()
+    assert padded.scale_inv == w.scale_inv
+    assert padded.scale_inv is not w.scale_inv
 
 
 def test_plain_values_are_refused():
