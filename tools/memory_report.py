@@ -37,11 +37,11 @@ from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import build_model
 from megatron.lm.recipe import build_recipe
 from megatron.lm.step import train_step
+from megatron.lm.tools.arguments import Parser, output_file
 from megatron.lm.training import Training
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import kept_states
 from msamp.optim.states import as_stored, stored_bytes
-from tools.arguments import Parser, output_file
 from tools.bench import rows
 from tools.bench.bench_step import random_batches
 from tools.precisions import legal_precision

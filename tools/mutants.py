@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron.lm import entry
-from tools.arguments import Parser, count
+from megatron.lm.tools.arguments import Parser, count
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".toml")

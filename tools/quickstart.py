@@ -22,8 +22,8 @@ from typing import NoReturn
 
 from megatron.lm import entry
 from megatron.lm.run import RunStopped
-from tools.arguments import Parser, count, path
-from tools.report import Run, read_run, summary, write_report
+from megatron.lm.tools.arguments import Parser, count, path
+from megatron.lm.tools.report import Run, read_run, summary, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 LEVELS = ("O0", "O2")

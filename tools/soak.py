@@ -28,7 +28,7 @@ from megatron.lm.checkpoint.folder import check_files, iteration_folder, marked_
 from megatron.lm.checkpoint.storage import Stored
 from megatron.lm.config import DataConfig
 from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
-from tools.arguments import Parser, count
+from megatron.lm.tools.arguments import Parser, count
 
 ROOT = Path(__file__).resolve().parents[1]
 ITERATIONS, INTERVAL, KEPT = 24, 2, 2

@@ -9,4 +9,5 @@ what is trained     model/, data/, distributed (gradients), optim (update and sc
 one step            step; graph (the same step replayed), recorder (what it lost), logs (files that may fail)
 a run of steps      run/ (trainer, metrics, faults), checkpoint/, pretrain (the entry point), entry (how a command ends), launch
                     (torchrun without its traceback)
+beside runs         tools/ (data, conversion, reports)
 """

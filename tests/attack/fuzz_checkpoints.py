@@ -19,7 +19,7 @@ from attack.fuzz import CANARY, Command
 from megatron.lm import pretrain
 from megatron.lm.checkpoint.folder import INFO_FILE, read_info
 from megatron.lm.config.cli import config_from_dict, to_argv
-from tools import convert_checkpoint, generate
+from megatron.lm.tools import convert_checkpoint, generate
 
 OLD = Path(__file__).parents[1] / "checkpoints_of" / "version_3"  # with their metadata in a pickle
 NEW = {"O2": {"opt_level": "O2"}, "O3": {"opt_level": "O3"}, "bf16": {"precision": "bf16"}, "fp16": {"precision": "fp16-amp"}}

@@ -11,10 +11,10 @@ from attack import odd
 from attack.fuzz import CANARY, Command
 
 from megatron.lm import pretrain
-from tools import convert_checkpoint, inspect_scales, loss_compare, preprocess_data, report
-from tools.convert.folder import MODEL, write_json, write_tensors
-from tools.convert.hugging_face import to_hf
-from tools.prepare_text import train_bpe
+from megatron.lm.tools import convert_checkpoint, inspect_scales, loss_compare, preprocess_data, report
+from megatron.lm.tools.convert.folder import MODEL, write_json, write_tensors
+from megatron.lm.tools.convert.hugging_face import to_hf
+from megatron.lm.tools.prepare_text import train_bpe
 
 TRAINER = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 --tokenizer-type NullTokenizer "

@@ -13,7 +13,7 @@ from megatron.lm import pretrain
 from megatron.lm.config import flag
 from megatron.lm.config.cli import section_types
 from megatron.lm.presets import PRESETS
-from tools import convert_checkpoint, generate, inspect_scales, loss_compare, preprocess_data, report
+from megatron.lm.tools import convert_checkpoint, generate, inspect_scales, loss_compare, preprocess_data, report
 from tools.reproduce import table7, table8
 
 GOOD = shlex.split(

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from megatron.lm.config import check, cli
+from megatron.lm.tools.report import Run
 from tools import quickstart
-from tools.report import Run
 
 
 @pytest.fixture

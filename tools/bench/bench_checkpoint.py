@@ -27,7 +27,7 @@ from megatron.lm import checkpoint, entry, graph, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.presets import PRESETS
 from megatron.lm.step import train_step
-from tools.arguments import Parser, count, output_file, path
+from megatron.lm.tools.arguments import Parser, count, output_file, path
 from tools.bench import bench_step, rows
 from tools.precisions import legal_precision
 

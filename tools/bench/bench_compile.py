@@ -20,8 +20,8 @@ from torch.nn import functional
 
 import msamp
 from megatron.lm import entry
+from megatron.lm.tools.arguments import Parser, count, output_file
 from msamp.numerics import recipe
-from tools.arguments import Parser, count, output_file
 from tools.bench import rows
 
 CASES = ("bf16", "O1", "O2", "O3")

@@ -39,12 +39,12 @@ from megatron.lm.config import Config
 from megatron.lm.presets import PRESETS
 from megatron.lm.run.metrics import least_and_most
 from megatron.lm.step import train_step
+from megatron.lm.tools.arguments import Parser, count, output_file
 from megatron.lm.training import StepResult, Training
 from msamp.comm.collectives import Peers
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics.tensor import ScalingTensor
 from msamp.parallel.greedy_zero import ZeRO
-from tools.arguments import Parser, count, output_file
 from tools.bench import bench_step, rows
 
 Step = Callable[[], StepResult]

@@ -39,7 +39,7 @@ from megatron.lm.config.check import check
 from megatron.lm.presets import parameter_count
 from megatron.lm.recipe import build_recipe
 from megatron.lm.step import train_step
-from tools.arguments import count
+from megatron.lm.tools.arguments import count
 from tools.bench import bench_step, rows
 from tools.bench.bench_data_parallel import exposed_communication, link, memory, parser, peer_rows, step_times
 

@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.lm import entry
 from megatron.lm.model.attention import BACKENDS
+from megatron.lm.tools.arguments import Parser, count, output_file
 from msamp.kernels import ops
 from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.tables import Tables
@@ -41,7 +42,6 @@ from msamp.optim import updates
 from msamp.optim.states import as_stored
 from msamp.optim.states import begun as begun_state
 from msamp.optim.updates import format_names
-from tools.arguments import Parser, count, output_file
 from tools.bench import rows
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16

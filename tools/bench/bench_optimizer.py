@@ -25,6 +25,7 @@ from megatron.lm.config.check import check
 from megatron.lm.optim import build_loss_scaler
 from megatron.lm.presets import PRESETS
 from megatron.lm.recipe import build_recipe, states_by_kind
+from megatron.lm.tools.arguments import Parser, count, output_file
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
@@ -33,7 +34,6 @@ from msamp.optim.adamw import FP8AdamW
 from msamp.optim.states import weight_format
 from msamp.optim.updates import format_names
 from msamp.parallel.data_parallel import grad_sync
-from tools.arguments import Parser, count, output_file
 from tools.bench import bench_step, rows
 from tools.precisions import legal_precision
 

@@ -25,7 +25,7 @@ from megatron.lm.build import build_training
 from megatron.lm.config import LoggingConfig
 from megatron.lm.recorder import Recorder
 from megatron.lm.step import train_step
-from tools.arguments import Parser, count, output_file
+from megatron.lm.tools.arguments import Parser, count, output_file
 from tools.bench import rows
 from tools.bench.bench_step import WARM_UP, configuration, random_batches
 from tools.precisions import legal_precision

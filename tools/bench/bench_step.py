@@ -33,7 +33,7 @@ from megatron.lm.presets import PRESETS, flops_per_token
 from megatron.lm.recorder import Recorder
 from megatron.lm.run.metrics import peak_tflops
 from megatron.lm.step import train_step
-from tools.arguments import Parser, count, output_file
+from megatron.lm.tools.arguments import Parser, count, output_file
 from tools.bench import rows
 from tools.precisions import legal_precision, precision_flags
 

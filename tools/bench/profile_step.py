@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron.lm import entry, graph, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.step import train_step
-from tools.arguments import Parser, count, output_file
+from megatron.lm.tools.arguments import Parser, count, output_file
 from tools.bench import rows
 from tools.bench.bench_step import WARM_UP, configuration, random_batches
 from tools.precisions import legal_precision

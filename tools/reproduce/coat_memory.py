@@ -27,7 +27,7 @@ import torch
 
 from megatron.lm import entry
 from megatron.lm.presets import PRESETS
-from tools.arguments import Parser, count, output_file
+from megatron.lm.tools.arguments import Parser, count, output_file
 from tools.bench import rows
 from tools.bench.bench_step import WARM_UP
 from tools.precisions import precision_flags

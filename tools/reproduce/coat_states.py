@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from megatron.lm import entry
+from megatron.lm.tools.arguments import Parser, output_file, path
 from msamp.numerics.formats import E4M3, E5M2, Format
 from msamp.numerics.metrics import sqnr_db, underflow_frac
 from msamp.numerics.range_expand import STATE_GROUP, dynamic_range, quantize_expanded
-from tools.arguments import Parser, output_file, path
 from tools.bench import rows
 
 if TYPE_CHECKING:

@@ -35,11 +35,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.lm import entry
+from megatron.lm.tools.arguments import Parser, count, path
+from megatron.lm.tools.report import COLORS, Run, differences, plain, read_run, write_curves
 from msamp.numerics import recipe
-from tools.arguments import Parser, count, path
 from tools.bench import rows
 from tools.precisions import legal_precision, precision_flags
-from tools.report import COLORS, Run, differences, plain, read_run, write_curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -42,6 +42,7 @@ from megatron.lm.data.datasets import build_datasets
 from megatron.lm.data.tokenizer import build_tokenizer
 from megatron.lm.model.loss import masked_mean_loss
 from megatron.lm.step import train_step
+from megatron.lm.tools.arguments import Parser, count, path
 from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
@@ -51,7 +52,6 @@ from msamp.comm.partition import Piece
 from msamp.comm.statistics import saturated, vanished
 from msamp.numerics.formats import E4M3
 from msamp.numerics.metrics import sqnr_db, underflow_frac
-from tools.arguments import Parser, count, path
 from tools.bench import rows
 
 DEFAULTS = (

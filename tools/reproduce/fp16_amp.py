@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.lm import entry
+from megatron.lm.tools.arguments import Parser, count, output_file
 from msamp import amp
-from tools.arguments import Parser, count, output_file
 from tools.bench import rows
 
 IMAGE, GRID, WINDOW = 32, 8, 16  # pixels of an image's side; cells of a side; pixels of a window's side

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 from megatron.lm import entry
 from megatron.lm.presets import PRESETS
+from megatron.lm.tools.arguments import Parser, output_file, path
 from msamp.numerics import recipe
-from tools.arguments import Parser, output_file, path
 from tools.reproduce.table8 import DATA_PARALLEL
 
 ROOT = Path(__file__).resolve().parents[2]

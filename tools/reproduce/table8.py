@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 from megatron.lm import entry
 from megatron.lm.presets import PRESETS
+from megatron.lm.tools.arguments import Parser, count, output_file
 from msamp.comm.partition import Piece, partition, plan_buckets
-from tools.arguments import Parser, count, output_file
 
 GIB = 2**30
 VOCABULARY, VOCABULARY_MULTIPLE = 50304, 128  # padded to a multiple of 128 x TP, as the trainer does

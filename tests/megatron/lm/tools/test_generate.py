@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tools import generate
+from megatron.lm.tools import generate
 
 VOCAB, PADDED = 10, 16
 

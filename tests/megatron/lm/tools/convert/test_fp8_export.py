@@ -6,11 +6,11 @@ import torch
 from hf_models import agree, config, our_logits, random_weights, their_logits
 from tiny import VOCABULARY
 
+from megatron.lm.tools.convert.folder import Tensors, write_json, write_tensors
+from megatron.lm.tools.convert.fp8_export import fp8_tensors, quantization_config
+from megatron.lm.tools.convert.hugging_face import hf_config, hf_rules, to_hf
 from msamp.numerics.formats import E4M3, FP16
 from msamp.numerics.tensor import ScalingTensor
-from tools.convert.folder import Tensors, write_json, write_tensors
-from tools.convert.fp8_export import fp8_tensors, quantization_config
-from tools.convert.hugging_face import hf_config, hf_rules, to_hf
 
 KINDS = ["llama", "llama tied, wide heads, biases", "gpt_neox", "gpt_neox tied, half rotated"]
 

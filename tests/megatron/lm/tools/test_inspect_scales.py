@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tools import inspect_scales
-from tools.inspect_scales import heat_maps, main, read, spoken, words
+from megatron.lm.tools import inspect_scales
+from megatron.lm.tools.inspect_scales import heat_maps, main, read, spoken, words
 
 CASTS, UPDATES = ["amax", "underflow", "saturation", "sqnr_db", "scale_exponent"], ["norm", "update_norm", "edq", "lost"]
 FC2, QKV = "decoder.layers.3.mlp.linear_fc2", "decoder.layers.0.self_attention.linear_qkv"

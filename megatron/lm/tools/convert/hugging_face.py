@@ -17,7 +17,7 @@ from megatron.lm.config import Config, ModelConfig, PrecisionConfig
 from megatron.lm.config.check import single_values
 from megatron.lm.config.cli import config_from_dict
 from megatron.lm.config.rules.shape import attention_shape
-from tools.convert.architectures import ARCHITECTURES, EMBEDDING, HEAD, Architecture, Rule, architecture_of
+from megatron.lm.tools.convert.architectures import ARCHITECTURES, EMBEDDING, HEAD, Architecture, Rule, architecture_of
 
 LARGEST_DIVISOR = 2**16  # of the vocabulary: beyond it the padding would be the larger part of any embedding
 _FIELDS = {"ffn_size": "ffn_hidden_size", "query_groups": "num_query_groups", "head_size": "kv_channels", "max_positions": "seq_length"}

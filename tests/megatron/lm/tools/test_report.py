@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tools import report
+from megatron.lm.tools import report
 
 BYTES = {"weight": 2, "grad": 1, "master": 0, "m": 1, "v": 2}
 

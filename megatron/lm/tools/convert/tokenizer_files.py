@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.lm.config import Config, DataConfig
 from megatron.lm.data.tokenizer import END_OF_TEXT, Tokenizer, build_tokenizer
-from tools.convert.folder import write_json
+from megatron.lm.tools.convert.folder import write_json
 
 
 def matching(config: Config, vocab_size: int) -> Tokenizer:

@@ -8,9 +8,9 @@ import torch
 from hf_models import MODELS, agree, config, our_logits, random_weights, their_logits
 from tiny import VOCABULARY
 
-from tools.convert.architectures import EMBEDDING, HEAD
-from tools.convert.folder import Tensors, write_json, write_tensors
-from tools.convert.hugging_face import from_hf, hf_rules, to_hf
+from megatron.lm.tools.convert.architectures import EMBEDDING, HEAD
+from megatron.lm.tools.convert.folder import Tensors, write_json, write_tensors
+from megatron.lm.tools.convert.hugging_face import from_hf, hf_rules, to_hf
 
 transformers = pytest.importorskip("transformers")
 

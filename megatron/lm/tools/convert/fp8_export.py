@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.lm.tools.convert.architectures import GPT2, Rule
+from megatron.lm.tools.convert.hugging_face import unpadded
 from msamp.numerics.formats import E4M3
 from msamp.numerics.tensor import ScalingTensor
-from tools.convert.architectures import GPT2, Rule
-from tools.convert.hugging_face import unpadded
 
 
 def quantization_config(architecture: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from tools import arguments
+from megatron.lm.tools import arguments
 
 
 @pytest.mark.parametrize(

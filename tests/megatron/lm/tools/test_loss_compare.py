@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tools import loss_compare
-from tools.report import Run
+from megatron.lm.tools import loss_compare
+from megatron.lm.tools.report import Run
 
 
 def lines(losses, kind="train"):

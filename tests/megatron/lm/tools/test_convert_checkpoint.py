@@ -16,11 +16,11 @@ from tiny import VOCABULARY
 
 from megatron.lm.checkpoint.reader import CheckpointReader
 from megatron.lm.config.cli import config_to_dict, parse_args
+from megatron.lm.tools import convert_checkpoint
+from megatron.lm.tools.convert.architectures import EMBEDDING
+from megatron.lm.tools.convert.folder import Tensors
 from msamp.numerics.formats import E4M3
 from msamp.numerics.tensor import ScalingTensor
-from tools import convert_checkpoint
-from tools.convert.architectures import EMBEDDING
-from tools.convert.folder import Tensors
 
 
 class Known:

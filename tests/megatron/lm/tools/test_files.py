@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.files import made_folder, new_folder, read_text
+from megatron.lm.tools.files import made_folder, new_folder, read_text
 
 
 def fails_after(file):

@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron.lm.config import DataConfig
 from megatron.lm.data.tokenizer import END_OF_TEXT, build_tokenizer
-from tools.convert.tokenizer_files import found, matching, write
+from megatron.lm.tools.convert.tokenizer_files import found, matching, write
 
 TEXT = "It's the state of the union: 1,234 words - naïve façade.\n\n  the the 🙂 end"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hf_models import MODELS, config
 
-from tools.convert.architectures import ARCHITECTURES, HALVES, QKV, SAME, STACKED_QKV, TRANSPOSED, architecture_of
+from megatron.lm.tools.convert.architectures import ARCHITECTURES, HALVES, QKV, SAME, STACKED_QKV, TRANSPOSED, architecture_of
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,4 +1,4 @@
-"""Folders of safetensors and JSON files, read without running code or leaving the folder; `tools.files.new_folder` makes them whole or not
+"""Folders of safetensors and JSON files, read without running code or leaving the folder; `files.new_folder` makes them whole or not
 at all.
 """
 
@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tools.files import read_text
+from megatron.lm.tools.files import read_text
 
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # as in the folders that transformers writes

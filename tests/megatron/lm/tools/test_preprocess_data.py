@@ -1,21 +1,11 @@
 """The preprocessing tool as a user calls it: names of its outputs, exit codes and messages."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-PATH = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
-
-
-@pytest.fixture(scope="module")
-def tool():
-    spec = importlib.util.spec_from_file_location("preprocess_data", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from megatron.lm.tools import preprocess_data
 
 
 @pytest.fixture
@@ -31,9 +21,9 @@ def read(prefix):
     return [dataset[i].tolist() for i in range(len(dataset))]
 
 
-def test_jsonl_and_txt_in_the_order_given(tool, arguments, tmp_path, capsys):
+def test_jsonl_and_txt_in_the_order_given(arguments, tmp_path, capsys):
     arguments.insert(2, str(tmp_path / "b.txt"))
-    assert tool.main([*arguments, "--append-eod", "--log-interval", "2"]) == 0
+    assert preprocess_data.main([*arguments, "--append-eod", "--log-interval", "2"]) == 0
     assert read(tmp_path / "out_text_document") == [[1, 2, 3, 49], [5, 49], [8, 9, 49], [10, 49]]
     assert json.loads((tmp_path / "out_text_document.json").read_text())["tokens"] == 11
     captured = capsys.readouterr()
@@ -41,8 +31,8 @@ def test_jsonl_and_txt_in_the_order_given(tool, arguments, tmp_path, capsys):
     assert "documents/s" in captured.err
 
 
-def test_keys_and_no_eod(tool, arguments, tmp_path):
-    assert tool.main([*arguments, "--json-keys", "text", "title"]) == 0
+def test_keys_and_no_eod(arguments, tmp_path):
+    assert preprocess_data.main([*arguments, "--json-keys", "text", "title"]) == 0
     assert read(tmp_path / "out_text_document") == [[1, 2, 3], [5]]
     assert read(tmp_path / "out_title_document") == [[4], [6, 7]]
 
@@ -51,9 +41,9 @@ def test_keys_and_no_eod(tool, arguments, tmp_path):
     ("content", "message"),
     [("", "is empty"), ("{\n", "line 1: not JSON"), ('{"body": "1"}\n', "no key 'text'"), ('{"text": "fifty"}\n', "integers")],
 )
-def test_bad_input_exits_2_and_writes_nothing(tool, arguments, tmp_path, capsys, content, message):
+def test_bad_input_exits_2_and_writes_nothing(arguments, tmp_path, capsys, content, message):
     (tmp_path / "a.jsonl").write_text(content)
-    assert tool.main(arguments) == 2
+    assert preprocess_data.main(arguments) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
 
@@ -68,15 +58,15 @@ def test_bad_input_exits_2_and_writes_nothing(tool, arguments, tmp_path, capsys,
         (["--json-keys", "../x"], "--json-keys '../x' would be part of a file's name"),
     ],
 )
-def test_bad_flags_exit_2(tool, arguments, tmp_path, capsys, change, message):
-    assert tool.main([*arguments, *change]) == 2
+def test_bad_flags_exit_2(arguments, tmp_path, capsys, change, message):
+    assert preprocess_data.main([*arguments, *change]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_refusal_leaves_no_folder(tool, arguments, tmp_path):
+def test_a_refusal_leaves_no_folder(arguments, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "1"}\n{"text": "word"}\n')
-    assert tool.main([*arguments, "--output-prefix", str(tmp_path / "o" / "deep" / "p")]) == 2
+    assert preprocess_data.main([*arguments, "--output-prefix", str(tmp_path / "o" / "deep" / "p")]) == 2
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
@@ -84,16 +74,16 @@ def test_a_refusal_leaves_no_folder(tool, arguments, tmp_path):
     "change",
     [["--workers", "-1"], ["--workers", "1000000"], ["--log-interval", "0"], ["--output-prefix", ""], ["--vocab-size", "2147483649"]],
 )
-def test_flags_out_of_range_exit_2(tool, arguments, tmp_path, capsys, change):
+def test_flags_out_of_range_exit_2(arguments, tmp_path, capsys, change):
     with pytest.raises(SystemExit) as leaving:
-        tool.main([*arguments, *change])
+        preprocess_data.main([*arguments, *change])
     assert leaving.value.code == 2
     assert f"argument {change[0]}" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
 
 
-def test_help_explains_the_forms(tool, capsys):
+def test_help_explains_the_forms(capsys):
     with pytest.raises(SystemExit) as left:
-        tool.main(["--help"])
+        preprocess_data.main(["--help"])
     assert left.value.code == 0
     assert "<|endoftext|>" in capsys.readouterr().out

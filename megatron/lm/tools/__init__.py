@@ -1,0 +1,10 @@
+"""What a user runs beside the trainer: `python -m megatron.lm.tools.NAME --help`, or in a checkout `python tools/NAME.py --help`.
+
+before a run    prepare_text (real text and its tokenizer, downloaded), preprocess_data (text of one's own -> datasets)
+after it        report and loss_compare (runs side by side), inspect_scales (what the precision recorder saw), generate (a prompt
+                continued)
+to elsewhere    convert_checkpoint, with convert/ (Hugging Face, safetensors, FP8 for inference)
+of all of them  arguments (command lines), files (what is read and written)
+
+Benchmarks, reproduced tables, the quick start and what judges the tests need a checkout and stay in tools/ there.
+"""

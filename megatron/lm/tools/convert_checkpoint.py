@@ -1,0 +1,222 @@
+"""Checkpoints of the trainer to and from Hugging Face folders, to plain safetensors, to FP8 for inference; and what is in one.
+
+    python tools/convert_checkpoint.py to-hf --load checkpoints --output gpt-hf --dtype bfloat16
+    python tools/convert_checkpoint.py from-hf --load gpt-hf --output imported      # then train with --load imported --finetune
+    python tools/convert_checkpoint.py export-bf16 --load checkpoints --output plain
+    python tools/convert_checkpoint.py export-fp8 --load checkpoints --output gpt-fp8
+    python tools/convert_checkpoint.py inspect --load checkpoints
+
+- to-hf writes a gpt2, gpt_neox (sequential residual) or llama of transformers, whichever holds the model: weights from the best copy in
+  the checkpoint (the master, where there is one), without the rows that pad the vocabulary, and the tokenizer's files.
+- from-hf reads safetensors and JSON, never pickled files, and writes the weights alone.
+- export-bf16 keeps our names and the padded vocabulary; the configuration is in the file's metadata.
+- export-fp8 is what vLLM reads as compressed-tensors: E4M3 linear weights with a scale each, the rest BF16.
+
+An output folder that is not empty is refused, and one appears only when it is whole. Runs on a CPU, whatever grid made the checkpoint.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron.lm import entry
+from megatron.lm.config import TOKENIZERS, Config, DataConfig
+from megatron.lm.config.cli import to_argv
+from megatron.lm.tools import arguments
+from megatron.lm.tools.convert import tokenizer_files
+from megatron.lm.tools.convert.folder import Tensors, read_json, write_json, write_tensors
+from megatron.lm.tools.convert.fp8_export import fp8_tensors, quantization_config
+from megatron.lm.tools.convert.hugging_face import check_finite, from_hf, hf_config, hf_rules, hf_tensors
+from megatron.lm.tools.files import new_folder
+from msamp.numerics.tensor import ScalingTensor
+
+if TYPE_CHECKING:
+    from megatron.lm.checkpoint.reader import CheckpointReader
+
+_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+
+
+class Values(Mapping[str, Tensor]):
+    """The weights of a checkpoint by name, whole and in FP32, read one at a time."""
+
+    def __init__(self, saved: "CheckpointReader") -> None:
+        self._saved, self._names = saved, saved.names()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._saved.values(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _saved(load: Path) -> "CheckpointReader":
+    from megatron.lm.checkpoint.reader import CheckpointReader  # megatron-core takes seconds, which --help need not wait for
+
+    return CheckpointReader(load)
+
+
+def _given_tokenizer(args: argparse.Namespace) -> dict[str, str]:
+    given = {name: str(getattr(args, name)) for name in _TOKENIZER if getattr(args, name) is not None}
+    if given and "tokenizer_type" not in given:
+        raise ValueError(f"{', '.join(given)}: add --tokenizer-type, one of {', '.join(TOKENIZERS)}")
+    return given
+
+
+def _configured(saved: "CheckpointReader", args: argparse.Namespace) -> Config:
+    """The checkpoint's configuration, with the tokenizer of the command line where it names one."""
+    config = saved.config
+    given = _given_tokenizer(args)
+    if not given:
+        return config
+    null = given["tokenizer_type"] == "NullTokenizer"
+    model = replace(config.model, vocab_size=saved.info["vocab_size"] if null else None)
+    return replace(config, model=model, data=DataConfig(**given))  # type: ignore[arg-type]
+
+
+def _export(args: argparse.Namespace, fp8: bool) -> str:
+    saved = _saved(args.load)
+    config, vocab_size = _configured(saved, args), saved.info["vocab_size"]
+    tokenizer = tokenizer_files.matching(config, vocab_size)
+    dtype = torch.bfloat16 if fp8 else getattr(torch, args.dtype)
+    about = hf_config(config, vocab_size, dtype, tokenizer.eod)
+    if fp8:
+        about["quantization_config"] = quantization_config(about["model_type"])
+    rules, values = hf_rules(config, vocab_size, saved.names()), Values(saved)
+    tensors = fp8_tensors(rules, values, saved.weight) if fp8 else hf_tensors(rules, values, dtype)
+    with new_folder(args.output) as folder:
+        size = write_tensors(folder, tensors)
+        write_json(folder / "config.json", about)
+        tokenizer_files.write(config, tokenizer, folder)
+    return f"{args.output}: {about['model_type']}, iteration {saved.info['iteration']}, {size:,} bytes"
+
+
+def to_hf(args: argparse.Namespace) -> str:
+    """A checkpoint -> a Hugging Face folder."""
+    return _export(args, fp8=False)
+
+
+def export_fp8(args: argparse.Namespace) -> str:
+    """A checkpoint -> a Hugging Face folder with FP8 weights."""
+    return _export(args, fp8=True)
+
+
+def export_bf16(args: argparse.Namespace) -> str:
+    """A checkpoint -> safetensors of our names in BF16."""
+    saved = _saved(args.load)
+    metadata = {key: json.dumps(saved.info[key]) for key in ("version", "config", "vocab_size", "iteration")}
+    with new_folder(args.output) as folder:
+        size = write_tensors(folder, _in_bf16(Values(saved)), metadata)
+    return f"{args.output}: iteration {saved.info['iteration']}, {size:,} bytes"
+
+
+def _in_bf16(values: Values) -> Iterator[tuple[str, Tensor]]:
+    for name, x in values.items():
+        rounded = x.bfloat16()
+        check_finite(name, rounded)
+        yield name, rounded
+
+
+def import_hf(args: argparse.Namespace) -> str:
+    """A Hugging Face folder -> a checkpoint with weights alone; the message says with which flags the trainer takes it."""
+    from megatron.lm.checkpoint.write_weights import write_weights
+
+    about, tensors = read_json(args.load / "config.json"), Tensors(args.load)
+    given = _given_tokenizer(args)
+    data = DataConfig(**given) if given else tokenizer_files.found(args.load)  # type: ignore[arg-type]
+    settings = {name: getattr(data, name) for name in _TOKENIZER}
+    size = None if data.tokenizer_type == "NullTokenizer" else tokenizer_files.build_tokenizer(data).vocab_size
+    with new_folder(args.output) as folder:
+        config, vocab_size, weights = from_hf(about, tensors, settings, size, args.make_vocab_size_divisible_by)
+        write_weights(folder, config, vocab_size, weights)
+    flags = shlex.join(_model_flags(config))
+    return f"{args.output}: weights of a {about['model_type']}; train with --load {args.output} --finetune {flags}"
+
+
+def _model_flags(config: Config) -> list[str]:
+    """The flags of the model and its tokenizer."""
+    argv = to_argv(config)
+    for own in ("--lr", "--micro-batch-size", "--train-iters", "--precision"):  # the run's, not the model's
+        at = argv.index(own)
+        del argv[at : at + 2]
+    return argv
+
+
+def inspect(args: argparse.Namespace) -> str:
+    """What a checkpoint holds, as text."""
+    saved = _saved(args.load)
+    config = saved.config
+    shown = ("version", "torch", "iteration", "consumed_samples", "vocab_size")
+    lines = [f"{saved.folder}: whole", *(f"{key}: {saved.info[key]}" for key in shown if key in saved.info)]
+    parallel = config.parallel
+    grid = f"TP {parallel.tensor_model_parallel_size}, PP {parallel.pipeline_model_parallel_size}"
+    lines += [f"precision: {config.precision.name}", f"grid: {grid}", f"flags: {shlex.join(to_argv(config))}", ""]
+    lines.append(f"{'tensor':<56}{'shape':<20}{'dtype':<16}{'bytes':>14}  scale_inv")
+    elements, size = 0, 0
+    for name in saved.names():
+        dtype, shape, scales = saved.format(name)
+        lines.append(
+            f"{name:<56}{' x '.join(map(str, shape)):<20}{str(dtype).removeprefix('torch.'):<16}{shape.numel() * dtype.itemsize:>14,}  "
+            + (_scale(saved.weight(name), scales) if scales else "-")
+        )
+        elements, size = elements + shape.numel(), size + shape.numel() * dtype.itemsize
+    return "\n".join([*lines, "", f"{len(saved.names())} tensors, {elements:,} parameters, {size:,} bytes of weights"])
+
+
+def _scale(weight: Tensor, pieces: int) -> str:
+    """The scale that the saved pieces of a weight share, or how many there are."""
+    return f"{weight.scale_inv.item():g}" if isinstance(weight, ScalingTensor) else f"{pieces} scales"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = arguments.Parser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def subcommand(name: str, work: Callable[[argparse.Namespace], str], source: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=(work.__doc__ or "").strip(), description=work.__doc__)
+        added.set_defaults(work=work)
+        added.add_argument("--load", required=True, type=arguments.path, help=source)
+        if work is not inspect:
+            added.add_argument("--output", required=True, type=arguments.path, help="folder to make; one that is not empty is refused")
+        return added
+
+    def tokenizer_flags(to: argparse.ArgumentParser, default: str) -> None:
+        to.add_argument("--tokenizer-type", choices=TOKENIZERS, help=f"as in the trainer (default: {default})")
+        to.add_argument("--tokenizer-model", type=arguments.path, help="tokenizer.json of HuggingFaceTokenizer")
+        to.add_argument("--vocab-file", type=arguments.path, help="encoder.json of GPT2BPETokenizer")
+        to.add_argument("--merge-file", type=arguments.path, help="vocab.bpe of GPT2BPETokenizer")
+
+    null = "the checkpoint's; NullTokenizer leaves the files out"
+    ours = "folder of the trainer's checkpoints (its --save), or of one iteration"
+    to = subcommand("to-hf", to_hf, ours)
+    to.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights (default: %(default)s)")
+    tokenizer_flags(to, null)
+    tokenizer_flags(subcommand("export-fp8", export_fp8, ours), null)
+    subcommand("export-bf16", export_bf16, ours)
+    of = subcommand("from-hf", import_hf, "folder with config.json and safetensors")
+    tokenizer_flags(of, "the folder's own, without one NullTokenizer")
+    divisible = "pad the vocabulary to a multiple of this x tensor-parallel size (default: %(default)s)"
+    of.add_argument("--make-vocab-size-divisible-by", type=int, default=128, metavar="N", help=divisible)
+    subcommand("inspect", inspect, ours)
+    return parser
+
+
+@entry.command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line; its exit codes are those of `megatron.lm.entry`."""
+    args: Any = _parser().parse_args(argv)
+    print(args.work(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

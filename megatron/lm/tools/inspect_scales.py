@@ -1,0 +1,305 @@
+"""What the precision recorder saw, in words and pictures.
+
+    python tools/inspect_scales.py runs/a/precision.jsonl --out runs/a/precision
+
+names the worst tensors on stdout, from which step on they are so, and with --out (which wants matplotlib, the extra `plot`) writes
+precision.html, which stands alone, and its pictures beside it: heat maps of layer x step for each quantity and tensor, the
+distributions over the layers, and what of the updates arrived. The file is that of `--record-precision`.
+"""
+
+import base64
+import html
+import importlib.util
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.lm import entry
+from megatron.lm.tools import arguments
+from megatron.lm.tools.files import made_folder, read_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TENSORS = ("input", "weight", "grad_output", "grad", "grad_reduced", "master", "m", "v")
+QUANTITIES = {
+    "sqnr_db": ("SQNR (dB)", 1.0),
+    "underflow": ("underflow (%)", 100.0),
+    "saturation": ("saturation (%)", 100.0),
+    "scale_exponent": ("exponent of the scale, base 2", 1.0),
+}
+STYLE = "body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}img{max-width:100%}li{margin:.2rem 0}"
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """When a tensor is told of: `column` of its row is worse than `limit`.
+
+    Attributes:
+        column: of the recorder.
+        limit: from where on.
+        low: whether less is worse.
+        words: what is said of a value.
+    """
+
+    column: str
+    limit: float
+    low: bool
+    words: Callable[[float], str]
+
+    def holds(self, value: float | None) -> bool:
+        """Whether a value is worse than the limit."""
+        return value is not None and (value < self.limit if self.low else value > self.limit)
+
+    def severity(self, value: float) -> float:
+        """How many times worse than the limit: what orders complaints of all kinds."""
+        return self.limit / max(value, 1e-3) if self.low else value / self.limit
+
+
+# E4M3 of normal values gives 31 dB, E5M2 25: below 20 most of the range or of the elements is lost.
+COMPLAINTS = (
+    Complaint("underflow", 0.01, False, lambda x: f"{100 * x:.3g} % underflow"),
+    Complaint("saturation", 0.001, False, lambda x: f"{100 * x:.3g} % saturated"),
+    Complaint("sqnr_db", 20.0, True, lambda x: f"SQNR {x:.1f} dB"),
+    Complaint("lost", 0.5, False, lambda x: f"{100 * x:.3g} % of the elements do not move"),
+    Complaint("arrived", 0.9, True, lambda x: f"{100 * x:.3g} % of the update arrives (EDQ)"),
+)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The recorded steps by iteration; of several lines of one iteration (a resumed run) the last counts, a torn line does not.
+
+    Each step has `series`: {(layer, tensor): {column: value}}, updates as the tensor "update", with `arrived`, EDQ / update norm.
+
+    Raises:
+        ValueError: no such file, a line that is JSON and no recorded step, or no recorded step at all.
+    """
+    wanted = "the file of the trainer's --record-precision"
+    steps: dict[int, dict[str, Any]] = {}
+    for number, text in enumerate(read_text(path, wanted).split("\n"), 1):
+        try:
+            step = json.loads(text)
+        except (ValueError, RecursionError):
+            continue  # what a kill has cut off
+        try:
+            steps[_iteration(step)] = step | {"series": dict(_series(step)), "total": _total_row(step)}
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"{path}, line {number} is no recorded step ({error!r}): give {wanted}") from None
+    if not steps:
+        raise ValueError(f"{path} holds no recorded step: give {wanted}")
+    return [steps[iteration] for iteration in sorted(steps)]
+
+
+def _iteration(step: Mapping[str, Any]) -> int:
+    if type(step["iteration"]) is not int or not 0 <= step["iteration"] < 2**63:
+        raise ValueError(f"iteration {step['iteration']!r} is no count")
+    return step["iteration"]
+
+
+def _row(columns: Sequence[str], values: Sequence[Any]) -> dict[str, float | None]:
+    """Column -> value; ValueError where one is neither a finite number nor null."""
+    return {column: None if value is None else _number(value) for column, value in zip(columns, values, strict=True)}
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no finite number")
+    return value
+
+
+def _update(columns: Sequence[str], values: Sequence[Any]) -> dict[str, float | None]:
+    row = _row(columns, values)
+    moved, arrived = row["update_norm"], row["edq"]
+    return row | {"arrived": arrived / moved if moved and arrived is not None else None}
+
+
+def _total_row(step: Mapping[str, Any]) -> dict[str, float | None] | None:
+    return None if step.get("total") is None else _update(step["columns"]["updates"], step["total"])
+
+
+def _series(step: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], dict[str, float | None]]]:
+    columns = step["columns"]
+    for layer, tensors in step["casts"].items():
+        for tensor, values in tensors.items():
+            yield (layer, tensor), _row(columns["casts"], values)
+    for name, values in step["updates"].items():
+        yield (name, "update"), _update(columns["updates"], values)
+    for name, mu in step["mu"].items():
+        yield (name, "mu"), _row(("mu",), (mu,))
+
+
+def spoken(layer: str) -> str:
+    """`decoder.layers.3.mlp.linear_fc2` -> `layer 3 linear_fc2`."""
+    found = re.fullmatch(r"decoder\.layers\.(\d+)\.(?:self_attention\.|mlp\.)?(.+)", layer)
+    return f"layer {found[1]} {found[2]}" if found else layer
+
+
+def _order(layer: str) -> tuple[int, str]:
+    found = re.match(r"decoder\.layers\.(\d+)\.(.*)", layer)
+    return (int(found[1]), found[2]) if found else (1 << 30, layer)
+
+
+def _tensors(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """`TENSORS`, and the states of other updates that were recorded."""
+    found = {tensor for step in steps for _, tensor in step["series"]}
+    return [*TENSORS, *sorted(found - {*TENSORS, "update", "mu"})]
+
+
+def words(steps: Sequence[Mapping[str, Any]], most: int) -> list[str]:
+    """Sentences on the tensors that are worse than `COMPLAINTS` allow at the last recorded step, the worst first, each with the first
+    step of those in a row at which it was so; where there are none, the worst of each quantity."""
+    last = steps[-1]["series"]
+    found: list[tuple[float, str]] = []
+    for (layer, tensor), row in last.items():
+        for complaint in COMPLAINTS:
+            value = row.get(complaint.column)
+            if value is not None and complaint.holds(value):
+                since = steps[-1]["iteration"]
+                for step in reversed(steps):
+                    if not complaint.holds(step["series"].get((layer, tensor), {}).get(complaint.column)):
+                        break
+                    since = step["iteration"]
+                found.append((complaint.severity(value), f"{spoken(layer)} {tensor}: {complaint.words(value)} since step {since}"))
+    if found:
+        told = [sentence for _, sentence in sorted(found, key=lambda pair: -pair[0])]
+        rest = [f"and {len(told) - most} more, less bad"] if len(told) > most else []
+        return told[:most] + rest
+    lines = ["no tensor stands out; the worst at the last step:"]
+    for complaint in COMPLAINTS:
+        values = [(row[complaint.column], key) for key, row in last.items() if row.get(complaint.column) is not None]
+        if values:
+            value, (layer, tensor) = (min if complaint.low else max)(values)
+            lines.append(f"{spoken(layer)} {tensor}: {complaint.words(value)}")
+    return lines
+
+
+# ----------------------------------------------------------------------------------------------------------------- pictures
+
+
+def heat_maps(steps: Sequence[Mapping[str, Any]], quantity: str) -> "Figure | None":
+    """A quantity of every tensor by layer and step; None where no step has it."""
+    tensors = ("mu",) if quantity == "mu" else _tensors(steps)
+    title, factor = QUANTITIES.get(quantity, ("mu", 1.0))
+    panels, fp8 = [], {layer for layer, tensor in steps[-1]["series"] if tensor == "input"}
+    for tensor in tensors:
+        known = {layer for step in steps for (layer, t), row in step["series"].items() if t == tensor and row.get(quantity) is not None}
+        known = known & fp8 or known  # the weights of norms and biases would hide those of the linear layers
+        if known:
+            panels.append((tensor, sorted(known, key=_order)))
+    if not panels:
+        return None
+    figure = _figure((5.2 * min(2, len(panels)), 0.9 + 3.4 * math.ceil(len(panels) / 2)))
+    axes = list(figure.subplots(math.ceil(len(panels) / 2), min(2, len(panels)), squeeze=False).flat)
+    for axis, (tensor, layers) in zip(axes, panels, strict=False):
+        grid = [[_value(step, layer, tensor, quantity, factor) for step in steps] for layer in layers]
+        image = axis.imshow(grid, aspect="auto", interpolation="nearest", cmap="viridis_r" if quantity == "sqnr_db" else "viridis")
+        figure.colorbar(image, ax=axis)
+        every = max(1, len(layers) // 12)
+        axis.set_yticks(range(0, len(layers), every), [spoken(layer) for layer in layers[::every]], fontsize=7)
+        apart = max(1, len(steps) // 6)
+        axis.set_xticks(range(0, len(steps), apart), [str(step["iteration"]) for step in steps[::apart]], fontsize=7)
+        axis.set_title(tensor, loc="left", fontsize=10)
+    for axis in axes[len(panels) :]:  # an odd number leaves one over
+        axis.axis("off")
+    figure.suptitle(title, x=0.01, ha="left")
+    return figure
+
+
+def distributions(steps: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Underflow, saturation and SQNR over all layers at the last recorded step, a box a tensor."""
+    figure = _figure((10, 4))
+    for axis, quantity in zip(figure.subplots(1, 3), ("sqnr_db", "underflow", "saturation"), strict=True):
+        title, factor = QUANTITIES[quantity]
+        boxes = {}
+        for tensor in _tensors(steps):
+            rows = [row for (_, t), row in steps[-1]["series"].items() if t == tensor]
+            boxes[tensor] = [factor * row[quantity] for row in rows if row.get(quantity) is not None]
+        shown = {tensor: values for tensor, values in boxes.items() if values}
+        if shown:
+            axis.boxplot(list(shown.values()), orientation="horizontal", whis=(0, 100))
+            axis.set_yticks(range(1, len(shown) + 1), list(shown), fontsize=8)
+        axis.set_title(title, loc="left", fontsize=10)
+    return figure
+
+
+def updates(steps: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Over the steps: the share of the update that arrives, lost arithmetic, norms of parameters and updates; thick: of all parameters."""
+    figure = _figure((10, 6))
+    names = sorted({name for step in steps for name, tensor in step["series"] if tensor == "update"}, key=_order)
+    iterations = [step["iteration"] for step in steps]
+    panels = (
+        ("arrived", "update that arrives, EDQ (%)", 100.0),
+        ("lost", "lost arithmetic (%)", 100.0),
+        ("norm", "norm of the parameters", 1.0),
+        ("update_norm", "norm of the update", 1.0),
+    )
+    for axis, (column, title, factor) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        for name in names:
+            axis.plot(iterations, [_value(step, name, "update", column, factor) for step in steps], color="#9ca3af", linewidth=0.6)
+        axis.plot(iterations, [_total(step, column, factor) for step in steps], color="#2563eb", linewidth=2, marker="o", markersize=3)
+        axis.set_title(title, loc="left", fontsize=10)
+    return figure
+
+
+def _total(step: Mapping[str, Any], column: str, factor: float) -> float:
+    if step["total"] is None:
+        return math.nan
+    value = step["total"].get(column)
+    return math.nan if value is None else factor * value
+
+
+def _value(step: Mapping[str, Any], layer: str, tensor: str, column: str, factor: float) -> float:
+    value = step["series"].get((layer, tensor), {}).get(column)
+    return math.nan if value is None else factor * value
+
+
+def _figure(size: tuple[float, float]) -> "Figure":
+    from matplotlib.figure import Figure  # without pyplot: no display, no state between figures
+
+    return Figure(figsize=size, dpi=110, layout="constrained")
+
+
+def write_page(steps: Sequence[Mapping[str, Any]], sentences: Sequence[str], out: Path) -> Path:
+    """The page and its pictures in the folder `out`; the page's path. Needs matplotlib."""
+    figures = {quantity: heat_maps(steps, quantity) for quantity in (*QUANTITIES, "mu")}
+    figures |= {"distributions": distributions(steps), "updates": updates(steps)}
+    with made_folder(out):
+        parts = ["<h1>Precision</h1>", "<ul>", *(f"<li>{html.escape(sentence)}</li>" for sentence in sentences), "</ul>"]
+        for name, figure in figures.items():
+            if figure is not None:
+                picture = io.BytesIO()
+                figure.savefig(picture, format="png")
+                (out / f"{name}.png").write_bytes(picture.getvalue())
+                parts.append(f'<p><img alt="{name}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"></p>')
+        page = out / "precision.html"
+        head = f'<meta charset="utf-8"><title>Precision</title><style>{STYLE}</style>'
+        body = "\n".join(parts)
+        page.write_text(f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n', encoding="utf-8")
+    return page
+
+
+@entry.command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line; its exit codes are those of `megatron.lm.entry`."""
+    parser = arguments.Parser(description=__doc__)
+    parser.add_argument("file", type=arguments.path, help="what --record-precision has written")
+    parser.add_argument("--out", type=arguments.path, help="folder for the page and its pictures")
+    parser.add_argument("--most", type=arguments.count(1), default=10, help="tensors to name (default: %(default)s)")
+    args = parser.parse_args(argv)
+    steps = read(args.file)
+    sentences = words(steps, args.most)
+    print(*sentences, sep="\n")
+    if args.out is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("pictures want matplotlib: pip install matplotlib, or leave --out away")
+        print(f"page: {write_page(steps, sentences, args.out)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""How far a training run's loss is from another's, from their metrics files.
+
+    python tools/loss_compare.py --base O0=runs/a/metrics.jsonl --other O2=runs/b/metrics.jsonl --max-rel 0.01
+
+prints a table, and with --max-rel leaves with 1 when the final validation loss (the final smoothed training loss where a run was not
+evaluated) is further away than that.
+"""
+
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.lm import entry
+from megatron.lm.tools import arguments
+from megatron.lm.tools.report import Run, differences, named_path, read_run, relative, smooth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Relative differences are (other - base) / base; those of training are of the smoothed loss over the common iterations."""
+
+    base_final: float
+    other_final: float
+    final: str  # which loss the two above are
+    max_train: float  # largest magnitude
+    mean_train: float  # mean magnitude
+    iterations: int
+
+    @property
+    def rel(self) -> float:
+        """Relative difference of the final losses."""
+        return relative(self.base_final, self.other_final)
+
+
+def compare(base: Run, other: Run, window: int) -> Comparison:
+    """Compare two runs, smoothing the training loss over `window` logged lines.
+
+    Raises:
+        ValueError: no common iteration, or the last evaluations were at different iterations.
+    """
+    shared, relative = differences(base, other, window)
+    if base.valid and other.valid:
+        last = base.valid[-1]["iteration"], other.valid[-1]["iteration"]
+        if last[0] != last[1]:
+            raise ValueError(
+                f"the last evaluation of {base.name} is at iteration {last[0]}, of {other.name} at {last[1]}: compare runs of equal length"
+            )
+        finals, kind = (base.valid[-1]["loss"], other.valid[-1]["loss"]), f"validation, iteration {last[0]}"
+    else:
+        common = set(shared)
+        ends = [smooth([line["loss"] for line in run.train if line["iteration"] in common], window)[-1] for run in (base, other)]
+        finals = ends[0], ends[1]
+        kind = f"training (smoothed), iteration {shared[-1]}"
+    sizes = [abs(d) for d in relative]
+    largest = math.nan if any(map(math.isnan, sizes)) else max(sizes)
+    return Comparison(
+        base_final=finals[0],
+        other_final=finals[1],
+        final=kind,
+        max_train=largest,
+        mean_train=statistics.fmean(sizes),
+        iterations=len(shared),
+    )
+
+
+def table(base: Run, other: Run, result: Comparison) -> str:
+    """The comparison as aligned text."""
+    rows = [
+        ("", base.name, other.name, "difference"),
+        (f"final loss: {result.final}", f"{result.base_final:.4f}", f"{result.other_final:.4f}", f"{100 * result.rel:+.3f} %"),
+        (f"training, largest of {result.iterations}", "", "", f"{100 * result.max_train:.3f} %"),
+        (f"training, mean of {result.iterations}", "", "", f"{100 * result.mean_train:.3f} %"),
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join(row[0].ljust(widths[0]) + "".join("  " + row[i].rjust(widths[i]) for i in (1, 2, 3)) for row in rows)
+
+
+@entry.command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; 1 where --max-rel is exceeded or a loss is not finite, else the exit codes of `megatron.lm.entry`."""
+    parser = arguments.Parser(description=__doc__)
+    parser.add_argument("--base", type=named_path, required=True, metavar="NAME=METRICS", help="the run to compare with")
+    parser.add_argument("--other", type=named_path, required=True, metavar="NAME=METRICS", help="the run to judge")
+    parser.add_argument("--max-rel", type=float, help="largest accepted relative difference of the final loss, such as 0.01")
+    parser.add_argument("--window", type=arguments.count(1), default=3, help="logged lines averaged by smoothing (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if args.max_rel is not None and not args.max_rel >= 0:
+        raise ValueError(f"--max-rel {args.max_rel} must be 0 or more")
+    base, other = read_run(*args.base), read_run(*args.other)
+    result = compare(base, other, args.window)
+    print(table(base, other, result))
+    for run, final in ((base, result.base_final), (other, result.other_final)):
+        if not math.isfinite(final):
+            print(f"the final loss of {run.name} is not finite: it has diverged")
+    if args.max_rel is not None and not abs(result.rel) <= args.max_rel:
+        print(f"{other.name} is more than {100 * args.max_rel:g} % from {base.name}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

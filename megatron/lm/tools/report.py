@@ -1,0 +1,416 @@
+"""One page about one or several training runs, from their metrics files.
+
+    python tools/report.py --run O0=a/metrics.jsonl --run O2=b/metrics.jsonl --precision O2=b/precision.jsonl --out report
+
+writes report.html, which stands alone (plots inside), and the plots beside it: loss.png, bytes.png where the runs tell them, and
+underflow.png of the runs with a file of the precision recorder (`--record-precision`).
+"""
+
+import argparse
+import base64
+import csv
+import html
+import importlib.util
+import io
+import json
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.lm import entry
+from megatron.lm.tools import arguments
+from megatron.lm.tools.files import made_folder, read_text
+from megatron.lm.tools.inspect_scales import read as read_steps
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#0891b2")
+KINDS = ("train", "valid", "test")
+NUMBERS = ("loss", "tokens", "skipped", "grad_norm", "tokens_per_s", "memory_gib", "ppl", "bits_per_byte")
+LARGEST = 1e300  # of a number in a metrics file: sums of them stay finite
+STATES = {"weight": "#1e3a8a", "grad": "#2563eb", "master": "#60a5fa", "m": "#f59e0b", "v": "#fcd34d"}
+STATE_NAMES = {"weight": "weight", "grad": "gradient", "master": "master weight", "m": "first moment", "v": "second moment"}
+TENSORS = {"input": COLORS[0], "weight": COLORS[2], "grad_output": COLORS[1]}
+LINE_STYLES = ("solid", "dashed", "dotted", "dashdot")
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 60rem; margin: 2.5rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; } .lead { font-size: 1.1rem; }
+table { border-collapse: collapse; } th, td { padding: .35rem .9rem; border-bottom: 1px solid #e5e7eb; text-align: right; }
+th:first-child, td:first-child { text-align: left; } th { font-weight: 600; color: #4b5563; }
+img { max-width: 100%; } .note { color: #6b7280; font-size: .9rem; }
+blockquote { margin: .6rem 0; padding: .5rem 1rem; border-left: 3px solid #d1d5db; white-space: pre-wrap; }
+"""
+
+
+# ------------------------------------------------------------------------------------------------------------ metrics files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a metrics file says: its lines by kind, each list ordered by iteration; and `steps`, those that the recorder wrote."""
+
+    name: str
+    train: list[dict[str, Any]]
+    valid: list[dict[str, Any]] = field(default_factory=list)
+    test: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    precision: dict[str, Any] | None = None
+
+    @property
+    def final_valid_loss(self) -> float | None:
+        """Loss in nats a token at the last evaluation; None without one."""
+        return self.valid[-1]["loss"] if self.valid else None
+
+
+def read_run(name: str, path: Path, precision: Path | None = None) -> Run:
+    """Read the metrics file of a training run, and where there is one the file of its precision recorder.
+
+    Of several lines about the same thing (a resumed run repeats iterations) the last counts; a last line without its newline is
+    one that is just being written, and is left out. A loss of null, which the trainer writes for one that is not finite, becomes NaN.
+
+    Raises:
+        ValueError: no such file, a line that is no JSON object of a known form, no training line, or no recorded step.
+    """
+    lines: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in KINDS}
+    told = None
+    # By newlines alone: inside a string JSON may hold what else Python would split at.
+    for number, text in enumerate(io.StringIO(read_text(path, "the trainer's --metrics-file"), newline="\n"), 1):
+        if not text.endswith("\n") or not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+            kind = line["kind"]
+            if kind == "precision":
+                told = _judged_bytes(line)
+            elif kind in lines:
+                lines[kind][line["iteration"]] = _judged(line)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number} is not a line of metrics ({error!r}): {text.strip()[:80]}") from error
+    if not lines["train"]:
+        raise ValueError(f"{path} holds no training line: train for at least one --log-interval")
+    by_kind = {kind: sorted(found.values(), key=lambda line: line["iteration"]) for kind, found in lines.items()}
+    return Run(name=name, precision=told, steps=read_steps(precision) if precision else [], **by_kind)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a number that can be computed with: no truth value, and not beyond `LARGEST`."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not LARGEST < abs(value) < math.inf
+
+
+def _judged(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of losses, its loss NaN where it is null; ValueError or KeyError where something in it is not what it is for."""
+    if type(line["iteration"]) is not int or not 0 <= line["iteration"] < 2**63:
+        raise ValueError(f"iteration {line['iteration']!r} is no count")
+    for name in NUMBERS:
+        if line.get(name) is not None and not is_number(line[name]):
+            raise ValueError(f"{name} {line[name]!r} is no number")
+    return line | {"loss": math.nan if line["loss"] is None else float(line["loss"])}
+
+
+def _judged_bytes(line: dict[str, Any]) -> dict[str, Any]:
+    held = line["bytes_per_parameter"]
+    if not isinstance(held, dict) or not all(value is None or (is_number(value) and value >= 0) for value in held.values()):
+        raise ValueError(f"bytes_per_parameter {held!r} is no table of numbers")
+    return line
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """meta.json of prepared data; ValueError where it is none, or its unigram entropy is no number above 0."""
+    try:
+        meta = json.loads(read_text(path, "the meta.json that tools/prepare_text.py writes"))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON ({error}): give the meta.json that tools/prepare_text.py writes") from None
+    entropy = meta.get("unigram_entropy_nats") if isinstance(meta, dict) else False
+    if entropy is not None and not (is_number(entropy) and 0 < entropy < math.inf):
+        raise ValueError(f"{path} has no unigram_entropy_nats above 0: give the meta.json that tools/prepare_text.py writes")
+    return meta  # type: ignore[no-any-return]
+
+
+def relative(base: float, other: float) -> float:
+    """(other - base) / base; of a base of 0 infinite, unless both are."""
+    if base:
+        return (other - base) / base
+    return 0.0 if other == base else math.inf
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Mean over `window` values around each one (of those that exist: half of it at the ends), as many as there are values."""
+    before, after = window // 2, (window + 1) // 2
+    return [statistics.fmean(values[max(0, i - before) : i + after]) for i in range(len(values))]
+
+
+def differences(base: Run, other: Run, window: int) -> tuple[list[int], list[float]]:
+    """Iterations that both runs logged, and there (other - base) / base of the smoothed training loss.
+
+    Raises:
+        ValueError: the runs have no logged iteration in common.
+    """
+    losses = [{line["iteration"]: line["loss"] for line in run.train} for run in (base, other)]
+    shared = sorted(losses[0].keys() & losses[1].keys())
+    if not shared:
+        raise ValueError(f"{base.name} and {other.name} logged no common iteration: train both with the same --log-interval")
+    left, right = (smooth([loss[i] for i in shared], window) for loss in losses)
+    return shared, [relative(a, b) for a, b in zip(left, right, strict=True)]
+
+
+def named_path(text: str) -> tuple[str, Path]:
+    """`NAME=PATH` of a flag."""
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH, such as O2=runs/quickstart/O2/metrics.jsonl")
+    if not name.isprintable():
+        raise argparse.ArgumentTypeError(f"{name!r} cannot be printed: give the run another name")
+    return name, Path(path)
+
+
+# -------------------------------------------------------------------------------------------------------------------- plots
+
+
+def loss_figure(runs: Sequence[Run], entropy: float | None, window: int) -> "Figure":
+    """Training loss (faint: each line logged; strong: smoothed), validation loss as points; below, the difference from the first run."""
+    figure, axes = _figure(2 if len(runs) > 1 else 1, (9, 6.2 if len(runs) > 1 else 4.6), ratios=(3, 1))
+    top = axes[0]
+    for index, (run, color) in enumerate(zip(runs, _colors(runs), strict=True)):
+        iterations, losses = [line["iteration"] for line in run.train], [line["loss"] for line in run.train]
+        top.plot(iterations, losses, color=color, alpha=0.2, linewidth=1)
+        top.plot(iterations, smooth(losses, window), color=color, linewidth=1.8, label=f"{run.name} training")
+        if run.valid:
+            points = [line["iteration"] for line in run.valid], [line["loss"] for line in run.valid]
+            size = max(4, 10 - 3 * index)  # equal losses lie on each other: the later run's point is the smaller one
+            top.plot(*points, "o", color=color, markeredgecolor="white", markersize=size, label=f"{run.name} validation")
+    if entropy is not None:
+        top.axhline(entropy, color="#6b7280", linestyle="--", linewidth=1.2, label=f"unigram entropy {entropy:.2f}")
+    top.set_ylabel("loss (nats per token)")
+    top.legend(frameon=False, ncols=2)
+    for run, color in zip(runs[1:], _colors(runs)[1:], strict=True):
+        iterations, relative = differences(runs[0], run, window)
+        axes[1].plot(iterations, [100 * d for d in relative], color=color, linewidth=1.5)
+    if len(runs) > 1:
+        axes[1].axhspan(-1, 1, color="#9ca3af", alpha=0.15, linewidth=0)
+        axes[1].axhline(0, color=COLORS[0], linewidth=1)
+        low, high = axes[1].get_ylim()
+        axes[1].set_ylim(min(low, -1.5), max(high, 1.5))
+        axes[1].set_ylabel(f"from {runs[0].name} (%)")
+    axes[-1].set_xlabel("iteration")
+    return figure
+
+
+def underflow_figure(runs: Sequence[Run], layer: str) -> "Figure":
+    """Underflow, saturation and SQNR of a layer's three GEMM operands over the iterations, a line a tensor."""
+    figure, axes = _figure(3, (9, 7.5), ratios=(1, 1, 1))
+    recorded = [run for run in runs if layer in recorded_layers([run])]
+    if not recorded:
+        raise ValueError(f"no run recorded the layer {layer!r}; recorded: {', '.join(recorded_layers(runs)) or 'none'}")
+    for index, run in enumerate(recorded):
+        for tensor, color in TENSORS.items():
+            lines = [(step["iteration"], step["series"][layer, tensor]) for step in run.steps if (layer, tensor) in step["series"]]
+            iterations = [iteration for iteration, _ in lines]
+            for axis, (key, factor) in zip(axes, (("underflow", 100), ("saturation", 100), ("sqnr_db", 1)), strict=True):
+                values = [math.nan if row[key] is None else factor * row[key] for _, row in lines]
+                style = LINE_STYLES[index % len(LINE_STYLES)]
+                axis.plot(iterations, values, color=color, linestyle=style, marker="o", markersize=3, label=f"{run.name} {tensor}")
+    for axis, title in zip(axes, ("underflow (%)", "saturation (%)", "SQNR (dB)"), strict=True):
+        axis.set_ylabel(title)
+        axis.margins(y=0.12)
+    for axis in axes[:2]:
+        axis.set_ylim(0, max(axis.get_ylim()[1], 0.01))
+    axes[0].legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0)
+    axes[0].set_title(layer, loc="left", fontsize=11)
+    axes[-1].set_xlabel("iteration")
+    return figure
+
+
+def bytes_figure(runs: Sequence[Run]) -> "Figure":
+    """Bytes of weight, gradient and optimizer state a parameter, stacked, a bar a run (of those that recorded it)."""
+    figure, (axis,) = _figure(1, (9, 1.4 + 0.55 * len(runs)))
+    shown = [run for run in reversed(runs) if run.precision is not None]
+    left = [0.0] * len(shown)
+    others = {state for run in shown for state in (run.precision or {})["bytes_per_parameter"]} - STATES.keys()  # another update's
+    colors = STATES | dict.fromkeys(sorted(others), "#d4d4d8")
+    for state, color in colors.items():
+        widths = [(run.precision or {})["bytes_per_parameter"].get(state) or 0.0 for run in shown]
+        bars = axis.barh([run.name for run in shown], widths, left=left, color=color, height=0.6, label=STATE_NAMES.get(state, state))
+        labels = [f"{width:.3g}" if width >= 0.3 else "" for width in widths]
+        axis.bar_label(bars, labels, label_type="center", color="white" if state in ("weight", "grad", "master") else "#1f2937", fontsize=9)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for row, total in enumerate(left):
+        axis.text(total + 0.15, row, f"{total:.3g}", va="center", fontweight="bold")
+    axis.set_xlim(0, 1.08 * max(left))
+    axis.set_xlabel("bytes per parameter")
+    axis.grid(visible=False, axis="y")
+    axis.legend(frameon=False, ncols=len(colors), loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9)
+    return figure
+
+
+def _figure(rows: int, size: tuple[float, float], ratios: Sequence[float] = (1,)) -> tuple["Figure", "list[Axes]"]:
+    from matplotlib.figure import Figure  # without pyplot: no display, no state between figures
+
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    axes = figure.subplots(rows, 1, sharex=True, squeeze=False, height_ratios=ratios[:rows])[:, 0]
+    for axis in axes:
+        plain(axis)
+    return figure, list(axes)
+
+
+def plain(axis: "Axes") -> None:
+    """The look of every plot: two spines, and a faint grid behind the lines."""
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(color="#e5e7eb", linewidth=0.8)
+    axis.set_axisbelow(True)
+
+
+def _colors(runs: Sequence[Run]) -> list[str]:
+    return [COLORS[i % len(COLORS)] for i in range(len(runs))]
+
+
+def recorded_layers(runs: Sequence[Run]) -> list[str]:
+    """Names of the FP8 linear layers whose casts were recorded, in the order of the files."""
+    return list(dict.fromkeys(layer for run in runs for step in run.steps for layer, tensor in step["series"] if tensor == "input"))
+
+
+# --------------------------------------------------------------------------------------------------------------------- page
+
+
+def write_report(
+    runs: Sequence[Run],
+    out: Path,
+    *,
+    meta: Mapping[str, Any] | None = None,
+    samples: Mapping[str, str] | None = None,
+    layer: str | None = None,
+    window: int = 3,
+) -> Path:
+    """Write report.html, its plots and the loss curves (curves.csv) into the folder `out` (made if need be); returns the page's path.
+
+    meta: of the data (`unigram_entropy_nats` becomes a line in the plot); samples: run's name -> text it generated;
+    layer: whose underflow is shown (default: the middle one recorded); window: logged lines averaged by smoothing.
+    """
+    entropy = (meta or {}).get("unigram_entropy_nats")
+    figures = {"loss": loss_figure(runs, entropy, window)}
+    layers = recorded_layers(runs)
+    if layer or layers:
+        figures["underflow"] = underflow_figure(runs, layer or layers[len(layers) // 2])
+    if any(run.precision for run in runs):
+        figures["bytes"] = bytes_figure(runs)
+    with made_folder(out):
+        images = {}
+        for name, figure in figures.items():
+            path = out / f"{name}.png"
+            figure.savefig(path)
+            images[name] = f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
+        write_curves(runs, out / "curves.csv")
+        page = out / "report.html"
+        page.write_text(_page(runs, images, entropy, samples or {}), encoding="utf-8")
+    return page
+
+
+CURVE_COLUMNS = ("run", "kind", "iteration", "tokens", "loss", "grad_norm", "skipped", "bits_per_byte")
+
+
+def write_curves(runs: Sequence[Run], path: Path) -> None:
+    """The training and evaluation lines of all runs as one CSV: what is kept of a run in the repository."""
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, CURVE_COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        for run in runs:
+            writer.writerows({"run": run.name, **line} for line in (*run.train, *run.valid, *run.test))
+
+
+def summary(runs: Sequence[Run], entropy: float | None) -> list[str]:
+    """Two lines: the runs' final validation losses, then how far they are from each other and below the unigram entropy."""
+    losses = [run.final_valid_loss for run in runs]
+    first = "validation loss: " + ", ".join(
+        f"{run.name} {'none' if loss is None else f'{loss:.4f}' if math.isfinite(loss) else 'not finite'}"
+        for run, loss in zip(runs, losses, strict=True)
+    )
+    base = losses[0]
+    parts = [
+        f"{run.name} is {100 * relative(base, loss):+.2f} % from {runs[0].name}"
+        for run, loss in zip(runs[1:], losses[1:], strict=True)
+        if loss is not None and base is not None and math.isfinite(loss) and math.isfinite(base)
+    ]
+    if entropy is not None and base is not None and math.isfinite(base):
+        parts.append(f"{runs[0].name} is {100 * (1 - base / entropy):.1f} % below the unigram entropy of {entropy:.4f}")
+    return [first, "; ".join(parts)]
+
+
+def _page(runs: Sequence[Run], images: Mapping[str, str], entropy: float | None, samples: Mapping[str, str]) -> str:
+    notes = {
+        "loss": ("Loss", "Below: difference of the smoothed training loss; the grey band is ±1 %."),
+        "underflow": ("Underflow and saturation", "Share of non-zero elements that became zero, and of elements at the format's maximum."),
+        "bytes": ("Memory of the model's states", "Weight, gradient and optimizer states; activations come on top."),
+    }
+    parts = [f"<h1>Training runs: {html.escape(', '.join(run.name for run in runs))}</h1>"]
+    parts += [f'<p class="lead">{html.escape(line)}</p>' for line in summary(runs, entropy) if line]
+    parts.append(_table(runs))
+    parts.append('<p class="note">Hardware without FP8 (a CPU, an A100) computes it by emulation: compare losses there, not speeds.</p>')
+    for name, image in images.items():
+        title, note = notes[name]
+        parts.append(f'<h2>{title}</h2>\n{image}\n<p class="note">{note}</p>')
+    if samples:
+        parts.append("<h2>Generated text</h2>")
+        parts += [f"<p>{html.escape(name)}</p>\n<blockquote>{html.escape(text)}</blockquote>" for name, text in samples.items()]
+    body = "\n".join(parts)
+    head = f'<meta charset="utf-8">\n<title>Training report</title>\n<style>{STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
+
+
+def _table(runs: Sequence[Run]) -> str:
+    columns = ["run", "iterations", "training loss", "validation loss", "perplexity", "bits per byte", "tokens/s", "peak GiB", "skipped"]
+    rows = []
+    for run in runs:
+        last, valid = run.train[-1], run.valid[-1] if run.valid else {}
+        speeds = [line["tokens_per_s"] for line in run.train if line.get("tokens_per_s") is not None]
+        memory = [line["memory_gib"] for line in run.train if line.get("memory_gib") is not None]
+        cells = [html.escape(run.name), str(last["iteration"]), _number(last["loss"], 4), _number(valid.get("loss"), 4)]
+        cells += [
+            _number(valid.get("ppl"), 2),
+            _number(valid.get("bits_per_byte"), 3),
+            _number(statistics.median(speeds) if speeds else None, 0),
+        ]
+        cells += [_number(max(memory, default=None), 2), _number(last.get("skipped"), 0)]
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    head = "<tr>" + "".join(f"<th>{column}</th>" for column in columns) + "</tr>"
+    return "<table>\n" + "\n".join([head, *rows]) + "\n</table>"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "&ndash;" if value is None else f"{value:,.{digits}f}"
+
+
+@entry.command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line; its exit codes are those of `megatron.lm.entry`."""
+    parser = arguments.Parser(description=__doc__)
+    parser.add_argument("--run", type=named_path, action="append", required=True, metavar="NAME=METRICS", help="a run; repeat the flag")
+    parser.add_argument(
+        "--precision", type=named_path, action="append", default=[], metavar="NAME=FILE", help="a run's file of --record-precision"
+    )
+    parser.add_argument("--meta", type=arguments.path, help="meta.json of the data, for its unigram entropy")
+    parser.add_argument("--sample", type=named_path, action="append", default=[], metavar="NAME=TEXT", help="a file of generated text")
+    parser.add_argument("--layer", help="layer whose underflow is plotted (default: the middle one recorded)")
+    parser.add_argument("--window", type=arguments.count(1), default=3, help="logged lines averaged by smoothing (default: %(default)s)")
+    parser.add_argument("--out", type=arguments.path, required=True, help="folder to write into")
+    args = parser.parse_args(argv)
+    recorded = dict(args.precision)
+    unknown = recorded.keys() - {name for name, _ in args.run}
+    if unknown:
+        raise ValueError(f"--precision names the run {', '.join(sorted(unknown))}, which no --run gives: name it as in --run")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("plots want matplotlib: pip install matplotlib")
+    runs = [read_run(name, path, recorded.get(name)) for name, path in args.run]
+    meta = read_meta(args.meta) if args.meta else None
+    samples = {name: read_text(file, "a file of generated text") for name, file in args.sample}
+    page = write_report(runs, args.out, meta=meta, samples=samples, layer=args.layer, window=args.window)
+    print(*summary(runs, (meta or {}).get("unigram_entropy_nats")), f"report: {page}", sep="\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
