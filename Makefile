@@ -21,7 +21,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 unexport PYTHONDONTWRITEBYTECODE
 LINTED = msamp megatron tools tests setup.py
 
-.PHONY: help venv quickstart test test-nightly mutants test-gpu test-multi-gpu soak fuzz lint bench clean
+.PHONY: help venv quickstart test test-nightly mutants test-gpu test-multi-gpu soak fuzz lint wheel bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -67,6 +67,13 @@ lint: $(READY) ## ruff and mypy
 	$(PYTHON) -m ruff check $(LINTED)
 	$(PYTHON) -m ruff format --check $(LINTED)
 	$(PYTHON) -m mypy msamp megatron/lm tools
+
+wheel: $(READY) ## build dist/msamp-*.whl, and see that it starts by itself, without this folder
+	rm -rf build dist
+	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(PYTHON) -m pip install --quiet --no-deps --target build/installed dist/msamp-*.whl
+	cd build/installed && PYTHONPATH=. bin/msamp-pretrain --help >/dev/null
+	rm -rf build
 
 bench: $(READY) ## step time of GPT-1.3B at O0 to O3 on this GPU
 	$(PYTHON) tools/bench/bench_step.py $(ARGS)

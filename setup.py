@@ -9,20 +9,41 @@ from pathlib import Path
 
 from setuptools import find_namespace_packages, find_packages, setup
 
+ROOT = Path(__file__).parent
 # Read, not imported: msamp imports torch, which a build has not got.
-VERSION = re.search(
-    r'^__version__ = "([^"]+)"', (Path(__file__).parent / "msamp" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE
-)
+VERSION = re.search(r'^__version__ = "([^"]+)"', (ROOT / "msamp" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
 assert VERSION is not None, "msamp/__init__.py states no __version__"
 
 setup(
     name="msamp",
     version=VERSION[1],
     description="FP8 and other low-precision training of large language models, on Megatron-core",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="MIT",
+    license_files=["LICENSE"],
+    project_urls={
+        "FP8-LM": "https://arxiv.org/abs/2310.18313",
+        "Collage": "https://arxiv.org/abs/2405.03637",
+        "COAT": "https://arxiv.org/abs/2410.19313",
+    },
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11",
     packages=find_packages(include=["msamp", "msamp.*"]) + find_namespace_packages(include=["megatron.lm", "megatron.lm.*"]),
-    package_data={"msamp": ["py.typed"]},
+    package_data={"msamp": ["py.typed"], "megatron.lm.tools": ["requirements-text.txt"]},
+    entry_points={"console_scripts": ["msamp-pretrain = megatron.lm.pretrain:main"]},
     install_requires=[
         "torch>=2.8",
         "megatron-core==0.16.1",

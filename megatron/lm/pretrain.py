@@ -9,6 +9,7 @@ from megatron.lm.config import Config, PrecisionConfig
 from megatron.lm.config.check import check
 from megatron.lm.config.cli import parse_args
 from megatron.lm.entry import command
+from msamp.integrations import ms_amp
 
 MOST_PROCESSES = 2**20
 
@@ -17,6 +18,7 @@ MOST_PROCESSES = 2**20
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the flags say. Returns the exit code, as `entry` has them; 0 also for a run that was asked to save and leave."""
     config = parse_args(argv)
+    ms_amp.check_alone()
     world_size = _world_size()
     check(config, world_size)
     if config.logging.dry_run:

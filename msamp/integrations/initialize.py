@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from msamp.integrations import ms_amp
 from msamp.integrations.loop_optimizer import LoopOptimizer, states_of
 from msamp.integrations.saving import save_plain
 from msamp.kernels.scaled_mm import warn_if_emulated
@@ -290,6 +291,7 @@ def initialize(
             take, an optimizer option without a low-precision form, a weight that is not finite, a model in DDP or FSDP, or ranks whose
             models differ. No layer has been converted then.
     """
+    ms_amp.check_alone()
     chosen = _chosen(recipe, opt_level, fp8_recipe)
     group = _ranks(group)
     if clip_grad is not None:

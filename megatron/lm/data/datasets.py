@@ -32,7 +32,7 @@ SPLITS = ("train", "valid", "test")
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
 _MAGIC = b"MMIDIDX\x00\x00"
 _SCAN = 1 << 24  # tokens looked at at once
-_HOW_TO_MAKE = "make one with tools/preprocess_data.py, and give its prefix without .bin or .idx"
+_HOW_TO_MAKE = "make one with megatron.lm.tools.preprocess_data, and give its prefix without .bin or .idx"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ def check_token_range(prefix: str, dtype: np.dtype, vocab_size: int) -> None:
         if low < 0 or high >= vocab_size:
             raise ValueError(
                 f"dataset {prefix}: token id {low if low < 0 else high} is outside the tokenizer's [0, {vocab_size}): "
-                "train with the tokenizer the data was made with, or make the data anew with tools/preprocess_data.py"
+                "train with the tokenizer the data was made with, or make the data anew with megatron.lm.tools.preprocess_data"
             )
 
 

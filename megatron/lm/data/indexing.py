@@ -161,7 +161,7 @@ def read_counts(prefix: str) -> DatasetCounts | None:
     file = Path(f"{prefix}.json")
     if not file.exists():
         return None
-    remedy = "make the dataset anew with tools/preprocess_data.py, or delete the file: then evaluations tell no bits per byte"
+    remedy = "make the dataset anew with megatron.lm.tools.preprocess_data, or delete the file: then evaluations tell no bits per byte"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

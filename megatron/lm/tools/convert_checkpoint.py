@@ -1,10 +1,10 @@
 """Checkpoints of the trainer to and from Hugging Face folders, to plain safetensors, to FP8 for inference; and what is in one.
 
-    python tools/convert_checkpoint.py to-hf --load checkpoints --output gpt-hf --dtype bfloat16
-    python tools/convert_checkpoint.py from-hf --load gpt-hf --output imported      # then train with --load imported --finetune
-    python tools/convert_checkpoint.py export-bf16 --load checkpoints --output plain
-    python tools/convert_checkpoint.py export-fp8 --load checkpoints --output gpt-fp8
-    python tools/convert_checkpoint.py inspect --load checkpoints
+    python -m megatron.lm.tools.convert_checkpoint to-hf --load checkpoints --output gpt-hf --dtype bfloat16
+    python -m megatron.lm.tools.convert_checkpoint from-hf --load gpt-hf --output imported      # then train with --load imported --finetune
+    python -m megatron.lm.tools.convert_checkpoint export-bf16 --load checkpoints --output plain
+    python -m megatron.lm.tools.convert_checkpoint export-fp8 --load checkpoints --output gpt-fp8
+    python -m megatron.lm.tools.convert_checkpoint inspect --load checkpoints
 
 - to-hf writes a gpt2, gpt_neox (sequential residual) or llama of transformers, whichever holds the model: weights from the best copy in
   the checkpoint (the master, where there is one), without the rows that pad the vocabulary, and the tokenizer's files.

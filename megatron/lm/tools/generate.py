@@ -1,6 +1,6 @@
 """Continue a prompt with a trained model.
 
-    python tools/generate.py --load runs/quickstart/O2/checkpoint --prompt "The state of" --tokens 40 --temperature 0.8 --top-k 40 --seed 1
+    python -m megatron.lm.tools.generate --load runs/quickstart/O2/checkpoint --prompt "The state of" --tokens 40 --temperature 0.8
 
 --load is the folder the trainer was given as --save. Runs on one process; the whole context is computed anew for every token, which
 serves to look at a model and not to serve it.

@@ -1,6 +1,6 @@
 """What the precision recorder saw, in words and pictures.
 
-    python tools/inspect_scales.py runs/a/precision.jsonl --out runs/a/precision
+    python -m megatron.lm.tools.inspect_scales runs/a/precision.jsonl --out runs/a/precision
 
 names the worst tensors on stdout, from which step on they are so, and with --out (which wants matplotlib, the extra `plot`) writes
 precision.html, which stands alone, and its pictures beside it: heat maps of layer x step for each quantity and tensor, the

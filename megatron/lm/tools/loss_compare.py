@@ -1,6 +1,6 @@
 """How far a training run's loss is from another's, from their metrics files.
 
-    python tools/loss_compare.py --base O0=runs/a/metrics.jsonl --other O2=runs/b/metrics.jsonl --max-rel 0.01
+    python -m megatron.lm.tools.loss_compare --base O0=runs/a/metrics.jsonl --other O2=runs/b/metrics.jsonl --max-rel 0.01
 
 prints a table, and with --max-rel leaves with 1 when the final validation loss (the final smoothed training loss where a run was not
 evaluated) is further away than that.

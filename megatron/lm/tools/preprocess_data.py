@@ -26,7 +26,7 @@ input forms:
   .txt            documents separated by lines holding only <|endoftext|>, or with --split-documents blank-lines by blank lines
 
 example:
-  python tools/preprocess_data.py --input books.jsonl --output-prefix data/books --tokenizer-type GPT2BPETokenizer \\
+  python -m megatron.lm.tools.preprocess_data --input books.jsonl --output-prefix data/books --tokenizer-type GPT2BPETokenizer \\
       --vocab-file encoder.json --merge-file vocab.bpe --append-eod --workers 8
   then train with --data-path data/books_text_document
 """

@@ -1,6 +1,6 @@
 """One page about one or several training runs, from their metrics files.
 
-    python tools/report.py --run O0=a/metrics.jsonl --run O2=b/metrics.jsonl --precision O2=b/precision.jsonl --out report
+    python -m megatron.lm.tools.report --run O0=a/metrics.jsonl --run O2=b/metrics.jsonl --precision O2=b/precision.jsonl --out report
 
 writes report.html, which stands alone (plots inside), and the plots beside it: loss.png, bytes.png where the runs tell them, and
 underflow.png of the runs with a file of the precision recorder (`--record-precision`).
@@ -124,12 +124,12 @@ def _judged_bytes(line: dict[str, Any]) -> dict[str, Any]:
 def read_meta(path: Path) -> dict[str, Any]:
     """meta.json of prepared data; ValueError where it is none, or its unigram entropy is no number above 0."""
     try:
-        meta = json.loads(read_text(path, "the meta.json that tools/prepare_text.py writes"))
+        meta = json.loads(read_text(path, "the meta.json that megatron.lm.tools.prepare_text writes"))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON ({error}): give the meta.json that tools/prepare_text.py writes") from None
+        raise ValueError(f"{path} is no JSON ({error}): give the meta.json that megatron.lm.tools.prepare_text writes") from None
     entropy = meta.get("unigram_entropy_nats") if isinstance(meta, dict) else False
     if entropy is not None and not (is_number(entropy) and 0 < entropy < math.inf):
-        raise ValueError(f"{path} has no unigram_entropy_nats above 0: give the meta.json that tools/prepare_text.py writes")
+        raise ValueError(f"{path} has no unigram_entropy_nats above 0: give the meta.json that megatron.lm.tools.prepare_text writes")
     return meta  # type: ignore[no-any-return]
 
 

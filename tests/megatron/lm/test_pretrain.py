@@ -366,3 +366,13 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def test_ms_amp_in_the_same_folder_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "ms_amp-0.4.0.dist-info").mkdir()
+    (tmp_path / "ms_amp-0.4.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: MS-AMP\nVersion: 0.4.0\n")
+    (tmp_path / "msamp").symlink_to(ROOT / "msamp")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, out, err = run([*FLAGS, "--data-path", "unread", "--dry-run"], capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: MS-AMP 0.4.0 is installed in {tmp_path} too")

@@ -24,7 +24,7 @@ def datasets(config: Config, world_size: int) -> Problems:
         yield f"--data-path and {', '.join(given)} contradict each other: give --data-path with --split, or the others"
     elif not data.data_path and not data.train_data_path:
         beside = f" beside {', '.join(given)}" if given else ""
-        yield f"no training data{beside}: give --data-path PREFIX or --train-data-path PREFIX (made by tools/preprocess_data.py)"
+        yield f"no training data{beside}: give --data-path PREFIX or --train-data-path PREFIX (made by megatron.lm.tools.preprocess_data)"
     elif data.train_data_path and data.split != DEFAULT_SPLIT:
         yield f"--split {data.split} has no effect on --train-data-path: drop it, or give --data-path"
     if not _is_split(data.split):
@@ -89,7 +89,9 @@ def _blend(name: str, words: tuple[str, ...]) -> Problems:
     for prefix in prefixes:
         missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
         if missing:
-            yield f"{flag(name)} {prefix}: {' and '.join(missing)} do not exist; give the prefix of what tools/preprocess_data.py wrote"
+            yield (
+                f"{flag(name)} {prefix}: {' and '.join(missing)} do not exist; give the prefix of what megatron.lm.tools.preprocess_data wrote"
+            )
 
 
 def _number(word: str) -> float | None:

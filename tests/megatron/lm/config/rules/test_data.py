@@ -22,7 +22,7 @@ REFUSALS = {
     "data missing": (
         "--data-path corpse",
         1,
-        "--data-path corpse: corpse.bin and corpse.idx do not exist; give the prefix of what tools/prep",
+        "--data-path corpse: corpse.bin and corpse.idx do not exist; give the prefix of what megatron.lm.tools.prep",
     ),
     "half data": ("--data-path half", 1, "--data-path half: half.idx do not exist"),
     "tokenizer file": (
