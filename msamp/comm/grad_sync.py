@@ -254,7 +254,7 @@ class GradSync:
         past = [name for p, name in self.names.items() if p.grad is not None]
         if past:  # torch swaps a low-precision parameter's inside for a new one in model.to, whether it moves or not, and drops its hooks
             raise ValueError(
-                f"the gradient of {past[0]} passed the synchroniser by and would not be averaged: model.to(), .cuda() or .float() after "
+                f"the gradient of {past[0]} has passed the synchroniser by, and would not be averaged: model.to() or .cuda() after "
                 "it was built drops the hooks of low-precision weights; move the model first, then call msamp.initialize"
             )
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from msamp.integrations import ms_amp
-from msamp.integrations.loop_optimizer import LoopOptimizer, states_of
+from msamp.integrations.loop_optimizer import LoopOptimizer, NoDistributedDataParallel, states_of
 from msamp.integrations.saving import save_plain
 from msamp.kernels.scaled_mm import warn_if_emulated
 from msamp.nn.convert import Survey, convert, survey
@@ -224,6 +224,8 @@ def _converted(
                 values = originals[name].detach()
                 low.init_master(p, values.t() if name in transposed else values)
     _replaced(optimizer, low)
+    if recipe.fp8 or group is not None:
+        model._ddp_params_and_buffers_to_ignore = NoDistributedDataParallel()  # type: ignore[assignment]
     if callable(getattr(model, "save_pretrained", None)):
         save_plain(model, low)
     return model, low

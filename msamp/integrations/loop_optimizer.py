@@ -7,7 +7,7 @@ trains on as the two did. On several processes there is no copy: the synchronise
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,17 @@ def states_of(p: torch.Tensor, recipe: Recipe) -> StateFormats:
     if p.dim() <= 1:
         return recipe.vectors
     return FP32_STATES if recipe.fp8_gradients else recipe.states
+
+
+class NoDistributedDataParallel:
+    """Stands where DistributedDataParallel asks a model which parameters to leave alone: it is not to be wrapped."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ValueError(
+            "DistributedDataParallel cannot hold a model of msamp.initialize, whose optimizer averages the gradients itself: use the model "
+            "as it is, with optimizer.no_sync(); under accelerate take msamp.integrations.accelerate.Accelerator, and in place of the "
+            "Trainer of transformers msamp.integrations.transformers.Trainer"
+        )
 
 
 class LoopOptimizer(FP8AdamW):
@@ -126,7 +137,7 @@ class LoopOptimizer(FP8AdamW):
             return clip_([g for g in map(gradient, params) if g is not None], max_norm)
         chosen = set(params)
         ready = [holding for holding in self.shard.ready(self._whole()) if holding.param in chosen]
-        norm = self.norm_of(ready)
+        norm = self._combined_norm(ready, *self._measure(ready, bounds=False))
         coefficient = clip_coefficient(norm, max_norm)
         # Pieces of one tensor share the memory of its scale.
         found = [each.grad for each in ready if each.grad is not None]

@@ -379,18 +379,13 @@ class FP8AdamW(torch.optim.Optimizer):
 
     def _hyper(self, number: int, update: str) -> torch.Tensor:
         """FP64 on the device: the numbers of a group that an update asks for."""
-        numbers = updates.by_name(update).numbers(self.param_groups[number])
-        return self._table().send(("hyper", number, update), numbers, torch.float64)
+        return self._table().send(("hyper", number, update), updates.by_name(update).numbers(self.param_groups[number]), torch.float64)
 
     def _signature(self, holding: Holding) -> tuple[tuple[int, int], ...]:
         """Changes when somebody else changes a tensor whose amax is kept."""
         state = self.state[holding.weight]
         held = (holding.param, *(state[key] for key in update_of(holding.formats).kept), state.get(MASTER.key, holding.param))
         return tuple(version_of(x) for x in held)
-
-    def norm_of(self, ready: Sequence[Holding]) -> torch.Tensor:
-        """FP64 0-dim norm of the gradients of `ready`, whether they have states or none yet; collective under ZeRO."""
-        return self._combined_norm(ready, *self._measure(ready, bounds=False))
 
     def _measure(self, ready: Sequence[Holding], *, bounds: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         """What the bounds and the norm need before anything is updated; with `bounds` False, what the norm needs alone.
@@ -414,8 +409,7 @@ class FP8AdamW(torch.optim.Optimizer):
 
     def _kept_of(self, ready: Sequence[Holding]) -> torch.Tensor:
         """FP32 [rows, ready]: the amaxes as stored that are kept."""
-        tables = self._table()
-        rows = max(update_of(whole.formats).master_row for whole in self._whole())
+        tables, rows = self._table(), max(update_of(whole.formats).master_row for whole in self._whole())
         size = 1 + max((holding.place for holding in ready), default=-1)
         if self._kept.dim() != 2 or self._kept.shape[0] != rows or self._kept.shape[1] < size or self._kept.device != tables.device:
             self._kept, self._seen = torch.zeros(rows, size, device=tables.device), {}
@@ -582,9 +576,8 @@ def expected_states(p: torch.Tensor, formats: Formats, shape: torch.Size) -> dic
 
 def check_numbers(group: Mapping[str, Any]) -> None:
     """ValueError naming a hyper-parameter of a parameter group that is out of range, and the range."""
-    _check("lr", float(group["lr"]), 0.0, float("inf"))
-    _check("eps", group["eps"], 0.0, float("inf"))
-    _check("weight_decay", group["weight_decay"], 0.0, float("inf"))
+    for name in ("lr", "eps", "weight_decay"):
+        _check(name, float(group[name]) if name == "lr" else group[name], 0.0, float("inf"))
     for i, beta in enumerate(group["betas"]):
         _check(f"betas[{i}]", beta, 0.0, 1.0)
 

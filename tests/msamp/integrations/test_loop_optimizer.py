@@ -292,3 +292,10 @@ def test_on_one_process_clipping_is_torch_s():
     low(torch.ones(4, 32)).sum().backward()
     optimizer.synchronize()
     assert all(p.grad is not None for p in low.parameters())
+
+
+def test_distributed_data_parallel_around_the_model_is_refused():
+    low, optimizer = msamp.initialize(net())
+    with pytest.raises(ValueError, match=r"averages the gradients itself: use the model as it is.*accelerate\.Accelerator"):
+        nn.parallel.DistributedDataParallel(low, process_group=object())
+    copy.deepcopy((low, optimizer))

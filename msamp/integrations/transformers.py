@@ -1,0 +1,67 @@
+"""The Trainer of Hugging Face transformers, on any number of processes, with one line of another import.
+
+    from msamp.integrations.transformers import Trainer
+
+    Trainer(model, arguments, train_dataset=rows, recipe="O2").train()
+
+Saved are plain weights, which `from_pretrained` reads, and the optimizer's states as they are. A resumed run has the weights and states of
+the one that was saved; the windows of delayed scaling begin anew.
+"""
+
+from typing import Any
+
+import torch
+import transformers
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from msamp.integrations.accelerate import Accelerator
+from msamp.integrations.initialize import initialize
+from msamp.integrations.loop_optimizer import LoopOptimizer
+from msamp.integrations.saving import save_plain
+from msamp.numerics.recipe import Recipe
+
+
+class Trainer(transformers.Trainer):
+    """transformers' Trainer, whose model and optimizer go through `msamp.initialize`.
+
+    A model and an optimizer that `msamp.initialize` has returned, with arguments of one's own, are taken as they are: give the optimizer
+    as `optimizers=(optimizer, None)`.
+
+    Args:
+        args: transformers' own.
+        recipe: of `msamp.initialize`.
+        settings: transformers' own.
+
+    Raises:
+        ValueError: for several GPUs in one process, and for what `msamp.integrations.accelerate.Accelerator` refuses.
+    """
+
+    def __init__(self, *args: Any, recipe: str | Recipe | None = None, **settings: Any) -> None:
+        self.recipe = recipe
+        super().__init__(*args, **settings)
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"one process has {self.args.n_gpu} GPUs, and DataParallel cannot hold FP8 weights; start one a GPU with torchrun"
+            )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As transformers', with an `Accelerator` that knows the model's optimizer."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = Accelerator  # the object stays as transformers has set it up
+        self.accelerator.recipe = self.recipe
+        self.accelerator.check()
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As transformers', through `msamp.initialize`."""
+        optimizer = super().create_optimizer(model)
+        if not isinstance(optimizer, AcceleratedOptimizer | LoopOptimizer):
+            _, self.optimizer = initialize(self.model, optimizer, self.recipe)
+            if not isinstance(self.model, transformers.PreTrainedModel):
+                save_plain(self.model, self.optimizer)
+        return self.optimizer
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.args.should_save:
+            self.optimizer.state_dict()  # collective under ZeRO
+        super()._save_optimizer_and_scheduler(output_dir)
