@@ -102,7 +102,13 @@ class Watch:
 
     def _inside(self, path: Any) -> bool:
         name = os.path.abspath(os.fsdecode(path))
-        return name.startswith((self.box, "/dev/", "/proc/"))  # what asks for those is refused by the system
+        if name.startswith(self.box):
+            return True
+        if not name.startswith(("/dev", "/proc")):
+            return False
+        if not os.path.exists(name):  # the system refuses it to whoever is not root
+            raise PermissionError(errno.EPERM, "nothing is made there", path)
+        return True
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:

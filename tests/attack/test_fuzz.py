@@ -67,6 +67,9 @@ def _spins(argv: list[str]) -> int:
     [
         (_writes("../../outside"), "it opened for writing '../../outside'"),
         (_writes("inside"), None),
+        (lambda argv: os.makedirs("/dev", exist_ok=True), None),
+        (_writes("/dev/null"), None),
+        (_writes("/dev/none_of_the_fuzz_run"), "PermissionError"),
         (_starts, "it started a process"),
         (lambda argv: importlib.import_module(CANARY) and 0, "it imported the canary"),
         (lambda argv: len(Path("../canary/secret.distcp").read_bytes()) and 0, "it opened the canary '../canary/secret.distcp'"),
