@@ -9,6 +9,8 @@ from pathlib import Path
 def read_text(file: Path, what: str) -> str:
     """The UTF-8 text of a file; ValueError naming it where it is missing or holds something else. `what` says which file is wanted."""
     try:
+        if file.is_char_device():  # /dev/full has no end
+            raise ValueError(f"{file} is a device: give {what}")
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ValueError(f"{file} does not exist: give {what}") from None

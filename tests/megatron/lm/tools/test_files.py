@@ -62,6 +62,13 @@ def test_a_folder_that_was_there_keeps_what_it_held(tmp_path):
         pass
 
 
+def test_a_device_is_no_text():
+    with pytest.raises(ValueError, match="/dev/full is a device: give a log"):
+        read_text(Path("/dev/full"), "a log")
+    with pytest.raises(ValueError, match="cannot be read .File name too long.: give a log"):
+        read_text(Path("x" * 300), "a log")
+
+
 def test_text_is_read_or_refused_by_name(tmp_path):
     (tmp_path / "a").write_bytes(b"ab\xff")
     with pytest.raises(ValueError, match=r"a is no UTF-8 text .* at byte 2\): give the metrics"):
