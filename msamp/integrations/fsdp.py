@@ -71,7 +71,7 @@ def prepare(
     """Convert the linear layers of a model, in place, into FP8 ones that torch's `fully_shard` can cut and gathers in FP8.
 
     Args:
-        model: on its device, with the same values on every rank, and not yet sharded.
+        model: on its device, with the same values on every rank, before fully_shard.
         recipe, opt_level, fp8_recipe, accept: as of `msamp.initialize`; the weights are their own masters (O1, O2) and cast with one scale.
 
     Returns:
