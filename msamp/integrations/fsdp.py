@@ -17,7 +17,7 @@ Checkpoints are those of one process: `model_state` and `optimizer.state_dict()`
 `optimizer.load_state_dict` give every rank its rows, over any number of ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Recipe
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.clip import check_max_norm
+from msamp.optim.clip import check_max_norm, clip_coefficient
 from msamp.optim.states import copy_of_rows, is_scaled, local, payload, weight_format
 from msamp.parallel.fsdp import FSDP, ShardedWeight, check_cut, rows_of, sharded_casts
 
@@ -115,6 +115,16 @@ class ShardedOptimizer(LoopOptimizer):
     def update(self) -> None:
         super().update()
         self.shard.measure()
+
+    def clip(self, params: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Clip what FSDP has left of some parameters' gradients, in place; the norm is that of the gradients as a step quantises them."""
+        chosen = set(params)
+        norm = self.norm_of([holding for holding in self.shard.ready(self._whole()) if holding.param in chosen])
+        coefficient = clip_coefficient(norm, max_norm)
+        for p in chosen:
+            if p.grad is not None:
+                local(p.grad).mul_(coefficient)
+        return norm
 
     def __getstate__(self) -> dict[str, Any]:
         raise ValueError("an optimizer of sharded parameters cannot be copied or pickled; save state_dict() and load it into another one")

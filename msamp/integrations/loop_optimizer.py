@@ -212,7 +212,7 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     if norm_type != 2:
         raise ValueError(f"norm_type is {norm_type}; it must be 2: for another call optimizer.synchronize() and torch's clip_grad_norm_")
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    owners = [each for each in optimizers_of(params) if each.grad_sync is not None]
+    owners = [each for each in optimizers_of(params) if each.group is not None]
     if len(owners) > 1:
         raise ValueError(f"the parameters belong to {len(owners)} optimizers that average gradients apart; clip each one's by themselves")
     if owners:

@@ -153,6 +153,11 @@ def several(folder: str) -> dict[str, Any]:
     optimizer.zero_grad()
     found["skipped"] = optimizer.skipped_steps, fsdp.model_state(model)
 
+    model(batch(0, share)[0]).sum().backward()
+    found["norms"] = [msamp.clip_grad_norm_(model.parameters(), 0.25).item() for _ in range(2)]
+    optimizer.step()
+    found["norms"].append(optimizer.grad_norm.item())
+
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     model, optimizer = sharded("O1", mp_policy=half)
     found["half"] = train(model, optimizer, range(3 * STEPS), share)
@@ -201,6 +206,13 @@ def test_a_step_of_which_one_rank_has_no_finite_gradient_is_skipped_on_all(ranks
         assert skipped == 1
         kept = found["resumed"][1][1]
         assert all(torch.equal(weights[name], kept[name]) for name in kept if ".scaling." not in name)
+
+
+def test_clip_grad_norm_clips_what_all_ranks_hold(ranks):
+    (before, *after), others = (found["norms"] for found in ranks[1])
+    assert [before, *after] == others
+    assert before > 0.5
+    assert after == pytest.approx([0.25, 0.25], rel=0.02)
 
 
 def test_gradients_reduced_in_bf16_train(ranks):
