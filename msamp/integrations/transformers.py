@@ -8,7 +8,7 @@ Saved are plain weights, which `from_pretrained` reads, and the optimizer's stat
 the one that was saved; the windows of delayed scaling begin anew.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -56,12 +56,14 @@ class Trainer(transformers.Trainer):
         """As transformers', through `msamp.initialize`."""
         optimizer = super().create_optimizer(model)
         if not isinstance(optimizer, AcceleratedOptimizer | LoopOptimizer):
-            _, self.optimizer = initialize(self.model, optimizer, self.recipe)
-            if not isinstance(self.model, transformers.PreTrainedModel):
-                save_plain(self.model, self.optimizer)
-        return self.optimizer
+            held = cast("nn.Module", self.model)
+            _, optimizer = initialize(held, optimizer, self.recipe)
+            self.optimizer = optimizer
+            if not isinstance(held, transformers.PreTrainedModel):
+                save_plain(held, optimizer)
+        return cast("torch.optim.Optimizer", self.optimizer)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.args.should_save:
+        if not self.args.should_save and self.optimizer is not None:
             self.optimizer.state_dict()  # collective under ZeRO
         super()._save_optimizer_and_scheduler(output_dir)
