@@ -119,7 +119,8 @@ class ShardedOptimizer(LoopOptimizer):
     def clip(self, params: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Clip what FSDP has left of some parameters' gradients, in place; the norm is that of the gradients as a step quantises them."""
         chosen = set(params)
-        norm = self.norm_of([holding for holding in self.shard.ready(self._whole()) if holding.param in chosen])
+        ready = [holding for holding in self.shard.ready(self._whole()) if holding.param in chosen]
+        norm = self._combined_norm(ready, *self._measure(ready, bounds=False))
         coefficient = clip_coefficient(norm, max_norm)
         for p in chosen:
             if p.grad is not None:
