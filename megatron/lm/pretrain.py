@@ -9,7 +9,6 @@ from megatron.lm.config import Config, PrecisionConfig
 from megatron.lm.config.check import check
 from megatron.lm.config.cli import parse_args
 from megatron.lm.entry import command
-from msamp.integrations import ms_amp
 
 MOST_PROCESSES = 2**20
 
@@ -18,8 +17,10 @@ MOST_PROCESSES = 2**20
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the flags say. Returns the exit code, as `entry` has them; 0 also for a run that was asked to save and leave."""
     config = parse_args(argv)
-    ms_amp.check_alone()
     world_size = _world_size()
+    from msamp.integrations import ms_amp  # torch, for seconds: a typo is told before
+
+    ms_amp.check_alone()
     check(config, world_size)
     if config.logging.dry_run:
         _dry_run(config, world_size)

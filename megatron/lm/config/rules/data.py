@@ -89,7 +89,8 @@ def _blend(name: str, words: tuple[str, ...]) -> Problems:
     for prefix in prefixes:
         missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
         if missing:
-            yield f"{flag(name)} {prefix}: {' and '.join(missing)} do not exist; give the prefix of what preprocess_data wrote"
+            lacking = f"{flag(name)} {prefix}: {' and '.join(missing)} do not exist"
+            yield f"{lacking}; give the prefix of what megatron.lm.tools.preprocess_data wrote"
 
 
 def _number(word: str) -> float | None:
