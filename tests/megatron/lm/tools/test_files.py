@@ -65,7 +65,7 @@ def test_a_folder_that_was_there_keeps_what_it_held(tmp_path):
 def test_a_device_is_no_text():
     with pytest.raises(ValueError, match="/dev/full is a device: give a log"):
         read_text(Path("/dev/full"), "a log")
-    with pytest.raises(ValueError, match="cannot be read .File name too long.: give a log"):
+    with pytest.raises(ValueError, match=r"cannot be read .File name too long.: give a log"):
         read_text(Path("x" * 300), "a log")
 
 
