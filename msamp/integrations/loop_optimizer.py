@@ -7,7 +7,7 @@ trains on as the two did. On several processes there is no copy: the synchronise
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -153,28 +153,22 @@ class LoopOptimizer(FP8AdamW):
                 "clip_grad_norm_ of torch there would clip nothing. To clip, give msamp.initialize(..., clip_grad=1.0), call "
                 "msamp.clip_grad_norm_, or call optimizer.synchronize() before torch's; clip_grad=float('inf') says that nothing is to "
                 "be clipped",
-                stacklevel=4,
+                stacklevel=5,
             )
         self._told = True
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def update(self) -> None:
         """The gradients' average over the processes, FP8AdamW's update, and the next scales of the casts."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         if self.grad_sync is not None:
             self._tell_of_clipping()
         self._average()
-        self.update()
+        super().update()
         self.scaling.roll(self.group)
         if self.grad_sync is not None:
             self.grad_sync.clear()
             for p in self.grad_sync.names:
                 p.grad = None  # where synchronize has put an average, to which the next backward would add
             self._averaged = False
-        return loss
 
     def __getstate__(self) -> dict[str, Any]:
         if self.grad_sync is not None:
