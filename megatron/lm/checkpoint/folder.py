@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from megatron.lm import health, identity
 from megatron.lm.checkpoint.versions import files_of, upgraded
 from megatron.lm.config import LATEST_CHECKPOINT_FILE
+from megatron.lm.durable import flush, written_aside
 from megatron.lm.identity import Run
 
 INFO_FILE = "checkpoint.json"
@@ -96,7 +97,7 @@ def write_info(folder: Path, info: dict[str, Any]) -> None:
         json.dump(info | {"seal": _seal(info)}, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
-    sync_folder(folder)
+    flush(folder)
 
 
 def read_info(folder: Path) -> dict[str, Any]:
@@ -274,15 +275,6 @@ def _held(root: Path) -> str:
     return f"iterations {', '.join(map(str, numbers))} (name one by --ckpt-step)" if numbers else "none"
 
 
-def sync_folder(folder: Path) -> None:
-    """Write the names in a folder through to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def publish(folder: Path, *, mark: bool = True) -> None:
     """Bring a finished `.partial` folder to its name `folder`, then move the marker to it, unless it is unhealthy (`mark`); at every
     moment a whole checkpoint can be found.
@@ -292,7 +284,7 @@ def publish(folder: Path, *, mark: bool = True) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
     partial_folder(folder).rename(folder)
-    sync_folder(folder.parent)
+    flush(folder.parent)
     if mark:
         _mark(folder)
     remove(aside)
@@ -300,13 +292,8 @@ def publish(folder: Path, *, mark: bool = True) -> None:
 
 def _mark(folder: Path) -> None:
     """Have the marker name a checkpoint."""
-    marker = folder.with_name(LATEST_CHECKPOINT_FILE + ".partial")
-    with marker.open("w", encoding="utf-8") as stream:
-        stream.write(str(iteration_of(folder)))
-        stream.flush()
-        os.fsync(stream.fileno())
-    marker.rename(folder.with_name(LATEST_CHECKPOINT_FILE))
-    sync_folder(folder.parent)
+    with written_aside(folder.with_name(LATEST_CHECKPOINT_FILE)) as stream:
+        stream.write(str(iteration_of(folder)).encode())
 
 
 def condemn(folder: Path, problem: str) -> Path | None:
@@ -317,7 +304,7 @@ def condemn(folder: Path, problem: str) -> Path | None:
     aside = new_partial_folder(folder)
     write_info(aside, info | {"health": info.get("health", {}) | {"problem": problem}})
     (aside / INFO_FILE).rename(file)
-    sync_folder(folder)
+    flush(folder)
     aside.rmdir()
     try:
         healthy = latest(folder.parent, say=False)

@@ -13,43 +13,20 @@ every later start, and a file from elsewhere runs what its author wants. `order`
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
+from megatron.lm.durable import written_aside
+
 LOCK_FILE = ".lock"
 Arrays = tuple[np.ndarray, ...]
-
-
-@contextlib.contextmanager
-def written_aside(path: Path) -> Iterator[BinaryIO]:
-    """A stream to `path.partial`, which takes the name `path` once it is on the disk; where the block fails, nothing of it stays."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as stream:
-            yield stream
-        flush(partial)
-        partial.replace(path)
-        flush(path.parent)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def flush(path: Path) -> None:
-    """Write a file, or the names in a folder, through to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def kept(folder: Path, name: str, arrays: tuple[str, ...], make: Callable[[], Arrays], *, writes: bool) -> Arrays:

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, TextIO
 import numpy as np
 
 from megatron.lm.config import DataConfig
-from megatron.lm.data.cache import flush
 from megatron.lm.data.tokenizer import END_OF_TEXT, Tokenizer, build_tokenizer
+from megatron.lm.durable import flush
 
 if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

@@ -32,9 +32,9 @@ import numpy as np
 
 from megatron.lm import entry
 from megatron.lm.config import DataConfig
-from megatron.lm.data.cache import written_aside
 from megatron.lm.data.indexing import DatasetCounts, Document, EncodeOptions, Progress, write_datasets
 from megatron.lm.data.tokenizer import END_OF_TEXT
+from megatron.lm.durable import written_aside
 from megatron.lm.tools.arguments import Parser, count, output_file, path
 from megatron.lm.tools.files import made_folder
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kills import killed_at_a_rename
 
-from megatron.lm.data.cache import LOCK_FILE, _entry, kept, written_aside
+from megatron.lm.data.cache import LOCK_FILE, _entry, kept
 
 NAMES = ("places", "draws")
 MADE = (np.arange(600, dtype=np.int32), np.arange(1000, dtype=np.int64).reshape(500, 2))
@@ -129,31 +130,7 @@ def test_two_jobs_do_not_write_into_each_other(tmp_path, capsys):
 @pytest.mark.parametrize("written", [0, 1, 2, 3])
 def test_a_kill_while_it_is_written(tmp_path, written):
     """SIGKILL when so many of the three files have their names: the next start makes what is missing."""
-    child = os.fork()
-    if not child:
-        replace, left = Path.replace, [written]
-
-        def counted(self, target):
-            if not left[0]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-            return replace(self, target)
-
-        Path.replace = counted
-        kept(tmp_path, "x", NAMES, lambda: MADE, writes=True)
-        os._exit(0)
-    os.waitpid(child, 0)
+    killed_at_a_rename(written, lambda: kept(tmp_path, "x", NAMES, lambda: MADE, writes=True))
     assert take(tmp_path)[1] == (written < 3)
     assert take(tmp_path)[1] == 0
     assert not list(tmp_path.glob("*.partial"))
-
-
-def test_written_aside_is_whole_or_not_there(tmp_path):
-    path = tmp_path / "note"
-    with written_aside(path) as stream:
-        stream.write(b"first")
-        assert not path.exists()
-    with pytest.raises(TypeError), written_aside(path) as stream:
-        stream.write("no bytes")
-    assert path.read_bytes() == b"first"
-    assert [file.name for file in tmp_path.iterdir()] == ["note"]

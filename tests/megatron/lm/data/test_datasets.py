@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-import signal
 import struct
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import dist
 import numpy as np
 import pytest
 import torch
+from kills import killed_at_a_rename
 
 from megatron.lm.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron.lm.data.datasets import build_datasets, parse_blend, parse_split
@@ -151,20 +150,7 @@ def test_a_damaged_note_of_the_range_is_made_anew(tmp_path, prefix, damage):
 def test_a_kill_during_the_first_start_is_survived(tmp_path, prefix, renames):
     """SIGKILL when so many files of the cache have their names, whatever lies beside them."""
     settings = config(data_path=(prefix,), split="1")
-    child = os.fork()
-    if not child:
-        replace, left = Path.replace, [renames]
-
-        def counted(self, target):
-            if not left[0]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-            return replace(self, target)
-
-        Path.replace = counted
-        build_datasets(settings, TOKENIZER, (20, 0, 0))
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert killed_at_a_rename(renames, lambda: build_datasets(settings, TOKENIZER, (20, 0, 0)))
     assert len(build_datasets(settings, TOKENIZER, (20, 0, 0))[0]) == 124
     assert not list((tmp_path / "index_cache").rglob("*.partial"))
 
