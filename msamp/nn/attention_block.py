@@ -13,9 +13,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
-from msamp.nn.block import Norm, ScaleInvs, vector_gradients
+from msamp.nn.block import Norm, ScaleInvs, cast_grad_output, vector_gradients
 from msamp.nn.gemm import LayerGemm, Operand
-from msamp.nn.group_scaling import leave_maxima, maxima_for
+from msamp.nn.group_scaling import leave_maxima
 from msamp.nn.saved import AS_IT_IS, Saved
 from msamp.numerics.tensor import ScalingTensor
 
@@ -114,23 +114,10 @@ class AttentionBlock(torch.autograd.Function):
             parts, attended = _attend(parts, how)
         qkv, proj, (qkv_dtype, proj_dtype) = how.qkv, how.proj, ctx.weight_dtypes
         tokens = grad_x.shape[0] * grad_x.shape[1]
-        g_scale_inv = ctx.scale_invs.take()
-        g8, g8_t, _, proj_sums = ops.cast_transpose(
-            grad_delta.reshape(tokens, -1),
-            proj.grad.scale,
-            proj.grad.amax,
-            proj.grad_dtype,
-            row=True,
-            col=True,
-            colsum=proj_bias is not None,
-            scale_inv_slot=g_scale_inv,
-            maxima=maxima_for(proj.grad, grad_delta),
-        )
-        if proj.grad.watch is not None:
-            proj.grad.watch(grad_delta, g8, g_scale_inv)
+        g, proj_sums = cast_grad_output(proj, grad_delta, ctx.scale_invs.take(), colsum=proj_bias is not None)
         o2d = attended.detach().view(tokens, -1)
         o8_t = ops.cast_transposed(o2d, o_scale_inv, proj.x_dtype)
-        g, o = Operand.tensorwise(g8, g_scale_inv, g8_t), Operand.tensorwise(None, o_scale_inv, o8_t)
+        o = Operand.tensorwise(None, o_scale_inv, o8_t)
         grad_proj = proj.grad_weight(g, o, proj_dtype)
         grad_o = proj.grad_input(g, proj.weight(proj_weight, transpose=True), dtype).view(attended.shape)
         dq, dk, dv = torch.autograd.grad(attended, parts, grad_o)

@@ -10,9 +10,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
-from msamp.nn.block import Norm, ScaleInvs, vector_gradients
+from msamp.nn.block import Norm, ScaleInvs, cast_grad_output, vector_gradients
 from msamp.nn.gemm import LayerGemm, Operand
-from msamp.nn.group_scaling import leave_maxima, maxima_for
+from msamp.nn.group_scaling import leave_maxima
 from msamp.nn.saved import AS_IT_IS, Saved
 from msamp.numerics.tensor import ScalingTensor
 
@@ -100,19 +100,8 @@ class MLPBlock(torch.autograd.Function):
             del n8, total
         else:
             y = how.saved.restore(kept[parts:], dtype)
-        g_scale_inv, h_scale_inv = ctx.scale_invs.take(), ctx.scale_invs.take()
-        g8, g8_t, _, fc2_sums = ops.cast_transpose(
-            g2d,
-            fc2.grad.scale,
-            fc2.grad.amax,
-            fc2.grad_dtype,
-            row=True,
-            col=True,
-            colsum=fc2_bias is not None,
-            scale_inv_slot=g_scale_inv,
-            maxima=maxima_for(fc2.grad, grad_output),
-        )
-        g = Operand.tensorwise(g8, g_scale_inv, g8_t)
+        g, fc2_sums = cast_grad_output(fc2, grad_output, ctx.scale_invs.take(), colsum=fc2_bias is not None)
+        h_scale_inv = ctx.scale_invs.take()
         grad_a = fc2.grad_input(g, fc2.weight(fc2_weight, transpose=True), dtype)
         h8, h8_t, _, a8_t, fc1_sums = ops.activate_backward(
             grad_a,
@@ -126,15 +115,13 @@ class MLPBlock(torch.autograd.Function):
             colsum=fc1_bias is not None,
             scale_inv_slot=h_scale_inv,
         )
-        if fc2.grad.watch is not None:
-            fc2.grad.watch(g2d, g8, g_scale_inv)
         if fc1.grad.watch is not None:
             wide = ops.activate_backward(grad_a, y, how.activation, a_scale_inv, fc2.x_dtype, None, None, torch.float32)[0]
             fc1.grad.watch(wide, h8, h_scale_inv)
             del wide
         del grad_a, y
         grad_fc2 = fc2.grad_weight(g, Operand.tensorwise(None, a_scale_inv, a8_t), fc2_dtype)
-        del g, g8, g8_t, a8_t
+        del g, a8_t
         total = how.saved.restore(kept[:parts], dtype)
         n8_t = ops.normalize_transposed(total, mean, rstd, norm_weight, norm_bias, n_scale_inv, fc1.x_dtype, rms=rms)
         grad_fc1 = fc1.grad_weight(Operand.tensorwise(None, h_scale_inv, h8_t), Operand.tensorwise(None, n_scale_inv, n8_t), fc1_dtype)

@@ -14,7 +14,7 @@ from megatron.lm import process_groups
 from megatron.lm.model.gpt import GPT, build_model
 from megatron.lm.model.layer import Layer
 from msamp.kernels import ops
-from msamp.nn import attention_block, mlp_block
+from msamp.nn import block
 from msamp.nn.saved import AsItIs, GroupedFP8
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.recipe import BF16, COAT, O2, O3, Recipe
@@ -100,8 +100,7 @@ def test_with_just_in_time_gradients_each_half_hands_on_what_its_norm_found(monk
     monkeypatch.setattr(ops, "cast_transpose", spy)
     found = forward_backward(model(COAT))
     assert [maxima is None for maxima in asked] == [True, False, False, False]  # behind the last layer stands a norm of torch's own
-    for block in (attention_block, mlp_block):
-        monkeypatch.setattr(block, "maxima_for", lambda slot, x: None)
+    monkeypatch.setattr(block, "maxima_for", lambda slot, x: None)
     assert_same_bits(found, forward_backward(model(COAT)))
     assert asked[4:] == [None] * 4
 
