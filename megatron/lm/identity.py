@@ -1,8 +1,9 @@
 """Which run a checkpoint is of.
 
-A run gets its identity when it starts anew, and writes it into every checkpoint. Whoever resumes from its folder into the same folder is
-the same run. Who loads from elsewhere, or takes the weights alone, begins a child, which names the checkpoint that it came from. A
-checkpoint of before there were identities has none: its seal stands for it as a parent, and a run that resumes in its folder adopts it.
+A run gets its identity when it starts anew, and writes it into every checkpoint. A job that resumes from a folder into the same
+folder is the same run. A job that loads from elsewhere, or takes the weights alone, begins a child, which names the checkpoint that it
+came from. A checkpoint without an identity is older than identities: its seal stands for it as a parent, and a run that resumes in its
+folder adopts it.
 """
 
 import uuid

@@ -108,7 +108,7 @@ def _dtypes(recipe: Recipe) -> tuple[torch.dtype, ...]:
 
 def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, group: dist.ProcessGroup | None) -> None:
     for name, module in model.named_modules():
-        # By name: who has wrapped nothing need not import FSDP.
+        # By name: a model without a wrapper needs no import of FSDP.
         for kind in (each.__name__ for each in type(module).__mro__ if each.__name__ in _WRAPPERS):
             where = f" (around {name})" if name else ""
             raise ValueError(f"{kind}{where} cannot hold FP8 weights; {_WRAPPERS[kind]}")

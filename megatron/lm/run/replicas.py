@@ -20,7 +20,7 @@ def check_replicas(training: Training, iteration: int) -> None:
     mine = faults({name: p for p, name in parameter_names(training.model).items()}, training.grad_sync.peers)
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, mine)
-    found = list(dict.fromkeys(line for lines in everywhere for line in lines))  # all who hold a copy say the same
+    found = list(dict.fromkeys(line for lines in everywhere for line in lines))  # every rank with a copy says the same
     if found:
         more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
         raise RunStopped(

@@ -194,7 +194,7 @@ class Trainer:
             print(f"leaving after iteration {self.training.iteration}, {saved}: {why}", flush=True)
 
     def _lost(self, error: RuntimeError) -> str:
-        """Who is gone, after a collective has failed; on every rank that is left."""
+        """Which rank is gone, after a collective has failed; told on every rank that is left."""
         if "does not answer" in str(error):
             return str(error)
         lost = self.step_watch.everyone.missing()

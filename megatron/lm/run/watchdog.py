@@ -142,9 +142,9 @@ def verdict(places: Mapping[int, Whereabouts], ranks: int, timeout: float, now: 
     Args:
         places: by rank, of those who have said where they are.
         ranks: how many there are.
-        timeout: seconds for which somebody has waited. Who has been silent for half of that is dead or stopped (so the machines'
-            clocks may differ by as much); else it is who reads data, which waits for nobody; else who has come least far; else who
-            is not waiting for the others: it spins.
+        timeout: seconds for which a rank has waited. A rank that has been silent for half of that is dead or stopped; the clocks of
+            machines may differ by as much. Else the rank behind is one that reads data, which waits for no other; else the one that
+            has come least far; else the one that does not wait for the others: it spins.
         now: seconds since 1970.
     """
     silent = [rank for rank in range(ranks) if rank not in places or now - places[rank].time > timeout / 2]
