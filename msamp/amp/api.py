@@ -127,7 +127,7 @@ def scale_loss(loss: torch.Tensor, optimizer: Optimizers, loss_id: int = 0, *, d
 
     Args:
         loss: any shape; FP32 inside.
-        optimizer: the optimizer or the list of those whose parameters this loss trains.
+        optimizer: the optimizer, or the list of those with parameters that this loss trains.
         loss_id: which of `num_losses` scales.
         delay_unscale: leave the gradients scaled and add the next micro-batch to them; for all but the last micro-batch of a step.
 

@@ -63,7 +63,7 @@ def is_norm(module: nn.Module) -> bool:
 def check_model(model: nn.Module, level: OptLevel) -> None:
     """ValueError for a model that `prepare_model` must not touch, naming what is wrong with it."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise ValueError(f"the model is a {type(model).__name__}, whose buckets know the dtypes already: initialize first, then wrap it")
+        raise ValueError(f"the model is a {type(model).__name__}, and its buckets know the dtypes already: initialize first, then wrap it")
     if any(isinstance(m.forward, functools.partial) and m.forward.func in (_autocast, _between) for m in model.modules()):
         raise ValueError("the model has been through msamp.amp.initialize already: do it once, with all optimizers as a list")
     if not list(model.parameters()):

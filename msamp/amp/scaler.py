@@ -6,7 +6,7 @@ import torch
 
 
 class LossScaler:
-    """A loss scale, static or dynamic; it lives on the device, so that following it makes nobody wait.
+    """A loss scale, static or dynamic; it lives on the device, so that following it makes no process wait.
 
     Dynamic: halved at every overflow, doubled after `growth_interval` good steps in a row. With `hysteresis` h the first h - 1
     overflows since it last doubled do not halve it.
@@ -17,7 +17,7 @@ class LossScaler:
         growth_interval: good steps before a dynamic scale doubles.
         min_loss_scale, max_loss_scale: a dynamic scale stays within these.
         hysteresis: which overflow halves it, as Megatron-LM counts; 1: every one.
-        in_place: let the scale always stand in the same memory, where a CUDA graph finds it; nobody may then keep an old one.
+        in_place: let the scale always stand in the same memory, where a CUDA graph finds it; a caller may then keep no old one.
 
     Raises:
         ValueError: for a scale that is not a positive number, an interval or a hysteresis below 1, or a start outside the limits.

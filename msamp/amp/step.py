@@ -69,7 +69,7 @@ class AmpStep:
             raise ValueError("an FP16 weight has a gradient that no scale_loss unscaled: run every backward inside scale_loss")
 
     def open(self, scale: torch.Tensor) -> None:
-        """Before a backward whose loss was multiplied by `scale`: gradients that are unscaled already are put aside."""
+        """Before a backward of a loss that was multiplied by `scale`: gradients that are unscaled already are put aside."""
         if self._scale is None:
             self._scale = scale
             self._aside = {p: p.grad for p in self.params() if p.grad is not None and p not in self.masters}
@@ -119,7 +119,7 @@ class AmpStep:
 
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
-            raise ValueError("step was given a closure, whose backward would come after the overflow check: call step() without one")
+            raise ValueError("step was given a closure, and its backward would come after the overflow check: call step() without one")
         self.check_unscaled()
         self._check_plain()
         self.adopt()

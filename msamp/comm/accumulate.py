@@ -14,6 +14,7 @@ from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
 ACCUMULATORS = ("fp8", "fp8-sr", "bf16", "fp32")
+OWNER = "owner"  # no sum on this rank: each micro-batch leaves, and the owners add up (`msamp.comm.owner_sums`)
 
 
 class Accumulator(Protocol):
@@ -58,7 +59,7 @@ class Scaled:
 
 
 def accumulator(name: str, fmt: Format, generator: torch.Generator | None = None) -> Accumulator:
-    """The accumulator that a flag names, for a parameter whose gradient leaves in `fmt`.
+    """The accumulator that a flag names, for a parameter with a gradient that leaves in `fmt`.
 
     Args:
         name: one of `ACCUMULATORS`. "fp8" rounds every sum to nearest even in `fmt`, as in the paper: over many micro-batches

@@ -26,7 +26,12 @@ class Peers:
     Args:
         group: None is this process alone.
         sent: where the bytes that this rank sends are counted.
+
+    Attributes:
+        copies: whether slices travel by copies into the peers' memory (`msamp.comm.copies`).
     """
+
+    copies = False
 
     def __init__(self, group: dist.ProcessGroup | None, sent: WireBytes) -> None:
         # Weak: a process group that outlives destroy_process_group() leaves gloo's threads running into the interpreter's
@@ -63,12 +68,10 @@ class Peers:
                 self.sent.add(kind, label, all_reduce_sent(x.nbytes, self.ranks))
         return x
 
-    def all_to_all(self, flat: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight") -> list[torch.Tensor]:
-        """Slice r of `flat` (`sizes[r]` elements) goes to rank r; returns this rank's slice of every rank, by rank."""
-        if self.ranks == 1:
-            return [flat]
+    def all_to_all(self, flat: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight") -> torch.Tensor:
+        """Slice r of `flat` (`sizes[r]` elements) goes to rank r; returns this rank's slice of every rank, [ranks, n]."""
         received = self.start_all_to_all(flat, sizes, what, kind, async_op=False).wait()
-        return list(received.view(self.ranks, sizes[self.rank]))
+        return received.view(self.ranks, sizes[self.rank])
 
     def start_all_to_all(
         self,
@@ -172,12 +175,17 @@ class Peers:
 class Pending:
     """The result of a collective that is on its way.
 
+    Attributes:
+        lacks_own: whether this rank's own slice of an all-to-all is not in the result.
+
     Args:
-        peers: whose collective it is.
+        peers: the ranks of the collective.
         result: filled once it has ended.
         work: torch's handle; None where it has ended already.
         what: its name in messages.
     """
+
+    lacks_own = False
 
     def __init__(self, peers: Peers, result: torch.Tensor, work: dist.Work | None = None, what: str = "") -> None:
         self._peers, self._result, self._work, self._what = peers, result, work, what

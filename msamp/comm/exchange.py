@@ -1,14 +1,14 @@
-"""The ways to send gradients (FP8-LM section 2.1): what of a gradient travels, who adds it up, and in which arithmetic.
+"""The ways to send gradients (FP8-LM section 2.1): what of a gradient travels, which rank adds it up, and in which arithmetic.
 
 An `Exchange` is one such way. It is chosen by name and says about itself what the rest has to know: which gradient scalings its
 sum takes, whether that sum can overflow, whether anybody has the sum in FP32 to measure the result against. Nothing else asks for
 its name. Two are known from the start:
 
-- "fp32-sum", the default: scaled payloads travel to the owner of their rows (all-to-all), who adds them up in FP32 and rounds once.
+- "fp32-sum", the default: scaled payloads travel to the owner of their rows (all-to-all), which adds them up in FP32 and rounds once.
 - "nccl", the paper's: scaled payloads are summed in their own format. Each hop rounds, and the sum can saturate, so that it takes a
   gradient scaling which makes room for it (`msamp.comm.grad_scaling`).
 
-A third enters by `register(Exchange(...))`. Its work is done by a `Wire`, one for each gradient format, whose seam is `pack` and
+A third enters by `register(Exchange(...))`. Its work is done by a `Wire`, one for each gradient format, with the seam `pack` and
 `reduce`: `factor` is what multiplies a gradient into its payload, so that the average over N ranks is the sum of the payloads
 divided by `factor * N`, whatever the scaling. The format of the payloads is the wire's to choose; the averages are in the format of
 the bucket, because that is what the optimizer was promised. Gradients of formats without scales (FP32, BF16) have nothing to choose:
@@ -40,8 +40,8 @@ class Reduced:
         flat: the whole bucket's, where every rank has got it already, else None.
         scale_inv: FP32 [parameters]: of the payload; None for a format without scales. Only valid where this rank has
             the payload.
-        before: flat, like `own`: what must not have vanished from it. The FP32 mean times `factor` where the exchange sums in FP32,
-            else this rank's own payload.
+        before: flat, like `own`: reference values against which underflow is counted. The FP32 mean times `factor` where the exchange
+            sums in FP32, else this rank's own payload.
     """
 
     own: torch.Tensor
@@ -82,9 +82,16 @@ class PlainWire:
     def reduce(self, bucket: Bucket, flat: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
         if peers.ranks == 1:
             return Reduced(flat, flat, None, flat)
-        received = peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}")
-        mean = (sum_in_rank_order(received) / peers.ranks).to(self.format.dtype)
-        return Reduced(mean, None, None, mean)
+        return self.store(bucket, self.mean(bucket, flat, peers), factor, peers, shard)
+
+    def mean(self, bucket: Bucket, flat: torch.Tensor, peers: Peers) -> torch.Tensor:
+        """See `msamp.comm.owner_sums.SummingWire`."""
+        return sum_in_rank_order(peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}")) / peers.ranks
+
+    def store(self, bucket: Bucket, mean: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
+        """See `msamp.comm.owner_sums.SummingWire`; the factor is 1."""
+        own = mean.to(self.format.dtype)
+        return Reduced(own, None, None, own)
 
 
 class FP32SumWire:
@@ -103,17 +110,24 @@ class FP32SumWire:
     def reduce(self, bucket: Bucket, flat: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
         if peers.ranks == 1:
             return Reduced(flat, flat, inverse(factor), flat)
+        return self.store(bucket, self.mean(bucket, flat, peers), factor, peers, shard)
+
+    def mean(self, bucket: Bucket, flat: torch.Tensor, peers: Peers) -> torch.Tensor:
+        """See `msamp.comm.owner_sums.SummingWire`."""
         # The factor is a power of two: it goes in and out without rounding, and only 1 / N may round.
-        mean = sum_in_rank_order(peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}")).div_(peers.ranks)
+        return sum_in_rank_order(peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}")).div_(peers.ranks)
+
+    def store(self, bucket: Bucket, mean: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
+        """See `msamp.comm.owner_sums.SummingWire`."""
         parts = list(mean.split([segment.elements for segment in bucket.owned]))
         amax = torch.zeros_like(factor)
         places = bucket.sum_tables.send("owned", [segment.index for segment in bucket.owned])
         if parts:
             amax.scatter_reduce_(0, places, ops.grad_stats(bucket.sum_tables, parts, squares=False)[0][0], "amax").div_(factor)
-        if bucket.cut or not shard:  # a scale for all pieces of a tensor, and for all who will hold it
+        if bucket.cut or not shard:  # one scale for all pieces of a tensor, and for all ranks that will hold it
             peers.all_reduce(amax, dist.ReduceOp.MAX, f"the amax of the gradients of {bucket}")
         scale = scale_from_amax(amax, self.format.max)
-        own = torch.empty_like(mean, dtype=flat.dtype)
+        own = torch.empty_like(mean, dtype=self.format.dtype)
         spans = [(i, 0, segment.elements, segment.start - bucket.own.start) for i, segment in enumerate(bucket.owned)]
         ops.pack(bucket.sum_tables, parts, spans, own, (scale / factor)[places])
         return Reduced(own, None, inverse(scale), mean)
@@ -144,7 +158,7 @@ class NCCLWire(FP32SumWire):
         # NCCL's FP8 sum saturates by itself; its FP16 sum becomes infinite (H200, NCCL 2.28), which would reach the weights.
         return total.clamp_(-self.format.max, self.format.max) if self.format.bytes > 1 else total
 
-    def _sum(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _sum(self, received: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         total = received[0]
         for payload in received[1:]:
             total = quantize(total.float() + payload.float(), 1.0, self.format)
@@ -159,12 +173,9 @@ def pack_scaled(g: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Ten
     return ops.cast(rows, factor, fmt.dtype).view(g.shape)
 
 
-def sum_in_rank_order(payloads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """FP32 sum of payloads of any format, always in the same order."""
-    total = payloads[0].to(torch.float32, copy=True)
-    for payload in payloads[1:]:
-        total += payload.float()
-    return total
+def sum_in_rank_order(payloads: torch.Tensor) -> torch.Tensor:
+    """FP32 [n]: the sum of the ranks' payloads [ranks, n] of any format, always in the same order."""
+    return ops.sum_payloads(payloads, None, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +186,7 @@ class Exchange:
         name: what `--grad-exchange` calls it.
         wire: makes the wire for a scaled gradient format; ValueError for one that it does not carry.
         sums_in_fp32: whether the owner of a row has its sum in FP32, as `Reduced.before`: what the reduced payload is measured against.
-            Without, nobody knows what the sum lost.
+            Without, the loss of the sum is unknown.
         scalings: names of the gradient scalings that guard the sum against overflow, its default first; none for a sum that cannot
             overflow. "post" is the one that leaves the sum unguarded.
 
@@ -226,7 +237,7 @@ class Exchange:
         return chosen
 
     def _misplaced(self, *scalings: str) -> str:
-        has = f"which takes {', '.join(self.scalings)}" if self.scalings else "whose sum does not overflow"
+        has = f"which takes {', '.join(self.scalings)}" if self.scalings else "which cannot overflow"
         others = [other for other in names() if set(scalings) & set(by_name(other).scalings)]
         return f"is not for gradient exchange {self.name!r}, {has}; drop it, or choose exchange {' or '.join(map(repr, others))}"
 

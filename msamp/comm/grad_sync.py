@@ -1,4 +1,22 @@
-"""Gradients of the data-parallel ranks: taken from backward, averaged bucket by bucket while it goes on (FP8-LM section 2.1)."""
+"""Gradients of the data-parallel ranks: taken from backward, averaged bucket by bucket while it goes on (FP8-LM section 2.1).
+
+What: rank i of N has the gradient g_i of each parameter; the result is the average, sum_i g_i / N, in the format that the optimizer asked
+for. E4M3 with one scale a tensor takes one byte an element on the wire, where BF16 takes two and FP32 four.
+
+How, for each bucket, a flat run of whole tensors:
+
+    s_i = scale of g_i by its amax          [tensors]     on each rank
+    s_g = min_i s_i                         [tensors]     one MIN all-reduce, equation 4
+    q_i = cast(f s_g g_i)                   [elements]    f: room for the sum, such as mu of equation 3 (`grad_scaling`)
+    average = sum_i q_i / (f s_g N)         [elements]    the sum by an `Exchange`: FP32 at the owner, or NCCL's FP8
+
+Why buckets: a collective a tensor would be bound by latency, and one for the whole model could not start before backward ends. Why one
+scale for all ranks: payloads of different scales cannot be added up. Why hooks and not a pass after backward: `p.grad` is dropped as soon
+as it is quantised, so that gradients of 16 or 32 bits never fill the memory together.
+
+What was tried: sums in FP8 at each hop, as in the paper (`--grad-exchange nccl`), and sums in FP32 at the owner. Both send the same bytes;
+`tools/reproduce/results/fig7` has the errors of both on real gradients. The second is the default.
+"""
 
 import contextlib
 import functools
@@ -11,13 +29,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
 
-from msamp.comm.accumulate import Accumulator, accumulator
+from msamp.comm.accumulate import ACCUMULATORS, OWNER, Accumulator, accumulator
 from msamp.comm.bucket import Bucket, Segment
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.exchange import Exchange, PlainWire, Reduced, Wire, by_name
+from msamp.comm.grad_marks import GradMarks
 from msamp.comm.grad_scaling import ABSENT, GRAD_SCALINGS, MU_RULES, AutoScale, GradScaling, propose_scales, scales_of
+from msamp.comm.owner_sums import OwnerSums, SummingWire
 from msamp.comm.partition import BucketPlan
 from msamp.comm.statistics import SATURATED, SUM_SATURATED, Statistics
 from msamp.numerics.formats import Format
@@ -40,7 +61,7 @@ class GradSync:
     are the same to the bit.
 
     Args:
-        model: whose parameters are synchronised; those that want no gradient are left out.
+        model: its parameters are synchronised; those that want no gradient are left out.
         formats: gradient format of every parameter that wants one.
         plan: buckets of pieces, over those parameters in reverse order (`msamp.parallel.data_parallel` has it made).
         group: the data-parallel ranks; None for one process.
@@ -48,13 +69,17 @@ class GradSync:
         exchange: how gradients are sent: an exchange, or the name of one that is known, see `msamp.comm.exchange`.
         scaling: how room is made for a sum that can overflow, one of the exchange's own; None is its default.
         mu_rule: "halve" (the default) or "paper", for a scaling with a mu that adapts itself, see `msamp.comm.grad_scaling`.
-        accumulate: how several micro-batches add up, see `msamp.comm.accumulate`.
+        accumulate: how several micro-batches add up on this rank, see `msamp.comm.accumulate`; or "owner": each leaves at once and they add
+            up at the owner, see `msamp.comm.owner_sums`. Every rank then gives a step the same number of micro-batches.
         overlap: let buckets leave during backward, else at `finish`.
         seed: of stochastic rounding.
-        sums: parameters whose gradients, which carry no scale, are also added up over ranks outside the group, at `finish` and
+        sums: parameters with gradients, without a scale, that are also added up over ranks outside the group, at `finish` and
             before the average: copies of a weight on other pipeline stages, norms under sequence parallelism. Every rank of
             such peers gives the same shapes in the same order. Their buckets leave last.
         sent: where bytes are counted; None is a counter of its own.
+        heed_zero_grad: notice that gradients kept under `no_sync` were cleared behind this object's back, by `module.zero_grad()` or
+            `p.grad = None`, and drop them. Between such micro-batches `p.grad` is a mark of NaN (`msamp.comm.grad_marks`). A loop that
+            clears by `clear` and `discard` alone spares the host that work with False.
 
     Attributes:
         model: a weak reference to it.
@@ -67,7 +92,8 @@ class GradSync:
 
     Raises:
         ValueError: an unknown exchange; a scaling or mu rule that it does not take, or mu where the averages cannot tell it of overflow;
-            a parameter without format; ranks whose models differ, naming the first difference.
+            sums at the owner with an exchange that does not sum in FP32; a parameter without format; ranks with different models, naming
+            the first difference.
     """
 
     def __init__(
@@ -86,6 +112,7 @@ class GradSync:
         seed: int = 0,
         sums: Sequence[tuple[Peers, Sequence[Tensor]]] = (),
         sent: WireBytes | None = None,
+        heed_zero_grad: bool = True,
     ) -> None:
         self.exchange = by_name(exchange) if isinstance(exchange, str) else exchange
         self.scaling = self.exchange.scaling(scaling, mu_rule)
@@ -113,7 +140,11 @@ class GradSync:
         _check_mu_is_told(self.exchange, self.scaling, self._wires)
         device = next((p.device for p in self.names), torch.device("cpu"))
         self._generator = torch.Generator(device) if accumulate == "fp8-sr" else None
-        self._accumulators: dict[Format, Accumulator] = {fmt: accumulator(accumulate, fmt, self._generator) for fmt in self._wires}
+        self._owner_sums = OwnerSums() if accumulate == OWNER else None
+        if self._owner_sums is not None:
+            _check_sums_in_fp32(self.exchange, self._wires)
+        local = "fp32" if accumulate == OWNER else accumulate  # of what is held back
+        self._accumulators: dict[Format, Accumulator] = {fmt: accumulator(local, fmt, self._generator) for fmt in self._wires}
         scaled = [len(bucket.params) if bucket.format.scaled else 0 for bucket in self.buckets]
         self._first_scaled = dict(zip(self.buckets, itertools.accumulate(scaled, initial=0), strict=False))
         numel = [p.numel() for bucket in self.buckets if bucket.format.scaled for p in bucket.params]
@@ -126,8 +157,11 @@ class GradSync:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and self.peers.ranks > 1 else None
         # A weak reference: hooks live in autograd's graph, where the collector does not find a cycle back to the model.
         hook = functools.partial(_take, weakref.ref(self))
-        for p in self.names:
+        self._marks = GradMarks() if heed_zero_grad else None
+        for number, p in enumerate(self.params):
             p.register_post_accumulate_grad_hook(hook)
+            if heed_zero_grad:  # runs before a gradient is added; by number, since `model.to` cannot swap a tensor with weak references
+                p.register_hook(unserializable_hook(functools.partial(_make_way, weakref.ref(self), number)))
         self.steps = 0
         self.clear()
 
@@ -157,8 +191,13 @@ class GradSync:
             for p in bucket.params:
                 p.main_grad = None  # type: ignore[attr-defined]
         self._totals: dict[Tensor, Tensor] = {}
+        if self._marks is not None:
+            self._marks.clear()
         self._holding: object | None = None
         self._next = 0
+        self._partial = False  # of sums at the owners: the gradients that are coming are not the step's last
+        if self._owner_sums is not None:
+            self._owner_sums.clear()
         self.statistics.clear()
         if self._generator is not None:  # by step and rank, so that a resumed run draws the same numbers
             self._generator.manual_seed(((self.seed * 1_000_003 + self.steps) * 100_003 + self.peers.rank) % 2**63)
@@ -184,25 +223,46 @@ class GradSync:
             if self._holding is token:
                 self._holding = None
 
+    def make_way(self, p: Tensor) -> None:
+        """A gradient is about to be added to `p.grad`: take the mark away, and drop the sum of earlier micro-batches if it was cleared."""
+        if self._marks is not None and self._marks.lift(p):
+            self._totals.pop(p, None)
+
     def take(self, p: Tensor) -> None:
         """A gradient has come: add it up, or send its bucket off where it was the last one."""
         g, p.grad = p.grad, None
         assert g is not None
         bucket, i = self._place[p]
+        at_owner = self._owner_sums is not None and bucket not in self._held_back
+        if at_owner and self._partial and (bucket.gradients[i] is not None or bucket.sent):
+            self._next_micro_batch()
         if bucket.gradients[i] is not None or bucket.sent:
             raise ValueError(
                 f"{self.names[p]} got a second gradient in one step after its first had left; "
                 "run every backward of a step but the last under no_sync(), and call finish() and clear() between steps, or discard() "
-                "(the optimizer's zero_grad()) to drop its gradients"
+                "(the optimizer's zero_grad(); the model's does not reach them) to drop its gradients"
             )
         total = self._totals.pop(p, None)
-        if self._holding is not None:
+        if at_owner:
+            self._partial = self._holding is not None
+        elif self._holding is not None:
             self._totals[p] = self._accumulators[bucket.format].add(total, g)
+            if self._marks is not None:
+                self._marks.put(p)
             return
         bucket.gradients[i] = g if total is None else self._accumulators[bucket.format].add(total, g)
         bucket.waiting -= 1
         while self.overlap and self._next < len(self.buckets) and self._ready(self.buckets[self._next]):
             self._send_next()
+
+    def _next_micro_batch(self) -> None:
+        """Send what has not left of this micro-batch, and take the gradients of the next one."""
+        coming = [bucket for bucket in self.buckets if bucket not in self._held_back]
+        while self._next < len(coming):  # what is held back stands behind
+            self._send_next()
+        for bucket in coming:
+            bucket.clear()
+        self._next, self._partial = 0, False
 
     def _ready(self, bucket: Bucket) -> bool:
         return not bucket.waiting and bucket not in self._held_back
@@ -212,15 +272,19 @@ class GradSync:
         """Send what has not left, and bring every average to its place. The compute stream waits, not the host.
 
         Raises:
-            ValueError: where the model has a parameter that this synchroniser does not know, or one whose gradient has not come here,
+            ValueError: where the model has a parameter that this synchroniser does not know, or one with a gradient that has not come here,
                 naming it.
             RuntimeError: where a collective fails, naming the ranks that do not answer and the tensors.
         """
+        for p in list(self._totals):
+            self.make_way(p)
         self._check_model()
         for p, total in self._totals.items():  # used by an earlier micro-batch only
             bucket, i = self._place[p]
             bucket.gradients[i] = total
         self._totals = {}
+        if self._partial:  # every micro-batch came under `no_sync`
+            self._next_micro_batch()
         for others, params in self.sums:
             self._add_up(others, params)
         while self._next < len(self.buckets):
@@ -295,20 +359,33 @@ class GradSync:
         gradients = [None if g is None else (fp32_values(g) if isinstance(g, ScalingTensor) else g.contiguous()) for g in bucket.gradients]
         bucket.gradients = [None] * len(gradients)
         proposals = propose_scales(gradients, wire.format, device, bucket.tables, plain=bucket.format.scaled or peers.ranks > 1)
-        if peers.ranks > 1:  # after the exchange nobody can tell whose gradient was not finite
-            self.own_proposals[self._first[bucket] : self._first[bucket] + len(proposals)].copy_(proposals)
+        summed = self._owner_sums is not None and bucket in self._owner_sums
+        if peers.ranks > 1:  # after the exchange the rank of a gradient that is not finite is unknown
+            told = self.own_proposals[self._first[bucket] : self._first[bucket] + len(proposals)]
+            told.copy_(torch.minimum(told, proposals) if summed else proposals)
         peers.all_reduce(proposals, dist.ReduceOp.MIN, f"the scales of {bucket}")
         factor = self._factor(bucket, scales_of(proposals))
         filled = [torch.zeros(p.shape, device=device) if g is None else g for p, g in zip(bucket.params, gradients, strict=True)]
         flat = wire.pack(bucket, filled, factor)
-        counting = bucket.format.scaled and self.statistics.active
+        partial = self._partial and bucket not in self._held_back
+        counting = bucket.format.scaled and self.statistics.active and not partial
         if counting:
             self.statistics.count_packed(self._first_scaled[bucket], gradients, bucket.unflatten(flat), wire.format)
         if counting and self.statistics.recording:
             self.statistics.record_packed(self._first_scaled[bucket], gradients, bucket.unflatten(flat), factor)
         missing = [i for i, g in enumerate(gradients) if g is None]
         del gradients, filled
-        reduced = wire.reduce(bucket, flat, factor, peers, self.shard)
+        if partial or summed:
+            assert self._owner_sums is not None
+            assert isinstance(wire, SummingWire)
+            self._owner_sums.add(bucket, wire.mean(bucket, flat, peers), factor, proposals)
+            if partial:
+                return
+            total, proposals = self._owner_sums.take(bucket)
+            factor = torch.ones_like(factor)
+            reduced = wire.store(bucket, total, factor, peers, self.shard)
+        else:
+            reduced = wire.reduce(bucket, flat, factor, peers, self.shard)
         if reduced.own.dtype != bucket.format.dtype:
             raise ValueError(
                 f"gradient exchange {self.exchange} averaged {bucket} in {reduced.own.dtype}, and its gradients are {bucket.format}; "
@@ -322,7 +399,7 @@ class GradSync:
                 before = reduced.before if self.exchange.sums_in_fp32 else None
                 self.statistics.record_reduced(self._first_scaled[bucket], bucket, reduced.own, reduced.scale_inv, before, factor)
         # Only a rank that lacks a gradient asks whether the others had one: a host sync that no usual step takes.
-        bucket.absent = {i for i in missing if peers.ranks == 1 or proposals[i].item() == ABSENT}
+        bucket.absent = {i for i in missing if (peers.ranks == 1 and not summed) or proposals[i].item() == ABSENT}
         self._place_averages(bucket, reduced, proposals)
 
     def _place_averages(self, bucket: Bucket, reduced: Reduced, proposals: Tensor) -> None:
@@ -370,17 +447,32 @@ class GradSync:
         self.clear()
 
     def scaled_params(self) -> list[Tensor]:
-        """The parameters whose gradients carry a scale, in the order of `statistics` and of mu."""
+        """The parameters with gradients that carry a scale, in the order of `statistics` and of mu."""
         return [p for bucket in self.buckets if bucket.format.scaled for p in bucket.params]
 
     def _scaled_names(self) -> list[str]:
         return [name for bucket in self.buckets if bucket.format.scaled for name in bucket.names]
 
 
+def _make_way(sync: "weakref.ref[GradSync]", number: int, _: Tensor) -> None:
+    alive = sync()
+    if alive is not None:
+        alive.make_way(alive.params[number])
+
+
 def _take(sync: "weakref.ref[GradSync]", p: Tensor) -> None:
     alive = sync()
     if alive is not None:
         alive.take(p)
+
+
+def _check_sums_in_fp32(exchange: Exchange, wires: Mapping[Format, Wire]) -> None:
+    for wire in wires.values():
+        if not (exchange.sums_in_fp32 and isinstance(wire, SummingWire)):
+            raise ValueError(
+                f"gradient accumulation {OWNER!r} adds up FP32 sums at the owner, and gradient exchange {exchange} has none; choose "
+                f"exchange 'fp32-sum', or accumulation {', '.join(ACCUMULATORS)}"
+            )
 
 
 def _check_mu_is_told(exchange: Exchange, scaling: GradScaling, wires: Mapping[Format, Wire]) -> None:

@@ -8,7 +8,7 @@ Loads are counted in elements throughout.
 import heapq
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,7 +66,13 @@ class Plan:
     busiest: float
 
 
-def partition(shapes: Sequence[Sequence[int]], ranks: int, limit: float = 0.05, carried: Sequence[int] | None = None) -> Partition:
+def partition(
+    shapes: Sequence[Sequence[int]],
+    ranks: int,
+    limit: float = 0.05,
+    carried: Sequence[int] | None = None,
+    whole: Collection[int] = (),
+) -> Partition:
     """FP8-LM Algorithm 1, with tensors cut along dim 0 until the padding is at most `limit`.
 
     The largest allowed piece starts at the largest tensor, so that nothing is cut; a tensor above it is cut into ceil(size / allowed)
@@ -78,6 +84,7 @@ def partition(shapes: Sequence[Sequence[int]], ranks: int, limit: float = 0.05, 
         shapes: of the tensors; a 0-dim tensor counts as one row.
         limit: largest padding to accept; `math.inf` keeps every tensor whole.
         carried: elements the ranks hold already, [ranks]: between equal loads the piece goes to the rank that carries least.
+        whole: numbers of tensors that are not cut.
 
     Raises:
         ValueError: `ranks` below 1, `limit` not above 0, or not one entry of `carried` a rank.
@@ -89,22 +96,26 @@ def partition(shapes: Sequence[Sequence[int]], ranks: int, limit: float = 0.05, 
     widths = [math.prod(shape[1:]) for shape in shapes]
     sizes = [height * width for height, width in zip(rows, widths, strict=True)]
     total, largest = sum(sizes), max(sizes, default=0)
-    # No cut brings the busiest rank below one row, nor below the mean.
-    floor = max([-(-total // ranks), *(width for width, size in zip(widths, sizes, strict=True) if size)])
+    # No cut brings the busiest rank below one row or one whole tensor, nor below the mean.
+    least = [size if i in whole else width for i, (width, size) in enumerate(zip(widths, sizes, strict=True))]
+    floor = max([-(-total // ranks), *(width for width, size in zip(least, sizes, strict=True) if size)])
 
     def accepted(load: int) -> bool:
         return load <= floor or load / (total / ranks) - 1 <= limit
 
     best: Partition | None = None
     for halvings in itertools.count():
-        counts = [min(height, -(-(size << halvings) // largest)) if size else 1 for height, size in zip(rows, sizes, strict=True)]
+        counts = [
+            min(height, -(-(size << halvings) // largest)) if size and i not in whole else 1
+            for i, (height, size) in enumerate(zip(rows, sizes, strict=True))
+        ]
         longest = max((-(-height // count) * width for height, width, count in zip(rows, widths, counts, strict=True)), default=0)
         if not accepted(longest):
-            continue  # whoever gets that piece has too much already
+            continue  # the rank that gets that piece has too much already
         found = _greedy(rows, widths, counts, carried or [0] * ranks)
         if best is None or found.padding < best.padding:
             best = found
-        single_rows = all(count == height for height, count, size in zip(rows, counts, sizes, strict=True) if size)
+        single_rows = all(counts[i] == rows[i] for i, size in enumerate(sizes) if size and i not in whole)
         if accepted(max(found.loads)) or single_rows:
             break
     assert best is not None
@@ -119,6 +130,7 @@ def plan_buckets(
     *,
     bucket_limit: float = 0.25,
     limit: float = 0.05,
+    whole: Collection[int] = (),
 ) -> Plan:
     """Group tensors into buckets and give each bucket's rows to owners: little padding in every bucket, less over all of them.
 
@@ -131,6 +143,7 @@ def plan_buckets(
     Args:
         shapes: of the tensors, in the order in which their gradients appear in backward.
         kinds: what may not share a bucket has different kinds (the wire format), one a tensor.
+        whole: numbers of tensors that are not cut, as far as the padding then goes.
 
     Raises:
         ValueError: `ranks` or `bucket_elements` below 1, a limit not above 0, or not one kind a tensor.
@@ -141,10 +154,10 @@ def plan_buckets(
     if len(kinds) != len(shapes):
         raise ValueError(f"{len(kinds)} kinds for {len(shapes)} shapes: give one kind a tensor")
     buckets = _buckets([math.prod(shape) for shape in shapes], kinds, bucket_elements)
-    plan = _plan(shapes, buckets, ranks, bucket_limit)
+    plan = _plan(shapes, buckets, ranks, bucket_limit, whole)
     while plan.padding > limit and bucket_limit > limit:
         bucket_limit = max(bucket_limit / 2, limit)
-        plan = min(plan, _plan(shapes, buckets, ranks, bucket_limit), key=lambda plan: plan.padding)
+        plan = min(plan, _plan(shapes, buckets, ranks, bucket_limit, whole), key=lambda plan: plan.padding)
     return plan
 
 
@@ -196,12 +209,15 @@ def _buckets(sizes: Sequence[int], kinds: Sequence[Hashable], bucket_elements: i
     return sorted(buckets, key=lambda bucket: bucket[-1])
 
 
-def _plan(shapes: Sequence[Sequence[int]], buckets: Sequence[Sequence[int]], ranks: int, bucket_limit: float) -> Plan:
+def _plan(
+    shapes: Sequence[Sequence[int]], buckets: Sequence[Sequence[int]], ranks: int, bucket_limit: float, whole: Collection[int]
+) -> Plan:
     loads = [0] * ranks
     plans = []
     busiest = 1.0
     for bucket in buckets:
-        part = partition([shapes[tensor] for tensor in bucket], ranks, bucket_limit, loads)
+        uncut = [place for place, tensor in enumerate(bucket) if tensor in whole]
+        part = partition([shapes[tensor] for tensor in bucket], ranks, bucket_limit, loads, uncut)
         pieces = sorted((piece._replace(tensor=bucket[piece.tensor]) for piece in part.pieces), key=lambda p: (p.owner, p.tensor, p.row))
         plans.append(BucketPlan(tuple(bucket), tuple(pieces)))
         loads = [load + more for load, more in zip(loads, part.loads, strict=True)]

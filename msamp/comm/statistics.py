@@ -10,7 +10,7 @@ from msamp.kernels import ops
 from msamp.numerics.formats import Format
 from msamp.numerics.metrics import TALLY
 
-NONZERO, SATURATED, VANISHED, SUM_SATURATED, SUM_VANISHED = range(5)
+NONZERO, SATURATED, VANISHED, SUM_NONZERO, SUM_SATURATED, SUM_VANISHED = range(6)
 
 
 def saturated(payload: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -33,19 +33,19 @@ class Statistics:
 
     Attributes:
         active: whether this step is counted.
-        counts: int64 [5, n]: elements that are not zero; at the maximum and vanished in this rank's payload; the same two
-            of the sum, in the pieces that this rank owns. A sum's element has vanished where the FP32 sum was not zero
+        counts: int64 [6, n]: elements that are not zero, at the maximum and vanished in this rank's payload; the same three of
+            the sum, in the pieces that this rank owns. A sum's element has vanished where the FP32 sum was not zero
             (an exchange that does not sum in FP32: where this rank's own payload was not zero).
         recording: whether this step is counted, and `tallies` are taken too.
         tallies: FP64 [2, n, 8], as `msamp.kernels.ops.tally_` keeps them: of this rank's payload against its gradient, and of
-            the payload of the sum against the FP32 sum (against itself where nobody has that), in the pieces that this rank owns.
+            the payload of the sum against the FP32 sum (against itself where no rank has that), in the pieces that this rank owns.
     """
 
     def __init__(self, numel: Sequence[int], device: torch.device, always: bool) -> None:
         self.numel = list(numel)
         self.always = always
         self.active = always
-        self.counts = torch.zeros(5, len(self.numel), dtype=torch.int64, device=device)
+        self.counts = torch.zeros(6, len(self.numel), dtype=torch.int64, device=device)
         self.recording = False
         self.tallies = torch.zeros(2, len(self.numel), len(TALLY), dtype=torch.float64, device=device)
 
@@ -69,11 +69,12 @@ class Statistics:
                 self.counts[VANISHED, i] = vanished(g, payload)
 
     def count_reduced(self, first: int, bucket: Bucket, own: torch.Tensor, before: torch.Tensor) -> None:
-        """Count this rank's slice of the sum; `before`: flat, what must not have vanished from it."""
+        """Count this rank's slice of the sum; `before`: flat, reference values against which underflow is counted."""
         for segment in bucket.owned:
-            payload = bucket.part(segment, own)
+            payload, values = bucket.part(segment, own), bucket.part(segment, before)
+            self.counts[SUM_NONZERO, first + segment.index] += (values != 0).sum()
             self.counts[SUM_SATURATED, first + segment.index] += saturated(payload, bucket.format)
-            self.counts[SUM_VANISHED, first + segment.index] += vanished(bucket.part(segment, before), payload)
+            self.counts[SUM_VANISHED, first + segment.index] += vanished(values, payload)
 
     def record_packed(
         self, first: int, gradients: Sequence[torch.Tensor | None], payloads: Sequence[torch.Tensor], factor: torch.Tensor
@@ -86,14 +87,14 @@ class Statistics:
     def record_reduced(
         self, first: int, bucket: Bucket, own: torch.Tensor, scale_inv: torch.Tensor, before: torch.Tensor | None, factor: torch.Tensor
     ) -> None:
-        """Tallies of this rank's slice of the sum; `before`: flat, the FP32 sum times `factor`, None where nobody has it."""
+        """Tallies of this rank's slice of the sum; `before`: flat, the FP32 sum times `factor`, None where no rank has it."""
         for segment in bucket.owned:
             payload, inv = bucket.part(segment, own), scale_inv[segment.index]
             values = payload.float() * inv if before is None else bucket.part(segment, before) / factor[segment.index]
             ops.tally_(self.tallies[1, first + segment.index], values, payload, inv)
 
     def combine(self, peers: Peers) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [5, n] twice: sums over the ranks, and the largest of a rank; one small collective."""
+        """int64 [6, n] twice: sums over the ranks, and the largest of a rank; one small collective."""
         gathered = peers.all_gather(self.counts.flatten(), [self.counts.numel()] * peers.ranks, "the counts of the gradients")
         stacked = gathered.view(peers.ranks, *self.counts.shape)
         return stacked.sum(0), stacked.amax(0)
@@ -101,14 +102,13 @@ class Statistics:
     def shares(self, peers: Peers) -> dict[str, float]:
         """Shares over all scaled gradients and ranks, before and after the exchange; collective, and a host sync.
 
-        Saturation: of all elements; underflow: of those that are not zero.
+        Saturation: of all elements; underflow: of those that are not zero, in the gradient and in the sum.
         """
         total = self.combine(peers)[0].sum(1).tolist()
         elements = max(1, sum(self.numel))
-        nonzero = max(1, total[NONZERO])
         return {
             "grad_saturation": total[SATURATED] / (elements * peers.ranks),
-            "grad_underflow": total[VANISHED] / nonzero,
+            "grad_underflow": total[VANISHED] / max(1, total[NONZERO]),
             "grad_saturation_reduced": total[SUM_SATURATED] / elements,
-            "grad_underflow_reduced": total[SUM_VANISHED] / elements,
+            "grad_underflow_reduced": total[SUM_VANISHED] / max(1, total[SUM_NONZERO]),
         }

@@ -6,7 +6,7 @@
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 accelerate's own `prepare` puts a model into DistributedDataParallel, which cannot hold FP8 weights. This one puts the model and its
-optimizer through `msamp.initialize` instead, whose optimizer averages the gradients. What accelerate does around DistributedDataParallel
+optimizer through `msamp.initialize` instead: its optimizer averages the gradients. What accelerate does around DistributedDataParallel
 goes to that optimizer too: `accumulate`, `no_sync` and the clipping of gradients.
 """
 
@@ -29,7 +29,7 @@ _ALONE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_G
 
 
 class Accelerator(accelerate.Accelerator):
-    """accelerate's Accelerator, whose `prepare` is `msamp.initialize`.
+    """accelerate's Accelerator with `msamp.initialize` as its `prepare`.
 
     A model and an optimizer that `msamp.initialize` has returned, with arguments of one's own, are taken as they are; the model has to be
     on `accelerator.device` before that. `save_model` writes plain weights, `save_state` exact ones: FP8 is a byte.

@@ -104,7 +104,7 @@ def prepare(
 
 
 class ShardedOptimizer(LoopOptimizer):
-    """What `optimizer` returns: a `LoopOptimizer` whose shard is FSDP's."""
+    """What `optimizer` returns: a `LoopOptimizer` with FSDP's shard."""
 
     shard: FSDP
 
@@ -153,7 +153,7 @@ def optimizer(
 
     Raises:
         ValueError: for another recipe than that of `prepare`, a parameter that is not sharded or sharded in another way, an optimizer from
-            before `fully_shard`, and ranks whose models began with different weights.
+            before `fully_shard`, and ranks with models that began with different weights.
     """
     chosen = _recipe(recipe, opt_level, fp8_recipe)
     if clip_grad is not None:
@@ -177,7 +177,7 @@ def optimizer(
         raise ValueError("the optimizer holds parameters that are not this model's now; build it from model.parameters() after fully_shard")
     shard = FSDP(casts, next(iter(names.values())).device_mesh.get_group())  # type: ignore[attr-defined]
     _check_scales(shard, model)
-    low = ShardedOptimizer(_groups(given, {}, model), chosen, ScalingState(model), clip_grad=clip_grad, shard=shard)
+    low = ShardedOptimizer(_groups(given, {}, model, chosen), chosen, ScalingState(model), clip_grad=clip_grad, shard=shard)
     _replaced(given, low)
     return low
 

@@ -12,7 +12,7 @@ A recipe states facts, and this file asks for nothing else. In a loop that is no
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from msamp.nn.linear import check_finite, transposed_weights
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import recipe as recipes
 from msamp.numerics.formats import Format
-from msamp.numerics.recipe import GEMMS, Recipe
+from msamp.numerics.recipe import FP32_STATES, GEMMS, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
 from msamp.optim.clip import check_max_norm
@@ -47,6 +47,7 @@ _WRAPPERS = {  # modules that hold or cut the weights of others, and what to do 
     "FSDPModule": _UNCUT,
 }
 _CASTS = {torch.float32: "model.float()", torch.bfloat16: "model.bfloat16()"}
+_ACCEPTED = {"Adam": None, "AdamW": None, "SGD": "sgd-momentum", "Muon": "muon"}  # of torch.optim, and the update; None: the recipe's
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
 _TORCH_ONLY = {*_UNSUPPORTED, "params", "foreach", "fused", "decoupled_weight_decay"}
 
@@ -79,11 +80,18 @@ def _ranks(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return (group or dist.group.WORLD) if dist.get_world_size(group) > 1 else None
 
 
+def _update(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str | None:
+    """The update that a parameter group of an accepted optimizer asks for, or its defaults; None: the recipe's own, AdamW's."""
+    name = _ACCEPTED[type(optimizer).__name__]
+    return "sgd" if name == "sgd-momentum" and not group["momentum"] else name
+
+
 def _check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+    kind = type(optimizer).__name__
+    if kind not in _ACCEPTED or vars(torch.optim).get(kind) is not type(optimizer):  # torch.optim.Muon is of torch 2.9
         raise ValueError(
-            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}; accepted are torch.optim.AdamW, torch.optim.Adam "
-            "and None (which makes an FP8AdamW with AdamW's defaults)"
+            f"optimizer is a {type(optimizer).__module__}.{kind}; accepted are torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, "
+            "torch.optim.Muon, a list of them, and None (which makes an FP8AdamW with AdamW's defaults)"
         )
     if optimizer.state:
         raise ValueError("the optimizer has stepped already; call msamp.initialize before the first step, or load its state afterwards")
@@ -91,12 +99,36 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
         for option in _UNSUPPORTED:
             if group.get(option):
                 raise ValueError(f"optimizer option {option}=True is not available in low precision; build the optimizer without it")
+        name = _update(optimizer, group)
+        if name is not None and recipe.states.update != FP32_STATES.update:
+            raise ValueError(
+                f"recipe {recipe.name!r} has an update of its own, AdamW's in BF16, and the optimizer is a {kind}; give torch.optim.AdamW, "
+                "or take another recipe"
+            )
         for states in (recipe.states, recipe.vectors):
-            updates.by_name(states.update).check_group(format_names(states), _decoupled(optimizer, group))
+            update = updates.by_name(name or states.update)
+            update.check_group(format_names(states), _decoupled(optimizer, group))
+            update.check_numbers(group)
+        for p in group["params"] if name is not None else ():
+            update.check_parameter(p)
+
+
+def _given(
+    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None, recipe: Recipe
+) -> list[torch.optim.Optimizer]:
+    """The optimizers given, checked; None is an AdamW."""
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(model.parameters())
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    if not optimizers:
+        raise ValueError("optimizer is an empty list; give at least one, or None")
+    for each in optimizers:
+        _check_optimizer(each, recipe)
+    return optimizers
 
 
 def _decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+    return bool(group.get("decoupled_weight_decay", type(optimizer).__name__ in ("AdamW", "Muon")))
 
 
 def _dtypes(recipe: Recipe) -> tuple[torch.dtype, ...]:
@@ -106,7 +138,7 @@ def _dtypes(recipe: Recipe) -> tuple[torch.dtype, ...]:
     return torch.float32, torch.bfloat16
 
 
-def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, group: dist.ProcessGroup | None) -> None:
+def _check_model(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], recipe: Recipe, group: dist.ProcessGroup | None) -> None:
     for name, module in model.named_modules():
         # By name: a model without a wrapper needs no import of FSDP.
         for kind in (each.__name__ for each in type(module).__mro__ if each.__name__ in _WRAPPERS):
@@ -114,19 +146,35 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Rec
             raise ValueError(f"{kind}{where} cannot hold FP8 weights; {_WRAPPERS[kind]}")
     dtypes = _dtypes(recipe)
     for name, p in model.named_parameters():
+        if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):  # by name, as above
+            raise ValueError(f"{name} is a DTensor; {_UNCUT}, or take msamp.integrations.fsdp.prepare(model) before fully_shard")
         if p.dtype not in dtypes:
             raise ValueError(
                 f"{name} is {p.dtype}; recipe {recipe.name!r} takes a model in {' or '.join(map(str, dtypes))} "
                 f"({' or '.join(_CASTS[dtype] for dtype in dtypes)} before the optimizer is built)"
             )
     known = {id(p) for p in model.parameters()}
-    held = [id(p) in known for g in optimizer.param_groups for p in g["params"]]
+    given = [id(p) for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]]
+    held = [each in known for each in given]
+    if len(set(given)) < len(given):
+        raise ValueError("a parameter is in two of the optimizers given; give each parameter to one of them")
     if not any(held):
         raise ValueError("the optimizer holds no parameter of this model; build it from model.parameters()")
     if group is not None and not all(held):
         raise ValueError(
             f"{held.count(False)} of the optimizer's {len(held)} parameters are not in this model, so that nothing would average "
             "their gradients over the ranks; build one optimizer a model"
+        )
+
+
+def _check_muon(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Muon takes matrices alone, so that what it leaves is easily forgotten, or stepped by an optimizer that has no averaged gradients."""
+    given = {id(p) for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]}
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in given]
+    if left and any(type(each).__name__ == "Muon" for each in optimizers):
+        raise ValueError(
+            f"torch.optim.Muon leaves {len(left)} parameters to another optimizer ({', '.join(left[:4])}); give both, as in "
+            "msamp.initialize(model, [muon, torch.optim.AdamW(the others)]), or freeze the others by requires_grad_(False)"
         )
 
 
@@ -145,22 +193,35 @@ def _start_equal(model: nn.Module, group: dist.ProcessGroup) -> None:
         dist.broadcast(x, group=group, group_src=0)
 
 
-def _groups(optimizer: torch.optim.Optimizer, renamed: Mapping[int, nn.Parameter], model: nn.Module) -> list[dict[str, Any]]:
-    """The parameter groups of `optimizer`, over the parameters of the converted model, with their names."""
+def _groups(
+    optimizer: torch.optim.Optimizer, renamed: Mapping[int, nn.Parameter], model: nn.Module, recipe: Recipe
+) -> list[dict[str, Any]]:
+    """The parameter groups of `optimizer`, over the parameters of the converted model, with their names and formats."""
     names = {id(p): name for name, p in model.named_parameters()}
     groups: list[dict[str, Any]] = []
     for number, group in enumerate(optimizer.param_groups):
         params = [renamed.get(id(p), p) for p in group["params"]]
         common = {k: v for k, v in group.items() if k not in _TORCH_ONLY} | {"lr": float(group["lr"])}
+        common["formats"] = [states_of(p, recipe, _update(optimizer, group)) for p in params]
         common.setdefault("param_names", [names.get(id(p), f"parameter {i} of group {number}") for i, p in enumerate(params)])
         groups.append({"params": params, "decoupled": _decoupled(optimizer, group), **common})
     return groups
 
 
-def _replaced(optimizer: torch.optim.Optimizer, low: LoopOptimizer) -> None:
-    """Tell the given optimizer apart: its step raises, and its groups are those of `low`, so that a scheduler bound to it, before or after,
-    sets the rates of `low`."""
-    optimizer.param_groups = low.param_groups
+def _defaults(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Settings of a LoopOptimizer that give later groups the options of `optimizer`; of Adam's none."""
+    usual = optimizer.defaults
+    name = _update(optimizer, usual)
+    if name is None:
+        return {}
+    own = {option: usual[option] for option in ("lr", "weight_decay", *updates.by_name(name).options())}
+    return {**own, "decoupled": _decoupled(optimizer, usual), "formats": StateFormats(update=name)}
+
+
+def _replaced(optimizer: torch.optim.Optimizer, low: LoopOptimizer, groups: slice | None = None) -> None:
+    """Tell the given optimizer apart: its step raises, and its groups are those of `low`, or some of them, so that a scheduler bound to it,
+    before or after, sets the rates of `low`."""
+    optimizer.param_groups = low.param_groups if groups is None else low.param_groups[groups]
     optimizer.register_step_pre_hook(_refuse_step)
     optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler bound to it would warn that it never steps
 
@@ -178,15 +239,16 @@ def _low_precision_optimizer(
     recipe: Recipe,
     group: dist.ProcessGroup | None,
     zero: bool,
-    clip_grad: float | None,
+    **settings: Any,
 ) -> LoopOptimizer:
-    """An optimizer whose step takes the gradients' average over the ranks and rolls the model's scales."""
+    """An optimizer that takes the gradients' average over the ranks in its step, and rolls the model's scales."""
     sync = None
     if group is not None:
         formats: dict[torch.Tensor, Format] = {p: states_of(p, recipe).grad for p in model.parameters()}
-        sync = grad_sync(model, formats, group, shard=zero, accumulate=recipe.accumulator)
+        uncut = [p for g in groups for p, states in zip(g["params"], g["formats"], strict=True) if updates.by_name(states.update).whole]
+        sync = grad_sync(model, formats, group, whole=uncut, shard=zero, accumulate=recipe.accumulator)
     shard = ZeRO(sync) if sync is not None and zero else None
-    return LoopOptimizer(groups, recipe, ScalingState(model), sync, clip_grad=clip_grad, shard=shard)
+    return LoopOptimizer(groups, recipe, ScalingState(model), sync, shard=shard, **settings)
 
 
 def _report(found: Survey, recipe: Recipe) -> None:
@@ -201,21 +263,22 @@ def _report(found: Survey, recipe: Recipe) -> None:
 
 def _converted(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     recipe: Recipe,
     accept: Filter,
     group: dist.ProcessGroup | None,
     zero: bool,
     clip_grad: float | None,
 ) -> tuple[nn.Module, LoopOptimizer]:
-    """The model with its layers converted, and the optimizer that takes the place of `optimizer`."""
+    """The model with its layers converted, and the optimizer that takes the place of those given."""
     originals = dict(model.named_parameters())
     model = convert(model, recipe, accept)
     if recipe.fp8 and (group is None or dist.get_rank(group) == 0):
         _report(survey(model, recipe, accept), recipe)
     made = {name: p for name, p in model.named_parameters() if isinstance(p, ScalingTensor) and originals[name] is not p}
     renamed = {id(originals[name]): p for name, p in made.items()}
-    low = _low_precision_optimizer(model, _groups(optimizer, renamed, model), recipe, group, zero, clip_grad)
+    groups = [g for optimizer in optimizers for g in _groups(optimizer, renamed, model, recipe)]
+    low = _low_precision_optimizer(model, groups, recipe, group, zero, clip_grad=clip_grad, **_defaults(optimizers[-1]))
     owned = {id(p) for g in low.param_groups for p in g["params"]}
     if recipe.weight != recipe.states.master:  # the master starts from the weight as it was, not from its FP8 rounding
         transposed = transposed_weights(model)
@@ -223,7 +286,11 @@ def _converted(
             if id(p) in owned:
                 values = originals[name].detach()
                 low.init_master(p, values.t() if name in transposed else values)
-    _replaced(optimizer, low)
+    start = 0
+    for optimizer in optimizers:
+        end = start + len(optimizer.param_groups)
+        _replaced(optimizer, low, None if len(optimizers) == 1 else slice(start, end))
+        start = end
     if recipe.fp8 or group is not None:
         model._ddp_params_and_buffers_to_ignore = NoDistributedDataParallel()  # type: ignore[assignment]
     if callable(getattr(model, "save_pretrained", None)):
@@ -233,7 +300,7 @@ def _converted(
 
 def initialize(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     recipe: str | Recipe | None = None,
     *,
     opt_level: str | None = None,
@@ -264,7 +331,7 @@ def initialize(
     On one process `p.grad` is what backward leaves and `optimizer.step()` quantises. On several, in place of
     DistributedDataParallel, which cannot hold FP8 weights: all start from the weights and buffers of the group's first
     rank, gradients leave during backward, and `step` takes their average over the ranks. Then `p.grad` is None after backward: clip with
-    `clip_grad` or `msamp.clip_grad_norm_`; torch's clip_grad_norm_ and whoever else looks at gradients finds the average in `p.grad` after
+    `clip_grad` or `msamp.clip_grad_norm_`; torch's `clip_grad_norm_` and others that read gradients find the average in `p.grad` after
     `optimizer.synchronize()`, and nothing before. All micro-batches of a step but the last run their backward under `optimizer.no_sync()`.
 
     The given optimizer's groups become those of the returned one, so that a scheduler built from either sets its rates; its `step` raises.
@@ -273,8 +340,9 @@ def initialize(
 
     Args:
         model: any module tree, changed in place.
-        optimizer: torch.optim.AdamW or Adam over parameters of `model`, before its first step; None makes one over all parameters with
-            AdamW's defaults. Collage's updates take AdamW alone.
+        optimizer: torch.optim.AdamW, Adam, SGD or Muon over parameters of `model`, before its first step, or a list of them, such as Muon
+            over matrices and AdamW over the rest, of which one optimizer is made; None makes one over all parameters with AdamW's
+            defaults. The momentum of SGD and Muon has the recipe's format of m. Collage's recipes and "coat" take AdamW alone, or Adam.
         recipe: a name of the table or of `msamp.recipes.register`, or a Recipe; None is O2. "fp16-amp" is for `msamp.amp.initialize`.
         opt_level: the same by its short name: "O0" to "O3", or another name of a recipe.
         fp8_recipe: how FP8 GEMMs cast their operands, in place of the recipe's own way: a key of `msamp.recipes.GEMMS`, "delayed",
@@ -290,7 +358,7 @@ def initialize(
 
     Raises:
         ValueError: for an unknown recipe or optimizer (listing those accepted), two recipes, a model in a dtype that the recipe does not
-            take, an optimizer option without a low-precision form, a weight that is not finite, a model in DDP or FSDP, or ranks whose
+            take, an optimizer option without a low-precision form, a weight that is not finite, a model in DDP or FSDP, or ranks where the
             models differ. No layer has been converted then.
     """
     ms_amp.check_alone()
@@ -298,10 +366,9 @@ def initialize(
     group = _ranks(group)
     if clip_grad is not None:
         check_max_norm(clip_grad)
-    if optimizer is None:
-        optimizer = torch.optim.AdamW(model.parameters())
-    _check_optimizer(optimizer, chosen)
-    _check_model(model, optimizer, chosen, group)
+    optimizers = _given(model, optimizer, chosen)
+    _check_model(model, optimizers, chosen, group)
+    _check_muon(model, optimizers)
     if group is not None:
         _start_equal(model, group)
     for name, p in model.named_parameters():
@@ -310,4 +377,4 @@ def initialize(
         for device in {p.device for p in model.parameters()}:
             warn_if_emulated(device)
     zero = chosen.shards_optimizer if zero is None else zero
-    return _converted(model, optimizer, chosen, accept, group, zero, clip_grad)
+    return _converted(model, optimizers, chosen, accept, group, zero, clip_grad)

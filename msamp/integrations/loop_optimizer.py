@@ -8,6 +8,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,16 +23,18 @@ from msamp.optim.clip import clip_, clip_coefficient
 from msamp.optim.shard import gradient
 from msamp.optim.states import is_scaled
 
-_LIVE: "weakref.WeakSet[LoopOptimizer]" = weakref.WeakSet()  # by whose parameters clipping and hosts find them
+_LIVE: "weakref.WeakSet[LoopOptimizer]" = weakref.WeakSet()  # clipping and hosts find them by their parameters
 
 
-def states_of(p: torch.Tensor, recipe: Recipe) -> StateFormats:
-    """The formats of gradient, master and moments of a parameter of a converted model."""
+def states_of(p: torch.Tensor, recipe: Recipe, update: str | None = None) -> StateFormats:
+    """The formats of gradient, master and moments of a parameter of a converted model, and its update, by default the recipe's own."""
     if is_scaled(p):
-        return recipe.states
-    if p.dim() <= 1:
-        return recipe.vectors
-    return FP32_STATES if recipe.fp8_gradients else recipe.states
+        states = recipe.states
+    elif p.dim() <= 1:
+        states = recipe.vectors
+    else:
+        states = FP32_STATES if recipe.fp8_gradients else recipe.states
+    return states if update is None else replace(states, update=update)
 
 
 class NoDistributedDataParallel:
@@ -39,7 +42,7 @@ class NoDistributedDataParallel:
 
     def __iter__(self) -> Iterator[str]:
         raise ValueError(
-            "DistributedDataParallel cannot hold a model of msamp.initialize, whose optimizer averages the gradients itself: use the model "
+            "DistributedDataParallel cannot hold a model of msamp.initialize: its optimizer averages the gradients itself; use the model "
             "as it is, with optimizer.no_sync(); under accelerate take msamp.integrations.accelerate.Accelerator, and in place of the "
             "Trainer of transformers msamp.integrations.transformers.Trainer"
         )
@@ -48,14 +51,15 @@ class NoDistributedDataParallel:
 class LoopOptimizer(FP8AdamW):
     """What `msamp.initialize` returns.
 
-    A group without `formats`, one added later too, has those of the recipe for each of its parameters; the others' formats are not asked.
+    A group without `formats`, one added later too, has those of the recipe for each of its parameters, and the update of the defaults;
+    the others' formats are not asked.
 
     Args:
         params: parameters or groups, of a converted model.
         recipe: of the formats.
         scaling: the scales of the model's linear layers, which a step rolls.
         grad_sync: averages gradients over several processes; None on one.
-        settings: FP8AdamW's others.
+        settings: FP8AdamW's others; `formats` says the update alone, the recipe's own where it is not given.
 
     Attributes:
         grad_sync: as given.
@@ -82,7 +86,9 @@ class LoopOptimizer(FP8AdamW):
             params = [params] if isinstance(params, torch.Tensor) else list(params)
             tensors = [p[1] if isinstance(p, tuple) else p for p in params]
             param_group["params"] = params
-            param_group.setdefault("formats", [states_of(p, self.recipe) for p in tensors])
+            usual = self.defaults["formats"].update
+            update = None if usual == FP32_STATES.update else usual
+            param_group.setdefault("formats", [states_of(p, self.recipe, update) for p in tensors])
             named = any(isinstance(p, tuple) for p in params) or "param_names" in param_group
             if not named and any("param_names" in group for group in self.param_groups):
                 param_group["param_names"] = [f"parameter {i} of group {len(self.param_groups)}" for i in range(len(params))]
@@ -90,7 +96,7 @@ class LoopOptimizer(FP8AdamW):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The processes whose casts share their scales; None where there is one."""
+        """The processes that share the scales of casts; None where there is one."""
         return None if self.grad_sync is None else self.grad_sync.peers.group
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -106,7 +112,7 @@ class LoopOptimizer(FP8AdamW):
 
     def synchronize(self) -> None:
         """Between the last backward of a step and `step`: bring the gradients' average over the processes into `p.grad`, in the dtype of
-        the parameter, where torch's `clip_grad_norm_` and whoever else looks at gradients finds it. Collective; without effect on one
+        the parameter, where torch's `clip_grad_norm_` and other code that looks at gradients finds it. Collective; without effect on one
         process.
 
         Raises:

@@ -1,6 +1,6 @@
 """In which forms a model with low-precision weights leaves the process.
 
-- `exact_state_dict`, which is what `model.state_dict()` gives where nobody has said otherwise: weights as ScalingTensors, the scales under
+- `exact_state_dict`, which is what `model.state_dict()` gives by default: weights as ScalingTensors, the scales under
   `*.scaling.*`. Only this library reads it.
 - `plain_state_dict` is what the model would have if it had never been converted, for everyone else: no scales.
 - `fp8_state_dict` is exact and of plain tensors alone, for formats that know no other (safetensors): FP8 is one byte an element.

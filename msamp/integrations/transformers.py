@@ -23,7 +23,7 @@ from msamp.numerics.recipe import Recipe
 
 
 class Trainer(transformers.Trainer):
-    """transformers' Trainer, whose model and optimizer go through `msamp.initialize`.
+    """transformers' Trainer; its model and optimizer go through `msamp.initialize`.
 
     A model and an optimizer that `msamp.initialize` has returned, with arguments of one's own, are taken as they are: give the optimizer
     as `optimizers=(optimizer, None)`.

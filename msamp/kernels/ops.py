@@ -33,6 +33,7 @@ from msamp.kernels.reference import pack as _pack
 from msamp.kernels.reference import rotary as _rotary
 from msamp.kernels.reference import scale_from_amax as _scale_from_amax
 from msamp.kernels.reference import sum_parts as _sum_parts
+from msamp.kernels.reference import sum_payloads as _sum_payloads
 from msamp.kernels.reference import tally as _tally
 from msamp.kernels.reference import transpose as _transpose
 from msamp.kernels.tables import Tables
@@ -151,6 +152,7 @@ cast = _operator(_cast.cast)
 cast_transpose = _operator(_cast_transpose.cast_transpose, mutates=_SLOTS, fake=_fake_cast_transpose)
 cast_transposed = _operator(_cast_transpose.cast_transposed)
 cross_entropy_ = _operator(_cross_entropy.cross_entropy_, mutates=("logits",))
+cross_entropy_of_parts_ = _operator(_cross_entropy.cross_entropy_of_parts_, mutates=("logits",))
 group_cast = _operator(_group_cast.group_cast)
 group_decode = _operator(_group_cast.group_decode)
 normalize = _operator(_normalize.normalize, mutates=_SLOTS)
@@ -160,7 +162,9 @@ rotary_ = _operator(_rotary.rotary_, mutates=("qkv",))
 rotary_backward = _operator(_rotary.rotary_backward, mutates=_SLOTS, fake=_fake_rotary_backward)
 scale_from_amax = _operator(_scale_from_amax.scale_from_amax)
 scaled_mm = _operator(_scaled_mm.scaled_mm, fake=_fake_scaled_mm)
+softmax_parts = _operator(_cross_entropy.softmax_parts)
 sum_parts = _operator(_sum_parts.sum_parts)
+sum_payloads = _operator(_sum_payloads.sum_payloads)
 tally_ = _operator(_tally.tally_, mutates=("row",))
 tally_update_ = _operator(_tally.tally_update_, mutates=("row",))
 transpose = _operator(_transpose.transpose)

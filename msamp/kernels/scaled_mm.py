@@ -164,7 +164,7 @@ def have_product(a: Block, b: Block) -> bool:
 
 
 def check_blocks(a: Block, b: Block) -> None:
-    """ValueError for operands whose scales do not leave the sum together."""
+    """ValueError for operands with scales that do not leave the sum together."""
     if not have_product(a, b):
         raise ValueError(
             f"{a} by {b} is no blockwise product; the left operand is in 1 x n blocks and the right one in 1 x n or n x n, along the "

@@ -8,7 +8,7 @@ import torch
 
 Part = tuple[torch.Tensor, bool]
 Columns = TypeVar("Columns", bound=NamedTuple)
-CAPTURES = 8  # of one table, whose host memory is put aside
+CAPTURES = 8  # of one table; host memory is put aside for so many
 
 
 def numbered(columns: type[Columns], first: int = 1) -> Columns:

@@ -13,7 +13,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
-from msamp.nn.block import Norm, ScaleInvs, cast_grad_output, vector_gradients
+from msamp.nn.block import Norm, NormWeights, ScaleInvs, start_grad_output, vector_gradients
+from msamp.nn.ends import ALONE, Ends
 from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.group_scaling import leave_maxima
 from msamp.nn.saved import AS_IT_IS, Saved
@@ -29,11 +30,12 @@ class AttentionSettings(NamedTuple):
         norm: of the input.
         qkv, proj: the two linear layers.
         core: differentiable attention: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d].
-        heads, groups: of queries, and of keys and values.
+        heads, groups: of queries, and of keys and values, on this rank.
         cos, sin: FP32 [s, r]: rotary embedding of the first r channels of a head; r = 0 without one.
         keep: whether backward will come.
         recompute: forget the attention's output, and run the attention again in backward.
         saved: how the norm's input is kept for backward.
+        ends: where rows come from and sums go.
     """
 
     norm: Norm
@@ -47,6 +49,7 @@ class AttentionSettings(NamedTuple):
     keep: bool
     recompute: bool
     saved: Saved = AS_IT_IS
+    ends: Ends = ALONE
 
 
 class AttentionBlock(torch.autograd.Function):
@@ -67,55 +70,51 @@ class AttentionBlock(torch.autograd.Function):
         proj_bias: torch.Tensor | None,
         how: AttentionSettings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        s, b, _ = x.shape
-        x2d, qkv_gemm, proj = x.view(s * b, -1), how.qkv, how.proj
+        b, x2d = x.shape[1], x.view(-1, x.shape[-1])
+        qkv_gemm, proj, ends = how.qkv, how.proj, how.ends
         ctx.scale_invs = ScaleInvs(4, x.device)
         n_scale_inv, o_scale_inv = ctx.scale_invs.take(), ctx.scale_invs.take()
-        _, n8, _, mean, rstd = ops.normalize(
-            x2d,
-            None,
-            norm_weight,
-            norm_bias,
-            how.norm.eps,
-            qkv_gemm.x.scale,
-            qkv_gemm.x.amax,
-            qkv_gemm.x_dtype,
-            rms=how.norm.rms,
-            scale_inv_slot=n_scale_inv,
-        )
-        if qkv_gemm.x.watch is not None:
-            wide = ops.normalize(x2d, None, norm_weight, norm_bias, how.norm.eps, None, None, torch.float32, rms=how.norm.rms)[1]
-            qkv_gemm.x.watch(wide, n8, n_scale_inv)
-        n = Operand.tensorwise(n8, n_scale_inv)
-        qkv = qkv_gemm.output(n, qkv_gemm.weight(qkv_weight.payload), qkv_bias, x.dtype)
-        ops.rotary_(qkv.view(s, b, -1), how.cos, how.sin, how.heads, how.groups)
-        parts, attended = _attend(qkv.view(s, b, -1), how)
-        o2d = attended.detach().view(s * b, -1)
+        norm = NormWeights(how.norm, norm_weight, norm_bias)
+        _, n8, mean, rstd = norm.cast(x2d, None, qkv_gemm.x, qkv_gemm.gemm.input, ends, n_scale_inv)
+        gathered = ends.start_gather(n8, "input all-gather")
+        w_qkv = qkv_gemm.weight(qkv_weight.payload)
+        n8 = gathered()
+        qkv = qkv_gemm.output(Operand.tensorwise(n8, n_scale_inv), w_qkv, qkv_bias, x.dtype)
+        tokens = qkv.shape[0]  # of all ranks, where `x` has this rank's
+        ops.rotary_(qkv.view(-1, b, qkv.shape[-1]), how.cos, how.sin, how.heads, how.groups)
+        parts, attended = _attend(qkv.view(-1, b, qkv.shape[-1]), how)
+        o2d = attended.detach().view(tokens, -1)
         o8 = ops.cast_transpose(o2d, proj.x.scale, proj.x.amax, proj.x_dtype, row=True, scale_inv_slot=o_scale_inv)[0]
         if proj.x.watch is not None:
             proj.x.watch(o2d, o8, o_scale_inv)
         o = Operand.tensorwise(o8, o_scale_inv)
-        delta = proj.output(o, proj.weight(proj_weight.payload), proj_bias, x.dtype)
+        partial = proj.output(o, proj.weight(proj_weight.payload), proj_bias if ends.adds_bias else None, x.dtype)
+        delta = ends.sum_output(partial, proj)
         if how.keep:
-            norm, weights = (norm_weight, norm_bias, mean, rstd), (qkv_weight.payload, qkv_bias, proj_weight.payload, proj_bias)
-            ctx.save_for_backward(*how.saved.keep(x2d), *norm, n_scale_inv, o_scale_inv, *weights)
-            ctx.attention, ctx.how = (qkv.view(s, b, -1), None) if how.recompute else (parts, attended), how
+            weights = (qkv_weight.payload, qkv_bias, proj_weight.payload, proj_bias)
+            whole = n8 if ends.keeps_gathered else None
+            ctx.save_for_backward(*how.saved.keep(x2d), norm_weight, norm_bias, mean, rstd, n_scale_inv, o_scale_inv, whole, *weights)
+            ctx.attention, ctx.how = (qkv.view(-1, b, qkv.shape[-1]), None) if how.recompute else (parts, attended), how
             ctx.weight_dtypes = (qkv_weight.dtype, proj_weight.dtype)
-        return x, delta.view(s, b, -1)
+        return x, delta.view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_x: torch.Tensor, grad_delta: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        *kept, norm_weight, norm_bias, mean, rstd, n_scale_inv, o_scale_inv = ctx.saved_tensors[:-4]
+        *kept, norm_weight, norm_bias, mean, rstd, n_scale_inv, o_scale_inv, whole = ctx.saved_tensors[:-4]
         qkv_weight, qkv_bias, proj_weight, proj_bias = ctx.saved_tensors[-4:]
         how, (parts, attended), dtype = ctx.how, ctx.attention, grad_x.dtype
         del ctx.attention
+        qkv, proj, ends, (qkv_dtype, proj_dtype) = how.qkv, how.proj, how.ends, ctx.weight_dtypes
+        norm = NormWeights(how.norm, norm_weight, norm_bias)
+        start_g, proj_sums = start_grad_output(proj, grad_delta, ctx.scale_invs.take(), ends, colsum=proj_bias is not None)
+        again = None if whole is None else lambda: whole
+        if again is None and ends.spread:
+            again = norm.start_again(how.saved.restore(kept, dtype), n_scale_inv, qkv.x_dtype, ends)
         if attended is None:
             parts, attended = _attend(parts, how)
-        qkv, proj, (qkv_dtype, proj_dtype) = how.qkv, how.proj, ctx.weight_dtypes
-        tokens = grad_x.shape[0] * grad_x.shape[1]
-        g, proj_sums = cast_grad_output(proj, grad_delta, ctx.scale_invs.take(), colsum=proj_bias is not None)
-        o2d = attended.detach().view(tokens, -1)
+        g = start_g()
+        o2d = attended.detach().view(g.codes.shape[0], -1)
         o8_t = ops.cast_transposed(o2d, o_scale_inv, proj.x_dtype)
         o = Operand.tensorwise(None, o_scale_inv, o8_t)
         grad_proj = proj.grad_weight(g, o, proj_dtype)
@@ -138,14 +137,19 @@ class AttentionBlock(torch.autograd.Function):
         if qkv.grad.watch is not None:
             qkv.grad.watch(ops.rotary_backward(dq, dk, dv, how.cos, how.sin, None, None, torch.float32)[0], g8, g_scale_inv)
         del dq, dk, dv
-        x2d = how.saved.restore(kept, dtype)
-        n8_t = ops.normalize_transposed(x2d, mean, rstd, norm_weight, norm_bias, n_scale_inv, qkv.x_dtype, rms=how.norm.rms)
         g = Operand.tensorwise(g8, g_scale_inv, g8_t)
+        partial = qkv.grad_input(g, qkv.weight(qkv_weight, transpose=True), dtype)
+        grad_n = ends.start_sum_grad(partial, qkv)  # on its way while the weight's gradient is computed
+        del partial
+        x2d = how.saved.restore(kept, dtype)
+        if again is None:
+            n8_t = ops.normalize_transposed(x2d, mean, rstd, norm_weight, norm_bias, n_scale_inv, qkv.x_dtype, rms=how.norm.rms)
+        else:
+            n8_t = ops.transpose(again())
         grad_qkv = qkv.grad_weight(g, Operand.tensorwise(None, n_scale_inv, n8_t), qkv_dtype)
-        grad_n = qkv.grad_input(g, qkv.weight(qkv_weight, transpose=True), dtype)
-        residual = grad_x.reshape(tokens, -1)
+        residual = grad_x.reshape(-1, grad_x.shape[-1])
         grad_x2d, *norm_sums, maxima = ops.normalize_backward(
-            grad_n, x2d, mean, rstd, norm_weight, residual, rms=how.norm.rms, maxima=proj.grad_just_in_time
+            grad_n(), x2d, mean, rstd, norm_weight, residual, rms=how.norm.rms, maxima=proj.grad_just_in_time
         )
         vectors = (norm_weight, norm_bias, qkv_bias, proj_bias)
         grad_norm_weight, grad_norm_bias, grad_qkv_bias, grad_proj_bias = vector_gradients(

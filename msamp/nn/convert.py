@@ -67,7 +67,7 @@ class Survey:
     @property
     def flop_share(self) -> float:
         """Of the products with weights, what is in FP8: 0 to 1. Each weight counts once: a convolution's many positions, and an expert's
-        few tokens, are known to nobody before a forward; nor do attention's own products count, which have no weight."""
+        few tokens, are unknown before a forward; nor do attention's own products count, which have no weight."""
         return self._elements / max(1, sum(holder.elements for holder in self.holders))
 
     @property
@@ -90,13 +90,19 @@ class Survey:
 
 
 def survey(model: nn.Module, recipe: Recipe = O2, accept: Filter = DEFAULT) -> Survey:
-    """What `convert` will do with a model, or has done; nothing changes.
+    """What `convert` will do with a model. Of a model with FP8 layers, what each layer is now: a filter decides nothing there, and only
+    says why a layer may have been left out. Nothing changes.
 
     Args:
         model: any module tree.
         recipe: without FP8 GEMMs nothing is converted.
         accept: as for `convert`.
     """
+    return _survey(model, recipe, accept, "it was left out of the conversion" if any(map(_in_fp8, model.modules())) else "")
+
+
+def _survey(model: nn.Module, recipe: Recipe, accept: Filter, left_out: str = "") -> Survey:
+    """As `survey`; `left_out` is said of a layer that `convert` would take, "" that it is in FP8."""
     shared = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     within: set[int] = set()  # the projections inside of an attention module are told with it
     holders = []
@@ -109,14 +115,13 @@ def survey(model: nn.Module, recipe: Recipe = O2, accept: Filter = DEFAULT) -> S
             weights.append(module.out_proj.weight)
         if weights:
             tied = any(shared[id(p)] > 1 for p in weights)
-            holders.append(Holder(name, sum(p.numel() for p in weights), _why_left(name, module, tied, recipe, accept)))
+            why = "" if _in_fp8(module) else _why_left(name, module, tied, recipe, accept) or left_out
+            holders.append(Holder(name, sum(p.numel() for p in weights), why))
     return Survey(tuple(holders), sum(p.numel() for p in model.parameters()))
 
 
 def _why_left(name: str, module: nn.Module, tied: bool, recipe: Recipe, accept: Filter) -> str:
-    """Why a module that multiplies by weights of its own is not, or will not be, in FP8; "" where it is."""
-    if isinstance(module, Loading) and any(isinstance(p, ScalingTensor) for p in module.parameters(recurse=False)):
-        return ""
+    """Why a module that multiplies by weights of its own, plain ones, will not be in FP8; "" where it will."""
     if isinstance(module, _CONVOLUTIONS):
         return "a convolution"
     linear = _as_linear(module)
@@ -131,6 +136,10 @@ def _why_left(name: str, module: nn.Module, tied: bool, recipe: Recipe, accept: 
     assert isinstance(module, nn.MultiheadAttention)
     parts = {"in_proj": nn.Linear(module.embed_dim, 3 * module.embed_dim, device="meta"), "out_proj": module.out_proj}
     return why_not(module) or next((why for part, each in parts.items() if (why := why_refused(accept, _join(name, part), each))), "")
+
+
+def _in_fp8(module: nn.Module) -> bool:
+    return isinstance(module, Loading) and any(isinstance(p, ScalingTensor) for p in module.parameters(recurse=False))
 
 
 def _as_linear(module: nn.Module) -> nn.Linear | None:
@@ -173,9 +182,9 @@ def convert(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> nn.Mo
         The model.
 
     Raises:
-        ValueError: naming the layer whose weight holds NaN or infinity; nothing has been converted then.
+        ValueError: naming the layer with NaN or infinity in its weight; nothing has been converted then.
     """
-    chosen = {name: model.get_submodule(name) for name in survey(model, recipe, accept).converted}
+    chosen = {name: model.get_submodule(name) for name in _survey(model, recipe, accept).converted}
     chosen = {name: module for name, module in chosen.items() if not isinstance(module, Loading)}
     for name, module in chosen.items():
         for part, p in module.named_parameters():
@@ -217,7 +226,7 @@ def _low_precision(model: nn.Module) -> Iterator[tuple[nn.Module, str, ScalingTe
 
 
 def float_copy(model: nn.Module) -> nn.Module:
-    """A deep copy whose low-precision weights are plain FP32 parameters; its layers multiply as torch's do.
+    """A deep copy with plain FP32 parameters in place of low-precision weights; its layers multiply as torch's do.
 
     For averages of weights, which need more bits than FP8 has: `AveragedModel(msamp.float_copy(model), ...)`. Parameters and buffers are
     in number and order those of the model, so that `update_parameters(model)` finds them.

@@ -40,13 +40,13 @@ def why_refused(accept: Filter, name: str, layer: nn.Linear) -> str:
 
 
 def exclude_names(*patterns: str) -> Filter:
-    """Refuses layers in whose dotted name one of the regular expressions is found."""
+    """Refuses layers where a regular expression is found in the dotted name."""
     compiled = [re.compile(p) for p in patterns]
     return Named(lambda name, layer: not any(p.search(name) for p in compiled), "its name is excluded")
 
 
 def include_names(*patterns: str) -> Filter:
-    """Accepts only layers in whose dotted name one of the regular expressions is found."""
+    """Accepts only layers where a regular expression is found in the dotted name."""
     refuse = exclude_names(*patterns)
     return Named(lambda name, layer: not refuse(name, layer), "its name is not included")
 

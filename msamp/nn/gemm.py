@@ -11,9 +11,15 @@ they lie and another one transposed. An `Operand` has both layouts, or the one t
 tensor both layouts hold the same codes and share the scale. With blocks a layout is cast by itself, since a block lies along the
 dimension that is summed over.
 
-Everybody who multiplies in FP8 goes through `LayerGemm`: the linear function, the fused blocks, whose kernels leave operands themselves,
+Every FP8 product goes through `LayerGemm`: the linear function, the fused blocks with kernels that leave operands themselves,
 and the tensor-parallel layers, which gather payloads between cast and GEMM. What depends on a granularity stands in a `Way`: one for a
 scale a tensor, one for blocks, and one for any other granularity, which follows its definition in plain torch.
+
+With one scale an operand the product is undone by one factor: y = (q_x q_w^T) scale_inv_x scale_inv_w. Shapes: x [tokens, inputs], W
+[outputs, inputs], g [tokens, outputs].
+
+What was tried: transposed copies are made in the kernel that casts, which reads the tensor once for both. `tools/bench/LOG.md` has
+its tiles.
 """
 
 import functools
@@ -317,17 +323,18 @@ class LayerGemm(NamedTuple):
 
     def output(self, x: Operand, w: Operand, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """`x W^T + b` [M, N] of `dtype` from the input [M, K], the weight [N, K] and the bias [N] or None."""
-        return _multiply(x, w, None if bias is None else bias.to(dtype), dtype, self.gemm.output)
+        return multiply(x, w, None if bias is None else bias.to(dtype), dtype, self.gemm.output)
 
     def grad_input(self, g: Operand, w: Operand, dtype: torch.dtype) -> torch.Tensor:
         """`g W` [M, K] of `dtype` from the grad_output [M, N] and the weight's transpose [K, N]."""
-        return _multiply(g, w, None, dtype, self.gemm.grad_input)
+        return multiply(g, w, None, dtype, self.gemm.grad_input)
 
     def grad_weight(self, g: Operand, x: Operand, dtype: torch.dtype) -> torch.Tensor:
         """`g^T x` [N, K] of `dtype` from grad_output and input, both by their transposes [N, M] and [K, M]."""
-        return _multiply(g.transposed(), x.transposed(), None, dtype, self.gemm.grad_weight)
+        return multiply(g.transposed(), x.transposed(), None, dtype, self.gemm.grad_weight)
 
 
-def _multiply(a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, product: Product) -> torch.Tensor:
+def multiply(a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, product: Product) -> torch.Tensor:
+    """`a b^T + bias` [M, N] of `dtype` from two operands as they lie, [M, K] and [N, K], and a bias [N] of `dtype` or None."""
     left, right = way(a.granularity), way(b.granularity)
     return (left if left is right else _DEFINITION).multiply(a, b, bias, dtype, product.fast)

@@ -1,4 +1,22 @@
-"""FP8Linear: a drop-in for torch.nn.Linear."""
+"""FP8Linear: a drop-in for torch.nn.Linear (FP8-LM section 2).
+
+What: y = x W^T + b with x [.., inputs], W [outputs, inputs], b [outputs], y [.., outputs] in the dtype of x. The weight stands in 8 or 16
+bits with one scale; the bias stays as it is.
+
+Why a layer and not a cast around a layer: three things must live from step to step. The stored weight is one, so that the optimizer
+writes what the GEMM reads. The amax histories of delayed scaling are another (`LinearScaling`): a cast knows its scale before it reads its
+tensor. The third is the FP8 form of a wider weight, which all micro-batches of a step share.
+
+    y  = (q(x) q(W)^T) / (s_x s_W) + b     q(t) = round(s_t t) in FP8, s_t a power of two
+    dx = (q(g) q(W)) / (s_g s_W)           g in E5M2, summed in full
+    dW = (q(g)^T q(x)) / (s_g s_x)
+
+What was tried: just-in-time scales for all operands (`tensorwise`), which read each tensor twice, and a scale for each block (`blockwise`),
+which casts input and gradient once for each GEMM. Both are recipes, and slower: `tools/bench/results/step.csv` has their steps.
+
+How: `linear_fn` is the autograd function, and `gemm` has the three GEMMs. `ScalingState` rolls the histories of all layers once a step.
+Dimensions are padded to multiples of 16, which the hardware demands; the padding is zeros and changes no sum.
+"""
 
 import math
 from typing import Any
@@ -10,6 +28,7 @@ from msamp.nn.linear_fn import linear
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.recipe import O2, Gemms, Recipe
 from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.tensor_ops import watch
 
 
 def check_finite(values: torch.Tensor, name: str) -> None:
@@ -50,6 +69,21 @@ class Loading(nn.Module):
 
     scaling: LinearScaling
 
+    def watch_weights(self) -> None:
+        """Let `scaling` know when somebody other than the optimizer writes a weight."""
+        for p in self._parameters.values():
+            if isinstance(p, ScalingTensor):
+                watch(p, self.scaling)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.watch_weights()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Loading":
+        super()._apply(fn, recurse)
+        self.watch_weights()
+        return self
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any) -> None:
         for name, own in self._parameters.items():
             key = prefix + name
@@ -71,7 +105,7 @@ class Loading(nn.Module):
 class FP8Linear(Loading, nn.Linear):
     """y = x W^T + b, all three GEMMs in FP8 (see `msamp.nn.linear_fn`).
 
-    It is a torch.nn.Linear to whoever asks, such as an adapter library. A plain weight, of `msamp.float_copy`, multiplies as in torch.
+    It is a subclass of torch.nn.Linear, so that adapter libraries take it. A plain weight, of `msamp.float_copy`, multiplies as in torch.
 
     Args:
         in_features, out_features: at least 1; the GEMMs pad to multiples of 16.
@@ -103,6 +137,7 @@ class FP8Linear(Loading, nn.Linear):
         bound = 1 / math.sqrt(in_features) if in_features else 0.0
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype).uniform_(-bound, bound)) if bias else None
         self.scaling = LinearScaling(recipe.gemm, device=values.device)
+        self.watch_weights()
 
     @classmethod
     def from_linear(cls, source: nn.Linear, recipe: Recipe = O2, name: str = "") -> "FP8Linear":
@@ -118,6 +153,7 @@ class FP8Linear(Loading, nn.Linear):
         layer.bias = source.bias
         layer.scaling = LinearScaling(recipe.gemm, device=source.weight.device)
         layer.train(source.training)
+        layer.watch_weights()
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

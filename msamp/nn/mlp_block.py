@@ -10,7 +10,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
-from msamp.nn.block import Norm, ScaleInvs, cast_grad_output, vector_gradients
+from msamp.nn.block import Norm, NormWeights, ScaleInvs, start_grad_output, vector_gradients
+from msamp.nn.ends import ALONE, Ends
 from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.group_scaling import leave_maxima
 from msamp.nn.saved import AS_IT_IS, Saved
@@ -26,6 +27,7 @@ class MLPSettings(NamedTuple):
         activation: "gelu" (tanh form) or "swiglu".
         recompute: forget FC1's output too, and run FC1 again in backward.
         saved: how the inputs of norm and activation are kept for backward.
+        ends: where rows come from and sums go.
     """
 
     norm: Norm
@@ -34,6 +36,7 @@ class MLPSettings(NamedTuple):
     activation: str
     recompute: bool
     saved: Saved = AS_IT_IS
+    ends: Ends = ALONE
 
 
 class MLPBlock(torch.autograd.Function):
@@ -53,55 +56,49 @@ class MLPBlock(torch.autograd.Function):
         how: MLPSettings,
     ) -> torch.Tensor:
         x2d, delta2d = x.view(-1, x.shape[-1]), delta.view(-1, x.shape[-1])
-        fc1, fc2 = how.fc1, how.fc2
+        fc1, fc2, ends = how.fc1, how.fc2, how.ends
         ctx.scale_invs = ScaleInvs(4, x.device)
         n_scale_inv, a_scale_inv = ctx.scale_invs.take(), ctx.scale_invs.take()
-        total, n8, _, mean, rstd = ops.normalize(
-            x2d,
-            delta2d,
-            norm_weight,
-            norm_bias,
-            how.norm.eps,
-            fc1.x.scale,
-            fc1.x.amax,
-            fc1.x_dtype,
-            rms=how.norm.rms,
-            scale_inv_slot=n_scale_inv,
-        )
-        if fc1.x.watch is not None:
-            wide = ops.normalize(total, None, norm_weight, norm_bias, how.norm.eps, None, None, torch.float32, rms=how.norm.rms)[1]
-            fc1.x.watch(wide, n8, n_scale_inv)
-            del wide
-        y = fc1.output(Operand.tensorwise(n8, n_scale_inv), fc1.weight(fc1_weight.payload), fc1_bias, x.dtype)
+        norm = NormWeights(how.norm, norm_weight, norm_bias)
+        total, n8, mean, rstd = norm.cast(x2d, delta2d, fc1.x, fc1.gemm.input, ends, n_scale_inv)
+        gathered = ends.start_gather(n8, "input all-gather")
+        w1 = fc1.weight(fc1_weight.payload)
+        n8 = gathered()
+        y = fc1.output(Operand.tensorwise(n8, n_scale_inv), w1, fc1_bias, x.dtype)
         a8, _ = ops.activate(y, how.activation, fc2.x.scale, fc2.x.amax, fc2.x_dtype, scale_inv_slot=a_scale_inv)
         if fc2.x.watch is not None:
             fc2.x.watch(ops.activate(y, how.activation, None, None, torch.float32)[0], a8, a_scale_inv)
         a = Operand.tensorwise(a8, a_scale_inv)
-        out = fc2.output(a, fc2.weight(fc2_weight.payload), fc2_bias, x.dtype).add_(total)
+        partial = fc2.output(a, fc2.weight(fc2_weight.payload), fc2_bias if ends.adds_bias else None, x.dtype)
+        out = ends.sum_output(partial, fc2).add_(total)
         kept = how.saved.keep(total) if how.recompute else (*how.saved.keep(total), *how.saved.keep(y))
-        norm, weights = (norm_weight, norm_bias, mean, rstd), (fc1_weight.payload, fc1_bias, fc2_weight.payload, fc2_bias)
-        ctx.save_for_backward(*kept, *norm, n_scale_inv, a_scale_inv, *weights)
+        weights = (fc1_weight.payload, fc1_bias, fc2_weight.payload, fc2_bias)
+        whole = n8 if ends.keeps_gathered else None
+        ctx.save_for_backward(*kept, norm_weight, norm_bias, mean, rstd, n_scale_inv, a_scale_inv, whole, *weights)
         ctx.how, ctx.weight_dtypes = how, (fc1_weight.dtype, fc2_weight.dtype)
         return out.view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        *kept, norm_weight, norm_bias, mean, rstd, n_scale_inv, a_scale_inv = ctx.saved_tensors[:-4]
+        *kept, norm_weight, norm_bias, mean, rstd, n_scale_inv, a_scale_inv, whole = ctx.saved_tensors[:-4]
         fc1_weight, fc1_bias, fc2_weight, fc2_bias = ctx.saved_tensors[-4:]
         how, (fc1_dtype, fc2_dtype) = ctx.how, ctx.weight_dtypes
-        fc1, fc2, rms, dtype = how.fc1, how.fc2, how.norm.rms, grad_output.dtype
+        fc1, fc2, ends, rms, dtype = how.fc1, how.fc2, how.ends, how.norm.rms, grad_output.dtype
         g2d = grad_output.reshape(-1, grad_output.shape[-1])
         parts = len(kept) if how.recompute else len(kept) // 2
+        norm = NormWeights(how.norm, norm_weight, norm_bias)
+        start_g, fc2_sums = start_grad_output(fc2, grad_output, ctx.scale_invs.take(), ends, colsum=fc2_bias is not None)
+        again = None if whole is None else lambda: whole
+        if again is None and (how.recompute or ends.spread):
+            again = norm.start_again(how.saved.restore(kept[:parts], dtype), n_scale_inv, fc1.x_dtype, ends)
         if how.recompute:
-            total = how.saved.restore(kept, dtype)
-            n8 = ops.normalize(total, None, norm_weight, norm_bias, how.norm.eps, n_scale_inv.reciprocal(), None, fc1.x_dtype, rms=rms)[1]
-            y = fc1.output(Operand.tensorwise(n8, n_scale_inv), fc1.weight(fc1_weight), fc1_bias, dtype)
-            del n8, total
+            assert again is not None
+            y = fc1.output(Operand.tensorwise(again(), n_scale_inv), fc1.weight(fc1_weight), fc1_bias, dtype)
+            again = again if ends.spread else None
         else:
             y = how.saved.restore(kept[parts:], dtype)
-        g, fc2_sums = cast_grad_output(fc2, grad_output, ctx.scale_invs.take(), colsum=fc2_bias is not None)
-        h_scale_inv = ctx.scale_invs.take()
+        g, h_scale_inv = start_g(), ctx.scale_invs.take()
         grad_a = fc2.grad_input(g, fc2.weight(fc2_weight, transpose=True), dtype)
         h8, h8_t, _, a8_t, fc1_sums = ops.activate_backward(
             grad_a,
@@ -120,15 +117,20 @@ class MLPBlock(torch.autograd.Function):
             fc1.grad.watch(wide, h8, h_scale_inv)
             del wide
         del grad_a, y
+        partial = fc1.grad_input(Operand.tensorwise(h8, h_scale_inv), fc1.weight(fc1_weight, transpose=True), dtype)
+        grad_n = ends.start_sum_grad(partial, fc1)  # on its way while the weights' gradients are computed
+        del h8, partial
         grad_fc2 = fc2.grad_weight(g, Operand.tensorwise(None, a_scale_inv, a8_t), fc2_dtype)
         del g, a8_t
         total = how.saved.restore(kept[:parts], dtype)
-        n8_t = ops.normalize_transposed(total, mean, rstd, norm_weight, norm_bias, n_scale_inv, fc1.x_dtype, rms=rms)
+        if again is None:
+            n8_t = ops.normalize_transposed(total, mean, rstd, norm_weight, norm_bias, n_scale_inv, fc1.x_dtype, rms=rms)
+        else:
+            n8_t = ops.transpose(again())
         grad_fc1 = fc1.grad_weight(Operand.tensorwise(None, h_scale_inv, h8_t), Operand.tensorwise(None, n_scale_inv, n8_t), fc1_dtype)
-        del h8_t, n8_t
-        grad_n = fc1.grad_input(Operand.tensorwise(h8, h_scale_inv), fc1.weight(fc1_weight, transpose=True), dtype)
+        del h8_t, n8_t, again
         grad_x, *norm_sums, maxima = ops.normalize_backward(
-            grad_n, total, mean, rstd, norm_weight, g2d, rms=rms, maxima=fc2.grad_just_in_time
+            grad_n(), total, mean, rstd, norm_weight, g2d, rms=rms, maxima=fc2.grad_just_in_time
         )
         grad_x = leave_maxima(grad_x.view(grad_output.shape), maxima)
         vectors = (norm_weight, norm_bias, fc1_bias, fc2_bias)

@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention whose projections are FP8 layers; the attention between them stays in the input's dtype."""
+"""torch.nn.MultiheadAttention with FP8 layers as projections; the attention between them stays in the input's dtype."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -57,6 +57,7 @@ class FP8MultiheadAttention(Loading, nn.MultiheadAttention):
         module.__class__ = cls
         module.in_proj_weight = stored
         module.add_module("scaling", LinearScaling(recipe.gemm, device=weight.device))
+        module.watch_weights()  # type: ignore[operator]  # it is one of these by now
 
     def _projected(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Query, key and value [B, .., E] through their thirds of the weight, neighbours that are one tensor together."""

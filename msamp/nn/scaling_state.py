@@ -110,7 +110,7 @@ class LinearScaling(nn.Module):
         gemm: how the operands are cast.
         device: of the buffers.
         wire: the format in which partial sums of this layer travel between tensor-parallel ranks, the input's or the
-            grad_output's, whose rule they follow; they get row 2. None: there are two rows.
+            grad_output's. The sums follow that format's rule and get row 2. None: there are two rows.
 
     Attributes:
         casts: by row.
@@ -221,8 +221,16 @@ class LinearScaling(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_weight_ref": None, "_weight_scales": None, "watches": {}}  # a copy looks at its own weight
 
+    def weight_was_written(self) -> None:
+        """Somebody has written the layer's weight: what was seen of other weights says nothing of this one's inputs, so the windows begin
+        anew. Averages of a model (torch's AveragedModel with `use_buffers`) mix `scale` and `history` of several moments too."""
+        self.seen.zero_()
+        self._count(0)
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
+        if not torch.allclose(self.scale * self.scale_inv, torch.ones_like(self.scale), rtol=2.0**-20, atol=0.0):
+            self.seen.zero_()  # the state of an average: a mean of inverses is no inverse of the mean
         self._count(int(self.seen))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "LinearScaling":
@@ -280,7 +288,7 @@ class ScalingState:
         """End of a step: this step's amaxes enter the histories and the next scales follow from them.
 
         Args:
-            group: ranks whose amaxes are combined (MAX, one small all-reduce for the whole model), so that every rank
+            group: ranks that combine their amaxes (MAX, one small all-reduce for the whole model), so that every rank
                 keeps the same histories and any rank's checkpoint serves all.
         """
         self.roll_on_device(group)

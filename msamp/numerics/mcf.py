@@ -6,10 +6,16 @@ eager torch does with BF16 tensors: it computes one operation in FP32 and rounds
 roundings of +, -, *, / and sqrt to equal one. `torch.compile` may keep FP32 from one operation to the next, and then the errors below are
 no longer what is computed: leave these functions out of a compiled region.
 
+Why: BF16 has 8 significant bits, so that an update below 2^-9 of its weight is lost. A second BF16 keeps it, at 2 bytes where an FP32
+master takes 4. The building block is the error-free sum, for |a| >= |b|:
+
+    x = BF16(a + b)        y = BF16(b - BF16(x - a))        x + y = a + b exactly
+
 No sum here is exact once it overflows BF16; a pair is then not finite.
 
 A remainder may be stored in E4M3, the 8 bits that Collage's abstract announces. It needs no scale of its own: its unit is the power of two
 that makes half a unit in x's last place 256, and x tells it. The range below is 17 binades; what E4M3 costs is digits, 4 where BF16 has 8.
+Remainders are uniform within half an ulp, which wastes E4M3's exponent bits.
 """
 
 from collections.abc import Callable
@@ -33,7 +39,7 @@ def fast_two_sum(a: Tensor, b: Tensor) -> Pair:
 
 
 def two_sum(a: Tensor, b: Tensor) -> Pair:
-    """TwoSum, 6 operations: (x, y), x = BF16(a + b), with x + y = a + b exactly for every finite a and b whose sum does not overflow."""
+    """TwoSum, 6 operations: (x, y), x = BF16(a + b), with x + y = a + b exactly for every finite a and b without overflow of the sum."""
     x = a + b
     from_b = x - a
     return x, (a - (x - from_b)) + (b - from_b)
@@ -116,7 +122,7 @@ def remainder_payload(pair: Pair, dtype: torch.dtype) -> Tensor:
     """What stores the remainder y of a pair (x, y): BF16 [y rounded], or E4M3 [y in units of x's], torch.float8_e4m3fn without a scale.
 
     E4M3 rounds to nearest even and saturates where x would no longer be BF16(x + y): at half a unit in x's last place, which an even x
-    wins as a tie, and at 15/16 of it where x is odd; NaN stays NaN. Below |x| = 2^-110 the unit stays that of 2^-110, whose inverse FP32
+    wins as a tie, and at 15/16 of it where x is odd; NaN stays NaN. Below |x| = 2^-110 the unit stays that of 2^-110: its inverse FP32
     just holds, and every BF16 remainder there is still above E4M3's smallest number.
 
     Args:

@@ -27,7 +27,7 @@ def underflow_frac(x: torch.Tensor, approx: torch.Tensor) -> float:
 
 
 def saturation_frac(payload: torch.Tensor, fmt: Format) -> float:
-    """Share of the elements of `payload` (of `fmt.dtype`) whose magnitude is the largest of the format."""
+    """Share of the elements of `payload` (of `fmt.dtype`) at the largest magnitude of the format."""
     return float((payload.float().abs() == fmt.max).float().mean())
 
 
@@ -55,14 +55,35 @@ def judge(tally: Sequence[float]) -> dict[str, float]:
 
 
 def edq(update: torch.Tensor, effective: torch.Tensor) -> float:
-    """Effective descent quality, <update / |update|, effective> in FP64 [Collage, definition of EDQ].
+    """Effective descent quality, <update / |update|, effective> in FP64 [Collage, definition 3.3, equation 3].
+
+    At best the norm of the update. Of an update of zero it is 0: it has no direction, and nothing was lost. An inner product with the
+    update that another optimizer would make is `descent`.
 
     Args:
-        update: the update that the optimizer wanted, any shape.
+        update: the update that the optimizer aggregated in its own arithmetic, before it is added (the paper's equation 1); any shape.
+        effective: the change of the parameters' value that took place (equation 2), same shape.
+    """
+    return _projection(update, effective)
+
+
+def descent(wanted: torch.Tensor, effective: torch.Tensor) -> float:
+    """<wanted / |wanted|, effective> in FP64: how far the parameters went along an update that was computed in FP32 from the same states.
+
+    It also sees what an optimizer loses before it adds, where `edq`, along the optimizer's own direction, sees the addition alone. Of
+    an update of zero it is 0.
+
+    Args:
+        wanted: the update in FP32, any shape.
         effective: the change of the parameters' value that took place, same shape.
     """
-    update, effective = update.double().flatten(), effective.double().flatten()
-    return float(torch.dot(update / update.norm(), effective))
+    return _projection(wanted, effective)
+
+
+def _projection(direction: torch.Tensor, effective: torch.Tensor) -> float:
+    direction, effective = direction.double().flatten(), effective.double().flatten()
+    norm = float(direction.norm())
+    return float(torch.dot(direction, effective)) / norm if norm else 0.0
 
 
 def lost_frac(update: torch.Tensor, effective: torch.Tensor) -> float:

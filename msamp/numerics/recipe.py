@@ -184,7 +184,7 @@ class Recipe:
 
     @property
     def scales_loss(self) -> bool:
-        """True where gradients need a loss scale: they are computed in FP16, whose range ends at 2^-24 (Micikevicius et al. 2017)."""
+        """True where gradients need a loss scale: they are computed in FP16, and its range ends at 2^-24 (Micikevicius et al. 2017)."""
         return self.compute.dtype is torch.float16
 
     def with_states(self, **formats: Format | None) -> "Recipe":

@@ -28,7 +28,7 @@ class ScalingTensor(torch.Tensor):
     Attributes:
         payload: FP8 or FP16, the shape of the tensor.
         scale_inv: FP32, 0-dim, one for the whole tensor. NaN marks a tensor quantised from values that were not finite.
-        label: of a weight, its name in the model, for messages; "" where nobody has given one.
+        label: of a weight, its name in the model, for messages; "" without one.
     """
 
     payload: torch.Tensor
@@ -60,7 +60,7 @@ class ScalingTensor(torch.Tensor):
             x: FP32, BF16 or FP16, any shape.
             fmt: E4M3, E5M2 or FP16.
             scale: FP32, 0-dim power of two. Where it is None and `x` holds values that are not finite, the result is
-                poisoned: its `scale_inv` is NaN, so that whoever reads it sees them although the payload saturates.
+                poisoned: its `scale_inv` is NaN, so that a reader sees them although the payload saturates.
             dtype: the outer dtype; that of `x` by default.
         """
         x = x.detach()
@@ -102,6 +102,14 @@ class ScalingTensor(torch.Tensor):
         """Refused: the wrapper has no storage to share (torch would crash on it). Share `payload` and `scale_inv`."""
         raise ValueError("a ScalingTensor cannot be moved to shared memory; share its payload and its scale_inv instead")
 
+    def storage(self) -> Any:
+        """Refused: the wrapper has none, and what writes a tensor by its memory (safetensors, accelerate) asks for it."""
+        raise ValueError(
+            "a low-precision weight has no storage of its own to be written by; call msamp.save_plain(model, optimizer) once after "
+            "msamp.initialize, so that the model saves plain weights, or save msamp.fp8_state_dict(model), which holds plain tensors, or "
+            "save by torch.save (accelerate: safe_serialization=False)"
+        )
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # While torch.compile traces, its inner tensors have no values, and it prints them in its log.
         scale_inv = f"{self.scale_inv.item():g}" if type(self.scale_inv) is torch.Tensor else "traced"
@@ -135,10 +143,19 @@ class ScalingTensor(torch.Tensor):
         return op(func, *args, **kwargs)
 
 
+_CUTS = (torch.ops.aten.cat.default, torch.ops.aten.split.Tensor)
+
+
 def _undefined(func: Any, arguments: Any) -> str:
     label = next((x.label for x in tree_leaves(arguments) if isinstance(x, ScalingTensor) and x.label), "")
     layer = label.rpartition(".")[0]
     asked = f"{func} is not defined for a ScalingTensor; call .dequantize() first, or work on its payload and scale_inv"
+    if func in _CUTS:
+        asked += (
+            ". DistributedDataParallel, FullyShardedDataParallel, fully_shard and DTensor join or cut weights so, and cannot hold this "
+            "one: use the model of msamp.initialize as it is: its optimizer averages the gradients (zero=True spreads it over the "
+            "processes), or msamp.integrations.fsdp.prepare(model) before fully_shard"
+        )
     if not label:
         return asked
     return (

@@ -2,22 +2,25 @@
 
 An operation enters by one decorated function. Arguments are those of the aten operation, behind the operation itself.
 
-Arithmetic is for those who work on weights by hand: averages, merged adapters, initialisations, modules that read another module's weight.
+Arithmetic serves work on weights by hand: averages, merged adapters, initialisations, modules that read another module's weight.
 Its result is a plain tensor of the outer dtype; written in place it is computed in FP32 and stored with a new scale. What would inflate a
 weight without being arithmetic (indexing, cutting, joining) stays undefined.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 if TYPE_CHECKING:
     from msamp.numerics.tensor import ScalingTensor
 
 aten = torch.ops.aten
 TABLE: dict[Any, Callable[..., Any]] = {}
+_WATCHES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # payload -> a weak reference to what is told
 
 
 def _on(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -49,9 +52,24 @@ def _is_scaling(x: Any) -> bool:
     return hasattr(x, "payload") and hasattr(x, "scale_inv")
 
 
+class WeightWatch(Protocol):
+    """What wants to know that a weight was written by one of these operations: by hand, not by an optimizer of this library."""
+
+    def weight_was_written(self) -> None:
+        """Is called after each."""
+
+
+def watch(weight: "ScalingTensor", told: WeightWatch) -> None:
+    """From now on tell `told`, held weakly, of operations that write into the memory of `weight`."""
+    _WATCHES[weight.payload] = weakref.ref(told)
+
+
 def _changed(x: "ScalingTensor") -> "ScalingTensor":
     # Down here torch does not count versions itself, and a layer tells by the payload's counter that its weight has changed.
     torch.autograd.graph.increment_version(x.payload)
+    told = _WATCHES.get(x.payload, lambda: None)()
+    if told is not None:
+        told.weight_was_written()
     return x
 
 
@@ -172,7 +190,7 @@ def _stored(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _warn_of_rounding(func: Any, x: "ScalingTensor") -> None:
     warnings.warn(
-        f"{func} stores into {x.format}, whose steps are {2.0**-x.format.mantissa_bits:g} of a value: smaller changes are lost, and an "
+        f"{func} stores into {x.format}, with steps of {2.0**-x.format.mantissa_bits:g} of a value: smaller changes are lost, and an "
         "average stands still; keep averages in msamp.float_copy(model)",
         stacklevel=2,
     )

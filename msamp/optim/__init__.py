@@ -1,1 +1,1 @@
-"""Optimizers whose states are stored in low precision."""
+"""Optimizers that store their states in low precision."""

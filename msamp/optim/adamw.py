@@ -1,4 +1,23 @@
-"""FP8 AdamW: AdamW whose master weights, gradients and moments each have a format of their own (FP8-LM section 2.2, Table 6)."""
+"""FP8 AdamW: AdamW with a format of its own for each of master weight, gradient and moments (FP8-LM section 2.2, Table 6).
+
+What: the update of AdamW in FP32, on states that are stored in fewer bits:
+
+    m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2
+    w = (1 - lr wd) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+Each state has the shape of its parameter. A step loads the states to FP32, computes, and stores them again; the update of w uses m and v
+before they are rounded.
+
+Why these formats (O2): m is E4M3, since its direction matters more than its magnitude. v is FP16 with a scale, since the square of g
+doubles the range in powers of two. The master is FP16 with a scale, since an update far below the weight must not vanish (Table 6).
+Weight, gradient, m and v take 2 + 1 + 1 + 2 bytes, against 18 of BF16 with FP32 masters, gradients and moments.
+
+A step in four: read amax and norm of all gradients; agree on the norm and the clip coefficient; bound each new state to choose its scale;
+update all tensors in few launches. A gradient that is not finite changes nothing; the device decides, and the host does not wait.
+
+What was tried: a scale taken from the new values needs a second pass over them. A bound of the new values needs none
+(`msamp.optim.updates`). Other updates, such as Collage's in BF16, enter there too.
+"""
 
 import warnings
 from collections import defaultdict
@@ -26,7 +45,7 @@ from msamp.optim.clip import (
     units,
 )
 from msamp.optim.device_flag import DeviceFlag
-from msamp.optim.masters import follow_weight_, version_of
+from msamp.optim.masters import follow_states_, version_of
 from msamp.optim.shard import Holding, Shard, Whole
 from msamp.optim.states import (
     Expected,
@@ -46,7 +65,7 @@ from msamp.optim.states import (
     take_groups,
     weight_format,
 )
-from msamp.optim.updates import MASTER, Formats, Launch, State, Update, formats_of, named_formats
+from msamp.optim.updates import MASTER, Formats, Launch, State, Update, formats_of, named_formats, take_options, updates_of
 
 SCALE_INV = -1  # row of the table of amaxes: the gradient's scale_inv
 
@@ -80,11 +99,6 @@ class Decision:
     usable: torch.Tensor
 
 
-def _check(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value < high:
-        raise ValueError(f"{name} is {value}; it must be in [{low}, {high})")
-
-
 class FP8AdamW(torch.optim.Optimizer):
     """AdamW with states in low precision; with FP32 formats, torch.optim.AdamW bit for bit.
 
@@ -93,8 +107,8 @@ class FP8AdamW(torch.optim.Optimizer):
     Each step loads to FP32, updates in FP32 from the unquantised new moments and stores. Scales come from bounds that
     hold before the values are known: m from beta1 amax_m + (1 - beta1) amax_g, v likewise with squares, master and
     weight from twice the master's amax. COAT's moments (`formats.COAT_E4M3`, `COAT_E5M2`) are stored with the maximum and the range of
-    each group as they are. A weight with a master beside it is cast from the master as stored. A step whose
-    gradients are not all finite is skipped, counted in `skipped_steps`, and does not advance the bias correction.
+    each group as they are. A weight with a master beside it is cast from the master as stored. A step with a
+    gradient that is not finite is skipped, counted in `skipped_steps`, and does not advance the bias correction.
 
     State of a parameter: `step` (FP32, on the parameter's device), `exp_avg`, `exp_avg_sq`, of COAT's moments also
     their `_max` and `_k`, and `master` where the parameter is not itself stored in the master's format. `formats.update` names another
@@ -116,7 +130,7 @@ class FP8AdamW(torch.optim.Optimizer):
     Args:
         params: parameters or groups. A group may carry its own `formats` (StateFormats, or a list with one for each parameter) and
             `decoupled`.
-        lr, betas, eps, weight_decay: as torch.optim.AdamW.
+        lr, betas, eps, weight_decay: as torch.optim.AdamW; other updates have no betas, and Muon an eps of its own.
         formats: master, gradient, m and v. A plain gradient is quantised to its format just-in-time in `step`.
         decoupled: False takes Adam's L2 decay in the gradient.
         clip_grad: clip the global gradient norm to this; None does not clip.
@@ -124,6 +138,7 @@ class FP8AdamW(torch.optim.Optimizer):
             on all processes that must decide alike, where a model is spread over several.
         loss_scale: by what the gradients are too large; told of every step whether it overflowed. None: they are as they should be.
         shard: what of the parameters this process updates, and how it agrees with others, such as a `ZeRO`; by default everything.
+        options: of another update that `formats` names, such as `momentum=0.9` (`Update.options` has them with their defaults).
 
     Raises:
         ValueError: for a number out of range, and for a parameter or formats that the update or the shard does not take.
@@ -133,8 +148,8 @@ class FP8AdamW(torch.optim.Optimizer):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
         weight_decay: float = 1e-2,
         *,
         formats: StateFormats = O2.states,
@@ -143,6 +158,7 @@ class FP8AdamW(torch.optim.Optimizer):
         combine_norms: Callable[[torch.Tensor], torch.Tensor] = torch.linalg.vector_norm,
         loss_scale: LossScale | None = None,
         shard: Shard | None = None,
+        **options: Any,
     ) -> None:
         if clip_grad is not None:
             check_max_norm(clip_grad)
@@ -153,8 +169,14 @@ class FP8AdamW(torch.optim.Optimizer):
         self._norm = torch.zeros((), dtype=torch.float64)
         self._skips = torch.zeros((), dtype=torch.int64)
         self._usable = torch.ones((), dtype=torch.bool)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled, "formats": formats}
-        super().__init__(params, defaults)
+        update = updates.by_name(formats.update)
+        given = {name: value for name, value in {"betas": betas, "eps": eps, **options}.items() if value is not None}
+        own = update.options() | given
+        if own.keys() != update.options().keys():
+            raise ValueError(
+                f"update {update.name!r} takes {', '.join(update.options())}, and {', '.join(given)} are given; leave out others"
+            )
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "decoupled": decoupled, "formats": formats, **own})
         self._forget()
 
     def _forget(self) -> None:
@@ -186,32 +208,31 @@ class FP8AdamW(torch.optim.Optimizer):
         self._skips.fill_(count)
 
     def skipped(self) -> bool | DeviceFlag:
-        """Whether the last step was skipped: on a GPU as a flag on its way, which makes nobody wait who asks a little later."""
+        """Whether the last step was skipped: on a GPU as a flag on its way, so that a caller a little later need not wait."""
         return DeviceFlag(~self._usable) if self._usable.is_cuda else not bool(self._usable)
 
     def refresh(self) -> None:
         """Before a replay of a CUDA graph that holds a step: send learning rates and weight decays that have changed to the device, and let
         masters follow weights that somebody has written."""
         for number, group in enumerate(self.param_groups):
-            for update in {update_of(formats).name for formats in formats_of(group)}:
-                self._hyper(number, update)
+            for update in updates_of(group):
+                self._hyper(number, update.name)
         held = [holding for holding in self.holdings() if self.state.get(holding.weight)]
         self._follow(held)
         if self._kept.dim() == 2:
             self._keep_amaxes(held)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch; refuses hyper-parameters out of range, naming value and range."""
-        group = {**self.defaults, **param_group}
-        check_numbers(group)
-        params = group["params"]
+        """As torch; refuses hyper-parameters out of range, naming value and range. The group has the options of its own updates alone."""
+        params = param_group["params"]
         if not isinstance(params, torch.Tensor | set):  # a set is torch's to refuse: its order is not sure
             param_group["params"] = params = list(params)
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
-        param_group["formats"] = named_formats(group["formats"], len(listed))
+        param_group["formats"] = named_formats(param_group.get("formats", self.defaults["formats"]), len(listed))
+        foreign = take_options(param_group, self.defaults)
         for p, formats in zip(listed, formats_of({"params": listed, "formats": param_group["formats"]}), strict=True):
             update, master = update_of(formats), formats["master"]
-            update.check_group(formats, group["decoupled"])
+            update.check_group(formats, param_group.get("decoupled", self.defaults["decoupled"]))
             dtype = p[1].dtype if isinstance(p, tuple) else p.dtype
             if dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise ValueError(
@@ -225,6 +246,8 @@ class FP8AdamW(torch.optim.Optimizer):
                 )
             update.check_parameter(p[1] if isinstance(p, tuple) else p)
         super().add_param_group(param_group)
+        for name in foreign:
+            del self.param_groups[-1][name]
         try:
             self.shard.check(self.param_groups[-1])
         except ValueError:
@@ -264,8 +287,8 @@ class FP8AdamW(torch.optim.Optimizer):
         """Make masters anew where their weights are no longer what they cast to."""
         for holding in holdings:
             version = version_of(holding.param)
-            if MASTER.key in self.state.get(holding.weight, {}) and self._cast.get(holding.weight) != version:
-                follow_weight_(self.state[holding.weight][MASTER.key], holding.as_written(), holding.param)
+            if self._cast.get(holding.weight) != version:
+                follow_states_(self.state.get(holding.weight, {}), holding.as_written(), holding.param)
             self._cast[holding.weight] = version
 
     def _init_state(self, holding: Holding, values: torch.Tensor | None = None) -> None:
@@ -354,7 +377,7 @@ class FP8AdamW(torch.optim.Optimizer):
         if self.clip_grad is not None:
             clip = clip_coefficient(norm, self.clip_grad)
             coefficient = clip if coefficient is None else clip * coefficient
-        # A gradient whose square leaves FP32 would leave the second moment without a bound; clipping brings it back in range.
+        # A gradient with a square beyond FP32 would leave the second moment without a bound; clipping brings it back in range.
         usable = norm.isfinite() if self.clip_grad is not None else norm.float().square().isfinite()
         return Decision(table, norm, coefficient, usable)
 
@@ -363,7 +386,7 @@ class FP8AdamW(torch.optim.Optimizer):
         self._written([holding for holding in self.holdings() if self.state.get(holding.weight)])
 
     def _written(self, holdings: Sequence[Holding]) -> None:
-        """Kernels write behind torch's back: whoever asks for the version of a weight (its FP8 scale is kept by it) must see a new one."""
+        """Kernels write behind torch's back: the version of a weight, by which its FP8 scale is kept, has to change."""
         torch.autograd.graph.increment_version([p.payload if isinstance(p, ScalingTensor) else p for p in map(local, self._params())])
         self._seen |= {holding.weight: self._signature(holding) for holding in holdings}
         self._cast |= {holding.weight: version_of(holding.param) for holding in holdings}
@@ -382,7 +405,7 @@ class FP8AdamW(torch.optim.Optimizer):
         return self._table().send(("hyper", number, update), updates.by_name(update).numbers(self.param_groups[number]), torch.float64)
 
     def _signature(self, holding: Holding) -> tuple[tuple[int, int], ...]:
-        """Changes when somebody else changes a tensor whose amax is kept."""
+        """Changes when other code changes a tensor with a kept amax."""
         state = self.state[holding.weight]
         held = (holding.param, *(state[key] for key in update_of(holding.formats).kept), state.get(MASTER.key, holding.param))
         return tuple(version_of(x) for x in held)
@@ -458,8 +481,8 @@ class FP8AdamW(torch.optim.Optimizer):
         return found
 
     def launches(self, ready: Sequence[Holding]) -> Iterator[Launch]:
-        """What is updated together of holdings that have states, and a gradient all or none: those of one group whose tensors have the same
-        formats and are all laid out by rows, or not."""
+        """Holdings that are updated together. They have states, and all or none have a gradient; they are of one group, and their
+        tensors have the same formats and are all laid out by rows, or none is."""
         numbers = {id(group): number for number, group in enumerate(self.param_groups)}
         alike: dict[tuple[Any, ...], list[Holding]] = {}
         for holding in ready:
@@ -514,7 +537,8 @@ class FP8AdamW(torch.optim.Optimizer):
             if whole.index in states:
                 check_state(names[whole.index], states[whole.index], expected_states(whole.param, whole.formats, whole.param.shape))
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            check_numbers({**group, **saved})
+            for update in updates_of(group):
+                update.check_numbers({**group, **saved})
         take_groups(self, state_dict)
         self._take(
             {
@@ -559,7 +583,7 @@ def update_of(formats: Formats) -> Update:
 
 
 def kept_states(p: torch.Tensor, formats: Formats) -> Iterator[tuple[State, Format]]:
-    """What the optimizer keeps beside a parameter whose states have these formats, and in which."""
+    """What the optimizer keeps beside a parameter with states in these formats, and in which format."""
     for state in update_of(formats).states:
         fmt = state.format_beside(weight_format(p), formats)
         if fmt is not None:
@@ -572,14 +596,6 @@ def expected_states(p: torch.Tensor, formats: Formats, shape: torch.Size) -> dic
     for state, fmt in kept_states(p, formats):
         expected |= expected_moment(state.key, fmt, shape, non_negative=state.non_negative)
     return expected
-
-
-def check_numbers(group: Mapping[str, Any]) -> None:
-    """ValueError naming a hyper-parameter of a parameter group that is out of range, and the range."""
-    for name in ("lr", "eps", "weight_decay"):
-        _check(name, float(group[name]) if name == "lr" else group[name], 0.0, float("inf"))
-    for i, beta in enumerate(group["betas"]):
-        _check(f"betas[{i}]", beta, 0.0, 1.0)
 
 
 def _dtype(x: torch.Tensor | None) -> tuple[torch.dtype, bool] | None:

@@ -18,7 +18,7 @@ _BITS = 57  # of 63: scale_from_amax leaves up to two bits above 1 where its exp
 
 
 def contiguous(g: torch.Tensor) -> torch.Tensor:
-    """`g`, detached and laid out by rows, in its own memory where it is that already."""
+    """Contiguous `g`, detached; no copy if it is contiguous."""
     if isinstance(g, ScalingTensor):
         return g if g.payload.is_contiguous() else ScalingTensor(g.payload.contiguous(), g.scale_inv, g.dtype)
     return g.detach().contiguous()
@@ -58,7 +58,7 @@ def unit_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 def units(numel: int) -> int:
-    """Of which number of parts of 1 the squares of a plain gradient of so many elements are counted."""
+    """Fixed-point resolution of the sum of squares of a plain gradient: parts of 1, chosen so that `numel` terms fit in 57 bits."""
     return 2 ** max(0, min(46, _BITS - numel.bit_length()))
 
 

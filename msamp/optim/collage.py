@@ -13,7 +13,7 @@ from msamp.kernels.reference.collage import collage as reference_collage
 from msamp.kernels.tables import Tables
 from msamp.numerics import mcf, metrics
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.masters import follow_weight_, version_of
+from msamp.optim.masters import follow_states_, version_of
 from msamp.optim.shard import gradient
 from msamp.optim.states import Expected, check_state, parameter_names, saved_states, take_groups
 
@@ -49,7 +49,7 @@ class CollageAdamW(torch.optim.Optimizer):
         params: BF16 parameters or groups; a group may carry its own options.
         lr, betas, eps, weight_decay: as torch.optim.AdamW.
         variant: see above.
-        weight_sum: how "light", "plus" and "fp8" add delta: "fast-two-sum", the paper's, which is exact while |theta| >= |delta|, or
+        weight_sum: how "light", "plus" and "fp8" add delta: "fast-two-sum", the paper's, which is exact while `|theta| >= |delta|`, or
             "two-sum", which always is. v is always added by TwoSum, because g^2 often exceeds it.
         eps_inside_root: sqrt(v^ + eps), as algorithm 2 prints it.
         keep_update: keep what each step wanted and what it did, 16 bytes a parameter, for `edq` and `lost_frac`.
@@ -108,8 +108,8 @@ class CollageAdamW(torch.optim.Optimizer):
             group, state = self.param_groups[n], self.state[p]
             if not state:
                 state.update(_initial(p, VARIANTS[group["variant"]]))
-            if "master" in state and self._cast.get(p) != version_of(p):
-                follow_weight_(state["master"], p, p)
+            if self._cast.get(p) != version_of(p):
+                follow_states_(state, p, p)
             if self.keep_update or not _in_one_kernel(group):
                 self._step_alone(p, g, group)
             else:
@@ -122,12 +122,11 @@ class CollageAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """Let the masters of "d" follow weights that somebody has written, now, and find writes that no version tells of, such as those
-        through `.data` (Megatron's name). A step does it by itself for all others."""
+        """Let the masters of "d" and the second components of pairs follow weights that somebody has written, now, and find writes that no
+        version tells of, such as those through `.data` (Megatron's name). A step does it by itself for all others."""
         self._cast = {}
         for p, state in self.state.items():
-            if "master" in state:
-                follow_weight_(state["master"], p, p)
+            follow_states_(state, p, p)
 
     def _step_alone(self, p: torch.Tensor, g: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
@@ -167,7 +166,8 @@ class CollageAdamW(torch.optim.Optimizer):
 
     @property
     def edq(self) -> float:
-        """Effective descent quality of the last step over all its parameters [Collage, definition 3.3]: at best the norm of the update.
+        """Effective descent quality of the last step over all its parameters [Collage, definition 3.3]: at best the norm of the update,
+        which is that of this variant, in its own arithmetic; 0 where every gradient and moment was 0.
 
         The effective update of a pair, or of a weight with compensation or master, is that of its value.
         """
@@ -175,8 +175,13 @@ class CollageAdamW(torch.optim.Optimizer):
 
     @property
     def lost_frac(self) -> float:
-        """Share of the parameters whose value the last step left as it was although it wanted a change [Collage, figure 3]."""
+        """Share of the parameters that the last step left unchanged although their update was not zero [Collage, figure 3]."""
         return metrics.lost_frac(*self._last_update())
+
+    @property
+    def update_norm(self) -> float:
+        """Norm of the last update as it was wanted: what `edq` is where nothing was lost."""
+        return float(self._last_update()[0].norm())
 
     def _last_update(self) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._updates:
@@ -217,7 +222,7 @@ def _check_group(group: dict[str, Any]) -> None:
             raise ValueError(f"{name} {group[name]!r} is unknown; choose one of {', '.join(known)}")
     if group["weight_sum"] != "fast-two-sum" and VARIANTS[group["variant"]].weight != "pair":
         raise ValueError(
-            f"weight_sum {group['weight_sum']!r} has no meaning for variant {group['variant']!r}, whose weights are no pairs; "
+            f"weight_sum {group['weight_sum']!r} has no meaning for variant {group['variant']!r}: its weights are no pairs; "
             "choose variant light, plus or fp8, or leave it out"
         )
     for p in group["params"]:

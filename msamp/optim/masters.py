@@ -1,22 +1,35 @@
 """Masters that follow weights which others have written.
 
-A weight with a master beside it is cast from that master after every update. Who writes the weight by hand tells the master nothing:
+A weight with a master beside it is cast from that master after every update. A write of the weight by hand tells the master nothing:
 `model.load_state_dict`, a `copy_`, a new initialisation, an average of weights that is swapped in. The next update would then bring back
-what the weight was before. So before an update each weight whose version has moved since the optimizer's own last write is compared with
+what the weight was before. So before an update each weight that was written since the optimizer's own last write is compared with
 its master, element by element: where the weight is still what the master casts to, the master stays; where it is not, the master takes
 the weight's value. Weights that were saved with their masters pass the comparison whole, whichever of the two was loaded first.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from msamp.kernels.reference.grad_stats import grad_stats
+from msamp.numerics import mcf
 from msamp.numerics.quantize import cast
 from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
+from msamp.optim import updates
 from msamp.optim.states import local, payload, scale_inv, weight_format
 
 _CHUNK = 2**24  # elements compared at a time: half a dozen FP32 temporaries of 64 MiB
 _COARSER = 256.0  # how much coarser than it could be a scale may stay: FP16 still holds every E4M3 value of a tensor exactly
+
+
+def follow_states_(state: Mapping[str, torch.Tensor], weight: torch.Tensor, whole: torch.Tensor) -> None:
+    """Let what an optimizer keeps of a weight beside it, a master or the second component of a pair, follow it where somebody has written
+    it; arguments as of `follow_weight_`."""
+    if updates.MASTER.key in state:
+        follow_weight_(state[updates.MASTER.key], weight, whole)
+    for key in [key for key, first in updates.remainders().items() if first == updates.WEIGHT and key in state]:
+        follow_weight_in_pair_(state[key], weight)
 
 
 def follow_weight_(master: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor) -> None:
@@ -48,6 +61,23 @@ def follow_weight_(master: torch.Tensor, weight: torch.Tensor, whole: torch.Tens
         stored[part].copy_(cast(values if scale is None else values * scale, own))
     if last is not None and scale is not None:
         last.copy_(inverse(scale))
+
+
+def follow_weight_in_pair_(remainder: torch.Tensor, weight: torch.Tensor) -> None:
+    """Drop the second components of a row in which one is larger than any that its first could have: somebody has written the weight.
+
+    A second component is at most one unit in the last place of its first, 2^-7 of it. Weights of the same size that are written by hand
+    keep theirs, which are below what the weight can show; weights that are put back keep them whole. The host does not wait.
+
+    Args:
+        remainder: the second components, in any format of Collage's pairs, changed in place.
+        weight: the same shape, BF16; a row, along dim 0, is what no process cuts.
+    """
+    first, second = mcf.load_pair(weight.detach(), remainder)
+    fits = second.abs().float() <= first.abs().float() * 2.0**-7 + torch.finfo(torch.bfloat16).smallest_normal
+    kept = fits.flatten(1).all(1).view(-1, *[1] * (weight.dim() - 1)) if weight.dim() > 1 else fits
+    stored = remainder.view(torch.uint8) if remainder.element_size() == 1 else remainder
+    stored.copy_(torch.where(kept, stored, torch.zeros_like(stored)))
 
 
 def _scale(last: torch.Tensor, whole: torch.Tensor, largest: float) -> torch.Tensor:

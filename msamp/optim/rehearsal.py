@@ -1,4 +1,4 @@
-"""What the coming update will compute and what of it will be stored, before anything has changed: for whoever measures the loss."""
+"""The next update on copies: its exact values and its stored values, to measure rounding error before anything has changed."""
 
 import math
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class Rehearsal:
     """Some rows of a holding.
 
     Attributes:
-        holding: whose.
+        holding: the holding that has these rows.
         before: the master's values, FP32.
         wanted: as the update computes them, FP32: `MASTER.column`, the column of each state of the update, and `WEIGHT`, the stored master,
             where a weight is cast from it.
@@ -48,7 +48,7 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
 
     The stored values are those of the step's own kernels, and so are the wanted ones, from states that are FP32 and are not rounded. A
     parameter before its first update has no states, and is left out. Takes the collectives that a step takes. At most `ROWS` elements are
-    there twice, a dozen bytes each stored and in FP32.
+    there twice, a dozen bytes each stored and in FP32; of an update that takes whole parameters at least one of these.
     """
     ready = [holding for holding in optimizer.ready() if optimizer.state.get(holding.weight)]
     decision = optimizer.decide(ready)
@@ -111,7 +111,7 @@ def _parts(launch: Launch) -> Iterator[Launch]:
     columns = {name: getattr(launch, name) for name in LISTS} | {("state", key): states for key, states in launch.states.items()}
     group: list[dict[Any, Any]] = []
     for i, g in enumerate(launch.grads):
-        rows = max(1, ROWS // max(1, math.prod(g.shape[1:])))
+        rows = g.numel() + 1 if launch.update.whole else max(1, ROWS // max(1, math.prod(g.shape[1:])))
         for start in range(0, g.shape[0] if g.dim() else 1, rows):
             part = slice(start, start + rows)
             one = {name: _copy(column[i], part) for name, column in columns.items() if column}

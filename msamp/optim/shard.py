@@ -46,7 +46,7 @@ class Holding:
         return x if self.rows is None else copy_of_rows(x, self.rows)
 
     def as_written(self) -> torch.Tensor:
-        """This holding's part of the parameter as it is now, whoever wrote it."""
+        """This holding's part of the parameter as it is now, after any write."""
         return self.weight if self.rows is None else view_of_rows(self.param, self.rows)
 
 
@@ -127,7 +127,7 @@ class Whole:
         return table
 
     def send_weights(self, scale_invs: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Nobody else has them."""
+        """No other process has them."""
 
     def wait(self) -> None:
         """Nothing is on its way."""

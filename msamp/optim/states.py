@@ -53,7 +53,7 @@ class PlainFormat:
 
 
 class ScaledFormat:
-    """ScalingTensors whose scales follow from the bounds of what is stored."""
+    """ScalingTensors with scales that follow from the bounds of what is stored."""
 
     def __init__(self, fmt: Format) -> None:
         self.format = fmt
@@ -151,7 +151,7 @@ def copy_of_rows(x: Any, rows: slice) -> Any:
 
 
 def view_of_rows(x: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Some rows of a parameter along dim 0, in its memory; a scale is a copy, since who stores the rows stores it too."""
+    """Some rows of a parameter along dim 0, in its memory; a scale is a copy, since a store of the rows writes it too."""
     return ScalingTensor(x.payload[rows], x.scale_inv.clone(), x.dtype) if isinstance(x, ScalingTensor) else x.detach()[rows]
 
 

@@ -23,27 +23,35 @@ of `kept` in their order, then the master's.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from msamp.kernels import ops
-from msamp.kernels.reference.adamw import Batch, stored_amaxes
+from msamp.kernels.reference.adamw import GRAD, Batch, load, store_, stored_amaxes
 from msamp.kernels.reference.adamw import adamw as reference_adamw
 from msamp.kernels.reference.coat_adamw import coat_adamw as reference_coat_adamw
 from msamp.kernels.reference.collage import VARIANTS
 from msamp.kernels.reference.collage import collage as reference_collage
+from msamp.kernels.reference.momentum import ADJUSTMENTS, COEFFICIENTS, Number, heavy_ball_, muon_
 from msamp.kernels.tables import Tables
 from msamp.numerics import formats as known_formats
 from msamp.numerics.formats import BF16, REMAINDER_E4M3, Format
 from msamp.numerics.range_expand import Expanded
 from msamp.numerics.recipe import StateFormats
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.tensor import ScalingTensor, fp32_values
+from msamp.optim.states import local, payload, scale_inv
 
 WEIGHT = "weight"  # of the pieces of a parameter's memory, the one that is no state: the parameter itself
 Formats = Mapping[str, str]  # as `format_names` gives them
+
+
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """ValueError naming a value that is not in [low, high), and the range."""
+    if not low <= value < high:
+        raise ValueError(f"{name} is {value}; it must be in [{low}, {high})")
 
 
 def format_names(states: StateFormats) -> dict[str, str]:
@@ -146,15 +154,17 @@ class Update(ABC):
     Attributes:
         name: what `StateFormats.update` calls it.
         states: all that it keeps, in the order in which checkpoints hold them.
-        kept: keys of the states whose amaxes it wants kept from step to step.
+        kept: keys of the states with amaxes that are kept from step to step.
         in_fp32: name of the update that computes in FP32 what this one computes in its own arithmetic; None: it does so itself, given
             FP32 states. Rehearsals compare with it.
+        whole: it takes whole parameters alone: a process that updates some rows of one is refused.
     """
 
     name: str
     states: tuple[State, ...]
     kept: tuple[str, ...] = ()
     in_fp32: str | None = None
+    whole: bool = False
 
     @property
     def master_row(self) -> int:
@@ -163,7 +173,7 @@ class Update(ABC):
 
     def check_group(self, states: Formats, decoupled: bool) -> None:
         """ValueError for formats or a kind of weight decay that this update does not take. The base class refuses a format in groups for
-        a state whose amax it keeps: such a state has no one scale."""
+        a state with a kept amax: such a state has no one scale."""
         for state in self.states:
             fmt = state.format_beside(known_formats.FP32, states)
             if fmt is not None and fmt.group and state.key in self.kept:
@@ -174,6 +184,18 @@ class Update(ABC):
 
     def check_parameter(self, p: torch.Tensor) -> None:  # noqa: B027 - most updates take every parameter
         """ValueError for a parameter that this update does not take."""
+
+    def options(self) -> dict[str, Any]:
+        """The hyper-parameters that a parameter group has for this update beside `lr` and `weight_decay`, with their defaults."""
+        return {"betas": (0.9, 0.999), "eps": 1e-8}
+
+    def check_numbers(self, group: Mapping[str, Any]) -> None:
+        """ValueError naming a hyper-parameter of a parameter group that is out of range, and the range."""
+        for name in ("lr", "weight_decay", "eps"):
+            if name in group:
+                check_range(name, float(group[name]) if name == "lr" else group[name], 0.0, math.inf)
+        for i, beta in enumerate(group.get("betas", ())):
+            check_range(f"betas[{i}]", beta, 0.0, 1.0)
 
     def numbers(self, group: Mapping[str, Any]) -> list[float]:
         """The hyper-parameters of a parameter group that `run` finds on the device as `launch.hyper`."""
@@ -293,8 +315,193 @@ def _collage(name: str) -> Collage:
     return Collage(name, states, in_fp32="fp32")
 
 
+MOMENTUM = State("momentum_buffer", "m", "m")  # the key is torch's
+
+
+class _Momentum(Update):
+    """What SGD and Muon share: at most one state, and torch operations tensor by tensor. On a GPU no step waits for the host, and one that
+    is not usable is computed and put back."""
+
+    def numbers(self, group: Mapping[str, Any]) -> list[float]:
+        return [float(group["lr"]), group["weight_decay"], group["momentum"], group.get("dampening", 0.0)]
+
+    def run(
+        self,
+        tables: Tables,
+        launch: Launch,
+        amaxes: torch.Tensor,
+        kept: torch.Tensor,
+        coefficient: torch.Tensor | None,
+        usable: torch.Tensor,
+    ) -> None:
+        if not usable.is_cuda and not usable:
+            return
+        numbers: list[Number] = list(launch.hyper.unbind()) if launch.hyper.is_cuda else launch.hyper.tolist()
+        mine = amaxes[:, launch.indices]
+        g_amax = mine[GRAD] if coefficient is None else mine[GRAD] * coefficient
+        if launch.group["weight_decay"] and not launch.group["decoupled"]:  # the decay is part of the gradient
+            g_amax = g_amax + numbers[1] * mine[self.master_row]
+        bounds = self.bounds(numbers, mine, g_amax, torch.stack(launch.steps) == 0) if self.kept else g_amax
+        for i, g in enumerate(launch.grads):
+            values = fp32_values(g) if coefficient is None else fp32_values(g) * coefficient
+            stored = [x[i : i + 1] for x in (launch.states.get(MOMENTUM.key, []), launch.masters, launch.weights) if x]
+            before = [x.clone() for x in _memory(stored)] if usable.is_cuda else []
+            self._update(launch, i, values, numbers, (bounds[i : i + 1], 2.0 * mine[self.master_row, i : i + 1]))
+            for x, old in zip(_memory(stored), before, strict=False):
+                x.copy_(torch.where(usable, x, old))
+        torch._foreach_add_(launch.steps, usable.float())
+        kept[: self.master_row, launch.places] = self.stored_amaxes(launch)
+
+    def _update(
+        self, launch: Launch, i: int, g: torch.Tensor, numbers: Sequence[Number], bounds: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Load, update, store one parameter."""
+        buffers, masters = (x[i : i + 1] for x in (launch.states.get(MOMENTUM.key, []), launch.masters))
+        (p,), buffer = load(masters), load(buffers)
+        self.change_(p, g, buffer[0] if buffer else None, launch, launch.steps[i] == 0, numbers)
+        if buffer:
+            store_(buffers, buffer, bounds[0])
+        store_(masters, [p], bounds[1])
+        if launch.weights:
+            store_(launch.weights[i : i + 1], load(masters), bounds[1])
+
+    @abstractmethod
+    def bounds(self, numbers: Sequence[Number], amaxes: torch.Tensor, g_amax: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        """FP32 [n], no less than the new momenta: from the table's columns, the amaxes of the clipped and decayed gradients, and bool [n],
+        whether it is their first step."""
+
+    @abstractmethod
+    def change_(
+        self,
+        p: torch.Tensor,
+        g: torch.Tensor,
+        buffer: torch.Tensor | None,
+        launch: Launch,
+        first: torch.Tensor,
+        numbers: Sequence[Number],
+    ) -> None:
+        """Update master and momentum in FP32, in place; `g` is only read."""
+
+
+class SGD(_Momentum):
+    """torch.optim.SGD: `sgd` without a state, `sgd-momentum` with one. The decay is part of the gradient, or with `decoupled` shrinks
+    the weight."""
+
+    def options(self) -> dict[str, Any]:
+        return {"momentum": 0.9 if self.kept else 0.0, "dampening": 0.0, "nesterov": False}
+
+    def check_numbers(self, group: Mapping[str, Any]) -> None:
+        super().check_numbers(group)
+        momentum, dampening = group["momentum"], group["dampening"]
+        check_range("momentum", momentum, 0.0, math.inf)
+        check_range("dampening", dampening, -math.inf, math.inf)
+        if momentum and not self.kept:
+            raise ValueError(f"momentum is {momentum}, and update 'sgd' keeps no state for it; give 0, or take update 'sgd-momentum'")
+        if group["nesterov"] and (dampening or not momentum):
+            raise ValueError(f"nesterov is True with momentum {momentum} and dampening {dampening}; it takes a momentum and no dampening")
+
+    def numbers(self, group: Mapping[str, Any]) -> list[float]:
+        self.check_numbers(group)  # schedulers write momenta
+        return super().numbers(group)
+
+    def bounds(self, numbers: Sequence[Number], amaxes: torch.Tensor, g_amax: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        _, _, momentum, dampening = numbers
+        share = torch.as_tensor(1 - dampening, device=first.device).abs()
+        return momentum * amaxes[1] + torch.where(first, torch.ones_like(share), share).float() * g_amax
+
+    def change_(
+        self,
+        p: torch.Tensor,
+        g: torch.Tensor,
+        buffer: torch.Tensor | None,
+        launch: Launch,
+        first: torch.Tensor,
+        numbers: Sequence[Number],
+    ) -> None:
+        lr, weight_decay, momentum, dampening = numbers
+        group = launch.group
+        decay, dampened = weight_decay if group["weight_decay"] else None, first if group["dampening"] else None
+        flags = {name: bool(group[name]) for name in ("nesterov", "decoupled")}
+        heavy_ball_(p, g, buffer, lr, momentum, dampening, decay, dampened, **flags)
+
+
+class Muon(_Momentum):
+    """torch.optim.Muon: momentum of whole matrices, orthogonalised in BF16 [Jordan et al. 2024]; `adjust_lr_fn` "match_rms_adamw" is the
+    scale of [Liu et al. 2025, section 2.2]. Vectors, embeddings and the head want AdamW, in a group of their own."""
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "momentum": 0.95,
+            "nesterov": True,
+            "ns_coefficients": COEFFICIENTS,
+            "eps": 1e-7,
+            "ns_steps": 5,
+            "adjust_lr_fn": None,
+        }
+
+    def check_group(self, states: Formats, decoupled: bool) -> None:
+        """Takes decoupled decay."""
+        super().check_group(states, decoupled)
+        if not decoupled:
+            raise ValueError("decoupled is False; update 'muon' has decoupled decay alone: leave it True, or take update fp32")
+
+    def check_parameter(self, p: torch.Tensor) -> None:
+        """Takes whole matrices."""
+        if p.dim() != 2:
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} is no matrix, and update 'muon' takes matrices alone; give it to AdamW, in a "
+                "parameter group of update fp32"
+            )
+        if local(p) is not p or getattr(p, "tensor_model_parallel", False):
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} is cut over processes (tensor parallelism or fully_shard), and update 'muon' "
+                "orthogonalises whole matrices; take AdamW or SGD, or spread the optimizer alone (zero=True)"
+            )
+
+    def check_numbers(self, group: Mapping[str, Any]) -> None:
+        super().check_numbers(group)
+        check_range("momentum", group["momentum"], 0.0, 1.0)
+        if not 0 <= group["ns_steps"] < 100:
+            raise ValueError(f"ns_steps is {group['ns_steps']}; it must be in [0, 100)")
+        if len(group["ns_coefficients"]) != 3:
+            raise ValueError(f"ns_coefficients are {group['ns_coefficients']}; give three")
+        if group["adjust_lr_fn"] not in ADJUSTMENTS:
+            legal = ", ".join(map(repr, ADJUSTMENTS))
+            raise ValueError(f"adjust_lr_fn is {group['adjust_lr_fn']!r}; choose one of {legal}")
+
+    def bounds(self, numbers: Sequence[Number], amaxes: torch.Tensor, g_amax: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        momentum = numbers[2]
+        return momentum * amaxes[1] + (1 - momentum) * g_amax
+
+    def change_(
+        self,
+        p: torch.Tensor,
+        g: torch.Tensor,
+        buffer: torch.Tensor | None,
+        launch: Launch,
+        first: torch.Tensor,
+        numbers: Sequence[Number],
+    ) -> None:
+        assert buffer is not None
+        lr, weight_decay, momentum, _ = numbers
+        options = {name: launch.group[name] for name in self.options() if name != "momentum"}
+        muon_(p, g, buffer, lr, momentum, weight_decay if launch.group["weight_decay"] else None, **options)
+
+
+def _memory(stored: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Payloads, those of FP8 as bytes, and scales, in their memory."""
+    found = []
+    for x in (x for xs in stored for x in xs):
+        own, scale = payload(x), scale_inv(x)
+        found += [own.view(torch.uint8) if own.element_size() == 1 else own, *([] if scale is None else [scale])]
+    return found
+
+
 _KNOWN: dict[str, Update] = {
     "fp32": AdamW("fp32", (MASTER, *MOMENTS), kept=("exp_avg", "exp_avg_sq")),
+    "sgd": SGD("sgd", (MASTER,)),
+    "sgd-momentum": SGD("sgd-momentum", (MASTER, MOMENTUM), kept=(MOMENTUM.key,)),
+    "muon": Muon("muon", (MASTER, MOMENTUM), kept=(MOMENTUM.key,), whole=True),
     **{name: _collage(name) for name, variant in VARIANTS.items() if variant.dtype is torch.bfloat16},
 }
 
@@ -308,6 +515,34 @@ def by_name(name: str) -> Update:
     if name not in _KNOWN:
         raise ValueError(f"update {name!r} is unknown; choose one of {', '.join(_KNOWN)}, or register it (msamp.optim.updates.register)")
     return _KNOWN[name]
+
+
+def updates_of(group: Mapping[str, Any]) -> list[Update]:
+    """The updates of a parameter group, each once."""
+    given = group["formats"]
+    return [by_name(name) for name in dict.fromkeys(formats["update"] for formats in (given if isinstance(given, list) else [given]))]
+
+
+def take_options(param_group: dict[str, Any], defaults: Mapping[str, Any]) -> set[str]:
+    """Give a new parameter group the options of its updates: an optimizer's defaults where the update that these name has the same options,
+    else the update's own.
+
+    Returns:
+        The options in the defaults that no update of the group takes.
+
+    Raises:
+        ValueError: for a number out of range, and for an option in the group that none of its updates takes.
+    """
+    chosen, usual = updates_of(param_group), by_name(defaults["formats"].update).options().keys()
+    foreign = usual - {name for update in chosen for name in update.options()}
+    if foreign & param_group.keys():
+        names, given = ", ".join(update.name for update in chosen), ", ".join(sorted(foreign & param_group.keys()))
+        raise ValueError(f"a group of update {names} is given {given}, which it does not take; leave it out")
+    for update in chosen:
+        for name, default in update.options().items():
+            param_group.setdefault(name, defaults[name] if update.options().keys() == usual else default)
+        update.check_numbers({**defaults, **param_group})
+    return foreign
 
 
 def register(update: Update) -> Update:

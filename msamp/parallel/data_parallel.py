@@ -1,6 +1,6 @@
 """A gradient synchroniser for a model: its parameters in buckets, each bucket spread over the ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -22,15 +22,17 @@ def grad_sync(
     *,
     bucket_elements: int = BUCKET_ELEMENTS,
     sums: Sequence[tuple[Peers, Sequence[Tensor]]] = (),
+    whole: Iterable[Tensor] = (),
     **options: Any,
 ) -> GradSync:
-    """A GradSync whose buckets fill in the order of backward and are spread evenly over the ranks.
+    """A GradSync with buckets that fill in the order of backward and are spread evenly over the ranks.
 
     Args:
-        model: whose parameters are synchronised.
+        model: its parameters are synchronised.
         formats: gradient format of every parameter that wants one.
         group: the data-parallel ranks; None for one process.
         bucket_elements: elements of a bucket; a larger parameter has one of its own.
+        whole: parameters that are not cut, however uneven the load gets: those of an update of whole matrices (Muon).
         sums: as GradSync's; entries without parameters or other ranks have no effect.
         options: GradSync's others.
     """
@@ -41,5 +43,6 @@ def grad_sync(
     sums = [(others, members) for others, members in sums if members and others.ranks > 1]
     summed = {p for _, members in sums for p in members}
     kinds = [formats[p].name + (" summed" if p in summed else "") for p in params]
-    plan = plan_buckets([p.shape for p in params], kinds, ranks, bucket_elements)
+    uncut = set(whole)
+    plan = plan_buckets([p.shape for p in params], kinds, ranks, bucket_elements, whole=[i for i, p in enumerate(params) if p in uncut])
     return GradSync(model, formats, plan.buckets, group, sums=sums, **options)

@@ -2,7 +2,7 @@
 
 `fully_shard` keeps of each parameter a share of its rows on each rank, gathers the whole before a forward or backward that needs it, and
 averages gradients into shares again. A tensor subclass may say what is gathered: `fsdp_pre_all_gather` gives the bytes that this rank
-sends, `fsdp_post_all_gather` makes of everybody's bytes the parameter that the layer computes with. `ShardedWeight` is such a subclass.
+sends, `fsdp_post_all_gather` makes of all ranks' bytes the parameter that the layer computes with. `ShardedWeight` is such a subclass.
 Between steps it is a ScalingTensor in FP16 with one scale for all ranks. It sends one byte an element: the codes in which the GEMM takes
 the weight on one process. So the ranks must know the amax of the whole weight before they cast their rows. `FSDP.measure` takes the
 amaxes of all weights after each update, in one small all-reduce; a weight that somebody has written since is measured when it is gathered.
@@ -160,7 +160,7 @@ class Rows(Holding):
 
 
 class FSDP:
-    """The part of an FP8AdamW whose parameters `fully_shard` has cut: a `Shard` (see `msamp.optim.shard`).
+    """The part of an FP8AdamW over parameters that `fully_shard` has cut: a `Shard` (see `msamp.optim.shard`).
 
     A gradient is the average that FSDP leaves in `p.grad`, quantised in the step with one scale for all ranks.
 

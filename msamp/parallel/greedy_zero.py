@@ -1,4 +1,20 @@
-"""ZeRO that distributes tensors whole, scale and all (FP8-LM section 2.3, Algorithm 1, Figure 3)."""
+"""ZeRO that distributes tensors whole, scale and all (FP8-LM section 2.3, Algorithm 1, Figure 3).
+
+What: N data-parallel ranks share the optimizer. Each tensor has one owner, which keeps master, m and v, takes the averaged gradient,
+updates, and sends the new weight to all. Memory of states falls by N; a step sends one byte of gradient and one of weight a parameter
+at O3.
+
+Why whole tensors: an FP8 tensor has one scale. ZeRO that cuts the flat parameters at equal lengths would give many tensors two owners, with
+a scale each or a collective for it. Algorithm 1 sorts tensors by size, largest first, and gives each to the rank with the least load:
+
+    for tensor in sorted(tensors, largest first):
+        owner = argmin over ranks of load
+        load[owner] += elements of tensor
+
+What was tried: with few large tensors and many ranks this balances badly, so what is too large is cut along its rows
+(`msamp.comm.partition`). Owners agree on the amax of each tensor, so that its pieces keep one scale. `tools/reproduce/results/table8.csv`
+compares the loads.
+"""
 
 import functools
 import warnings
@@ -12,7 +28,7 @@ import torch.distributed as dist
 from msamp.comm.bucket import Bucket, Segment, as_bytes
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW, kept_states
+from msamp.optim.adamw import FP8AdamW, kept_states, update_of
 from msamp.optim.shard import Holding
 from msamp.optim.states import begun, is_scaled, payload, scale_inv, view_of_rows
 from msamp.optim.updates import formats_of
@@ -40,7 +56,7 @@ class ZeRO:
 
     Raises:
         ValueError: a `sync` that does not shard. The optimizer refuses a parameter that `sync` does not know (also one added later) or
-            averages in another format, and a vector with COAT's moments that it cuts.
+            averages in another format, a vector with COAT's moments that it cuts, and a matrix of Muon's that it cuts.
     """
 
     def __init__(self, sync: GradSync, overlap: bool = True) -> None:
@@ -75,6 +91,11 @@ class ZeRO:
                 )
             elif p.dim() == 1 and any(fmt.group for _, fmt in kept_states(p, formats)) and self._is_cut(p):
                 problem = "is a vector cut over several ranks, through groups of COAT's moments; give its group other formats"
+            elif update_of(formats).whole and self._is_cut(p):
+                problem = (
+                    f"is cut over several ranks, and update {formats['update']!r} takes whole parameters; build the synchroniser with "
+                    "whole=[the parameters of that update]"
+                )
             if problem is not None:
                 raise ValueError(f"a parameter of shape {tuple(p.shape)} {problem}")
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from msamp.comm.collectives import Peers
-from msamp.comm.exchange import pack_scaled, sum_in_rank_order
+from msamp.kernels import ops
 from msamp.nn.gemm import cast_operand
 from msamp.nn.scaling_state import Slot
 from msamp.numerics.recipe import Cast
@@ -24,7 +24,7 @@ def shared_amax(amax: torch.Tensor, peers: Peers) -> torch.Tensor:
 
 
 def gathered_shape(shape: Sequence[int], peers: Peers) -> tuple[int, ...]:
-    """The shape of a tensor whose dim 0 is spread evenly over the ranks."""
+    """The shape of a tensor with dim 0 spread evenly over the ranks."""
     return (shape[0] * peers.ranks, *shape[1:])
 
 
@@ -58,7 +58,7 @@ def start_sum(
         role: "output" or "grad_input"; bytes are counted under "{role} reduce-scatter" or "{role} all-reduce".
         scatter: leave on each rank its block of M / ranks rows, of which M must be a multiple; else the whole sum.
         wire: slot and cast of each rank's own, with one scale a tensor. None: the sum travels in the dtype of `partial`, summed by NCCL
-            itself or over other backends in FP32 in rank order and rounded once.
+            itself, or by copies and over other backends in FP32 in rank order and rounded once.
 
     Returns:
         What waits, on a GPU in the stream alone, and gives [M / ranks, N] or [M, N] in the dtype of `partial`; the whole
@@ -70,7 +70,7 @@ def start_sum(
     even, more = divmod(partial.numel(), peers.ranks)
     sizes = [even + (rank < more) for rank in range(peers.ranks)]
     shape = (partial.shape[0] // peers.ranks if scatter else partial.shape[0], partial.shape[1])
-    if wire is None and peers.nccl:
+    if wire is None and peers.nccl and not (scatter and peers.copies):
         if scatter:
             summed = peers.reduce_scatter(partial.view(-1), sizes, what, KIND, label)
         else:
@@ -84,15 +84,16 @@ def start_sum(
     pending = peers.start_all_to_all(payload.view(-1), sizes, what, KIND, label)
 
     def finish() -> torch.Tensor:
-        total = sum_in_rank_order(list(pending.wait().view(peers.ranks, sizes[peers.rank])))
+        received = pending.wait().view(peers.ranks, sizes[peers.rank])
+        own = payload.view(-1).split(sizes)[peers.rank] if pending.lacks_own else None
         if scatter:
-            whole = total if scale_inv is None else total.mul_(scale_inv)
-        elif scale_inv is None:
-            whole = peers.all_gather(total.to(dtype), sizes, f"the sums of {role}", KIND, label)
-        else:
-            room = 2.0 ** (peers.ranks - 1).bit_length()
-            rounded = pack_scaled(total, total.new_full((), 1.0 / room), cast.format)
-            whole = peers.all_gather(rounded, sizes, f"the sums of {role}", KIND, label).float().mul_(scale_inv * room)
-        return whole.to(dtype).view(shape)
+            return ops.sum_payloads(received, scale_inv, dtype, own, peers.rank).view(shape)
+        room = 2.0 ** (peers.ranks - 1).bit_length()
+        factor, fmt = (None, dtype) if scale_inv is None else (torch.full_like(scale_inv, 1.0 / room), cast.format.dtype)
+        rounded = ops.sum_payloads(received, factor, fmt, own, peers.rank)
+        whole = peers.start_all_gather(rounded, sizes, f"the sums of {role}", KIND, label).wait()
+        if scale_inv is None:
+            return whole.clone().view(shape) if peers.copies else whole.view(shape)
+        return ops.sum_payloads(whole.view(1, -1), scale_inv * room, dtype).view(shape)
 
     return finish

@@ -1,18 +1,35 @@
-"""Column- and row-parallel FP8 linear layers, whose activations travel in FP8 in both directions (FP8-LM section 2.3, Figure 2).
+"""Column- and row-parallel FP8 linear layers: their activations travel in FP8 in both directions (FP8-LM section 2.3, Figure 2).
+
+What: T ranks share one linear layer. A column-parallel layer holds W [outputs / T, inputs] and takes the whole input; with sequence
+parallelism each rank has x [tokens / T, inputs], which is gathered. A row-parallel layer holds W [outputs, inputs / T]; its partial
+outputs [tokens, outputs] are added up over the ranks, and with sequence parallelism each rank keeps its tokens.
+
+Why FP8 here: each half of a transformer layer moves its activations twice in forward and twice in backward. A payload of one byte halves
+what BF16 moves. For n tokens of width h under sequence parallelism each rank sends, in bytes,
+
+    gather of the input          (T - 1) / T n h        E4M3; again in backward where a rank keeps its shard alone
+    sum of the output            (T - 1) / T 2 n h      BF16, or half of it with wire "fp8"
+    gather of the grad_output    (T - 1) / T n h        E5M2
+    sum of grad_input            (T - 1) / T n h        E5M2, each rank's part with the shared scale, added up in FP32 in rank order
 
 Tensors are quantised first and gathered once: the gathered payload is the GEMM's operand as it is. What travels has one scale on all
 ranks of the group. With delayed scaling that costs nothing, since histories are rolled over the group; just in time it costs an
 all-reduce of one number a cast. A value that is not finite makes the results of its own rank NaN, and may not show on the others:
-whoever decides by the gradients' norm combines it over the group.
+the gradients' norm is combined over the group before anything is decided by it.
+
+What was tried: the sum of the output in FP8 halves its bytes and gains little of a step, since collectives of this size wait more than they
+move; so BF16 is the default. Cutting a GEMM into chunks with NCCL beside it lost to one after the other: NCCL takes multiprocessors. Copies
+through memory that the ranks share need none (`msamp.comm.copies`). `tools/bench/LOG.md` has the times.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from msamp.comm.collectives import Peers
+from msamp.comm.copies import TRANSPORTS, choose_peers
 from msamp.comm.counters import WireBytes
 from msamp.kernels import ops
 from msamp.nn.gemm import LayerGemm, Operand, cast_operand
@@ -27,7 +44,7 @@ SAVED_INPUTS = ("shard", "gathered")
 
 
 class TensorParallel:
-    """What the FP8 linear layers of one tensor-parallel group share.
+    """What the FP8 linear layers of one tensor-parallel group share; and the ends (`msamp.nn.ends`) of the fused blocks that hold them.
 
     Args:
         group: the ranks.
@@ -37,9 +54,15 @@ class TensorParallel:
         saved_input: what a column-parallel layer keeps of its FP8 input under sequence parallelism: "shard", gathered again
             in backward while grad_input's GEMM runs, or "gathered", ranks times as large.
         sent: where bytes are counted, as kind "activation"; None is a counter of its own.
+        transport: "nccl", the group's own collectives whatever its backend is; "copies", into the peers' memory (`msamp.comm.copies`); or
+            "auto", the faster of both where there can be copies. Collective unless it is "nccl".
+        measure: whether "auto" may measure; else it takes copies where there can be any, so that bits do not depend on times.
+
+    Attributes:
+        travels: how, and why so, in words for a log.
 
     Raises:
-        ValueError: another `wire` or `saved_input`.
+        ValueError: another `wire`, `saved_input` or `transport`, or copies between ranks that cannot make any.
     """
 
     def __init__(
@@ -50,19 +73,54 @@ class TensorParallel:
         wire: str = "bf16",
         saved_input: str = "shard",
         sent: WireBytes | None = None,
+        transport: str = "nccl",
+        measure: bool = True,
     ) -> None:
-        for name, value, legal in (("wire", wire, WIRES), ("saved_input", saved_input, SAVED_INPUTS)):
+        chosen = (("wire", wire, WIRES), ("saved_input", saved_input, SAVED_INPUTS), ("transport", transport, TRANSPORTS))
+        for name, value, legal in chosen:
             if value not in legal:
                 raise ValueError(f"{name} is {value!r}; choose one of {', '.join(legal)}")
         self.sequence_parallel = sequence_parallel
         self.wire = wire
         self.saved_input = saved_input
         self.sent = WireBytes() if sent is None else sent
-        self.peers = Peers(group, self.sent)
+        self.peers, self.travels = choose_peers(group, self.sent, transport, measure=measure)
+
+    @property
+    def spread(self) -> bool:
+        """`sequence_parallel`, as the blocks call it."""
+        return self.sequence_parallel
+
+    @property
+    def keeps_gathered(self) -> bool:
+        return self.sequence_parallel and self.saved_input == "gathered"
+
+    @property
+    def adds_bias(self) -> bool:
+        """In a block the first rank adds the bias of the last layer to its partial sum, in that GEMM: no kernel of its own."""
+        return self.peers.rank == 0
 
     def shared_amax(self, amax: torch.Tensor) -> torch.Tensor:
         """The largest amax of the group; what a rank gives is alike, or not sent, without sequence parallelism."""
         return shared_amax(amax, self.peers) if self.sequence_parallel else amax
+
+    def start_gather(self, payload: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
+        """All ranks' rows, under sequence parallelism; else `payload`."""
+        if not self.sequence_parallel:
+            return lambda: payload
+        gathered = start_gather(payload, self.peers, label)
+        kept = self.peers.copies and self.keeps_gathered and label == "input all-gather"  # till backward: the window is wanted before
+        return (lambda: gathered().clone()) if kept else gathered
+
+    def sum_output(self, partial: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
+        """The sum of a row-parallel layer's output, sent as `wire` says."""
+        wire = (layer.sums, layer.gemm.input) if self.wire == "fp8" else None
+        return start_sum(partial, self.peers, "output", scatter=self.sequence_parallel, wire=wire)()
+
+    def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Callable[[], torch.Tensor]:
+        """The sum of a column-parallel layer's grad_input, sent in FP8."""
+        wire = (layer.sums, layer.gemm.grad_output)
+        return start_sum(partial, self.peers, "grad_input", scatter=self.sequence_parallel, wire=wire)
 
 
 class ColumnFunction(torch.autograd.Function):
@@ -76,8 +134,7 @@ class ColumnFunction(torch.autograd.Function):
         x2d, shape = x.reshape(-1, x.shape[-1]), gathered_shape(x.shape, tp.peers) if gather else x.shape
         operand = cast_operand(x2d, layer.x, layer.gemm.input, col=keep and not gather, combine=tp.shared_amax)
         saved = operand.payload_t
-        if gather:
-            gathered = start_gather(operand.codes, tp.peers, "input all-gather")
+        gathered = tp.start_gather(operand.codes, "input all-gather")
         w = layer.weight(weight.payload)
         if gather:
             shard, operand = operand.payload, operand._replace(payload=gathered())
@@ -96,14 +153,13 @@ class ColumnFunction(torch.autograd.Function):
         grad_x = grad_w = grad_b = None
         again = needs_w and tp.sequence_parallel and tp.saved_input == "shard"
         if again:
-            gathered = start_gather(saved, tp.peers, "input all-gather again")
+            gathered = tp.start_gather(saved, "input all-gather again")
         g2d = grad_output.reshape(-1, grad_output.shape[-1])
         if needs_x or needs_w:
             g = cast_operand(g2d, layer.grad, layer.gemm.grad_output, col=needs_w)
         if needs_x:
             partial = layer.grad_input(g, layer.weight(w_payload, transpose=True), grad_output.dtype)
-            wire = (layer.sums, layer.gemm.grad_output)
-            summed = start_sum(partial, tp.peers, "grad_input", scatter=tp.sequence_parallel, wire=wire)
+            summed = tp.start_sum_grad(partial, layer)
         if needs_w:
             x8 = gathered() if again else saved
             x8_t = ops.transpose(x8) if tp.sequence_parallel else x8
@@ -125,8 +181,7 @@ class RowFunction(torch.autograd.Function):
         x2d = x.reshape(-1, x.shape[-1])
         operand = cast_operand(x2d, layer.x, layer.gemm.input, col=ctx.needs_input_grad[1])
         partial = layer.output(operand, layer.weight(weight.payload), None, x.dtype)
-        wire = (layer.sums, layer.gemm.input) if tp.wire == "fp8" else None
-        y = start_sum(partial, tp.peers, "output", scatter=tp.sequence_parallel, wire=wire)()
+        y = tp.sum_output(partial, layer)
         ctx.save_for_backward(operand.payload_t, operand.scale_inv_t, weight.payload)
         ctx.layer, ctx.tp, ctx.shape, ctx.weight_dtype = layer, tp, x.shape, weight.dtype
         rows = x.shape[0] // tp.peers.ranks if tp.sequence_parallel else x.shape[0]
@@ -141,8 +196,7 @@ class RowFunction(torch.autograd.Function):
         gather = tp.sequence_parallel
         g2d = grad_output.reshape(-1, grad_output.shape[-1])
         g = cast_operand(g2d, layer.grad, layer.gemm.grad_output, col=needs_w and not gather, combine=tp.shared_amax)
-        if gather:
-            gathered = start_gather(g.codes, tp.peers, "grad_output all-gather")
+        gathered = tp.start_gather(g.codes, "grad_output all-gather")
         if needs_x:
             w = layer.weight(w_payload, transpose=True)
         if gather:
@@ -158,7 +212,7 @@ class RowFunction(torch.autograd.Function):
 def column_linear(
     x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, scaling: LinearScaling, tp: TensorParallel
 ) -> torch.Tensor:
-    """FP8 linear whose output features are spread over the ranks.
+    """FP8 linear with output features spread over the ranks.
 
     Args:
         x: BF16, FP16 or FP32, under autocast taken in the autocast dtype. [s / ranks, ..., K] with sequence parallelism, the
@@ -181,7 +235,7 @@ def column_linear(
 
 
 def row_linear(x: torch.Tensor, weight: ScalingTensor, scaling: LinearScaling, tp: TensorParallel) -> torch.Tensor:
-    """FP8 linear whose input features are spread over the ranks; a bias is added to its result.
+    """FP8 linear with input features spread over the ranks; a bias is added to its result.
 
     Args:
         x: [s, ..., K / ranks] BF16, FP16 or FP32, under autocast taken in the autocast dtype.

@@ -117,7 +117,7 @@ def adamw(
 
     Scales come from bounds that hold before the values are known: m from beta1 amax_m + (1 - beta1) amax_g, v likewise with squares,
     master and weight from twice the master's amax. A weight is cast from its master as stored: a cast of the unrounded update would
-    let every weight whose master sits midway between two FP8 codes (one BF16 value in 16) jump by a code with an update too small for
+    let every weight with a master that sits midway between two FP8 codes (one BF16 value in 16) jump by a code with an update too small for
     the master.
 
     Args:

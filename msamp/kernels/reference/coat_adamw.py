@@ -1,4 +1,4 @@
-"""AdamW whose moments, one or both, are COAT's: FP8 in groups with range expansion [COAT, part 1]. The arithmetic is `adamw`'s."""
+"""AdamW with moments, one or both, of COAT's format: FP8 in groups with range expansion [COAT, part 1]. The arithmetic is `adamw`'s."""
 
 from collections.abc import Sequence
 from dataclasses import replace

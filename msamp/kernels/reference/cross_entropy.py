@@ -1,4 +1,10 @@
-"""Cross entropy of logits over the vocabulary, and its gradient in their place."""
+"""Cross entropy of logits over the vocabulary, and its gradient in their place.
+
+Where tensor-parallel ranks hold some columns of the vocabulary each, a row's softmax wants three numbers of every rank: the largest logit,
+the sum of exponentials below it, and the label's logit. `softmax_parts` gives a rank's own, the ranks gather them, and
+`cross_entropy_of_parts_` makes of all of them what `cross_entropy_` makes of whole rows: the same losses on every rank, bit for bit, since
+each combines the same numbers in the order of the ranks.
+"""
 
 import torch
 
@@ -23,4 +29,53 @@ def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Te
     losses = -log_p.gather(1, at).squeeze(1)
     grad = log_p.exp_().scatter_add_(1, at, log_p.new_full((1, 1), -1.0).expand_as(at))
     logits.copy_(grad.mul_(weights.masked_fill(~known, torch.nan)[:, None]))
+    return losses.masked_fill_(~known, torch.nan)
+
+
+def softmax_parts(logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
+    """What one rank adds to the softmax of every row.
+
+    Args:
+        logits: [M, V] FP32, BF16 or FP16, row-major: columns `first` to `first + V - 1` of the whole vocabulary.
+        labels: [M] int64, numbered in the whole vocabulary.
+        first: this rank's first column.
+
+    Returns:
+        [3, M] FP32: the largest logit (at least FP32's lowest finite number), the sum of exp(logit - largest), and the label's logit, 0
+        where another rank has it.
+    """
+    x = logits.float()
+    at = labels - first
+    own = (at >= 0) & (at < x.shape[1])
+    picked = x.gather(1, at.clamp(0, x.shape[1] - 1)[:, None]).squeeze(1)
+    largest = x.amax(1).clamp(min=torch.finfo(torch.float32).min)
+    return torch.stack((largest, (x - largest[:, None]).exp_().sum(1), torch.where(own, picked, torch.zeros_like(picked))))
+
+
+def cross_entropy_of_parts_(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, parts: torch.Tensor, first: int
+) -> torch.Tensor:
+    """`cross_entropy_` of rows with columns spread over ranks, of which this one holds `logits`.
+
+    Args:
+        logits: [M, V] FP32, BF16 or FP16, row-major, columns `first` to `first + V - 1`; overwritten by their part of the gradient.
+        labels: [M] int64, 0 to ranks * V - 1; another makes loss and gradient NaN.
+        weights: [M] FP32, the loss mask.
+        parts: [ranks, 3, M] FP32, `softmax_parts` of every rank in the order of the ranks.
+        first: this rank's first column.
+
+    Returns:
+        losses [M] FP32 in nats, bitwise the same on every rank.
+    """
+    V = logits.shape[1]
+    known = (labels >= 0) & (labels < V * parts.shape[0])
+    of_rank, sums, picked = parts.unbind(1)
+    largest = of_rank.amax(0)
+    log_total = (sums * (of_rank - largest).exp()).sum(0).log()
+    losses = log_total - (picked.sum(0) - largest)
+    at = labels - first
+    own = (at >= 0) & (at < V)
+    p = (logits.float() - largest[:, None] - log_total[:, None]).exp_()
+    p.scatter_add_(1, at.clamp(0, V - 1)[:, None], -own.float()[:, None])
+    logits.copy_(p.mul_(weights.masked_fill(~known, torch.nan)[:, None]))
     return losses.masked_fill_(~known, torch.nan)

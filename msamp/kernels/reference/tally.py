@@ -17,7 +17,7 @@ def tally_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv:
             x; the scale, that of this call.
         x: FP32, BF16 or FP16, of any shape.
         payload: any format, as many elements in the same order.
-        scale_inv: FP32 0-dim; for this twin also what broadcasts against `x`, whose scale is then the smallest of all.
+        scale_inv: FP32 0-dim; for this twin also what broadcasts against `x`; its scale is then the smallest of all.
     """
     limit = of_dtype(payload.dtype).max
     if not x.numel():
@@ -37,7 +37,7 @@ def tally_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv:
 
 @torch.no_grad()
 def tally_update_(row: torch.Tensor, before: torch.Tensor, wanted: torch.Tensor, stored: torch.Tensor, scale_inv: torch.Tensor) -> None:
-    """Add to `row` what arrives of an update [Collage, EDQ and lost arithmetic]: one read, without a host sync.
+    """Add to `row` what arrives of an update, for `msamp.numerics.metrics.descent` and `lost_frac`: one read, without a host sync.
 
     Args:
         row: FP64 [5], changed in place: elements; sums of stored^2, of update^2 and of update times what arrived of it; elements left

@@ -40,7 +40,7 @@ def _sigmoid(z, HARDWARE: tl.constexpr):
 @triton.jit
 def _gelu(y, HARDWARE: tl.constexpr):
     """GELU of `y`, its sigmoid and the clamped y^2. No product is left to add to but in `fma`: the compiler must not contract this
-    in one way in forward and in another in backward, whose codes have to be the same."""
+    in one way in forward and in another in backward, and both codes have to be the same."""
     square = tl.minimum(y * y, 256.0)
     # -log2(e) * 2 u, with 2 u = 1.59577 (y + 0.044715 y^3)
     s = _sigmoid(y * tl.fma(square, -0.10294324, -2.3022082), HARDWARE)

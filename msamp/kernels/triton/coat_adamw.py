@@ -1,5 +1,5 @@
-"""AdamW over many tensors whose moments, one or both, are COAT's: a launch for their numbers, and one that reads and writes each element
-once. A tile holds whole groups, so that their maxima and exponents need no second pass. Twin: `msamp.kernels.reference.coat_adamw`.
+"""AdamW over many tensors with moments, one or both, of COAT's format: a launch for their numbers, and one that reads and writes each
+element once. A tile holds whole groups, so that their maxima and exponents need no second pass. Twin: `msamp.kernels.reference.coat_adamw`.
 """
 
 from collections.abc import Sequence

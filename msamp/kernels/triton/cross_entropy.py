@@ -1,7 +1,8 @@
 """Cross entropy and its gradient in place, one program a row. Twin: `msamp.kernels.reference.cross_entropy`.
 
 The maximum and the sum of exponentials are taken online (Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax",
-algorithm 3), so a row is read twice and written once; the second read finds a vocabulary of 50,000 in the L2 cache.
+algorithm 3), so a row is read twice and written once; the second read finds a vocabulary of 50,000 in the L2 cache. Where the vocabulary
+is spread over ranks, two kernels do the two reads, and an exchange of three numbers a row stands between them.
 """
 
 import torch
@@ -10,8 +11,35 @@ import triton.language as tl
 
 from msamp.kernels.triton.cast import _rounded
 
-# 16 warps hold 2 rows a multiprocessor: 26 MB of BF16 rows under way on an H200, whose L2 has 50.
+# 16 warps hold 2 rows a multiprocessor: 26 MB of BF16 rows under way on an H200 with 50 MB of L2.
 BLOCK, WARPS = 8192, 16
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # FP32's lowest finite value
+
+
+@triton.jit
+def _largest_and_total(x, V, BLOCK: tl.constexpr):
+    """The maximum of a row, and the sum of the exponentials below it."""
+    columns = tl.arange(0, BLOCK)
+    # Not -inf: where all so far is -inf, a difference of infinities would be NaN.
+    largest = tl.full((), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        v = tl.load(x + start + columns, mask=start + columns < V, other=-float("inf")).to(tl.float32)
+        larger = tl.maximum(largest, tl.max(v))
+        total = total * tl.exp(largest - larger) + tl.exp(v - larger)
+        largest = larger
+    return largest, tl.sum(total)
+
+
+@triton.jit
+def _write_gradient(x, V, at_label, weight, largest, log_total, BLOCK: tl.constexpr, HARDWARE: tl.constexpr):
+    """`weight * (softmax - onehot)` in the place of a row; no column is `at_label` where another rank has the label."""
+    columns = tl.arange(0, BLOCK)
+    for start in range(0, V, BLOCK):
+        at = start + columns
+        p = tl.exp(tl.load(x + at, mask=at < V, other=0.0).to(tl.float32) - largest - log_total)
+        grad = weight * tl.where(at == at_label, p - 1.0, p)
+        tl.store(x + at, _rounded(grad, x.dtype.element_ty, HARDWARE), mask=at < V)
 
 
 @triton.jit
@@ -23,34 +51,98 @@ def _cross_entropy_kernel(logits, labels, weights, losses, V, BLOCK: tl.constexp
     # Before the first barrier: further down another warp may have overwritten it.
     picked = tl.load(x + label, mask=known, other=float("nan")).to(tl.float32)
     weight = tl.where(known, tl.load(weights + row), float("nan"))
-    columns = tl.arange(0, BLOCK)
-    # The lowest finite value: where all so far is -inf, a difference of infinities would be NaN.
-    largest = tl.full((), -3.4028234663852886e38, tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, V, BLOCK):
-        v = tl.load(x + start + columns, mask=start + columns < V, other=-float("inf")).to(tl.float32)
-        larger = tl.maximum(largest, tl.max(v))
-        total = total * tl.exp(largest - larger) + tl.exp(v - larger)
-        largest = larger
+    largest, total = _largest_and_total(x, V, BLOCK)
     # Kept apart from the maximum: their sum would lose the digits that large logits leave it.
-    log_total = tl.log(tl.sum(total))
+    log_total = tl.log(total)
     tl.store(losses + row, log_total - (picked - largest))
-    for start in range(0, V, BLOCK):
-        at = start + columns
-        p = tl.exp(tl.load(x + at, mask=at < V, other=0.0).to(tl.float32) - largest - log_total)
-        grad = weight * tl.where(at == label, p - 1.0, p)
-        tl.store(x + at, _rounded(grad, logits.dtype.element_ty, HARDWARE), mask=at < V)
+    _write_gradient(x, V, label, weight, largest, log_total, BLOCK, HARDWARE)
+
+
+@triton.jit
+def _softmax_parts_kernel(logits, labels, parts, M, V, first, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.load(labels + row) - first
+    x = logits + row * V
+    picked = tl.load(x + at, mask=(at >= 0) & (at < V), other=0.0).to(tl.float32)
+    largest, total = _largest_and_total(x, V, BLOCK)
+    tl.store(parts + row, largest)
+    tl.store(parts + M + row, total)
+    tl.store(parts + 2 * M + row, picked)
+
+
+@triton.jit
+def _cross_entropy_of_parts_kernel(
+    logits, labels, weights, parts, losses, M, V, first, RANKS: tl.constexpr, BLOCK: tl.constexpr, HARDWARE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    known = (label >= 0) & (label < V * RANKS)
+    weight = tl.where(known, tl.load(weights + row), float("nan"))
+    largest = tl.full((), LOWEST, tl.float32)
+    for rank in tl.static_range(RANKS):
+        largest = tl.maximum(largest, tl.load(parts + 3 * rank * M + row))
+    total = tl.zeros((), tl.float32)
+    picked = tl.zeros((), tl.float32)
+    for rank in tl.static_range(RANKS):
+        part = parts + 3 * rank * M + row
+        total += tl.load(part + M) * tl.exp(tl.load(part) - largest)
+        picked += tl.load(part + 2 * M)
+    log_total = tl.log(total)
+    tl.store(losses + row, tl.where(known, log_total - (picked - largest), float("nan")))
+    _write_gradient(logits + row * V, V, label - first, weight, largest, log_total, BLOCK, HARDWARE)
+
+
+def _check(logits: torch.Tensor) -> None:
+    if not logits.is_contiguous():
+        raise ValueError(f"logits have strides {list(logits.stride())}; they are overwritten in place and must be row-major [M, V]")
+
+
+def _block(V: int) -> int:
+    return min(BLOCK, triton.next_power_of_2(V))
 
 
 def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """See the reference twin."""
     M, V = logits.shape
-    if not logits.is_contiguous():
-        raise ValueError(f"logits have strides {list(logits.stride())}; they are overwritten in place and must be row-major [M, V]")
+    _check(logits)
     losses = torch.empty(M, dtype=torch.float32, device=logits.device)
     if M:
-        block = min(BLOCK, triton.next_power_of_2(V))
         _cross_entropy_kernel[(M,)](
-            logits, labels.contiguous(), weights.contiguous(), losses, V, BLOCK=block, HARDWARE=logits.is_cuda, num_warps=WARPS
+            logits, labels.contiguous(), weights.contiguous(), losses, V, BLOCK=_block(V), HARDWARE=logits.is_cuda, num_warps=WARPS
+        )
+    return losses
+
+
+def softmax_parts(logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
+    """See the reference twin."""
+    M, V = logits.shape
+    _check(logits)
+    parts = torch.empty(3, M, dtype=torch.float32, device=logits.device)
+    if M:
+        _softmax_parts_kernel[(M,)](logits, labels.contiguous(), parts, M, V, first, BLOCK=_block(V), num_warps=WARPS)
+    return parts
+
+
+def cross_entropy_of_parts_(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, parts: torch.Tensor, first: int
+) -> torch.Tensor:
+    """See the reference twin."""
+    M, V = logits.shape
+    _check(logits)
+    losses = torch.empty(M, dtype=torch.float32, device=logits.device)
+    if M:
+        _cross_entropy_of_parts_kernel[(M,)](
+            logits,
+            labels.contiguous(),
+            weights.contiguous(),
+            parts.contiguous(),
+            losses,
+            M,
+            V,
+            first,
+            RANKS=parts.shape[0],
+            BLOCK=_block(V),
+            HARDWARE=logits.is_cuda,
+            num_warps=WARPS,
         )
     return losses

@@ -14,7 +14,7 @@ from msamp.kernels.triton.cast_transpose import _code, _constants, _inverse, _qu
 # Elements a program holds at once; a row longer than that is held by more warps.
 TILE = 4096
 TILE_M, TILE_N = 64, 128
-# Neighbours of a row whose magnitudes a thread folds before it keeps them from row to row.
+# Neighbours in a row: a thread folds their magnitudes into one before it keeps them from row to row.
 FOLD = 8
 # Shared memory that prefetching the next rows may take of a multiprocessor's 227 KiB.
 PREFETCH_BYTES = 100 * 1024

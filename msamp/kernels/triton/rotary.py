@@ -1,6 +1,6 @@
 """Rotary embedding in place on packed QKV, and its gradient in both layouts. Twin: `msamp.kernels.reference.rotary`.
 
-A program takes some tokens of one query group, whose heads share the loaded cos and sin; backward, of one head: two heads one after the
+A program takes some tokens of one query group: its heads share the loaded cos and sin; backward, of one head: two heads one after the
 other would wait for each other's memory. The two channels that turn together stand in two tiles at the same place; so do, unturned,
 those above the rotated ones.
 """
@@ -99,7 +99,7 @@ def _rotary_backward_kernel(
     elif head > PER_GROUP:
         part, s_stride, b_stride = dv + group.to(tl.int64) * v_h, v_s, v_b
     turns = head <= PER_GROUP
-    turning = tl.where(turns, tokens, 0)  # tokens whose angles are wanted
+    turning = tl.where(turns, tokens, 0)  # tokens with angles
     x0 = _load_pair(part, _line(4 * quad, batch, s_stride, b_stride), c1, c2, (4 * quad < tokens)[:, None] & channels[None, :])
     x1 = _load_pair(part, _line(4 * quad + 1, batch, s_stride, b_stride), c1, c2, (4 * quad + 1 < tokens)[:, None] & channels[None, :])
     x2 = _load_pair(part, _line(4 * quad + 2, batch, s_stride, b_stride), c1, c2, (4 * quad + 2 < tokens)[:, None] & channels[None, :])

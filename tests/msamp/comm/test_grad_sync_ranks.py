@@ -441,7 +441,7 @@ def test_bytes_on_the_wire(ranks):
     """64 elements in E4M3 and 8 in FP32: (N - 1) / N of them a rank each way; 5 scales of 4 bytes, and 4 amaxes where all round."""
     n = len(ranks)
     wire = (n - 1) * (64 + 4 * 8)
-    for case, (slots, gathered) in enumerate([(36, wire), (20, 0), (20, n * (n - 1) * 5 * 4 * 8)]):
+    for case, (slots, gathered) in enumerate([(36, wire), (20, 0), (20, n * (n - 1) * 6 * 4 * 8)]):
         rows = [rank["bytes"][case] for rank in ranks]
         assert sum(row["weight", "all-to-all"] for row in rows) == wire
         assert [row["weight", "all-reduce"] for row in rows] == [2 * (n - 1) * slots // n] * n

@@ -173,3 +173,17 @@ def test_an_empty_plan():
 def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_what_is_to_stay_whole_is_not_cut_and_the_rest_balances_it():
+    shapes = [(64, 16), (64, 16), (64, 16), (128, 8)]
+    assert len(partition(shapes, 2).pieces) >= 4
+    for whole in ([0, 1, 2], [0, 1, 2, 3]):
+        found = partition(shapes, 4, whole=whole)
+        pieces = [piece for piece in found.pieces if piece.tensor in whole]
+        assert [(piece.tensor, piece.rows) for piece in pieces] == [(i, shapes[i][0]) for i in whole]
+    plan = plan_buckets(shapes, ["a", "b", "a", "b"], 2, whole=[0, 2])
+    assert [piece.rows for bucket in plan.buckets for piece in bucket.pieces if piece.tensor in (0, 2)] == [64, 64]
+    (big, *rest) = partition([(10, 10), (100,)], 2, whole=[0]).pieces
+    assert big.rows == 10
+    assert sum(piece.rows for piece in rest) == 100

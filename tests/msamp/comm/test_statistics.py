@@ -9,7 +9,7 @@ from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.partition import Piece
-from msamp.comm.statistics import NONZERO, SATURATED, SUM_SATURATED, SUM_VANISHED, VANISHED, Statistics, saturated, vanished
+from msamp.comm.statistics import NONZERO, SATURATED, SUM_NONZERO, SUM_SATURATED, SUM_VANISHED, VANISHED, Statistics, saturated, vanished
 from msamp.numerics.formats import E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.metrics import judge, saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import quantize
@@ -54,7 +54,7 @@ def test_a_packed_bucket_is_counted_in_its_place_and_absent_tensors_are_not(fmt)
     payload = quantize(planted(fmt), 1.0, fmt)
     zeros = torch.zeros(12).to(fmt.dtype)
     statistics.count_packed(1, [planted(fmt), None, torch.zeros(12)], [payload, payload, zeros], fmt)
-    assert statistics.counts[:, 1].tolist() == [9, 3, 2, 0, 0]
+    assert statistics.counts[:, 1].tolist() == [9, 3, 2, 0, 0, 0]
     assert not statistics.counts[:, [0, 2, 3]].any()
     statistics.clear()
     assert not statistics.counts.any()
@@ -76,7 +76,8 @@ def test_pieces_of_a_sum_add_up_to_their_tensor(fmt, rank):
     b = by_hand(owned.tolist(), quantize(owned, 1.0, fmt).float().tolist(), fmt)
     assert statistics.counts[SUM_SATURATED].tolist() == [0, a[1] * rank, b[1]]
     assert statistics.counts[SUM_VANISHED].tolist() == [0, a[2] * rank, b[2]]
-    assert not statistics.counts[: SUM_SATURATED - 1].any()
+    assert statistics.counts[SUM_NONZERO].tolist() == [0, a[0] * rank, b[0]]
+    assert not statistics.counts[:SUM_NONZERO].any()
 
 
 def test_active_follows_always():
@@ -86,14 +87,16 @@ def test_active_follows_always():
 
 def test_shares_of_one_rank():
     statistics = Statistics([60, 40], CPU, always=False)
-    for row, counts in ((NONZERO, (50, 30)), (SATURATED, (5, 0)), (VANISHED, (4, 4)), (SUM_SATURATED, (1, 2)), (SUM_VANISHED, (0, 6))):
+    local = {NONZERO: (50, 30), SATURATED: (5, 0), VANISHED: (4, 4)}
+    reduced = {SUM_NONZERO: (30, 10), SUM_SATURATED: (1, 2), SUM_VANISHED: (0, 6)}
+    for row, counts in (local | reduced).items():
         statistics.counts[row] = torch.tensor(counts)
     peers = Peers(None, WireBytes())
     assert statistics.shares(peers) == {
         "grad_saturation": 0.05,
         "grad_underflow": 0.1,
         "grad_saturation_reduced": 0.03,
-        "grad_underflow_reduced": 0.06,
+        "grad_underflow_reduced": 0.15,  # of the elements of the sum that are not zero, as grad_underflow of the gradients
     }
     summed, largest = statistics.combine(peers)
     assert summed.equal(statistics.counts)

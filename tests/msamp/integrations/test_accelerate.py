@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import dist
+import hosts
 import pytest
 import torch
 import torch.distributed
@@ -13,7 +14,7 @@ from torch import nn
 import msamp
 from msamp.numerics.tensor import ScalingTensor
 
-accelerate = pytest.importorskip("accelerate")
+accelerate = hosts.need("accelerate")
 ROWS = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
 MICRO_BATCHES = 2
 
@@ -135,3 +136,29 @@ def test_a_pair_of_initialize_is_taken_as_it_is():
     prepared, wrapped = Accelerator(cpu=True).prepare(model, optimizer)
     assert prepared is model
     assert wrapped.optimizer is optimizer
+
+
+def test_a_compiled_model_trains_alike():
+    """accelerate compiles in `prepare`, behind the conversion."""
+    from msamp.integrations.accelerate import Accelerator
+
+    found = []
+    for backend in ("no", "aot_eager"):
+        fresh_state()
+        torch._dynamo.reset()
+        accelerator = Accelerator(cpu=True, recipe="O2", dynamo_backend=backend)
+        plain = net()
+        model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+        assert hasattr(model, "_orig_mod") == (backend != "no")
+        losses = []
+        for step in range(4):
+            x = ROWS[8 * step : 8 * step + 8]
+            loss = (model(x) - x[:, :16]).square().mean()
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert list(accelerator.get_state_dict(model)) == list(net().state_dict())

@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import dist
+import guide_blocks
 import pytest
 import torch
 import torch.distributed
@@ -316,3 +317,17 @@ def test_recipes_without_a_sharded_form_are_refused(options, wanted):
 def test_a_meta_model_is_refused():
     with pytest.raises(ValueError, match="meta device"), torch.device("meta"):
         fsdp.prepare(Net())
+
+
+def as_printed() -> list[float]:
+    (block,) = (block for block in guide_blocks.blocks("own_loop.md") if block.heading == "FSDP2")
+    assert block.takes == ("model",)
+    names = {"model": Net()}
+    exec(compile(block.code, "own_loop.md, FSDP2", "exec"), names)
+    return train(names["model"], names["optimizer"], range(2))
+
+
+def test_the_guide_s_block_runs_as_printed():
+    first, second = dist.run(as_printed, 2)
+    assert first == second
+    assert len(first) == 2

@@ -185,11 +185,11 @@ class MyAdamW(torch.optim.AdamW):
     pass
 
 
-@pytest.mark.parametrize("make_it", [lambda p: torch.optim.SGD(p, lr=0.1), torch.optim.NAdam, MyAdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("make_it", [torch.optim.Adafactor, torch.optim.NAdam, MyAdamW, torch.optim.Adagrad])
 def test_any_other_optimizer_is_refused_with_those_accepted(make_it):
     model = mlp()
     optimizer = make_it(model.parameters())
-    with pytest.raises(ValueError, match=rf"{type(optimizer).__name__}; accepted are torch\.optim\.AdamW, torch\.optim\.Adam and None"):
+    with pytest.raises(ValueError, match=rf"{type(optimizer).__name__}; accepted are torch\.optim\.AdamW, torch\.optim\.Adam, "):
         msamp.initialize(model, optimizer)
     assert_untouched(model)
 

@@ -1,7 +1,9 @@
 """What `msamp.initialize` says of the layers that it converts, and the models that it refuses."""
 
+import re
 import warnings
 
+import dist
 import pytest
 import torch
 from numerics import make
@@ -16,7 +18,9 @@ def mlp() -> nn.Sequential:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_model_that_fsdp_has_cut_is_refused_by_name(tmp_path, inside):
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -29,8 +33,82 @@ def test_a_model_that_fsdp_has_cut_is_refused_by_name(tmp_path, inside):
             where = r" \(around inner\)" if inside else ""
             with pytest.raises(ValueError, match=rf"{kind}{where} cannot hold FP8 weights; give the model before it is cut.*zero=True"):
                 msamp.initialize(model, torch.optim.AdamW(model.parameters()))
+        model, mesh = mlp(), init_device_mesh("cpu", (1,))
+        model[0].weight = torch.nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
+        with pytest.raises(ValueError, match=r"0\.weight is a DTensor; give the model before it is cut.*fsdp\.prepare\(model\) before"):
+            msamp.initialize(model, torch.optim.AdamW(model.parameters()))
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_what_would_cut_or_join_weights_that_are_fp8_already_is_refused_with_the_way_out(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    way = r"cannot hold this one: use the model of msamp\.initialize as it is.*or msamp\.integrations\.fsdp\.prepare\(model\) before"
+    mesh = init_device_mesh("cpu", (1,))
+    try:
+        for wrap in (
+            nn.parallel.DistributedDataParallel,
+            lambda m: FullyShardedDataParallel(m, device_id="cpu"),
+            lambda m: fully_shard(m, mesh=mesh),
+            lambda m: distribute_tensor(m[0][0].weight, mesh, [Shard(0)]),
+        ):
+            outer = nn.Sequential(msamp.initialize(mlp())[0], nn.Linear(16, 4))
+            with pytest.raises(RuntimeError, match=way):
+                wrap(outer)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def refusals() -> dict[str, str]:
+    """What each of two ranks is told by each wrapper, before the conversion and after; and that the ranks go on together."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    wrappers = {
+        "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+        "FullyShardedDataParallel": lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu")),
+        "FSDPModule": lambda m: fully_shard(m, mesh=mesh),
+    }
+    found = {}
+
+    def told(name: str, call) -> None:
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            found[name] = str(error)
+        told_all = torch.ones(())
+        torch.distributed.all_reduce(told_all)
+        assert told_all == 2
+
+    for kind, wrap in wrappers.items():
+        cut = wrap(mlp())
+        told(f"{kind} before", lambda cut=cut: msamp.initialize(cut, torch.optim.AdamW(cut.parameters())))
+        low, _ = msamp.initialize(mlp())
+        told(f"{kind} after", lambda low=low, wrap=wrap: wrap(low))
+        outer = nn.Sequential(msamp.initialize(mlp())[0], nn.Linear(16, 4))
+        told(f"{kind} around", lambda outer=outer, wrap=wrap: wrap(outer))
+    return found
+
+
+def test_each_wrapper_is_refused_on_two_processes_in_both_orders():
+    way = r"cannot hold this one: use the model of msamp\.initialize as it is.*or msamp\.integrations\.fsdp\.prepare\(model\) before"
+    first, second = dist.run(refusals, 2)
+    assert first.keys() == second.keys()
+    assert len(first) == 9
+    for found in (first, second):
+        for name, text in found.items():
+            kind, _, when = name.partition(" ")
+            if when == "before":
+                assert re.match(rf"{kind} cannot hold FP8 weights; give ", text)
+            elif name == "DistributedDataParallel after":
+                assert "averages the gradients itself; use the model as it is" in text
+            else:
+                assert re.search(way, text)
 
 
 def test_what_became_fp8_is_logged_and_little_or_nothing_is_warned_of(caplog):

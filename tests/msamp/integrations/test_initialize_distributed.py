@@ -166,7 +166,7 @@ def refusals() -> dict[str, str]:
 
     net = Net()
     refused("level", net, level="O4")
-    refused("optimizer", net, torch.optim.SGD(net.parameters(), lr=0.1))
+    refused("optimizer", net, torch.optim.Adagrad(net.parameters(), lr=0.1))
     refused("stray", net, torch.optim.AdamW([*net.parameters(), nn.Parameter(torch.zeros(3))]))
     refused("shape", nn.Linear(32 + 16 * rank, 16))
     refused("frozen", nn.Linear(32, 16).requires_grad_(rank == 0))
@@ -264,7 +264,7 @@ def test_saved_by_one_rank_and_loaded_by_all_it_goes_on_bit_for_bit(ranks):
 
 @pytest.mark.parametrize(("bad", "text"), [
     ("level", r"precision 'O4' is unknown; choose one of fp32, .*O1, O2, O3"),
-    ("optimizer", r"SGD; accepted are torch\.optim\.AdamW"),
+    ("optimizer", r"Adagrad; accepted are torch\.optim\.AdamW"),
     ("stray", r"1 of the optimizer's 13 parameters are not in this model.*build one optimizer a model"),
     ("shape", r"ranks 0 and 1 of the group have different models \(.*weight \(16, 32\) torch\.float32.*build the same one on every rank"),
     ("frozen", r"different models \(.*weight \(16, 32\) torch\.float32, no gradient"),

@@ -202,6 +202,12 @@ def loops() -> dict[str, object]:
             copy.deepcopy(optimizer)
         except ValueError as error:
             found["copy"] = str(error)
+        low(torch.randn(4, 32)).sum().backward()
+        low.zero_grad()
+        try:
+            low(torch.randn(4, 32)).sum().backward()
+        except ValueError as error:
+            found["the model's zero_grad"] = str(error)
     return found
 
 
@@ -211,7 +217,76 @@ def test_zero_grad_drops_gradients_that_have_left():
             plain, spoilt = found[f"zero {zero}"]
             assert plain == spoilt
         assert "cannot be copied or pickled" in found["copy"]
+        assert "(the optimizer's zero_grad(); the model's does not reach them)" in found["the model's zero_grad"]
         assert "save state_dict(), or build the copy's own with msamp.initialize" in found["copy"]
+
+
+def to_none(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+def to_zero(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def by_hand(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
+def of_a_part(model: nn.Module) -> None:
+    model[0].zero_grad()
+    model[2:].zero_grad()
+
+
+CLEARINGS = {"to none": to_none, "to zero": to_zero, "by hand": by_hand, "of a part": of_a_part}
+
+
+def one_step_after(clear, zero: bool) -> dict[str, object]:
+    """One rank's weights after a step of which `clear` dropped the first micro-batches, if it is given."""
+    low, optimizer = msamp.initialize(model := net(), adamw(model), "O2", zero=zero, clip_grad=1.0)
+    rank = torch.distributed.get_rank()
+    x = torch.randn(2, 3, 16, 32, generator=torch.Generator().manual_seed(0))[rank]
+    if clear is not None:
+        with optimizer.no_sync():
+            for _ in range(2):
+                (low(x[0]).square().sum() * 1e3).backward()
+        assert all(p.grad.isnan().all() for p in low.parameters())  # a mark; no gradient
+        clear(low)
+        for layer in low.modules():
+            if hasattr(layer, "amax"):
+                layer.amax.zero_()
+    with optimizer.no_sync():
+        low(x[1]).square().mean().backward()
+    low(x[2]).square().mean().backward()
+    assert all(p.grad is None for p in low.parameters())
+    optimizer.step()
+    return {"norm": float(optimizer.grad_norm), "weights": [msamp.fp32_values(p).clone() for p in low.parameters()]}
+
+
+def clearings() -> dict[tuple[str, bool], dict[str, object]]:
+    found = {(name, zero): one_step_after(clear, zero) for zero in (False, True) for name, clear in CLEARINGS.items()}
+    found |= {("nothing", zero): one_step_after(None, zero) for zero in (False, True)}
+    low, optimizer = msamp.initialize(model := net(), adamw(model), "O2")
+    before = [msamp.fp32_values(p).clone() for p in low.parameters()]
+    with optimizer.no_sync():
+        low(torch.randn(4, 32)).sum().backward()
+    low.zero_grad()
+    optimizer.step()
+    after = [msamp.fp32_values(p) for p in low.parameters()]
+    return found | {"a step of nothing": all(a.equal(b) for a, b in zip(before, after, strict=True))}
+
+
+@pytest.mark.filterwarnings("ignore:the gradients of 2 processes")
+def test_the_model_s_zero_grad_drops_micro_batches_that_have_not_left():
+    for found in dist.run(clearings, 2):
+        assert found["a step of nothing"]
+        for zero in (False, True):
+            want = found["nothing", zero]
+            for name in CLEARINGS:
+                got = found[name, zero]
+                assert got["norm"] == want["norm"]
+                assert all(a.equal(b) for a, b in zip(got["weights"], want["weights"], strict=True))
 
 
 # --------------------------------------------------------------------------------------------------------------- clipping
@@ -296,6 +371,6 @@ def test_on_one_process_clipping_is_torch_s():
 
 def test_distributed_data_parallel_around_the_model_is_refused():
     low, optimizer = msamp.initialize(net())
-    with pytest.raises(ValueError, match=r"averages the gradients itself: use the model as it is.*accelerate\.Accelerator"):
+    with pytest.raises(ValueError, match=r"averages the gradients itself; use the model as it is.*accelerate\.Accelerator"):
         nn.parallel.DistributedDataParallel(low, process_group=object())
     copy.deepcopy((low, optimizer))

@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import dist
+import hosts
 import pytest
 import torch
 
 from msamp.numerics.tensor import ScalingTensor
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+transformers = hosts.need("transformers")
+hosts.need("accelerate")
 TOKENS = torch.randint(0, 60, (16, 16), generator=torch.Generator().manual_seed(0))
 
 

@@ -20,6 +20,7 @@ from msamp.kernels.reference.group_cast import group_cast, group_decode
 from msamp.kernels.reference.rotary import rotary_, rotary_backward
 from msamp.kernels.reference.scale_from_amax import scale_from_amax
 from msamp.kernels.reference.sum_parts import sum_parts
+from msamp.kernels.reference.sum_payloads import sum_payloads
 from msamp.kernels.reference.tally import tally_, tally_update_
 from msamp.kernels.reference.transpose import transpose
 from msamp.kernels.scaled_mm import block_scaled_mm, scaled_mm
@@ -47,6 +48,7 @@ def arguments(device: torch.device | str) -> dict[str, tuple]:
         "rotary_backward": (x.view(6, 2, 4, 20), *x.view(2, 6, 2, 2, 20), angles, angles, None, slot, E5M2.dtype),
         "cross_entropy_": (x.clone(), torch.arange(24, device=device), torch.ones(24, device=device)),
         "sum_parts": ([x, make("normal", (7, 3), device=device)], torch.bfloat16),
+        "sum_payloads": (x, scale, torch.bfloat16),
         "scale_from_amax": (x.abs(), 448.0, None, 2.0),
         "tally_": (torch.zeros(8, dtype=torch.float64, device=device), a.float() * 1.01, a, scale),
         "tally_update_": (torch.zeros(5, dtype=torch.float64, device=device), x, x * 1.01, (x * 1.02).half(), scale),
@@ -79,6 +81,7 @@ TWINS = {
     "rotary_backward": rotary_backward,
     "cross_entropy_": cross_entropy_,
     "sum_parts": sum_parts,
+    "sum_payloads": sum_payloads,
     "scale_from_amax": scale_from_amax,
     "tally_": tally_,
     "tally_update_": tally_update_,

@@ -10,7 +10,7 @@ from numerics import make
 from torch import nn
 
 from msamp.nn.convert import convert, float_copy, survey
-from msamp.nn.filters import all_of, exclude_names, include_names, min_features
+from msamp.nn.filters import DEFAULT, all_of, exclude_names, include_names, min_features
 from msamp.nn.linear import FP8Linear
 from msamp.numerics import recipe
 from msamp.numerics.metrics import sqnr_db
@@ -247,6 +247,28 @@ def test_a_survey_names_what_stays_as_it_is_and_why():
     assert survey(model, recipe.BF16).converted == []
     convert(model, recipe.O2, exclude_names("mix", "narrow"))
     assert survey(model, accept=lambda name, layer: False).converted == ["fc"]
+
+
+def test_a_survey_of_a_converted_model_says_what_each_layer_is_with_whatever_filter():
+    def made():
+        return nn.ModuleDict({"body": nn.Linear(64, 64), "router": nn.Linear(64, 64), "lm_head": nn.Linear(64, 64)})
+
+    keep = all_of(DEFAULT, exclude_names("router"))
+    low = convert(made(), recipe.O2, keep)
+    assert survey(made(), recipe.O2, keep).converted == ["body"]
+    assert survey(made()).converted == ["body", "router"]
+    for accept, whys in (
+        (DEFAULT, ("it was left out of the conversion", "its name is excluded")),
+        (keep, ("its name is excluded", "its name is excluded")),
+        (lambda name, layer: True, ("it was left out of the conversion",) * 2),
+        (lambda name, layer: False, ("accept= leaves it out",) * 2),
+    ):
+        found = survey(low, accept=accept)
+        assert found.converted == ["body"]
+        assert found.left == dict(zip(("router", "lm_head"), whys, strict=True))
+    assert survey(copy.deepcopy(low)).converted == ["body"]
+    assert type(convert(low, recipe.O2)["router"]) is FP8Linear  # a second conversion takes what the first has left
+    assert survey(low).converted == ["body", "router"]
 
 
 def test_a_survey_s_shares_are_of_all_parameters_and_of_the_products():

@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from numerics import make
+from numerics import KINDS, make, measure
 from torch import Tensor
 from torch.nn import functional
 
 from msamp.nn import vocabulary_loss
 from msamp.nn.vocabulary_loss import chunk_rows, linear_cross_entropy
+from msamp.numerics.formats import E4M3
+from msamp.numerics.quantize import quantize
 
 TOKENS, VOCABULARY, HIDDEN = 300, 60, 16
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -67,6 +69,47 @@ def test_equals_torch_in_fp64(dtype: torch.dtype, mask: str, rows: int, device: 
         assert got.grad is not None
         assert got.grad.dtype is dtype
         near(got.grad, want.grad, 1e-6 if wide else 8e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fp8_logits_are_those_of_the_rounded_operands_and_the_gradients_follow_them(kind: str, dtype: torch.dtype, device: torch.device):
+    """Scales are powers of two of each tensor's amax; gradients are 16-bit products of the unrounded operands."""
+    hidden, weight, labels, weights = case(dtype, device)
+    hidden = make(kind, (TOKENS, HIDDEN), device=device).to(dtype).requires_grad_()
+    total, losses = linear_cross_entropy(hidden, weight, labels, weights, fp8=True)
+    total.backward()
+    rounded = []
+    for x in (hidden, weight):
+        scale = 2.0 ** torch.floor(torch.log2(448 / x.detach().abs().amax().double()))
+        rounded.append(quantize(x.detach(), scale.float(), E4M3).double() / scale)
+    logits = (rounded[0] @ rounded[1].t()).requires_grad_()
+    expected = functional.cross_entropy(logits, labels, reduction="none")
+    (expected * weights).sum().backward()
+    wide = dtype is torch.float32
+    rounding = 2.0 ** (-20 if wide else -8) * logits.detach().abs().amax().item()  # of the logits themselves
+    torch.testing.assert_close(losses.double(), expected, rtol=0, atol=2 * rounding)
+    near(hidden.grad, logits.grad @ weight.detach().double(), 1e-4 if wide else 0.1)
+    near(weight.grad, logits.grad.t() @ hidden.detach().double(), 1e-4 if wide else 0.1)
+    found = measure((hidden.detach().double() @ weight.detach().double().t()), logits.detach())
+    assert found.sqnr_db > 20  # both operands round to 3 bits
+    plain = linear_cross_entropy(hidden, weight, labels, weights)[1]
+    assert not plain.equal(losses)
+
+
+def test_fp8_logits_of_what_is_not_finite_show(device: torch.device):
+    hidden, weight, labels, weights = case(torch.bfloat16, device)
+    with torch.no_grad():
+        hidden[3, 5] = torch.inf
+    assert linear_cross_entropy(hidden, weight, labels, weights, fp8=True)[0].isnan()
+
+
+def test_fp8_logits_of_odd_sizes(device: torch.device):
+    """The product pads; what is handed on is row-major."""
+    hidden, weight, labels, weights = case(torch.bfloat16, device)
+    odd = linear_cross_entropy(hidden, weight[:59], labels.clamp(max=58), weights, fp8=True)[1]
+    exact_losses = exact(hidden.float(), weight[:59].float(), labels.clamp(max=58), weights)[1]
+    torch.testing.assert_close(odd, exact_losses, rtol=0.2, atol=0.5)
 
 
 def test_the_chunks_do_not_change_a_bit_of_the_losses(device: torch.device):

@@ -5,7 +5,7 @@ import torch
 from numerics import floats, golden
 
 from msamp.numerics.formats import E4M3
-from msamp.numerics.metrics import TALLY, add_tallies, edq, judge, lost_frac, saturation_frac, sqnr_db, underflow_frac
+from msamp.numerics.metrics import TALLY, add_tallies, descent, edq, judge, lost_frac, saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import dequantize, quantize
 
 
@@ -44,6 +44,7 @@ def test_edq_of_a_perfect_and_of_a_lost_update():
     update = torch.tensor([3.0, 4.0])
     assert edq(update, update) == pytest.approx(5.0)
     assert edq(update, torch.zeros(2)) == 0.0
+    assert edq(torch.zeros(2), update) == edq(torch.zeros(2), torch.zeros(2)) == 0.0  # no direction: not 0 / 0
     assert lost_frac(update, torch.tensor([3.0, 0.0])) == 0.5
     assert lost_frac(torch.zeros(2), torch.zeros(2)) == 0.0
 
@@ -56,3 +57,10 @@ def test_tallies_of_parts_add_up_and_are_judged():
     assert judge(add_tallies(a, b)) == pytest.approx({"amax": 7, "underflow": 0.1, "saturation": 0.025, "sqnr_db": 20.0, "scale": 2})
     assert math.isnan(add_tallies(a, [*b[:6], math.nan, 1.0])[6])
     assert judge([0.0] * 8)["sqnr_db"] == math.inf
+
+
+def test_descent_is_along_the_given_update_and_a_lost_one_is_zero():
+    wanted, own = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0])
+    assert descent(wanted, own) == pytest.approx(9 / 5)
+    assert edq(own, own) == pytest.approx(3.0)  # the optimizer's own direction: nothing was lost on the way to the weight
+    assert descent(torch.zeros(2), own) == 0.0

@@ -245,6 +245,8 @@ def test_store_overwrites_in_place(fmt):
 def test_shared_memory_is_refused():
     with pytest.raises(ValueError, match=r"shared memory; share its payload"):
         tensor().share_memory_()
+    with pytest.raises(ValueError, match=r"no storage of its own.*msamp\.save_plain\(model, optimizer\)"):
+        tensor().storage()
     with pytest.raises(ValueError, match=r"shared memory"):
         Holder(E4M3).share_memory()
 

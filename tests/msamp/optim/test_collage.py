@@ -314,7 +314,7 @@ def test_edq_of_an_update_that_bf16_cannot_see(variant):
     optimizer.step()
     kept = variant in (*PAIRED, "d")
     assert optimizer.edq == pytest.approx(0.1 * 50**0.5 if kept else 0.0, rel=2.0**-5 if variant == "fp8" else 2.0**-7)
-    assert optimizer.lost_frac == (0.0 if kept else 1.0)
+    assert (optimizer.lost_frac, optimizer.update_norm) == (0.0 if kept else 1.0, pytest.approx(0.1 * 50**0.5, rel=2.0**-7))
     assert value(optimizer, p) == pytest.approx(200.0 - 0.1 * kept, abs=2e-3)
 
 
@@ -331,7 +331,7 @@ def test_edq_joins_all_parameters_of_a_step_and_leaves_out_those_without_gradien
 def test_edq_has_to_be_asked_for():
     optimizer = CollageAdamW(parameters())
     train(optimizer, range(2))
-    for metric in ("edq", "lost_frac"):
+    for metric in ("edq", "lost_frac", "update_norm"):
         with pytest.raises(ValueError, match="build the optimizer with keep_update=True and take a step"):
             getattr(optimizer, metric)
 
@@ -467,7 +467,7 @@ def test_a_synchronisers_gradient_goes_first():
     [
         ({"variant": "b"}, "variant 'b' is unknown; choose one of a, light, plus, fp8, kahan, d-mw, d"),
         ({"weight_sum": "kahan"}, "weight_sum 'kahan' is unknown; choose one of fast-two-sum, two-sum"),
-        ({"weight_sum": "two-sum", "variant": "a"}, "whose weights are no pairs; choose variant light, plus or fp8"),
+        ({"weight_sum": "two-sum", "variant": "a"}, "its weights are no pairs; choose variant light, plus or fp8"),
         ({"lr": -1.0}, r"lr is -1\.0; choose it in \[0, inf\)"),
         ({"lr": float("nan")}, r"lr is nan; choose it in \[0, inf\)"),
         ({"eps": -1e-8}, r"eps is -1e-08; choose it in \[0, inf\)"),

@@ -3,10 +3,13 @@
 import pytest
 import torch
 from numerics import make
+from torch import nn
 
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.quantize import cast
+from msamp.numerics.recipe import StateFormats
 from msamp.numerics.tensor import ScalingTensor, fp32_values
+from msamp.optim.adamw import FP8AdamW
 from msamp.optim.collage import CollageAdamW
 from msamp.optim.masters import follow_weight_, version_of
 from msamp.optim.states import make_master, payload, scale_inv, view_of_rows
@@ -131,3 +134,60 @@ def test_the_masters_of_collage_s_option_d_follow_too(told):
         optimizer.step()
     assert p.equal(written)
     assert torch.allclose(optimizer.state[p]["master"][1:], kept, atol=1e-7)
+
+
+# ----------------------------------------------------------------------------------------------------------- pairs of BF16
+
+
+def of_pairs(kind: str, p: nn.Parameter, name: str) -> torch.optim.Optimizer:
+    if kind == "collage":
+        return CollageAdamW([p], lr=1e-3, weight_decay=0.0, variant=name)
+    return FP8AdamW([p], lr=1e-3, weight_decay=0.0, formats=StateFormats(BF16, BF16, BF16, BF16, name))
+
+
+def pair_steps(p: nn.Parameter, optimizer: torch.optim.Optimizer, count: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["light", "plus", "kahan", "fp8"])
+@pytest.mark.parametrize("kind", ["collage", "fp8adamw"])
+def test_of_a_pair_whose_weight_is_written_the_second_component_is_dropped(kind, name):
+    p = nn.Parameter(torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).bfloat16())
+    optimizer = of_pairs(kind, p, name)
+    pair_steps(p, optimizer, 3)
+    remainder = optimizer.state[p]["weight_remainder"]
+    before, kept = p.detach().clone(), remainder.float().clone()
+    assert kept.any()
+    with torch.no_grad():
+        p.copy_(p * 2)
+        p.copy_(before)  # put back, as an average of weights is
+    optimizer.reload_model_params()
+    assert remainder.float().equal(kept)
+    with torch.no_grad():
+        p[2:] = 0.0
+    optimizer.reload_model_params()
+    assert remainder[:2].float().equal(kept[:2])
+    assert name == "fp8" or not remainder[2:].float().any()
+    p.grad = torch.zeros_like(p)
+    optimizer.param_groups[0]["lr"] = 0.0
+    with torch.no_grad():
+        p.zero_()
+    optimizer.step()
+    assert not p.any()
+
+
+@pytest.mark.parametrize("kind", ["collage", "fp8adamw"])
+def test_pairs_that_nobody_writes_keep_their_second_components(kind, monkeypatch):
+    p = nn.Parameter((torch.randn(8, 64, generator=torch.Generator().manual_seed(1)) * 1e-3).bfloat16())
+    p.data[:, ::3] = 0.0
+    q = nn.Parameter(p.detach().clone())
+    optimizer, undisturbed = of_pairs(kind, p, "light"), of_pairs(kind, q, "light")
+    for seed in range(6):
+        pair_steps(p, optimizer, 1, seed)
+        pair_steps(q, undisturbed, 1, seed)
+        optimizer.reload_model_params()
+    assert p.equal(q)
+    assert optimizer.state[p]["weight_remainder"].equal(undisturbed.state[q]["weight_remainder"])

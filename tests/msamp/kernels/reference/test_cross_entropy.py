@@ -6,7 +6,7 @@ import pytest
 import torch
 from numerics import KINDS, make, measure
 
-from msamp.kernels.reference.cross_entropy import cross_entropy_
+from msamp.kernels.reference.cross_entropy import cross_entropy_, cross_entropy_of_parts_, softmax_parts
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -75,3 +75,21 @@ def test_a_label_outside_the_vocabulary_makes_loss_and_gradient_nan(label):
 
 def test_no_rows():
     assert cross_entropy_(torch.empty(0, 8), torch.empty(0, dtype=torch.int64), torch.empty(0)).shape == (0,)
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_columns_spread_over_ranks_are_torch_s_in_fp64(ranks, kind, dtype):
+    logits, labels, weights = rows(kind, dtype)
+    expected, gradient = exact(logits, labels, weights)
+    columns = logits.shape[1] // ranks
+    pieces = [piece.contiguous() for piece in logits.split(columns, 1)]
+    parts = torch.stack([softmax_parts(piece, labels, columns * rank) for rank, piece in enumerate(pieces)])
+    losses = [cross_entropy_of_parts_(piece, labels, weights, parts, columns * rank) for rank, piece in enumerate(pieces)]
+    assert all(each.equal(losses[0]) for each in losses)
+    torch.testing.assert_close(losses[0].double(), expected, rtol=1e-6, atol=1e-5)
+    normal = gradient.abs() > 1e-37
+    found = measure(gradient * normal, torch.cat(pieces, 1).double() * normal)
+    assert found.sqnr_db > (100 if dtype is torch.float32 else 45)
+    assert found.underflow == 0

@@ -9,7 +9,7 @@ from numerics import make
 from msamp.kernels.reference import tally
 from msamp.kernels.reference.tally import tally_, tally_update_
 from msamp.numerics.formats import E4M3
-from msamp.numerics.metrics import TALLY, add_tallies, edq, judge, lost_frac, saturation_frac, sqnr_db, underflow_frac
+from msamp.numerics.metrics import TALLY, add_tallies, descent, judge, lost_frac, saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import dequantize, quantize
 
 
@@ -80,7 +80,7 @@ def test_an_update_s_sums_are_the_definitions(monkeypatch):
         assert squares == pytest.approx(float(after.double().square().sum()), rel=1e-12)
         assert norm == pytest.approx(float((wanted.double() - before.double()).square().sum()), rel=1e-12)
         assert product / math.sqrt(norm) == pytest.approx(
-            edq(wanted.double() - before.double(), after.double() - before.double()), rel=1e-9
+            descent(wanted.double() - before.double(), after.double() - before.double()), rel=1e-9
         )
         assert lost / elements == lost_frac(wanted - before, after - before)
     same = torch.zeros(5, dtype=torch.float64)

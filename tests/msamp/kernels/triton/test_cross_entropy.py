@@ -12,6 +12,7 @@ import torch
 from numerics import KINDS, codes, make, measure
 
 from msamp.kernels.reference.cross_entropy import cross_entropy_ as twin
+from msamp.kernels.reference.cross_entropy import cross_entropy_of_parts_, softmax_parts
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
@@ -104,6 +105,99 @@ def test_no_rows_and_logits_that_are_no_matrix_in_memory(triton_device):
     assert kernel(torch.empty(0, 8, device=triton_device), nothing.long(), nothing).shape == (0,)
     with pytest.raises(ValueError, match=r"strides \[1, 4\].*row-major"):
         kernel(torch.ones(8, 4, device=triton_device).t(), nothing.long(), nothing)
+
+
+def spread(logits: torch.Tensor, ranks: int, labels: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses and gradient by the two kernels, the columns spread over ranks; each part and each loss as the twins have it."""
+    module = importlib.import_module("msamp.kernels.triton.cross_entropy")
+    columns = logits.shape[1] // ranks
+    pieces = [piece.contiguous() for piece in logits.split(columns, 1)]
+    parts = torch.stack([module.softmax_parts(piece, labels, columns * rank) for rank, piece in enumerate(pieces)])
+    wanted = torch.stack([softmax_parts(piece, labels, columns * rank) for rank, piece in enumerate(pieces)])
+    torch.testing.assert_close(parts, wanted, rtol=1e-5, atol=1e-5)
+    assert parts[:, 0].equal(wanted[:, 0])
+    assert parts[:, 2].equal(wanted[:, 2])
+    losses = []
+    for rank, piece in enumerate(pieces):
+        expected = cross_entropy_of_parts_(piece.clone(), labels, weights, parts, columns * rank)
+        losses.append(module.cross_entropy_of_parts_(piece, labels, weights, parts, columns * rank))
+        torch.testing.assert_close(losses[-1], expected, rtol=1e-6, atol=1e-5)
+        assert losses[-1].equal(losses[0])
+    return losses[0], torch.cat(pieces, 1)
+
+
+@every_dtype
+@pytest.mark.parametrize(("shape", "ranks"), [((3, 5), 1), ((4, 128), 2), ((5, 999), 3), ((3, 20_000), 2)], ids=str)
+def test_columns_spread_over_ranks_give_what_whole_rows_give(shape, ranks, dtype, triton_device):
+    logits = (3 * make("normal", shape, device=triton_device)).to(dtype)
+    labels, weights = arguments(logits)
+    want = logits.clone()
+    expected = twin(want, labels, weights)
+    losses, got = spread(logits, ranks, labels, weights)
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-5)
+    if dtype is torch.float32:
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    else:
+        least = 2.0**-24 if dtype is torch.float16 else 1e-30
+        apart = (codes(got) - codes(want)).abs() * (want.abs().double().cpu() > least)
+        assert apart.max() <= 1
+        assert apart.sum() <= 0.01 * want.numel() + 1
+    assert got[weights == 0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_on_one_rank_shows_on_all(bad, triton_device):
+    logits = torch.ones(2, 600, device=triton_device)
+    logits[1, 7] = bad
+    labels = torch.tensor([1, 500], device=triton_device)
+    module = importlib.import_module("msamp.kernels.triton.cross_entropy")
+    pieces = [piece.contiguous() for piece in logits.split(300, 1)]
+    parts = torch.stack([module.softmax_parts(piece, labels, 300 * rank) for rank, piece in enumerate(pieces)])
+    for rank, piece in enumerate(pieces):
+        losses = module.cross_entropy_of_parts_(piece, labels, torch.zeros(2, device=triton_device), parts, 300 * rank)
+        assert losses.isfinite().tolist() == [True, False]
+        assert piece.isfinite().all(1).tolist() == [True, False]
+
+
+def test_columns_of_minus_infinity_on_a_whole_rank_cost_nothing(triton_device):
+    logits = torch.full((1, 600), -math.inf, device=triton_device)
+    logits[0, 590:] = 1.0
+    labels = torch.tensor([590], device=triton_device)
+    losses, got = spread(logits, 2, labels, torch.ones(1, device=triton_device))
+    assert losses.item() == pytest.approx(math.log(10))
+    assert got[0, :590].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("label", [-1, 600, 2**40])
+def test_a_label_of_no_rank_makes_loss_and_gradient_nan(label, triton_device):
+    module = importlib.import_module("msamp.kernels.triton.cross_entropy")
+    labels = torch.tensor([599, label], device=triton_device)
+    pieces = [torch.ones(2, 300, device=triton_device) for _ in range(2)]
+    parts = torch.stack([module.softmax_parts(piece, labels, 300 * rank) for rank, piece in enumerate(pieces)])
+    for rank, piece in enumerate(pieces):
+        losses = module.cross_entropy_of_parts_(piece, labels, torch.ones(2, device=triton_device), parts, 300 * rank)
+        assert losses.isnan().tolist() == [False, True]
+        assert piece.isnan().all(1).tolist() == [False, True]
+
+
+def test_no_rows_of_a_rank(triton_device):
+    module = importlib.import_module("msamp.kernels.triton.cross_entropy")
+    nothing = torch.empty(0, device=triton_device)
+    parts = module.softmax_parts(torch.empty(0, 8, device=triton_device), nothing.long(), 0)
+    assert parts.shape == (3, 0)
+    empty = torch.empty(0, 8, device=triton_device)
+    assert module.cross_entropy_of_parts_(empty, nothing.long(), nothing, parts[None], 0).shape == (0,)
+    with pytest.raises(ValueError, match=r"strides \[1, 4\].*row-major"):
+        module.softmax_parts(torch.ones(8, 4, device=triton_device).t(), nothing.long(), 0)
+
+
+@pytest.mark.gpu
+@every_dtype
+def test_large_and_spread_on_the_gpu(dtype):
+    logits = (torch.randn(2048, 50_304, device="cuda") * 3).to(dtype)
+    labels, weights = arguments(logits)
+    expected = twin(logits.clone(), labels, weights)
+    torch.testing.assert_close(spread(logits, 2, labels, weights)[0], expected, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.gpu

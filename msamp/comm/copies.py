@@ -1,0 +1,237 @@
+"""Exchange between the GPUs of one host by copies through NVLink, in place of NCCL's kernels.
+
+NCCL moves bytes by kernels that run on multiprocessors, in rings, and both cost: its gather of an FP8 activation moves 186 GB/s a
+direction between two H200s where the link has 450, and beside a GEMM it takes multiprocessors from it. Memory that all ranks of a group
+have mapped ("symmetric memory", of torch) needs neither: a rank writes what a peer wants into the peer's memory, and copy engines do the
+work. That leaves a collective of two barriers, each a kernel of a few microseconds that runs on one multiprocessor:
+
+    wait for the producer -> barrier: every rank has done with this window -> copies into the peers' windows -> barrier: all is there
+
+A window is used again by a later collective. The first barrier makes that safe: it comes after all that a rank has enqueued before it,
+hence after the kernels that read the window last, if nothing on the host still holds what it had. `Window.take` looks whether that is so.
+
+Sums are then ours alone: each rank has the others' partial sums in its memory and adds them up in FP32 in the order of the ranks, in one
+kernel (`ops.sum_payloads`). So the bits are those of the FP32 sum over any backend; NCCL's own sum of BF16 rounds after each rank.
+
+A collective here is ordered by its stream, and may be captured into a CUDA graph once its windows exist: an eager step makes them. A rank
+that is lost leaves the others in a barrier, where the watchdog of the run finds them, as in NCCL's kernels. Symmetric memory is private to
+torch, so it is found by trying: `obstacle` says why a group has none.
+"""
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from msamp.comm.bucket import as_bytes
+from msamp.comm.collectives import Peers, Pending
+from msamp.comm.counters import WireBytes, all_gather_sent, all_to_all_sent
+
+GATHER_WINDOWS = 3  # in backward two gathers are on their way while the operand of the one before is still multiplied
+SUM_WINDOWS = 2
+ARRIVED, COPIED = 0, 1  # channels of the barriers
+PROBE_BYTES = 2**10
+SAMPLE_BYTES, REPEATS = 2**24, 10  # what a rank gives to a gather of the 1.3B model, and how often each way is timed
+TRANSPORTS = ("auto", "nccl", "copies")
+
+
+def choose_peers(group: dist.ProcessGroup, sent: WireBytes, transport: str, *, measure: bool = True) -> tuple[Peers, str]:
+    """The peers of a group by a transport, and in words which and why. Collective unless `transport` is "nccl".
+
+    Args:
+        group: the ranks.
+        sent: where bytes are counted.
+        transport: one of `TRANSPORTS`; "nccl" is the group's own backend, whatever it is.
+        measure: whether "auto" measures both where there are two; else it takes copies.
+
+    Raises:
+        ValueError: copies are asked for where there can be none.
+    """
+    if transport == "nccl" or dist.get_world_size(group) == 1:
+        return Peers(group, sent), f"by {dist.get_backend(group)}"
+    why = obstacle(group)
+    if why is not None:
+        if transport == "copies":
+            raise ValueError(f"transport 'copies': no rank can copy into another's memory, since {why}; choose nccl or auto")
+        return Peers(group, sent), f"by {dist.get_backend(group)}: {why}"
+    copies = CopyPeers(group, sent)
+    if transport == "copies" or not measure:
+        return copies, "by copies between the GPUs"
+    times = [_time_of_a_gather(peers) for peers in (Peers(group, WireBytes()), CopyPeers(group, WireBytes()))]
+    slowest = torch.tensor(times, device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+    nccl, copied = slowest.tolist()
+    told = f"a gather of {SAMPLE_BYTES / 2**20:g} MiB a rank takes {copied:.0f} us by copies, {nccl:.0f} us by NCCL"
+    return (copies, f"by copies between the GPUs: {told}") if copied < nccl else (Peers(group, sent), f"by NCCL: {told}")
+
+
+def _time_of_a_gather(peers: Peers) -> float:
+    """Microseconds, mean of `REPEATS`."""
+    payload = torch.zeros(SAMPLE_BYTES, dtype=torch.uint8, device="cuda")
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for number in range(-2, REPEATS):
+        if number == 0:
+            start.record()
+        peers.start_all_gather(payload, [SAMPLE_BYTES] * peers.ranks, "a sample", "activation").wait()
+    end.record()
+    end.synchronize()
+    return 1e3 * start.elapsed_time(end) / REPEATS
+
+
+def obstacle(group: dist.ProcessGroup) -> str | None:
+    """Why the ranks of a group cannot copy into each other's memory; None where they can. Collective, the same answer on every rank."""
+    if dist.get_backend(group) != "nccl":
+        return f"the group's backend is {dist.get_backend(group)}, not nccl"
+    hosts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, socket.gethostname(), group)
+    if len(set(hosts)) > 1:
+        return f"its ranks are on {len(set(hosts))} hosts"
+    try:
+        window = Window(group, PROBE_BYTES)
+        window.handle.barrier(channel=ARRIVED)
+        why = ""
+    except (ImportError, AttributeError, RuntimeError) as error:
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+    found: list[Any] = [None] * len(hosts)
+    dist.all_gather_object(found, why, group)
+    return next((f"torch gives no symmetric memory on rank {rank}: {each}" for rank, each in enumerate(found) if each), None)
+
+
+class Window:
+    """Memory of one size that every rank of a group has and all have mapped. Collective to make, and not inside a CUDA graph.
+
+    Args:
+        group: the ranks.
+        size: bytes on each rank.
+
+    Attributes:
+        handle: torch's, with the barriers.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, size: int) -> None:
+        import torch.distributed._symmetric_memory as symmetric  # late: private to torch, and older ones lack it
+
+        self.size = size
+        self._memory = symmetric.empty(size, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+        self.handle = symmetric.rendezvous(self._memory, group)
+        self._given: StorageWeakRef | None = None
+
+    def of(self, rank: int, start: int, size: int) -> torch.Tensor:
+        """uint8 [size]: bytes of a rank's window, from byte `start`."""
+        return self.handle.get_buffer(rank, (size,), torch.uint8, start)
+
+    def take(self, rank: int) -> torch.Tensor:
+        """This rank's whole window, for what a collective brings; RuntimeError where what the one before brought is still held."""
+        if self._given is not None and not self._given.expired():
+            raise RuntimeError(
+                "what a tensor-parallel collective brought is still held while its memory is wanted again: this is a bug of the program, "
+                "report it, and run with --tp-transport nccl"
+            )
+        mine = self.of(rank, 0, self.size)
+        self._given = StorageWeakRef(mine.untyped_storage())
+        return mine
+
+
+class CopyPeers(Peers):
+    """`Peers` that copy in all-gathers and all-to-alls of equal slices; all else is NCCL's.
+
+    What a collective brings stands in a window: it is to be used before `GATHER_WINDOWS` (`SUM_WINDOWS`) more are started, and to be
+    cloned by code that keeps it. Of an all-to-all this rank's own slice is not brought: it has it.
+
+    Args:
+        group: ranks of one host for which there is no `obstacle`.
+        sent: where bytes are counted, the same as of NCCL's collectives.
+    """
+
+    copies = True
+
+    def __init__(self, group: dist.ProcessGroup, sent: WireBytes) -> None:
+        super().__init__(group, sent)
+        self._windows: dict[tuple[str, int], list[Window]] = {}
+        self._turn: dict[tuple[str, int], int] = {}
+        self._stream = torch.cuda.Stream(priority=-1)  # before the GEMMs: what it brings is waited for
+
+    def start_all_to_all(
+        self,
+        flat: torch.Tensor,
+        sizes: Sequence[int],
+        what: str,
+        kind: str = "weight",
+        label: str = "all-to-all",
+        async_op: bool = True,
+    ) -> Pending:
+        if len(set(sizes)) > 1:
+            return super().start_all_to_all(flat, sizes, what, kind, label, async_op)
+        size = sizes[0] * flat.element_size()
+        window, payload = self._window("sum", size * self.ranks, SUM_WINDOWS), as_bytes(flat)
+        pending = self._copy(window, [(peer, payload[peer * size : (peer + 1) * size]) for peer in self._others()], size, flat, what)
+        pending.lacks_own = True
+        self.sent.add(kind, label, all_to_all_sent([size] * self.ranks, self.rank))
+        return pending
+
+    def start_all_gather(
+        self,
+        own: torch.Tensor,
+        sizes: Sequence[int],
+        what: str,
+        kind: str = "weight",
+        label: str = "all-gather",
+        async_op: bool = True,
+    ) -> Pending:
+        if len(set(sizes)) > 1:
+            return super().start_all_gather(own, sizes, what, kind, label, async_op)
+        size = own.nbytes
+        window = self._window("gather", size * self.ranks, GATHER_WINDOWS)
+        pending = self._copy(window, [(peer, as_bytes(own)) for peer in (*self._others(), self.rank)], size, own, what)
+        self.sent.add(kind, label, all_gather_sent(size, self.ranks))
+        return pending
+
+    def _others(self) -> list[int]:
+        """The peers, each rank beginning with its neighbour, so that no two write to one at a time."""
+        return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+
+    def _window(self, role: str, size: int, count: int) -> Window:
+        key = role, size
+        if key not in self._windows:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"a CUDA graph is captured before an eager step has exchanged {size} bytes: its memory cannot be made now"
+                )
+            group = self.group
+            assert group is not None
+            self._windows[key] = [self.run(lambda: Window(group, size), f"making of {size} bytes for a {role}") for _ in range(count)]
+            self._turn[key] = 0
+        turn = self._turn[key]
+        self._turn[key] = (turn + 1) % count
+        return self._windows[key][turn]
+
+    def _copy(self, window: Window, parts: Sequence[tuple[int, torch.Tensor]], size: int, source: torch.Tensor, what: str) -> Pending:
+        """Write each part (bytes) to this rank's place in a rank's window, on a stream of its own."""
+        mine = window.take(self.rank)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            window.handle.barrier(channel=ARRIVED)
+            for peer, part in parts:
+                window.of(peer, self.rank * size, size).copy_(part)
+            window.handle.barrier(channel=COPIED)
+            done = torch.cuda.Event()
+            done.record()
+        return _Copied(self, mine.view(source.dtype), done, source, what)
+
+
+class _Copied(Pending):
+    """What copies bring. Holds what is copied until the stream that made it has waited: it may be written again then."""
+
+    def __init__(self, peers: Peers, result: torch.Tensor, done: torch.cuda.Event, source: torch.Tensor, what: str) -> None:
+        super().__init__(peers, result, None, what)
+        self._done: torch.cuda.Event | None = done
+        self._source: torch.Tensor | None = source
+
+    def wait(self) -> torch.Tensor:
+        if self._done is not None:
+            torch.cuda.current_stream().wait_event(self._done)
+            self._done = self._source = None
+        return self._result

@@ -1,0 +1,54 @@
+"""An FP8 linear layer in inference: the weight as it stands in FP8, and inputs with scales that do not look beyond their own row.
+
+In training a tensor has one scale, so that what a row gives depends on what else is in the batch. In generation and evaluation it must not:
+a sequence has the result that it has alone. So the input is cast in blocks of a row, 1 x 128, with powers of two as scales, by the
+kernels of the blockwise recipes. A power of two changes no rounding of an FP8 value above the subnormal range. What differs from a scale
+of the tensor is that small rows keep the bits which they would have lost.
+"""
+
+import torch
+
+from msamp.nn.gemm import Operand, way
+from msamp.nn.scaling_state import Slot
+from msamp.numerics.formats import E4M3
+from msamp.numerics.granularity import Block, Group
+from msamp.numerics.recipe import Cast, Gemms
+from msamp.numerics.scaling import Current
+from msamp.numerics.tensor import ScalingTensor
+
+# What serves where the recipe's own casts share scales between rows: blocks that Hopper multiplies itself.
+_INPUT, _WEIGHT = Cast(E4M3, Current(), Block(1, 128)), Cast(E4M3, Current(), Block(128, 128))
+_NOTHING = Slot(None, None, None)
+
+
+def row_casts(gemm: Gemms) -> tuple[Cast, Cast]:
+    """How input and weight are cast in inference: as the recipe says where its scales stay within a row, else in blocks."""
+    share = gemm.input.granularity
+    within_a_row = isinstance(share, Group) or (isinstance(share, Block) and share.rows == 1)
+    return (gemm.input, gemm.weight) if within_a_row and not gemm.input.scaling.window else (_INPUT, _WEIGHT)
+
+
+class InferenceGemm:
+    """y = x W^T + b, each row of x by itself.
+
+    Args:
+        weight: [outputs, inputs]. An FP8 payload is taken as it is, without a copy; an FP16 one is cast once, here.
+        gemm: the casts of the recipe that the layer was trained with.
+
+    Later changes of an FP8 weight's payload are seen, those of its scale are not: make another one after a step of the optimizer.
+    """
+
+    def __init__(self, weight: ScalingTensor, gemm: Gemms) -> None:
+        self._cast, cast = row_casts(gemm)
+        self._way = way(self._cast.granularity)
+        with torch.no_grad():
+            scales = (weight.scale_inv, weight.scale_inv)
+            self.weight: Operand = way(cast.granularity).weight(weight.payload, scales, cast, False)
+
+    @torch.no_grad()
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [.., inputs] BF16, FP16 or FP32, bias [outputs] of its dtype or None -> [.., outputs] of the dtype of x."""
+        rows = x.reshape(-1, x.shape[-1])
+        operand = self._way.cast(rows, _NOTHING, self._cast, True, False, None)
+        y = self._way.multiply(operand, self.weight, bias, x.dtype, False)
+        return y.view(*x.shape[:-1], y.shape[-1])

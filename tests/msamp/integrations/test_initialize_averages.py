@@ -1,0 +1,102 @@
+"""Averages of a converted model: torch's AveragedModel, with buffers and without, and averages that are swapped in."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from numerics import make
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import msamp
+
+LOUD = 64.0
+pytestmark = pytest.mark.filterwarnings("ignore:.*stores into fp8-e4m3")
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, loud: float, steps: int) -> None:
+    for step in range(steps):
+        x = make("normal", (64, 32), step) * loud
+        optimizer.zero_grad()
+        (model(x) - x[:, :16]).square().mean().backward()
+        optimizer.step()
+
+
+def averaged(level: str, average, buffers: bool) -> tuple[nn.Module, AveragedModel, AveragedModel]:
+    """A model of which the windows are full and then meet inputs 64 times as large; its average, and that of its values in FP32."""
+    low, optimizer = msamp.initialize(model := net(), torch.optim.AdamW(model.parameters(), lr=2e-3), level)
+    train(low, optimizer, 1.0, 20)
+    found = AveragedModel(low, multi_avg_fn=average, use_buffers=buffers)
+    exact = AveragedModel(msamp.float_copy(low), multi_avg_fn=average)
+    for loud in (1.0, 1.0, LOUD):
+        train(low, optimizer, loud, 17)
+        found.update_parameters(low)
+        exact.update_parameters(low)
+    return low, found, exact
+
+
+def error(model: nn.Module, exact: nn.Module) -> float:
+    x = make("normal", (64, 32), 99) * LOUD
+    with torch.no_grad():
+        want = exact(x)
+        return float((model(x) - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.9)], ids=["mean", "ema"])
+def test_an_average_multiplies_by_the_averaged_weights(average, buffers):
+    """Its buffers are means of scales of several moments, and would saturate."""
+    low, found, exact = averaged("O2", average, buffers)
+    assert error(low, exact) > 0.3
+    assert error(found, exact) < 0.1
+    assert error(copy.deepcopy(found), exact) < 0.1
+    for p, q in zip(found.module.parameters(), exact.module.parameters(), strict=True):
+        assert torch.allclose(msamp.fp32_values(p), q, rtol=0.02, atol=1e-3)
+    if buffers:
+        scaling = found.module[0].scaling
+        assert not torch.allclose(scaling.scale * scaling.scale_inv, torch.ones(2))
+    other, _ = msamp.initialize(model := net(), torch.optim.AdamW(model.parameters()), "O2")
+    other.load_state_dict(found.module.state_dict())
+    assert error(other, exact) < 0.1
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_an_average_that_is_swapped_in_and_out_does_no_harm(level, moved):
+    """As Lightning's WeightAveraging does it: parameters and buffers through `.data`, for which no version counts."""
+    low, found, exact = averaged(level, None, True)
+    if moved:
+        low.to(torch.device("cpu"), torch.float32)
+    before = copy.deepcopy(low.state_dict())
+    for inside in (True, False):
+        theirs, ours = (itertools.chain(m.parameters(), m.buffers()) for m in (found.module, low))
+        for a, b in zip(theirs, ours, strict=True):
+            kept = b.data.clone()
+            b.data.copy_(a.data)
+            a.data.copy_(kept)
+        if inside:
+            assert error(low, exact) < 0.2
+    after = low.state_dict()
+    assert all(after[name].equal(x) for name, x in before.items() if "scaling" not in name)
+    assert low[0].scaling.seen == low[0].scaling.steps == 0  # a saved run resumes as this one goes on
+
+
+def test_a_weight_written_by_hand_begins_the_windows_anew_and_one_of_the_optimizer_s_does_not():
+    low, optimizer = msamp.initialize(model := net(), torch.optim.AdamW(model.parameters()), "O3")
+    train(low, optimizer, 1.0, 17)
+    assert low[0].scaling.delayed
+    assert low[2].scaling.delayed
+    with torch.no_grad():
+        low[0].weight.clamp_(-0.1, 0.1)
+    assert (low[0].scaling.delayed, low[2].scaling.delayed) == (False, True)
+    train(low, optimizer, 1.0, 16)
+    assert low[0].scaling.delayed
+    state = copy.deepcopy(low.state_dict())
+    low.load_state_dict(state)
+    assert low[0].scaling.delayed

@@ -1,0 +1,301 @@
+"""`msamp.initialize` with SGD and Muon: what torch's own do, states in low precision, copies, checkpoints, refusals."""
+
+import copy
+import pickle
+
+import dist
+import pytest
+import torch
+from numerics import make
+from torch import nn
+from torch.utils._pytree import tree_leaves_with_path
+
+import msamp
+from msamp.numerics import recipe
+from msamp.numerics.formats import E4M3, E5M2, FP16, FP32
+from msamp.numerics.metrics import saturation_frac, sqnr_db, underflow_frac
+from msamp.numerics.tensor import ScalingTensor, fp32_values
+from msamp.optim.adamw import kept_states
+from msamp.optim.states import as_stored, payload, stored_bytes
+
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9")
+OPTIMIZERS = ("sgd", "nesterov", "plain", pytest.param("muon", marks=needs_muon))
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.LayerNorm(48), nn.Linear(48, 16))
+
+
+def of_torch(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    if name == "muon":
+        matrices, others = ([p for p in model.parameters() if (p.dim() == 2) == is_matrix] for is_matrix in (True, False))
+        return [torch.optim.Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw"), torch.optim.AdamW(others, lr=2e-3)]
+    options = {"sgd": {"momentum": 0.9, "weight_decay": 0.01}, "nesterov": {"momentum": 0.9, "nesterov": True}, "plain": {}}[name]
+    return [torch.optim.SGD(model.parameters(), lr=0.05, foreach=False, **options)]
+
+
+def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: int = 4, seed: int = 1) -> list[float]:
+    generator, losses = torch.Generator().manual_seed(seed), []
+    for _ in range(steps):
+        x = torch.randn(64, 32, generator=generator)
+        loss = (model(x) - x[:, :16].tanh()).square().mean()
+        for each in optimizers:
+            each.zero_grad()
+        loss.backward()
+        for each in optimizers:
+            each.step()
+        losses.append(loss.item())
+    return losses
+
+
+def started(name: str, of: str | recipe.Recipe = "O2") -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = mlp()
+    return msamp.initialize(model, of_torch(name, model), of)
+
+
+@every_optimizer
+def test_in_fp32_it_is_torch_s_bit_for_bit(name):
+    plain, (low, optimizer) = mlp(), started(name, "fp32")
+    assert train(plain, of_torch(name, plain)) == train(low, [optimizer])
+    assert all(p.equal(q) for p, q in zip(plain.parameters(), low.parameters(), strict=True))
+
+
+@every_optimizer
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_in_low_precision_it_follows_it(name, level):
+    plain, (low, optimizer) = mlp(), started(name, level)
+    want, got = train(plain, of_torch(name, plain), 8), train(low, [optimizer], 8)
+    assert want[-1] < want[0]
+    assert got == pytest.approx(want, rel=0.05)
+    state = optimizer.state[low[0].weight]
+    assert ("master" in state) == (level == "O3")
+    assert ("momentum_buffer" in state) == (name != "plain")
+    if name != "plain":
+        assert isinstance(state["momentum_buffer"], ScalingTensor) == (level != "O1")
+
+
+@pytest.mark.parametrize(("fmt", "least"), [(E4M3, 30.0), (E5M2, 24.0), (FP16, 60.0), (FP32, 120.0)], ids=str)
+@pytest.mark.parametrize("name", ["sgd", pytest.param("muon", marks=needs_muon)])
+def test_the_momentum_is_stored_as_its_format_says(name, fmt, least):
+    low, optimizer = started(name, recipe.O2.with_states(m=fmt, grad=FP32))
+    exact = torch.zeros(48, 32)
+    for seed in range(3):
+        g = make("normal", (48, 32), seed) * 1e-3
+        exact = fp32_values(optimizer.state[low[0].weight].get("momentum_buffer", exact))
+        exact = exact * 0.95 + g * 0.05 if name == "muon" else exact * 0.9 + g + 0.01 * fp32_values(low[0].weight).detach()
+        optimizer.zero_grad()
+        low[0].weight.grad = g
+        optimizer.step()
+    kept = fp32_values(optimizer.state[low[0].weight]["momentum_buffer"])
+    assert sqnr_db(exact, kept) > least
+    assert underflow_frac(exact, kept) < 0.01
+    stored = optimizer.state[low[0].weight]["momentum_buffer"]
+    assert not isinstance(stored, ScalingTensor) or saturation_frac(stored.payload.float(), fmt) < 0.002
+
+
+@every_optimizer
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_state_takes_the_bytes_that_the_update_declares(name, level):
+    """From which the trainer's plan and reports count."""
+    low, optimizer = started(name, level)
+    train(low, [optimizer], 1)
+    for holding in optimizer.holdings():
+        kept = {state.key: fmt for state, fmt in kept_states(holding.param, holding.formats)}
+        stored = {key: as_stored(optimizer.state[holding.param], key) for key in optimizer.state[holding.param] if key != "step"}
+        assert kept.keys() == stored.keys()
+        assert {key: stored_bytes(x) for key, x in stored.items()} == {key: fmt.bytes_of(holding.param.shape) for key, fmt in kept.items()}
+
+
+@every_optimizer
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_that_is_skipped_leaves_weights_and_states_as_they_were(name, bad, device):
+    """On a GPU such a step is computed and put back."""
+    model = mlp().to(device)
+    low, optimizer = msamp.initialize(model, of_torch(name, model), "O3")
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for p in low.parameters():
+            p.grad = torch.randn(p.shape, generator=generator).to(device)
+        if step == 2:
+            low[0].weight.grad[3, 4] = bad
+        before = copy.deepcopy((low.state_dict(), optimizer.state_dict()))
+        optimizer.step()
+    assert optimizer.skipped_steps == 1
+    for want, got in zip(before, (low.state_dict(), optimizer.state_dict()), strict=True):
+        theirs, ours = (tree_leaves_with_path(state) for state in (want, got))
+        assert len(theirs) > 10
+        for (path, x), (same, y) in zip(theirs, ours, strict=True):
+            assert path == same
+            beyond = "scaling" in str(path)  # windows of casts move on in every step
+            assert beyond or (bits_of(x) == bits_of(y) if isinstance(x, torch.Tensor) else x == y), path
+
+
+def bits_of(x: torch.Tensor) -> bytes:
+    parts = (payload(x), x.scale_inv) if isinstance(x, ScalingTensor) else (x,)
+    return b"".join(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() for part in parts)
+
+
+@every_optimizer
+def test_copies_and_resumed_runs_go_on_bit_for_bit(name):
+    low, optimizer = started(name, "O3")
+    train(low, [optimizer])
+    copied, pickled = copy.deepcopy((low, optimizer)), pickle.loads(pickle.dumps((low, optimizer)))
+    resumed = started(name, "O3")
+    saved = copy.deepcopy((low.state_dict(), optimizer.state_dict()))
+    resumed[1].load_state_dict(saved[1])
+    resumed[0].load_state_dict(saved[0])
+    want = train(low, [optimizer], seed=2)
+    for model, its in (copied, pickled, resumed):
+        assert train(model, [its], seed=2) == want
+
+
+def test_a_schedule_of_the_momentum_reaches_it_and_plain_sgd_refuses_one():
+    low, optimizer = started("sgd")
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9, base_momentum=0.5, max_momentum=0.8)
+    assert {g["momentum"] for g in optimizer.param_groups} == {0.8}
+    train(low, [optimizer], 2)
+    schedule.step()
+    assert all("betas" not in g for g in optimizer.param_groups)
+    low, optimizer = started("plain")
+    optimizer.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(ValueError, match=r"momentum is 0\.5, and update 'sgd' keeps no state for it"):
+        train(low, [optimizer], 1)
+
+
+def test_a_group_added_later_is_like_the_others():
+    _, optimizer = started("nesterov")
+    late = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [late]})
+    group = optimizer.param_groups[-1]
+    assert (group["lr"], group["momentum"], group["nesterov"], group["decoupled"]) == (0.05, 0.9, True, False)
+    assert {formats["update"] for formats in [group["formats"]]} == {"sgd-momentum"}
+    with pytest.raises(ValueError, match=r"a group of update sgd-momentum is given|betas"):
+        msamp.FP8AdamW([late], formats=recipe.StateFormats(update="sgd-momentum"), betas=(0.9, 0.99))
+
+
+@needs_muon
+def test_muon_and_adamw_make_one_optimizer_with_options_of_their_own():
+    model = mlp()
+    given = of_torch("muon", model)
+    schedule = torch.optim.lr_scheduler.StepLR(given[0], 1, gamma=0.5)
+    low, optimizer = msamp.initialize(model, given)
+    muon, adamw = optimizer.param_groups
+    assert "betas" not in muon
+    assert "momentum" not in adamw
+    assert muon["adjust_lr_fn"] == "match_rms_adamw"
+    train(low, [optimizer], 1)
+    schedule.step()
+    assert (muon["lr"], adamw["lr"]) == (0.01, 2e-3)
+    with pytest.raises(ValueError, match=r"was replaced by msamp\.initialize"):
+        given[1].step()
+
+
+@needs_muon
+def test_what_cannot_be_is_refused_before_a_layer_is_converted():
+    model = mlp()
+    muon, adamw = of_torch("muon", model)
+    sgd, bf16 = of_torch("sgd", model), mlp().bfloat16()
+    cases = [
+        (model, muon, "O2", r"torch.optim.Muon leaves 4 parameters to another optimizer \(0.bias, .*give both"),
+        (model, [muon, adamw, *sgd], "O2", "a parameter is in two of the optimizers"),
+        (model, [], "O2", "an empty list"),
+        (model, sgd, "coat", "m is coat-e4m3, which has no scale of a whole tensor"),
+        (bf16, of_torch("sgd", bf16), "collage-plus", "has an update of its own, AdamW's in BF16, and the optimizer is a SGD"),
+        (model, torch.optim.SGD(model.parameters(), maximize=True), "O2", "optimizer option maximize=True"),
+    ]
+    for module, given, of, message in cases:
+        with pytest.raises(ValueError, match=message):
+            msamp.initialize(module, given, of)
+        assert type(module[0]) is nn.Linear
+    model[0].weight.tensor_model_parallel = True
+    with pytest.raises(ValueError, match=r"is cut over processes .*orthogonalises whole matrices"):
+        msamp.initialize(model, [muon, adamw])
+
+
+def test_muon_takes_matrices_and_numbers_in_range():
+    formats = recipe.StateFormats(update="muon")
+    for shape, options, message in (
+        ((3,), {}, "is no matrix, and update 'muon' takes matrices alone"),
+        ((3, 3), {"momentum": 1.0}, "momentum is 1.0; it must be in"),
+        ((3, 3), {"ns_steps": 100}, "ns_steps is 100"),
+        ((3, 3), {"ns_coefficients": (1.0,)}, "give three"),
+        ((3, 3), {"adjust_lr_fn": "rms"}, "adjust_lr_fn is 'rms'; choose one of None, 'original', 'match_rms_adamw'"),
+        ((3, 3), {"decoupled": False}, "decoupled is False; update 'muon'"),
+        ((3, 3), {"dampening": 0.1}, "update 'muon' takes momentum, nesterov"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            msamp.FP8AdamW([nn.Parameter(torch.ones(shape))], formats=formats, **options)
+
+
+def two_processes() -> dict[str, object]:
+    low, optimizer = msamp.initialize(model := mlp(), of_torch("muon", model), "O3", zero=True)
+    losses = train(low, [optimizer])
+    saved = optimizer.state_dict()
+    matrices = [holding for holding in optimizer.holdings() if holding.formats["update"] == "muon"]
+    return {
+        "losses": losses,
+        "whole": [holding.rows is None for holding in matrices],
+        "weights": [fp32_values(p).detach().clone() for p in low.parameters()],
+        "states": sorted(saved["state"]),
+    }
+
+
+@needs_muon
+def test_on_two_processes_zero_keeps_muon_s_matrices_whole():
+    first, second = dist.run(two_processes, 2)
+    assert [*first["whole"], *second["whole"]] == [True, True]
+    assert all(p.equal(q) for p, q in zip(first["weights"], second["weights"], strict=True))
+    assert first["losses"] == second["losses"]
+    assert first["losses"][-1] < first["losses"][0]
+    assert (first["states"], second["states"]) == (list(range(6)), [])
+
+
+def alike(seen: str) -> dict[tuple[str, str, bool], list[bytes]]:
+    """Weights after four steps: every rank with the same examples, or with its part of them."""
+    found = {}
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    rank = torch.distributed.get_rank() if ranks > 1 else 0
+    names = ["sgd", "nesterov", "plain", *(["muon"] if hasattr(torch.optim, "Muon") else [])]
+    for name in names:
+        for level in ("fp32", "O2", "O3") if seen == "the same" else ("fp32",):
+            for zero in (False, True) if ranks > 1 else (False,):
+                low, optimizer = msamp.initialize(model := mlp(), of_torch(name, model), level, zero=zero, clip_grad=float("inf"))
+                for step in range(4):
+                    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
+                    x = x if seen == "the same" else x.chunk(ranks)[rank]
+                    (low(x) - x[:, :16].tanh()).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found[name, level, zero] = [fp32_values(p).detach().clone() for p in low.parameters()]
+    return found
+
+
+@pytest.mark.parametrize("seen", ["the same", "its part"])
+def test_two_processes_are_one(seen):
+    """With the same examples on every rank to the bit: their average is what each has. With halves of them sums are in another order,
+    which Muon's products in BF16 magnify."""
+    want, ranks = alike(seen), dist.run(alike, 2, seen)
+    assert len(ranks[0]) == 2 * len(want)
+    for found in ranks:
+        for (name, level, zero), weights in found.items():
+            for got, one in zip(weights, want[name, level, False], strict=True):
+                near = {"rtol": 1e-5, "atol": 5e-3 if name == "muon" else 1e-6}
+                assert got.equal(one) if seen == "the same" else torch.allclose(got, one, **near), (name, level, zero)
+
+
+def cut() -> str:
+    params = [nn.Parameter(torch.ones(64, 16)), nn.Parameter(torch.ones(8, 16))]
+    model = nn.ParameterList(params)
+    sync = msamp.grad_sync(model, dict.fromkeys(params, FP32), torch.distributed.group.WORLD, shard=True)
+    try:
+        msamp.FP8AdamW(params, formats=recipe.StateFormats(update="muon"), shard=msamp.ZeRO(sync))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_matrix_that_zero_would_cut_is_refused_for_an_update_of_whole_ones():
+    for told in dist.run(cut, 2):
+        assert "is cut over several ranks, and update 'muon' takes whole parameters; build the synchroniser with whole=[" in told

@@ -1,0 +1,151 @@
+"""The strategy for Lightning: one process and several, saved and resumed, clipped, and what it refuses."""
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import dist
+import hosts
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+
+import msamp
+from msamp.numerics.tensor import ScalingTensor
+
+hosts.need("lightning")
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging  # noqa: E402
+from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: E402
+from lightning_runs import ROWS, Module, fit  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers, and on what it calls small
+
+
+def run(module: Module, epochs: int, folder: Any, **settings: Any) -> Any:
+    """`fit` by our strategy, on this process's rows."""
+    from msamp.integrations.lightning import Strategy
+
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    rank = torch.distributed.get_rank() if ranks > 1 else 0
+    strategy = Strategy(cluster_environment=LightningEnvironment())
+    return fit(module, epochs, folder, rows=ROWS[rank::ranks], strategy=strategy, devices=ranks, **settings)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    """No process group, nor what Lightning tells the environment of its ranks, which accelerate would read in a later test."""
+    with mock.patch.dict(os.environ):
+        yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def values(module: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().dequantize() if isinstance(p, ScalingTensor) else p.detach() for p in module.parameters()]
+
+
+def trains(level: str, folder: str) -> dict[str, Any]:
+    """Steps of two micro-batches, saved and resumed, and the same at one go."""
+    whole, first, resumed = (Module(level) for _ in range(3))
+    run(whole, 4, folder, accumulate_grad_batches=2)
+    trainer = run(first, 2, folder, accumulate_grad_batches=2)
+    trainer.save_checkpoint(f"{folder}/last.ckpt")
+    run(resumed, 4, folder, checkpoint=f"{folder}/last.ckpt", accumulate_grad_batches=2)
+    return {"whole": whole.losses, "parts": first.losses + resumed.losses, "weights": values(whole), "resumed": values(resumed)}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(level: str, tmp_path: Path):
+    found = trains(level, str(tmp_path))
+    assert found["parts"] == found["whole"]
+    assert found["whole"][-1] < found["whole"][0]
+    module = Module.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=False)
+    assert all(type(x) is torch.Tensor for x in module.state_dict().values())
+    assert (module.net(ROWS) - ROWS[:, :16]).square().mean() < found["whole"][0]
+
+
+def several(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = trains("O3", folder)
+    (optimizer,) = run(Module(), 1, folder, gradient_clip_val=1e-3).optimizers
+    found["clipped"] = float(optimizer.grad_norm)
+    with pytest.raises(ValueError, match=r"ZeRO.*clip_grad=1\.0") as caught:
+        run(Module("O3"), 1, folder, gradient_clip_val=1e-3)
+    found["zero"] = str(caught.value)
+    for callback in (StochasticWeightAveraging(1e-2, swa_epoch_start=1), WeightAveraging()):
+        module = Module("O3")
+        run(module, 2, folder, callbacks=[callback])
+        found[type(callback).__name__] = values(module)
+    return found
+
+
+@pytest.mark.nightly(40)
+def test_two_processes_train_save_resume_clip_and_average(tmp_path: Path):
+    first, second = dist.run(several, 2, str(tmp_path))
+    for rank in (first, second):
+        assert rank["parts"] == rank["whole"]
+        assert all(a.equal(b) for a, b in zip(rank["weights"], rank["resumed"], strict=True))
+        assert rank["clipped"] == pytest.approx(1e-3, rel=0.05)
+    assert first["whole"] != second["whole"]
+    for same in ("weights", "StochasticWeightAveraging", "WeightAveraging"):
+        assert all(a.equal(b) for a, b in zip(first[same], second[same], strict=True))
+    assert "each has the averaged gradients of its own share alone" in first["zero"]
+
+
+class TwoParts(Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return msamp.initialize(self, torch.optim.AdamW(self.net[0].parameters()))[1]
+
+
+class Plain(Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Buffered(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+
+
+def test_what_nothing_would_average_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"configure_optimizers returned AdamW; .* which msamp\.initialize returns"):
+        run(Plain(), 1, tmp_path)
+    with pytest.raises(ValueError, match=r"net\.2\.weight wants a gradient and is not in the optimizer.*give msamp\.initialize the whole"):
+        run(TwoParts(), 1, tmp_path)
+
+
+def test_loss_scaling_is_refused():
+    from msamp.integrations.lightning import Strategy
+
+    with pytest.raises(ValueError, match=r"precision is '16-mixed'.*take '32-true', 'bf16-mixed'"):
+        Strategy(cluster_environment=LightningEnvironment()).setup(type("Trainer", (), {"precision": "16-mixed"})())
+
+
+def test_a_callback_that_would_average_weights_with_others_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"WeightAveraging pairs buffers by their order, and would mix norm\.running_mean"):
+        run(Buffered(), 1, tmp_path, callbacks=[WeightAveraging()])
+
+
+def test_bf16_autocast_trains(tmp_path: Path):
+    run(module := Module(), 3, tmp_path, precision="bf16-mixed")
+    assert module.losses[-1] < module.losses[0]
+
+
+class Compiled(Module):
+    """Its network is compiled once it is FP8."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = self.initialized()
+        self.net.compile(backend="aot_eager")
+        return optimizer
+
+
+def test_a_compiled_module_trains_alike(tmp_path):
+    torch._dynamo.reset()
+    plain, compiled = Module(), Compiled()
+    for module in (plain, compiled):
+        run(module, 2, tmp_path)
+    assert compiled.net._compiled_call_impl is not None
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-3)

@@ -1,0 +1,87 @@
+"""The ends of a block: a group of one rank that gathers and adds up changes no bit, whatever it keeps."""
+
+from typing import Any
+
+import pytest
+import torch
+from block_halves import B, H, S, attention_half, attention_settings, mlp_half, mlp_settings
+from numerics import make
+
+from msamp.nn.attention_block import AttentionBlock
+from msamp.nn.ends import ALONE, Pending
+from msamp.nn.gemm import LayerGemm
+from msamp.nn.mlp_block import MLPBlock
+from msamp.numerics.recipe import O3
+
+
+class OneRank:
+    """A tensor-parallel group of one rank, under sequence parallelism, which notes what it is asked for."""
+
+    spread = True
+
+    def __init__(self, keeps_gathered: bool, adds_bias: bool = True) -> None:
+        self.keeps_gathered, self.adds_bias = keeps_gathered, adds_bias
+        self.asked: list[str] = []
+
+    def shared_amax(self, amax: torch.Tensor) -> torch.Tensor:
+        self.asked.append("amax")
+        return amax.clone()
+
+    def start_gather(self, payload: torch.Tensor, label: str) -> Pending:
+        self.asked.append(label)
+        gathered = payload.clone()
+        return lambda: gathered
+
+    def sum_output(self, partial: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
+        self.asked.append("output")
+        return partial.clone()
+
+    def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Pending:
+        self.asked.append("grad_input")
+        return partial.clone
+
+
+def found(block: str, delayed: bool, ends: Any, recompute: bool) -> list[torch.Tensor]:
+    """What a half gives, its gradients, and the amaxes that it records."""
+    half = (attention_half if block == "attention" else mlp_half)(O3)
+    for scaling in half.scaling.values():
+        scaling.scale.fill_(8.0)
+        scaling.scale_inv.fill_(1 / 8)
+        scaling._count(scaling.window if delayed else 0)
+    x, delta, grad = (make("normal", (S, B, H), seed=seed).to(torch.bfloat16) for seed in (1, 2, 3))
+    leaves = [x.requires_grad_()]
+    if block == "attention":
+        _, out = AttentionBlock.apply(x, *half.arguments(), attention_settings(half, recompute=recompute, ends=ends))
+    else:
+        leaves.append(delta.requires_grad_())
+        out = MLPBlock.apply(x, delta, *half.arguments(), mlp_settings(half, recompute=recompute, ends=ends))
+    leaves += [t for t in half.arguments() if t is not None]
+    gradients = torch.autograd.grad(out, leaves, grad)
+    return [out.detach(), *gradients, *(scaling.amax for scaling in half.scaling.values())]
+
+
+@pytest.mark.parametrize("keeps_gathered", [False, True], ids=["shard", "gathered"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("delayed", [False, True], ids=["just in time", "delayed"])
+@pytest.mark.parametrize("block", ["attention", "MLP"])
+def test_one_rank_is_a_block_alone(block, delayed, recompute, keeps_gathered):
+    ends = OneRank(keeps_gathered)
+    for got, want in zip(found(block, delayed, ends, recompute), found(block, delayed, ALONE, recompute), strict=True):
+        assert torch.equal(got, want)
+    again = [] if keeps_gathered else ["input all-gather again"]
+    gathers = ["input all-gather", "output", "grad_output all-gather", *again, "grad_input"]
+    assert [what for what in ends.asked if what != "amax"] == gathers
+    assert ends.asked.count("amax") == (0 if delayed else 2)  # the norm's output and the grad_output
+
+
+def test_a_rank_that_adds_no_bias_lacks_it():
+    with_bias, without = (found("MLP", True, OneRank(False, adds_bias), False)[0].float() for adds_bias in (True, False))
+    bias = mlp_half(O3).tensors["fc2_bias"].float()
+    torch.testing.assert_close((with_bias - without).mean((0, 1)), bias, rtol=0.05, atol=0.02)
+
+
+def test_what_is_not_finite_on_a_rank_makes_a_shared_scale_nan():
+    half, ends = mlp_half(O3), OneRank(False)
+    x, delta = (make("normal", (S, B, H), seed=seed).to(torch.bfloat16) for seed in (1, 2))
+    x[0, 0, 0] = float("inf")
+    assert MLPBlock.apply(x, delta, *half.arguments(), mlp_settings(half, ends=ends)).isnan().all()

@@ -1,0 +1,137 @@
+"""The LM head's loss over a vocabulary that is spread over ranks, against the same head on one process."""
+
+from typing import Any
+
+import dist
+import pytest
+import torch
+from numerics import make
+from torch.distributed import group
+
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
+from msamp.nn.vocabulary_loss import linear_cross_entropy
+from msamp.parallel.vocabulary import vocabulary_parallel_cross_entropy
+
+TOKENS, VOCABULARY, HIDDEN = 300, 60, 16
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CHUNKED = 128 * VOCABULARY  # a chunk of 128 tokens in FP16 on two ranks
+
+
+def case(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """hidden, weight, labels and weights, a third of them 0."""
+    generator = torch.Generator().manual_seed(1)
+    weights = (torch.rand(TOKENS, generator=generator) < 0.7).float()
+    labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    labels[:4] = torch.tensor([0, VOCABULARY // 2 - 1, VOCABULARY // 2, VOCABULARY - 1])
+    return make("normal", (TOKENS, HIDDEN)).to(dtype), (0.5 * make("normal", (VOCABULARY, HIDDEN), seed=2)).to(dtype), labels, weights
+
+
+def run(dtype: torch.dtype, sequence_parallel: bool, label: int | None = None) -> dict[str, Any]:
+    """This rank's results of forward and of a backward from 1/64, and what it sent."""
+    hidden, weight, labels, weights = case(dtype)
+    if label is not None:
+        labels[7], weights[7] = label, 1.0
+    sent = WireBytes()
+    assert group.WORLD is not None
+    peers = Peers(group.WORLD, sent)
+    shard = weight.chunk(peers.ranks)[peers.rank].clone().requires_grad_()
+    own = (hidden.chunk(peers.ranks)[peers.rank] if sequence_parallel else hidden).clone().requires_grad_()
+    total, losses = vocabulary_parallel_cross_entropy(
+        own, shard, labels, weights, peers, sequence_parallel=sequence_parallel, chunk_bytes=CHUNKED
+    )
+    with torch.no_grad():
+        quiet = vocabulary_parallel_cross_entropy(own, shard, labels, weights, peers, sequence_parallel=sequence_parallel)
+    sent_in_forward = sent.take()
+    (total / 64).backward()
+    return {
+        "total": total.detach(),
+        "losses": losses,
+        "quiet": quiet,
+        "hidden": own.grad,
+        "weight": shard.grad,
+        "sent": sent_in_forward,
+        "sent_back": sent.take(),
+    }
+
+
+def every_case() -> dict[str, Any]:
+    found: dict[str, Any] = {f"{dtype} {spread}": run(dtype, spread) for dtype in DTYPES for spread in (False, True)}
+    hidden, weight, labels, weights = case(torch.bfloat16)
+    assert group.WORLD is not None
+    peers = Peers(group.WORLD, WireBytes())
+    shard = weight.chunk(peers.ranks)[peers.rank]
+    found["fp8"] = vocabulary_parallel_cross_entropy(hidden, shard, labels, weights, peers, sequence_parallel=False, fp8=True)[1]
+    return found | {f"label {label}": run(torch.float32, True, label) for label in (-1, VOCABULARY, 2**40)}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return dist.run(every_case, 2)
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["whole", "sequence-parallel"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equals_one_process(ranks: list[dict[str, Any]], dtype: torch.dtype, spread: bool):
+    """Losses and gradients within the rounding of one more sum; both ranks have the same losses, bit for bit."""
+    first, second = (rank[f"{dtype} {spread}"] for rank in ranks)
+    hidden, weight, labels, weights = case(dtype)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    total, losses = linear_cross_entropy(hidden, weight, labels, weights)
+    (total / 64).backward()
+    assert first["losses"].equal(second["losses"])
+    assert first["total"].equal(second["total"])
+    assert first["quiet"][1].equal(first["losses"])
+    torch.testing.assert_close(first["losses"], losses, rtol=1e-6, atol=1e-5)
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    got = torch.cat((first["hidden"], second["hidden"])) if spread else first["hidden"]
+    if not spread:
+        assert got.equal(second["hidden"])
+    for mine, want in ((got, hidden.grad), (torch.cat((first["weight"], second["weight"])), weight.grad)):
+        assert want is not None
+        assert mine.dtype is dtype
+        assert (mine.double() - want.double()).norm() <= rounding * want.double().norm()
+
+
+@pytest.mark.parametrize("label", [-1, VOCABULARY, 2**40])
+def test_a_label_outside_the_vocabulary_is_nan_on_every_rank(ranks: list[dict[str, Any]], label: int):
+    for rank in ranks:
+        found = rank[f"label {label}"]
+        assert found["total"].isnan()
+        assert found["losses"].isnan().nonzero().tolist() == [[7]]
+
+
+def test_fp8_logits_have_a_scale_for_each_shard_of_the_weight(ranks: list[dict[str, Any]]):
+    hidden, weight, labels, weights = case(torch.bfloat16)
+    losses = linear_cross_entropy(hidden, weight, labels, weights, fp8=True)[1]
+    assert ranks[0]["fp8"].equal(ranks[1]["fp8"])
+    torch.testing.assert_close(ranks[0]["fp8"], losses, rtol=2**-6, atol=2**-3)
+    assert not ranks[0]["fp8"].equal(ranks[0][f"{torch.bfloat16} False"]["losses"])
+
+
+def test_bytes_are_counted(ranks: list[dict[str, Any]]):
+    """Forward ran twice: with chunks and without."""
+    whole, spread = (ranks[0][f"{torch.bfloat16} {each}"] for each in (False, True))
+    softmax = {("activation", "LM head softmax all-gather"): 2 * 3 * 4 * TOKENS}
+    activation = 2 * HIDDEN * TOKENS
+    assert whole["sent"] == softmax
+    assert spread["sent"] == softmax | {("activation", "LM head input all-gather"): 2 * activation // 2}
+    assert whole["sent_back"] == {("activation", "LM head grad_input all-reduce"): activation}
+    assert spread["sent_back"] == {("activation", "LM head grad_input reduce-scatter"): activation // 2}
+
+
+def test_one_rank_alone_has_the_bits_of_one_process():
+    hidden, weight, labels, weights = case(torch.bfloat16)
+    alone = Peers(None, WireBytes())
+    for spread in (False, True):
+        total, losses = vocabulary_parallel_cross_entropy(hidden, weight, labels, weights, alone, sequence_parallel=spread)
+        expected, expected_losses = linear_cross_entropy(hidden, weight, labels, weights)
+        torch.testing.assert_close(losses, expected_losses, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(total, expected)
+
+
+def test_shapes_that_do_not_go_together_are_refused():
+    hidden, weight, labels, weights = case(torch.float32)
+    with pytest.raises(ValueError, match="labels"):
+        vocabulary_parallel_cross_entropy(hidden, weight, labels[:-1], weights, Peers(None, WireBytes()), sequence_parallel=False)
