@@ -1,0 +1,229 @@
+"""A corpus through the rules: each document is looked at in a worker, duplicates are found in the order of the input.
+
+The first pass writes what the workers found into parts, `OUTPUT.parts/00000.jsonl` and so on, each whole or not there; after a kill those
+that are there are taken. The second reads them in order, drops duplicates, and writes the output, which has its name only when it is
+whole. So neither a kill nor the number of workers changes a byte of it.
+"""
+
+import concurrent.futures
+import functools
+import itertools
+import json
+import multiprocessing
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.lm.cleaning import code, duplicates, quality
+from megatron.lm.data import rows
+from megatron.lm.durable import written_aside
+
+PART_BYTES = 1 << 24  # of input in a part: what a kill may cost each worker
+LANGUAGE_LETTERS = 10_000  # of a document that its language is told by
+_PLAN = "plan.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What is asked of a document; its text, stripped of blanks at its ends, is never empty.
+
+    Attributes:
+        key: member that holds the text.
+        code: the rules for Python code (`megatron.lm.cleaning.code`), in place of those for text.
+        quality: the rules for text (`megatron.lm.cleaning.quality`).
+        languages: ISO 639-1 codes of which one must be the likeliest language (py3langid); empty: any.
+        exact: drop exact duplicates.
+        near: drop documents that are this similar to one before (Jaccard, of word 5-grams); None: do not.
+
+    Raises:
+        ValueError: nothing is asked, languages of code, a language that is unknown, or a threshold out of range.
+    """
+
+    key: str = "text"
+    code: bool = False
+    quality: bool = False
+    languages: tuple[str, ...] = ()
+    exact: bool = True
+    near: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.code and (self.languages or self.quality):
+            raise ValueError("rules for code beside those for text (quality, languages): clean each kind of document by itself")
+        if not (self.code or self.quality or self.languages or self.exact or self.near):
+            raise ValueError("no rule is asked for: there would be nothing to do")
+        duplicates.Seen(None if self.near is None else _needed("datasketch", self.near))
+        if self.languages:
+            known = _needed("py3langid", _identifier)().labels
+            strange = [language for language in self.languages if language not in known]
+            if strange:
+                raise ValueError(f"language {', '.join(strange)} is unknown: give ISO 639-1 codes, such as en, de or zh")
+
+
+@functools.cache
+def _identifier() -> Any:
+    from py3langid import langid
+
+    return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
+
+
+def _needed(name: str, value: Any) -> Any:
+    import importlib
+
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"{name} is missing ({error}): pip install 'msamp[data]'") from None
+    return value
+
+
+def examine(row: dict[str, Any], rules: Rules) -> dict[str, Any]:
+    """What one document needs for the second pass: {"row"} with its text cleaned, {"dropped": why}, or {"row", "key", "minhash"}.
+
+    Raises:
+        ValueError: the text's member is missing, or holds something else.
+    """
+    text = row.get(rules.key)
+    if not isinstance(text, str):
+        held = "is missing" if rules.key not in row else f"holds {type(text).__name__}"
+        raise ValueError(f"a document's {rules.key!r} {held}, and must hold text; its members are {', '.join(map(repr, row))}")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        return {"dropped": "half of a surrogate pair"}
+    text = text.strip()
+    if not text:
+        return {"dropped": "empty"}
+    problem = None
+    if rules.code:
+        text, problem = code.clean(text)
+    if rules.languages and _identifier().classify(text[:LANGUAGE_LETTERS])[0] not in rules.languages:
+        return {"dropped": "language"}
+    if rules.quality:
+        problem = quality.problem(text, english=not rules.languages or "en" in rules.languages)
+    if problem is not None:
+        return {"dropped": problem}
+    found: dict[str, Any] = {"row": {**row, rules.key: text}}
+    if rules.exact or rules.near is not None:
+        found["key"] = duplicates.exact_key(text)
+    if rules.near is not None:
+        found["minhash"] = duplicates.signature(text)
+    return found
+
+
+def clean(
+    inputs: Sequence[Path],
+    output: Path,
+    rules: Rules,
+    *,
+    workers: int = 1,
+    part_bytes: int = PART_BYTES,
+    say: Callable[[str], None] = lambda line: None,
+) -> Counter[str]:
+    """Read `inputs` in order, write what is left as JSON lines, and return the counts: "read", "kept", "bytes kept", and why others went.
+
+    Beside the output stands `OUTPUT.counts.json` with them.
+
+    Raises:
+        ValueError: an input that cannot be read, parts of a run on other input or with other rules, or a worker that was ended.
+    """
+    plan = {"inputs": [rows.identity(path) for path in inputs], "rules": asdict(rules), "part_bytes": part_bytes}
+    parts = output.with_name(output.name + ".parts")
+    _begin(parts, plan)
+    try:
+        made = _first_pass(inputs, parts, rules, workers, part_bytes, say)
+    except BrokenProcessPool:
+        raise ValueError(f"one of {workers} workers was ended from outside, as by a lack of memory: take fewer, the rest stays") from None
+    counts = _second_pass(parts, made, output, rules)
+    with written_aside(output.with_name(output.name + ".counts.json")) as stream:
+        stream.write((json.dumps(dict(counts), indent=2) + "\n").encode())
+    shutil.rmtree(parts)
+    return counts
+
+
+def _begin(parts: Path, plan: dict[str, Any]) -> None:
+    """Make the folder of parts, or find it as a run of the same plan left it."""
+    file, text = parts / _PLAN, json.dumps(plan, indent=2) + "\n"
+    if file.is_file():
+        if file.read_text(encoding="utf-8") != text:
+            raise ValueError(f"{parts} is left by a run on other input or with other rules: delete it, or name another output")
+        return
+    parts.mkdir(parents=True, exist_ok=True)
+    with written_aside(file) as stream:
+        stream.write(text.encode())
+
+
+def _first_pass(inputs: Sequence[Path], parts: Path, rules: Rules, workers: int, part_bytes: int, say: Callable[[str], None]) -> list[Path]:
+    made: list[Path] = []
+
+    def todo() -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+        for number, batch in enumerate(_batches(inputs, part_bytes)):
+            made.append(parts / f"{number:05d}.jsonl")
+            if not made[-1].is_file():
+                yield made[-1], batch
+
+    work = functools.partial(_write_part, rules=rules)
+    for count, part in enumerate(_each(work, todo(), workers), start=1):
+        say(f"{count} parts examined ({part.name})")
+    return made
+
+
+def _each(work: Callable[[tuple[Path, list[dict[str, Any]]]], Path], todo: Iterable[Any], workers: int) -> Iterator[Path]:
+    if workers <= 0:
+        yield from map(work, todo)
+        return
+    # Spawned, not forked: a fork of a process that holds threads can stand still.
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        waiting: list[concurrent.futures.Future[Path]] = []
+        try:
+            for entry in todo:
+                waiting.append(pool.submit(work, entry))
+                if len(waiting) >= 2 * workers:
+                    yield waiting.pop(0).result()
+            while waiting:
+                yield waiting.pop(0).result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _batches(inputs: Sequence[Path], part_bytes: int) -> Iterator[list[dict[str, Any]]]:
+    batch: list[dict[str, Any]] = []
+    held = 0
+    for row, size in itertools.chain.from_iterable(map(rows.read, inputs)):
+        batch.append(row)
+        held += size
+        if held >= part_bytes:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _write_part(entry: tuple[Path, list[dict[str, Any]]], rules: Rules) -> Path:
+    part, batch = entry
+    with written_aside(part) as stream:
+        for row in batch:
+            stream.write(json.dumps(examine(row, rules), default=str).encode() + b"\n")
+    return part
+
+
+def _second_pass(parts: Path, made: list[Path], output: Path, rules: Rules) -> Counter[str]:
+    counts: Counter[str] = Counter({"read": 0, "kept": 0, "bytes kept": 0})
+    seen = duplicates.Seen(rules.near)
+    with written_aside(output) as stream:
+        for part in made:
+            for line in part.read_bytes().splitlines():
+                found = json.loads(line)
+                counts["read"] += 1
+                problem = found.get("dropped")
+                if problem is None and "key" in found:
+                    problem = seen.duplicate(found["key"], found.get("minhash"))
+                if problem is not None:
+                    counts[problem] += 1
+                    continue
+                stream.write(json.dumps(found["row"], ensure_ascii=False).encode() + b"\n")
+                counts["kept"] += 1
+                counts["bytes kept"] += len(found["row"][rules.key].encode())
+    return counts

@@ -1,0 +1,67 @@
+"""What the task files beside this one call: documents of a local file of JSON lines, and questions with lettered options.
+
+lm-eval loads it by its path.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+_LETTER = r"[A-E]\. ?"
+
+
+def load(file: str, data_dir: str = ".", **_: Any) -> dict[str, Any]:
+    """`custom_dataset` of a task: the lines of `data_dir/file` as the split `test`.
+
+    Raises:
+        ValueError: the file is missing, no JSON, or empty.
+    """
+    import datasets
+
+    path = Path(data_dir) / file
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: --data-dir names the folder that holds {file} (docs/guide/evaluation.md says from where)")
+    documents = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is no JSON ({error}): one object a line is wanted") from None
+        if not isinstance(document, dict):
+            raise ValueError(f"{path}, line {number} is no JSON object: one a line is wanted")
+        documents.append(document)
+    if not documents:
+        raise ValueError(f"{path} is empty: there is nothing to ask")
+    return {"test": datasets.Dataset.from_list(documents)}
+
+
+def lettered(dataset: Any) -> Any:
+    """`process_docs` of tasks with their options in one text, "A. this\\nB. that": adds `choices` and `gold`; a row with no answer goes."""
+    rows = [_parsed(row) for row in dataset]
+    kept = [row for row in rows if row is not None]
+    if not kept:
+        raise ValueError("no row names its answer among lettered options: is it a hidden test set?")
+    return type(dataset).from_list(kept)
+
+
+def _parsed(row: dict[str, Any]) -> dict[str, Any] | None:
+    choices = [part.strip() for part in re.split(rf"(?:^|\n)\s*{_LETTER}", row["options"])[1:]]
+    answer = re.sub(rf"^{_LETTER}", "", str(row.get("answer") or "")).strip()
+    if answer not in choices:
+        return None
+    question = row["question"].strip()
+    return {"question": question, "passage": row.get("passage") or "", "choices": choices, "gold": choices.index(answer)}
+
+
+def yes_or_no(dataset: Any) -> Any:
+    """`process_docs` of BoolQ: `gold` is 0 for no, 1 for yes; its answers are "True" and "False"."""
+    return type(dataset).from_list(
+        [
+            {"passage": row["passage"], "question": row["question"], "gold": int(str(row["answer"]).lower() == "true")}
+            for row in dataset
+            if str(row.get("answer")).lower() in ("true", "false")
+        ]
+    )

@@ -1,0 +1,17 @@
+"""After pre-training: what `examples/sft` and `examples/rlhf` share, on models of Hugging Face transformers and `msamp.initialize`.
+
+| file | subject |
+| --- | --- |
+| `conversations` | rows of instructions and preferences as lists of messages |
+| `chat` | the tokenizer's chat template, and which tokens are answers |
+| `packing` | several conversations in one sequence, none of which sees another |
+| `models` | policy, value, reward and reference model from a folder; frozen ones in one byte a weight; LoRA |
+| `losses` | loss on answers, DPO's and PPO's |
+| `gae` | advantages; how far the policy may move from the reference |
+| `rollout` | generation inside of training, through the KV cache, with the weights as they are |
+| `rewards` | tasks that a program can judge |
+| `memory` | bytes at rest by kind |
+| `saved` | checkpoints of a run, and its metrics |
+
+transformers is imported where a model or a tokenizer is loaded, and nowhere else.
+"""

@@ -1,0 +1,46 @@
+"""The flags that fine-tuning, DPO and PPO have in common."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.lm.post import models
+from megatron.lm.tools import arguments
+
+UNTOLD = frozenset({"save_interval", "log_interval", "rows", "save", "device"})  # they change nothing of what is computed
+
+
+def common(parser: argparse.ArgumentParser, *, lr: float, train_iters: int) -> None:
+    """Add them, with these defaults."""
+    add = parser.add_argument
+    add("--load", required=True, type=arguments.path, help="folder of the model, as save_pretrained writes it")
+    add("--save", required=True, type=arguments.path, help="folder of the run: checkpoints, metrics and the finished model")
+    add("--opt-level", default="O2", help="O0 (BF16), O1, O2, O3, or another recipe (default: %(default)s)")
+    add("--dtype", default="bf16", choices=models.DTYPES, help="of the model before the recipe (default: %(default)s)")
+    add("--chat-template", type=arguments.path, help="a Jinja text, in place of the tokenizer's own")
+    add("--train-iters", type=arguments.count(1), default=train_iters, help="steps (default: %(default)s)")
+    add("--lr", type=float, default=lr, help="at its highest; a cosine to 0 follows (default: %(default)s)")
+    add("--lr-warmup-iters", type=arguments.count(0), default=0, help="steps in which it rises (default: %(default)s)")
+    add("--weight-decay", type=float, default=0.0, help="decoupled (default: %(default)s)")
+    add("--clip-grad", type=float, default=1.0, help="largest gradient norm; 0 does not clip (default: %(default)s)")
+    add("--seed", type=arguments.count(0), default=1234, help="of all that is drawn (default: %(default)s)")
+    add("--save-interval", type=arguments.count(1), default=100, help="steps between checkpoints (default: %(default)s)")
+    add("--log-interval", type=arguments.count(1), default=10, help="steps between lines on the screen (default: %(default)s)")
+    add("--rows", type=arguments.output_file, help="append losses, memory and speed to this CSV file")
+
+
+def device(parser: argparse.ArgumentParser) -> torch.device:
+    """Where a run of one process computes; ends the command where it is one of several."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        parser.error("this loop is for one process: for several take msamp.integrations.transformers.Trainer")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def settings(args: argparse.Namespace, **others: Any) -> Mapping[str, Any]:
+    """What a checkpoint remembers of a command line, and a resumed run must give again; `others` take the place of flags."""
+    kept = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items() if name not in UNTOLD}
+    return kept | others

@@ -1,0 +1,69 @@
+"""Bytes at rest of a model and its optimizer, by kind (FP8-LM, Table 4: weights, and states)."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.updates import MASTER
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Bytes by kind.
+
+    Attributes:
+        weights: parameters; where they are their own masters (O1, O2), these too.
+        gradients: that lie in `p.grad` now.
+        masters, moments: of the optimizer.
+        parameters: their number.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    masters: int = 0
+    moments: int = 0
+    parameters: int = 0
+
+    @property
+    def states(self) -> int:
+        """What the optimizer holds."""
+        return self.masters + self.moments
+
+    def __add__(self, other: "Stored") -> "Stored":
+        mine, theirs = asdict(self), asdict(other)
+        return Stored(**{kind: mine[kind] + theirs[kind] for kind in mine})
+
+
+def size(x: torch.Tensor | None) -> int:
+    """Bytes of a plain or low-precision tensor with its scale; 0 of None."""
+    if x is None:
+        return 0
+    if isinstance(x, ScalingTensor):
+        return x.payload.nbytes + x.scale_inv.nbytes
+    return x.nbytes
+
+
+def stored(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Stored:
+    """What a model holds, and the optimizer of its parameters; a parameter that two modules share counts once."""
+    found = Stored()
+    for p in model.parameters():
+        state = {} if optimizer is None else optimizer.state.get(p, {})
+        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim()}
+        master = size(tensors.pop(MASTER.key, None))
+        found += Stored(size(p), size(p.grad), master, sum(map(size, tensors.values())), p.numel())
+    return found
+
+
+def peak(device: torch.device) -> int | None:
+    """The most bytes that tensors took on a GPU since `reset_peak`; None on a CPU, where nothing counts them."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def reset_peak(devices: Iterable[torch.device]) -> None:
+    """Count `peak` anew."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)

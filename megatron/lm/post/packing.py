@@ -1,0 +1,120 @@
+"""Several conversations in one sequence, none of which sees another.
+
+Positions restart at each conversation. transformers' models, given such positions and neither mask nor cache, attend within conversations
+alone (a block-diagonal mask, or the variable-length kernel of flash attention). `check_separates` sees that a model does.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from megatron.lm.post.chat import Example
+
+LONG = ("refuse", "cut", "drop")  # what becomes of a conversation that is longer than a sequence
+
+
+def fitting(examples: Iterable[Example], seq_length: int, long: str = "refuse") -> list[Example]:
+    """The conversations, each at most `seq_length` tokens.
+
+    Args:
+        examples: in order.
+        seq_length: tokens.
+        long: "refuse" one that is longer, "cut" it at its end, or "drop" it.
+
+    Raises:
+        ValueError: naming a conversation that is longer, one with a question that alone fills the sequence where it would be cut, or that
+            none is left.
+    """
+    if long not in LONG:
+        raise ValueError(f"--long-rows {long!r} is unknown: give one of {', '.join(LONG)}")
+    kept = []
+    for number, each in enumerate(examples, 1):
+        if len(each.tokens) > seq_length:
+            if long == "drop":
+                continue
+            if long == "refuse":
+                raise ValueError(
+                    f"conversation {number} has {len(each.tokens)} tokens and --seq-length is {seq_length}: give --seq-length "
+                    f"{len(each.tokens)} or more, or --long-rows cut or drop"
+                )
+            each = Example(each.tokens[:seq_length], each.answer[:seq_length])
+            if not any(each.answer[1:]):
+                raise ValueError(
+                    f"the question of conversation {number} fills --seq-length {seq_length} by itself, so that a cut leaves no answer: "
+                    "give a longer --seq-length, or --long-rows drop"
+                )
+        kept.append(each)
+    if not kept:
+        raise ValueError(f"no conversation has at most --seq-length {seq_length} tokens: give a longer one, or --long-rows cut")
+    return kept
+
+
+def packed(examples: Sequence[Example], seq_length: int) -> list[list[Example]]:
+    """Sequences of conversations, at most `seq_length` tokens each: first fit, longest first, so that little is padding.
+
+    The same conversations give the same sequences, whatever their order.
+    """
+    sequences: list[list[Example]] = []
+    room: list[int] = []
+    for each in sorted(examples, key=lambda example: (-len(example.tokens), example.tokens)):
+        size = len(each.tokens)
+        place = next((at for at, left in enumerate(room) if left >= size), None)
+        if place is None:
+            sequences.append([])
+            room.append(seq_length)
+            place = len(room) - 1
+        sequences[place].append(each)
+        room[place] -= size
+    return sequences
+
+
+def batch(sequences: Sequence[Sequence[Example]], seq_length: int, pad: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Sequences side by side, as a model and `losses.answer_loss` take them.
+
+    Returns:
+        `input_ids` [b, s] int64, `position_ids` [b, s] int64, which restart at each conversation and at the padding behind the last, and
+        `answer` [b, s] bool: the tokens to be predicted; never a conversation's first, which would be predicted from another one.
+    """
+    shape = len(sequences), seq_length
+    tokens = torch.full(shape, pad, dtype=torch.int64)
+    positions = torch.zeros(shape, dtype=torch.int64)
+    answer = torch.zeros(shape, dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        start = 0
+        for example in sequence:
+            end = start + len(example.tokens)
+            tokens[row, start:end] = torch.tensor(example.tokens)
+            positions[row, start:end] = torch.arange(end - start)
+            answer[row, start:end] = torch.tensor(example.answer)
+            answer[row, start] = False
+            start = end
+        positions[row, start:] = torch.arange(seq_length - start)
+    made = {"input_ids": tokens, "position_ids": positions, "answer": answer}
+    return {name: values.to(device) for name, values in made.items()}
+
+
+@torch.no_grad()
+def check_separates(model: Any) -> None:
+    """See that a model keeps packed conversations apart: the logits of the second must not move with the tokens of the first.
+
+    To be asked before the model is converted: an FP8 cast has one scale a tensor, so that neighbours move the smallest values.
+
+    Raises:
+        ValueError: where they do.
+    """
+    device, size = next(model.parameters()).device, min(8, model.config.vocab_size)
+    first = torch.arange(size, device=device)
+    positions = torch.cat([first, first])[None]
+    training = model.training
+    model.eval()
+    seen = [
+        model(input_ids=torch.cat([neighbour, first])[None], position_ids=positions, use_cache=False).logits[0, size:]
+        for neighbour in (first, first.flip(0))
+    ]
+    model.train(training)
+    if not torch.equal(*seen):
+        raise ValueError(
+            f"{type(model).__name__} lets packed conversations see each other, since it does not attend by their positions: "
+            "give --no-packing"
+        )

@@ -1,0 +1,118 @@
+"""Answers of a policy inside of its training, and what models say of them.
+
+Generation is transformers' own, through its KV cache, on the very model that is trained: its layers multiply by the weights as they are
+stored, so that nothing is copied to another engine or merged. Where the stored weight is FP8 (O3) the GEMM reads these bytes; where it is
+FP16 (O1, O2) each product casts its layer's weight and drops it again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.lm.post.losses import token_log_probs
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Prompts, padded on the left, and their answers, padded on the right.
+
+    Attributes:
+        tokens: int64 [b, p + n].
+        attended: bool [b, p + n], all but padding.
+        answer: bool [b, n], the tokens of answers with the end-of-text token where one was drawn.
+    """
+
+    tokens: torch.Tensor
+    attended: torch.Tensor
+    answer: torch.Tensor
+
+    @property
+    def length(self) -> int:
+        """n."""
+        return self.answer.shape[1]
+
+    @property
+    def answers(self) -> torch.Tensor:
+        """int64 [b, n]."""
+        return self.tokens[:, -self.length :]
+
+    def rows(self, chosen: torch.Tensor) -> "Rollout":
+        """Some of the rows."""
+        return Rollout(self.tokens[chosen], self.attended[chosen], self.answer[chosen])
+
+    def inputs(self) -> dict[str, Any]:
+        """What a model is called with; positions begin at a prompt's first token."""
+        positions = (self.attended.cumsum(-1) - 1).clamp(min=0)
+        return {"input_ids": self.tokens, "attention_mask": self.attended.long(), "position_ids": positions, "use_cache": False}
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    eos: int,
+    pad: int,
+    seed: int,
+    cache: bool = True,
+) -> Rollout:
+    """Sample an answer to each prompt.
+
+    Args:
+        model: a causal one of transformers, converted or not; its mode is as before afterwards.
+        prompts: tokens, at least one each.
+        max_new_tokens: of an answer.
+        temperature: divides the logits; 0 takes the likeliest token.
+        eos, pad: tokens that end an answer and fill what is left.
+        seed: of the draws, which leave torch's own generators as they were.
+        cache: keep keys and values of earlier tokens; without, all is computed anew for every token.
+
+    Returns:
+        All `max_new_tokens` columns, or as many as the longest answer has.
+    """
+    if not prompts or not all(prompts):
+        raise ValueError("there is no prompt, or one without a token: give at least one token to begin from")
+    from transformers import GenerationConfig
+
+    device = next(model.parameters()).device
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    attended = torch.tensor([[False] * (width - len(prompt)) + [True] * len(prompt) for prompt in prompts], device=device)
+    drawing = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    config = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=pad, use_cache=cache, **drawing)
+    training, habits = model.training, model.generation_config
+    model.eval()
+    model.generation_config = GenerationConfig()  # the folder's own would fill what `config` leaves open
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            whole = model.generate(input_ids=tokens, attention_mask=attended.long(), generation_config=config)
+    finally:
+        model.generation_config = habits
+        model.train(training)
+    answers = whole[:, width:]
+    ended = (answers == eos).cumsum(-1)
+    inside = (ended == 0) | ((ended == 1) & (answers == eos))
+    whole = torch.cat([tokens, torch.where(inside, answers, pad)], dim=1)
+    return Rollout(whole, torch.cat([attended, inside], dim=1), inside)
+
+
+def log_probs(model: Any, rollout: Rollout, temperature: float = 1.0) -> torch.Tensor:
+    """FP32 [b, n]: of each token of the answers, under the distribution that it was drawn from."""
+    logits = model(**rollout.inputs(), logits_to_keep=rollout.length + 1).logits
+    return token_log_probs(logits[:, -rollout.length - 1 : -1], rollout.answers, temperature or 1.0)
+
+
+def values(model: Any, rollout: Rollout) -> torch.Tensor:
+    """FP32 [b, n]: what a value model expects before each token of the answers."""
+    return model(**rollout.inputs()).logits[:, -rollout.length - 1 : -1, 0].float()
+
+
+@torch.no_grad()
+def scores(model: Any, rollout: Rollout) -> torch.Tensor:
+    """FP32 [b]: a reward model's number for each prompt with its answer."""
+    return model(**rollout.inputs()).logits[:, 0].float()

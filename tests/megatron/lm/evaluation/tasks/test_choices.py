@@ -1,0 +1,59 @@
+"""Documents of local files, and questions with lettered options."""
+
+from pathlib import Path
+
+import hosts
+import pytest
+
+from megatron.lm.evaluation.tasks import choices
+
+
+def row(options: str, answer: object, **more: object) -> dict:
+    return {"question": " Why? ", "options": options, "answer": answer, **more}
+
+
+@pytest.mark.parametrize(
+    "options", ["A. to eat\nB. A. Smith\nC. 3. no", "\nA. to eat\nB. A. Smith\nC. 3. no", " A.to eat\n B.A. Smith\nC. 3. no "]
+)
+def test_options_are_taken_apart_at_their_letters(options: str):
+    for gold, answer in enumerate(["A. to eat", "B. A. Smith", "C. 3. no"]):
+        parsed = choices._parsed(row(options, answer, passage="Once."))
+        assert parsed == {"question": "Why?", "passage": "Once.", "choices": ["to eat", "A. Smith", "3. no"], "gold": gold}
+
+
+@pytest.mark.parametrize("answer", ["D. else", None, ""])
+def test_a_row_without_its_answer_is_none(answer: object):
+    assert choices._parsed(row("A. this\nB. that", answer)) is None
+
+
+def test_datasets_are_made_of_rows():
+    datasets = hosts.need("datasets", "eval")
+    made = choices.lettered(datasets.Dataset.from_list([row("A. this\nB. that", "B. that"), row("A. this\nB. that", None)]))
+    assert list(made) == [{"question": "Why?", "passage": "", "choices": ["this", "that"], "gold": 1}]
+    with pytest.raises(ValueError, match="no row names its answer"):
+        choices.lettered(datasets.Dataset.from_list([row("A. this", "hidden")]))
+    rows = [{"passage": "p", "question": "q", "answer": answer} for answer in ("True", "False", "unknown")]
+    assert [entry["gold"] for entry in choices.yes_or_no(datasets.Dataset.from_list(rows))] == [1, 0]
+
+
+def test_lines_become_the_test_split(tmp_path: Path):
+    hosts.need("datasets", "eval")
+    (tmp_path / "set.jsonl").write_text('{"a": 1}\n\n{"a": 2}\n')
+    assert choices.load("set.jsonl", data_dir=str(tmp_path), version=1.0)["test"]["a"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"set.jsonl does not exist: --data-dir names the folder that holds set.jsonl"),
+        ("", "is empty: there is nothing to ask"),
+        ('{"a": 1}\n{', "line 2 is no JSON"),
+        ("3\n", "line 1 is no JSON object"),
+    ],
+)
+def test_files_that_are_no_documents_are_refused(tmp_path: Path, content: str | None, message: str):
+    hosts.need("datasets", "eval")
+    if content is not None:
+        (tmp_path / "set.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        choices.load("set.jsonl", str(tmp_path))

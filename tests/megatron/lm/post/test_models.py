@@ -1,0 +1,170 @@
+"""Models from folders: what is loaded, frozen in one byte, and refused."""
+
+import json
+import sys
+
+import post_runs
+import pytest
+import torch
+
+import msamp
+from megatron.lm.post import models
+from megatron.lm.post.memory import stored
+from msamp.nn.linear import FP8Linear
+from msamp.numerics.tensor import ScalingTensor
+
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return post_runs.toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def rewarder(tmp_path_factory):
+    return post_runs.toy(tmp_path_factory.mktemp("reward"), reward=True)
+
+
+def policy(folder, dtype=torch.float32):
+    return models.load_model(folder, "AutoModelForCausalLM", dtype, CPU)
+
+
+def test_a_tokenizer_pads_on_the_left(folder):
+    tokenizer = models.load_tokenizer(folder)
+    assert tokenizer.padding_side == "left"
+    assert tokenizer.pad_token == "<|pad|>"
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "coat"])
+def test_a_frozen_model_has_one_byte_a_linear_weight_and_no_gradient(folder, level):
+    model = models.freeze(policy(folder), msamp.recipes.by_name(level))
+    layers = [m for m in model.modules() if isinstance(m, FP8Linear)]
+    assert len(layers) == 14
+    assert all(isinstance(m.weight, ScalingTensor) and m.weight.payload.itemsize == 1 for m in layers)
+    assert not any(p.requires_grad for p in model.parameters())
+    n = sum(m.weight.numel() for m in layers)
+    assert stored(model).weights == 4 * (stored(model).parameters - n) + n + 4 * len(layers)
+
+
+def test_at_bf16_a_frozen_model_stays_as_it_is(folder):
+    model = models.freeze(policy(folder), msamp.recipes.by_name("O0"))
+    assert not any(isinstance(m, FP8Linear) for m in model.modules())
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@torch.no_grad()
+def test_a_reference_computes_what_the_policy_computes_at_its_start(folder, level):
+    recipe = msamp.recipes.by_name(level)
+    reference = models.freeze(policy(folder, BF16), recipe)
+    trained, _ = msamp.initialize(policy(folder, BF16), recipe=recipe)
+    tokens = torch.arange(40).view(2, 20)
+    assert torch.equal(trained(tokens).logits, reference(tokens).logits)
+
+
+def test_a_value_model_begins_at_zero_and_drops_nothing(folder):
+    model = models.scalar_model(folder, torch.float32, CPU).train()
+    tokens = torch.arange(20).view(2, 10)
+    values = model(input_ids=tokens).logits
+    assert values.shape == (2, 10, 1)
+    assert not values.any()
+    want = policy(folder).model(tokens).last_hidden_state
+    assert torch.equal(model.model(tokens).last_hidden_state, want)
+    assert model.dropout.p == 0
+
+
+def test_a_reward_model_gives_a_number_a_sequence(folder, rewarder):
+    tokenizer = models.load_tokenizer(folder)
+    model = models.reward_model(rewarder, torch.float32, CPU, tokenizer)
+    assert model(input_ids=torch.arange(20).view(2, 10)).logits.shape == (2, 1)
+
+
+def test_a_reward_model_with_another_tokenizer_is_refused(folder, rewarder, tmp_path):
+    words = models.load_tokenizer(folder)
+    words.add_tokens(["<|new|>"])
+    with pytest.raises(ValueError, match=r"is not the policy's \(262 tokens\): give a reward model that was trained with"):
+        models.reward_model(rewarder, torch.float32, CPU, words)
+
+
+def test_a_chat_model_is_no_reward_model(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"lacks 1 tensors of a LlamaForSequenceClassification \(score.weight\)"):
+        models.reward_model(folder, torch.float32, CPU, models.load_tokenizer(folder))
+
+
+def test_a_classifier_is_no_reward_model(folder, tmp_path):
+    words, model = models.load_tokenizer(folder), models.load_model(
+        folder, "AutoModelForSequenceClassification", torch.float32, CPU, fresh="score", num_labels=3
+    )  # fmt: skip
+    model.save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is no reward model, its head gives 3 numbers"):
+        models.reward_model(tmp_path, torch.float32, CPU, words)
+
+
+def test_a_model_of_which_a_part_is_missing_is_refused(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"lacks 1 tensors of a LlamaForCausalLM \(model.layers.1.mlp.up_proj.weight\)"):
+        policy(tmp_path)
+
+
+def test_folders_without_model_or_tokenizer_are_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"holds no config.json: give the folder"):
+        models.load_tokenizer(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    with pytest.raises(ValueError, match=r"convert_checkpoint.py to-hf --load"):
+        models.load_model(tmp_path, "AutoModelForCausalLM", BF16, CPU)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"has no tokenizer that transformers reads|must be a fast one"):
+        models.load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="holds no model that AutoModelForCausalLM reads"):
+        models.load_model(tmp_path, "AutoModelForCausalLM", BF16, CPU)
+
+
+def test_a_pickled_model_is_not_read(folder, tmp_path):
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    torch.save(policy(folder).state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="holds no model that AutoModelForCausalLM reads"):
+        models.load_model(tmp_path, "AutoModelForCausalLM", BF16, CPU)
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused(folder, tmp_path):
+    words = models.load_tokenizer(folder)
+    words.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    kept = {name: value for name, value in json.loads(path.read_text()).items() if name != "eos_token"}
+    path.write_text(json.dumps(kept))
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match="must be a fast one with an eos_token"):
+        models.load_tokenizer(tmp_path)
+
+
+def test_too_many_tokens_or_positions_are_refused(folder):
+    model, words = policy(folder), models.load_tokenizer(folder)
+    models.check_vocabulary(model, words)
+    words.add_tokens(["<|new|>"])
+    with pytest.raises(ValueError, match="has 262 tokens and the model embeds 261"):
+        models.check_vocabulary(model, words)
+    models.check_positions(model, 512, "--seq-length")
+    with pytest.raises(ValueError, match="--seq-length is 513, and LlamaForCausalLM has positions for 512 tokens"):
+        models.check_positions(model, 513, "--seq-length")
+
+
+@pytest.mark.parametrize("name", ["transformers", "peft"])
+def test_a_missing_package_is_refused_with_how_to_install_it(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match=f"{name} is not installed .*pip install"):
+        models.need(name)
+
+
+def test_lora_without_peft_is_refused_before_anything_changes(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    model = policy(folder)
+    with pytest.raises(ValueError, match="peft is not installed"):
+        models.with_lora(model, msamp.recipes.O2, 4, seed=0)
+    assert all(p.requires_grad for p in model.parameters())

@@ -1,0 +1,93 @@
+"""Checkpoints of a run: whole or not there, of the same settings, the newest two; and the model at its end."""
+
+import kills
+import post_runs
+import pytest
+import torch
+
+from megatron.lm.post import saved
+
+SETTINGS = {"lr": 1e-3, "data": "abc"}
+
+
+def write(folder, step, value=0.0):
+    saved.save(folder, step, {"x": torch.full((4,), value)}, SETTINGS, [{"step": at + 1} for at in range(step)])
+
+
+def test_the_newest_is_loaded_and_two_stay(tmp_path):
+    for step in (1, 2, 10):
+        write(tmp_path, step, step)
+    assert [path.name for path in saved.checkpoints(tmp_path)] == ["step_00000002.pt", "step_00000010.pt"]
+    found = saved.load(tmp_path, SETTINGS, "cpu")
+    assert (found["step"], found["content"]["x"].tolist()) == (10, [10.0] * 4)
+    assert len(found["metrics"]) == 10
+    assert len(post_runs.metrics(tmp_path)) == 10
+
+
+def test_where_nothing_is_nothing_is_loaded(tmp_path):
+    assert saved.load(tmp_path / "none", SETTINGS, "cpu") is None
+    assert saved.load(tmp_path, SETTINGS, "cpu") is None
+    (tmp_path / "step_00000001.pt.partial").touch()
+    assert saved.load(tmp_path, SETTINGS, "cpu") is None
+
+
+@pytest.mark.parametrize("renames", range(4))
+def test_a_kill_leaves_a_whole_checkpoint(tmp_path, renames):
+    write(tmp_path, 1, 1.0)
+
+    def work():
+        for step in (2, 3):
+            write(tmp_path, step, float(step))
+
+    assert kills.killed_at_a_rename(renames, work)
+    found = saved.load(tmp_path, SETTINGS, "cpu")
+    assert found["content"]["x"].tolist() == [float(found["step"])] * 4
+    assert found["step"] == (1, 2, 2, 3)[renames]
+
+
+def test_other_settings_are_refused_by_name(tmp_path):
+    write(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"was written with --lr 0.001, and it is 0.1 now"):
+        saved.load(tmp_path, SETTINGS | {"lr": 0.1}, "cpu")
+    with pytest.raises(ValueError, match="--beta None, and it is 2 now"):
+        saved.load(tmp_path, SETTINGS | {"beta": 2}, "cpu")
+
+
+def test_a_damaged_one_is_named(tmp_path):
+    write(tmp_path, 1)
+    path = saved.checkpoints(tmp_path)[0]
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"step_00000001.pt is damaged.*delete it"):
+        saved.load(tmp_path, SETTINGS, "cpu")
+
+
+def test_a_pickle_of_something_else_runs_nothing(tmp_path):
+    torch.save({"settings": SETTINGS, "content": print}, tmp_path / "step_00000001.pt")
+    with pytest.raises(ValueError, match="is damaged"):
+        saved.load(tmp_path, SETTINGS, "cpu")
+
+
+def test_a_folder_of_other_files_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="holds other files and no checkpoint"):
+        saved.load(tmp_path, SETTINGS, "cpu")
+
+
+def test_the_model_appears_whole_and_once(tmp_path):
+    class Part:
+        def __init__(self, name, fails=False):
+            self.name, self.fails = name, fails
+
+        def save_pretrained(self, folder):
+            (folder / self.name).write_text(self.name)
+            if self.fails:
+                raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        saved.save_model(tmp_path, Part("weights"), Part("words", fails=True))
+    assert not (tmp_path / "model").exists()
+    done = saved.save_model(tmp_path, Part("weights"), Part("words"))
+    assert sorted(path.name for path in done.iterdir()) == ["weights", "words"]
+    assert saved.save_model(tmp_path, Part("other"), Part("words")) == done
+    assert not (done / "other").exists()
+    assert not (tmp_path / "model.partial").exists()
