@@ -8,7 +8,8 @@ where it runs       rendezvous (how processes meet), process_groups (makes the g
 what is trained     model/, data/, distributed (gradients), optim (update and schedule), training (the state), build (makes it)
 one step            step; graph (the same step replayed), recorder (what it lost), logs (files that may fail), durable (files that
                     survive a kill)
-a run of steps      run/ (trainer, metrics, faults), checkpoint/, pretrain (the entry point), entry (how a command ends), launch
-                    (torchrun without its traceback)
-beside runs         tools/ (data, conversion, reports)
+a run of steps      run/ (trainer, metrics, faults), checkpoint/, pretrain (the entry point), entry (how a command ends),
+                    interrupt (SIGINT while it imports), launch (torchrun without its traceback)
+beside runs         cost/ (what a step would take on a cluster), tools/ (plans, data, conversion, reports), evaluation/, generation
+after it            post/ (fine-tuning and RLHF, on models of transformers)
 """

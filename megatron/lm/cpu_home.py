@@ -15,6 +15,7 @@ from typing import Any
 
 import megatron.core.tensor_parallel.random as megatron_random
 import torch
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 _TO, _TYPE = torch.Tensor.to, torch.Tensor.type
@@ -95,6 +96,10 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _enter(stack: ExitStack) -> None:
+    # `with torch.device(...)` looks up once what makes tensors. Looked up in here it would know our functions alone, for good: a model of
+    # transformers, which is made on "meta", would then be filled with what stood in memory.
+    _device_constructors()
+
     def replace(owner: Any, name: str, value: object) -> None:
         own = name in vars(owner)  # torch.Tensor inherits its methods: what was put in front of them goes
         stack.callback(setattr, owner, name, getattr(owner, name)) if own else stack.callback(delattr, owner, name)

@@ -27,7 +27,7 @@ def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: Wire
         model: this rank's.
         config, recipe: of the run.
         sent: where the bytes that this rank sends are counted.
-        grid: who averages, and who sums; None: the current one.
+        grid: the ranks that average and those that sum; None: the current one.
 
     Raises:
         ValueError: a grid on which not all gradients are averaged over the same ranks.
@@ -55,6 +55,7 @@ def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: Wire
         seed=config.training.seed,
         sums=[(Peers(ranks.group, sent), params) for ranks, params in grid.sums(model.parameters())],
         sent=sent,
+        heed_zero_grad=False,  # this loop clears by `clear` alone
     )
     for chunk in chunks(model):
         chunk.config.no_sync_func = sync.no_sync

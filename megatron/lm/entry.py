@@ -3,17 +3,18 @@
     0    it has done what was asked
     2    what was asked cannot be: settings, files or data are refused (ValueError, and argparse's usage errors)
     1    it had to stop: RunStopped, the system (OSError: disk full, no permission), no memory, another process that is gone
-    1    nobody foresaw it: the line says that this is a bug, and names a file with the traceback
+    1    an unforeseen error: the line says that this is a bug, and names a file with the traceback
     130  SIGINT
 
 So a traceback on the screen never stands for something that a user could have done otherwise, and no bug is taken for bad input. The
 exceptions' texts are the remedy: what raises a ValueError, an OSError or a RunStopped says the value and what to do. Two kinds of
-ValueError are Python's own and name no file, UnicodeError and JSONDecodeError: they are bugs of whoever read the file.
+ValueError are Python's own and name no file, UnicodeError and JSONDecodeError: they are bugs of the code that read the file.
 """
 
 import contextlib
 import errno
 import functools
+import importlib.util
 import json
 import os
 import platform
@@ -22,11 +23,13 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import ParamSpec, TextIO
 
+from megatron.lm.interrupt import INTERRUPTED, WORDS, line
 from megatron.lm.run import RunStopped
 
-REFUSED, STOPPED, INTERRUPTED = 2, 1, 128 + signal.SIGINT
+REFUSED, STOPPED = 2, 1
 
 _SMALLER = "take a smaller model, batch or sequence, or more processes (--dry-run of megatron.lm.pretrain tells what one holds)"
 _OTHER_RANK = "another process of this run is gone, or cannot be reached: its own message says why"
@@ -58,12 +61,13 @@ def command(main: Callable[P, int | None]) -> Callable[P, int]:
     @functools.wraps(main)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
         try:
+            check_package()
             code = main(*args, **kwargs) or 0
             flush_or_close(sys.stdout)
             return code
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left is leaving
-            return _tell("interrupted by SIGINT", INTERRUPTED)
+            return _tell(WORDS, INTERRUPTED)
         except Exception as error:
             code = _ends(error)
             with contextlib.suppress(OSError):
@@ -71,6 +75,28 @@ def command(main: Callable[P, int | None]) -> Callable[P, int]:
             return code
 
     return guarded
+
+
+def check_package() -> None:
+    """What `msamp.integrations.ms_amp.check_alone` says, without an import of msamp, which may not be ours.
+
+    Raises:
+        ValueError: `import msamp` finds another package, or what another one has left of ours.
+    """
+    found = importlib.util.find_spec("msamp")
+    folders = list(found.submodule_search_locations or ()) if found is not None else []
+    file = next((path for path in (Path(folder, "integrations", "ms_amp.py") for folder in folders) if path.is_file()), None)
+    if file is None:
+        raise ValueError(
+            f"import msamp finds {folders[0] if folders else 'nothing'}, which is not the msamp of this trainer: pip uninstall ms-amp "
+            "msamp, then install msamp, or mend PYTHONPATH"
+        )
+    spec = importlib.util.spec_from_file_location("ms_amp", file)
+    assert spec is not None
+    assert spec.loader is not None
+    ms_amp = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(ms_amp)
+    ms_amp.check_alone()
 
 
 def _ends(error: Exception) -> int:
@@ -92,9 +118,8 @@ def _ends(error: Exception) -> int:
 
 
 def _tell(message: str, code: int) -> int:
-    rank = os.environ.get("RANK", "0")
     with contextlib.suppress(OSError):  # stderr may be what is full
-        print(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", file=sys.stderr, flush=True)
+        print(line(message), file=sys.stderr, flush=True)
     return code
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
+from megatron.lm.peers import PeerRecipe
 from megatron.lm.plan import linear_shapes
 from megatron.lm.recipe import with_saved_scaling
 from msamp.kernels.scaled_mm import fp8_hardware
@@ -81,7 +82,7 @@ def _is_times(value: object) -> bool:
 
 
 def write_table(path: Path, table: Mapping[str, Times]) -> None:
-    """Put the table in the file's place at once, so that nobody ever reads half of it; a warning where that cannot be."""
+    """Put the table in the file's place at once, so that no process reads half of it; a warning where that cannot be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False) as stream:
@@ -134,7 +135,7 @@ def choose(config: Config, measure: Measure | None, saved: PrecisionConfig | Non
     Args:
         config: `--bf16-linears` decides, then `--fp8-min-gain` 0, then the checkpoint, then `--deterministic`, then the gains.
         measure: seconds of a linear layer of a shape; None where nothing may or can be measured.
-        saved: of the run whose checkpoint is resumed; None without one.
+        saved: of the run that is resumed; None without one.
     """
     precision = config.precision
     if not precision.named.fp8:
@@ -162,7 +163,7 @@ def decide(config: Config, measure: Measure | None, saved: SavedPrecision = lamb
     Args:
         config: of the run.
         measure: as in `choose`.
-        saved: gives the settings of the run whose checkpoint is resumed, None without one; asked at FP8 recipes alone.
+        saved: gives the settings of the run that is resumed, None without one; asked at FP8 recipes alone.
 
     Raises:
         ValueError: the checkpoint scales operands otherwise than the flags ask.
@@ -207,7 +208,8 @@ def describe(config: Config, choice: Choice) -> str:
         told = alike or ", ".join(f"{slot} {gain}" for slot, gain in gains.items()) or (", ".join(slots) if choice.bf16 and slots else "")
         counts.append(f"{config.model.num_layers * len(slots)} {name}" + (f" ({told})" if told else ""))
     if not config.precision.named.fp8:
-        counts = [f"{config.model.num_layers * len(LINEARS)} {config.precision.named.compute}"]
+        by = "of Transformer Engine" if isinstance(config.precision.named, PeerRecipe) else str(config.precision.named.compute)
+        counts = [f"{config.model.num_layers * len(LINEARS)} {by}"]
     return f"linear layers: {', '.join(counts)}; {choice.reason}"
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.lm.config import Config
+from megatron.lm.peers import PeerRecipe
 from megatron.lm.step import micro_batch_loss
 from megatron.lm.training import Batches, Training
 
@@ -25,14 +26,18 @@ def obstacle(config: Config) -> str | None:
     parallel, training, model = config.parallel, config.training, config.model
     found = {
         "there is no GPU": not torch.cuda.is_available(),
+        "Transformer Engine's layers are not captured": isinstance(config.precision.named, PeerRecipe),
         "Triton is not installed": importlib.util.find_spec("triton") is None,
         "pipeline stages wait for each other's activations": parallel.pipeline_model_parallel_size > 1,
-        "tensor-parallel layers count their traffic in Python": parallel.tensor_model_parallel_size > 1,
+        # On two H200s: "operation would make the legacy stream depend on a capturing blocking stream", in backward.
+        "without --sequence-parallel the sums of tensor-parallel layers are not captured": parallel.tensor_model_parallel_size > 1
+        and not parallel.sequence_parallel,
         "dropout draws random numbers": model.hidden_dropout > 0 or model.attention_dropout > 0,
         "recomputation outside the fused FP8 layers saves random states": training.recompute_granularity == "full"
         or (training.recompute_granularity is not None and not config.fuses_layers),
         # Each sum of theirs is a new tensor, and fp8-sr draws random numbers.
         "--grad-accum-dtype fp8 and fp8-sr do not add up in place": config.precision.grad_accum in ("fp8", "fp8-sr"),
+        "--grad-accum-on owner sends gradients in every micro-batch": config.precision.grad_accum == "owner",
         "gloo's collectives run on the host": torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo",
     }
     return next((reason for reason, holds in found.items() if holds), None)
@@ -77,14 +82,14 @@ class StepGraphs:
     """The graphs of a training step, which share one memory pool.
 
     The first micro-batch of a step clears the gradients, the last sends them off, those between only add to them: up to three
-    graphs, and one of the update, each captured when it is first needed. A step whose gradients are counted (`Statistics.active`)
-    has its own, and so has one that is recorded (`Statistics.recording`), whose forward and backward hold what the watches do; with
+    graphs, and one of the update, each captured when it is first needed. A step that counts its gradients (`Statistics.active`)
+    has its own, and so has one that is recorded (`Statistics.recording`): its forward and backward hold what the watches do; with
     mode "step" the gradients of all but the recorded one stand in the same memory. Capture waits until delayed scaling has filled
     its window, since casts are just in time until then, and until every weight has been updated once; after the first capture no
     step is eager. Under ZeRO all weights are there before the next step begins: `--overlap-param-gather` overlaps in eager steps only.
 
     Args:
-        training: what is trained; TP = PP = 1.
+        training: what is trained, on one pipeline stage.
         mode: "micro-batch" or "step", which has the update too.
 
     Attributes:

@@ -8,18 +8,18 @@ batch       read different samples of the same step
 tensor      hold the shards of one layer
 pipeline    hold the stages of one model
 scales      share the amax histories of a layer, so that what they send each other has one scale
-model       hold one whole model between them, whose gradient norm and random states they agree on
+model       hold one whole model between them, and agree on its gradient norm and random states
 embedding   hold a copy each of the tied embedding: the first and the last pipeline stage
 
-What depends on the kind of a parameter is asked about a parameter: who averages its gradient, whether this rank counts for it in a sum
-over the model, which other ranks add to its gradient.
+Questions about the kind of a parameter take a parameter: which ranks average its gradient, whether this rank counts for it
+in a sum over the model, which other ranks add to its gradient.
 
 A further axis is added in two places, `process_groups.initialize`, which makes the groups, and `Grid.current`, which gives them purposes:
 
 - Context parallelism cuts each sequence. Its ranks hold the same parameters and see other tokens, so they join `copies` and `scales`.
   They read the same samples, so `batch` stays what it is; which part of a sequence a rank takes is one more entry above.
 - Expert parallelism gives each rank other experts. `gradients` and `counts` then answer by the mark of a parameter, experts among fewer
-  ranks than the rest. Whoever averages gradients asks for each parameter already: `build_grad_sync` refuses a model whose parameters
+  ranks than the rest. The averaging of gradients asks for each parameter already: `build_grad_sync` refuses a model with parameters that
   are averaged over several groups, by name, until the synchroniser takes more than one.
 """
 

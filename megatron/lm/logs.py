@@ -69,7 +69,7 @@ def _warn(text: str) -> None:
 
 
 class _Endured(io.TextIOBase):
-    """A text stream whose failures are counted."""
+    """A text stream that counts its failures."""
 
     def __init__(self, stream: TextIO, unwritten: Unwritten) -> None:
         self._stream, self._unwritten = stream, unwritten
@@ -119,7 +119,7 @@ class LogFile:
                     written += self._file.write(data[written:]) or 0
             except OSError:
                 if written and _is_regular(self.path):
-                    self._file.truncate(size)  # of a torn line nobody could read anything, nor of what follows it
+                    self._file.truncate(size)  # a torn line and what follows it cannot be read
                 raise
 
     def flush(self) -> None:

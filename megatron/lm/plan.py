@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron.lm.config import LINEARS, Config, flag
-from megatron.lm.presets import parameter_count
+from megatron.lm.presets import GPT2_VOCABULARY, parameter_count
 from megatron.lm.recipe import saved_activations, states_by_kind
-from msamp.comm.accumulate import Plain, accumulator
+from msamp.comm.accumulate import OWNER, Plain, accumulator
 from msamp.comm.partition import plan_buckets
 from msamp.nn.saved import AS_IT_IS
 from msamp.nn.vocabulary_loss import chunk_rows
@@ -22,7 +22,6 @@ from msamp.optim import updates
 from msamp.optim.updates import MASTER, format_names
 
 GIB = 2**30
-GPT2_VOCABULARY = 50257
 # CUDA's context, NCCL's buffers, workspaces of GEMMs, a gathered activation, and what the allocator loses between blocks.
 RESERVED = 3 * GIB
 ORDER_BYTES = 20  # a sample in the indices of megatron-core's GPTDataset: its place in the data, and in the shuffled order
@@ -119,7 +118,7 @@ def _layer(config: Config) -> list[Parameter]:
         return [weight, Parameter(weight.shape[:1], "vector", summed)][: 1 if config.model.disable_bias_linear else 2]
 
     split = config.parallel.sequence_parallel  # row-parallel biases are added to a slice of the sequence
-    attention = linear("linear_proj", split) + linear("linear_qkv")
+    attention = linear("linear_proj", split) + linear("linear_qkv") + _head_norms(config)
     return [*_norm(config), *attention, *_norm(config), *linear("linear_fc1"), *linear("linear_fc2", split)]
 
 
@@ -141,6 +140,12 @@ def _norm(config: Config) -> list[Parameter]:
     return [vector] * (1 if config.model.normalization == "RMSNorm" else 2)
 
 
+def _head_norms(config: Config) -> list[Parameter]:
+    """Of queries and keys: all tensor-parallel ranks add to their gradients."""
+    vector = Parameter((config.model.head_size,), "vector", config.parallel.tensor_model_parallel_size > 1)
+    return [vector] * (0 if not config.model.qk_layernorm else 2 if config.model.normalization == "RMSNorm" else 4)
+
+
 def state_formats(config: Config) -> dict[str, tuple[Format, StateFormats]]:
     """Kind of parameter -> its weight's format, and those of its master, gradient and moments."""
     recipe = config.precision.recipe
@@ -154,32 +159,33 @@ def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumu
     update = {kind: updates.by_name(formats.update) for kind, (_, formats) in by_kind.items()}
     for kind, (_, formats) in by_kind.items():
         update[kind].check_group(format_names(formats), decoupled=True)
-    owned: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(copies)]
-    if config.shards_optimizer:
-        backward = list(reversed(parameters))
-        buckets = [(by_kind[p.kind][1].grad.name, p.summed) for p in backward]
-        divided = plan_buckets([p.shape for p in backward], buckets, copies, config.communication.bucket_size)
-        for piece in (piece for bucket in divided.buckets for piece in bucket.pieces):
-            p = backward[piece.tensor]
-            owned[piece.owner].append((p.kind, (piece.rows, *p.shape[1:])))
-    else:
-        owned = [[(p.kind, p.shape) for p in parameters]] * copies
-    local = sum(p.size * _accumulator_bytes(config, by_kind[p.kind][1].grad) for p in parameters) if accumulates else 0
+    backward = list(reversed(parameters))
+    buckets = [(by_kind[p.kind][1].grad.name, p.summed) for p in backward]
+    divided = plan_buckets([p.shape for p in backward], buckets, copies, config.communication.bucket_size)
+    pieces: list[list[tuple[Parameter, tuple[int, ...]]]] = [[] for _ in range(copies)]
+    for piece in (piece for bucket in divided.buckets for piece in bucket.pieces):
+        p = backward[piece.tensor]
+        pieces[piece.owner].append((p, (piece.rows, *p.shape[1:])))
+    owned = pieces if config.shards_optimizer else [[(p, p.shape) for p in parameters]] * copies
+    at_owner = config.precision.grad_accum == OWNER
+    local = sum(p.size * _accumulator_bytes(config, by_kind[p.kind][1].grad) for p in parameters if p.summed or not at_owner)
     weight = sum(p.size * by_kind[p.kind][0].bytes for p in parameters)
-    for held in owned:
+    for held, own in zip(owned, pieces, strict=True):
+        sums = 4 * sum(math.prod(shape) for p, shape in own if not p.summed) if at_owner else 0
         states = dict.fromkeys((MASTER.column, *(state.column for kind in by_kind for state in update[kind].states)), 0)
-        for kind, shape in held:
-            weight_format, formats = by_kind[kind]
-            for state in update[kind].states:
+        for p, shape in held:
+            weight_format, formats = by_kind[p.kind]
+            for state in update[p.kind].states:
                 fmt = state.format_beside(weight_format, format_names(formats))
                 states[state.column] += 0 if fmt is None else fmt.bytes_of(shape)
-        gradient = sum(by_kind[kind][1].grad.bytes_of(shape) for kind, shape in held)
-        yield {"weight": weight, "states": states, "gradient": gradient, "accumulated": local}
+        gradient = sum(by_kind[p.kind][1].grad.bytes_of(shape) for p, shape in held)
+        yield {"weight": weight, "states": states, "gradient": gradient, "accumulated": local + sums if accumulates else 0}
 
 
 def _accumulator_bytes(config: Config, grad: Format) -> int:
     """Bytes an element of the sum over micro-batches."""
-    chosen = accumulator(config.precision.grad_accum, grad)
+    name = config.precision.grad_accum
+    chosen = accumulator("fp32" if name == OWNER else name, grad)
     return chosen.dtype.itemsize if isinstance(chosen, Plain) else grad.bytes
 
 
@@ -202,6 +208,8 @@ def activation_parts(config: Config) -> dict[str, int]:
         attention      a (q + 2 k)           QKV's output, of which the values are a view
                        a (q + k)             queries and keys after rope, and for each of both the cosines and sines, together
                        4 a d / b             with d rotated channels of a head
+                       a q                   with norms of queries and keys: what the norm of the queries sees, where they come in groups
+                                             and have to be copied out of QKV's output
                        a q                   the output; no s x s matrix: the kernels recompute it
                        l q with FP8          the projection's input, cast; without FP8 it is the output itself
         MLP            a f, SwiGLU 4 a f     what GELU sees; SwiGLU's two halves, and the two factors of their product
@@ -209,10 +217,11 @@ def activation_parts(config: Config) -> dict[str, int]:
                        l f                   fc2's input
 
     in units of s b; where core_attn is recomputed, no output but the projection's input; where mlp is, nothing but fc1's input, in the
-    compute dtype. So with tensor parallelism or dropout on the residual stream, and in BF16. The fused FP8 layer of the rest
-    (`Config.fuses_layers`) keeps what cannot be made again from something else:
+    compute dtype. So with dropout on the residual stream, in BF16, and with tensor parallelism at O1 and O2. The fused FP8 layer of the
+    rest (`Config.fuses_layers`) keeps what cannot be made again from something else:
 
-        norms          2 c h                 their inputs
+        norms          2 c h / T             their inputs
+                       2 h                   with --tp-saved-input gathered: the FP8 inputs of the linear layers behind them, of all ranks
         attention      a (q + 2 k)           QKV's output after rope
                        a q                   the output, unless core_attn is recomputed; as much again for a copy of the queries
                                              where they come in groups
@@ -229,6 +238,7 @@ def activation_parts(config: Config) -> dict[str, int]:
     kept = saved.element_bytes(wide)
     norms, seen = 2 * kept * hidden / split, kept * ffn * (2 if model.swiglu else 1)
     if config.fuses_layers:
+        norms += 2 * hidden if split > 1 and config.parallel.tp_saved_input == "gathered" else 0
         output = queries * (2 if 1 < model.query_groups < model.num_attention_heads else 1)
         attention = wide * (queries + 2 * keys + (0 if "core_attn" in again and not model.attention_dropout else output))
         mlp = 0 if "mlp" in again else seen
@@ -243,9 +253,12 @@ def activation_parts(config: Config) -> dict[str, int]:
             size = wide if slot == "linear_fc1" and "mlp" in again else narrow[slot]
             norms += size * hidden / (1 if gathered and size == cast else split)
         norms += 2 * hidden / split if model.hidden_dropout else 0
-        rotated = queries + keys if model.position_embedding_type == "rope" else 0
+        rope = model.position_embedding_type == "rope"
+        rotated = queries + keys if rope or model.qk_layernorm else 0
+        if model.qk_layernorm and 1 < model.query_groups < model.num_attention_heads:
+            rotated += queries
         output = queries if "core_attn" not in again or not fp8["linear_proj"] else 0
-        tables = 4 * int(model.head_size * model.rotary_percent) / config.training.micro_batch_size if rotated else 0
+        tables = 4 * int(model.head_size * model.rotary_percent) / config.training.micro_batch_size if rope else 0
         attention = wide * (queries + 2 * keys + rotated + tables + output) + (cast * queries if fp8["linear_proj"] else 0)
         seen *= 2 if model.swiglu and saved == AS_IT_IS else 1
         mlp = 0 if "mlp" in again else seen + narrow["linear_fc2"] * ffn
@@ -269,7 +282,8 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
 
     1F1B has P - p micro-batches under way on stage p of P; interleaved with V chunks a stage, 2 (P - p - 1) + (V - 1) P + 1 times a chunk.
     Full recomputation leaves the inputs of its units, and of one unit everything; selective adds what it recomputes of one layer. The last
-    stage adds what the final norm, the LM head and the cross entropy keep of one micro-batch: see `_head`.
+    stage adds what the final norm, the LM head and the cross entropy keep of one micro-batch, `_head`, or where that is more, with a large
+    micro-batch, what backward of a layer makes after that, `_backward_of_a_layer`.
     """
     model, training, parallel = config.model, config.training, config.parallel
     stages, chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
@@ -288,22 +302,40 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
         kept, again = -(-chunk // unit) * stream, unit * whole
     else:
         kept, again = unit * stream + (chunk - unit) * whole, whole
-    head = 2 * stream + _head(config) if stage == stages - 1 else 0
+    head = max(2 * stream + _head(config), _backward_of_a_layer(config)) if stage == stages - 1 else 0
     return under_way * kept + again + head
 
 
 def _head(config: Config) -> int:
     """Bytes of logits and of the LM head's gradients, at the turn from forward to backward of one micro-batch.
 
-    With tensor parallelism the logits in the compute dtype and in FP32. Without, the gradients of the head's input and weight in FP32, and
-    beside them the larger of a chunk of logits (in forward) and the same gradients in the compute dtype (in backward).
+    The gradients of the head's input, of all tokens, and of its weight, this rank's rows, in FP32; and beside them the larger of a chunk of
+    logits with the input that sequence parallelism gathers (in forward), and the same gradients in the compute dtype (in backward). An FP8
+    product adds the weight and a chunk's input in FP8 to forward.
     """
-    rows, tokens, wide = vocabulary(config), _tokens(config), _compute_bytes(config)
-    tp = config.parallel.tensor_model_parallel_size
-    if tp > 1:
-        return rows // tp * tokens * (wide + 4)
-    gradients = (rows + tokens) * config.model.hidden_size
-    return 4 * gradients + wide * max(gradients, chunk_rows(tokens, rows, wide) * rows)
+    tokens, wide, hidden = _tokens(config), _compute_bytes(config), config.model.hidden_size
+    rows = vocabulary(config) // config.parallel.tensor_model_parallel_size
+    gradients = (rows + tokens) * hidden
+    gathered = tokens * hidden if _sequence_split(config) > 1 else 0
+    chunk = chunk_rows(tokens, rows, wide)
+    narrow = (rows + chunk) * hidden if config.precision.output_layer_precision == "fp8" else 0
+    return 4 * gradients + max(wide * gradients, wide * (chunk * rows + gathered) + narrow)
+
+
+def _backward_of_a_layer(config: Config) -> int:
+    """Bytes that backward of a fused layer's MLP holds at one time beside what forward kept; 0 for other layers.
+
+    Of the hidden size h the gradients of the layer's output and of the residual stream (a each, as in `activation_parts`), the first also
+    in E5M2 by rows and by columns; of the MLP's share f the gradient of fc2's input (a), that of fc1's output in E5M2 by rows and by
+    columns, fc2's input again in E4M3 by columns, and with coat what GELU or SwiGLU sees (a).
+    """
+    if not config.fuses_layers:
+        return 0
+    model, wide = config.model, _compute_bytes(config)
+    fc1 = 2 if model.swiglu else 1
+    restored = 0 if saved_activations(config.precision) == AS_IT_IS else wide * fc1
+    ffn = model.ffn_size // config.parallel.tensor_model_parallel_size
+    return _tokens(config) * ((2 * wide + 2) * model.hidden_size + (wide + 2 * fc1 + 1 + restored) * ffn)
 
 
 def _compute_bytes(config: Config) -> int:
@@ -378,7 +410,7 @@ def check_data_order(config: Config, world_size: int, host_memory: float) -> Non
         size = iterations * batch * ORDER_BYTES
         if size > host_memory:
             raise ValueError(
-                f"{flag(name)} {iterations} reads {iterations * batch:.3g} sequences, whose order takes {size / GIB:.1f} GiB, and this "
+                f"{flag(name)} {iterations} reads {iterations * batch:.3g} sequences, and their order takes {size / GIB:.1f} GiB, and this "
                 f"machine has {host_memory / GIB:.1f}: lower it, or --global-batch-size {batch}"
             )
 

@@ -1,96 +1,15 @@
 """Entry point: `python -m megatron.lm.pretrain ...`, by itself or under torchrun."""
 
-import os
 import sys
-import warnings
-from collections.abc import Sequence
 
-from megatron.lm.config import Config, PrecisionConfig
-from megatron.lm.config.check import check
-from megatron.lm.config.cli import parse_args
-from megatron.lm.entry import command
-
-MOST_PROCESSES = 2**20
+from megatron.lm.interrupt import LeavingAtOnce
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the flags say. Returns the exit code, as `entry` has them; 0 also for a run that was asked to save and leave."""
-    config = parse_args(argv)
-    world_size = _world_size()
-    from msamp.integrations import ms_amp  # torch, for seconds: a typo is told before
-
-    ms_amp.check_alone()
-    check(config, world_size)
-    if config.logging.dry_run:
-        _dry_run(config, world_size)
-        return 0
-    _check_resources(config, world_size)
-    warnings.filterwarnings("ignore", message=".*Apex")  # megatron-core says at every start that it does without
-    # Only now: megatron-core takes seconds to import, and a refusal should not.
-    from megatron.lm import process_groups
-    from megatron.lm.run.trainer import Trainer
-
-    process_groups.initialize(config)
-    try:
-        Trainer(config).run()
-    finally:
-        process_groups.shutdown()
-    return 0
-
-
-def _dry_run(config: Config, world_size: int) -> None:
-    """Print what a process would hold; ValueError where that is more than its device has."""
-    import torch
-
-    from megatron.lm import gain, plan
-
-    def saved() -> PrecisionConfig | None:
-        from megatron.lm.checkpoint import saved_precision  # megatron-core, for seconds
-        from megatron.lm.run.start import settled
-
-        found, line = settled(config)
-        if line is not None and os.environ.get("RANK", "0") == "0":
-            print(line)
-        return saved_precision(found)
-
-    memory = (config.logging.device_memory_gib or 80) * plan.GIB
-    if config.logging.device_memory_gib is None and torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(0).total_memory
-    plan.check_weights(config, memory)
-    config, choice = gain.decide(config, None, saved if config.checkpoint.load else lambda: None)
-    if os.environ.get("RANK", "0") == "0":
-        print(plan.report(config, world_size))
-        print(gain.describe(config, choice), flush=True)
-    plan.check_fits(config, world_size, memory)
-    if os.environ.get("RANK", "0") == "0":
-        print(f"fits into {memory / plan.GIB:.1f} GiB; nothing was started", flush=True)
-
-
-def _check_resources(config: Config, world_size: int) -> None:
-    """ValueError where the run cannot fit into this machine: now, instead of after minutes of allocating."""
-    import psutil
-    import torch
-
-    from megatron.lm import plan
-
-    host = psutil.virtual_memory().total
-    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    device = host / int(local) if local.isdecimal() and int(local) else host
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_properties(0).total_memory
-    plan.check_fits(config, world_size, device, reserved=0)
-    plan.check_data_order(config, world_size, host)
-
-
-def _world_size() -> int:
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_PROCESSES:
-        raise ValueError(
-            f"WORLD_SIZE is {text!r}; it must be a number of processes in [1, {MOST_PROCESSES}]: start with torchrun, or unset it to train "
-            "on one"
-        )
-    return int(text)
+def main(argv: list[str] | None = None) -> int:
+    """Train as the flags say. Returns the exit code, as `entry` has them; of a run that was asked to leave `--exit-code-unfinished`."""
+    with LeavingAtOnce():
+        from megatron.lm.run.job import job  # all else
+    return job(argv)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
-"""Process groups, the device of this process and its random seeds, from torchrun's environment or without it."""
+"""Process groups, the device of this process and its random seeds."""
 
 import contextlib
 import gc
 import os
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy
@@ -17,44 +15,10 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.lm import rendezvous
 from megatron.lm.config import Config
 from megatron.lm.cpu_home import enter_cpu_home
+from megatron.lm.place import Launch, launch_from_environment
 
 # Collectives wait this much longer than the watchdog of a run, so that it speaks first: what they say names no rank.
 GRACE_SECONDS = 30.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """This process's place among those that were started together: global and per-machine rank and count."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-
-
-def launch_from_environment(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them; without any of them, one process alone.
-
-    Raises:
-        ValueError: only some of RANK and WORLD_SIZE are set, a value is no integer, or a rank is outside its count.
-    """
-    if "RANK" not in environment and "WORLD_SIZE" not in environment:
-        return Launch()
-    rank, world_size = _integer(environment, "RANK"), _integer(environment, "WORLD_SIZE")
-    local_rank = _integer(environment, "LOCAL_RANK", default=rank)
-    local_world_size = _integer(environment, "LOCAL_WORLD_SIZE", default=world_size)
-    for name, value, count_name, count in (
-        ("RANK", rank, "WORLD_SIZE", world_size),
-        ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),
-    ):
-        if not 0 <= value < count:
-            raise ValueError(f"{name}={value} must be at least 0 and below {count_name}={count}: {_REMEDY}")
-    return Launch(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size)
-
-
-def world_size_from_environment(environment: Mapping[str, str] = os.environ) -> int:
-    """How many processes train together; ValueError as `launch_from_environment`."""
-    return launch_from_environment(environment).world_size
 
 
 def device() -> torch.device:
@@ -114,7 +78,8 @@ def seed_all(seed: int) -> None:
     random.seed(stage_seed)
     numpy.random.seed(stage_seed)
     torch.manual_seed(stage_seed)
-    model_parallel_cuda_manual_seed(stage_seed)
+    # As generators, which tensor-parallel regions exchange while a CUDA graph is captured; as tensors they could not be set there.
+    model_parallel_cuda_manual_seed(stage_seed, use_cudagraphable_rng=torch.cuda.is_available())
 
 
 def set_deterministic(wanted: bool) -> None:
@@ -125,7 +90,7 @@ def set_deterministic(wanted: bool) -> None:
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
-    # Every torch.empty would be filled with NaN, to find who reads it unwritten: a hunt for faults, and no part of the arithmetic.
+    # Every torch.empty would be filled with NaN, to find code that reads it unwritten: a hunt for faults, and no part of the arithmetic.
     torch.utils.deterministic.fill_uninitialized_memory = not wanted  # type: ignore[attr-defined]  # a property, for mypy unseen
 
 
@@ -142,20 +107,6 @@ def shutdown() -> None:
     leave_grid()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-_REMEDY = "start with `torchrun --nproc-per-node N -m megatron.lm.pretrain ...`, or unset RANK and WORLD_SIZE to train on one process"
-
-
-def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environment.get(name)
-    if text is None and default is not None:
-        return default
-    try:
-        return int(text or "")
-    except ValueError:
-        state = "is not set beside it" if text is None else f"is {text!r}"
-        raise ValueError(f"{name} {state}, and must be an integer: {_REMEDY}") from None
 
 
 def _backend(name: str) -> str:

@@ -33,7 +33,7 @@ from msamp.optim.updates import MASTER
 
 ROWS = {INPUT: "input", GRAD_OUTPUT: "grad_output"}
 CAST_COLUMNS = ("amax", "underflow", "saturation", "sqnr_db", "scale_exponent")
-UPDATE_COLUMNS = ("norm", "update_norm", "edq", "lost")
+UPDATE_COLUMNS = ("norm", "update_norm", "descent", "lost")
 # What `ops.tally_update_` adds up of an update, in this order.
 UPDATE_SUMS = ("elements", "squares", "wanted squares", "wanted . effective", "lost")
 
@@ -53,15 +53,17 @@ class Recorder:
     where it is cast from a master: against that); `updates`: by parameter, with `total` of all; `mu`, with `--grad-scaling auto`.
 
     amax: of the values before the cast. Underflow: share of the non-zero values that became zero; saturation: share at the format's
-    maximum; SQNR in dB; the scale's exponent, base 2. Norms of the parameter after the update and of the update; EDQ as the inner product
-    of the update's direction with what arrived in the master (Collage; `edq / update_norm` is 1 where nothing was lost); lost: share of
-    elements left unchanged by an update that is not zero. null: not finite, nothing lost (SQNR), or nobody knows (a sum not taken in FP32).
+    maximum; SQNR in dB; the scale's exponent, base 2. Norms of the parameter after the update and of the update, which is the one that
+    FP32 arithmetic makes of the same states; descent: inner product of its direction with what arrived in the master (`descent /
+    update_norm` is 1 where nothing was lost; Collage's EDQ takes the direction of the optimizer's own arithmetic: `CollageAdamW.edq`);
+    lost: share of elements left unchanged by an update that is not zero. null: not finite, nothing lost (SQNR), or unknown (a sum not
+    taken in FP32).
 
     Every number is over all elements of a tensor, all micro-batches of the step and all ranks. Tensors kept in FP32 lose nothing and are
     left out, and so are the updates of the first step of a process, where optimizer states may only begin.
 
     Args:
-        training: whose steps.
+        training: the training that makes the steps.
         file: to append to.
         interval: recorded are the iterations that it divides, and the first of a process, which prepares what graphs will need.
         scalars: takes the `summary` of each line and its iteration; on rank 0.
@@ -229,7 +231,7 @@ def line(
         found = judge(tally)
         scale = found.pop("scale")
         values: list[float | int | None] = [*map(_short, found.values()), round(math.log2(scale)) if 0 < scale < math.inf else None]
-        if tensor == "grad_reduced" and not sums_in_fp32:  # nobody has the sum to compare with
+        if tensor == "grad_reduced" and not sums_in_fp32:  # no rank has the sum to compare with
             values[1] = values[3] = None
         by_layer.setdefault(layer, {})[tensor] = values
     total = [sum(column) for column in zip(*updates.values(), strict=True)]

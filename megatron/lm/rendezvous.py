@@ -124,7 +124,7 @@ def meet(store: torch.distributed.Store, rank: int, world_size: int, timeout: ti
     """A part of `store` that holds nothing from before: torchrun keeps its store when it restarts a job, and with it the addresses at
     which processes of the last attempt were to be found. (Its count of restarts would not do: each machine has its own.)
 
-    Every other rank asks rank 0 under a name that nobody has used; no earlier rank 0 lives to answer.
+    Every other rank asks rank 0 under an unused name; no earlier rank 0 lives to answer.
 
     Raises:
         RuntimeError: where not all have come in time.

@@ -1,4 +1,25 @@
-"""One training step, and one evaluation, on one screen."""
+"""One training step, and one evaluation, on one screen.
+
+A step takes a batch of G sequences of S tokens, spread over D data-parallel ranks as G / D sequences each, in micro-batches of B. In order:
+
+1. Forward and backward of each micro-batch, by megatron-core's schedule. Loss is a sum over tokens [B, S], so that ranks and micro-batches
+   add up to the mean over all tokens.
+2. Gradients leave during the last backward, bucket by bucket (`msamp.comm.grad_sync`); `finish` waits for them.
+3. The optimizer clips, updates and, under ZeRO, gathers the weights (`msamp.optim.adamw`, `msamp.parallel.greedy_zero`).
+4. The amax histories of delayed scaling roll, once a step and alike on all ranks that share a layer (`msamp.nn.scaling_state`).
+5. The schedule advances, unless the step was skipped.
+
+Shapes on the way, for a model of width h and V tokens in the vocabulary:
+
+    tokens [B, S] -> hidden states [S, B, h], with sequence parallelism S / T of them a rank -> logits [S B, V / T], a chunk at a time
+    -> losses [S B] -> their masked sum, a scalar, beside the number of tokens that count
+
+What was tried: the same step eager, as graphs of a micro-batch, and as graphs of the whole step (`--cuda-graph`), which is the fastest;
+buckets that leave after backward (`--no-overlap-grad-reduce`). `tools/bench/LOG.md` has what was measured.
+
+Why nothing here asks the device for a number: a step would wait for it. Whether a step was skipped is read one step later. For the
+same reason the whole step can be replayed as CUDA graphs (`graph`), to the same bits.
+"""
 
 import functools
 import itertools
@@ -29,7 +50,7 @@ class Graphs(Protocol):
 
 
 class Witness(Protocol):
-    """Who is told that the averaged gradients are there and the update is to come, such as `megatron.lm.recorder.Recorder`."""
+    """A callback between averaged gradients and update, such as `megatron.lm.recorder.Recorder`."""
 
     def before_update(self) -> None: ...
 
@@ -37,8 +58,8 @@ class Witness(Protocol):
 def train_step(training: Training, batches: Batches, graphs: Graphs | None = None, recorder: Witness | None = None) -> StepResult:
     """Micro-batches forward and backward, gradients averaged while backward runs, clipped, the update, new scales.
 
-    A step whose gradient is not finite changes no weight and does not advance the schedule; its data is consumed. With `graphs` the work
-    is replayed once they are ready, to the same bits.
+    A step with a gradient that is not finite changes no weight and does not advance the schedule; its data is consumed. With `graphs`
+    the work is replayed once they are ready, to the same bits.
     """
     training.model.train()
     if graphs is not None and not graphs.ready():
@@ -60,7 +81,7 @@ def train_step(training: Training, batches: Batches, graphs: Graphs | None = Non
     else:
         training.optimizer.step()  # clip -> load -> AdamW in FP32 -> store; under ZeRO on owned tensors, then gather the weights
         grad_norm = training.optimizer.grad_norm
-        # Delayed scaling: histories move on, alike for all who share a layer, so that what they send each other has one scale.
+        # Delayed scaling: histories move on, alike for all ranks that share a layer, so that what they send each other has one scale.
         training.scaling.roll(training.grid.scales.group)
     skipped = training.optimizer.skipped()
     training.schedule.advance_unless(skipped)

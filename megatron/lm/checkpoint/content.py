@@ -128,7 +128,7 @@ def _chunks(prefix: str, where: Sequence[Place], x: Stored, rows: slice | None =
 
 
 def _scalars(prefix: str, where: Sequence[Place], x: Tensor, rows: slice | None) -> Iterator[Item]:
-    """What a whole tensor has once is stored by who has its first element."""
+    """The rank with a tensor's first element stores what the tensor has once."""
     for place in where:
         found = place.within(rows) if place.first else None
         if found is not None and not any(found[1]):

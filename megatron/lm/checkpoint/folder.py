@@ -55,7 +55,7 @@ def marked_iteration(root: Path) -> int | None:
 
 
 def exists(root: Path) -> bool:
-    """Whether `root` holds checkpoints, whole or not, whoever wrote them; the marker alone counts too."""
+    """Whether `root` holds checkpoints, whole or not, of any program; the marker alone counts too."""
     return (root / LATEST_CHECKPOINT_FILE).is_file() or any(_numbered(root))
 
 
@@ -140,7 +140,7 @@ def sealed_info(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, files: dict[str, Any]) -> None:
-    """ValueError naming the first of the `files` (entries of `checkpoint.json`) whose contents are not those that were written."""
+    """ValueError naming the first of the `files` (entries of `checkpoint.json`) with other contents than were written."""
     for name, entry in files.items():
         if file_digest(folder / name) != entry["sha256"]:
             raise ValueError(f"{folder / name} is damaged: its SHA-256 is not that in {INFO_FILE}")
@@ -156,7 +156,7 @@ def _what_it_is(folder: Path) -> str:
     if (folder / "mp_rank_00_000.pt").is_file() or (folder / "state.pt").is_file():
         return f"was written by an earlier version of this code (it has no {INFO_FILE}); read it with the code of then"
     if (folder / "common.pt").is_file() or any(folder.glob("mp_rank_*/model_optim_rng.pt")):
-        return "was written by Megatron-LM, whose optimizer states are others; take its weights through Hugging Face's format"
+        return "was written by Megatron-LM, and its optimizer states are others; take its weights through Hugging Face's format"
     return f"is no checkpoint, or one without {INFO_FILE}, which is written last"
 
 
@@ -214,7 +214,7 @@ def _one_run(newer: dict[str, Any], older: dict[str, Any]) -> bool:
 
 
 def owner(root: Path) -> dict[str, Any] | None:
-    """`checkpoint.json` of the checkpoint in `root` that says whose the folder is: the marked one, else the newest that can be read."""
+    """`checkpoint.json` of the checkpoint that tells which run `root` holds: the marked one, else the newest that can be read."""
     marked = marked_iteration(root)
     for _, path in sorted(_numbered(root), key=lambda pair: (pair[0] == marked, pair[0]), reverse=True):
         try:
@@ -228,9 +228,9 @@ def refuse_other_run(root: Path, run: Run) -> None:
     """ValueError where `root` holds checkpoints that are not of `run`, with the ways out."""
     info = owner(root)
     if any(_numbered(root)) and (info is None or not run.holds(info)):
-        whose = f"another run (iteration {info['iteration']} of {identity.name(info)[:8]})" if info else "checkpoints that cannot be read"
+        held = f"another run (iteration {info['iteration']} of {identity.name(info)[:8]})" if info else "checkpoints that cannot be read"
         raise ValueError(
-            f"{root} holds {whose}, and saving there would lose it: give --load {root} --save {root} to go on with it, another "
+            f"{root} holds {held}, and saving there would lose it: give --load {root} --save {root} to go on with it, another "
             "--save to keep both, or move it away"
         )
 
@@ -321,9 +321,9 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder.rename(partial_folder(folder)), ignore_errors=True)
 
 
-def prune(newest: Path, keep: int) -> None:
-    """Delete the checkpoints of a run up to `newest`, which it has just saved, but for the last `keep` and the newest healthy one; where
-    `newest` is unhealthy, for the two newest healthy ones, since the steps to come may `condemn` the newest.
+def prune(newest: Path, keep: int, *, settled: bool) -> None:
+    """Delete the checkpoints of a run up to `newest`, the last that it saved, but for the last `keep` and the newest healthy ones: two,
+    since the steps to come may `condemn` one of them, or one where `newest` is healthy and that is `settled`.
     """
     last = sealed_info(newest)
     mine: list[tuple[int, bool, bool, Path]] = []  # iteration, not a replaced one, healthy
@@ -339,7 +339,7 @@ def prune(newest: Path, keep: int) -> None:
     mine.sort()
     healthy = [path for _, _, is_healthy, path in mine if is_healthy]
     for *_, path in mine[:-keep]:
-        if path not in healthy[-1 if newest in healthy else -2 :]:
+        if path not in healthy[-1 if settled and newest in healthy else -2 :]:
             remove(path)
 
 

@@ -1,7 +1,7 @@
 """Resuming: the newest whole checkpoint, on whatever grid, with or without ZeRO, and at whatever level it was written."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from megatron.lm.checkpoint.folder import candidates, check_files, latest, no_ch
 from megatron.lm.checkpoint.place import Place, names_of, places
 from megatron.lm.checkpoint.saving import all_or_none
 from megatron.lm.checkpoint.storage import Stored
-from megatron.lm.checkpoint.values import Found, check_agree, chunk_offsets, find, find_whole, firsts, scalar
+from megatron.lm.checkpoint.values import Found, check_agree, check_remainder, chunk_offsets, find, find_whole, firsts, scalar
 from megatron.lm.checkpoint.versions import check_info
-from megatron.lm.config import CheckpointConfig, Config, PrecisionConfig, flag
+from megatron.lm.config import CheckpointConfig, Config, ModelConfig, PrecisionConfig, flag
 from megatron.lm.config.cli import config_from_dict, config_to_dict
 from megatron.lm.data.order import check_same
 from megatron.lm.grid import Grid
@@ -51,7 +51,7 @@ class _Taken:
         loss_scale: state of FP16's dynamic loss scale; None where the saved run, or this one, has none.
         rng: None where this rank's is not there.
         with_states: whether the optimizer's states are taken; else all others start anew.
-        requantised: tensors whose bits could not stay.
+        requantised: tensors that could not keep their bits.
     """
 
     model: dict[str, Tensor] = field(default_factory=dict)
@@ -127,8 +127,11 @@ def _check_fits(info: dict[str, Any], training: Training) -> str | None:
     Returns what is to be said of the data.
     """
     config, finetune = training.config, training.config.checkpoint.finetune
-    now, then = config_to_dict(config)["model"], info["config"].get("model", {})
-    free = _FREE | ({"seq_length"} if finetune and config.model.position_embedding_type == "rope" else set())
+    # What a checkpoint does not name came later, and the run before had its default.
+    now, then = config_to_dict(config)["model"], _defaults(ModelConfig) | info["config"].get("model", {})
+    same_table = then.get("max_position_embeddings") == config.model.max_position_embeddings is not None
+    rope = config.model.position_embedding_type == "rope"
+    free = _FREE | ({"seq_length"} if finetune and (rope or same_table) else set())
     differing = [f"{flag(k)} {v} (saved: {then.get(k)})" for k, v in now.items() if k not in free and then.get(k) != v]
     if info["vocab_size"] != training.vocab_size:
         differing.append(f"a tokenizer of {training.vocab_size} tokens (saved: {info['vocab_size']})")
@@ -144,6 +147,10 @@ def _check_fits(info: dict[str, Any], training: Training) -> str | None:
             "or start the optimizer anew with --no-load-optim"
         )
     return check_same(info, config, training.data)
+
+
+def _defaults(section: type) -> dict[str, Any]:
+    return {f.name: f.default for f in fields(section) if f.default is not MISSING}
 
 
 def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
@@ -227,6 +234,7 @@ class _TensorReader:
         """A remainder's payload in `fmt`: as stored, from another format, or what BF16 takes from the stored weight or state."""
         name, first_key = f"{key}/{where[0].name}", firsts()[key]
         if name in self.stored.tensors:
+            check_remainder(self.stored, key, where)
             payload = self.find(key, where, shape).payload
             if payload.dtype == fmt.dtype:
                 return payload
@@ -343,7 +351,7 @@ def _take_rng(training: Training, stored: Stored, info: dict[str, Any]) -> dict[
 def _restore_rng(taken: _Taken, settings: CheckpointConfig) -> None:
     """Set this rank's generators, and say of how many ranks they stay as `--seed` has set them. Collective."""
     lacking = torch.tensor(taken.rng is None, dtype=torch.int32, device=process_groups.device())
-    # All who share a part of the data must draw the same dropout where they hold the same activations.
+    # Ranks that share a part of the data must draw the same dropout where they hold the same activations.
     dist.all_reduce(lacking, dist.ReduceOp.MAX, Grid.current().model.group)
     if taken.rng is not None and not lacking:
         rng.restore(taken.rng)
@@ -402,7 +410,7 @@ def _listed(requantised: Iterable[str]) -> str:
 
 
 def saved_precision(config: Config) -> PrecisionConfig | None:
-    """The precision settings of the run whose checkpoint `config` resumes; None where it resumes none. ValueError for a damaged one."""
+    """The precision settings of the run that `config` resumes; None where it resumes none. ValueError for a damaged one."""
     settings = config.checkpoint
     if settings.load is None or settings.finetune:
         return None

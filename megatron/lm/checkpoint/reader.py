@@ -85,6 +85,8 @@ class CheckpointReader:
 
     def _find(self, prefix: str, name: str, find: Callable[..., Found] = find) -> Found:
         size = self.stored.tensors[f"{prefix}/{name}"].shape
+        if not size.numel():
+            raise ValueError(f"{self.folder} is damaged: {prefix}/{name} is {tuple(size)}, which holds nothing; load an older checkpoint")
         place = Place(name=name, shape=tuple(size), offset=(0,) * len(size), start=0, sizes=tuple(size), first=True)
         found = find(self.stored, prefix, [place], size, self.info["vocab_size"])
         found.check(self.folder)

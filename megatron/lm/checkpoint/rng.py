@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import convert_cuda_rng_state, get_cuda_rng_tracker
 from torch import Tensor
 
 from megatron.lm.grid import Grid
@@ -32,12 +32,12 @@ def state() -> dict[str, Tensor]:
     if torch.cuda.is_available():
         found["cuda"] = torch.cuda.get_rng_state()
     for name, value in get_cuda_rng_tracker().get_states().items():  # what the attention core's dropout draws from
-        found[f"tensor_parallel.{name}"] = value
+        found[f"tensor_parallel.{name}"] = convert_cuda_rng_state(value)
     return found
 
 
 def check(saved: Mapping[str, torch.Tensor]) -> None:
-    """ValueError where `saved` is not what `state` can have told; tried on generators that nobody draws from."""
+    """ValueError where `saved` is not what `state` can have told; tried on generators of its own."""
     try:
         torch.Generator().set_state(saved["torch"])
         numpy.random.RandomState().set_state(_numpy_state(saved))
@@ -56,8 +56,10 @@ def restore(saved: Mapping[str, torch.Tensor]) -> None:
     torch.set_rng_state(saved["torch"])
     if torch.cuda.is_available() and "cuda" in saved:
         torch.cuda.set_rng_state(saved["cuda"])
+    tracker = get_cuda_rng_tracker()
     tracked = {name.removeprefix("tensor_parallel."): value for name, value in saved.items() if name.startswith("tensor_parallel.")}
-    get_cuda_rng_tracker().set_states(tracked)
+    graphable = tracker.use_cudagraphable_rng
+    tracker.set_states({name: convert_cuda_rng_state(value, to_graphable=graphable) for name, value in tracked.items()})
     numpy.random.set_state(_numpy_state(saved))
     random.setstate(_python_state(saved))
 

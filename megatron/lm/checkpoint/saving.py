@@ -20,6 +20,7 @@ from megatron.lm.checkpoint.folder import (
     condemn,
     digest_entries,
     iteration_folder,
+    iteration_of,
     new_partial_folder,
     partial_folder,
     prune,
@@ -84,14 +85,22 @@ def _write(
     keep_last: int | None,
     group: dist.ProcessGroup | None = None,
     lock: FolderLock | None = None,
+    settled: Path | None = None,
+    doubted: bool = False,
 ) -> None:
-    """`group`: whose ranks meet; None: the default one. `lock`: rank 0's on the folder of checkpoints."""
+    """`group`: the ranks that meet; None: the default one. `lock`: rank 0's on the folder of checkpoints. `settled`: the checkpoint before,
+    where the steps since have shown that it is sound, so that those before it can go. `doubted`: whether steps to come may show that this
+    one is unhealthy.
+    """
     partial, rank, ranks = partial_folder(folder), dist.get_rank(), dist.get_world_size()
 
     def make_folder() -> None:
         if lock is not None:
             lock.check()
         if rank == 0:
+            if settled is not None and keep_last is not None:
+                with contextlib.suppress(ValueError):  # it was damaged meanwhile: then all are needed
+                    prune(settled, keep_last, settled=True)
             new_partial_folder(folder)
 
     def write() -> None:
@@ -108,7 +117,7 @@ def _write(
                 lock.check()
             publish(folder, mark=health.problem_of(info) is None)
             if keep_last is not None:
-                prune(folder, keep_last)
+                prune(folder, keep_last, settled=not doubted)
 
     message = f"cannot save to {folder}: {{}}; free space or choose another --save"
     try:
@@ -133,6 +142,9 @@ class Saver:
     With `--async-save` a save copies this rank's share to the host, which training waits for, and a thread writes it while training goes
     on; the next save, and leaving, wait for the one before. A save that failed raises there, and says so at once.
 
+    Under `--keep-last 1` the checkpoint before the newest goes when the next save begins, and not when the newest is whole: the steps in
+    between may show that the newest is unhealthy.
+
     Args:
         training: what is saved.
 
@@ -151,6 +163,7 @@ class Saver:
         self.group = dist.new_group(backend="gloo", timeout=timeout) if apart else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._newest: Path | None = None  # healthy, saved by this process
         self._staged: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._held = contextlib.ExitStack()
         self._lock: FolderLock | None = None  # rank 0's
@@ -191,11 +204,16 @@ class Saver:
         folder = iteration_folder(self.root, self.training.iteration)
         items = content.items(self.training)
         info = content.info(self.training, _spoiled(items))
+        stepped = (
+            self._newest is not None and (iteration_of(self._newest) or 0) < self.training.iteration
+        )  # some iteration has been done since
+        settled = self._newest if stepped and self.training.health.failed == 0 else None
+        self._newest = folder if health.problem_of(info) is None else None
         if self.background:
-            self._thread = threading.Thread(target=self._write_staged, args=(folder, self._stage(items), info), name="save")
+            self._thread = threading.Thread(target=self._write_staged, args=(folder, self._stage(items), info, settled), name="save")
             self._thread.start()
         else:
-            self._write(folder, items, info)
+            self._write(folder, items, info, settled)
         return health.problem_of(info) is None
 
     def doubt(self, saved: int) -> bool:
@@ -208,6 +226,7 @@ class Saver:
         if problem is None:
             return False
         self.finish()
+        self._newest = None
         folder = iteration_folder(self.root, saved)
 
         def write() -> None:
@@ -232,16 +251,16 @@ class Saver:
         if error is not None:
             raise error
 
-    def _write_staged(self, folder: Path, items: list[Item], info: dict[str, Any]) -> None:
+    def _write_staged(self, folder: Path, items: list[Item], info: dict[str, Any], settled: Path | None) -> None:
         try:
-            self._write(folder, items, info)
+            self._write(folder, items, info, settled)
         except BaseException as error:
             self._error = error
             print(f"saving in the background failed: {error}", flush=True)
 
-    def _write(self, folder: Path, items: Sequence[Item], info: dict[str, Any]) -> None:
+    def _write(self, folder: Path, items: Sequence[Item], info: dict[str, Any], settled: Path | None) -> None:
         try:
-            _write(folder, items, info, self.keep_last, self.group, self._lock)
+            _write(folder, items, info, self.keep_last, self.group, self._lock, settled, doubted=True)
         except ValueError as error:
             if self.elsewhere is None:
                 raise

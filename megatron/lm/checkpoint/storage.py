@@ -1,6 +1,6 @@
 """Tensors on disk: written by every rank, read piece by piece, and nothing of it a program.
 
-A tensor of the model is stored in chunks of any cut; whoever reads asks for a region of it and need not know the cut. Each rank writes the
+A tensor of the model is stored in chunks of any cut; a reader asks for a region of it and need not know the cut. Each rank writes the
 bytes of its chunks into a file of its own, and the first of them the plan (`plan`), which says where each chunk lies. Neither is a pickle.
 Checkpoints of versions 3 and 4 have both as pickles, and `pickled` reads them without executing one.
 """
@@ -34,7 +34,7 @@ from megatron.lm.checkpoint.plan import (
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A chunk to be stored: `tensor` stands at `offset` of the tensor named `key`, whose whole shape is `shape`."""
+    """A chunk to be stored: `tensor` stands at `offset` of the tensor named `key`, of the whole shape `shape`."""
 
     key: str
     tensor: Tensor
@@ -121,7 +121,7 @@ class Stored:
 
     Args:
         folder: of the checkpoint.
-        known: names of the files whose digests were checked; the plan may name no other. None: any of the folder.
+        known: names of the files with checked digests; the plan may name no other. None: any of the folder.
 
     Attributes:
         tensors: the plan: what is stored, by key, with dtype, whole shape and chunks.

@@ -21,7 +21,7 @@ from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.plan import Chunk
 from megatron.lm.checkpoint.storage import Region, Stored
 from msamp.numerics import mcf
-from msamp.numerics.formats import ALL, Format, of_dtype
+from msamp.numerics.formats import ALL, BF16, EXPANDED, REMAINDER_E4M3, Format, of_dtype
 from msamp.numerics.granularity import Group
 from msamp.numerics.quantize import quantize
 from msamp.numerics.range_expand import STATE_GROUP, Expanded, quantize_expanded
@@ -30,6 +30,7 @@ from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.updates import MASTER, WEIGHT, remainders
 
 _DTYPES = {fmt.dtype for fmt in ALL}
+_GROUPED = {fmt.dtype for fmt in EXPANDED}
 
 
 def firsts() -> dict[str, str]:
@@ -106,7 +107,7 @@ class Found:
         if self.groups is not None:
             largest, k = self.groups
             if not (((largest >= 0) & largest.isfinite()).all() and ((k > 0) & k.isfinite()).all()):
-                raise ValueError(f"{folder}: {self.key} has groups whose maximum or exponent is out of range; load an older checkpoint")
+                raise ValueError(f"{folder}: {self.key} has groups with a maximum or exponent out of range; load an older checkpoint")
         for _, scale in self.scales:
             if not (2.0**-MAX_EXPONENT <= scale <= 2.0**MAX_EXPONENT and torch.frexp(scale).mantissa == 0.5):
                 raise ValueError(
@@ -125,8 +126,8 @@ def check_agree(weight: Found, master: Found, folder: object) -> None:
 
     A weight is cast from its master as stored, and saturates at the end of its format. The cast moves a value by at most half a step: of
     the digits above the smallest normal number, of the smallest subnormal below, which is all that a bias has in early warm-up. Half a step
-    more is left for a master that was itself rounded after the weight was cast (at the start of a run) and for a weight whose shards were
-    joined. A scale of another step, or the weight of another layer, is further off in most of its values.
+    more is left for a master that was itself rounded after the weight was cast (at the start of a run) and for a weight of
+    joined shards. A scale of another step, or the weight of another layer, is further off in most of its values.
     """
     mine, theirs, formats = weight.values(), master.values(), [of_dtype(found.payload.dtype) for found in (weight, master)]
     if mine.shape != theirs.shape:
@@ -182,6 +183,11 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
         for chunk in entry.chunks:
             part = _overlap(place, chunk.offset, chunk.shape, rows)
             if part is not None and group_keys(key, chunk.offset)[0] in stored.tensors:
+                if not (chunk.shape and dtype in _GROUPED):
+                    raise ValueError(
+                        f"{stored.folder}: {key} is {tuple(entry.shape)} {dtype}, and has groups as only COAT's states in float8_e4m3fn "
+                        "and float8_e5m2 have; load an older checkpoint"
+                    )
                 groups = groups or (torch.zeros(tuple(shape)), torch.ones(tuple(shape)))
                 for target, name in zip(groups, group_keys(key, chunk.offset), strict=True):
                     target[part] = _of_elements(_number(stored, name, STATE_GROUP.groups(chunk.shape)), place, chunk, part)
@@ -212,20 +218,59 @@ def find_whole(stored: Stored, prefix: str, where: Sequence[Place], shape: Seque
     found = find(stored, prefix, where, shape, vocab_size)
     for key, first in firsts().items():
         if first == prefix and f"{key}/{where[0].name}" in stored.tensors:
+            check_remainder(stored, key, where)
             x, y = mcf.load_pair(found.payload, find(stored, key, where, shape, vocab_size).payload)
             return Found(found.key, x.float() + y.float(), [], rows=found.rows)
     return found
 
 
+def check_remainder(stored: Stored, key: str, where: Sequence[Place]) -> None:
+    """ValueError where what stands under `key` at the places `where` is no second component of what stands under its first.
+
+    A remainder is a number only beside its first component (`mcf.load_pair`), which is BF16 of the same shape.
+    """
+    for place in where:
+        own, first = f"{key}/{place.name}", f"{firsts()[key]}/{place.name}"
+        absent = next((name for name in (first, own) if name not in stored.tensors), None)
+        if absent is not None:
+            raise ValueError(f"{stored.folder} is damaged: it holds no {absent}; load an older checkpoint")
+        entry, beside = stored.tensors[own], stored.tensors[first]
+        scaled = next((name for name in (own, first) if _has_numbers(stored, name)), None)
+        if scaled is not None:
+            raise ValueError(f"{stored.folder}: {scaled} has a scale, which no component of a pair has; load an older checkpoint")
+        if beside.dtype != BF16.dtype or entry.dtype not in (BF16.dtype, REMAINDER_E4M3.dtype) or entry.shape != beside.shape:
+            raise ValueError(
+                f"{stored.folder}: {own} is {tuple(entry.shape)} {entry.dtype}, and its first component {first} is {tuple(beside.shape)} "
+                f"{beside.dtype}; a pair is bfloat16, and bfloat16 or float8_e4m3fn of the same shape: load an older checkpoint"
+            )
+
+
+def _has_numbers(stored: Stored, key: str) -> bool:
+    """Whether a scale, or the numbers of groups, stand beside a chunk of a tensor."""
+    return any(
+        name in stored.tensors
+        for chunk in stored.tensors[key].chunks
+        for name in (scale_key(key, chunk.offset), *group_keys(key, chunk.offset))
+    )
+
+
 def _stored_rows(stored: Stored, key: str, place: Place, vocab_size: int) -> int | None:
-    """Rows of a vocabulary that was padded otherwise; None where the shape is as it should be. ValueError for any other shape."""
-    size = tuple(stored.tensors[key].shape)
+    """Rows of a vocabulary that was padded otherwise; None where the shape is as it should be. ValueError for any other shape, and for
+    one that is not that of the weight which is stored under this name.
+    """
+    size, weight = tuple(stored.tensors[key].shape), stored.tensors.get(f"model/{place.name}")
+    if weight is not None and size != weight.shape:
+        raise ValueError(
+            f"{stored.folder} is damaged: {key} is {size}, and its weight model/{place.name} is {tuple(weight.shape)}; "
+            "load an older checkpoint"
+        )
     if size == place.shape:
         return None
     if (
-        size[1:] == place.shape[1:]
+        place.name.endswith(("word_embeddings.weight", "output_layer.weight"))
+        and len(size) == len(place.shape) == 2
+        and size[1] == place.shape[1]
         and min(size[0], place.shape[0]) >= vocab_size
-        and place.name.endswith(("word_embeddings.weight", "output_layer.weight"))
     ):
         return size[0]
     raise ValueError(f"{stored.folder} is damaged: {key} is {size}, the model wants {place.shape}; load an older checkpoint")
@@ -253,9 +298,10 @@ def _overlap(place: Place, offsets: Sequence[int], sizes: Sequence[int], rows: i
     """Slices of the local tensor that come from a chunk; None where none do."""
     part = []
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        start, end = max(offset, place.offset[dim]), min(offset + size, place.offset[dim] + place.sizes[dim])
-        if dim == 0 and rows is not None and offset + size == rows:  # copies of the last row
-            start, end = min(start, place.offset[0] + place.sizes[0] - 1), place.offset[0] + place.sizes[0]
+        last = place.offset[dim] + place.sizes[dim]
+        start, end = max(offset, place.offset[dim]), min(offset + size, last)
+        if dim == 0 and rows is not None and offset + size == rows < last:  # copies of the last row
+            end = last
         if start >= end:
             return None
         base = place.offset[dim] - (place.start if dim == 0 else 0)

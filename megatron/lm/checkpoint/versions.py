@@ -25,7 +25,7 @@ checkpoint in the same folder, if there is one, and says so.
 A setting that a run leaves open is saved as open, and means the default on resume. So a new default is a new version too, with a step that
 writes the default of before into older configurations.
 
-Whoever raises `VERSION` adds a paragraph above and a step to `_STEPS`, and before that, with the code that still writes the old version,
+To raise `VERSION`, add a paragraph above and a step to `_STEPS`, and before that, with the code that still writes the old version,
 checkpoints of it: `tests/make_checkpoints.py` makes them for `tests/megatron/lm/checkpoint/test_versions.py`, which goes on from each.
 """
 

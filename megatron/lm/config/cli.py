@@ -6,6 +6,7 @@ one version more, with a warning that says what to write (`RENAMED`); what a che
 
 import argparse
 import difflib
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, SIZE, choices_of, flag
 from megatron.lm.config.whole import Config
+from megatron.lm.data.blend_file import read_blend
 from megatron.lm.presets import PRESETS, preset
 
 
@@ -38,7 +40,13 @@ RENAMED = {"fp8_scaling": Renamed("precision", "fp8_recipe", {"delayed": "delaye
 
 def section_types() -> dict[str, type]:
     """Name of each field of `Config` -> its dataclass."""
-    return get_type_hints(Config)
+    return dict(_hints(Config))
+
+
+@functools.cache
+def _hints(section: type) -> Mapping[str, Any]:
+    """The types of a dataclass's fields: looking them up was most of the time that parsing flags took."""
+    return get_type_hints(section)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Config:
@@ -51,6 +59,13 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     parser = _parser(preset(chosen) if chosen else {})
     _refuse_unknown_flags(parser, argv)
     values = vars(parser.parse_args(argv))
+    if values["data_args_path"] is not None:
+        if values["data_path"]:
+            parser.error("--data-path and --data-args-path contradict each other: give one of them")
+        try:
+            values["data_path"] = read_blend(values["data_args_path"])
+        except ValueError as error:
+            parser.error(str(error))
     for name in RENAMED.keys() & values.keys():
         new, value, old = RENAMED[name].now, RENAMED[name].values[values[name]], f"{flag(name)} {values[name]}"
         if values[new] is not None:
@@ -97,7 +112,7 @@ def config_from_dict(data: Mapping[str, Mapping[str, Any]]) -> Config:
 
 
 def _section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     _refuse_unknown_keys(values, hints, f"setting of the section {name!r}")
     missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
     if missing:
@@ -179,6 +194,7 @@ def _preset_parser(**kwargs: Any) -> argparse.ArgumentParser:
         **kwargs,
     )
     parser.add_argument("--preset", choices=tuple(PRESETS), help="start from the settings of this model size; flags override them")
+    parser.add_argument("--data-args-path", metavar="FILE", help="a file with what --data-path takes, a weight and a prefix a line")
     return parser
 
 
@@ -188,7 +204,7 @@ def _parser(presets: Mapping[str, Any]) -> argparse.ArgumentParser:
     for section, cls in section_types().items():
         group = parser.add_argument_group(section, (cls.__doc__ or "").splitlines()[0])
         for setting in fields(cls):
-            _add_flag(group, setting, get_type_hints(cls)[setting.name], presets.get(setting.name, setting.default))
+            _add_flag(group, setting, _hints(cls)[setting.name], presets.get(setting.name, setting.default))
         for name, renamed in RENAMED.items():
             if renamed.section == section:
                 text = f"the former name of {flag(renamed.now)}, for one version more"

@@ -4,6 +4,10 @@ from dataclasses import dataclass
 
 from megatron.lm.config.schema import COUNT, POSITIVE, PROBABILITY, SIZE, Interval, setting
 
+# The package has no wheel for this torch and was never run here: it is known, and refused by name.
+FLASH_ATTENTION_PACKAGE = "flash-attn"
+ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "math", FLASH_ATTENTION_PACKAGE)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -18,21 +22,30 @@ class ModelConfig:
     num_query_groups: int | None = setting("key and value heads with --group-query-attention; derived: 1", None, legal=SIZE)
     kv_channels: int | None = setting("width of one head; derived: hidden size / heads", None, legal=SIZE)
     max_position_embeddings: int | None = setting("longest sequence the positions reach; derived: seq length", None, legal=SIZE)
-    vocab_size: int | None = setting("vocabulary of NullTokenizer (the other tokenizers bring their own)", None, legal=COUNT)
+    vocab_size: int | None = setting("vocabulary of NullTokenizer; other tokenizers bring their own", None, legal=COUNT)
     make_vocab_size_divisible_by: int = setting("pad the vocabulary to a multiple of this x tensor-parallel size", 128, legal=SIZE)
     normalization: str = setting("norm layers", "LayerNorm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = setting("epsilon of the norm layers", 1e-5, legal=POSITIVE)
     swiglu: bool = setting("SwiGLU in the MLP instead of GELU", False)
     disable_bias_linear: bool = setting("linear layers without bias", False)
+    qk_layernorm: bool = setting(
+        "normalise queries and keys, each head by itself, before the rotary embedding (Qwen3); such layers are not fused", False
+    )
     position_embedding_type: str = setting("how positions enter the model", "rope", choices=("rope", "learned_absolute"))
     rotary_base: float = setting("base of the rotary embedding's wavelengths", 10000.0, legal=POSITIVE)
     rotary_percent: float = setting("share of a head's width that is rotated", 1.0, legal=Interval(0, 1, low_open=True))
     untie_embeddings_and_output_weights: bool = setting("give the LM head a weight of its own", False)
+    objective: str = setting(
+        "what is predicted: the next token, by attention to those before it (GPT), or tokens that are masked, by attention to both sides "
+        "(BERT, as RoBERTa trains it)",
+        "causal-lm",
+        choices=("causal-lm", "masked-lm"),
+    )
     init_method_std: float = setting("standard deviation of the initial weights", 0.02, legal=POSITIVE)
     hidden_dropout: float = setting("dropout on the residual stream", 0.0, legal=PROBABILITY)
     attention_dropout: float = setting("dropout on the attention weights", 0.0, legal=PROBABILITY)
     attention_backend: str = setting(
-        "kernel of the attention core; auto takes cuDNN, then flash on a GPU", "auto", choices=("auto", "cudnn", "flash", "math")
+        "kernel of the attention core; auto takes cuDNN, then flash on a GPU; both are torch's own", "auto", choices=ATTENTION_BACKENDS
     )
 
     @property

@@ -16,13 +16,17 @@ class LoggingConfig:
     log_interval: int = setting("iterations between log lines", 100, legal=COUNT)
     tensorboard_dir: str | None = setting("folder for TensorBoard's event files", None)
     metrics_file: str | None = setting("file to which every measurement is appended, one JSON object a line", None)
-    peak_tflops: float | None = setting("peak of one device in TFLOP/s, for MFU; derived: 989 (BF16) on H100, H200", None, legal=POSITIVE)
-    dry_run: bool = setting("print the grid, and parameters and bytes of a process, without training; refuse what does not fit", False)
+    peak_tflops: float | None = setting(
+        "peak of one device in TFLOP/s, for MFU; derived on H100, H200: 989 (BF16) and 1979 (FP8)", None, legal=POSITIVE
+    )
+    dry_run: bool = setting(
+        "print the grid, and parameters and bytes of a process, without training; exit code 2 where it does not fit", False
+    )
     device_memory_gib: float | None = setting(
-        "memory of one device, for --dry-run; derived: that of the GPU here, without one 80", None, legal=POSITIVE
+        "memory of one device, for --dry-run; derived: that of this machine's GPU, or 80", None, legal=POSITIVE
     )
     record_precision: str | None = setting(
-        "file to which the precision recorder appends what every tensor of a recorded step lost, one JSON object a step", None
+        "file of the precision recorder: what each tensor of a recorded step lost, one JSON object a step", None
     )
     record_interval: int = setting("iterations between the steps that --record-precision records", 500, legal=COUNT)
 
@@ -35,10 +39,10 @@ class CheckpointConfig:
     load: str | None = setting("folder with the checkpoint to start from", None)
     save_interval: int | None = setting("iterations between checkpoints; derived: only one, at the end", None, legal=COUNT)
     async_save: bool = setting("write checkpoints in the background, from a copy in the host's memory, while training goes on", False)
-    keep_last: int | None = setting("checkpoints to keep in --save, the newest; derived: all", None, legal=COUNT)
+    keep_last: int | None = setting("newest checkpoints to keep in --save; derived: all", None, legal=COUNT)
     emergency_save: str | None = setting("folder for a last checkpoint where --save cannot be written any more", None)
     ckpt_step: int | None = setting("iteration of the checkpoint to load; derived: the newest healthy one", None, legal=COUNT_OR_ZERO)
-    load_unhealthy: bool = setting("load what --ckpt-step names even where it says that the run had diverged", False)
+    load_unhealthy: bool = setting("load the checkpoint of --ckpt-step even where it is marked unhealthy", False)
     finetune: bool = setting("load only the weights and start at iteration 0", False)
     no_load_optim: bool = setting("do not load the optimizer's state", False)
     no_load_rng: bool = setting("do not load the state of the random generators", False)
@@ -55,13 +59,13 @@ class CheckpointConfig:
 class FaultConfig:
     """Steps that go wrong."""
 
-    max_skipped_steps: int = setting("stop when so many steps in a row had a loss or gradient that was not finite", 20, legal=COUNT)
+    max_skipped_steps: int = setting("steps in a row without a finite loss and gradient that end the run", 20, legal=COUNT)
     loss_spike_threshold: float = setting(
-        "a loss of more than this many times the mean of the last ones is a spike; 0: no loss is", 0.0, legal=NON_NEGATIVE
+        "a loss above this many times the mean of the last losses is a spike; 0: none is", 0.0, legal=NON_NEGATIVE
     )
     loss_spike_window: int = setting(
-        "steps whose mean --loss-spike-threshold is about; no spike is seen before there are so many", 100, legal=Interval(1, 10**6)
+        "steps over which --loss-spike-threshold takes the mean; no spike is found before so many steps", 100, legal=Interval(1, 10**6)
     )
     loss_spike_action: str = setting(
-        "at a spike: say so, or also go back to the newest checkpoint in --save and pass over the data since", "warn", choices=SPIKE_ACTIONS
+        "at a spike: warn, or go back to the newest checkpoint in --save and skip the data since", "warn", choices=SPIKE_ACTIONS
     )

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from msamp.comm.exchange import Exchange
 
 TP_WIRES = ("bf16", "fp8")
+TP_TRANSPORTS = ("auto", "nccl", "copies")
 TP_SAVED_INPUTS = ("shard", "gathered")
 
 
@@ -53,10 +54,18 @@ class ParallelConfig:
         "shard",
         choices=TP_SAVED_INPUTS,
     )
-    use_distributed_optimizer: bool = setting("shard the optimizer's states over the data-parallel processes (ZeRO; O3 always does)", False)
+    tp_transport: str = setting(
+        "what carries activations between tensor-parallel processes at O3: NCCL, copies between the GPUs of one host, or auto: the faster "
+        "of both, measured at the start. With --deterministic auto means copies where they are possible",
+        "nccl",
+        choices=TP_TRANSPORTS,
+    )
+    use_distributed_optimizer: bool = setting(
+        "shard the optimizer's states over the data-parallel processes: ZeRO, which O3 always has", False
+    )
     distributed_backend: str = setting("collectives; auto: nccl with CUDA, else gloo", "auto", choices=("auto", "nccl", "gloo"))
     distributed_timeout_minutes: float = setting(
-        "minutes without progress after which a process names who is stuck and ends", 10.0, legal=Interval(0, 60 * 24 * 365, low_open=True)
+        "minutes without progress until a process names the stuck rank and ends", 10.0, legal=Interval(0, 60 * 24 * 365, low_open=True)
     )
 
 

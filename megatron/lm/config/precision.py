@@ -1,5 +1,6 @@
 """The recipe by name, and how it may be varied."""
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,16 +14,19 @@ STATE_FORMATS = ("fp32", "bf16", "fp16", "fp8-e4m3", "fp8-e5m2")
 FP8_FORMATS = ("fp8-e4m3", "fp8-e5m2")
 COAT_FORMATS = ("coat-e4m3", "coat-e5m2")
 GRAD_ACCUM_DTYPES = ("fp8", "fp8-sr", "bf16", "fp32")
+GRAD_ACCUM_PLACES = ("rank", "owner")
 ACTIVATIONS_SAVED = ("compute", "coat")
+OUTPUT_LAYER_PRECISIONS = ("bf16", "fp8")
 OPTIMIZER_STATES = {"coat": "coat-e4m3"}  # name -> format of both moments
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 def recipe_names() -> tuple[str, ...]:
     """What `--precision` takes: the built-in recipes and those registered."""
+    from megatron.lm import peers
     from msamp.numerics import recipe
 
-    return recipe.names()
+    return (*recipe.names(), *peers.names())
 
 
 def gemm_names() -> tuple[str, ...]:
@@ -45,7 +49,8 @@ class PrecisionConfig:
 
     precision: str | None = setting(
         "recipe: bf16 has FP32 masters, bf16-* and collage-* are Collage's options with BF16 gradients (collage-fp8: pairs of BF16 and "
-        "E4M3), coat has FP8 GEMMs, moments and saved activations, O1 to O3 are FP8-LM's levels, and others may be registered; without it "
+        "E4M3), coat has FP8 GEMMs, moments and saved activations, O1 to O3 are FP8-LM's levels, te-* are bf16 with Transformer Engine's "
+        "layers where it is installed (te-bf16, or FP8 with delayed, current or block scaling), and others may be registered; without it "
         "and without --opt-level: bf16",
         None,
         choices=recipe_names,
@@ -59,12 +64,12 @@ class PrecisionConfig:
         2.0**16,
         legal=Interval(0, 2.0**32, low_open=True),
     )
-    min_loss_scale: float = setting("the run stops where the dynamic loss scale falls below this", 1.0, legal=POSITIVE)
+    min_loss_scale: float = setting("least dynamic loss scale; below it the run stops", 1.0, legal=POSITIVE)
     loss_scale_window: int = setting(
         "steps without overflow after which the dynamic loss scale doubles; Megatron-LM: 1000", 2000, legal=COUNT
     )
     hysteresis: int = setting(
-        "which overflow since it last doubled is the first to halve the dynamic loss scale; those before only skip their step",
+        "overflows since the last doubling that halve the dynamic loss scale; earlier ones only skip their step",
         2,
         legal=COUNT,
     )
@@ -76,10 +81,12 @@ class PrecisionConfig:
         choices=gemm_names,
     )
     fp8_amax_history_len: int | None = setting(
-        "steps whose amaxes delayed scaling looks at; derived: the checkpoint's, else 16; Megatron-LM: 1", None, legal=Interval(1, 2**16)
+        "past steps of which delayed scaling takes amaxes; derived: the checkpoint's, else 16; Megatron-LM: 1",
+        None,
+        legal=Interval(1, 2**16),
     )
     fp8_amax_compute_algo: str | None = setting(
-        "which of them delayed scaling takes, the largest or the last; derived: the checkpoint's, else max; Megatron-LM: most_recent",
+        "amax of the history that delayed scaling takes: largest or last; derived: the checkpoint's, else max; Megatron-LM: most_recent",
         None,
         choices=amax_algorithms,
     )
@@ -89,8 +96,8 @@ class PrecisionConfig:
         legal=Interval(0, 16),
     )
     fp8_min_gain: float = setting(
-        "at O1 to O3 and with coat a linear layer stays BF16 whose measured gain (time in BF16 over time in FP8, on this GPU) is less; 0: "
-        "all are FP8, nothing is measured. No effect at other precisions, so that one line of flags serves all",
+        "least measured gain of a linear layer, time in BF16 over time in FP8 on this GPU; a layer below it stays BF16 at O1 to "
+        "O3 and with coat; 0: all are FP8, nothing is measured. No effect at other precisions, so that one line of flags serves all",
         1.0,
         legal=NON_NEGATIVE,
     )
@@ -101,11 +108,17 @@ class PrecisionConfig:
         None,
         choices=LINEARS,
     )
+    output_layer_precision: str = setting(
+        "the product of the LM head that makes the logits of the training loss: in the compute dtype, or at O1 to O3 and with coat in FP8 "
+        "with scales just in time; its gradients, and logits that are handed out, stay in the compute dtype",
+        "bf16",
+        choices=OUTPUT_LAYER_PRECISIONS,
+    )
     master_format: str | None = setting("master weight where linear layers are FP8; derived: the recipe's own", None, choices=STATE_FORMATS)
     grad_format: str | None = setting("weight gradient where linear layers are FP8; derived: the recipe's own", None, choices=STATE_FORMATS)
     optimizer_state: str | None = setting(
-        "both moments of matrices, wherever the update is FP32 arithmetic: coat is coat-e4m3 (COAT's FP8, a maximum and an exponent for "
-        "each 128 of a row); derived: the level's own",
+        "both moments of matrices, wherever the update is FP32 arithmetic; coat is coat-e4m3: COAT's FP8 with a maximum and an "
+        "exponent for each 128 of a row; derived: the level's own",
         None,
         choices=tuple(OPTIMIZER_STATES),
     )
@@ -128,10 +141,16 @@ class PrecisionConfig:
         choices=ACTIVATIONS_SAVED,
     )
     grad_accum_dtype: str | None = setting(
-        "in what the micro-batches of a step add up (sr: stochastic rounding); derived: bf16 where the weight gradients are FP8, with "
-        "Collage's options and with coat's own gradients, else fp32",
+        "format of the sum over the micro-batches of a step; fp8-sr rounds stochastically; derived: bf16 where the weight gradients "
+        "are FP8, with Collage's options and with coat's own gradients, else fp32",
         None,
         choices=GRAD_ACCUM_DTYPES,
+    )
+    grad_accum_on: str = setting(
+        "where the micro-batches of a step add up: on each rank, for the whole model; or each leaves at once, and the owner of a row adds "
+        "up in FP32: 4 bytes a parameter over all ranks together, and as many times the bytes on the wire as there are micro-batches",
+        "rank",
+        choices=GRAD_ACCUM_PLACES,
     )
 
     @property
@@ -166,12 +185,16 @@ class PrecisionConfig:
             raise ValueError(self.contradiction)
         return _by_name(next(iter(self.requests.values()), "bf16"))
 
-    @property
+    @functools.cached_property
     def recipe(self) -> "Recipe":
         """`named` with the scaling and the formats that the flags ask for. ValueError as there, and for formats that it does not take."""
         from megatron.lm.recipe import build_recipe
 
         return build_recipe(self)
+
+    def __getstate__(self) -> dict[str, object]:
+        """The settings: another process makes the recipe that it knows by this name."""
+        return {key: value for key, value in self.__dict__.items() if key != "recipe"}
 
     @property
     def name(self) -> str:
@@ -185,11 +208,12 @@ class PrecisionConfig:
 
     @property
     def grad_accum(self) -> str:
-        """In what the weight gradients of several micro-batches add up: one of `GRAD_ACCUM_DTYPES`."""
-        return self.grad_accum_dtype or self.recipe.accumulator
+        """In what the weight gradients of several micro-batches add up: one of `GRAD_ACCUM_DTYPES`, or "owner"."""
+        return self.grad_accum_on if self.grad_accum_on == "owner" else self.grad_accum_dtype or self.recipe.accumulator
 
 
 def _by_name(name: str) -> "Recipe":
+    from megatron.lm import peers
     from msamp.numerics import recipe
 
-    return recipe.by_name(name)
+    return peers.find(name) or recipe.by_name(name)

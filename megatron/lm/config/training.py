@@ -34,15 +34,21 @@ class TrainingConfig:
     train_iters: int = setting("iterations of the whole run, those before a resume included", legal=COUNT)
     seed: int = setting("seed of the weights, the dropout and the order of the data", 1234, legal=Interval(0, 2**31 - 1))
     deterministic: bool = setting(
-        "the same bits in every run on the same machines: slower kernels where torch's fast ones add up in any order, and nothing measured",
+        "the same bits in every run on the same machines: slower kernels, which add up in a fixed order, and no measured gains",
         False,
     )
     eval_interval: int = setting("iterations between evaluations", 1000, legal=COUNT)
     eval_iters: int = setting("global batches of an evaluation; 0: no evaluation", 100, legal=COUNT_OR_ZERO)
-    exit_interval: int | None = setting("leave (after saving) when the iteration is a multiple of this", None, legal=COUNT)
-    exit_duration_in_mins: float | None = setting("leave (after saving) so many minutes after the start", None, legal=POSITIVE)
+    exit_interval: int | None = setting("save and end at an iteration that is a multiple of this", None, legal=COUNT)
+    exit_duration_in_mins: float | None = setting("minutes after the start at which the run saves and ends", None, legal=POSITIVE)
+    exit_code_unfinished: int = setting(
+        "exit code of a run that leaves before --train-iters because it was asked to, by SIGTERM, --exit-interval or "
+        "--exit-duration-in-mins; 75 lets a batch system tell it from the end, which is 0",
+        0,
+        legal=Interval(0, 125),
+    )
     check_weight_hash_across_dp_replicas_interval: int | None = setting(
-        "iterations between looks at whether all data-parallel copies of the weights are the same to the bit, and finite", None, legal=COUNT
+        "iterations between checks that all data-parallel copies of the weights are finite and equal bit by bit", None, legal=COUNT
     )
     cuda_graph: str | None = setting(
         "replay forward and backward of a micro-batch as a CUDA graph, or with step the update too; derived: step where possible",
@@ -53,13 +59,15 @@ class TrainingConfig:
         "recompute activations in backward: whole layers, or the modules of --recompute-modules", None, choices=("full", "selective")
     )
     recompute_modules: tuple[str, ...] = setting(
-        "what --recompute-granularity selective recomputes: the attention core, the MLP (in FP8 without tensor parallelism its "
-        "first linear layer: the rest costs no memory there); derived: core_attn",
+        "what --recompute-granularity selective recomputes: the attention core, or the MLP. Fused FP8 layers recompute the MLP's "
+        "first linear layer alone, since the rest keeps no memory; derived: core_attn",
         (),
         choices=RECOMPUTE_MODULES,
     )
     recompute_method: str | None = setting("recompute every layer, or the first few of a stage", None, choices=("uniform", "block"))
-    recompute_num_layers: int | None = setting("layers of one recomputed unit (uniform), or their number (block)", None, legal=COUNT)
+    recompute_num_layers: int | None = setting(
+        "with uniform: layers of one recomputed unit; with block: recomputed layers of a stage", None, legal=COUNT
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +80,15 @@ class DataConfig:
     test_data_path: tuple[str, ...] = setting("test data beside --train-data-path", ())
     split: str = setting("shares of --data-path for training, validation and test", DEFAULT_SPLIT)
     data_cache_path: str | None = setting("folder for the index caches; derived: beside the data", None)
-    override_data: bool = setting("resume although the checkpoint was trained on other data, or on it in another order", False)
+    override_data: bool = setting("resume with other data than the checkpoint's, or in another order", False)
     tokenizer_type: str | None = setting("tokenizer the data was made with", None, choices=TOKENIZERS)
     tokenizer_model: str | None = setting("tokenizer.json of HuggingFaceTokenizer, or a folder that holds one", None)
     vocab_file: str | None = setting("encoder.json of GPT2BPETokenizer", None)
     merge_file: str | None = setting("vocab.bpe of GPT2BPETokenizer", None)
     num_workers: int = setting("processes that read data, beside each training process", 0, legal=Interval(0, 1024))
     eod_mask_loss: bool = setting("leave end-of-document tokens out of the loss", False)
-    reset_position_ids: bool = setting("count positions from the last end-of-document token (learned_absolute only)", False)
+    mask_prob: float = setting(
+        "share of the tokens that --objective masked-lm predicts", 0.15, legal=Interval(0, 1, low_open=True, high_open=True)
+    )
+    mask_whole_words: bool = setting("mask words, all tokens of a word together, with --objective masked-lm", False)
+    reset_position_ids: bool = setting("count positions from the last end-of-document token, with learned_absolute", False)

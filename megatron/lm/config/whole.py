@@ -37,10 +37,12 @@ class Config:
 
     @property
     def fuses_layers(self) -> bool:
-        """Whether a transformer layer's linear layers are two fused FP8 blocks: all four in FP8, cast as the blocks' kernels can."""
-        gemm = self.precision.recipe.gemm
-        fp8 = gemm is not None and gemm.fusible and not self.precision.bf16_linears
-        return fp8 and self.parallel.tensor_model_parallel_size == 1 and not self.model.hidden_dropout
+        """Whether a transformer layer's linear layers are two fused FP8 blocks: all four in FP8, cast as the blocks' kernels can, with
+        tensor parallelism sent in FP8, and nothing between QKV and the rotary embedding."""
+        recipe = self.precision.recipe
+        fp8 = recipe.gemm is not None and recipe.gemm.fusible and not self.precision.bf16_linears
+        travels = self.parallel.tensor_model_parallel_size == 1 or recipe.fp8_wire
+        return fp8 and travels and not self.model.hidden_dropout and not self.model.qk_layernorm
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """`vocab_size` up to the next multiple of make_vocab_size_divisible_by x TP: rows of the embedding."""

@@ -331,6 +331,6 @@ def _gpt_config(
         create_attention_mask=False,
     )
     if result.split_matrix is not None:
-        # A split nobody asked for is not built: with few documents it may be empty, and megatron-core would look for its tokens for ever.
+        # A split is built on demand alone: with few documents it may be empty, and megatron-core would look for its tokens for ever.
         result.split_matrix = [edges if count > 0 else None for edges, count in zip(result.split_matrix, wanted, strict=True)]
     return result

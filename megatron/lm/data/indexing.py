@@ -10,6 +10,7 @@ import concurrent.futures
 import concurrent.futures.process
 import contextlib
 import dataclasses
+import fcntl
 import itertools
 import json
 import multiprocessing
@@ -21,11 +22,12 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 import numpy as np
 
 from megatron.lm.config import DataConfig
+from megatron.lm.data import rows
 from megatron.lm.data.tokenizer import END_OF_TEXT, Tokenizer, build_tokenizer
 from megatron.lm.durable import flush
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 DOCUMENT_SEPARATORS = ("endoftext", "blank-lines")
+_PARTIALS = (".bin.partial", ".idx.partial", ".json.partial")
 _CHUNK_BYTES = 1 << 18  # text handed to a worker at once: long enough to hide the hand-over, short enough for a live progress line
 
 
@@ -65,7 +68,7 @@ class EncodeOptions:
 
 
 def read_documents(path: Path, keys: list[str], separator: str = "endoftext") -> Iterator[Document]:
-    """Documents of a `.jsonl` (or `.json`) file, one object a line, or of a `.txt` file.
+    """Documents of a `.jsonl` (or `.json`) file, one object a line, of a `.txt` file, or of a table (`megatron.lm.data.rows`).
 
     Args:
         path: the file; its suffix decides the form.
@@ -75,7 +78,10 @@ def read_documents(path: Path, keys: list[str], separator: str = "endoftext") ->
     Raises:
         ValueError: not to be read, or not UTF-8; a line that is no JSON object, lacks a key, or holds something else than text under it.
     """
-    reader = _json_lines(path, keys) if path.suffix in (".jsonl", ".json") else _plain_text(path, keys, separator)
+    if rows.is_table(path):
+        reader = _table(path, keys)
+    else:
+        reader = _json_lines(path, keys) if path.suffix in (".jsonl", ".json") else _plain_text(path, keys, separator)
     try:
         yield from reader
     except UnicodeDecodeError as error:
@@ -87,13 +93,17 @@ def read_documents(path: Path, keys: list[str], separator: str = "endoftext") ->
 def check_inputs(paths: list[Path]) -> int:
     """Total size of the input files, in bytes; ValueError for one that is missing, empty or of an unknown kind."""
     for path in paths:
+        if rows.is_table(path):
+            rows.size(path)
+            continue
         if not path.is_file():
-            raise ValueError(f"--input {path} does not exist: give .jsonl, .json or .txt files")
+            raise ValueError(f"--input {path} does not exist: give .jsonl, .json, .txt or .parquet files")
         if path.suffix not in (".jsonl", ".json", ".txt"):
-            raise ValueError(f"--input {path}: kind {path.suffix!r} is unknown, accepted are .jsonl, .json (one object a line) and .txt")
+            known = ".jsonl, .json (one object a line), .txt, .parquet and folders of Hugging Face's datasets"
+            raise ValueError(f"--input {path}: kind {path.suffix!r} is unknown, accepted are {known}")
         if path.stat().st_size == 0:
             raise ValueError(f"--input {path} is empty: there is nothing to tokenise")
-    return sum(path.stat().st_size for path in paths)
+    return sum(rows.size(path) if rows.is_table(path) else path.stat().st_size for path in paths)
 
 
 def write_datasets(
@@ -103,24 +113,27 @@ def write_datasets(
     *,
     workers: int = 1,
     progress: Progress | None = None,
+    part: bool = False,
 ) -> dict[str, DatasetCounts]:
     """Tokenise `documents` and write one indexed dataset a key: `prefixes[key]` plus `.bin`, `.idx` and `.json`.
 
     Written under temporary names and renamed at the end, `.idx` last: a kill at any moment leaves the old dataset or the new one,
-    or none that a trainer would open, never half of one. Token ids are uint16 where the vocabulary allows it, else int32.
+    or none that a trainer would open, never half of one. What a kill has left of a dataset is deleted when it is written anew, with a
+    line on stderr. Token ids are uint16 where the vocabulary allows it, else int32.
 
     Args:
         workers: processes that tokenise; 0 tokenises in this one.
+        part: whether the documents are a part of a whole (`megatron.lm.data.parts`), which may have no text under a key.
 
     Returns:
         The counts of each dataset.
 
     Raises:
-        ValueError: from the tokenizer or the reader; no document with any text under a key; a place that cannot be written. Nothing of
-            what was written then is left.
+        ValueError: from the tokenizer or the reader; no document with any text under a key; a place that cannot be written, or that
+            another process writes to. Nothing of what was written then is left.
     """
     try:
-        return _write(documents, prefixes, build_tokenizer(options.data, options.vocab_size), options, workers, progress)
+        return _write(documents, prefixes, build_tokenizer(options.data, options.vocab_size), options, workers, progress, part)
     except OSError as error:
         where = ", ".join(str(prefix) for prefix in prefixes.values())
         raise ValueError(f"{where} cannot be written ({error}): free space, or name another place") from None
@@ -135,6 +148,7 @@ def _write(
     options: EncodeOptions,
     workers: int,
     progress: Progress | None,
+    part: bool,
 ) -> dict[str, DatasetCounts]:
     from megatron.core.datasets.indexed_dataset import DType  # deferred: workers import this module and do without it
 
@@ -142,7 +156,7 @@ def _write(
     with contextlib.ExitStack() as stack:
         if progress is not None:
             stack.enter_context(progress)
-        writers = {key: stack.enter_context(_Writer(prefix, tokenizer, dtype)) for key, prefix in prefixes.items()}
+        writers = {key: stack.enter_context(Writer(prefix, tokenizer, dtype)) for key, prefix in prefixes.items()}
         # Closed by hand: an error below must stop the workers now, not when the traceback is collected.
         encoded_chunks = stack.enter_context(contextlib.closing(_encoded(_chunks(documents, progress), options, workers)))
         for chunk in encoded_chunks:
@@ -151,7 +165,7 @@ def _write(
             if progress is not None:
                 progress.advance(chunk.documents, chunk.source_bytes)
         for key, writer in writers.items():
-            if writer.tokens == 0:
+            if writer.tokens == 0 and not part:
                 raise ValueError(f"the input holds no text under key {key!r}: nothing was written")
         return {key: writer.publish() for key, writer in writers.items()}
 
@@ -188,9 +202,10 @@ class Progress:
         self._start = self._printed = time.monotonic()
         self._stream = stream
         self._seconds, self._left = seconds, threading.Event()
-        self._thread = threading.Thread(target=self._keep_telling, daemon=True)
 
     def __enter__(self) -> Progress:
+        self._left.clear()
+        self._thread = threading.Thread(target=self._keep_telling, daemon=True)
         self._thread.start()
         return self
 
@@ -201,6 +216,10 @@ class Progress:
     def begin(self, source_bytes: int) -> None:
         """Count what is being tokenised from now on."""
         self._begun_bytes += source_bytes
+
+    def skip(self, source_bytes: int) -> None:
+        """Leave out what an earlier run did."""
+        self._total_bytes -= source_bytes
 
     def advance(self, documents: int, source_bytes: int) -> None:
         """Count what was just written, and print when the interval is full."""
@@ -231,34 +250,64 @@ class Progress:
                 self._print()
 
 
-class _Writer:
-    """One dataset under temporary names: `publish` gives it its own; leaving without it removes what was written."""
+class Writer:
+    """One dataset under temporary names: `publish` gives it its own; leaving without it removes what was written.
+
+    While it is entered it holds a lock on `.bin.partial`, which a kill frees: what stands there unlocked was left by one.
+    """
 
     def __init__(self, prefix: Path, tokenizer: Tokenizer, dtype: type[np.number]) -> None:
         self._prefix, self._vocab_size, self._dtype = prefix, tokenizer.vocab_size, dtype
         self.documents = self.tokens = self.text_bytes = 0
         self._made: list[Path] = []  # folders, the innermost first
         self._builder: IndexedDatasetBuilder | None = None
+        self._held: BinaryIO | None = None
+        self._mine = False  # whether what has the temporary names is this one's
 
-    def __enter__(self) -> _Writer:
+    def __enter__(self) -> Writer:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
         try:
             self._made = [folder for folder in self._prefix.parents if not folder.exists()]
             self._prefix.parent.mkdir(parents=True, exist_ok=True)
+            left = [path for path in map(self._name, _PARTIALS) if path.exists()]
+            self._hold()
             self._builder = IndexedDatasetBuilder(str(self._name(".bin.partial")), dtype=self._dtype)
+            for path in left:
+                if path != self._name(".bin.partial"):  # which the builder has emptied
+                    path.unlink()
+        except BlockingIOError:
+            self.__exit__()
+            raise ValueError(
+                f"--output-prefix {self._prefix} is being written by another process: wait for its end, or name another"
+            ) from None
         except (OSError, ValueError) as error:
             self.__exit__()
             raise ValueError(f"--output-prefix {self._prefix} cannot be written ({error}): name a writable folder") from None
+        for path in left:
+            print(f"deleted {path}, which an interrupted run has left", file=sys.stderr, flush=True)
         return self
+
+    def _hold(self) -> None:
+        """Lock `.bin.partial`; BlockingIOError where another process holds it."""
+        partial = self._name(".bin.partial")
+        while not self._mine:
+            self._held = partial.open("ab")  # which changes nothing of another's
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by a kill; spawned workers do not inherit it
+            # Another may have given the file its own name, or removed it, between the two.
+            self._mine = partial.exists() and os.path.samestat(partial.stat(), os.fstat(self._held.fileno()))
+            if not self._mine:
+                self._held.close()
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):  # a full disk is told of where it was met
             if self._builder is not None:
                 self._builder.data_file.close()
-        for suffix in (".bin", ".idx", ".json"):
+        for path in map(self._name, _PARTIALS) if self._mine else ():
             with contextlib.suppress(OSError, ValueError):
-                self._name(suffix + ".partial").unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+        if self._held is not None:
+            self._held.close()
         for folder in self._made:
             with contextlib.suppress(OSError, ValueError):
                 folder.rmdir()  # which an empty one can be
@@ -275,6 +324,14 @@ class _Writer:
         self.tokens += len(encoded.ids)
         self.text_bytes += encoded.text_bytes
 
+    def join(self, prefix: Path, counts: DatasetCounts) -> None:
+        """Append a dataset that was published at `prefix`."""
+        assert self._builder is not None
+        self._builder.add_index(str(prefix))
+        self.documents += counts.documents
+        self.tokens += counts.tokens
+        self.text_bytes += counts.text_bytes
+
     def publish(self) -> DatasetCounts:
         assert self._builder is not None
         counts = DatasetCounts(
@@ -288,10 +345,11 @@ class _Writer:
         self._name(".json.partial").write_text(json.dumps(dataclasses.asdict(counts), indent=2) + "\n", encoding="utf-8")
         for suffix in (".bin", ".json", ".idx"):
             flush(self._name(suffix + ".partial"))
-        # The index goes first and comes last: without it nobody opens the rest.
+        # The index goes first and comes last: without it the rest is not opened.
         self._name(".idx").unlink(missing_ok=True)
         for suffix in (".bin", ".json", ".idx"):
             os.replace(self._name(suffix + ".partial"), self._name(suffix))
+        self._mine = False
         flush(self._prefix.parent)
         return counts
 
@@ -353,6 +411,14 @@ def _json_lines(path: Path, keys: list[str]) -> Iterator[Document]:
                 if any("\ud800" <= letter <= "\udfff" for letter in record[key]):
                     raise ValueError(f"{path}, line {number}: {key!r} holds half of a surrogate pair, which is no text: clean the line")
             yield Document(texts={key: record[key] for key in keys}, source_bytes=len(line.encode()))
+
+
+def _table(path: Path, keys: list[str]) -> Iterator[Document]:
+    for number, (row, size) in enumerate(rows.read(path, keys), start=1):
+        for key in keys:
+            if not isinstance(row[key], str):
+                raise ValueError(f"{path}, row {number}: {key!r} must hold text, not {type(row[key]).__name__}")
+        yield Document(texts={key: row[key] for key in keys}, source_bytes=size)
 
 
 def _plain_text(path: Path, keys: list[str], separator: str) -> Iterator[Document]:

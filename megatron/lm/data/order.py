@@ -113,7 +113,7 @@ def _dataset(part: Any, weight: float) -> dict[str, Any]:
 
 
 def _content(data: Path) -> str:
-    """SHA-256 of parts that are spread evenly over a file: datasets whose documents are all of one length have the same index."""
+    """SHA-256 of parts that are spread evenly over a file: datasets with documents of one length have the same index."""
     size, digest = data.stat().st_size, hashlib.sha256()
     with data.open("rb") as stream:
         for i in range(_PARTS):

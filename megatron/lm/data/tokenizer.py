@@ -14,11 +14,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from megatron.lm.config import DataConfig
 from megatron.lm.config.rules.data import strange_settings
 
 MOST_TOKENS = 2**31  # ids are int32, on disk too
 END_OF_TEXT = "<|endoftext|>"
+MASK_CANDIDATES = ("<mask>", "[MASK]", "<|mask|>")
+SPACES = ("\u0120", "\u2581", "\u010a", "\u0109")  # how byte-level BPE and SentencePiece spell a space, a line's end and a tab in a token
 EOD_CANDIDATES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 # GPT-2's word splitter, as published with its vocabulary; possessive quantifiers would change nothing but speed.
@@ -31,10 +35,12 @@ class Tokenizer(abc.ABC):
     Attributes:
         vocab_size: number of ids; every id is in [0, vocab_size). The model may pad it further.
         eod: id that ends a document.
+        mask: id that stands for a hidden token in masked language modelling; None where the vocabulary has none.
     """
 
     vocab_size: int
     eod: int
+    mask: int | None = None
 
     @abc.abstractmethod
     def tokenize(self, text: str) -> list[int]:
@@ -43,6 +49,10 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def detokenize(self, ids: list[int]) -> str:
         """Text of `ids`; ValueError for an id outside [0, vocab_size)."""
+
+    @abc.abstractmethod
+    def word_begins(self) -> np.ndarray:
+        """[vocab_size] bool: the ids with which a word begins."""
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
@@ -90,6 +100,10 @@ class GPT2BPETokenizer(Tokenizer):
         self._check_ids(ids)
         return self._encoding.decode(ids)
 
+    def word_begins(self) -> np.ndarray:
+        texts = (b" " if i == self.eod else self._encoding.decode_single_token_bytes(i) for i in range(self.vocab_size))
+        return np.array([text[:1].isspace() for text in texts])
+
 
 class HuggingFaceTokenizer(Tokenizer):
     """Any `tokenizer.json` of the `tokenizers` library; the end of a document is the first of EOD_CANDIDATES it knows."""
@@ -111,6 +125,16 @@ class HuggingFaceTokenizer(Tokenizer):
         if eod is None:
             raise ValueError(f"--tokenizer-model {path} has none of {', '.join(EOD_CANDIDATES)}: add one to it as a special token")
         self.eod = eod
+        self.mask = next((vocabulary[token] for token in MASK_CANDIDATES if token in vocabulary), None)
+
+    def word_begins(self) -> np.ndarray:
+        """By the mark that the vocabulary has for it: of a space before the token, or of none ("##")."""
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        goes_on = any(token.startswith("##") and len(token) > 2 for token in vocabulary)
+        begins = np.ones(self.vocab_size, dtype=bool)  # added tokens are words
+        for token, i in vocabulary.items():
+            begins[i] = not token.startswith("##") if goes_on else token.startswith(SPACES)
+        return begins
 
     def tokenize(self, text: str) -> list[int]:
         with _told(f"--tokenizer-model {self._path} cannot spell the text, and has no unknown token for it"):
@@ -158,6 +182,9 @@ class NullTokenizer(Tokenizer):
     def detokenize(self, ids: list[int]) -> str:
         self._check_ids(ids)
         return " ".join(map(str, ids))
+
+    def word_begins(self) -> np.ndarray:
+        return np.ones(self.vocab_size, dtype=bool)
 
 
 def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer:

@@ -32,17 +32,17 @@ def check_backend(backend: str, dropout: float = 0.0) -> None:
 
 
 class SDPAttention(MegatronModule):
-    """Causal scaled dot product attention for megatron-core's `core_attention` slot.
+    """Scaled dot product attention, causal or to both sides, for megatron-core's `core_attention` slot.
 
     Args:
         config: head counts, attention dropout and softmax scale come from here.
         layer_number, attention_type, cp_comm_type: given by megatron-core, of no consequence here.
-        attn_mask_type: `causal`.
+        attn_mask_type: `causal`, or `no_mask`: every token sees all of its sequence.
         softmax_scale: factor on the scores; None is 1 / sqrt(kv_channels).
         backend: which kernels may serve, `auto | cudnn | flash | math`.
 
     Raises:
-        ValueError: an unknown or unavailable backend, or a mask type other than `causal`.
+        ValueError: an unknown or unavailable backend, or another mask type.
     """
 
     def __init__(
@@ -58,8 +58,9 @@ class SDPAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         check_backend(backend, config.attention_dropout)
-        if attn_mask_type is not AttnMaskType.causal:
-            raise ValueError(f"attention mask {attn_mask_type}: this core attention is causal only")
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
+            raise ValueError(f"attention mask {attn_mask_type}: this core attention is causal or without mask")
+        self.causal = attn_mask_type is AttnMaskType.causal
         self.backends = BACKENDS[backend]
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout
@@ -78,10 +79,10 @@ class SDPAttention(MegatronModule):
         """query [s, b, heads, d], key and value [s, b, query groups, d] -> [s, b, heads * d], all in the input's dtype.
 
         Raises:
-            ValueError: an explicit mask, a bias or packed sequences are given; the mask is causal and implied.
+            ValueError: an explicit mask, a bias or packed sequences are given; what is masked is implied.
         """
         if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
-            raise ValueError("core attention got a mask, a bias or packed sequences: only the implied causal mask is served; pass None")
+            raise ValueError("core attention got a mask, a bias or packed sequences: only the implied mask is served; pass None")
         sequence, batch, heads, channels = query.shape
         dtype = query.dtype
         # Views: the kernels read any strides of the first three dimensions.
@@ -92,7 +93,7 @@ class SDPAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         with sdpa_kernel(self.backends, set_priority=True), self._dropout_rng(dropout):
             context = scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout, is_causal=True, scale=self.softmax_scale, enable_gqa=heads != key.shape[2]
+                q, k, v, dropout_p=dropout, is_causal=self.causal, scale=self.softmax_scale, enable_gqa=heads != key.shape[2]
             )
         return context.permute(2, 0, 1, 3).reshape(sequence, batch, heads * channels).to(dtype)
 

@@ -1,11 +1,13 @@
 """GPT: megatron-core's GPTModel built from our configuration, with our layers in it."""
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
@@ -14,14 +16,19 @@ from megatron.lm.config import Config
 from megatron.lm.grid import Grid
 from megatron.lm.model.attention import check_backend
 from megatron.lm.model.initial import draw_weights
-from megatron.lm.model.linear import connect, layer_linears, output_linear
+from megatron.lm.model.linear import HeadGemm, connect, layer_linears, output_linear
 from megatron.lm.model.loss import token_loss
+from megatron.lm.model.peer import block_spec as peer_block_spec
+from megatron.lm.model.peer import check_available, core_settings, provider
 from megatron.lm.model.spec import block_spec
+from megatron.lm.peers import PeerRecipe
 from megatron.lm.process_groups import virtual_pipeline_size
 from megatron.lm.recipe import saved_activations
+from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.nn.saved import AS_IT_IS
 from msamp.nn.vocabulary_loss import linear_cross_entropy
+from msamp.parallel.vocabulary import vocabulary_parallel_cross_entropy
 
 if TYPE_CHECKING:
     from msamp.numerics.recipe import Recipe
@@ -32,18 +39,26 @@ class GPT(GPTModel):
 
     `forward(tokens, position_ids, None)` takes [b, s] int64 and returns logits [b, s, padded vocabulary / tensor-parallel size]; with
     `labels` [b, s] int64 the loss of every token, [b, s] FP32; with `labels` and `loss_mask` [b, s] FP32 the sum of the losses times the
-    mask, FP32 0-dim, for which without tensor parallelism no more than a chunk of the logits is ever held. On a pipeline stage that is
-    not the last it returns hidden states [s, b, h].
+    mask, FP32 0-dim, for which no more than a chunk of the logits is ever held. On a pipeline stage that is not the last it returns
+    hidden states [s, b, h].
 
     Args:
         output_linear: class of the output layer (LM head), constructed as megatron-core's `ColumnParallelLinear`.
+        fp8_logits: whether the logits of a masked loss come from an FP8 product; those that are handed out never do.
         The others are GPTModel's.
     """
 
     output_layer: ColumnParallelLinear
 
-    def __init__(self, *args: Any, output_linear: type[ColumnParallelLinear] = ColumnParallelLinear, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        output_linear: type[ColumnParallelLinear] = ColumnParallelLinear,
+        fp8_logits: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.fp8_logits = fp8_logits
         if self.pre_process and hasattr(self.embedding, "position_embeddings"):
             # The one layer that megatron-core makes in FP32 whatever params_dtype says.
             self.embedding.position_embeddings.to(self.config.params_dtype)
@@ -66,19 +81,23 @@ class GPT(GPTModel):
         self, hidden_states: Tensor, *args: Any, labels: Tensor | None = None, loss_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         if self.post_process and labels is not None and loss_mask is not None:
-            if self.pg_collection.tp.size() == 1:
-                return self._loss_sum(hidden_states, labels, loss_mask)
-            return (super()._postprocess(hidden_states, *args, labels=labels, **kwargs) * loss_mask).sum()
+            return self._loss_sum(hidden_states, labels, loss_mask)
         return super()._postprocess(hidden_states, *args, labels=labels, loss_mask=loss_mask, **kwargs)
 
     def _loss_sum(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
-        """hidden_states [s, b, h], labels and loss_mask [b, s] -> the masked sum of the losses, FP32 0-dim."""
+        """hidden_states [s, b, h], with sequence parallelism a share of s, labels and loss_mask [b, s] -> the masked sum, FP32 0-dim."""
         head = self.output_layer
         for hook in head._forward_pre_hooks.values():  # ZeRO's: the weight may still be on its way
             hook(head, (hidden_states,))
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else head.weight
         rows = (labels.t().reshape(-1), loss_mask.t().reshape(-1))
-        return linear_cross_entropy(hidden_states.flatten(0, 1), weight, *rows)[0]
+        tokens, group = hidden_states.flatten(0, 1), self.pg_collection.tp
+        if group.size() == 1:
+            return linear_cross_entropy(tokens, weight, *rows, fp8=self.fp8_logits)[0]
+        peers = head.peers if isinstance(head, HeadGemm) and head.peers is not None else Peers(group, WireBytes())
+        return vocabulary_parallel_cross_entropy(
+            tokens, weight, *rows, peers, sequence_parallel=self.config.sequence_parallel, fp8=self.fp8_logits
+        )[0]
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """labels [b, s], logits [s, b, vocabulary / TP] -> loss of every token [b, s] FP32."""
@@ -89,7 +108,8 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
     """megatron-core's configuration of the model that `config` describes, its parameters in `recipe.compute_dtype`."""
     model, parallel = config.model, config.parallel
     interleaved, kept_as_is = virtual_pipeline_size(config) is not None, saved_activations(config.precision) == AS_IT_IS
-    return TransformerConfig(
+    settings = functools.partial(
+        TransformerConfig,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -98,10 +118,11 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
         kv_channels=model.head_size,
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
+        qk_layernorm=model.qk_layernorm,
         gated_linear_unit=model.swiglu,
         # GPT's GELU is the tanh form: the same function fused or not, on a CPU or a GPU.
         activation_func=functional.silu if model.swiglu else _gelu if kept_as_is else functional.gelu,
-        # The one switch by which MLP takes its activation, bias added and both halves at once, from the spec, whose it may be.
+        # With this flag MLP applies the spec's activation to fc1's biased output, both halves at once.
         use_te_activation_func=not kept_as_is,
         add_bias_linear=not model.disable_bias_linear,
         hidden_dropout=model.hidden_dropout,
@@ -131,6 +152,7 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
     )
+    return settings(**core_settings(recipe, model))
 
 
 def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int | None = None, sent: WireBytes | None = None) -> GPT:
@@ -146,11 +168,15 @@ def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int
         sent: where tensor-parallel layers count the bytes that this rank sends.
 
     Raises:
-        ValueError: an attention backend that this machine does not have, or an unknown norm.
+        ValueError: an attention backend that this machine does not have, an unknown norm, or a peer's recipe without its library or GPU.
     """
     linears = layer_linears(recipe, config.precision.bf16_linears or ()) | {"output_layer": output_linear(recipe)}
-    model = assemble(config, transformer_config(config, recipe), vocab_size, linears, vp_stage)
-    connect(model, config.parallel, WireBytes() if sent is None else sent)
+    if isinstance(recipe, PeerRecipe):
+        check_available(recipe)  # megatron-core's configuration asks for it too, in other words
+    core_config = transformer_config(config, recipe)
+    layers = peer_block_spec(core_config, provider(), vp_stage) if isinstance(recipe, PeerRecipe) else None
+    model = assemble(config, core_config, vocab_size, linears, vp_stage, layers)
+    connect(model, config, WireBytes() if sent is None else sent)
     return model
 
 
@@ -160,13 +186,20 @@ def assemble(
     vocab_size: int,
     linears: Mapping[str, type],
     vp_stage: int | None = None,
+    layers: TransformerBlockSubmodules | None = None,
 ) -> GPT:
-    """`build_model` with megatron-core's configuration and the classes of the linear layers by slot given, not connected."""
+    """`build_model` with megatron-core's configuration and the classes of the linear layers by slot given, not connected.
+
+    layers: those of the block and its final norm; None: ours, of `linears`.
+    """
     check_backend(config.model.attention_backend, config.model.attention_dropout)
     model, grid = config.model, Grid.current()
+    if layers is None:
+        saved, causal = saved_activations(config.precision), model.objective == "causal-lm"
+        layers = block_spec(core_config, linears, vp_stage, model.attention_backend, saved, causal)
     gpt = GPT(
         config=core_config,
-        transformer_layer_spec=block_spec(core_config, linears, vp_stage, model.attention_backend, saved_activations(config.precision)),
+        transformer_layer_spec=layers,
         vocab_size=config.padded_vocab_size(vocab_size),
         max_sequence_length=model.max_positions,
         pre_process=grid.is_first_stage(vp_stage),
@@ -177,6 +210,7 @@ def assemble(
         rotary_base=model.rotary_base,
         vp_stage=vp_stage,
         output_linear=linears["output_layer"],
+        fp8_logits=config.precision.output_layer_precision == "fp8",
     )
     draw_weights(gpt, config)
     return gpt

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron.lm.model.linear import FP8Gemm
 from msamp.nn.attention_block import AttentionBlock, AttentionSettings
 from msamp.nn.block import Norm
+from msamp.nn.ends import ALONE, Ends
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.mlp_block import MLPBlock, MLPSettings
 from msamp.nn.saved import AS_IT_IS, Saved
@@ -19,9 +20,9 @@ from msamp.nn.saved import AS_IT_IS, Saved
 class Layer(TransformerLayer):
     """megatron-core's TransformerLayer with the parameters it makes, computed by `msamp.nn`'s blocks where they serve.
 
-    They serve FP8 recipes that their kernels can cast (`Gemms.fusible`), without tensor parallelism and hidden dropout. They do not serve
-    while one of the layer's linear layers is watched by a forward hook, since a fused block never calls it, nor in generation with a
-    cache.
+    They serve FP8 recipes that their kernels can cast (`Gemms.fusible`), without hidden dropout and without norms of queries and keys; with
+    tensor parallelism those where the activations travel in FP8 (`fp8_wire`). They do not serve while one of the layer's linear layers is
+    watched by a forward hook, since a fused block never calls it, nor in generation with a cache.
 
     Attributes:
         fused: whether the blocks serve this layer.
@@ -32,7 +33,8 @@ class Layer(TransformerLayer):
         super().__init__(*args, **kwargs)
         config, self.saved = self.config, saved
         fusible = all(isinstance(m, FP8Gemm) and m.scaling.gemm.fusible for m in self._linears())
-        self.fused = fusible and self.tp_group.size() == 1 and not config.hidden_dropout
+        sends = self.tp_group.size() == 1 or all(isinstance(m, FP8Gemm) and m.recipe.fp8_wire for m in self._linears())
+        self.fused = fusible and sends and not config.hidden_dropout and not config.qk_layernorm
         self.norm = Norm(config.layernorm_epsilon, config.normalization == "RMSNorm")
         self.activation = "swiglu" if config.gated_linear_unit else "gelu"
         selected = config.recompute_modules if config.recompute_granularity == "selective" else []
@@ -43,8 +45,13 @@ class Layer(TransformerLayer):
         attention, mlp = self.self_attention, self.mlp
         return attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
 
+    @property
+    def ends(self) -> Ends:
+        """What the blocks do where rows come in and sums go out: nothing without tensor parallelism."""
+        return self.self_attention.linear_qkv.converter or ALONE
+
     def weight_holders(self) -> Iterator[nn.Module]:
-        """The modules whose weights this layer computes with itself: what must be there before its forward."""
+        """The modules with weights that this layer computes with itself: what must be there before its forward."""
         if self.fused:
             yield from (self.input_layernorm, self.pre_mlp_layernorm, *self._linears())
 
@@ -56,14 +63,15 @@ class Layer(TransformerLayer):
         x, delta = self._attention(hidden_states.contiguous(), rotary_pos_emb)
         norm, fc1, fc2 = self.pre_mlp_layernorm, self.mlp.linear_fc1, self.mlp.linear_fc2
         gemms = LayerGemm.of(fc1.scaling, fc1.weight), LayerGemm.of(fc2.scaling, fc2.weight)
-        how = MLPSettings(self.norm, *gemms, self.activation, self.recompute_fc1, self.saved)
+        how = MLPSettings(self.norm, *gemms, self.activation, self.recompute_fc1, self.saved, self.ends)
         norm_bias = getattr(norm, "bias", None)
         return MLPBlock.apply(x, delta, norm.weight, norm_bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias, how), None
 
     def _attention(self, x: Tensor, rotary_pos_emb: Tensor | None) -> tuple[Tensor, Tensor]:
         attention, norm = self.self_attention, self.input_layernorm
         qkv, proj = attention.linear_qkv, attention.linear_proj
-        cos, sin = (x.new_empty(x.shape[0], 0, dtype=torch.float32),) * 2 if rotary_pos_emb is None else _cos_sin(rotary_pos_emb)
+        rows = x.shape[0] * (self.tp_group.size() if self.ends.spread else 1)
+        cos, sin = (x.new_empty(rows, 0, dtype=torch.float32),) * 2 if rotary_pos_emb is None else _cos_sin(rotary_pos_emb)
         how = AttentionSettings(
             norm=self.norm,
             qkv=LayerGemm.of(qkv.scaling, qkv.weight),
@@ -76,6 +84,7 @@ class Layer(TransformerLayer):
             keep=torch.is_grad_enabled(),
             recompute=self.recompute_attention,
             saved=self.saved,
+            ends=self.ends,
         )
         norm_bias = getattr(norm, "bias", None)
         return AttentionBlock.apply(x, norm.weight, norm_bias, qkv.weight, qkv.bias, proj.weight, proj.bias, how)

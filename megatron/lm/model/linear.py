@@ -16,8 +16,9 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.lm.config import ParallelConfig
+from megatron.lm.config import Config
 from megatron.lm.grid import Grid
+from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes, all_gather_sent, all_reduce_sent
 from msamp.kernels.scaled_mm import native_bf16
 from msamp.nn.linear import describe_gemm, scaling_parameter
@@ -25,6 +26,7 @@ from msamp.nn.linear_fn import linear
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.recipe import BF16, Recipe
+from msamp.parallel import vocabulary
 from msamp.parallel.tensor_parallel import TensorParallel
 from msamp.parallel.tensor_parallel import column_linear as fp8_column_linear
 from msamp.parallel.tensor_parallel import row_linear as fp8_row_linear
@@ -75,7 +77,7 @@ class Counted(nn.Module):
 
 
 def _bias_to_add(bias: Tensor | None) -> Tensor | None:
-    """What a layer hands out whose bias others add: a recomputed MLP's first forward would take the Parameter itself for its own output."""
+    """The bias that a layer returns for another module to add; a recomputed MLP's first forward would return the Parameter itself."""
     return bias if bias is None or torch.is_grad_enabled() else bias.detach()
 
 
@@ -167,9 +169,14 @@ class WideGemm(Counted):
 
 
 class HeadGemm(WideGemm):
-    """`WideGemm` of the LM head, whose traffic is counted apart from that of the layers."""
+    """`WideGemm` of the LM head; its traffic is counted apart from that of the layers.
 
-    what = "LM head "
+    Attributes:
+        peers: the ranks that share the vocabulary, set by `connect`; None without tensor parallelism.
+    """
+
+    what = vocabulary.WHAT
+    peers: Peers | None = None
 
 
 @functools.cache
@@ -201,24 +208,40 @@ def output_linear(recipe: Recipe) -> type[nn.Module]:
     return _bind(ColumnParallelLinear, BF16, HeadGemm)
 
 
-def connect(model: nn.Module, parallel: ParallelConfig, sent: WireBytes) -> None:
-    """Give the tensor-parallel layers of a model what they share: at O3 the FP8 converter, else a counter of bytes in `sent`."""
+def travels(model: nn.Module) -> str | None:
+    """How activations travel between tensor-parallel ranks, and why so; None where megatron-core's collectives carry them, or none do."""
+    return next((layer.converter.travels for layer in model.modules() if isinstance(layer, FP8Gemm) and layer.converter is not None), None)
+
+
+def connect(model: nn.Module, config: Config, sent: WireBytes) -> None:
+    """Give the tensor-parallel layers of a model what they share: at O3 the FP8 converter, else a counter of bytes in `sent`.
+
+    Raises:
+        ValueError: `--tp-transport copies` where there can be none.
+    """
+    parallel, layers = config.parallel, list(model.modules())
     if parallel.tensor_model_parallel_size == 1:
         return
     group = Grid.current().tensor.group
     assert group is not None
-    converter = TensorParallel(
-        group,
-        sequence_parallel=parallel.sequence_parallel,
-        wire=parallel.tp_wire,
-        saved_input=parallel.tp_saved_input,
-        sent=sent,
-    )
-    for layer in model.modules():
+    converter = None
+    if any(isinstance(layer, FP8Gemm) and layer.recipe.fp8_wire for layer in layers):
+        converter = TensorParallel(
+            group,
+            sequence_parallel=parallel.sequence_parallel,
+            wire=parallel.tp_wire,
+            saved_input=parallel.tp_saved_input,
+            sent=sent,
+            transport=parallel.tp_transport,
+            measure=not config.training.deterministic,
+        )
+    for layer in layers:
         if isinstance(layer, FP8Gemm) and layer.recipe.fp8_wire:
             layer.converter = converter
         elif isinstance(layer, Counted):
             layer.sent = sent
+            if isinstance(layer, HeadGemm):
+                layer.peers = Peers(group, sent) if converter is None else converter.peers
         elif isinstance(layer, VocabParallelEmbedding):
             layer.register_forward_hook(functools.partial(_count_embedding, sent))
 

@@ -41,7 +41,7 @@ def mean_loss(loss_sum: Tensor, loss_mask: Tensor) -> tuple[Tensor, dict[str, Te
 
     Returns:
         The mean, a scalar with gradient (0 when no token counts; where it is not finite, all gradients are NaN), and for the log
-        `{"loss_sum", "tokens"}`: scalars without gradient, whose sums over micro-batches and data-parallel ranks give the exact mean
+        `{"loss_sum", "tokens"}`: scalars without gradient; their sums over micro-batches and data-parallel ranks give the exact mean
         over all counted tokens.
     """
     tokens = loss_mask.sum()

@@ -29,6 +29,22 @@ class RMSNorm(torch.nn.RMSNorm):
         _mark_sequence_parallel(self, config)
 
 
+class HeadLayerNorm(LayerNorm):
+    """`LayerNorm` of the queries or keys of one head, [..., head size]: see `_mark_head_norm`."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(config, hidden_size, eps)
+        _mark_head_norm(self, config)
+
+
+class HeadRMSNorm(RMSNorm):
+    """`RMSNorm` of the queries or keys of one head, [..., head size]: see `_mark_head_norm`."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(config, hidden_size, eps)
+        _mark_head_norm(self, config)
+
+
 class SavingLayerNorm(norm.LayerNorm):
     """`LayerNorm`, its input kept for backward as `saved` says."""
 
@@ -53,6 +69,11 @@ def norm_class(normalization: str) -> type[torch.nn.Module]:
     return classes[normalization]
 
 
+def head_norm_class(normalization: str) -> type[torch.nn.Module]:
+    """The norm of queries and keys called `normalization`; ValueError when there is none of that name."""
+    return {LayerNorm: HeadLayerNorm, RMSNorm: HeadRMSNorm}[norm_class(normalization)]
+
+
 def saving_norm_class(normalization: str) -> type[torch.nn.Module]:
     """The norm called `normalization` that takes `saved` too; ValueError when there is none of that name."""
     return {LayerNorm: SavingLayerNorm, RMSNorm: SavingRMSNorm}[norm_class(normalization)]
@@ -61,3 +82,10 @@ def saving_norm_class(normalization: str) -> type[torch.nn.Module]:
 def _mark_sequence_parallel(norm: torch.nn.Module, config: TransformerConfig) -> None:
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def _mark_head_norm(norm: torch.nn.Module, config: TransformerConfig) -> None:
+    """All heads share one weight, and a tensor-parallel rank has some of the heads: the parts of its gradient are summed over these ranks,
+    as those of other norms are under sequence parallelism, which `sequence_parallel` marks."""
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]

@@ -15,37 +15,39 @@ from torch import Tensor
 
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.layer import Layer
-from megatron.lm.model.norm import norm_class, saving_norm_class
+from megatron.lm.model.norm import head_norm_class, norm_class, saving_norm_class
 from msamp.nn.activation import ActivationFunction
 from msamp.nn.saved import AS_IT_IS, Saved
 
 
 def layer_spec(
-    config: TransformerConfig, linears: Mapping[str, type], attention_backend: str = "auto", saved: Saved = AS_IT_IS
+    config: TransformerConfig, linears: Mapping[str, type], attention_backend: str = "auto", saved: Saved = AS_IT_IS, causal: bool = True
 ) -> ModuleSpec:
-    """One pre-norm transformer layer: norm, causal self-attention, residual, norm, MLP (GELU or SwiGLU, as `config` says), residual.
+    """One pre-norm transformer layer: norm, self-attention, residual, norm, MLP (GELU or SwiGLU, as `config` says), residual.
 
     Args:
-        config: megatron-core's configuration; `normalization` is read here, everything else by the modules.
+        config: megatron-core's configuration; `normalization` and `qk_layernorm` are read here, everything else by the modules.
         linears: classes of `linear_qkv` and `linear_fc1`, constructed as megatron-core's `ColumnParallelLinear`, and of `linear_proj` and
             `linear_fc2`, constructed as its `RowParallelLinear`.
         attention_backend: `--attention-backend`.
         saved: how the inputs of norms and activations are kept for backward. As they are: by torch's own operations, where no block of
             `msamp.nn` serves; otherwise `config.use_te_activation_func` must be set (`gpt.transformer_config`).
+        causal: a token sees those before it; else all of its sequence.
     """
     norm, activation = norm_class(config.normalization), None
+    head_norm = head_norm_class(config.normalization) if config.qk_layernorm else IdentityOp
     if saved != AS_IT_IS:
         norm = ModuleSpec(module=saving_norm_class(config.normalization), params={"saved": saved})
         activation = _activation("swiglu" if config.gated_linear_unit else "gelu", saved)
     attention = ModuleSpec(
         module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask},
         submodules=SelfAttentionSubmodules(
             linear_qkv=linears["linear_qkv"],
             core_attention=ModuleSpec(module=SDPAttention, params={"backend": attention_backend}),
             linear_proj=linears["linear_proj"],
-            q_layernorm=IdentityOp,
-            k_layernorm=IdentityOp,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
         ),
     )
     mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linears["linear_fc1"], activation, linears["linear_fc2"]))
@@ -78,8 +80,9 @@ def block_spec(
     vp_stage: int | None = None,
     attention_backend: str = "auto",
     saved: Saved = AS_IT_IS,
+    causal: bool = True,
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's (virtual) pipeline stage and the final norm; arguments as `layer_spec`."""
-    layer = layer_spec(config, linears, attention_backend, saved)
+    layer = layer_spec(config, linears, attention_backend, saved, causal)
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm_class(config.normalization))

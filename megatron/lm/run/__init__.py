@@ -1,5 +1,6 @@
 """A run from its first step to its last: the loop, what it tells, and what it does about faults.
 
+job.py          what the command does: judges, plans or trains
 start.py        how it starts: anew, from where it was, or as the child of another
 trainer.py      drives it: train, evaluate, log, save
 metrics.py      what it tells: the log line, TensorBoard, the metrics file
@@ -8,7 +9,7 @@ replicas.py     whether all copies of the weights are the same, now and then
 spikes.py       losses that leave the mean of those before by too much
 signals.py      what a process is asked to do from outside: signals, the clock
 rollback.py     the way back to its newest healthy checkpoint
-watchdog.py     who is stuck
+watchdog.py     which rank is stuck
 """
 
 

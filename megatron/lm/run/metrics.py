@@ -17,16 +17,23 @@ from megatron.lm.process_groups import device
 from megatron.lm.training import StepResult, Training
 from msamp.comm.counters import KINDS
 
-# Dense BF16 peak by compute capability 9.0 (H100 and H200 SXM data sheet): the denominator of MFU at every precision, as in the papers.
-HOPPER_PEAK_TFLOPS = 989.0
+# Dense peaks in TFLOP/s at compute capability 9.0 (H100 and H200 SXM data sheet). The papers divide BF16 runs by the first and FP8 runs
+# by the second. Either alone hides something: FP8 can exceed 100 % of the first, and of the second a BF16 run cannot reach half.
+HOPPER_PEAKS = {"bf16": 989.0, "fp8": 1979.0}
 
 
-def peak_tflops(config: Config) -> float | None:
-    """TFLOP/s that count as 100 % MFU: `--peak-tflops`, 989 on a Hopper GPU, else None (no MFU is given)."""
+def peak_tflops(config: Config) -> dict[str, float]:
+    """What counts as 100 % MFU, in TFLOP/s by the name of the peak: `bf16` and `fp8` on a Hopper GPU, whatever the precision; `given` where
+    `--peak-tflops` gives one; nothing where no peak is known."""
     if config.logging.peak_tflops is not None:
-        return config.logging.peak_tflops
+        return {"given": config.logging.peak_tflops}
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    return HOPPER_PEAK_TFLOPS if hopper else None
+    return dict(HOPPER_PEAKS) if hopper else {}
+
+
+def mfu(tflops: float, peaks: Mapping[str, float]) -> dict[str, float]:
+    """Model FLOPs utilisation by each peak, under names that say which: `mfu_bf16_peak`, `mfu_fp8_peak`, `mfu_given_peak`."""
+    return {f"mfu_{name}_peak": tflops / peak for name, peak in peaks.items()}
 
 
 def memory_gib() -> float:
@@ -75,7 +82,7 @@ class Metrics:
         self.main = torch.distributed.get_rank() == 0
         self.tokens_a_step = config.global_batch_size(world_size) * config.model.seq_length
         self.flops_a_token = flops_per_token(config.model, vocab_size)
-        self.peak = peak_tflops(config)
+        self.peaks = peak_tflops(config)
         self.start_iteration, self.start_time = training.iteration, time.perf_counter()
         self.skipped = training.optimizer.skipped_steps
         self.grad_sync = training.grad_sync
@@ -154,7 +161,7 @@ class Metrics:
             "step_ms": seconds * 1e3,
             "tokens_per_s": tokens_per_s,
             "tflops": tflops,
-            "mfu": tflops / self.peak if self.peak else None,
+            **mfu(tflops, self.peaks),
             "memory_gib": memory[1],
             "memory_gib_min": memory[0],
             **communication,
@@ -163,11 +170,12 @@ class Metrics:
         spread = " to ".join(dict.fromkeys(f"{value:.2f}" for value in memory))
         activations = f" and {row['sent_activation_mib']:.2f} of activations" if row["sent_activation_mib"] else ""
         loss_scale = f"loss scale {row['loss_scale']:g} | " if "loss_scale" in row else ""
-        mfu = f" (MFU {100 * row['mfu']:.1f}% of {self.peak:g})" if row["mfu"] is not None else ""
+        shares = [f"{100 * row[f'mfu_{name}_peak']:.1f}% of {name} {peak:g}" for name, peak in self.peaks.items()]
+        used = f" (MFU {', '.join(shares)})" if shares else ""
         print(
             f"iteration {iteration:>7}/{self.config.training.train_iters} | tokens {row['tokens']:.3e} | loss {loss:.4f} | "
             f"lr {last.lr:.3e} | {loss_scale}grad norm {row['grad_norm']:.3f} | skipped {self.skipped} | step {row['step_ms']:.1f} ms | "
-            f"{tokens_per_s:,.0f} tokens/s | {tflops:.2f} TFLOP/s/device{mfu} | memory {spread} GiB | "
+            f"{tokens_per_s:,.0f} tokens/s | {tflops:.2f} TFLOP/s/device{used} | memory {spread} GiB | "
             f"sent {row['sent_weight_mib']:.2f} MiB a step{activations} | "
             f"left {duration(left)}",
             flush=True,

@@ -1,4 +1,4 @@
-"""Stops a run whose data-parallel copies of the weights are no longer the same: `--check-weight-hash-across-dp-replicas-interval`."""
+"""Stops a run where the data-parallel copies of the weights are no longer the same: `--check-weight-hash-across-dp-replicas-interval`."""
 
 import torch.distributed as dist
 

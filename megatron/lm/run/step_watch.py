@@ -1,4 +1,4 @@
-"""What a run does about bad steps and about signals: decided by all ranks alike, a step later, so that nobody waits for the device.
+"""What a run does about bad steps and about signals: decided by all ranks alike, a step later, so that no rank waits for the device.
 
 Each step leaves a few numbers on their way to the host. They are read when the next step has been launched, or at once where
 something is about to be saved or evaluated.
@@ -26,6 +26,7 @@ from msamp.comm.grad_scaling import NOT_FINITE
 from msamp.optim.device_flag import DeviceCopy, DeviceFlag
 
 NAMED = 3  # tensors of a rank, and ranks, that a message names
+LAUNCHER_GONE = "torchrun, which started this, is gone"
 
 
 class Decision(NamedTuple):
@@ -114,7 +115,7 @@ class StepWatch:
     def _decide(self, step: _StepReport) -> Decision:
         loss_sum, tokens, terminate, save, over, orphaned = step.sums.values().tolist()
         clock = f"--exit-duration-in-mins {self.requests.minutes:g}" if over else None
-        leave = "SIGTERM" if terminate else "torchrun, which started this, is gone" if orphaned else clock
+        leave = "SIGTERM" if terminate else LAUNCHER_GONE if orphaned else clock
         health = self.training.health
         if step.skipped:
             health.skipped(step.iteration, searches_scale=self._least is not None and math.isfinite(loss_sum))

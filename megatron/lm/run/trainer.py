@@ -16,11 +16,14 @@ from megatron.lm.checkpoint.saving import all_or_none
 from megatron.lm.config import Config
 from megatron.lm.data import order
 from megatron.lm.data.batch import batches
+from megatron.lm.data.blend_file import describe
 from megatron.lm.data.datasets import build_datasets, split_blends
 from megatron.lm.data.indexing import read_counts
+from megatron.lm.data.masked import MASKED, masked, model_vocabulary
 from megatron.lm.data.tokenizer import build_tokenizer
 from megatron.lm.entry import lost_connection
 from megatron.lm.logs import cut_after
+from megatron.lm.model.linear import travels
 from megatron.lm.optim import bytes_per_parameter
 from megatron.lm.presets import parameter_count
 from megatron.lm.recorder import Recorder
@@ -30,7 +33,7 @@ from megatron.lm.run.replicas import check_replicas
 from megatron.lm.run.rollback import Rollback
 from megatron.lm.run.signals import Requests
 from megatron.lm.run.start import settled
-from megatron.lm.run.step_watch import StepWatch
+from megatron.lm.run.step_watch import LAUNCHER_GONE, StepWatch
 from megatron.lm.run.watchdog import READING, Watchdog
 from megatron.lm.step import evaluate, train_step
 from megatron.lm.training import Batches
@@ -51,7 +54,8 @@ class Trainer:
         self.config = config
         self.tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         self.train_data, self.valid_data, self.test_data = build_datasets(config, self.tokenizer, self._sample_counts())
-        self.training = build_training(config, self.tokenizer.vocab_size)
+        vocab_size = model_vocabulary(config, self.tokenizer)
+        self.training = build_training(config, vocab_size)
         if self.train_data is not None:
             self.training.data = order.description(self.train_data, config.training.seed)
         self.graphs = graph.build(self.training)
@@ -62,7 +66,7 @@ class Trainer:
             if config.checkpoint.resumes_itself:
                 self.rollback.saved(self.training.iteration)
         self.saver = checkpoint.Saver(self.training) if config.checkpoint.save else None
-        self.metrics = Metrics(config, config.padded_vocab_size(self.tokenizer.vocab_size), self.training)
+        self.metrics = Metrics(config, config.padded_vocab_size(vocab_size), self.training)
         self.recorder: Recorder | None = None
         if config.logging.record_precision:
             recorded = (config.logging.record_precision, config.logging.record_interval)
@@ -104,8 +108,12 @@ class Trainer:
             listed = ", ".join(f"{key} {size:.2f}" for key, size in sizes.items())
             zero = ", ZeRO" if training.grad_sync.shard else ""
             print(training.model)
+            if (blend := describe(self.config.data.data_path or self.config.data.train_data_path)) is not None:
+                print(blend)
             print(gain.describe(self.config, linears))
             print("CUDA graphs: {} ({})".format(*graph.choose(self.config)))
+            if (travel := travels(training.model)) is not None:
+                print(f"tensor parallelism: activations travel {travel}")
             print(
                 f"{parameters / 1e6:.1f}M parameters | precision {self.config.precision.name} | "
                 f"bytes a parameter {sum(sizes.values()):.2f} ({listed}) | model state {low:.2f} to {high:.2f} GiB a process | "
@@ -126,7 +134,7 @@ class Trainer:
     def _batches(self, dataset: Dataset, consumed_samples: int) -> Batches:
         readers = self.training.grid.batch
         read = batches(
-            dataset,
+            masked(dataset, self.config, self.tokenizer),
             micro_batch_size=self.config.training.micro_batch_size,
             data_parallel_rank=readers.rank,
             data_parallel_size=readers.size,
@@ -158,24 +166,27 @@ class Trainer:
                 return
             yield batch
 
-    def run(self) -> None:
-        """Train to `--train-iters`, with evaluations and checkpoints between, and evaluate at the end; or until asked to leave.
+    def run(self) -> str | None:
+        """Train to `--train-iters`, with evaluations and checkpoints between, and evaluate at the end; or until asked to leave: why.
 
         Raises:
-            RunStopped: on every rank, when it makes no sense to go on.
+            RunStopped: on every rank, when it makes no sense to go on, or when the torchrun of one is gone.
         """
         if self.train_data is None:
-            raise ValueError("there is no training data; give --train-data-path, or a --split whose first share is not 0")
+            raise ValueError("there is no training data; give --train-data-path, or a --split with a first share above 0")
         saving = self.saver or contextlib.nullcontext()
         with self.requests.listening(), self.watchdog.watching(), self.metrics.unwritten.stdout(), contextlib.closing(self.metrics), saving:
             try:
-                self._run()
+                why = self._run()
             except RuntimeError as error:
                 if not lost_connection(error):
                     raise
                 raise RunStopped(self._lost(error)) from error
+        if why == LAUNCHER_GONE:
+            raise RunStopped(self._leaving(why))
+        return why
 
-    def _run(self) -> None:
+    def _run(self) -> str | None:
         self._open_logs()
         self._announce()
         try:
@@ -190,8 +201,12 @@ class Trainer:
             self._evaluate("valid", self.valid_data)
             self._evaluate("test", self.test_data)
         elif self.metrics.main:
-            saved = "saved" if self.config.checkpoint.save else "nothing saved, since there is no --save"
-            print(f"leaving after iteration {self.training.iteration}, {saved}: {why}", flush=True)
+            print(self._leaving(why), flush=True)
+        return why
+
+    def _leaving(self, why: str) -> str:
+        saved = "saved" if self.config.checkpoint.save else "nothing saved, since there is no --save"
+        return f"leaving after iteration {self.training.iteration}, {saved}: {why}"
 
     def _lost(self, error: RuntimeError) -> str:
         """Which rank is gone, after a collective has failed; told on every rank that is left."""
@@ -280,7 +295,7 @@ class Trainer:
     def _bits_per_byte(self, kind: str, loss: float) -> float | None:
         """Loss in bits for each byte of text, where preprocessing has left the counts of a split's one dataset beside it."""
         blend = split_blends(self.config.data)[("train", "valid", "test").index(kind)]
-        if blend is None or len(blend.prefixes) != 1:
+        if blend is None or len(blend.prefixes) != 1 or self.config.model.objective == MASKED:  # its loss is no code of the text
             return None
         counts = read_counts(blend.prefixes[0])
         return loss / math.log(2) * counts.tokens / counts.text_bytes if counts is not None else None

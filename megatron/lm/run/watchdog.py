@@ -1,4 +1,4 @@
-"""Names the rank that holds the others up: every process tells where it is, and who has waited too long reads where the others are."""
+"""Names the rank that holds the others up: each process tells where it is, and one that waited too long reads where the others are."""
 
 import contextlib
 import faulthandler
@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 BEAT_SECONDS = 5.0  # at most, between two words of a process
-ANSWER_SECONDS = 10.0  # how long the rendezvous store may take to say where everybody is
+ANSWER_SECONDS = 10.0  # how long the rendezvous store may take to say where each rank is
 READING = "reading data"
 OUR_THREADS = ("heartbeat", "watchdog", "save")  # beside training
 
 
-# Files whose functions wait for other ranks, or for a device that does.
+# Files with functions that wait for other ranks, or for a device that does.
 WAITING_IN = ("distributed_c10d.py", "comm/collectives.py", "p2p_communication.py", "optim/device_flag.py")
 
 
@@ -40,7 +40,7 @@ class Watchdog:
     """Two threads beside training, for the length of `watching`; none where there is one process.
 
     One writes this rank's place into the rendezvous store. The other ends the process, with exit code 1 and a line on stderr that
-    names who is stuck, when this rank has not moved for `timeout` seconds: the first to notice leaves the line in the store, and
+    names the stuck rank, when this rank has not moved for `timeout` seconds: the first to notice leaves the line in the store, and
     the others say the same. A process that a signal has stopped, or one that spins, cannot come to a collective and cannot be
     waited for, so there is nothing to unwind.
 
@@ -137,10 +137,10 @@ class Watchdog:
 
 
 def verdict(places: Mapping[int, Whereabouts], ranks: int, timeout: float, now: float) -> str:
-    """Who is stuck, and where everybody is.
+    """Which rank is stuck, and where each is.
 
     Args:
-        places: by rank, of those who have said where they are.
+        places: by rank, of those that have said where they are.
         ranks: how many there are.
         timeout: seconds for which a rank has waited. A rank that has been silent for half of that is dead or stopped; the clocks of
             machines may differ by as much. Else the rank behind is one that reads data, which waits for no other; else the one that
@@ -162,7 +162,7 @@ def verdict(places: Mapping[int, Whereabouts], ranks: int, timeout: float, now: 
             place = places[rank]
             said = f"at iteration {place.iteration}, {place.phase}"
             if rank in stuck:
-                said += "" if place.waits else ", waiting for nobody"
+                said += "" if place.waits else ", waiting for no rank"
                 said += f", for {place.seconds:.0f} s; last heard of {max(0.0, now - place.time):.0f} s ago"
         groups.setdefault(said, []).append(rank)
     ordered = sorted(groups.items(), key=lambda group: group[1][0] not in stuck)

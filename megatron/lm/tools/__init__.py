@@ -1,6 +1,7 @@
 """What a user runs beside the trainer: `python -m megatron.lm.tools.NAME --help`, or in a checkout `python tools/NAME.py --help`.
 
-before a run    prepare_text (real text and its tokenizer, downloaded), preprocess_data (text of one's own -> datasets)
+before a run    plan (the grids that fit a cluster, and their times), prepare_text (real text and its tokenizer, downloaded),
+                preprocess_data (text of one's own -> datasets)
 after it        report and loss_compare (runs side by side), inspect_scales (what the precision recorder saw), generate (a prompt
                 continued)
 to elsewhere    convert_checkpoint, with convert/ (Hugging Face, safetensors, FP8 for inference)

@@ -1,109 +1,75 @@
-"""Continue a prompt with a trained model.
+"""Continue prompts with a trained model.
 
     python -m megatron.lm.tools.generate --load runs/quickstart/O2/checkpoint --prompt "The state of" --tokens 40 --temperature 0.8
+    python -m megatron.lm.tools.generate --load checkpoints --prompt-file prompts.txt --batch-size 16 > continuations.jsonl
 
---load is the folder the trainer was given as --save. Runs on one process; the whole context is computed anew for every token, which
-serves to look at a model and not to serve it.
+--load is the folder the trainer was given as --save, from whatever grid; FP8 weights stay FP8. Keys and values are kept, prompts of
+different lengths run side by side, and each has the continuation that it has alone. One prompt gives text; several give a line of JSON
+each: {"prompt", "continuation", "ended"}. Tokens/s are told on stderr. Runs on one process.
 """
 
-import math
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 from megatron.lm import entry
+from megatron.lm.generation import MOST_TOKENS, Generated, Sampling, generate
 from megatron.lm.tools import arguments
-
-MOST_TOKENS = 10**6  # that are asked for at once
-Logits = Callable[[torch.Tensor, torch.Tensor, None], torch.Tensor]
+from megatron.lm.tools.files import read_text
 
 
-@torch.no_grad()
-def sample(
-    model: Logits,
-    tokens: torch.Tensor,
-    n: int,
-    *,
-    seq_length: int,
-    vocab_size: int,
-    temperature: float,
-    top_k: int,
-    generator: torch.Generator,
-) -> torch.Tensor:
-    """Append `n` sampled tokens to each row of `tokens`.
+def continuations(load: Path, prompts: Sequence[str], *, n: int, sampling: Sampling, batch_size: int) -> Iterator[tuple[str, str, bool]]:
+    """Load the checkpoint in the folder `load`; of each prompt itself, its continuation, and whether the document ended there.
 
-    model: (tokens [b, s] int64, position_ids [b, s] int64, None) -> logits [b, s, vocabulary]; columns beyond `vocab_size` are padding
-    and never drawn. tokens: [b, s] int64, s >= 1; the model sees its last `seq_length` columns. temperature: divides the logits;
-    0 takes the likeliest token. top_k: draw among this many; 0 means all. generator: on the CPU, where tokens are drawn, so that a seed
-    means the same on every device.
-
-    Returns:
-        [b, s + n] int64, on the device of `tokens`.
+    Speed is told on stderr, batch by batch.
 
     Raises:
-        ValueError: no token to start from, n, temperature or top_k out of range, or logits that are not finite.
+        ValueError: no checkpoint, a prompt that is no UTF-8, or longer than the model's sequence.
     """
-    if tokens.dim() != 2 or tokens.shape[1] < 1:
-        raise ValueError(f"tokens have shape {list(tokens.shape)}, wanted [batch, sequence] with at least one token: give a prompt")
-    if not 0 <= n <= MOST_TOKENS or not 0 <= temperature < math.inf or top_k < 0:
-        raise ValueError(
-            f"tokens {n}, temperature {temperature} and top-k {top_k} must each be 0 or more, tokens at most {MOST_TOKENS}, and the "
-            "temperature finite"
-        )
-    for _ in range(n):
-        context = tokens[:, -seq_length:]
-        positions = torch.arange(context.shape[1], device=tokens.device).expand_as(context)
-        logits = model(context, positions, None)[:, -1, :vocab_size].float().cpu()
-        if not logits.isfinite().all():
-            raise ValueError("the model's logits are NaN or infinite: it has diverged, load an older checkpoint")
-        tokens = torch.cat([tokens, _draw(logits, temperature, top_k, generator).to(tokens.device)], dim=1)
-    return tokens
-
-
-def _draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> torch.Tensor:
-    """One token a row: logits [b, vocabulary] FP32 -> [b, 1] int64."""
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    values, indices = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)
-    # From the likeliest down, and in FP64: so that no temperature above 0 divides to infinity less infinity.
-    below = (values - values[:, :1]).double() / temperature
-    chosen = torch.multinomial(torch.softmax(below, dim=-1).float(), 1, generator=generator)
-    return indices.gather(-1, chosen)
-
-
-def generate(load: Path, prompt: str, *, n: int, temperature: float, top_k: int, seed: int) -> str:
-    """Load the checkpoint in the folder `load` and return the prompt with its continuation, up to the end of the document."""
     from megatron.lm.checkpoint import load_for_inference
+    from megatron.lm.model.decoding import Decoder
     from megatron.lm.process_groups import shutdown
 
-    if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"--seed {seed} must lie between -2^63 and 2^64 - 1")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"--prompt is no UTF-8 text ({error.reason} at character {error.start}): give it in UTF-8") from None
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"--prompt is no UTF-8 text ({error.reason} at character {error.start}): give it in UTF-8") from None
     try:
         model, config, tokenizer = load_for_inference(load)
-        device = next(model.parameters()).device
-        start = tokenizer.tokenize(prompt) or [tokenizer.eod]  # a document begins after the end of another
-        tokens = sample(
-            model,
-            torch.tensor([start], dtype=torch.int64, device=device),
-            n,
-            seq_length=config.model.seq_length,
-            vocab_size=tokenizer.vocab_size,
-            temperature=temperature,
-            top_k=top_k,
-            generator=torch.Generator().manual_seed(seed),
-        )
+        if config.model.objective != "causal-lm":
+            raise ValueError(f"{load} holds a model of --objective {config.model.objective}, which continues no text: load a GPT's")
+        seq_length = config.model.seq_length
+        # A document begins after the end of another.
+        starts = [tokenizer.tokenize(prompt) or [tokenizer.eod] for prompt in prompts]
+        for i, start in enumerate(starts):
+            if len(start) > seq_length:
+                raise ValueError(f"prompt {i + 1} has {len(start)} tokens, and the model sees {seq_length}: shorten it")
+        decoder = Decoder(model, seq_length)  # type: ignore[arg-type]
+        for first in range(0, len(starts), batch_size):
+            batch = starts[first : first + batch_size]
+            own = Sampling(**{**vars(sampling), "seed": sampling.seed + first})
+            made: Generated = generate(decoder, batch, n, own, seq_length=seq_length, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod)
+            print(made.speed, file=sys.stderr, flush=True)
+            for i, (start, tokens) in enumerate(zip(batch, made.tokens, strict=True)):
+                read = tokenizer.detokenize([token for token in start if token != tokenizer.eod])
+                whole = tokenizer.detokenize([token for token in start if token != tokenizer.eod] + tokens)
+                # Tokens that end in the middle of a character are read together with what follows.
+                yield read, whole[len(read) :] if whole.startswith(read) else tokenizer.detokenize(tokens), made.ended[i]
     finally:
         shutdown()
-    continuation = tokens[0, len(start) :].tolist()
-    if tokenizer.eod in continuation:
-        continuation = continuation[: continuation.index(tokenizer.eod)]
-    return tokenizer.detokenize([token for token in start if token != tokenizer.eod] + continuation)
+
+
+def _prompts(given: Sequence[str] | None, file: Path | None) -> list[str]:
+    if file is None:
+        return list(given or [""])
+    if given:
+        raise ValueError(f"--prompt and --prompt-file {file} contradict each other: give one of them")
+    found = [line for line in read_text(file, "a file with a prompt a line").splitlines() if line.strip()]
+    if not found:
+        raise ValueError(f"--prompt-file {file} holds no prompt: write one a line")
+    return found
 
 
 @entry.command
@@ -111,13 +77,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line; its exit codes are those of `megatron.lm.entry`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("--load", required=True, type=arguments.path, help="folder of the trainer's checkpoints (its --save)")
-    parser.add_argument("--prompt", default="", help="text to continue (default: the beginning of a document)")
-    parser.add_argument("--tokens", type=int, default=40, help="tokens to append (default: %(default)s)")
+    parser.add_argument("--prompt", action="append", help="text to continue; may be given again (default: the beginning of a document)")
+    parser.add_argument("--prompt-file", type=arguments.path, help="prompts, one a line, in place of --prompt")
+    parser.add_argument(
+        "--tokens", type=arguments.count(0, MOST_TOKENS), default=40, help="tokens to append to each (default: %(default)s)"
+    )
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=40, help="draw among the likeliest k; 0: all (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the draws (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, help="draw among the likeliest k; 0: all (default: 40, at temperature 0 none)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest of this share together (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the first prompt's draws; the next has the next (default: %(default)s)")
+    parser.add_argument(
+        "--batch-size", type=arguments.count(1, 65536), default=8, help="prompts that run side by side (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
-    print(generate(args.load, args.prompt, n=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed))
+    top_k = args.top_k if args.top_k is not None else 40 * (args.temperature != 0)
+    sampling = Sampling(temperature=args.temperature, top_k=top_k, top_p=args.top_p, seed=args.seed)
+    prompts = _prompts(args.prompt, args.prompt_file)
+    for prompt, continuation, ended in continuations(args.load, prompts, n=args.tokens, sampling=sampling, batch_size=args.batch_size):
+        if len(prompts) == 1:
+            print(prompt + continuation)
+        else:
+            print(json.dumps({"prompt": prompt, "continuation": continuation, "ended": ended}, ensure_ascii=False), flush=True)
 
 
 if __name__ == "__main__":

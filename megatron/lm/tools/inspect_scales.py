@@ -2,9 +2,9 @@
 
     python -m megatron.lm.tools.inspect_scales runs/a/precision.jsonl --out runs/a/precision
 
-names the worst tensors on stdout, from which step on they are so, and with --out (which wants matplotlib, the extra `plot`) writes
-precision.html, which stands alone, and its pictures beside it: heat maps of layer x step for each quantity and tensor, the
-distributions over the layers, and what of the updates arrived. The file is that of `--record-precision`.
+prints the worst tensors, and since which step they are. With --out it also writes precision.html and its pictures: heat maps of layer x
+step for each quantity and tensor, distributions over the layers, and the share of the updates that arrived. --out needs matplotlib, of the
+extra `plot`. The file is that of `--record-precision`.
 """
 
 import base64
@@ -68,14 +68,14 @@ COMPLAINTS = (
     Complaint("saturation", 0.001, False, lambda x: f"{100 * x:.3g} % saturated"),
     Complaint("sqnr_db", 20.0, True, lambda x: f"SQNR {x:.1f} dB"),
     Complaint("lost", 0.5, False, lambda x: f"{100 * x:.3g} % of the elements do not move"),
-    Complaint("arrived", 0.9, True, lambda x: f"{100 * x:.3g} % of the update arrives (EDQ)"),
+    Complaint("arrived", 0.9, True, lambda x: f"{100 * x:.3g} % of the update arrives"),
 )
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The recorded steps by iteration; of several lines of one iteration (a resumed run) the last counts, a torn line does not.
 
-    Each step has `series`: {(layer, tensor): {column: value}}, updates as the tensor "update", with `arrived`, EDQ / update norm.
+    Each step has `series`: {(layer, tensor): {column: value}}, updates as the tensor "update", with `arrived`, descent / update norm.
 
     Raises:
         ValueError: no such file, a line that is JSON and no recorded step, or no recorded step at all.
@@ -114,8 +114,9 @@ def _number(value: Any) -> float:
 
 
 def _update(columns: Sequence[str], values: Sequence[Any]) -> dict[str, float | None]:
-    row = _row(columns, values)
-    moved, arrived = row["update_norm"], row["edq"]
+    # Older files call it edq, which is Collage's name for something else.
+    row = _row(["descent" if column == "edq" else column for column in columns], values)
+    moved, arrived = row["update_norm"], row["descent"]
     return row | {"arrived": arrived / moved if moved and arrived is not None else None}
 
 
@@ -234,7 +235,7 @@ def updates(steps: Sequence[Mapping[str, Any]]) -> "Figure":
     names = sorted({name for step in steps for name, tensor in step["series"] if tensor == "update"}, key=_order)
     iterations = [step["iteration"] for step in steps]
     panels = (
-        ("arrived", "update that arrives, EDQ (%)", 100.0),
+        ("arrived", "update that arrives (%)", 100.0),
         ("lost", "lost arithmetic (%)", 100.0),
         ("norm", "norm of the parameters", 1.0),
         ("update_norm", "norm of the update", 1.0),

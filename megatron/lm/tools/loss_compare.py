@@ -2,8 +2,8 @@
 
     python -m megatron.lm.tools.loss_compare --base O0=runs/a/metrics.jsonl --other O2=runs/b/metrics.jsonl --max-rel 0.01
 
-prints a table, and with --max-rel leaves with 1 when the final validation loss (the final smoothed training loss where a run was not
-evaluated) is further away than that.
+prints a table. With --max-rel the exit code is 1 where the final validation loss is further away than that. A run without evaluations is
+judged by its final smoothed training loss.
 """
 
 import math

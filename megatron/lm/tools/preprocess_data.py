@@ -1,4 +1,4 @@
-"""Tokenise .jsonl or .txt files into megatron-core's indexed datasets: `PREFIX_<key>_document.{bin,idx,json}`."""
+"""Tokenise .jsonl, .txt or .parquet files into megatron-core's indexed datasets: `PREFIX_<key>_document.{bin,idx,json}`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ from megatron.lm.data.indexing import (
     read_documents,
     write_datasets,
 )
+from megatron.lm.data.parts import PART_BYTES, write_in_parts
+from megatron.lm.data.rows import identity
 from megatron.lm.tools.arguments import Parser, count, name, path
 
 _EPILOG = """\
 input forms:
   .jsonl, .json   one JSON object a line; --json-keys names the members to take, each making its own dataset
+  .parquet        a column for each of --json-keys; also a folder of Hugging Face's datasets (pip install 'msamp[data]')
   .txt            documents separated by lines holding only <|endoftext|>, or with --split-documents blank-lines by blank lines
+
+Input of more than --part-bytes is tokenised part by part: the same command goes on where a killed one stopped, and the dataset is the same.
 
 example:
   python -m megatron.lm.tools.preprocess_data --input books.jsonl --output-prefix data/books --tokenizer-type GPT2BPETokenizer \\
@@ -40,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__, epilog=_EPILOG)
-    parser.add_argument("--input", nargs="+", required=True, type=path, metavar="FILE", help=".jsonl, .json or .txt files, in order")
+    parser.add_argument("--input", nargs="+", required=True, type=path, metavar="FILE", help=".jsonl, .json, .txt or .parquet, in order")
     parser.add_argument(
         "--json-keys", nargs="+", default=["text"], type=name, metavar="KEY", help="JSON members that hold text (default: text)"
     )
@@ -53,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocab-size", type=count(2), help="NullTokenizer: number of ids, the last one ends a document")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's end-of-document id")
     parser.add_argument("--workers", type=count(0, 1024), default=1, help="processes that tokenise; 0: in this one (default: 1)")
+    parser.add_argument(
+        "--part-bytes", type=count(1), default=PART_BYTES, help="of input in a part, which a kill costs (default: %(default)s)"
+    )
     parser.add_argument("--log-interval", type=count(1), default=1000, metavar="N", help="documents between two lines of progress")
     return parser
 
@@ -74,7 +82,19 @@ def _preprocess(arguments: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", message=".*Apex")  # megatron-core says at every start that it does without
     start = time.monotonic()
     progress = Progress(total_bytes, arguments.log_interval)
-    counts = write_datasets(documents, prefixes, options, workers=arguments.workers, progress=progress)
+    if total_bytes <= arguments.part_bytes:
+        counts = write_datasets(documents, prefixes, options, workers=arguments.workers, progress=progress)
+    else:
+        counts = write_in_parts(
+            documents,
+            prefixes,
+            options,
+            source={"inputs": [identity(path) for path in arguments.input], "split": arguments.split_documents},
+            workers=arguments.workers,
+            progress=progress,
+            part_bytes=arguments.part_bytes,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
     for key, prefix in prefixes.items():
         made = counts[key]
         print(f"{prefix}: {made.documents} documents, {made.tokens} tokens ({made.dtype}), {made.text_bytes} bytes of text")

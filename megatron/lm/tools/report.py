@@ -2,8 +2,8 @@
 
     python -m megatron.lm.tools.report --run O0=a/metrics.jsonl --run O2=b/metrics.jsonl --precision O2=b/precision.jsonl --out report
 
-writes report.html, which stands alone (plots inside), and the plots beside it: loss.png, bytes.png where the runs tell them, and
-underflow.png of the runs with a file of the precision recorder (`--record-precision`).
+writes report.html with the plots inside, and the plots beside it: loss.png, bytes.png where the runs count bytes, and underflow.png of the
+runs with a precision record (`--record-precision`).
 """
 
 import argparse
@@ -271,7 +271,7 @@ def _colors(runs: Sequence[Run]) -> list[str]:
 
 
 def recorded_layers(runs: Sequence[Run]) -> list[str]:
-    """Names of the FP8 linear layers whose casts were recorded, in the order of the files."""
+    """Names of the FP8 linear layers with recorded casts, in the order of the files."""
     return list(dict.fromkeys(layer for run in runs for step in run.steps for layer, tensor in step["series"] if tensor == "input"))
 
 
@@ -290,7 +290,7 @@ def write_report(
     """Write report.html, its plots and the loss curves (curves.csv) into the folder `out` (made if need be); returns the page's path.
 
     meta: of the data (`unigram_entropy_nats` becomes a line in the plot); samples: run's name -> text it generated;
-    layer: whose underflow is shown (default: the middle one recorded); window: logged lines averaged by smoothing.
+    layer: the one to show the underflow of (default: the middle one recorded); window: logged lines averaged by smoothing.
     """
     entropy = (meta or {}).get("unigram_entropy_nats")
     figures = {"loss": loss_figure(runs, entropy, window)}
@@ -395,7 +395,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--meta", type=arguments.path, help="meta.json of the data, for its unigram entropy")
     parser.add_argument("--sample", type=named_path, action="append", default=[], metavar="NAME=TEXT", help="a file of generated text")
-    parser.add_argument("--layer", help="layer whose underflow is plotted (default: the middle one recorded)")
+    parser.add_argument("--layer", help="layer to plot the underflow of (default: the middle one recorded)")
     parser.add_argument("--window", type=arguments.count(1), default=3, help="logged lines averaged by smoothing (default: %(default)s)")
     parser.add_argument("--out", type=arguments.path, required=True, help="folder to write into")
     args = parser.parse_args(argv)

@@ -4,6 +4,7 @@ import dist
 import megatron.core.tensor_parallel.random as megatron_random
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 from megatron.lm import cpu_home
 
@@ -89,3 +90,14 @@ def enter_twice() -> tuple[bool, str]:
 
 def test_entering_lasts_for_the_process():
     assert dist.run(enter_twice, 1, init=False) == [(True, "cpu")]
+
+
+def test_a_device_as_a_context_stays_what_it_is():
+    _device_constructors.cache_clear()  # as in a process that has not asked
+    with cpu_home.cpu_home():
+        with torch.device("meta"):
+            assert torch.zeros(3).device.type == "meta"
+            assert torch.arange(3).device.type == "meta"
+        assert torch.zeros(3).device.type == "cpu"
+    with torch.device("meta"):
+        assert torch.zeros(3).device.type == "meta"

@@ -45,6 +45,9 @@ TWO_SLOW: dict[str, dict[str, Any]] = {
     "nccl ZeRO": {"precision": "O2", **SHORT, **NCCL, **ZERO},
     "micro": {"precision": "fp32", "micro_batch_size": 2},
     **{f"accumulated {kind}": {"precision": "O2", "grad_accum_dtype": kind, **TWO_MICRO_BATCHES} for kind in ACCUMULATION},
+    "owner": {"precision": "O2", "grad_accum_on": "owner", **TWO_MICRO_BATCHES},
+    "owner ZeRO": {"precision": "O2", "grad_accum_on": "owner", **TWO_MICRO_BATCHES, **ZERO},
+    "owner late": {"precision": "O2", "grad_accum_on": "owner", **TWO_MICRO_BATCHES, **LATE},
     "accumulated fp8-sr ZeRO": {"precision": "O2", "grad_accum_dtype": "fp8-sr", **TWO_MICRO_BATCHES, **ZERO},
 }
 FOUR: dict[str, dict[str, Any]] = {**{level: {"precision": level} for level in LEVELS}, "O2 ZeRO": {"precision": "O2", **ZERO}}
@@ -56,6 +59,8 @@ SAME_BITS_SLOW = [
     ("O3", "O3 late"),
     ("nccl", "nccl ZeRO"),
     ("accumulated fp8-sr", "accumulated fp8-sr ZeRO"),
+    ("owner", "owner ZeRO"),
+    ("owner", "owner late"),
 ]
 
 
@@ -192,6 +197,13 @@ def test_every_accumulation_trains(two_all: list[dict], kind: str):
     found = {name: losses(two_all[0][f"accumulated {name}"]) for name in ACCUMULATION}
     assert found[kind] == pytest.approx(found["fp32"], rel=2e-3)
     assert len({tuple(curve) for curve in found.values()}) == len(ACCUMULATION)
+
+
+@pytest.mark.nightly
+def test_sums_at_the_owner_train_as_those_on_each_rank(two_all: list[dict]):
+    found = losses(two_all[0]["owner"])
+    assert found == pytest.approx(losses(two_all[0]["accumulated fp32"]), rel=2e-3)
+    assert found != losses(two_all[0]["accumulated fp32"])
 
 
 def test_evaluation_over_two_processes(two: list[dict], one: dict):

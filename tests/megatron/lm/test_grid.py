@@ -59,11 +59,13 @@ LIMITS = {
 }
 
 # Model settings by name: each is trained on one process too.
-MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "llama": LLAMA | UNTIED, "learned": LEARNED}
+QWEN = LLAMA | UNTIED | {"qk_layernorm": True}
+MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "llama": LLAMA | UNTIED, "learned": LEARNED, "qwen": QWEN}
 Case = tuple[str, str, dict[str, Any]]  # recipe, model, grid
 TWO: dict[str, Case] = {
     "fp32 TP+SP": ("fp32", "gpt", TP2 | SP),
     "O3 interleaved": ("O3", "gpt", PP2 | VPP),
+    "fp32 qwen TP": ("fp32", "qwen", TP2),
 }
 EVERY_TWO: dict[str, Case] = {
     f"{recipe} {name}": (recipe, "gpt", grid)
@@ -75,6 +77,9 @@ EVERY_TWO: dict[str, Case] = {
 TWO_REST = {name: case for name, case in EVERY_TWO.items() if case[0] not in ("fp32", "O3") and name.endswith((" TP", " interleaved"))}
 TWO_SLOW: dict[str, Case] = {
     **{name: case for name, case in EVERY_TWO.items() if name not in TWO_REST},
+    "fp32 qwen TP+SP": ("fp32", "qwen", TP2 | SP),
+    "O3 qwen TP+SP": ("O3", "qwen", TP2 | SP),
+    "O3 qwen PP": ("O3", "qwen", PP2),
     "O3 TP+SP again": ("O3", "gpt", TP2 | SP),
     "O3 TP+SP recomputed": ("O3", "gpt", TP2 | SP | RECOMPUTE),
     "O3 TP recomputed": ("O3", "gpt", TP2 | RECOMPUTE),
@@ -269,7 +274,7 @@ def check(
         for key, cut, row, g in run["gradients"]:
             whole = expected[key]
             if cut is not None:
-                strips = whole.chunk(2 if model == "llama" and "linear_fc1" in key else 1, cut)
+                strips = whole.chunk(2 if MODELS[model].get("swiglu") and "linear_fc1" in key else 1, cut)
                 whole = torch.cat([strip.chunk(size, cut)[rank] for strip in strips], cut)
             assert sqnr_db(whole[row : row + g.shape[0]], g) >= least, key
             seen.add(key)

@@ -54,3 +54,14 @@ def test_a_refusal_of_the_trainer_reaches_the_caller(tmp_path: Path, capfd: pyte
     assert "error: --lr 0" in said
     assert "error: rank 0 ended with exit code 2" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "own"), [(["--rdzv-endpoint=first:29400"], "1"), (["--rdzv_endpoint", "first"], "1"), (["--standalone"], None)]
+)
+def test_torchruns_that_meet_give_each_start_a_store_of_its_own(flags: list[str], own: str | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(launch.OWN_STORE, "")
+    monkeypatch.delenv(launch.OWN_STORE)
+    monkeypatch.setattr(torch.distributed.run, "main", lambda argv: None)
+    assert launch.main([*flags, "x.py"]) == 0
+    assert os.environ.get(launch.OWN_STORE) == own

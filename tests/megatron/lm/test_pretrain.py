@@ -67,6 +67,16 @@ def outputs(folder: Path) -> list[str]:
 # One run that works, and every way in which it may be refused
 
 
+@pytest.mark.parametrize(("flags", "code"), [([], 0), (["--exit-code-unfinished", "75"], 75)])
+def test_a_run_that_leaves_early_may_say_so(flags: list[str], code: int, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    again = [*FLAGS, "--data-path", str(corpus), "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save"), *flags]
+    found, out, _ = run([*again, "--exit-interval", "2"], capsys)
+    assert found == code
+    assert "leaving after iteration 2, saved: --exit-interval 2" in out
+    process_groups.shutdown()
+    assert run(again, capsys)[0] == 0  # the end
+
+
 def test_a_run_trains_evaluates_and_saves(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     code, out, _ = run([*FLAGS, "--data-path", str(corpus), "--opt-level", "O2", *outputs(tmp_path)], capsys)
     assert code == 0
@@ -332,6 +342,35 @@ def test_a_typo_is_told_before_torch_is_imported_and_a_refusal_before_megatron_c
     code, out, err = ended(command(["-c", program, *FLAGS, "--data-path", str(corpus), *outputs(tmp_path), *flags]))
     assert (code, out.split()) == (2, [str(torch_too), "False"])
     assert " ".join(flags[:1]) in err
+
+
+INTERRUPTS = """
+import importlib.abc, os, signal, sys
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == awaited:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background of a shell, which has it ignored
+awaited, script = sys.argv[1:3]
+sys.argv[1:] = sys.argv[3:]
+if script == "module":  # as python -m does
+    import runpy
+    runpy.run_module("megatron.lm.pretrain", run_name="__main__", alter_sys=True)
+from megatron.lm.pretrain import main  # as the console script does
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [("module", "megatron.lm.config"), ("console", "megatron.lm.config"), ("console", "torch._C"), ("module", "megatron.core")],
+)
+def test_sigint_while_the_trainer_is_imported_is_one_line(corpus: Path, tmp_path: Path, script: str, name: str):
+    """The signal comes while `name` is looked for, deep in the imports of others."""
+    flags = [*FLAGS, "--data-path", str(corpus), *outputs(tmp_path)]
+    assert ended(command(["-c", INTERRUPTS, name, script, *flags])) == (130, "", "error: interrupted by SIGINT\n")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.nightly(20)  # the quick start does it every time

@@ -27,7 +27,7 @@ from megatron.lm.training import Training
 from msamp.kernels import ops
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.formats import COAT_E4M3, E4M3, E5M2
-from msamp.numerics.metrics import edq, lost_frac, saturation_frac, sqnr_db, underflow_frac
+from msamp.numerics.metrics import descent, lost_frac, saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import dequantize, quantize
 from msamp.numerics.recipe import O1
 from msamp.numerics.scaling import scale_from_amax
@@ -115,7 +115,7 @@ def by_hand(made: Training, recorder: Recorder, steps: int) -> tuple[dict[str, d
     state = optimizer.state[layer.weight]
     want |= {"m": stored(state["exp_avg"], m), "v": stored(state["exp_avg_sq"], v), "master": stored(layer.weight, after)}
     update, effective = after - weight.double(), fp32_values(layer.weight).double() - weight.double()
-    return want, [float(fp32_values(layer.weight).norm()), float(update.norm()), edq(update, effective), lost_frac(update, effective)]
+    return want, [float(fp32_values(layer.weight).norm()), float(update.norm()), descent(update, effective), lost_frac(update, effective)]
 
 
 @pytest.mark.parametrize("steps", [2, tiny.WINDOW + 1], ids=["just in time", "delayed"])

@@ -14,8 +14,8 @@ from megatron.lm.config import Config
 LOSS = 0.05
 
 
-def settings(folder: Path, **changes: Any) -> Config:
-    return tiny.config(tiny.write_data(folder) if not (folder / "corpus.bin").exists() else folder / "corpus", opt_level="O2", **changes)
+def settings(folder: Path, level: str = "O2", **changes: Any) -> Config:
+    return tiny.config(tiny.write_data(folder) if not (folder / "corpus.bin").exists() else folder / "corpus", opt_level=level, **changes)
 
 
 def difference(a: list[float], b: list[float]) -> float:
@@ -47,11 +47,7 @@ def test_resumes_bit_for_bit_and_full_recomputation_changes_no_bit(tmp_path: Pat
 def test_under_tensor_and_sequence_parallelism(tmp_path: Path, level: str):
     grid = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     kept, plain = (
-        tiny.losses(dist.run(tiny.run, 2, replace_level(settings(tmp_path, train_iters=10, save_activations=way, **grid), level))[0])
+        tiny.losses(dist.run(tiny.run, 2, settings(tmp_path, level, train_iters=10, save_activations=way, **grid))[0])
         for way in ("coat", "compute")
     )
     assert difference(kept, plain) < LOSS
-
-
-def replace_level(config: Config, level: str) -> Config:
-    return replace(config, precision=replace(config.precision, opt_level=level))

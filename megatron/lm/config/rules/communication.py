@@ -27,6 +27,18 @@ def fp8_gradients(config: Config, world_size: int) -> Problems:
         yield f"{given} is for FP8 gradients, and {lack}; legal here is {' or '.join(served)}: {remedy}"
 
 
+def sums_at_the_owner(config: Config, world_size: int) -> Problems:
+    """Owners add up FP32 sums of several micro-batches."""
+    precision, exchange = config.precision, config.communication.exchange
+    if precision.grad_accum_on != "owner":
+        return
+    given = "--grad-accum-on owner"
+    if precision.grad_accum_dtype is not None:
+        yield f"{given} adds up in FP32, and --grad-accum-dtype {precision.grad_accum_dtype} is for sums on each rank: drop one"
+    if not exchange.sums_in_fp32:
+        yield f"{given} adds up FP32 sums, and --grad-exchange {exchange.name} has none: drop it, or use --grad-exchange fp32-sum"
+
+
 def overflow_guard(config: Config, world_size: int) -> Problems:
     """Scaling and mu want the exchange that they guard."""
     from msamp.comm import exchange as exchanges
@@ -47,12 +59,12 @@ def overflow_guard(config: Config, world_size: int) -> Problems:
         yield f"--grad-scaling {scaling} is no scaling of --grad-exchange {exchange.name}: choose one of {', '.join(exchange.scalings)}"
     elif mu_rule is not None and communication.gradient_scaling not in adapting:
         remedy = f"drop it{''.join(f', or use --grad-scaling {name}' for name in adapting)}"
-        yield f"--mu-rule {mu_rule} has no effect with --grad-scaling {communication.gradient_scaling}, whose mu is fixed: {remedy}"
+        yield f"--mu-rule {mu_rule} has no effect with --grad-scaling {communication.gradient_scaling}, which has a fixed mu: {remedy}"
 
 
 def tensor_parallel_wire(config: Config, world_size: int) -> Problems:
-    """FP8 between tensor-parallel processes is O3's with a scale a tensor, and each of its two flags wants the parallelism whose transfer
-    it is about."""
+    """FP8 between tensor-parallel processes is O3's with a scale a tensor. Each of its flags needs the parallelism that makes
+    the transfer."""
     parallel, precision = config.parallel, config.precision
     known = refusal(precision) is None
     fp8_wire = known and precision.recipe.fp8_wire
@@ -60,6 +72,7 @@ def tensor_parallel_wire(config: Config, world_size: int) -> Problems:
     for name, default, ground, there in (
         ("tp_wire", "bf16", "--tensor-model-parallel-size above 1", parallel.tensor_model_parallel_size > 1),
         ("tp_saved_input", "shard", "--sequence-parallel", parallel.sequence_parallel),
+        ("tp_transport", "nccl", "--tensor-model-parallel-size above 1", parallel.tensor_model_parallel_size > 1),
     ):
         value = getattr(parallel, name)
         lacking = [remedy for remedy, given in ((level, fp8_wire), (ground, there)) if not given]
@@ -69,6 +82,7 @@ def tensor_parallel_wire(config: Config, world_size: int) -> Problems:
 
 RULES: Rules = {
     fp8_gradients: ("precision", "communication"),
+    sums_at_the_owner: ("precision", "communication"),
     overflow_guard: ("communication",),
     tensor_parallel_wire: ("parallel", "precision"),
 }

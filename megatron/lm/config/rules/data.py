@@ -62,6 +62,20 @@ def strange_settings(data: DataConfig, vocab_size: int | None) -> Problems:
                 yield f"{flag(name)} {value} belongs to {owner} and has no effect on --tokenizer-type {data.tokenizer_type}: drop it"
 
 
+def masking(config: Config, world_size: int) -> Problems:
+    """How tokens are masked is asked where they are."""
+    data = config.data
+    if config.model.objective == "masked-lm":
+        if data.eod_mask_loss:
+            yield "--eod-mask-loss has no effect with --objective masked-lm, which never masks the end of a document: drop it"
+        return
+    for name, default in (("mask_prob", DataConfig.mask_prob), ("mask_whole_words", False)):
+        value = getattr(data, name)
+        if value != default:
+            given = flag(name) if value is True else f"{flag(name)} {value:g}"
+            yield f"{given} has no effect with --objective causal-lm: drop it, or use --objective masked-lm"
+
+
 def resumed(config: Config, world_size: int) -> Problems:
     """Another order of the data is let pass where there is one to compare with."""
     if config.data.override_data and (config.checkpoint.load is None or config.checkpoint.finetune):
@@ -103,5 +117,6 @@ def _number(word: str) -> float | None:
 RULES: Rules = {
     datasets: ("data", "logging"),
     tokenizer: ("model", "data", "logging"),
+    masking: ("model", "data"),
     resumed: ("data", "checkpoint"),
 }

@@ -35,7 +35,7 @@ def one_recipe(config: Config, world_size: int) -> Problems:
     given = {name: getattr(precision, name) for name in STATE_FIELDS if getattr(precision, name) is not None}
     fixed = {name: value for name, value in given.items() if not named.fp8 and value not in (*COAT_FORMATS, *OPTIMIZER_STATES)}
     for name, value in fixed.items():
-        yield f"{flag(name)} {value} contradicts precision {named.name}, whose formats are fixed: {WANTS_FP8}"
+        yield f"{flag(name)} {value} contradicts precision {named.name}, which fixes its formats: {WANTS_FP8}"
     problem = refusal(precision)
     if problem is not None and not fixed:
         flags = " ".join(f"{flag(name)} {value}" for name, value in given.items())
@@ -61,16 +61,20 @@ def fp8_linears(config: Config, world_size: int) -> Problems:
 
 def fp8_scaling(config: Config, world_size: int) -> Problems:
     """How operands are scaled is asked of a recipe that has FP8 GEMMs, and each setting of a scaling rule of one that has it."""
+    from megatron.lm.peers import PeerRecipe
     from megatron.lm.recipe import RULE_SETTINGS, rule_setting
 
     precision = config.precision
     if precision.contradiction is not None:
         return
     if not precision.named.fp8:
+        if precision.output_layer_precision == "fp8":
+            yield f"--output-layer-precision fp8 contradicts precision {precision.name}, which has no FP8: {WANTS_FP8}"
+        why = "which scales as Transformer Engine does" if isinstance(precision.named, PeerRecipe) else "which has no FP8"
         for name in ("fp8_recipe", *RULE_SETTINGS):
             value = getattr(precision, name)
             if value is not None:
-                yield f"{flag(name)} {value} contradicts precision {precision.name}, which has no FP8: {WANTS_FP8}"
+                yield f"{flag(name)} {value} contradicts precision {precision.name}, {why}: {WANTS_FP8}"
         return
     for name in RULE_SETTINGS:
         value = getattr(precision, name)
@@ -98,4 +102,36 @@ def loss_scaling(config: Config, world_size: int) -> Problems:
         )
 
 
-RULES: Rules = dict.fromkeys((one_recipe, fp8_linears, fp8_scaling, loss_scaling), ("precision",))
+def peer_layers(config: Config, world_size: int) -> Problems:
+    """A peer's layers are there, and what only our layers and states have is not asked of them."""
+    from megatron.lm.peers import INSTALL, PeerRecipe, installed
+
+    precision, named = config.precision, None if config.precision.contradiction else config.precision.named
+    if not isinstance(named, PeerRecipe):
+        return
+    if not installed():
+        yield f"precision {named.name} wants Transformer Engine, which is not installed: {INSTALL}, or take bf16 or O1 to O3"
+    for name in ("optimizer_state", "exp_avg_format", "exp_avg_sq_format"):
+        value = getattr(precision, name)
+        if value in (*COAT_FORMATS, *OPTIMIZER_STATES):  # the other formats are refused of every recipe without our FP8
+            yield f"{flag(name)} {value} is COAT's, and precision {named.name} has FP32 states: drop it, or use --precision bf16"
+    ours = "which Transformer Engine's layers do not have"
+    if precision.save_activations not in (None, named.activations):
+        yield f"--save-activations {precision.save_activations} is our norms' and activations', {ours}: drop it, or use --precision coat"
+    if config.model.attention_backend != "auto":
+        yield f"--attention-backend {config.model.attention_backend} is our attention core's, {ours}: drop it, Transformer Engine chooses"
+    if config.training.cuda_graph not in (None, "none"):
+        yield f"--cuda-graph {config.training.cuda_graph} captures our layers, and not Transformer Engine's: drop it, the steps are eager"
+    if config.training.deterministic:
+        yield f"--deterministic does not reach Transformer Engine's kernels (precision {named.name}): drop it, or use bf16 or O1 to O3"
+    if config.checkpoint.load is not None and not config.checkpoint.finetune and named.keeps_history:
+        yield (
+            f"--load {config.checkpoint.load}: checkpoints do not hold the amax histories of Transformer Engine (precision {named.name}): "
+            "add --finetune to start from the weights, or take te-current"
+        )
+
+
+RULES: Rules = {
+    **dict.fromkeys((one_recipe, fp8_linears, fp8_scaling, loss_scaling), ("precision",)),
+    peer_layers: ("precision", "model", "training", "checkpoint"),
+}

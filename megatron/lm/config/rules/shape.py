@@ -2,6 +2,7 @@
 
 import math
 
+from megatron.lm.config.model import FLASH_ATTENTION_PACKAGE
 from megatron.lm.config.schema import flag
 from megatron.lm.config.whole import Config, Problems, Rules
 
@@ -107,7 +108,17 @@ def _nearest(value: int, legal: list[int]) -> str:
     return " or ".join(map(str, around))
 
 
+def attention_kernel(config: Config, world_size: int) -> Problems:
+    """The kernels are those that torch brings."""
+    if config.model.attention_backend == FLASH_ATTENTION_PACKAGE:
+        yield (
+            f"--attention-backend {FLASH_ATTENTION_PACKAGE} is a package of its own, which has no wheel and is not served: choose flash, "
+            "torch's own flash attention, cudnn, which is faster on Hopper, or auto"
+        )
+
+
 RULES: Rules = {
+    attention_kernel: ("model",),
     attention_shape: ("model",),
     positions: ("model", "data"),
     tensor_parallel_shape: ("model", "parallel"),

@@ -69,7 +69,7 @@ def recomputation(config: Config, world_size: int) -> Problems:
 def determinism(config: Config, world_size: int) -> Problems:
     """What adds up in any order is not asked for beside `--deterministic`."""
     if config.training.deterministic and config.model.attention_backend == "cudnn":
-        yield "--deterministic with --attention-backend cudnn, whose backward adds up in any order: choose auto or flash"
+        yield "--deterministic with --attention-backend cudnn: its backward adds up in any order; choose auto or flash"
 
 
 RULES: Rules = {

@@ -1,12 +1,12 @@
 """The Hugging Face architectures that hold a GPT of ours, as data: the keys of config.json, the names and layouts of the tensors.
 
-Sources: config and modeling files of transformers 4 and 5 for gpt2, gpt_neox and llama; for our side megatron-core's GPTModel, whose
-`linear_qkv` has for each query group its query heads, then key, then value, and whose `linear_fc1` under SwiGLU is [gate; up].
+Sources: config and modeling files of transformers 4 and 5 for gpt2, gpt_neox, llama and qwen3; for our side megatron-core's GPTModel. Its
+`linear_qkv` has for each query group its query heads, then key, then value, and its `linear_fc1` under SwiGLU is [gate; up].
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -181,10 +181,12 @@ def _layer_shapes(model: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
         shapes[name] = {"weight": shape} if model.disable_bias_linear else {"weight": shape, "bias": shape[:1]}
     for name in ("input_layernorm", "pre_mlp_layernorm"):
         shapes[name] = {"weight": (hidden,)} if model.normalization == "RMSNorm" else {"weight": (hidden,), "bias": (hidden,)}
+    for name in ("self_attention.q_layernorm", "self_attention.k_layernorm"):
+        shapes[name] = {"weight": (model.head_size,)}
     return shapes
 
 
-_WITH_BIASES = {"normalization": "LayerNorm", "swiglu": False, "disable_bias_linear": False}
+_WITH_BIASES = {"normalization": "LayerNorm", "swiglu": False, "disable_bias_linear": False, "qk_layernorm": False}
 
 GPT2 = Architecture(
     model_type="gpt2",
@@ -295,10 +297,12 @@ GPT_NEOX = Architecture(
     ignored=r"\.attention\.(masked_)?bias|\.rotary_emb\.inv_freq",
 )
 
+_ROTATED_SWIGLU = {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "rotary_percent": 1.0}
+
 LLAMA = Architecture(
     model_type="llama",
     class_name="LlamaForCausalLM",
-    wants={"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "rotary_percent": 1.0},
+    wants=_ROTATED_SWIGLU | {"qk_layernorm": False},
     keys={
         "num_hidden_layers": "num_layers",
         "hidden_size": "hidden_size",
@@ -349,7 +353,38 @@ LLAMA = Architecture(
     biases=("attention_bias", "mlp_bias"),
 )
 
-ARCHITECTURES = {one.model_type: one for one in (GPT2, GPT_NEOX, LLAMA)}
+# Llama with a norm of the queries and keys of each head.
+QWEN3 = replace(
+    LLAMA,
+    model_type="qwen3",
+    class_name="Qwen3ForCausalLM",
+    wants=_ROTATED_SWIGLU | {"qk_layernorm": True, "disable_bias_linear": True},
+    fixed=dict(LLAMA.fixed) | {"attention_bias": (False,), "use_sliding_window": (False,)},
+    defaults={
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "intermediate_size": 22016,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "rope_theta": 10000.0,
+        "attention_dropout": 0.0,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "vocab_size": 151936,
+    },
+    modules=dict(LLAMA.modules)
+    | {
+        "self_attention.q_layernorm": (("self_attn.q_norm",), SAME),
+        "self_attention.k_layernorm": (("self_attn.k_norm",), SAME),
+    },
+    biases=(),
+)
+
+ARCHITECTURES = {one.model_type: one for one in (GPT2, GPT_NEOX, LLAMA, QWEN3)}
 
 
 def architecture_of(model: ModelConfig) -> Architecture:

@@ -23,7 +23,7 @@ def quantization_config(architecture: str) -> dict[str, Any]:
     """The section of config.json; ValueError for the architecture that has no FP8 layout."""
     if architecture == GPT2.model_type:
         raise ValueError(
-            "a model with --position-embedding-type learned_absolute is a gpt2 of transformers, whose transposed weights (Conv1D) "
+            "a model with --position-embedding-type learned_absolute is a gpt2 of transformers, and its transposed weights (Conv1D) "
             "compressed-tensors does not know: use to-hf --dtype bfloat16"
         )
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}

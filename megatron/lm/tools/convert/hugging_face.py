@@ -35,6 +35,8 @@ def hf_config(config: Config, vocab_size: int, dtype: torch.dtype, eod: int) -> 
         ValueError: no served architecture holds the model; the message names the settings.
     """
     model, kind = config.model, architecture_of(config.model)
+    if model.objective != "causal-lm":
+        raise ValueError(f"the model was trained with --objective {model.objective}, and no architecture here attends to both sides")
     values: dict[str, Any] = {"model_type": kind.model_type, "architectures": [kind.class_name]}
     values |= {key: getattr(model, name) for key, name in kind.keys.items()}
     values |= {key: accepted[0] for key, accepted in kind.fixed.items()}
@@ -87,7 +89,7 @@ def to_hf(
 
 def unpadded(rule: Rule, x: Tensor) -> Tensor:
     """`x` without padding rows of the vocabulary; ValueError where its shape is not that of `rule`."""
-    part = x[: rule.shape[0]] if rule.ours in (EMBEDDING, HEAD) else x
+    part = x[: rule.shape[0]] if rule.ours in (EMBEDDING, HEAD) and x.dim() else x
     if tuple(part.shape) != rule.shape:
         raise ValueError(f"{rule.ours} has shape {tuple(x.shape)}, the configuration says {rule.shape}: the checkpoint is damaged")
     return part
@@ -192,7 +194,7 @@ def _model_fields(kind: Architecture, settings: Mapping[str, Any]) -> dict[str, 
 
 
 def _shortest(model: ModelConfig) -> ModelConfig:
-    """`model` without the settings whose value would be derived: what a user who writes the flags would leave out."""
+    """`model` without the settings with a derived value: what a user would leave out of the flags."""
     for name, value in (("ffn_hidden_size", "ffn_size"), ("kv_channels", "head_size")):
         without = replace(model, **{name: None})  # type: ignore[arg-type]
         if getattr(without, value) == getattr(model, value):

@@ -301,13 +301,13 @@ def dying(monkeypatch: pytest.MonkeyPatch, after: int) -> list[str]:
 def save_new(root: Path) -> None:
     tidy(root)
     publish(written(root, 6, "new"))
-    prune(iteration_folder(root, 6), 1)
+    prune(iteration_folder(root, 6), 1, settled=True)
 
 
 def save_again(root: Path) -> None:
     tidy(root)
     publish(written(root, 4, "new"))
-    prune(iteration_folder(root, 4), 1)
+    prune(iteration_folder(root, 4), 1, settled=True)
 
 
 @pytest.mark.parametrize(("save", "least"), [(save_new, 14), (save_again, 14)])
@@ -347,11 +347,11 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
 
 def test_prune_keeps_the_newest_up_to_the_one_just_saved(tmp_path: Path):
     folders = {iteration: published(tmp_path, iteration) for iteration in (2, 4, 6, 8)}
-    prune(folders[6], 2)  # of a run that went back: 8 is newer
+    prune(folders[6], 2, settled=True)  # of a run that went back: 8 is newer
     assert names(tmp_path) == ["iter_0000004", "iter_0000006", "iter_0000008", MARKER]
-    prune(folders[6], 1)
+    prune(folders[6], 1, settled=True)
     assert names(tmp_path) == ["iter_0000006", "iter_0000008", MARKER]
-    prune(folders[6], 5)
+    prune(folders[6], 5, settled=True)
     assert names(tmp_path) == ["iter_0000006", "iter_0000008", MARKER]
 
 
@@ -359,13 +359,57 @@ def test_prune_never_removes_the_newest_healthy_one(tmp_path: Path):
     for iteration in (2, 4):
         published(tmp_path, iteration)
     for iteration in (6, 8, 10):
-        prune(published(tmp_path, iteration, problem=DEAD), 2)
+        prune(published(tmp_path, iteration, problem=DEAD), 2, settled=True)
     assert names(tmp_path) == ["iter_0000002", "iter_0000004", "iter_0000008", "iter_0000010", MARKER]
     (iteration_folder(tmp_path, 4) / "data").unlink()  # then it serves nobody
-    prune(published(tmp_path, 12, problem=DEAD), 1)
+    prune(published(tmp_path, 12, problem=DEAD), 1, settled=True)
     assert names(tmp_path) == ["iter_0000002", "iter_0000012", MARKER]
-    prune(published(tmp_path, 14), 1)
+    prune(published(tmp_path, 14), 1, settled=True)
     assert names(tmp_path) == ["iter_0000014", MARKER]
+
+
+def test_prune_keeps_what_is_left_if_the_newest_turns_out_unhealthy(tmp_path: Path):
+    """The one before goes once the newest is settled."""
+    for iteration in (2, 4, 6):
+        published(tmp_path, iteration)
+    prune(iteration_folder(tmp_path, 6), 1, settled=False)
+    assert names(tmp_path) == ["iter_0000004", "iter_0000006", MARKER]
+    prune(published(tmp_path, 8, problem=DEAD), 1, settled=False)
+    assert names(tmp_path) == ["iter_0000004", "iter_0000006", "iter_0000008", MARKER]
+    prune(published(tmp_path, 10), 1, settled=True)
+    assert names(tmp_path) == ["iter_0000010", MARKER]
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_a_kill_at_any_moment_of_keep_last_1_leaves_a_whole_healthy_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sound: bool
+):
+    """As `Saver` does it; `sound`: whether the steps after a save show that it was."""
+    for after in range(200):
+        root, run = tmp_path / str(after), of(Run())
+        published(root, 2, **run)
+        with monkeypatch.context() as patch:
+            dying(patch, after)
+            try:
+                for iteration in (4, 6):
+                    if sound and iteration > 4:
+                        prune(iteration_folder(root, iteration - 2), 1, settled=True)
+                    publish(written(root, iteration, **run))
+                    prune(iteration_folder(root, iteration), 1, settled=False)
+                    if not sound:
+                        condemn(iteration_folder(root, iteration), DEAD)
+            except Killed:
+                ended = False
+            else:
+                ended = True
+        folder = latest(root)
+        info = read_info(folder)
+        check_files(folder, info["files"])
+        assert health.problem_of(info) is None
+        if ended:
+            break
+    assert names(root) == ["iter_0000004" if sound else "iter_0000002", "iter_0000006", MARKER]
+    assert after > 15
 
 
 def test_a_condemned_one_is_unhealthy_and_the_marker_goes_back(tmp_path: Path):
@@ -390,7 +434,7 @@ def test_prune_leaves_other_runs_alone(tmp_path: Path):
     published(tmp_path, 2, **of(Run()))
     for iteration in (4, 6):
         published(tmp_path, iteration, **mine)
-    prune(published(tmp_path, 8, **mine), 1)
+    prune(published(tmp_path, 8, **mine), 1, settled=True)
     assert names(tmp_path) == ["iter_0000001", "iter_0000002", "iter_0000008", MARKER]
 
 
@@ -399,7 +443,7 @@ def test_prune_counts_no_replaced_one_before_the_one_in_its_place(tmp_path: Path
     second.rename(second.with_name("iter_0000004.replaced"))
     newest = published(tmp_path, 4, "new")
     first.rename(first.with_name("iter_0000004.replaced"))  # as a kill leaves it: publishing has removed the one before
-    prune(newest, 1)
+    prune(newest, 1, settled=True)
     assert names(tmp_path) == ["iter_0000004", MARKER]
 
 
@@ -408,7 +452,7 @@ def test_prune_leaves_what_it_does_not_know(tmp_path: Path):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "common.pt").write_text("theirs")
     for iteration in (2, 4):
-        prune(published(tmp_path, iteration), 1)
+        prune(published(tmp_path, iteration), 1, settled=True)
     assert names(tmp_path) == ["iter_0000001", "iter_0000002.old", "iter_0000004", MARKER, "notes"]
 
 

@@ -104,6 +104,15 @@ def test_values_that_are_not_finite_are_refused(good: Path, tmp_path: Path, name
         CheckpointReader(folder).weight(name)
 
 
+def test_a_weight_of_no_elements_is_refused(good: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(latest(good), tmp_path / "iter_0000004"))
+    keys = (f"model/{FC1}", f"master/{FC1}")
+    checkpoints.rewrite(folder, {key: tensors(folder)[key][:0].clone() for key in keys})
+    for read in (CheckpointReader(folder).values, CheckpointReader(folder).weight):
+        with pytest.raises(ValueError, match=rf"/{FC1} is \(0, 32\), which holds nothing; load an older checkpoint"):
+            read(FC1)
+
+
 def test_settings_that_are_none_build_no_model(good: Path, tmp_path: Path):
     folder = Path(shutil.copytree(latest(good), tmp_path / "iter_0000004"))
     config = json.loads((folder / "checkpoint.json").read_text())["config"]

@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch import Tensor
 
 from megatron.lm.checkpoint import rng
@@ -39,6 +40,22 @@ def test_states_are_tensors_that_a_checkpoint_can_hold_and_no_alias_of_the_gener
     assert {value.dtype for value in saved.values()} <= {torch.uint8, torch.int64, torch.float64}
     draws()
     assert all(torch.equal(value, before[name]) or bool(value.isnan().all()) for name, value in saved.items())
+
+
+@pytest.mark.gpu
+def test_generators_that_a_graph_can_exchange_are_restored():
+    torch.cuda.init()
+    tracker = CudaRNGStatesTracker(use_cudagraphable_rng=True)
+    tracker.add("region", 5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rng, "get_cuda_rng_tracker", lambda: tracker)
+        saved = {name: value.clone() for name, value in rng.state().items()}
+        assert saved["tensor_parallel.region"].dtype == torch.uint8
+        with tracker.fork("region"):
+            expected = torch.rand(4, device="cuda")
+        rng.restore(saved)
+        with tracker.fork("region"):
+            assert torch.equal(torch.rand(4, device="cuda"), expected)
 
 
 def test_the_generators_of_tensor_parallel_regions_are_restored():

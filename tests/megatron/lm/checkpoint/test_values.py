@@ -371,6 +371,20 @@ def test_fp8_without_its_scale_is_refused(tmp_path: Path):
         find(there, "model", [place((0, 0), (8, 6), (8, 6))], (8, 6), VOCABULARY)
 
 
+@pytest.mark.parametrize(("saved", "now"), [(8, 12), (12, 8)], ids=["grown", "cut"])
+@pytest.mark.parametrize("fmt", SCALED, ids=str)
+def test_a_part_without_the_last_rows_takes_no_scale_of_theirs(tmp_path: Path, fmt: Format, saved: int, now: int):
+    """Owners had halves of the rows, each with a scale; the first tensor-parallel rank's last row is no copy of the last one."""
+    values = draw(saved, 4)
+    halves = [quantized(values[: saved // 2], fmt, 8.0), quantized(values[saved // 2 :], fmt, 64.0)]
+    key = f"master/{EMBEDDING}"
+    there = stored(tmp_path, *(chunk(half, (i * saved // 2, 0), (saved, 4), key) for i, half in enumerate(halves)))
+    rows = min(saved // 2, now // 2)
+    found = find(there, "master", [place((0, 0), (rows, 4), (now, 4), name=EMBEDDING)], (rows, 4), VOCABULARY)
+    assert found.values().equal(halves[0].dequantize()[:rows])
+    assert found.keeps_bits(fmt)
+
+
 def test_a_vocabulary_is_never_cut_below_its_size(tmp_path: Path):
     there = stored(tmp_path, chunk(draw(8, 4), (0, 0), (8, 4), f"model/{EMBEDDING}"))
     with pytest.raises(ValueError, match=r"is \(8, 4\), the model wants \(4, 4\)"):
@@ -452,7 +466,7 @@ def test_impossible_numbers_of_groups_are_refused(tmp_path: Path, number: int, b
     ((payload, *numbers),), _ = coat_chunks(draw(2, 130), [(slice(0, 2), slice(0, 130))])
     numbers[number].tensor[1, 1] = bad
     found = find(stored(tmp_path, [payload, *numbers]), "exp_avg", [place((0, 0), (2, 130), (2, 130))], (2, 130), VOCABULARY)
-    with pytest.raises(ValueError, match="exp_avg/w has groups whose maximum or exponent is out of range; load an older checkpoint"):
+    with pytest.raises(ValueError, match="exp_avg/w has groups with a maximum or exponent out of range; load an older checkpoint"):
         found.check(tmp_path)
 
 

@@ -1,7 +1,11 @@
 """Which recipe the flags name, and how they vary it."""
 
+import dataclasses
+import pickle
+
 import pytest
 
+from megatron.lm import peers
 from megatron.lm.config import PrecisionConfig
 from megatron.lm.config.precision import amax_algorithms, gemm_names, recipe_names
 from msamp.numerics import recipe
@@ -24,6 +28,15 @@ def test_recipe_name(flags, name):
     precision = PrecisionConfig(**flags)
     assert precision.name == name
     assert precision.named == precision.recipe == recipe.by_name(name)
+
+
+def test_the_recipe_is_made_once_and_does_not_travel():
+    precision = PrecisionConfig(precision="O3", optimizer_state="coat")
+    assert precision.recipe is precision.recipe
+    sent = pickle.loads(pickle.dumps(precision))
+    assert (sent, hash(sent), vars(sent).get("recipe")) == (precision, hash(precision), None)
+    assert sent.recipe == precision.recipe
+    assert dataclasses.replace(precision, optimizer_state=None).recipe == recipe.by_name("O3")
 
 
 def test_contradictory_recipes_have_no_name():
@@ -51,7 +64,7 @@ def test_gradients_of_micro_batches(flags, has_fp8_gradients, accumulated_in):
     assert precision.grad_accum == accumulated_in
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", recipe.names())
 def test_a_recipe_by_itself_is_what_its_constant_says(name):
     precision = PrecisionConfig(precision=name)
     assert precision.recipe == recipe.by_name(name)
@@ -61,7 +74,7 @@ def test_a_recipe_by_itself_is_what_its_constant_says(name):
 
 
 def test_choices_are_those_of_the_tables():
-    assert recipe_names() == recipe.names()
+    assert recipe_names() == (*recipe.names(), *peers.names())
     assert gemm_names() == tuple(recipe.GEMMS)
     assert amax_algorithms() == ("max", "most_recent")
 

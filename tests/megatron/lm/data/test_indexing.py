@@ -93,6 +93,51 @@ def test_kill_leaves_no_dataset(tmp_path):
     assert not any((tmp_path / f"p{suffix}").exists() for suffix in (".bin", ".idx", ".json"))
 
 
+def killed_while_renaming(prefix: Path, renamed: int) -> None:
+    rename, done = os.replace, []
+
+    def replace(source: Path, target: Path) -> None:
+        if len(done) == renamed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done.append(rename(source, target))
+
+    os.replace = replace
+    write_datasets(documents("7 8 9"), {"text": prefix}, OPTIONS, workers=0)
+
+
+@pytest.mark.parametrize(
+    ("renamed", "left"), [(None, [".bin"]), (0, [".bin", ".idx", ".json"]), (1, [".idx", ".json"]), (2, [".idx"])], ids=str
+)
+def test_the_same_command_after_a_kill_says_what_was_left_and_writes_the_dataset(tmp_path, capfd, renamed, left):
+    """`renamed`: how many of the files had their own names when the kill came; None: it came between documents."""
+    killed, arguments = (killed_while_writing, ()) if renamed is None else (killed_while_renaming, (renamed,))
+    with pytest.raises(RuntimeError, match="exit codes by rank"):
+        dist.run(killed, 1, tmp_path / "p", *arguments, init=False)
+    names = [f"p{suffix}.partial" for suffix in left]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".partial") == names
+    capfd.readouterr()
+    write_datasets(documents("1 2", "3"), {"text": tmp_path / "p"}, OPTIONS, workers=0)
+    assert capfd.readouterr().err.splitlines() == [f"deleted {tmp_path / name}, which an interrupted run has left" for name in names]
+    assert contents(tmp_path / "p") == [[1, 2, 99], [3, 99]]
+    assert {path.name for path in tmp_path.iterdir()} == {"p.bin", "p.idx", "p.json"}
+    write_datasets(documents("4"), {"text": tmp_path / "p"}, OPTIONS, workers=0)
+    assert capfd.readouterr().err == ""
+
+
+def test_two_processes_do_not_write_one_dataset(tmp_path):
+    """The second is refused, and takes nothing from the first."""
+
+    def texts() -> Iterator[Document]:
+        yield from documents("1 2")
+        with pytest.raises(ValueError, match=r"p is being written by another process: wait for its end, or name another"):
+            write_datasets(documents("7"), {"text": tmp_path / "p"}, OPTIONS, workers=0)
+        yield from documents("3")
+
+    write_datasets(texts(), {"text": tmp_path / "p"}, OPTIONS, workers=0)
+    assert contents(tmp_path / "p") == [[1, 2, 99], [3, 99]]
+    assert {path.name for path in tmp_path.iterdir()} == {"p.bin", "p.idx", "p.json"}
+
+
 def test_jsonl(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one", "id": 1}\n\n{"text": "zw\u00f6lf"}\n', encoding="utf-8")
@@ -138,7 +183,7 @@ def test_not_utf8(tmp_path):
 
 def test_a_file_that_cannot_be_read(tmp_path):
     (tmp_path / "a.txt").mkdir()
-    with pytest.raises(ValueError, match=r"a\.txt cannot be read \(Is a directory\)"):
+    with pytest.raises(ValueError, match=r"a.txt holds neither state.json .* nor .parquet files"):
         list(read_documents(tmp_path / "a.txt", ["text"]))
 
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from megatron.lm.config import DataConfig
-from megatron.lm.data.tokenizer import END_OF_TEXT, NullTokenizer, build_tokenizer
+from megatron.lm.data.tokenizer import END_OF_TEXT, HuggingFaceTokenizer, NullTokenizer, build_tokenizer
 
 TEXT = "It's the state of the union: 1,234 words - naïve façade.\n\n  the the 🙂 end"
 
@@ -241,3 +242,22 @@ def test_damaged_gpt2_files(gpt2_files, name, content, message):
     (folder / name).write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=message.replace("|", r"\|")):
         build_tokenizer(gpt2(folder))
+
+
+def test_words_begin_where_the_vocabulary_says_so(tmp_path: Path):
+    """Byte-level BPE and SentencePiece mark the space before a word, WordPiece what goes on; masks are found by their spelling."""
+
+    def of(vocabulary: list[str]) -> HuggingFaceTokenizer:
+        table = {token: i for i, token in enumerate(vocabulary)}
+        model = models.WordPiece(table, unk_token="[UNK]")
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        tokenizers.Tokenizer(model).save(str(path))
+        return HuggingFaceTokenizer(path)
+
+    pieces = of(["[UNK]", "[MASK]", "</s>", "play", "##ing"])
+    assert pieces.word_begins().tolist() == [True, True, True, True, False]
+    assert pieces.mask == 1
+    spaces = of(["[UNK]", "</s>", "\u0120play", "ing", "\u2581on", "\u010a"])
+    assert spaces.word_begins().tolist() == [False, False, True, False, True, True]
+    assert spaces.mask is None
+    assert NullTokenizer(3).word_begins().tolist() == [True] * 3

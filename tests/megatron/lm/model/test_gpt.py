@@ -128,6 +128,8 @@ def plain_attention(weights: dict[str, Tensor], name: str, x: Tensor, config: Mo
     qkv = plain_linear(weights, f"{name}.linear_qkv", x).view(b, s, groups, per_group + 2, d)
     q = qkv[:, :, :, :per_group].reshape(b, s, -1, d).transpose(1, 2)
     k, v = (qkv[:, :, :, per_group + i].repeat_interleave(per_group, dim=2).transpose(1, 2) for i in (0, 1))
+    if config.qk_layernorm:
+        q, k = (plain_norm(weights, f"{name}.{one}_layernorm", part, config) for one, part in (("q", q), ("k", k)))
     if config.position_embedding_type == "rope":
         q, k = plain_rotation(q, config), plain_rotation(k, config)
     scores = q @ k.transpose(-1, -2) / d**0.5
@@ -162,7 +164,16 @@ def plain_loss(weights: dict[str, Tensor], data: dict[str, Tensor], config: Mode
     return (losses * mask).sum() / mask.sum()
 
 
-@pytest.mark.parametrize("shape", [GPT2_LIKE, GPT_ROPE, LLAMA_LIKE], ids=["gelu-tied-learned", "gelu-tied-rope", "swiglu-rms-gqa-untied"])
+SHAPES = {
+    "gelu-tied-learned": GPT2_LIKE,
+    "gelu-tied-rope": GPT_ROPE,
+    "swiglu-rms-gqa-untied": LLAMA_LIKE,
+    "qk-norm": LLAMA_LIKE | {"qk_layernorm": True, "kv_channels": 16},
+    "qk-layernorm": {"qk_layernorm": True},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_equals_a_plain_gpt(shape: dict):
     settings = config(shape)
     model = new_model(settings)

@@ -8,6 +8,7 @@ import dist
 import pytest
 import tiny
 import torch
+from choices import each_once
 from torch import Tensor
 
 from megatron.lm import process_groups
@@ -140,15 +141,50 @@ def test_where_the_blocks_do_not_serve(build: Callable[[], GPT]):
         assert list(layer.weight_holders()) == []
 
 
-def fused_on_a_rank(recipe: Recipe) -> list[bool]:
-    settings = tiny.config("unread", tensor_model_parallel_size=2)
+WAYS: dict[str, dict[str, Any]] = {
+    "sequence": {"sequence_parallel": True},
+    "gathered": {"sequence_parallel": True, "tp_saved_input": "gathered"},
+    "whole rows": {},
+    "fp8 sums": {"sequence_parallel": True, "tp_wire": "fp8"},
+}
+
+
+def found_on_a_rank(recipe: Recipe, shape: str, way: str, fuse: bool) -> tuple[list[bool], Tensor, dict[str, Tensor]]:
+    """Which layers are fused, the losses, and this rank's gradients."""
+    parallel = {"tensor_model_parallel_size": torch.distributed.get_world_size(), **WAYS[way]}
+    settings = tiny.config("unread", hidden_size=64, init_method_std=0.1, **SHAPES[shape], **parallel)
     with tiny.started(settings):
-        return [layer.fused for layer in layers(build_model(settings, recipe, tiny.VOCABULARY))]
+        process_groups.seed_all(7)
+        made = build_model(settings, recipe, tiny.VOCABULARY)
+        fused = [layer.fused for layer in layers(made)]
+        return fused, *forward_backward(made if fuse else unfused(made))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
-def test_tensor_parallel_layers_are_not_fused():
-    assert dist.run(fused_on_a_rank, 2, O3) == [[False, False]] * 2
+@each_once(3, shape=tuple(SHAPES), way=tuple(WAYS))
+def test_over_two_ranks_the_blocks_are_close_to_the_composition(shape: str, way: str):
+    found = dist.run(found_on_a_rank, 2, O3, shape, way, True)
+    expected = dist.run(found_on_a_rank, 2, O3, shape, way, False)
+    for (fused, losses, gradients), (_, expected_losses, expected_gradients) in zip(found, expected, strict=True):
+        assert fused == [True, True]
+        assert losses.equal(found[0][1])
+        torch.testing.assert_close(losses.mean(), expected_losses.mean(), rtol=0, atol=1e-2)
+        assert gradients.keys() == expected_gradients.keys()
+        close = {name: sqnr_db(expected_gradients[name].float(), gradients[name].float()) for name in gradients}
+        assert {name: db for name, db in close.items() if db < 10} == {}  # 2 dB less than on one GPU: sums travel in E5M2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
+def test_how_rows_are_spread_and_kept_changes_no_bit():
+    whole, sequence, gathered = (dist.run(found_on_a_rank, 2, O3, "rope", way, True) for way in ("whole rows", "sequence", "gathered"))
+    for rank in range(2):
+        assert_same_bits(sequence[rank][1:], gathered[rank][1:])
+        assert sequence[rank][1].equal(whole[rank][1])  # one scale for all rows, the same sums
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
+def test_where_activations_travel_in_the_compute_dtype_the_blocks_do_not_serve():
+    assert [found[0] for found in dist.run(found_on_a_rank, 2, O2, "rope", "sequence", True)] == [[False, False]] * 2
 
 
 def test_holders_of_the_weights():

@@ -2,7 +2,7 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.lm.model.norm import LayerNorm, RMSNorm, norm_class
+from megatron.lm.model.norm import LayerNorm, RMSNorm, head_norm_class, norm_class
 
 
 def config(sequence_parallel: bool = False, dtype: torch.dtype = torch.float32) -> TransformerConfig:
@@ -57,6 +57,19 @@ def test_statistics_are_fp32_under_bf16(cls: type):
 def test_parameters_carry_sequence_parallel(cls: type, sequence_parallel: bool):
     norm = cls(config(sequence_parallel), 8)
     assert [p.sequence_parallel for p in norm.parameters()] == [sequence_parallel] * len(list(norm.parameters()))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_norms_of_heads_are_summed_over_the_ranks_that_have_some_of_them(ranks: int, sequence_parallel: bool):
+    settings = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=ranks)
+    settings.sequence_parallel = sequence_parallel
+    for kind, parameters in (("LayerNorm", 2), ("RMSNorm", 1)):
+        norm = head_norm_class(kind)(settings, 4)
+        assert [p.sequence_parallel for p in norm.parameters()] == [ranks > 1] * parameters
+        assert isinstance(norm, norm_class(kind))
+    with pytest.raises(ValueError, match=r"BatchNorm.*LayerNorm, RMSNorm"):
+        head_norm_class("BatchNorm")
 
 
 def test_names():

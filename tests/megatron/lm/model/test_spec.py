@@ -10,7 +10,7 @@ from megatron.lm.config import Config, ModelConfig, OptimizerConfig, TrainingCon
 from megatron.lm.cpu_home import cpu_home
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import assemble, transformer_config
-from megatron.lm.model.norm import LayerNorm, RMSNorm
+from megatron.lm.model.norm import HeadRMSNorm, LayerNorm, RMSNorm
 from megatron.lm.model.spec import block_spec
 
 
@@ -55,6 +55,14 @@ def test_given_classes_stand_in_their_slots(normalization: str, norm: type):
         assert type(layer.input_layernorm) is type(layer.pre_mlp_layernorm) is norm
     assert type(model.decoder.final_layernorm) is norm
     assert type(model.output_layer) is Column
+
+
+def test_norms_of_queries_and_keys_stand_in_their_slots():
+    settings = config(qk_layernorm=True, normalization="RMSNorm")
+    core_config = transformer_config(settings, SimpleNamespace(name="fp32", compute_dtype=torch.float32))
+    for layer in assemble(settings, core_config, 32, LINEARS | {"output_layer": Column}).decoder.layers:
+        assert type(layer.self_attention.q_layernorm) is type(layer.self_attention.k_layernorm) is HeadRMSNorm
+        assert layer.self_attention.q_layernorm.weight.shape == (8,)
 
 
 def test_a_block_holds_this_stage_s_layers():

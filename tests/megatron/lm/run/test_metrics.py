@@ -17,7 +17,7 @@ from torch import nn
 from megatron.lm.config import Config
 from megatron.lm.presets import flops_per_token
 from megatron.lm.run import metrics, trainer
-from megatron.lm.run.metrics import Metrics, duration, memory_gib, peak_tflops
+from megatron.lm.run.metrics import Metrics, duration, memory_gib, mfu, peak_tflops
 from megatron.lm.training import StepResult, Training
 from msamp.numerics.formats import FP32
 from msamp.parallel.data_parallel import grad_sync
@@ -96,7 +96,7 @@ def test_the_arithmetic_of_an_interval(one_process: None, monkeypatch: pytest.Mo
     assert row["step_ms"] == pytest.approx(2000)
     assert row["tokens_per_s"] == pytest.approx(tokens_per_s)
     assert row["tflops"] == pytest.approx(tokens_per_s * flops / 1e12)
-    assert row["mfu"] == pytest.approx(tokens_per_s * flops / 1e12 / 1e-6)
+    assert row["mfu_given_peak"] == pytest.approx(tokens_per_s * flops / 1e12 / 1e-6)
     assert row["memory_gib_min"] == row["memory_gib"] > 0  # the least and the most of one process
     assert (row["sent_weight_mib"], row["sent_activation_mib"]) == (3.0, 0.5)  # a step
     assert row["sent_bytes"] == {"weight all-to-all": 2**21, "weight all-gather": 2**20, "activation all-reduce": 2**19}
@@ -111,7 +111,7 @@ def test_the_arithmetic_of_an_interval(one_process: None, monkeypatch: pytest.Mo
         r"skipped 1 \|",
         r"step 2000\.0 ms \|",
         r"64 tokens/s \|",
-        r"TFLOP/s/device \(MFU \d+\.\d% of 1e-06\) \|",
+        r"TFLOP/s/device \(MFU \d+\.\d% of given 1e-06\) \|",
         r"memory \d+\.\d\d GiB \|",
         r"sent 3\.00 MiB a step and 0\.50 of activations \|",
         r"left 0:00:16$",
@@ -175,24 +175,26 @@ def test_a_resumed_run_counts_skipped_steps_on(one_process: None):
 
 
 def test_mfu_only_where_the_peak_is_known(one_process: None, capsys: pytest.CaptureFixture[str]):
-    assert peak_tflops(tiny.config("corpus", peak_tflops=3.0)) == 3.0
+    assert peak_tflops(tiny.config("corpus", peak_tflops=3.0)) == {"given": 3.0}
     if torch.cuda.is_available():
         pytest.skip("the peak of this GPU may be known")
-    assert peak_tflops(tiny.config("corpus")) is None
+    assert peak_tflops(tiny.config("corpus")) == {}
     made = new(tiny.config("corpus"))
     rows = collect(made)
     made.record(result(1.0, 1.0), 1)
-    assert rows[0]["mfu"] is None
+    assert not [key for key in rows[0] if key.startswith("mfu")]
     assert "MFU" not in capsys.readouterr().out
 
 
-def test_hopper_counts_989_tflops_at_every_precision(monkeypatch: pytest.MonkeyPatch):
+def test_hopper_counts_both_peaks_at_every_precision_and_names_them(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     for level in ("O0", "O2"):
-        assert peak_tflops(tiny.config("corpus", opt_level=level)) == 989.0
+        peaks = peak_tflops(tiny.config("corpus", opt_level=level))
+        assert peaks == {"bf16": 989.0, "fp8": 1979.0}
+    assert mfu(494.5, peaks) == pytest.approx({"mfu_bf16_peak": 0.5, "mfu_fp8_peak": 494.5 / 1979})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert peak_tflops(tiny.config("corpus")) is None
+    assert peak_tflops(tiny.config("corpus")) == {}
 
 
 def test_durations_and_memory():

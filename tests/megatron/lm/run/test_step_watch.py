@@ -23,6 +23,7 @@ from megatron.lm import checkpoint, pretrain, step
 from megatron.lm.cpu_home import cpu_home
 from megatron.lm.model.loss import mean_loss
 from megatron.lm.run import RunStopped, trainer
+from megatron.lm.run.signals import Requests
 from megatron.lm.run.start import settled
 from megatron.lm.training import Batches, StepResult, Training
 
@@ -213,6 +214,14 @@ def test_the_clock_saves_and_leaves(prefix: Path, tmp_path: Path, capsys: pytest
     assert "leaving after iteration 2, saved: --exit-duration-in-mins 1e-06" in capsys.readouterr().out
     trained(tiny.config(prefix, train_iters=6, exit_duration_in_mins=1e-6))
     assert "leaving after iteration 2, nothing saved, since there is no --save" in capsys.readouterr().out
+
+
+def test_a_run_whose_torchrun_is_gone_saves_and_fails(prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of several torchruns those that stay have to start their processes again, which they do after a failure."""
+    monkeypatch.setattr(Requests, "take", lambda self: [False, False, False, True])
+    with pytest.raises(RunStopped, match=r"leaving after iteration \d, saved: torchrun, which started this, is gone"):
+        trained(tiny.config(prefix, train_iters=6, save=str(tmp_path), exit_code_unfinished=75))
+    assert len(saved(tmp_path)) == 1
 
 
 def test_all_ranks_do_what_one_is_asked(pair: list[dict[str, Any]]):

@@ -33,18 +33,21 @@ def place(iteration: int, phase: str = "in a step", ago: float = 1.0, waits: boo
     [
         (
             {0: place(5), 1: place(5, ago=58.0), 2: place(5)},
-            "rank 1 is stuck; rank 1 at iteration 5, in a step, waiting for nobody, for 60 s; last heard of 58 s ago",
+            "rank 1 is stuck; rank 1 at iteration 5, in a step, waiting for no rank, for 60 s; last heard of 58 s ago",
         ),
         ({0: place(5), 2: place(5)}, "rank 1 is stuck; rank 1 has never said where it is; ranks 0, 2 at iteration 5, in a step"),
         (
             {0: place(5), 1: place(5, READING), 2: place(5)},
-            "rank 1 is stuck; rank 1 at iteration 5, reading data, waiting for nobody, for 60 s",
+            "rank 1 is stuck; rank 1 at iteration 5, reading data, waiting for no rank, for 60 s",
         ),
-        ({0: place(6), 1: place(5, "saving"), 2: place(6)}, "rank 1 is stuck; rank 1 at iteration 5, saving, waiting for nobody, for 60 s"),
+        (
+            {0: place(6), 1: place(5, "saving"), 2: place(6)},
+            "rank 1 is stuck; rank 1 at iteration 5, saving, waiting for no rank, for 60 s",
+        ),
         ({0: place(6), 1: place(5), 2: place(5)}, "ranks 1-2 are stuck"),
         (
             {0: place(5, waits=True), 1: place(5), 2: place(5, waits=True)},
-            "rank 1 is stuck; rank 1 at iteration 5, in a step, waiting for nobody, for 60 s",
+            "rank 1 is stuck; rank 1 at iteration 5, in a step, waiting for no rank, for 60 s",
         ),
         ({0: place(5, waits=True), 1: place(5, waits=True), 2: place(5, waits=True)}, "no rank is behind the others"),
         ({0: place(5), 1: place(5), 2: place(5)}, "no rank is behind the others; ranks 0-2 at iteration 5, in a step"),
@@ -102,7 +105,7 @@ def test_a_rank_that_spins_is_named_by_all_and_all_end(phase: str, capfd: pytest
     said = capfd.readouterr().err
     for rank in range(2):
         assert f"error: rank {rank} ends after " in said
-    assert said.count(f"rank 1 is stuck; rank 1 at iteration 7, {phase}, waiting for nobody, for ") == 2  # not before, while they moved
+    assert said.count(f"rank 1 is stuck; rank 1 at iteration 7, {phase}, waiting for no rank, for ") == 2  # not before, while they moved
     assert "in spinning" in said  # the line that spins, from the traceback
 
 

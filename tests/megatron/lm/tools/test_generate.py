@@ -1,149 +1,127 @@
-"""Sampling against a model whose answers are known, and the way from checkpoint to text with the trainer's side replaced."""
+"""From checkpoint to text: a tiny one of each kind, on the command line."""
 
-import sys
+import json
+import re
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
+import checkpoints
 import pytest
+import tiny
 import torch
 
+from megatron.lm import process_groups
+from megatron.lm.checkpoint import load_for_inference
+from megatron.lm.cpu_home import cpu_home
+from megatron.lm.generation import Sampling
 from megatron.lm.tools import generate
 
-VOCAB, PADDED = 10, 16
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint of an O3 run on tokens 0 to 58, 59 being the end of a document."""
+    folder = tmp_path_factory.mktemp("run")
+    return checkpoints.saved(tiny.write_data(folder), folder / "checkpoint", opt_level="O3", train_iters=20)
 
 
-def counting(tokens, positions, mask):
-    """Likes the successor of each token best, then the one after it; loves the padding."""
-    assert mask is None
-    assert positions.tolist() == [list(range(tokens.shape[1]))] * tokens.shape[0]
-    logits = torch.zeros(*tokens.shape, PADDED)
-    logits[..., VOCAB:] = 100.0
-    logits.scatter_(-1, ((tokens + 1) % VOCAB).unsqueeze(-1), 9.0)
-    return logits.scatter_(-1, ((tokens + 2) % VOCAB).unsqueeze(-1), 8.0)
+@pytest.fixture(autouse=True)
+def home():
+    with cpu_home():
+        yield
 
 
-def draw(start, n, seed=0, model=counting, **more):
-    settings = {"seq_length": 4, "vocab_size": VOCAB, "temperature": 1.0, "top_k": 0} | more
-    return generate.sample(model, torch.tensor(start), n, generator=torch.Generator().manual_seed(seed), **settings).tolist()
+def run(capsys, *words: object) -> tuple[int, str, str]:
+    code = generate.main([str(word) for word in words])
+    return code, *capsys.readouterr()
 
 
-def test_greedy_follows_the_model_for_each_row():
-    assert draw([[1], [7]], 4, temperature=0.0) == [[1, 2, 3, 4, 5], [7, 8, 9, 0, 1]]
-    assert draw([[3]], 3, top_k=1) == [[3, 4, 5, 6]]
-    assert draw([[3]], 0) == [[3]]
+def greedy(folder: Path, prompt: list[int], n: int) -> list[int]:
+    """The likeliest tokens by the model's own forward, everything computed anew for each."""
+    model, config, _ = load_for_inference(folder)
+    try:
+        tokens = list(prompt)
+        for _ in range(n):
+            x = torch.tensor([tokens[-config.model.seq_length :]], device=process_groups.device())
+            with torch.no_grad():
+                logits = model(x, torch.arange(x.shape[1], device=x.device).unsqueeze(0), None)[0, -1, : tiny.VOCABULARY]
+            tokens.append(int(logits.argmax()))
+        return tokens
+    finally:
+        process_groups.shutdown()
 
 
-def test_context_is_cropped_to_the_sequence_length():
-    seen = []
-
-    def spy(tokens, positions, mask):
-        seen.append(tokens.tolist())
-        return counting(tokens, positions, mask)
-
-    draw([[1, 2, 3]], 3, model=spy, temperature=0.0)
-    assert seen == [[[1, 2, 3]], [[1, 2, 3, 4]], [[2, 3, 4, 5]]]
+def test_one_prompt_gives_text_and_the_speed_is_told(trained: Path, capsys):
+    code, out, err = run(capsys, "--load", trained, "--prompt", "3 4 5", "--tokens", 8, "--temperature", 0)
+    assert code == 0
+    assert out == " ".join(map(str, greedy(trained, [3, 4, 5], 8))) + "\n"
+    assert re.search(r"^3 tokens of 1 prompts in .*, 8 tokens appended in .* s \([\d.]+ tokens/s\)$", err, re.MULTILINE)
+    assert not torch.distributed.is_initialized()
 
 
-def test_frequencies_are_those_of_the_softmax():
-    tokens = torch.tensor([[0]] * 4000)
-    settings = {"seq_length": 4, "vocab_size": VOCAB, "temperature": 2.0, "generator": torch.Generator().manual_seed(1)}
-    drawn = generate.sample(counting, tokens, 1, top_k=2, **settings)[:, 1]
-    assert set(drawn.tolist()) == {1, 2}
-    assert (drawn == 1).float().mean() == pytest.approx(torch.sigmoid(torch.tensor(0.5)).item(), abs=0.03)
-    everything = generate.sample(counting, tokens, 1, top_k=0, **settings)[:, 1]
-    assert set(everything.tolist()) == set(range(VOCAB))
+def test_several_prompts_give_lines_of_json_each_as_alone(trained: Path, tmp_path: Path, capsys):
+    prompts = ["3 4 5", "7", "1 2 3 4 5 6 7 8"]
+    (tmp_path / "prompts").write_text("\n".join(prompts) + "\n\n")
+    common = ["--load", trained, "--tokens", 12, "--seed", 4]
+    code, out, err = run(capsys, *common, "--prompt-file", tmp_path / "prompts", "--batch-size", 2)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [row["prompt"] for row in rows] == prompts
+    assert err.count("tokens appended") == 2
+    _, again, _ = run(capsys, *common, *(word for prompt in prompts for word in ("--prompt", prompt)))
+    assert [json.loads(line) for line in again.splitlines()] == rows
+    for i, row in enumerate(rows):
+        _, alone, _ = run(capsys, *common[:-1], 4 + i, "--prompt", prompts[i])
+        assert alone == row["prompt"] + row["continuation"] + "\n"
 
 
-@pytest.mark.parametrize("temperature", [1e-45, 1e-320, 1e-10, 1e300])
-def test_every_temperature_above_zero_draws(temperature):
-    drawn = draw([[3]], 3, temperature=temperature)[0]
-    assert drawn == [3, 4, 5, 6] or temperature > 1
+def test_without_a_prompt_a_document_begins(trained: Path, capsys):
+    code, out, _ = run(capsys, "--load", trained, "--tokens", 3, "--temperature", 0)
+    assert code == 0
+    found = greedy(trained, [59], 3)[1:]
+    assert out.split() == [str(token) for token in (found[: found.index(59)] if 59 in found else found)]
 
 
-def test_seed_decides():
-    assert draw([[1]], 30, seed=3) == draw([[1]], 30, seed=3)
-    assert draw([[1]], 30, seed=3) != draw([[1]], 30, seed=4)
+def test_nothing_appended_is_the_prompt(trained: Path, capsys):
+    assert run(capsys, "--load", trained, "--prompt", "3 4", "--tokens", 0)[1] == "3 4\n"
 
 
 @pytest.mark.parametrize(
-    ("start", "n", "more", "message"),
+    ("words", "message"),
     [
-        (torch.zeros(1, 0), 1, {}, r"shape \[1, 0\].*give a prompt"),
-        ([1, 2], 1, {}, r"shape \[2\]"),
-        ([[1]], -1, {}, "tokens -1"),
-        ([[1]], 1, {"temperature": -0.5}, "temperature -0.5"),
-        ([[1]], 1, {"temperature": float("nan")}, "temperature nan"),
-        ([[1]], 1, {"temperature": float("inf")}, "temperature inf"),
-        ([[1]], 10**7, {}, "tokens 10000000, .* at most 1000000"),
-        ([[1]], 1, {"top_k": -2}, "top-k -2"),
-        ([[1]], 1, {"model": lambda *_: torch.full((1, 1, PADDED), torch.nan)}, "logits are NaN or infinite: it has diverged"),
+        (["--load", "nowhere"], "nowhere"),
+        (["--prompt", "1 " * 17], "prompt 1 has 17 tokens, and the model sees 16: shorten it"),
+        (["--prompt", "60"], "token id 60 is not in"),
+        (["--temperature", "-1"], "temperature -1.0 must be finite"),
+        (["--top-k", "-1"], "top-k -1 must be 0 or more"),
+        (["--top-p", "0"], "top-p 0.0 must be above 0"),
+        (["--seed", str(2**64)], "seed 18446744073709551616 must lie"),
+        (["--prompt", "1", "--prompt-file", "x"], "--prompt and --prompt-file x contradict each other"),
+        (["--prompt-file", "no-such-file"], "no-such-file does not exist: give a file with a prompt a line"),
     ],
 )
-def test_bad_settings_are_refused(start, n, more, message):
-    start = start.tolist() if isinstance(start, torch.Tensor) else start
-    with pytest.raises(ValueError, match=message):
-        draw(start, n, **more)
+def test_bad_input_is_one_line(trained: Path, capsys, words, message):
+    code, out, err = run(capsys, *([] if "--load" in words else ["--load", trained]), *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not torch.distributed.is_initialized()
 
 
-class Digits:
-    vocab_size, eod = VOCAB, 9
-
-    def tokenize(self, text):
-        return [int(c) for c in text]
-
-    def detokenize(self, ids):
-        return "".join(map(str, ids))
+def test_an_empty_file_of_prompts_is_refused(trained: Path, tmp_path: Path, capsys):
+    (tmp_path / "empty").write_text("\n \n")
+    code, _, err = run(capsys, "--load", trained, "--prompt-file", tmp_path / "empty")
+    assert code == 2
+    assert "holds no prompt: write one a line" in err
 
 
-class Counting(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, tokens, positions, mask):
-        return counting(tokens, positions, mask)
-
-
-@pytest.fixture
-def trainer(monkeypatch):
-    """The trainer's side: one checkpoint called `here`, and a record of the process groups being left."""
-    left = []
-
-    def load_for_inference(path):
-        if path != Path("here"):
-            raise ValueError(f"--load {path} does not exist")
-        return Counting(), SimpleNamespace(model=SimpleNamespace(seq_length=4)), Digits()
-
-    checkpoint, groups = ModuleType("megatron.lm.checkpoint"), ModuleType("megatron.lm.process_groups")
-    checkpoint.load_for_inference, groups.shutdown = load_for_inference, lambda: left.append(True)
-    monkeypatch.setitem(sys.modules, "megatron.lm.checkpoint", checkpoint)
-    monkeypatch.setitem(sys.modules, "megatron.lm.process_groups", groups)
-    return left
+@pytest.mark.parametrize(("flag", "value"), [("--tokens", "-1"), ("--tokens", "1000001"), ("--batch-size", "0")])
+def test_counts_out_of_range_are_refused(capsys, flag, value):
+    with pytest.raises(SystemExit) as ended:
+        generate.main(["--load", "x", flag, value])
+    assert ended.value.code == 2
+    assert f"{value} is out of range" in capsys.readouterr().err
 
 
-def test_text_ends_with_the_document(trainer, capsys):
-    assert generate.main(["--load", "here", "--prompt", "45", "--tokens", "3", "--temperature", "0"]) == 0
-    assert capsys.readouterr().out == "45678\n"
-    assert generate.main(["--load", "here", "--prompt", "45", "--tokens", "20", "--temperature", "0"]) == 0
-    assert capsys.readouterr().out == "45678\n"
-    assert trainer == [True, True]
-
-
-def test_without_a_prompt_a_document_begins(trainer, capsys):
-    assert generate.main(["--load", "here", "--tokens", "3", "--temperature", "0"]) == 0
-    assert capsys.readouterr().out == "012\n"
-
-
-def test_missing_checkpoint_is_told(trainer, capsys):
-    assert generate.main(["--load", "nowhere"]) == 2
-    assert "--load nowhere does not exist" in capsys.readouterr().err
-    assert trainer == [True]
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"), [({"seed": 2**64}, "--seed 18446744073709551616 must lie"), ({"prompt": "a\udcff"}, "no UTF-8")]
-)
-def test_what_could_not_be_drawn_from_is_refused_first(trainer, changed, message):
-    with pytest.raises(ValueError, match=message):
-        generate.generate(Path("here"), **{"prompt": "", "n": 1, "temperature": 1.0, "top_k": 0, "seed": 0, **changed})
-    assert trainer == []
+def test_a_prompt_of_no_text_is_refused_whoever_calls(trained: Path):
+    with pytest.raises(ValueError, match="--prompt is no UTF-8 text"):
+        next(generate.continuations(trained, ["a\udcff"], n=1, sampling=Sampling(), batch_size=1))

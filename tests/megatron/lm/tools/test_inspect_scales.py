@@ -1,5 +1,6 @@
 """Recorded steps in words and pictures."""
 
+import importlib.util
 import json
 
 import pytest
@@ -7,19 +8,19 @@ import pytest
 from megatron.lm.tools import inspect_scales
 from megatron.lm.tools.inspect_scales import heat_maps, main, read, spoken, words
 
-CASTS, UPDATES = ["amax", "underflow", "saturation", "sqnr_db", "scale_exponent"], ["norm", "update_norm", "edq", "lost"]
+CASTS, UPDATES = ["amax", "underflow", "saturation", "sqnr_db", "scale_exponent"], ["norm", "update_norm", "descent", "lost"]
 FC2, QKV = "decoder.layers.3.mlp.linear_fc2", "decoder.layers.0.self_attention.linear_qkv"
 
 
-def step(iteration, underflow=0.0, sqnr=25.0, lost=0.0, edq=1.0, saturation=0.0, mu=None):
+def step(iteration, underflow=0.0, sqnr=25.0, lost=0.0, descent=1.0, saturation=0.0, mu=None):
     row = [1.0, underflow, saturation, sqnr, 5]
     return {
         "iteration": iteration,
         "skipped": False,
         "columns": {"casts": CASTS, "updates": UPDATES},
         "casts": {FC2: {"grad_output": row, "input": [1.0, 0.001, 0.0, 31.0, 6]}, QKV: {"m": [1.0, 0.0, 0.0, None, 3]}},
-        "updates": {FC2: [3.0, 1.0, edq, lost], QKV: [4.0, 0.0, 0.0, 0.0]},
-        "total": [5.0, 1.0, edq, lost / 2],
+        "updates": {FC2: [3.0, 1.0, descent, lost], QKV: [4.0, 0.0, 0.0, 0.0]},
+        "total": [5.0, 1.0, descent, lost / 2],
         "mu": {FC2: mu} if mu else {},
     }
 
@@ -53,8 +54,14 @@ def test_every_complaint_has_words(tmp_path):
         "layer 3 linear_fc2 grad_output: 1 % saturated since step 7",
         "layer 3 linear_fc2 grad_output: SQNR 3.0 dB since step 7",
         "layer 3 linear_fc2 update: 90 % of the elements do not move since step 7",
-        "layer 3 linear_fc2 update: 25 % of the update arrives (EDQ) since step 7",
+        "layer 3 linear_fc2 update: 25 % of the update arrives since step 7",
     }
+
+
+def test_a_file_of_before_that_calls_descent_edq_reads_the_same(tmp_path):
+    new = step(7, descent=0.25)
+    old = new | {"columns": {"casts": CASTS, "updates": ["norm", "update_norm", "edq", "lost"]}}
+    assert read(write(tmp_path / "old", [old]))[0]["series"] == read(write(tmp_path / "new", [new]))[0]["series"]
 
 
 def test_where_all_is_well_the_worst_of_each_is_told(tmp_path):
@@ -101,7 +108,8 @@ def test_without_mu_or_updates_there_is_a_page_too(tmp_path):
 
 
 def test_words_need_no_matplotlib_and_pictures_say_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(inspect_scales.importlib.util, "find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     file = str(write(tmp_path / "p", [step(1)]))
     assert main([file]) == 0
     assert main([file, "--out", str(tmp_path / "page")]) == 2

@@ -39,7 +39,8 @@ def files(tmp_path):
 @pytest.fixture
 def precision(tmp_path):
     """Two recorded steps of three layers; a parameter that is no FP8 layer stands between them."""
-    columns = {"casts": ["amax", "underflow", "saturation", "sqnr_db", "scale_exponent"], "updates": ["norm", "update_norm", "edq", "lost"]}
+    casts, updates = ["amax", "underflow", "saturation", "sqnr_db", "scale_exponent"], ["norm", "update_norm", "descent", "lost"]
+    columns = {"casts": casts, "updates": updates}
     casts = {layer: {t: [1.0, 0.1, 0.0, 30.0, 5] for t in (*report.TENSORS, "m")} for layer in ("a.fc1", "b.fc1", "c.fc1")}
     casts |= {"a.norm": {"m": [1.0, 0.5, 0.0, None, 5]}}
     step = {"columns": columns, "casts": casts, "updates": {}, "total": None, "mu": {}}

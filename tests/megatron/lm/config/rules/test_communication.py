@@ -33,6 +33,16 @@ REFUSALS = {
         "--tp-saved-input gathered has no effect without --sequence-parallel: drop it, or add --sequence-parallel",
     ),
     "saved input": ("--tp-saved-input gathered", 1, "has no effect without --opt-level O3 and --sequence-parallel: drop it, or add --opt"),
+    "owner, dtype": (
+        "--opt-level O2 --grad-accum-on owner --grad-accum-dtype fp32",
+        2,
+        "--grad-accum-on owner adds up in FP32, and --grad-accum-dtype fp32 is for sums on each rank: drop one",
+    ),
+    "owner, exchange": (
+        "--opt-level O2 --grad-accum-on owner --grad-exchange nccl",
+        2,
+        "--grad-accum-on owner adds up FP32 sums, and --grad-exchange nccl has none: drop it, or use --grad-exchange fp32-sum",
+    ),
     "exchange": ("--grad-exchange nccl", 2, "--grad-exchange nccl sums FP8 gradients, and precision bf16 has none: drop it, or use --opt"),
     "exchange, format that BF16 has not": (
         "--grad-format fp8-e4m3 --grad-exchange nccl",
@@ -70,7 +80,7 @@ REFUSALS = {
     "mu rule, pre": (
         "--opt-level O2 --grad-exchange nccl --grad-scaling pre --mu-rule paper",
         2,
-        "--mu-rule paper has no effect with --grad-scaling pre, whose mu is fixed: drop it, or use --grad-scaling auto",
+        "--mu-rule paper has no effect with --grad-scaling pre, which has a fixed mu: drop it, or use --grad-scaling auto",
     ),
 }
 
@@ -96,7 +106,7 @@ def test_an_exchange_of_one_s_own_is_judged_by_what_it_says(monkeypatch):
     refusals.assert_refused(
         "--opt-level O2 --grad-exchange mine --mu-rule halve",
         2,
-        "--mu-rule halve has no effect with --grad-scaling post, whose mu is fixed: drop it$",
+        "--mu-rule halve has no effect with --grad-scaling post, which has a fixed mu: drop it$",
     )
     refusals.assert_refused("--opt-level O2 --mu-rule halve", 2, "drop it, or use --grad-exchange nccl or mine")
     refusals.assert_refused("--grad-exchange mine", 2, "--grad-exchange mine sums FP8 gradients, and precision bf16 has none")

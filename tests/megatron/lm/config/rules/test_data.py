@@ -8,6 +8,13 @@ from megatron.lm.config.rules.data import RULES
 # flags beside (and over) those of `refusals.GOOD`, processes, what the message must hold
 REFUSALS = {
     "dry run, data": ("--dry-run --data-path corpse", 1, "corpse.bin and corpse.idx do not exist"),
+    "masks of a GPT": (
+        "--mask-prob 0.2",
+        1,
+        "--mask-prob 0.2 has no effect with --objective causal-lm: drop it, or use --objective masked-lm",
+    ),
+    "words of a GPT": ("--mask-whole-words", 1, "--mask-whole-words has no effect with --objective causal-lm: drop it, or use"),
+    "masked ends": ("--objective masked-lm --eod-mask-loss", 1, "--eod-mask-loss has no effect with --objective masked-lm, which never"),
     "no data": ("--data-path", 1, "no training data: give --data-path PREFIX or --train-data-path PREFIX"),
     "no train data": ("--data-path --valid-data-path corpus", 1, "no training data beside --valid-data-path: give"),
     "data twice": ("--train-data-path corpus", 1, "--data-path and --train-data-path contradict each other: give --data-path with"),

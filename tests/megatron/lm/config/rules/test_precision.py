@@ -7,10 +7,60 @@ from megatron.lm.config.rules.precision import RULES
 
 # flags beside (and over) those of `refusals.GOOD`, processes, what the message must hold
 REFUSALS = {
+    "peer that is not there": ("--precision te-delayed", 1, r"precision te-delayed wants Transformer Engine, which is not installed: pip"),
+    "peer with our scaling": (
+        "--precision te-delayed --fp8-margin 1",
+        1,
+        "--fp8-margin 1 contradicts precision te-delayed, which scales as Transformer Engine does: drop it",
+    ),
+    "peer with our states": (
+        "--precision te-bf16 --master-format fp16",
+        1,
+        "--master-format fp16 contradicts precision te-bf16",
+    ),
+    "peer with COAT's states": (
+        "--precision te-bf16 --optimizer-state coat",
+        1,
+        "--optimizer-state coat is COAT's, and precision",
+    ),
+    "peer with one state of COAT": ("--precision te-bf16 --exp-avg-format coat-e4m3", 1, "--exp-avg-format coat-e4m3 is COAT's"),
+    "peer with COAT's activations": (
+        "--precision te-block --save-activations coat",
+        1,
+        "--save-activations coat is our norms'",
+    ),
+    "peer with our attention": (
+        "--precision te-block --attention-backend cudnn",
+        1,
+        "--attention-backend cudnn is our attention core's",
+    ),
+    "peer in a graph": ("--precision te-block --cuda-graph step", 1, "--cuda-graph step captures our layers, and not Transformer Engine's"),
+    "peer, deterministic": ("--precision te-block --deterministic", 1, "--deterministic does not reach Transformer Engine's kernels"),
+    "peer with some layers": ("--precision te-block --bf16-linears linear_qkv", 1, "--bf16-linears linear_qkv is about FP8 linear layers"),
+    "peer that resumes histories": (
+        "--precision te-delayed --load folder --save folder",
+        1,
+        "--load folder: checkpoints do not hold the amax histories of Transformer Engine .*: add --finetune",
+    ),
+    "peer with our exchange": (
+        "--precision te-delayed --grad-exchange nccl",
+        1,
+        "--grad-exchange nccl sums FP8 gradients",
+    ),
+    "peer with our wire": (
+        "--precision te-delayed --tensor-model-parallel-size 2 --tp-wire fp8",
+        2,
+        "--tp-wire fp8 has no effect without --opt-level O3",
+    ),
     "operands without FP8": (
         "--precision fp32 --fp8-recipe tensorwise",
         1,
         "--fp8-recipe tensorwise contradicts precision fp32, which has no FP8: drop it, or use --opt-level O1, O2 or O3",
+    ),
+    "logits without FP8": (
+        "--output-layer-precision fp8",
+        1,
+        "--output-layer-precision fp8 contradicts precision bf16, which has no FP8: drop it, or use --opt-level O1, O2 or O3",
     ),
     "window without FP8": ("--fp8-amax-history-len 4", 1, "--fp8-amax-history-len 4 contradicts precision bf16, which has no FP8: drop"),
     "margin without FP8": ("--fp16 --fp8-margin 0", 1, "--fp8-margin 0 contradicts precision fp16-amp, which has no FP8: drop it"),
@@ -59,7 +109,7 @@ REFUSALS = {
         1,
         "--min-loss-scale 2048 is more than --initial-loss-scale 1024: lower it",
     ),
-    "FP8 in FP16": ("--fp16 --grad-format fp8-e4m3", 1, "--grad-format fp8-e4m3 contradicts precision fp16-amp, whose formats are fixed"),
+    "FP8 in FP16": ("--fp16 --grad-format fp8-e4m3", 1, "--grad-format fp8-e4m3 contradicts precision fp16-amp, which fixes its formats"),
     "coat and another": (
         "--opt-level O2 --optimizer-state coat --exp-avg-format fp16",
         1,
@@ -70,7 +120,7 @@ REFUSALS = {
         1,
         "--optimizer-state coat contradicts precision collage-fp8: update .* computes in BF16.*; drop it, or use --precision bf16",
     ),
-    "format": ("--grad-format fp8-e4m3", 1, "--grad-format fp8-e4m3 contradicts precision bf16, whose formats are fixed: drop it, or use"),
+    "format": ("--grad-format fp8-e4m3", 1, "--grad-format fp8-e4m3 contradicts precision bf16, which fixes its formats: drop it, or use"),
 }
 
 

@@ -7,6 +7,11 @@ from megatron.lm.config.rules.shape import RULES
 
 # flags beside (and over) those of `refusals.GOOD`, processes, what the message must hold
 REFUSALS = {
+    "a package": (
+        "--attention-backend flash-attn",
+        1,
+        "--attention-backend flash-attn is a package of its own, which has no wheel and is not served: choose flash, torch's own flash",
+    ),
     "heads": ("--hidden-size 66", 1, "--hidden-size 66 is not divisible by --num-attention-heads 4: choose a multiple of 4"),
     "rotary width": ("--hidden-size 60", 1, "15 channels a head x --rotary-percent 1 must be an even number; change"),
     "lone groups": ("--num-query-groups 2", 1, "--num-query-groups 2 has no effect by itself: add --group-query-attention"),

@@ -19,9 +19,10 @@ def test_each_model_has_its_architecture(name):
         ("gpt2", {"disable_bias_linear": True}, "gpt2 does not know --disable-bias-linear True;"),
         ("gpt_neox", {"normalization": "RMSNorm"}, "gpt_neox does not know --normalization RMSNorm;"),
         ("gpt_neox", {"kv_channels": 8}, "gpt_neox does not know --kv-channels 8 with --hidden-size 32;"),
-        ("llama", {"normalization": "LayerNorm"}, "llama does not know --normalization LayerNorm. "),
-        ("llama", {"rotary_percent": 0.5}, "llama does not know --rotary-percent 0.5. "),
-        ("llama", {"hidden_size": 34, "kv_channels": 16}, "llama does not know --kv-channels 16 with --hidden-size 34. "),
+        ("llama", {"qk_layernorm": True, "disable_bias_linear": False}, "qwen3 does not know --disable-bias-linear False. "),
+        ("llama", {"normalization": "LayerNorm"}, "llama does not know --normalization LayerNorm; "),
+        ("llama", {"rotary_percent": 0.5}, "llama does not know --rotary-percent 0.5; "),
+        ("llama", {"hidden_size": 34, "kv_channels": 16}, "llama does not know --kv-channels 16 with --hidden-size 34; "),
     ],
 )
 def test_a_model_that_none_holds_is_refused_by_its_settings(name, settings, named):

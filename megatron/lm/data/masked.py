@@ -1,0 +1,101 @@
+"""Masked language modelling: samples in which some tokens are hidden, and only these are predicted (BERT, Devlin et al. 2019; RoBERTa, Liu
+et al. 2019).
+
+A sample is a sequence of the same packed text that a GPT reads: documents joined, cut into sequences, in the order of `order` (RoBERTa's
+FULL-SENTENCES across documents, section 4.2). Of its tokens `--mask-prob` are chosen, 15 % by default, at least one. Of those 80 % become
+the mask token, 10 % another token drawn from the vocabulary, 10 % stay (BERT, appendix A.1). The labels are the tokens themselves, and the
+loss counts the chosen ones alone. There is no prediction of the next sentence (RoBERTa, section 4.2).
+
+The choice is drawn from the seed and the number of the sample in the run, so a text that comes again in a later epoch is masked otherwise
+(dynamic masking, RoBERTa section 4.1), and a resumed run masks as one that never stopped.
+
+With `--mask-whole-words` words are chosen, and all tokens of a word with it (whole word masking of BERT's later checkpoints). A token
+begins a word where its text begins with a space, or in a WordPiece vocabulary where it does not begin with "##".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from megatron.lm.config import Config
+from megatron.lm.data.tokenizer import Tokenizer
+
+MASKED = "masked-lm"
+KEPT, REPLACED = 0.1, 0.1  # shares of the chosen tokens that stay, and that become another token
+
+
+def model_vocabulary(config: Config, tokenizer: Tokenizer) -> int:
+    """Ids that the model must know: the tokenizer's, and one behind them for the mask where the tokenizer has none."""
+    return tokenizer.vocab_size + (config.model.objective == MASKED and tokenizer.mask is None)
+
+
+class MaskedDataset(Dataset):
+    """The samples of another dataset with some tokens masked.
+
+    `self[i]` holds tokens, labels, position_ids [s] int64 and loss_mask [s] float32, 1 at the chosen tokens.
+
+    Args:
+        samples: gives tokens, loss_mask and position_ids [s]; its labels are not used.
+        tokenizer: of the text.
+        seed: of the choice.
+        probability: share of a sample's tokens that are chosen, in (0, 1).
+        whole_words: choose words.
+    """
+
+    def __init__(self, samples: Dataset, tokenizer: Tokenizer, *, seed: int, probability: float, whole_words: bool) -> None:
+        self.samples, self.seed, self.probability = samples, seed, probability
+        self.eod, self.vocab_size = tokenizer.eod, tokenizer.vocab_size
+        self.mask = tokenizer.vocab_size if tokenizer.mask is None else tokenizer.mask
+        self.begins_word = tokenizer.word_begins() if whole_words else None
+
+    def __len__(self) -> int:
+        return len(cast("Sized", self.samples))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = self.samples[index]
+        tokens = sample["tokens"].numpy()
+        draw = np.random.default_rng([self.seed, index])
+        chosen = self._chosen(tokens, draw)
+        seen, fate = tokens.copy(), draw.random(len(chosen))
+        seen[chosen] = self.mask
+        seen[chosen[fate < REPLACED]] = draw.integers(self.vocab_size, size=int((fate < REPLACED).sum()))
+        stays = chosen[fate >= 1 - KEPT]
+        seen[stays] = tokens[stays]
+        loss_mask = np.zeros(len(tokens), np.float32)
+        loss_mask[chosen] = 1.0
+        return {
+            "tokens": torch.from_numpy(seen),
+            "labels": sample["tokens"].clone(),
+            "loss_mask": torch.from_numpy(loss_mask),
+            "position_ids": sample["position_ids"],
+        }
+
+    def _chosen(self, tokens: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+        """Places of the tokens to predict; none of them ends a document."""
+        places = np.flatnonzero(tokens != self.eod)
+        if not len(places):
+            return places
+        wanted = max(1, round(self.probability * len(places)))
+        if self.begins_word is None:
+            return draw.permutation(places)[:wanted]
+        # A word goes on until the next one begins, and no further than its document.
+        begins = self.begins_word[tokens[places]] | (np.diff(places, prepend=-2) > 1)
+        words = np.split(places, np.flatnonzero(begins)[1:])  # the first begins one
+        order = draw.permutation(len(words))
+        sizes = np.cumsum([len(words[i]) for i in order])
+        taken = max(1, int(np.searchsorted(sizes, wanted, side="right")))  # no more than asked for, but for one long word
+        return np.concatenate([words[i] for i in order[:taken]])
+
+
+def masked(samples: Dataset, config: Config, tokenizer: Tokenizer) -> Dataset:
+    """The samples as the run's objective wants them: as they are, or masked."""
+    if config.model.objective != MASKED:
+        return samples
+    data = config.data
+    return MaskedDataset(samples, tokenizer, seed=config.training.seed, probability=data.mask_prob, whole_words=data.mask_whole_words)

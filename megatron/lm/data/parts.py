@@ -1,0 +1,133 @@
+"""A large corpus tokenised part by part, so that a run which was killed goes on where it stopped.
+
+Each part is a dataset of its own in `PREFIX.parts/`, whole or not there; at the end they are joined to one. The dataset is the same, byte
+for byte, as one made at once, whatever the number of workers, kills and parts.
+"""
+
+import hashlib
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.lm.data.indexing import DatasetCounts, Document, EncodeOptions, Progress, Writer, write_datasets
+from megatron.lm.data.tokenizer import build_tokenizer
+from megatron.lm.durable import written_aside
+
+PART_BYTES = 1 << 28  # of input: half a minute of one process
+_PLAN = "plan.json"
+
+
+def write_in_parts(
+    documents: Iterable[Document],
+    prefixes: Mapping[str, Path],
+    options: EncodeOptions,
+    *,
+    source: Mapping[str, Any],
+    workers: int = 1,
+    progress: Progress | None = None,
+    part_bytes: int = PART_BYTES,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, DatasetCounts]:
+    """`write_datasets` part by part; what parts an earlier run of the same command left are taken as they are.
+
+    Args:
+        source: what tells this input from another: names, sizes, times. JSON can hold it.
+        part_bytes: of input in a part.
+
+    Raises:
+        ValueError: as `write_datasets`, with nothing left unless the disk was full or a worker was ended from outside; or parts are there
+            of other input, another tokenizer or other settings.
+    """
+    folder = next(iter(prefixes.values())).with_name(next(iter(prefixes.values())).name + ".parts")
+    plan = {"source": dict(source), "options": _identity(options), "keys": sorted(prefixes), "part_bytes": part_bytes}
+    _begin(folder, json.dumps(plan, indent=2, default=str) + "\n")
+    try:
+        made = []
+        for number, part in enumerate(_cut(iter(documents), part_bytes)):
+            names = {key: folder / f"{number:05d}_{key}" for key in prefixes}
+            mark = folder / f"{number:05d}.json"
+            if mark.is_file():
+                size = sum(document.source_bytes for document in part)
+                if progress is not None:
+                    progress.skip(size)
+                say(f"part {number} is there already")
+            else:
+                counts = write_datasets(part, names, options, workers=workers, progress=progress, part=True)
+                with written_aside(mark) as stream:
+                    stream.write(json.dumps({key: asdict(count) for key, count in counts.items()}).encode())
+            made.append((names, json.loads(mark.read_text(encoding="utf-8"))))
+        joined = _join(made, prefixes, options)
+    except ValueError as error:
+        if not isinstance(error.__context__, OSError | RuntimeError):  # a full disk, or a worker that was ended: go on later
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder)
+    return joined
+
+
+def _identity(options: EncodeOptions) -> dict[str, Any]:
+    """The settings, and the tokenizer's files by what they hold."""
+    found = asdict(options)
+    for name in ("vocab_file", "merge_file", "tokenizer_model"):
+        path = getattr(options.data, name)
+        path = Path(path) / "tokenizer.json" if path is not None and Path(path).is_dir() else path
+        if path is not None and Path(path).is_file():
+            found[name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return found
+
+
+def _begin(folder: Path, plan: str) -> None:
+    file = folder / _PLAN
+    try:
+        if file.is_file():
+            if file.read_text(encoding="utf-8") != plan:
+                raise ValueError(f"{folder} is left by a run on other input or with other settings: delete it, or name another prefix")
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with written_aside(file) as stream:
+            stream.write(plan.encode())
+    except OSError as error:
+        raise ValueError(f"--output-prefix {folder} cannot be written ({error}): name a writable folder") from None
+
+
+def _cut(documents: Iterator[Document], part_bytes: int) -> Iterator[Iterator[Document]]:
+    """Parts of at least `part_bytes` of input; each is read to its end before the next one."""
+    for first in documents:
+        left = part_bytes
+
+        def part(first: Document = first) -> Iterator[Document]:
+            nonlocal left
+            for document in itertools.chain([first], documents):
+                left -= document.source_bytes
+                yield document
+                if left <= 0:
+                    return
+
+        yield part()
+
+
+def _join(
+    made: list[tuple[dict[str, Path], dict[str, Any]]], prefixes: Mapping[str, Path], options: EncodeOptions
+) -> dict[str, DatasetCounts]:
+    from megatron.core.datasets.indexed_dataset import DType
+
+    tokenizer = build_tokenizer(options.data, options.vocab_size)
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    try:
+        with ExitStack() as stack:
+            writers = {key: stack.enter_context(Writer(prefix, tokenizer, dtype)) for key, prefix in prefixes.items()}
+            for names, counts in made:
+                for key, name in names.items():
+                    if counts[key]["tokens"]:
+                        writers[key].join(name, DatasetCounts(**counts[key]))
+            for key, writer in writers.items():
+                if writer.tokens == 0:
+                    raise ValueError(f"the input holds no text under key {key!r}: nothing was written")
+            return {key: writer.publish() for key, writer in writers.items()}
+    except OSError as error:
+        raise ValueError(f"{', '.join(map(str, prefixes.values()))} cannot be written ({error}): free space; the parts stay") from None

@@ -1,0 +1,117 @@
+"""Rows of data in files of several kinds: JSON lines, parquet, and folders that Hugging Face's `datasets` saved or downloaded.
+
+Parquet needs pyarrow (`pip install 'msamp[data]'`), a folder of `save_to_disk` needs datasets; both are refused by name where they lack.
+"""
+
+import hashlib
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+KINDS = ".jsonl, .json (one object a line), .parquet, or a folder of Hugging Face's datasets"
+_SAVED = "state.json"  # of Dataset.save_to_disk
+
+
+def is_table(path: Path) -> bool:
+    """Whether `path` is read here and not line by line: parquet, or a folder of datasets."""
+    return path.suffix == ".parquet" or path.is_dir()
+
+
+def size(path: Path) -> int:
+    """Bytes of a file, or of the files below a folder.
+
+    Raises:
+        ValueError: it is missing, empty, of another kind, or a folder with neither a saved dataset nor parquet files.
+    """
+    if path.is_dir():
+        if not (path / _SAVED).is_file() and not _parquet(path):
+            raise ValueError(f"{path} holds neither {_SAVED} (Dataset.save_to_disk) nor .parquet files: give {KINDS}")
+        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: give {KINDS}")
+    if path.suffix not in (".jsonl", ".json", ".parquet"):
+        raise ValueError(f"{path}: kind {path.suffix!r} is unknown: give {KINDS}")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty: there is nothing to read")
+    return path.stat().st_size
+
+
+def identity(path: Path) -> list[Any]:
+    """What tells an input from another one of its name: place, bytes, names and times; JSON can hold it."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    stamp = hashlib.sha256(repr(stats).encode()).hexdigest()
+    return [str(path.absolute()), sum(size for _, size, _ in stats), stamp]
+
+
+def read(path: Path, columns: list[str] | None = None) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each row, and its bytes of input (of a table: of its JSON).
+
+    Args:
+        columns: of a table, the only ones to read; all where None.
+
+    Raises:
+        ValueError: a line that is no JSON object, a table without a column, a damaged file, or a library that lacks.
+    """
+    if not is_table(path):
+        yield from _lines(path)
+        return
+    size(path)  # refuses a folder without a table
+    for row in _saved(path, columns) if (path / _SAVED).is_file() else _tables(path, columns):
+        yield row, len(json.dumps(row, ensure_ascii=False, default=str).encode())
+
+
+def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error}); every line must be one JSON object in UTF-8") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: a JSON object is wanted, not a {type(row).__name__}")
+            yield row, len(line)
+
+
+def _parquet(path: Path) -> list[Path]:
+    return sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+
+
+def _tables(path: Path, columns: list[str] | None) -> Iterator[dict[str, Any]]:
+    parquet, arrow = _needed("pyarrow.parquet", path), _needed("pyarrow", path)
+    for file in _parquet(path):
+        try:
+            with parquet.ParquetFile(file) as table:
+                _check(file, table.schema_arrow.names, columns)
+                for batch in table.iter_batches(batch_size=1024, columns=columns):
+                    yield from batch.to_pylist()
+        except (arrow.ArrowException, OSError) as error:
+            raise ValueError(f"{file} cannot be read as parquet ({str(error).partition(chr(10))[0]})") from None
+
+
+def _saved(path: Path, columns: list[str] | None) -> Iterator[dict[str, Any]]:
+    datasets = _needed("datasets", path)
+    try:
+        found = datasets.load_from_disk(str(path))
+    except (FileNotFoundError, OSError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read by datasets ({str(error).partition(chr(10))[0]})") from None
+    _check(path, found.column_names, columns)
+    yield from found.select_columns(columns) if columns is not None else found
+
+
+def _check(path: Path, there: list[str], columns: list[str] | None) -> None:
+    lacking = [column for column in columns or [] if column not in there]
+    if lacking:
+        raise ValueError(f"{path} has no column {', '.join(map(repr, lacking))}; it has {', '.join(map(repr, there))}: see --json-keys")
+
+
+def _needed(name: str, path: Path) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        extra = "eval" if name == "datasets" else "data"
+        raise ValueError(f"{path} needs {name} ({error}): pip install 'msamp[{extra}]', or give .jsonl") from None

@@ -1,0 +1,75 @@
+"""The papers' peers as recipes: BF16 training with Transformer Engine's transformer layers, on the same model, data and seed.
+
+Weights, master weights, gradients and moments are those of `bf16` (O0), and so are optimizer, exchange of gradients and embeddings: what
+differs from O0 is the transformer layers, what differs from `te-bf16` is the FP8 of their GEMMs. Each recipe says what megatron-core is to
+be told, as fields of its TransformerConfig; the modules are those of megatron-core's own `TESpecProvider` (`megatron.lm.model.peer`).
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from msamp.numerics.recipe import BF16, Recipe
+
+PACKAGE = "transformer_engine"
+INSTALL = "pip install 'msamp[peers]' with a CUDA compiler and cuDNN's headers there (docs/guide/installation.md)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerRecipe(Recipe):
+    """A recipe of Transformer Engine's layers.
+
+    Attributes:
+        core: fields of megatron-core's TransformerConfig that choose the FP8 of the layers, and their values.
+        keeps_history: whether the layers scale by amaxes of past steps, which no checkpoint of ours holds.
+    """
+
+    core: tuple[tuple[str, Any], ...] = ()
+    keeps_history: bool = False
+
+
+def _peer(name: str, keeps_history: bool = False, **core: Any) -> PeerRecipe:
+    return PeerRecipe(
+        name=name,
+        compute=BF16.compute,
+        gemm=None,
+        weight=BF16.weight,
+        states=BF16.states,
+        vectors=BF16.vectors,
+        core=tuple(core.items()),
+        keeps_history=keeps_history,
+    )
+
+
+# Windows and formats are those of Transformer Engine's own recipes: DelayedScaling's history of 1,024 and its maximum, E4M3 forward and
+# E5M2 backward; Float8BlockScaling's E4M3 in all operands, with scales that are powers of two.
+_ALL = (
+    _peer("te-bf16"),
+    _peer(
+        "te-delayed",
+        keeps_history=True,
+        fp8="hybrid",
+        fp8_recipe="delayed",
+        fp8_margin=0,
+        fp8_amax_history_len=1024,
+        fp8_amax_compute_algo="max",
+    ),
+    _peer("te-current", fp8="hybrid", fp8_recipe="tensorwise"),
+    _peer("te-block", fp8="e4m3", fp8_recipe="blockwise"),
+)
+_TABLE = {recipe.name: recipe for recipe in _ALL}
+
+
+def names() -> tuple[str, ...]:
+    """Of the recipes."""
+    return tuple(_TABLE)
+
+
+def find(name: str) -> PeerRecipe | None:
+    """The recipe of that name; None where no peer has it."""
+    return _TABLE.get(name)
+
+
+def installed() -> bool:
+    """Whether Transformer Engine is there to be imported; imports nothing."""
+    return importlib.util.find_spec(PACKAGE) is not None

@@ -1,0 +1,54 @@
+"""Which of the processes this one is, from torchrun's environment or without it."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """This process's place among those that were started together: global and per-machine rank and count."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def launch_from_environment(environment: Mapping[str, str] = os.environ) -> Launch:
+    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them; without any of them, one process alone.
+
+    Raises:
+        ValueError: only some of RANK and WORLD_SIZE are set, a value is no integer, or a rank is outside its count.
+    """
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        return Launch()
+    rank, world_size = _integer(environment, "RANK"), _integer(environment, "WORLD_SIZE")
+    local_rank = _integer(environment, "LOCAL_RANK", default=rank)
+    local_world_size = _integer(environment, "LOCAL_WORLD_SIZE", default=world_size)
+    for name, value, count_name, count in (
+        ("RANK", rank, "WORLD_SIZE", world_size),
+        ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),
+    ):
+        if not 0 <= value < count:
+            raise ValueError(f"{name}={value} must be at least 0 and below {count_name}={count}: {_REMEDY}")
+    return Launch(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size)
+
+
+def world_size_from_environment(environment: Mapping[str, str] = os.environ) -> int:
+    """How many processes train together; ValueError as `launch_from_environment`."""
+    return launch_from_environment(environment).world_size
+
+
+_REMEDY = "start with `torchrun --nproc-per-node N -m megatron.lm.pretrain ...`, or unset RANK and WORLD_SIZE to train on one process"
+
+
+def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        state = "is not set beside it" if text is None else f"is {text!r}"
+        raise ValueError(f"{name} {state}, and must be an integer: {_REMEDY}") from None

@@ -1,0 +1,371 @@
+"""Whether the GPUs of a job compute, have memory and reach each other, in a minute before training: names the rank and host that do not.
+
+    torchrun --nproc-per-node 8 -m megatron.lm.tools.check_cluster
+
+Started as the trainer is, a process a GPU, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Every process multiplies
+matrices of small integers in BF16 and in FP8, with products known to the bit, and looks at the free memory of its GPU. Then sums
+travel, first inside each machine, then between neighbours, then over all, each within `--timeout-seconds`. Ends with 0 where all is well,
+else with 1 on every process. Without a GPU the same runs over gloo, the FP8 product on the values that FP8 stands for.
+"""
+
+import itertools
+import json
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.lm import entry, rendezvous
+from megatron.lm.place import Launch, launch_from_environment
+from megatron.lm.run import RunStopped
+from megatron.lm.tools import arguments
+from msamp.kernels.scaled_mm import fp8_hardware, scaled_mm
+
+LARGEST = 1  # of the integers: every partial sum is then exact in BF16, and in the 13 bits that FP8 tensor cores keep
+DEPTH = 512
+SIZE = {"cuda": 4096, "cpu": 128}  # of the square product
+PRODUCTS = {"cuda": 200, "cpu": 2}
+SUMMED = {"cuda": 2**25, "cpu": 2**16}  # FP32 elements of a sum
+RESPONSE_SECONDS = 10.0  # after a limit, for the verdict to reach all
+FREE_SHARE = 0.9  # of a GPU's memory, before anything runs on it
+HANGING = "sum"  # name of the thread that waits for others
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a process knows of its own GPU: `problem` in words or None, time of a BF16 product (s), free memory (GiB)."""
+
+    host: str
+    problem: str | None
+    seconds: float
+    free_gib: float
+
+
+def operands(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two matrices of integers up to `LARGEST`, [size, DEPTH] FP32, and the product of one and the other's transpose, FP32: exact."""
+    draw = torch.Generator().manual_seed(7)
+    left, right = (torch.randint(-LARGEST, LARGEST + 1, (size, DEPTH), generator=draw).float() for _ in range(2))
+    return left, right, left @ right.t()
+
+
+def wrong_products(device: torch.device, multiply: Callable[[], torch.Tensor], expected: torch.Tensor, times: int) -> int:
+    """How many elements of `times` products differ from `expected` [n, n]; waits for the device."""
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(times):
+        wrong += (multiply() != expected).sum()
+    return int(wrong)
+
+
+def local_problem(device: torch.device, free_gib: float, least_free_gib: float) -> tuple[str | None, float]:
+    """What is wrong with this process's device, or None; and the seconds of one BF16 product."""
+    if free_gib < least_free_gib:
+        return f"{free_gib:.1f} GiB are free, fewer than --min-free-gib {least_free_gib:g}: end what else runs there", 0.0
+    left, right, product = (x.to(device) for x in operands(SIZE[device.type]))
+    one = torch.ones((), device=device)
+    a, b, a8, b8 = left.bfloat16(), right.bfloat16(), left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn)
+    expected = product.bfloat16()
+    for kind, multiply in (
+        ("BF16", lambda: a @ b.t()),
+        ("FP8", lambda: scaled_mm(a8, b8, one, one, None, torch.bfloat16, fast_accum=False)),
+    ):
+        wrong = wrong_products(device, multiply, expected, PRODUCTS[device.type])
+        if wrong:
+            how = "" if kind == "BF16" or fp8_hardware(device) else " (emulated)"
+            return f"{wrong} elements of {PRODUCTS[device.type]} known {kind} products{how} are wrong: take the GPU out", 0.0
+    return None, _seconds(device, lambda: a @ b.t())
+
+
+def _seconds(device: torch.device, work: Callable[[], object], times: int = 20) -> float:
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    work()
+    wait()
+    started = time.perf_counter()
+    for _ in range(times):
+        work()
+    wait()
+    return (time.perf_counter() - started) / times
+
+
+def look(launch: Launch, least_free_gib: float | None) -> tuple[torch.device, Found]:
+    """This process's device and what it finds there; what the driver raises is a problem like another.
+
+    least_free_gib: None: of a GPU `FREE_SHARE` of its memory.
+    """
+    host, device = socket.gethostname(), torch.device("cpu")
+    try:
+        if torch.cuda.is_available():
+            if launch.local_rank >= torch.cuda.device_count():
+                raise RuntimeError(f"LOCAL_RANK={launch.local_rank}, but there are {torch.cuda.device_count()} GPUs")
+            torch.cuda.set_device(launch.local_rank)
+            device = torch.device("cuda", launch.local_rank)
+            free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
+        else:
+            import psutil
+
+            free, total = psutil.virtual_memory().available / 2**30, 0.0
+        problem, seconds = local_problem(device, free, FREE_SHARE * total if least_free_gib is None else least_free_gib)
+        return device, Found(host, problem, seconds, free)
+    except RuntimeError as error:
+        return device, Found(host, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", 0.0, 0.0)
+
+
+def slow(seconds: Mapping[int, float], factor: float) -> dict[int, str]:
+    """Of times for the same work by rank, those of more than `factor` times the median, and what to say of them; none with factor 0."""
+    median = statistics.median(seconds.values()) if seconds else 0.0
+    if not factor or not median:
+        return {}
+    return {rank: f"takes {its / median:.1f} times as long as the median" for rank, its in seconds.items() if its > factor * median}
+
+
+def stages(hosts: Sequence[str]) -> list[tuple[str, list[list[int]]]]:
+    """What travels in turn: a name, and the groups of ranks that add up. hosts: of each rank.
+
+    Inside each machine; between the first ranks of neighbouring machines, even pairs and then odd ones, in a ring, so that a
+    broken cable is named by its two ends; over all ranks.
+    """
+    members = {host: [rank for rank, its in enumerate(hosts) if its == host] for host in dict.fromkeys(hosts)}
+    found = [("inside a machine", [ranks for ranks in members.values() if len(ranks) > 1])]
+    first = [ranks[0] for ranks in members.values()]
+    pairs = list(itertools.pairwise(first)) + ([(first[-1], first[0])] if len(first) > 2 else [])
+    for parity in range(2):
+        found.append(("between neighbouring machines", [sorted(pair) for pair in pairs[parity::2]]))
+    if len(first) > 2 and len(first) % 2:  # the pair that closes an odd ring shares a machine with the first
+        last = found[1][1].pop()
+        found.append(("between neighbouring machines", [last]))
+    found.append(("over all ranks", [list(range(len(hosts)))] if len(hosts) > 1 else []))
+    return [(name, groups) for name, groups in found if groups]
+
+
+def spoken(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
+    """`rank 3 (gpu-1), rank 5 (gpu-2)`."""
+    return ", ".join(f"rank {rank} ({hosts.get(rank, 'host unknown')})" for rank in ranks)
+
+
+class Board:
+    """Where processes leave word, in the store at MASTER_ADDR and MASTER_PORT: under a name, by rank, as JSON.
+
+    Args:
+        store: that all reach.
+        launch: this process and the others.
+        limit: seconds that one wait may take.
+        expected: hosts in the order of their ranks, as far as they are known before the ranks have come.
+    """
+
+    def __init__(self, store: dist.Store, launch: Launch, limit: float, expected: Sequence[str]) -> None:
+        self.store, self.launch, self.limit = store, launch, limit
+        ranks = range(launch.world_size)
+        self.hosts = {rank: expected[rank * len(expected) // launch.world_size] for rank in ranks} if expected else {}
+
+    def say(self, name: str, word: Any) -> None:
+        """Leave a word of this rank."""
+        self.store.set(f"{name}/{self.launch.rank}", json.dumps(word))
+
+    def words(self, name: str, ranks: Iterable[int], limit: float | None = None) -> dict[int, Any]:
+        """The words of `ranks`, without those that leave none within the limit."""
+        end, waiting, found = time.monotonic() + (self.limit if limit is None else limit), list(ranks), {}
+        while True:
+            for rank in [rank for rank in waiting if self.store.check([f"{name}/{rank}"])]:
+                found[rank] = json.loads(self.store.get(f"{name}/{rank}"))
+                waiting.remove(rank)
+            if not waiting or time.monotonic() > end:
+                return found
+            time.sleep(0.02)
+
+    def agree(self, name: str, judge: Callable[[], str | None]) -> None:
+        """Rank 0 judges; all go on where it finds nothing.
+
+        Raises:
+            RunStopped: on every rank, with what it found.
+        """
+        if self.launch.rank == 0:
+            self.store.set(name, judge() or "")
+        try:
+            self.store.wait([name], timedelta(seconds=2 * self.limit + RESPONSE_SECONDS))
+        except RuntimeError as error:  # DistError is one
+            raise RunStopped(f"rank 0 gives no verdict ({name}): it is dead or stopped") from error
+        verdict = self.store.get(name).decode()
+        # Rank 0 holds the store and may leave after any verdict: it waits until all have read, or the others would lose the connection.
+        self.say(f"{name} read", True)
+        if self.launch.rank == 0:
+            self.words(f"{name} read", range(self.launch.world_size), RESPONSE_SECONDS)
+        if verdict:
+            raise RunStopped(verdict)
+
+
+def open_board(launch: Launch, limit: float, expected: Sequence[str]) -> Board:
+    """The board of this job. RunStopped where rank 0 cannot be reached within the limit, ValueError without an address."""
+    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        return Board(dist.HashStore(), launch, limit, expected)
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"MASTER_ADDR is {host!r} and MASTER_PORT {port!r}: give host and free port of rank 0, or start with torchrun")
+    with_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    mine = launch.rank == 0 and not with_agent
+    try:
+        left = timedelta(seconds=limit)
+        store: dist.Store = dist.TCPStore(host, int(port), is_master=mine, timeout=left, wait_for_workers=False)
+        if with_agent:  # the launcher's store remembers what was said before a restart
+            store = rendezvous.meet(store, launch.rank, launch.world_size, left)
+    except RuntimeError as error:
+        why = str(error).strip().partition("\n")[0]
+        raise RunStopped(f"{socket.gethostname()} does not reach rank 0 at {host}:{port} within {limit:g} s ({why})") from error
+    return Board(store, launch, limit, expected)
+
+
+def check_devices(board: Board, found: Found, slow_factor: float) -> list[str]:
+    """All processes' words of their devices; hosts by rank. RunStopped on every rank where one lacks or has a problem."""
+    board.say("device", vars(found))
+
+    def judge() -> str | None:
+        told = {rank: Found(**word) for rank, word in board.words("device", range(board.launch.world_size)).items()}
+        board.hosts |= {rank: one.host for rank, one in told.items()}
+        missing = [rank for rank in range(board.launch.world_size) if rank not in told]
+        problems = {rank: one.problem for rank, one in told.items() if one.problem}
+        late = slow({rank: one.seconds for rank, one in told.items() if rank not in problems}, slow_factor)
+        problems |= {rank: f"its product {text}" for rank, text in late.items()}
+        lines = [f"{spoken([rank], board.hosts)}: {problems[rank]}" for rank in sorted(problems)]
+        if missing:
+            lines.append(f"{spoken(missing, board.hosts)} did not come within {board.limit:g} s")
+        return "; ".join(lines)
+
+    board.agree("devices", judge)
+    return [word["host"] for _, word in sorted(board.words("device", range(board.launch.world_size)).items())]
+
+
+@dataclass(frozen=True)
+class Summed:
+    """What came of a sum: `problem` in words or None, seconds of one sum, and bus bandwidth as nccl-tests counts it (GB/s)."""
+
+    problem: str | None
+    seconds: float = 0.0
+    bandwidth: float = 0.0
+
+
+def add_up(device: torch.device, store: dist.Store, group: Sequence[int], rank: int, seconds: float) -> Summed:
+    """Sum known integers over a group of ranks, in a process group made for it and left again."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # each thread has its own
+    place, ranks = list(group).index(rank), len(group)
+    # Longer than our own limit: what NCCL and gloo say at theirs names no host.
+    timeout = timedelta(seconds=seconds + 6 * RESPONSE_SECONDS)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=place, world_size=ranks, timeout=timeout)
+    try:
+        base = torch.arange(SUMMED[device.type], device=device).remainder(13).float()
+        taken = [base * (place + 1)]
+        dist.all_reduce(taken[0])
+        wrong = int((taken[0] != base * (ranks * (ranks + 1) // 2)).sum())
+        if wrong:
+            return Summed(f"{wrong} of {base.numel()} elements of a known sum are wrong")
+        once = _seconds(device, lambda: dist.all_reduce(base), 3)
+        return Summed(None, once, 2 * (ranks - 1) / ranks * base.numel() * base.element_size() / once / 1e9)
+    finally:
+        dist.destroy_process_group()
+
+
+def within(limit: float, work: Callable[[], Summed]) -> Summed:
+    """The outcome of `work`, done in a thread: a collective that hangs cannot be called back."""
+    outcome: list[Summed] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except RuntimeError as error:
+            outcome.append(Summed(str(error).strip().partition("\n")[0]))
+
+    thread = threading.Thread(target=run, name=HANGING, daemon=True)
+    thread.start()
+    thread.join(limit)
+    return outcome[0] if outcome else Summed(f"no answer within {limit:g} s")
+
+
+def check_links(board: Board, device: torch.device, hosts: Sequence[str], slow_factor: float) -> list[str]:
+    """Sums over all groups of `stages(hosts)`; lines for the log, of each stage and its slowest group.
+
+    Raises:
+        RunStopped: on every rank, with the ranks and hosts of the first stage that fails.
+    """
+    lines = []
+    for number, (name, groups) in enumerate(stages(hosts)):
+        rank, key = board.launch.rank, f"stage {number}"
+        mine = next((group for group in groups if rank in group), None)
+        if mine is not None:
+            store = dist.PrefixStore(f"{key}/{mine[0]}", board.store)
+            board.say(key, vars(within(board.limit, partial(add_up, device, store, mine, rank, board.limit))))
+        heard: dict[int, Summed] = {}
+        board.agree(key, partial(_judge_sums, board, key, name, groups, heard, slow_factor))
+        if heard:
+            slowest = min((group for group in groups), key=lambda group: heard[group[0]].bandwidth)
+            lines.append(f"sums {name}: at least {heard[slowest[0]].bandwidth:.1f} GB/s ({spoken(slowest[:2], board.hosts)})")
+    return lines
+
+
+def _judge_sums(
+    board: Board, key: str, name: str, groups: Sequence[Sequence[int]], heard: dict[int, Summed], slow_factor: float
+) -> str | None:
+    """On rank 0: what is wrong with a stage; `heard` becomes what its ranks have said."""
+    said = board.words(key, itertools.chain(*groups), board.limit + RESPONSE_SECONDS)
+    heard |= {rank: Summed(**word) for rank, word in said.items()}
+    silent = [rank for group in groups for rank in group if rank not in heard]
+    if silent:
+        return f"sums {name}: {spoken(silent, board.hosts)} answer no more: dead or stopped"
+    problems = []
+    for group in groups:
+        found = next((heard[rank].problem for rank in group if heard[rank].problem), None)
+        if found:
+            problems.append(f"{spoken(group, board.hosts)}: {found}")
+    late = slow({group[0]: heard[group[0]].seconds for group in groups}, slow_factor) if len(groups) > 2 else {}
+    problems += [f"{spoken(group, board.hosts)}: {late[group[0]]}" for group in groups if group[0] in late and not problems]
+    return f"sums {name}: {'; '.join(problems)}" if problems else None
+
+
+@entry.command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; its exit codes are those of `megatron.lm.entry`."""
+    parser = arguments.Parser(description=__doc__)
+    parser.add_argument("--timeout-seconds", type=arguments.count(1, 3600), default=120, help="for each wait (default: %(default)s)")
+    parser.add_argument(
+        "--min-free-gib", type=arguments.count(0, 2**20), help="memory that has to be free (default: of a GPU 9 tenths of what it has)"
+    )
+    parser.add_argument(
+        "--slow-percent",
+        type=arguments.count(0, 10_000),
+        help="refuse a rank that takes so many percent longer than the median of all; 0: none (default: 50 on GPUs, 0 elsewhere)",
+    )
+    parser.add_argument(
+        "--hosts", nargs="+", type=arguments.name, default=[], help="hosts in the order of their ranks, to name those that do not come"
+    )
+    args = parser.parse_args(argv)
+    launch = launch_from_environment()
+    device, found = look(launch, args.min_free_gib)
+    percent = args.slow_percent if args.slow_percent is not None else 50 if device.type == "cuda" else 0
+    factor = 1 + percent / 100 if percent else 0.0
+    board = open_board(launch, args.timeout_seconds, args.hosts)
+    try:
+        hosts = check_devices(board, found, factor)
+        lines = check_links(board, device, hosts, factor)
+    except RunStopped as problem:
+        if not any(thread.name == HANGING for thread in threading.enumerate()):
+            raise
+        # The interpreter's end would wait for what hangs.
+        print(f"error on rank {launch.rank}: {problem}" if launch.rank else f"error: {problem}", file=sys.stderr, flush=True)
+        os._exit(entry.STOPPED)
+    if launch.rank == 0:
+        print(*lines, f"{launch.world_size} processes on {len(set(hosts))} machines: all is well", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

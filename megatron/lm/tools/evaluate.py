@@ -1,0 +1,180 @@
+"""Evaluate trained models: bits a byte of a text, and tasks through lm-eval. Several models stand beside each other in one table.
+
+    python -m megatron.lm.tools.evaluate perplexity --load runs/quickstart/O0/checkpoint runs/quickstart/O2/checkpoint --text held_out.txt
+    python -m megatron.lm.tools.evaluate last-word --text held_out.txt --output tasks/last_word.jsonl
+    python -m megatron.lm.tools.evaluate tasks --load checkpoints gpt-fp8 --tasks piqa last_word --data-dir tasks --output results.json
+
+- --load takes the trainer's checkpoints and folders of Hugging Face (to-hf and export-fp8 of convert_checkpoint), as many as there are.
+- perplexity needs nothing more. tasks needs lm-eval, and a folder of Hugging Face transformers: pip install 'msamp[eval]'.
+- Nothing is downloaded: tasks are YAML files here or below --include-path, their documents files below --data-dir.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.lm import durable, entry
+from megatron.lm.tools import arguments
+
+Rows = dict[str, dict[str, dict[str, Any]]]  # model -> task -> metric -> value
+
+
+def _texts(paths: Sequence[Path], key: str) -> Iterator[str]:
+    from megatron.lm.data.indexing import read_documents
+
+    for path in paths:
+        yield from (document.texts[key] for document in read_documents(path, [key]))
+
+
+def _check_texts(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if not path.is_file() or path.suffix not in (".txt", ".jsonl", ".json"):
+            raise ValueError(f"--text {path} is no .txt, .jsonl or .json file: give text, or one JSON object a line")
+
+
+def _write(output: Path | None, content: str) -> None:
+    if output is not None:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with durable.written_aside(output) as stream:
+                stream.write(content.encode())
+        except OSError as error:
+            raise ValueError(f"--output {output} cannot be written ({error.strerror}): free space, or name another file") from None
+
+
+def _report(rows: Rows, about: Mapping[str, Mapping[str, Any]], output: Path | None) -> None:
+    results = {name: {"about": about[name], "results": values} for name, values in rows.items()}
+    _write(output, json.dumps(results, indent=2) + "\n")
+    print(table(rows))
+
+
+def table(rows: Rows) -> str:
+    """Markdown: a line for each task and metric, a column for each model, standard errors behind what has one."""
+    names = list(rows)
+    lines = ["| task | metric | " + " | ".join(names) + " |", "| --- | --- |" + " --- |" * len(names)]
+    for task, metrics in next(iter(rows.values())).items():
+        for metric in metrics:
+            if "_stderr" not in metric:
+                cells = [_cell(rows[name].get(task, {}), metric) for name in names]
+                lines.append(f"| {task} | {metric} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(values: Mapping[str, Any], metric: str) -> str:
+    value = values.get(metric)
+    if not isinstance(value, int | float):
+        return "-"
+    error = values.get(f"{metric}_stderr")
+    text = str(value) if isinstance(value, int) else f"{value:.4f}"
+    return f"{text} ± {error:.4f}" if isinstance(error, int | float) else text
+
+
+def _each(loads: Sequence[Path], measure: Callable[[Any], dict[str, dict[str, Any]]], output: Path | None) -> None:
+    from megatron.lm.evaluation.models import opened
+
+    names = [str(load) for load in loads]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--load {' '.join(names)}: a model is named twice")
+    rows: Rows = {}
+    about: dict[str, Mapping[str, Any]] = {}
+    for load in loads:
+        with opened(load) as model:
+            print(f"{load}: {', '.join(f'{key} {value}' for key, value in model.about.items())}", file=sys.stderr, flush=True)
+            rows[model.name], about[model.name] = measure(model), model.about
+    _report(rows, about, output)
+
+
+def tell_perplexity(args: argparse.Namespace) -> None:
+    """Bits a byte of texts."""
+    from megatron.lm.evaluation.perplexity import perplexity
+
+    _check_texts(args.text)
+
+    def measure(model: Any) -> dict[str, dict[str, Any]]:
+        window = model.seq_length if args.window is None else args.window
+        stride = max(1, window // 2) if args.stride is None else args.stride
+        told = perplexity(model, _texts(args.text, args.json_key), stride=stride, batch_size=args.batch_size, window=window)
+        return {"text": told.row()}
+
+    _each(args.load, measure, args.output)
+
+
+def run_tasks(args: argparse.Namespace) -> None:
+    """Tasks through lm-eval."""
+    from megatron.lm.evaluation.models import needed
+
+    for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
+        os.environ[variable] = "1"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    needed("lm_eval", "to run tasks")
+    from megatron.lm.evaluation import harness
+
+    for folder in args.include_path:
+        if not folder.is_dir():
+            raise ValueError(f"--include-path {folder} is no folder: name one that holds YAML files of tasks")
+    known = harness.manager(args.data_dir, args.include_path)
+    harness.check_tasks(args.tasks, known)
+
+    def measure(model: Any) -> dict[str, dict[str, Any]]:
+        return harness.evaluate(model, args.tasks, known, batch_size=args.batch_size, limit=args.limit, fewshot=args.num_fewshot)
+
+    _each(args.load, measure, args.output)
+
+
+def make_last_word(args: argparse.Namespace) -> None:
+    """A last-word set of texts."""
+    from megatron.lm.evaluation.last_word import passages
+
+    _check_texts(args.text)
+    lines = [json.dumps(passage, ensure_ascii=False) for passage in passages(_texts(args.text, args.json_key))]
+    if not lines:
+        raise ValueError(f"{' '.join(map(str, args.text))}: no sentence ends with a word that the 3 before it hold; give a longer text")
+    _write(args.output, "\n".join(lines) + "\n")
+    print(f"{args.output}: {len(lines)} passages")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = arguments.Parser(description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=arguments.Parser)
+
+    def command(name: str, run: Callable[[argparse.Namespace], None], what: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=what, description=what)
+        made.set_defaults(run=run)
+        return made
+
+    told = command("perplexity", tell_perplexity, "bits a byte and perplexity of texts")
+    tasks = command("tasks", run_tasks, "tasks through lm-eval")
+    word = command("last-word", make_last_word, "make a set of last words from texts, for the task last_word")
+    for each in (told, tasks):
+        each.add_argument(
+            "--load", nargs="+", required=True, type=arguments.path, metavar="FOLDER", help="checkpoints, Hugging Face folders"
+        )
+        each.add_argument("--batch-size", type=arguments.count(1, 65536), default=8, help="sequences side by side (default: %(default)s)")
+        each.add_argument("--output", type=arguments.output_file, metavar="FILE", help="results as JSON")
+    for each in (told, word):
+        each.add_argument("--text", nargs="+", required=True, type=arguments.path, metavar="FILE", help=".txt, or .jsonl, an object a line")
+        each.add_argument("--json-key", type=arguments.name, default="text", help="member that holds the text (default: %(default)s)")
+    told.add_argument("--window", type=arguments.count(1), help="tokens that the model sees (default: its sequence length)")
+    told.add_argument("--stride", type=arguments.count(1), help="tokens that the window moves on by (default: half the window)")
+    tasks.add_argument("--tasks", nargs="+", required=True, type=arguments.name, metavar="TASK", help="by name")
+    tasks.add_argument("--data-dir", type=arguments.path, default=Path("."), help="folder with the tasks' files (default: this one)")
+    tasks.add_argument("--include-path", nargs="+", type=arguments.path, default=[], metavar="FOLDER", help="of further tasks' YAML")
+    tasks.add_argument("--limit", type=arguments.count(1), help="of each task this many documents")
+    tasks.add_argument("--num-fewshot", type=arguments.count(0), help="solved documents before each (default: what the task says)")
+    word.add_argument("--output", required=True, type=arguments.output_file, metavar="FILE", help="JSON lines, {context, word} each")
+    return parser
+
+
+@entry.command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line; its exit codes are those of `megatron.lm.entry`."""
+    args = _parser().parse_args(argv)
+    args.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""The layers of a peer's recipe, by a provider that stands in for Transformer Engine's: same modules and names, computed by torch."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron.lm import checkpoint, gain, graph, peers, process_groups
+from megatron.lm.config import Config
+from megatron.lm.cpu_home import cpu_home
+from megatron.lm.model import gpt, peer
+from megatron.lm.model.attention import SDPAttention
+from megatron.lm.model.gpt import build_model, transformer_config
+from megatron.lm.model.initial import named_globally
+from megatron.lm.model.linear import column_linear, row_linear
+from megatron.lm.model.norm import LayerNorm, RMSNorm
+from megatron.lm.peers import PeerRecipe
+from msamp.numerics.recipe import BF16
+
+
+class NormColumn(column_linear(BF16)):  # type: ignore[misc]
+    """Norm and linear layer in one, with the names that Transformer Engine's has."""
+
+    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(*args, config=config, **kwargs)
+        self.layer_norm_weight = nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype))
+        self.layer_norm_bias = nn.Parameter(torch.zeros(config.hidden_size, dtype=config.params_dtype))
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        shape, epsilon = self.layer_norm_weight.shape, self.config.layernorm_epsilon
+        normed = functional.layer_norm(input_, shape, self.layer_norm_weight, self.layer_norm_bias, epsilon)
+        return super().forward(normed, *args, **kwargs)
+
+
+class Provider(LocalSpecProvider):
+    """Answers as megatron-core's TESpecProvider does."""
+
+    def row_parallel_linear(self) -> type:
+        return row_linear(BF16)
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return NormColumn
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return RMSNorm if rms_norm else LayerNorm
+
+    def core_attention(self) -> type:
+        return SDPAttention
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine is there. Without its fusions, which want its kernels and a compiler."""
+    monkeypatch.setattr(peers, "installed", lambda: True)
+    monkeypatch.setattr(gpt, "check_available", lambda recipe: None)
+    monkeypatch.setattr(gpt, "provider", Provider)
+    monkeypatch.setattr(peer, "fusions", lambda model: {})
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    with cpu_home():
+        process_groups.initialize(tiny.config("corpus"))
+        yield
+        process_groups.shutdown()
+
+
+def recipe_of(settings: Config) -> PeerRecipe:
+    found = settings.precision.recipe
+    assert isinstance(found, PeerRecipe)
+    return found
+
+
+@pytest.mark.parametrize("name", peers.names())
+def test_megatron_core_is_told_what_the_recipe_says(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peer, "fusions", lambda model: {})
+    settings = tiny.config("corpus", precision=name)
+    recipe = recipe_of(settings)
+    told, plain = transformer_config(settings, recipe), transformer_config(settings, BF16)
+    core = dict(recipe.core)
+    assert {key: getattr(told, key) for key in core} == core
+    untouched = vars(plain).keys() - core.keys() - {"init_method", "output_layer_init_method", "embedding_init_method"}
+    assert {key: vars(told)[key] for key in untouched} == {key: vars(plain)[key] for key in untouched}
+    assert plain.fp8 is None
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        ({}, {"bias_activation_fusion": True, "activation_func": functional.gelu, "apply_rope_fusion": True}),
+        ({"swiglu": True, "disable_bias_linear": True}, {"bias_activation_fusion": True, "activation_func": functional.silu}),
+        ({"disable_bias_linear": True, "position_embedding_type": "learned_absolute"}, {"apply_rope_fusion": False}),
+    ],
+)
+def test_a_peer_has_megatron_s_fusions(model: dict[str, Any], wanted: dict[str, Any]):
+    settings = tiny.config("corpus", **model).model
+    found = peer.fusions(settings)
+    assert wanted.items() <= found.items()
+    assert found["bias_dropout_fusion"]
+    assert ("bias_activation_fusion" in found) == ("bias_activation_fusion" in wanted)
+    # megatron-core takes them, the rotary one apart, for which it looks for Transformer Engine.
+    TransformerConfig(
+        **{"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "gated_linear_unit": settings.swiglu}
+        | {"add_bias_linear": not settings.disable_bias_linear}
+        | (found | {"apply_rope_fusion": False})
+    )
+    assert peer.core_settings(BF16, settings) == {}
+
+
+@pytest.mark.parametrize(("normalization", "norm"), [("LayerNorm", LayerNorm), ("RMSNorm", RMSNorm)])
+def test_the_provider_s_modules_stand_in_the_slots(normalization: str, norm: type, fake: None, one_process: None):
+    settings = tiny.config("corpus", precision="te-delayed", normalization=normalization, num_layers=3)
+    model = build_model(settings, recipe_of(settings), tiny.VOCABULARY)
+    assert len(model.decoder.layers) == 3
+    for layer in model.decoder.layers:
+        assert type(layer.self_attention.linear_qkv) is type(layer.mlp.linear_fc1) is NormColumn
+        assert type(layer.self_attention.linear_proj) is type(layer.mlp.linear_fc2) is row_linear(BF16)
+        assert type(layer.self_attention.core_attention) is SDPAttention
+    assert type(model.decoder.final_layernorm) is norm
+
+
+def test_weights_start_from_the_numbers_of_every_other_recipe(fake: None, one_process: None):
+    def drawn(name: str) -> dict[str, Tensor]:
+        settings = tiny.config("corpus", precision=name)
+        model = build_model(settings, settings.precision.recipe, tiny.VOCABULARY)
+        named = ((f"{at}.{key}", p) for at, module in named_globally(model) for key, p in module.named_parameters(recurse=False))
+        return {key: p.detach() for key, p in named}
+
+    theirs, ours = drawn("te-current"), drawn("bf16")
+    matrices = {key for key, p in ours.items() if p.dim() > 1}
+    assert matrices == {key for key, p in theirs.items() if p.dim() > 1}
+    assert all(torch.equal(theirs[key], ours[key]) for key in matrices)
+    assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in theirs
+    assert sum(p.numel() for p in theirs.values()) == sum(p.numel() for p in ours.values())
+
+
+def test_a_run_of_theirs_is_a_run_of_ours_but_for_the_layers(prefix: Path, fake: None):
+    """The layers that stand in compute what O0's do, and so every loss is O0's: data, seed, schedule, gradients and update are the same."""
+    runs = {name: tiny.losses(tiny.run(tiny.config(prefix, precision=name, train_iters=4))) for name in ("bf16", "te-bf16")}
+    assert len(runs["bf16"]) == 4
+    assert runs["te-bf16"] == runs["bf16"]
+
+
+def test_saved_and_resumed(prefix: Path, tmp_path: Path, fake: None):
+    whole = tiny.losses(tiny.run(tiny.config(prefix, precision="te-current", train_iters=4)))
+    again = {"precision": "te-current", "train_iters": 4, "save": str(tmp_path), "load": str(tmp_path)}
+    first = tiny.losses(tiny.run(tiny.config(prefix, **again, exit_interval=2)))
+    assert checkpoint.exists(tmp_path)
+    assert first + tiny.losses(tiny.run(tiny.config(prefix, **again))) == whole
+
+
+def test_a_checkpoint_of_our_layers_is_refused_by_name(prefix: Path, tmp_path: Path, fake: None):
+    tiny.run(tiny.config(prefix, precision="bf16", train_iters=2, save=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"layer_norm_weight|input_layernorm"):
+        tiny.run(tiny.config(prefix, precision="te-bf16", train_iters=4, load=str(tmp_path)))
+
+
+def test_steps_are_eager_and_the_log_says_of_whom_the_layers_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    settings = tiny.config("corpus", precision="te-delayed")
+    assert graph.choose(settings) == ("none", "Transformer Engine's layers are not captured")
+    assert gain.describe(settings, gain.Choice(reason="precision te-delayed")) == (
+        "linear layers: 8 of Transformer Engine; precision te-delayed"
+    )
+
+
+# Refusals at the start
+
+
+def test_without_the_package_or_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch):
+    recipe = recipe_of(tiny.config("corpus", precision="te-block"))
+    monkeypatch.setattr(peer, "installed", lambda: False)
+    with pytest.raises(
+        ValueError, match=r"precision te-block wants Transformer Engine, which is not installed: pip install 'msamp\[peers\]'"
+    ):
+        peer.check_available(recipe)
+    monkeypatch.setattr(peer, "installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="computes on NVIDIA GPUs, and there is none; take --precision bf16"):
+        peer.check_available(recipe)
+
+
+def test_a_package_that_does_not_load_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    recipe = recipe_of(tiny.config("corpus", precision="te-block"))
+    broken = tmp_path / "transformer_engine"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("")
+    (broken / "pytorch.py").write_text("raise ImportError('undefined symbol: x\\nmore')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(peer, "installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that what is imported is gone again after the test
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ValueError, match=r"is installed and does not load \(undefined symbol: x\): pip install"):
+        peer.check_available(recipe)
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("transformer_engine.pytorch"))
+    peer.check_available(recipe)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", peers.names())
+def test_transformer_engine_itself_trains(name: str, prefix: Path):
+    pytest.importorskip("transformer_engine.pytorch", reason="pip install 'msamp[peers]'")
+    wide = {"hidden_size": 256, "num_attention_heads": 4, "seq_length": 128, "micro_batch_size": 4}
+    losses = {one: tiny.losses(tiny.run(tiny.config(prefix, precision=one, train_iters=10, **wide))) for one in ("bf16", name)}
+    assert losses[name][-1] < losses[name][0]
+    assert losses[name] == pytest.approx(losses["bf16"], rel=0.05)

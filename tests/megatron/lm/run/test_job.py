@@ -1,0 +1,56 @@
+"""What is asked of the trainer's command is judged before anything is begun; whole runs stand in tests/megatron/lm/test_pretrain.py."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+from megatron.lm.run import job
+
+FLAGS = shlex.split(
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 --tokenizer-type NullTokenizer "
+    "--micro-batch-size 2 --train-iters 4 --lr 1e-3 --split 80,15,5 --fp8-min-gain 0"
+)
+
+
+@pytest.fixture
+def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return [*FLAGS, "--data-path", str(tiny.write_data(tmp_path))]
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "", "two", str(2**20 + 1)])
+def test_a_number_of_processes_that_cannot_be(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], size: str
+):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert job.job(flags) == 2
+    assert capsys.readouterr().err.startswith(f"error: WORLD_SIZE is {size!r}; it must be a number of processes in [1, 1048576]: ")
+
+
+def test_a_dry_run_tells_and_begins_nothing(flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    from megatron.lm import process_groups
+
+    monkeypatch.setattr(process_groups, "initialize", lambda config: pytest.fail("it began"))
+    assert job.job([*flags, "--dry-run"]) == 0
+    assert "nothing was started" in capsys.readouterr().out
+
+
+def test_the_groups_are_left_however_the_run_ends(flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    from megatron.lm import process_groups
+    from megatron.lm.run import trainer
+
+    class Fails:
+        def __init__(self, config: object) -> None:
+            raise ValueError("no")
+
+    done: list[str] = []
+    monkeypatch.setattr(process_groups, "initialize", lambda config: done.append("initialize"))
+    monkeypatch.setattr(process_groups, "shutdown", lambda: done.append("shutdown"))
+    monkeypatch.setattr(trainer, "Trainer", Fails)
+    assert job.job(flags) == 2
+    assert (done, capsys.readouterr().err) == (["initialize", "shutdown"], "error: no\n")
+    assert "megatron.core" in sys.modules

@@ -1,0 +1,42 @@
+"""--output-layer-precision fp8 in whole runs: the loss it costs, on one process and under tensor parallelism, and a resumed run."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dist
+import pytest
+import tiny
+
+from megatron.lm.config import Config
+
+LOSS = 0.05  # most by which a training loss of about 2 to 4 may differ over 30 steps
+
+
+def settings(folder: Path, level: str = "O2", **changes: Any) -> Config:
+    return tiny.config(tiny.write_data(folder) if not (folder / "corpus.bin").exists() else folder / "corpus", opt_level=level, **changes)
+
+
+def difference(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_tiny_gpt_trains_to_the_same_loss_and_resumes_bit_for_bit(tmp_path: Path):
+    narrow, wide = (tiny.losses(tiny.run(settings(tmp_path, train_iters=30, output_layer_precision=way))) for way in ("fp8", "bf16"))
+    assert narrow[-1] < narrow[0] - 0.3
+    assert 0 < difference(narrow, wide) < LOSS
+    run = settings(tmp_path, train_iters=30, output_layer_precision="fp8", save=str(tmp_path / "saved"), exit_interval=3)
+    first = tiny.losses(tiny.run(run))
+    resumed = replace(
+        run, training=replace(run.training, exit_interval=6), checkpoint=replace(run.checkpoint, load=str(tmp_path / "saved"))
+    )
+    assert first + tiny.losses(tiny.run(resumed)) == narrow[:6]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("spread", [False, True], ids=["TP", "TP and SP"])
+def test_under_tensor_parallelism(tmp_path: Path, spread: bool):
+    alone = tiny.losses(tiny.run(settings(tmp_path, "O3", train_iters=10, output_layer_precision="fp8")))
+    grid = {"tensor_model_parallel_size": 2, "sequence_parallel": spread}
+    split = tiny.losses(dist.run(tiny.run, 2, settings(tmp_path, "O3", train_iters=10, output_layer_precision="fp8", **grid))[0])
+    assert difference(alone, split) < LOSS

@@ -1,0 +1,132 @@
+"""The commands on tiny models, and what they refuse."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import hosts
+import pytest
+import texts
+
+from megatron.lm.tools import convert_checkpoint, evaluate
+
+SENTENCES = "The committee met on Monday. Its report was short. Nobody liked the report. They wrote another report. "
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints `bf16` and `O3`, the latter's export `fp8`, and a text."""
+    folder = tmp_path_factory.mktemp("tool")
+    for level in ("bf16", "O3"):
+        texts.trained(folder, precision=level, train_iters=4)
+    assert convert_checkpoint.main(["export-fp8", "--load", str(folder / "O3"), "--output", str(folder / "fp8")]) == 0
+    (folder / "held.txt").write_text(f"{texts.SPEECH}\n<|endoftext|>\nPeace.\n")
+    (folder / "held.jsonl").write_text(json.dumps({"body": texts.SPEECH}) + "\n" + json.dumps({"body": "Peace."}) + "\n")
+    return folder
+
+
+def run(capsys, *words: object) -> tuple[int, str, str]:
+    try:
+        code = evaluate.main([str(word) for word in words])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    return code, *capsys.readouterr()
+
+
+def test_several_models_stand_beside_each_other(made: Path, tmp_path: Path, capsys):
+    loads = [made / name for name in ("bf16", "O3", "fp8")]
+    code, out, err = run(capsys, "perplexity", "--load", *loads, "--text", made / "held.txt", "--output", tmp_path / "new" / "results.json")
+    assert code == 0, err
+    saved = json.loads((tmp_path / "new" / "results.json").read_text())
+    assert list(saved) == [str(load) for load in loads]
+    told = [entry["results"]["text"] for entry in saved.values()]
+    assert {(row["bytes"], row["documents"], row["window"], row["stride"]) for row in told} == {(len(texts.SPEECH.encode()) + 6, 2, 32, 16)}
+    bits = [row["bits_per_byte"] for row in told]
+    assert bits[1] == pytest.approx(bits[2], rel=0.01), "the export has the same FP8 weights"
+    assert [entry["about"]["precision"] for entry in saved.values()] == ["bf16", "O3", "fp8 export"]
+    header, _, *rows = out.splitlines()
+    assert header == "| task | metric | " + " | ".join(map(str, loads)) + " |"
+    assert f"| text | bits_per_byte | {bits[0]:.4f} | {bits[1]:.4f} | {bits[2]:.4f} |" in rows
+
+
+def test_lines_of_json_and_a_stride_of_one_s_own(made: Path, tmp_path: Path, capsys):
+    common = ["perplexity", "--load", made / "O3", "--output", tmp_path / "r.json"]
+    found = []
+    for words in (["--text", made / "held.txt", "--stride", 8], ["--text", made / "held.jsonl", "--json-key", "body", "--stride", 8]):
+        assert run(capsys, *common, *words)[0] == 0
+        found.append(json.loads((tmp_path / "r.json").read_text())[str(made / "O3")]["results"]["text"])
+    assert found[0] == found[1]
+    assert found[0]["stride"] == 8
+
+
+def test_a_last_word_set_is_made(tmp_path: Path, capsys):
+    (tmp_path / "a.txt").write_text(SENTENCES * 3)
+    code, out, _ = run(capsys, "last-word", "--text", tmp_path / "a.txt", "--output", tmp_path / "data" / "last_word.jsonl")
+    assert (code, out) == (0, f"{tmp_path}/data/last_word.jsonl: 3 passages\n")
+    assert [json.loads(line)["word"] for line in (tmp_path / "data" / "last_word.jsonl").read_text().splitlines()] == ["report"] * 3
+
+
+def test_tasks_run_on_checkpoint_and_export(made: Path, tmp_path: Path, capsys):
+    hosts.need("lm_eval", "eval")
+    (tmp_path / "a.txt").write_text(SENTENCES * 3)
+    run(capsys, "last-word", "--text", tmp_path / "a.txt", "--output", tmp_path / "last_word.jsonl")
+    loads = [made / "O3", made / "fp8"]
+    words = ["--load", *loads, "--tasks", "last_word", "--data-dir", tmp_path, "--limit", 2, "--output", tmp_path / "r.json"]
+    code, out, err = run(capsys, "tasks", *words)
+    assert code == 0, err
+    saved = json.loads((tmp_path / "r.json").read_text())
+    assert [entry["results"]["last_word"]["samples"] for entry in saved.values()] == [2, 2]
+    assert re.search(r"^\| last_word \| acc \| [\d.]+ ± [\d.]+ \| [\d.]+ ± [\d.]+ \|$", out, re.MULTILINE)
+
+
+def test_without_lm_eval_tasks_say_how_to_install_it(made: Path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    code, out, err = run(capsys, "tasks", "--load", made / "O3", "--tasks", "piqa")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"error: lm_eval is missing to run tasks \(.*\): pip install 'msamp\[eval\]'\n", err)
+
+
+def test_the_table_has_standard_errors_and_gaps():
+    rows = {"a": {"t": {"acc": 0.5, "acc_stderr": 0.25, "samples": 4}}, "b": {"t": {"acc": 1.0}}}
+    assert evaluate.table(rows).splitlines()[2:] == ["| t | acc | 0.5000 ± 0.2500 | 1.0000 |", "| t | samples | 4 | - |"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["perplexity", "--text", "none.txt"], "--text none.txt is no .txt, .jsonl or .json file"),
+        (["perplexity", "--text", "{made}"], "is no .txt, .jsonl or .json file"),
+        (["perplexity", "--text", "{made}/held.txt", "--stride", "33"], "stride 33 must lie between 1 and the window, 32 tokens"),
+        (["perplexity", "--text", "{made}/held.txt", "--window", "64"], "window 64 must lie between 1 and 32"),
+        (["perplexity", "--text", "{made}/held.jsonl"], "no key 'text'; it has 'body'"),
+        (["perplexity", "--text", "{made}/held.txt", "--load", "{made}/none"], "none does not exist: give a folder of the trainer's"),
+        (["perplexity", "--text", "{made}/held.txt", "--load", "{made}/O3", "{made}/O3"], "a model is named twice"),
+        (["perplexity", "--text", "{made}/held.txt", "--stride", "0"], "0 is out of range"),
+        (["perplexity", "--text", "{made}/held.txt", "--output", "{made}"], "is a folder: name a file in it"),
+        (["last-word", "--text", "{made}/held.txt", "--output", "{made}/x.jsonl"], "no sentence ends with a word"),
+        (["tasks"], "arguments are required: --tasks"),
+        (["no-such-command"], "invalid choice: 'no-such-command'"),
+    ],
+)
+def test_bad_input_is_one_line(made: Path, capsys, words: list[str], message: str):
+    words = [word.format(made=made) for word in words]
+    if "--load" not in words and words[0] in ("perplexity", "tasks"):
+        words += ["--load", str(made / "O3")]
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    told = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1
+    assert message in told[0]
+
+
+def test_bad_tasks_are_one_line(made: Path, tmp_path: Path, capsys):
+    hosts.need("lm_eval", "eval")
+    for words, message in (
+        (["--tasks", "mmlu"], "--tasks mmlu: there is no such task; choose of boolq"),
+        (["--tasks", "piqa", "--data-dir", tmp_path], "piqa"),
+        (["--tasks", "piqa", "--include-path", tmp_path / "none"], "none is no folder: name one that holds YAML files"),
+    ):
+        code, _, err = run(capsys, "tasks", "--load", made / "O3", *words)
+        assert code == 2
+        assert message in err.lower() if message == "piqa" else message in err
