@@ -4,7 +4,7 @@
     python tools/memory_report.py --preset 1.3b --levels O3 --recompute-granularity selective --recompute-modules mlp core_attn
     python tools/memory_report.py --preset 1.3b --levels O2 --save-activations coat
 
-Whatever is no flag of this tool goes to megatron.lm.pretrain. One process, whatever the preset's grid.
+Other flags go to megatron.lm.pretrain. The report runs on one process, for any grid of the preset.
 
 - States, bytes a parameter: the tensors themselves after a training step.
 - Activations, MiB a layer: what is alive after forward and was not before, in a model of two layers less in one of a single layer; the
@@ -35,6 +35,7 @@ from megatron.lm.config.check import check
 from megatron.lm.config.cli import parse_args
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import build_model
+from megatron.lm.presets import GPT2_VOCABULARY
 from megatron.lm.recipe import build_recipe
 from megatron.lm.step import train_step
 from megatron.lm.tools.arguments import Parser, output_file
@@ -181,7 +182,7 @@ def state_bytes(training: Training) -> dict[str, int]:
 def states(config: Config) -> Iterator[Row]:
     """Rows of the model states, and on a GPU of the peak and the rest of a step."""
     (rank,) = plan.plan(config, 1)
-    vocab_size = config.model.vocab_size or plan.GPT2_VOCABULARY
+    vocab_size = config.model.vocab_size or GPT2_VOCABULARY
     training = build_training(config, vocab_size)
     device = process_groups.device()
     batches, graphs = random_batches(config, vocab_size, device), graph.build(training)

@@ -1,11 +1,11 @@
-"""Whether the tests notice a fault: one-line faults, put one by one into a copy of this tree, and the tests that should notice run there.
+"""Checks that the tests notice faults: it puts one-line faults one by one into a copy of this tree, and runs the tests that should fail.
 
     python tools/mutants.py                     all of tools/mutants.toml
     python tools/mutants.py --list -k exchange  what there is, of the exchange alone
 
-A mutant is a piece of one line, found by its text below a folder, and what stands there instead. Its tests are functions or files of the
-default run (`make test`), and pass without it. It is killed where one of them fails, or takes more than the time given; it survives where
-all pass, and then a kind of failure has no test. The list holds a mutant of each kind, and every one that has survived before.
+A mutant replaces a piece of one line, which is found by its text below a folder. Its tests are functions or files of the default run
+(`make test`), and pass without it. It is killed where one of them fails or takes longer than the limit. It survives where all pass: then
+a kind of failure has no test. The list holds a mutant of each kind, and every one that has survived before.
 """
 
 import argparse
@@ -119,7 +119,7 @@ def read(path: Path) -> list[Mutant]:
 
 
 def check(mutants: Sequence[Mutant]) -> None:
-    """ValueError naming all mutants whose text or tests are not in this tree."""
+    """ValueError naming all mutants with text or tests that are not in this tree."""
     problems = []
     for mutant in mutants:
         for look in (mutant.file, mutant.test_ids):
@@ -231,7 +231,7 @@ def part(text: str) -> tuple[int, int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0 where every mutant was killed, 1 where one survived, 2 where one is no mutant or the tests fail without."""
     parser = Parser(description=__doc__)
-    parser.add_argument("-k", default="", metavar="TEXT", help="only mutants whose kind, fault, place or tests contain this")
+    parser.add_argument("-k", default="", metavar="TEXT", help="only mutants with this in kind, fault, place or tests")
     parser.add_argument("--shard", type=part, default=(1, 1), metavar="I/N", help="every N-th mutant, from the I-th on")
     parser.add_argument(
         "--jobs", type=count(1, 1024), default=1, help="mutants at a time, each in a copy of its own (default: %(default)s)"

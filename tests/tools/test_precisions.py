@@ -4,7 +4,7 @@ import pytest
 
 from megatron.lm.config.cli import parse_args
 from msamp.numerics import recipe
-from tools.precisions import legal_precision, precision_flags
+from tools.precisions import case_flags, legal_case, legal_precision, precision_flags
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,18 @@ def test_what_is_no_precision_is_refused_by_name(text, word):
         precision_flags(text)
     with pytest.raises(argparse.ArgumentTypeError, match=word):
         legal_precision(text)
+
+
+def test_flags_follow_a_precision():
+    assert case_flags("O2+blockwise --master-format bf16") == [*precision_flags("O2+blockwise"), "--master-format", "bf16"]
+    assert legal_case("O2 --exp-avg-sq-format fp8-e4m3") == "O2 --exp-avg-sq-format fp8-e4m3"
+    config = parse_args(["--preset", "125m", "--micro-batch-size", "1", "--train-iters", "1", *case_flags("O2 --master-format bf16")])
+    assert config.precision.master_format == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("text", "word"), [("", "is empty: begin with a precision"), ("--master-format bf16", "'--master-format' is unknown")]
+)
+def test_flags_without_a_precision_are_refused(text, word):
+    with pytest.raises(argparse.ArgumentTypeError, match=word):
+        legal_case(text)

@@ -72,12 +72,24 @@ def test_the_trainer_takes_the_flags_and_resumes_by_itself(job: Job, tmp_path: P
     config = cli.parse_args(line[line.index("megatron.lm.pretrain") + 1 :])
     check.check(config, world_size=job.processes)
     assert config.checkpoint.resumes_itself
-    assert (config.checkpoint.save_interval, config.checkpoint.keep_last, config.checkpoint.async_save) == (2, 2, job.background)
+    assert (config.checkpoint.save_interval, config.checkpoint.keep_last, config.checkpoint.async_save) == (2, job.kept, job.background)
     assert line[line.index("--nproc-per-node") + 1] == str(job.processes)
 
 
 def test_half_of_the_jobs_save_in_the_background_on_one_process_and_on_two():
     assert {(job.processes, job.background) for job in soak.JOBS} == {(1, False), (1, True), (2, False), (2, True)}
+
+
+def test_some_jobs_keep_one_checkpoint_and_save_in_the_background():
+    assert {(job.processes, job.background) for job in soak.JOBS if job.kept == 1} == {(1, True), (2, True)}
+
+
+def test_a_checkpoint_that_is_gone_after_a_kill_is_noticed(tmp_path: Path, fake: list[str], monkeypatch: pytest.MonkeyPatch):
+    found = iter([4, None])
+    monkeypatch.setattr(soak, "newest_whole", lambda folder: next(found))
+    monkeypatch.setattr(soak, "check_start", lambda log, expected: False)
+    with pytest.raises(RuntimeError, match="held a whole checkpoint of iteration 4, and after a kill its newest is None"):
+        soak.finish(soak.JOBS[2], tmp_path, tmp_path / "job", [Moment(3, 0.0), Moment(2, 0.0)], Tally())
 
 
 def test_a_kill_takes_the_whole_family(tmp_path: Path):
@@ -212,3 +224,16 @@ def test_real_kills():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "5 kills" in done.stdout
     assert "all with the bits of an undisturbed one" in done.stdout
+
+
+@pytest.mark.nightly(90)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("job", [job for job in soak.JOBS if job.kept == 1], ids=str)
+def test_kills_while_the_only_checkpoint_to_keep_is_replaced(tmp_path: Path, job: Job):
+    """Of the trainer itself, in its first saves and right after them: `finish` looks for a whole checkpoint after each."""
+    data, tally = soak.write_data(tmp_path), Tally()
+    moments = [Moment(saves, seconds) for saves, seconds in ((2, 0.0), (1, 0.01), (2, 0.02), (3, 0.05), (1, 0.1))]
+    soak.finish(job, data, tmp_path / "job", moments, tally)
+    assert tally.kills == len(moments)
+    assert soak.newest_whole(tmp_path / "job") == soak.ITERATIONS
+    assert len(list((tmp_path / "job").glob("iter_???????"))) == 2

@@ -184,8 +184,8 @@ class SilentPeers(Peers):
     def all_reduce(self, x: Tensor, *_: Any) -> Tensor:
         return x
 
-    def all_to_all(self, flat: Tensor, sizes: Sequence[int], *_: Any) -> list[Tensor]:
-        return [flat.split(list(sizes))[self.rank]] * self.ranks
+    def all_to_all(self, flat: Tensor, sizes: Sequence[int], *_: Any) -> Tensor:
+        return flat.split(list(sizes))[self.rank].repeat(self.ranks, 1)
 
     def all_gather(self, own: Tensor, sizes: Sequence[int], *_: Any) -> Tensor:
         return own.repeat(-(-sum(sizes) // max(1, own.numel())))[: sum(sizes)]
@@ -288,7 +288,7 @@ def memory() -> dict[str, float]:
 
 
 def parser(description: str | None, cases: Sequence[str], csv: str) -> argparse.ArgumentParser:
-    """The flags of a benchmark over several processes, whose rows go to the file `csv` of the results; `--warm-up` is the caller's."""
+    """The flags of a benchmark over several processes, with rows for the file `csv` of the results; `--warm-up` is the caller's."""
     flags = Parser(description=description)
     flags.add_argument("--cases", nargs="*", default=cases, metavar="CASE", help='a level and flags, such as "O3 --grad-exchange nccl"')
     flags.add_argument("--preset", default="1.3b", choices=list(PRESETS))

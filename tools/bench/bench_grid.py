@@ -114,9 +114,11 @@ def configuration(case: str, options: argparse.Namespace, ranks: int) -> Config:
 
 
 def warm_up(config: Config) -> int:
-    """Steps before those that are measured: delayed scaling is just-in-time until its window of 16 is full."""
+    """Steps before those that are measured: delayed scaling is just-in-time until its window of 16 is full, and graphs are captured after
+    some eager steps more."""
     gemm = build_recipe(config.precision).gemm
-    return 3 if gemm is None else max(3, gemm.input.scaling.window + 1)
+    window = 0 if gemm is None else gemm.input.scaling.window
+    return max(3, window + 1 + (graph.WARM_UP + 1 if graph.obstacle(config) is None else 0))
 
 
 def grid(config: Config, ranks: int) -> dict[str, Any]:
@@ -184,7 +186,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure on every rank; rank 0 prints and appends rows, and runs the peers after the others have left."""
     flags = parser(__doc__, CASES, "grid.csv")
     flags.add_argument("--micro-batches", type=count(1), help="of each process in a step; derived: 1, on a pipeline 4 x its stages")
-    flags.add_argument("--warm-up", type=count(0), help="steps that are not measured; derived: 17 with delayed scaling, else 3")
+    flags.add_argument(
+        "--warm-up", type=count(0), help="steps that are not measured; derived: 17 with delayed scaling, else 3, and 4 for CUDA graphs"
+    )
     flags.add_argument("--no-profile", action="store_true", help="leave the exposed share out: 3 steps and a trace less a case")
     options = flags.parse_args(argv)
     launch = process_groups.launch_from_environment()

@@ -137,7 +137,7 @@ def grouped(tokens: int, hidden: int, device: str = "cuda") -> Iterator[Case]:
 
 
 def just_in_time(tokens: int, hidden: int, device: str = "cuda") -> Iterator[Case]:
-    """Just-in-time casts of a gradient, in one stage and by the maxima that its producer left; alone, and behind the producer, whose
+    """Just-in-time casts of a gradient, in one stage and by the maxima that its producer left; alone, and behind the producer: its
     output may still be in the cache. Bytes are those that each way moves."""
     new = functools.partial(torch.randn, device=device)
     for width in (hidden, 4 * hidden):

@@ -31,7 +31,7 @@ from megatron.lm.config import OPT_LEVELS, Config
 from megatron.lm.config.cli import parse_args
 from megatron.lm.presets import PRESETS, flops_per_token
 from megatron.lm.recorder import Recorder
-from megatron.lm.run.metrics import peak_tflops
+from megatron.lm.run.metrics import mfu, peak_tflops
 from megatron.lm.step import train_step
 from megatron.lm.tools.arguments import Parser, count, output_file
 from tools.bench import rows
@@ -48,7 +48,8 @@ COLUMNS = (
     "ms_p80",
     "tokens_s_gpu",
     "tflops",
-    "mfu",
+    "mfu_bf16_peak",
+    "mfu_fp8_peak",
     "peak_gib",
     "rest_gib",
     "loss",
@@ -79,6 +80,12 @@ def random_batches(config: Config, vocab_size: int, device: torch.device) -> Ite
     return itertools.repeat(batch)
 
 
+def utilisation(config: Config, tflops: float) -> dict[str, float | str]:
+    """The columns of MFU; empty where the peak is not known."""
+    shares = mfu(tflops, peak_tflops(config))
+    return {key: round(shares[key], 3) if key in shares else "" for key in ("mfu_bf16_peak", "mfu_fp8_peak")}
+
+
 def measure(level: str, options: argparse.Namespace) -> dict[str, Any]:
     """One row of our own; needs `process_groups.initialize`."""
     config = configuration(level, options)
@@ -102,7 +109,6 @@ def measure(level: str, options: argparse.Namespace) -> dict[str, Any]:
         recorder.close()
     tokens = config.training.micro_batch_size * config.model.seq_length
     tflops = flops_per_token(config.model, config.padded_vocab_size(options.vocab_size)) * tokens / median / 1e12
-    peak = peak_tflops(config)
     cuda = device.type == "cuda"
     return {
         "case": f"{level} recorded every {config.logging.record_interval}" if recorded else level,
@@ -112,7 +118,7 @@ def measure(level: str, options: argparse.Namespace) -> dict[str, Any]:
         "ms_p80": round(high * 1e3, 1),
         "tokens_s_gpu": round(tokens / median),
         "tflops": round(tflops, 1),
-        "mfu": round(tflops / peak, 3) if peak else "",
+        **utilisation(config, tflops),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else "",
         "rest_gib": round(torch.cuda.memory_allocated() / 2**30, 2) if cuda else "",
         "loss": round(float(result.loss_sum / result.tokens), 4),

@@ -1,8 +1,10 @@
-"""Where the time of a training step goes on one GPU: the kernels of one step by kind, from torch's profiler.
+"""Where the time of a training step goes on a GPU: the kernels of one step by kind, from torch's profiler.
 
     python tools/bench/profile_step.py --level O3                     GPT-1.3B, micro-batch 4
     python tools/bench/profile_step.py --level O2 --preset 7b --micro-batch-size 2 --csv profile.csv
+    torchrun --nproc-per-node 2 tools/bench/profile_step.py --flags "--tensor-model-parallel-size 2 --sequence-parallel"
 
+Of several processes the first tells what ran on its GPU.
 Prints the share of each kind and the longest kernels, and appends one row a kind to --csv. "idle" is the time between the first and
 the last kernel of the step in which none ran: what the host or a dependency costs.
 """
@@ -58,6 +60,8 @@ def kernels(options: argparse.Namespace) -> list[tuple[str, float, float]]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         train_step(training, batches, graphs)
         torch.cuda.synchronize()
+    if graphs is not None:
+        graphs.release()
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     return [(event.name, event.time_range.start, event.time_range.elapsed_us()) for event in events]
 
@@ -107,17 +111,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("there is no GPU here; a profile of kernels needs one")
+    rank = process_groups.launch_from_environment().rank
     process_groups.initialize(configuration(options.level, options))
     try:
         found = kernels(options)
     finally:
         process_groups.shutdown()
+    if rank:
+        return 0
     listed = [*by_kind(found), {"kind": "idle", "ms": round(idle(found) / 1e3, 2), "launches": ""}]
     print(*longest(found, options.top), sep="\n")
     for row in listed:
         print(f"{row['ms']:9.2f} ms {row['launches']:>6}  {row['kind']}")
     if options.csv is not None:
-        common = {"case": options.level, "preset": options.preset, "micro_batch": options.micro_batch_size}
+        common = {"case": f"{options.level} {options.flags}".strip(), "preset": options.preset, "micro_batch": options.micro_batch_size}
         rows.append(options.csv, [rows.machine(options.commit) | common | row for row in listed])
     return 0
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MEASURES = ("bytes", "sqnr_db", "worst_token_db", "underflow", "saturation", "weight_kept_db", "weight_again_db")
 COLUMNS = ("what", "kept", *MEASURES, "non_linear", "other")
-OUTPUTS = 256  # of the linear layer whose weight gradient is looked at
+OUTPUTS = 256  # of the linear layer with the weight gradient that is looked at
 EPS = 1e-5
 
 
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 for bad input."""
     parser = Parser(description=__doc__)
     parser.add_argument("--load", type=path, required=True, help="folder of checkpoints (the newest is taken), or of one")
-    parser.add_argument("--text", type=path, required=True, help="text whose beginning the model reads")
+    parser.add_argument("--text", type=path, required=True, help="text; the model reads its beginning")
     parser.add_argument("--sequences", type=count(1), default=4, help="of the model's length (default: %(default)s)")
     parser.add_argument("--csv", type=output_file, help="file to append the rows to")
     options = parser.parse_args(arguments)

@@ -1,10 +1,10 @@
 """Every precision on one model, one text and one seed: final validation loss, speed and memory in one table, and the curves.
 
     python tools/reproduce/compare_precisions.py --data data/enwik8 --out runs/precisions
-    ... --precisions bf16 collage-plus O2 O2+blockwise --seeds bf16=3 O2=3 --at-once 3 --flags "--adam-beta2 0.999"
+    ... --precisions bf16 collage-plus O2+blockwise 'O2 --master-format bf16' --seeds bf16=3 --at-once 3 --flags "--adam-beta2 0.999"
 
 GPT-125M for 2,000 steps of 8k tokens, one epoch of cleaned enwik8 (`tools/prepare_text.py`), unless --flags say otherwise: they come after
-these and win. Every run is a `megatron.lm.pretrain` of its own whose metrics lie in --out; one that is complete is not run again, so that a
+these and win. Every run is a `megatron.lm.pretrain` of its own with its metrics in --out; one that is complete is not run again, so that a
 list can grow. Losses of a precision with several seeds are told as mean, least and most, and beside BF16's of the same seeds. Every
 visible GPU is used, each run has one. With --at-once runs share a GPU, and speed and memory come from a short run of each precision with a
 GPU to itself, which goes first; then comes the first seed of each, then the second.
@@ -20,6 +20,7 @@ import csv
 import itertools
 import math
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -39,7 +40,7 @@ from megatron.lm.tools.arguments import Parser, count, path
 from megatron.lm.tools.report import COLORS, Run, differences, plain, read_run, write_curves
 from msamp.numerics import recipe
 from tools.bench import rows
-from tools.precisions import legal_precision, precision_flags
+from tools.precisions import case_flags, legal_case
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,7 +56,7 @@ COLUMNS = ("precision", "seeds", "valid_loss", "least", "most", "against_bf16", 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training: of which precision, with which seed, for how many steps, and into which folder of --out."""
+    """One training: of which precision and flags, with which seed, for how many steps, and into which folder of --out."""
 
     precision: str
     seed: int
@@ -84,10 +85,10 @@ def seeds_of(texts: Sequence[str]) -> dict[str, int]:
     """
     found = {}
     for text in texts:
-        precision, _, count = text.partition("=")
+        precision, _, count = text.rpartition("=")
         if not count.isdecimal() or int(count) < 1:
             raise ValueError(f"--seeds {text}: give PRECISION=N, N at least 1")
-        precision_flags(precision)
+        case_flags(precision)
         found[precision] = int(count)
     return found
 
@@ -97,9 +98,7 @@ def command(job: Job, options: argparse.Namespace) -> list[str]:
     data, out = Path(options.data), options.out / job.name
     text = f"--train-data-path {data}/train_text_document --valid-data-path {data}/valid_text_document"
     words = f"--tokenizer-type GPT2BPETokenizer --vocab-file {data}/encoder.json --merge-file {data}/vocab.bpe"
-    mine = (
-        f"{' '.join(precision_flags(job.precision))} --seed {job.seed} --train-iters {job.steps} --eval-interval {max(1, job.steps // 4)}"
-    )
+    mine = f"{shlex.join(case_flags(job.precision))} --seed {job.seed} --train-iters {job.steps} --eval-interval {max(1, job.steps // 4)}"
     mine += f" --lr-warmup-iters {min(LR_WARM_UP, job.steps // 4)}"
     flags = f"{SHAPE} {COURSE} {text} {words} {mine} --metrics-file {out / 'metrics.jsonl'} {options.flags}"
     return [sys.executable, "-m", "megatron.lm.pretrain", *shlex.split(flags)]
@@ -193,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("--data", default="data/enwik8", help="folder that tools/prepare_text.py made")
     parser.add_argument("--out", type=path, default=Path("runs/precisions"))
-    parser.add_argument("--precisions", nargs="+", default=list(recipe.names()), type=legal_precision)
+    parser.add_argument("--precisions", nargs="+", default=list(recipe.names()), type=legal_case, metavar="'PRECISION FLAGS'")
     parser.add_argument(
         "--seeds", nargs="*", default=["bf16=3", "O2=3"], metavar="PRECISION=N", help="more than one seed (default: %(default)s)"
     )
@@ -224,9 +223,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def job_of(precision: str, number: int | str, steps: int) -> Job:
-    """A numbered training, whose seed follows from the number, or the one that runs alone, with the first seed."""
+    """A numbered training with a seed that follows from the number, or the one that runs alone, with the first seed."""
     seed = FIRST_SEED + number if isinstance(number, int) else FIRST_SEED
-    return Job(precision=precision, seed=seed, steps=steps, name=f"{precision}_{number}")
+    name = re.sub(r"[\s-]+", "-", precision)  # a folder's
+    return Job(precision=precision, seed=seed, steps=steps, name=f"{name}_{number}")
 
 
 def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: argparse.Namespace) -> None:

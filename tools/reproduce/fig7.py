@@ -5,9 +5,15 @@
     python tools/reproduce/fig7.py --rows tools/reproduce/results/fig7/fig7.csv     table and figure once more, nothing measured
 
 Flags that are not listed by --help go to the trainer (`python -m megatron.lm.pretrain --help`), after DEFAULTS. One process trains the
-model; then N ranks are simulated: the gradients of the linear weights on the next N micro-batches, each of its own text, as they leave
-the GEMM. Scales, payloads and sums are those of `msamp.comm`: `fp32-sum` is our default exchange; `pre`, `post` and `auto` sum in FP8
-as NCCL does, hop by hop, here in rank order. Everything is compared with the FP64 mean of the gradients before any quantisation:
+model; then N ranks are simulated: the gradients of the linear weights on the next micro-batches, each of its own text, as they leave the
+GEMM. Scales, payloads and sums are those of `msamp.comm`: `fp32-sum` is our default exchange; all others sum in FP8 as NCCL does, hop by
+hop, here in rank order.
+
+Auto-scaling's mu adapts itself for --mu-steps steps on the gradients of N other micro-batches, and is judged on those that all strategies
+are judged on. `auto-paper` follows the paper, which sets mu to 1/2 where too much saturates; `auto-halve` is our rule, which halves it as
+long as that goes on; `auto-halve-in-sample` adapts on the very gradients that it is judged on, which no training can do.
+
+Everything is compared with the FP64 mean of the gradients before any quantisation:
 
 - snr_db: of the mean that comes out, over all linear weights of a block;
 - underflow: share of the elements of the mean that are not zero and come out as zero, also where the payloads cancel out;
@@ -62,10 +68,21 @@ DATA_PARALLEL = (2, 4, 8, 16, 32, 64, 128)
 PAPER = {
     "pre": "larger underflow rate",
     "post": "higher overflow rate",
-    "auto": "diminishes both, much better SNR",
+    "auto-paper": "diminishes both, much better SNR",
+    "auto-halve": "- (our rule)",
+    "auto-halve-in-sample": "- (our rule, flattered)",
     "fp32-sum": "- (ours)",
 }
-COLORS = {"pre": "#2563eb", "post": "#ea580c", "auto": "#059669", "fp32-sum": "#7c3aed"}
+RULES = {"auto-paper": "paper", "auto-halve": "halve", "auto-halve-in-sample": "halve"}
+IN_SAMPLE = "auto-halve-in-sample"
+COLORS = {
+    "pre": "#2563eb",
+    "post": "#ea580c",
+    "auto-paper": "#059669",
+    "auto-halve": "#84cc16",
+    "auto-halve-in-sample": "#9a9a9a",
+    "fp32-sum": "#7c3aed",
+}
 MEASURES = ("snr_db", "underflow", "underflow_local", "overflow", "overflow_local")
 RUN = ("opt_level", "micro_batch", "train_iters", "loss", "seed", "gpu", "driver", "torch", "commit", "date")
 COLUMNS = ("model", "dp", "block", "strategy", *MEASURES, "mu_min", "mu_max", *RUN)
@@ -80,13 +97,14 @@ class Ranks:
 
     Attributes:
         blocks: for each transformer block its linear weights' gradients, one [N, rows, columns] a weight, in the dtype of the GEMM.
+        earlier: the same on N other micro-batches, for mu to adapt on.
         loss: of the last training iteration, nats a token.
     """
 
     def __init__(self, config: Config, ranks: int) -> None:
         settings = config.training
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-        samples = settings.train_iters * config.global_batch_size(1) + ranks * settings.micro_batch_size
+        samples = settings.train_iters * config.global_batch_size(1) + 2 * ranks * settings.micro_batch_size
         data, _, _ = build_datasets(config, tokenizer, (samples, 0, 0))
         assert data is not None
         stream = batches(
@@ -104,7 +122,7 @@ class Ranks:
             if iteration in (1, settings.train_iters) or iteration % config.logging.log_interval == 0:
                 self.loss = float(result.loss_sum / result.tokens)
                 print(f"iteration {iteration} | loss {self.loss:.4f}", flush=True)
-        self.blocks = _gradients(training.model, stream, ranks)
+        self.earlier, self.blocks = (_gradients(training.model, stream, ranks) for _ in range(2))
 
 
 def _gradients(model: nn.Module, stream: Iterator[dict[str, Tensor]], ranks: int) -> list[list[Tensor]]:
@@ -133,8 +151,8 @@ class SimulatedPeers(Peers):
         self.ranks = len(payloads)
         self.payloads = list(payloads)
 
-    def all_to_all(self, flat: Tensor, sizes: Sequence[int], what: str, kind: str = "weight") -> list[Tensor]:
-        return self.payloads
+    def all_to_all(self, flat: Tensor, sizes: Sequence[int], what: str, kind: str = "weight") -> Tensor:
+        return torch.stack(self.payloads)
 
 
 def exchange(wire: FP32SumWire, gradients: Tensor, factor: Tensor) -> tuple[Reduced, list[Tensor]]:
@@ -146,7 +164,7 @@ def exchange(wire: FP32SumWire, gradients: Tensor, factor: Tensor) -> tuple[Redu
 
 
 def mu_threshold(exceeded: Callable[[float], bool], ranks: int) -> float:
-    """The largest mu, to 0.1 %, whose exchange does not exceed, by bisection from 1 / (4 N), which never does, to above MU_MAX."""
+    """The largest mu, to 0.1 %, with an exchange that does not exceed, by bisection from 1 / (4 N), which never does, to above MU_MAX."""
     low, high = 1 / (4 * ranks), MU_MAX * GROWTH
     for _ in range(BISECTIONS):
         middle = math.sqrt(low * high)
@@ -157,19 +175,25 @@ def mu_threshold(exceeded: Callable[[float], bool], ranks: int) -> float:
     return low
 
 
-def adapted_mu(thresholds: Tensor, ranks: int, steps: int) -> Tensor:
-    """mu of each tensor after `steps` steps with the same gradients, FP64 [n]; a step exceeds where mu is above its threshold.
+def adapted_mu(thresholds: Tensor, ranks: int, steps: int, rule: str = "halve") -> Tensor:
+    """mu of each tensor after `steps` steps with the same gradients, FP64 [n]; a step exceeds where mu is above its threshold. `rule`: one
+    of `msamp.comm.grad_scaling.MU_RULES`.
 
     So the exchange is measured some 14 times for the threshold and not in every step: 500 quiet ones lead from 1 to 2.
     """
     mu = torch.ones_like(thresholds)
     for _ in range(steps):
-        mu = next_mu(mu, mu > thresholds, ranks)
+        mu = next_mu(mu, mu > thresholds, ranks, rule)
     return mu
 
 
-def auto_mu(gradients: Sequence[Tensor], scales: Sequence[Tensor], steps: int) -> list[float]:
-    """mu of each weight of a block after `steps` steps."""
+def shared_scales(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """s_g of each weight of a block, the smallest that a rank proposes."""
+    return [scales_of(propose_scales(list(g), E4M3, g.device).amin()) for g in gradients]
+
+
+def mu_thresholds(gradients: Sequence[Tensor]) -> Tensor:
+    """The mu of each weight of a block above which too much saturates, FP64 [n]."""
     ranks = len(gradients[0])
 
     def threshold(g: Tensor, scale: Tensor) -> float:
@@ -180,22 +204,25 @@ def auto_mu(gradients: Sequence[Tensor], scales: Sequence[Tensor], steps: int) -
 
         return mu_threshold(exceeded, ranks)
 
-    found = torch.tensor([threshold(g, scale) for g, scale in zip(gradients, scales, strict=True)], dtype=torch.float64)
-    return adapted_mu(found, ranks, steps).tolist()
+    return torch.tensor([threshold(g, scale) for g, scale in zip(gradients, shared_scales(gradients), strict=True)], dtype=torch.float64)
 
 
-def measure_block(gradients: Sequence[Tensor], mu_steps: int) -> list[dict[str, Any]]:
-    """MEASURES of every strategy on one block: for each of its weights the gradients of N ranks, [N, rows, columns]."""
+def measure_block(gradients: Sequence[Tensor], earlier: Sequence[Tensor], mu_steps: int) -> list[dict[str, Any]]:
+    """MEASURES of every strategy on one block.
+
+    Args:
+        gradients: for each of its weights the gradients of N ranks, [N, rows, columns], that are exchanged and judged.
+        earlier: the same of other micro-batches, on which mu adapts.
+        mu_steps: steps that it takes to.
+    """
     ranks = len(gradients[0])
-    scales = [scales_of(propose_scales(list(g), E4M3, g.device).amin()) for g in gradients]
+    scales = shared_scales(gradients)
     mean = torch.cat([g.mean(0, dtype=torch.float64).flatten() for g in gradients])
-    mu = auto_mu(gradients, scales, mu_steps)
-    factors = {
-        "pre": [scale / ranks for scale in scales],
-        "post": scales,
-        "auto": [scale * m for scale, m in zip(scales, mu, strict=True)],
-        "fp32-sum": scales,
-    }
+    thresholds = {False: mu_thresholds(earlier), True: mu_thresholds(gradients)}
+    mus = {name: adapted_mu(thresholds[name == IN_SAMPLE], ranks, mu_steps, rule).tolist() for name, rule in RULES.items()}
+    factors = {"pre": [scale / ranks for scale in scales], "post": scales}
+    factors |= {name: [scale * m for scale, m in zip(scales, mu, strict=True)] for name, mu in mus.items()}
+    factors["fp32-sum"] = scales
     found = []
     for strategy, multipliers in factors.items():
         wire = FP32SumWire(E4M3) if strategy == "fp32-sum" else NCCLWire(E4M3)
@@ -212,7 +239,8 @@ def measure_block(gradients: Sequence[Tensor], mu_steps: int) -> list[dict[str, 
         row = {"strategy": strategy, "snr_db": sqnr_db(mean, approx), "underflow": underflow_frac(mean, approx)}
         row |= {"underflow_local": lost / max(1, nonzero), "overflow": at_max / mean.numel()}
         row |= {"overflow_local": at_max_local / (ranks * mean.numel())}
-        found.append(row | ({"mu_min": min(mu), "mu_max": max(mu)} if strategy == "auto" else {"mu_min": "", "mu_max": ""}))
+        mu = mus.get(strategy, [])
+        found.append(row | {"mu_min": min(mu, default=""), "mu_max": max(mu, default="")})
     return found
 
 
@@ -226,9 +254,11 @@ def measure(config: Config, sizes: Sequence[int], mu_steps: int, tree: str | Non
     common |= {"loss": f"{ranks.loss:.4f}", "seed": config.training.seed} | rows.machine(tree)
     for dp in sizes:
         table = []
-        for block, gradients in enumerate(ranks.blocks):
+        for block, both in enumerate(zip(ranks.blocks, ranks.earlier, strict=True)):
             with torch.no_grad():
-                table += [common | {"dp": dp, "block": block} | row for row in measure_block([g[:dp] for g in gradients], mu_steps)]
+                gradients, earlier = ([g[:dp] for g in weights] for weights in both)
+                found = measure_block(gradients, earlier, mu_steps)
+            table += [common | {"dp": dp, "block": block} | row for row in found]
         print(f"DP {dp} measured after {time.perf_counter() - started:.0f} s", flush=True)
         yield [{column: row[column] for column in COLUMNS} for row in table]
 
@@ -260,22 +290,24 @@ def block_mean(table: Sequence[dict[str, Any]], dp: int, strategy: str, name: st
 
 def summary(table: Sequence[dict[str, Any]]) -> Iterator[str]:
     """The printed table, and whether the paper's three sentences hold in it."""
-    heads = f"{'DP':>4}  {'strategy':<8}  {'SNR dB':>7}  {'underflow':>9}  {'local':>9}  {'overflow':>9}  {'local':>9}  {'mu':<13}"
+    heads = f"{'DP':>4}  {'strategy':<20}  {'SNR dB':>7}  {'underflow':>9}  {'local':>9}  {'overflow':>9}  {'local':>9}  {'mu':<13}"
     yield f"{heads}  paper (section 3.3, at DP 128)"
     for dp in sorted({row["dp"] for row in table}):
-        mean = {s: {name: block_mean(table, dp, s, name) for name in MEASURES} for s in PAPER}
-        for strategy, said in PAPER.items():
+        there = [strategy for strategy in PAPER if chosen(table, dp, strategy)]  # rows of earlier runs have one auto, in sample
+        mean = {s: {name: block_mean(table, dp, s, name) for name in MEASURES} for s in there}
+        for strategy in there:
             snr, *shares = mean[strategy].values()
             mus = [float(row[end]) for row in chosen(table, dp, strategy) for end in ("mu_min", "mu_max") if row[end] != ""]
             span = f"{min(mus):.4f}-{max(mus):.4f}" if mus else ""
             cells = "  ".join(f"{share:>9.4%}" for share in shares)
-            yield f"{dp:>4}  {strategy:<8}  {snr:>7.2f}  {cells}  {span:<13}  {said}"
+            yield f"{dp:>4}  {strategy:<20}  {snr:>7.2f}  {cells}  {span:<13}  {PAPER[strategy]}"
         more_lost = mean["pre"]["underflow_local"] > mean["post"]["underflow_local"]
         more_at_max = mean["post"]["overflow"] > mean["pre"]["overflow"]
-        gain = mean["auto"]["snr_db"] - max(mean["pre"]["snr_db"], mean["post"]["snr_db"])
+        best = max(mean["pre"]["snr_db"], mean["post"]["snr_db"])
+        gains = {name: mean[name]["snr_db"] - best for name in RULES if name in mean}
         yield (
             f"{dp:>4}  pre underflows more than post (local): {_yes(more_lost)}; post overflows more than pre: {_yes(more_at_max)}; "
-            f"auto has the best SNR of the three: {_yes(gain > 0)} ({gain:+.2f} dB)"
+            + "; ".join(f"{name} has more SNR than both: {_yes(gain > 0)} ({gain:+.2f} dB)" for name, gain in gains.items())
         )
 
 
@@ -293,7 +325,9 @@ def draw(table: Sequence[dict[str, Any]], dp: int, path: Path) -> None:
     panels = (("snr_db", "SNR (dB)", 1), ("underflow", "underflow (%), dashed local", 100), ("overflow", "overflow (%), dashed local", 100))
     for strategy, color in COLORS.items():
         lines = chosen(table, dp, strategy)
-        width = 3.5 if strategy == "pre" else 1.5  # auto often lies on it
+        if not lines:
+            continue
+        width = 3.5 if strategy == "pre" else 1.5  # auto-halve often lies on it
         for axis, (name, _, unit) in zip(axes, panels, strict=False):
             blocks = [x["block"] for x in lines]
             axis.plot(blocks, [unit * x[name] for x in lines], color=color, linewidth=width, marker="o", markersize=3, label=strategy)
@@ -313,7 +347,7 @@ def draw(table: Sequence[dict[str, Any]], dp: int, path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="#e5e7eb", linewidth=0.8)
         axis.set_axisbelow(True)
-    axes[0].legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0)
+    axes[0].legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0)
     figure.savefig(path)
 
 
@@ -342,7 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--dp", nargs="+", type=count(2, 2**20), default=DATA_PARALLEL, metavar="N", help="data-parallel sizes")
     parser.add_argument("--plot-dp", type=count(2), metavar="N", help="the one drawn over the blocks (default: the largest)")
-    parser.add_argument("--mu-steps", type=count(0), default=1000, help="steps that mu adapts itself before it is measured; 0: it stays 1")
+    parser.add_argument("--mu-steps", type=count(0), default=1000, help="steps that mu adapts itself on other batches; 0: it stays 1")
     parser.add_argument("--rows", type=path, help="CSV of an earlier run: draw it, measure nothing")
     parser.add_argument("--out", type=path, default=rows.ROOT / "tools/reproduce/results/fig7", help="folder for fig7.csv and fig7.png")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")

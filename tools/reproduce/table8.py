@@ -32,6 +32,7 @@ GIB = 2**30
 VOCABULARY, VOCABULARY_MULTIPLE = 50304, 128  # padded to a multiple of 128 x TP, as the trainer does
 DATA_PARALLEL = {"7b": 32, "13b": 16, "175b": 4}
 MORE_RANKS = (64, 256, 1024)
+MOST_RANKS = 4096  # the greedy division looks at every rank for every tensor: seconds a model at this many
 METHODS = {"zero-bf16": "BF16", "greedy-whole": "FP8 (Ours)", "greedy-cut": "FP8 (Ours)"}  # ours -> the paper's row
 PAPER = {  # GB, as measured there
     ("7b", "BF16"): (69.07, 69.63),
@@ -179,7 +180,7 @@ def table(models: Sequence[str], ranks: Sequence[int]) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description="FP8-LM Table 8 from shapes: model state of the least and the most loaded rank.")
     parser.add_argument("--models", nargs="+", choices=DATA_PARALLEL, default=list(DATA_PARALLEL))
-    parser.add_argument("--ranks", nargs="*", type=count(1), default=MORE_RANKS, help="data-parallel sizes beside the paper's")
+    parser.add_argument("--ranks", nargs="*", type=count(1, MOST_RANKS), default=MORE_RANKS, help="data-parallel sizes beside the paper's")
     parser.add_argument("--csv", type=output_file, help="file to write")
     options = parser.parse_args(arguments)
     rows = table(options.models, options.ranks)

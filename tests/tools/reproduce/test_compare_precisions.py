@@ -22,7 +22,7 @@ def options(folder: Path, flags: str = "") -> argparse.Namespace:
 def metrics(job: Job, loss: float, speed: float) -> str:
     lines = [{"kind": "precision", "bytes_per_parameter": {"weight": 2.0, "m": 4.0}}]
     lines += [{"kind": "train", "iteration": i, "loss": 5.0, "tokens_per_s": speed * i, "memory_gib": i} for i in (1, 2, 3)]
-    lines += [{"kind": "valid", "iteration": job.steps, "loss": loss}]
+    lines += [{"kind": "valid", "iteration": i, "loss": x} for i, x in ((job.steps // 2, 7.0), (job.steps, loss))]
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
@@ -34,6 +34,14 @@ def test_a_training_is_told_its_precision_seed_and_course(tmp_path: Path):
     assert (config.precision.name, config.training.seed, config.training.train_iters) == ("O2", 7, 100)
     assert config.optimizer.adam_beta2 == 0.999
     assert (config.training.global_batch_size, config.training.eval_interval) == (4, 25)
+
+
+def test_a_precision_may_have_flags_and_names_its_folder(tmp_path: Path):
+    text = "O2 --master-format bf16"
+    assert seeds_of([f"{text}=3"]) == {text: 3}
+    job = compare_precisions.job_of(text, 1, 8)
+    assert job.name == "O2-master-format-bf16_1"
+    assert parse_args(command(job, options(tmp_path))[3:]).precision.master_format == "bf16"
 
 
 @pytest.mark.parametrize("steps", [4, compare_precisions.SPEED_STEPS, compare_precisions.STEPS])

@@ -46,10 +46,10 @@ def test_a_row_for_every_size_block_and_strategy(made):
     _, table, _ = made
     assert tuple(table[0]) == fig7.COLUMNS
     assert [(row["dp"], row["block"], row["strategy"]) for row in table] == [
-        (dp, block, strategy) for dp in ("2", "4") for block in ("0", "1") for strategy in ("pre", "post", "auto", "fp32-sum")
+        (dp, block, strategy) for dp in ("2", "4") for block in ("0", "1") for strategy in fig7.PAPER
     ]
     assert all(math.isfinite(float(row[name])) for row in table for name in fig7.MEASURES)
-    assert all((row["mu_min"] != "") == (row["strategy"] == "auto") for row in table)
+    assert all((row["mu_min"] != "") == row["strategy"].startswith("auto") for row in table)
     common = {"model": "gpt-2x32", "opt_level": "O2", "train_iters": "20", "micro_batch": "4", "commit": "abc1234", "seed": "1234"}
     assert all(common.items() <= row.items() for row in table)
     assert float(table[0]["loss"]) < math.log(tiny.VOCABULARY)
@@ -61,14 +61,14 @@ def test_the_strategies_differ_as_their_arithmetic_says(made, dp):
     def mean(strategy: str, name: str) -> float:
         return statistics.fmean(float(row[name]) for row in made[1] if (row["dp"], row["strategy"]) == (str(dp), strategy))
 
-    for strategy in ("pre", "post", "auto"):
+    for strategy in ("pre", "post", *fig7.RULES):
         # Of two ranks the sum is rounded once either way.
         assert mean("fp32-sum", "snr_db") > mean(strategy, "snr_db") - (0.1 if dp == 2 else 0)
     assert mean("post", "overflow") >= mean("pre", "overflow")
-    assert mean("pre", "underflow") >= mean("post", "underflow")
     assert mean("pre", "underflow_local") > mean("post", "underflow_local")
     assert mean("pre", "overflow_local") == 0
-    assert mean("auto", "overflow") <= max(mean("post", "overflow"), 1e-3)
+    for rule in fig7.RULES:
+        assert mean(rule, "overflow") <= max(mean("post", "overflow"), 1e-3)
 
 
 @pytest.mark.nightly
@@ -77,7 +77,7 @@ def test_the_paper_stands_beside_the_figures_and_they_can_be_drawn_again(made, t
     assert (folder / "fig7.png").stat().st_size > 10_000
     summary = printed[printed.index("  DP  strategy") :]
     assert summary.count("larger underflow rate") == 2
-    assert summary.count("auto has the best SNR of the three: ") == 2
+    assert all(summary.count(f"{name} has more SNR than both: ") == 2 for name in fig7.RULES)
     assert fig7.main(["--rows", str(folder / "fig7.csv"), "--plot-dp", "2", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out == summary
     assert [path.name for path in tmp_path.iterdir()] == ["fig7.png"]
@@ -134,25 +134,32 @@ def test_mu_by_its_threshold_is_mu_measured_in_every_step(limit):
     assert mu.item() == pytest.approx(scale.mu.item(), rel=0.01)  # a few steps of growth apart
 
 
-def test_mu_falls_until_the_sum_no_longer_exceeds():
+def test_mu_falls_until_the_sum_no_longer_exceeds_and_by_the_papers_rule_to_a_half_alone():
     gradients = torch.ones(8, 4, 4).bfloat16()  # on every rank the same: the sum is 8 times the scaled maximum
-    (mu,) = fig7.auto_mu([gradients], [torch.tensor(256.0)], steps=20)
-    assert 1 / 16 < mu <= 448 / (8 * 256)
+    (threshold,) = thresholds = fig7.mu_thresholds([gradients])
+    assert 0.8 * 448 / (8 * 256) < threshold <= 448 / (8 * 256)  # the hops round upwards too
+    assert 1 / 16 < fig7.adapted_mu(thresholds, 8, steps=20) <= threshold
+    assert fig7.adapted_mu(thresholds, 8, steps=20, rule="paper") == 0.5
 
 
 def test_a_block_is_measured_as_its_definition_says():
-    """4 ranks; the first weight's gradients are alike, so that their sum saturates, the second's have no common part; 5 steps of mu."""
+    """4 ranks; the first weight's gradients are alike, so that their sum saturates, the second's have no common part; 5 steps of mu, which
+    the earlier batches, twice as large in sum, leave lower."""
     alike = make("log-normal", (1, 24, 16)).clamp(-30, 30).expand(4, -1, -1) * 1e-3
     apart = torch.stack([make("log-normal", (8, 16), seed=rank) for rank in range(4)]) * 1e-5
-    found = {row["strategy"]: row for row in fig7.measure_block([alike, apart], mu_steps=5)}
-    scales = [2.0 ** math.floor(math.log2(448 / float(g.abs().max()))) for g in (alike, apart)]
-    mu = [fig7.auto_mu([g], [torch.tensor(scale)], steps=5)[0] for g, scale in zip((alike, apart), scales, strict=True)]
-    assert mu[0] < 1  # so that auto is neither post nor, below, pre
-    assert 1 / 4 not in mu
-    assert (found["auto"]["mu_min"], found["auto"]["mu_max"]) == (min(mu), max(mu))
-    for strategy, times in (("pre", [1 / 4] * 2), ("post", [1.0] * 2), ("auto", mu)):
+    blocks, earlier = (alike, apart), (torch.ones(4, 24, 16), torch.ones(4, 8, 16))
+    found = {row["strategy"]: row for row in fig7.measure_block(blocks, earlier, mu_steps=5)}
+    scales = [2.0 ** math.floor(math.log2(448 / float(g.abs().max()))) for g in blocks]
+    mus = {}
+    for name, rule in fig7.RULES.items():
+        thresholds = fig7.mu_thresholds(blocks if name == "auto-halve-in-sample" else earlier)
+        mus[name] = fig7.adapted_mu(thresholds, 4, 5, rule).tolist()
+        assert (found[name]["mu_min"], found[name]["mu_max"]) == (min(mus[name]), max(mus[name]))
+    assert len({tuple(mu) for mu in mus.values()}) == 3  # the rules differ, and so do the batches
+    assert all(mu[0] < 1 and 1 / 4 not in mu for mu in mus.values())  # so that auto is neither post nor, below, pre
+    for strategy, times in (("pre", [1 / 4] * 2), ("post", [1.0] * 2), *mus.items()):
         counts, values = dict.fromkeys(("lost", "nonzero", "full", "full_local"), 0), []
-        for g, scale, factor in zip((alike, apart), scales, times, strict=True):
+        for g, scale, factor in zip(blocks, scales, times, strict=True):
             payloads = [quantize(x, torch.tensor(scale) * factor, E4M3) for x in g]
             total = payloads[0]
             for q in payloads[1:]:
@@ -162,7 +169,7 @@ def test_a_block_is_measured_as_its_definition_says():
             counts["full_local"] += sum(int((q.float().abs() == 448).sum()) for q in payloads)
             counts["full"] += int((total.float().abs() == 448).sum())
             values.append((total.float() / (scale * factor * 4)).flatten())
-        mean, got = torch.cat([g.double().mean(0).flatten() for g in (alike, apart)]), torch.cat(values)
+        mean, got = torch.cat([g.double().mean(0).flatten() for g in blocks]), torch.cat(values)
         row, elements = found[strategy], mean.numel()
         assert row["snr_db"] == pytest.approx(10 * math.log10(mean.square().sum() / (mean - got).square().sum()), abs=1e-4), strategy
         assert row["underflow"] == pytest.approx(float(((mean != 0) & (got == 0)).sum() / (mean != 0).sum())), strategy
@@ -171,14 +178,20 @@ def test_a_block_is_measured_as_its_definition_says():
         assert row["overflow_local"] == pytest.approx(counts["full_local"] / (4 * elements)), strategy
     assert found["pre"]["underflow"] > 0
     assert found["post"]["overflow"] > 0
-    assert len({found[strategy]["snr_db"] for strategy in ("pre", "post", "auto")}) == 3
 
 
 @pytest.mark.parametrize("held", [True, False])
 def test_the_verdicts_are_those_of_the_table(held):
     better, worse = (3e-2, 1e-2) if held else (1e-2, 3e-2)
-    shares = {"pre": (better, worse), "post": (worse, better), "auto": (0.0, 0.0), "fp32-sum": (0.0, 0.0)}
-    snr = {"pre": 20.0, "post": 21.0, "auto": 22.5 if held else 20.5, "fp32-sum": 30.0}
+    shares = dict.fromkeys(fig7.PAPER, (0.0, 0.0)) | {"pre": (better, worse), "post": (worse, better)}
+    snr = {
+        "pre": 20.0,
+        "post": 21.0,
+        "auto-paper": 22.5 if held else 20.5,
+        "auto-halve": 20.0,
+        "auto-halve-in-sample": 23.0,
+        "fp32-sum": 30.0,
+    }
     table = [
         dict.fromkeys(fig7.MEASURES, 0.0)
         | {"dp": 4, "block": block, "strategy": strategy, "snr_db": snr[strategy], "mu_min": "", "mu_max": ""}
@@ -189,5 +202,8 @@ def test_the_verdicts_are_those_of_the_table(held):
     said = "yes" if held else "no"
     assert list(fig7.summary(table))[-1] == (
         f"   4  pre underflows more than post (local): {said}; post overflows more than pre: {said}; "
-        f"auto has the best SNR of the three: {said} ({'+1.50' if held else '-0.50'} dB)"
+        f"auto-paper has more SNR than both: {said} ({'+1.50' if held else '-0.50'} dB); auto-halve has more SNR than both: no (-1.00 dB); "
+        "auto-halve-in-sample has more SNR than both: yes (+2.00 dB)"
     )
+    earlier = [row for row in table if row["strategy"] not in ("auto-paper", "auto-halve")]
+    assert list(fig7.summary(earlier))[-1].endswith(f"{said}; auto-halve-in-sample has more SNR than both: yes (+2.00 dB)")

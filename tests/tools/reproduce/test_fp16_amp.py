@@ -68,22 +68,27 @@ def test_it_recovers_from_an_overflow():
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(fp16_amp, "CASES", fp16_amp.CASES[1:2])
+    monkeypatch.setattr(fp16_amp, "CASES", fp16_amp.CASES[1:5:3])
     monkeypatch.setattr(fp16_amp, "TRACED", 2)
     table = tmp_path / "table.csv"
     assert fp16_amp.main(["--steps", "1", "--csv", str(table)]) == 0
     with table.open(newline="") as stream:
         found = list(csv.DictReader(stream))
     assert [row["what"] for row in found].count("overflow") == 2
-    assert capsys.readouterr().out.count("detection") == 1
+    whole, shrunk = found[:2]
+    assert [(row["factor"], row["loss_scale"]) for row in (whole, shrunk)] == [("1", "1.0"), ("2^-9", "1.0")]
+    assert whole["loss"] == shrunk["loss"]  # told without the factor
+    assert float(whole["zeros"]) < 0.6 < 0.9 < float(shrunk["zeros"])  # the factor, not FP16 alone, leaves the gradient zero
+    assert capsys.readouterr().out.count("detection") == 2
     assert code(fp16_amp.main, ["--steps", "0"]) == 2
     assert "argument --steps: 0 is out of range: give 1" in capsys.readouterr().err
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)  # FP16 is slow where a CPU has no such instructions
-def test_the_detector_needs_loss_scaling():
-    fp32, without, constant, dynamic = fp16_amp.detection(300)
+def test_the_detector_needs_loss_scaling_where_its_gradients_are_small():
+    fp32, whole, *_, without, constant, dynamic = fp16_amp.detection(300)
+    assert float(whole["average_precision"]) > float(fp32["average_precision"]) - 0.08
     assert float(without["zeros"]) > 0.9
     # 0.000 on a CPU with FP16 arithmetic, 0.152 on one that computes in FP32 and rounds: what it learns, its largest gradients teach it.
     assert float(without["average_precision"]) < 0.5 * float(fp32["average_precision"])

@@ -69,6 +69,23 @@ def test_the_tool_prints_and_writes_a_table(tmp_path, capsys):
     assert all(ours[name] in printed for name in table8.COLUMNS)
 
 
+@pytest.mark.parametrize("model", table8.DATA_PARALLEL)
+def test_gib_follow_from_the_parameter_count(model):
+    """In closed form, from another count than the tool's: in BF16 6 bytes a parameter and 12 shared, of the fullest and emptiest stage."""
+    size, dp = PRESETS[model], 8
+    layers, hidden, tp, pp = (
+        size[key] for key in ("num_layers", "hidden_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+    )
+    per_layer = 12 * hidden * hidden // tp + 7 * hidden // tp + 6 * hidden  # matrices; biases of columns; norms and biases of rows
+    rows = -(-table8.VOCABULARY // (128 * tp)) * 128
+    stage = layers // pp * per_layer
+    last = stage + rows * hidden + 2 * hidden  # with the head and the last norm
+    middle = last if pp == 1 else stage
+    found = table8.row(model, dp, "zero-bf16")
+    for column, parameters in (("max_gib", last), ("min_gib", middle)):
+        assert float(found[column]) == pytest.approx((6 * parameters + 12 * math.ceil(parameters / dp)) / 2**30, abs=1e-3), column
+
+
 def test_the_kept_table_has_these_columns():
     with open(table8.__file__.replace("table8.py", "results/table8.csv"), newline="") as stream:
         rows = list(csv.DictReader(stream))
@@ -76,9 +93,12 @@ def test_the_kept_table_has_these_columns():
     assert {(row["model"], row["dp"]) for row in rows} == {
         (model, str(dp)) for model, paper in table8.DATA_PARALLEL.items() for dp in (paper, *table8.MORE_RANKS)
     }
+    again = [{name: str(value) for name, value in row.items()} for row in table8.table(["175b"], [64])]
+    assert again == [row for row in rows if row["model"] == "175b" and row["dp"] in ("4", "64")]
 
 
-def test_bad_ranks_are_refused(capsys):
+@pytest.mark.parametrize("ranks", ["0", "4097", "100000000"])
+def test_bad_ranks_are_refused(capsys, ranks):
     with pytest.raises(SystemExit):
-        table8.main(["--ranks", "0"])
-    assert "argument --ranks: 0 is out of range: give 1" in capsys.readouterr().err
+        table8.main(["--models", "175b", "--ranks", "64", ranks])
+    assert f"argument --ranks: {ranks} is out of range: give 1 to 4096" in capsys.readouterr().err

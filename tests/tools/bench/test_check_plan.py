@@ -1,0 +1,58 @@
+"""The comparison of predictions with rows: which rows it takes, what proves something, and that the limits hold."""
+
+from tools.bench import check_plan
+from tools.bench.derive_rates import FITTED, GRID, STEP
+from tools.docs.evidence import read
+
+
+def row(file: str, **wanted: str):
+    return next(row for row in read(file) if wanted.items() <= row.items())
+
+
+def test_judged_rows_lie_within_the_limits_but_for_those_whose_cause_is_told():
+    found = check_plan.summary(check_plan.of_kind("judged"))
+    (memory, memory_within, memory_median, _), (time, time_within, time_median, _) = found["memory"], found["time"]
+    outside = [one for one in check_plan.of_kind("judged") if abs(one.memory_error or 0) > check_plan.MEMORY_LIMIT]
+    assert memory >= 40
+    assert memory - memory_within == len(outside)
+    assert {one.row["commit"] for one in outside} <= set(check_plan.FORMER_HEAD)
+    assert time - time_within <= 1  # eager steps of a host whose speed changed
+    assert memory_median < 1
+    assert time_median < 5
+
+
+def test_every_row_of_ours_on_one_and_two_gpus_is_compared():
+    compared = check_plan.compared()
+    assert {one.kind for one in compared} == set(check_plan.KINDS)
+    assert sum(one.kind == "fitted" for one in compared) + sum(one.row["commit"] == "fb6e7d2" for one in compared) >= len(FITTED)
+    assert not any(one.row["case"].startswith(("megatron", "torchao")) for one in compared)
+    steps = [row for row in read(STEP) if not row["case"].startswith(("megatron", "torchao"))]
+    assert sum(one.file == STEP for one in compared) == len(steps)
+
+
+def test_a_run_that_a_rate_was_taken_from_is_told_apart_under_another_name():
+    again = row(GRID, commit="f551bc2?", case="O3 --tensor-model-parallel-size 2 --sequence-parallel --tp-transport nccl", preset="1.3b")
+    assert check_plan.compare(GRID, again).kind == "repeated"
+    larger = row(GRID, commit="f551bc2?", preset="7b")
+    assert check_plan.compare(GRID, larger).kind == "judged"
+
+
+def test_a_row_becomes_the_run_it_measured():
+    config = check_plan.configuration(row(STEP, commit="d77a990", case="O3 selective mlp"))
+    assert config.training.recompute_modules == ("mlp",)
+    assert (config.precision.name, config.training.micro_batch_size, config.num_micro_batches(1)) == ("O3", 4, 1)
+    pipeline = check_plan.configuration(row(GRID, commit="f13da06", case="O0 --pipeline-model-parallel-size 2"))
+    assert (pipeline.parallel.pipeline_model_parallel_size, pipeline.num_micro_batches(2)) == (2, 4)
+    assert pipeline.training.cuda_graph == "none"
+    assert check_plan.configuration(row(STEP, commit="130f7fa", case="O2+blockwise")).precision.fp8_recipe == "blockwise"
+
+
+def test_errors_are_percent_of_the_measured():
+    one = check_plan.Compared(STEP, {"ms": "200", "peak_gib": "10"}, 11.0, 150.0)
+    assert (round(one.memory_error or 0), one.time_error) == (10, -25.0)
+    assert check_plan.Compared(STEP, {"ms": "200", "peak_gib": ""}, 11.0, 150.0).memory_error is None
+
+
+def test_it_says_and_fails_where_a_judged_row_is_outside(capsys):
+    assert check_plan.main([]) == 1  # the eager row
+    assert "judged, memory: 38 of 41 within the limit" in capsys.readouterr().out

@@ -1,0 +1,31 @@
+"""Cells and tables as Markdown."""
+
+import pytest
+
+from tools.docs import cells
+from tools.docs.cells import Listing, Table
+
+
+def test_a_row_on_no_known_tree_is_marked():
+    columns = {"case": cells.column("case"), "ms": cells.column("ms", 0)}
+    rows = [{"case": "a", "ms": "1.6", "commit": "0123456"}, {"case": "b", "ms": "", "commit": "0123456+"}]
+    table = cells.of("x.csv", rows, columns)
+    assert table.cells == [["a", "2"], ["b" + cells.MARK, ""]]
+    assert "Measured on a tree that the history does not have" in table.markdown()
+
+
+def test_what_is_told_replaces_what_is_derived():
+    assert Table(["a"], [["1"]], (), "Computed.").markdown() == "| a |\n| --- |\n| 1 |\n\nComputed."
+
+
+def test_a_listing_is_a_block_of_text():
+    assert Listing(["a", "b"]).markdown() == "```text\na\nb\n```"
+
+
+def test_a_peer_has_its_name_and_ours_its_flags():
+    assert [cells.case({"case": case}) for case in ("torchao bf16", "O3 --tp-wire fp8")] == ["torch.compile, BF16", "`O3 --tp-wire fp8`"]
+
+
+def test_rows_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match=r"step\.csv has no row for a published table"):
+        cells.pick(f"{cells.BENCH}/step.csv", lambda row: False)

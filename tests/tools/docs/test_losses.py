@@ -1,0 +1,41 @@
+"""Tables of losses, against the curves read by hand."""
+
+import csv
+
+import pytest
+
+from tools.docs import losses
+from tools.docs.evidence import ROOT
+
+
+def last(path, run):
+    with (ROOT / path).open(newline="", encoding="utf-8") as stream:
+        return next(float(row["loss"]) for row in reversed(list(csv.DictReader(stream))) if row["run"] == run and row["kind"] == "valid")
+
+
+def test_a_run_is_compared_with_bf16_of_its_seed():
+    tokens, apart = losses.differences()
+    by_hand = [last(losses.CURVES, f"O2_{seed}") / last(losses.CURVES, f"bf16_{seed}") - 1 for seed in range(3)]
+    assert apart["O2"][-1] == pytest.approx([sum(by_hand) / 3, min(by_hand), max(by_hand)])
+    assert len(tokens) == len(apart["O2"]) == 4
+    assert losses.BASE not in apart
+
+
+def test_the_table_begins_with_bf16_and_names_the_commit():
+    table = losses.against_bf16()
+    assert table.cells[0][0].startswith("`bf16`")
+    assert {row["commit"] for _, rows in table.sources for row in rows} == {"de29eee"}
+    assert {row["precision"] for _, rows in table.sources for row in rows} == {cells[0].split("`")[1] for cells in table.cells}
+
+
+def test_two_seeds_are_marked_since_no_commit_is_known():
+    table = losses.two_seeds()
+    assert [cells[0] for cells in table.cells] == ["1 \u2020", "1234 \u2020"]
+    difference = last(losses.SEEDS, "O2 seed 1") / last(losses.SEEDS, "O0 seed 1") - 1
+    assert table.cells[0][-1] == f"{100 * difference:.2f}"
+
+
+def test_graphs_stand_beside_the_eager_run_of_the_same_start():
+    cells = losses.graphs().cells
+    assert [line[:2] for line in cells] == [["`O0`", "1"], ["`O0`", "2"], ["`O3`", "1"]]
+    assert all(line[2] != line[3] for line in cells)

@@ -1,0 +1,37 @@
+"""The planner's published tables and figure."""
+
+import json
+
+import pytest
+
+from tools.bench import check_plan
+from tools.docs import planner
+
+
+@pytest.mark.parametrize("name", sorted(planner.TABLES))
+def test_every_table_is_whole_and_names_its_source(name: str):
+    table = planner.TABLES[name]()
+    assert table.cells
+    assert {len(cells) for cells in table.cells} == {len(table.columns)}
+    assert all(f"`{file}`" in table.markdown().replace("\n", " ") for file, _ in table.sources)
+
+
+def test_every_row_outside_a_limit_is_listed_with_a_cause():
+    cells = planner.outside().cells
+    late = [one for one in check_plan.compared() if abs(one.time_error) > check_plan.TIME_LIMIT]
+    assert len(cells) >= len(late)
+    assert all(line[-1] not in ("", "not known") for line in cells)
+
+
+def test_the_summary_counts_every_row():
+    numbers = [int(line[2]) for line in planner.summary().cells if line[1] == check_plan.TIME]
+    assert sum(numbers) == len(check_plan.compared())
+
+
+def test_numbers_survive_json_and_a_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    figure = planner.FIGURES["planner"]()
+    assert json.loads(json.dumps(figure.numbers)) == figure.numbers
+    figure.draw(figure.numbers, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert set(figure.numbers) == set(planner.SIZES)

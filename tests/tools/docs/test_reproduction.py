@@ -1,0 +1,125 @@
+"""Pages of the reproduced tables and figures, against rows made by hand."""
+
+import csv
+
+import pytest
+
+from tools.docs import reproduction
+from tools.reproduce import keep
+from tools.reproduce.registry import ENTRIES
+
+ROW = dict.fromkeys(keep.COLUMNS, "") | {
+    "size": "toy", "piece": "whole", "seconds": "1.5", "command": "python -m tools.reproduce collage-table1 --size toy",
+    "date": "2026-11-23", "commit": "0123456", "gpu": "cpu", "torch": "2.13.0",
+}  # fmt: skip
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A checkout in which one entry has rows: collage-table6, of whose three pieces one is there."""
+    rows = [
+        ROW | {"piece": "beta2 0.999", "quantity": "a, ratio", "ours": "1.1", "paper": "1", "seed": "7"},
+        ROW | {"piece": "beta2 0.999", "quantity": "a, curve", "x": "1", "ours": "3", "seed": "7"},
+        ROW | {"piece": "beta2 0.999", "quantity": "a, curve", "x": "2", "ours": "2", "seed": "7"},
+        ROW | {"piece": "beta2 0.999", "quantity": "a, curve", "x": "2", "ours": "9", "seed": "8"},
+    ]
+    keep.write(tmp_path / keep.RESULTS / "collage-table6.csv", rows)
+    write_words(tmp_path, {"collage-table6": 'verdict = "holds in part"\nsize = "toy"\nagree = "The order agrees."\ncause = "Size."'})
+    reproduction.words.cache_clear()
+    yield tmp_path
+    reproduction.words.cache_clear()
+
+
+def write_words(root, given):
+    (root / "tools/reproduce").mkdir(parents=True, exist_ok=True)
+    lines = [f"[{name}]\n{given.get(name, 'verdict = ' + chr(34) + 'not run' + chr(34))}\n" for name in ENTRIES]
+    (root / reproduction.WORDS).write_text("\n".join(lines))
+
+
+def test_a_page_has_ours_the_papers_the_difference_the_words_and_what_is_missing(root):
+    pages = reproduction.pages(root)
+    assert list(pages) == ["docs/reproduction/collage-table6.md"]
+    text = pages["docs/reproduction/collage-table6.md"]
+    for part in (
+        "# Collage, Table 6",
+        "**holds in part**",
+        "The order agrees.",
+        "Likely cause: Size.",
+        "| a, ratio | 1.1 | 1 | +10.0 % |  | 7 |",
+        "Missing: beta2 0.99, beta2 0.95. The same command goes on with them.",
+        "![Collage, Table 6](../results/figures/collage-table6.png)",
+        "commit 0123456, cpu, 2.13.0, 2026-11-23",
+        ROW["command"],
+    ):
+        assert part in text
+    assert "a, curve" not in text
+
+
+def test_the_largest_size_that_has_rows_is_shown(root):
+    file = root / keep.RESULTS / "collage-table6.csv"
+    keep.write(file, [*keep.read(file), ROW | {"size": "small", "piece": "beta2 0.99", "quantity": "a, ratio", "ours": "1.3"}])
+    write_words(root, {"collage-table6": 'verdict = "holds"\nsize = "small"'})
+    reproduction.words.cache_clear()
+    text = reproduction.pages(root)["docs/reproduction/collage-table6.md"]
+    assert "| a, ratio | 1.3 |" in text
+    assert "1.1" not in text
+
+
+def test_curves_are_of_one_seed():
+    rows = [
+        ROW | {"quantity": "a, loss", "x": x, "ours": y, "seed": seed} for x, y, seed in (("1", "3", "7"), ("2", "2", "7"), ("1", "9", "8"))
+    ]
+    assert reproduction.curves(rows) == {"a, loss": [[1.0, 2.0], [3.0, 2.0]]}
+
+
+@pytest.mark.parametrize(
+    ("ours", "paper", "unit", "told"),
+    [
+        ("1.1", "1", "GiB", "+10.0 %"),
+        ("47.25", "29", "%", "+18.2"),
+        ("3", "0", "", "+3"),
+        ("fits", "fits", "", "same"),
+        ("fits", "does not fit", "", "differs"),
+        ("0.475", "diverges", "", "differs in kind"),
+        ("1", "", "", ""),
+    ],
+)
+def test_differences(ours, paper, unit, told):
+    assert reproduction.difference({"ours": ours, "paper": paper, "unit": unit}) == told
+
+
+def test_words_of_another_size_and_words_without_rows_are_refused(root):
+    for words in ('verdict = "holds"\nsize = "small"', 'verdict = "not run"\nsize = "toy"', 'verdict = "holds"'):
+        write_words(root, {"collage-table6": words})
+        reproduction.words.cache_clear()
+        with pytest.raises(ValueError, match="read them beside the rows, and name the size"):
+            reproduction.pages(root)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [('[nothing]\nverdict = "holds"\n', "differ in"), (None, "the verdict 'perhaps' of collage-table6 is none")]
+)
+def test_words_that_are_none_are_refused(root, text, told):
+    write_words(root, {"collage-table6": 'verdict = "perhaps"'})
+    if text:
+        (root / reproduction.WORDS).write_text(text)
+    reproduction.words.cache_clear()
+    with pytest.raises(ValueError, match=told):
+        reproduction.pages(root)
+
+
+def test_the_overview_has_a_line_for_each_entry_and_a_verdict_in_each():
+    table = reproduction.overview()
+    assert len(table.cells) == len(ENTRIES)
+    assert all(cells[-1].partition(";")[0] in reproduction.VERDICTS for cells in table.cells)
+    assert all(cells[2] for cells in table.cells)
+    headlines = {one.headline for one in ENTRIES.values()}
+    assert all(cells[2] in headlines and cells[4] for cells in table.cells if not cells[-1].startswith("not run"))
+
+
+def test_published_rows_are_whole():
+    for name in ENTRIES:
+        file = reproduction.ROOT / keep.RESULTS / f"{name}.csv"
+        if file.is_file():
+            with file.open(newline="") as stream:
+                assert all(row["commit"] and row["quantity"] for row in csv.DictReader(stream)), name

@@ -1,0 +1,47 @@
+"""`python -m tools.reproduce`: the list, a toy, and what it refuses."""
+
+import pytest
+import torch
+from refusals import code
+
+from tools.reproduce import __main__ as reproduce
+from tools.reproduce.registry import ENTRIES
+
+
+def test_the_list_has_no_row_without_a_result_or_a_reason(tmp_path, capsys):
+    assert reproduce.main(["--list", "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[::3]] == list(ENTRIES)
+    assert len(lines) == 3 * len(ENTRIES)
+    for (name, one), sizes, state in zip(ENTRIES.items(), lines[1::3], lines[2::3], strict=True):
+        assert state.strip() == ("no result yet" if one.run else f"not run: {one.reason}"), name
+        assert all(f"{size} ({needs})" in sizes for size, needs in one.sizes.items())
+
+
+def test_a_toy_is_kept_told_and_listed(tmp_path, capsys):
+    assert reproduce.main(["collage-table1", "--size", "toy", "--out", str(tmp_path), "--commit", "abc1234"]) == 0
+    told = capsys.readouterr().out
+    assert "beta2 0.99, first component: 0.988281  (paper: 0.9893)" in told
+    assert (tmp_path / "collage-table1.csv").is_file()
+    assert reproduce.main(["--list", "--out", str(tmp_path)]) == 0
+    assert "toy done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "give the NAME of an entry, or --list"),
+        (["fp8lm-table1", "--list"], "give the NAME of an entry, or --list"),
+        (["fp8lm-table11"], "'fp8lm-table11' is no entry: choose one of fp8lm-figure1"),
+        (["fp8lm-table1", "--size", "huge"], "--size huge: fp8lm-table1 has toy"),
+        (["fp8lm-table2"], "fp8lm-table2 cannot be run: It wants 7B"),
+        (["fp8lm-table2", "--size", "toy"], "fp8lm-table2 cannot be run: It wants 7B"),
+        (["slides-tensor-cores"], "slides-tensor-cores needs 1 GPU(s), and 0 are here: run it there"),
+        (["slides-lstm", "--size", "full"], "--size full of slides-lstm needs 1 GPU(s), and 0 are here"),
+    ],
+)
+def test_bad_input_is_refused_with_what_to_do(arguments, told, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert code(reproduce.main, [*arguments, "--out", str(tmp_path)]) == 2
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,52 @@
+"""What an entry is made of, and which size a machine takes."""
+
+import pytest
+import torch
+
+from tools.reproduce.entry import Entry, Finding, Needs
+
+
+def found(task):
+    return [Finding("a", 1.0)]
+
+
+def made(**changes):
+    return Entry(**({"name": "a-b", "title": "A, B", "claim": "C."} | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, "has neither a function to run nor a reason why"),
+        ({"run": found}, "has a function to run: give both, or neither"),
+        ({"sizes": {"toy": Needs()}}, "has sizes and no function to run: give both, or neither"),
+    ],
+)
+def test_an_entry_has_a_function_and_sizes_or_a_reason(changes, told):
+    with pytest.raises(ValueError, match=told):
+        made(**changes)
+
+
+def test_the_largest_size_is_the_last_that_the_machine_has_all_for(monkeypatch, tmp_path):
+    sizes = {"toy": Needs(), "small": Needs(minutes=3, files=("setup.py",)), "full": Needs(gpus=1, gib=80)}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert made(run=found, sizes=sizes).largest() == "small"
+    assert sizes["small"].lacking(tmp_path) == "setup.py (tools/prepare_text.py makes data)"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for gib, size in ((79.2, "full"), (40.0, "small")):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, gib=gib: type("Card", (), {"total_memory": gib * 2**30})())
+        assert made(run=found, sizes=sizes).largest() == size
+
+
+def test_what_cannot_be_run_says_why(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"a-b cannot be run: no data"):
+        made(reason="no data").largest()
+    with pytest.raises(ValueError, match=r"a-b needs 2 GPU\(s\), and 0 are here: run it there"):
+        made(run=found, sizes={"full": Needs(gpus=2)}).largest()
+
+
+def test_needs_in_words():
+    assert str(Needs()) == "CPU, seconds"
+    assert str(Needs(gpus=1, gib=80, minutes=40, files=("data/enwik8",))) == "1 GPU(s) of 80 GiB, 40 min, data/enwik8"

@@ -1,0 +1,77 @@
+"""Rows that survive a run that was cut off."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.reproduce import keep
+from tools.reproduce.entry import Entry, Finding, Needs
+
+TEXT = Path("text")
+
+
+def entry(ran, fails=""):
+    def run(task):
+        ran.append(task.piece)
+        if task.piece == fails:
+            raise RuntimeError("killed")
+        yield Finding(f"{task.piece} of {task.size}", len(ran), 2.0, "dB", seed=7)
+        yield Finding("curve", 0.1234567, x=3.0)
+
+    return Entry(
+        name="a-b", title="A", claim="C.", run=run, sizes={"toy": Needs(), "full": Needs()}, pieces=lambda size: ["one", "two", "three"]
+    )
+
+
+def rows(one, size, folder, again=False):
+    return [row for _, found in keep.run(one, size, TEXT, folder, "abc1234", again) for row in found]
+
+
+def test_a_run_that_was_cut_off_goes_on_with_what_is_missing(tmp_path):
+    ran = []
+    with pytest.raises(RuntimeError, match="killed"):
+        rows(entry(ran, "two"), "toy", tmp_path)
+    assert ran == ["one", "two"]
+    assert keep.missing(entry(ran), "toy", keep.read(tmp_path / "a-b.csv")) == ["two", "three"]
+    again = rows(entry(ran), "toy", tmp_path)
+    assert ran == ["one", "two", "two", "three"]
+    assert [row["piece"] for row in again] == ["two", "two", "three", "three"]
+    assert rows(entry(ran), "toy", tmp_path) == []
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_rows_hold_the_finding_and_where_it_was_made(tmp_path):
+    first, curve = rows(entry([]), "toy", tmp_path)[:2]
+    assert {key: first[key] for key in ("quantity", "ours", "paper", "unit", "seed", "x", "commit")} == {
+        "quantity": "one of toy", "ours": "1", "paper": "2", "unit": "dB", "seed": "7", "x": "", "commit": "abc1234",
+    }  # fmt: skip
+    assert (curve["x"], curve["ours"], curve["paper"]) == ("3", "0.123457", "")
+    assert first["command"] == "python -m tools.reproduce a-b --size toy --text text"
+    own = next(keep.run(entry([]), "full", Path(keep.OWN_TEXT), tmp_path, "abc1234", False))[1]
+    assert own[0]["command"] == "python -m tools.reproduce a-b --size full"
+
+
+def test_sizes_stand_side_by_side_and_again_forgets_one(tmp_path):
+    ran = []
+    rows(entry(ran), "toy", tmp_path)
+    rows(entry(ran), "full", tmp_path)
+    rows(entry(ran), "toy", tmp_path, again=True)
+    assert ran == ["one", "two", "three"] * 3
+    found = keep.read(tmp_path / "a-b.csv")
+    assert {size: sum(row["size"] == size for row in found) for size in ("toy", "full")} == {"toy": 6, "full": 6}
+
+
+def test_a_row_on_file_keeps_its_place():
+    place = {"commit": "0123456", "gpu": "NVIDIA H200", "torch": "2.11", "date": "2026-11-22", "driver": "580", "other": "x"}
+    common = dict.fromkeys(keep.COLUMNS, "") | {"commit": "fffffff", "gpu": "cpu"}
+    row = keep.row_of(Finding("a", 1.0, where=place), common)
+    assert {key: row[key] for key in keep.PLACE} == {key: place[key] for key in keep.PLACE}
+
+
+def test_a_piece_without_findings_and_a_foreign_file_are_refused(tmp_path):
+    empty = Entry(name="a-b", title="A", claim="C.", run=lambda task: [], sizes={"toy": Needs()})
+    with pytest.raises(ValueError, match="a-b, piece whole, found nothing"):
+        rows(empty, "toy", tmp_path)
+    (tmp_path / "a-b.csv").write_text("x,y\n1,2\n")
+    with pytest.raises(ValueError, match=r"is no file of tools\.reproduce; move it away"):
+        rows(entry([]), "toy", tmp_path)

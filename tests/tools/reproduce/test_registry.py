@@ -1,0 +1,44 @@
+"""The list of tables and figures, and each that has a toy size run as CI runs it."""
+
+import math
+
+import pytest
+
+from tools.reproduce.entry import Task
+from tools.reproduce.registry import ENTRIES
+
+TOYS = [name for name, one in ENTRIES.items() if "toy" in one.sizes]
+
+
+def test_every_table_and_figure_of_the_papers_is_named():
+    """Figures 2 and 3 of FP8-LM and 1 of Collage are drawings."""
+    titles = " ".join(one.title for one in ENTRIES.values())
+    for paper, tables, figures in (("FP8-LM", range(1, 11), (1, 4, 5, 6, 7, 8, 9)), ("Collage", range(1, 9), (2, 3, 4))):
+        mine = " and ".join(
+            one.title.replace("Figures 2 and 3", "Figure 2 and Figure 3") for one in ENTRIES.values() if one.title.startswith(paper)
+        )
+        assert not [number for number in tables if f"Table {number} " not in f"{mine} ".replace(" and", " and ")]
+        assert not [number for number in figures if f"Figure {number} " not in f"{mine} "]
+    assert "COAT" in titles
+    assert "Slides" in titles
+
+
+def test_every_entry_has_a_claim_and_can_be_run_or_says_why_not():
+    for name, one in ENTRIES.items():
+        assert one.name == name
+        assert one.claim.endswith(".")
+        assert (one.run is None) <= bool(one.reason)
+        assert bool(one.headline) == (one.run is not None)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly(60)] if ENTRIES[name].slow else []) for name in TOYS])
+def test_a_toy_runs_on_a_cpu(name, tmp_path):
+    one = ENTRIES[name]
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox jumps over the lazy dog. Wer nicht wagt, der nicht gewinnt.\n" * 120)
+    found = [finding for piece in one.pieces("toy") for finding in one.run(Task("toy", piece, text, tmp_path / "kept"))]
+    lines = [finding for finding in found if finding.x is None]
+    assert one.headline in {finding.quantity for finding in lines}
+    keys = [(finding.quantity, finding.seed, finding.x) for finding in found]
+    assert len(set(keys)) == len(keys)
+    assert all(not isinstance(finding.ours, float) or math.isfinite(finding.ours) for finding in found)

@@ -1,0 +1,37 @@
+"""Entries that train: Table 6's rows and what is taken of rows on file."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.lm.config.cli import parse_args
+from tools.precisions import case_flags
+from tools.reproduce import short
+from tools.reproduce.entry import Task
+
+TASK = Task("kept", "whole", Path("text"), Path("folder"))
+
+
+def test_the_rows_of_table_6_are_the_papers_formats():
+    paper = {"#2a": ("fp16", "fp8-e4m3", "fp16"), "#2b": ("bf16", "fp8-e4m3", "fp16"), "#3": ("fp8-e4m3", "fp8-e4m3", "fp16")}
+    paper["#4"] = ("fp16", "fp8-e4m3", "fp8-e4m3")
+    for name, formats in paper.items():
+        config = parse_args(["--preset", "125m", "--micro-batch-size", "1", "--train-iters", "1", *case_flags(short.TABLE6[name])])
+        from megatron.lm.plan import state_formats
+
+        states = state_formats(config)["linear"][1]
+        assert tuple(str(getattr(states, key)) for key in ("master", "m", "v")) == formats, name
+    assert short.table6_pieces("full")[:7] == [*(f"{name} seed 1234" for name in short.TABLE6), "#0 seed 1235"]
+
+
+def test_kept_rows_give_their_place_and_ratios():
+    found = {finding.quantity: finding for finding in short.collage_table7(TASK)}
+    plus = found["plus: speed over D's; ours at 125M, the paper's at 1.3B"]
+    rows = {row["precision"]: row for row in short.read(short.PRECISIONS)}
+    assert plus.ours == pytest.approx(float(rows["collage-plus"]["tokens_s"]) / float(rows["bf16-d"]["tokens_s"]))
+    assert plus.where["gpu"] == "NVIDIA H200"
+    saved = {finding.quantity: finding.ours for finding in short.collage_figure4(TASK)}
+    memory = [float(rows[name]["peak_gib"]) for name in ("collage-plus", "bf16-d")]
+    assert saved["plus: peak memory saved against D; ours at 125M"] == pytest.approx(100 * (1 - memory[0] / memory[1]))
+    assert len(list(short.collage_table5(TASK))) == 4
+    assert len(list(short.figure4(TASK))) == 4

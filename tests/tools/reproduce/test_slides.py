@@ -1,0 +1,22 @@
+"""The slides' entries that take seconds."""
+
+from pathlib import Path
+
+from tools.reproduce import slides
+from tools.reproduce.entry import Task
+
+TASK = Task("toy", "whole", Path("text"), Path("folder"))
+
+
+def test_an_fp16_weight_loses_small_updates_and_a_copy_does_not():
+    found = {finding.quantity: finding for finding in slides.weight_copies(TASK)}
+    assert found["update of 2^-12 of the weight, FP16 alone: share that arrives"].ours == 0
+    assert found["update of 2^-12 of the weight, FP32 copy: share that arrives"].ours == 1
+    assert len(found) == 10
+
+
+def test_the_language_model_has_a_row_for_each_loss_scale(tmp_path):
+    (tmp_path / "text").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    found = {finding.quantity for finding in slides.language_model(Task("toy", "whole", tmp_path / "text", tmp_path))}
+    assert {f"FP16, loss scale {scale}: validation loss" for scale in ("1.0", "8.0", "128.0", "dynamic")} <= found
+    assert "activation gradients below 2^-24, loss scale 128" in found

@@ -1,0 +1,176 @@
+"""The planner against every row of whole steps measured on one and two GPUs: predicted, measured, and by how much it is wrong.
+
+    python tools/bench/check_plan.py
+
+Rows that a rate was taken from (`derive_rates.FITTED`) are told apart, so are later measurements of the same runs, and those of trees that
+computed otherwise than today's.
+`tools/docs/tables.py` publishes the same comparison.
+"""
+
+import functools
+import shlex
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.lm import entry, plan
+from megatron.lm.config import Config
+from megatron.lm.config.cli import parse_args
+from megatron.lm.cost.cluster import Cluster
+from megatron.lm.cost.rates import rates_of
+from megatron.lm.cost.step import predict
+from megatron.lm.presets import PRESETS
+from megatron.lm.tools.arguments import Parser
+from tools.bench.derive_rates import COAT_MEMORY, FITTED, GRID, PARALLEL, STEP
+from tools.docs.evidence import Row, read
+from tools.precisions import precision_flags
+
+MEMORY_LIMIT, TIME_LIMIT = 3.0, 15.0  # percent
+MEMORY, TIME = "memory", "time"
+# Trees without fused layers and without CUDA graphs of steps: their O1 to O3 are another program's.
+EARLIER = ("fb6e7d2", "ba5f0e1", "35e0ef0", "0e5ed93", "f13da06")
+# Trees where a tensor-parallel rank held all its logits, also in FP32; since then the loss is taken in chunks.
+FORMER_HEAD = ("02ce428?", "f551bc2?")
+NO_NVLINK = "off"
+KINDS = {
+    "judged": "judged: runs that no rate was taken from",
+    "repeated": "repeated: runs that a rate was taken from, measured again",
+    "fitted": "fitted: a rate was taken from them",
+    "earlier": "of earlier trees",
+}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A measured row and what the planner says of it: GiB of the fullest process, and ms."""
+
+    file: str
+    row: Row
+    gib: float
+    ms: float
+
+    @property
+    def measured_gib(self) -> float | None:
+        """Peak of the fullest process; None where it was not measured."""
+        text = self.row.get("peak_gib") or self.row.get("peak_gib_max") or ""
+        return float(text) if text else None
+
+    @property
+    def measured_ms(self) -> float:
+        """Median."""
+        return float(self.row["ms"])
+
+    @property
+    def memory_error(self) -> float | None:
+        """Percent of the measured."""
+        return None if self.measured_gib is None else 100 * (self.gib / self.measured_gib - 1)
+
+    @property
+    def time_error(self) -> float:
+        """Percent of the measured."""
+        return 100 * (self.ms / self.measured_ms - 1)
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """How much it proves: one of `KINDS`."""
+        if self.row["commit"] in EARLIER:
+            return "earlier"
+        if is_fitted(self.file, self.row):
+            return "fitted"
+        return "repeated" if _what(self.row) in _fitted_runs() else "judged"
+
+    @property
+    def configured_bf16(self) -> bool:
+        """Whether it multiplied in 16 bits alone."""
+        return configuration(self.row).precision.recipe.gemm is None
+
+
+def configuration(row: Row) -> Config:
+    """The run that a row measured."""
+    level, _, rest = row["case"].partition(" ")
+    flags = ["--preset", row["preset"], *precision_flags(level), "--fp8-min-gain", "0", "--train-iters", "10000"]
+    flags += ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
+    flags += ["--no-sequence-parallel"] if PRESETS[row["preset"]]["sequence_parallel"] else []
+    rest = rest.partition(" (")[0].replace("selective mlp", "--recompute-granularity selective --recompute-modules mlp")
+    copies = int(row.get("gpus") or 1) // (int(row.get("tp") or 1) * int(row.get("pp") or 1))
+    batch = int(row["micro_batch"]) * copies * int(row.get("micro_batches") or 1)
+    flags += ["--micro-batch-size", row["micro_batch"], "--global-batch-size", str(batch), *shlex.split(rest)]
+    flags += ["--micro-batch-size", row["micro_batch"]]
+    if row["commit"] in EARLIER:
+        flags += ["--cuda-graph", "none"]
+    return parse_args(flags)
+
+
+def is_fitted(file: str, row: Row) -> bool:
+    """Whether a rate was taken from a row."""
+    return (file, row["commit"], row["case"], row["micro_batch"]) in FITTED and row["preset"] == "1.3b" and int(row.get("gpus") or 1) <= 2
+
+
+def _what(row: Row) -> tuple[Config, int]:
+    """What a row ran, whatever it is called."""
+    config = configuration(row)
+    return replace(config, precision=replace(config.precision, precision=config.precision.name)), int(row.get("gpus") or 1)
+
+
+@functools.cache
+def _fitted_runs() -> frozenset[tuple[Config, int]]:
+    return frozenset(_what(row) for file, row in rows() if is_fitted(file, row) and row["commit"] not in EARLIER)
+
+
+def compare(file: str, row: Row) -> Compared:
+    """A row with its prediction."""
+    config, rates = configuration(row), rates_of("h200")
+    gpus = int(row.get("gpus") or 1)
+    cluster = Cluster(gpus=gpus, per_host=8, link=rates("link"), network=rates("link"), latency=rates("latency"))
+    ranks = plan.plan(config, gpus)
+    return Compared(file, row, max(rank.total for rank in ranks) / plan.GIB, 1e3 * predict(config, cluster, rates, ranks).total)
+
+
+def rows() -> Iterator[tuple[str, Row]]:
+    """Whole steps of ours on one and two GPUs; with NVLink, since the links without it have no rate."""
+    peers = ("megatron", "torchao")
+    for file in (STEP, COAT_MEMORY, GRID, PARALLEL):
+        for row in read(file):
+            if row["ms"] and not row["case"].startswith(peers) and int(row.get("gpus") or 1) <= 2 and row.get("p2p", "on") != NO_NVLINK:
+                yield file, row
+
+
+@functools.cache
+def compared() -> tuple[Compared, ...]:
+    """All of them."""
+    return tuple(compare(file, row) for file, row in rows())
+
+
+def of_kind(kind: str) -> list[Compared]:
+    """Those of one of `KINDS`."""
+    return [one for one in compared() if one.kind == kind]
+
+
+def summary(some: Sequence[Compared]) -> dict[str, tuple[int, int, float, float]]:
+    """For memory and time: rows, those within the limit, the median of the errors' magnitudes, the largest; percent."""
+    memory = [abs(one.memory_error) for one in some if one.memory_error is not None]
+    time = [abs(one.time_error) for one in some]
+    return {
+        name: (len(errors), sum(error <= limit for error in errors), statistics.median(errors), max(errors))
+        for name, errors, limit in ((MEMORY, memory, MEMORY_LIMIT), (TIME, time, TIME_LIMIT))
+        if errors
+    }
+
+
+@entry.command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; 1 where a judged row lies outside a limit."""
+    Parser(description=__doc__).parse_args(arguments)
+    for one in compared():
+        memory = "" if one.memory_error is None else f"{one.gib:7.2f} {one.measured_gib:7.2f} {one.memory_error:6.1f} %"
+        what = f"{one.row['commit']} {one.row['preset']} {one.row['micro_batch']} {one.row['case']}"
+        print(f"{one.kind:8} {one.ms:8.1f} {one.measured_ms:8.1f} {one.time_error:6.1f} %   {memory:24} {what}")
+    found = summary(of_kind("judged"))
+    for name, (count, within, median, worst) in found.items():
+        print(f"judged, {name}: {within} of {count} within the limit, median {median:.1f} %, largest {worst:.1f} %")
+    return int(any(within < count for count, within, _, _ in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""The planner's rates, `megatron/lm/cost/rates.csv`, computed from measured rows: what each is taken from stands in its row.
+
+    python tools/bench/derive_rates.py            # writes the file
+    python tools/bench/derive_rates.py --check    # writes nothing; 1 where the file is not what the rows give
+
+FITTED names the rows of whole steps from which something is taken; `tools/bench/check_plan.py` judges the planner on all others.
+Numbers without a row are in PROBED: probes made outside the repository, and what `tools/bench/LOG.md` tells.
+"""
+
+import csv
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.lm import entry
+from megatron.lm.durable import written_aside
+from megatron.lm.tools.arguments import Parser
+from tools.docs.evidence import ROOT, Row, read
+
+GPU = "NVIDIA H200"
+FILE = "megatron/lm/cost/rates.csv"
+COLUMNS = ("gpu", "name", "at", "value", "unit", "source", "commit")
+BENCH, COAT_MEMORY = "tools/bench/results", "tools/reproduce/results/coat_memory.csv"
+PROFILE, KERNELS, STEP, OPTIMIZER, PARALLEL, GRID = (
+    f"{BENCH}/{name}.csv" for name in ("profile", "kernels", "step", "optimizer", "data_parallel", "grid")
+)
+LAYERS, HIDDEN, TOKENS, VOCABULARY = 24, 2048, 8192, 50304  # GPT-1.3B, micro-batch 4
+LINEAR = 12 * HIDDEN**2 * LAYERS  # weights of its linear layers
+TP = "O3 --tensor-model-parallel-size 2 --sequence-parallel"
+PROFILED, PROFILED_TP = "d77a990", "02ce428?"
+# Whole steps that a rate is taken from: file, commit, case, micro-batch.
+FITTED = (
+    (STEP, PROFILED, "O3", "4"),
+    (STEP, PROFILED, "O2", "4"),
+    (STEP, PROFILED, "O0", "4"),
+    (STEP, "130f7fa", "O2", "4"),
+    (STEP, "130f7fa", "O2+tensorwise", "4"),
+    (STEP, "130f7fa", "O2+blockwise", "4"),
+    (STEP, "484bfc7", "O3", "4"),
+    (STEP, "484bfc7", "O3 --save-activations coat", "4"),
+    (STEP, "fb6e7d2", "O0", "4"),
+    (STEP, "fb6e7d2", "O3", "4"),
+    (COAT_MEMORY, "de29eee", "bf16", "4"),
+    (COAT_MEMORY, "de29eee", "bf16", "8"),
+    (PARALLEL, "d2fde52", "O3", "4"),
+    (GRID, PROFILED_TP, TP, "8"),
+)
+PROBE = "probe of two H200s outside the repository"
+PROBED = (
+    ("attention", 8192, 7 * 8192 * 8192 * 4096 / 3435e-6 / 1e12, "TFLOP/s", "cuDNN's BF16 attention, 858 + 2577 us; " + PROBE, "943fe36"),
+    ("attention", 32768, 7 * 32768 * 32768 * 4096 / 53293e-6 / 1e12, "TFLOP/s", "the same, 13542 + 39751 us; " + PROBE, "943fe36"),
+    (
+        "block gemm",
+        None,
+        603 / 722,
+        "of fp8 gemm",
+        "GEMMs of 8192 x 8192 x 2048, 222 + 222 + 278 us against 195 + 204 + 204; " + PROBE,
+        "943fe36",
+    ),
+    ("link", None, 320.0, "GB/s", "NCCL: FP32 all-reduce of 537 MB 1.72 ms, BF16 of 268 MB 0.90 ms; " + PROBE, "943fe36"),
+    ("latency", None, 45.0, "us", "NCCL: gather of 16.8 MB 90 us; " + PROBE, "943fe36"),
+    ("host fused", None, 155e3 / LAYERS, "us", "tools/bench/LOG.md: 155 ms of 24 fused layers, eager", PROFILED),
+    ("loss, tp", None, 6e9 / (2 * TOKENS * VOCABULARY / 2), "ps", "tools/bench/LOG.md: 6 ms of vocabulary-parallel loss", PROFILED_TP),
+)
+
+
+class Rate(NamedTuple):
+    """A row of the file without its GPU."""
+
+    name: str
+    at: float | None
+    value: float
+    unit: str
+    source: str
+    commit: str
+
+
+def one(name: str, **wanted: str) -> Row:
+    """The last row of a file with these values; ValueError where there is none."""
+    found = [row for row in read(name) if wanted.items() <= row.items()]
+    if not found:
+        raise ValueError(f"{name} has no row with {wanted}: the rate that is taken from it cannot be derived")
+    return found[-1]
+
+
+def kernel(name: str) -> float:
+    """Seconds of a kernel."""
+    return float(one(KERNELS, kernel=name)["us"]) * 1e-6
+
+
+def profiled(kind: str, commit: str = PROFILED) -> float:
+    """Seconds a step of a kind of kernel at O3."""
+    return float(one(PROFILE, commit=commit, kind=kind)["ms"]) * 1e-3
+
+
+def step(name: str, commit: str, case: str, micro_batch: int = 4) -> float:
+    """Seconds of a step of GPT-1.3B."""
+    return float(one(name, commit=commit, case=case, preset="1.3b", micro_batch=str(micro_batch))["ms"]) * 1e-3
+
+
+def arithmetic() -> Iterator[Rate]:
+    """GEMMs and attention."""
+    products = 6 * LINEAR * TOKENS / 1e12
+    yield Rate("fp8 gemm", HIDDEN / 2, products / profiled("GEMM FP8", PROFILED_TP), "TFLOP/s", f"{PROFILE}: GEMM FP8, TP 2", PROFILED_TP)
+    whole = products / profiled("GEMM FP8")
+    yield Rate("fp8 gemm", HIDDEN, whole, "TFLOP/s", f"{PROFILE}: GEMM FP8", PROFILED)
+    head = 6 * TOKENS * VOCABULARY * HIDDEN / profiled("GEMM") / 1e12
+    yield Rate("bf16 gemm", HIDDEN, head, "TFLOP/s", f"{PROFILE}: GEMM, the LM head", PROFILED)
+    wide = float(one(KERNELS, kernel="BF16 linear, 8192 x 8192")["tflops"])
+    yield Rate("bf16 gemm", 8192, wide, "TFLOP/s", f"{KERNELS}: BF16 linear, 8192 x 8192", "cec76f9")
+    core = 7 * TOKENS * 2048 * HIDDEN * LAYERS
+    yield Rate("attention", 2048, core / profiled("attention") / 1e12, "TFLOP/s", f"{PROFILE}: attention", PROFILED)
+    forward, backward = (kernel(f"attention {way}, cudnn") for way in ("forward", "backward"))
+    yield Rate("attention forward", None, forward / (forward + backward), "share", f"{KERNELS}: attention, cudnn", "cec76f9")
+    flash = core / LAYERS / sum(kernel(f"attention {way}, flash") for way in ("forward", "backward")) / 1e12
+    yield Rate("attention flash", 2048, flash, "TFLOP/s", f"{KERNELS}: attention, flash", "cec76f9")
+    for name, at, value, unit, source, commit in PROBED:
+        yield (
+            Rate(name, at, whole * value, "TFLOP/s", source, commit)
+            if unit == "of fp8 gemm"
+            else Rate(name, at, value, unit, source, commit)
+        )
+
+
+def elements() -> Iterator[Rate]:
+    """Kernels of a fused layer, by element, and what goes by weight."""
+    hidden = TOKENS * HIDDEN * LAYERS
+    per = 1e12
+    yield Rate("norm", None, profiled("norm") / (hidden * (2 + 1 / LAYERS)) * per, "ps", f"{PROFILE}: norm", PROFILED)
+    yield Rate("gelu", None, profiled("activation") / (4 * hidden) * per, "ps", f"{PROFILE}: activation", PROFILED)
+    swiglu = kernel("SwiGLU") + kernel("SwiGLU backward + SwiGLU again")
+    yield Rate("swiglu", None, swiglu / (TOKENS * 4096) * per, "ps", f"{KERNELS}: SwiGLU, SwiGLU backward", "cec76f9")
+    yield Rate("rotary", None, profiled("rotary") / (3 * hidden) * per, "ps", f"{PROFILE}: rotary", PROFILED)
+    transpose = kernel("transpose of an FP8 weight") / (8192 * HIDDEN)
+    yield Rate("transpose of a weight", None, transpose * per, "ps", f"{KERNELS}: transpose of an FP8 weight", "cec76f9")
+    pack = (kernel("amaxes of BF16 gradients") + kernel("BF16 gradients into an E4M3 bucket")) / (4 * 12 * HIDDEN**2)
+    yield Rate("pack of a gradient", None, pack * per, "ps", f"{KERNELS}: amaxes of BF16 gradients, into an E4M3 bucket", "67af633")
+    rest = sum(map(profiled, ("cast", "other", "memory"))) - LINEAR * (transpose + pack)
+    yield Rate("rest of a layer", None, rest / hidden * per, "ps", f"{PROFILE}: cast, other and memory, less what goes by weight", PROFILED)
+    loss_tp = next(value for name, _, value, *_ in PROBED if name == "loss, tp") * 1e-12 * TOKENS * VOCABULARY
+    over_two = sum(profiled(kind, PROFILED_TP) for kind in ("cast", "other", "memory")) - LINEAR / 2 * (transpose + pack) - loss_tp
+    yield Rate("rest of a layer, tp", None, over_two / (2 * hidden) * per, "ps", f"{PROFILE}: cast, other and memory, TP 2", PROFILED_TP)
+    yield Rate("loss", None, profiled("loss") / (TOKENS * VOCABULARY) * per, "ps", f"{PROFILE}: loss", PROFILED)
+    kernels = sum(float(row["ms"]) for row in read(PROFILE) if row["commit"] == PROFILED and row["kind"] != "idle") * 1e-3
+    gap = (step(STEP, PROFILED, "O3") - kernels) / LAYERS
+    yield Rate("gap", None, gap * 1e6, "us", f"{STEP}: O3, less its kernels of {PROFILE}, a layer", PROFILED)
+    cast = kernel("cast + transpose + column sums") / (TOKENS * HIDDEN)
+    yield Rate("cast", None, cast * per, "ps", f"{KERNELS}: cast + transpose + column sums", "cec76f9")
+
+
+def whole_steps() -> Iterator[Rate]:
+    """What differs between two whole steps, or is left of one."""
+    per, hidden, operands = 1e12, TOKENS * HIDDEN * LAYERS, 16 * TOKENS * HIDDEN * LAYERS
+    scaled_weights, fp8_weights = optimizer("O2"), optimizer("O3")
+    weight = step(STEP, PROFILED, "O2") - step(STEP, PROFILED, "O3") - (scaled_weights - fp8_weights)
+    yield Rate("cast of a weight", None, weight / LINEAR * per, "ps", f"{STEP}: O2 less O3, the update aside", PROFILED)
+    in_time = step(STEP, "130f7fa", "O2+tensorwise") - step(STEP, "130f7fa", "O2")
+    yield Rate("just in time", None, in_time / operands * per, "ps", f"{STEP}: O2+tensorwise less O2", "130f7fa")
+    groups = step(STEP, "484bfc7", "O3 --save-activations coat") - step(STEP, "484bfc7", "O3")
+    yield Rate("groups of activations", None, groups / (6 * hidden) * per, "ps", f"{STEP}: O3 --save-activations coat less O3", "484bfc7")
+    gemm = 6 * (LINEAR + VOCABULARY * HIDDEN) * TOKENS / (6 * TOKENS * VOCABULARY * HIDDEN / profiled("GEMM"))
+    more = step(COAT_MEMORY, "de29eee", "bf16", 8) - step(COAT_MEMORY, "de29eee", "bf16") - gemm - profiled("attention") - profiled("loss")
+    kept = (36 + 4 * 2 * 128 / (4 * 2048)) * hidden
+    byte = more / kept
+    yield Rate("unfused byte", None, byte * per, "ps", f"{COAT_MEMORY}: bf16, micro-batch 8 less 4, less GEMMs and attention", "de29eee")
+    gap = LAYERS * 1e-6 * next(rate.value for rate in elements() if rate.name == "gap")
+    fp8, head = 6 * LINEAR * TOKENS / (603 / 722 * 6 * LINEAR * TOKENS / profiled("GEMM FP8")), profiled("GEMM") + profiled("loss")
+    known = fp8 + head + profiled("attention") + byte * kept + scaled_weights + gap
+    known += (
+        LINEAR * 1e-12 * sum(rate.value for rate in elements() if rate.name in ("transpose of a weight", "pack of a gradient")) + weight
+    )
+    block = (step(STEP, "130f7fa", "O2+blockwise") - known) / operands
+    yield Rate("block cast", None, block * per, "ps", f"{STEP}: O2+blockwise, less the rest", "130f7fa")
+    speed = float(one(OPTIMIZER, commit="67af633", case="step in a graph", level="O3")["gb_s"])
+    copy = float(one(OPTIMIZER, commit="67af633", case="step in a graph", level="O3")["copy_gb_s"])
+    yield Rate("update", None, speed / 1e3, "TB/s", f"{OPTIMIZER}: O3, in a graph", "67af633")
+    yield Rate("copy", None, copy / 1e3, "TB/s", f"{OPTIMIZER}: copy", "67af633")
+    coat = one(OPTIMIZER, commit="67af633", case="step in a graph", level="coat")
+    slower = float(coat["ms"]) * 1e-3 - float(coat["bytes_a_param"]) * float(coat["params_m"]) * 1e6 / (speed * 1e9)
+    yield Rate("update of groups", None, slower / float(coat["params_m"]) * 1e6, "ps", f"{OPTIMIZER}: coat, less its bytes", "67af633")
+    alone, two = step(STEP, PROFILED, "O3"), step(PARALLEL, "d2fde52", "O3")
+    gathered = 1311.6e6 * 1.08 / 2 / 320e9
+    surcharge = two - alone + fp8_weights / 2 - gathered
+    yield Rate("data parallel", None, surcharge / 1311.6e6 * per, "ps", f"{PARALLEL}: O3 on two GPUs less {STEP}: O3 on one", "d2fde52")
+    kinds = [row["kind"] for row in read(PROFILE) if row["commit"] == PROFILED_TP and row["kind"] not in ("NCCL", "idle")]
+    beside = sum(profiled(kind, PROFILED_TP) for kind in kinds) + gap
+    sent = float(one(GRID, commit=PROFILED_TP, case=TP)["activation_mib"]) * 2**20 / 320e9 + (10 * LAYERS + 5) * 45e-6
+    exposed = (step(GRID, PROFILED_TP, TP, 8) - beside) / sent
+    yield Rate("tp exposed", None, exposed, "share", f"{GRID}: {TP}, less its kernels", PROFILED_TP)
+    for name, case in (("host bf16", "O0"), ("host fp8", "O3")):
+        eager = step(STEP, "fb6e7d2", case) / LAYERS * 1e6
+        yield Rate(name, None, eager, "us", f"{STEP}: {case}, eager and unfused, a layer", "fb6e7d2")
+
+
+def optimizer(level: str) -> float:
+    """Seconds of a level's update in a graph."""
+    return float(one(OPTIMIZER, commit=PROFILED, case="step in a graph", level=level)["ms"]) * 1e-3
+
+
+def text() -> str:
+    """The file."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for rate in (*arithmetic(), *elements(), *whole_steps()):
+        writer.writerow((GPU, rate.name, "" if rate.at is None else f"{rate.at:g}", f"{rate.value:.5g}", *rate[3:]))
+    return stream.getvalue()
+
+
+@entry.command
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """Command line; 0, or 1 where --check finds another file."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing: say whether the file is what the rows give")
+    options = parser.parse_args(arguments)
+    file, new = root / FILE, text()
+    same = file.is_file() and file.read_text(encoding="utf-8") == new
+    if not options.check and not same:
+        with written_aside(file) as stream:
+            stream.write(new.encode())
+    print(f"{FILE} {'is' if same else 'was not' if not options.check else 'is not'} what the rows give")
+    return int(options.check and not same)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Tables of losses: curves against BF16 of the same seeds, seeds against each other, and CUDA graphs against eager steps."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from tools.docs.cells import BENCH, PRECISIONS, REPRODUCE, Cell, Table, column, of, pick
+from tools.docs.evidence import Row, read
+
+CURVES = f"{REPRODUCE}/precisions/curves.csv"  # runs of the rows of PRECISIONS, which name their commit
+SEEDS = f"{BENCH}/gpt3_125m_enwik8/curves.csv"
+GRAPHS = f"{BENCH}/graphs_125m.csv"
+BASE = "bf16"
+Differences = dict[str, list[list[float]]]  # by precision, at each evaluation: mean, least and most
+
+
+def evaluations() -> dict[str, dict[int, dict[str, float]]]:
+    """Validation losses of every precision that has several seeds: precision -> tokens -> number of the run -> loss."""
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    several = {row["precision"] for row in read(PRECISIONS) if int(row["seeds"]) > 1}
+    for row in read(CURVES):
+        precision, _, number = row["run"].rpartition("_")
+        if row["kind"] == "valid" and precision in several:
+            found.setdefault(precision, {}).setdefault(int(row["tokens"]), {})[number] = float(row["loss"])
+    return found
+
+
+def differences() -> tuple[list[int], Differences]:
+    """Tokens of the evaluations, and the relative differences from BF16 there: each run from the one of the same seed."""
+    losses = evaluations()
+    base = losses.pop(BASE)
+    found: Differences = {}
+    for precision, by_tokens in losses.items():
+        for tokens, by_run in by_tokens.items():
+            apart = [loss / base[tokens][number] - 1 for number, loss in by_run.items()]
+            found.setdefault(precision, []).append([statistics.fmean(apart), min(apart), max(apart)])
+    return list(base), found
+
+
+def rows_of_precisions(precisions: Iterable[str]) -> Sequence[Row]:
+    """The rows that name the commit of these precisions' runs."""
+    wanted = set(precisions)
+    return pick(PRECISIONS, lambda row: row["precision"] in wanted)
+
+
+def against_bf16() -> Table:
+    """Validation loss of each precision against BF16 of the same seeds, at each evaluation."""
+    tokens, apart = differences()
+    losses = evaluations()
+    cells = [[f"`{BASE}`, nats a token", *(f"{statistics.fmean(by_run.values()):.4f}" for by_run in losses[BASE].values())]]
+    for precision, found in apart.items():
+        ranges = (f"{100 * mean:+.2f} ({100 * least:+.2f} to {100 * most:+.2f})" for mean, least, most in found)
+        cells.append([f"`{precision}`, % from it", *ranges])
+    columns = ["", *(f"{count / 1e6:.1f}M tokens" for count in tokens)]
+    return Table(columns, cells, [(PRECISIONS, rows_of_precisions([BASE, *apart]))])
+
+
+def _last(rows: Sequence[Row]) -> dict[str, Row]:
+    """By run, the row of the last iteration."""
+    return {row["run"]: row for row in sorted(rows, key=lambda row: int(row["iteration"]))}
+
+
+def two_seeds() -> Table:
+    """Last validation losses at O0 and O2, by seed."""
+    rows = pick(SEEDS, lambda row: row["kind"] == "valid")
+    last = _last(rows)
+    pairs = [(last[f"O0 seed {seed}"], last[f"O2 seed {seed}"]) for seed in sorted({run.split()[-1] for run in last}, key=int)]
+    used = [{**base, "seed": base["run"].split()[-1], "other": other["loss"],
+             "apart": str(float(other["loss"]) / float(base["loss"]) - 1)} for base, other in pairs]  # fmt: skip
+    columns = {"seed": column("seed"), "tokens": column("tokens"), "`O0`": column("loss", 4), "`O2`": column("other", 4),
+               "difference %": column("apart", 2, 100)}  # fmt: skip
+    return of(SEEDS, used, columns)
+
+
+def graphs() -> Table:
+    """Last validation losses with CUDA graphs and without, and of the same commands started again."""
+    rows = pick(GRAPHS, lambda row: row["kind"] == "valid")
+    last = {(row["level"], row["run"], row["cuda_graph"]): row for row in sorted(rows, key=lambda row: int(row["iteration"]))}
+    used = [{**row, "eager": last[level, run, "none"]["loss"]} for (level, run, kind), row in last.items() if kind == "step"]
+    level: Cell = lambda row: f"`{row['level']}`"  # noqa: E731 - a column like the others
+    columns = {"level": level, "start": column("run"), "with graphs": column("loss", 4), "eager": column("eager", 4)}
+    return of(GRAPHS, used, columns)

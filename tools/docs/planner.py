@@ -1,0 +1,176 @@
+"""The planner's published tables and figure: its predictions beside what was measured, and beside FP8-LM's clusters."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.bench import check_plan
+from tools.bench.check_plan import Compared
+from tools.docs.cells import MARK, Table, column, pick
+from tools.docs.evidence import PREDICTED, Row, marked
+from tools.docs.figures import OURS, THEIRS, Figure, Numbers
+
+PAPER = PREDICTED
+SIZES = {"125m": "GPT-125M", "7b": "GPT-7B", "13b": "GPT-13B", "175b": "GPT-175B"}
+CAUSES = {  # of a row outside a limit: commit, case -> why
+    ("cec76f9", "O3"): "the row recomputed the MLP (`selective mlp`), which its case does not say: its peak is that of the row that does",
+    ("d2fde52", "O3 --cuda-graph none"): "eager: the host launches the kernels, and this run's steps went from 199 to 274 ms",
+}
+EARLIER = "the tree ran eagerly, and its FP8 layers were unfused"
+
+
+def _sources(some: Sequence[Compared]) -> list[tuple[str, list[Row]]]:
+    files = list(dict.fromkeys(one.file for one in some))
+    return [(file, [one.row for one in some if one.file == file]) for file in files]
+
+
+def _range(values: Sequence[float], digits: int) -> str:
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _worst(errors: Sequence[float]) -> str:
+    return f"{max(errors, key=abs):+.1f}" if errors else ""
+
+
+def rows(*kinds: str) -> Table:
+    """Predicted and measured, a line for each case; rows of one case that were measured again stand together."""
+    some = [one for one in check_plan.compared() if one.kind in kinds]
+    cells = []
+
+    def case(one: Compared) -> tuple[str, int, str, str, float]:
+        return one.row["preset"], int(one.row["micro_batch"]), one.row.get("gpus") or "1", one.row["case"], one.ms
+
+    for key, group in itertools.groupby(sorted(some, key=lambda one: (case(one), one.file)), key=case):
+        same = list(group)
+        memory = [(one.measured_gib, one.memory_error) for one in same if one.measured_gib is not None and one.memory_error is not None]
+        cells.append(
+            [
+                f"`{key[3]}`" + (MARK if any(marked(one.row) for one in same) else ""), key[0], str(key[1]), key[2], str(len(same)),
+                f"{same[0].ms:.1f}", _range([one.measured_ms for one in same], 1), _worst([one.time_error for one in same]),
+                f"{same[0].gib:.1f}", _range([gib for gib, _ in memory], 1) if memory else "", _worst([error for _, error in memory]),
+            ]
+        )  # fmt: skip
+    columns = ["case", "model", "micro-batch", "GPUs", "rows", "ms predicted", "measured", "largest error %", "GiB predicted", "measured",
+               "largest error %"]  # fmt: skip
+    return Table(columns, cells, _sources(some))
+
+
+def summary() -> Table:
+    """How many rows of each kind lie within the limits."""
+    everything = check_plan.compared()
+    cells = []
+    for kind, name in check_plan.KINDS.items():
+        for what, (count, within, median, worst) in check_plan.summary(check_plan.of_kind(kind)).items():
+            limit = check_plan.MEMORY_LIMIT if what == check_plan.MEMORY else check_plan.TIME_LIMIT
+            cells.append([name, what, str(count), f"{within} within {limit:g} %", f"{median:.1f}", f"{worst:.1f}"])
+    return Table(["rows", "what", "number", "", "median error %", "largest %"], cells, _sources(everything))
+
+
+def outside() -> Table:
+    """Every row outside a limit, with the likely cause; those of one earlier tree and case together."""
+    cells, some = [], []
+    for one in check_plan.compared():
+        memory = one.memory_error
+        if abs(one.time_error) <= check_plan.TIME_LIMIT and (memory is None or abs(memory) <= check_plan.MEMORY_LIMIT):
+            continue
+        some.append(one)
+        cause = EARLIER if one.kind == "earlier" else CAUSES.get((one.row["commit"], one.row["case"]), "not known")
+        if one.kind == "earlier" and one.configured_bf16:
+            cause = "the tree ran eagerly, on a host of a speed that differed from day to day"
+        if one.row["commit"] in check_plan.FORMER_HEAD:
+            cause = "a rank held all its logits, also in FP32; since then the loss is taken in chunks"
+        found = [f"`{one.row['case']}`", one.row["preset"], one.row.get("gpus") or "1", one.row["commit"], f"{one.time_error:+.1f}"]
+        cells.append([*found, "" if memory is None else f"{memory:+.1f}", cause])
+    return Table(["case", "model", "GPUs", "commit", "time %", "memory %", "likely cause"], cells, _sources(some))
+
+
+def rates() -> Table:
+    """The rates."""
+    name = "megatron/lm/cost/rates.csv"
+    columns = {"rate": column("name"), "at": column("at"), "value": column("value"), "unit": column("unit"), "from": column("source")}
+    found = pick(name)
+    return Table(list(columns), [[cell(row) for cell in columns.values()] for row in found], [(name, found)])
+
+
+def table5() -> Table:
+    """FP8-LM's Table 5 on its grids."""
+    found = pick(PAPER, lambda row: row["what"] == "table5")
+    cells = []
+    for row in found:
+        gb, samples = float(row["gib"]) * 2**30 / 1e9, float(row["samples_s"])
+        cells.append(
+            [SIZES[row["model"]], row["grid"], row["micro_batch"], f"`{row['precision']}`", f"{gb:.1f}", row["paper_gb"], f"{samples:.1f}",
+             row["paper_samples_s"], f"{100 * (samples / float(row['paper_samples_s']) - 1):+.0f}"]
+        )  # fmt: skip
+    columns = [
+        "model",
+        "TP x PP x DP",
+        "micro-batch",
+        "",
+        "GB predicted",
+        "the paper's",
+        "samples/s predicted",
+        "the paper's",
+        "difference %",
+    ]
+    return Table(columns, cells, [(PAPER, found)])
+
+
+def context() -> Table:
+    """GPT-175B on 32 GPUs of 80 GB, by length of the sequence."""
+    found = pick(PAPER, lambda row: row["what"] == "context")
+    lengths = sorted({int(row["sequence"]) for row in found})
+    cells = []
+    for precision in dict.fromkeys(row["precision"] for row in found):
+        by = {int(row["sequence"]): row for row in found if row["precision"] == precision}
+        cells.append(
+            [f"`{precision}`", *(f"{by[length]['gib']} {'fits' if by[length]['fits'] == 'yes' else 'too much'}" for length in lengths)]
+        )
+    return Table(["GiB of the fullest process", *(f"{length:,} tokens" for length in lengths)], cells, [(PAPER, found)])
+
+
+def scale() -> Figure:
+    """Step time and memory over GPUs for the paper's sizes, of the fastest grid."""
+    found = pick(PAPER, lambda row: row["what"] == "scale")
+    numbers: Numbers = {}
+    for row in found:
+        lines = numbers.setdefault(row["model"], {}).setdefault(row["precision"], {"gpus": [], "ms": [], "gib": []})
+        for key, value in (("gpus", int(row["gpus"])), ("ms", float(row["ms"])), ("gib", float(row["gib"]))):
+            lines[key].append(value)
+    return Figure(numbers, _draw, [(PAPER, found)])
+
+
+def _draw(numbers: Numbers, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Canvas
+
+    figure = Canvas(figsize=(11, 5.6), dpi=120, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes: Any = figure.subplots(2, len(numbers), squeeze=False)
+    for place, (model, lines) in enumerate(numbers.items()):
+        for color, (precision, values) in zip((THEIRS, OURS), lines.items(), strict=True):
+            axes[0][place].plot(values["gpus"], [ms / 1e3 for ms in values["ms"]], marker="o", color=color, label=precision)
+            axes[1][place].plot(values["gpus"], values["gib"], marker="o", color=color, label=precision)
+        axes[0][place].set(title=SIZES[model], xscale="log", yscale="log", ylabel="s a step" if place == 0 else None)
+        axes[1][place].set(xscale="log", xlabel="GPUs", ylim=(0, 80), ylabel="GiB of the fullest process" if place == 0 else None)
+        for row in (0, 1):
+            counts = sorted({count for values in lines.values() for count in values["gpus"]})
+            axes[row][place].set_xticks(counts, [str(count) for count in counts], rotation=45)
+            axes[row][place].minorticks_off()
+            axes[row][place].spines[["top", "right"]].set_visible(False)
+    axes[0][0].legend()
+    figure.savefig(path)
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "planner": summary,
+    "planner-judged": lambda: rows("judged"),
+    "planner-fitted": lambda: rows("fitted", "repeated"),
+    "planner-outside": outside,
+    "planner-rates": rates,
+    "planner-table5": table5,
+    "planner-context": context,
+}
+FIGURES: dict[str, Callable[[], Figure]] = {"planner": scale}

@@ -1,0 +1,215 @@
+"""The pages of `python -m tools.reproduce`: of each entry that has rows, and the overview of all; from rows, and words that are data."""
+
+import functools
+import json
+import textwrap
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.docs.evidence import ROOT, Row, marked
+from tools.docs.figures import Figure, Numbers, axes_of
+from tools.docs.tables import Table
+from tools.reproduce import keep
+from tools.reproduce.entry import Entry
+from tools.reproduce.registry import ENTRIES
+
+WORDS = "tools/reproduce/verdicts.toml"
+PAGES = "docs/reproduction"
+NOT_RUN = "not run"
+# How a claim fared. The middle two are results as much as the first.
+VERDICTS = ("holds", "holds in part", "does not hold", "too small to say", NOT_RUN)
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a reader is told of an entry beside its numbers.
+
+    Attributes:
+        verdict: one of `VERDICTS`.
+        size: of the rows that the words were written for; other rows want them read again.
+        agree: where ours and the paper's agree, and where not.
+        cause: of the difference, as far as it is known.
+    """
+
+    verdict: str
+    size: str = ""
+    agree: str = ""
+    cause: str = ""
+
+
+@functools.cache
+def words(root: Path = ROOT) -> Mapping[str, Words]:
+    """The words of each entry.
+
+    Raises:
+        ValueError: an entry without words, words without an entry, or a verdict that is none.
+    """
+    found = {name: Words(**one) for name, one in tomllib.loads((root / WORDS).read_text(encoding="utf-8")).items()}
+    if found.keys() != ENTRIES.keys():
+        differ = ", ".join(sorted(found.keys() ^ ENTRIES.keys()))
+        raise ValueError(f"{WORDS} and the registry differ in {differ}: give each entry its verdict, and each verdict its entry")
+    for name, one in found.items():
+        if one.verdict not in VERDICTS:
+            raise ValueError(f"{WORDS}: the verdict {one.verdict!r} of {name} is none; choose one of {', '.join(VERDICTS)}")
+    return found
+
+
+def published(one: Entry, root: Path = ROOT) -> tuple[str, list[Row], list[str]]:
+    """The largest size of an entry that has rows, these, and the pieces that are missing; ("", [], []) where none has.
+
+    Raises:
+        ValueError: there are rows and no words for that size, or words for rows that are not there.
+    """
+    found = keep.read(root / keep.RESULTS / f"{one.name}.csv")
+    size = next((size for size in reversed(list(one.sizes)) if any(row["size"] == size for row in found)), "")
+    told = words(root)[one.name]
+    if told.size != size or (told.verdict == NOT_RUN) != (not size):
+        raise ValueError(
+            f"{WORDS}: the words of {one.name} are {told.verdict!r} for size {told.size!r}, and its rows are of size {size!r}: "
+            "read them beside the rows, and name the size"
+        )
+    return size, [row for row in found if row["size"] == size], keep.missing(one, size, found) if size else []
+
+
+def difference(row: Row) -> str:
+    """Ours from the paper's: percent of two numbers, `same` or `differs` of words; empty where the paper says nothing."""
+    if not row["paper"]:
+        return ""
+    try:
+        ours, paper = float(row["ours"]), float(row["paper"])
+    except ValueError:
+        return "same" if row["ours"] == row["paper"] else "differs in kind" if _number(row["ours"]) else "differs"
+    return f"{ours - paper:+.3g}" if not paper or row["unit"] == "%" else f"{100 * (ours / paper - 1):+.1f} %"
+
+
+def _number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _short(text: str) -> str:
+    return f"{float(text):.4g}" if _number(text) else text
+
+
+def source(one: Entry) -> str:
+    """The path of its rows."""
+    return f"{keep.RESULTS}/{one.name}.csv"
+
+
+def table(one: Entry, rows: Sequence[Row]) -> Table:
+    """Ours, the paper's and the difference, a line a quantity."""
+    lines = [row for row in rows if not row["x"]]
+    cells = [
+        [
+            row["quantity"] + (" †" if marked(row) else ""),
+            _short(row["ours"]),
+            _short(row["paper"]),
+            difference(row),
+            row["unit"],
+            row["seed"],
+        ]
+        for row in lines
+    ]
+    return Table(["quantity", "ours", "paper", "difference", "unit", "seed"], cells, [(source(one), lines)])
+
+
+def page(one: Entry, root: Path = ROOT) -> str:
+    """The page of an entry that has rows; empty where it has none."""
+    size, rows, missing = published(one, root)
+    if not size:
+        return ""
+    told = words(root)[one.name]
+    seconds = sum({row["piece"]: float(row["seconds"]) for row in rows}.values())
+    lines = [f"# {one.title}", "", *textwrap.wrap(f"The claim: {one.claim}", 118), ""]
+    lines += [f"**{told.verdict}**", "", *textwrap.wrap(told.agree, 118), ""]
+    if told.cause:
+        lines += [*textwrap.wrap(f"Likely cause: {told.cause}", 118), ""]
+    if one.reason:
+        lines += [*textwrap.wrap(f"What this does not cover: {one.reason}", 118), ""]
+    lines += ["```sh", rows[0]["command"], "```", "", f"Size `{size}`, {seconds:.0f} s.", ""]
+    if missing:
+        lines += [*textwrap.wrap(f"Missing: {', '.join(missing)}. The same command goes on with them.", 118), ""]
+    if curves(rows):
+        lines += [f"![{one.title}](../results/figures/{one.name}.png)", ""]
+    return "\n".join([*lines, table(one, rows).markdown(), ""])
+
+
+def pages(root: Path = ROOT) -> dict[str, str]:
+    """The generated pages, by path from the root."""
+    return {f"{PAGES}/{name}.md": text for name, one in ENTRIES.items() if (text := page(one, root))}
+
+
+def overview() -> Table:
+    """Every entry: claim, the paper's number, ours, and the verdict."""
+    cells, sources = [], []
+    for name, one in ENTRIES.items():
+        size, rows, missing = published(one)
+        head = next((row for row in rows if row["quantity"] == one.headline), None)
+        told = words()[name]
+        link = f"[{one.title}]({name}.md)" if size else one.title
+        ours, paper = (
+            ("", "") if head is None else (f"{_short(head[key])} {head['unit']}".strip() if head[key] else "" for key in ("ours", "paper"))
+        )
+        what = one.headline if size else one.reason or "It has not been run yet."
+        verdict = told.verdict + (f"; {len(missing)} pieces missing" if missing else "")
+        cells.append([link, one.claim, what, paper, ours, size, verdict])
+        if rows:
+            sources.append((source(one), rows))
+    # The commits of so many files would be a paragraph: each page has its own.
+    return Overview(["table or figure", "claim", "quantity, or why not", "paper", "ours", "size", "verdict"], cells, sources)
+
+
+class Overview(Table):
+    """A table with lines that name their sources themselves."""
+
+    def markdown(self) -> str:
+        """The table alone."""
+        lines = [self.columns, ["---"] * len(self.columns), *self.cells]
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+# --------------------------------------------------------------------------------------------------------------------- figures
+
+
+def curves(rows: Sequence[Row]) -> dict[str, list[list[float]]]:
+    """The curves of an entry: name -> x and y; of several seeds the first."""
+    found: dict[str, list[list[float]]] = {}
+    for row in rows:
+        if row["x"]:
+            name = row["quantity"]
+            first = next(other["seed"] for other in rows if other["x"] and other["quantity"] == name)
+            if row["seed"] == first:
+                xs, ys = found.setdefault(name, [[], []])
+                xs.append(float(row["x"]))
+                ys.append(float(row["ours"]))
+    return found
+
+
+def _draw(numbers: Numbers, path: Path) -> None:
+    figure, (axes,) = axes_of(1, 3.8)
+    for name, (xs, ys) in numbers["curves"].items():
+        axes.plot(xs, ys, label=name.removesuffix(numbers["common"]), linewidth=1.4)
+    axes.set(ylabel=numbers["common"].removeprefix(", "))
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def figures() -> dict[str, Any]:
+    """Of each entry with curves in its rows, what makes its figure."""
+    found = {}
+    for name, one in ENTRIES.items():
+        _, rows, _ = published(one)
+        drawn = curves(rows)
+        if drawn:
+            endings = {f", {quantity.partition(', ')[2]}" for quantity in drawn}
+            common = endings.pop() if len(endings) == 1 else ""
+            numbers = json.loads(json.dumps({"curves": drawn, "common": common}))
+            found[name] = functools.partial(Figure, numbers, _draw, [(source(one), rows)])
+    return found

@@ -1,0 +1,371 @@
+"""The published tables: which rows each takes, and what its columns say. No number in them is typed."""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+from tools.docs import hardware, losses, shapes
+from tools.docs.cells import BENCH, PEERS, PRECISIONS, REPRODUCE, Cell, Listing, Table, case, code, column, kilo, of, pick
+from tools.docs.evidence import COMPUTED, Row
+
+STEP, GRID, PARALLEL, KERNELS, MEMORY = (f"{BENCH}/{name}.csv" for name in ("step", "grid", "data_parallel", "kernels", "memory"))
+COAT_MEMORY, FIG7 = (f"{REPRODUCE}/{name}.csv" for name in ("coat_memory", "fig7/fig7"))
+RUN = "d77a990"  # of whole steps, ours and the peers' together
+PEAKS = (989.0, 1979.0)  # TFLOP/s of an H100 or H200, dense: BF16 and FP8
+
+
+def whole_step(row: Row) -> bool:
+    """A step of GPT-1.3B with micro-batch 4 on one GPU."""
+    return (row["preset"], row["micro_batch"], row["gpus"]) == ("1.3b", "4", "1")
+
+
+def mfu(row: Row) -> str:
+    """Model FLOPs utilisation of the BF16 peak and of the FP8 peak."""
+    return " / ".join(f"{100 * float(row['tflops']) / peak:.0f} %" for peak in PEAKS)
+
+
+def best_and_same_run() -> list[tuple[Row, Row | None]]:
+    """Of each level and peer its fastest row on file, and that of the run in which all were measured."""
+    order = ["O0", "O1", "O2", "O3", *(peer for peer in PEERS if peer.split()[1] in ("bf16", "te-delayed", "ao-tensorwise"))]
+    found: list[tuple[Row, Row | None]] = []
+    for name in order:
+        rows = [row for row in pick(STEP, whole_step) if row["case"] == name]
+        best = min(rows, key=lambda row: float(row["ms"]))
+        found.append((best, next((row for row in rows if row["commit"] == RUN), None)))
+    return found
+
+
+def summary() -> Table:
+    """Whole steps of GPT-1.3B: the best measured row of each, beside the row of one run."""
+    pairs = best_and_same_run()
+    cells = [
+        [case(best), column("ms", 0)(same) if same else "not in it", column("ms", 0)(best), kilo("tokens_s_gpu")(best), mfu(best),
+         column("peak_gib", 1)(best)]
+        for best, same in pairs
+    ]  # fmt: skip
+    columns = [f"ms a step, run {RUN}", "ms, best", "tokens/s", "MFU of 989 / 1,979 TFLOP/s", "peak GiB"]
+    rows = [row for pair in pairs for row in pair if row is not None]
+    return Table(["GPT-1.3B, one H200", *columns], cells, [(STEP, rows)])
+
+
+def steps(commit: str, keep: Callable[[Row], bool] = lambda row: True) -> Table:
+    """The whole steps of one commit."""
+    columns = {
+        "case": case, "model": column("preset"), "micro-batch": column("micro_batch"), "ms a step": column("ms", 1),
+        "tokens/s/GPU": kilo("tokens_s_gpu"), "MFU of 989 / 1,979": mfu, "peak GiB": column("peak_gib", 1),
+        "at rest GiB": column("rest_gib", 1),
+    }  # fmt: skip
+    return of(STEP, pick(STEP, lambda row: row["commit"] == commit and keep(row)), columns)
+
+
+def coat_parts() -> Table:
+    """COAT's two parts at other levels, each commit's plain O3 beside them."""
+    columns = {"case": case, "commit": column("commit"), "ms a step": column("ms", 1), "peak GiB": column("peak_gib", 1)}
+    rows = pick(STEP, lambda row: row["commit"] in ("484bfc7", "849bdfd"))
+    return of(STEP, rows, columns)
+
+
+def coat_memory() -> Table:
+    """Speed and memory of BF16, O3 and COAT at the smallest micro-batch and at the largest that fitted."""
+    rows = pick(COAT_MEMORY, lambda row: bool(row["ms"]))
+    names = list(dict.fromkeys(row["case"] for row in rows))
+    ends = [(min(mine, key=_micro_batch), max(mine, key=_micro_batch)) for mine in ([r for r in rows if r["case"] == n] for n in names)]
+    base = ends[names.index("bf16")]
+    cells = []
+    for pair in ends:
+        for row, other in zip(pair, base, strict=True):
+            faster, smaller = float(row["tokens_s_gpu"]) / float(other["tokens_s_gpu"]), float(other["peak_gib"]) / float(row["peak_gib"])
+            times = [f"{faster:.2f}", f"{smaller:.2f}" if row["micro_batch"] == other["micro_batch"] else ""]
+            cells.append([f"`{row['case']}`", row["micro_batch"], f"{float(row['ms']):.0f}", kilo("tokens_s_gpu")(row),
+                          f"{float(row['peak_gib']):.1f}", *times])  # fmt: skip
+    columns = ["", "micro-batch", "ms a step", "tokens/s", "peak GiB", "times BF16's speed", "times less memory"]
+    return Table(columns, cells, [(COAT_MEMORY, [row for pair in ends for row in pair])])
+
+
+def _micro_batch(row: Row) -> int:
+    return int(row["micro_batch"])
+
+
+def data_parallel(commit: str) -> Table:
+    """Data parallelism over several H200s."""
+    columns = {
+        "case": case, "GPUs": column("gpus"), "NVLink": column("p2p"), "ms a step": column("ms", 0), "tokens/s/GPU": kilo("tokens_s_gpu"),
+        "at rest GiB": column("rest_gib_max", 1), "bytes sent a parameter: all": column("wire_bytes_param", 2),
+        "linear weights": column("wire_linear_bytes_param", 2), "exposed %": column("exposed_share", 1, 100),
+    }  # fmt: skip
+    return of(PARALLEL, pick(PARALLEL, lambda row: row["commit"] == commit), columns)
+
+
+def best_data_parallel() -> Table:
+    """Two H200s: each case by the best of its rows, beside the slowest."""
+    rows = pick(PARALLEL, lambda row: row["gpus"] == "2" and row["p2p"] == "on")
+    cells, used = [], []
+    for name in ("O0 --use-distributed-optimizer", "O1", "O2", "O3", "megatron bf16", "megatron te-delayed"):
+        mine = sorted((row for row in rows if row["case"] == name), key=lambda row: float(row["ms"]))
+        best, worst = mine[0], mine[-1]
+        used += [best, worst]
+        cells.append([case(best), f"{float(best['ms']):.0f}", f"{float(worst['ms']):.0f}", kilo("tokens_s_gpu")(best), best["commit"]])
+    return Table(["", "best ms a step", "slowest on file", "tokens/s/GPU at best", "commit of the best"], cells, [(PARALLEL, used)])
+
+
+def grid() -> Table:
+    """Tensor and pipeline parallelism."""
+    columns = {
+        "model": column("preset"), "case": case, "TP x PP x DP": lambda row: f"{row['tp']} x {row['pp']} x {row['dp']}",
+        "micro-batch": column("micro_batch"), "ms a step": column("ms", 0), "tokens/s/GPU": kilo("tokens_s_gpu"),
+        "peak GiB": column("peak_gib_max", 1), "sent GiB, Table 7's scope": column("table7_mib", 2, 1 / 1024),
+        "all transfers of a layer": column("activation_mib", 2, 1 / 1024),
+    }  # fmt: skip
+    return of(GRID, pick(GRID), columns)
+
+
+def optimizer() -> Table:
+    """The update alone, in a CUDA graph."""
+    columns = {
+        "precision": column("level"), "state": lambda row: "COAT" if "coat" in row["case"] else "", "ms": column("ms", 2),
+        "bytes a parameter": column("bytes_a_param", 1), "share of copy speed": column("share", 2), "commit": column("commit"),
+    }  # fmt: skip
+    name = f"{BENCH}/optimizer.csv"
+    return of(name, pick(name, lambda row: row["case"] == "step in a graph" and row["commit"] == "67af633"), columns)
+
+
+def memory() -> Table:
+    """What the memory report predicts, and what was measured."""
+    columns = {
+        "level": code("case"), "saved activations": column("save_activations"), "what": column("what"), "unit": column("unit"),
+        "predicted": column("predicted"), "measured": column("measured"), "difference %": column("difference_percent", 1),
+    }  # fmt: skip
+    return of(MEMORY, pick(MEMORY), columns)
+
+
+def memory_error() -> Table:
+    """The largest difference between prediction and measurement."""
+    rows = pick(MEMORY)
+    worst = {
+        what: max((row for row in rows if row["what"] == what), key=lambda row: abs(float(row["difference_percent"])))
+        for what in ("peak", "rest", "activations, layer")
+    }
+    cells = [[what, f"`{row['case']}`", f"{float(row['difference_percent']):.2f}"] for what, row in worst.items()]
+    return Table(["what", "largest difference at", "%"], cells, [(MEMORY, rows)])
+
+
+def kernels(rate: str) -> Table:
+    """Kernels bound by arithmetic (`tflops`) or by memory (`tb_s`), of each the last measurement."""
+    columns = {
+        "kernel": column("kernel"), "tokens": column("tokens"), "hidden": column("hidden"), "us": column("us", 1),
+        {"tflops": "TFLOP/s", "tb_s": "TB/s"}[rate]: column(rate), "share of the peak": column("share", 2), "commit": column("commit"),
+    }  # fmt: skip
+    last = {(row["kernel"], row["tokens"], row["hidden"]): row for row in pick(KERNELS, lambda row: bool(row[rate]))}
+    return of(KERNELS, list(last.values()), columns)
+
+
+def in_both(kind: str) -> Table:
+    """Kernels of one kind, "GEMM" or "linear", in FP8 and BF16, of each the last measurement."""
+    last = {row["kernel"]: row for row in pick(KERNELS, lambda row: f" {kind}, " in row["kernel"])}
+    cells, used = [], []
+    for name in dict.fromkeys(kernel.split(", ")[1] for kernel in last):
+        both = [last[f"{precision} {kind}, {name}"] for precision in ("FP8", "BF16")]
+        used += both
+        gain = float(both[1]["us"]) / float(both[0]["us"])
+        cells.append([name, *(row["us"] for row in both), *(row["tflops"] for row in both), f"{gain:.2f}"])
+    columns = ["layer" if kind == "linear" else "GEMM", "FP8, us", "BF16, us", "FP8, TFLOP/s", "BF16, TFLOP/s", "times BF16's speed"]
+    return Table(columns, cells, [(KERNELS, used)])
+
+
+def saved_activations() -> Table:
+    """MiB that one layer saves for backward, by its parts, as measured."""
+    rows = pick(MEMORY, lambda row: row["what"].startswith("activations, ") and not row["recompute"] and not row["bf16_linears"])
+    parts = list(dict.fromkeys(row["what"] for row in rows))
+    by = {(row["case"], row["save_activations"], row["what"]): row["measured"] for row in rows}
+    kinds = sorted(dict.fromkeys(kind[:2] for kind in by), key=lambda kind: -float(by[*kind, "activations, layer"]))
+    cells = [[f"`{case}`", f"`{kept}`", *(f"{float(by[case, kept, part]):.1f}" for part in parts)] for case, kept in kinds]
+    columns = ["precision", "`--save-activations`", *(part.removeprefix("activations, ") for part in parts)]
+    return Table(columns, cells, [(MEMORY, rows)])
+
+
+def plain(name: str, columns: dict[str, Cell]) -> Table:
+    """Every row of a file."""
+    return of(name, pick(name), columns)
+
+
+def table7() -> Table:
+    """Activations that a rank sends, from shapes: the paper's Table 7."""
+    name = COMPUTED[0]
+    columns = {
+        "model": column("model"), "TP": column("tp"), "case": column("case"), "GiB a micro-batch": column("scope_gib", 2),
+        "change": column("scope_change"), "paper GB": column("paper_gb"), "paper change": column("paper_change"),
+        "all transfers GiB": column("all_gib", 2),
+    }  # fmt: skip
+    return of(name, pick(name, lambda row: row["source"] == "computed"), columns)
+
+
+def table7_measured() -> Table:
+    """Activations that a rank sent, counted while it trained: Table 7 beside the shapes' prediction."""
+    name = COMPUTED[0]
+    rows = measured_of_table7()
+    columns = {
+        "model": column("model"), "TP x PP x DP": lambda row: f"{row['tp']} x {row['pp']} x {row['dp']}", "case": case,
+        "GiB a micro-batch, counted": column("scope_gib", 2), "from shapes": column("shapes_scope_gib", 2),
+        "change": column("scope_change"),
+        "all transfers GiB, counted": column("all_gib", 2), "all from shapes": column("shapes_all_gib", 2),
+    }  # fmt: skip
+    return of(name, rows, columns)
+
+
+def measured_of_table7() -> list[Row]:
+    """The rows that were counted; `source` holds their date and commit, `gpu` the number of GPUs too."""
+    found: list[Row] = []
+    for row in pick(COMPUTED[0], lambda row: row["source"] != "computed"):
+        date, commit = row["source"].split()
+        found.append({**row, "date": date, "commit": commit})
+    return found
+
+
+def table8() -> Table:
+    """How evenly states spread over ranks, from shapes: the paper's Table 8."""
+    name = COMPUTED[1]
+    columns = {
+        "model": column("model"), "TP": column("tp"), "PP": column("pp"), "DP": column("dp"), "method": column("method"),
+        "least GiB": column("min_gib", 2), "most GiB": column("max_gib", 2), "spread": column("spread", 3),
+        "paper's row": column("paper_row"), "paper's spread GB": column("paper_spread"),
+    }  # fmt: skip
+    return of(name, pick(name, lambda row: row["method"] != "-"), columns)
+
+
+def fig7(name: str = FIG7, dp: str = "128") -> Table:
+    """Gradient scaling over many ranks: means over the blocks."""
+    rows = pick(name, lambda row: row["dp"] == dp)
+    cells = [[name, *(text for text, _ in fig7_means(rows, name))] for name in dict.fromkeys(row["strategy"] for row in rows)]
+    columns = [f"DP {dp}", "SNR dB", "underflow %, reduced", "underflow %, sent", "overflow %, reduced", "overflow %, sent"]
+    return Table(columns, cells, [(name, rows)])
+
+
+def fig7_means(rows: Sequence[Row], strategy: str) -> Iterable[tuple[str, float]]:
+    keys = (
+        ("snr_db", 1.0, 1),
+        ("underflow", 100.0, 3),
+        ("underflow_local", 100.0, 3),
+        ("overflow", 100.0, 4),
+        ("overflow_local", 100.0, 4),
+    )
+    for key, scale, digits in keys:
+        mean = scale * statistics.fmean(float(row[key]) for row in rows if row["strategy"] == strategy)
+        yield f"{mean:.{digits}f}", mean
+
+
+def precisions() -> Table:
+    """Every precision on one model and text."""
+
+    def loss(row: Row) -> str:
+        middle = f"{float(row['valid_loss']):.4f}"
+        return middle if row["seeds"] == "1" else f"{middle} ({float(row['least']):.4f} to {float(row['most']):.4f})"
+
+    columns = {
+        "`--precision`": code("precision"), "seeds": column("seeds"), "validation loss": loss, "from BF16": column("against_bf16"),
+        "tokens/s": column("tokens_s", 0, 1e-3, "k"), "peak GiB": column("peak_gib", 2),
+        "states, bytes a parameter": column("state_bytes_param", 1),
+    }  # fmt: skip
+    return plain(PRECISIONS, columns)
+
+
+def blockwise_loss() -> Table:
+    """Operands cast in blocks: last validation loss of each seed."""
+    name = f"{REPRODUCE}/blockwise/runs.csv"
+    rows = pick(name)
+    seeds = sorted({row["seed"] for row in rows})
+    by = {(row["precision"], row["seed"]): row["valid_loss"] for row in rows}
+    cells = [[f"`{kind}`", *(by.get((kind, seed), "") for seed in seeds)] for kind in dict.fromkeys(row["precision"] for row in rows)]
+    return Table(["`--precision`", *(f"seed {seed}" for seed in seeds)], cells, [(name, rows)])
+
+
+def coat_states() -> Table:
+    """COAT's moments on a small trained GPT: range and error, all tensors."""
+    name = f"{REPRODUCE}/coat_states.csv"
+    columns = {
+        "what": column("what"), "m": column("m"), "v": column("v"), "expanded": column("expand"),
+        "median of the range": column("range_median"), "the paper's": column("page_range"),
+        "median error of a group's update %": column("group_error", 1, 100),
+        "SQNR dB": column("sqnr_db", 1),
+    }  # fmt: skip
+    return of(name, pick(name, lambda row: row["weights"] == "all"), columns)
+
+
+def coat_activations() -> Table:
+    """COAT's saved activations on a small trained GPT."""
+    name = f"{REPRODUCE}/coat_activations.csv"
+    columns = {
+        "what": column("what"), "kept as": column("kept"), "bytes": column("bytes", 2), "SQNR dB": column("sqnr_db", 1),
+        "worst token dB": column("worst_token_db", 1),
+    }  # fmt: skip
+    return of(name, pick(name, lambda row: bool(row["sqnr_db"])), columns)
+
+
+def fp16_amp() -> Table:
+    """FP16 with loss scaling: a small detector after 300 steps."""
+    name = f"{REPRODUCE}/fp16_amp.csv"
+    columns = {
+        "Apex level": column("level"), "loss times": column("factor"), "loss scale": column("loss_scale"), "loss": column("loss", 4),
+        "average precision": column("average_precision", 3), "gradient that is 0, %": column("zeros", 1, 100),
+    }  # fmt: skip
+    return of(name, pick(name, lambda row: row["what"] == "detection"), columns)
+
+
+def _speed_columns() -> dict[str, Cell]:
+    return {"case": code("case"), "ms a step": column("ms", 1), "peak GiB": column("peak_gib", 1), "commit": column("commit")}
+
+
+TABLES: dict[str, Callable[[], Table | Listing]] = {
+    "summary": summary,
+    "steps": lambda: steps(RUN),
+    "blockwise-steps": lambda: steps("130f7fa"),
+    "coat-memory": coat_memory,
+    "coat-parts": coat_parts,
+    "data-parallel-best": best_data_parallel,
+    "data-parallel": lambda: data_parallel("d2fde52"),
+    "data-parallel-four": lambda: data_parallel("b39cb72"),
+    "grids": grid,
+    "optimizer": optimizer,
+    "memory": memory,
+    "memory-error": memory_error,
+    "compile": lambda: plain(f"{BENCH}/compile.csv", _speed_columns()),
+    "fsdp": lambda: plain(f"{BENCH}/fsdp.csv", _speed_columns() | {"at rest GiB": column("rest_gib", 1)}),
+    "checkpoint": lambda: plain(
+        f"{BENCH}/checkpoint.csv",
+        {"case": code("case"), "bytes a parameter": column("bytes_param", 2), "save s": column("save_s", 0), "load s": column("load_s", 0),
+         "first stall s": column("first_stall_s", 1), "stall s": column("stall_s", 2), "ms a step": column("ms", 1),
+         "while it writes": column("ms_saving", 1), "written after s": column("write_s", 0)},
+    ),
+    "recorder": lambda: plain(
+        f"{BENCH}/recorder.csv",
+        {"case": code("case"), "ms a step": column("ms", 1), "recorded ms": column("recorded_ms", 1), "every": column("interval"),
+         "share of a run %": column("share_percent", 2), "peak GiB": column("peak_gib", 1), "recorded GiB": column("recorded_peak_gib", 1)},
+    ),
+    "kernels-arithmetic": lambda: kernels("tflops"),
+    "kernels-memory": lambda: kernels("tb_s"),
+    "linear-speed": lambda: in_both("linear"),
+    "gemm-speed": lambda: in_both("GEMM"),
+    "saved-activations": saved_activations,
+    "support": hardware.support,
+    "bytes-a-parameter": shapes.bytes_a_parameter,
+    "memory-7b": shapes.memory_7b,
+    "dry-run-7b": shapes.dry_run_7b,
+    "refused-7b": shapes.refused_7b,
+    "loss-curves": losses.against_bf16,
+    "loss-seeds": losses.two_seeds,
+    "loss-graphs": losses.graphs,
+    "table7": table7,
+    "table7-measured": table7_measured,
+    "table8": table8,
+    "fig7": fig7,
+    "fig7-rules": lambda: fig7(f"{REPRODUCE}/fig7/fig7_4x128.csv"),
+    "precisions": precisions,
+    "blockwise-loss": blockwise_loss,
+    "coat-states": coat_states,
+    "coat-activations": coat_activations,
+    "fp16-amp": fp16_amp,
+    "fp16-lstm": lambda: plain(
+        f"{REPRODUCE}/fp16_lstm.csv",
+        {"Apex level": column("level"), "loss scale": column("loss_scale"), "validation loss": column("valid_loss", 4),
+         "gradient that is 0, %": column("zeros", 1, 100), "gradient below 2^-24, %": column("below_at_1", 1, 100),
+         "at loss scale 8": column("below_at_8", 1, 100), "at loss scale 128": column("below_at_128", 1, 100)},
+    ),
+}  # fmt: skip

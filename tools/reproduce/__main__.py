@@ -1,0 +1,96 @@
+"""Every table and figure of FP8-LM, Collage, COAT and the slides on mixed precision, again.
+
+    python -m tools.reproduce --list                       what there is, what it needs, and where it stands
+    python -m tools.reproduce fp8lm-table9                 one, at the largest size that this machine can take
+    python -m tools.reproduce collage-table6 --size toy    in seconds on a CPU
+
+Each piece that was run is in tools/reproduce/results/entries/NAME.csv at once, so that a call that was cut off goes on; --again forgets the
+rows of the size. `make tables` makes the page of the documentation from the rows, with the words of tools/reproduce/verdicts.toml.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.lm import entry
+from megatron.lm.tools.arguments import Parser, path
+from tools.bench.rows import ROOT
+from tools.reproduce import keep
+from tools.reproduce.entry import Entry
+from tools.reproduce.registry import ENTRIES
+
+TEXT = f"runs/reproduce/{keep.OWN_TEXT}"
+
+
+def own_text(root: Path = ROOT) -> Path:
+    """A file of the checkout's own pages, which small trainings read where no other text is given."""
+    pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs" / "guide").glob("*.md"))]
+    file = root / TEXT
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n\n".join(page.read_text(encoding="utf-8") for page in pages), encoding="utf-8")
+    return file
+
+
+def status(one: Entry, folder: Path) -> str:
+    """Where an entry stands: results by size, or why there are none."""
+    if one.run is None:
+        return f"not run: {one.reason}"
+    found = keep.read(folder / f"{one.name}.csv")
+    told = []
+    for size in one.sizes:
+        left, whole = len(keep.missing(one, size, found)), len(one.pieces(size))
+        if left < whole:
+            told.append(f"{size} done" if not left else f"{size}: {whole - left} of {whole} pieces")
+    return ", ".join(told) or "no result yet"
+
+
+def listing(folder: Path) -> list[str]:
+    """The lines of --list."""
+    lines = []
+    for one in ENTRIES.values():
+        sizes = "; ".join(f"{size} ({needs})" for size, needs in one.sizes.items()) or "-"
+        lines += [f"{one.name}: {one.title}", f"    sizes: {sizes}", f"    {status(one, folder)}"]
+    return lines
+
+
+@entry.command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; 0, or 2 for bad input."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="an entry of --list")
+    parser.add_argument("--list", action="store_true", help="name every table and figure")
+    parser.add_argument("--size", default="auto", help="auto, or a size of the entry (default: the largest that this machine can take)")
+    parser.add_argument("--text", type=path, help="what small trainings read, byte by byte (default: the pages of this checkout)")
+    parser.add_argument("--out", type=path, default=ROOT / keep.RESULTS, help="folder of the CSV files")
+    parser.add_argument("--again", action="store_true", help="forget the rows of this size and run it anew")
+    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    options = parser.parse_args(arguments)
+    if options.list == (options.name is not None):
+        parser.error("give the NAME of an entry, or --list, which names them")
+    if options.list:
+        print(*listing(options.out), sep="\n")
+        return 0
+    if options.name not in ENTRIES:
+        raise ValueError(f"{options.name!r} is no entry: choose one of {', '.join(ENTRIES)}")
+    one = ENTRIES[options.name]
+    size = one.largest() if options.size == "auto" else options.size
+    if one.run is None:
+        raise ValueError(f"{one.name} cannot be run: {one.reason}")
+    if size not in one.sizes:
+        raise ValueError(f"--size {size}: {one.name} has {', '.join(one.sizes)}")
+    lacking = one.sizes[size].lacking()
+    if lacking:
+        raise ValueError(f"--size {size} of {one.name} needs {lacking}")
+    text = options.text or own_text()
+    for piece, rows in keep.run(one, size, text, options.out, options.commit, options.again):
+        print(f"{one.title}, {size}, {piece}: {rows[0]['seconds']} s")
+        for row in rows:
+            if not row["x"]:
+                print(f"  {row['quantity']}: {row['ours']} {row['unit']}" + (f" (paper: {row['paper']})" if row["paper"] else ""))
+    left = keep.missing(one, size, keep.read(options.out / f"{one.name}.csv"))
+    print(f"{options.out / one.name}.csv has {'all' if not left else 'not all'} pieces of size {size}; make tables makes its page")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

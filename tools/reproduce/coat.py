@@ -1,0 +1,122 @@
+"""COAT's tables and figures: errors of the moments, kept activations, their share of memory, memory and speed."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from megatron.lm.config.cli import parse_args
+from tools.docs.evidence import read
+from tools.reproduce.coat_activations import bytes_rows
+from tools.reproduce.coat_memory import table
+from tools.reproduce.entry import Entry, Finding, Needs, Task
+from tools.reproduce.run_tool import checkpoint, numbers, rows_of
+
+SHAPES: Mapping[str, tuple[int, str]] = {  # by size: steps, flags of the trainer
+    "toy": (10, "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 2e-3 --eval-iters 1"),
+    "small": (300, "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --lr 2e-3 --eval-iters 1"),
+}
+MEMORY = "tools/reproduce/results/coat_memory.csv"
+LLAMA = {"7b": "--preset 7b", "13b": "--preset 13b --tensor-model-parallel-size 1 --no-sequence-parallel"}
+SWIGLU = "--swiglu --normalization RMSNorm --disable-bias-linear"
+
+
+def states(task: Task) -> Iterator[Finding]:
+    """Ranges of the moments, and the error of the update from stored ones, by `tools/reproduce/coat_states.py`."""
+    steps, shape = SHAPES[task.size]
+    saved = checkpoint("bf16", steps, shape, task.text, task.folder)
+    found = rows_of("coat_states", ["--load", str(saved), "--csv", str(task.folder / "states.csv")], task.folder / "states.csv")
+    for row in (row for row in found if row["weights"] == "all"):
+        if row["range_median"]:
+            yield Finding(f"{row['what']}, median of the groups", float(row["range_median"]), float(row["page_range"]), seed=1234)
+            continue
+        told = f"m {row['m']}, v {row['v']}, {'expanded' if row['expand'] == 'yes' else 'plain'}"
+        for name, value in numbers(row, {"group_error": "median error of a group's update", "mse": "mean square error"}):
+            yield Finding(f"{told}: {name}", value, seed=1234)
+    error = {(row["m"], row["v"], row["expand"]): float(row["group_error"]) for row in found if row["weights"] == "all" and row["m"]}
+    gains = [error[m, v, "no"] / error[m, v, "yes"] for m, v, expand in error if expand == "yes"]
+    yield Finding("expansion divides the error by, least of the four pairs", min(gains), seed=1234)
+
+
+def activations(task: Task) -> Iterator[Finding]:
+    """What kept activations lose by granularity, by `tools/reproduce/coat_activations.py`."""
+    steps, shape = SHAPES[task.size]
+    saved = checkpoint("O2", steps, shape, task.text, task.folder)
+    words = ["--load", str(saved), "--text", str(task.text), "--csv", str(task.folder / "activations.csv")]
+    found = rows_of("coat_activations", words, task.folder / "activations.csv")
+    worst: dict[tuple[str, str], float] = {}
+    for row in (row for row in found if row["sqnr_db"]):
+        for name, value in numbers(row, {"sqnr_db": "SQNR", "worst_token_db": "SQNR of the worst token"}):
+            yield Finding(f"{row['what']}, {row['kept']}: {name}", value, unit="dB", seed=1234)
+        worst[row["what"], row["kept"]] = float(row["worst_token_db"])
+    for what in ("norm input", "norm input, large tokens"):
+        gain = worst[what, "groups of 16 channels"] - worst[what, "tensor"]
+        yield Finding(f"{what}: groups of 16 channels above one scale, worst token", gain, unit="dB", seed=1234)
+
+
+def share(task: Task) -> Iterator[Finding]:
+    """Share of a layer's activations that norms and SwiGLU keep, of Llama's shapes, by the dry run."""
+    for model, flags in LLAMA.items():
+        config = parse_args([*flags.split(), *SWIGLU.split(), "--opt-level", "O0"])
+        config = replace(config, precision=replace(config.precision, opt_level="O0"))
+        for row in list(bytes_rows(config))[:2]:  # those of BF16 come first
+            kept, other = float(row["non_linear"]), float(row["other"])
+            paper = 50.0 if row["kept"] == "compute" else None
+            yield Finding(f"{model}, activations kept as {row['kept']}: norms and SwiGLU", 100 * kept / (kept + other), paper, "%")
+
+
+def memory(task: Task) -> Iterator[Finding]:
+    """Speed and memory at 1.3B: the rows on file, or made anew by `tools/reproduce/coat_memory.py`."""
+    found = (
+        list(read(MEMORY))
+        if task.size == "kept"
+        else rows_of("coat_memory", ["--flags", "--fp8-min-gain 0", "--csv", str(task.folder / "memory.csv")], task.folder / "memory.csv")
+    )
+    cases = {name: {int(r["micro_batch"]): r for r in found if r["case"] == name} for name in dict.fromkeys(r["case"] for r in found)}
+    for line in table(cases, 4):
+        if line["case"] != "bf16":
+            where = cases[line["case"]][4]
+            paper = line["case"] == "coat"
+            yield Finding(f"{line['case']}, micro-batch 4: times less memory", line["less_memory"], 1.54 if paper else None, where=where)
+            yield Finding(f"{line['case']}, micro-batch 4: times BF16's speed", line["speed"], 1.43 if paper else None, where=where)
+            yield Finding(f"{line['case']}, each at its largest: times BF16's speed", line["its_speed"], where=where)
+
+
+ENTRIES = (
+    Entry(
+        name="coat-states",
+        title="COAT, FP8 optimizer states",
+        claim="Moments use little of FP8's range; range expansion makes the error of the update much smaller.",
+        run=states,
+        sizes={"toy": Needs(), "small": Needs(minutes=10)},
+        headline="expansion divides the error by, least of the four pairs",
+        reason="On a small GPT; the states of a 125M want a GPU.",
+        slow=True,
+    ),
+    Entry(
+        name="coat-activations",
+        title="COAT, mixed-granularity activations",
+        claim="Inputs of norms want groups of channels, not one scale.",
+        run=activations,
+        sizes={"toy": Needs(), "small": Needs(minutes=10)},
+        headline="norm input: groups of 16 channels above one scale, worst token",
+        reason="On a small GPT, which has no outliers; a model that has them was not looked at.",
+        slow=True,
+    ),
+    Entry(
+        name="coat-share",
+        title="COAT, share of the activations",
+        claim="Non-linear layers keep about half of a Llama's activations.",
+        run=share,
+        sizes={"toy": Needs()},
+        headline="7b, activations kept as compute: norms and SwiGLU",
+        reason="By the dry run.",
+    ),
+    Entry(
+        name="coat-memory",
+        title="COAT, memory and speed",
+        claim="1.54 times less memory and 1.43 times the speed of BF16.",
+        run=memory,
+        sizes={"kept": Needs(files=(MEMORY,)), "full": Needs(gpus=1, gib=139, minutes=30)},
+        headline="coat, micro-batch 4: times less memory",
+        reason="GPT-1.3B on one H200; the paper has Llama-2 7B and 13B.",
+    ),
+)

@@ -1,0 +1,191 @@
+"""What follows from definitions alone: FP8-LM Tables 1, 9 and 10, Collage Tables 1 and 2."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron.lm.presets import PRESETS
+from msamp.kernels.reference.collage import VARIANTS
+from msamp.numerics import formats, mcf
+from msamp.optim.collage import CollageAdamW
+from tools.reproduce.entry import Entry, Finding, Needs, Task
+
+TABLE1 = {  # width, heads, layers, TP, PP, learning rate, tokens of a batch in millions, of the training in billions
+    "125m": (768, 12, 12, 1, 1, 6e-4, 1, 100),
+    "7b": (4096, 32, 32, 1, 1, 3e-4, 4, 100),
+    "13b": (5120, 40, 40, 2, 1, 3e-4, 4, 100),
+    "175b": (12288, 96, 96, 8, 4, 3e-5, 1, 40),
+}
+TABLE9 = {  # largest, smallest normal, smallest subnormal; relative error at both ends of the normal and of the subnormal numbers
+    "fp32": (3.40e38, 1.18e-38, 1.40e-45, 1.19e-7, 5.96e-8, 5.00e-1, 1.19e-7),
+    "fp16": (65504.0, 6.10e-5, 5.96e-8, 9.76e-4, 4.89e-4, 5.00e-1, 9.78e-4),
+    "bf16": (3.39e38, 1.18e-38, 9.18e-41, 7.75e-3, 3.94e-3, 5.00e-1, 7.94e-3),
+    "fp8-e4m3": (448.0, 1.56e-2, 1.95e-3, 1.11e-1, 7.69e-2, 5.00e-1, 1.67e-1),
+    "fp8-e5m2": (57344.0, 6.10e-5, 1.53e-5, 2.00e-1, 1.67e-1, 5.00e-1, 5.00e-1),
+}
+COLUMNS9 = (
+    "largest",
+    "smallest normal",
+    "smallest subnormal",
+    "error at the smallest normal",
+    "error at the largest",
+    "error at the smallest subnormal",
+    "error at the largest subnormal",
+)
+TABLE10 = {
+    "CommonCrawl": 51.71,
+    "C4": 25.56,
+    "OpenWebText": 2.73,
+    "arXiv": 1.54,
+    "StackExchange": 1.42,
+    "DM-Math": 0.39,
+    "USPTO": 0.52,
+    "NIH ExPorter": 0.04,
+    "Python": 4.50,
+    "Wikipedia": 4.50,
+    "Books": 4.50,
+    "News": 2.00,
+    "Dialogue": 2.00,
+}
+COLLAGE1 = {0.999: ("1", "-0.001"), 0.99: ("0.9893", "0.0017"), 0.95: ("0.9492", "0.0008")}
+COLLAGE2 = {"a": 8, "light": 10, "plus": 12, "d": 16}
+
+
+def table1(task: Task) -> Iterator[Finding]:
+    """The presets beside the paper's table."""
+    wrong = 0
+    for name, paper in TABLE1.items():
+        size = PRESETS[name]
+        tokens = size["global_batch_size"] * size["seq_length"]
+        keys = ("hidden_size", "num_attention_heads", "num_layers", "tensor_model_parallel_size", "pipeline_model_parallel_size", "lr")
+        ours = (*(size[key] for key in keys), round(tokens / 2**20, 3), round(size["train_iters"] * tokens / 1e9, 1))
+        labels = ("width", "heads", "layers", "TP", "PP", "learning rate", "batch, M tokens", "training, B tokens")
+        for label, mine, theirs in zip(labels, ours, paper, strict=True):
+            wrong += mine != theirs
+            yield Finding(f"{name}: {label}", float(mine), float(theirs))
+    yield Finding("settings that differ", float(wrong), 0.0)
+
+
+def positive_codes(fmt: formats.Format) -> list[tuple[bool, float]]:
+    """Every positive finite number of a format of 8 or 16 bits in order, from its codes; of FP32 those beside the ends of its ranges.
+
+    Returns:
+        (normal, value) of each.
+    """
+    bits = 8 * fmt.dtype.itemsize
+    integer = {8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits]
+    if bits == 32:
+        codes = torch.tensor([*range(1, 4), *range(0x7FFFFD, 0x800003), *range(0x7F7FFFFD, 0x7F800000)], dtype=torch.int64)
+    else:
+        codes = torch.arange(1, 2 ** (bits - 1))
+    values = codes.to(integer).view(fmt.dtype).double()
+    normal = codes >= 2**fmt.mantissa_bits  # an exponent that is not zero
+    finite = values.isfinite()
+    return list(zip(normal[finite].tolist(), values[finite].tolist(), strict=True))
+
+
+def range_and_error(fmt: formats.Format) -> tuple[float, ...]:
+    """The columns of Table 9: ends of the ranges, and there the gap to the neighbour, relative to the larger of the two at the smallest
+    number of a range and to the smaller at the largest."""
+    found = positive_codes(fmt)
+    normal, subnormal = ([value for is_normal, value in found if is_normal == kind] for kind in (True, False))
+
+    def at_start(values: list[float]) -> float:
+        return (values[1] - values[0]) / values[1]
+
+    def at_end(values: list[float]) -> float:
+        return (values[-1] - values[-2]) / values[-2]
+
+    return normal[-1], normal[0], subnormal[0], at_start(normal), at_end(normal), at_start(subnormal), at_end(subnormal)
+
+
+def table9(task: Task) -> Iterator[Finding]:
+    """Ranges and errors of the formats by walking their codes."""
+    worst = 0.0
+    for fmt in formats.ALL:
+        for label, ours, paper in zip(COLUMNS9, range_and_error(fmt), TABLE9[fmt.name], strict=True):
+            worst = max(worst, abs(ours / paper - 1))
+            yield Finding(f"{fmt.name}: {label}", ours, paper)
+    yield Finding("largest difference from the printed digits", 100 * worst, 0.0, "%")
+
+
+def table10(task: Task) -> Iterator[Finding]:
+    """The mixture as weights of a blend."""
+    total = sum(TABLE10.values())
+    yield Finding("sum of the sampling proportions", total, 100.0, "%")
+    for name, share in TABLE10.items():
+        yield Finding(name, 100 * share / total, share, "%")
+
+
+def blend() -> list[str]:
+    """The mixture for `--data-path`: weights that add up to 1, and the prefix of each part."""
+    total = sum(TABLE10.values())
+    return [word for name, share in TABLE10.items() for word in (f"{share / total:.6f}", f"data/{name.lower().replace(' ', '-')}")]
+
+
+def collage_table1(task: Task) -> Iterator[Finding]:
+    """beta2 as a pair of BF16."""
+    for beta2, paper in COLLAGE1.items():
+        for place, ours, theirs in zip(("first", "second"), mcf.expansion(beta2), paper, strict=True):
+            yield Finding(f"beta2 {beta2}, {place} component", float(ours), float(theirs))
+    far = max(abs(sum(float(x) for x in mcf.expansion(beta2)) / beta2 - 1) for beta2 in COLLAGE1)
+    yield Finding("largest relative error of a pair", far)
+
+
+def collage_table2(task: Task) -> Iterator[Finding]:
+    """Bytes a parameter, counted in the states of an optimizer that has made a step."""
+    for variant, paper in COLLAGE2.items():
+        weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+        weight.grad = torch.ones_like(weight)
+        optimizer = CollageAdamW([weight], variant=variant)
+        optimizer.step()
+        states: list[Tensor] = [x for x in optimizer.state[weight].values() if x.dim()]
+        held = sum(x.numel() * x.element_size() for x in (weight, weight.grad, *states))
+        yield Finding(f"option {variant}", held / weight.numel(), float(paper), "bytes a parameter")
+    assert set(COLLAGE2) <= set(VARIANTS)
+
+
+SECONDS = {"toy": Needs()}
+ENTRIES = (
+    Entry(
+        name="fp8lm-table1",
+        title="FP8-LM, Table 1",
+        claim="Sizes, grids and hyper-parameters of four GPTs.",
+        run=table1,
+        sizes=SECONDS,
+        headline="settings that differ",
+    ),
+    Entry(
+        name="fp8lm-table9",
+        title="FP8-LM, Table 9",
+        claim="Ranges and relative errors of FP32, FP16, BF16 and both FP8 formats.",
+        run=table9,
+        sizes=SECONDS,
+        headline="largest difference from the printed digits",
+    ),
+    Entry(
+        name="fp8lm-table10",
+        title="FP8-LM, Table 10",
+        claim="The mixture of the pre-training data adds up to 100 %.",
+        run=table10,
+        sizes=SECONDS,
+        headline="sum of the sampling proportions",
+    ),
+    Entry(
+        name="collage-table1",
+        title="Collage, Table 1",
+        claim="A pair of BF16 holds each beta2.",
+        run=collage_table1,
+        sizes=SECONDS,
+        headline="beta2 0.99, first component",
+    ),
+    Entry(
+        name="collage-table2",
+        title="Collage, Table 2",
+        claim="Bytes a parameter of the precision options.",
+        run=collage_table2,
+        sizes=SECONDS,
+        headline="option plus",
+    ),
+)

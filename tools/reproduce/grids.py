@@ -1,0 +1,181 @@
+"""What follows from shapes: memory and volume of FP8-LM's Table 5, Figure 1, Tables 7 and 8; and the memory of Collage's Table 8."""
+
+from collections.abc import Iterator, Sequence
+
+from megatron.lm import plan
+from megatron.lm.config import Config
+from megatron.lm.config.cli import parse_args
+from megatron.lm.presets import PRESETS
+from tools.reproduce import table7, table8
+from tools.reproduce.entry import Entry, Finding, Needs, Task
+
+GIB = 2**30
+CARD = 80.0  # GiB of the paper's H100s, of which the dry run leaves 3 to CUDA and NCCL
+GRIDS = {"7b": 32, "13b": 32, "175b": 128}  # GPUs of Table 5: TP x PP x DP
+MEMORY5 = {
+    ("7b", "BF16"): 69.6,
+    ("7b", "FP8"): 49.4,
+    ("13b", "BF16"): 68.2,
+    ("13b", "FP8"): 48.9,
+    ("175b", "BF16"): 66.1,
+    ("175b", "FP8"): 40.3,
+}
+VOLUME5 = {
+    ("7b", "BF16"): 37.2,
+    ("7b", "FP8"): 13.9,
+    ("13b", "BF16"): 34.3,
+    ("13b", "FP8"): 12.4,
+    ("175b", "BF16"): 23.4,
+    ("175b", "FP8"): 8.2,
+}
+ZERO = "--use-distributed-optimizer"
+LEVELS = {"BF16": "O0", "FP8": "O3"}
+
+
+def configuration(model: str, level: str, flags: str = "") -> Config:
+    """A preset at a level, with ZeRO as in the paper."""
+    return parse_args(["--preset", model, "--opt-level", level, ZERO, *flags.split()])
+
+
+def fullest(config: Config, gpus: int) -> float:
+    """GiB of the process that holds most."""
+    return max(rank.total for rank in plan.plan(config, gpus)) / GIB
+
+
+def weight_volume(config: Config, gpus: int) -> float:
+    """GB that a rank sends a step for its weights under ZeRO: gradients to their owners, and weights from them.
+
+    BF16 sends FP32 gradients and BF16 weights; FP8 one byte each for linear weights, two for other matrices, and FP32 for vectors.
+    """
+    ranks = config.data_parallel_size(gpus)
+    low = config.precision.recipe.fp8
+    each = {"linear": 1 + 1, "matrix": 2 + 2, "vector": 4 + 4} if low else dict.fromkeys(("linear", "matrix", "vector"), 4 + 2)
+    stages = config.parallel.pipeline_model_parallel_size
+    most = max(sum(p.size * each[p.kind] for p in plan.stage_parameters(config, stage)) for stage in range(stages))
+    return most * (ranks - 1) / ranks / 1e9
+
+
+def table5(task: Task) -> Iterator[Finding]:
+    """Memory by the dry run and volume by shapes, at the paper's grids."""
+    for model, gpus in GRIDS.items():
+        configs = {name: configuration(model, level) for name, level in LEVELS.items()}
+        memory = {name: fullest(config, gpus) for name, config in configs.items()}
+        volume = {name: weight_volume(config, gpus) for name, config in configs.items()}
+        for quantity, ours, printed, unit in (("memory", memory, MEMORY5, "GiB"), ("weight-related volume", volume, VOLUME5, "GB")):
+            paper = {name: printed[model, name] for name in LEVELS}
+            for name in LEVELS:
+                yield Finding(f"{model}, {quantity}, {name}", ours[name], paper[name], unit)
+            saved, theirs = (100 * (1 - of["FP8"] / of["BF16"]) for of in (ours, paper))
+            yield Finding(f"{model}, {quantity} saved by FP8", saved, theirs, "%")
+
+
+def figure1(task: Task) -> Iterator[Finding]:
+    """175B on 32 cards by context, and the largest GPT of 175B's width that fits so many cards."""
+    for length in (2048, 4096):
+        for name, level in LEVELS.items():
+            held = fullest(configuration("175b", level, f"--seq-length {length}"), 32)
+            paper = {(4096, "FP8"): "fits"}.get((length, name))
+            yield Finding(
+                f"175B on 32 cards, {length} tokens, {name}", "fits" if held <= CARD - plan.RESERVED / GIB else "does not fit", paper
+            )
+            yield Finding(f"175B on 32 cards, {length} tokens, {name}: fullest", held, unit="GiB")
+    for gpus in (32, 64, 128, 256):
+        for name, level in LEVELS.items():
+            layers = largest(level, gpus)
+            billions = 12 * layers * PRESETS["175b"]["hidden_size"] ** 2 / 1e9
+            yield Finding(f"largest GPT on {gpus} cards, {name}", billions, unit="B parameters")
+
+
+def largest(level: str, gpus: int) -> int:
+    """Most layers, in steps of 4, of a GPT of 175B's width that fits at TP 8 x PP 4, by halving."""
+    low, high = 0, 128
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = fullest(configuration("175b", level, f"--num-layers {4 * middle}"), gpus) <= CARD - plan.RESERVED / GIB
+        low, high = (middle, high) if fits else (low, middle)
+    return 4 * low
+
+
+def activations(task: Task) -> Iterator[Finding]:
+    """FP8-LM Table 7: a rank's volume for a micro-batch."""
+    for model in ("13b", "175b"):
+        for row in table7.computed_rows(model):
+            paper = row["paper_gb"]
+            yield Finding(f"{model}, {row['case']}", float(row["scope_gib"]), None if paper == "" else float(paper), "GiB")
+
+
+def spread(task: Task) -> Iterator[Finding]:
+    """FP8-LM Table 8: most less least of the model state over all ranks."""
+    for row in table8.table(list(table8.DATA_PARALLEL), []):
+        if row["method"] != "-":
+            yield Finding(f"{row['model']}, {row['method']}: spread", float(row["spread"]), float(row["paper_spread"]), "GiB")
+
+
+def neox(task: Task) -> Iterator[Finding]:
+    """Collage Table 8: GPT-NeoX-30B at TP 8 x PP 2 on 16 cards of 40 GB, by option, micro-batch and sequence."""
+    paper = {"bf16-a": "yyyy", "collage-light": "yyyn", "collage-plus": "yyyn", "bf16-d": "ynnn"}
+    cases: Sequence[tuple[int, int]] = ((1, 1024), (1, 2048), (2, 1024), (2, 2048))
+    shape = "--num-layers 56 --hidden-size 6656 --num-attention-heads 64 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 2"
+    agree = 0
+    for option, told in paper.items():
+        for (micro_batch, length), fits in zip(cases, told, strict=True):
+            # Sequence parallelism is off in the paper, and a step has 64 micro-batches of one sequence on one data-parallel copy.
+            flags = f"{shape} --seq-length {length} --micro-batch-size {micro_batch} --global-batch-size 128 --train-iters 10 --lr 1e-4"
+            config = parse_args([*flags.split(), "--precision", option, "--lr-warmup-iters", "1"])
+            held = fullest(config, 16)
+            ours, theirs = ("fits" if held <= 40 - plan.RESERVED / GIB else "does not fit"), {"y": "fits", "n": "does not fit"}[fits]
+            agree += ours == theirs
+            yield Finding(f"{option}, micro-batch {micro_batch}, {length} tokens", ours, theirs)
+            yield Finding(f"{option}, micro-batch {micro_batch}, {length} tokens: fullest", held, unit="GiB")
+    yield Finding("cells that agree", float(agree), 16.0)
+
+
+SECONDS = {"toy": Needs()}
+ENTRIES = (
+    Entry(
+        name="fp8lm-table5",
+        title="FP8-LM, Table 5",
+        claim="FP8 saves 28 to 39 % of BF16's memory and 63 to 65 % of the weight-related volume.",
+        run=table5,
+        sizes=SECONDS,
+        headline="7b, memory saved by FP8",
+        reason="Memory is the dry run's and volume that of shapes. Throughput, and TE beside it, want 7B on a GPU: not run.",
+    ),
+    Entry(
+        name="fp8lm-figure1",
+        title="FP8-LM, Figure 1",
+        claim="FP8 trains larger models on as many cards: 175B at 4,096 tokens on 32 cards of 80 GB.",
+        run=figure1,
+        sizes=SECONDS,
+        headline="175B on 32 cards, 4096 tokens, FP8",
+        slow=True,
+        reason="By the dry run; no stage of 175B was run.",
+    ),
+    Entry(
+        name="fp8lm-table7",
+        title="FP8-LM, Table 7",
+        claim="FP8 activations cut the volume between tensor-parallel ranks by a third.",
+        run=activations,
+        sizes=SECONDS,
+        headline="13b, the paper's FP8",
+        reason="By shapes; the exposed share of time is measured at 1.3B alone.",
+    ),
+    Entry(
+        name="fp8lm-table8",
+        title="FP8-LM, Table 8",
+        claim="FP8 ZeRO loads the ranks evenly.",
+        run=spread,
+        sizes=SECONDS,
+        headline="7b, greedy-cut: spread",
+        reason="By shapes, of model state alone; the paper measured whole processes.",
+    ),
+    Entry(
+        name="collage-table8",
+        title="Collage, Table 8",
+        claim="Of GPT-NeoX-30B plus trains longer sequences and larger micro-batches than option D.",
+        run=neox,
+        sizes=SECONDS,
+        headline="cells that agree",
+        reason="By the dry run; A100s of 40 GB are not at hand, and the paper does not tell the shape: 56 layers of 6,656 are taken.",
+    ),
+)

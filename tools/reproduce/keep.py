@@ -1,0 +1,93 @@
+"""The rows of an entry: a CSV that holds each piece as soon as it was run, so that a run that was cut off goes on."""
+
+import csv
+import io
+import shlex
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.lm.durable import written_aside
+from tools.bench import rows
+from tools.reproduce.entry import Entry, Finding, Task
+
+RESULTS = "tools/reproduce/results/entries"
+OWN_TEXT = "pages_of_the_checkout.txt"  # what small trainings read where no text is given
+PLACE = ("date", "commit", "gpu", "driver", "torch")
+COLUMNS = ("size", "piece", "quantity", "x", "ours", "paper", "unit", "seed", "command", "seconds", *PLACE)
+Row = Mapping[str, str]
+
+
+def read(file: Path) -> list[Row]:
+    """The rows of a file; none where there is no file.
+
+    Raises:
+        ValueError: it has other columns.
+    """
+    if not file.is_file():
+        return []
+    with file.open(encoding="utf-8", newline="") as stream:
+        reader = csv.DictReader(stream)
+        found: list[Row] = list(reader)
+    if tuple(reader.fieldnames or ()) != COLUMNS:
+        raise ValueError(f"{file} has other columns than {', '.join(COLUMNS)}: it is no file of tools.reproduce; move it away")
+    return found
+
+
+def write(file: Path, found: Sequence[Row]) -> None:
+    """All rows, in one go: a kill leaves the old file or the new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
+    with written_aside(file) as stream:
+        stream.write(text.getvalue().encode())
+
+
+def missing(entry: Entry, size: str, found: Iterable[Row]) -> list[str]:
+    """The pieces of a size that have no row."""
+    there = {row["piece"] for row in found if row["size"] == size}
+    return [piece for piece in entry.pieces(size) if piece not in there]
+
+
+def shown(value: float | str | None) -> str:
+    """A value as the file has it: six digits of a number."""
+    return "" if value is None else value if isinstance(value, str) else f"{value:.6g}"
+
+
+def run(entry: Entry, size: str, text: Path, folder: Path, commit: str | None, again: bool) -> Iterator[tuple[str, list[Row]]]:
+    """Run the pieces that are missing, of `again` all, and keep each; (piece, its rows) as they come.
+
+    Args:
+        entry: what to run; its CSV lies in `folder`.
+        size: a key of its sizes.
+        text: see `Task`.
+        folder: of the CSV, and of files that are kept from piece to piece, in a folder of their own.
+        commit: hash to record where the tree is not a git checkout.
+        again: forget the rows of this size.
+    """
+    assert entry.run is not None
+    file = folder / f"{entry.name}.csv"
+    found = [row for row in read(file) if not (again and row["size"] == size)]
+    read_text = ["--text", text.name] if text.name != OWN_TEXT else []
+    command = shlex.join(["python", "-m", "tools.reproduce", entry.name, "--size", size, *read_text])
+    for piece in missing(entry, size, found):
+        start = time.perf_counter()
+        findings = list(entry.run(Task(size, piece, text, folder / "kept" / entry.name)))
+        if not findings:
+            raise ValueError(f"{entry.name}, piece {piece}, found nothing: its function has to give a finding")
+        common = {"size": size, "piece": piece, "command": command, "seconds": f"{time.perf_counter() - start:.1f}", **rows.machine(commit)}
+        fresh = [row_of(finding, common) for finding in findings]
+        found = [*found, *fresh]
+        write(file, found)
+        yield piece, fresh
+
+
+def row_of(finding: Finding, common: Mapping[str, Any]) -> Row:
+    """A line of the file."""
+    values = {"quantity": finding.quantity, "unit": finding.unit, "seed": "" if finding.seed is None else str(finding.seed)}
+    values |= {"x": shown(finding.x), "ours": shown(finding.ours), "paper": shown(finding.paper)}
+    measured = {name: finding.where[name] for name in PLACE if name in finding.where}
+    return {name: {**common, **values, **measured}[name] for name in COLUMNS}

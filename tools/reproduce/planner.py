@@ -1,0 +1,144 @@
+"""What the planner says of FP8-LM's clusters of H100s: `results/planner.csv`. Predictions, and beside them what the paper reports.
+
+    python tools/reproduce/planner.py
+
+what = scale       the fastest grid of the paper's sizes on 8 to 1,024 GPUs, at the batches of its Table 1, in BF16 and at O3
+what = table5      the grids of its Table 5: memory and samples a second
+what = context     GPT-175B on 32 GPUs of 80 GB: does it fit, by length of the sequence (section 3.3)? Nothing is recomputed; of the grids
+                   of one replica (TP x PP = 32) the leanest; TE's states are those of BF16
+
+Needs no GPU; some minutes.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.lm import entry, plan
+from megatron.lm.config.cli import parse_args
+from megatron.lm.cost.cluster import Cluster
+from megatron.lm.cost.rates import rates_of
+from megatron.lm.cost.search import Planned, best, candidates, planned
+from megatron.lm.presets import PRESETS
+from megatron.lm.tools.arguments import Parser, output_file
+from megatron.lm.tools.plan import NETWORK_GB_S
+from tools.bench import rows
+
+GPU = "h100"
+PAPER_GIB = 80e9 / 2**30  # "80GB", as the device's RAM is sold; what CUDA and NCCL take comes off it
+FILE = rows.ROOT / "tools/reproduce/results/planner.csv"
+COLUMNS = ("what", "model", "precision", "gpus", "sequence", "grid", "micro_batch", "recompute", "gib", "ms", "samples_s", "tokens_s_gpu",
+           "fits", "paper_gb", "paper_samples_s")  # fmt: skip
+SCALES = {"125m": (8, 16, 32, 64, 128), "7b": (8, 16, 32, 64, 128, 256, 512, 1024), "13b": (8, 16, 32, 64, 128, 256, 512, 1024),
+          "175b": (32, 64, 128, 256, 512, 1024)}  # fmt: skip
+PRECISIONS = ("bf16", "O3")
+# Table 5 of FP8-LM: model, GPUs, micro-batch, precision, memory in GB, samples a second.
+TABLE_5 = (
+    ("7b", 32, 2, "bf16", 69.6, 159.2),
+    ("7b", 32, 2, "O3", 49.4, 219.8),
+    ("7b", 32, 4, "O3", 69.3, 230.5),
+    ("13b", 32, 2, "bf16", 68.2, 79.3),
+    ("13b", 32, 2, "O3", 48.9, 109.5),
+    ("13b", 32, 4, "O3", 67.8, 121.5),
+    ("175b", 128, 1, "bf16", 66.1, 22.4),
+    ("175b", 128, 1, "O3", 40.3, 27.1),
+    ("175b", 128, 4, "O3", 57.7, 39.3),
+)
+CONTEXTS = (1024, 2048, 4096, 8192)
+
+
+def cluster(gpus: int) -> Cluster:
+    """Hosts of 8 H100s with an adapter of 400 Gb/s a GPU."""
+    rates = rates_of(GPU)
+    return Cluster(gpus=gpus, per_host=8, link=rates("link"), network=NETWORK_GB_S * 1e9, latency=rates("latency"))
+
+
+def configuration(model: str, precision: str, *flags: str) -> Any:
+    """A preset at a precision, ZeRO on."""
+    common = ["--preset", model, "--precision", precision, "--use-distributed-optimizer", "--fp8-min-gain", "0", "--dry-run"]
+    return parse_args([*common, *flags])
+
+
+def row(what: str, model: str, one: Planned, gpus: int, **more: Any) -> dict[str, Any]:
+    """A planned grid as a row."""
+    config, parallel, training = one.config, one.config.parallel, one.config.training
+    copies, batch = config.data_parallel_size(gpus), config.global_batch_size(gpus)
+    chunk = f" / {parallel.num_layers_per_virtual_pipeline_stage}" if parallel.num_layers_per_virtual_pipeline_stage else ""
+    found = {
+        "what": what,
+        "model": model,
+        "precision": config.precision.name,
+        "gpus": gpus,
+        "sequence": config.model.seq_length,
+        "grid": f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size}{chunk} x {copies}",
+        "micro_batch": training.micro_batch_size,
+        "recompute": training.recompute_granularity or "",
+        "gib": round(one.fullest.total / plan.GIB, 2),
+        "ms": round(1e3 * one.step.total, 1),
+        "samples_s": round(batch / one.step.total, 1),
+        "tokens_s_gpu": round(batch * config.model.seq_length / one.step.total / gpus),
+    }
+    return {column: (found | more).get(column, "") for column in COLUMNS}
+
+
+def scale(model: str, precision: str, gpus: int) -> dict[str, Any] | None:
+    """The fastest grid; None where none fits."""
+    try:
+        (one,) = best(configuration(model, precision), cluster(gpus), rates_of(GPU), rates_of(GPU).gpu.memory_gib * plan.GIB, (), 1)
+    except ValueError:
+        return None
+    return row("scale", model, one, gpus, fits="yes")
+
+
+def table5(model: str, gpus: int, micro_batch: int, precision: str, gb: float, samples: float) -> dict[str, Any]:
+    """A line of the paper's table, on its grid."""
+    one = planned(configuration(model, precision, "--micro-batch-size", str(micro_batch)), cluster(gpus), rates_of(GPU))
+    return row("table5", model, one, gpus, paper_gb=gb, paper_samples_s=samples)
+
+
+def context(precision: str, sequence: int) -> dict[str, Any]:
+    """GPT-175B on 32 GPUs: the grid of one replica that needs least memory."""
+    batch = PRESETS["175b"]["global_batch_size"] * 2048 // sequence
+    config = configuration("175b", precision, "--seq-length", str(sequence), "--global-batch-size", str(batch), "--micro-batch-size", "1")
+    machines, grids = cluster(32), []
+    for one in candidates(config, machines, ("micro_batch_size", "recompute_granularity", "num_layers_per_virtual_pipeline_stage")):
+        parallel = one.parallel
+        if parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size == 32:
+            grids.append(planned(one, machines, rates_of(GPU)))
+    leanest = min(grids, key=lambda one: one.fullest.total)
+    fits = leanest.fullest.total + plan.RESERVED <= PAPER_GIB * plan.GIB
+    return row("context", "175b", leanest, 32, fits="yes" if fits else "no")
+
+
+def everything() -> Iterator[dict[str, Any]]:
+    """All rows."""
+    for line in TABLE_5:
+        yield table5(*line)
+    for precision in ("bf16", "O2", "O3"):
+        for sequence in CONTEXTS:
+            yield context(precision, sequence)
+    for model, sizes in SCALES.items():
+        for precision in PRECISIONS:
+            yield from filter(None, (scale(model, precision, gpus) for gpus in sizes))
+
+
+@entry.command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line: writes the rows, in place of those that are there."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("--csv", type=output_file, default=FILE, help="file to write (default: tools/reproduce/results/planner.csv)")
+    options = parser.parse_args(argv)
+    found = []
+    for line in everything():
+        print(", ".join(f"{value}" for value in line.values()), flush=True)
+        found.append(line)
+    new = Path(f"{options.csv}.partial")
+    new.unlink(missing_ok=True)
+    rows.append(new, found)
+    new.replace(options.csv)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Entries that run a tool of this folder, or one of the trainer, in a process of its own, and take its rows for findings."""
+
+import csv
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tools.docs.evidence import ROOT, Row
+from tools.reproduce.trainings import byte_data, trained
+
+TRAINERS = "--tokenizer-type GPT2BPETokenizer"
+
+
+def rows_of(tool: str, words: Sequence[str], file: Path) -> list[Row]:
+    """The rows that `tools/reproduce/TOOL.py` writes to `file`, which is made anew.
+
+    Raises:
+        RuntimeError: it fails; with the end of what it said.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    done = subprocess.run([sys.executable, "-m", f"tools.reproduce.{tool}", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"tools/reproduce/{tool}.py {' '.join(words)} failed:\n{done.stderr[-2000:]}")
+    with file.open(encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def byte_flags(text: Path, folder: Path) -> list[str]:
+    """The trainer's flags for a text, byte by byte."""
+    data = byte_data(text, folder / "bytes")
+    words = f"--train-data-path {data}/train_text_document {TRAINERS} --vocab-file {data}/encoder.json --merge-file {data}/vocab.bpe"
+    return words.split()
+
+
+def checkpoint(level: str, steps: int, shape: str, text: Path, folder: Path) -> Path:
+    """The folder of a checkpoint of a short training at a level."""
+    saved = folder / f"{level}_{steps}"
+    flags = f"{shape} --save {saved} --save-interval {steps}"
+    trained(level, 1234, steps, flags, byte_data(text, folder / "bytes"), folder / "runs")
+    return saved
+
+
+def numbers(row: Row, wanted: Mapping[str, str]) -> Iterator[tuple[str, float]]:
+    """(name, value) of the columns of `wanted`, column -> name, that are there."""
+    for key, name in wanted.items():
+        if row.get(key):
+            yield name, float(row[key])

@@ -1,0 +1,220 @@
+"""Tables and figures that need a training of some steps: FP8-LM Table 6 and Figure 8, Collage Tables 5 and 6 and Figures 2 and 3."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from tools.docs.evidence import ROOT, Row, read
+from tools.reproduce.entry import Entry, Finding, Needs, Task
+from tools.reproduce.fp16_lstm import bytes_of
+from tools.reproduce.trainings import Loop, byte_data, collage, trained
+
+# FP8-LM Table 6. Ours: the level with its four formats, of which the rows change one.
+TABLE6 = {
+    "#0": "fp32",
+    "#1": "bf16",
+    "#2a": "O2",
+    "#2b": "O2 --master-format bf16",
+    "#3": "O2 --master-format fp8-e4m3",
+    "#4": "O2 --exp-avg-sq-format fp8-e4m3",
+}
+DIVERGED = {"#4": "diverges"}
+COURSES: Mapping[str, tuple[int, int, str]] = {  # by size: seeds, steps, flags
+    "toy": (1, 40, "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 2e-3 --eval-iters 4"),
+    "small": (1, 300, "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 2e-3 --eval-iters 20"),
+    "full": (3, 2000, ""),
+}
+ENWIK8 = "data/enwik8"
+# Collage Table 6, batch 1,024: validation perplexity by beta2.
+COLLAGE6 = {
+    "a": {0.95: 15.64, 0.99: 15.80, 0.999: 18.17},
+    "light": {0.95: 15.03, 0.99: 15.03, 0.999: 15.80},
+    "plus": {0.95: 15.03, 0.99: 15.03, 0.999: 15.18},
+    "d": {0.95: 15.03, 0.99: 15.03, 0.999: 15.03},
+}
+LOOPS = {
+    "toy": Loop(width=32, layers=1, length=16, batch=8, steps=30),
+    "small": Loop(width=64, layers=2, length=32, batch=16, steps=400),
+}
+PRECISIONS = "tools/reproduce/results/precisions/precisions.csv"
+NAMES = {"a": "bf16-a", "light": "collage-light", "plus": "collage-plus", "d": "bf16-d"}
+
+
+def table6_pieces(size: str) -> Sequence[str]:
+    """A training of each row and seed; the first seed of all rows comes first."""
+    return [f"{row} seed {seed}" for seed in range(1234, 1234 + COURSES[size][0]) for row in TABLE6]
+
+
+def table6(task: Task) -> Iterator[Finding]:
+    """The curve and the last validation loss of one row and seed."""
+    name, _, seed = task.piece.split()
+    _, steps, flags = COURSES[task.size]
+    data = byte_data(task.text, task.folder / "bytes") if task.size != "full" else ROOT / ENWIK8
+    run = trained(TABLE6[name], int(seed), steps, flags, data, task.folder / task.size)
+    yield Finding(f"{name}, validation loss", run.valid[-1]["loss"], DIVERGED.get(name), "nats a token", seed=int(seed))
+    for line in run.train:
+        yield Finding(f"{name}, training loss", line["loss"], x=line["iteration"], seed=int(seed))
+
+
+def collage_table6(task: Task) -> Iterator[Finding]:
+    """All options at one beta2: perplexity over that of D; but for GPT-125M also lost arithmetic, and EDQ over the norm of the update."""
+    if task.size == "full":
+        yield from _collage_table6_at_125m(task)
+        return
+    beta2, loop = float(task.piece.removeprefix("beta2 ")), LOOPS[task.size]
+    text = bytes_of(task.text)
+    last = {variant: list(collage(variant, beta2, loop, text, seed=1234))[-1] for variant in ("d", "plus", "light", "a")}
+    for variant, row in last.items():
+        told = f"{variant}, {task.piece}: "
+        if variant != "d":
+            ratio = COLLAGE6[variant][beta2] / COLLAGE6["d"][beta2]
+            ours = math.exp(row["valid_loss"] - last["d"]["valid_loss"])
+            yield Finding(told + "validation perplexity over D's", ours, ratio, seed=1234)
+        yield Finding(told + "lost arithmetic, last step", 100 * row["lost"], unit="%", seed=1234)
+        yield Finding(told + "EDQ over the norm of the update", row["edq"] / row["update_norm"], seed=1234)
+
+
+def _collage_table6_at_125m(task: Task) -> Iterator[Finding]:
+    beta2 = float(task.piece.removeprefix("beta2 "))
+    runs = {
+        variant: trained(f"{name} --adam-beta2 {beta2}", 1234, 2000, "", ROOT / ENWIK8, task.folder / "full")
+        for variant, name in NAMES.items()
+    }
+    for variant in ("plus", "light", "a"):
+        ours = math.exp(runs[variant].valid[-1]["loss"] - runs["d"].valid[-1]["loss"])
+        ratio = COLLAGE6[variant][beta2] / COLLAGE6["d"][beta2]
+        yield Finding(f"{variant}, {task.piece}: validation perplexity over D's", ours, ratio, seed=1234)
+
+
+def collage_figures(task: Task) -> Iterator[Finding]:
+    """The course of one option at beta2 0.999: EDQ, lost arithmetic, norms of weights and update."""
+    variant = task.piece.removeprefix("option ")
+    course = list(collage(variant, 0.999, LOOPS[task.size], bytes_of(task.text), seed=1234))
+    for row in course:
+        yield Finding(f"{variant}, EDQ", row["edq"], x=row["step"], seed=1234)
+    for quantity, key, scale, unit in (
+        ("EDQ, mean", "edq", 1.0, ""),
+        ("lost arithmetic, mean", "lost", 100.0, "%"),
+        ("norm of the update, mean", "update_norm", 1.0, ""),
+        ("norm of the weights, mean", "norm", 1.0, ""),
+    ):
+        yield Finding(f"{variant}, {quantity}", scale * sum(row[key] for row in course) / len(course), unit=unit, seed=1234)
+    ratio = course[-1]["norm"] / course[-1]["update_norm"]
+    yield Finding(f"{variant}, norm of the weights over that of the update", ratio, 900.0 if variant == "a" else None, seed=1234)
+
+
+def _kept(precision: str) -> Row:
+    return next(row for row in read(PRECISIONS) if row["precision"] == precision)
+
+
+def collage_table5(task: Task) -> Iterator[Finding]:
+    """GPT-125M with beta2 0.95: the rows of compare_precisions."""
+    base = _kept("bf16-d")
+    for variant, name in NAMES.items():
+        row = _kept(name)
+        ours = math.exp(float(row["valid_loss"]) - float(base["valid_loss"]))
+        ratio = COLLAGE6[variant][0.95] / COLLAGE6["d"][0.95]
+        yield Finding(f"{variant}, 125M: validation perplexity over D's", ours, ratio, where=row)
+
+
+def collage_table7(task: Task) -> Iterator[Finding]:
+    """Speed over option D's; the paper begins at 1.3B, what is on file is 125M."""
+    base = _kept("bf16-d")
+    for variant, name in NAMES.items():
+        row, paper = _kept(name), {"a": 1.78, "light": 1.74, "plus": 1.67, "d": 1.0}[variant]
+        ours = float(row["tokens_s"]) / float(base["tokens_s"])
+        yield Finding(f"{variant}: speed over D's; ours at 125M, the paper's at 1.3B", ours, paper, where=row)
+
+
+def collage_figure4(task: Task) -> Iterator[Finding]:
+    """Peak memory saved against option D; what is on file is 125M."""
+    base = _kept("bf16-d")
+    for variant, name in NAMES.items():
+        row = _kept(name)
+        yield Finding(f"{variant}, 125M: peak memory", float(row["peak_gib"]), unit="GiB", where=row)
+        saved = 100 * (1 - float(row["peak_gib"]) / float(base["peak_gib"]))
+        yield Finding(
+            f"{variant}: peak memory saved against D; ours at 125M", saved, {"light": 23.8, "plus": 15.6}.get(variant), "%", where=row
+        )
+
+
+def figure4(task: Task) -> Iterator[Finding]:
+    """O0 against the levels, GPT-125M on one epoch of enwik8: mean of the seeds, and their range."""
+    base = _kept("bf16")
+    for level in ("O1", "O2", "O3"):
+        row = _kept(level)
+        above = 100 * (float(row["valid_loss"]) / float(base["valid_loss"]) - 1)
+        yield Finding(f"{level}: validation loss above BF16's, mean of the seeds", above, 0.0, "%", where=row)
+    seeds = 100 * (float(base["most"]) - float(base["least"])) / float(base["valid_loss"])
+    yield Finding("range of BF16's own seeds", seeds, unit="%", where=base)
+
+
+KEPT = Needs(files=(PRECISIONS,))
+GPU = Needs(gpus=1, gib=80, minutes=60, files=(ENWIK8,))
+ENTRIES = (
+    Entry(
+        name="fp8lm-table6",
+        title="FP8-LM, Table 6 and Figure 8",
+        claim="The master weight needs 16 bits and the second moment FP16: #2a follows #0 and #1, and #4 diverges.",
+        run=table6,
+        sizes={"toy": Needs(minutes=1), "small": Needs(minutes=20), "full": GPU},
+        pieces=table6_pieces,
+        reason="The order of the curves wants the full size, which no GPU has run yet.",
+        headline="#4, validation loss",
+        slow=True,
+    ),
+    Entry(
+        name="fp8lm-figure4",
+        title="FP8-LM, Figure 4",
+        claim="The training loss in FP8 is that of BF16, from 7B to 175B.",
+        run=figure4,
+        sizes={"kept": KEPT},
+        headline="O3: validation loss above BF16's, mean of the seeds",
+        reason="The rows on file are GPT-125M; 7B and more need a cluster.",
+    ),
+    Entry(
+        name="collage-table5",
+        title="Collage, Table 5",
+        claim="With beta2 0.95 light and plus reach option D, and A does not.",
+        run=collage_table5,
+        sizes={"kept": KEPT},
+        headline="a, 125M: validation perplexity over D's",
+        reason="The rows on file are GPT-125M; 1.3B to 7B need days of a GPU.",
+    ),
+    Entry(
+        name="collage-table6",
+        title="Collage, Table 6",
+        claim="With beta2 0.999 A falls far behind, light a little, plus hardly.",
+        run=collage_table6,
+        sizes={"toy": Needs(), "small": Needs(minutes=10), "full": GPU},
+        pieces=lambda size: ["beta2 0.999", "beta2 0.99", "beta2 0.95"],
+        headline="a, beta2 0.999: validation perplexity over D's",
+    ),
+    Entry(
+        name="collage-figure3",
+        title="Collage, Figures 2 and 3",
+        claim="A loses most updates, light and plus hardly any; EDQ orders A, light, plus, D. Weights are 900 times their update.",
+        run=collage_figures,
+        sizes={"toy": Needs(), "small": Needs(minutes=10)},
+        pieces=lambda size: [f"option {variant}" for variant in ("a", "light", "kahan", "plus", "d")],
+        headline="a, lost arithmetic, mean",
+        reason="The paper trains BERT; here it is a GPT on bytes.",
+    ),
+    Entry(
+        name="collage-table7",
+        title="Collage, Table 7",
+        claim="Plus is 1.67 times as fast as option D at 1.3B, and more above.",
+        run=collage_table7,
+        sizes={"kept": KEPT},
+        headline="plus: speed over D's; ours at 125M, the paper's at 1.3B",
+        reason="The rows on file are GPT-125M on one H200; 1.3B to 6.7B are not run.",
+    ),
+    Entry(
+        name="collage-figure4",
+        title="Collage, Figure 4",
+        claim="Light saves 23.8 % and plus 15.6 % of the peak memory of option D.",
+        run=collage_figure4,
+        sizes={"kept": KEPT},
+        headline="plus: peak memory saved against D; ours at 125M",
+        reason="The rows on file are GPT-125M on one H200; 1.3B to 6.7B are not run.",
+    ),
+)

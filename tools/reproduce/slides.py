@@ -1,0 +1,135 @@
+"""The slides on mixed precision: detector, language model, weight copies, overflow, and what Tensor Cores do."""
+
+from collections.abc import Iterator
+
+import torch
+
+from msamp.amp.opt_level import by_name
+from tools.reproduce import fp16_amp
+from tools.reproduce.entry import Entry, Finding, Needs, Task
+from tools.reproduce.fp16_lstm import bytes_of, table
+from tools.reproduce.run_tool import rows_of
+
+DETECTOR_STEPS = {"toy": 4, "small": 300}
+LSTM = {"toy": "tiny", "small": "toy", "full": "full"}
+SHAPES = ((512, 512), (2048, 2048), (4096, 4096), (8192, 8192), (4095, 4095))  # the last: no multiple of 8
+REPEATS = 20
+
+
+def detector(task: Task) -> Iterator[Finding]:
+    """Average precision by the size of the loss and the loss scale."""
+    words = ["--steps", str(DETECTOR_STEPS[task.size]), "--csv", str(task.folder / "amp.csv")]
+    for row in rows_of("fp16_amp", words, task.folder / "amp.csv"):
+        if row["what"] == "detection":
+            told = f"{'FP16' if by_name(row['level']).fp16_weights else 'FP32'}, loss times {row['factor']}, loss scale {row['loss_scale']}"
+            plain = by_name(row["level"]).fp16_weights and (row["loss_scale"], row["factor"]) == ("1.0", "1")
+            yield Finding(f"{told}: average precision", float(row["average_precision"]), "diverges" if plain else None, seed=0)
+            yield Finding(f"{told}: gradient that is zero", 100 * float(row["zeros"]), unit="%", seed=0)
+
+
+def language_model(task: Task) -> Iterator[Finding]:
+    """Loss by loss scale, and the share of activation gradients below 2^-24."""
+    for row in table(LSTM[task.size], bytes_of(task.text)):
+        fp16 = by_name(row["level"]).fp16_weights
+        told = f"FP16, loss scale {row['loss_scale']}" if fp16 else "FP32"
+        yield Finding(f"{told}: validation loss", float(row["valid_loss"]), unit="nats a byte", seed=0)
+        yield Finding(f"{told}: gradient that is zero", 100 * float(row["zeros"]), unit="%", seed=0)
+        if not fp16:
+            for scale, paper in (("1", "most"), ("8", None), ("128", None)):
+                share = 100 * float(row[f"below_at_{scale}"])
+                yield Finding(f"activation gradients below 2^-24, loss scale {scale}", share, paper, "%", seed=0)
+
+
+def weight_copies(task: Task) -> Iterator[Finding]:
+    """What arrives of 64 small updates in an FP16 weight, and in an FP32 copy."""
+    for row in fp16_amp.weight_copies():
+        copy = by_name(row["level"]).master_weights
+        told = f"update of {row['update_over_value']} of the weight, {'FP32 copy' if copy else 'FP16 alone'}"
+        yield Finding(f"{told}: share that arrives", float(row["arrived"]), 1.0 if copy else None)
+
+
+def overflow(task: Task) -> Iterator[Finding]:
+    """A dynamic loss scale that begins too high."""
+    found = list(fp16_amp.overflow())
+    scales = [float(row["loss_scale"][2:]) for row in found]
+    yield Finding("loss scale at first", scales[0], unit="powers of two", seed=0)
+    yield Finding("lowest loss scale", min(scales), unit="powers of two", seed=0)
+    yield Finding("steps until then", float(scales.index(min(scales)) + 1), seed=0)
+    yield Finding("loss at the end over the first", float(found[-1]["loss"]) / float(found[0]["loss"]), seed=0)
+    for row, scale in zip(found, scales, strict=True):
+        yield Finding("log2 of the loss scale", scale, x=row["step"], seed=0)
+
+
+def tensor_cores(task: Task) -> Iterator[Finding]:
+    """Products of square matrices on a GPU: FP16 and TF32 over FP32, by shape."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for rows, columns in SHAPES:
+            times = {}
+            for name, dtype, tf32 in (("FP32", torch.float32, False), ("TF32", torch.float32, True), ("FP16", torch.float16, False)):
+                torch.backends.cuda.matmul.allow_tf32 = tf32
+                times[name] = _seconds(torch.randn(rows, columns, device="cuda", dtype=dtype))
+            for name in ("TF32", "FP16"):
+                yield Finding(f"{rows} x {columns}: {name} over FP32", times["FP32"] / times[name], unit="times the speed")
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _seconds(x: torch.Tensor) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(3):
+        x @ x
+    start.record()
+    for _ in range(REPEATS):
+        x @ x
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / REPEATS / 1e3
+
+
+ENTRIES = (
+    Entry(
+        name="slides-detector",
+        title="Slides, Table 2",
+        claim="A single-shot detector diverges in FP16 without loss scaling, and reaches FP32's precision with it.",
+        run=detector,
+        sizes={"toy": Needs(), "small": Needs(minutes=10)},
+        headline="FP16, loss times 1, loss scale 1.0: average precision",
+        reason="A small detector; Multibox SSD and its images are not at hand.",
+        slow=True,
+    ),
+    Entry(
+        name="slides-lstm",
+        title="Slides, Figure 5",
+        claim="Most activation gradients lie below 2^-24; a language model wants a loss scale.",
+        run=language_model,
+        sizes={"toy": Needs(), "small": Needs(minutes=5), "full": Needs(gpus=1, gib=40, minutes=40)},
+        headline="activation gradients below 2^-24, loss scale 1",
+    ),
+    Entry(
+        name="slides-weight-copy",
+        title="Slides, FP32 weight copies",
+        claim="Small updates are lost in an FP16 weight and arrive in an FP32 copy.",
+        run=weight_copies,
+        sizes={"toy": Needs()},
+        headline="update of 2^-12 of the weight, FP16 alone: share that arrives",
+    ),
+    Entry(
+        name="slides-overflow",
+        title="Slides, automatic loss scaling",
+        claim="After an overflow the step is skipped, the scale falls, and training goes on.",
+        run=overflow,
+        sizes={"toy": Needs()},
+        headline="loss at the end over the first",
+        slow=True,
+    ),
+    Entry(
+        name="slides-tensor-cores",
+        title="Slides, throughput of FP16",
+        claim="FP16 on Tensor Cores is several times as fast as FP32, if the shapes suit them.",
+        run=tensor_cores,
+        sizes={"full": Needs(gpus=1, gib=16, minutes=1)},
+        headline="8192 x 8192: FP16 over FP32",
+        reason="No GPU has run it yet.",
+    ),
+)

@@ -1,0 +1,156 @@
+"""Small trainings for tables that need one: of the trainer on a text byte by byte, and of Collage's optimizer in a loop of its own."""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.lm.config import DataConfig
+from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
+from megatron.lm.data.tokenizer import END_OF_TEXT
+from megatron.lm.tools.report import Run, read_run
+from msamp.optim.collage import CollageAdamW
+from tools.reproduce.compare_precisions import Job, Session, complete, train
+
+# GPT-2's files want a merge: this one is of two bytes that no text in UTF-8 has.
+MERGE = ("\u00fe", "\u00ff")
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's vocabulary writes as themselves
+
+
+def byte_symbols() -> dict[str, int]:
+    """GPT-2's symbol of each byte, that of `MERGE`, and the end of a text -> id."""
+    others = [byte for byte in range(256) if byte not in PRINTABLE]
+    symbols = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return {symbols[byte]: byte for byte in range(256)} | {"".join(MERGE): 256, END_OF_TEXT: 257}
+
+
+def byte_data(text: Path, folder: Path) -> Path:
+    """A folder as `tools/prepare_text.py` makes them, of a text's bytes: the last twentieth is for validation."""
+    if (folder / "whole").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "encoder.json").write_text(json.dumps(byte_symbols()), encoding="utf-8")
+    (folder / "vocab.bpe").write_text(f"#version: 0.2\n{' '.join(MERGE)}\n", encoding="utf-8")
+    words = text.read_text(encoding="utf-8")
+    cut = len(words) * 19 // 20
+    data = DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(folder / "encoder.json"), merge_file=str(folder / "vocab.bpe"))
+    for name, part in (("train", words[:cut]), ("valid", words[cut:])):
+        documents = [Document(texts={"text": part}, source_bytes=len(part.encode()))]
+        write_datasets(documents, {"text": folder / f"{name}_text_document"}, EncodeOptions(data=data), workers=0)
+    (folder / "whole").touch()
+    return folder
+
+
+def trained(case: str, seed: int, steps: int, flags: str, data: Path, folder: Path) -> Run:
+    """A training of `megatron.lm.pretrain` in a process of its own; one that was made before is read.
+
+    Args:
+        case: a precision, and flags behind it.
+        flags: more flags, which win.
+        data: folder as `tools/prepare_text.py` makes them.
+        folder: for the metrics.
+
+    Raises:
+        RuntimeError: it failed; with the end of its log.
+    """
+    job = Job(precision=case, seed=seed, steps=steps, name=f"{'-'.join(case.split())}_{seed}_{steps}")
+    options = argparse.Namespace(data=str(data), out=folder, flags=flags)
+    train(job, options, Session())
+    if not complete(job, options):
+        log = (folder / job.name / "log.txt").read_text(encoding="utf-8", errors="replace")
+        raise RuntimeError(f"{case}, seed {seed}, failed:\n{log[-2000:]}")
+    return read_run(job.name, folder / job.name / "metrics.jsonl")
+
+
+# ------------------------------------------------------------------------------------------------------------------ Collage's loop
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The size of a training with Collage's optimizer: a GPT on bytes."""
+
+    width: int
+    layers: int
+    length: int
+    batch: int
+    steps: int
+    lr: float = 1e-3
+    warm_up: int = 20
+
+
+class Bytes(nn.Module):
+    """A GPT on bytes: pre-norm layers of attention and GELU, learned positions, tied head; [b, s] -> [b, s, 256]."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(256, loop.width), nn.Embedding(loop.length, loop.width)
+        layer = nn.TransformerEncoderLayer(
+            loop.width, max(1, loop.width // 32), 4 * loop.width, 0.0, F.gelu, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, loop.layers, nn.LayerNorm(loop.width), enable_nested_tensor=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(loop.length), persistent=False)
+        for weights in (self.embedding.weight, self.positions.weight):
+            nn.init.normal_(weights, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.positions.weight
+        return F.linear(self.layers(x, mask=self.mask, is_causal=True), self.embedding.weight)
+
+
+def pieces(text: Tensor, loop: Loop, count: int, seed: int) -> Iterator[Tensor]:
+    """Random pieces of a text, [batch, length + 1], the same of the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        starts = torch.randint(0, len(text) - loop.length - 1, (loop.batch, 1), generator=generator)
+        yield text[starts + torch.arange(loop.length + 1)].long()
+
+
+def loss_of(model: Bytes, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    """Nats a byte of the model with these weights."""
+    scores = torch.func.functional_call(model, dict(weights), (tokens[:, :-1],))
+    return F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def collage(variant: str, beta2: float, loop: Loop, text: Tensor, seed: int, every: int = 10) -> Iterator[dict[str, Any]]:
+    """Train with one option of Collage: BF16 weights and gradients, products in FP32, so that the optimizer alone differs.
+
+    Yields:
+        every `every` steps and after the last: step, loss (mean since the last row), edq, update_norm, lost, norm of the weights; the last
+        also valid_loss.
+    """
+    torch.manual_seed(seed)
+    model = Bytes(loop)
+    weights = {name: nn.Parameter(p.detach().bfloat16()) for name, p in model.named_parameters()}
+    optimizer = CollageAdamW(weights.values(), lr=loop.lr, betas=(0.9, beta2), weight_decay=0.1, variant=variant)
+    cut = len(text) * 19 // 20
+    losses: list[float] = []
+    for step, tokens in enumerate(pieces(text[:cut], loop, loop.steps, seed), 1):
+        for group in optimizer.param_groups:
+            ahead = max(0.0, (step - loop.warm_up) / max(1, loop.steps - loop.warm_up))
+            group["lr"] = loop.lr * min(1.0, step / loop.warm_up) * (0.55 + 0.45 * math.cos(math.pi * ahead))
+        wide = {name: p.detach().float().requires_grad_() for name, p in weights.items()}
+        loss = loss_of(model, wide, tokens)
+        for p, g in zip(weights.values(), torch.autograd.grad(loss, list(wide.values())), strict=True):
+            p.grad = g.bfloat16()
+        told = step % every == 0 or step == loop.steps
+        optimizer.keep_update = told
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        if told:
+            row = {"step": step, "loss": sum(losses) / len(losses), "edq": optimizer.edq, "update_norm": optimizer.update_norm}
+            row["lost"] = optimizer.lost_frac
+            row["norm"] = math.sqrt(sum(float(p.detach().double().square().sum()) for p in weights.values()))
+            losses = []
+            if step == loop.steps:
+                wide = {name: p.detach().float() for name, p in weights.items()}
+                with torch.no_grad():
+                    valid = [float(loss_of(model, wide, tokens)) for tokens in pieces(text[cut:], loop, 8, 0)]
+                row["valid_loss"] = sum(valid) / len(valid)
+            yield row
