@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the launch scripts: what they check of their environment before anything starts. A refusal is a line, and exit code 2.
 
 refuse() {

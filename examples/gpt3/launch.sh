@@ -1,4 +1,7 @@
-# Sourced by the scripts of this folder, each of which sets the numbers of one model size; starts megatron.lm.pretrain with them.
+# shellcheck shell=bash
+# Sourced by the scripts of this folder and of ../llama, each of which sets the numbers of one model size; starts megatron.lm.pretrain
+# with them. Beside those that every script sets, a script may set SEQUENCE (2048), FFN, KV_HEADS, MODEL (further flags of the model) and
+# VOCABULARY (of the published tokenizer, for DRY_RUN=1).
 #
 #   OPT_LEVEL       O0, O1, O2, O3 (default O3)
 #   DATA            a folder made by tools/prepare_text.py, or the prefix of a dataset made by tools/preprocess_data.py
@@ -14,11 +17,12 @@
 # megatron.lm.pretrain may follow and override what stands here: bash pretrain_gpt_13b.sh --save checkpoints --save-interval 500
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+# shellcheck source=examples/preamble.sh
 source "$ROOT/examples/preamble.sh"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 PYTHON=${PYTHON:-python3}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
-SEQUENCE=2048
+SEQUENCE=${SEQUENCE:-2048}
 TOY=${TOY:-0} DRY_RUN=${DRY_RUN:-0}
 whole TOY 0 1
 whole DRY_RUN 0 1
@@ -32,9 +36,16 @@ FLAGS=(
   --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
   --micro-batch-size "$MICRO_BATCH" --global-batch-size $((BATCH_TOKENS / SEQUENCE))
   --train-iters $(((TOKENS + BATCH_TOKENS / 2) / BATCH_TOKENS))
+  ${MODEL[@]+"${MODEL[@]}"}
   --lr "$LR" --min-lr "$MIN_LR" --lr-warmup-iters 1000 --lr-decay-style cosine
   --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95
 )
+if ((${FFN:-0})); then
+  FLAGS+=(--ffn-hidden-size "$FFN")
+fi
+if ((${KV_HEADS:-HEADS} < HEADS)); then
+  FLAGS+=(--group-query-attention --num-query-groups "$KV_HEADS")
+fi
 if ((TP > 1)); then
   # Unlike Megatron-LM's scripts without CUDA_DEVICE_MAX_CONNECTIONS=1: gradients leave on a stream of their own, and with one
   # connection it waits for the others (GPT-1.3B, O3, TP 2 x DP 2, H200: 368 ms a step, with 8 connections 315).
@@ -51,6 +62,8 @@ toy() {
     --micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr-warmup-iters 1 --eval-iters 0 --log-interval 1
     --tokenizer-type NullTokenizer --vocab-size 60
   )
+  if ((${FFN:-0})); then FLAGS+=(--ffn-hidden-size 128); fi
+  if ((${KV_HEADS:-HEADS} < HEADS)); then FLAGS+=(--num-query-groups 4); fi
   if ((DRY_RUN)); then return; fi
   folder=$(mktemp -d 2>/dev/null) || refuse "no folder for the toy's data can be made: name a writable TMPDIR with space"
   trap 'rm -rf "$folder"' EXIT
@@ -125,6 +138,7 @@ elif ((!DRY_RUN)); then
 fi
 if ((DRY_RUN)); then
   FLAGS+=(--dry-run ${GPU_MEMORY_GIB:+--device-memory-gib "$GPU_MEMORY_GIB"})
+  if ((!TOY && ${VOCABULARY:-0})); then FLAGS+=(--vocab-size "$VOCABULARY"); fi
   export WORLD_SIZE=$((GPUS_PER_NODE * NNODES))
   COMMAND=("$PYTHON" -m megatron.lm.pretrain)
 else

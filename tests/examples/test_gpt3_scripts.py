@@ -1,4 +1,4 @@
-"""The launch scripts of examples/gpt3: the numbers they pass, how they start processes, and runs of them at a toy size."""
+"""The launch scripts of examples/gpt3 and examples/llama: their numbers, how they start processes, and runs of them at a toy size."""
 
 import os
 import re
@@ -13,6 +13,7 @@ from megatron.lm.config.cli import parse_args
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "gpt3"
 SCRIPTS = {"125m": "125m", "345m": "345m", "1p3b": "1.3b", "7b": "7b", "13b": "13b", "175b": "175b"}  # name in the file's -> preset
+LLAMAS = {"llama2_7b": "llama2-7b", "llama3_8b": "llama3-8b", "llama3_70b": "llama3-70b", "qwen3_8b": "qwen3-8b"}
 
 
 @pytest.fixture
@@ -39,8 +40,9 @@ def start(size: str, *arguments: str, **environment: object) -> subprocess.Compl
     env = (
         kept | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHON": sys.executable} | {k: str(v) for k, v in environment.items()}
     )
-    script = ["bash", str(FOLDER / f"pretrain_gpt_{size}.sh"), *arguments]
-    return subprocess.run(script, env=env, cwd="/", capture_output=True, text=True, timeout=240, check=False)
+    file = FOLDER.parent / "llama" / f"pretrain_{size}.sh" if size in LLAMAS else FOLDER / f"pretrain_gpt_{size}.sh"
+    script = ["bash", str(file), *arguments]
+    return subprocess.run(script, env=env, cwd="/", capture_output=True, text=True, timeout=600, check=False)  # a machine may be busy
 
 
 def called(done: subprocess.CompletedProcess[str]) -> tuple[list[str], list[str], dict[str, str]]:
@@ -64,18 +66,22 @@ def test_the_shell_can_read_it(file):
         assert (FOLDER.parent / file).read_text(encoding="utf-8").count("\n") <= 12
 
 
-@pytest.mark.parametrize("size", SCRIPTS)
+@pytest.mark.parametrize("size", SCRIPTS | LLAMAS)
 def test_the_numbers_are_those_of_the_preset_and_so_of_table_1(size, prefix, python):
     _, flags, _ = called(start(size, PYTHON=python, DATA=prefix, OPT_LEVEL="O2", NNODES=1))
     files = ["--vocab-file", str(prefix.parent / "encoder.json"), "--merge-file", str(prefix.parent / "vocab.bpe")]
     data = ["--data-path", str(prefix), "--tokenizer-type", "GPT2BPETokenizer", *files]
-    assert parse_args(flags) == parse_args(["--preset", SCRIPTS[size], "--opt-level", "O2", "--use-distributed-optimizer", *data])
+    assert parse_args(flags) == parse_args(
+        ["--preset", (SCRIPTS | LLAMAS)[size], "--opt-level", "O2", "--use-distributed-optimizer", *data]
+    )
 
 
-DRY = [("125m", 8), ("345m", 8), ("1p3b", 8), ("7b", 32), ("13b", 32)]
+DRY = [("125m", 8), ("345m", 8), ("1p3b", 8), ("7b", 32), ("13b", 32), ("llama2_7b", 32), ("llama3_8b", 64), ("qwen3_8b", 64)]
 
 
-@pytest.mark.parametrize(("size", "gpus"), [("175b", 128), *(pytest.param(*case, marks=pytest.mark.nightly) for case in DRY)])
+@pytest.mark.parametrize(
+    ("size", "gpus"), [("175b", 128), ("llama3_70b", 64), *(pytest.param(*case, marks=pytest.mark.nightly) for case in DRY)]
+)
 def test_a_dry_run_fits_on_the_gpus_of_the_script(size, gpus):
     done = start(size, DRY_RUN=1, GPU_MEMORY_GIB=80)
     assert done.returncode == 0, done.stderr
@@ -223,6 +229,7 @@ def test_srun_with_one_task_a_machine_starts_torchrun_on_each(prefix, python, sl
 def test_the_toy_has_the_grid_and_the_flags(python):
     done = start("175b", TOY=1, PYTHON=python)
     assert "TP 8 x PP 4 are 32: use DRY_RUN=1" in refused(done)
+    assert "TP 8 x PP 4 are 32: use DRY_RUN=1" in refused(start("llama3_70b", TOY=1, PYTHON=python))
     done = start("13b", TOY=1, DRY_RUN=1)
     assert done.returncode == 0, done.stderr
     assert "grid: 2 processes = TP 2 x PP 1 x DP 1, sequence parallel, ZeRO" in done.stdout
@@ -231,7 +238,10 @@ def test_the_toy_has_the_grid_and_the_flags(python):
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("size", "level"),
-    [*((size, "O3") for size in ("125m", "345m", "1p3b", "7b")), *(("13b", level) for level in ("O0", "O1", "O2", "O3"))],
+    [
+        *((size, "O3") for size in ("125m", "345m", "1p3b", "7b", "llama2_7b", "llama3_8b", "qwen3_8b")),
+        *(("13b", level) for level in ("O0", "O1", "O2", "O3")),
+    ],
 )
 def test_the_toy_trains(size, level, tmp_path):
     done = start(size, TOY=1, OPT_LEVEL=level, TMPDIR=tmp_path)

@@ -1,0 +1,69 @@
+# Three images, from the root of the checkout:
+#
+#   docker build --target cpu -t msamp:cpu .       runs the quick start: docker run --rm -v "$PWD/runs:/opt/msamp/runs" msamp:cpu
+#   docker build --target gpu -t msamp:gpu .       trains: what examples/kubernetes/pretrain.yaml starts
+#   docker build --target peers -t msamp:peers .   compares: with Transformer Engine and flash-attn, which are compiled for an hour
+#
+# hadolint global ignore=DL3013
+# Packages have their versions in the arguments below and in setup.py, where the linter does not look.
+#
+# A torch build decides the CUDA version. Another one: --build-arg GPU_TORCH=torch==2.12.0 --build-arg GPU_INDEX=... --build-arg CUDA=...
+ARG CUDA=13.0.1
+
+FROM python:3.12-slim-bookworm AS cpu
+ARG CPU_TORCH=torch==2.13.0
+ARG CPU_INDEX=https://download.pytorch.org/whl/cpu
+WORKDIR /opt/msamp
+# Before the sources: a change of them costs no download.
+RUN python3 -m pip install --no-cache-dir "$CPU_TORCH" --extra-index-url "$CPU_INDEX"
+COPY LICENSE README.md setup.py pyproject.toml ./
+COPY msamp msamp
+COPY megatron megatron
+COPY tools tools
+COPY examples examples
+# editable_mode=compat: `megatron` stays a namespace shared with NVIDIA's wheel.
+RUN python3 -m pip install --no-cache-dir --config-settings editable_mode=compat -e '.[plot]'
+CMD ["python3", "tools/quickstart.py"]
+
+FROM nvidia/cuda:${CUDA}-runtime-ubuntu24.04 AS gpu
+ARG GPU_TORCH=torch==2.11.0
+ARG GPU_INDEX=https://download.pytorch.org/whl/cu130
+# gcc and Python's headers are Triton's, which compiles what launches a kernel. Versions are the distribution's.
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-dev python3-venv \
+ && rm -rf /var/lib/apt/lists/* \
+ && python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+WORKDIR /opt/msamp
+RUN python3 -m pip install --no-cache-dir "$GPU_TORCH" --index-url "$GPU_INDEX"
+COPY LICENSE README.md setup.py pyproject.toml ./
+COPY msamp msamp
+COPY megatron megatron
+COPY tools tools
+COPY examples examples
+RUN python3 -m pip install --no-cache-dir --config-settings editable_mode=compat -e '.[gpu]'
+CMD ["python3", "-m", "megatron.lm.pretrain", "--help"]
+
+FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu24.04 AS peers
+ARG GPU_TORCH=torch==2.11.0
+ARG GPU_INDEX=https://download.pytorch.org/whl/cu130
+ARG GPU_ARCHITECTURES=9.0
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends git python3 python3-dev python3-venv \
+ && rm -rf /var/lib/apt/lists/* \
+ && python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+WORKDIR /opt/msamp
+RUN python3 -m pip install --no-cache-dir "$GPU_TORCH" --index-url "$GPU_INDEX"
+COPY LICENSE README.md setup.py pyproject.toml ./
+COPY msamp msamp
+COPY megatron megatron
+COPY tools tools
+COPY examples examples
+# Both peers compile against the torch that is installed, hence without a build environment of their own.
+RUN python3 -m pip install --no-cache-dir setuptools==80.9.0 wheel==0.45.1 ninja==1.13.0 packaging==25.0 pybind11==3.0.1 psutil==7.1.0 \
+ && NVTE_FRAMEWORK=pytorch TORCH_CUDA_ARCH_LIST="$GPU_ARCHITECTURES" MAX_JOBS=4 \
+    python3 -m pip install --no-cache-dir --no-build-isolation --config-settings editable_mode=compat -e '.[gpu,peers]'
+CMD ["python3", "-m", "megatron.lm.pretrain", "--help"]

@@ -1,0 +1,162 @@
+"""Direct preference optimisation at O0 to O3: python examples/rlhf/dpo.py --load MODEL --data FILE --save FOLDER
+
+The model is a chat model of transformers, the data JSON or JSON lines of prompts with a chosen and a rejected answer. The reference is the
+same model, frozen, at FP8 levels in one byte a weight. The same command goes on where a run was killed; FOLDER/model is the result.
+"""
+
+import argparse
+import hashlib
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import msamp
+from megatron.lm import entry
+from megatron.lm.post import chat, conversations, flags, memory, models, packing, saved
+from megatron.lm.post.losses import answer_log_probs, dpo_loss
+from megatron.lm.post.schedule import drawn, learning_rate
+from megatron.lm.run import RunStopped
+from megatron.lm.tools import arguments
+from tools.bench import rows
+
+Pair = tuple[chat.Example, chat.Example]  # the chosen and the rejected answer, each behind its prompt
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = arguments.Parser(description=__doc__)
+    flags.common(parser, lr=1e-6, train_iters=100)
+    add = parser.add_argument
+    add("--data", required=True, type=arguments.path, help="preferences, JSON or JSON lines")
+    add("--beta", type=float, default=0.1, help="how closely the policy is held to the reference (default: %(default)s)")
+    add("--seq-length", type=arguments.count(8), default=1024, help="tokens (default: %(default)s)")
+    add("--long-rows", default="refuse", choices=packing.LONG, help="answers beyond --seq-length (default: %(default)s)")
+    add("--micro-batch-size", type=arguments.count(1), default=2, help="pairs at a time (default: %(default)s)")
+    add("--global-batch-size", type=arguments.count(1), default=8, help="pairs a step (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if args.global_batch_size % args.micro_batch_size:
+        parser.error(f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size {args.micro_batch_size}")
+    if not 0 < args.beta < math.inf:
+        parser.error(f"--beta {args.beta} is out of range: give more than 0")
+    args.device = flags.device(parser)
+    return args
+
+
+def read(args: argparse.Namespace, tokenizer: Any) -> list[Pair]:
+    """The pairs of the file that fit a sequence."""
+    pairs = []
+    for number, row in enumerate(conversations.rows(args.data), 1):
+        where = f"row {number} of {args.data}"
+        asked = conversations.preference(row, where)
+        examples = [chat.encode_answer(tokenizer, asked.prompt, answer, where) for answer in (asked.chosen, asked.rejected)]
+        if args.long_rows == "drop" and max(len(each.tokens) for each in examples) > args.seq_length:
+            continue
+        try:
+            chosen, rejected = packing.fitting(examples, args.seq_length, args.long_rows)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        pairs.append((chosen, rejected))
+    if not pairs:
+        raise ValueError(f"no pair of {args.data} has at most --seq-length {args.seq_length} tokens: give a longer one")
+    return pairs
+
+
+def answers(model: Any, pairs: Sequence[Pair], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log probabilities of the chosen answers and of the rejected ones, [b] each."""
+    sequences = [[pair[0]] for pair in pairs] + [[pair[1]] for pair in pairs]
+    batch = packing.batch(sequences, max(len(row[0].tokens) for row in sequences), pad, device)
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    chosen, rejected = answer_log_probs(logits, batch["input_ids"], batch["answer"]).chunk(2)
+    return chosen, rejected
+
+
+def train(args: argparse.Namespace) -> None:
+    tokenizer = models.load_tokenizer(args.load)
+    chat.use_template(tokenizer, args.chat_template)
+    pairs, pad = read(args, tokenizer), tokenizer.pad_token_id
+    settings = flags.settings(args, data=hashlib.sha256(args.data.read_bytes()).hexdigest())
+    resumed = saved.load(args.save, settings, args.device)
+
+    torch.manual_seed(args.seed)  # of dropout, where the model has any
+    recipe, dtype = msamp.recipes.by_name(args.opt_level), models.DTYPES[args.dtype]
+    model, reference = (models.load_model(args.load, "AutoModelForCausalLM", dtype, args.device) for _ in range(2))
+    models.check_vocabulary(model, tokenizer)
+    models.check_positions(model, args.seq_length, "--seq-length")
+    reference = models.freeze(reference, recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+    model, optimizer = msamp.initialize(model, optimizer, recipe, clip_grad=args.clip_grad or None)
+    model.train()
+
+    step, metrics, gradients = 0, [], 0
+    if resumed is not None:
+        step, metrics = resumed["step"], resumed["metrics"]
+        model.load_state_dict(resumed["content"]["model"])
+        optimizer.load_state_dict(resumed["content"]["optimizer"])
+        print(f"goes on at step {step} of {args.train_iters}")
+    memory.reset_peak([args.device])
+    while step < args.train_iters:
+        began = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps=args.train_iters, warmup=args.lr_warmup_iters, peak=args.lr)
+        chosen = [pairs[row] for row in drawn(step, args.global_batch_size, len(pairs), args.seed)]
+        loss, margins = 0.0, []
+        for at in range(0, args.global_batch_size, args.micro_batch_size):
+            part = chosen[at : at + args.micro_batch_size]
+            with torch.no_grad():
+                before = answers(reference, part, pad, args.device)
+            losses, margin = dpo_loss(*answers(model, part, pad, args.device), *before, args.beta)
+            mean = losses.sum() / args.global_batch_size
+            mean.backward()
+            loss += mean.item()
+            margins += margin.tolist()
+        if not math.isfinite(loss):
+            raise RunStopped(f"the loss of step {step + 1} is {loss}: give a lower --lr; the same command goes on from the last checkpoint")
+        gradients = gradients or memory.stored(model).gradients
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        metrics.append({
+            "step": step, "loss": loss, "margin": sum(margins) / len(margins), "accuracy": sum(m > 0 for m in margins) / len(margins),
+            "grad_norm": float(optimizer.grad_norm), "seconds": time.perf_counter() - began,
+        })  # fmt: skip
+        if step % args.log_interval == 0 or step == args.train_iters:
+            last = metrics[-1]
+            print(f"step {step:5}  loss {loss:.4f}  margin {last['margin']:.4f}  accuracy {last['accuracy']:.2f}", flush=True)
+        if step % args.save_interval == 0 or step == args.train_iters:
+            state = {"model": msamp.exact_state_dict(model), "optimizer": optimizer.state_dict()}
+            saved.save(args.save, step, state, settings, metrics)
+    done = saved.save_model(args.save, model, tokenizer)
+    report(args, replace(memory.stored(model, optimizer), gradients=gradients), memory.stored(reference), metrics)
+    print(f"the model is in {done}")
+
+
+def report(args: argparse.Namespace, policy: memory.Stored, reference: memory.Stored, metrics: list[dict[str, Any]]) -> None:
+    """What the run took: on the screen, and as a row of --rows."""
+    timed = metrics[min(3, len(metrics) - 1) :]  # the first steps warm up
+    tail = metrics[-min(10, len(metrics)) :]
+    row = {
+        "model": args.load.name, "parameters": policy.parameters, "recipe": args.opt_level, "dtype": args.dtype, "beta": args.beta,
+        "global_batch_size": args.global_batch_size, "steps": len(metrics), "seed": args.seed, "loss_first": f"{metrics[0]['loss']:.4f}",
+        "loss_last": f"{sum(row['loss'] for row in tail) / len(tail):.4f}",
+        "accuracy_last": f"{sum(row['accuracy'] for row in tail) / len(tail):.3f}",
+        "pairs_per_s": f"{args.global_batch_size * len(timed) / sum(row['seconds'] for row in timed):.2f}",
+        "policy_weight_mib": f"{policy.weights / 2**20:.3f}", "reference_weight_mib": f"{reference.weights / 2**20:.3f}",
+        "gradient_mib": f"{policy.gradients / 2**20:.3f}", "state_mib": f"{policy.states / 2**20:.3f}",
+        "peak_mib": "" if (peak := memory.peak(args.device)) is None else f"{peak / 2**20:.3f}",
+    }  # fmt: skip
+    print("MiB: " + ", ".join(f"{name.removesuffix('_mib')} {row[name]}" for name in row if name.endswith("_mib")))
+    if args.rows is not None:
+        rows.append(args.rows, [rows.machine() | row])
+
+
+@entry.command
+def main(argv: Sequence[str] | None = None) -> None:
+    train(parse(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""Supervised fine-tuning of a chat model at O0 to O3: python examples/sft/train.py --load MODEL --data FILE --save FOLDER
+
+The model is a folder of transformers, the data JSON or JSON lines of conversations (megatron/lm/post/conversations.py lists the forms).
+The loss is that of the assistant's answers. Conversations are packed into sequences and do not see each other. The same command goes on
+where a run was killed. At its end FOLDER/model is what `from_pretrained` reads.
+"""
+
+import argparse
+import hashlib
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import msamp
+from megatron.lm import entry
+from megatron.lm.post import chat, conversations, flags, memory, models, packing, saved
+from megatron.lm.post.losses import answer_loss
+from megatron.lm.post.schedule import drawn, learning_rate
+from megatron.lm.run import RunStopped
+from megatron.lm.tools import arguments
+from tools.bench import rows
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = arguments.Parser(description=__doc__)
+    flags.common(parser, lr=2e-5, train_iters=100)
+    add = parser.add_argument
+    add("--data", required=True, type=arguments.path, help="conversations, JSON or JSON lines")
+    add("--lora-rank", type=arguments.count(0), default=0, help="train adapters of this rank on a frozen base; 0: all weights")
+    add("--seq-length", type=arguments.count(8), default=1024, help="tokens (default: %(default)s)")
+    add("--long-rows", default="refuse", choices=packing.LONG, help="conversations beyond --seq-length (default: %(default)s)")
+    add("--no-packing", action="store_true", help="one conversation a sequence")
+    add("--micro-batch-size", type=arguments.count(1), default=4, help="sequences at a time (default: %(default)s)")
+    add("--global-batch-size", type=arguments.count(1), default=4, help="sequences a step (default: %(default)s)")
+    add("--valid-rows", type=arguments.count(0), default=0, help="conversations at the file's end to judge by (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if args.global_batch_size % args.micro_batch_size:
+        parser.error(f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size {args.micro_batch_size}")
+    args.device = flags.device(parser)
+    return args
+
+
+def read(args: argparse.Namespace, tokenizer: Any) -> tuple[list[list[chat.Example]], list[list[chat.Example]]]:
+    """The sequences to train on, and those to judge by."""
+    given = conversations.rows(args.data)
+    if args.valid_rows >= len(given):
+        raise ValueError(f"--valid-rows {args.valid_rows} of {len(given)} rows leaves nothing to train on: give less than {len(given)}")
+    examples = []
+    for number, row in enumerate(given, 1):
+        where = f"row {number} of {args.data}"
+        examples.append(chat.encode(tokenizer, conversations.conversation(row, where), where))
+    cut = len(given) - args.valid_rows
+    parts = []
+    for part in (examples[:cut], examples[cut:]):
+        fit = packing.fitting(part, args.seq_length, args.long_rows) if part else []
+        parts.append([[each] for each in fit] if args.no_packing else packing.packed(fit, args.seq_length))
+    return parts[0], parts[1]
+
+
+def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Summed over the tokens of answers."""
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    return answer_loss(logits, batch["input_ids"], batch["answer"])
+
+
+@torch.no_grad()
+def judge(model: Any, sequences: list[list[chat.Example]], args: argparse.Namespace, pad: int) -> float | None:
+    """Mean loss of an answer's token in held-out conversations; None without any."""
+    if not sequences:
+        return None
+    model.eval()
+    total, tokens = 0.0, 0
+    for at in range(0, len(sequences), args.micro_batch_size):
+        batch = packing.batch(sequences[at : at + args.micro_batch_size], args.seq_length, pad, args.device)
+        total += loss_of(model, batch).item()
+        tokens += int(batch["answer"].sum())
+    model.train()
+    return total / tokens
+
+
+def train(args: argparse.Namespace) -> None:
+    tokenizer = models.load_tokenizer(args.load)
+    chat.use_template(tokenizer, args.chat_template)
+    sequences, held_out = read(args, tokenizer)
+    settings = flags.settings(args, data=hashlib.sha256(args.data.read_bytes()).hexdigest())
+    resumed = saved.load(args.save, settings, args.device)
+
+    torch.manual_seed(args.seed)  # of dropout, where the model has any
+    recipe = msamp.recipes.by_name(args.opt_level)
+    model = models.load_model(args.load, "AutoModelForCausalLM", models.DTYPES[args.dtype], args.device)
+    models.check_vocabulary(model, tokenizer)
+    models.check_positions(model, args.seq_length, "--seq-length")
+    if not args.no_packing:
+        packing.check_separates(model)
+    if args.lora_rank:
+        model = models.with_lora(model, recipe, args.lora_rank, args.seed)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=args.weight_decay)
+    model, optimizer = msamp.initialize(model, optimizer, recipe, clip_grad=args.clip_grad or None)
+    model.train()
+
+    step, metrics = 0, []
+    if resumed is not None:
+        step, metrics = resumed["step"], resumed["metrics"]
+        model.load_state_dict(resumed["content"]["model"])
+        optimizer.load_state_dict(resumed["content"]["optimizer"])
+        print(f"goes on at step {step} of {args.train_iters}")
+    before, gradients = (metrics[0]["valid_loss"] if metrics else judge(model, held_out, args, tokenizer.pad_token_id)), 0
+    memory.reset_peak([args.device])
+    while step < args.train_iters:
+        began = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps=args.train_iters, warmup=args.lr_warmup_iters, peak=args.lr)
+        chosen = [sequences[row] for row in drawn(step, args.global_batch_size, len(sequences), args.seed)]
+        whole = packing.batch(chosen, args.seq_length, tokenizer.pad_token_id, args.device)
+        answers, loss = int(whole["answer"].sum()), 0.0
+        for at in range(0, args.global_batch_size, args.micro_batch_size):
+            part = loss_of(model, {name: values[at : at + args.micro_batch_size] for name, values in whole.items()}) / answers
+            part.backward()
+            loss += part.item()
+        if not math.isfinite(loss):
+            raise RunStopped(f"the loss of step {step + 1} is {loss}: give a lower --lr; the same command goes on from the last checkpoint")
+        gradients = gradients or memory.stored(model).gradients
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        metrics.append({"step": step, "loss": loss, "grad_norm": float(optimizer.grad_norm), "valid_loss": None})
+        metrics[-1] |= {"tokens": sum(len(each.tokens) for row in chosen for each in row), "seconds": time.perf_counter() - began}
+        metrics[0]["valid_loss"] = before
+        if step % args.log_interval == 0 or step == args.train_iters:
+            print(f"step {step:5}  loss {loss:.4f}  grad norm {metrics[-1]['grad_norm']:.3f}", flush=True)
+        if step == args.train_iters and held_out:
+            metrics[-1]["valid_loss"] = judge(model, held_out, args, tokenizer.pad_token_id)
+        if step % args.save_interval == 0 or step == args.train_iters:
+            state = {"model": msamp.exact_state_dict(model), "optimizer": optimizer.state_dict()}
+            saved.save(args.save, step, state, settings, metrics)
+    done = saved.save_model(args.save, model, tokenizer)
+    report(args, model, replace(memory.stored(model, optimizer), gradients=gradients), metrics)
+    print(f"the model is in {done}")
+
+
+def report(args: argparse.Namespace, model: Any, held: memory.Stored, metrics: list[dict[str, Any]]) -> None:
+    """What the run took: on the screen, and as a row of --rows."""
+    timed = metrics[min(3, len(metrics) - 1) :]  # the first steps warm up
+    speed = sum(row["tokens"] for row in timed) / sum(row["seconds"] for row in timed)
+    peak, each = memory.peak(args.device), held.parameters
+    row = {
+        "model": args.load.name, "parameters": each, "recipe": args.opt_level, "dtype": args.dtype, "lora_rank": args.lora_rank,
+        "seq_length": args.seq_length, "global_batch_size": args.global_batch_size, "steps": len(metrics), "seed": args.seed,
+        "loss_first": f"{metrics[0]['loss']:.4f}", "loss_last": f"{metrics[-1]['loss']:.4f}",
+        "valid_loss_before": metrics[0]["valid_loss"], "valid_loss_after": metrics[-1]["valid_loss"], "tokens_per_s": f"{speed:.1f}",
+        "weight_bytes": f"{held.weights / each:.3f}", "gradient_bytes": f"{held.gradients / each:.3f}",
+        "master_bytes": f"{held.masters / each:.3f}", "moment_bytes": f"{held.moments / each:.3f}",
+        "peak_bytes": "" if peak is None else f"{peak / each:.3f}",
+    }  # fmt: skip
+    print("bytes a parameter: " + ", ".join(f"{name.removesuffix('_bytes')} {row[name]}" for name in row if name.endswith("_bytes")))
+    print(f"{speed:.0f} tokens/s; loss {row['loss_first']} -> {row['loss_last']}")
+    if args.rows is not None:
+        rows.append(args.rows, [rows.machine() | row])
+
+
+@entry.command
+def main(argv: Sequence[str] | None = None) -> None:
+    train(parse(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

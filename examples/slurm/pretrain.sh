@@ -1,0 +1,123 @@
+#!/usr/bin/env bash
+# Trains under Slurm, from the first GPU check to the last iteration, over as many time limits as that takes. From the root of the checkout:
+#
+#   DATA=corpus_text_document SAVE=checkpoints sbatch examples/slurm/pretrain.sh examples/gpt3/pretrain_gpt_7b.sh --save-interval 500
+#
+# The first argument is a launch script, flags of the trainer may follow. Options of sbatch override the lines below. Beside what
+# examples/gpt3/launch.sh reads from the environment:
+#
+#   SAVE      folder of the checkpoints, which all machines share; the run goes on from there, and the same line goes on by hand
+#   ATTEMPTS  how often training starts within one allocation when a process of it fails (default 3)
+#   REQUEUES  how often the job goes back into the queue at its time limit (default 100)
+#   ROOT      the checkout (default: the folder of submission)
+#
+# Before every start each GPU computes known products and the links carry known sums (megatron.lm.tools.check_cluster). Slurm sends SIGUSR1
+# ten minutes before the limit: every process saves and leaves, and the job is requeued. Choose the minutes longer than a step and a save.
+#SBATCH --job-name=pretrain
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=12
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+
+ROOT=${ROOT:-${SLURM_SUBMIT_DIR:-$PWD}} # Slurm runs a copy of this file
+if [ ! -f "$ROOT/examples/preamble.sh" ]; then
+  echo "error: ROOT=$ROOT is no checkout: submit from its root folder, or give ROOT" >&2
+  exit 2
+fi
+# shellcheck source=examples/preamble.sh
+source "$ROOT/examples/preamble.sh"
+[ -n "${SLURM_JOB_ID:-}" ] || refuse "this is no job of Slurm: start it with sbatch"
+[ -n "${SAVE:-}" ] || refuse "SAVE is not set: name the folder for checkpoints, which all machines share"
+[ -f "${1:-}" ] || refuse "the first argument is '${1:-}', and no file: give a launch script, such as examples/gpt3/pretrain_gpt_7b.sh"
+SCRIPT=$1
+shift
+ATTEMPTS=${ATTEMPTS:-3} REQUEUES=${REQUEUES:-100}
+whole ATTEMPTS 1 1000
+whole REQUEUES 0 10000
+export PYTHON=${PYTHON:-python3} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun no longer takes it from the job by itself
+interpreter
+mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+((${#HOSTS[@]})) || refuse "scontrol does not know the hosts of this job"
+export MASTER_ADDR=${HOSTS[0]}
+
+UNFINISHED=75 # what the trainer ends with when it left before its last iteration
+leaving=0 interrupted=0
+
+# shellcheck disable=SC2329  # the trap calls it
+leave() {
+  leaving=1 interrupted=1
+  echo "SIGUSR1, the time limit is near: the processes save and leave"
+  scancel --signal=TERM "$SLURM_JOB_ID" || true # of its steps, not of this script
+}
+trap leave USR1
+
+# step COMMAND...: as a step with one task a GPU; its exit code. When one task has ended the others have five minutes to end too.
+step() {
+  local pid code
+  srun --kill-on-bad-exit=0 --wait=300 "$@" &
+  pid=$!
+  while :; do
+    code=0 interrupted=0
+    wait "$pid" || code=$?
+    ((interrupted)) || return "$code" # else it is the trap that ended the wait
+  done
+}
+
+# saved: the iteration of the newest checkpoint.
+saved() {
+  cat "$SAVE/latest_checkpointed_iteration.txt" 2>/dev/null || echo none
+}
+
+requeue() {
+  if ((${SLURM_RESTART_COUNT:-0} >= REQUEUES)); then
+    refuse "the job was requeued ${SLURM_RESTART_COUNT:-0} times already (REQUEUES=$REQUEUES): submit it again to go on"
+  fi
+  if [ "$(saved)" = "$before" ]; then
+    refuse "no checkpoint was written between start and time limit (newest: $before): give sbatch a longer --time, or an earlier --signal"
+  fi
+  echo "requeued; the newest checkpoint is of iteration $(saved)"
+  scontrol requeue "$SLURM_JOB_ID"
+  exit 0
+}
+
+before=$(saved)
+for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
+  # Another port each time: the last one may still be held.
+  port=$((20000 + (SLURM_JOB_ID * 16 + 2 * attempt) % 20000))
+  export MASTER_PORT=$port
+  code=0
+  # shellcheck disable=SC2016  # of each task
+  step bash -c 'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; exec "$@"' check \
+    "$PYTHON" -m megatron.lm.tools.check_cluster --hosts "${HOSTS[@]}" || code=$?
+  if ((code && !leaving)); then
+    echo "error: the check of GPUs and links failed, nothing was started: leave the machine out that it names (sbatch --exclude=HOST)" >&2
+    exit "$code"
+  fi
+  export MASTER_PORT=$((port + 1))
+  if ((!leaving)); then
+    code=0
+    step bash "$SCRIPT" --save "$SAVE" --load "$SAVE" --exit-code-unfinished "$UNFINISHED" "$@" || code=$?
+    if ((code == 0)); then
+      echo "training has come to its end"
+      exit 0
+    fi
+  fi
+  if ((leaving)); then
+    requeue
+  fi
+  # Refused, or asked to leave by another than the time limit (scancel, --exit-duration-in-mins): to start again would not be what was meant.
+  if ((code == 2 || code == UNFINISHED)); then
+    exit "$code"
+  fi
+  echo "attempt $attempt of $ATTEMPTS ended with exit code $code; the newest checkpoint is of iteration $(saved)" >&2
+done
+exit "$code"

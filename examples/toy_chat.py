@@ -1,0 +1,59 @@
+"""A tiny random chat model, to try fine-tuning and RLHF on a CPU in seconds: python examples/toy_chat.py FOLDER
+
+A Llama of two layers, a tokenizer of bytes and a chat template, in the form that `from_pretrained` reads. `--reward` makes a reward model
+of the same size, with the same tokenizer.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MARKS = ("<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte, and one for each mark of the template."""
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(MARKS))
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", pad_token="<|pad|>", chat_template=TEMPLATE)
+
+
+def make(folder: Path, *, hidden: int = 64, reward: bool = False, seed: int = 0) -> None:
+    """Write the model and its tokenizer."""
+    words = tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(words), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=words.eos_token_id,
+        pad_token_id=words.pad_token_id, tie_word_embeddings=not reward, num_labels=1,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = LlamaForSequenceClassification(config) if reward else LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--reward", action="store_true", help="a reward model")
+    parser.add_argument("--hidden", type=int, default=64, help="width (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
+    args = parser.parse_args()
+    make(args.folder, hidden=args.hidden, reward=args.reward, seed=args.seed)
+    print(f"{args.folder}: a {'reward' if args.reward else 'chat'} model")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""examples/sft: it learns at every level, goes on bit for bit, and its model loads in transformers."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import post_runs
+import pytest
+import torch
+
+from megatron.lm.post import chat, conversations, packing, saved
+from megatron.lm.post.losses import answer_loss
+from megatron.lm.post.schedule import drawn, learning_rate
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, SEQUENCE = 6, 64
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sft")
+    post_runs.toy(folder / "toy")
+    post_runs.sums(folder / "sums.jsonl")
+    return folder
+
+
+def flags(made, save, **settings):
+    given = {"load": made / "toy", "data": made / "sums.jsonl", "save": save, "dtype": "fp32", "seq_length": SEQUENCE, "lr": 3e-3,
+             "train_iters": STEPS, "micro_batch_size": 2, "log_interval": 2} | settings  # fmt: skip
+    words = []
+    for name, value in given.items():
+        words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return words
+
+
+def run(made, save, **settings):
+    return post_runs.example("sft/train.py").main(flags(made, save, **settings))
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", pytest.param("O1", marks=pytest.mark.nightly(20)), "O3"])
+def test_it_learns_and_transformers_reads_the_model(made, tmp_path, level, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows = tmp_path / "rows.csv"
+    assert run(made, tmp_path / "run", opt_level=level, valid_rows=4, rows=rows) == 0
+    found = post_runs.metrics(tmp_path / "run")
+    assert found[-1]["loss"] < 0.9 * found[0]["loss"]
+    assert found[-1]["valid_loss"] < 0.9 * found[0]["valid_loss"]
+    assert "tokens/s" in capsys.readouterr().out
+    header, row = (line.split(",") for line in rows.read_text().splitlines())
+    assert dict(zip(header, row, strict=True))["recipe"] == level
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
+    assert tokenizer.chat_template
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "it is 2"}]
+    example = chat.encode(tokenizer, messages, "this")
+    batch = packing.batch([[example]], SEQUENCE, tokenizer.pad_token_id)
+    loss = answer_loss(model(input_ids=batch["input_ids"]).logits, batch["input_ids"], batch["answer"]) / batch["answer"].sum()
+    assert loss.item() < 0.95 * math.log(len(tokenizer))
+
+
+def test_o0_is_a_plain_loop_of_torch_bit_for_bit(made, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert run(made, tmp_path / "run", opt_level="O0", clip_grad=0) == 0
+    tokenizer = AutoTokenizer.from_pretrained(made / "toy")
+    model = AutoModelForCausalLM.from_pretrained(made / "toy")
+    rows = [conversations.conversation(row, "row") for row in conversations.rows(made / "sums.jsonl")]
+    sequences = packing.packed([chat.encode(tokenizer, row, "row") for row in rows], SEQUENCE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps=STEPS, warmup=0, peak=3e-3)
+        chosen = packing.batch([sequences[row] for row in drawn(step, 4, len(sequences), 1234)], SEQUENCE, tokenizer.pad_token_id)
+        answers, loss = int(chosen["answer"].sum()), 0.0
+        for at in (0, 2):
+            tokens, positions, answer = (chosen[name][at : at + 2] for name in ("input_ids", "position_ids", "answer"))
+            part = answer_loss(model(input_ids=tokens, position_ids=positions, use_cache=False).logits, tokens, answer) / answers
+            part.backward()
+            loss += part.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    assert [row["loss"] for row in post_runs.metrics(tmp_path / "run")] == losses
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").state_dict()
+    assert all(torch.equal(x, trained[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_it_goes_on_bit_for_bit(made, tmp_path, level, monkeypatch):
+    assert run(made, tmp_path / "whole", opt_level=level) == 0
+    write = saved.save
+
+    def killed(folder, step, *rest):
+        write(folder, step, *rest)
+        if step == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(saved, "save", killed)
+    signals = signal.getsignal(signal.SIGINT)
+    assert run(made, tmp_path / "part", opt_level=level, save_interval=2) == 130
+    signal.signal(signal.SIGINT, signals)
+    monkeypatch.undo()
+    assert run(made, tmp_path / "part", opt_level=level, save_interval=2) == 0
+    assert post_runs.metrics(tmp_path / "part") == post_runs.metrics(tmp_path / "whole")
+    first, second = ((tmp_path / name / "model/model.safetensors").read_bytes() for name in ("part", "whole"))
+    assert first == second
+    assert run(made, tmp_path / "part", opt_level=level, save_interval=2) == 0  # with nothing left to do
+    assert (tmp_path / "part/model/model.safetensors").read_bytes() == second
+
+
+@pytest.mark.nightly(60)
+def test_a_killed_process_goes_on_to_the_same_end(made, tmp_path):
+    """SIGKILL at some moment of a real process; the same command, then the model of an undisturbed run."""
+    assert run(made, tmp_path / "whole", train_iters=40, save_interval=3) == 0
+    command = [sys.executable, str(ROOT / "examples/sft/train.py"), *flags(made, tmp_path / "part", train_iters=40, save_interval=3)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    while child.poll() is None and len(saved.checkpoints(tmp_path / "part")) < 2:
+        time.sleep(0.01)
+    child.kill()
+    child.wait()
+    assert not (tmp_path / "part/model").exists()
+    assert subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode == 0
+    assert (tmp_path / "part/model/model.safetensors").read_bytes() == (tmp_path / "whole/model/model.safetensors").read_bytes()
+
+
+def test_one_conversation_a_sequence_gives_the_same_loss(made, tmp_path):
+    # All of the data in one step, packed or not: the sum over the same tokens.
+    packs = len(packing.packed(examples(made), SEQUENCE))
+    assert run(made, tmp_path / "a", train_iters=1, opt_level="O0", global_batch_size=packs, micro_batch_size=1) == 0
+    assert run(made, tmp_path / "b", train_iters=1, opt_level="O0", no_packing=True, global_batch_size=24, micro_batch_size=24) == 0
+    first, second = (post_runs.metrics(tmp_path / name)[0]["loss"] for name in "ab")
+    assert first == pytest.approx(second, rel=1e-5)
+
+
+def examples(made):
+    tokenizer = post_runs.example("toy_chat.py").tokenizer()
+    rows = [conversations.conversation(row, "row") for row in conversations.rows(made / "sums.jsonl")]
+    return [chat.encode(tokenizer, row, "row") for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"data": "none.jsonl"}, "none.jsonl does not exist"),
+        ({"load": "none"}, "holds no config.json"),
+        ({"seq_length": 16}, "--seq-length is 16: give --seq-length"),
+        ({"seq_length": 1024}, "has positions for 512 tokens"),
+        ({"opt_level": "O9"}, "precision 'O9' is unknown"),
+        ({"valid_rows": 24}, "leaves nothing to train on"),
+        ({"lr": -1}, "learning rate"),
+        ({"global_batch_size": 3}, "is no multiple of --micro-batch-size 2"),
+        ({"train_iters": 0}, "give 1 to"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2_before_anything_is_written(made, tmp_path, capsys, settings, said):
+    try:
+        code = run(made, tmp_path / "run", **settings)
+    except SystemExit as error:
+        code = error.code
+    told = capsys.readouterr().err.strip()
+    assert (code, told.count("\n")) == (2, 0), told
+    assert said in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_without_template_and_an_empty_file_are_refused(made, tmp_path, capsys):
+    post_runs.toy(tmp_path / "toy")
+    (tmp_path / "toy/chat_template.jinja").unlink()
+    assert run(made, tmp_path / "run", load=tmp_path / "toy") == 2
+    assert "has no chat template: give --chat-template FILE" in capsys.readouterr().err
+    (tmp_path / "empty").touch()
+    assert run(made, tmp_path / "run", data=tmp_path / "empty") == 2
+    assert "holds no row" in capsys.readouterr().err
+
+
+def test_other_flags_on_the_same_folder_are_refused(made, tmp_path, capsys):
+    assert run(made, tmp_path / "run", train_iters=1) == 0
+    assert run(made, tmp_path / "run", train_iters=1, lr=1e-3) == 2
+    assert "was written with --lr 0.003, and it is 0.001 now" in capsys.readouterr().err
+
+
+def test_lora_without_peft_is_refused(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert run(made, tmp_path / "run", lora_rank=4) == 2
+    assert "peft is not installed" in capsys.readouterr().err
+
+
+def test_several_processes_are_refused(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        run(made, tmp_path / "run")
+    assert "take msamp.integrations.transformers.Trainer" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(made, tmp_path, capsys, monkeypatch):
+    module = post_runs.example("sft/train.py")
+    monkeypatch.setattr(module, "loss_of", lambda model, batch: sum(p.float().sum() for p in model.parameters() if p.dim() == 1) * math.nan)
+    assert run(made, tmp_path / "run", opt_level="O0") == 1
+    assert "the loss of step 1 is nan: give a lower --lr" in capsys.readouterr().err
