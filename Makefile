@@ -19,9 +19,14 @@ MUTANT_JOBS ?= 2
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Compiled files are kept, whatever the caller's environment says: each test process would compile all of them anew.
 unexport PYTHONDONTWRITEBYTECODE
-LINTED = msamp megatron tools tests setup.py
+LINTED = msamp megatron tools tests docs examples setup.py
+# Tests that need the extra `integrations`: by host, and of our file for a host.
+HOST_TESTS = tests/integrations $(addprefix tests/msamp/integrations/test_,accelerate.py lightning.py transformers.py)
+# Tests of what the extras `eval` and `data` bring.
+EXTRA_TESTS = tests/megatron/lm/evaluation tests/megatron/lm/cleaning tests/megatron/lm/tools/test_evaluate.py \
+  tests/megatron/lm/tools/test_clean_data.py tests/megatron/lm/data/test_rows.py
 
-.PHONY: help venv quickstart test test-nightly mutants test-gpu test-multi-gpu soak fuzz lint wheel bench clean
+.PHONY: help venv quickstart test test-hosts test-extras test-nightly mutants test-gpu test-multi-gpu soak fuzz lint wheel docs tables bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -35,7 +40,28 @@ venv: $(READY) ## make .venv and install everything into it
 	python3 -m venv .venv
 	.venv/bin/python -m pip install --upgrade 'pip>=24' 'setuptools>=77'
 	.venv/bin/python -m pip install $(TORCH)
-	.venv/bin/python -m pip install --config-settings editable_mode=compat -e '.[dev,plot]'
+	.venv/bin/python -m pip install --config-settings editable_mode=compat -e '.[dev,plot,docs]'
+	@touch $@
+
+# A layer of its own over .venv: the torchvision of PyPI is built for CUDA, and beside a CPU build of torch it does not load, nor do then
+# transformers and timm, which import it (tests/hosts.py helps them).
+.venv-hosts/.installed: setup.py .venv/.installed
+	python3 -m venv --without-pip .venv-hosts
+	.venv/bin/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+	  > "$$(.venv-hosts/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
+	.venv/bin/python -c 'from importlib.metadata import requires; print(*(r.partition(";")[0] for r in requires("msamp") \
+	  if "integrations" in r), sep="\n")' > .venv-hosts/requirements.txt
+	.venv/bin/python -m pip --python .venv-hosts/bin/python install $(TORCH) -r .venv-hosts/requirements.txt
+	@touch $@
+
+# Another layer of its own: lm-eval brings many packages, some of them in versions that the trainer does not want.
+.venv-extras/.installed: setup.py .venv/.installed
+	python3 -m venv --without-pip .venv-extras
+	.venv/bin/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+	  > "$$(.venv-extras/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
+	.venv/bin/python -c 'from importlib.metadata import requires; print(*(r.partition(";")[0] for r in requires("msamp") \
+	  if "\"eval\"" in r or "\"data\"" in r), sep="\n")' > .venv-extras/requirements.txt
+	.venv/bin/python -m pip --python .venv-extras/bin/python install $(TORCH) -r .venv-extras/requirements.txt
 	@touch $@
 
 quickstart: $(READY) ## train a small GPT in BF16 and at O2 on this machine, compare them (ARGS=... for more flags)
@@ -43,6 +69,14 @@ quickstart: $(READY) ## train a small GPT in BF16 and at O2 on this machine, com
 
 test: $(READY) ## every test that needs no GPU, but for the nightly ones (JOBS=n in n processes)
 	$(PARALLEL) -m "not gpu and not multi_gpu and not nightly" tests $(ARGS)
+
+test-hosts: override PYTHON = .venv-hosts/bin/python
+test-hosts: .venv-hosts/.installed ## the tests in transformers, accelerate, peft, Lightning, timm and torchvision, which it installs
+	REQUIRE_HOSTS=1 $(PARALLEL) $(HOST_TESTS) $(ARGS)
+
+test-extras: override PYTHON = .venv-extras/bin/python
+test-extras: .venv-extras/.installed ## the tests of evaluation by lm-eval and of cleaning data, with the extras `eval` and `data`, which it installs
+	REQUIRE_HOSTS=1 $(PARALLEL) -m "not gpu" $(EXTRA_TESTS) $(ARGS)
 
 test-nightly: $(READY) ## the longer tests that need no GPU, and the mutants: all, or with SHARD=1/4 a fourth (each at most an hour on 2 cores)
 	$(PARALLEL) -m "nightly and not gpu and not multi_gpu" --shard $(SHARD) tests $(ARGS)
@@ -75,9 +109,15 @@ wheel: $(READY) ## build dist/msamp-*.whl, and see that it starts by itself, wit
 	cd build/installed && PYTHONPATH=. bin/msamp-pretrain --help >/dev/null
 	rm -rf build
 
+docs: $(READY) ## build the documentation, docs/_build/html/index.html; a warning or a dead internal link is an error
+	$(PYTHON) -m sphinx -W --keep-going -n -q -b html -d docs/_build/doctrees docs docs/_build/html $(ARGS)
+
+tables: $(READY) ## tables and figures of README and documentation from the measured rows (ARGS=--check: only say what is stale)
+	$(PYTHON) tools/tables.py $(ARGS)
+
 bench: $(READY) ## step time of GPT-1.3B at O0 to O3 on this GPU
 	$(PYTHON) tools/bench/bench_step.py $(ARGS)
 
 clean: ## remove .venv, caches and build output; data/ and runs/ stay
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-hosts .venv-extras build dist docs/_build *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

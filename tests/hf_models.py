@@ -26,6 +26,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"untie_embeddings_and_output_weights": True},
     "gpt_neox tied, half rotated": {"rotary_percent": 0.5, "rotary_base": 500.0},
     "llama": LLAMA | GROUPED | {"untie_embeddings_and_output_weights": True, "rotary_base": 5e5},
+    "qwen3": LLAMA | GROUPED | {"untie_embeddings_and_output_weights": True, "qk_layernorm": True, "rotary_base": 1e6},
+    "qwen3 tied, wide heads": LLAMA | GROUPED | {"qk_layernorm": True, "kv_channels": 16},
     "llama tied, wide heads, biases": LLAMA | GROUPED | {"kv_channels": 16, "disable_bias_linear": False},
 }
 

@@ -23,6 +23,7 @@ from megatron.lm.config.check import check
 from megatron.lm.config.cli import config_from_dict, section_types
 from megatron.lm.cpu_home import cpu_home
 from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
+from megatron.lm.place import world_size_from_environment
 from megatron.lm.recipe import rule_setting
 from megatron.lm.run.trainer import Trainer
 from msamp.numerics.tensor import ScalingTensor
@@ -114,7 +115,7 @@ def _groups() -> list[torch.distributed.ProcessGroup]:
 @contextlib.contextmanager
 def trainer(settings: Config) -> Iterator[Trainer]:
     """A trainer ready to run; its process groups live as long as the block."""
-    check(settings, process_groups.world_size_from_environment())
+    check(settings, world_size_from_environment())
     with started(settings):
         yield Trainer(settings)
 

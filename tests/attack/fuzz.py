@@ -3,6 +3,7 @@
     make fuzz                                              all of it: 12 minutes on 16 cores, an hour on 2
     make fuzz ARGS="--flags 100 --checkpoints 0 --files 0" a part
     make fuzz ARGS="--seed 7 --only checkpoints:412"       one case again
+    make fuzz ARGS="--seed 7 --only checkpoints:300-2000"  the cases from 300 up to 1,999
 
 A case is drawn from the seed, its part and its number alone. It fills a folder of its own (`box`) and runs commands in it, in a process
 that serves many cases and has nothing to lose. Of every command is asked that
@@ -276,6 +277,13 @@ def run_part(part: str, seed: int, cases: Sequence[int], keep: Path, say: Callab
     return failures
 
 
+def only(text: str) -> tuple[str, range]:
+    """What --only names: a part, and the numbers of its cases."""
+    part, _, numbers = text.partition(":")
+    first, _, end = numbers.partition("-")
+    return part, range(int(first), int(end) if end else int(first) + 1)
+
+
 def _tail(log: Path) -> str:
     return log.read_bytes()[-1500:].decode("utf-8", "replace") if log.exists() else ""
 
@@ -287,15 +295,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{part}", type=int, default=count, help="cases of this part (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="of all cases (default: another each time)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time (default: %(default)s)")
-    parser.add_argument("--only", metavar="PART:NUMBER", help="one case again")
+    parser.add_argument("--only", metavar="PART:NUMBER", help="one case again, or those of PART:FROM-END, END left out")
     parser.add_argument("--keep", type=Path, default=Path("runs/fuzz"), help="folder for the boxes of what failed (default: %(default)s)")
     options = parser.parse_args(argv)
     seed, started = int(time.time()) if options.seed is None else options.seed, time.monotonic()
     print(f"seed {seed}", flush=True)
     work = {part: range(getattr(options, part)) for part in PARTS}
     if options.only:
-        chosen, _, number = options.only.partition(":")
-        work = {chosen: range(int(number), int(number) + 1)}
+        chosen, cases = only(options.only)
+        work = {chosen: cases}
     lock = threading.Lock()
 
     def say(text: str) -> None:

@@ -175,6 +175,13 @@ CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda x: x.reshape(-1)[: x.numel() // 2].clone(),
     lambda x: torch.cat([x.reshape(-1)] * 2),
     lambda x: torch.full_like(x, torch.finfo(x.dtype).max / 2),
+    lambda x: x.reshape(-1)[:1].sum(),
+    lambda x: x.unsqueeze(0),
+    lambda x: x.unsqueeze(-1),
+    lambda x: x.reshape(-1)[:0].clone(),
+    lambda x: x.float(),
+    lambda x: x.bfloat16(),
+    lambda x: x.long(),
 ]
 
 

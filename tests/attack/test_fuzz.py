@@ -111,6 +111,11 @@ def test_a_case_comes_again_by_its_number(tmp_path: Path):
     assert cases[0] == cases[1] != cases[2]
 
 
+def test_one_case_or_several_can_be_named():
+    assert fuzz.only("flags:7") == ("flags", range(7, 8))
+    assert fuzz.only("checkpoints:300-2000") == ("checkpoints", range(300, 2000))
+
+
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {part: tmp_path_factory.mktemp(part) for part in ("files", "checkpoints")}
@@ -166,7 +171,7 @@ def test_preprocess_data_starts_no_process(tmp_path: Path):
 def test_every_change_of_a_tensor_can_be_made_in_every_dtype(dtype: torch.dtype):
     for x in (torch.ones(()), torch.ones(2, 3), torch.ones(0)):
         made = [change(x.to(dtype)) for change in fuzz_checkpoints.CHANGES]
-        assert all(one.numel() in (x.numel(), x.numel() // 2, 2 * x.numel()) for one in made)
+        assert all(one.numel() in (x.numel(), x.numel() // 2, 2 * x.numel(), 1, 0) for one in made)
 
 
 def test_the_box_of_a_case_that_failed_is_kept_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

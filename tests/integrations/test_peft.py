@@ -1,5 +1,8 @@
 """LoRA of peft on FP8 base weights, in both orders."""
 
+import dist
+import host_loops
+import hosts
 import pytest
 import torch
 from torch import nn
@@ -8,7 +11,7 @@ import msamp
 from msamp.nn.linear import FP8Linear
 from msamp.numerics.metrics import sqnr_db
 
-peft = pytest.importorskip("peft")
+peft = hosts.need("peft")
 
 
 class Net(nn.Module):
@@ -92,3 +95,28 @@ def test_adapters_are_saved_and_loaded(order, tmp_path):
     plain = peft.PeftModel.from_pretrained(Net(), tmp_path)
     x = torch.randn(16, 32)
     assert sqnr_db(plain.eval()(x), model.eval()(x)) > 20
+
+
+def lora() -> nn.Module:
+    """A network with adapters, of which alone is trained."""
+    torch.manual_seed(0)
+    return peft.get_peft_model(Net(), peft.LoraConfig(r=16, lora_alpha=16, target_modules=["up", "down"]))
+
+
+def loss_of_rows(model: nn.Module, step: int, rows: int) -> torch.Tensor:
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(10 * step + rows))
+    return (model(x) - x).square().mean()
+
+
+def test_a_compiled_model_trains_alike():
+    host_loops.check_the_compiled_model_trains_alike(lora, loss_of_rows)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_two_processes_train_as_one(level):
+    ranks = dist.run(lora_of_a_rank, 2, level)
+    host_loops.check_two_processes_are_one(ranks, lora_of_a_rank(level))
+
+
+def lora_of_a_rank(level: str) -> dict[str, object]:
+    return host_loops.on_this_rank(lora, loss_of_rows, level)

@@ -1,30 +1,47 @@
 """Models of torchvision: layers whose weights others read, in-place activations, convolutions."""
 
+import dist
+import host_loops
+import hosts
 import pytest
 import torch
+from vision_runs import check_it_trains_saves_and_resumes, loss_of_pictures
 
 import msamp
 
-try:
-    import torchvision
-except (ImportError, RuntimeError) as error:  # a build for another torch fails while it registers its operators
-    pytest.skip(f"torchvision: {error}", allow_module_level=True)
+torchvision = hosts.need("torchvision")
 
 
-@pytest.mark.nightly(20)
-def test_swin_trains():
-    model = torchvision.models.SwinTransformer([4, 4], 32, [1, 1], [2, 2], [4, 4], num_classes=32)
-    model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    x, losses = torch.randn(2, 3, 32, 32), []
-    for _ in range(5):
-        loss = torch.nn.functional.cross_entropy(model(x), torch.tensor([0, 1]))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+def swin() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torchvision.models.SwinTransformer([4, 4], 32, [1, 1], [2, 2], [4, 4], num_classes=32, stochastic_depth_prob=0.0)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_swin_trains_saves_and_resumes(level, tmp_path):
+    check_it_trains_saves_and_resumes(swin, level, tmp_path)
+
+
+def test_what_stays_wide_of_swin_is_named():
+    left = msamp.survey(msamp.initialize(swin())[0]).left
+    assert "a convolution" in left["features.0.0"]
+    assert not any("attn.qkv" in name or "mlp" in name for name in left)
 
 
 def test_a_convolutional_network_says_how_little_becomes_fp8():
     with pytest.warns(UserWarning, match=r"less than half of the model's products(.*\n)+.*a convolution"):
         msamp.initialize(torchvision.models.resnet18(num_classes=16))
+
+
+def test_a_compiled_model_trains_alike():
+    host_loops.check_the_compiled_model_trains_alike(swin, loss_of_pictures)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_two_processes_train_as_one(level):
+    ranks = dist.run(of_a_rank, 2, level)
+    host_loops.check_two_processes_are_one(ranks, of_a_rank(level))
+
+
+def of_a_rank(level: str) -> dict[str, object]:
+    return host_loops.on_this_rank(swin, loss_of_pictures, level)

@@ -2,6 +2,8 @@
 
 import warnings
 
+import host_loops
+import hosts
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ import msamp
 from msamp.nn.linear import FP8Conv1D, FP8Linear
 from msamp.numerics.metrics import sqnr_db
 
-transformers = pytest.importorskip("transformers")
+transformers = hosts.need("transformers")
 TOKENS = torch.arange(32).view(2, 16) % 60
 
 
@@ -111,9 +113,8 @@ def test_vit_is_converted_but_for_its_convolution():
     assert "a convolution" in left.values()
 
 
-@pytest.mark.nightly(30)
 def test_the_trainer_saves_plain_checkpoints_and_resumes(tmp_path):
-    pytest.importorskip("accelerate")
+    hosts.need("accelerate")
     rows = [{"input_ids": row, "labels": row} for row in TOKENS]
 
     def trainer(steps: int) -> object:
@@ -130,3 +131,12 @@ def test_the_trainer_saves_plain_checkpoints_and_resumes(tmp_path):
     resumed = trainer(3)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.state.global_step == 3
+
+
+def loss_of_tokens(model: torch.nn.Module, step: int, rows: int) -> torch.Tensor:
+    tokens = (TOKENS + step + 7 * rows) % 60
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def test_a_compiled_model_trains_alike():
+    host_loops.check_the_compiled_model_trains_alike(gpt2, loss_of_tokens)

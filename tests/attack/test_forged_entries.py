@@ -1,0 +1,66 @@
+"""One entry of a sealed checkpoint in another shape or dtype, of every kind that a run writes: each reader takes it or says a line."""
+
+import io
+import shutil
+import tarfile
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import checkpoints
+import pytest
+from attack import fuzz_checkpoints
+from torch import Tensor
+
+from megatron.lm.checkpoint import CheckpointReader
+from megatron.lm.tools import convert_checkpoint
+
+KINDS = ("linear_fc1.weight", "final_layernorm.weight", "word_embeddings.weight")
+
+
+def entries(held: dict[str, Tensor], kinds: Sequence[str]) -> list[str]:
+    """Of every kind of tensor, its states and what stands beside either, one."""
+    return [key for key in held if any(kind in key for kind in kinds) and ("layers." not in key or "layers.0." in key)]
+
+
+def said(argv: list[str]) -> tuple[int, str]:
+    """Exit code and stderr of convert_checkpoint."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as err:
+        code = convert_checkpoint.main(argv)
+    return code, err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("level", "kinds"),
+    [
+        ("collage-fp8", KINDS[:1]),
+        *(pytest.param(level, KINDS, marks=pytest.mark.nightly(40), id=level) for level in ("collage-fp8", "coat", "O3")),
+    ],
+)
+def test_an_entry_of_another_shape_or_dtype_ends_in_a_line(level: str, kinds: Sequence[str], tmp_path: Path):
+    with tarfile.open(fuzz_checkpoints.OLD / f"{level}.tar.xz") as packed:
+        packed.extractall(tmp_path / "good", filter="data")
+    good = next(path for path in (tmp_path / "good").rglob("iter_*") if path.is_dir())
+    held, refused = checkpoints.tensors(good), 0
+    for key in entries(held, kinds):
+        for number, change in enumerate(fuzz_checkpoints.CHANGES[5:]):  # those of shape and dtype
+            try:
+                changed = change(held[key]).contiguous()
+            except (NotImplementedError, RuntimeError, TypeError):  # a change that FP8 has not got
+                continue
+            made = Path(shutil.copytree(good, tmp_path / good.name))
+            checkpoints.rewrite(made, {key: changed})
+            command = ["inspect", "export-bf16"][number % 2]
+            code, err = said([command, "--load", str(made), *(["--output", str(tmp_path / "o")] if command != "inspect" else [])])
+            assert code in (0, 2), (key, number, err)
+            assert err.count("\n") == (code == 2), (key, number, err)
+            refused += code == 2
+            name = key.partition("/")[2].partition(".scale_inv@")[0].partition(".max@")[0].partition(".k@")[0]
+            for read in (CheckpointReader(made).values, CheckpointReader(made).weight):
+                try:
+                    read(name)
+                except ValueError:
+                    refused += 1
+            shutil.rmtree(made)
+            shutil.rmtree(tmp_path / "o", ignore_errors=True)
+    assert refused > 30

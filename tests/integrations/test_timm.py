@@ -1,0 +1,53 @@
+"""Models of timm: a vision transformer, and a network of convolutions with linear layers between."""
+
+import warnings
+
+import dist
+import host_loops
+import hosts
+import pytest
+import torch
+from vision_runs import check_it_trains_saves_and_resumes, loss_of_pictures
+
+import msamp
+from msamp.nn.linear import FP8Linear
+
+timm = hosts.need("timm")
+
+
+def vit() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, num_classes=32, embed_dim=32, depth=2, num_heads=2)
+
+
+def convnext() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return timm.models.ConvNeXt(num_classes=32, depths=(1, 1, 1, 1), dims=(16, 16, 32, 32))
+
+
+@pytest.mark.parametrize(("build", "level"), [(vit, "O2"), (vit, "O3"), (convnext, "O2")])
+def test_models_train_save_and_resume(build, level, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what stays wide
+        check_it_trains_saves_and_resumes(build, level, tmp_path)
+
+
+def test_what_stays_wide_of_a_vision_transformer_is_its_convolution():
+    model, _ = msamp.initialize(vit())
+    assert sum(isinstance(m, FP8Linear) for m in model.modules()) == 9
+    left = msamp.survey(model).left
+    assert "a convolution" in left["patch_embed.proj"]
+
+
+def test_a_compiled_model_trains_alike():
+    host_loops.check_the_compiled_model_trains_alike(vit, loss_of_pictures)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_two_processes_train_as_one(level):
+    ranks = dist.run(of_a_rank, 2, level)
+    host_loops.check_two_processes_are_one(ranks, of_a_rank(level))
+
+
+def of_a_rank(level: str) -> dict[str, object]:
+    return host_loops.on_this_rank(vit, loss_of_pictures, level)

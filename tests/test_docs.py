@@ -1,0 +1,178 @@
+"""What the guide says exists: flags, paths, names of msamp, links and headings."""
+
+import argparse
+import re
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+import msamp
+from megatron.lm.config.cli import _parser
+
+ROOT = Path(__file__).parents[1]
+GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
+TOOLS = [path for folder in ("megatron/lm/tools", "megatron/lm/post", "tools", "examples") for path in (ROOT / folder).rglob("*.py")]
+OTHERS = {  # flags of other people's commands, and of ours that argparse makes by itself
+    "--help", "--nproc-per-node", "--index-url", "--extra-index-url", "--nodes", "--ntasks-per-node", "--export", "--transformer-impl",
+    "--time", "--signal", "--requeue", "--exclude", "--target", "--rm", "--gpus", "--shm-size", "--no-build-isolation",
+    "--nnodes", "--max-restarts", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf",
+}  # fmt: skip
+MADE = ("runs/", "data/")  # what commands of the page leave
+PREDECESSOR = "MS-AMP"  # also imported as msamp: a column of a table with this heading holds its names, not ours
+GENERATED = sorted(page for folder in ("results", "reproduction") for page in (ROOT / "docs" / folder).glob("*.md"))
+# But for the pages of `python -m tools.reproduce`, which `make tables` makes whole from their rows.
+MEASURING = [ROOT / "README.md", ROOT / "docs/index.md", *GUIDE, *(page for page in GENERATED if page.stem in ("results", "reproduction"))]
+# What no row holds: peaks and memory of the hardware, links as assumed, largest numbers of formats, the dry run's reserve, limits of quick
+# start, mu and planner, torchrun's grace, what papers claim and print.
+DEFINED = {
+    "989 TFLOP/s",
+    "1,979 TFLOP/s",
+    "80 GB",
+    "40 GB/s",
+    "448",
+    "57344",
+    "65504",
+    "3 GiB",
+    "1 %",
+    "3 %",
+    "15 %",
+    "0.001 %",
+    "30 seconds",
+}
+DEFINED |= {"1.54 times", "1.43 times", "32 %", "62 %", "100 %", "101.41 %"}
+UNIT = r"(?:ms|us|s|seconds?|minutes?|hours?|[KMGT]i?B(?:/s)?|TFLOP/s|k? ?tokens/s|%|dB|times)"
+FOLDERS = ("msamp/", "megatron/", "tools/", "tests/", "examples/", "docs/")
+
+
+def _code(text: str) -> list[str]:
+    """What stands in code font or in a code block."""
+    blocks = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
+    return [*blocks, *re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))]
+
+
+def _ours(text: str) -> str:
+    """The text without the columns of tables that hold the predecessor's names."""
+    lines, foreign = [], None
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            foreign = None
+        else:
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            foreign = [cell == PREDECESSOR for cell in cells] if foreign is None else foreign
+            line = "|" + "|".join(" " if theirs else cell for cell, theirs in zip(cells, foreign, strict=True)) + "|"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _flags(parser: argparse.ArgumentParser) -> set[str]:
+    return {option for action in parser._actions for option in action.option_strings}
+
+
+def _headings(text: str) -> set[str]:
+    """Anchors of the headings, as MyST makes them."""
+    plain = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return {_anchor(heading) for heading in re.findall(r"^#+ (.+)$", plain, re.MULTILINE)}
+
+
+def _anchor(heading: str) -> str:
+    kept = "".join(c for c in unicodedata.normalize("NFKC", heading.lower()) if c.isalnum() or c in " -_")
+    return kept.strip().replace(" ", "-")
+
+
+def problems(page: Path, root: Path = ROOT) -> list[str]:
+    """What a page names that does not exist."""
+    text, found = page.read_text(encoding="utf-8"), []
+    known = _flags(_parser({})) | OTHERS
+    for tool in TOOLS:
+        known |= set(re.findall(r'"(--[a-z][a-z0-9-]*)"', tool.read_text(encoding="utf-8")))
+    for part in _code(_ours(text)):
+        found += [f"no parser has {flag}" for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", part) if flag not in known]
+        for path in re.findall(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})[\w./-]*\w)", part):
+            if not (root / path).exists():
+                found.append(f"{path} does not exist")
+        for name in re.findall(r"(?<![\w./-])(msamp(?:\.[A-Za-z_]\w*)+)", part):
+            if not _exists(name):
+                found.append(f"{name} does not exist")
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
+        linked = (page.parent / target).resolve() if target else page
+        if not linked.is_file():
+            found.append(f"link to {target} leads nowhere")
+        elif anchor and anchor not in _headings(linked.read_text(encoding="utf-8")):
+            found.append(f"{linked.name} has no heading {anchor}")
+    return found
+
+
+def typed_numbers(text: str) -> list[str]:
+    """Numbers with a unit of time, speed, memory or share, and cells of one number of several digits, that no table was made of."""
+    text = re.sub(r"<!-- table: .*?<!-- end -->|^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"`[^`\n]+`|\]\([^)]*\)", "", text)
+    found = re.findall(rf"(?<![\w.])(\d[\d.,]*(?:k (?=tokens/s)| ?){UNIT})(?![\w/])", text)
+    cells = re.findall(r"(?<=\|) *([+-]?(?:\d+\.\d+|\d{3,}))(?= *\|)", text)
+    return [number for number in (*found, *cells) if number not in DEFINED]
+
+
+def _exists(name: str) -> bool:
+    """An attribute reached from the package, or a module of it."""
+    first, *rest = name.split(".")[1:]
+    if (ROOT / name.replace(".", "/")).is_dir() or (ROOT / (name.replace(".", "/") + ".py")).is_file():
+        return True
+    held = getattr(msamp, first, None)
+    for part in rest:
+        if held is None:
+            break
+        held = getattr(held, part, None)
+    if held is not None:
+        return True
+    *folders, last = name.split(".")
+    module = ROOT / ("/".join(folders) + ".py")
+    return module.is_file() and re.search(rf"^(class|def) {last}\b", module.read_text(encoding="utf-8"), re.MULTILINE) is not None
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
+def test_a_page_names_only_what_exists(page: Path) -> None:
+    assert problems(page) == []
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
+def test_a_page_has_one_title(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert len(re.findall(r"^# ", text, re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize("page", MEASURING, ids=lambda page: page.stem)
+def test_a_measured_number_stands_in_a_generated_block(page: Path) -> None:
+    assert typed_numbers(page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("O3 takes 95.1 ms.", ["95.1 ms"]),
+        ("1.5 times faster, at 61k tokens/s and 20 GiB", ["1.5 times", "61k tokens/s", "20 GiB"]),
+        ("| a | 12.39 |", ["12.39"]),
+        ("| a | 218 |", ["218"]),
+        ("torch 2.11.0, section 2.2, GPT-1.3B on 8 H100s, 2,000 steps, 989 TFLOP/s, `95.1 ms`", []),
+        ("<!-- table: x -->\n| a | 12.39 |\n<!-- end -->", []),
+    ],
+)
+def test_a_typed_number_is_found(line: str, found: list[str]) -> None:
+    assert typed_numbers(line) == found
+
+
+def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n`--no-such-flag`, `msamp/none.py`, `msamp.nothing`, [a](b.md), [c](#d)\n", encoding="utf-8")
+    assert problems(page) == [
+        "no parser has --no-such-flag",
+        "msamp/none.py does not exist",
+        "msamp.nothing does not exist",
+        "link to b.md leads nowhere",
+        "page.md has no heading d",
+    ]
+
+
+def test_a_column_of_the_predecessors_names_is_passed_over(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n| MS-AMP | here |\n| --- | --- |\n| `msamp.theirs` | `msamp.nothing` |\n\n`msamp.none`\n", encoding="utf-8")
+    assert problems(page) == ["msamp.nothing does not exist", "msamp.none does not exist"]
