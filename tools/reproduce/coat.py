@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from megatron.lm.config.cli import parse_args
 from tools.docs.evidence import read
+from tools.reproduce import throughput
 from tools.reproduce.coat_activations import bytes_rows
 from tools.reproduce.coat_memory import table
-from tools.reproduce.entry import Entry, Finding, Needs, Task
+from tools.reproduce.entry import WHOLE, Entry, Finding, Needs, Task, one_piece
 from tools.reproduce.run_tool import checkpoint, numbers, rows_of
 
 SHAPES: Mapping[str, tuple[int, str]] = {  # by size: steps, flags of the trainer
@@ -64,13 +65,11 @@ def share(task: Task) -> Iterator[Finding]:
 
 
 def memory(task: Task) -> Iterator[Finding]:
-    """Speed and memory at 1.3B: the rows on file, or made anew by `tools/reproduce/coat_memory.py`."""
-    found = (
-        list(read(MEMORY))
-        if task.size == "kept"
-        else rows_of("coat_memory", ["--flags", "--fp8-min-gain 0", "--csv", str(task.folder / "memory.csv")], task.folder / "memory.csv")
-    )
-    cases = {name: {int(r["micro_batch"]): r for r in found if r["case"] == name} for name in dict.fromkeys(r["case"] for r in found)}
+    """Speed and memory at 1.3B by the rows on file; at full size a model anew, by `tools/reproduce/coat_memory.py`."""
+    if task.piece != WHOLE:
+        yield from throughput.coat(task)
+        return
+    cases = throughput.by_case(read(MEMORY))
     for line in table(cases, 4):
         if line["case"] != "bf16":
             where = cases[line["case"]][4]
@@ -115,7 +114,8 @@ ENTRIES = (
         title="COAT, memory and speed",
         claim="1.54 times less memory and 1.43 times the speed of BF16.",
         run=memory,
-        sizes={"kept": Needs(files=(MEMORY,)), "full": Needs(gpus=1, gib=139, minutes=30)},
+        sizes={"kept": Needs(files=(MEMORY,)), "full": Needs(gpus=1, gib=139, minutes=40, files=(MEMORY,))},
+        pieces=lambda size: [WHOLE, *throughput.MODELS_COAT] if size == "full" else one_piece(size),
         headline="coat, micro-batch 4: times less memory",
         reason="GPT-1.3B on one H200; the paper has Llama-2 7B and 13B.",
     ),

@@ -12,17 +12,18 @@ from tools.reproduce.trainings import byte_data, trained
 TRAINERS = "--tokenizer-type GPT2BPETokenizer"
 
 
-def rows_of(tool: str, words: Sequence[str], file: Path) -> list[Row]:
-    """The rows that `tools/reproduce/TOOL.py` writes to `file`, which is made anew.
+def rows_of(tool: str, words: Sequence[str], file: Path, folder: str = "tools/reproduce") -> list[Row]:
+    """The rows that `FOLDER/TOOL.py` writes to `file`, which is made anew.
 
     Raises:
         RuntimeError: it fails; with the end of what it said.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
-    done = subprocess.run([sys.executable, "-m", f"tools.reproduce.{tool}", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", f"{folder.replace('/', '.')}.{tool}", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"tools/reproduce/{tool}.py {' '.join(words)} failed:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"{folder}/{tool}.py {' '.join(words)} failed:\n{done.stderr[-2000:]}")
     with file.open(encoding="utf-8", newline="") as stream:
         return list(csv.DictReader(stream))
 

@@ -1,0 +1,104 @@
+"""Speed and memory of whole steps on one GPU: FP8-LM's Table 5, Collage's Table 7 and Figure 4, COAT's table.
+
+The papers measured clusters with ZeRO. Here a model stands whole on one card, so that memory is told without a figure of the paper beside
+it, and speed as a multiple of the baseline's, which is what the papers claim.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.docs.evidence import Row
+from tools.reproduce.coat_memory import table
+from tools.reproduce.entry import Finding, Task
+from tools.reproduce.run_tool import rows_of
+
+NO_TRIAL = "--fp8-min-gain 0"  # of the GEMMs at the start: every layer in FP8, as the papers have it
+
+# FP8-LM Table 5, samples/s: BF16, FP8 with BF16's micro-batch, FP8 with its largest.
+SAMPLES5 = {"7b": (159.2, 219.8, 230.5), "13b": (79.3, 109.5, 121.5)}
+START5 = {"7b": 2, "13b": 1}  # micro-batch where the levels are compared and where the search begins
+LEVELS5 = ("O0", "O1", "O2", "O3")
+# Collage Table 7: speed over option D's.
+SPEEDS7 = {
+    "1.3b": {"bf16-a": 1.78, "collage-light": 1.74, "collage-plus": 1.67},
+    "2.7b": {"bf16-a": 2.59, "collage-light": 2.57, "collage-plus": 2.48},
+    "6.7b": {"bf16-a": 3.82, "collage-light": 3.74, "collage-plus": 3.57},
+}
+SAVED4 = {"collage-light": 23.8, "collage-plus": 15.6}  # %, Collage Figure 4, mean over its models
+MODELS7 = {  # preset, micro-batch, flags
+    "1.3b": ("1.3b", 4, ""),
+    "2.7b": ("1.3b", 2, "--num-layers 32 --hidden-size 2560 --num-attention-heads 32"),
+    "6.7b": ("7b", 1, ""),
+}
+MODELS_COAT = {"1.3b": ("1.3b", 4), "llama2-7b": ("llama2-7b", 1)}
+
+
+def searched(file: Path, preset: str, at: int, cases: Sequence[str]) -> list[dict[str, Any]]:
+    """Lines of `coat_memory.table`: each case at micro-batch `at` and at the largest that fits, beside the first case."""
+    words = ["--preset", preset, "--micro-batch-size", str(at), "--cases", *cases, f"--flags={NO_TRIAL}", "--csv", str(file)]
+    return table(by_case(rows_of("coat_memory", words, file)), at)
+
+
+def by_case(found: Sequence[Row]) -> dict[str, dict[int, Row]]:
+    """Rows of `coat_memory.py` by case and micro-batch."""
+    cases: dict[str, dict[int, Row]] = {}
+    for row in found:
+        cases.setdefault(row["case"], {})[int(row["micro_batch"])] = row
+    return cases
+
+
+def told(model: str, line: Mapping[str, Any], base: str, same: float | None, largest: float | None) -> Iterator[Finding]:
+    """What a line of `searched` says of a case: memory, and speed over the base's with its micro-batch and with the largest.
+
+    same, largest: the paper's figures for the two speeds.
+    """
+    case, at = line["case"], line["micro_batch"]
+    if line["peak_gib"] == "":
+        yield Finding(f"{model}, {case}, micro-batch {at}", "does not fit")
+        return
+    yield Finding(f"{model}, {case}, micro-batch {at}: tokens a second", float(line["tokens_s"]))
+    yield Finding(f"{model}, {case}, micro-batch {at}: peak memory", float(line["peak_gib"]), unit="GiB")
+    yield Finding(f"{model}, {case}: largest micro-batch", float(line["largest"]))
+    yield Finding(f"{model}, {case}, its largest micro-batch: tokens a second", float(line["its_tokens_s"]))
+    if case != base and line["speed"] != "":
+        yield Finding(f"{model}, {case}, micro-batch {at}: times {base}'s speed", line["speed"], same)
+        yield Finding(f"{model}, {case}, each at its largest: times {base}'s speed", line["its_speed"], largest)
+
+
+def table5(task: Task) -> Iterator[Finding]:
+    """A model of FP8-LM's Table 5 on one card at the levels; O0 of 13B does not fit any."""
+    model = task.piece
+    base, same, largest = SAMPLES5[model]
+    for line in searched(task.folder / f"{model}.csv", model, START5[model], LEVELS5):
+        paper = (same / base, largest / base) if line["case"] == "O3" else (None, None)
+        yield from told(model, line, "O0", *paper)
+
+
+def collage(task: Task) -> Iterator[Finding]:
+    """A model of Collage's Table 7 at options D, A, light and plus: speed over D's, and the peak memory of Figure 4."""
+    model, levels = task.piece, ("bf16-d", *SPEEDS7[task.piece])
+    preset, micro_batch, flags = MODELS7[model]
+    words = ["--levels", *levels, "--preset", preset, "--micro-batch-size", str(micro_batch), f"--flags={flags}"]
+    file = task.folder / f"{model}.csv"
+    found = {row["case"]: row for row in rows_of("bench_step", [*words, "--csv", str(file)], file, "tools/bench")}
+    base = found["bf16-d"]
+    for level in levels:
+        row = found[level]
+        yield Finding(f"{model}, {level}: tokens a second", float(row["tokens_s_gpu"]))
+        yield Finding(f"{model}, {level}: peak memory", float(row["peak_gib"]), unit="GiB")
+        if level != "bf16-d":
+            speed = float(row["tokens_s_gpu"]) / float(base["tokens_s_gpu"])
+            yield Finding(f"{model}, {level}: speed over D's", speed, SPEEDS7[model][level])
+            saved = 100 * (1 - float(row["peak_gib"]) / float(base["peak_gib"]))
+            yield Finding(f"{model}, {level}: peak memory saved against D", saved, SAVED4.get(level), "%")
+
+
+def coat(task: Task) -> Iterator[Finding]:
+    """A model at BF16, O3 and COAT."""
+    preset, at = MODELS_COAT[task.piece]
+    for line in searched(task.folder / f"{task.piece}.csv", preset, at, ("bf16", "O3", "coat")):
+        yield from told(task.piece, line, "bf16", *((1.43, None) if line["case"] == "coat" else (None, None)))
+        if line["case"] != "bf16" and line["less_memory"] != "":
+            paper = 1.54 if line["case"] == "coat" else None
+            yield Finding(f"{task.piece}, {line['case']}, micro-batch {at}: times less memory", line["less_memory"], paper)
