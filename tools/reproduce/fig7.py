@@ -46,7 +46,7 @@ from megatron.lm.config.cli import parse_args
 from megatron.lm.data.batch import batches
 from megatron.lm.data.datasets import build_datasets
 from megatron.lm.data.tokenizer import build_tokenizer
-from megatron.lm.model.loss import masked_mean_loss
+from megatron.lm.model.loss import mean_loss
 from megatron.lm.step import train_step
 from megatron.lm.tools.arguments import Parser, count, path
 from msamp.comm.bucket import Bucket
@@ -131,7 +131,8 @@ def _gradients(model: nn.Module, stream: Iterator[dict[str, Tensor]], ranks: int
     stacks: list[Tensor] = []
     for rank in range(ranks):
         batch = next(stream)
-        loss, _ = masked_mean_loss(model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]), batch["loss_mask"])
+        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        loss, _ = mean_loss((losses * batch["loss_mask"]).sum(), batch["loss_mask"])
         gradients = torch.autograd.grad(loss, weights)  # accumulates nowhere: no hook of the synchroniser takes them
         stacks = stacks or [g.new_empty(ranks, *g.shape) for g in gradients]
         for stack, g in zip(stacks, gradients, strict=True):

@@ -19,16 +19,6 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t()
 
 
-def masked_mean_loss(token_losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """`mean_loss` from the loss of every token.
-
-    Args:
-        token_losses: [b, s] FP32, from `token_loss`.
-        loss_mask: [b, s] FP32, 1 where the token counts, 0 where it does not.
-    """
-    return mean_loss((token_losses * loss_mask).sum(), loss_mask)
-
-
 def mean_loss(loss_sum: Tensor, loss_mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean loss of a micro-batch, as megatron-core's schedules want it of a loss function (their two-value form).
 

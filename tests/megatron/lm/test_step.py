@@ -16,7 +16,7 @@ from megatron.lm import process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import Config
 from megatron.lm.model.gpt import build_model
-from megatron.lm.model.loss import masked_mean_loss
+from megatron.lm.model.loss import mean_loss
 from megatron.lm.step import evaluate, train_step
 from megatron.lm.training import Batches, StepResult, Training
 from msamp.nn.scaling_state import LinearScaling
@@ -100,7 +100,8 @@ def plain_loop(config: Config, count: int) -> tuple[list[float], list[float], di
         sums = torch.zeros(2)
         for _ in range(micro_batches):
             data = next(batches)
-            loss, report = masked_mean_loss(model(data["tokens"], data["position_ids"], None, labels=data["labels"]), data["loss_mask"])
+            each = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+            loss, report = mean_loss((each * data["loss_mask"]).sum(), data["loss_mask"])
             (loss / micro_batches).backward()
             sums += torch.stack([report["loss_sum"], report["tokens"]]).cpu()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)))
