@@ -55,7 +55,7 @@ OUTPUTS = 256  # of the linear layer with the weight gradient that is looked at
 EPS = 1e-5
 FAR = 100  # times the median magnitude: an outlier. Of a million normal values the largest is 7 times the median.
 LENGTH = 128
-# What a layer of a Llama keeps: whose first argument it is.
+# What a layer of a Llama keeps, and the module that has it as first argument.
 KEPT: Mapping[str, str] = {
     "attention norm input": "input_layernorm",
     "QKV input": "self_attn.q_proj",
