@@ -1,12 +1,12 @@
 """COAT's tables and figures: errors of the moments, kept activations, their share of memory, memory and speed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron.lm.config.cli import parse_args
-from tools.docs.evidence import read
+from tools.docs.evidence import Row, read
 from tools.reproduce import throughput
-from tools.reproduce.coat_activations import bytes_rows
+from tools.reproduce.coat_activations import KEPT, SWIGLU, bytes_rows
 from tools.reproduce.coat_memory import table
 from tools.reproduce.entry import WHOLE, Entry, Finding, Needs, Task, one_piece
 from tools.reproduce.run_tool import checkpoint, numbers, rows_of
@@ -17,7 +17,10 @@ SHAPES: Mapping[str, tuple[int, str]] = {  # by size: steps, flags of the traine
 }
 MEMORY = "tools/reproduce/results/coat_memory.csv"
 LLAMA = {"7b": "--preset 7b", "13b": "--preset 13b --tensor-model-parallel-size 1 --no-sequence-parallel"}
-SWIGLU = "--swiglu --normalization RMSNorm --disable-bias-linear"
+LIKE_LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear"
+SMOLLM2 = "data/smollm2"
+GROUPS = "groups of 16 channels"
+GAIN = "norm input: groups of 16 channels above one scale, worst token"
 
 
 def states(task: Task) -> Iterator[Finding]:
@@ -39,6 +42,10 @@ def states(task: Task) -> Iterator[Finding]:
 
 def activations(task: Task) -> Iterator[Finding]:
     """What kept activations lose by granularity, by `tools/reproduce/coat_activations.py`."""
+    if task.size == "smollm2":
+        file = task.folder / "outliers.csv"
+        yield from of_layers(rows_of("coat_activations", ["--hf-model", SMOLLM2, "--text", str(task.text), "--csv", str(file)], file))
+        return
     steps, shape = SHAPES[task.size]
     saved = checkpoint("O2", steps, shape, task.text, task.folder)
     words = ["--load", str(saved), "--text", str(task.text), "--csv", str(task.folder / "activations.csv")]
@@ -49,14 +56,43 @@ def activations(task: Task) -> Iterator[Finding]:
             yield Finding(f"{row['what']}, {row['kept']}: {name}", value, unit="dB", seed=1234)
         worst[row["what"], row["kept"]] = float(row["worst_token_db"])
     for what in ("norm input", "norm input, large tokens"):
-        gain = worst[what, "groups of 16 channels"] - worst[what, "tensor"]
+        gain = worst[what, GROUPS] - worst[what, "tensor"]
         yield Finding(f"{what}: groups of 16 channels above one scale, worst token", gain, unit="dB", seed=1234)
+
+
+def of_layers(found: Sequence[Row]) -> Iterator[Finding]:
+    """Of the rows of --hf-model: what the layer with the largest peak holds, the worst layer of each measure, and the groups' gain."""
+    gains = {}
+    for what in (*KEPT, SWIGLU):
+        mine = [row for row in found if row["what"] == what]
+        most = max((row for row in mine if row["kept"] == "BF16"), key=lambda row: float(row["peak_over_rms"]))
+        told = f"{what}, layer {most['layer']}, which has the largest peak"
+        yield Finding(f"{told}: largest magnitude over the rms", float(most["peak_over_rms"]))
+        for key, name in (("outlier_tokens", "tokens"), ("outlier_channels", "channels")):
+            yield Finding(f"{told}: {name} that hold an outlier", 100 * float(most[key]), unit="%")
+        yield Finding(f"{told}: outliers in the first token of a sequence", 100 * float(most["outlier_first"]), unit="%")
+        yield Finding(f"{told}: largest token over the median one, rms", float(most["token_spread"]))
+        yield Finding(f"{told}: largest channel over the median one, rms, first tokens aside", float(most["channel_spread"]))
+        worst = {}
+        for kept in ("tensor", "token", GROUPS, "groups of 16 tokens"):
+            rows = [row for row in mine if row["kept"] == kept]
+            for key, name in (("sqnr_db", "SQNR"), ("token_db", "SQNR of the median token"), ("worst_token_db", "SQNR of the worst token")):
+                worst[kept, key] = min(float(row[key]) for row in rows)
+                yield Finding(f"{what}, {kept}: {name}, worst layer", worst[kept, key], unit="dB")
+            for key in ("underflow", "saturation"):
+                worst[kept, key] = max(float(row[key]) for row in rows)
+                yield Finding(f"{what}, {kept}: {key}, worst layer", 100 * worst[kept, key], unit="%")
+            for row in rows if kept in ("tensor", GROUPS) and what in ("MLP norm input", "down projection input") else ():
+                yield Finding(f"{what} by {kept}, share lost to zero (%)", 100 * float(row["underflow"]), x=float(row["layer"]))
+        gains[what] = worst[GROUPS, "worst_token_db"] - worst["tensor", "worst_token_db"]
+        yield Finding(f"{what}: groups of 16 channels above one scale, worst token and layer", gains[what], unit="dB")
+    yield Finding(GAIN, max(gain for what, gain in gains.items() if "norm" in what), unit="dB")
 
 
 def share(task: Task) -> Iterator[Finding]:
     """Share of a layer's activations that norms and SwiGLU keep, of Llama's shapes, by the dry run."""
     for model, flags in LLAMA.items():
-        config = parse_args([*flags.split(), *SWIGLU.split(), "--opt-level", "O0"])
+        config = parse_args([*flags.split(), *LIKE_LLAMA.split(), "--opt-level", "O0"])
         config = replace(config, precision=replace(config.precision, opt_level="O0"))
         for row in list(bytes_rows(config))[:2]:  # those of BF16 come first
             kept, other = float(row["non_linear"]), float(row["other"])
@@ -95,9 +131,13 @@ ENTRIES = (
         title="COAT, mixed-granularity activations",
         claim="Inputs of norms want groups of channels, not one scale.",
         run=activations,
-        sizes={"toy": Needs(), "small": Needs(minutes=10)},
-        headline="norm input: groups of 16 channels above one scale, worst token",
-        reason="On a small GPT, which has no outliers; a model that has them was not looked at.",
+        sizes={
+            "toy": Needs(),
+            "small": Needs(minutes=10),
+            "smollm2": Needs(minutes=5, files=(SMOLLM2,), maker="examples/smollm2.py makes it"),
+        },
+        headline=GAIN,
+        reason="The toy and small sizes are a GPT without outliers. SmolLM2 was looked at in forward, and not trained this way.",
         slow=True,
     ),
     Entry(

@@ -2,10 +2,11 @@
 
     python -m megatron.lm.pretrain --opt-level O2 --save checkpoints ...
     python tools/reproduce/coat_activations.py --load checkpoints --text FILE --csv tools/reproduce/results/coat_activations.csv
+    python tools/reproduce/coat_activations.py --hf-model FOLDER --text FILE --csv tools/reproduce/results/coat_outliers.csv
 
-The model reads the beginning of FILE. Its layers' norm inputs and activation inputs, all layers together, and its norm inputs with every
-32nd channel 50 times as large and with every 64th token 100,000 times as large, are kept in E4M3 with one power-of-two scale for groups of
-16, 32 and 64 channels, for the tensor, and for groups of 16 tokens, which the page warns of at a norm's input:
+With --load the model reads the beginning of FILE. Its layers' norm inputs and activation inputs, all layers together, and its norm inputs
+with every 32nd channel 50 times as large and with every 64th token 100,000 times as large, are kept in E4M3 with one power-of-two scale for
+groups of 16, 32 and 64 channels, for the tensor, and for groups of 16 tokens, which the page warns of at a norm's input:
 
 - bytes: of an element, scale included (BF16 has 2). sqnr_db, underflow, saturation: of what is kept. worst_token_db: the least SQNR of
   one token's channels, which the large tokens do not hide.
@@ -13,11 +14,21 @@ The model reads the beginning of FILE. Its layers' norm inputs and activation in
   FP8 input kept beside, one byte an element more, and with it made again from what is kept here, as the fused blocks do.
 
 And the bytes that a layer keeps of a token, for norm and activation inputs (non-linear) and for all else, as the dry run predicts them.
+
+With --hf-model a Llama of transformers reads it in BF16, and each input of a norm, of SwiGLU and of a linear layer has rows of its own for
+each layer, with one scale for each token besides; without the gradients, and with these measures more:
+
+- token_db: the SQNR of the median token's channels, where sqnr_db is that of the largest values.
+- of what the model computes, in the rows "BF16": peak_over_rms; the shares of tokens and of channels that hold an outlier, a magnitude of
+  more than 100 times the median; the share of the outliers that lie in the first token of a sequence; token_spread, the rms of the largest
+  token over that of the median one; channel_spread, the same of channels, without the first tokens.
 """
 
+import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,8 +49,22 @@ if TYPE_CHECKING:
 
 MEASURES = ("bytes", "sqnr_db", "worst_token_db", "underflow", "saturation", "weight_kept_db", "weight_again_db")
 COLUMNS = ("what", "kept", *MEASURES, "non_linear", "other")
+OUTLIERS = ("peak_over_rms", "outlier_tokens", "outlier_channels", "outlier_first", "token_spread", "channel_spread")
+LAYER_COLUMNS = ("what", "layer", "kept", "bytes", "sqnr_db", "token_db", "worst_token_db", "underflow", "saturation", *OUTLIERS)
 OUTPUTS = 256  # of the linear layer with the weight gradient that is looked at
 EPS = 1e-5
+FAR = 100  # times the median magnitude: an outlier. Of a million normal values the largest is 7 times the median.
+LENGTH = 128
+# What a layer of a Llama keeps, and the module that has it as first argument.
+KEPT: Mapping[str, str] = {
+    "attention norm input": "input_layernorm",
+    "QKV input": "self_attn.q_proj",
+    "output projection input": "self_attn.o_proj",
+    "MLP norm input": "post_attention_layernorm",
+    "gate and up input": "mlp.gate_proj",
+    "down projection input": "mlp.down_proj",
+}
+SWIGLU = "SwiGLU input"
 
 
 @dataclass(frozen=True)
@@ -57,6 +82,29 @@ class OneScale:
     def restore(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """The values kept."""
         return dequantize(parts[0], parts[1], dtype)
+
+
+@dataclass(frozen=True)
+class OneScaleAToken:
+    """E4M3 with one power-of-two scale for the `channels` of a token."""
+
+    channels: int
+
+    def element_bytes(self, wide: int) -> float:
+        """One, and its share of the exponent."""
+        return 1 + 1 / self.channels
+
+    def keep(self, x: Tensor) -> Parts:
+        """(payload, exponents)"""
+        return self._group.keep(x)
+
+    def restore(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        """The values kept."""
+        return self._group.restore(parts, dtype)
+
+    @property
+    def _group(self) -> GroupedFP8:
+        return GroupedFP8(size=1 << (self.channels - 1).bit_length())  # groups have powers of two, and the last of a row may be short
 
 
 WAYS: Mapping[str, Saved] = {f"groups of {size} channels": GroupedFP8(size=size) for size in (16, 32, 64)} | {
@@ -163,36 +211,173 @@ def table(found: Mapping[str, Sequence[Tensor]], kind: str) -> Iterator[dict[str
             yield {"what": what, "kept": name} | error_row(xs, way, what, kind)
 
 
+def losses(x: Tensor, way: Saved) -> dict[str, Any]:
+    """What one way to keep `x` [tokens, channels] loses: see the top of this file."""
+    parts = way.keep(x)
+    back = way.restore(parts, x.dtype)
+    wide = x.float()
+    noise = (back.float() - wide).square().sum(1) / wide.square().sum(1)
+    found = {
+        "bytes": way.element_bytes(2),
+        "sqnr_db": sqnr_db(x, back),
+        "token_db": -10 * noise.median().log10().item(),
+        "worst_token_db": -10 * noise.max().log10().item(),
+        "underflow": underflow_frac(x, back),
+        "saturation": saturation_frac(parts[0], E4M3),
+    }
+    return {name: f"{value:.4g}" for name, value in found.items()}
+
+
+def outliers(x: Tensor, length: int) -> dict[str, Any]:
+    """How large the largest values of `x` [tokens, channels] are, and where: see the top of this file; sequences have `length` tokens."""
+    size = x.float().abs()
+    far = size > FAR * size[size > 0].median()
+    first = torch.arange(x.shape[0], device=x.device) % length == 0
+    tokens, channels = size.square().mean(1).sqrt(), size[~first].square().mean(0).sqrt()
+    found = {
+        "peak_over_rms": size.max() / size.square().mean().sqrt(),
+        "outlier_tokens": far.any(1).float().mean(),
+        "outlier_channels": far.any(0).float().mean(),
+        "outlier_first": far[first].sum() / far.sum().clamp(min=1),
+        "token_spread": tokens.max() / tokens.median(),
+        "channel_spread": channels.max() / channels.median(),
+    }
+    return {name: f"{value.item():.4g}" for name, value in found.items()}
+
+
+def watch(model: Any, tokens: Tensor, seen: Callable[[str, int, Tensor], None]) -> None:
+    """Give `seen` what each layer of a Llama of transformers would keep, as it comes: (what, layer, [tokens, channels]).
+
+    Args:
+        model: its layers have the parts of `KEPT`, and SwiGLU.
+        tokens: int64 [b, s].
+
+    Raises:
+        ValueError: the model is another one.
+    """
+    handles = []
+    try:
+        layers = list(model.model.layers)
+        parts = [{what: layer.get_submodule(name) for what, name in KEPT.items()} for layer in layers]
+        ups = [layer.get_submodule("mlp.up_proj") for layer in layers]
+        swiglu = model.config.hidden_act == "silu"
+    except AttributeError as error:
+        raise ValueError(f"{type(model).__name__} has other layers than a Llama ({error}): give a Llama, Mistral or Qwen3") from None
+    if not swiglu:
+        raise ValueError(f"{type(model).__name__} has the activation {model.config.hidden_act!r}: give a model with 'silu', that of SwiGLU")
+    for layer, part in enumerate(parts):
+        for what, module in part.items():
+
+            def given(_: Any, args: Any, what: str = what, layer: int = layer) -> None:
+                seen(what, layer, args[0].flatten(0, 1))
+
+            handles.append(module.register_forward_pre_hook(given))
+        halves: dict[str, Tensor] = {}
+
+        def half(name: str, layer: int = layer, halves: dict[str, Tensor] = halves) -> Callable[..., None]:
+            def made(_: Any, args: Any, output: Tensor) -> None:
+                halves[name] = output.flatten(0, 1)
+                if len(halves) == 2:
+                    seen(SWIGLU, layer, torch.cat([halves.pop("gate"), halves.pop("up")], 1))
+
+            return made
+
+        handles += [part["gate and up input"].register_forward_hook(half("gate")), ups[layer].register_forward_hook(half("up"))]
+    try:
+        with torch.no_grad():
+            model.model(input_ids=tokens, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def layer_rows(model: Any, tokens: Tensor) -> list[dict[str, Any]]:
+    """The rows of a Llama of transformers that reads `tokens` [b, s]: of each layer and input, what BF16 holds and what each way loses."""
+    lines: list[dict[str, Any]] = []
+
+    def seen(what: str, layer: int, x: Tensor) -> None:
+        place = {"what": what, "layer": layer}
+        lines.append(place | {"kept": "BF16"} | outliers(x, tokens.shape[1]))
+        for name, way in {**WAYS, "token": OneScaleAToken(x.shape[1])}.items():
+            lines.append(place | {"kept": name} | losses(x, way))
+
+    watch(model, tokens, seen)
+    order = [*KEPT, SWIGLU]
+    return sorted(lines, key=lambda line: (line["layer"], order.index(line["what"])))
+
+
+def needed(read: Sequence[int], sequences: int, length: int, text: Path) -> Tensor:
+    """The first `sequences` of `length` of the tokens that were read, int64 [sequences, length].
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    wanted = sequences * length
+    if len(read) < wanted:
+        raise ValueError(f"--text {text} has {len(read)} tokens, and {wanted} are needed: give a longer one")
+    return torch.tensor(read[:wanted]).view(sequences, length)
+
+
+def of_checkpoint(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    """(model, rows) of --load."""
+    from megatron.lm.checkpoint import load_for_inference
+
+    model, config, tokenizer = load_for_inference(options.load)
+    read = tokenizer.tokenize(read_text(options.text, "a text in UTF-8"))
+    tokens = needed(read, options.sequences, config.model.seq_length, options.text).to(next(model.parameters()).device)
+    kind = "swiglu" if config.model.swiglu else "gelu"
+    lines = [*table(inputs(model, tokens), kind), *bytes_rows(config)]
+    return f"{config.model.num_layers}x{config.model.hidden_size}", [dict.fromkeys(COLUMNS, "") | line for line in lines]
+
+
+def of_transformers(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    """(model, rows) of --hf-model."""
+    from megatron.lm.post.models import check_positions, check_vocabulary, load_model, load_tokenizer
+
+    length = options.length or LENGTH
+    tokenizer = load_tokenizer(options.hf_model)
+    text = read_text(options.text, "a text in UTF-8")
+    wanted = options.sequences * length
+    for end in (16 * wanted, None):  # a large text has no need to be read whole
+        read = tokenizer(text[:end], add_special_tokens=False)["input_ids"]
+        if len(read) > wanted:
+            break
+    tokens = needed(read, options.sequences, length, options.text)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(options.hf_model, "AutoModelForCausalLM", torch.bfloat16, device).eval()
+    check_positions(model, length, "--length")
+    check_vocabulary(model, tokenizer)
+    lines = layer_rows(model, tokens.to(device))
+    name = f"{options.hf_model.name} {model.config.num_hidden_layers}x{model.config.hidden_size}"
+    return name, [dict.fromkeys(LAYER_COLUMNS, "") | line for line in lines]
+
+
 @entry.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 for bad input."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--load", type=path, required=True, help="folder of checkpoints (the newest is taken), or of one")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--load", type=path, help="folder of checkpoints (the newest is taken), or of one")
+    source.add_argument("--hf-model", type=path, help="folder of a Llama of transformers, with its tokenizer")
     parser.add_argument("--text", type=path, required=True, help="text; the model reads its beginning")
-    parser.add_argument("--sequences", type=count(1), default=4, help="of the model's length (default: %(default)s)")
+    parser.add_argument("--sequences", type=count(1), default=4, help="how many (default: %(default)s)")
+    parser.add_argument("--length", type=count(2), help=f"tokens of a sequence for --hf-model (default: {LENGTH}); --load has its own")
     parser.add_argument("--csv", type=output_file, help="file to append the rows to")
     options = parser.parse_args(arguments)
-    from megatron.lm.checkpoint import load_for_inference
+    if options.load and options.length:
+        raise ValueError(f"--length {options.length} goes with --hf-model; a checkpoint of --load has its own length: leave it out")
     from megatron.lm.process_groups import shutdown
 
     try:
-        model, config, tokenizer = load_for_inference(options.load)
-        wanted = options.sequences * config.model.seq_length
-        read = tokenizer.tokenize(read_text(options.text, "a text in UTF-8"))[:wanted]
-        if len(read) < wanted or not read:
-            raise ValueError(f"--text {options.text} has {len(read)} tokens, and {wanted} are needed: give a longer one")
-        tokens = torch.tensor(read, device=next(model.parameters()).device).view(options.sequences, -1)
-        kind = "swiglu" if config.model.swiglu else "gelu"
-        lines = [*table(inputs(model, tokens), kind), *bytes_rows(config)]
-        lines = [dict.fromkeys(COLUMNS, "") | line for line in lines]
+        model, lines = of_checkpoint(options) if options.load else of_transformers(options)
         if options.csv:
-            run = {"model": f"{config.model.num_layers}x{config.model.hidden_size}"}
-            rows.append(options.csv, [run | line | rows.machine() for line in lines])
+            rows.append(options.csv, [{"model": model} | line | rows.machine() for line in lines])
     finally:
         shutdown()
-    widths = {name: max(len(name), *(len(str(line[name])) for line in lines)) for name in COLUMNS}
-    for line in [dict(zip(COLUMNS, COLUMNS, strict=True)), *lines]:
-        print("  ".join(str(line[name]).rjust(widths[name]) for name in COLUMNS))
+    columns = COLUMNS if options.load else LAYER_COLUMNS
+    widths = {name: max(len(name), *(len(str(line[name])) for line in lines)) for name in columns}
+    for line in [dict(zip(columns, columns, strict=True)), *lines]:
+        print("  ".join(str(line[name]).rjust(widths[name]) for name in columns))
     return 0
 
 

@@ -43,12 +43,14 @@ class Needs:
         gib: of memory on each of them.
         minutes: about, of the whole entry.
         files: folders or files, from the root of the checkout, that have to be there.
+        maker: what makes them.
     """
 
     gpus: int = 0
     gib: int = 0
     minutes: float = 0.1
     files: tuple[str, ...] = ()
+    maker: str = "tools/prepare_text.py makes data"
 
     def lacking(self, root: Path = ROOT) -> str:
         """What this machine has not; empty where it has all."""
@@ -58,7 +60,7 @@ class Needs:
         if self.gpus and torch.cuda.get_device_properties(0).total_memory < self.gib * 2**30 * 0.95:  # what a card of so many GiB shows
             return f"GPUs of {self.gib} GiB"
         missing = [name for name in self.files if not (root / name).exists()]
-        return f"{', '.join(missing)} (tools/prepare_text.py makes data)" if missing else ""
+        return f"{', '.join(missing)} ({self.maker})" if missing else ""
 
     def __str__(self) -> str:
         where = f"{self.gpus} GPU(s) of {self.gib} GiB" if self.gpus else "CPU"

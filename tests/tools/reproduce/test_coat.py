@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tools.reproduce import coat
+from tools.reproduce.coat_activations import KEPT, OUTLIERS, SWIGLU
 from tools.reproduce.entry import Task
 
 
@@ -24,3 +25,35 @@ def test_kept_rows_of_memory_name_their_gpu():
     rows = [row for row in coat.read(coat.MEMORY) if row["micro_batch"] == "4"]
     peak = {row["case"]: float(row["peak_gib"]) for row in rows}
     assert less.ours == pytest.approx(peak["bf16"] / peak["coat"], abs=0.01)
+
+
+def test_the_worst_layer_and_the_gain_of_rows_made_by_hand():
+    """Layer 1 has the larger peak, and layer 0 the worse token in groups."""
+    inputs, found = (*KEPT, SWIGLU), []
+    for what in inputs:
+        for layer, (peak, tensor, groups) in enumerate([(3, 20, 24), (9, 12, 30)]):
+            found.append(
+                {"what": what, "layer": str(layer), "kept": "BF16"} | dict.fromkeys(OUTLIERS, "0.5") | {"peak_over_rms": str(peak)}
+            )
+            for kept, token in (("tensor", tensor), ("token", 25), (coat.GROUPS, groups), ("groups of 16 tokens", 26)):
+                measured = {
+                    "sqnr_db": "31",
+                    "token_db": "30",
+                    "worst_token_db": str(token),
+                    "underflow": f"0.{layer + 1}",
+                    "saturation": "0",
+                }
+                found.append({"what": what, "layer": str(layer), "kept": kept} | measured)
+    told = list(coat.of_layers(found))
+    lines = {finding.quantity: finding.ours for finding in told if finding.x is None}
+    assert len(lines) == sum(finding.x is None for finding in told)
+    assert lines["QKV input, layer 1, which has the largest peak: largest magnitude over the rms"] == 9
+    assert lines["QKV input, tensor: underflow, worst layer"] == pytest.approx(20)
+    assert lines["QKV input: groups of 16 channels above one scale, worst token and layer"] == 24 - 12
+    assert lines[coat.GAIN] == 12
+    assert [(f.x, f.ours) for f in told if f.quantity == "MLP norm input by tensor, share lost to zero (%)"] == [(0, 10), (1, 20)]
+
+
+def test_a_model_that_is_not_there_is_named_with_what_makes_it(tmp_path):
+    needs = next(one for one in coat.ENTRIES if one.name == "coat-activations").sizes["smollm2"]
+    assert needs.lacking(tmp_path) == "data/smollm2 (examples/smollm2.py makes it)"

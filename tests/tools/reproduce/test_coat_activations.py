@@ -2,6 +2,7 @@
 
 import math
 
+import hosts
 import pytest
 import torch
 from numerics import make
@@ -9,7 +10,7 @@ from numerics import make
 from megatron.lm.cpu_home import cpu_home
 from msamp.nn.saved import AS_IT_IS, IN_GROUPS, GroupedFP8
 from tools.reproduce import coat_activations
-from tools.reproduce.coat_activations import WAYS, OneScale, error_row, table
+from tools.reproduce.coat_activations import KEPT, WAYS, OneScale, OneScaleAToken, error_row, layer_rows, losses, outliers, table
 
 
 def test_one_scale_is_a_group_of_the_whole_tensor():
@@ -84,3 +85,123 @@ def test_the_command_reads_a_checkpoint(tmp_path, capsys):
         assert coat_activations.main([*command, "--sequences", "50"]) == 2
     assert "has 90 tokens, and 800 are needed" in capsys.readouterr().err
     assert torch.distributed.is_initialized() is False
+
+
+def llama(folder=None, peak=1.0, **settings):
+    """A random Llama of 2 layers, whose norms see channel 5 `peak` times as large; with `folder` it is saved, with a tokenizer of words."""
+    transformers = hosts.need("transformers")
+    torch.manual_seed(0)
+    shape = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**shape, num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.5, **settings)
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 5] *= peak
+    if folder:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        words = Tokenizer(models.WordLevel({str(i): i for i in range(15)} | {"end": 15}, unk_token="0"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end").save_pretrained(folder)
+        model.save_pretrained(folder)
+    return model.to(torch.bfloat16).eval()
+
+
+def tokens():
+    return torch.randint(15, (3, 8), generator=torch.Generator().manual_seed(1))
+
+
+def test_every_input_of_every_layer_has_its_rows_and_they_are_measured_on_it():
+    """The first norm reads the embeddings, which need no hook to be had."""
+    model = llama()
+    found = {(line["what"], line["layer"], line["kept"]): line for line in layer_rows(model, tokens())}
+    assert len(found) == (len(KEPT) + 1) * 2 * (len(WAYS) + 2)
+    x = model.model.embed_tokens(tokens()).flatten(0, 1).detach()
+    for kept, way in {**WAYS, "token": OneScaleAToken(32)}.items():
+        line = found["attention norm input", 0, kept]
+        assert {name: line[name] for name in losses(x, way)} == losses(x, way)
+    assert found["attention norm input", 0, "BF16"]["peak_over_rms"] == outliers(x, 8)["peak_over_rms"]
+    assert {line["bytes"] for (what, _, kept), line in found.items() if (what, kept) == ("SwiGLU input", "token")} == {f"{1 + 1 / 96:.4g}"}
+    again = layer_rows(model, tokens())
+    assert again == list(found.values())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_swiglu_and_the_down_projection_fit_each_other():
+    """silu of the first half times the second is what the down projection reads."""
+    seen = {}
+    coat_activations.watch(llama(), tokens(), lambda what, layer, x: seen.update({(what, layer): x}))
+    for layer in (0, 1):
+        gate, up = seen["SwiGLU input", layer].chunk(2, 1)
+        assert torch.equal(torch.nn.functional.silu(gate) * up, seen["down projection input", layer])
+        assert seen["down projection input", layer].shape == (24, 48)
+
+
+def test_one_planted_channel_shows_the_gain_of_groups_on_norm_inputs():
+    """One channel 2^28 times as large: one scale, of the tensor or of a token, loses all others, and 1 x 16 only its 15 neighbours."""
+    plain, planted = (
+        {(line["what"], line["layer"], line["kept"]): line for line in layer_rows(llama(peak=peak), tokens())} for peak in (1.0, 2.0**28)
+    )
+    key = "attention norm input", 0
+    assert float(plain[*key, "BF16"]["outlier_channels"]) == 0
+    assert float(plain[*key, "tensor"]["underflow"]) < 0.02
+    assert float(planted[*key, "BF16"]["outlier_channels"]) == pytest.approx(1 / 32, rel=1e-3)
+    assert float(planted[*key, "BF16"]["channel_spread"]) > 1e5
+    for kept in ("tensor", "token"):
+        assert float(planted[*key, kept]["underflow"]) > 0.95
+    assert 0.4 < float(planted[*key, "groups of 16 channels"]["underflow"]) < 0.5
+    assert float(planted[*key, "groups of 16 tokens"]["underflow"]) < 0.05  # a channel's own scale
+
+
+def test_outliers_are_told_apart_by_token_and_by_channel():
+    x = make("normal", (64, 32))
+    first, channel = x.clone(), x.clone()
+    first[::16, 3] = 1e4
+    channel[:, 3] = 1e3
+    none, found = outliers(x, 16), [outliers(y, 16) for y in (first, channel)]
+    assert (none["outlier_tokens"], none["outlier_channels"], none["outlier_first"]) == ("0", "0", "0")
+    assert [(y["outlier_tokens"], y["outlier_channels"], y["outlier_first"]) for y in found] == [
+        ("0.0625", "0.03125", "1"),
+        ("1", "0.03125", "0.0625"),
+    ]
+    assert float(found[0]["token_spread"]) > 100 > 2 > float(found[0]["channel_spread"])
+    assert float(found[1]["channel_spread"]) > 100 > 2 > float(found[1]["token_spread"])
+    size = x.float().abs()
+    assert float(none["peak_over_rms"]) == pytest.approx(float(size.max() / size.square().mean().sqrt()), rel=1e-3)
+
+
+def test_the_command_reads_a_model_of_transformers_and_refuses_what_does_not_serve(tmp_path, capsys):
+    llama(tmp_path / "model")
+    (tmp_path / "text").write_text(" ".join(["3", "5", "7"] * 30))
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "short").write_text("3 5 7")
+    csv = tmp_path / "rows.csv"
+
+    def command(text, *words, model="model"):
+        with cpu_home():
+            return coat_activations.main(["--hf-model", str(tmp_path / model), "--text", str(tmp_path / text), "--csv", str(csv), *words])
+
+    for words, told in (
+        ((("text",), {"model": "none"}), "holds no config.json: give the folder of a model of transformers"),
+        ((("empty",), {}), "has 0 tokens, and 512 are needed: give a longer one"),
+        ((("short", "--sequences", "1", "--length", "8"), {}), "has 3 tokens, and 8 are needed: give a longer one"),
+        ((("text", "--sequences", "1", "--length", "80"), {}), "--length is 80, and LlamaForCausalLM has positions for 64 tokens"),
+    ):
+        assert command(*words[0], **words[1]) == 2
+        assert told in capsys.readouterr().err
+        assert not csv.exists()
+    assert command("text", "--sequences", "2", "--length", "16") == 0
+    written = csv.read_text().splitlines()
+    assert len(written) == 1 + (len(KEPT) + 1) * 2 * (len(WAYS) + 2)
+    assert all("model 2x32" in line for line in written[1:])
+    with cpu_home():
+        assert coat_activations.main(["--load", str(tmp_path), "--text", str(tmp_path / "text"), "--length", "8"]) == 2
+    assert "--length 8 goes with --hf-model" in capsys.readouterr().err
+
+
+def test_another_model_than_a_llama_with_swiglu_is_refused():
+    transformers = hosts.need("transformers")
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has other layers than a Llama"):
+        layer_rows(gpt2, tokens())
+    with pytest.raises(ValueError, match="has the activation 'gelu': give a model with 'silu'"):
+        layer_rows(llama(hidden_act="gelu"), tokens())

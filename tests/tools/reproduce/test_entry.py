@@ -32,6 +32,7 @@ def test_the_largest_size_is_the_last_that_the_machine_has_all_for(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert made(run=found, sizes=sizes).largest() == "small"
     assert sizes["small"].lacking(tmp_path) == "setup.py (tools/prepare_text.py makes data)"
+    assert Needs(files=("data/a",), maker="b.py makes it").lacking(tmp_path) == "data/a (b.py makes it)"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for gib, size in ((79.2, "full"), (40.0, "small")):
