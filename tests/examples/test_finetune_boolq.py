@@ -11,7 +11,7 @@ import pytest
 import refusals
 import tiny
 
-YES, NO = 1, 2  # the passage holds one of them
+YES, NO = 1, 2  # the passage holds one of them, three times
 
 
 def rows(count: int, yes: int, seed: int) -> list[tuple[str, str, bool]]:
@@ -20,7 +20,8 @@ def rows(count: int, yes: int, seed: int) -> list[tuple[str, str, bool]]:
     for number in range(count):
         answer = number % 8 < yes
         passage = [draw.randrange(10, 59) for _ in range(draw.randrange(4, 10))]
-        passage[draw.randrange(len(passage))] = YES if answer else NO
+        for place in draw.sample(range(len(passage)), 3):
+            passage[place] = YES if answer else NO
         found.append((f"{seed} {draw.randrange(10, 59)}", " ".join(map(str, passage)), answer))
     return found
 
@@ -44,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags(made: Path, **settings: Any) -> list[str]:
-    given = {"load": made / "encoder", "data": made / "BoolQ", "epochs": 8, "lr": 1e-2, "dropout": 0.0, "micro_batch_size": 32} | settings
+    given = {"load": made / "encoder", "data": made / "BoolQ", "epochs": 10, "lr": 1e-2, "dropout": 0.0, "micro_batch_size": 32} | settings
     words = []
     for name, value in given.items():
         words += [f"--{name.replace('_', '-')}", *(map(str, value) if isinstance(value, list) else [str(value)])]
@@ -65,7 +66,7 @@ def test_it_beats_the_commoner_answer(made: Path, tmp_path: Path, level: str, ca
     assert found["accuracy"] == found["seeds"][0]["accuracy"] >= 0.8
     assert found["seeds"][0]["loss_last"] < 0.7 * found["seeds"][0]["loss_first"]
     assert (found["rows"]["train"], found["rows"]["dev"], found["rows"]["unanswered"]) == (128, 64, 1)
-    assert (found["steps"], found["standard_deviation"]) == (32, None)
+    assert (found["steps"], found["standard_deviation"]) == (40, None)
     told = capsys.readouterr().out
     assert f"accuracy {found['accuracy']:.4f}, the commoner answer alone 0.6250" in told
 
