@@ -1,5 +1,7 @@
 """Builds what is trained: everything that a step works on, of one configuration, on this rank."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -16,12 +18,14 @@ from msamp.kernels.scaled_mm import warn_if_emulated
 from msamp.nn.scaling_state import ScalingState
 
 
-def build_training(config: Config, vocab_size: int) -> Training:
+def build_training(config: Config, vocab_size: int, around: Callable[[nn.Module], nn.Module] | None = None) -> Training:
     """Model, optimizer, schedule and gradient synchroniser for this rank; needs `process_groups.initialize`. Collective.
 
     Args:
         config: which linear layers are FP8 may be open in it; it is decided here, and `Training.config` tells.
         vocab_size: the tokenizer's (the model pads it).
+        around: puts a module with parameters of its own around the model, such as a classifier; they are trained with it, and no
+            checkpoint of the training holds them. The module has the model's `config`.
 
     Raises:
         ValueError: on every rank, where the checkpoint to resume from is none, a linear layer cannot be measured, or CUDA graphs are
@@ -39,13 +43,13 @@ def build_training(config: Config, vocab_size: int) -> Training:
         model = build_model(config, recipe, vocab_size, sent=sent)
     else:
         model = nn.ModuleList([build_model(config, recipe, vocab_size, vp_stage, sent) for vp_stage in range(stages)])
-    grid = Grid.current()
-    grad_sync = build_grad_sync(model, config, recipe, sent, grid)
+    grid, trained = Grid.current(), model if around is None else around(model)
+    grad_sync = build_grad_sync(trained, config, recipe, sent, grid)
     loss_scaler = build_loss_scaler(config, recipe)
     if loss_scaler is not None:
         for part in chunks(model):
             part.config.grad_scale_func = loss_scaler.multiply
-    optimizer = build_optimizer(model, config, recipe, grad_sync, loss_scaler)
+    optimizer = build_optimizer(trained, config, recipe, grad_sync, loss_scaler)
     return Training(
         config=config,
         grid=grid,

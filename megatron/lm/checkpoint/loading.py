@@ -172,6 +172,8 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
         taken.rng = None if settings.no_load_rng else _take_rng(training, stored, info)
     names = names_of(training.model)
     for holding in training.optimizer.holdings():
+        if holding.param not in names:  # trained beside the model, and in no checkpoint of it: starts as it is
+            continue
         at_place = where[names[holding.param]]
         state = reader.state(holding, at_place) if with_states else reader.weight_remainder(holding, at_place)
         if state:

@@ -37,7 +37,7 @@ class SDPAttention(MegatronModule):
     Args:
         config: head counts, attention dropout and softmax scale come from here.
         layer_number, attention_type, cp_comm_type: given by megatron-core, of no consequence here.
-        attn_mask_type: `causal`, or `no_mask`: every token sees all of its sequence.
+        attn_mask_type: `causal`, or `no_mask`: every token sees all of its sequence but for what `forward` is told to hide.
         softmax_scale: factor on the scores; None is 1 / sqrt(kv_channels).
         backend: which kernels may serve, `auto | cudnn | flash | math`.
 
@@ -78,11 +78,18 @@ class SDPAttention(MegatronModule):
     ) -> Tensor:
         """query [s, b, heads, d], key and value [s, b, query groups, d] -> [s, b, heads * d], all in the input's dtype.
 
+        attention_mask: bool, broadcast to [b, heads, s, s], True where a query (third dimension) does not see a key (fourth), as padding
+            wants it: [b, 1, 1, s]. Each query sees a key.
+
         Raises:
-            ValueError: an explicit mask, a bias or packed sequences are given; what is masked is implied.
+            ValueError: a bias or packed sequences are given, or a mask beside the causal one, or one that the backend does not take.
         """
-        if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
-            raise ValueError("core attention got a mask, a bias or packed sequences: only the implied mask is served; pass None")
+        if attention_bias is not None or packed_seq_params is not None or (attention_mask is not None and self.causal):
+            raise ValueError(
+                "core attention got a bias, packed sequences, or a mask beside the causal one: only the implied mask is served; pass None"
+            )
+        if attention_mask is not None and self.backends == BACKENDS["flash"]:
+            raise ValueError("--attention-backend flash takes no padding mask; choose auto, cudnn or math")
         sequence, batch, heads, channels = query.shape
         dtype = query.dtype
         # Views: the kernels read any strides of the first three dimensions.
@@ -93,7 +100,14 @@ class SDPAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         with sdpa_kernel(self.backends, set_priority=True), self._dropout_rng(dropout):
             context = scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout, is_causal=self.causal, scale=self.softmax_scale, enable_gqa=heads != key.shape[2]
+                q,
+                k,
+                v,
+                attn_mask=None if attention_mask is None else ~attention_mask,
+                dropout_p=dropout,
+                is_causal=self.causal,
+                scale=self.softmax_scale,
+                enable_gqa=heads != key.shape[2],
             )
         return context.permute(2, 0, 1, 3).reshape(sequence, batch, heads * channels).to(dtype)
 

