@@ -11,7 +11,7 @@ from megatron.lm.config.cli import _parser
 ROOT = Path(__file__).parents[1]
 PAGES = [  # SECURITY.md speaks of persons
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "docs/index.md")),
-    *sorted(page for folder in ("guide", "results", "reproduction", "api") for page in (ROOT / "docs" / folder).glob("*.md")),
+    *sorted(page for folder in ("guide", "promises", "results", "reproduction", "api") for page in (ROOT / "docs" / folder).glob("*.md")),
 ]
 SOURCES = [
     *sorted(file for folder in ("msamp", "megatron", "tools", "examples") for file in (ROOT / folder).rglob("*.py")),

@@ -22,14 +22,14 @@ def build_training(config: Config, vocab_size: int, around: Callable[[nn.Module]
     """Model, optimizer, schedule and gradient synchroniser for this rank; needs `process_groups.initialize`. Collective.
 
     Args:
-        config: which linear layers are FP8 may be open in it; it is decided here, and `Training.config` tells.
+        config: it may leave open which linear layers are FP8; this is decided here, and `Training.config` has the result.
         vocab_size: the tokenizer's (the model pads it).
         around: puts a module with parameters of its own around the model, such as a classifier; they are trained with it, and no
             checkpoint of the training holds them. The module has the model's `config`.
 
     Raises:
-        ValueError: on every rank, where the checkpoint to resume from is none, a linear layer cannot be measured, or CUDA graphs are
-            asked for where there can be none.
+        ValueError: on every rank, where the checkpoint to resume from is damaged, a linear layer cannot be measured, or CUDA graphs are
+            asked for and impossible.
     """
     config, linears = gain.settle(config, lambda: checkpoint.saved_precision(config))
     graph.choose(config)  # refuses what cannot be, before there is a model

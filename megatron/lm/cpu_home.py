@@ -30,7 +30,7 @@ def _names_cuda(value: object) -> bool:
 
 
 def _on_cpu(make: Callable) -> Callable:
-    """A function that makes tensors; what it is asked to make on CUDA, it makes on the CPU."""
+    """Wraps a function that makes tensors: those for CUDA are made on the CPU."""
 
     @wraps(make)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -96,12 +96,12 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _enter(stack: ExitStack) -> None:
-    # `with torch.device(...)` looks up once what makes tensors. Looked up in here it would know our functions alone, for good: a model of
-    # transformers, which is made on "meta", would then be filled with what stood in memory.
+    # `with torch.device(...)` looks up once which functions make tensors. Inside the home it would find our functions alone, for good: a
+    # model of transformers, which is made on "meta", would then be filled with what stood in memory.
     _device_constructors()
 
     def replace(owner: Any, name: str, value: object) -> None:
-        own = name in vars(owner)  # torch.Tensor inherits its methods: what was put in front of them goes
+        own = name in vars(owner)  # torch.Tensor inherits its methods: functions put in front of them are removed
         stack.callback(setattr, owner, name, getattr(owner, name)) if own else stack.callback(delattr, owner, name)
         setattr(owner, name, value)
 

@@ -20,7 +20,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 @dataclass(eq=False)
 class _Amp:
-    """What the optimizers of one `initialize` share: a scaler a loss, and a step an optimizer."""
+    """State shared by the optimizers of one `initialize`: one scaler for each loss, one step for each optimizer."""
 
     scalers: list[LossScaler]
     steps: dict[torch.optim.Optimizer, AmpStep]
@@ -168,7 +168,7 @@ scaled_loss = scale_loss  # as the slides spell it
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What `optimizer` updates, FP32 masters at O2: clip these, after `scale_loss`.
+    """The parameters that `optimizer` updates, FP32 masters at O2. Clip these after `scale_loss`.
 
     Raises:
         ValueError: while their gradients wait to be unscaled.

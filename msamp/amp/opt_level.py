@@ -1,4 +1,4 @@
-"""Apex's levels O0 to O3 as data, and what they make of a model.
+"""Apex's levels O0 to O3 as data, and the conversion of a model to a level.
 
 They are not the FP8 levels of `msamp.initialize`, which have the same names in another paper.
 """
@@ -49,7 +49,7 @@ LEVELS: Mapping[str, OptLevel] = {
 
 
 def by_name(name: str) -> OptLevel:
-    """The level so called; ValueError for another name."""
+    """The level of that name; ValueError for another name."""
     if name not in LEVELS:
         raise ValueError(f"opt_level is {name!r}; choose one of {', '.join(LEVELS)} (FP8 levels are those of msamp.initialize)")
     return LEVELS[name]
@@ -86,7 +86,7 @@ def prepare_model(model: nn.Module, level: OptLevel, keep_fp32: Keep = is_norm) 
         keep_fp32: which modules stay FP32 where the level keeps norms so.
 
     Returns:
-        For each parameter that has become FP16 its values in FP32, as they were.
+        The former FP32 values of each parameter that has become FP16.
     """
     full: dict[torch.Tensor, torch.Tensor] = {}
     if level.fp16_weights:
@@ -102,7 +102,7 @@ def prepare_model(model: nn.Module, level: OptLevel, keep_fp32: Keep = is_norm) 
 
 
 def _halve(module: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
-    """FP16 for the tensors of `module` itself; what its parameters were."""
+    """Casts the tensors of `module` itself to FP16; returns the former values of its parameters."""
     full: dict[torch.Tensor, torch.Tensor] = {p: p.data for p in module.parameters(recurse=False) if p.is_floating_point()}
     for p, values in full.items():
         p.data = values.half()
@@ -115,7 +115,7 @@ def _halve(module: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """The floating-point tensors in nested tuples, lists and dicts as `dtype`."""
+    """Casts the floating-point tensors in nested tuples, lists and dicts to `dtype`."""
     return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 

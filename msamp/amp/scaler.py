@@ -54,7 +54,8 @@ class LossScaler:
         self._left = torch.tensor(hysteresis, dtype=torch.int32)  # overflows until one halves the scale
 
     def scale(self, device: torch.device) -> torch.Tensor:
-        """FP32 0-dim on `device`; unless `in_place` the same object until the scale may have changed, and never written to."""
+        """The scale, FP32 0-dim on `device`. Unless `in_place`, it stays one object until the scale may have changed, and is never written
+        to."""
         if self._scale.device != device:
             self._scale, self._good, self._left = self._scale.to(device), self._good.to(device), self._left.to(device)
         return self._scale

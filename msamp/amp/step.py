@@ -45,7 +45,7 @@ class AmpStep:
         optimizer.register_step_post_hook(self._after)
 
     def params(self) -> list[torch.Tensor]:
-        """What the optimizer updates."""
+        """The tensors that the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -146,8 +146,8 @@ class AmpStep:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Weights that others have written since (load_state_dict, an initialiser) go into the masters. An element that is its
-        master, rounded, keeps the master's digits, so that the order in which a checkpoint is loaded does not matter."""
+        """Copies weights written from outside (load_state_dict, an initialiser) into the masters. An element that equals its rounded master
+        keeps the master's digits, so that the order in which a checkpoint is loaded does not matter."""
         for master, p in self.masters.items():
             if self._versions[master] != p._version:
                 master.copy_(torch.where(p == master.to(p.dtype), master, p.float()))

@@ -1,4 +1,4 @@
-"""Where the gradients of some parameters stand in one flat buffer: slice r is exactly what rank r owns, and nothing is padded."""
+"""Layout of a flat buffer that holds the gradients of some parameters: slice r is exactly what rank r owns, and nothing is padded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Bucket:
         sizes: elements that each rank owns.
         cut: whether a parameter is in more than one piece.
         own: this rank's slice of the flat buffer.
-        spans: of each segment its parameter, the first of its elements there, their number, and the first in the flat buffer.
+        spans: for each segment its parameter, its first element there, its number of elements, and its first element in the flat buffer.
         tables, sum_tables: of the launches over this bucket's gradients, and over the pieces of their sum.
         gradients: this rank's own, by place in `params`; None where none has come.
         waiting: how many have not come.
@@ -94,12 +94,12 @@ class Bucket:
         return self.names[0] if len(self.names) == 1 else f"{self.names[0]} ... {self.names[-1]}"
 
     def part(self, segment: Segment, own: torch.Tensor) -> torch.Tensor:
-        """What belongs to a segment of this rank in `own`, this rank's slice of a flat buffer."""
+        """The elements of one of this rank's segments in `own`, this rank's slice of a flat buffer."""
         start = segment.start - self.own.start
         return own[start : start + segment.elements]
 
     def flatten(self, gradients: Sequence[torch.Tensor], fmt: Format, factor: torch.Tensor | None = None) -> torch.Tensor:
-        """The flat buffer: of one gradient a parameter, of its shape, `cast(g * factor)` in its place.
+        """Fills the flat buffer: `cast(g * factor)` of each parameter's gradient, in the parameter's place.
 
         Args:
             gradients: contiguous.
@@ -124,5 +124,5 @@ class Bucket:
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """A flat contiguous tensor as uint8: what any backend carries, and what FP8 tensors can be concatenated as everywhere."""
+    """Views a flat contiguous tensor as uint8, which every backend carries and every device can concatenate, unlike FP8."""
     return x.view(torch.uint8)

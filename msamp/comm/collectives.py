@@ -59,7 +59,7 @@ class Peers:
     ) -> torch.Tensor:
         """`x` combined over the ranks, in place; NCCL also sums float8 (each hop rounds and saturates).
 
-        Like all that follow it counts what it sends as `label`, of `kind`; `kind` None is not counted.
+        Its bytes are counted under `label` of `kind`, as in all methods below; `kind` None counts nothing.
         """
         if self.ranks > 1:
             run = dist.all_reduce if self.nccl else _all_reduce_by_exchange
@@ -131,7 +131,7 @@ class Peers:
     def reduce_scatter(
         self, flat: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight", label: str = "reduce-scatter"
     ) -> torch.Tensor:
-        """NCCL's own sum, in the dtype of `flat`, of which this rank keeps its slice."""
+        """NCCL's own sum in the dtype of `flat`; this rank keeps its slice."""
         own = torch.empty(sizes[self.rank], dtype=flat.dtype, device=flat.device)
 
         def run() -> None:

@@ -10,8 +10,9 @@ work. That leaves a collective of two barriers, each a kernel of a few microseco
 A window is used again by a later collective. The first barrier makes that safe: it comes after all that a rank has enqueued before it,
 hence after the kernels that read the window last, if nothing on the host still holds what it had. `Window.take` looks whether that is so.
 
-Sums are then ours alone: each rank has the others' partial sums in its memory and adds them up in FP32 in the order of the ranks, in one
-kernel (`ops.sum_payloads`). So the bits are those of the FP32 sum over any backend; NCCL's own sum of BF16 rounds after each rank.
+This library then computes sums itself: each rank has the others' partial sums in its memory and adds them up in FP32 in the order of the
+ranks, in one kernel (`ops.sum_payloads`). So the bits are those of the FP32 sum over any backend; NCCL's own sum of BF16 rounds after each
+rank.
 
 A collective here is ordered by its stream, and may be captured into a CUDA graph once its windows exist: an eager step makes them. A rank
 that is lost leaves the others in a barrier, where the watchdog of the run finds them, as in NCCL's kernels. Symmetric memory is private to
@@ -39,7 +40,7 @@ TRANSPORTS = ("auto", "nccl", "copies")
 
 
 def choose_peers(group: dist.ProcessGroup, sent: WireBytes, transport: str, *, measure: bool = True) -> tuple[Peers, str]:
-    """The peers of a group by a transport, and in words which and why. Collective unless `transport` is "nccl".
+    """The peers of a group by a transport, and one line that says which transport and why. Collective unless `transport` is "nccl".
 
     Args:
         group: the ranks.
@@ -101,7 +102,7 @@ def obstacle(group: dist.ProcessGroup) -> str | None:
 
 
 class Window:
-    """Memory of one size that every rank of a group has and all have mapped. Collective to make, and not inside a CUDA graph.
+    """A buffer of one size on every rank of a group, mapped by all of them. Making it is collective, and not possible inside a CUDA graph.
 
     Args:
         group: the ranks.
@@ -124,7 +125,7 @@ class Window:
         return self.handle.get_buffer(rank, (size,), torch.uint8, start)
 
     def take(self, rank: int) -> torch.Tensor:
-        """This rank's whole window, for what a collective brings; RuntimeError where what the one before brought is still held."""
+        """This rank's whole window, for the result of a collective; RuntimeError where the result before it is still held."""
         if self._given is not None and not self._given.expired():
             raise RuntimeError(
                 "what a tensor-parallel collective brought is still held while its memory is wanted again: this is a bug of the program, "
@@ -138,8 +139,8 @@ class Window:
 class CopyPeers(Peers):
     """`Peers` that copy in all-gathers and all-to-alls of equal slices; all else is NCCL's.
 
-    What a collective brings stands in a window: it is to be used before `GATHER_WINDOWS` (`SUM_WINDOWS`) more are started, and to be
-    cloned by code that keeps it. Of an all-to-all this rank's own slice is not brought: it has it.
+    The result of a collective stands in a window. Use it before `GATHER_WINDOWS` (`SUM_WINDOWS`) more are started, and clone it to keep it.
+    The result of an all-to-all lacks this rank's own slice, which the caller has already.
 
     Args:
         group: ranks of one host for which there is no `obstacle`.
@@ -190,7 +191,7 @@ class CopyPeers(Peers):
         return pending
 
     def _others(self) -> list[int]:
-        """The peers, each rank beginning with its neighbour, so that no two write to one at a time."""
+        """The other ranks, starting with the neighbour, so that no two ranks write to the same peer at a time."""
         return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def _window(self, role: str, size: int, count: int) -> Window:
@@ -223,7 +224,7 @@ class CopyPeers(Peers):
 
 
 class _Copied(Pending):
-    """What copies bring. Holds what is copied until the stream that made it has waited: it may be written again then."""
+    """The result of copies. It holds their sources until the stream that wrote them has waited; they may be written again then."""
 
     def __init__(self, peers: Peers, result: torch.Tensor, done: torch.cuda.Event, source: torch.Tensor, what: str) -> None:
         super().__init__(peers, result, None, what)

@@ -48,7 +48,7 @@ class WireBytes:
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Inside, nothing counts: what is sent by the way (an evaluation) is no part of a step."""
+        """Context in which nothing is counted, for collectives outside a step, such as those of an evaluation."""
         kept = self._sent
         self._sent = {}
         try:

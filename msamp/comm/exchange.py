@@ -1,8 +1,7 @@
-"""The ways to send gradients (FP8-LM section 2.1): what of a gradient travels, which rank adds it up, and in which arithmetic.
+"""The ways to send gradients (FP8-LM section 2.1): the payload, the rank that adds it up, and the arithmetic of the sum.
 
-An `Exchange` is one such way. It is chosen by name and says about itself what the rest has to know: which gradient scalings its
-sum takes, whether that sum can overflow, whether anybody has the sum in FP32 to measure the result against. Nothing else asks for
-its name. Two are known from the start:
+An `Exchange` is one such way, chosen by name. It states what other code has to know: which gradient scalings its sum takes, whether that
+sum can overflow, and whether some rank has the sum in FP32 to measure the result against. Nothing else asks for its name. Two are built in:
 
 - "fp32-sum", the default: scaled payloads travel to the owner of their rows (all-to-all), which adds them up in FP32 and rounds once.
 - "nccl", the paper's: scaled payloads are summed in their own format. Each hop rounds, and the sum can saturate, so that it takes a
@@ -10,9 +9,8 @@ its name. Two are known from the start:
 
 A third enters by `register(Exchange(...))`. Its work is done by a `Wire`, one for each gradient format, with the seam `pack` and
 `reduce`: `factor` is what multiplies a gradient into its payload, so that the average over N ranks is the sum of the payloads
-divided by `factor * N`, whatever the scaling. The format of the payloads is the wire's to choose; the averages are in the format of
-the bucket, because that is what the optimizer was promised. Gradients of formats without scales (FP32, BF16) have nothing to choose:
-with every exchange they travel by `PlainWire`.
+divided by `factor * N`, whatever the scaling. The wire chooses the format of the payloads. The averages are in the format of the bucket,
+which the optimizer expects. Gradients of formats without scales (FP32, BF16) travel by `PlainWire` with every exchange.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
-"""What stands in `p.grad` while a gradient is kept elsewhere: a mark, by which a `zero_grad` is noticed that this library does not see.
+"""A mark in `p.grad` while the gradient is kept elsewhere. It reveals a `zero_grad` that this library does not see.
 
 `module.zero_grad()` and `p.grad = None` leave no trace where `p.grad` is None already. So a parameter with micro-batches that add up
-elsewhere has a mark there: NaN in its shape, in the memory of one element. Where it has gone or was zeroed, the sum is not wanted any more.
-NaN, since a mark is no gradient: what reads it as one sees that.
+elsewhere has a mark there: NaN in its shape, in the memory of one element. A mark that has gone or was zeroed says that the sum is to be
+dropped. It is NaN, so that code which reads it as a gradient notices.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class _Mark(NamedTuple):
 
 
 class GradMarks:
-    """The marks of some parameters. One parameter is a key by its identity."""
+    """The marks of some parameters, which are keys by identity."""
 
     def __init__(self) -> None:
         self._marks: dict[Tensor, _Mark] = {}
@@ -29,7 +29,7 @@ class GradMarks:
         self._marks[p] = _Mark(p.grad, p.grad._version)
 
     def lift(self, p: Tensor) -> bool:
-        """Take the mark of `p` away, so that `p.grad` is None or what somebody else has put there.
+        """Take the mark of `p` away, so that `p.grad` is None or what other code has put there.
 
         Returns:
             Whether the mark had gone or had been zeroed; False where there was none.
@@ -44,10 +44,10 @@ class GradMarks:
         return mark.held._version != mark.version and mark.held.numel() > 0 and not bool(mark.held.flatten()[0].isnan())
 
     def holds(self, p: Tensor) -> bool:
-        """Whether what stands in `p.grad` is the mark of `p`."""
+        """Whether `p.grad` is the mark of `p`."""
         return p in self._marks and p.grad is self._marks[p].held
 
     def clear(self) -> None:
-        """Lift all."""
+        """Remove all marks."""
         for p in list(self._marks):
             self.lift(p)

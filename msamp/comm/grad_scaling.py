@@ -12,7 +12,7 @@ The factor has two parts:
   it, and large ones saturate; "auto" (equation 3) multiplies by mu, one factor a tensor, which falls as soon as elements
   saturate and grows slowly while none do. A sum in FP32 needs no room: its factor is s_g alone, which is what "post" computes.
 
-Which of the three an exchange takes, it says itself (`msamp.comm.exchange`).
+An exchange names those of the three that it takes (`msamp.comm.exchange`).
 """
 
 from collections.abc import Callable, Sequence
@@ -103,7 +103,7 @@ def check_mu_rule(rule: str) -> None:
 
 
 def exceeds(counts: torch.Tensor, numel: torch.Tensor) -> torch.Tensor:
-    """Where more than max(1, 0.001 % of the elements) are at the format's maximum: the lone maximum of a tensor does not count.
+    """Which tensors have more than max(1, 0.001 % of the elements) at the format's maximum; a single one does not count.
 
     Args:
         counts: int64 [n], elements of a payload at +-max.

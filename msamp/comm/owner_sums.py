@@ -1,4 +1,4 @@
-"""Micro-batches that add up where their sum is wanted: at the owner of each row, in FP32 (`accumulate="owner"`).
+"""Sums of micro-batches at the owner of each row, in FP32 (`accumulate="owner"`).
 
 What: M micro-batches of a step give M gradients of every parameter. By default each rank adds its own up in 16 or 32 bits for the whole
 model, and the sum leaves once: 2 bytes a parameter on every rank for BF16, whatever the number of ranks. Here the gradient of each

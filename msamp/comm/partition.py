@@ -136,13 +136,13 @@ def plan_buckets(
 
     A bucket is a run of tensors of one kind of at most `bucket_elements` elements together, or one larger tensor. Each is partitioned by
     itself within `bucket_limit` (no rank waits long for the busiest owner of a bucket), ranks that carry least first. Where the padding
-    over all buckets is above `limit`, everything is planned again with `bucket_limit` halved, down to `limit` itself: buckets that all
-    keep it keep it together, so that only buckets which cannot be balanced are left above, and cutting the others further would not help.
-    The plan with the least padding is returned, of equals the one with the fewest pieces.
+    over all buckets is above `limit`, everything is planned again with `bucket_limit` halved, down to `limit` itself. Buckets that each
+    keep a limit keep it together, so only buckets that cannot be balanced are left above it, and cutting the others further would not help.
+    The plan with the least padding is returned; among equals, the one with the fewest pieces.
 
     Args:
         shapes: of the tensors, in the order in which their gradients appear in backward.
-        kinds: what may not share a bucket has different kinds (the wire format), one a tensor.
+        kinds: one a tensor, such as its wire format; tensors of different kinds never share a bucket.
         whole: numbers of tensors that are not cut, as far as the padding then goes.
 
     Raises:

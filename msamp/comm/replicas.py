@@ -1,8 +1,8 @@
-"""Whether the copies of weights that several ranks hold are the same to the bit, and finite.
+"""Checks that the replicas of a weight on several ranks are the same to the bit, and finite.
 
 Data-parallel ranks start from the same weights and apply the same updates, so that any difference is a fault: a flipped bit of a memory,
-a collective that went wrong. Nothing else shows it, since each rank's loss is its own. A 64-bit number of each tensor's bits tells, and
-one small collective compares them.
+a collective that went wrong. Nothing else shows it, since each rank's loss is its own. So each rank takes a 64-bit checksum of each tensor,
+and one small collective compares them.
 """
 
 from collections import Counter
@@ -22,8 +22,8 @@ _ROW = 4096  # words that are added before their place counts
 
 
 def checksum(x: Tensor) -> Tensor:
-    """int64 0-dim: a number of the bits of a tensor in any dtype, of a ScalingTensor its payload and its scale. Each flipped bit changes
-    it, and so do rows of 32 KiB that have changed places."""
+    """Checksum of a tensor in any dtype, int64 0-dim; a ScalingTensor's covers payload and scale. It changes with every flipped bit, and
+    where rows of 32 KiB change places."""
     if isinstance(x, ScalingTensor):
         return checksum(x.payload) + 0x9E3779B1 * x.scale_inv.detach().view(torch.int32).to(torch.int64)
     flat = as_bytes(x.detach().contiguous().view(-1)) if x.numel() else torch.zeros(0, dtype=torch.uint8, device=x.device)
@@ -38,8 +38,8 @@ def checksum(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def faults(weights: Mapping[str, Tensor], peers: Peers) -> list[str]:
-    """What is wrong with copies of weights: one line for each tensor that differs between the ranks, or is not finite on some. Collective;
-    waits for the device.
+    """Faults of replicas: one line for each tensor that differs between the ranks, or is not finite on some. Collective; waits for the
+    device.
 
     Args:
         weights: by name, ScalingTensors or plain, the same ones in the same order on every rank.

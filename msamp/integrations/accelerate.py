@@ -85,7 +85,7 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """As accelerate's; the states of ours are where its parameters are, and under ZeRO no process could load those of all."""
+        """As accelerate's. Our states are on the device of their parameters already, and under ZeRO no process could load those of all."""
         placed = False if isinstance(_inner(optimizer), LoopOptimizer) else device_placement
         return super().prepare_optimizer(optimizer, device_placement=placed)
 
@@ -99,7 +99,7 @@ class Accelerator(accelerate.Accelerator):
             yield
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """As accelerate's; of the average over the processes."""
+        """As accelerate's, on the average over the processes."""
         params = list(parameters)
         return (clip_grad_norm_ if optimizers_of(params) else super().clip_grad_norm_)(params, max_norm, norm_type)
 
@@ -111,7 +111,7 @@ class Accelerator(accelerate.Accelerator):
         super().clip_grad_value_(params, clip_value)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """As accelerate's, of plain weights for `save_model`, and exact for `save_state`, which asks without `unwrap`."""
+        """As accelerate's: plain weights for `save_model`, and exact ones for `save_state`, which asks without `unwrap`."""
         owners = optimizers_of(model.parameters())
         if not owners:
             return super().get_state_dict(model, unwrap=unwrap)

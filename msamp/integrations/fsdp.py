@@ -9,7 +9,7 @@
     fully_shard(model, mesh=mesh)
     optimizer = fsdp.optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3), recipe="O2")
 
-The order is the one that is possible: `fully_shard` replaces every parameter by its rows, so layers are converted before it and the
+No other order is possible: `fully_shard` replaces every parameter by its rows, so layers are converted before it and the
 optimizer is built after it. FSDP averages gradients in the dtype of the layer's weight, or in `MixedPrecisionPolicy.reduce_dtype`; the
 optimizer's step quantises the average to the recipe's format.
 
@@ -117,7 +117,7 @@ class ShardedOptimizer(LoopOptimizer):
         self.shard.measure()
 
     def clip(self, params: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Clip what FSDP has left of some parameters' gradients, in place; the norm is that of the gradients as a step quantises them."""
+        """Clip this rank's rows of some parameters' gradients, in place; the norm is that of the gradients as a step quantises them."""
         chosen = set(params)
         ready = [holding for holding in self.shard.ready(self._whole()) if holding.param in chosen]
         norm = self._combined_norm(ready, *self._measure(ready, bounds=False))

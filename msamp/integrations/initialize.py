@@ -53,7 +53,7 @@ _TORCH_ONLY = {*_UNSUPPORTED, "params", "foreach", "fused", "decoupled_weight_de
 
 
 def _chosen(recipe: str | Recipe | None, opt_level: str | None, fp8_recipe: str | None) -> Recipe:
-    """What the arguments name together; O2 where they name nothing."""
+    """The recipe that the arguments name together; O2 where they name none."""
     named = [each if isinstance(each, Recipe) else recipes.by_name(each) for each in (recipe, opt_level) if each is not None]
     first, *others = named or [recipes.O2]
     if any(other != first for other in others):
@@ -132,7 +132,7 @@ def _decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bo
 
 
 def _dtypes(recipe: Recipe) -> tuple[torch.dtype, ...]:
-    """What the parameters of a model may be: where gradients are kept in the weights' format, that one alone."""
+    """The dtypes that a model's parameters may have; where gradients are kept in the weights' format, that one alone."""
     if not recipe.fp8 and recipe.states.grad == recipe.weight:
         return (recipe.weight.dtype,)
     return torch.float32, torch.bfloat16
@@ -168,7 +168,7 @@ def _check_model(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
 
 
 def _check_muon(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Muon takes matrices alone, so that what it leaves is easily forgotten, or stepped by an optimizer that has no averaged gradients."""
+    """ValueError where Muon, which takes matrices alone, leaves parameters to no optimizer, or to one without averaged gradients."""
     given = {id(p) for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]}
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in given]
     if left and any(type(each).__name__ == "Muon" for each in optimizers):
@@ -219,7 +219,7 @@ def _defaults(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _replaced(optimizer: torch.optim.Optimizer, low: LoopOptimizer, groups: slice | None = None) -> None:
-    """Tell the given optimizer apart: its step raises, and its groups are those of `low`, or some of them, so that a scheduler bound to it,
+    """Retire the given optimizer: its step raises, and its groups are those of `low`, or some of them, so that a scheduler bound to it,
     before or after, sets the rates of `low`."""
     optimizer.param_groups = low.param_groups if groups is None else low.param_groups[groups]
     optimizer.register_step_pre_hook(_refuse_step)
@@ -252,7 +252,7 @@ def _low_precision_optimizer(
 
 
 def _report(found: Survey, recipe: Recipe) -> None:
-    """Say what is in FP8: to the log; as a warning where that is nothing, or less than half of the products."""
+    """Log what is in FP8; warn where that is nothing, or less than half of the products."""
     if not found.converted:
         warnings.warn(f"recipe {recipe.name!r} has changed no layer, and the model trains as it did:\n{found}", stacklevel=4)
     elif found.flop_share < 0.5:
@@ -322,11 +322,11 @@ def initialize(
     | "bf16" (also "O0") | as they are | FP32 | FP32 | FP32, BF16 |
     | "fp32" | as they are | FP32 | FP32 | FP32 |
 
-    Where linear layers are FP8, those that `accept` admits are, and gradients, master and moments are those of their weights. At O1 to O3
-    a gradient is quantised once, after all micro-batches of the step have accumulated, and everything else keeps its dtype, FP32
-    gradients and FP32 states. With "coat" other matrices, such as embeddings, have the same gradients, masters and moments, and norms
-    and biases FP32 ones. The model's own norms and activations are not replaced, so that they keep for backward what they kept before:
-    build the model with `msamp.LayerNorm`, `msamp.RMSNorm` and `msamp.Activation` to have that in FP8 groups.
+    In a recipe with FP8 layers, the linear layers that `accept` admits become FP8, and the columns gradients, master and moments are those
+    of their weights. At O1 to O3 a gradient is quantised once, after all micro-batches of the step have accumulated, and everything else
+    keeps its dtype, FP32 gradients and FP32 states. With "coat" other matrices, such as embeddings, have the same gradients, masters and
+    moments, and norms and biases FP32 ones. The model's own norms and activations are not replaced, so that they keep for backward what
+    they kept before: build the model with `msamp.LayerNorm`, `msamp.RMSNorm` and `msamp.Activation` to have that in FP8 groups.
 
     On one process `p.grad` is what backward leaves and `optimizer.step()` quantises. On several, in place of
     DistributedDataParallel, which cannot hold FP8 weights: all start from the weights and buffers of the group's first
@@ -335,14 +335,14 @@ def initialize(
     `optimizer.synchronize()`, and nothing before. All micro-batches of a step but the last run their backward under `optimizer.no_sync()`.
 
     The given optimizer's groups become those of the returned one, so that a scheduler built from either sets its rates; its `step` raises.
-    What is FP8, what is not and why is logged as `msamp` (`msamp.survey` gives it), and warned of where it is less than half. The
+    The logger `msamp` says what is FP8, what is not and why (`msamp.survey` gives it), and warns where FP8 is less than half. The
     `state_dict` of a model with `save_pretrained` is plain from now on (`msamp.save_plain`).
 
     Args:
         model: any module tree, changed in place.
         optimizer: torch.optim.AdamW, Adam, SGD or Muon over parameters of `model`, before its first step, or a list of them, such as Muon
-            over matrices and AdamW over the rest, of which one optimizer is made; None makes one over all parameters with AdamW's
-            defaults. The momentum of SGD and Muon has the recipe's format of m. Collage's recipes and "coat" take AdamW alone, or Adam.
+            over matrices and AdamW over the rest, which become one optimizer; None makes one over all parameters with AdamW's defaults. The
+            momentum of SGD and Muon has the recipe's format of m. Collage's recipes and "coat" take AdamW alone, or Adam.
         recipe: a name of the table or of `msamp.recipes.register`, or a Recipe; None is O2. "fp16-amp" is for `msamp.amp.initialize`.
         opt_level: the same by its short name: "O0" to "O3", or another name of a recipe.
         fp8_recipe: how FP8 GEMMs cast their operands, in place of the recipe's own way: a key of `msamp.recipes.GEMMS`, "delayed",

@@ -33,7 +33,7 @@ _EXACT = "msamp_state_dict"
 
 
 class Strategy(DDPStrategy):
-    """Lightning's DDPStrategy for a module of which `configure_optimizers` returns the optimizer of `msamp.initialize`.
+    """Lightning's DDPStrategy for a module with a `configure_optimizers` that returns the optimizer of `msamp.initialize`.
 
     `gradient_clip_val` clips the average over the processes; under ZeRO (O3) give `msamp.initialize(..., clip_grad=1.0)` instead.
 
@@ -103,7 +103,7 @@ class Strategy(DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """For the micro-batches of a step but the last."""
+        """For all micro-batches of a step but the last."""
         self._accumulates = True
         with contextlib.ExitStack() as stack:
             for each in self.optimizers:
@@ -114,7 +114,7 @@ class Strategy(DDPStrategy):
                 self._accumulates = False
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """As Lightning's; what is to be clipped is brought to where it clips."""
+        """As Lightning's; gradients that are to be clipped are brought into `p.grad`, where it clips."""
         super().post_backward(closure_loss)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.gradient_clip_val and not self._accumulates:

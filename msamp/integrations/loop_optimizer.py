@@ -1,4 +1,4 @@
-"""The optimizer of a loop of one's own: FP8AdamW with what else a step is, the average of the gradients and the new scales of the casts.
+"""The optimizer of a loop of one's own: FP8AdamW, which in a step also averages the gradients and rolls the scales of the casts.
 
 Both belong to the object and not to hooks on it, which torch drops from copies and pickles. A copy of (model, optimizer) made together
 trains on as the two did. On several processes there is no copy: the synchroniser of the gradients hangs on the parameters of its model.
@@ -38,7 +38,7 @@ def states_of(p: torch.Tensor, recipe: Recipe, update: str | None = None) -> Sta
 
 
 class NoDistributedDataParallel:
-    """Stands where DistributedDataParallel asks a model which parameters to leave alone: it is not to be wrapped."""
+    """Raises where DistributedDataParallel asks a model for parameters to ignore: the model must not be wrapped."""
 
     def __iter__(self) -> Iterator[str]:
         raise ValueError(
@@ -51,15 +51,15 @@ class NoDistributedDataParallel:
 class LoopOptimizer(FP8AdamW):
     """What `msamp.initialize` returns.
 
-    A group without `formats`, one added later too, has those of the recipe for each of its parameters, and the update of the defaults;
-    the others' formats are not asked.
+    A group without `formats`, one added later too, takes the recipe's formats for each of its parameters, and the default update. The
+    formats of other groups have no effect on it.
 
     Args:
         params: parameters or groups, of a converted model.
         recipe: of the formats.
         scaling: the scales of the model's linear layers, which a step rolls.
         grad_sync: averages gradients over several processes; None on one.
-        settings: FP8AdamW's others; `formats` says the update alone, the recipe's own where it is not given.
+        settings: FP8AdamW's others; of `formats` only the update counts, by default the recipe's own.
 
     Attributes:
         grad_sync: as given.
@@ -186,7 +186,7 @@ class LoopOptimizer(FP8AdamW):
 
 
 def optimizers_of(params: Iterable[torch.Tensor]) -> "list[LoopOptimizer]":
-    """Those that `msamp.initialize` has made and that hold one of the parameters."""
+    """The optimizers of `msamp.initialize` that hold one of the parameters."""
     asked = {id(p) for p in params}
     return [each for each in _LIVE if any(id(p) in asked for group in each.param_groups for p in group["params"])]
 
@@ -194,7 +194,7 @@ def optimizers_of(params: Iterable[torch.Tensor]) -> "list[LoopOptimizer]":
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """As `torch.nn.utils.clip_grad_norm_`, for plain and FP8 gradients together, on any number of processes.
 
-    Where the optimizer of the parameters averages gradients over several, it is the average that is clipped, and the call is collective.
+    Where the parameters' optimizer averages gradients over several processes, the average is clipped, and the call is collective.
 
     The coefficient folds into an FP8 gradient's scale_inv, so clipping rounds no element of it.
 

@@ -1,8 +1,8 @@
-"""Microsoft's MS-AMP, which is imported as `msamp` as well: whether the distribution is installed beside this package.
+"""Finds an installation of Microsoft's MS-AMP, which is imported as `msamp` too, beside this package.
 
-Installed into the same folder, the later of both has overwritten what they share, `msamp/__init__.py` first of all, and whichever is
-uninstalled takes that along from the other. Where MS-AMP came later, `import msamp` is MS-AMP, and runs no line of this package; so the
-trainer's commands load this file by its path (`megatron.lm.entry`), and it imports nothing of ours.
+In one folder, the later installation has overwritten the files that both have, `msamp/__init__.py` first of all, and uninstalling either
+removes these files from the other. Where MS-AMP came later, `import msamp` is MS-AMP, and runs no line of this package; so the trainer's
+commands load this file by its path (`megatron.lm.entry`), and it imports nothing of ours.
 """
 
 import importlib.metadata

@@ -24,7 +24,7 @@ from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.adamw import FP8AdamW
 from msamp.optim.updates import MASTER
 
-_EXACT = contextvars.ContextVar("exact", default=False)  # the hook of `save_plain` looks away
+_EXACT = contextvars.ContextVar("exact", default=False)  # True: the hook of `save_plain` does nothing
 
 
 def exact_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def save_plain(model: nn.Module, optimizer: FP8AdamW | None = None) -> Removable
 
 
 class _Plain:
-    """A hook that makes of the state that `state_dict` has gathered the plain one."""
+    """A hook that turns the state that `state_dict` has gathered into the plain one."""
 
     def __init__(self, optimizer: FP8AdamW | None = None) -> None:
         self.optimizer = None if optimizer is None else weakref.ref(optimizer)

@@ -4,8 +4,8 @@
 
     Trainer(model, arguments, train_dataset=rows, recipe="O2").train()
 
-Saved are plain weights, which `from_pretrained` reads, and the optimizer's states as they are. A resumed run has the weights and states of
-the one that was saved; the windows of delayed scaling begin anew.
+The Trainer saves plain weights, which `from_pretrained` reads, and the optimizer's states as they are. A resumed run has the weights and
+states of the one that was saved; the windows of delayed scaling begin anew.
 """
 
 from typing import Any, cast

@@ -47,7 +47,7 @@ _SLOTS = ("amax_slot", "scale_inv_slot")
 
 @functools.cache
 def _implementation(twin: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """The function that runs on a device type what `twin` defines."""
+    """The implementation of `twin` on a device type."""
     name, module = twin.__name__, twin.__module__.replace(".reference.", ".triton.")
     if device_type != "cuda" or module == twin.__module__ or importlib.util.find_spec(module) is None:
         return twin
@@ -107,7 +107,7 @@ def _over_many(twin: Function, check: Callable[..., None] | None = None) -> Func
 
 
 def _in_parts(sums: torch.Tensor, twin: Callable[..., Any], *of: Any) -> torch.Tensor:
-    """The twin's fake column sums, one row where any are asked for, with as many rows as the kernel leaves parts."""
+    """Fake column sums with one row for each part that the kernel leaves; the twin's have one row, or none where none are asked for."""
     run = _implementation(twin, sums.device.type)
     if run is twin or sums.ndim < 2:
         return sums

@@ -33,7 +33,7 @@ def native_bf16(device: torch.device) -> bool:
 
 @functools.cache
 def warn_if_emulated(device: torch.device) -> None:
-    """Warn, once a device, where a GPU has no FP8: what runs instead."""
+    """Warn, once a device, where a GPU has no FP8, and say what runs instead."""
     if device.type == "cuda" and not fp8_hardware(device):
         major, minor = torch.cuda.get_device_capability(device)
         warnings.warn(
@@ -71,7 +71,7 @@ def _version(text: str) -> tuple[int, int]:
 
 @functools.cache
 def warn_if_blocks_emulated(device: torch.device, columns: int) -> None:
-    """Warn, once a device and block, where a GPU does not multiply blocks of `columns` itself: what runs instead."""
+    """Warn, once a device and block, where a GPU does not multiply blocks of `columns` itself, and say what runs instead."""
     if device.type == "cuda" and not (blockwise_hardware(device) and columns == SPAN):
         major, minor = torch.cuda.get_device_capability(device)
         warnings.warn(
@@ -264,7 +264,7 @@ def block_scaled_mm(
         b_block: (1, n) or (n, n).
 
     Returns:
-        [M, N] of `out_dtype`. Rows that are no multiples of 16 and sums that are none of 128 are padded inside.
+        [M, N] of `out_dtype`. Rows are padded inside to multiples of 16, and the summed dimension to multiples of 128.
 
     Raises:
         ValueError: for blocks that have no product, or tables of another shape.

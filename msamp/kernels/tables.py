@@ -1,4 +1,4 @@
-"""What a launch over many tensors reads: their addresses and how its programs are spread over them, on the device."""
+"""The table on the device that a launch over many tensors reads: their addresses, and how its programs are spread over them."""
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
@@ -28,10 +28,10 @@ def rows_of(columns: Callable[..., NamedTuple], **numbers: Sequence[int]) -> lis
 
 
 class Tables:
-    """Tables of one user's launches, sent to the device again only when what they say has changed, and without waiting for it.
+    """Tables of one user's launches. They are sent to the device again only when their content has changed, and without waiting for it.
 
-    While a CUDA graph is captured, a table that says something new (gradients have other addresses in a graph's memory) is the
-    graph's own: its copy to the device is part of the graph. Run a step or two before a capture: they put the memory for it aside.
+    While a CUDA graph is captured, a table with new content (gradients have other addresses in a graph's memory) is the graph's own: its
+    copy to the device is part of the graph. Run a step or two before a capture: they put the memory for it aside.
 
     Args:
         device: of the tensors.

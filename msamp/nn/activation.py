@@ -1,4 +1,4 @@
-"""GELU and SwiGLU that keep their input for backward as `msamp.nn.saved` says: an activation by itself, outside of a fused block."""
+"""GELU and SwiGLU that keep their input for backward as `msamp.nn.saved` says, for use outside of a fused block."""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
 """The attention half of a transformer layer as one function: norm, QKV, rotary embedding, attention, projection, all casts fused.
 
-What lies between two GEMMs is one kernel, which leaves FP8 operands as the next GEMM wants them. Kept for backward are only the
-residual stream, as `msamp.nn.saved` says, and in the compute dtype the rotated queries, keys and values, and the attention's output; the
-FP8 operands of the weight gradients (normalised input, attention output) are made again from them, to the same bits where the stream is
-kept as it is, at the price of reading 2 bytes an element instead of writing 1 in forward.
+One kernel stands between two GEMMs and leaves FP8 operands in the layout of the next GEMM. Backward keeps only the residual stream, as
+`msamp.nn.saved` says, and in the compute dtype the rotated queries, keys and values, and the attention's output. The FP8 operands of the
+weight gradients (normalised input, attention output) are made again from them, to the same bits where the stream is kept as it is. That
+reads 2 bytes an element in backward instead of writing 1 in forward.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class AttentionSettings(NamedTuple):
-    """What is no tensor of the graph.
+    """The arguments that are no tensors of the graph.
 
     Attributes:
         norm: of the input.
@@ -160,7 +160,7 @@ class AttentionBlock(torch.autograd.Function):
 
 
 def _attend(qkv: torch.Tensor, how: AttentionSettings) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Query, key and value from the rotated projection, and attention's output as a function of them."""
+    """Query, key and value of the rotated projection, and attention's output with its own graph."""
     with torch.set_grad_enabled(how.keep):
         # A small graph of its own: any attention kernel serves, and its gradients come apart, not as one zero-filled QKV.
         parts = tuple(part.detach().requires_grad_(how.keep) for part in split_heads(qkv, how.heads, how.groups))

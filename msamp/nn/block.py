@@ -1,5 +1,5 @@
-"""What layers share: their norms and the casts at a block's two ends, where kernels leave scales, gradients of vectors, outputs that may be
-changed in place."""
+"""Parts that layers share: norms, the casts at a block's two ends, the places where kernels leave scales, gradients of vectors, and outputs
+that may be changed in place."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,8 +22,8 @@ class Norm(NamedTuple):
 
 
 def unviewed(y: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """`y` in another shape, as the output of an autograd function: of a view made in there autograd forbids every change in place
-    (`ReLU(inplace=True)`, `y += x`). Only for a `y` that nothing else holds."""
+    """`y` in another shape, as the output of an autograd function. A view would not do: autograd forbids every change in place of a view
+    made in the function (`ReLU(inplace=True)`, `y += x`). Only for a `y` that nothing else holds."""
     return torch.ops.aten._unsafe_view.default(y, shape)
 
 
@@ -70,7 +70,7 @@ class NormWeights(NamedTuple):
         return Normed(total, payload, mean, rstd)
 
     def wide(self, total: torch.Tensor) -> torch.Tensor:
-        """FP32: what is cast."""
+        """FP32: the values before the cast."""
         eps, rms = self.norm
         return ops.normalize(total, None, self.weight, self.bias, eps, None, None, torch.float32, rms=rms)[1]
 
@@ -82,7 +82,7 @@ class NormWeights(NamedTuple):
 
 
 class Normed(NamedTuple):
-    """What a block's norm gives.
+    """The results of a block's norm.
 
     Attributes:
         total: [M, h], the stream that was normalised, as stored.
@@ -111,7 +111,8 @@ def _scale(
 def start_grad_output(
     layer: LayerGemm, grad: torch.Tensor, scale_inv: torch.Tensor, ends: Ends, *, colsum: bool
 ) -> tuple[Callable[[], Operand], torch.Tensor]:
-    """The gradient of a block's output, cast once for both GEMMs of the linear layer that gave it, by the maxima that its kernel has left.
+    """The gradient of a block's output, cast once for both GEMMs of the linear layer that gave it, by the maxima that its producer has
+    left.
 
     Args:
         layer: the block's last linear layer.
@@ -153,7 +154,7 @@ def vector_gradients(*found: tuple[torch.Tensor, torch.Tensor | None]) -> list[t
     """The gradients of vectors (biases, norms), each in its vector's dtype, in one launch a dtype; None where there is no vector.
 
     Args:
-        found: of each vector [N] the partial column sums (FP32 [parts, N]), and the vector.
+        found: for each vector [N] the partial column sums (FP32 [parts, N]), and the vector.
     """
     gradients: list[torch.Tensor | None] = [None] * len(found)
     asked = [(i, parts, vector.dtype) for i, (parts, vector) in enumerate(found) if vector is not None]
@@ -165,7 +166,7 @@ def vector_gradients(*found: tuple[torch.Tensor, torch.Tensor | None]) -> list[t
 
 
 class ScaleInvs:
-    """Hands out zeroed FP32 scalars, allocated together to save launches, for the scale_inv of what a block's kernels quantise.
+    """Hands out zeroed FP32 scalars, allocated together to save launches, for the scale_inv of the tensors that a block's kernels quantise.
 
     Args:
         count: of zeros that one fill gives.
@@ -179,6 +180,6 @@ class ScaleInvs:
     def take(self) -> torch.Tensor:
         """FP32 0-dim, holding 0, 16-byte aligned as cuBLAS wants it, and handed out once."""
         if not self._left:
-            # Detached from the others' version: what is kept for backward is not changed by what is written beside it.
+            # Detached, so that it has a version of its own: writes beside it do not change what is kept for backward.
             self._left = [zero.data for zero in torch.zeros(self._count, 4, device=self._device)[:, 0].unbind()]
         return self._left.pop()

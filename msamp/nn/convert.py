@@ -39,7 +39,7 @@ class Holder(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """What of a model is in FP8, or will be, and why not the rest; `str` says it in a few lines.
+    """Which modules of a model are in FP8, or will be, and why the others are not; `str` says it in a few lines.
 
     Attributes:
         holders: every module that multiplies by weights of its own.
@@ -56,18 +56,18 @@ class Survey:
 
     @property
     def left(self) -> dict[str, str]:
-        """By name why a module stays as it is."""
+        """Name of a module that stays as it is -> why."""
         return {holder.name: holder.why for holder in self.holders if holder.why}
 
     @property
     def parameter_share(self) -> float:
-        """Of all parameters, what is in FP8: 0 to 1."""
+        """Share of all parameters that is in FP8: 0 to 1."""
         return self._elements / max(1, self.parameters)
 
     @property
     def flop_share(self) -> float:
-        """Of the products with weights, what is in FP8: 0 to 1. Each weight counts once: a convolution's many positions, and an expert's
-        few tokens, are unknown before a forward; nor do attention's own products count, which have no weight."""
+        """Share of the products with weights that is in FP8: 0 to 1. Each weight counts once: a convolution's many positions, and an
+        expert's few tokens, are unknown before a forward. Attention's own products do not count, since they have no weight."""
         return self._elements / max(1, sum(holder.elements for holder in self.holders))
 
     @property
@@ -90,8 +90,8 @@ class Survey:
 
 
 def survey(model: nn.Module, recipe: Recipe = O2, accept: Filter = DEFAULT) -> Survey:
-    """What `convert` will do with a model. Of a model with FP8 layers, what each layer is now: a filter decides nothing there, and only
-    says why a layer may have been left out. Nothing changes.
+    """What `convert` will do with a model. For a model with FP8 layers it says what each layer is now; a filter decides nothing there, and
+    only says why a layer may have been left out. Nothing changes.
 
     Args:
         model: any module tree.
@@ -102,7 +102,7 @@ def survey(model: nn.Module, recipe: Recipe = O2, accept: Filter = DEFAULT) -> S
 
 
 def _survey(model: nn.Module, recipe: Recipe, accept: Filter, left_out: str = "") -> Survey:
-    """As `survey`; `left_out` is said of a layer that `convert` would take, "" that it is in FP8."""
+    """As `survey`. A layer that `convert` would take gets the reason `left_out`, or "", which says that it is in FP8."""
     shared = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     within: set[int] = set()  # the projections inside of an attention module are told with it
     holders = []
@@ -143,7 +143,7 @@ def _in_fp8(module: nn.Module) -> bool:
 
 
 def _as_linear(module: nn.Module) -> nn.Linear | None:
-    """The linear layer that a module is, as filters look at one; None where it is none that can be converted."""
+    """A module as the linear layer that filters see; None where it cannot be converted."""
     if type(module) is nn.Linear:
         return module
     if _is_conv1d(module):
@@ -153,7 +153,7 @@ def _as_linear(module: nn.Module) -> nn.Linear | None:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is Hugging Face's Conv1D; told by name, since transformers may not be there."""
+    """Whether a module is Hugging Face's Conv1D, recognised by name, since transformers may not be installed."""
     kind = type(module)
     return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 

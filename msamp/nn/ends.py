@@ -1,8 +1,8 @@
 """The two ends of a fused block, where tensor parallelism enters it.
 
-A block takes rows of the residual stream [M, h] and gives rows back. Between its first and its last GEMM it has features of its own, which
-tensor parallelism splits: each rank has the heads, or the part of the MLP, that its shards of the weights make. So only the ends differ
-from a block on one GPU (FP8-LM section 2.3, Figure 2; Korthikanti et al. 2022, section 4.2):
+A block takes rows of the residual stream [M, h] and gives rows back. Tensor parallelism splits the features between its first and its last
+GEMM: each rank has the heads, or the part of the MLP, that belong to its shards of the weights. So only the ends differ from a block on one
+GPU (FP8-LM section 2.3, Figure 2; Korthikanti et al. 2022, section 4.2):
 
     forward   first GEMM's input    cast by the norm's kernel on this rank's rows -> FP8 rows gathered -> the GEMM's operand
               last GEMM's output    partial sums of all ranks added up -> this rank's rows
@@ -10,9 +10,9 @@ from a block on one GPU (FP8-LM section 2.3, Figure 2; Korthikanti et al. 2022, 
               first GEMM's input    cast again from the stream, gathered again -> transposed -> grad_weight's operand
               its grad_input        partial sums cast to FP8, exchanged, added up in FP32 -> this rank's rows
 
-`Ends` is what a block asks for there. `ALONE` is a block on one GPU: nothing is gathered and nothing added. `msamp.parallel` has the one of
-a tensor-parallel group. What travels starts as soon as it is there and is waited for where it is needed, so that casts of weights and
-GEMMs run beside it.
+`Ends` is the interface that a block calls there. `ALONE` is a block on one GPU: nothing is gathered and nothing added. `msamp.parallel` has
+the implementation for a tensor-parallel group. A collective starts as soon as its input is there and is waited for where its result is
+needed, so that casts of weights and GEMMs run beside it.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class Ends(Protocol):
 
     Attributes:
         spread: whether a rank has only its own rows of the stream, M / ranks of them (sequence parallelism).
-        adds_bias: whether the bias of the last GEMM enters this rank's partial sum: that of one rank of the group.
+        adds_bias: whether the bias of the last GEMM enters this rank's partial sum; true on one rank of the group.
         keeps_gathered: keep the gathered input for backward instead of gathering it again; only where `spread`.
     """
 
@@ -39,7 +39,7 @@ class Ends(Protocol):
     keeps_gathered: bool
 
     def shared_amax(self, amax: torch.Tensor) -> torch.Tensor:
-        """The largest amax (FP32, 0-dim) of the ranks that gather their rows, for one scale; `amax` itself where none are."""
+        """The largest amax (FP32, 0-dim) of the ranks that gather their rows, for one scale; `amax` itself where no rows are gathered."""
 
     def start_gather(self, payload: torch.Tensor, label: str) -> Pending:
         """All ranks' rows [M, N] of this rank's [M / ranks, N], where `spread`; bytes are counted as `label`."""
@@ -48,7 +48,7 @@ class Ends(Protocol):
         """The sum of the ranks' partial sums [M, N], of which this rank gets its rows where `spread`; may be `partial` itself."""
 
     def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Pending:
-        """As `sum_output`, of a grad_input."""
+        """As `sum_output`, for a grad_input."""
 
 
 class _Alone:

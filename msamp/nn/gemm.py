@@ -12,7 +12,7 @@ tensor both layouts hold the same codes and share the scale. With blocks a layou
 dimension that is summed over.
 
 Every FP8 product goes through `LayerGemm`: the linear function, the fused blocks with kernels that leave operands themselves,
-and the tensor-parallel layers, which gather payloads between cast and GEMM. What depends on a granularity stands in a `Way`: one for a
+and the tensor-parallel layers, which gather payloads between cast and GEMM. Code that depends on a granularity stands in a `Way`: one for a
 scale a tensor, one for blocks, and one for any other granularity, which follows its definition in plain torch.
 
 With one scale an operand the product is undone by one factor: y = (q_x q_w^T) scale_inv_x scale_inv_w. Shapes: x [tokens, inputs], W
@@ -63,17 +63,17 @@ class Operand(NamedTuple):
 
     @classmethod
     def tensorwise(cls, payload: torch.Tensor | None, scale_inv: torch.Tensor, payload_t: torch.Tensor | None = None) -> "Operand":
-        """One with one scale, FP32 0-dim: what a fused kernel leaves."""
+        """An operand with one scale, FP32 0-dim, as a fused kernel leaves it."""
         return cls(payload, payload_t, scale_inv, scale_inv, TENSORWISE)  # the default has no source that torch 2.11 could trace
 
     @classmethod
     def kept(cls, payload_t: torch.Tensor, scale_inv_t: torch.Tensor, cast: Cast) -> "Operand":
-        """One of which only the transpose was kept for backward."""
+        """An operand with its transpose alone, which was kept for backward."""
         return cls(None, payload_t, scale_inv_t, scale_inv_t, cast.granularity)
 
     @property
     def codes(self) -> torch.Tensor:
-        """`payload` where it is known to have been asked for."""
+        """`payload`, for a caller that has asked for it."""
         assert self.payload is not None
         return self.payload
 
@@ -250,14 +250,14 @@ def cast_operand(
     col: bool = False,
     combine: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Operand:
-    """One tensor of a linear layer in FP8, with its slot's scale or just in time; its amax enters the slot.
+    """Cast one tensor of a linear layer to FP8, with its slot's scale or just in time; its amax enters the slot.
 
     Args:
         x: [M, K] BF16, FP16 or FP32.
         slot: of the scale and the amax; its watch is told.
         cast: format, rule and granularity.
         row, col: give the payload, its transpose.
-        combine: makes of a just-in-time amax (FP32, 0-dim) that of all ranks that must share the scale; a slot's own is shared already.
+        combine: turns a just-in-time amax (FP32, 0-dim) into that of all ranks that share the scale; a slot's own is shared already.
 
     Returns:
         The operand. A scale_inv is a copy, and NaN where what it serves is not finite.
@@ -270,7 +270,7 @@ def cast_operand(
 
 
 def tally_operand_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor) -> None:
-    """`ops.tally_` of a cast as a watch is told of it: with one scale by the kernel, with several by its twin on the same device."""
+    """`ops.tally_` for a watch's arguments: by the kernel with one scale, by its twin on the same device with several."""
     (reference_tally_ if scale_inv.dim() else ops.tally_)(row, x, payload, scale_inv)
 
 
@@ -291,7 +291,7 @@ class LayerGemm(NamedTuple):
 
     @property
     def sums(self) -> Slot:
-        """`wire` where the layer is known to have one."""
+        """`wire`, for a layer that has one."""
         assert self.wire is not None
         return self.wire
 
@@ -313,7 +313,7 @@ class LayerGemm(NamedTuple):
 
     @property
     def grad_just_in_time(self) -> bool:
-        """Whether the grad_output's scale comes from its own amax in every step: then its producer may leave it."""
+        """Whether the grad_output's scale comes from its own amax in every step; its producer may leave that amax."""
         return not self.gemm.grad_output.scaling.window
 
     def weight(self, payload: torch.Tensor, *, transpose: bool = False) -> Operand:

@@ -8,9 +8,8 @@ that it is taken over (`msamp.numerics.range_expand.two_stage_amax`).
 In the fused blocks two tensors of a layer are written by one kernel and cast by another: the gradient that the MLP half's norm writes
 and the projection casts, and the one that the attention half's norm writes and FC2 of the layer before casts. Writer and caster are two
 autograd functions, and between those autograd carries a tensor and nothing else. So the maxima lie on the tensor, with the memory and the
-version that it had: whatever else is handed over, a sum of two gradients, a copy, a gradient received from another rank, has none, or
-another version or memory, and is read as ever. A write that hides from the version counter (`.data`) hides from this too, as it does
-from autograd.
+version that it had: any other tensor, such as a sum of two gradients, a copy or a gradient received from another rank, has none, or another
+version or memory, and is read as ever. A write that hides from the version counter (`.data`) hides from this too, as it does from autograd.
 """
 
 import torch
@@ -21,7 +20,7 @@ _LEFT = "_group_scaling_maxima"
 
 
 def leave_maxima(x: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
-    """`x`, with what its kernel found beside it.
+    """`x` with the maxima that its kernel found.
 
     Args:
         x: what the kernel wrote.

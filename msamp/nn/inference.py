@@ -1,9 +1,9 @@
-"""An FP8 linear layer in inference: the weight as it stands in FP8, and inputs with scales that do not look beyond their own row.
+"""An FP8 linear layer in inference: the weight in its stored FP8, and inputs with scales that depend on their own row alone.
 
-In training a tensor has one scale, so that what a row gives depends on what else is in the batch. In generation and evaluation it must not:
-a sequence has the result that it has alone. So the input is cast in blocks of a row, 1 x 128, with powers of two as scales, by the
-kernels of the blockwise recipes. A power of two changes no rounding of an FP8 value above the subnormal range. What differs from a scale
-of the tensor is that small rows keep the bits which they would have lost.
+In training a tensor has one scale, so that the result of a row depends on the other rows of the batch. In generation and evaluation it must
+not: a sequence has the same result as alone. So the input is cast in blocks of a row, 1 x 128, with powers of two as scales, by the kernels
+of the blockwise recipes. A power of two changes no rounding of an FP8 value above the subnormal range. Against one scale for the tensor,
+small rows keep bits which they would have lost.
 """
 
 import torch
@@ -16,7 +16,7 @@ from msamp.numerics.recipe import Cast, Gemms
 from msamp.numerics.scaling import Current
 from msamp.numerics.tensor import ScalingTensor
 
-# What serves where the recipe's own casts share scales between rows: blocks that Hopper multiplies itself.
+# In place of a recipe's casts that share scales between rows: blocks that Hopper multiplies itself.
 _INPUT, _WEIGHT = Cast(E4M3, Current(), Block(1, 128)), Cast(E4M3, Current(), Block(128, 128))
 _NOTHING = Slot(None, None, None)
 
@@ -35,7 +35,7 @@ class InferenceGemm:
         weight: [outputs, inputs]. An FP8 payload is taken as it is, without a copy; an FP16 one is cast once, here.
         gemm: the casts of the recipe that the layer was trained with.
 
-    Later changes of an FP8 weight's payload are seen, those of its scale are not: make another one after a step of the optimizer.
+    It sees later changes of an FP8 weight's payload, and none of its scale: make another one after a step of the optimizer.
     """
 
     def __init__(self, weight: ScalingTensor, gemm: Gemms) -> None:

@@ -14,8 +14,8 @@ from msamp.numerics.tensor import ScalingTensor
 class LinearFunction(torch.autograd.Function):
     """y = x W^T + b with FP8 operands.
 
-    Saved for backward: the FP8 input, already transposed as grad_weight's GEMM wants it (1 byte an element), and the
-    weight's stored payload, cast again in backward to the same bits: no FP8 or transposed copy of a weight outlives its GEMM.
+    Backward keeps the FP8 input, transposed as grad_weight's GEMM wants it, 1 byte an element, and the weight's stored payload, which is
+    cast again to the same bits. No FP8 or transposed copy of a weight outlives its GEMM.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
 """The MLP half of a transformer layer as one function: residual add, norm, FC1, GELU or SwiGLU, FC2, residual add, all casts fused.
 
-Kept for backward are only the residual stream and FC1's output, as `msamp.nn.saved` says; the FP8 operands of the weight gradients
+Backward keeps only the residual stream and FC1's output, as `msamp.nn.saved` says. The FP8 operands of the weight gradients
 (normalised input, activation) are made again from them, to the same bits where both are kept as they are.
 """
 
@@ -19,7 +19,7 @@ from msamp.numerics.tensor import ScalingTensor
 
 
 class MLPSettings(NamedTuple):
-    """What is no tensor of the graph.
+    """The arguments that are no tensors of the graph.
 
     Attributes:
         norm: of the input.

@@ -24,7 +24,7 @@ def why_not(module: nn.MultiheadAttention) -> str:
 
 
 class _Rows(torch.autograd.Function):
-    """Rows `start` to `stop` of a weight, as a weight that shares its payload and its scale: only to be read."""
+    """Rows `start` to `stop` of a weight, as a weight that shares its payload and its scale. Read only."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, start: int, stop: int) -> torch.Tensor:  # type: ignore[override]
@@ -41,15 +41,15 @@ class _Rows(torch.autograd.Function):
 
 
 class FP8MultiheadAttention(Loading, nn.MultiheadAttention):
-    """What `convert` makes of a torch.nn.MultiheadAttention; called as that one is, with the same shapes and results.
+    """A converted torch.nn.MultiheadAttention, with the same arguments, shapes and results.
 
-    Query, key and value of self-attention are projected by one GEMM, others by one for each different input; they share the scales in
+    One GEMM projects query, key and value of self-attention; otherwise there is one for each different input. They share the scales in
     `scaling`. `out_proj` is an FP8Linear.
     """
 
     @classmethod
     def take_over(cls, module: nn.MultiheadAttention, recipe: Recipe, name: str) -> None:
-        """Turn `module`, for which `why_not` says nothing, into one of these, but for its `out_proj`; it stays the same object."""
+        """Convert `module`, for which `why_not` gives no reason, except for its `out_proj`; it stays the same object."""
         assert recipe.gemm is not None
         weight = module.in_proj_weight
         stored = scaling_parameter(weight.detach(), recipe, weight.requires_grad, f"{name}.in_proj_weight".lstrip("."))
@@ -60,7 +60,7 @@ class FP8MultiheadAttention(Loading, nn.MultiheadAttention):
         module.watch_weights()  # type: ignore[operator]  # it is one of these by now
 
     def _projected(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Query, key and value [B, .., E] through their thirds of the weight, neighbours that are one tensor together."""
+        """Project query, key and value [B, .., E] by their thirds of the weight; neighbours that are one tensor share a GEMM."""
         size, start = self.embed_dim, 0
         made: list[torch.Tensor] = []
         while start < 3:
@@ -90,7 +90,7 @@ class FP8MultiheadAttention(Loading, nn.MultiheadAttention):
             raise ValueError("is_causal is True and attn_mask None; it only says of a mask that it is causal: give the mask")
         batched = query.dim() == 3
         found: dict[int, torch.Tensor] = {}
-        for x in (query, key, value):  # what is one tensor stays one tensor
+        for x in (query, key, value):  # inputs that are one tensor stay one tensor
             found.setdefault(id(x), x.unsqueeze(0) if not batched else x if self.batch_first else x.transpose(0, 1))
         parts = self._projected([found[id(x)] for x in (query, key, value)])
         q, k, v = (part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in parts)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm that keep their input for backward as `msamp.nn.saved` says: a norm by itself, outside of a fused block."""
+"""LayerNorm and RMSNorm that keep their input for backward as `msamp.nn.saved` says, for use outside of a fused block."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """How the input of a non-linear layer (norm, GELU, SwiGLU) is kept for backward: as it is, or in FP8 as COAT does.
 
-Forward computes with the input itself; only what backward sees of it is rounded. Linear layers' inputs are no business of this file: a
-fused block makes them again from what is kept here, another layer keeps them in FP8 with one scale a tensor. Made again from groups of 16
+Forward computes with the input itself; only the copy for backward is rounded. This file does not keep the inputs of linear layers: a fused
+block makes them again from what is kept here, and another layer keeps them in FP8 with one scale a tensor. Made again from groups of 16
 they are rounded twice, which takes about 1 dB of the 24 dB that a weight's gradient has (`tools/reproduce/coat_activations.py`); COAT keeps
 them, which in a fused block would take 6 bytes a token and channel of a GPT, all that the groups save.
 """
@@ -22,13 +22,13 @@ class Saved(Protocol):
     """The seam for other ways to keep an activation."""
 
     def element_bytes(self, wide: int) -> float:
-        """Bytes that an element of a tensor of `wide` bytes an element takes as it is kept."""
+        """Bytes that an element takes as it is kept, for a tensor of `wide` bytes an element."""
 
     def keep(self, x: torch.Tensor) -> Parts:
-        """What goes through `save_for_backward` in place of `x` [M, N], BF16, FP16 or FP32; always as many tensors."""
+        """The tensors for `save_for_backward` in place of `x` [M, N], BF16, FP16 or FP32; their number never changes."""
 
     def restore(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-        """[M, N] of `dtype`, that of `x`, from what `keep` gave."""
+        """[M, N] of `dtype`, that of `x`, from the tensors of `keep`."""
 
 
 @dataclass(frozen=True)

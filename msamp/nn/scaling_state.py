@@ -19,17 +19,17 @@ from msamp.numerics.tensor import ScalingTensor
 INPUT, GRAD_OUTPUT, WIRE = 0, 1, 2  # rows of a layer's arrays
 
 
-# Is told of a cast: the values before it, the payload, and scale_inv, 0-dim or for every element.
+# Callback after a cast: the values before it, the payload, and scale_inv, 0-dim or for every element.
 Watch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class Slot(NamedTuple):
-    """What one cast needs.
+    """The inputs and outputs of one cast beside its tensor.
 
     Attributes:
         scale, scale_inv: FP32 0-dim, known beforehand; None takes the scale just in time.
         amax: FP32 0-dim, where this step's amax goes; None takes none.
-        watch: is told of the cast; None where nothing listens.
+        watch: optional callback, called after the cast.
     """
 
     scale: torch.Tensor | None
@@ -39,7 +39,7 @@ class Slot(NamedTuple):
 
 
 def own_rule(cast: Cast) -> bool:
-    """Whether a cast without history takes its scale by a rule that the kernels do not know: theirs is `Current`."""
+    """Whether a cast without history has a rule that the kernels do not know. They know `Current`."""
     return not cast.scaling.window and type(cast.scaling) is not Current
 
 
@@ -86,7 +86,7 @@ def _check_device(gemm: Gemms, device: torch.device) -> None:
 
 
 def _wire_cast(wire: Format, operands: tuple[Cast, Cast]) -> Cast:
-    """How partial sums are cast that travel in `wire`: as the operand of that format."""
+    """The cast of partial sums that travel in `wire`: that of the operand with this format."""
     cast = next((cast for cast in operands if cast.format == wire), None)
     if cast is None:
         formats = " or ".join(str(cast.format) for cast in operands)
@@ -115,7 +115,7 @@ class LinearScaling(nn.Module):
     Attributes:
         casts: by row.
         delayed: whether every window is filled: from here on no cast is just-in-time for lack of history.
-        watches: what is told of the casts of a training step, by row; fused layers make the values before the cast for them alone.
+        watches: callbacks after the casts of a training step, by row; fused layers make the values before the cast only for them.
 
     Raises:
         ValueError: a cast that no layer serves, by name (`check_gemm`), or partial sums in a format that is no operand's or that are cast
@@ -142,8 +142,8 @@ class LinearScaling(nn.Module):
         self.register_buffer("scale", torch.ones(rows, device=device))
         self.register_buffer("scale_inv", torch.ones(rows, device=device))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64, device=device))
-        # `seen` on the host, since asking the device would be a sync in every forward; and whether the windows are full, as
-        # flags of their own: torch.compile would make a new graph for every value of a counter.
+        # `seen` is kept on the host too, since asking the device would be a sync in every forward. Full windows are flags of their own:
+        # torch.compile would make a new graph for every value of a counter.
         self._count(0)
         self.watches: dict[int, Watch] = {}
         self._weight_ref: weakref.ref[torch.Tensor] | None = None
@@ -156,7 +156,7 @@ class LinearScaling(nn.Module):
 
     @property
     def formats(self) -> tuple[Format, ...]:
-        """By row, what is cast into."""
+        """The target formats, by row."""
         return tuple(cast.format for cast in self.casts)
 
     def slots(self, record: bool) -> tuple[Slot, ...]:
@@ -172,7 +172,7 @@ class LinearScaling(nn.Module):
         return tuple(slot(row) for row in range(len(self.casts)))
 
     def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Judge buffers that were saved.
+        """Check buffers that were saved.
 
         Raises:
             ValueError: naming the first that no run can have had: of another dtype, out of its range, a scale that is no power of two
@@ -195,7 +195,7 @@ class LinearScaling(nn.Module):
     def weight_scales(self, weight: ScalingTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(multiplier from `weight.payload` into FP8, scale_inv of the FP8 weight), both FP32 0-dim; an FP8 payload is taken as it is.
 
-        Of a weight that is not cast with one scale, both are its stored scale_inv: from the payload to the values.
+        For a weight that is not cast with one scale, both are its stored scale_inv, from the payload to the values.
 
         The weight's own amax decides, taken anew whenever the weight has changed: that is once a step, and the payload's
         version counter tells without a sync. A graph (torch.compile's, a CUDA graph) would take the version for a constant:
@@ -222,8 +222,9 @@ class LinearScaling(nn.Module):
         return {**self.__dict__, "_weight_ref": None, "_weight_scales": None, "watches": {}}  # a copy looks at its own weight
 
     def weight_was_written(self) -> None:
-        """Somebody has written the layer's weight: what was seen of other weights says nothing of this one's inputs, so the windows begin
-        anew. Averages of a model (torch's AveragedModel with `use_buffers`) mix `scale` and `history` of several moments too."""
+        """Begin the windows anew, because the layer's weight was written from outside: amaxes under other weights say nothing about the
+        inputs of this one. Averages of a model (torch's AveragedModel with `use_buffers`) mix `scale` and `history` of several moments
+        too."""
         self.seen.zero_()
         self._count(0)
 
@@ -274,7 +275,7 @@ class ScalingState:
         torch._foreach_copy_(stored, values.split([len(rows) for rows in stored]))
 
     def _rows_alike(self, device: torch.device) -> dict[tuple[Scaling, float], torch.Tensor]:
-        """Rule and largest value of the format -> int64, the rows that follow them. Kept, since to make it is a host sync."""
+        """Rule and largest value of the format -> int64, the rows that follow them. Cached, since making it is a host sync."""
         if self._alike is None or any(rows.device != device for rows in self._alike.values()):
             alike: dict[tuple[Scaling, float], list[int]] = {}
             for row, cast in enumerate(cast for layer in self.layers.values() for cast in layer.casts):
@@ -308,7 +309,7 @@ class ScalingState:
         amax = self._all("amax")
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group)
-        # The step of one that is not finite is skipped; kept, it would hold the scale for a whole window.
+        # A step with an amax that is not finite is skipped; in the history this amax would hold the scale for a whole window.
         amax = torch.where(amax < float("inf"), amax, 0.0)
         history = torch.cat([self._all("history")[:, 1:], amax.unsqueeze(-1)], dim=-1)
         scale = self._all("scale")

@@ -5,7 +5,7 @@ so that backward only multiplies by the gradient of the sum. Between the two sta
 [T, V] and their FP32 copy. (For 8,192 tokens, a vocabulary of 50,304 and h = 2,048: 0.48 GB, and a chunk of 0.21, instead of 2.47.)
 
 The product that makes the logits may run in FP8, input and weight in E4M3 with a scale each, just in time: a third of the head's work.
-The gradients are those of the logits that came out, by 16-bit products of the unrounded input and weight. Their operands have the widest
+The gradients are those of these logits, by 16-bit products of the unrounded input and weight. Their operands have the widest
 range of the model: softmax minus one-hot spans from 2^-16 to 1 for a vocabulary of 50,000, more than E5M2 and one scale hold well.
 """
 
@@ -31,7 +31,7 @@ _CAST = Cast(E4M3, Current())
 _LOGITS = Product(_CAST, _CAST)  # the full sum: rounding errors of logits enter the loss as they are
 _UNSCALED = Slot(None, None, None)
 
-# Of logits [M, V], labels [M] and weights [M]: the losses [M]; the gradient takes the place of the logits. As `ops.cross_entropy_`.
+# (logits [M, V], labels [M], weights [M]) -> losses [M]; the gradient takes the place of the logits. As `ops.cross_entropy_`.
 CrossEntropy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -53,7 +53,7 @@ def linear_cross_entropy(
         labels: [T] int64, 0 to V - 1; another makes the loss and the gradients NaN.
         weights: [T] FP32, the loss mask; in FP16 at most 15 (the gradients of more overflow).
         chunk_bytes: about so many bytes of logits are held at a time.
-        cross_entropy: of a chunk. Where `weight` is a shard of the vocabulary it exchanges what the ranks have
+        cross_entropy: of a chunk. Where `weight` is a shard of the vocabulary, it exchanges the ranks' parts
             (`msamp.parallel.vocabulary`), and the gradient of `hidden` is this rank's summand.
         fp8: the logits by an FP8 product, accumulated in full.
 

@@ -22,13 +22,13 @@ and then q = cast(x * scale), which rounds to nearest even and saturates at +-fp
 - `e8m0` is a power of two by another rule: emax is the exponent of fp_max (8 of E4M3, 15 of E5M2), so the largest element lands in the
   format's last binade, [2^emax, 2^(emax + 1)). E4M3 ends at 1.75 * 2^8: elements above 448 * scale_inv, up to 512 * scale_inv, saturate,
   as the specification has it. Those of E5M2 saturate likewise above 1.75 * 2^15. scale_inv is one byte, the exponent with bias 127, clamped
-  to 0 at the lower end (2^-127); 254 is never needed, because amax is below 2^128. Read `values` of it for FP32.
+  to 0 at the lower end (2^-127); 254 is never needed, because amax is below 2^128. `values` gives it in FP32.
 
 A block of zeros has scale_inv 1 by the first two rules, and 2^-127 by `e8m0`, which is what its formula and clamp give. A block that holds
 a NaN or an infinity has scale_inv NaN, code 255 of E8M0: all of its values read back as NaN, and so does every product that it enters.
 Its elements are cast by scale 1.
 
-Which blocks each GEMM of a linear layer wants. Blocks of one row run along the dimension that is summed over, because the product of two
+The blocks of each GEMM of a linear layer: blocks of one row run along the dimension that is summed over, because the product of two
 blocks can be scaled only where both scales leave the sum; the summed dimension is the last one of both operands (K-major):
 
 | GEMM | left, 1 x 128 | right | sum over |
@@ -39,9 +39,9 @@ blocks can be scaled only where both scales leave the sum; the summed dimension 
 
 Every one of these is cast once, from the high-precision tensor. So input and grad_output are cast twice, along their rows and along their
 columns, in one read (`msamp.kernels.ops.block_cast`). The input's transpose for grad_weight is cast in forward and kept for backward in
-place of the other: one byte an element and one scale a block, as kept as the other would be. Requantising the kept payload along the other
-dimension, as DeepSeek-V3 does, would round twice, and with `fp32` scales to values that neither cast would give. In `e8m0` there are no
-square blocks: every operand, weights too, is cast in 1 x 32 along the dimension that its GEMM sums over, so a weight is cast twice as well.
+place of the other, at the same size: one byte an element and one scale a block. Requantising the kept payload along the other dimension, as
+DeepSeek-V3 does, would round twice, and with `fp32` scales to values that neither cast would give. In `e8m0` there are no square blocks:
+every operand, weights too, is cast in 1 x 32 along the dimension that its GEMM sums over, so a weight is cast twice as well.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def _power_of_two(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 def _e8m0(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
     emax = _fields(fmt.max)[0] - 127
-    # Of a subnormal amax the exponent field is 0, which says 2^-127: too much, and below the clamp all the same.
+    # The exponent field of a subnormal amax is 0, which says 2^-127: too large, but below the clamp all the same.
     exponent = ((amax.view(torch.int32) >> 23) - emax).clamp(min=0)
     return exponent.masked_fill(~amax.isfinite(), NOT_FINITE).to(torch.uint8)
 

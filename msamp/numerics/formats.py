@@ -37,7 +37,7 @@ class Format:
         return self.dtype.itemsize
 
     def bytes_of(self, shape: Sequence[int]) -> int:
-        """Bytes of a tensor of `shape`: payload, and what its groups have; a scale of the whole tensor does not count."""
+        """Bytes of a tensor of `shape`: the payload and the numbers of its groups; a scale of the whole tensor does not count."""
         *rows, columns = shape or (1,)
         return math.prod(rows) * (columns * self.bytes + (8 * -(-columns // self.group) if self.group else 0))
 
@@ -55,10 +55,10 @@ ALL = (FP32, BF16, FP16, E4M3, E5M2)
 # A torch.float16 tensor as it is: classic FP16 training scales the loss instead. No flag and no state names it.
 PLAIN_FP16 = replace(FP16, scaled=False)
 
-# Of remainders alone: the unit follows from the first component of the pair (`mcf.remainder_payload`).
+# For remainders alone: the unit follows from the first component of the pair (`mcf.remainder_payload`).
 REMAINDER_E4M3 = replace(E4M3, name="remainder-e4m3", scaled=False)
 
-# Of optimizer states alone: FP8 in groups of 128 with dynamic range expansion (`range_expand`).
+# For optimizer states alone: FP8 in groups of 128 with dynamic range expansion (`range_expand`).
 COAT_E4M3 = replace(E4M3, name="coat-e4m3", scaled=False, group=128)
 COAT_E5M2 = replace(E5M2, name="coat-e5m2", scaled=False, group=128)
 EXPANDED = (COAT_E4M3, COAT_E5M2)
@@ -77,7 +77,7 @@ def by_name(name: str) -> Format:
 
 
 def of_dtype(dtype: torch.dtype) -> Format:
-    """The format that stores `dtype`; FP16 with its scale, of which `PLAIN_FP16` is the one without.
+    """The format that stores `dtype`; for FP16 the one with a scale (`PLAIN_FP16` has none).
 
     Raises:
         ValueError: for a dtype that no format stores.

@@ -6,8 +6,8 @@ many sets a tensor has (`scales_shape`), and how one value a set becomes one val
 
     scale = rule(granularity.maxima(x));  payload = quantize(x, granularity.spread(scale, x.shape), fmt)
 
-and read back by `dequantize(payload, granularity.spread(scale_inv, x.shape))`. What a block recipe makes of the maxima is said in
-`msamp.numerics.block_scale`.
+and read back by `dequantize(payload, granularity.spread(scale_inv, x.shape))`. `msamp.numerics.block_scale` says how a block recipe turns
+maxima into scales.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Granularity(Protocol):
         """FP32 of shape `scales_shape(x.shape)`: the amax of each set; +inf where the set holds a NaN or an infinity."""
 
     def spread(self, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """`scales_shape(shape)` -> what broadcasts against `shape`: the value of its set at every element."""
+        """`scales_shape(shape)` -> a shape that broadcasts against `shape`: the value of its set at every element."""
 
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of one value a set of a tensor of `shape`."""

@@ -31,7 +31,7 @@ def saturation_frac(payload: torch.Tensor, fmt: Format) -> float:
     return float((payload.float().abs() == fmt.max).float().mean())
 
 
-# What `msamp.kernels.ops.tally_` adds up, in this order: all but the last two are sums, so that parts of a tensor and ranks may be added.
+# The columns of `msamp.kernels.ops.tally_`: all but the last two are sums, so that parts of a tensor and ranks may be added.
 TALLY = ("elements", "nonzero", "vanished", "saturated", "signal", "noise", "amax", "scale")
 
 
@@ -57,8 +57,8 @@ def judge(tally: Sequence[float]) -> dict[str, float]:
 def edq(update: torch.Tensor, effective: torch.Tensor) -> float:
     """Effective descent quality, <update / |update|, effective> in FP64 [Collage, definition 3.3, equation 3].
 
-    At best the norm of the update. Of an update of zero it is 0: it has no direction, and nothing was lost. An inner product with the
-    update that another optimizer would make is `descent`.
+    At best it is the norm of the update. For an update of zero it is 0: it has no direction, and nothing was lost. An inner product with
+    the update that another optimizer would make is `descent`.
 
     Args:
         update: the update that the optimizer aggregated in its own arithmetic, before it is added (the paper's equation 1); any shape.
@@ -70,8 +70,8 @@ def edq(update: torch.Tensor, effective: torch.Tensor) -> float:
 def descent(wanted: torch.Tensor, effective: torch.Tensor) -> float:
     """<wanted / |wanted|, effective> in FP64: how far the parameters went along an update that was computed in FP32 from the same states.
 
-    It also sees what an optimizer loses before it adds, where `edq`, along the optimizer's own direction, sees the addition alone. Of
-    an update of zero it is 0.
+    It also sees what an optimizer loses before it adds; `edq`, along the optimizer's own direction, sees the addition alone. For an update
+    of zero it is 0.
 
     Args:
         wanted: the update in FP32, any shape.

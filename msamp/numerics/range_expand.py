@@ -1,6 +1,6 @@
 """FP8 by groups [COAT]: dynamic range expansion for optimizer states, plain groups for activations, group scaling.
 
-Of E4M3's range of 2.3e5 a group of Adam's moments uses little. f(x) = sign(x) |x|^k stretches, or squeezes, the range of each group to
+A group of Adam's moments uses little of E4M3's range of 2.3e5. f(x) = sign(x) |x|^k stretches, or squeezes, the range of each group to
 the format's, so that all codes are in use, and no element that was not zero becomes zero.
 
 For x in groups of 128 of a row, with max and min the largest and smallest non-zero magnitudes of a group:
@@ -134,7 +134,7 @@ def quantize_grouped(x: torch.Tensor, fmt: Format, group: Group = ACTIVATION_GRO
 
 
 def two_stage_amax(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Group Scaling [COAT, part 2]: the amax of a tensor in two stages, of which the first is its producer's.
+    """Group Scaling [COAT, part 2]: the amax of a tensor in two stages; its producer takes the first.
 
     Args:
         x: FP32, BF16 or FP16, any shape.

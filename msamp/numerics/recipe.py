@@ -30,7 +30,7 @@ class Cast:
 
     @property
     def element_bytes(self) -> float:
-        """Bytes an element of a large operand, its share of the scales with it: FP32, a byte with `SharedExponent`, one for each set."""
+        """Bytes an element of a large operand with its share of the scales, one for each set: FP32, or a byte with `SharedExponent`."""
         if self.granularity == TENSORWISE:
             return self.format.bytes
         sets = math.prod(self.granularity.scales_shape((LARGE, LARGE))) / LARGE**2
@@ -151,9 +151,8 @@ class Recipe:
         vectors: optimizer formats of norms and biases.
         fp8_wire: whether activations and their gradients travel in FP8 between tensor-parallel ranks, else in `compute`.
         shards_optimizer: whether data-parallel ranks share the optimizer's states without being asked (ZeRO).
-        accumulator: in what several micro-batches of a step add up where nothing else is asked for: "bf16" or "fp32".
-        activations: how the inputs of norms and activations are kept for backward where nothing else is asked for: "compute", as they
-            are, or "coat", in FP8 groups.
+        accumulator: default dtype in which several micro-batches of a step add up: "bf16" or "fp32".
+        activations: default way to keep the inputs of norms and activations for backward: "compute", as they are, or "coat", in FP8 groups.
     """
 
     name: str
@@ -209,7 +208,7 @@ class Recipe:
         """The recipe with its FP8 GEMMs cast in another way, such as one of `GEMMS`.
 
         Operands in blocks do not travel in FP8 (`fp8_wire` becomes False): a block of grad_weight's operands lies along the tokens of
-        several ranks, so what is gathered has to be the values.
+        several ranks, so the values have to be gathered.
 
         Raises:
             ValueError: for a recipe without FP8 GEMMs.
@@ -285,8 +284,8 @@ COLLAGE_PLUS = Recipe(
 )
 COLLAGE_FP8 = Recipe(name="collage-fp8", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_FP8, vectors=_FP8, accumulator="bf16")
 
-# COAT: operands of linear layers with one just-in-time scale a tensor, moments with range expansion, gradients in BF16. The GEMMs see a
-# weight in E4M3 alone, so that is how it stands between steps.
+# COAT: operands of linear layers with one just-in-time scale a tensor, moments with range expansion, gradients in BF16. The GEMMs read a
+# weight in E4M3 alone, so that it is stored in E4M3 between steps.
 COAT = Recipe(
     name="coat",
     compute=BF16_FORMAT,
@@ -315,7 +314,7 @@ def register(recipe: Recipe) -> Recipe:
 
 
 def names() -> tuple[str, ...]:
-    """Of all recipes, the built-in ones first."""
+    """The names of all recipes, the built-in ones first."""
     return tuple(_TABLE)
 
 

@@ -1,4 +1,4 @@
-"""From amax to scale: the power-of-two rule, and which amax it is asked with."""
+"""From amax to scale: the power-of-two rule, and the choice of the amax."""
 
 import functools
 import math
@@ -52,14 +52,13 @@ def inverse(scale: torch.Tensor) -> torch.Tensor:
 
 
 class Scaling(ABC):
-    """A scaling rule: which scale a tensor is cast with, given the amaxes of the steps before.
+    """A scaling rule: the scale of a cast, given the amaxes of the steps before.
 
-    A rule of one's own is a frozen dataclass below this class; a layer refuses anything else. Nothing but `window` and `next_scale` is
-    asked of it.
+    A rule of one's own is a frozen dataclass below this class; a layer refuses anything else. Callers use `window` and `next_scale` alone.
 
     Attributes:
-        window: steps of amax that the rule looks at. Until there are so many, and always with 0, the scale is just-in-time: with 0 it
-            is `next_scale` of the tensor's own amax alone.
+        window: steps of amax that the rule looks at. Until there are so many, and always with 0, the scale is just-in-time. With 0 it is
+            `next_scale` of the tensor's own amax.
     """
 
     window: int
@@ -71,7 +70,7 @@ class Scaling(ABC):
         Args:
             history: FP32 [.., steps], amaxes, the oldest first; `steps` is `window`, or 1 for a rule without one.
             fp_max: largest value of the target format.
-            last: FP32 [..] or a number: the scale kept where the amaxes tell nothing.
+            last: FP32 [..] or a number: the scale kept where no amax is positive and finite.
 
         Returns:
             FP32 [..].
@@ -95,7 +94,7 @@ class Current(Scaling):
 class Exact(Scaling):
     """The FP32 scale that brings the amax onto the end of the format, just in time: DeepSeek-V3's, for blocks.
 
-    scale_inv = amax / fp_max is what is kept, and the scale is its reciprocal (`msamp.numerics.block_scale`, rule "fp32").
+    scale_inv = amax / fp_max is stored, and the scale is its reciprocal (`msamp.numerics.block_scale`, rule "fp32").
     """
 
     window: int = field(default=0, init=False)
@@ -113,7 +112,7 @@ class Exact(Scaling):
 class SharedExponent(Scaling):
     """The power of two that brings the amax into the format's last binade, just in time: E8M0 of OCP Microscaling v1.0, for blocks.
 
-    What lies above fp_max there saturates (`msamp.numerics.block_scale`, rule "e8m0").
+    Values above fp_max saturate (`msamp.numerics.block_scale`, rule "e8m0").
     """
 
     window: int = field(default=0, init=False)
@@ -185,7 +184,7 @@ def check_rule(rule: object, what: str) -> None:
 class AmaxHistory:
     """The amax of the last steps of one tensor and the scale that follows: the definition of delayed scaling, one slot.
 
-    An amax that is not finite enters as 0: its step is skipped, and in the window it would hold the scale for as long.
+    An amax that is not finite enters as 0: its step is skipped, and in the window this amax would hold the scale for a whole window.
 
     `msamp.nn.scaling_state` keeps the same for all tensors of a model in flat arrays.
 

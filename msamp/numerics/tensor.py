@@ -77,7 +77,7 @@ class ScalingTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        # Torch's own would exchange what lies below the wrapper, where nothing lies, and leave payload and scale as they were.
+        # Torch's own would exchange the storage of the wrapper, which has none, and leave payload and scale as they were.
         if value.shape != self.shape:
             raise ValueError(f"values of shape {tuple(value.shape)} for a weight of shape {tuple(self.shape)}; make a new Parameter")
         with torch.no_grad():
@@ -103,7 +103,7 @@ class ScalingTensor(torch.Tensor):
         raise ValueError("a ScalingTensor cannot be moved to shared memory; share its payload and its scale_inv instead")
 
     def storage(self) -> Any:
-        """Refused: the wrapper has none, and what writes a tensor by its memory (safetensors, accelerate) asks for it."""
+        """Refused: the wrapper has no storage, and code that writes a tensor by its memory (safetensors, accelerate) asks for it."""
         raise ValueError(
             "a low-precision weight has no storage of its own to be written by; call msamp.save_plain(model, optimizer) once after "
             "msamp.initialize, so that the model saves plain weights, or save msamp.fp8_state_dict(model), which holds plain tensors, or "

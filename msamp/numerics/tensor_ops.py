@@ -1,10 +1,10 @@
-"""The aten operations that a ScalingTensor knows. Each keeps the payload's precision or says plainly that it leaves it.
+"""The aten operations that a ScalingTensor knows. Each keeps the payload's precision, or says that it gives it up.
 
 An operation enters by one decorated function. Arguments are those of the aten operation, behind the operation itself.
 
 Arithmetic serves work on weights by hand: averages, merged adapters, initialisations, modules that read another module's weight.
-Its result is a plain tensor of the outer dtype; written in place it is computed in FP32 and stored with a new scale. What would inflate a
-weight without being arithmetic (indexing, cutting, joining) stays undefined.
+The result is a plain tensor of the outer dtype; in place it is computed in FP32 and stored with a new scale. Operations that would inflate
+a weight without being arithmetic (indexing, cutting, joining) stay undefined.
 """
 
 import warnings
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 TABLE: dict[Any, Callable[..., Any]] = {}
-_WATCHES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # payload -> a weak reference to what is told
+_WATCHES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # payload -> a weak reference to its observer
 
 
 def _on(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -32,7 +32,7 @@ def _on(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _overloads(*names: str) -> Iterator[Any]:
-    """Those of operations that torch meets: none that writes into an `out`, none of Python's numbers."""
+    """The overloads of operations that torch calls: none that writes into an `out`, none of Python's numbers."""
     for name in names:
         packet = getattr(aten, name)
         for overload in (getattr(packet, each) for each in packet.overloads()):
@@ -53,14 +53,14 @@ def _is_scaling(x: Any) -> bool:
 
 
 class WeightWatch(Protocol):
-    """What wants to know that a weight was written by one of these operations: by hand, not by an optimizer of this library."""
+    """An observer of writes to a weight by one of these operations: by hand, not by an optimizer of this library."""
 
     def weight_was_written(self) -> None:
-        """Is called after each."""
+        """Called after each write."""
 
 
 def watch(weight: "ScalingTensor", told: WeightWatch) -> None:
-    """From now on tell `told`, held weakly, of operations that write into the memory of `weight`."""
+    """From now on notify `told`, held weakly, after operations that write into the memory of `weight`."""
     _WATCHES[weight.payload] = weakref.ref(told)
 
 
@@ -120,7 +120,7 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
 
 @_on(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default, aten.rand_like.default)
 def _plain_like(func: Any, x: "ScalingTensor", *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
-    """A plain tensor of the outer dtype: what optimizers and buffers made beside a parameter expect."""
+    """A plain tensor of the outer dtype, as optimizers and buffers made beside a parameter expect."""
     device = kwargs.pop("device", None) or x.device
     kwargs.pop("pin_memory", None)
     return func(torch.empty(x.shape, dtype=dtype or x.dtype, device=device), *args, **kwargs)
@@ -139,7 +139,7 @@ def _zero_(func: Any, x: "ScalingTensor") -> Any:
 
 
 def _plain(value: Any, dtype: torch.dtype | None) -> Any:
-    """An argument as plain arithmetic takes it: of ScalingTensors the values, in `dtype` (their outer one where None)."""
+    """An argument as plain arithmetic takes it: a ScalingTensor becomes its values, in `dtype` (its outer dtype where None)."""
     if isinstance(value, list | tuple):
         return [_plain(each, dtype) for each in value]
     if _is_scaling(value):

@@ -31,7 +31,7 @@ def scaled_first(gs: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
 
 
 def first_pass(tables: Tables, scaled: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What one read of gradients tells: `grad_stats` of the scaled ones, then the amaxes of the plain ones.
+    """The results of one read of gradients: `grad_stats` of the scaled ones, then the amaxes of the plain ones.
 
     Returns:
         FP32 [2, scaled + plain]: amaxes and scale_invs.

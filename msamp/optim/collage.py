@@ -19,7 +19,7 @@ from msamp.optim.states import Expected, check_state, parameter_names, saved_sta
 
 
 class CollageAdamW(torch.optim.Optimizer):
-    """AdamW on BF16 parameters and gradients, without FP32 copies of them: Collage-light and -plus, and what they are compared with.
+    """AdamW on BF16 parameters and gradients, without FP32 copies of them: Collage-light and -plus, and their baselines.
 
     The update is delta = -lr (m^ / (sqrt(v^) + eps) + weight_decay theta), the decay inside. In the BF16 variants each elementary operation
     is rounded to BF16. Bytes a parameter are those of weight, gradient and all states.
@@ -39,7 +39,7 @@ class CollageAdamW(torch.optim.Optimizer):
     of a weight may be lost in "fp8", below 2^-17 in the other pairs.
 
     State of a parameter: `step`, `exp_avg`, `exp_avg_sq`, and by variant `weight_remainder` (second component or compensation),
-    `exp_avg_sq_remainder`, `master`. A gradient that is not finite is not looked for; `torch.nn.utils.clip_grad_norm_` with
+    `exp_avg_sq_remainder`, `master`. The optimizer does not look for gradients that are not finite; `torch.nn.utils.clip_grad_norm_` with
     `error_if_nonfinite` does.
 
     A group's parameters are updated by one kernel that reads and writes each element once, to the same bits; "d", "d-mw", the options
@@ -52,7 +52,7 @@ class CollageAdamW(torch.optim.Optimizer):
         weight_sum: how "light", "plus" and "fp8" add delta: "fast-two-sum", the paper's, which is exact while `|theta| >= |delta|`, or
             "two-sum", which always is. v is always added by TwoSum, because g^2 often exceeds it.
         eps_inside_root: sqrt(v^ + eps), as algorithm 2 prints it.
-        keep_update: keep what each step wanted and what it did, 16 bytes a parameter, for `edq` and `lost_frac`.
+        keep_update: keep the wanted and the effective update of each step, 16 bytes a parameter, for `edq` and `lost_frac`.
 
     Raises:
         ValueError: for an option out of range and for a parameter or gradient that is not a plain BF16 tensor, before anything has changed.
@@ -122,8 +122,8 @@ class CollageAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """Let the masters of "d" and the second components of pairs follow weights that somebody has written, now, and find writes that no
-        version tells of, such as those through `.data` (Megatron's name). A step does it by itself for all others."""
+        """Update now the masters of "d" and the second components of pairs from weights that were written from outside, also by writes that
+        no version counts, such as those through `.data` (Megatron's name). A step does it by itself for all other writes."""
         self._cast = {}
         for p, state in self.state.items():
             follow_states_(state, p, p)
@@ -180,7 +180,7 @@ class CollageAdamW(torch.optim.Optimizer):
 
     @property
     def update_norm(self) -> float:
-        """Norm of the last update as it was wanted: what `edq` is where nothing was lost."""
+        """Norm of the last wanted update: the value of `edq` where nothing was lost."""
         return float(self._last_update()[0].norm())
 
     def _last_update(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,7 +193,7 @@ class CollageAdamW(torch.optim.Optimizer):
         """Load states in the precision in which they were saved, copied (torch's own would round FP32 states to the parameter's BF16).
 
         Raises:
-            ValueError: where what was saved is not what this optimizer keeps of its parameters: another variant, other names, shapes or
+            ValueError: where the saved states do not fit this optimizer: another variant, other names, shapes or
                 dtypes, values that a state cannot hold; nothing has changed then.
         """
         states, names = saved_states(self, state_dict, "variant"), parameter_names(self)
@@ -266,7 +266,7 @@ def _initial(p: torch.Tensor, variant: Variant) -> dict[str, torch.Tensor]:
 
 
 def _value(p: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What a weight stands for, in FP64."""
+    """The value of a weight, in FP64."""
     if "weight_remainder" in state:
         first, second = mcf.load_pair(p, state["weight_remainder"])
         return first.double() + second

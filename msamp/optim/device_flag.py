@@ -1,4 +1,4 @@
-"""What the device has found, for a host that does not want to wait for it."""
+"""Results of the device that the host reads later, without waiting for it now."""
 
 import torch
 

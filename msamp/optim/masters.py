@@ -1,10 +1,10 @@
-"""Masters that follow weights which others have written.
+"""Masters that follow weights written from outside the optimizer.
 
-A weight with a master beside it is cast from that master after every update. A write of the weight by hand tells the master nothing:
+A weight with a master beside it is cast from that master after every update. A write from outside does not reach the master:
 `model.load_state_dict`, a `copy_`, a new initialisation, an average of weights that is swapped in. The next update would then bring back
-what the weight was before. So before an update each weight that was written since the optimizer's own last write is compared with
-its master, element by element: where the weight is still what the master casts to, the master stays; where it is not, the master takes
-the weight's value. Weights that were saved with their masters pass the comparison whole, whichever of the two was loaded first.
+the weight's former value. So before an update each weight that was written since the optimizer's own last write is compared with its
+master, element by element: where the weight is still what the master casts to, the master stays; where it is not, the master takes the
+weight's value. Weights that were saved with their masters pass the comparison whole, whichever of the two was loaded first.
 """
 
 from collections.abc import Mapping
@@ -24,8 +24,8 @@ _COARSER = 256.0  # how much coarser than it could be a scale may stay: FP16 sti
 
 
 def follow_states_(state: Mapping[str, torch.Tensor], weight: torch.Tensor, whole: torch.Tensor) -> None:
-    """Let what an optimizer keeps of a weight beside it, a master or the second component of a pair, follow it where somebody has written
-    it; arguments as of `follow_weight_`."""
+    """Let the master or the second component of a pair beside a weight follow a weight that was written from outside; arguments as of
+    `follow_weight_`."""
     if updates.MASTER.key in state:
         follow_weight_(state[updates.MASTER.key], weight, whole)
     for key in [key for key, first in updates.remainders().items() if first == updates.WEIGHT and key in state]:
@@ -35,8 +35,8 @@ def follow_states_(state: Mapping[str, torch.Tensor], weight: torch.Tensor, whol
 def follow_weight_(master: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor) -> None:
     """Where `weight` is no longer what `master` casts to, the master takes its value; elsewhere it keeps its own. The host does not wait.
 
-    A finer master within one unit of its last place of a midpoint between two codes casts to either: weights begin as the rounding of the
-    values of which the master is another rounding.
+    A finer master within one ulp of the midpoint between two codes may belong to either code: at first, weight and master are two roundings
+    of the same values.
 
     Args:
         master: in any format, changed in place.
@@ -64,10 +64,10 @@ def follow_weight_(master: torch.Tensor, weight: torch.Tensor, whole: torch.Tens
 
 
 def follow_weight_in_pair_(remainder: torch.Tensor, weight: torch.Tensor) -> None:
-    """Drop the second components of a row in which one is larger than any that its first could have: somebody has written the weight.
+    """Drop the second components of a row in which one is too large for its first component: the weight was written from outside.
 
-    A second component is at most one unit in the last place of its first, 2^-7 of it. Weights of the same size that are written by hand
-    keep theirs, which are below what the weight can show; weights that are put back keep them whole. The host does not wait.
+    A second component is at most one ulp of its first, 2^-7 of it. Weights of the same size that are written by hand keep theirs, which are
+    below the weight's own precision. Weights that are put back keep them whole. The host does not wait.
 
     Args:
         remainder: the second components, in any format of Collage's pairs, changed in place.
@@ -81,14 +81,14 @@ def follow_weight_in_pair_(remainder: torch.Tensor, weight: torch.Tensor) -> Non
 
 
 def _scale(last: torch.Tensor, whole: torch.Tensor, largest: float) -> torch.Tensor:
-    """FP32 0-dim: the scale with which a master is stored that follows `whole`; the last one as long as it serves, which keeps all bits."""
+    """FP32 0-dim: the scale of a master that follows `whole`. The last scale stays as long as it fits, which keeps all bits."""
     amax = grad_stats(None, [whole.detach()], squares=False)[0][0, 0]
     new = scale_from_amax(2.0 * amax, largest, last)  # twice: kept masters may exceed their weights
     return torch.where((amax * last <= largest) & (new <= _COARSER * last), last, new)
 
 
 def version_of(x: torch.Tensor) -> tuple[int, int]:
-    """Changes when somebody writes a weight or a state, but through `.data` of a plain tensor, which counts by itself."""
+    """A number that changes with every write of a weight or a state, except through `.data` of a plain tensor, which counts by itself."""
     x = local(x)
     held = x.payload if isinstance(x, ScalingTensor) else x
     return id(held), held._version

@@ -28,10 +28,10 @@ class Rehearsal:
     Attributes:
         holding: the holding that has these rows.
         before: the master's values, FP32.
-        wanted: as the update computes them, FP32: `MASTER.column`, the column of each state of the update, and `WEIGHT`, the stored master,
-            where a weight is cast from it.
+        wanted: the exact results of the update, FP32: `MASTER.column`, the column of each state of the update, and `WEIGHT`, the stored
+            master, where a weight is cast from it.
         stored: the same names as they will be stored: plain, or ScalingTensors; COAT's moments and Collage's pairs as their FP32 values.
-        rounded: those of the names that are not stored in FP32.
+        rounded: the names that are not stored in FP32.
     """
 
     holding: Holding
@@ -43,8 +43,8 @@ class Rehearsal:
 
 @torch.no_grad()
 def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
-    """The next `step` of `optimizer` with the gradients that are there, rows by rows, on copies. Where it will be skipped, nothing; on a
-    GPU, which is not waited for, an update that changes nothing.
+    """Runs the next `step` of `optimizer` with the present gradients on copies, some rows at a time. Yields nothing where the step will be
+    skipped; on a GPU, which is not waited for, yields an update that changes nothing.
 
     The stored values are those of the step's own kernels, and so are the wanted ones, from states that are FP32 and are not rounded. A
     parameter before its first update has no states, and is left out. Takes the collectives that a step takes. At most `ROWS` elements are
@@ -78,7 +78,7 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
 
 
 def _told(part: Launch, exact: Launch, before: list[torch.Tensor], by_place: dict[int, Holding]) -> Iterator[Rehearsal]:
-    """What a launch on copies has stored, and what the exact one has computed."""
+    """The stored results of a launch on copies, and the exact ones."""
     numbers, formats = _numbers(part), part.formats
     stored = {MASTER.column: _pair(part, WEIGHT)} | {state.column: [decoded(x) for x in _pair(part, state.key)] for state in numbers}
     wanted = {MASTER.column: exact.masters} | {state.column: exact.states[state.key] for state in numbers}

@@ -1,7 +1,7 @@
-"""What of the parameters this process updates, and how several that share the work agree: a part of the optimizer.
+"""The part of the optimizer that says which parameters this process updates, and how processes that share the work agree.
 
 The optimizer measures gradients, decides whether a step can be taken, and launches updates. All of it is about the holdings of this
-process. What they are, where their gradients come from, and what their owners tell each other, a `Shard` says. `Whole` is one process
+process. A `Shard` says what they are, where their gradients come from, and what their owners tell each other. `Whole` is one process
 that updates everything; `msamp.parallel.greedy_zero.ZeRO` spreads parameters over the data-parallel ranks.
 """
 
@@ -19,7 +19,7 @@ from msamp.optim.states import copy_of_rows, view_of_rows
 
 @dataclass(eq=False)
 class Holding:
-    """What one process updates of a parameter: all of it, or (ZeRO) some of its rows.
+    """The part of a parameter that one process updates: all of it, or (ZeRO) some of its rows.
 
     Attributes:
         param: the parameter.
@@ -29,7 +29,7 @@ class Holding:
         weight: what is updated in place, the parameter itself or a view of its rows; `optimizer.state` is keyed by it.
         rows: which rows along dim 0 that is; None for all.
         place: its number over all holdings of this process.
-        grad: in this step, in the group's gradient format.
+        grad: of this step, in the group's gradient format.
     """
 
     param: torch.Tensor
@@ -58,13 +58,13 @@ class Shard(Protocol):
         """How many processes share the work."""
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """ValueError for a parameter group of which a parameter cannot be shared."""
+        """ValueError for a parameter group with a parameter that cannot be shared."""
 
     def holdings(self, wholes: Sequence[Holding]) -> list[Holding]:
-        """What this process updates of whole parameters, in their order, with the same `weight` at every call."""
+        """This process's holdings of whole parameters, in their order, with the same `weight` at every call."""
 
     def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
-        """Those holdings that have a gradient in this step, with it."""
+        """The holdings that have a gradient in this step, with that gradient."""
 
     def largest(self, table: torch.Tensor) -> torch.Tensor:
         """FP32 [.., parameters] maxima of this process's holdings -> those of whole parameters."""
@@ -76,7 +76,7 @@ class Shard(Protocol):
         """After the update: bring every process's parameters up to date.
 
         Args:
-            scale_invs: parameter -> the FP32 0-dim scale_inv that its owner has stored; of those with a scale. Empty for one process.
+            scale_invs: parameter -> the FP32 0-dim scale_inv that its owner has stored, for parameters with a scale. Empty for one process.
         """
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""How an optimizer state is stored: the seam of every state format, what can be asked of any stored state, and where a master weight is.
+"""How an optimizer state is stored: the interface of every state format, queries of any stored state, and the place of a master weight.
 
 A format says how a state begins. The update loads and stores it (`msamp.kernels.reference`). A stored state is one of three:
 
@@ -6,7 +6,7 @@ A format says how a state begins. The update loads and stores it (`msamp.kernels
 - a ScalingTensor, E4M3, E5M2 or FP16 with one scale a tensor, which follows from a bound of what is stored (FP8-LM section 2.2);
 - `Expanded`, E4M3 or E5M2 with a maximum and an exponent for each group of 128 of a row [COAT, part 1].
 
-`optimizer.state[p]` holds tensors alone. What an `Expanded` state has beside its payload stands there under keys of its own: `begun` and
+`optimizer.state[p]` holds tensors alone. The maxima and exponents of an `Expanded` state stand there under keys of their own: `begun` and
 `by_key` take a state apart, `as_stored` puts it together.
 
 A master weight is the parameter itself where that is stored in the master's format, else a copy beside it in the optimizer's state.
@@ -23,7 +23,7 @@ from msamp.numerics.formats import FP32, PLAIN_FP16, Format, of_dtype
 from msamp.numerics.range_expand import STATE_GROUP, Expanded
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
-MAX, EXPONENT = "_max", "_k"  # what follows the state's name in the keys of its groups' numbers
+MAX, EXPONENT = "_max", "_k"  # suffixes of the state's name in the keys of its groups' numbers
 Stored = torch.Tensor | Expanded
 
 
@@ -36,7 +36,7 @@ class StateFormat(Protocol):
         """A state of zeros in the shape and on the device of `like`."""
 
     def beside(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What else such a state takes, as it begins, by what follows the state's name in its key."""
+        """The other tensors of such a state as it begins, by the suffix of the state's name in their key."""
 
 
 class PlainFormat:
@@ -98,17 +98,17 @@ def begun(key: str, fmt: Format, like: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def by_key(key: str, x: Stored) -> dict[str, torch.Tensor]:
-    """The inverse of `as_stored`: what stands in the optimizer's state."""
+    """The inverse of `as_stored`: the entries of the optimizer's state."""
     return {key: x.payload, key + MAX: x.max, key + EXPONENT: x.k} if isinstance(x, Expanded) else {key: x}
 
 
 def as_stored(state: Mapping[str, torch.Tensor], key: str) -> Stored:
-    """A state with what stands beside it: what the update loads and stores."""
+    """A state together with the tensors beside it, as the update loads and stores it."""
     return Expanded(state[key], state[key + MAX], state[key + EXPONENT]) if key + MAX in state else state[key]
 
 
 def local(x: Any) -> Any:
-    """What this process holds of a DTensor (FSDP2's sharded parameters and their gradients); anything else as it is."""
+    """This process's part of a DTensor (FSDP2's sharded parameters and their gradients); any other tensor as it is."""
     return getattr(x, "_local_tensor", x)
 
 
@@ -118,7 +118,7 @@ def is_scaled(x: Stored) -> bool:
 
 
 def payload(x: Stored) -> torch.Tensor:
-    """What is stored of a tensor's elements, in their memory."""
+    """The stored elements of a tensor, in their memory."""
     x = local(x)
     return x.payload if isinstance(x, ScalingTensor | Expanded) else x.detach()
 
@@ -184,7 +184,7 @@ def make_master(p: torch.Tensor, master: Format, values: torch.Tensor | None = N
     Args:
         p: the parameter.
         master: the copy's format.
-        values: what the parameter was before it was rounded to its own format (any float dtype); its values by default.
+        values: the parameter before it was rounded to its own format (any float dtype); by default its present values.
     """
     p = local(p)
     values = fp32_values(p if values is None else values).to(p.device)
@@ -197,7 +197,7 @@ def make_master(p: torch.Tensor, master: Format, values: torch.Tensor | None = N
 
 @dataclass(frozen=True)
 class Expected:
-    """What a saved state has to be.
+    """The requirements on a saved state.
 
     Attributes:
         like: a tensor of its shape and format, which may be on the meta device.
@@ -209,7 +209,7 @@ class Expected:
 
 
 def expected_moment(key: str, fmt: Format, shape: torch.Size, *, non_negative: bool) -> dict[str, Expected]:
-    """Of a state in `fmt`: what `begun` would put under its keys."""
+    """For a state in `fmt`: what `begun` would put under its keys."""
     least = {key: 0.0 if non_negative else -math.inf, key + MAX: 0.0, key + EXPONENT: FP32.tiny}
     return {name: Expected(x, least[name]) for name, x in begun(key, fmt, torch.empty(shape, device="meta")).items()}
 
@@ -220,7 +220,7 @@ def check_state(name: str, state: Mapping[str, Any], expected: Mapping[str, Expe
     Args:
         name: the parameter's, for messages.
         state: as it stands in the optimizer's state; of any device.
-        expected: by key, what it has to be.
+        expected: the requirements, by key.
         whole: False where some of the expected states may be lacking.
     """
     remedy = "load what this model and this optimizer have saved, or start from the weights alone"
@@ -246,19 +246,19 @@ def check_state(name: str, state: Mapping[str, Any], expected: Mapping[str, Expe
 
 
 def _described(x: Any) -> str:
-    """Format and shape, as two states that may replace each other have them."""
+    """Format and shape; equal for two states that may replace each other."""
     if not isinstance(x, torch.Tensor):
         return f"a {type(x).__name__}"
     return f"{f'{x.payload.dtype} with a scale' if isinstance(x, ScalingTensor) else x.dtype} {tuple(x.shape)}"
 
 
 def saved_states(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], option: str) -> dict[int, dict[str, torch.Tensor]]:
-    """What `state_dict` has saved of each parameter, in the precision in which it was saved. Changes nothing.
+    """The saved states of each parameter in `state_dict`, in the precision in which they were saved. Changes nothing.
 
     Args:
         optimizer: which is to load it.
         state_dict: as torch's optimizers make them.
-        option: of the groups' options, that which says what the states are; it must be the optimizer's own.
+        option: the group option that says what the states are; it must equal the optimizer's own.
 
     Returns:
         Number of a parameter over all groups -> its states as saved; those without any left out.
@@ -302,7 +302,7 @@ def take_groups(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any])
 
 
 def parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What messages call each parameter, over all groups: its name where its group has names, else its place."""
+    """The name of each parameter in messages, over all groups: its own where its group has names, else its place."""
     names: list[str] = []
     for number, group in enumerate(optimizer.param_groups):
         places = [f"parameter {i} of group {number}" for i in range(len(group["params"]))]

@@ -39,7 +39,7 @@ def grad_sync(
     params = [p for p in model.parameters() if p.requires_grad and p in formats]
     params.reverse()
     ranks = 1 if group is None else dist.get_world_size(group)
-    # What leaves late for such a sum shares no bucket with what need not wait.
+    # A gradient that leaves late for such a sum shares no bucket with one that need not wait.
     sums = [(others, members) for others, members in sums if members and others.ranks > 1]
     summed = {p for _, members in sums for p in members}
     kinds = [formats[p].name + (" summed" if p in summed else "") for p in params]

@@ -1,11 +1,12 @@
 """FSDP2 over FP8: weights that `torch.distributed.fsdp.fully_shard` cuts into rows and gathers in FP8, and our optimizer on the rows.
 
-`fully_shard` keeps of each parameter a share of its rows on each rank, gathers the whole before a forward or backward that needs it, and
+`fully_shard` keeps a share of each parameter's rows on each rank, gathers the whole before a forward or backward that needs it, and
 averages gradients into shares again. A tensor subclass may say what is gathered: `fsdp_pre_all_gather` gives the bytes that this rank
-sends, `fsdp_post_all_gather` makes of all ranks' bytes the parameter that the layer computes with. `ShardedWeight` is such a subclass.
+sends, `fsdp_post_all_gather` turns all ranks' bytes into the parameter that the layer computes with. `ShardedWeight` is such a subclass.
 Between steps it is a ScalingTensor in FP16 with one scale for all ranks. It sends one byte an element: the codes in which the GEMM takes
 the weight on one process. So the ranks must know the amax of the whole weight before they cast their rows. `FSDP.measure` takes the
-amaxes of all weights after each update, in one small all-reduce; a weight that somebody has written since is measured when it is gathered.
+amaxes of all weights after each update, in one small all-reduce; a weight that was written from outside since then is measured when it is
+gathered.
 
 `FSDP` is the optimizer's `Shard`: each rank updates its rows. Rows share the scales of their tensor, as pieces do under greedy ZeRO, and
 the norm is added in integers. So weights and states do not depend on the number of ranks for the same gradients.
@@ -122,7 +123,7 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
     return ScalingTensor.__torch_dispatch__(func, (), (target, source, non_blocking))
 
 
-# What fully_shard does to cut a parameter and to pad its rows.
+# The operations by which fully_shard cuts a parameter and pads its rows.
 _CUTS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.split.Tensor, aten.slice.Tensor, aten.as_strided.default), _same_scale),
     **dict.fromkeys((aten.new_zeros.default, aten.new_empty.default), _new),
@@ -165,7 +166,7 @@ class FSDP:
     A gradient is the average that FSDP leaves in `p.grad`, quantised in the step with one scale for all ranks.
 
     Args:
-        casts: by parameter, how the GEMMs of its layer cast it: of those that are gathered in FP8.
+        casts: for each parameter that is gathered in FP8, how the GEMMs of its layer cast it.
         group: the ranks of the mesh.
 
     Attributes:
@@ -267,7 +268,7 @@ class FSDP:
         return found
 
     def whole(self, rows: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """The tensor of which every rank has the rows that it has of `p`, on every rank; collective."""
+        """The whole tensor on every rank, from each rank's rows of it, which are those of `p`; collective."""
         assert isinstance(p, DTensor)
         held, scale = payload(rows).contiguous(), scale_inv(rows)
         width = p.shape[1:].numel()
@@ -281,7 +282,7 @@ class FSDP:
 
 
 def sharded_casts(model: nn.Module) -> dict[torch.Tensor, Cast]:
-    """By parameter, how the FP8 layers of a sharded model cast their weights."""
+    """Parameter -> cast, for the weights of the FP8 layers of a sharded model."""
     return {
         layer.weight: layer.scaling.gemm.weight for layer in model.modules() if isinstance(layer, FP8Linear) and is_scaled(layer.weight)
     }

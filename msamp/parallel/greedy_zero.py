@@ -52,7 +52,7 @@ class ZeRO:
         overlap: let the gathering go on after `step`, on a GPU.
 
     Attributes:
-        gathers: False leaves new weights with their owners: what a benchmark sets to see what gathering costs.
+        gathers: False leaves new weights with their owners: a benchmark sets it to measure the cost of gathering.
 
     Raises:
         ValueError: a `sync` that does not shard. The optimizer refuses a parameter that `sync` does not know (also one added later) or
@@ -73,7 +73,7 @@ class ZeRO:
 
     @property
     def ranks(self) -> int:
-        """Of the data-parallel group."""
+        """The ranks of the data-parallel group."""
         return self.sync.peers.ranks
 
     def check(self, group: Mapping[str, Any]) -> None:
@@ -104,7 +104,7 @@ class ZeRO:
         return any(segment.rows != p.shape[0] for segment in bucket.segments if bucket.params[segment.index] is p)
 
     def holdings(self, wholes: Sequence[Holding]) -> list[Holding]:
-        """What this rank owns, in parameter order."""
+        """The holdings that this rank owns, in parameter order."""
         return [holding for holding, _ in self._owned(wholes)]
 
     def _owned(self, wholes: Sequence[Holding]) -> list[tuple[Holding, Segment]]:
@@ -118,7 +118,7 @@ class ZeRO:
         return owned
 
     def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
-        """Those of which `sync` has left the averaged gradient here."""
+        """The holdings with an averaged gradient of `sync` on this rank."""
         found = []
         for holding, segment in self._owned(wholes):
             holding.grad = segment.grad
@@ -248,7 +248,8 @@ def GreedyZeRO(params: Iterable[Any], sync: GradSync, *args: Any, overlap: bool 
 
 
 def _view(p: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, slice | None]:
-    """What an owner updates of a parameter, in its memory; the scale of a cut one is its own copy, since each piece stores it."""
+    """The rows of a parameter that an owner updates, in its memory. A piece of a cut parameter has its own copy of the scale, since each
+    piece stores it."""
     if p.dim() == 0 or segment.rows == p.shape[0]:
         return p, None
     rows = slice(segment.row, segment.row + segment.rows)

@@ -1,4 +1,4 @@
-"""What lies between sequence- and tensor-parallel regions: converter g and its conjugate (FP8-LM section 2.3, Figure 2).
+"""The exchange between sequence- and tensor-parallel regions: converter g and its conjugate (FP8-LM section 2.3, Figure 2).
 
 Rows are gathered, and partial sums added up, with the conversion to FP8 before the collective. Without sequence parallelism nothing is
 gathered, and an all-reduce takes the place of the reduce-scatter.
@@ -37,7 +37,7 @@ def start_gather(payload: torch.Tensor, peers: Peers, label: str) -> Callable[[]
         label: under which the bytes are counted, such as "input all-gather".
 
     Returns:
-        What waits, on a GPU in the stream alone, and gives [ranks M, N], rank after rank.
+        A function that waits, on a GPU in the stream alone, and returns [ranks M, N], rank after rank.
     """
     pending = peers.start_all_gather(payload.view(-1), [payload.numel()] * peers.ranks, f"an activation ({label})", KIND, label)
     return lambda: pending.wait().view(gathered_shape(payload.shape, peers))
@@ -56,13 +56,13 @@ def start_sum(
         partial: contiguous [M, N] FP32, BF16 or FP16; overwritten where NCCL sums it.
         peers: the ranks.
         role: "output" or "grad_input"; bytes are counted under "{role} reduce-scatter" or "{role} all-reduce".
-        scatter: leave on each rank its block of M / ranks rows, of which M must be a multiple; else the whole sum.
+        scatter: leave on each rank its block of M / ranks rows, where M is a multiple of the ranks; else the whole sum.
         wire: slot and cast of each rank's own, with one scale a tensor. None: the sum travels in the dtype of `partial`, summed by NCCL
             itself, or by copies and over other backends in FP32 in rank order and rounded once.
 
     Returns:
-        What waits, on a GPU in the stream alone, and gives [M / ranks, N] or [M, N] in the dtype of `partial`; the whole
-        sum is bitwise the same on all ranks.
+        A function that waits, on a GPU in the stream alone, and returns [M / ranks, N] or [M, N] in the dtype of `partial`; the whole sum
+        is bitwise the same on all ranks.
     """
     if peers.ranks == 1:
         return lambda: partial

@@ -1,25 +1,48 @@
 """Column- and row-parallel FP8 linear layers: their activations travel in FP8 in both directions (FP8-LM section 2.3, Figure 2).
 
-What: T ranks share one linear layer. A column-parallel layer holds W [outputs / T, inputs] and takes the whole input; with sequence
-parallelism each rank has x [tokens / T, inputs], which is gathered. A row-parallel layer holds W [outputs, inputs / T]; its partial
-outputs [tokens, outputs] are added up over the ranks, and with sequence parallelism each rank keeps its tokens.
+What: T ranks share one linear layer of K inputs and N outputs. With sequence parallelism each rank holds n / T of the n tokens between
+the layers. A column-parallel layer cuts W along its outputs, and a row-parallel layer along its inputs:
+
+    column, W_i [N / T, K]    forward     x_i [n / T, K] -> q(x_i) E4M3 -> all-gather: q(x) [n, K] -> y_i = q(x) W_i^T [n, N / T]
+                              backward    dx_i = q(g_i) W_i [n, K] -> E5M2 -> reduce-scatter in FP32 -> dx [n / T, K]
+                                          dW_i = q(g_i)^T q(x) [N / T, K]
+    row, W_i [N, K / T]       forward     x_i [n, K / T] -> q(x_i) E4M3 -> y_i = q(x_i) W_i^T [n, N] -> reduce-scatter -> y [n / T, N]
+                              backward    g [n / T, N] -> q(g) E5M2 -> all-gather [n, N] -> dx_i = q(g) W_i [n, K / T]
+                                          dW_i = q(g)^T q(x_i) [N, K / T]
+
+Without sequence parallelism nothing is gathered, and an all-reduce takes the place of each reduce-scatter.
 
 Why FP8 here: each half of a transformer layer moves its activations twice in forward and twice in backward. A payload of one byte halves
-what BF16 moves. For n tokens of width h under sequence parallelism each rank sends, in bytes,
+what BF16 moves. For n tokens of width h under sequence parallelism each rank sends, in bytes:
 
-    gather of the input          (T - 1) / T n h        E4M3; again in backward where a rank keeps its shard alone
-    sum of the output            (T - 1) / T 2 n h      BF16, or half of it with wire "fp8"
-    gather of the grad_output    (T - 1) / T n h        E5M2
-    sum of grad_input            (T - 1) / T n h        E5M2, each rank's part with the shared scale, added up in FP32 in rank order
+    gather of the input          (T - 1) / T n h      E4M3; again in backward where a rank keeps its shard alone
+    sum of the output            (T - 1) / T 2 n h    BF16, or half of it with wire "fp8"
+    gather of the grad_output    (T - 1) / T n h      E5M2
+    sum of grad_input            (T - 1) / T n h      E5M2
 
-Tensors are quantised first and gathered once: the gathered payload is the GEMM's operand as it is. What travels has one scale on all
-ranks of the group. With delayed scaling that costs nothing, since histories are rolled over the group; just in time it costs an
-all-reduce of one number a cast. A value that is not finite makes the results of its own rank NaN, and may not show on the others:
-the gradients' norm is combined over the group before anything is decided by it.
+How the sum is taken: each rank casts its part with the shared scale and sends every other rank the slice that this one owns. The owner
+adds the T payloads in FP32, in rank order. A sum in FP8 at each hop would round T - 1 times.
 
-What was tried: the sum of the output in FP8 halves its bytes and gains little of a step, since collectives of this size wait more than they
-move; so BF16 is the default. Cutting a GEMM into chunks with NCCL beside it lost to one after the other: NCCL takes multiprocessors. Copies
-through memory that the ranks share need none (`msamp.comm.copies`). `tools/bench/LOG.md` has the times.
+Scales: a tensor is cast first and gathered once, and the gathered payload is the GEMM's operand as it is. So each tensor that travels has
+one scale on all ranks of the group. With delayed scaling that costs nothing, since the histories are rolled over the group. Just in time
+it costs an all-reduce of one number for each cast. The partial sums have a row of their own in the layer's `LinearScaling`. A weight has
+one scale on each rank, since no weight travels here.
+
+Kept for backward: by default the rank's own E4M3 shard of a column layer's input, [n / T, K], which is gathered again while grad_input's
+GEMM runs. `saved_input="gathered"` keeps [n, K]: no second gather, and T times the memory.
+
+A value that is not finite makes the results of its own rank NaN, and may not show on the others. The gradients' norm is combined over the
+group before anything is decided by it.
+
+What was tried, with the times in `tools/bench/LOG.md`:
+
+- The output's sum in FP8 (`--tp-wire fp8`) halves its bytes and gains about 1 % of a step at 1.3B: collectives of this size wait more than
+  they move. BF16 is the default.
+- One kernel that adds the E5M2 parts up, 16 us where torch took five; and a norm's kernel that leaves the FP8 shard, so that no cast stands
+  before the gather. Both made the step faster.
+- A GEMM cut into chunks with NCCL beside it lost to GEMM and NCCL in turn: NCCL takes multiprocessors. Copies through memory that the
+  ranks share take none (`msamp.comm.copies`).
+- Without sequence parallelism, a step at O3 cannot be captured as a CUDA graph.
 """
 
 from collections.abc import Callable

@@ -1,12 +1,11 @@
 """The LM head and its cross entropy over a vocabulary with rows spread over tensor-parallel ranks.
 
-Each rank holds W [V / T, h] and sees every token. Its logits are T-th parts of rows, and the softmax of a row wants of each rank the
-largest logit, the sum of exponentials and the label's logit: three FP32 numbers a token are gathered, once a chunk. Everything else is as
-without tensor parallelism (`msamp.nn.vocabulary_loss`): no more than a chunk of the logits is ever held, and gradients are computed in
-forward.
+Each rank holds W [V / T, h] and sees every token. Its logits are T-th parts of rows. The softmax of a row needs three FP32 numbers from
+each rank: the largest logit, the sum of exponentials and the label's logit. They are gathered once a chunk. Everything else is as without
+tensor parallelism (`msamp.nn.vocabulary_loss`): no more than a chunk of the logits is ever held, and gradients are computed in forward.
 
-With sequence parallelism each rank comes with its tokens, which are gathered in the compute dtype; the ranks' summands of their gradient
-are added up, and each rank keeps its own tokens'.
+With sequence parallelism each rank starts from its own tokens, which are gathered in the compute dtype. The ranks' summands of their
+gradient are added up, and each rank keeps those of its tokens.
 
 megatron-core's vocabulary-parallel cross entropy copies all logits to FP32, passes over them five times and exchanges three times.
 """
@@ -67,7 +66,7 @@ def vocabulary_parallel_cross_entropy(
 
 
 class _OfAllRanks(torch.autograd.Function):
-    """Rows gathered, or the same on all ranks as they are; in backward the ranks' gradients are added up."""
+    """Gathers rows, or passes on rows that all ranks have; in backward the ranks' gradients are added up."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, peers: Peers, sequence_parallel: bool) -> torch.Tensor:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: this rank's share of the tensors, each under its name in the whole model, and what is not a tensor.
+"""The content of a checkpoint: this rank's share of the tensors, each under its name in the whole model, and plain values.
 
 model/NAME                    weights (payloads) and the scaling state of the linear layers
 STATE/NAME                    optimizer states under the keys that the update declares (`msamp.optim.updates`), in their own formats:
@@ -31,12 +31,12 @@ from msamp.optim.states import Stored, as_stored, group_numbers, payload, scale_
 
 
 def at(key: str, offset: Sequence[int]) -> str:
-    """Key of what belongs to the chunk of `key` at `offset`."""
+    """Key of an entry that belongs to the chunk of `key` at `offset`."""
     return f"{key}@{','.join(map(str, offset))}"
 
 
 def scale_key(key: str, offset: Sequence[int]) -> str:
-    """Where the `scale_inv` of a chunk stands."""
+    """Key of the `scale_inv` of a chunk."""
     return at(f"{key}.scale_inv", offset)
 
 
@@ -73,7 +73,7 @@ def info(training: Training, spoiled: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def items(training: Training) -> list[Item]:
-    """The chunks that this rank stores; what several ranks hold alike is in the list of one of them."""
+    """The chunks that this rank stores; one of several ranks with the same chunk stores it."""
     where, found = places(training.model), list(_rng_items(training.grid))
     share = _Share(training.grid.copies)
     for name, x in training.model.state_dict().items():
@@ -95,7 +95,7 @@ def items(training: Training) -> list[Item]:
 
 
 class _Share:
-    """Deals what all `copies` hold to the one that has least to write; every rank deals alike."""
+    """Assigns what all `copies` hold to the rank with the least to write; every rank assigns alike."""
 
     def __init__(self, copies: Ranks) -> None:
         self.copies, self.loads = copies, [0] * copies.size
@@ -107,12 +107,12 @@ class _Share:
 
 
 def group_keys(key: str, offset: Sequence[int]) -> tuple[str, str]:
-    """Where maxima and exponents of the groups of a chunk in COAT's format stand."""
+    """Keys of the maxima and exponents of the groups of a chunk in COAT's format."""
     return at(f"{key}.max", offset), at(f"{key}.k", offset)
 
 
 def _chunks(prefix: str, where: Sequence[Place], x: Stored, rows: slice | None = None) -> Iterator[Item]:
-    """`x`: the local tensor, or of it the `rows` that a holding has."""
+    """`x`: the local tensor, or the `rows` of it that a holding has."""
     for place in where:
         found = place.within(rows) if place.first else None
         if found is None:
@@ -128,7 +128,7 @@ def _chunks(prefix: str, where: Sequence[Place], x: Stored, rows: slice | None =
 
 
 def _scalars(prefix: str, where: Sequence[Place], x: Tensor, rows: slice | None) -> Iterator[Item]:
-    """The rank with a tensor's first element stores what the tensor has once."""
+    """The rank with a tensor's first element stores the values that the tensor has once."""
     for place in where:
         found = place.within(rows) if place.first else None
         if found is not None and not any(found[1]):

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: the names in a folder of checkpoints, which of them is taken, and how one comes and goes at a stroke.
+"""Checkpoints on disk: the names in a folder of checkpoints, the choice of the one to load, and how one appears and goes atomically.
 
     ROOT/iter_0000100/           a checkpoint: a data file of each rank, `plan.json`, and `checkpoint.json` written last
     ROOT/iter_0000200.partial/   one that is being written, or that a kill has left
@@ -6,8 +6,9 @@
 
 `checkpoint.json` holds what is not a tensor, the size and the SHA-256 of every other file, and a seal over itself.
 
-The marker names the newest healthy checkpoint (`megatron.lm.health`). It is obeyed: people go back by editing it. Where what it names is
-damaged, the next older healthy one of the same run (`megatron.lm.identity`) is taken; where it is missing or unreadable, the newest.
+The marker names the newest healthy checkpoint (`megatron.lm.health`). It is obeyed: people go back by editing it. Where the checkpoint that
+it names is damaged, the next older healthy one of the same run (`megatron.lm.identity`) is taken; where the marker is missing or
+unreadable, the newest.
 """
 
 import hashlib
@@ -31,12 +32,12 @@ _BLOCK = 2**22
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration stands, in Megatron-LM's spelling."""
+    """Folder of the checkpoint of an iteration, in Megatron-LM's spelling."""
     return root / f"iter_{iteration:07d}"
 
 
 def partial_folder(folder: Path) -> Path:
-    """Where a checkpoint is written before it is whole."""
+    """Folder in which a checkpoint is written before it is whole."""
     return folder.with_name(folder.name + ".partial")
 
 
@@ -47,7 +48,7 @@ def iteration_of(folder: Path) -> int | None:
 
 
 def marked_iteration(root: Path) -> int | None:
-    """What the marker file names; None where it is missing or names no iteration."""
+    """The iteration that the marker file names; None where it is missing or names none."""
     try:
         return int((root / LATEST_CHECKPOINT_FILE).read_text(encoding="utf-8").strip())
     except (OSError, ValueError):
@@ -60,7 +61,7 @@ def exists(root: Path) -> bool:
 
 
 def _numbered(root: Path) -> Iterator[tuple[int, Path]]:
-    """Iterations and folders of what stands under the names of checkpoints."""
+    """Iterations and folders of all entries with the names of checkpoints."""
     if root.is_dir():
         for path in root.iterdir():
             number = iteration_of(path)
@@ -101,10 +102,10 @@ def write_info(folder: Path, info: dict[str, Any]) -> None:
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """What `checkpoint.json` of a checkpoint holds, one of an older version in the settings of today (`versions`).
+    """The content of a checkpoint's `checkpoint.json`; an older version is translated into today's settings (`versions`).
 
     Raises:
-        ValueError: the folder is not a whole checkpoint of a version that is read, or stands under the name of another iteration; saying
+        ValueError: the folder is not a whole checkpoint of a version that is read, or has the name of another iteration; the message says
             why. File contents are judged by `check_files`.
     """
     info, file, number = sealed_info(folder), folder / INFO_FILE, iteration_of(folder)
@@ -121,7 +122,7 @@ def read_info(folder: Path) -> dict[str, Any]:
 
 
 def sealed_info(folder: Path) -> dict[str, Any]:
-    """As `read_info`, whatever became of the other files and of the folder's name."""
+    """As `read_info`, without a look at the other files and the folder's name."""
     file = folder / INFO_FILE
     if not file.is_file():
         raise ValueError(f"{folder} {_what_it_is(folder)}")
@@ -161,14 +162,14 @@ def _what_it_is(folder: Path) -> str:
 
 
 class Candidates(NamedTuple):
-    """Folders that may hold the checkpoint to load, best first, and what is to be said of others."""
+    """Folders that may hold the checkpoint to load, best first, and lines about the others."""
 
     folders: list[Path]
     remarks: list[str]
 
 
 def candidates(root: Path, iteration: int | None = None, *, unhealthy: bool = False) -> Candidates:
-    """What may be loaded from `root`: the marked checkpoint, then those older than it from the newest down, without the unhealthy ones and
+    """The checkpoints that may be loaded from `root`: the marked one, then older ones from the newest down, without unhealthy ones and
     those of other runs. One that cannot be read is among them, so that its reader says what is wrong.
 
     Args:
@@ -214,7 +215,7 @@ def _one_run(newer: dict[str, Any], older: dict[str, Any]) -> bool:
 
 
 def owner(root: Path) -> dict[str, Any] | None:
-    """`checkpoint.json` of the checkpoint that tells which run `root` holds: the marked one, else the newest that can be read."""
+    """`checkpoint.json` of the checkpoint that identifies the run in `root`: the marked one, else the newest that can be read."""
     marked = marked_iteration(root)
     for _, path in sorted(_numbered(root), key=lambda pair: (pair[0] == marked, pair[0]), reverse=True):
         try:
@@ -241,7 +242,7 @@ def latest(root: Path, iteration: int | None = None, *, unhealthy: bool = False,
     With `say`, tells on stdout which ones it passed over, and why.
 
     Raises:
-        ValueError: there is none; what is wrong with each, and what to do.
+        ValueError: there is none; the message says what is wrong with each, and what to do.
     """
     offered = candidates(root, iteration, unhealthy=unhealthy)
     problems: list[str] = []
@@ -291,7 +292,7 @@ def publish(folder: Path, *, mark: bool = True) -> None:
 
 
 def _mark(folder: Path) -> None:
-    """Have the marker name a checkpoint."""
+    """Write the name of a checkpoint into the marker."""
     with written_aside(folder.with_name(LATEST_CHECKPOINT_FILE)) as stream:
         stream.write(str(iteration_of(folder)).encode())
 
@@ -322,8 +323,8 @@ def remove(folder: Path) -> None:
 
 
 def prune(newest: Path, keep: int, *, settled: bool) -> None:
-    """Delete the checkpoints of a run up to `newest`, the last that it saved, but for the last `keep` and the newest healthy ones: two,
-    since the steps to come may `condemn` one of them, or one where `newest` is healthy and that is `settled`.
+    """Delete the checkpoints of a run up to `newest`, the last that it saved, except for the last `keep` and the newest healthy ones. It
+    keeps two healthy ones, since the steps to come may `condemn` one of them, or one where `newest` is healthy and that is `settled`.
     """
     last = sealed_info(newest)
     mine: list[tuple[int, bool, bool, Path]] = []  # iteration, not a replaced one, healthy
@@ -344,8 +345,8 @@ def prune(newest: Path, keep: int, *, settled: bool) -> None:
 
 
 def tidy(root: Path) -> list[str]:
-    """Clear up in a folder that this job holds: delete what kills have left of saves, and write a marker anew that is missing or
-    unreadable. Returns lines that say so.
+    """Clear up a folder that this job holds: delete the remains of killed saves, and rewrite a missing or unreadable marker. Returns lines
+    that say so.
     """
     said = []
     for path in sorted(root.glob("iter_*.partial")):

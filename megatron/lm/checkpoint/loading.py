@@ -1,4 +1,4 @@
-"""Resuming: the newest whole checkpoint, on whatever grid, with or without ZeRO, and at whatever level it was written."""
+"""Resuming from the newest whole checkpoint, whatever its grid and level, with or without ZeRO."""
 
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
@@ -40,7 +40,7 @@ _FREE = {"attention_backend", "hidden_dropout", "attention_dropout", "init_metho
 
 @dataclass(kw_only=True)
 class _Taken:
-    """What a rank takes from a checkpoint, in the formats of this run, on the CPU.
+    """A rank's part of a checkpoint, in the formats of this run, on the CPU.
 
     Attributes:
         model: weights and buffers, by local name.
@@ -49,7 +49,7 @@ class _Taken:
             part of the weight.
         mu: by local name.
         loss_scale: state of FP16's dynamic loss scale; None where the saved run, or this one, has none.
-        rng: None where this rank's is not there.
+        rng: None where the checkpoint has none for this rank.
         with_states: whether the optimizer's states are taken; else all others start anew.
         requantised: tensors that could not keep their bits.
     """
@@ -68,10 +68,10 @@ def load(training: Training) -> None:
     """Resume from `--load`: the marked checkpoint there, or that of `--ckpt-step`; with `--finetune` the weights alone, at iteration 0.
     Collective.
 
-    A checkpoint that is damaged, unhealthy or holds numbers that cannot be is passed over for an older one of the same run, with a line
-    that says so; one that `--ckpt-step` names is not.
+    A checkpoint that is damaged, unhealthy or holds impossible numbers is passed over for an older one of the same run, with a line that
+    says so; one that `--ckpt-step` names is not passed over.
 
-    The grid, ZeRO and the level may be others than when it was saved; `values` says which bits stay. Scales and histories of casts that
+    The grid, ZeRO and the level may differ from those of the save; `values` says which bits stay. Scales and histories of casts that
     the saved run did not have start just in time.
 
     Raises:
@@ -114,7 +114,7 @@ def _checked(folder: Path) -> dict[str, Any]:
 
 
 def judge(folder: Path, info: dict[str, Any]) -> None:
-    """ValueError naming the checkpoint and what in its `checkpoint.json` is none of a run's."""
+    """ValueError naming the checkpoint and the entry of its `checkpoint.json` that no run can have written."""
     try:
         check_info(info)
     except ValueError as problem:
@@ -124,10 +124,10 @@ def judge(folder: Path, info: dict[str, Any]) -> None:
 def _check_fits(info: dict[str, Any], training: Training) -> str | None:
     """ValueError naming every setting of this run that gives the saved numbers another meaning: an older checkpoint fits no better.
 
-    Returns what is to be said of the data.
+    Returns a message about the data.
     """
     config, finetune = training.config, training.config.checkpoint.finetune
-    # What a checkpoint does not name came later, and the run before had its default.
+    # A setting that a checkpoint does not name is newer than it, and the run before had its default.
     now, then = config_to_dict(config)["model"], _defaults(ModelConfig) | info["config"].get("model", {})
     same_table = then.get("max_position_embeddings") == config.model.max_position_embeddings is not None
     rope = config.model.position_embedding_type == "rope"
@@ -221,7 +221,7 @@ class _TensorReader:
         return found
 
     def value(self, prefix: str, where: list[Place], shape: torch.Size, fmt: Format) -> Found:
-        """What goes into `fmt`: a tensor with its remainder, but for BF16 the first component, to which the pair rounds."""
+        """The source of a tensor in `fmt`: the tensor with its remainder; for BF16 the first component alone, to which the pair rounds."""
         if fmt == BF16:
             return self.find(prefix, where, shape)
         found = find_whole(self.stored, prefix, where, shape, self.vocab_size)
@@ -233,7 +233,8 @@ class _TensorReader:
         return self.value(MASTER.key if f"{MASTER.key}/{where[0].name}" in self.stored.tensors else "model", where, shape, fmt)
 
     def remainder(self, key: str, where: list[Place], shape: torch.Size, fmt: Format) -> Tensor:
-        """A remainder's payload in `fmt`: as stored, from another format, or what BF16 takes from the stored weight or state."""
+        """A remainder's payload in `fmt`: as stored, converted from another format, or the part of the stored weight or state that BF16
+        drops."""
         name, first_key = f"{key}/{where[0].name}", firsts()[key]
         if name in self.stored.tensors:
             check_remainder(self.stored, key, where)
@@ -249,7 +250,7 @@ class _TensorReader:
         return mcf.remainder_payload(pair, fmt.dtype)
 
     def weight(self, p: Tensor, master: Format, where: list[Place], with_values: bool) -> tuple[Tensor, Tensor | None]:
-        """The weight, and `with_values` those for a master beside it (None: the weight is its own)."""
+        """The weight, and `with_values` the values for a master beside it (None: the weight is its own master)."""
         fmt = weight_format(p)
         if is_own_master(p, master):
             return self._to(self.best(where, p.shape, fmt), fmt, p.dtype), None
@@ -267,7 +268,7 @@ class _TensorReader:
         return (ScalingTensor.quantize(values, fmt, dtype=p.dtype) if fmt.scaled else values.to(fmt.dtype)), values
 
     def state(self, holding: Holding, where: list[Place]) -> dict[str, Tensor]:
-        """Of a holding: what the optimizer keeps; empty where nothing was."""
+        """The optimizer states of a holding; empty where none were saved."""
         step = scalar(self.stored, "step", where[0])
         if step is None:
             return {}
@@ -299,7 +300,7 @@ class _TensorReader:
         return by_key(key, found.moment(fmt))
 
     def weight_remainder(self, holding: Holding, where: list[Place]) -> dict[str, Tensor]:
-        """Of a holding: the second component of its weight, which is part of the weight; empty where it has none."""
+        """The second component of a holding's weight, which is part of the weight; empty where it has none."""
         kept = [(state, fmt) for state, fmt in kept_states(holding.param, holding.formats) if state.remainder_of == WEIGHT]
         return {state.key: holding.copy_of(self.remainder(state.key, where, holding.param.shape, fmt)) for state, fmt in kept}
 
@@ -351,7 +352,7 @@ def _take_rng(training: Training, stored: Stored, info: dict[str, Any]) -> dict[
 
 
 def _restore_rng(taken: _Taken, settings: CheckpointConfig) -> None:
-    """Set this rank's generators, and say of how many ranks they stay as `--seed` has set them. Collective."""
+    """Set this rank's generators, and say on how many ranks they stay as `--seed` has set them. Collective."""
     lacking = torch.tensor(taken.rng is None, dtype=torch.int32, device=process_groups.device())
     # Ranks that share a part of the data must draw the same dropout where they hold the same activations.
     dist.all_reduce(lacking, dist.ReduceOp.MAX, Grid.current().model.group)
@@ -380,7 +381,7 @@ def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
         return
     training.health = health.of(info)
     optimizer.skipped_steps = info["skipped_steps"]
-    # Only the place in the schedule is taken over: its shape, like every hyper-parameter, is what this run's flags say.
+    # Only the place in the schedule is taken over; its shape, like every hyper-parameter, comes from this run's flags.
     training.schedule.settle()
     training.schedule.num_steps = info["schedule_steps"]
     training.schedule.step(0)

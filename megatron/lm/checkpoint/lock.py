@@ -23,7 +23,7 @@ class FolderLock:
         self.root, self._folder, self._stream = root, folder, stream
 
     def check(self) -> None:
-        """ValueError where the folder, or the lock in it, is no longer the one that was taken: another job may have entered."""
+        """ValueError where the folder, or the lock in it, has been replaced: another job may have entered."""
         for path, descriptor in ((self.root, self._folder), (self.root / LOCK_FILE, self._stream.fileno())):
             try:
                 there = path.stat()

@@ -1,10 +1,10 @@
 """Checkpoints of versions 3 and 4, which torch's distributed checkpoint (DCP) wrote: a plan that is a pickle, and chunks that are
 `torch.save`'s zip files with a pickle each. They are read here, and no pickle is executed.
 
-A pickle is a program. Its machine imports what it names, calls it, and sets attributes on what it likes; a list of permitted names does
-not tame it, because BUILD changes a permitted class itself. Here each operation only notes down what it would have done: a name is text, a
-call and a new object are a `Record` of that name and its arguments, and BUILD gives a record its one state. Names are of a short list, and
-operations those that torch's writers use. What comes out is text, numbers, lists and records, from which the plan is taken.
+A pickle is a program. An unpickler imports any name, calls it, and sets attributes on any object. A list of permitted names is not enough,
+because BUILD changes a permitted class itself. Here each operation only records what it would have done: a name is text, a call and a
+new object are a `Record` of that name and its arguments, and BUILD gives a record its one state. Names are restricted to a short list, and
+operations to those that torch's writers use. The result is text, numbers, lists and records, from which the plan is taken.
 """
 
 import io
@@ -34,7 +34,7 @@ _STORAGES = {
     "torch BoolStorage": torch.bool,
 }
 _BITS = "torch.storage UntypedStorage"  # the dtype stands beside it
-# What torch writes calls, or makes an object of; all else that may be named is a dtype or a storage.
+# Names that torch's files call or instantiate; all other permitted names are dtypes or storages.
 _CALLED = {
     *(_DCP + name for name in ("TensorProperties", "_MEM_FORMAT_ENCODING", "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata")),
     *(_DCP + "MetadataIndex", _DCP + "StorageMeta", _FILES + "_StorageInfo", "torch Size", "torch.serialization _get_layout"),
@@ -47,7 +47,7 @@ _NAMED = _CALLED | _STORAGES.keys() | {_BITS} | _DTYPE_NAMES.keys()
 
 @dataclass(frozen=True, eq=False)
 class Name:
-    """What a pickle would import: "MODULE NAME"."""
+    """A name that a pickle would import: "MODULE NAME"."""
 
     name: str
 
@@ -58,7 +58,7 @@ class Pairs(list[tuple[Any, Any]]):
 
 @dataclass(eq=False)
 class Record:
-    """What a pickle would call or make: the name of the function or class, its arguments, and what BUILD would set."""
+    """A call or a new object of a pickle: the name of the function or class, its arguments, and the state that BUILD would set."""
 
     name: str
     args: tuple[Any, ...]
@@ -90,7 +90,7 @@ class _Machine:
         return found
 
     def pop_mark(self) -> list[Any]:
-        """All since the last mark."""
+        """All objects since the last mark."""
         found, self.stack = self.stack, self.marks.pop()
         return found
 
@@ -184,10 +184,10 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
 
 
 def interpreted(data: bytes) -> Any:
-    """What a pickle of torch's distributed checkpoint describes: text, numbers, tuples, lists, `Pairs`, `Name`s and `Record`s.
+    """The content of a pickle of torch's distributed checkpoint: text, numbers, tuples, lists, `Pairs`, `Name`s and `Record`s.
 
     Raises:
-        ValueError: it is none, or does what none of them does.
+        ValueError: it is no such pickle, or has an operation that none of them has.
     """
     machine = _Machine()
     try:
@@ -234,7 +234,7 @@ def plan_of_pickle(data: bytes) -> Plan:
     """The plan that the pickle in `.metadata` describes, with the bytes of the zip files as those of the chunks.
 
     Raises:
-        ValueError: it describes none.
+        ValueError: it describes no plan.
     """
     root = _fields(interpreted(data), _DCP + "Metadata")
     where: dict[tuple[str, torch.Size], tuple[str, int, int]] = {}
@@ -267,7 +267,7 @@ def chunk_of_zip(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     """The tensor that `torch.save` has written as `data`, which must have this dtype and shape.
 
     Raises:
-        ValueError: it holds none, or another one.
+        ValueError: it holds no tensor, or another one.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:

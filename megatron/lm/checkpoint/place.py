@@ -1,4 +1,4 @@
-"""Where what a rank holds stands in the whole model: the cut of tensor and pipeline parallelism, as megatron-core describes it."""
+"""The place of a rank's tensors in the whole model: the cut of tensor and pipeline parallelism, as megatron-core describes it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from megatron.lm.distributed import chunks
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where some rows of a local tensor stand in the tensor of the whole model.
+    """The place of some rows of a local tensor in the tensor of the whole model.
 
     Attributes:
         name: in a model that is not cut, such as `decoder.layers.3.mlp.linear_fc1.weight`.
@@ -31,7 +31,8 @@ class Place:
     first: bool
 
     def within(self, rows: slice | None) -> tuple[slice | None, tuple[int, ...]] | None:
-        """Of local `rows` (None: all) those in this place, counted from the first of `rows`, and the offset; None for none."""
+        """The part of local `rows` (None: all) in this place, counted from the first of `rows`, and its offset; None where no row is in
+        it."""
         if not self.sizes:
             return None, self.offset
         low, high = (0, None) if rows is None else (rows.start, rows.stop)
@@ -73,7 +74,7 @@ def _place(entry: ShardedTensor, start: int) -> Place:
 
 
 def _factory_places(factory: ShardedTensorFactory) -> Iterator[Place]:
-    # Built from row numbers in the place of the data, the parts tell which rows they are.
+    # Row numbers stand in for the data, so that the parts say which rows they are.
     data = factory.data
     numbers = torch.arange(data.shape[0]).reshape(-1, *[1] * (data.dim() - 1)).expand(data.shape)
     for entry in factory.build_fn(factory.key, numbers, factory.replica_id, factory.flattened_range):

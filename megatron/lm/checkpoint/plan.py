@@ -2,7 +2,7 @@
 
 A plan may come from a stranger. It is JSON, so that nothing in it can run, and it is judged whole before a byte of a tensor is read: the
 chunks of a tensor fill its shape, each element once; every chunk lies in a file of the folder, within its length; no two lie on the same
-bytes. So what a plan can ask for is never larger than the files it came with, and never outside their folder.
+bytes. So a plan never asks for more bytes than its files have, and never for bytes outside their folder.
 
     {"KEY": {"dtype": "float16", "shape": [6, 8], "chunks": [{"offset": [0, 0], "shape": [6, 8], "file": "__0_0.bin", "start": 0}]}}
 
@@ -82,7 +82,7 @@ def write_plan(file: Path, plan: Mapping[str, Entry]) -> None:
 
 
 def plan_of_json(data: bytes) -> Plan:
-    """The plan that JSON says; ValueError saying what is wrong with it. Whether the files hold it, `check` tells."""
+    """The plan in JSON; ValueError saying what is wrong with it. `check` compares it with the files."""
     try:
         said = json.loads(data)
     except RecursionError:
@@ -108,14 +108,14 @@ def _chunk(key: str, said: Any, dtype: torch.dtype) -> Chunk:
 
 
 def natural(number: Any) -> int:
-    """`number` where it is a whole one from 0 to the length of the largest file; ValueError else."""
+    """`number` if it is an integer from 0 to the length of the largest file; else ValueError."""
     if type(number) is not int or not 0 <= number < 2**63:
         raise ValueError("a number in it is not a whole one in [0, 2^63)")
     return number
 
 
 def size(numbers: Iterable[Any]) -> torch.Size:
-    """A shape, or an offset; ValueError for what is none that a tensor can have."""
+    """A shape or an offset; ValueError for one that no tensor can have."""
     found = [natural(number) for number in numbers]
     if len(found) > _MOST_DIMS or math.prod(max(1, number) for number in found) > _MOST_ELEMENTS:
         raise ValueError(f"a shape in it has more than {_MOST_DIMS} dimensions, or more than 2^48 elements")
@@ -143,8 +143,8 @@ def check(folder: Path, plan: Plan) -> None:
 def check_whole(key: str, entry: Entry) -> None:
     """ValueError where the chunks do not fill the tensor, each of its elements once.
 
-    They do where the corners of all chunks, those with an odd number of ends counted negative, leave those of the whole: the corners are
-    the mixed difference of how often each element is stored.
+    They fill it if the corners of all chunks, those with an odd number of ends counted negative, add up to the corners of the whole: the
+    corners are the mixed difference of how often each element is stored.
     """
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, offset, shape in [(-1, (0,) * len(entry.shape), entry.shape), *((1, c.offset, c.shape) for c in entry.chunks)]:
@@ -167,7 +167,7 @@ def _length(folder: Path, name: str) -> int:
 
 
 def regular_file(file: Path) -> Path:
-    """`file`, where it is one and no link, device or pipe; ValueError saying what to do else."""
+    """`file` if it is a regular file; ValueError with the remedy for a link, a device or a pipe."""
     try:
         mode = file.lstat().st_mode
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL

@@ -27,10 +27,10 @@ from msamp.optim.updates import MASTER
 
 
 class CheckpointReader:
-    """A checkpoint on whatever grid it was written.
+    """A checkpoint of any grid.
 
     Args:
-        folder: of checkpoints (the newest healthy one is taken), or of one, which may be unhealthy: then a line says so.
+        folder: of checkpoints (the newest healthy one is taken), or of one checkpoint; if that is unhealthy, a line says so.
 
     Attributes:
         folder: of the checkpoint.
@@ -38,7 +38,7 @@ class CheckpointReader:
         stored: all its tensors.
 
     Raises:
-        ValueError: none there is whole, or a file is damaged.
+        ValueError: no checkpoint there is whole, or a file is damaged.
     """
 
     def __init__(self, folder: Path | str) -> None:

@@ -37,7 +37,7 @@ def state() -> dict[str, Tensor]:
 
 
 def check(saved: Mapping[str, torch.Tensor]) -> None:
-    """ValueError where `saved` is not what `state` can have told; tried on generators of its own."""
+    """ValueError where `saved` is no result of `state`; tried on separate generators."""
     try:
         torch.Generator().set_state(saved["torch"])
         numpy.random.RandomState().set_state(_numpy_state(saved))
@@ -52,7 +52,7 @@ def check(saved: Mapping[str, torch.Tensor]) -> None:
 
 
 def restore(saved: Mapping[str, torch.Tensor]) -> None:
-    """Set the generators to what `state` told."""
+    """Set the generators to a result of `state`."""
     torch.set_rng_state(saved["torch"])
     if torch.cuda.is_available() and "cuda" in saved:
         torch.cuda.set_rng_state(saved["cuda"])

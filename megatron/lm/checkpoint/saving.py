@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def all_or_none(work: Callable[[], T], message: str = "{}", group: dist.ProcessGroup | None = None) -> T:
-    """`work()` on every rank, then a meeting: where it failed on one, all raise, and none waits for the others for ever."""
+    """Runs `work()` on every rank, then a collective: if it failed on one rank, all raise, and none waits for ever."""
     result, problem = None, None
     try:
         result = work()
@@ -61,7 +61,7 @@ def save(training: Training, root: Path, keep_last: int | None = None) -> Path:
         keep_last: delete all older checkpoints but this many; None keeps all.
 
     Raises:
-        ValueError: on every rank, where one cannot write (full disk, permissions); the last checkpoint is as it was.
+        ValueError: on every rank, where one cannot write (full disk, permissions); the last checkpoint stays as it was.
     """
     folder = iteration_folder(root, training.iteration)
     items = content.items(training)
@@ -70,7 +70,7 @@ def save(training: Training, root: Path, keep_last: int | None = None) -> Path:
 
 
 def _spoiled(items: Sequence[Item]) -> list[str]:
-    """Names of what any rank's share holds that is not finite. Collective."""
+    """Names of the tensors with values that are not finite, in any rank's share. Collective."""
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     # Random states are no numbers of the model: Python's says by NaN that it has no second normal draw.
     held = ((item.key, item.tensor) for item in items if not item.key.startswith("rng/"))
@@ -107,7 +107,7 @@ def _write(
         storage.write(partial, items, (group or dist.group.WORLD) if ranks > 1 else None)
 
     def digests() -> dict[str, Any]:
-        # Read again from the disk: what is published is what can be read.
+        # Read again from the disk, so that only readable files are published.
         return digest_entries([*partial.glob(f"__{rank}_*"), *([partial / PLAN_FILE] if rank == 0 else [])])
 
     def finish() -> None:
@@ -134,16 +134,16 @@ def _write(
 
 
 class Saver:
-    """Saves one run's checkpoints into its `--save`, which it holds against other jobs while entered.
+    """Saves one run's checkpoints into its `--save`, and holds this folder against other jobs while entered.
 
-    A save that fails, since the disk is full or the folder was taken away, goes to `--emergency-save` where there is one, and raises all
+    A save that fails, because the disk is full or the folder was taken away, goes to `--emergency-save` if that is given, and raises all
     the same.
 
     With `--async-save` a save copies this rank's share to the host, which training waits for, and a thread writes it while training goes
     on; the next save, and leaving, wait for the one before. A save that failed raises there, and says so at once.
 
-    Under `--keep-last 1` the checkpoint before the newest goes when the next save begins, and not when the newest is whole: the steps in
-    between may show that the newest is unhealthy.
+    Under `--keep-last 1` the checkpoint before the newest is deleted when the next save begins, and not when the newest is whole: the steps
+    in between may show that the newest is unhealthy.
 
     Args:
         training: what is saved.
@@ -217,7 +217,7 @@ class Saver:
         return health.problem_of(info) is None
 
     def doubt(self, saved: int) -> bool:
-        """Mark the checkpoint of iteration `saved` as unhealthy if the steps since show that it is; whether they do. Collective.
+        """Mark the checkpoint of iteration `saved` as unhealthy if the steps since show that it is; returns whether they do. Collective.
 
         Raises:
             ValueError: on every rank, where it cannot be written.
@@ -275,7 +275,7 @@ class Saver:
             print(f"saved {folder}" if problem is None else f"saved {folder}, which is unhealthy: {problem}", flush=True)
 
     def _stage(self, items: Sequence[Item]) -> list[Item]:
-        """Copies on the host, in memory that is kept from save to save: to pin gigabytes takes seconds."""
+        """Copies on the host, in memory that is kept from save to save, because pinning gigabytes takes seconds."""
         staged = []
         for item in items:
             key = (item.key, item.offset)

@@ -1,4 +1,4 @@
-"""Tensors on disk: written by every rank, read piece by piece, and nothing of it a program.
+"""Tensors on disk: every rank writes, a reader reads piece by piece, and no byte is code that runs.
 
 A tensor of the model is stored in chunks of any cut; a reader asks for a region of it and need not know the cut. Each rank writes the
 bytes of its chunks into a file of its own, and the first of them the plan (`plan`), which says where each chunk lies. Neither is a pickle.
@@ -49,7 +49,7 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """What is to be read: `into` is filled with what stands at `offset` of the tensor named `key`."""
+    """A region to read: `into` is filled from `offset` of the tensor named `key`."""
 
     key: str
     offset: tuple[int, ...]
@@ -62,8 +62,8 @@ def write(folder: Path, items: Iterable[Item], group: dist.ProcessGroup | None =
     `group`: of a backend that moves CPU memory; None: this process alone.
 
     Raises:
-        ValueError: on every rank, where one cannot write, or the ranks' items are not whole tensors; where it is the plan that cannot be
-            written, on the first rank.
+        ValueError: on every rank, where one cannot write, or the ranks' items are not whole tensors; where the plan cannot be written, on
+            the first rank.
     """
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     own: Plan | str
@@ -124,10 +124,10 @@ class Stored:
         known: names of the files with checked digests; the plan may name no other. None: any of the folder.
 
     Attributes:
-        tensors: the plan: what is stored, by key, with dtype, whole shape and chunks.
+        tensors: the plan: key -> dtype, whole shape and chunks of a stored tensor.
 
     Raises:
-        ValueError: the plan cannot be read, says what cannot be, or does not fit the files beside it.
+        ValueError: the plan cannot be read, is impossible, or does not fit the files beside it.
     """
 
     def __init__(self, folder: Path, known: Collection[str] | None = None) -> None:
@@ -171,7 +171,7 @@ class Stored:
                 raise ValueError(f"{self.folder}: {region.key} is {tuple(entry.shape)}; {tuple(shape)} at {region.offset} is not all there")
 
     def _rows(self, entry: Entry, chunk: Chunk, part: Sequence[slice]) -> Tensor:
-        """A part of a chunk; no rows but its own are read."""
+        """A part of a chunk; only its own rows are read."""
         file, row = self.folder / chunk.file, math.prod(chunk.shape[1:]) * entry.dtype.itemsize
         try:
             with regular_file(file).open("rb") as stream:

@@ -1,13 +1,13 @@
-"""From what is stored to what this run keeps: another cut of a tensor, another format.
+"""From the stored tensors to those of this run: another cut, another format.
 
-A pair (Collage) stands for the sum of its components: `find_whole` adds what is stored beside a weight or second moment. A remainder in
-E4M3 has no scale, and is a number only with its first component (`mcf.load_pair`).
+A pair (Collage) stands for the sum of its components: `find_whole` adds the component stored beside a weight or second moment. A remainder
+in E4M3 has no scale, and is a number only with its first component (`mcf.load_pair`).
 
 A tensor keeps its bits where its format stays and all chunks it is made of have one scale, which is so wherever the cut follows whole
 tensor-parallel shards. Else it is requantised: chunks of one format with several scales take the coarsest of them (scales are powers of
-two, so that only what falls below the smallest subnormal of that scale is rounded); another format takes a scale from the tensor's amax.
-Moments in COAT's format keep their bits wherever every group of the new cut lies in one stored group, or in several that agree: for any
-cut along rows, and one along columns at multiples of 128. Elsewhere groups are stored anew, each value to the nearest of E4M3 or E5M2.
+two, so that only values below the smallest subnormal of that scale are rounded); another format takes a scale from the tensor's amax.
+Moments in COAT's format keep their bits wherever every group of the new cut lies in one stored group, or in several that agree: for any cut
+along rows, and one along columns at multiples of 128. Elsewhere groups are stored anew, each value to the nearest of E4M3 or E5M2.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,15 +34,15 @@ _GROUPED = {fmt.dtype for fmt in EXPANDED}
 
 
 def firsts() -> dict[str, str]:
-    """What the second component of a pair stands under -> its first."""
+    """Key of the second component of a pair -> key of its first."""
     return {key: "model" if first == WEIGHT else first for key, first in remainders().items()}
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """A local tensor as stored: `payload`, and for each part of it (slices) that has a scale of its own, that `scale_inv`; in COAT's
-    format `groups`, FP32, the maximum and the exponent of each element's group. Of its rows the first `rows` were stored, and the others
-    made (None: all were).
+    """A local tensor as stored: `payload`, and the `scale_inv` of each part (slices) with a scale of its own; in COAT's format `groups`,
+    FP32, the maximum and the exponent of each element's group. Its first `rows` rows were stored, and the others were made (None: all were
+    stored).
     """
 
     key: str
@@ -95,8 +95,8 @@ class Found:
         return Expanded(self.payload, largest, k)
 
     def check(self, folder: object, *, non_negative: bool = False) -> None:
-        """ValueError for what no run can have stored: a value that is not finite (or negative, where that is forbidden), a scale that is no
-        power of two or none that an amax gives, a group with an impossible number.
+        """ValueError for a tensor that no run can have stored: with a value that is not finite (or negative, where that is forbidden), a
+        scale that is no power of two or that no amax gives, or a group with an impossible number.
         """
         if self.payload.dtype not in _DTYPES:
             raise ValueError(f"{folder}: {self.key} is {self.payload.dtype}, which is no format of weights; load an older checkpoint")
@@ -124,10 +124,10 @@ class Found:
 def check_agree(weight: Found, master: Found, folder: object) -> None:
     """ValueError where a weight is not its master rounded to the weight's format.
 
-    A weight is cast from its master as stored, and saturates at the end of its format. The cast moves a value by at most half a step: of
-    the digits above the smallest normal number, of the smallest subnormal below, which is all that a bias has in early warm-up. Half a step
-    more is left for a master that was itself rounded after the weight was cast (at the start of a run) and for a weight of
-    joined shards. A scale of another step, or the weight of another layer, is further off in most of its values.
+    A weight is cast from its master as stored, and saturates at the end of its format. The cast moves a value by at most half a step: half
+    an ulp above the smallest normal number, half the smallest subnormal below, where a bias lies in early warm-up. Half a step more is
+    allowed for a master that was itself rounded after the weight was cast (at the start of a run) and for a weight of joined shards. A
+    scale of another step, or the weight of another layer, is further off in most of its values.
     """
     mine, theirs, formats = weight.values(), master.values(), [of_dtype(found.payload.dtype) for found in (weight, master)]
     if mine.shape != theirs.shape:
@@ -163,7 +163,7 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
     of its last chunk's rows, and zeros in the moments.
 
     Raises:
-        ValueError: it is not stored, or has another shape.
+        ValueError: the tensor is not stored, or has another shape.
     """
     dtype = stored.tensors[f"{prefix}/{where[0].name}"].dtype if f"{prefix}/{where[0].name}" in stored.tensors else torch.uint8
     payload, scales, groups, there = torch.zeros(tuple(shape), dtype=dtype), [], None, None
@@ -197,7 +197,7 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
 
 
 def _number(stored: Stored, key: str, shape: Sequence[int]) -> Tensor:
-    """What stands beside a payload: FP32 of this shape, or a ValueError."""
+    """A tensor beside a payload: FP32 of this shape, or a ValueError."""
     entry = stored.tensors.get(key)
     if entry is not None and (entry.dtype, entry.shape) != (torch.float32, torch.Size(shape)):
         raise ValueError(f"{stored.folder}: {key} is {tuple(entry.shape)} {entry.dtype}, not {tuple(shape)} FP32; load an older checkpoint")
@@ -225,7 +225,7 @@ def find_whole(stored: Stored, prefix: str, where: Sequence[Place], shape: Seque
 
 
 def check_remainder(stored: Stored, key: str, where: Sequence[Place]) -> None:
-    """ValueError where what stands under `key` at the places `where` is no second component of what stands under its first.
+    """ValueError where the tensor under `key` at the places `where` is no second component of the tensor under its first key.
 
     A remainder is a number only beside its first component (`mcf.load_pair`), which is BF16 of the same shape.
     """
@@ -255,8 +255,8 @@ def _has_numbers(stored: Stored, key: str) -> bool:
 
 
 def _stored_rows(stored: Stored, key: str, place: Place, vocab_size: int) -> int | None:
-    """Rows of a vocabulary that was padded otherwise; None where the shape is as it should be. ValueError for any other shape, and for
-    one that is not that of the weight which is stored under this name.
+    """Rows of a vocabulary that was padded otherwise; None where the shape is right. ValueError for any other shape, and for one that
+    differs from the stored weight of this name.
     """
     size, weight = tuple(stored.tensors[key].shape), stored.tensors.get(f"model/{place.name}")
     if weight is not None and size != weight.shape:
@@ -310,7 +310,7 @@ def _overlap(place: Place, offsets: Sequence[int], sizes: Sequence[int], rows: i
 
 
 def scalar(stored: Stored, prefix: str, place: Place) -> Tensor | None:
-    """What a tensor has once, such as its step count; None where it is not stored."""
+    """A value that a tensor has once, such as its step count; None where it is not stored."""
     key = f"{prefix}/{place.name}"
     return stored.tensor(key) if key in stored.tensors else None
 

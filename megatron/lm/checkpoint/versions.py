@@ -1,7 +1,7 @@
-"""Versions of the format: what a checkpoint of each one holds, which of them are read, and how an older one becomes one of today.
+"""Versions of the checkpoint format: the content of each, the versions that are read, and the conversion of older ones.
 
-`version` in `checkpoint.json` is the number of the format. It rises with every change after which the reader before would take something
-for what it is not, or would not know it.
+`version` in `checkpoint.json` is the number of the format. It rises with every change that the reader before would misread or would not
+know.
 
 1   A folder with one file, `state.pt`, and no `checkpoint.json`.
 2   A file a rank, such as `mp_rank_00_000.pt`, and no `checkpoint.json`. It could be read on the same grid alone.
@@ -86,10 +86,10 @@ def files_of(info: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def check_info(info: dict[str, Any]) -> None:
-    """Judge what is not a tensor, of today's version.
+    """Check the plain values of a checkpoint of today's version.
 
     Raises:
-        ValueError: a number that none can be, a loss scale that is none, or settings of wrong types; the message goes on from the name of
+        ValueError: a number out of range, an impossible loss scale, or settings of wrong types; the message goes on from the name of
             the checkpoint.
     """
     for name in _COUNTS:
@@ -176,5 +176,5 @@ def _from_4(config: dict[str, dict[str, Any]]) -> None:
     """Its configuration is that of 5."""
 
 
-# Version -> what makes its configuration the next one's.
+# Version -> the function that turns its configuration into the next one's.
 _STEPS: dict[int, Callable[[dict[str, dict[str, Any]]], None]] = {3: _from_3, 4: _from_4}

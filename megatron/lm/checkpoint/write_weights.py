@@ -1,4 +1,4 @@
-"""A checkpoint of weights alone, from tensors that come from elsewhere."""
+"""Writes a checkpoint of weights alone, from tensors of another source."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +27,7 @@ def write_weights(root: Path, config: Config, vocab_size: int, weights: Mapping[
 
     Raises:
         ValueError: a weight is not of a float dtype.
-        OSError: it cannot be written.
+        OSError: the checkpoint cannot be written.
     """
     for name, x in weights.items():
         if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):

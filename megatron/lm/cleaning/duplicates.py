@@ -1,7 +1,7 @@
 """Duplicates: the same text but for blanks and capitals, and text that shares most of its word 5-grams (MinHash, by datasketch).
 
-The first of the duplicates in the order of the input stays. Signatures are made in the workers, and compared in one process in that order:
-what is found does not depend on how many there are.
+The first of the duplicates in the order of the input stays. Workers make signatures, and one process compares them in that order, so that
+the result does not depend on the number of workers.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ def _words(text: str) -> list[str]:
 
 
 def exact_key(text: str) -> str:
-    """Of texts that are the same but for blanks and capitals."""
+    """Key that is equal for texts that differ in blanks and capitals alone."""
     return hashlib.sha256(" ".join(text.lower().split()).encode()).hexdigest()
 
 
@@ -59,7 +59,7 @@ class Seen:
             self._near = MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS)
 
     def duplicate(self, key: str, minhash: list[int] | None) -> str | None:
-        """Why a document is dropped, or None: then it is remembered."""
+        """Why a document is dropped; None for one that is kept, which is remembered."""
         if key in self._keys:
             return "duplicate: exact"
         if self._near is not None and minhash is not None:

@@ -1,8 +1,8 @@
 """A corpus through the rules: each document is looked at in a worker, duplicates are found in the order of the input.
 
-The first pass writes what the workers found into parts, `OUTPUT.parts/00000.jsonl` and so on, each whole or not there; after a kill those
-that are there are taken. The second reads them in order, drops duplicates, and writes the output, which has its name only when it is
-whole. So neither a kill nor the number of workers changes a byte of it.
+The first pass writes the workers' results into parts, `OUTPUT.parts/00000.jsonl` and so on, each whole or not there; after a kill finished
+parts are taken. The second reads them in order, drops duplicates, and writes the output, which has its name only when it is whole. So
+neither a kill nor the number of workers changes a byte of it.
 """
 
 import concurrent.futures
@@ -29,7 +29,7 @@ _PLAN = "plan.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What is asked of a document; its text, stripped of blanks at its ends, is never empty.
+    """The rules that a document has to meet. Its text, stripped of blanks at its ends, must never be empty.
 
     Attributes:
         key: member that holds the text.
@@ -40,7 +40,7 @@ class Rules:
         near: drop documents that are this similar to one before (Jaccard, of word 5-grams); None: do not.
 
     Raises:
-        ValueError: nothing is asked, languages of code, a language that is unknown, or a threshold out of range.
+        ValueError: no rule at all, languages of code, a language that is unknown, or a threshold out of range.
     """
 
     key: str = "text"
@@ -81,7 +81,7 @@ def _needed(name: str, value: Any) -> Any:
 
 
 def examine(row: dict[str, Any], rules: Rules) -> dict[str, Any]:
-    """What one document needs for the second pass: {"row"} with its text cleaned, {"dropped": why}, or {"row", "key", "minhash"}.
+    """A document's entry for the second pass: {"row"} with its text cleaned, {"dropped": why}, or {"row", "key", "minhash"}.
 
     Raises:
         ValueError: the text's member is missing, or holds something else.

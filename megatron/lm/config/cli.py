@@ -1,7 +1,7 @@
 """Command line of the trainer: flags generated from the sections of `Config`, and the way back.
 
 `--preset NAME` lays the values of `presets.py` under the flags: what is written beside it overrides them. A renamed flag is understood for
-one version more, with a warning that says what to write (`RENAMED`); what a checkpoint calls it, `checkpoint/versions.py` knows for good.
+one version more, with a warning that says what to write (`RENAMED`). `checkpoint/versions.py` knows the old name in checkpoints for good.
 """
 
 import argparse
@@ -27,7 +27,7 @@ class Renamed:
     Attributes:
         section: of both names.
         now: its name today.
-        values: what it could be -> what that is called today.
+        values: former value -> its name today.
     """
 
     section: str
@@ -243,7 +243,7 @@ def _add_flag(group: Any, setting: Field, hint: Any, default: Any) -> None:
 
 
 def _refuse_unknown_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-    """Before argparse, which would first complain of the required flag that was misspelt, and propose nothing."""
+    """Runs before argparse, which would first complain of the required flag that was misspelt, and propose nothing."""
     known = {option: None for action in parser._actions for option in action.option_strings}
     for word in (token.partition("=")[0] for token in argv if token.startswith("--")):
         if word not in known:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron.lm.config.schema import COUNT, POSITIVE, PROBABILITY, SIZE, Interval, setting
 
-# The package has no wheel for this torch and was never run here: it is known, and refused by name.
+# This package has no wheel for this torch and was never run here: the name is known, and refused.
 FLASH_ATTENTION_PACKAGE = "flash-attn"
 ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "math", FLASH_ATTENTION_PACKAGE)
 

@@ -169,14 +169,14 @@ class PrecisionConfig:
 
     @property
     def contradiction(self) -> str | None:
-        """What is wrong where two flags ask for different recipes."""
+        """The error where two flags ask for different recipes."""
         if len({_by_name(name).name for name in self.requests.values()}) > 1:
             return f"{' and '.join(self.requests)} contradict each other: keep one of them"
         return None
 
     @property
     def named(self) -> "Recipe":
-        """The recipe that the flags name, as it is by itself; without such a flag bf16.
+        """The recipe that the flags name, without variations; bf16 without such a flag.
 
         Raises:
             ValueError: an unknown name, or two flags that ask for different ones.
@@ -187,18 +187,19 @@ class PrecisionConfig:
 
     @functools.cached_property
     def recipe(self) -> "Recipe":
-        """`named` with the scaling and the formats that the flags ask for. ValueError as there, and for formats that it does not take."""
+        """`named` with the scaling and the formats that the flags ask for. ValueError as for `named`, and for formats that it does not
+        take."""
         from megatron.lm.recipe import build_recipe
 
         return build_recipe(self)
 
     def __getstate__(self) -> dict[str, object]:
-        """The settings: another process makes the recipe that it knows by this name."""
+        """Pickles the settings; another process looks the recipe up by its name."""
         return {key: value for key, value in self.__dict__.items() if key != "recipe"}
 
     @property
     def name(self) -> str:
-        """Of the recipe. ValueError as `named`."""
+        """A value of the recipe. ValueError as `named`."""
         return self.named.name
 
     @property
@@ -208,7 +209,7 @@ class PrecisionConfig:
 
     @property
     def grad_accum(self) -> str:
-        """In what the weight gradients of several micro-batches add up: one of `GRAD_ACCUM_DTYPES`, or "owner"."""
+        """The format in which the weight gradients of several micro-batches add up: one of `GRAD_ACCUM_DTYPES`, or "owner"."""
         return self.grad_accum_on if self.grad_accum_on == "owner" else self.grad_accum_dtype or self.recipe.accumulator
 
 

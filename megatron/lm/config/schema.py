@@ -1,9 +1,9 @@
-"""How a setting is declared: a field with its help, its choices and its legal interval; the flag it is spelt as.
+"""The declaration of a setting: a field with its help, its choices and its legal interval; and the spelling of its flag.
 
 A field of a section is a flag: its name with dashes is the spelling (Megatron-LM's wherever Megatron-LM has the flag). `cli` generates the
 flags and `check` judges the values. `None` always means "derived": a property of the same section says from what. Nothing here looks at the
-machine or imports torch, so that a misspelt flag is told at once; what a name means that can be registered, such as a recipe's, is asked
-where its value is judged.
+machine or imports torch, so that a misspelt flag is reported at once. A name that can be registered, such as a recipe's, is looked up where
+its value is checked.
 """
 
 import math

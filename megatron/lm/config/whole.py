@@ -62,5 +62,5 @@ class Config:
         return self.global_batch_size(world_size) // (self.training.micro_batch_size * self.data_parallel_size(world_size))
 
 
-Problems = Iterator[str]  # what a rule finds
+Problems = Iterator[str]  # messages of a rule
 Rules = dict[Callable[[Config, int], Problems], tuple[str, ...]]  # rule -> the sections that it reads

@@ -1,8 +1,8 @@
-"""Measured rates by name, as rows of `rates.csv`, and what they become on another GPU.
+"""Measured rates by name, as rows of `rates.csv`, and their scaling to another GPU.
 
 A row has the GPU on which it was measured, where the number stands (`source`) and the commit of the tree. `tools/bench/derive_rates.py`
-computes the rows from those of `tools/bench/results/`. A rate may depend on a size (`at`): between two of them it goes with the logarithm
-of the size, outside it stays what it is at the nearest.
+computes the rows from those of `tools/bench/results/`. A rate may depend on a size (`at`): between two sizes it is linear in the logarithm
+of the size, outside it equals the nearest one.
 """
 
 import csv
@@ -15,7 +15,7 @@ from importlib import resources
 from types import MappingProxyType
 
 BYTES = {"GB/s": 1e9, "TB/s": 1e12}
-# How a unit changes on a GPU with another peak or another memory: its data sheet's quotients, and what is time turns round.
+# Factor of a unit on a GPU with another peak or another memory: the quotient of the data sheets; for a time, its inverse.
 ARITHMETIC, MEMORY = ("TFLOP/s",), ("TB/s", "ps")
 
 

@@ -1,7 +1,7 @@
 """Grids of a model on a cluster: those that fit, the fastest first.
 
-Tensor parallelism stays on one host and comes with sequence parallelism. What a run fixes (`fixed`) is not searched. Most grids are judged
-by bytes that ZeRO would divide evenly; those that are returned, rank by rank as `megatron.lm.plan` does.
+Tensor parallelism stays on one host and comes with sequence parallelism. Settings that a run fixes (`fixed`) are not searched. Most grids
+are judged by bytes that ZeRO would divide evenly; the returned ones are judged rank by rank, as `megatron.lm.plan` does.
 """
 
 import functools
@@ -57,7 +57,7 @@ def best(config: Config, cluster: Cluster, rates: Rates, memory: float, fixed: S
     """At most `top` grids that fit, the fastest first.
 
     Args:
-        config: the run; what it says of the grid, the micro-batch and recomputation stays where `fixed` names it.
+        config: the run; its grid, micro-batch and recomputation stay where `fixed` names them.
         memory: bytes of a GPU, of which `RESERVED` are kept free.
         fixed: settings by field name that are not searched.
 
@@ -94,7 +94,7 @@ def best(config: Config, cluster: Cluster, rates: Rates, memory: float, fixed: S
 
 
 def candidates(config: Config, cluster: Cluster, fixed: Sequence[str] = ()) -> Iterator[Config]:
-    """Every combination of what is searched, whether it divides or not."""
+    """Every combination of the searched settings, whether it divides or not."""
     model = config.model
     given = config.parallel
     tensor = [given.tensor_model_parallel_size] if GRID[0] in fixed else [n for n in _powers(cluster.per_host) if n <= cluster.gpus]
@@ -150,7 +150,7 @@ def _even(config: Config, gpus: int) -> list[Rank]:
 
 
 def _exact(config: Config, gpus: int) -> list[Rank]:
-    """What `plan.plan` says."""
+    """The result of `plan.plan`."""
     copies, micro_batches = config.data_parallel_size(gpus), config.num_micro_batches(gpus)
     activations = [plan.stage_activations(config, stage, micro_batches) for stage in range(config.parallel.pipeline_model_parallel_size)]
     ranks = _of_states(_bare(config, copies * (2 if micro_batches > 1 else 1)), gpus)
@@ -158,7 +158,8 @@ def _exact(config: Config, gpus: int) -> list[Rank]:
 
 
 def _bare(config: Config, batch: int) -> Config:
-    """What decides about model states, so that many grids share one answer: no recomputation, no chunks, one micro-batch a step or two."""
+    """The settings that decide about model states, so that many grids share one result: no recomputation, no chunks, one micro-batch a step
+    or two."""
     parallel = replace(config.parallel, num_layers_per_virtual_pipeline_stage=None)
     bare = replace(config.training, micro_batch_size=1, global_batch_size=batch, **RECOMPUTED[0])
     return replace(config, parallel=parallel, training=bare)

@@ -1,9 +1,9 @@
 """Seconds of a step, by kind, from shapes and measured rates.
 
-A micro-batch of a stage costs its GEMMs, attention, element-wise kernels, the gaps between launches and what of the tensor-parallel
-collectives is exposed. In eager steps the host launches no faster than it can: a stage takes the longer of both times. Stages follow each
-other by 1F1B, interleaved ones with a V-th of its bubble (Narayanan et al., 2021, section 2.2). A step adds the update and what of the
-exchange of gradients and weights the backward and forward of one micro-batch do not hide.
+A micro-batch of a stage costs its GEMMs, attention, element-wise kernels, the gaps between launches and the exposed part of the
+tensor-parallel collectives. In eager steps the host launches no faster than it can: a stage takes the longer of both times. Stages follow
+each other by 1F1B, interleaved ones with a V-th of its bubble (Narayanan et al., 2021, section 2.2). A step adds the update and the part of
+the exchange of gradients and weights that backward and forward of one micro-batch do not hide.
 """
 
 from dataclasses import dataclass, replace
@@ -47,7 +47,7 @@ class _Stage(NamedTuple):
 
 
 def captured(config: Config) -> bool:
-    """Whether steps of this run are CUDA graphs on a GPU with Triton: what `megatron.lm.graph.obstacle` says there of its settings."""
+    """Whether steps of this run are CUDA graphs on a GPU with Triton, by the conditions of `megatron.lm.graph.obstacle`."""
     parallel, training, model = config.parallel, config.training, config.model
     tp = parallel.tensor_model_parallel_size
     return (
@@ -174,7 +174,7 @@ def _unfused_elements(config: Config, rates: Rates) -> float:
 
 
 def _keeping_all(config: Config) -> Config:
-    """The same model in BF16 with nothing recomputed: what the time of a byte was measured on."""
+    """The same model in BF16 with nothing recomputed, on which the time of a byte was measured."""
     training = replace(config.training, recompute_granularity=None, recompute_modules=())
     return replace(config, precision=PrecisionConfig(precision="bf16"), training=training)
 
@@ -235,7 +235,7 @@ def _update(config: Config, cluster: Cluster, rates: Rates, rank: Rank, stage: l
 
 
 def _exchange(config: Config, cluster: Cluster, rates: Rates, stage: int, micro_batch: float, *, graph: bool) -> float:
-    """What of gradients and weights on the wire no computation hides. In a graph the weights are all there before the next step begins."""
+    """Time of gradients and weights on the wire that no computation hides. In a graph all weights are there before the next step begins."""
     copies = config.data_parallel_size(cluster.gpus)
     gradients, weights = wire.data_parallel(config, copies, stage)
     if copies == 1:

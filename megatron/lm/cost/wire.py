@@ -1,6 +1,6 @@
 """Bytes that a rank sends in a step, by kind, from shapes: what `tools/bench/bench_grid.py` counts.
 
-Of a tensor of S bytes spread over n ranks a rank sends (n - 1) / n S in an all-gather or a reduce-scatter, and twice that in an all-reduce.
+A rank sends (n - 1) / n S of a tensor of S bytes over n ranks in an all-gather or a reduce-scatter, and twice that in an all-reduce.
 """
 
 from typing import NamedTuple

@@ -1,11 +1,11 @@
-"""Arrays that are long in the making, such as the order of the samples: made once, kept on disk, read by every process of every run.
+"""A cache of arrays that take long to make, such as the order of the samples: made once, kept on disk, read by every process of every run.
 
     FOLDER/NAME-ARRAY.npy   an array as NumPy writes it, without pickle
     FOLDER/NAME.json        the size and the SHA-256 of each array's file, written last
 
-An array is taken from the disk only where its file is the one that was written. What a kill, a disk full of zeros or another job has left
-does not fit, and is made anew, with a word. What cannot be written is kept in memory. So a cache decides how fast a run starts, never
-whether it does, nor what it reads.
+An array is taken from the disk only where its file is the one that was written. A file that a kill, a failing disk or another job has left
+differently is made anew, with a line that says so. An array that cannot be written is kept in memory. So a cache decides how fast a run
+starts, never whether it does, nor what it reads.
 
 megatron-core keeps its indices by `numpy.save` and `numpy.load(allow_pickle=True)`: a kill while one is written leaves a file that ends
 every later start, and a file from elsewhere runs what its author wants. `order` therefore puts this in their place.
@@ -30,7 +30,7 @@ Arrays = tuple[np.ndarray, ...]
 
 
 def kept(folder: Path, name: str, arrays: tuple[str, ...], make: Callable[[], Arrays], *, writes: bool) -> Arrays:
-    """What `make` returns: mapped from `folder`, read-only, where it lies there whole; else made, and with `writes` written there.
+    """The arrays of `make`: mapped from `folder`, read-only, if they are whole there; else made, and with `writes` written there.
 
     Args:
         folder: where the files lie; it exists.

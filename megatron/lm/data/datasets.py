@@ -45,7 +45,7 @@ class Blend:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedFile:
-    """What the index of one dataset says. lengths: [documents] int32, tokens of each document; fingerprint: hash of the index."""
+    """The content of one dataset's index. lengths: [documents] int32, tokens of each document; fingerprint: hash of the index."""
 
     prefix: str
     lengths: np.ndarray
@@ -227,7 +227,7 @@ def _process_group() -> Iterator[None]:
 
 
 def _open_all(blends: list[Blend | None], wanted: list[int], shares: list[float], config: Config) -> dict[str, IndexedFile]:
-    """Read every index that a wanted split draws from, and see that the split's part of it fills a sequence."""
+    """Read every index that a wanted split draws from, and check that the split's part of it fills a sequence."""
     files: dict[str, IndexedFile] = {}
     for i, (blend, count) in enumerate(zip(blends, wanted, strict=True)):
         if blend and count > 0 and len(blend.prefixes) == 1:
@@ -280,7 +280,7 @@ def _cache_folder(data: DataConfig, files: dict[str, IndexedFile]) -> Path:
 
 
 def _prepare_cache(cache: Path, files: dict[str, IndexedFile], tokenizer: Tokenizer) -> None:
-    """On rank 0: check the token ids, and make the cache folder. What was found in range is noted there, by size and time of the data."""
+    """On rank 0: check the token ids, and make the cache folder. Data found in range is noted there, by its size and time."""
     if dist.get_rank() != 0 or not files:
         return
     note = cache / "token_range.json"
@@ -300,7 +300,7 @@ def _prepare_cache(cache: Path, files: dict[str, IndexedFile], tokenizer: Tokeni
 
 
 def _read_note(note: Path) -> dict[str, Any]:
-    """What was found in range before; nothing where the note is damaged, so that it is looked at again."""
+    """The data found in range before; empty where the note is damaged, so that the data is checked again."""
     try:
         seen = json.loads(note.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -49,7 +49,7 @@ class Document:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetCounts:
-    """What `<prefix>.json` holds. tokens include the end-of-document ids; text_bytes are UTF-8 bytes of the text alone."""
+    """The content of `<prefix>.json`. tokens include the end-of-document ids; text_bytes are UTF-8 bytes of the text alone."""
 
     documents: int
     tokens: int
@@ -60,7 +60,7 @@ class DatasetCounts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodeOptions:
-    """How text becomes ids: the tokenizer's configuration, and whether eod closes every document."""
+    """The rules from text to ids: the tokenizer's configuration, and whether eod closes every document."""
 
     data: DataConfig
     vocab_size: int | None = None
@@ -73,7 +73,7 @@ def read_documents(path: Path, keys: list[str], separator: str = "endoftext") ->
     Args:
         path: the file; its suffix decides the form.
         keys: JSON keys to take; a `.txt` file gives its text under every one of them.
-        separator: what parts the documents of a `.txt`: lines holding only `<|endoftext|>`, or blank lines.
+        separator: between the documents of a `.txt`: lines holding only `<|endoftext|>`, or blank lines.
 
     Raises:
         ValueError: not to be read, or not UTF-8; a line that is no JSON object, lacks a key, or holds something else than text under it.
@@ -118,7 +118,7 @@ def write_datasets(
     """Tokenise `documents` and write one indexed dataset a key: `prefixes[key]` plus `.bin`, `.idx` and `.json`.
 
     Written under temporary names and renamed at the end, `.idx` last: a kill at any moment leaves the old dataset or the new one,
-    or none that a trainer would open, never half of one. What a kill has left of a dataset is deleted when it is written anew, with a
+    or none that a trainer would open, never half of one. The remains of a killed write are deleted when the dataset is written anew, with a
     line on stderr. Token ids are uint16 where the vocabulary allows it, else int32.
 
     Args:
@@ -171,7 +171,7 @@ def _write(
 
 
 def read_counts(prefix: str) -> DatasetCounts | None:
-    """What the `.json` beside a dataset holds; None where there is none. ValueError where it is not what `write_datasets` wrote."""
+    """The counts in the `.json` beside a dataset; None where there is none. ValueError where `write_datasets` cannot have written it."""
     file = Path(f"{prefix}.json")
     if not file.exists():
         return None
@@ -214,15 +214,15 @@ class Progress:
         self._thread.join()
 
     def begin(self, source_bytes: int) -> None:
-        """Count what is being tokenised from now on."""
+        """Count a document that is being tokenised."""
         self._begun_bytes += source_bytes
 
     def skip(self, source_bytes: int) -> None:
-        """Leave out what an earlier run did."""
+        """Leave out the work of an earlier run."""
         self._total_bytes -= source_bytes
 
     def advance(self, documents: int, source_bytes: int) -> None:
-        """Count what was just written, and print when the interval is full."""
+        """Count written documents, and print when the interval is full."""
         self.documents += documents
         self._bytes += source_bytes
         if self.documents >= self._next:
@@ -253,7 +253,7 @@ class Progress:
 class Writer:
     """One dataset under temporary names: `publish` gives it its own; leaving without it removes what was written.
 
-    While it is entered it holds a lock on `.bin.partial`, which a kill frees: what stands there unlocked was left by one.
+    While it is entered it holds a lock on `.bin.partial`, which a kill frees: an unlocked file is the remains of a kill.
     """
 
     def __init__(self, prefix: Path, tokenizer: Tokenizer, dtype: type[np.number]) -> None:
@@ -489,7 +489,7 @@ def _start_worker(options: EncodeOptions) -> None:
 
 
 def _leave_with_parent() -> None:
-    """A killed parent tells its workers nothing: they watch it themselves, or they would wait for work for ever."""
+    """Watches the parent process: a killed parent tells its workers nothing, and they would wait for work for ever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])

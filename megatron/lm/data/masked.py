@@ -2,9 +2,9 @@
 et al. 2019).
 
 A sample is a sequence of the same packed text that a GPT reads: documents joined, cut into sequences, in the order of `order` (RoBERTa's
-FULL-SENTENCES across documents, section 4.2). Of its tokens `--mask-prob` are chosen, 15 % by default, at least one. Of those 80 % become
-the mask token, 10 % another token drawn from the vocabulary, 10 % stay (BERT, appendix A.1). The labels are the tokens themselves, and the
-loss counts the chosen ones alone. There is no prediction of the next sentence (RoBERTa, section 4.2).
+FULL-SENTENCES across documents, section 4.2). A share `--mask-prob` of its tokens is chosen, 15 % by default, at least one. 80 % of the
+chosen tokens become the mask token, 10 % another token drawn from the vocabulary, 10 % stay (BERT, appendix A.1). The labels are the tokens
+themselves, and the loss counts the chosen ones alone. There is no prediction of the next sentence (RoBERTa, section 4.2).
 
 The choice is drawn from the seed and the number of the sample in the run, so a text that comes again in a later epoch is masked otherwise
 (dynamic masking, RoBERTa section 4.1), and a resumed run masks as one that never stopped.

@@ -1,4 +1,4 @@
-"""The order in which a run reads its data: how it is drawn, what fixes it, and how a resumed run sees that it is another.
+"""The order in which a run reads its data: how it is drawn, what fixes it, and how a resumed run detects another order.
 
 An epoch reads every document of the split once. Its documents are put into a random order and joined, cut into sequences, and the
 sequences put into a random order; a sequence across the end of an epoch belongs to the next one. Each epoch draws from a generator of its
@@ -7,7 +7,7 @@ goes on where it was, past the end of an epoch too. megatron-core shuffles the e
 an order of its own; for a run of one epoch its order is this one. A blend takes from each dataset by its weight, sample by sample, and
 does not depend on the length of the run either.
 
-What fixes the order stands in a checkpoint under `data`: the seed, and of each dataset its weight, the documents of it that are training
+A checkpoint has under `data` all that fixes the order: the seed, and for each dataset its weight, the documents of it that are training
 data, and digests of its index and of a part of its tokens. Where it lies, and how it is named, does not matter.
 """
 
@@ -47,7 +47,8 @@ class EpochDataset(GPTDataset):
     def _order(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Documents [epochs x documents]; the place in them and the token where each sample begins [samples + 1, 2]; samples [samples]."""
         length, tokens = self.config.sequence_length, self._get_num_tokens_per_epoch()
-        # A blend's greedy choice takes of a dataset up to one more than its share, and its length is rounded up once for each dataset.
+        # A blend's greedy choice takes up to one sample more than its share from a dataset, and its length is rounded up once for each
+        # dataset.
         wanted = self.num_samples + _datasets(self.config, self.index_split)
         epochs = -(-(wanted * length + 1) // tokens)
         ends = [0, *((epoch * tokens - 1) // length for epoch in range(1, epochs + 1))]
@@ -70,7 +71,7 @@ class EpochBlend(BlendedDataset):
         return kept(Path(self.config.path_to_cache), _cache_name(self, self.split), arrays, self._draw, writes=dist.get_rank() == 0)
 
     def _draw(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each sample the dataset [size] int16, and its number there [size] int64."""
+        """For each sample its dataset, [size] int16, and its number there, [size] int64."""
         which, sample = np.zeros(self.size, dtype=np.int16), np.zeros(self.size, dtype=np.int64)
         helpers.build_blending_indices(which, sample, self.weights, len(self.datasets), self.size, False)
         return which, sample
@@ -95,7 +96,7 @@ def _datasets(config: Any, split: Split) -> int:
 
 
 def description(train: Dataset, seed: int) -> dict[str, Any]:
-    """What fixes the order of training data of `build_datasets`, as JSON takes it: the entry `data` of a checkpoint."""
+    """All that fixes the order of the training data of `build_datasets`, as JSON takes it: the entry `data` of a checkpoint."""
     parts = zip(train.datasets, train.weights, strict=True) if isinstance(train, EpochBlend) else [(train, 1.0)]
     return {"order": ORDER, "seed": seed, "datasets": [_dataset(part, float(weight)) for part, weight in parts]}
 
@@ -123,7 +124,7 @@ def _content(data: Path) -> str:
 
 
 def check_same(info: dict[str, Any], config: Config, now: dict[str, Any] | None) -> str | None:
-    """See that a resumed run reads on in the order of the checkpoint.
+    """Check that a resumed run reads on in the order of the checkpoint.
 
     Args:
         info: `checkpoint.json`; an older one has no `data`.
@@ -131,7 +132,7 @@ def check_same(info: dict[str, Any], config: Config, now: dict[str, Any] | None)
         now: `description` of this run's data; None where it has none.
 
     Returns:
-        What is to be said of it: the differences, which `--override-data` lets pass, or that the checkpoint cannot tell them all.
+        A message: the differences, which `--override-data` lets pass, or that the checkpoint cannot tell them all.
 
     Raises:
         ValueError: the order is another, and `--override-data` is not given.
@@ -170,7 +171,7 @@ def _differing(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _differing_from_config(info: dict[str, Any], config: Config, now: dict[str, Any]) -> list[str]:
-    """Of a checkpoint without `data`: what its configuration tells."""
+    """For a checkpoint without `data`: the parts that its configuration has."""
     saved, length = config_from_dict(info["config"]), config.model.seq_length
     seed, split = saved.training.seed, saved.data.split
     found = [] if seed == now["seed"] else [f"--seed {now['seed']} (saved: {seed})"]

@@ -33,10 +33,10 @@ def write_in_parts(
     part_bytes: int = PART_BYTES,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, DatasetCounts]:
-    """`write_datasets` part by part; what parts an earlier run of the same command left are taken as they are.
+    """`write_datasets` part by part; parts of an earlier run of the same command are taken as they are.
 
     Args:
-        source: what tells this input from another: names, sizes, times. JSON can hold it.
+        source: identifies this input: names, sizes, times. JSON can hold it.
         part_bytes: of input in a part.
 
     Raises:
@@ -71,7 +71,7 @@ def write_in_parts(
 
 
 def _identity(options: EncodeOptions) -> dict[str, Any]:
-    """The settings, and the tokenizer's files by what they hold."""
+    """The settings, and the tokenizer's files by their content."""
     found = asdict(options)
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
         path = getattr(options.data, name)

@@ -1,6 +1,6 @@
 """Rows of data in files of several kinds: JSON lines, parquet, and folders that Hugging Face's `datasets` saved or downloaded.
 
-Parquet needs pyarrow (`pip install 'msamp[data]'`), a folder of `save_to_disk` needs datasets; both are refused by name where they lack.
+Parquet needs pyarrow (`pip install 'msamp[data]'`), a folder of `save_to_disk` needs datasets; a missing one is named in the error.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ def size(path: Path) -> int:
 
 
 def identity(path: Path) -> list[Any]:
-    """What tells an input from another one of its name: place, bytes, names and times; JSON can hold it."""
+    """Identifies an input among others of its name: place, bytes, names and times; JSON can hold it."""
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     stamp = hashlib.sha256(repr(stats).encode()).hexdigest()
@@ -53,7 +53,7 @@ def read(path: Path, columns: list[str] | None = None) -> Iterator[tuple[dict[st
         columns: of a table, the only ones to read; all where None.
 
     Raises:
-        ValueError: a line that is no JSON object, a table without a column, a damaged file, or a library that lacks.
+        ValueError: a line that is no JSON object, a table without a column, a damaged file, or a missing library.
     """
     if not is_table(path):
         yield from _lines(path)

@@ -30,7 +30,7 @@ _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\
 
 
 class Tokenizer(abc.ABC):
-    """Text to token ids and back; also what megatron-core's GPTDataset asks of a tokenizer.
+    """Text to token ids and back; also the interface that megatron-core's GPTDataset expects of a tokenizer.
 
     Attributes:
         vocab_size: number of ids; every id is in [0, vocab_size). The model may pad it further.
@@ -56,7 +56,7 @@ class Tokenizer(abc.ABC):
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
-        """What enters megatron-core's key of an index cache: JSON-able, and the same on every machine."""
+        """The tokenizer's part of megatron-core's key of an index cache: JSON-able, and the same on every machine."""
         return {"class": type(self).__name__, "vocab_size": self.vocab_size, "eod": self.eod}
 
     def _check_ids(self, ids: list[int]) -> None:
@@ -114,7 +114,7 @@ class HuggingFaceTokenizer(Tokenizer):
         with _told(f"--tokenizer-model {path} is not a tokenizer.json of the tokenizers library"):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self._path, model = path, self._tokenizer.model
-        # Such a model leaves out what it cannot spell, where every other one has a token for it or fails.
+        # Such a model leaves out text that it cannot spell; every other one has a token for it or fails.
         self._drops = isinstance(model, tokenizers.models.BPE) and model.unk_token is None
         self._spelt: set[str] = set()  # characters known not to be left out
         self._tokenizer.encode_special_tokens = True
@@ -144,7 +144,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids
 
     def _check_spelt(self, characters: set[str]) -> None:
-        """ValueError for a character that the model leaves out; what the normalizer or pre-tokenizer takes away goes on purpose."""
+        """ValueError for a character that the model leaves out; characters that the normalizer or pre-tokenizer removes go on purpose."""
         normalizer, pre_tokenizer = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
         for character in characters:
             seen = normalizer.normalize_str(character) if normalizer is not None else character
@@ -211,7 +211,7 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
 
 @contextlib.contextmanager
 def _told(message: str) -> Iterator[None]:
-    """What a library in Rust raises, a bare Exception or a panic, which is not even that, as a ValueError."""
+    """Turns the errors of a library in Rust into a ValueError: a bare Exception, or a panic, which is not even that."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):

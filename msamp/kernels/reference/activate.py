@@ -12,12 +12,12 @@ KINDS = ("gelu", "swiglu")
 # 0.5 (1 + tanh u) = sigmoid(2 u), which keeps its digits where tanh is next to -1: 2 u = TWICE_SLOPE (y + CUBIC y^3).
 TWICE_SLOPE = 1.5957691216057308
 CUBIC = 0.044715
-# Of y^2: above it the sigmoid is 0 or 1 in FP32 and its derivative 0, and y^2 must not become the infinity that makes that NaN.
+# Limit of y^2: above it the sigmoid is 0 or 1 in FP32 and its derivative 0, which an infinite y^2 would turn into NaN.
 SQUARE_LIMIT = 256.0
 
 
 def features(y: torch.Tensor, kind: str) -> int:
-    """F, the width of what the activation `kind` makes of `y`; ValueError where it takes no such input."""
+    """F, the width of the output of the activation `kind` for `y`; ValueError where it takes no such input."""
     if kind not in KINDS:
         raise ValueError(f"activation is {kind!r}; choose one of {', '.join(KINDS)}")
     if y.ndim != 2 or (kind == "swiglu" and y.shape[1] % 2):
@@ -26,7 +26,7 @@ def features(y: torch.Tensor, kind: str) -> int:
 
 
 def check_gradient(grad_a: torch.Tensor, y: torch.Tensor, kind: str) -> None:
-    """ValueError unless `grad_a` has the shape of what `kind` makes of `y`."""
+    """ValueError unless `grad_a` has the shape of the output of `kind` for `y`."""
     want = (y.shape[0], features(y, kind))
     if tuple(grad_a.shape) != want:
         raise ValueError(f"grad_a is {tuple(grad_a.shape)}; the gradient of {kind} of {tuple(y.shape)} must be {want}")

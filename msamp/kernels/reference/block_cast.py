@@ -11,12 +11,12 @@ SMALLEST, LARGEST = 16, 128  # columns of a block
 
 
 def has_kernel(rows: int, columns: int) -> bool:
-    """Whether `block_cast` casts in such blocks: 1 x n or n x n, n a power of two from 16 to 128."""
+    """Whether `block_cast` takes these blocks: 1 x n or n x n, n a power of two from 16 to 128."""
     return SMALLEST <= columns <= LARGEST and not columns & (columns - 1) and rows in (1, columns)
 
 
 def check_block_cast(x: torch.Tensor, rows: int, columns: int, scale_rule: str) -> None:
-    """Refuse what has no such blocks, blocks that have no kernel, and an unknown rule (ValueError)."""
+    """ValueError for a tensor that is no matrix, blocks that have no kernel, and an unknown rule."""
     if x.ndim != 2:
         raise ValueError(f"x is {tuple(x.shape)}; blocks are cast of [M, N]: flatten the tokens into M")
     if not has_kernel(rows, columns):
@@ -35,7 +35,7 @@ def new_operand(x: torch.Tensor, shape: tuple[int, int], block: Block, dtype: to
 
 
 def no_operand(x: torch.Tensor, dtype: torch.dtype, scale_rule: str) -> list[torch.Tensor]:
-    """What stands for a layout that is not asked for."""
+    """Empty tensors in place of a layout that is not asked for."""
     return [x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.uint8 if scale_rule == "e8m0" else torch.float32)]
 
 

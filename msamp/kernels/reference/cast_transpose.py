@@ -68,7 +68,7 @@ def check_asked(*, row: bool, col: bool, colsum: bool) -> None:
 
 
 def check_maxima(maxima: torch.Tensor | None, scale: torch.Tensor | None) -> None:
-    """ValueError for maxima that no scale is to be taken from, or that are no amaxes."""
+    """ValueError for `maxima` beside a scale, or that are not FP32."""
     if maxima is not None and scale is not None:
         raise ValueError("maxima stand in for the amax of a just-in-time cast: give scale None with them, or leave them out")
     if maxima is not None and maxima.dtype != torch.float32:
@@ -98,7 +98,7 @@ def _store(
     colsum: bool,
     scale_inv_slot: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a producer leaves of its FP32 result `v` [M, N]: `cast_transpose` of it, or `v` plain in a wide `dtype`."""
+    """The output of a producer with the FP32 result `v` [M, N]: `cast_transpose` of it, or `v` plain in a wide `dtype`."""
     if dtype.itemsize == 1:
         return cast_transpose(v, scale, amax_slot, dtype, row=True, col=col, colsum=colsum, scale_inv_slot=scale_inv_slot)
     sums = v.sum(0, keepdim=True) if colsum else v.new_empty(0)

@@ -1,8 +1,8 @@
 """Cross entropy of logits over the vocabulary, and its gradient in their place.
 
 Where tensor-parallel ranks hold some columns of the vocabulary each, a row's softmax wants three numbers of every rank: the largest logit,
-the sum of exponentials below it, and the label's logit. `softmax_parts` gives a rank's own, the ranks gather them, and
-`cross_entropy_of_parts_` makes of all of them what `cross_entropy_` makes of whole rows: the same losses on every rank, bit for bit, since
+the sum of exponentials below it, and the label's logit. `softmax_parts` gives a rank's own, and the ranks gather them.
+`cross_entropy_of_parts_` then does what `cross_entropy_` does with whole rows. The losses are the same on every rank, bit for bit, since
 each combines the same numbers in the order of the ranks.
 """
 
@@ -33,7 +33,7 @@ def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Te
 
 
 def softmax_parts(logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
-    """What one rank adds to the softmax of every row.
+    """One rank's part of the softmax of every row.
 
     Args:
         logits: [M, V] FP32, BF16 or FP16, row-major: columns `first` to `first + V - 1` of the whole vocabulary.

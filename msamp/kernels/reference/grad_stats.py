@@ -20,7 +20,7 @@ def grad_stats(
     *,
     squares: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Amaxes and sums of squares, both exact: any cut and any order comes to the same.
+    """Amaxes and sums of squares, both exact: any cut and any order gives the same.
 
     A payload's range is known before its values, so its amax and squares come from one read. A plain gradient's squares need its amax
     first: a call without `squares`, then one with `factors`.
@@ -64,7 +64,7 @@ def carried(sums: torch.Tensor) -> torch.Tensor:
 
 
 def _square_sum(x: torch.Tensor, factor: torch.Tensor, units: float) -> torch.Tensor:
-    # Each square is taken in FP64 and rounded to whole units, and what that leaves to 2^-30 units.
+    # Each square is taken in FP64 and rounded to whole units; the remainder is rounded to 2^-30 units.
     squares = (x.float().double() * factor).square_().mul_(units)
     whole = squares.round()
     rest = squares.sub_(whole).mul_(2.0**30).round_()

@@ -1,4 +1,4 @@
-"""Cast with one power-of-two scale for every few elements of a row, and its inverse: how COAT keeps what non-linear layers saw."""
+"""Cast with one power-of-two scale for every few elements of a row, and its inverse: how COAT keeps the inputs of non-linear layers."""
 
 import torch
 
@@ -11,7 +11,7 @@ NOT_FINITE = 255  # as in the E8M0 format of the OCP microscaling specification
 
 
 def check_group_cast(x: torch.Tensor, size: int) -> None:
-    """Refuse what has no groups of `size` (ValueError)."""
+    """ValueError for a tensor without groups of `size`."""
     if x.ndim != 2:
         raise ValueError(f"x is {tuple(x.shape)}; groups are cast of [M, N]: flatten the tokens into M")
     if size < 1 or size & (size - 1):
@@ -21,8 +21,8 @@ def check_group_cast(x: torch.Tensor, size: int) -> None:
 def group_cast(x: torch.Tensor, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise `x` with a just-in-time scale for every `size` elements of a row (COAT: mixed granularity, 1 x G groups).
 
-    The amax of a group, the first of group scaling's two stages, is taken in the same read. A group's scale is DESIGN.md's: the largest
-    power of two that keeps its amax within the format.
+    The amax of a group, the first of group scaling's two stages, is taken in the same read. A group's scale is the largest power of two
+    that keeps its amax within the format.
 
     Args:
         x: [M, N] FP32, BF16 or FP16; the last group of a row may be short.

@@ -1,5 +1,5 @@
-"""Updates of one momentum, in FP32 and in torch.optim's own order of operations, so that FP32 states equal it bit for bit: SGD's heavy ball
-[Sutskever et al. 2013], and Muon, which orthogonalises the momentum of a matrix [Jordan et al. 2024].
+"""Updates with one momentum, in FP32 and in torch.optim's own order of operations, so that FP32 states equal it bit for bit: SGD's heavy
+ball [Sutskever et al. 2013], and Muon, which orthogonalises the momentum of a matrix [Jordan et al. 2024].
 
 Numbers are Python floats, or FP64 0-dim on a GPU, which nothing waits for.
 """
@@ -82,7 +82,7 @@ def muon_(
     Args:
         p, g, buffer: FP32 [rows, columns]; `g` is only read.
         lr, momentum, weight_decay: the group's; decay None: there is none.
-        nesterov: what is made orthogonal is momentum buffer + (1 - momentum) g.
+        nesterov: orthogonalise momentum buffer + (1 - momentum) g instead of the buffer.
         ns_coefficients, ns_steps, eps: of `orthogonal`.
         adjust_lr_fn: lr' = lr times what this key of `ADJUSTMENTS` makes of the shape.
     """

@@ -15,7 +15,7 @@ WIDE = (torch.bfloat16, torch.float16, torch.float32)
 def check_normalize(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, *, rms: bool
 ) -> None:
-    """Refuse what the norms are not defined for (ValueError)."""
+    """ValueError for shapes and dtypes that the norms are not defined for."""
     if x.ndim != 2 or x.dtype not in WIDE:
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; a norm takes [M, N] of BF16, FP16 or FP32: flatten the tokens into M")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
@@ -140,9 +140,9 @@ def normalize_backward(
         maxima: leave the first stage of Group Scaling, for a just-in-time cast of grad_x.
 
     Returns:
-        grad_x [M, N] of the dtype of `x`, the gradient of `x` and of the residual alike; of parts of the rows, for `sum_parts`,
-        grad_weight [parts, N] FP32 and grad_bias [parts, N] FP32 (empty with `rms`); of parts of the rows of grad_x as it is stored the
-        largest magnitude, FP32 [parts, 1], +inf where one is not finite (empty without `maxima`).
+        grad_x [M, N] of the dtype of `x`, the gradient of `x` and of the residual alike; grad_weight [parts, N] FP32 and grad_bias [parts,
+        N] FP32 (empty with `rms`), each the sums of parts of the rows, for `sum_parts`; the largest magnitudes of parts of the rows of
+        grad_x as stored, FP32 [parts, 1], +inf where one is not finite (empty without `maxima`).
 
     Raises:
         ValueError: for shapes or dtypes that do not fit.

@@ -55,7 +55,7 @@ def _transposed(sin: torch.Tensor) -> torch.Tensor:
 def rotary_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, groups: int) -> None:
     """Rotate the queries and keys of a packed projection in place (Su et al., 2021, in the "rotate half" form).
 
-    Of each query and key the first r channels x become x[i] cos[i] - x[i + r/2] sin[i] for i < r/2 and
+    The first r channels x of each query and key become x[i] cos[i] - x[i + r/2] sin[i] for i < r/2 and
     x[i] cos[i] + x[i - r/2] sin[i] above, in FP32 and rounded once; the rest and the values stay.
 
     Args:

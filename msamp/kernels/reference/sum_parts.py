@@ -13,6 +13,6 @@ def sum_parts(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.T
         dtype: of the results, a wide one.
 
     Returns:
-        One [N] of `dtype` for each.
+        One tensor [N] of `dtype` for each of `parts`.
     """
     return [x.sum(0).to(dtype) for x in parts]

@@ -1,4 +1,4 @@
-"""The sum of what the ranks of a group have sent each other, in FP32."""
+"""The FP32 sum of the payloads that the ranks of a group have sent each other."""
 
 import torch
 
@@ -15,8 +15,8 @@ def sum_payloads(
         payloads: [ranks, n], contiguous, of an FP8 or wide dtype: row r is what rank r has sent.
         factor: FP32, 0-dim: the payloads' scale_inv, or what the sum is scaled with; None is 1.
         dtype: of the result; an FP8 dtype saturates.
-        own: [n], contiguous, of the dtype of `payloads`: what stands for row `rank`, which is not read; None: all rows are there.
-        rank: of `own`.
+        own: [n], contiguous, of the dtype of `payloads`: read in place of row `rank`; None: all rows are there.
+        rank: the row that `own` replaces.
 
     Returns:
         [n] of `dtype`.

@@ -1,4 +1,4 @@
-"""How a payload stands for the values it was made from, and what of an update arrives: sums that the precision recorder reads."""
+"""How well a payload represents its values, and how much of an update arrives: sums that the precision recorder reads."""
 
 import torch
 
@@ -12,8 +12,8 @@ def tally_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv:
     """Add to `row` how `payload`, made from `x`, represents it: one read of both, without a host sync, so that a CUDA graph may hold it.
 
     Args:
-        row: FP64 [8], `msamp.numerics.metrics.TALLY`, changed in place: counts of elements, of non-zero ones, of those of them that are
-            zero in the payload, of those at its format's maximum; sums of x^2 and of (x - payload * scale_inv)^2; raised to the amax of
+        row: FP64 [8], `msamp.numerics.metrics.TALLY`, changed in place: counts of elements, of non-zero ones, of non-zero ones that are
+            zero in the payload, of elements at its format's maximum; sums of x^2 and of (x - payload * scale_inv)^2; raised to the amax of
             x; the scale, that of this call.
         x: FP32, BF16 or FP16, of any shape.
         payload: any format, as many elements in the same order.
@@ -37,14 +37,14 @@ def tally_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv:
 
 @torch.no_grad()
 def tally_update_(row: torch.Tensor, before: torch.Tensor, wanted: torch.Tensor, stored: torch.Tensor, scale_inv: torch.Tensor) -> None:
-    """Add to `row` what arrives of an update, for `msamp.numerics.metrics.descent` and `lost_frac`: one read, without a host sync.
+    """Add to `row` how much of an update arrives, for `msamp.numerics.metrics.descent` and `lost_frac`: one read, without a host sync.
 
     Args:
         row: FP64 [5], changed in place: elements; sums of stored^2, of update^2 and of update times what arrived of it; elements left
             unchanged by an update that is not zero.
         before: FP32 values of the master, of any shape.
-        wanted: FP32, what the update makes of it.
-        stored: payload of what is kept of that, in any format, as many elements in the same order.
+        wanted: FP32 values after the update, before they are stored.
+        stored: the payload that is kept, in any format, as many elements in the same order.
         scale_inv: FP32 0-dim, of `stored`.
     """
     for old, new, kept in zip(*(x.reshape(-1).split(CHUNK) for x in (before, wanted, stored)), strict=True):

@@ -39,8 +39,8 @@ def _sigmoid(z, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _gelu(y, HARDWARE: tl.constexpr):
-    """GELU of `y`, its sigmoid and the clamped y^2. No product is left to add to but in `fma`: the compiler must not contract this
-    in one way in forward and in another in backward, and both codes have to be the same."""
+    """GELU of `y`, its sigmoid and the clamped y^2. Every product that is added to stands in an `fma`: the compiler must not contract this
+    differently in forward and backward, since both codes have to be the same."""
     square = tl.minimum(y * y, 256.0)
     # -log2(e) * 2 u, with 2 u = 1.59577 (y + 0.044715 y^3)
     s = _sigmoid(y * tl.fma(square, -0.10294324, -2.3022082), HARDWARE)
@@ -152,7 +152,7 @@ def _activate_backward_kernel(
 
 
 def parts(M: int, kind: str) -> int:
-    """Into how many parts the column sums of a gradient's M rows come."""
+    """Number of parts of the column sums of a gradient's M rows."""
     return max(1, triton.cdiv(M, BACKWARD[kind][0] * BACKWARD[kind][3]))
 
 

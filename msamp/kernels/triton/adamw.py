@@ -21,7 +21,7 @@ REGISTERS = 80  # a thread: three blocks of 256 threads share a multiprocessor, 
 
 
 class Row(NamedTuple):
-    """A parameter: its number of elements, addresses (0 of what is not there), and its columns in `amaxes` and `kept`."""
+    """A parameter: its number of elements, addresses (0 for an absent tensor), and its columns in `amaxes` and `kept`."""
 
     numel: int
     grad: int
@@ -40,15 +40,15 @@ class Row(NamedTuple):
 
 
 class Logarithms(NamedTuple):
-    """What stands after a `Hyper`."""
+    """The columns after a `Hyper`."""
 
     beta1: int
     beta2: int
 
 
 class Scalars(NamedTuple):
-    """What the launch for scales leaves of a parameter: scale_inv of each tensor as read (old), the scale and scale_inv it is stored with
-    (scale, new), and Adam's numbers. `p` is the master and `w` the weight beside it; `weight` is that of the gradient in m."""
+    """The numbers of a parameter that the launch for scales leaves: scale_inv of each tensor as read (old), the scale and scale_inv it is
+    stored with (scale, new), and Adam's numbers. `p` is the master and `w` the weight beside it; `weight` is that of the gradient in m."""
 
     g_old: int
     clip: int
@@ -207,7 +207,7 @@ def _adam(
 
 @triton.jit
 def _store(pointer, at, inside, v, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
-    """Store, and what now stands there as FP32, without its scale."""
+    """Store; returns the stored payload as FP32, without its scale."""
     payload = _payload(v * scale, MANTISSA, HARDWARE)
     tl.store(pointer + at, payload, mask=inside)
     return _value(payload, MANTISSA, HARDWARE)
@@ -227,7 +227,7 @@ def _keep(kept, largest, scale_inv):
 
 @triton.jit
 def _numbers(own):
-    """All that `_scalars_kernel` left of a tensor, in its order."""
+    """All numbers that `_scalars_kernel` left of a tensor, in its order."""
     g_old = tl.load(own + SCALAR.value.g_old)
     clip = tl.load(own + SCALAR.value.clip)
     m_old = tl.load(own + SCALAR.value.m_old)
@@ -259,7 +259,7 @@ def _numbers(own):
 def _pointers(
     row, first, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, W: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """To element `first` of gradient, moments, master and weight; without a weight beside the master it is the master's again."""
+    """Pointers to element `first` of gradient, moments, master and weight; the last is the master's again without a weight beside it."""
     g_pointer = _pointer(tl.load(row + ROW.value.grad), G, ALIGNED) + first
     m_pointer = _pointer(tl.load(row + ROW.value.m), M, ALIGNED) + first
     v_pointer = _pointer(tl.load(row + ROW.value.v), V, ALIGNED) + first

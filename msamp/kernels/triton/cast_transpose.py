@@ -1,6 +1,6 @@
 """Scaled cast that leaves either layout or both, one read of the input. Twin: `msamp.kernels.reference.cast_transpose`.
 
-What every kernel that makes an FP8 operand needs stands here too. A thread takes four rows that follow each other, so that a column's
+The functions that every kernel with an FP8 output needs stand here too. A thread takes four rows that follow each other, so that a column's
 four codes are one 32-bit word before they cross threads on their way into the transpose (byte by byte costs more than the memory
 does), and sums and amaxes cross threads once for four rows.
 """
@@ -234,7 +234,7 @@ def _partial_sums(asked: bool, tiles: int, N: int, device: torch.device) -> torc
 
 
 def parts(M: int) -> int:
-    """Into how many parts the column sums of M rows come."""
+    """Number of parts of the column sums of M rows."""
     return max(1, triton.cdiv(M, TILE_M))
 
 

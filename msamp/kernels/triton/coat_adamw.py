@@ -39,7 +39,7 @@ TINY = tl.constexpr(2.0**-126)
 
 
 class Groups(NamedTuple):
-    """What stands after AdamW's `Row`: the length of a row of the weight, and addresses of the moments' maxima and exponents, or 0."""
+    """The columns after AdamW's `Row`: the length of a row of the weight, and addresses of the moments' maxima and exponents, or 0."""
 
     length: int
     m_max: int
@@ -53,7 +53,7 @@ GROUPS, WIDTH = tl.constexpr(numbered(Groups, COLUMNS)), COLUMNS + len(Groups._f
 
 @triton.jit
 def _log2(x, HARDWARE: tl.constexpr):
-    """Of 0 or normal numbers, to 2^-22: an error as large as one of the last places of what it was taken of."""
+    """Of 0 or normal numbers, to 2^-22: the error is as large as one of a last place of the argument."""
     if HARDWARE:
         y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -91,7 +91,7 @@ def _expanded(x, inside, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
     each = divisor * power
     quotient = _quotient(tl.abs(x) * power[:, None], each[:, None], _inverse(each)[:, None], HARDWARE)
     grown = tl.exp2(_log2(tl.maximum(quotient, TINY), HARDWARE) * k[:, None]) * FP_MAX
-    # Where k is large an error of the logarithm must not make an element vanish.
+    # Where k is large, an error of the logarithm must not cause underflow.
     grown = tl.where(magnitude > 0, tl.maximum(grown, SMALLEST), 0.0)
     payload = _payload(tl.where(x.to(tl.int32, bitcast=True) < 0, -grown, grown), MANTISSA, HARDWARE)
     return payload, tl.where(top < 0x7F800000, top.to(tl.float32, bitcast=True), float("nan")), k
@@ -115,7 +115,7 @@ def _store_moment(
     pointer, at, inside, x, scale, reached, largest, exponents, groups, known,
     MANTISSA: tl.constexpr, COAT: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Store, and the largest magnitudes `reached` so far in a format with a scale."""
+    """Store; returns the largest magnitudes `reached` so far, for a format with a scale."""
     if COAT:
         payload, of_each, k = _expanded(x, inside, MANTISSA, HARDWARE)
         tl.store(pointer + at, payload, mask=inside)
@@ -202,7 +202,7 @@ def _beside(states: Sequence[torch.Tensor | Expanded]) -> tuple[list[int], list[
 
 
 def _size(shape: torch.Size) -> int:
-    """Elements of all groups, were none short; one less where the length of a row does not let programs use 16-byte accesses."""
+    """Elements of all groups if none were short; one less where the length of a row does not let programs use 16-byte accesses."""
     *rows, length = shape or (1,)
     size = torch.Size(rows).numel() * -(-length // GROUP) * GROUP
     return size - (size > 0 and length % 16 != 0)
@@ -230,7 +230,7 @@ def coat_adamw(
     table, parts = tables.lay_out(key, rows, 5, CHUNK * GROUP)
     scalars = torch.empty(len(rows), SCALARS, device=tables.device)
     flag, sizes = usable.view(torch.uint8), {"COLUMNS": WIDTH, "SCALARS": SCALARS}
-    # What carries no scale of its own is in this respect as FP32: COAT's moments, and a plain FP16 weight.
+    # COAT's moments and a plain FP16 weight carry no scale of their own, and count as FP32 here.
     scaled = {"M": not m_coat, "V": not v_coat, "W": any(isinstance(w, ScalingTensor) for w in batch.weights)}
     scales_of = formats | {name: 23 for name, has in scaled.items() if not has}
     _scalars_kernel[(len(rows),)](

@@ -20,7 +20,7 @@ BLOCK, CHUNK = 1024, 16384  # elements a program works on at a time, and in all
 
 
 class Row(NamedTuple):
-    """A parameter: its number of elements, and addresses, 0 of what is not there."""
+    """A parameter: its number of elements, and addresses, 0 for an absent tensor."""
 
     numel: int
     grad: int
@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """What the first launch leaves of a parameter: the group's numbers and bias corrections in BF16."""
+    """The numbers of a parameter that the first launch leaves: the group's numbers and bias corrections in BF16."""
 
     clip: int
     beta1: int

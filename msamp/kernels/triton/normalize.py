@@ -22,7 +22,7 @@ PREFETCH_BYTES = 100 * 1024
 
 @triton.jit
 def _normalized(x, mean, rstd, weight, bias, RMS: tl.constexpr):
-    """Both kernels that call it are compiled without contraction to FMA, so that they and the twin round alike."""
+    """Both calling kernels are compiled without contraction to FMA, so that they and the twin round alike."""
     if not RMS:
         x = x - mean
     y = x * rstd * weight
@@ -216,7 +216,7 @@ def _backward_warps(elements: int) -> tuple[int, int]:
 
 
 def parts(M: int, N: int, device: torch.device) -> int:
-    """Into how many parts the gradients of weight and bias, and the maxima, come: one a program, as many as the multiprocessors hold."""
+    """Number of parts of the gradients of weight and bias, and of the maxima: one a program, as many as the multiprocessors hold."""
     tile, elements = _rows(N)
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
     return max(1, min(multiprocessors * _backward_warps(elements)[1], triton.cdiv(M, tile["ROWS"])))

@@ -1,6 +1,6 @@
 """Casts of many tensors into one flat buffer in one launch: one read, one write. Twin: `msamp.kernels.reference.pack`.
 
-Here is also how kernels over many tensors read and write any format; a format is told by its mantissa bits.
+It also has the functions by which kernels over many tensors read and write any format; a format is identified by its mantissa bits.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ BLOCK, CHUNK = 4096, 32768  # elements a program works on at a time, and in all
 
 
 class Head(NamedTuple):
-    """With what every row begins."""
+    """The first columns of every row."""
 
     first: int  # number of its first program, which `Tables.lay_out` puts there
     numel: int

@@ -141,7 +141,7 @@ def _rotary_backward_kernel(
 
 
 def parts(M: int) -> int:
-    """Into how many parts the column sums of a gradient's M rows come."""
+    """Number of parts of the column sums of a gradient's M rows."""
     return max(1, triton.cdiv(M, BACKWARD_TILE_M))
 
 

@@ -11,7 +11,7 @@ BLOCK, MANY = 256, 1024
 
 @triton.jit
 def _scale(v, kept, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """The scale of FP32 amaxes, `kept` where they tell nothing."""
+    """The scale of FP32 amaxes; `kept` where an amax is 0 or not finite."""
     bits = v.to(tl.int32, bitcast=True)
     exponent = EXPONENT - (bits >> 23) - ((bits & 0x7FFFFF) > MANTISSA).to(tl.int32)
     exponent = tl.minimum(tl.maximum(exponent, -126), 126)

@@ -1,6 +1,6 @@
-"""Sums over a tensor and what stands for it, one read of each. Twin: `msamp.kernels.reference.tally`.
+"""Sums over a tensor and its payload, one read of each. Twin: `msamp.kernels.reference.tally`.
 
-Each program leaves its own sums, and a second launch adds them in their order: a graph and an eager step come to the same bits.
+Each program leaves its own sums, and a second launch adds them in their order: a graph and an eager step give the same bits.
 """
 
 import torch

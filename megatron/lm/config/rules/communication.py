@@ -1,4 +1,4 @@
-"""What travels: gradients between data-parallel processes, activations between tensor-parallel ones."""
+"""Rules for gradients between data-parallel processes and activations between tensor-parallel ones."""
 
 from megatron.lm.config.parallel import CommunicationConfig
 from megatron.lm.config.precision import FP8_FORMATS
@@ -8,7 +8,7 @@ from megatron.lm.config.whole import Config, Problems, Rules
 
 
 def fp8_gradients(config: Config, world_size: int) -> Problems:
-    """An exchange other than the default, and sums of micro-batches in FP8, want FP8 gradients."""
+    """An exchange other than the default, and sums of micro-batches in FP8, need FP8 gradients."""
     precision, exchange = config.precision, config.communication.exchange
     if refusal(precision) is not None:
         return
@@ -40,7 +40,7 @@ def sums_at_the_owner(config: Config, world_size: int) -> Problems:
 
 
 def overflow_guard(config: Config, world_size: int) -> Problems:
-    """Scaling and mu want the exchange that they guard."""
+    """Scaling and mu need the exchange that they guard."""
     from msamp.comm import exchange as exchanges
     from msamp.comm.grad_scaling import GRAD_SCALINGS
 

@@ -1,4 +1,4 @@
-"""Data and tokenizer: named once, in full, and there."""
+"""Rules for data and tokenizer: each is named once, in full, and exists."""
 
 import os
 
@@ -14,7 +14,7 @@ TOKENIZER_SETTINGS = {
 
 
 def datasets(config: Config, world_size: int) -> Problems:
-    """Data named once, in full, and there."""
+    """The data is named once, in full, and exists."""
     data = config.data
     per_split = {name: getattr(data, name) for name in ("train_data_path", "valid_data_path", "test_data_path")}
     given = [flag(name) for name, words in per_split.items() if words]
@@ -34,7 +34,7 @@ def datasets(config: Config, world_size: int) -> Problems:
 
 
 def tokenizer(config: Config, world_size: int) -> Problems:
-    """A tokenizer with just the settings that belong to it."""
+    """A tokenizer has the settings that belong to it, and no others."""
     kind = config.data.tokenizer_type
     if kind is None and config.logging.dry_run:
         return
@@ -54,7 +54,7 @@ def tokenizer(config: Config, world_size: int) -> Problems:
 
 
 def strange_settings(data: DataConfig, vocab_size: int | None) -> Problems:
-    """Settings of another tokenizer than `--tokenizer-type`."""
+    """No setting belongs to another tokenizer than `--tokenizer-type`."""
     for owner, names in TOKENIZER_SETTINGS.items():
         for name in names if owner != data.tokenizer_type else ():
             value = vocab_size if name == "vocab_size" else getattr(data, name)
@@ -63,7 +63,7 @@ def strange_settings(data: DataConfig, vocab_size: int | None) -> Problems:
 
 
 def masking(config: Config, world_size: int) -> Problems:
-    """How tokens are masked is asked where they are."""
+    """Flags for masking need the masked objective."""
     data = config.data
     if config.model.objective == "masked-lm":
         if data.eod_mask_loss:
@@ -77,7 +77,7 @@ def masking(config: Config, world_size: int) -> Problems:
 
 
 def resumed(config: Config, world_size: int) -> Problems:
-    """Another order of the data is let pass where there is one to compare with."""
+    """`--override-data` needs a checkpoint with an order of the data to compare with."""
     if config.data.override_data and (config.checkpoint.load is None or config.checkpoint.finetune):
         why = "beside --finetune, which begins the data anew" if config.checkpoint.finetune else "without --load"
         yield f"--override-data has no effect {why}: drop it"

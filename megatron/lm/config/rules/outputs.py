@@ -1,4 +1,4 @@
-"""What a run writes and reads back: checkpoints, logs, and what it does where a step goes wrong."""
+"""Rules for checkpoints, logs, and steps that go wrong."""
 
 import os
 import stat
@@ -11,7 +11,7 @@ from megatron.lm.config.whole import Config, Problems, Rules
 
 
 def loading(config: Config, world_size: int) -> Problems:
-    """A checkpoint to load is there, and flags about loading have one."""
+    """A checkpoint to load exists, and flags about loading come with one."""
     checkpoint = config.checkpoint
     if checkpoint.load_unhealthy and checkpoint.ckpt_step is None:
         yield "--load-unhealthy has no effect by itself: name the checkpoint by --ckpt-step N, or drop it"
@@ -32,7 +32,7 @@ def loading(config: Config, world_size: int) -> Problems:
 
 
 def faults(config: Config, world_size: int) -> Problems:
-    """A spike is a rise, and going back wants a place to go back to."""
+    """The threshold of a spike is above 1, and a rollback needs a checkpoint to go back to."""
     found, checkpoint = config.faults, config.checkpoint
     if 0 < found.loss_spike_threshold <= 1:
         yield f"--loss-spike-threshold {found.loss_spike_threshold:g} calls every loss a spike: give more than 1, such as 2, or 0 for none"
@@ -46,7 +46,7 @@ def faults(config: Config, world_size: int) -> Problems:
 
 
 def outputs(config: Config, world_size: int) -> Problems:
-    """Everything that will be written can be; flags of a dry run have one."""
+    """Every output can be written; flags of a dry run come with a dry run."""
     if config.logging.device_memory_gib is not None and not config.logging.dry_run:
         yield f"--device-memory-gib {config.logging.device_memory_gib:g} has no effect without --dry-run: add it, or drop the memory"
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
@@ -89,7 +89,7 @@ def outputs(config: Config, world_size: int) -> Problems:
 
 
 def _takes_lines(file: Path, name: str) -> bool:
-    """What has no end cannot be read back, and a pipe waits for its reader."""
+    """An endless file cannot be read back, and a pipe waits for its reader."""
     return os.path.isfile(file) or (name != "fp8_gain_cache" and stat.S_ISCHR(os.stat(file).st_mode))
 
 

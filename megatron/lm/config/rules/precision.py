@@ -1,4 +1,4 @@
-"""One recipe, and its variations only where it leaves them open."""
+"""Rules for the recipe: one is named, and varied only where it can be."""
 
 from dataclasses import fields
 
@@ -43,7 +43,7 @@ def one_recipe(config: Config, world_size: int) -> Problems:
 
 
 def fp8_linears(config: Config, world_size: int) -> Problems:
-    """Which linear layers are FP8, by choice or by measurement, is asked where they can be."""
+    """Flags that choose or measure the FP8 linear layers need a recipe with FP8 GEMMs."""
     precision = config.precision
     if precision.contradiction is not None:
         return
@@ -60,7 +60,7 @@ def fp8_linears(config: Config, world_size: int) -> Problems:
 
 
 def fp8_scaling(config: Config, world_size: int) -> Problems:
-    """How operands are scaled is asked of a recipe that has FP8 GEMMs, and each setting of a scaling rule of one that has it."""
+    """Flags for the scaling of operands need FP8 GEMMs, and each setting of a scaling rule needs a rule that has it."""
     from megatron.lm.peers import PeerRecipe
     from megatron.lm.recipe import RULE_SETTINGS, rule_setting
 
@@ -84,7 +84,7 @@ def fp8_scaling(config: Config, world_size: int) -> Problems:
 
 
 def loss_scaling(config: Config, world_size: int) -> Problems:
-    """A loss scale is FP16's, and what steers a dynamic one leaves a constant one alone."""
+    """A loss scale needs FP16, and flags of a dynamic one do not go with a constant one."""
     precision = config.precision
     if precision.contradiction is not None:
         return
@@ -103,7 +103,7 @@ def loss_scaling(config: Config, world_size: int) -> Problems:
 
 
 def peer_layers(config: Config, world_size: int) -> Problems:
-    """A peer's layers are there, and what only our layers and states have is not asked of them."""
+    """A peer's library is installed, and flags that only our layers and states know do not go with its recipe."""
     from megatron.lm.peers import INSTALL, PeerRecipe, installed
 
     precision, named = config.precision, None if config.precision.contradiction else config.precision.named
@@ -113,7 +113,7 @@ def peer_layers(config: Config, world_size: int) -> Problems:
         yield f"precision {named.name} wants Transformer Engine, which is not installed: {INSTALL}, or take bf16 or O1 to O3"
     for name in ("optimizer_state", "exp_avg_format", "exp_avg_sq_format"):
         value = getattr(precision, name)
-        if value in (*COAT_FORMATS, *OPTIMIZER_STATES):  # the other formats are refused of every recipe without our FP8
+        if value in (*COAT_FORMATS, *OPTIMIZER_STATES):  # every recipe without our FP8 refuses the other formats
             yield f"{flag(name)} {value} is COAT's, and precision {named.name} has FP32 states: drop it, or use --precision bf16"
     ours = "which Transformer Engine's layers do not have"
     if precision.save_activations not in (None, named.activations):

@@ -1,4 +1,4 @@
-"""The shape of the model, and what tensor and pipeline parallelism cut of it."""
+"""Rules for the shape of the model and its cuts by tensor and pipeline parallelism."""
 
 import math
 
@@ -33,7 +33,7 @@ def attention_shape(config: Config, world_size: int) -> Problems:
 
 
 def positions(config: Config, world_size: int) -> Problems:
-    """Position ids reach only learned embeddings."""
+    """Position ids need learned embeddings."""
     if config.data.reset_position_ids and config.model.position_embedding_type == "rope":
         yield (
             "--reset-position-ids has no effect with --position-embedding-type rope, which counts from the start of the sequence: "
@@ -42,7 +42,7 @@ def positions(config: Config, world_size: int) -> Problems:
 
 
 def tensor_parallel_shape(config: Config, world_size: int) -> Problems:
-    """What tensor and sequence parallelism cut must be divisible. (The vocabulary is: it is padded.)"""
+    """Dimensions that tensor and sequence parallelism cut are divisible. The padded vocabulary always is."""
     model, parallel = config.model, config.parallel
     tp, heads = parallel.tensor_model_parallel_size, model.num_attention_heads
     size_flag = f"--tensor-model-parallel-size {tp}"

@@ -1,4 +1,4 @@
-"""Batches, the learning rate's schedule, recomputation, determinism."""
+"""Rules for batches, the learning rate's schedule, recomputation and determinism."""
 
 from megatron.lm.config.rules.precision import refusal
 from megatron.lm.config.rules.shape import nearest_multiples
@@ -41,7 +41,7 @@ def schedule(config: Config, world_size: int) -> Problems:
 
 
 def recomputation(config: Config, world_size: int) -> Problems:
-    """The flags of full recomputation come together, that of selective recomputation with its granularity."""
+    """The flags of full recomputation come together; the flag of selective recomputation comes with its granularity."""
     training, parallel = config.training, config.parallel
     if training.recompute_modules and training.recompute_granularity != "selective":
         modules = " ".join(training.recompute_modules)
@@ -67,7 +67,7 @@ def recomputation(config: Config, world_size: int) -> Problems:
 
 
 def determinism(config: Config, world_size: int) -> Problems:
-    """What adds up in any order is not asked for beside `--deterministic`."""
+    """Operations that add up in any order do not go with `--deterministic`."""
     if config.training.deterministic and config.model.attention_backend == "cudnn":
         yield "--deterministic with --attention-backend cudnn: its backward adds up in any order; choose auto or flash"
 
