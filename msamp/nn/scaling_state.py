@@ -44,7 +44,7 @@ def own_rule(cast: Cast) -> bool:
 
 
 def just_in_time_scale(cast: Cast, amax: torch.Tensor) -> torch.Tensor:
-    """FP32 0-dim: the scale that follows from the tensor's own amax (FP32 0-dim)."""
+    """The scale that follows from the tensor's own amax, FP32 0-dim; unless `own_rule`, [n] amaxes give the scales of n tensors."""
     if own_rule(cast):
         return cast.scaling.next_scale(amax.view(1), cast.format.max, 1.0)
     return ops.scale_from_amax(amax, cast.format.max, None, 1.0)

@@ -29,11 +29,12 @@ from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.kernels import ops
 from msamp.nn.linear import FP8Linear
-from msamp.nn.scaling_state import just_in_time_scale
-from msamp.numerics.formats import by_name
+from msamp.nn.scaling_state import just_in_time_scale, own_rule
+from msamp.numerics.formats import Format, by_name
 from msamp.numerics.granularity import TENSORWISE
+from msamp.numerics.quantize import quantize
 from msamp.numerics.recipe import Cast
-from msamp.numerics.scaling import inverse, scale_from_amax
+from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import kept_states
 from msamp.optim.clip import contiguous
@@ -59,7 +60,15 @@ class ShardedWeight(ScalingTensor):
     def set_amax(self, amax: torch.Tensor, cast: Cast) -> None:
         """Take the scales of the gathered weight from the amax of the whole one as it is stored, FP32 0-dim."""
         scale = just_in_time_scale(cast, amax * self.scale_inv)
-        self._scales = (self.payload._version, scale * self.scale_inv, inverse(scale))
+        self.set_scale(scale * self.scale_inv, inverse(scale))
+
+    def set_scale(self, multiplier: torch.Tensor, scale_inv: torch.Tensor) -> None:
+        """Take the scales of the gathered weight, until the rows are written again.
+
+        multiplier: from the stored payload into FP8, FP32 0-dim.
+        scale_inv: of the gathered weight, FP32 0-dim.
+        """
+        self._scales = (self.payload._version, multiplier, scale_inv)
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
@@ -211,10 +220,9 @@ class FSDP:
         if scaled:  # every rank comes here, with rows or without
             amaxes = TENSORWISE.amaxes([grads[i] for i in scaled])
             amaxes = self.peers.all_reduce(amaxes, dist.ReduceOp.MAX, "the amaxes of gradients")
-            for i, amax in zip(scaled, amaxes.unbind(), strict=True):
-                cast = ScalingTensor.quantize(grads[i], formats[i], scale_from_amax(amax, formats[i].max))
-                cast.scale_inv.masked_fill_(~amax.isfinite(), float("nan"))
-                grads[i] = cast
+            for fmt, places in _places([formats[i] for i in scaled]).items():
+                wanted = [scaled[place] for place in places]
+                grads |= dict(zip(wanted, _quantised([grads[i] for i in wanted], fmt, _some(amaxes, places)), strict=True))
         found = [holding for holding in self.holdings(wholes) if holding.index in grads]
         for holding in found:
             grad = grads[holding.index]
@@ -240,8 +248,16 @@ class FSDP:
         """The scales in which the weights are gathered next, from their amaxes as they are now: one small all-reduce for all of them."""
         amaxes = TENSORWISE.amaxes([payload(p) for p in self.casts])
         amaxes = self.peers.all_reduce(amaxes, dist.ReduceOp.MAX, "the amaxes of weights")
-        for (p, cast), amax in zip(self.casts.items(), amaxes.unbind(), strict=True):
-            local(p).set_amax(amax, cast)
+        weights = [local(p) for p in self.casts]
+        for cast, places in _places(list(self.casts.values())).items():
+            if own_rule(cast):
+                for place in places:
+                    weights[place].set_amax(amaxes[place], cast)
+                continue
+            stored = torch.stack([weights[place].scale_inv for place in places])
+            scales = just_in_time_scale(cast, _some(amaxes, places) * stored)
+            for place, multiplier, gathered in zip(places, (scales * stored).unbind(), inverse(scales).unbind(), strict=True):
+                weights[place].set_scale(multiplier, gathered)
 
     def gather(
         self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
@@ -279,6 +295,33 @@ class FSDP:
             return flat
         scale = self.peers.all_reduce(scale.clone() if len(held) else torch.zeros_like(scale), dist.ReduceOp.MAX, "its scale")
         return ScalingTensor(flat, scale, rows.dtype)
+
+
+def _places(kinds: Sequence[Any]) -> dict[Any, list[int]]:
+    """Where each of some kinds stands in a list."""
+    found: dict[Any, list[int]] = {}
+    for place, kind in enumerate(kinds):
+        found.setdefault(kind, []).append(place)
+    return found
+
+
+def _some(values: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+    """The values at some places; no copy where these are all."""
+    return values if len(places) == len(values) else torch.stack([values[place] for place in places])
+
+
+def _quantised(grads: Sequence[torch.Tensor], fmt: Format, amaxes: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients with one scale each from the amaxes of the whole ones, FP32 [n]; a scale_inv is NaN where the amax is not finite.
+
+    The scales come from one launch for all: tensor by tensor they are twenty launches a gradient.
+    """
+    scales = ops.scale_from_amax(amaxes, fmt.max, None, 1.0)
+    scale_invs = inverse(scales).masked_fill(~amaxes.isfinite(), float("nan"))
+    found: list[torch.Tensor] = []
+    for grad, scale, inv in zip(grads, scales.unbind(), scale_invs.unbind(), strict=True):
+        codes = ops.cast(grad, scale, fmt.dtype) if fmt.bytes == 1 and grad.dim() == 2 else quantize(grad, scale, fmt)
+        found.append(ScalingTensor(codes, inv, grad.dtype))
+    return found
 
 
 def sharded_casts(model: nn.Module) -> dict[torch.Tensor, Cast]:

@@ -1,6 +1,7 @@
 """FSDP2 with FP8 weights: torch's `fully_shard` over a prepared model trains as one process does."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import msamp
 from msamp.integrations import fsdp
@@ -81,10 +83,15 @@ def train(model, optimizer, steps, share=slice(None), dtype=torch.float32) -> li
 
 
 def one_process(level: str, dtype: torch.dtype, clip_grad: float | None = None):
-    model = Net(dtype=dtype)
-    model, optimizer = msamp.initialize(model, wanting(model), recipe(level), accept=everything, clip_grad=clip_grad)
-    losses = train(model, optimizer, range(STEPS), dtype=dtype)
-    return losses, model.state_dict(), optimizer.state_dict()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks have: a CPU's product splits its sum by threads
+    try:
+        model = Net(dtype=dtype)
+        model, optimizer = msamp.initialize(model, wanting(model), recipe(level), accept=everything, clip_grad=clip_grad)
+        losses = train(model, optimizer, range(STEPS), dtype=dtype)
+        return losses, model.state_dict(), optimizer.state_dict()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def same(a, b) -> bool:
@@ -128,6 +135,18 @@ def gathered_bytes() -> list[tuple[torch.dtype, int]]:
     return counted.sent
 
 
+class Launches(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def several(folder: str) -> dict[str, Any]:
     """What two ranks with batches of their own do, in one start of processes."""
     rank = torch.distributed.get_rank()
@@ -155,6 +174,10 @@ def several(folder: str) -> dict[str, Any]:
     found["skipped"] = optimizer.skipped_steps, fsdp.model_state(model)
 
     model(batch(0, share)[0]).sum().backward()
+    with Launches() as launches:
+        optimizer.shard.ready(optimizer._whole())
+        optimizer.shard.measure()
+    found["scales"] = launches.count["msamp.scale_from_amax.default"], len(optimizer.shard.casts)
     found["norms"] = [msamp.clip_grad_norm_(model.parameters(), 0.25).item() for _ in range(2)]
     optimizer.step()
     found["norms"].append(optimizer.grad_norm.item())
@@ -174,6 +197,13 @@ def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
 def test_weights_are_gathered_at_one_byte_an_element(ranks):
     for found in ranks[1]:
         assert found["sent"] == [(torch.uint8, 2 * 64 * 48)] * 2  # forward, backward
+
+
+def test_all_gradients_take_their_scales_from_one_launch_and_all_weights_theirs(ranks):
+    for found in ranks[1]:
+        launches, weights = found["scales"]
+        assert launches == 2
+        assert weights > 2
 
 
 def test_batches_of_several_ranks_train_like_one_process_with_all(ranks):
