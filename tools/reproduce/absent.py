@@ -13,13 +13,13 @@ ENTRIES = (
         name="fp8lm-table3",
         title="FP8-LM, Table 3 and Figure 5",
         claim="Supervised fine-tuning in FP8 is as good as in BF16, with less memory and 27 % more throughput.",
-        reason="Its recipe is not in this tree, and AlpacaEval and MT-Bench need a judge model, which is not to be had.",
+        reason="AlpacaEval and MT-Bench need a judge model, which is not to be had. The recipe is examples/sft, which ran on a toy alone.",
     ),
     Entry(
         name="fp8lm-table4",
         title="FP8-LM, Table 4 and Figure 6",
         claim="RLHF in FP8 is as good as in BF16, with less memory.",
-        reason="Its recipe is not in this tree, and AlpacaEval and MT-Bench need a judge model, which is not to be had.",
+        reason="AlpacaEval and MT-Bench need a judge model, which is not to be had. The recipe is examples/rlhf, which ran on a toy alone.",
     ),
     Entry(
         name="collage-table3",

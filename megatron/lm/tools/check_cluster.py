@@ -1,4 +1,4 @@
-"""Whether the GPUs of a job compute, have memory and reach each other, in a minute before training: names the rank and host that do not.
+"""Checks in a minute, before training, that the GPUs of a job compute, have memory and reach each other; names rank and host of a fault.
 
     torchrun --nproc-per-node 8 -m megatron.lm.tools.check_cluster
 
@@ -255,7 +255,7 @@ class Summed:
 
 
 def add_up(device: torch.device, store: dist.Store, group: Sequence[int], rank: int, seconds: float) -> Summed:
-    """Sum known integers over a group of ranks, in a process group made for it and left again."""
+    """Sum known integers over a group of ranks. The process group exists for this sum alone."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own
     place, ranks = list(group).index(rank), len(group)

@@ -100,7 +100,7 @@ def test_an_address_is_needed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "MASTER_ADDR is '' and MASTER_PORT '': give host and free port of rank 0" in capsys.readouterr().err
 
 
-# Who is compared, and who adds up with whom
+# Which ranks are compared, and which add up together
 
 
 def test_slow_ranks_are_those_far_above_the_median():
@@ -188,7 +188,7 @@ def test_a_slow_link_is_told_beside_others():
     )
 
 
-def test_without_a_verdict_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_verdict_no_rank_waits_for_ever(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(check_cluster, "RESPONSE_SECONDS", 0.1)
     with pytest.raises(RunStopped, match=r"rank 0 gives no verdict \(devices\): it is dead or stopped"):
         board(2, limit=0.1)[1].agree("devices", lambda: None)
