@@ -32,7 +32,9 @@ def _texts(paths: Sequence[Path], key: str) -> Iterator[str]:
 
 def _check_texts(paths: Sequence[Path]) -> None:
     for path in paths:
-        if not path.is_file() or path.suffix not in (".txt", ".jsonl", ".json"):
+        if not path.is_file():
+            raise ValueError(f"--text {path} does not exist, or is no file: give text, or one JSON object a line")
+        if path.suffix not in (".txt", ".jsonl", ".json"):
             raise ValueError(f"--text {path} is no .txt, .jsonl or .json file: give text, or one JSON object a line")
 
 
