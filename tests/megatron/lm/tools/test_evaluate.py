@@ -96,7 +96,8 @@ def test_the_table_has_standard_errors_and_gaps():
     ("words", "message"),
     [
         (["perplexity", "--text", "none.txt"], "--text none.txt does not exist, or is no file"),
-        (["perplexity", "--text", "{made}"], "is no .txt, .jsonl or .json file"),
+        (["perplexity", "--text", "{made}"], "does not exist, or is no file"),
+        (["perplexity", "--text", __file__], "is no .txt, .jsonl or .json file"),
         (["perplexity", "--text", "{made}/held.txt", "--stride", "33"], "stride 33 must lie between 1 and the window, 32 tokens"),
         (["perplexity", "--text", "{made}/held.txt", "--window", "64"], "window 64 must lie between 1 and 32"),
         (["perplexity", "--text", "{made}/held.jsonl"], "no key 'text'; it has 'body'"),
