@@ -219,10 +219,10 @@ def losses(x: Tensor, way: Saved) -> dict[str, Any]:
     noise = (back.float() - wide).square().sum(1) / wide.square().sum(1)
     found = {
         "bytes": way.element_bytes(2),
-        "sqnr_db": sqnr_db(x, back),
+        "sqnr_db": sqnr_db(wide, back),
         "token_db": -10 * noise.median().log10().item(),
         "worst_token_db": -10 * noise.max().log10().item(),
-        "underflow": underflow_frac(x, back),
+        "underflow": underflow_frac(wide, back),
         "saturation": saturation_frac(parts[0], E4M3),
     }
     return {name: f"{value:.4g}" for name, value in found.items()}

@@ -2,7 +2,6 @@
 
 import math
 
-import hosts
 import pytest
 import torch
 from numerics import make
@@ -89,7 +88,7 @@ def test_the_command_reads_a_checkpoint(tmp_path, capsys):
 
 def llama(folder=None, peak=1.0, **settings):
     """A random Llama of 2 layers, whose norms see channel 5 `peak` times as large; with `folder` it is saved, with a tokenizer of words."""
-    transformers = hosts.need("transformers")
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     shape = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlamaConfig(**shape, num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.5, **settings)
@@ -199,7 +198,7 @@ def test_the_command_reads_a_model_of_transformers_and_refuses_what_does_not_ser
 
 
 def test_another_model_than_a_llama_with_swiglu_is_refused():
-    transformers = hosts.need("transformers")
+    transformers = pytest.importorskip("transformers")
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16))
     with pytest.raises(ValueError, match="GPT2LMHeadModel has other layers than a Llama"):
         layer_rows(gpt2, tokens())
