@@ -73,8 +73,9 @@ def table5(task: Task) -> Iterator[Finding]:
     model, base = task.piece, LEVELS5[0]
     samples = SAMPLES5[model]
     for line in searched(task.folder / f"{model}.csv", model, START5[model], LEVELS5):
-        paper = [mine / of for mine, of in zip(samples.get(line["case"], ()), samples[base], strict=False)] or [None, None]
-        yield from told(model, line, base, *paper)
+        told_there = samples.get(line["case"])
+        same, largest = (mine / of for mine, of in zip(told_there, samples[base], strict=True)) if told_there else (None, None)
+        yield from told(model, line, base, same, largest)
 
 
 def collage(task: Task) -> Iterator[Finding]:
