@@ -3,12 +3,14 @@
 import functools
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import shards
 import torch
+import torch.distributed
 
 from msamp.comm import exchange
 from msamp.numerics import recipe
@@ -50,6 +52,27 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # so that extension modules find their objects gone
+
+
+@pytest.fixture(scope="session", autouse=True)
+def groups_go_in_a_thread() -> Iterator[None]:
+    """Process groups over gloo are freed beside the tests: each waits for a thread of its own, the 18 of a trainer 0.13 s.
+
+    With it a start and end of a trainer's groups took 0.02 s where it took 0.145, on 2 cores.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    destroy = torch.distributed.destroy_process_group
+
+    def destroy_later(group: torch.distributed.ProcessGroup | None = None) -> None:
+        held = list(torch.distributed.distributed_c10d._world.pg_map) if group is None else [group]
+        destroy(group)
+        threading.Thread(target=held.clear, name="groups that go").start()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "destroy_process_group", destroy_later)
+        yield
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
