@@ -199,6 +199,8 @@ def _call(path: str, module: str, name: str, payload: bytes, rank: int, world_si
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
         )
+        # A rank whose function is short would leave while another is still connecting to it, and fail that one.
+        torch.distributed.barrier()
     return getattr(loaded, name)(*pickle.loads(payload))
 
 
