@@ -2,11 +2,14 @@
 
     python tools/bench/bench_step.py                                  GPT-1.3B, micro-batch 4, sequence 2048, tied 50,304 tokens
     python tools/bench/bench_step.py --levels O0 O2 --preset 345m --micro-batch-size 8
+    python tools/bench/bench_step.py --levels O3 "O3 --output-layer-precision fp8"    a level with flags of its own
+    python tools/bench/bench_step.py --preset llama3-8b --flags '--num-layers 8'       every case with them
     python tools/bench/bench_step.py --levels O3 --flags '--record-precision r.jsonl --record-interval 1'    recorded steps
     python tools/bench/bench_step.py --peer 'python bench_megatron.py --cases bf16 te-delayed'
 
 A step is forward, backward, clipping and update on random tokens. A peer is any command that prints one JSON object a case with the keys
-case, ms, tokens_s_gpu, peak_gib (and those of COLUMNS it has). Rows are appended to --csv.
+case, ms, tokens_s_gpu, peak_gib (and those of COLUMNS it has). Rows are appended to --csv: `case` is the level with its flags, `preset` the
+preset with the flags of all cases.
 """
 
 import argparse
@@ -35,7 +38,7 @@ from megatron.lm.run.metrics import mfu, peak_tflops
 from megatron.lm.step import train_step
 from megatron.lm.tools.arguments import Parser, count, output_file
 from tools.bench import rows
-from tools.precisions import legal_precision, precision_flags
+from tools.precisions import case_flags, legal_case
 
 COLUMNS = (
     "case",
@@ -58,13 +61,13 @@ WARM_UP = 20  # delayed scaling is just-in-time for 16 steps: measure what runs 
 
 
 def configuration(level: str, options: argparse.Namespace) -> Config:
-    """The preset as the trainer would run it at a precision (`tools.precisions`), on one process."""
-    flags = ["--preset", options.preset, *precision_flags(level)]
+    """The preset as the trainer would run it at a precision with flags (`tools.precisions`), on one process."""
+    flags = ["--preset", options.preset]
     flags += ["--micro-batch-size", str(options.micro_batch_size)]
     flags += ["--global-batch-size", str(options.micro_batch_size), "--train-iters", "10000"]
     flags += ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
     flags += ["--no-sequence-parallel"] if PRESETS[options.preset]["sequence_parallel"] else []
-    return parse_args([*flags, *shlex.split(options.flags)])
+    return parse_args([*flags, *case_flags(level), *shlex.split(options.flags)])
 
 
 def random_batches(config: Config, vocab_size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
@@ -148,7 +151,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append rows."""
     parser = Parser(description=__doc__)
     parser.add_argument(
-        "--levels", nargs="*", default=list(OPT_LEVELS), type=legal_precision, help="levels and precisions, such as O2 or O2+blockwise"
+        "--levels",
+        nargs="*",
+        default=list(OPT_LEVELS),
+        type=legal_case,
+        help="levels and precisions, such as O2, O2+blockwise or 'O3 --deterministic'",
     )
     parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
     parser.add_argument("--micro-batch-size", type=count(1), default=4)
@@ -160,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/step.csv")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options = parser.parse_args(argv)
-    common = {"preset": options.preset, "micro_batch": options.micro_batch_size, "gpus": 1}
+    common = {"preset": f"{options.preset} {options.flags}".strip(), "micro_batch": options.micro_batch_size, "gpus": 1}
     where = rows.machine(options.commit)
     if options.levels:
         process_groups.initialize(configuration(options.levels[0], options))

@@ -89,13 +89,14 @@ class Compared:
 def configuration(row: Row) -> Config:
     """The run that a row measured."""
     level, _, rest = row["case"].partition(" ")
-    flags = ["--preset", row["preset"], *precision_flags(level), "--fp8-min-gain", "0", "--train-iters", "10000"]
+    preset, *of_all = shlex.split(row["preset"])
+    flags = ["--preset", preset, *precision_flags(level), "--fp8-min-gain", "0", "--train-iters", "10000"]
     flags += ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
-    flags += ["--no-sequence-parallel"] if PRESETS[row["preset"]]["sequence_parallel"] else []
+    flags += ["--no-sequence-parallel"] if PRESETS[preset]["sequence_parallel"] else []
     rest = rest.partition(" (")[0].replace("selective mlp", "--recompute-granularity selective --recompute-modules mlp")
     copies = int(row.get("gpus") or 1) // (int(row.get("tp") or 1) * int(row.get("pp") or 1))
     batch = int(row["micro_batch"]) * copies * int(row.get("micro_batches") or 1)
-    flags += ["--micro-batch-size", row["micro_batch"], "--global-batch-size", str(batch), *shlex.split(rest)]
+    flags += ["--micro-batch-size", row["micro_batch"], "--global-batch-size", str(batch), *shlex.split(rest), *of_all]
     flags += ["--micro-batch-size", row["micro_batch"]]
     if row["commit"] in EARLIER:
         flags += ["--cuda-graph", "none"]
@@ -129,7 +130,7 @@ def compare(file: str, row: Row) -> Compared:
 
 def rows() -> Iterator[tuple[str, Row]]:
     """Whole steps of ours on one and two GPUs; with NVLink, since the links without it have no rate."""
-    peers = ("megatron", "torchao")
+    peers = ("megatron", "torchao", "te-")
     for file in (STEP, COAT_MEMORY, GRID, PARALLEL):
         for row in read(file):
             if row["ms"] and not row["case"].startswith(peers) and int(row.get("gpus") or 1) <= 2 and row.get("p2p", "on") != NO_NVLINK:

@@ -55,6 +55,30 @@ def test_every_precision_has_a_configuration(level):
     assert bench_step.configuration(level, options).precision.name == ("bf16" if level == "O0" else level)
 
 
+def test_a_level_has_flags_of_its_own_beside_those_of_all(tmp_path, monkeypatch):
+    seen, file = [], tmp_path / "step.csv"
+    monkeypatch.setattr(bench_step.process_groups, "initialize", lambda config: None)
+    monkeypatch.setattr(bench_step, "measure", lambda level, options: {"case": level, "seen": seen.append((level, options.flags))})
+    case = "O3 --output-layer-precision fp8"
+    assert bench_step.main(["--levels", "O2", case, "--preset", "llama3-8b", "--flags=--num-layers 8", "--csv", str(file)]) == 0
+    with file.open(newline="") as stream:
+        assert [(row["case"], row["preset"]) for row in csv.DictReader(stream)] == [
+            ("O2", "llama3-8b --num-layers 8"),
+            (case, "llama3-8b --num-layers 8"),
+        ]
+    options = bench_step.argparse.Namespace(preset="llama3-8b", micro_batch_size=1, flags="--num-layers 8")
+    config = bench_step.configuration(case, options)
+    assert (config.model.num_layers, config.precision.name, config.precision.output_layer_precision) == (8, "O3", "fp8")
+
+
+def test_a_case_without_a_precision_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench_step.main(["--levels", "--deterministic"])
+    with pytest.raises(SystemExit):
+        bench_step.main(["--levels", "O9 --deterministic"])
+    assert "'O9'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("preset", ["125m", "13b"])
 def test_the_configuration_is_for_one_process_at_any_size(preset):
     options = bench_step.argparse.Namespace(preset=preset, micro_batch_size=1, flags="")
