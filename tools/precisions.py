@@ -2,12 +2,14 @@
 
 O2                           --precision O2
 O2+blockwise                 --precision O2 --fp8-recipe blockwise
+te-delayed                   --precision te-delayed, of a peer, where it is installed
 'O2 --master-format bf16'    --precision O2 --master-format bf16, where a tool takes a precision with flags
 """
 
 import argparse
 import shlex
 
+from megatron.lm.config.precision import recipe_by_name
 from msamp.numerics import recipe
 
 
@@ -18,7 +20,7 @@ def precision_flags(text: str) -> list[str]:
         ValueError: an unknown recipe, an unknown way to cast, or one for a recipe without FP8 GEMMs.
     """
     name, plus, gemm = text.partition("+")
-    known = recipe.by_name(name)
+    known = recipe_by_name(name)
     if not plus:
         return ["--precision", known.name]
     if gemm not in recipe.GEMMS:

@@ -2,6 +2,7 @@ import argparse
 
 import pytest
 
+from megatron.lm import peers
 from megatron.lm.config.cli import parse_args
 from msamp.numerics import recipe
 from tools.precisions import case_flags, legal_case, legal_precision, precision_flags
@@ -23,6 +24,13 @@ def test_a_precision_as_tools_name_it_is_what_the_trainer_takes(text, flags):
     assert config.precision.recipe.name == flags[1]
 
 
+@pytest.mark.parametrize("name", peers.names())
+def test_a_peer_is_a_precision_of_the_tools_too(name):
+    """bench_step refused them, so that the comparison of one flag could not be measured."""
+    assert legal_case(f"{name} --seed 2") == f"{name} --seed 2"
+    assert precision_flags(name) == ["--precision", name]
+
+
 def test_the_way_to_cast_reaches_the_recipe():
     config = parse_args(["--preset", "125m", "--micro-batch-size", "1", "--train-iters", "1", *precision_flags("O2+blockwise")])
     assert config.precision.recipe.gemm == recipe.GEMMS["blockwise"]
@@ -30,7 +38,12 @@ def test_the_way_to_cast_reaches_the_recipe():
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("O4", "precision 'O4' is unknown"), ("O2+rows", "'rows' is unknown; .*blockwise"), ("bf16+blockwise", "bf16 has no FP8 GEMM")],
+    [
+        ("O4", "precision 'O4' is unknown"),
+        ("O2+rows", "'rows' is unknown; .*blockwise"),
+        ("bf16+blockwise", "bf16 has no FP8 GEMM"),
+        ("te-bf16+blockwise", "te-bf16 has no FP8 GEMM"),
+    ],
 )
 def test_what_is_no_precision_is_refused_by_name(text, word):
     with pytest.raises(ValueError, match=word):

@@ -170,7 +170,7 @@ class PrecisionConfig:
     @property
     def contradiction(self) -> str | None:
         """The error where two flags ask for different recipes."""
-        if len({_by_name(name).name for name in self.requests.values()}) > 1:
+        if len({recipe_by_name(name).name for name in self.requests.values()}) > 1:
             return f"{' and '.join(self.requests)} contradict each other: keep one of them"
         return None
 
@@ -183,7 +183,7 @@ class PrecisionConfig:
         """
         if self.contradiction is not None:
             raise ValueError(self.contradiction)
-        return _by_name(next(iter(self.requests.values()), "bf16"))
+        return recipe_by_name(next(iter(self.requests.values()), "bf16"))
 
     @functools.cached_property
     def recipe(self) -> "Recipe":
@@ -213,7 +213,12 @@ class PrecisionConfig:
         return self.grad_accum_on if self.grad_accum_on == "owner" else self.grad_accum_dtype or self.recipe.accumulator
 
 
-def _by_name(name: str) -> "Recipe":
+def recipe_by_name(name: str) -> "Recipe":
+    """The recipe of `--precision`.
+
+    Raises:
+        ValueError: an unknown name.
+    """
     from megatron.lm import peers
     from msamp.numerics import recipe
 

@@ -8,6 +8,7 @@ from numerics import KINDS, make, measure
 from torch import Tensor
 from torch.nn import functional
 
+from msamp.kernels.scaled_mm import fp8_hardware
 from msamp.nn import vocabulary_loss
 from msamp.nn.vocabulary_loss import chunk_rows, linear_cross_entropy
 from msamp.numerics.formats import E4M3
@@ -87,10 +88,12 @@ def test_fp8_logits_are_those_of_the_rounded_operands_and_the_gradients_follow_t
     expected = functional.cross_entropy(logits, labels, reduction="none")
     (expected * weights).sum().backward()
     wide = dtype is torch.float32
-    rounding = 2.0 ** (-20 if wide else -8) * logits.detach().abs().amax().item()  # of the logits themselves
+    # Of the logits themselves. FP8 tensor cores add up with some 14 bits: off by 2^-12.2 of the largest on an H200.
+    summed = wide and not fp8_hardware(device)
+    rounding = 2.0 ** (-20 if summed else -11 if wide else -8) * logits.detach().abs().amax().item()
     torch.testing.assert_close(losses.double(), expected, rtol=0, atol=2 * rounding)
-    near(hidden.grad, logits.grad @ weight.detach().double(), 1e-4 if wide else 0.1)
-    near(weight.grad, logits.grad.t() @ hidden.detach().double(), 1e-4 if wide else 0.1)
+    near(hidden.grad, logits.grad @ weight.detach().double(), 1e-4 if summed else 0.1)
+    near(weight.grad, logits.grad.t() @ hidden.detach().double(), 1e-4 if summed else 0.1)
     found = measure((hidden.detach().double() @ weight.detach().double().t()), logits.detach())
     assert found.sqnr_db > 20  # both operands round to 3 bits
     plain = linear_cross_entropy(hidden, weight, labels, weights)[1]
