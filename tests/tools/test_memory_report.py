@@ -25,6 +25,7 @@ SHAPE = (
 BF16 = pytest.mark.skipif(not native_bf16(torch.device("cpu")), reason="needs a CPU with BF16 instructions")
 CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="follows the storages of a CPU")
 NIGHTLY = pytest.mark.nightly(5)
+FP16 = "fp16-amp --initial-loss-scale 1e9"
 CASES = {
     "fp16-amp": (),
     "O0": (BF16, NIGHTLY),
@@ -69,8 +70,8 @@ def test_the_activations_are_the_predicted_ones(case: str):
 @pytest.mark.parametrize(
     "level",
     [
-        *("collage-fp8", "coat", "O2 --bf16-linears linear_qkv", "fp16-amp --initial-loss-scale 1e9"),
-        *(pytest.param(level, marks=NIGHTLY) for level in ("O0", "bf16-d", "collage-plus", "O1", "O3")),
+        *("collage-fp8", "coat", "O2 --bf16-linears linear_qkv"),
+        *(pytest.param(level, marks=NIGHTLY) for level in (FP16, "O0", "bf16-d", "collage-plus", "O1", "O3")),
     ],
 )
 def test_the_states_are_the_predicted_ones(level: str):

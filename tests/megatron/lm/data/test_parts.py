@@ -34,7 +34,7 @@ def prefixes(folder: Path) -> dict[str, Path]:
     return {key: folder / key for key in ("text", "title")}
 
 
-@pytest.mark.parametrize("part_bytes", [1, 35, 10_000])
+@pytest.mark.parametrize("part_bytes", [1, pytest.param(35, marks=pytest.mark.nightly), 10_000])
 def test_parts_make_the_dataset_that_is_made_at_once(tmp_path: Path, part_bytes: int):
     whole, joined = prefixes(tmp_path / "whole"), prefixes(tmp_path / "joined")
     expected = write_datasets(documents(), whole, OPTIONS, workers=0)

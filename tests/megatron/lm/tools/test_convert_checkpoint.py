@@ -201,7 +201,7 @@ def test_inspect_of_nothing_is_told(known, capsys):
     assert "error: nowhere holds no checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("level", ["O0", "O3"])
+@pytest.mark.parametrize("level", ["O3", pytest.param("O0", marks=pytest.mark.nightly)])
 def test_a_trained_checkpoint_goes_to_transformers_and_back(tmp_path, level, capsys):
     pytest.importorskip("transformers")
     trained, hf, fp8, imported = (tmp_path / name for name in ("trained", "hf", "fp8", "imported"))
