@@ -76,13 +76,15 @@ class Task:
         size: a key of the entry's `sizes`.
         piece: one of its `pieces(size)`.
         text: file that small trainings read, byte by byte; UTF-8.
-        folder: for files that take long to make, kept from piece to piece.
+        folder: for files that take long to make, kept from piece to piece and from call to call.
+        commit: hash to record where the tree is not a git checkout.
     """
 
     size: str
     piece: str
     text: Path
     folder: Path
+    commit: str | None = None
 
 
 def one_piece(size: str) -> Sequence[str]:

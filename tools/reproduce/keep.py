@@ -3,6 +3,7 @@
 import csv
 import io
 import shlex
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,16 +67,19 @@ def run(entry: Entry, size: str, text: Path, folder: Path, commit: str | None, a
         text: see `Task`.
         folder: of the CSV, and of files that are kept from piece to piece, in a folder of their own.
         commit: hash to record where the tree is not a git checkout.
-        again: forget the rows of this size.
+        again: forget the rows of this size, and the files that were kept.
     """
     assert entry.run is not None
+    kept = folder / "kept" / entry.name
+    if again:
+        shutil.rmtree(kept, ignore_errors=True)
     file = folder / f"{entry.name}.csv"
     found = [row for row in read(file) if not (again and row["size"] == size)]
     read_text = ["--text", text.name] if text.name != OWN_TEXT else []
     command = shlex.join(["python", "-m", "tools.reproduce", entry.name, "--size", size, *read_text])
     for piece in missing(entry, size, found):
         start = time.perf_counter()
-        findings = list(entry.run(Task(size, piece, text, folder / "kept" / entry.name)))
+        findings = list(entry.run(Task(size, piece, text, kept, commit)))
         if not findings:
             raise ValueError(f"{entry.name}, piece {piece}, found nothing: its function has to give a finding")
         common = {"size": size, "piece": piece, "command": command, "seconds": f"{time.perf_counter() - start:.1f}", **rows.machine(commit)}

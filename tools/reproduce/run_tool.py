@@ -12,14 +12,20 @@ from tools.reproduce.trainings import byte_data, trained
 TRAINERS = "--tokenizer-type GPT2BPETokenizer"
 
 
-def rows_of(tool: str, words: Sequence[str], file: Path, folder: str = "tools/reproduce") -> list[Row]:
+def rows_of(tool: str, words: Sequence[str], file: Path, folder: str = "tools/reproduce", *, goes_on: bool = False) -> list[Row]:
     """The rows that `FOLDER/TOOL.py` writes to `file`, which is made anew.
+
+    Args:
+        tool, words, folder: the tool and its arguments.
+        file: the CSV that the arguments name.
+        goes_on: the tool takes what a call that was cut off has left in `file`, which stays.
 
     Raises:
         RuntimeError: it fails; with the end of what it said.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.unlink(missing_ok=True)
+    if not goes_on:
+        file.unlink(missing_ok=True)
     command = [sys.executable, "-m", f"{folder.replace('/', '.')}.{tool}", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:

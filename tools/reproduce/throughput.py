@@ -5,9 +5,9 @@ it, and speed as a multiple of the baseline's, which is what the papers claim.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from tools.bench.rows import machine
 from tools.docs.evidence import Row
 from tools.reproduce.coat_memory import CASES, table
 from tools.reproduce.entry import Finding, Task
@@ -36,10 +36,27 @@ CLAIMS_COAT = {"coat": (1.43, 1.54)}  # speed and times less memory, of its abst
 MODELS_COAT = {"1.3b": ("1.3b", 4), "llama2-7b": ("llama2-7b", 1)}
 
 
-def searched(file: Path, preset: str, at: int, cases: Sequence[str]) -> list[dict[str, Any]]:
-    """Lines of `coat_memory.table`: each case at micro-batch `at` and at the largest that fits, beside the first case."""
-    words = ["--preset", preset, "--micro-batch-size", str(at), "--cases", *cases, f"--flags={NO_TRIAL}", "--csv", str(file)]
-    return table(by_case(rows_of("coat_memory", words, file)), at)
+def searched(task: Task, preset: str, at: int, cases: Sequence[str]) -> list[dict[str, Any]]:
+    """Lines of `coat_memory.table`: each case at micro-batch `at` and at the largest that fits, beside the first case.
+
+    A search takes minutes a case: one that was cut off goes on at its last trial, where it ran on the same tree and GPU.
+    """
+    file, where = task.folder / f"{task.piece}.csv", machine(task.commit)
+    words = [
+        "--preset",
+        preset,
+        "--micro-batch-size",
+        str(at),
+        "--cases",
+        *cases,
+        f"--flags={NO_TRIAL}",
+        "--csv",
+        str(file),
+        "--commit",
+        where["commit"],
+    ]
+    found = rows_of("coat_memory", words, file, goes_on=True)
+    return table(by_case([row for row in found if all(row[key] == where[key] for key in ("commit", "gpu", "torch"))]), at)
 
 
 def by_case(found: Sequence[Row]) -> dict[str, dict[int, Row]]:
@@ -72,7 +89,7 @@ def table5(task: Task) -> Iterator[Finding]:
     """A model of FP8-LM's Table 5 on one card at the levels; O0 of 13B does not fit any."""
     model, base = task.piece, LEVELS5[0]
     samples = SAMPLES5[model]
-    for line in searched(task.folder / f"{model}.csv", model, START5[model], LEVELS5):
+    for line in searched(task, model, START5[model], LEVELS5):
         told_there = samples.get(line["case"])
         same, largest = (mine / of for mine, of in zip(told_there, samples[base], strict=True)) if told_there else (None, None)
         yield from told(model, line, base, same, largest)
@@ -83,6 +100,7 @@ def collage(task: Task) -> Iterator[Finding]:
     model, papers = task.piece, SPEEDS7[task.piece]
     preset, micro_batch, flags = MODELS7[model]
     words = ["--levels", BASE7, *papers, "--preset", preset, "--micro-batch-size", str(micro_batch), f"--flags={flags}"]
+    words += ["--commit", task.commit] if task.commit else []
     file = task.folder / f"{model}.csv"
     found = {row["case"]: row for row in rows_of("bench_step", [*words, "--csv", str(file)], file, "tools/bench")}
     base = found[BASE7]
@@ -100,7 +118,7 @@ def coat(task: Task) -> Iterator[Finding]:
     """A model at BF16, O3 and COAT."""
     preset, at = MODELS_COAT[task.piece]
     base, *others = CASES
-    for line in searched(task.folder / f"{task.piece}.csv", preset, at, CASES):
+    for line in searched(task, preset, at, CASES):
         speed, less = CLAIMS_COAT.get(line["case"], (None, None))
         yield from told(task.piece, line, base, speed, None)
         if line["case"] in others and line["less_memory"] != "":
