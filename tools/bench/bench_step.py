@@ -57,6 +57,7 @@ COLUMNS = (
     "rest_gib",
     "loss",
 )
+VOCABULARY = 50304  # GPT-2's, padded
 WARM_UP = 20  # delayed scaling is just-in-time for 16 steps: measure what runs for ever after
 
 
@@ -159,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
     parser.add_argument("--micro-batch-size", type=count(1), default=4)
-    parser.add_argument("--vocab-size", type=count(1), default=50304)
+    parser.add_argument("--vocab-size", type=count(1), default=VOCABULARY)
     parser.add_argument("--warm-up", type=count(0), default=WARM_UP, help="steps that are not measured")
     parser.add_argument("--steps", type=count(2), default=10, help="measured steps")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
@@ -167,7 +168,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/step.csv")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options = parser.parse_args(argv)
-    common = {"preset": f"{options.preset} {options.flags}".strip(), "micro_batch": options.micro_batch_size, "gpus": 1}
+    vocabulary = f"--vocab-size {options.vocab_size}" if options.vocab_size != VOCABULARY else ""
+    common = {
+        "preset": " ".join(f"{options.preset} {options.flags} {vocabulary}".split()),
+        "micro_batch": options.micro_batch_size,
+        "gpus": 1,
+    }
     where = rows.machine(options.commit)
     if options.levels:
         process_groups.initialize(configuration(options.levels[0], options))

@@ -299,6 +299,17 @@ def coat_activations() -> Table:
     return of(name, pick(name, lambda row: bool(row["sqnr_db"])), columns)
 
 
+def generation() -> Table:
+    """Tokens a second of generation, ours and transformers'."""
+    name = f"{BENCH}/generate.csv"
+    columns = {
+        "case": code("case"), "model": column("preset"), "prompts": column("batch"), "tokens of a prompt": column("prompt"),
+        "tokens/s of prompts": kilo("prefill_tokens_s"), "tokens/s appended": column("tokens_s", 0), "ms a token": column("ms_token", 1),
+        "peak GiB": column("peak_gib", 1),
+    }  # fmt: skip
+    return of(name, pick(name, lambda row: True), columns)
+
+
 def fp16_amp() -> Table:
     """FP16 with loss scaling: a small detector after 300 steps."""
     name = f"{REPRODUCE}/fp16_amp.csv"
@@ -317,6 +328,9 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "summary": summary,
     "steps": lambda: steps(RUN),
     "blockwise-steps": lambda: steps("130f7fa"),
+    "peer-steps": lambda: steps("0463af1", whole_step),
+    "large-steps": lambda: steps("0463af1", lambda row: not whole_step(row)),
+    "generate": generation,
     "coat-memory": coat_memory,
     "coat-parts": coat_parts,
     "data-parallel-best": best_data_parallel,

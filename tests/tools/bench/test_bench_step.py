@@ -59,12 +59,14 @@ def test_a_level_has_flags_of_its_own_beside_those_of_all(tmp_path, monkeypatch)
     seen, file = [], tmp_path / "step.csv"
     monkeypatch.setattr(bench_step.process_groups, "initialize", lambda config: None)
     monkeypatch.setattr(bench_step, "measure", lambda level, options: {"case": level, "seen": seen.append((level, options.flags))})
-    case = "O3 --output-layer-precision fp8"
-    assert bench_step.main(["--levels", "O2", case, "--preset", "llama3-8b", "--flags=--num-layers 8", "--csv", str(file)]) == 0
+    case, vocabulary = "O3 --output-layer-precision fp8", ["--vocab-size", "128256"]
+    assert (
+        bench_step.main(["--levels", "O2", case, "--preset", "llama3-8b", "--flags=--num-layers 8", *vocabulary, "--csv", str(file)]) == 0
+    )
     with file.open(newline="") as stream:
         assert [(row["case"], row["preset"]) for row in csv.DictReader(stream)] == [
-            ("O2", "llama3-8b --num-layers 8"),
-            (case, "llama3-8b --num-layers 8"),
+            ("O2", "llama3-8b --num-layers 8 --vocab-size 128256"),
+            (case, "llama3-8b --num-layers 8 --vocab-size 128256"),
         ]
     options = bench_step.argparse.Namespace(preset="llama3-8b", micro_batch_size=1, flags="--num-layers 8")
     config = bench_step.configuration(case, options)

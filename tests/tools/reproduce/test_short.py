@@ -32,6 +32,12 @@ def test_kept_rows_give_their_place_and_ratios():
     assert plus.where["gpu"] == "NVIDIA H200"
     saved = {finding.quantity: finding.ours for finding in short.collage_figure4(TASK)}
     memory = [float(rows[name]["peak_gib"]) for name in ("collage-plus", "bf16-d")]
-    assert saved["plus: peak memory saved against D; ours at 125M"] == pytest.approx(100 * (1 - memory[0] / memory[1]))
+    assert saved["plus, 125M: peak memory saved against D"] == pytest.approx(100 * (1 - memory[0] / memory[1]))
+    steps = {
+        row["case"]: float(row["peak_gib"]) for row in short.read(short.STEP) if row["commit"] == "040bbbf" and row["preset"] == "1.3b"
+    }
+    assert saved["light, 1.3B: peak memory saved against D"] == pytest.approx(100 * (1 - steps["collage-light"] / steps["bf16-d"]))
+    four = [saved[f"plus, {model}: peak memory saved against D"] for model in ("125M", "1.3B", "2.6B", "6.7B")]
+    assert saved["plus: saved against D, mean of the models"] == pytest.approx(sum(four) / 4)
     assert len(list(short.collage_table5(TASK))) == 4
     assert len(list(short.figure4(TASK))) == 4
