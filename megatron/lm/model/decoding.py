@@ -7,12 +7,15 @@
 The layers' own modules compute (norms, linear layers, embedding, head), without dropout. What a sequence gives is what it gives alone but
 for the order in which a kernel adds up: prompts are filled up behind, where a causal mask hides the filling; each row has positions and a
 length of its own; and FP8 layers cast each row by itself (`msamp.nn.inference`).
+
+A step of few tokens is bound by the host, which launches its kernels: what all layers need alike is made once a step, queries and keys are
+rotated by one launch where they stand, and keys and values go to their places by another.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
@@ -22,6 +25,7 @@ from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import GPT
 from megatron.lm.model.layer import Layer
 from megatron.lm.model.linear import FP8Gemm
+from msamp.kernels import ops
 from msamp.nn.inference import InferenceGemm
 from msamp.numerics.tensor import ScalingTensor
 
@@ -59,8 +63,10 @@ class Decoder:
         self._layers = [_InferenceLayer(layer) for layer in model.decoder.layers]
         self.device = next(model.parameters()).device
         self.lengths = torch.zeros(0, dtype=torch.int64, device=self.device)
+        self._longest = 0  # of them, for which the host need not wait for the device
         rotary = model.position_embedding_type == "rope"
-        self._angles: Tensor | None = model.rotary_pos_emb(capacity).to(self.device) if rotary else None
+        angles = model.rotary_pos_emb(capacity).to(self.device)[:, 0, 0].float() if rotary else torch.zeros(capacity, 0, device=self.device)
+        self._cos, self._sin = angles.cos(), angles.sin()  # FP32 [capacity, r], r = 0 without rotary embedding
 
     @property
     def vocab_size(self) -> int:
@@ -96,6 +102,7 @@ class Decoder:
     def prefill(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Begin with these sequences, in place of those before; FP32 [b, vocabulary], what comes after the last token of each."""
         tokens, self.lengths = self._filled_up(sequences)
+        self._longest = tokens.shape[1]
         for layer in self._layers:
             layer.make_room(len(sequences), self._capacity)
         hidden = self._run(tokens, None, keep=True)
@@ -110,11 +117,10 @@ class Decoder:
         """
         if tokens.shape != self.lengths.shape:
             raise ValueError(f"tokens have shape {list(tokens.shape)}, wanted [{len(self.lengths)}]: one for each sequence of prefill")
-        longest = int(self.lengths.max()) + 1 if len(self.lengths) else 0
-        if longest > self._capacity:
+        if self._longest >= self._capacity:
             raise ValueError(f"a sequence holds {self._capacity} tokens, all that there is room for: give a larger capacity")
-        hidden = self._run(tokens.to(self.device).unsqueeze(1), self.lengths, longest=longest)
-        self.lengths = self.lengths + 1
+        hidden = self._run(tokens.to(self.device).unsqueeze(1), self.lengths, longest=self._longest + 1)
+        self.lengths, self._longest = self.lengths + 1, self._longest + 1
         return self.head(hidden[:, 0])
 
     def _filled_up(self, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -132,21 +138,44 @@ class Decoder:
 
     def _run(self, tokens: Tensor, at: Tensor | None, *, keep: bool = False, longest: int = 0) -> Tensor:
         """tokens [b, s] -> hidden states [b, s, h]; `at` [b]: where the one token of each row stands; None: all rows begin at 0."""
-        count = tokens.shape[1]
+        rows, count = tokens.shape
         positions = torch.arange(count, device=self.device).expand_as(tokens) if at is None else at.unsqueeze(1)
         embedding = self._model.embedding
         x = embedding.word_embeddings(tokens)
         if embedding.add_position_embedding:
             x = x + embedding.position_embeddings(positions)
-        angles = self._angles
-        if angles is not None:
-            # [s, 1, 1, r] of all rows, or [1, b, 1, r] of the one token of each.
-            angles = angles[:count] if at is None else angles[at, 0, 0].view(1, len(at), 1, -1)
-        mask = None if at is None else (torch.arange(longest, device=self.device) <= at.unsqueeze(1)).view(len(at), 1, 1, longest)
+        flat = positions.reshape(-1)
+        where = _Where(self._cos[flat], self._sin[flat], keep)
+        if at is not None:
+            where.places = torch.arange(rows, device=self.device) * self._capacity + at
+            # Added, not a choice: attention would make the one of the other in every layer. A CPU attends in FP32.
+            dtype = self._model.config.params_dtype if self.device.type == "cuda" else torch.float32
+            mask = torch.zeros(rows, 1, 1, longest, dtype=dtype, device=self.device)
+            unseen = torch.arange(longest, device=self.device) > at.unsqueeze(1)
+            where.mask = mask.masked_fill_(unseen.view(mask.shape), -torch.inf)
         for layer in self._layers:
-            x = layer(x, angles, at, mask, keep=keep)
+            x = layer(x, where)
         norm = self._model.decoder.final_layernorm
         return x if norm is None else norm(x)
+
+
+@dataclass
+class _Where:
+    """What all layers of a step need to know of its b x s tokens.
+
+    Attributes:
+        cos, sin: FP32 [b s, r], of the position of each.
+        keep: whether keys and values of whole sequences are kept.
+        places: int64 [b], where the key and value of the one token of each row go in the cache of b x capacity; None: nowhere.
+        mask: [b, 1, 1, longest] in the dtype in which attention computes, 0 where a token sees the cache and minus infinity elsewhere;
+            None: a token sees what stands before it in its sequence.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    keep: bool
+    places: Tensor | None = None
+    mask: Tensor | None = None
 
 
 class _InferenceLayer:
@@ -166,17 +195,16 @@ class _InferenceLayer:
         self._channels = attention.hidden_size_per_attention_head
         self._config, self._backends, self._scale = layer.config, core.backends, core.softmax_scale
         self._activation = layer.activation
-        self._keys = self._values = torch.empty(0)
+        self._cache = torch.empty(0)
 
     def make_room(self, rows: int, capacity: int) -> None:
-        """Keys and values of `rows` sequences: [b, groups, capacity, d] in the dtype of the activations."""
-        shape = rows, self._groups, capacity, self._channels
-        if self._keys.shape != shape:
-            device = self._norms[0].weight.device
-            self._keys, self._values = (torch.zeros(shape, dtype=self._config.params_dtype, device=device) for _ in range(2))
+        """Keys and values of `rows` sequences: [b, capacity, groups, 2, d] in the dtype of the activations."""
+        shape = rows, capacity, self._groups, 2, self._channels
+        if self._cache.shape != shape:
+            self._cache = torch.zeros(shape, dtype=self._config.params_dtype, device=self._norms[0].weight.device)
 
-    def __call__(self, x: Tensor, angles: Tensor | None, at: Tensor | None, mask: Tensor | None, *, keep: bool) -> Tensor:
-        x = x + self._proj(self._attend(self._qkv(self._norms[0](x)), angles, at, mask, keep))
+    def __call__(self, x: Tensor, where: _Where) -> Tensor:
+        x = x + self._proj(self._attend(self._qkv(self._norms[0](x)), where))
         y = self._fc1(self._norms[1](x))
         if self._activation == "swiglu":
             gate, up = y.chunk(2, dim=-1)
@@ -185,25 +213,24 @@ class _InferenceLayer:
             y = functional.gelu(y, approximate="tanh")
         return x + self._fc2(y)
 
-    def _attend(self, qkv: Tensor, angles: Tensor | None, at: Tensor | None, mask: Tensor | None, keep: bool) -> Tensor:
+    def _attend(self, qkv: Tensor, where: _Where) -> Tensor:
         batch, count = qkv.shape[:2]
-        shared = self._heads // self._groups
-        mixed = qkv.view(batch, count, self._groups, (shared + 2) * self._channels)  # of each group its queries, its key, its value
-        query, key, value = mixed.split([shared * self._channels, self._channels, self._channels], dim=-1)
-        query = query.reshape(batch, count, self._heads, self._channels)
+        shared, tokens = self._heads // self._groups, batch * count
+        mixed = qkv.view(batch, count, self._groups, shared + 2, self._channels)  # of each group its queries, its key, its value
         if self._query_norm is not None and self._key_norm is not None:
-            query, key = self._query_norm(query), self._key_norm(key)
-        if angles is not None:
-            query, key = (apply_rotary_pos_emb(part.transpose(0, 1), angles, self._config).transpose(0, 1) for part in (query, key))
-        q, k, v = (part.transpose(1, 2) for part in (query, key, value))  # [b, heads or groups, s, d]
-        if keep:
-            self._keys[:, :, :count], self._values[:, :, :count] = k, v
-        elif at is not None and mask is not None:
-            rows, longest = torch.arange(batch, device=at.device), mask.shape[-1]
-            self._keys[rows, :, at], self._values[rows, :, at] = k[:, :, 0], v[:, :, 0]
-            k, v = self._keys[:, :, :longest], self._values[:, :, :longest]
+            mixed[..., :shared, :] = self._query_norm(mixed[..., :shared, :])
+            mixed[..., shared, :] = self._key_norm(mixed[..., shared, :])
+        ops.rotary_(mixed.view(tokens, 1, -1), where.cos, where.sin, self._heads, self._groups)
+        query, kept = mixed[..., :shared, :].reshape(batch, count, self._heads, self._channels), mixed[..., shared:, :]
+        if where.keep:
+            self._cache[:, :count] = kept
+        elif where.places is not None and where.mask is not None:
+            self._cache.flatten(0, 1).index_copy_(0, where.places, kept[:, 0].to(self._cache.dtype))
+            kept = self._cache[:, : where.mask.shape[-1]]
+        q, k, v = (part.transpose(1, 2) for part in (query, *kept.unbind(-2)))  # [b, heads or groups, s, d]
         if not q.is_cuda:
             q, k, v = q.float(), k.float(), v.float()  # as `SDPAttention` on a CPU
+        mask = None if where.mask is None else where.mask.to(q.dtype)
         with sdpa_kernel(self._backends, set_priority=True):
             context = scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=self._heads != self._groups

@@ -117,7 +117,7 @@ def test_a_copied_decoder_goes_on_by_itself():
         other = copy.copy(decoder)
         other._layers = [copy.copy(layer) for layer in decoder._layers]
         for layer in other._layers:
-            layer._keys, layer._values = layer._keys.clone(), layer._values.clone()
+            layer._cache = layer._cache.clone()
         expected = decoder.step(torch.tensor([4]))
         decoder.step(torch.tensor([5]))
         assert torch.equal(other.step(torch.tensor([4])), expected)
