@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,10 @@ from msamp.optim import updates
 # files are named on the command line, the conftests beside them are imported first, and one of them imports Triton.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell without job control starts what it puts in the background with interrupts ignored, and children inherit that: tests send them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _interpreting() -> bool:
