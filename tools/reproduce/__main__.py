@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", default="auto", help="auto, or a size of the entry (default: the largest that this machine can take)")
     parser.add_argument("--text", type=path, help="what small trainings read, byte by byte (default: the pages of this checkout)")
     parser.add_argument("--out", type=path, default=ROOT / keep.RESULTS, help="folder of the CSV files")
-    parser.add_argument("--again", action="store_true", help="forget the rows of this size and run it anew")
+    parser.add_argument("--again", action="store_true", help="forget the rows of this size and the kept files, and run it anew")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options = parser.parse_args(arguments)
     if options.list == (options.name is not None):

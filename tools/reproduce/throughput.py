@@ -42,19 +42,8 @@ def searched(task: Task, preset: str, at: int, cases: Sequence[str]) -> list[dic
     A search takes minutes a case: one that was cut off goes on at its last trial, where it ran on the same tree and GPU.
     """
     file, where = task.folder / f"{task.piece}.csv", machine(task.commit)
-    words = [
-        "--preset",
-        preset,
-        "--micro-batch-size",
-        str(at),
-        "--cases",
-        *cases,
-        f"--flags={NO_TRIAL}",
-        "--csv",
-        str(file),
-        "--commit",
-        where["commit"],
-    ]
+    words = ["--preset", preset, "--micro-batch-size", str(at), "--cases", *cases, f"--flags={NO_TRIAL}"]
+    words += ["--csv", str(file), "--commit", where["commit"]]
     found = rows_of("coat_memory", words, file, goes_on=True)
     return table(by_case([row for row in found if all(row[key] == where[key] for key in ("commit", "gpu", "torch"))]), at)
 

@@ -61,6 +61,18 @@ def test_sizes_stand_side_by_side_and_again_forgets_one(tmp_path):
     assert {size: sum(row["size"] == size for row in found) for size in ("toy", "full")} == {"toy": 6, "full": 6}
 
 
+def test_files_are_kept_from_call_to_call_until_it_runs_again(tmp_path):
+    kept, other = tmp_path / "kept" / "a-b" / "trials.csv", tmp_path / "kept" / "b-c" / "trials.csv"
+    for file in (kept, other):
+        file.parent.mkdir(parents=True)
+        file.write_text("ms\n1\n")
+    rows(entry([]), "toy", tmp_path)
+    assert kept.exists()
+    rows(entry([]), "toy", tmp_path, again=True)
+    assert not kept.exists()
+    assert other.exists()
+
+
 def test_a_row_on_file_keeps_its_place():
     place = {"commit": "0123456", "gpu": "NVIDIA H200", "torch": "2.11", "date": "2026-11-22", "driver": "580", "other": "x"}
     common = dict.fromkeys(keep.COLUMNS, "") | {"commit": "fffffff", "gpu": "cpu"}
