@@ -39,10 +39,4 @@ ENTRIES = (
         claim="Llama-2 7B on two GPUs: 11,351 tokens/s/GPU at 52.8 GB, against BF16's 6,130.",
         reason="7B on two GPUs of 80 GiB was not run; the rows at 1.3B stand under coat-memory.",
     ),
-    Entry(
-        name="coat-group-scaling",
-        title="COAT, group scaling",
-        claim="A maximum in two stages costs next to nothing beside one over the whole tensor.",
-        reason="Its gain is a matter of a GPU's kernels, and was not measured.",
-    ),
 )

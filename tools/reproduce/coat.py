@@ -4,18 +4,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron.lm.config.cli import parse_args
-from tools.docs.evidence import Row, read
+from tools.docs.evidence import ROOT, Row, read
 from tools.reproduce import throughput
 from tools.reproduce.coat_activations import KEPT, SWIGLU, bytes_rows
 from tools.reproduce.coat_memory import table
 from tools.reproduce.entry import WHOLE, Entry, Finding, Needs, Task, one_piece
 from tools.reproduce.run_tool import checkpoint, numbers, rows_of
+from tools.reproduce.trainings import ENWIK8, byte_data
 
 SHAPES: Mapping[str, tuple[int, str]] = {  # by size: steps, flags of the trainer
     "toy": (10, "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 2e-3 --eval-iters 1"),
     "small": (300, "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --lr 2e-3 --eval-iters 1"),
+    "full": (1000, "--eval-iters 1"),
 }
 MEMORY = "tools/reproduce/results/coat_memory.csv"
+KERNELS = "tools/bench/results/kernels.csv"
+CASTS = ("just-in-time cast", "norm backward, just-in-time cast")  # alone, and behind the kernel that leaves the maxima
 LLAMA = {"7b": "--preset 7b", "13b": "--preset 13b --tensor-model-parallel-size 1 --no-sequence-parallel"}
 LIKE_LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear"
 SMOLLM2 = "data/smollm2"
@@ -26,7 +30,8 @@ GAIN = "norm input: groups of 16 channels above one scale, worst token"
 def states(task: Task) -> Iterator[Finding]:
     """Ranges of the moments, and the error of the update from stored ones, by `tools/reproduce/coat_states.py`."""
     steps, shape = SHAPES[task.size]
-    saved = checkpoint("bf16", steps, shape, task.text, task.folder)
+    data = ROOT / ENWIK8 if task.size == "full" else byte_data(task.text, task.folder / "bytes")
+    saved = checkpoint("bf16", steps, shape, data, task.folder)
     found = rows_of("coat_states", ["--load", str(saved), "--csv", str(task.folder / "states.csv")], task.folder / "states.csv")
     for row in (row for row in found if row["weights"] == "all"):
         if row["range_median"]:
@@ -47,7 +52,7 @@ def activations(task: Task) -> Iterator[Finding]:
         yield from of_layers(rows_of("coat_activations", ["--hf-model", SMOLLM2, "--text", str(task.text), "--csv", str(file)], file))
         return
     steps, shape = SHAPES[task.size]
-    saved = checkpoint("O2", steps, shape, task.text, task.folder)
+    saved = checkpoint("O2", steps, shape, byte_data(task.text, task.folder / "bytes"), task.folder)
     words = ["--load", str(saved), "--text", str(task.text), "--csv", str(task.folder / "activations.csv")]
     found = rows_of("coat_activations", words, task.folder / "activations.csv")
     worst: dict[tuple[str, str], float] = {}
@@ -115,13 +120,28 @@ def memory(task: Task) -> Iterator[Finding]:
             yield Finding(f"{line['case']}, each at its largest: times BF16's speed", line["its_speed"], where=where)
 
 
+def group_scaling(task: Task) -> Iterator[Finding]:
+    """Times of a cast by the maxima of its producer, of a cast that reads its tensor twice, and of the maxima themselves.
+
+    The rows on file are those of `tools/bench/bench_kernels.py --only just-in-time`; the newest of each kernel counts.
+    """
+    newest = {row["kernel"]: row for row in read(KERNELS)}
+    for width in sorted({int(kernel.split()[-2]) for kernel in newest if kernel.startswith(CASTS[0])}):
+        producer = newest[f"norm backward with maxima, {width} wide"]
+        costs = 100 * (float(producer["us"]) / float(newest[f"norm backward, {width} wide"]["us"]) - 1)
+        yield Finding(f"{width} wide: what the maxima cost their producer", costs, unit="%", where=producer)
+        for name in CASTS:
+            one, two = newest[f"{name}, {width} wide"], newest[f"{name} by maxima, {width} wide"]
+            yield Finding(f"{width} wide, {name}: one stage over two", float(one["us"]) / float(two["us"]), unit="times", where=two)
+
+
 ENTRIES = (
     Entry(
         name="coat-states",
         title="COAT, FP8 optimizer states",
         claim="Moments use little of FP8's range; range expansion makes the error of the update much smaller.",
         run=states,
-        sizes={"toy": Needs(), "small": Needs(minutes=10)},
+        sizes={"toy": Needs(), "small": Needs(minutes=10), "full": Needs(gpus=1, gib=40, minutes=5, files=(ENWIK8,))},
         headline="expansion divides the error by, least of the four pairs",
         reason="On a small GPT; the states of a 125M want a GPU.",
         slow=True,
@@ -158,5 +178,14 @@ ENTRIES = (
         pieces=lambda size: [WHOLE, *throughput.MODELS_COAT] if size == "full" else one_piece(size),
         headline="coat, micro-batch 4: times less memory",
         reason="GPT-1.3B on one H200; the paper has Llama-2 7B and 13B.",
+    ),
+    Entry(
+        name="coat-group-scaling",
+        title="COAT, group scaling",
+        claim="A maximum in two stages costs next to nothing, and a just-in-time cast no longer reads its tensor twice.",
+        run=group_scaling,
+        sizes={"kept": Needs(files=(KERNELS,))},
+        headline="2048 wide, norm backward, just-in-time cast: one stage over two",
+        reason="Kernels alone, on one H200; whole steps take most scales from the last steps, and need no amax beforehand.",
     ),
 )

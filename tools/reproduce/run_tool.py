@@ -41,11 +41,11 @@ def byte_flags(text: Path, folder: Path) -> list[str]:
     return words.split()
 
 
-def checkpoint(level: str, steps: int, shape: str, text: Path, folder: Path) -> Path:
-    """The folder of a checkpoint of a short training at a level."""
+def checkpoint(level: str, steps: int, shape: str, data: Path, folder: Path) -> Path:
+    """The folder of a checkpoint of a short training at a level; `data` is as `tools/prepare_text.py` makes it."""
     saved = folder / f"{level}_{steps}"
     flags = f"{shape} --save {saved} --save-interval {steps}"
-    trained(level, 1234, steps, flags, byte_data(text, folder / "bytes"), folder / "runs")
+    trained(level, 1234, steps, flags, data, folder / "runs")
     return saved
 
 

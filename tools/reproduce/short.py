@@ -7,7 +7,7 @@ from tools.docs.evidence import ROOT, Row, read
 from tools.reproduce import throughput
 from tools.reproduce.entry import WHOLE, Entry, Finding, Needs, Task, one_piece
 from tools.reproduce.fp16_lstm import bytes_of
-from tools.reproduce.trainings import Loop, byte_data, collage, trained
+from tools.reproduce.trainings import ENWIK8, Loop, byte_data, collage, trained
 
 # FP8-LM Table 6. Ours: the level with its four formats, of which the rows change one.
 TABLE6 = {
@@ -24,7 +24,6 @@ COURSES: Mapping[str, tuple[int, int, str]] = {  # by size: seeds, steps, flags
     "small": (1, 300, "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 2e-3 --eval-iters 20"),
     "full": (3, 2000, ""),
 }
-ENWIK8 = "data/enwik8"
 # Collage Table 6, batch 1,024: validation perplexity by beta2.
 COLLAGE6 = {
     "a": {0.95: 15.64, 0.99: 15.80, 0.999: 18.17},

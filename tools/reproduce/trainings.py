@@ -17,8 +17,9 @@ from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
 from megatron.lm.data.tokenizer import END_OF_TEXT
 from megatron.lm.tools.report import Run, read_run
 from msamp.optim.collage import CollageAdamW
-from tools.reproduce.compare_precisions import Job, Session, complete, train
+from tools.reproduce.compare_precisions import Job, Session, cards, complete, train
 
+ENWIK8 = "data/enwik8"  # of the root: what `tools/prepare_text.py enwik8` makes
 # GPT-2's files want a merge: this one is of two bytes that no text in UTF-8 has.
 MERGE = ("\u00fe", "\u00ff")
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's vocabulary writes as themselves
@@ -49,7 +50,7 @@ def byte_data(text: Path, folder: Path) -> Path:
 
 
 def trained(case: str, seed: int, steps: int, flags: str, data: Path, folder: Path) -> Run:
-    """A training of `megatron.lm.pretrain` in a process of its own; one that was made before is read.
+    """A training of `megatron.lm.pretrain` in a process of its own, on the first GPU where there is one; one that was made before is read.
 
     Args:
         case: a precision, and flags behind it.
@@ -62,7 +63,7 @@ def trained(case: str, seed: int, steps: int, flags: str, data: Path, folder: Pa
     """
     job = Job(precision=case, seed=seed, steps=steps, name=f"{'-'.join(case.split())}_{seed}_{steps}")
     options = argparse.Namespace(data=str(data), out=folder, flags=flags)
-    train(job, options, Session())
+    train(job, options, Session(), cards()[0])
     if not complete(job, options):
         log = (folder / job.name / "log.txt").read_text(encoding="utf-8", errors="replace")
         raise RuntimeError(f"{case}, seed {seed}, failed:\n{log[-2000:]}")

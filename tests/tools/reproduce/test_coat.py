@@ -57,3 +57,25 @@ def test_the_worst_layer_and_the_gain_of_rows_made_by_hand():
 def test_a_model_that_is_not_there_is_named_with_what_makes_it(tmp_path):
     needs = next(one for one in coat.ENTRIES if one.name == "coat-activations").sizes["smollm2"]
     assert needs.lacking(tmp_path) == "data/smollm2 (examples/smollm2.py makes it)"
+
+
+def test_the_gain_of_two_stages_by_hand(monkeypatch):
+    """The newest row of a kernel counts."""
+    times = {"just-in-time cast": 60, "just-in-time cast by maxima": 40, "norm backward": 50, "norm backward with maxima": 55}
+    times |= {"norm backward, just-in-time cast": 120, "norm backward, just-in-time cast by maxima": 100}
+    found = [{"kernel": f"{name}, 64 wide", "us": str(us), "gpu": "one"} for name, us in times.items()]
+    monkeypatch.setattr(coat, "read", lambda name: ({"kernel": "just-in-time cast, 64 wide", "us": "1"}, {"kernel": "norm"}, *found))
+    told = {finding.quantity: finding for finding in coat.group_scaling(Task("kept", "whole", Path("text"), Path("folder")))}
+    assert {name: round(finding.ours, 6) for name, finding in told.items()} == {
+        "64 wide: what the maxima cost their producer": 10,
+        "64 wide, just-in-time cast: one stage over two": 1.5,
+        "64 wide, norm backward, just-in-time cast: one stage over two": 1.2,
+    }
+    assert all(finding.where["gpu"] == "one" for finding in told.values())
+
+
+def test_kept_rows_have_both_widths():
+    one = next(one for one in coat.ENTRIES if one.name == "coat-group-scaling")
+    told = [finding.quantity for finding in coat.group_scaling(Task("kept", "whole", Path("text"), Path("folder")))]
+    assert one.headline in told
+    assert len(told) == 6

@@ -5,6 +5,7 @@ import torch
 
 from megatron.lm.config import DataConfig
 from megatron.lm.data.tokenizer import build_tokenizer
+from tools.reproduce import trainings
 from tools.reproduce.trainings import Loop, byte_data, byte_symbols, collage, pieces
 
 TEXT = "Größe, naïve — 1 + 1 = 2.\n" * 40
@@ -42,3 +43,13 @@ def test_pieces_are_random_and_reach_the_ends():
     assert found.shape == (64, 4)
     assert (found[:, 1:] == found[:, :-1] + 1).all()
     assert (int(found.min()), int(found.max())) == (0, 10)  # the starts leave the last byte out
+
+
+@pytest.mark.parametrize(("seen", "card"), [(["3", "5"], "3"), ([""], "")], ids=["two GPUs", "none"])
+def test_a_training_takes_the_first_gpu_that_is_there(seen, card, tmp_path, monkeypatch):
+    took = []
+    monkeypatch.setattr(trainings, "cards", lambda: seen)
+    monkeypatch.setattr(trainings, "train", lambda job, options, session, card: took.append(card))
+    with pytest.raises(FileNotFoundError):  # nothing has trained, and there is no log
+        trainings.trained("bf16", 1, 4, "", tmp_path, tmp_path)
+    assert took == [card]
