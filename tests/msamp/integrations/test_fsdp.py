@@ -116,6 +116,23 @@ def test_sharded_training_has_the_bits_of_one_process(level, dtype):
     assert same(states, packed["state"])
 
 
+def compiled_alike() -> list[list[float]]:
+    """Losses as it is, with each block compiled, and with the whole model compiled."""
+    found = []
+    for compiled in (lambda model: [], lambda model: model.blocks, lambda model: [model]):
+        model, optimizer = sharded("O2", torch.bfloat16)
+        for module in compiled(model):
+            module.compile(backend="aot_eager")
+        found.append(train(model, optimizer, range(STEPS), slice(torch.distributed.get_rank(), None, 2), torch.bfloat16))
+    return found
+
+
+def test_compiled_it_trains_with_the_same_losses():
+    for plain, blocks, whole in dist.run(compiled_alike, 2):
+        assert plain == blocks == whole
+        assert len(set(plain)) == STEPS
+
+
 class Counted(DefaultAllGather):
     """FSDP's own all-gather, which remembers what it has sent."""
 
