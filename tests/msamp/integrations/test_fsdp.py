@@ -127,6 +127,7 @@ def compiled_alike() -> list[list[float]]:
     return found
 
 
+@pytest.mark.nightly(10)
 def test_compiled_it_trains_with_the_same_losses():
     for plain, blocks, whole in dist.run(compiled_alike, 2):
         assert plain == blocks == whole
