@@ -18,7 +18,7 @@ from megatron.lm import entry, plan
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
 from megatron.lm.cost.cluster import Cluster
-from megatron.lm.cost.rates import rates_of
+from megatron.lm.cost.rates import GPUS, rates_of
 from megatron.lm.cost.step import predict
 from megatron.lm.presets import PRESETS
 from megatron.lm.tools.arguments import Parser
@@ -121,7 +121,7 @@ def _fitted_runs() -> frozenset[tuple[Config, int]]:
 
 def compare(file: str, row: Row) -> Compared:
     """A row with its prediction."""
-    config, rates = configuration(row), rates_of("h200")
+    config, rates = configuration(row), rates_of(next(kind for kind, gpu in GPUS.items() if row["gpu"].startswith(gpu.name)))
     gpus = int(row.get("gpus") or 1)
     cluster = Cluster(gpus=gpus, per_host=8, link=rates("link"), network=rates("link"), latency=rates("latency"))
     ranks = plan.plan(config, gpus)

@@ -10,12 +10,13 @@ from tools.docs.evidence import COMPUTED, Row
 STEP, GRID, PARALLEL, KERNELS, MEMORY = (f"{BENCH}/{name}.csv" for name in ("step", "grid", "data_parallel", "kernels", "memory"))
 COAT_MEMORY, FIG7 = (f"{REPRODUCE}/{name}.csv" for name in ("coat_memory", "fig7/fig7"))
 RUN = "d77a990"  # of whole steps, ours and the peers' together
+H200 = "NVIDIA H200"
 PEAKS = (989.0, 1979.0)  # TFLOP/s of an H100 or H200, dense: BF16 and FP8
 
 
 def whole_step(row: Row) -> bool:
-    """A step of GPT-1.3B with micro-batch 4 on one GPU."""
-    return (row["preset"], row["micro_batch"], row["gpus"]) == ("1.3b", "4", "1")
+    """A step of GPT-1.3B with micro-batch 4 on one H200."""
+    return (row["gpu"], row["preset"], row["micro_batch"], row["gpus"]) == (H200, "1.3b", "4", "1")
 
 
 def mfu(row: Row) -> str:
@@ -47,14 +48,14 @@ def summary() -> Table:
     return Table(["GPT-1.3B, one H200", *columns], cells, [(STEP, rows)])
 
 
-def steps(commit: str, keep: Callable[[Row], bool] = lambda row: True) -> Table:
-    """The whole steps of one commit."""
+def steps(commit: str, keep: Callable[[Row], bool] = lambda row: True, gpu: str = H200) -> Table:
+    """The whole steps of one commit on one sort of GPU."""
     columns = {
         "case": case, "model": column("preset"), "micro-batch": column("micro_batch"), "ms a step": column("ms", 1),
         "tokens/s/GPU": kilo("tokens_s_gpu"), "MFU of 989 / 1,979": mfu, "peak GiB": column("peak_gib", 1),
         "at rest GiB": column("rest_gib", 1),
     }  # fmt: skip
-    return of(STEP, pick(STEP, lambda row: row["commit"] == commit and keep(row)), columns)
+    return of(STEP, pick(STEP, lambda row: (row["commit"], row["gpu"]) == (commit, gpu) and keep(row)), columns)
 
 
 def coat_parts() -> Table:
