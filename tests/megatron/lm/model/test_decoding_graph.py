@@ -84,7 +84,7 @@ def weights_after_a_step(level: str, **settings: Any) -> None:
         # The first step has a learning rate of 0.
         assert not torch.equal(seen[1], seen[2])
         assert not torch.equal(seen[2], seen[3])
-        assert graphs.captures >= 1
+        assert graphs.captures == 1, "an optimizer writes in place, and replays read it"
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
