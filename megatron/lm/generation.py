@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 MOST_TOKENS = 10**4  # that are asked for at once
+_DIVERGED = "the model's logits are NaN or infinite: it has diverged, load an older checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +130,12 @@ def generate(
     made.prompt_seconds, start = _elapsed(logits, start), time.perf_counter()
     for left in reversed(range(n)):
         uniforms = torch.stack([torch.rand((), dtype=torch.float64, generator=generator) for generator in generators])
-        drawn, logprobs = draw(logits[:, :vocab_size], sampling, uniforms)
-        for row, (token, logprob) in enumerate(zip(drawn.tolist(), logprobs.tolist(), strict=True)):
+        drawn, logprobs, finite = _drawn(logits[:, :vocab_size], sampling, uniforms)
+        # The host waits for the device once a token. FP64 holds token ids and FP32 exactly.
+        found = torch.stack([drawn.double(), logprobs.double(), finite.double()]).tolist()
+        if not all(found[2]):
+            raise ValueError(_DIVERGED)
+        for row, (token, logprob) in enumerate(zip(map(int, found[0]), found[1], strict=True)):
             contexts[row].append(token)
             if made.ended[row]:
                 continue
@@ -164,8 +169,15 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, 
     Raises:
         ValueError: logits that are NaN or infinite.
     """
-    if not bool(logits.isfinite().all()):
-        raise ValueError("the model's logits are NaN or infinite: it has diverged, load an older checkpoint")
+    drawn, logprobs, finite = _drawn(logits, sampling, uniforms)
+    if not bool(finite.all()):
+        raise ValueError(_DIVERGED)
+    return drawn, logprobs
+
+
+def _drawn(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `draw`, and bool [b]: whether the logits of a row are finite; of a row of others, some token. The host waits for nothing."""
+    finite = logits.isfinite().all(-1)
     greedy = sampling.temperature == 0
     count = 1 if greedy else min(sampling.top_k or logits.shape[-1], logits.shape[-1])
     values, indices = logits.topk(count, dim=-1)
@@ -175,15 +187,16 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, 
     everything = ((logits.double() - top) / temperature).logsumexp(-1, keepdim=True)
     logprobs = (values.double() - top) / temperature - everything
     if greedy:
-        return indices[:, 0], logprobs[:, 0].float()
+        return indices[:, 0], logprobs[:, 0].float(), finite
     shares = logprobs.exp()
     shares = shares / shares.sum(-1, keepdim=True)
     before = shares.cumsum(-1) - shares
     shares = shares.masked_fill(before >= sampling.top_p, 0.0)  # the likeliest stays always: nothing is before it
     cumulated = shares.cumsum(-1)
-    places = torch.searchsorted(cumulated, (uniforms.to(logits.device) * cumulated[:, -1]).unsqueeze(-1), right=True)
-    places = places.clamp(max=(shares > 0).sum(-1, keepdim=True) - 1)  # a draw that rounds up to the sum
-    return indices.gather(-1, places)[:, 0], logprobs.gather(-1, places)[:, 0].float()
+    uniforms = uniforms.to(logits.device, non_blocking=True)
+    places = torch.searchsorted(cumulated, (uniforms * cumulated[:, -1]).unsqueeze(-1), right=True)
+    places = places.clamp(max=(shares > 0).sum(-1, keepdim=True) - 1).clamp(min=0)  # a draw that rounds up to the sum, and shares of NaN
+    return indices.gather(-1, places)[:, 0], logprobs.gather(-1, places)[:, 0].float(), finite
 
 
 def _check(prompts: Sequence[Sequence[int]], n: int, seq_length: int) -> None:

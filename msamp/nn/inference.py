@@ -35,15 +35,44 @@ class InferenceGemm:
         weight: [outputs, inputs]. An FP8 payload is taken as it is, without a copy; an FP16 one is cast once, here.
         gemm: the casts of the recipe that the layer was trained with.
 
-    It sees later changes of an FP8 weight's payload, and none of its scale: make another one after a step of the optimizer.
+    Attributes:
+        weight: the operand.
+
+    It sees later changes of an FP8 weight's payload, and none of its scale or of an FP16 weight: after a step of the optimizer call
+    `renew`.
     """
 
     def __init__(self, weight: ScalingTensor, gemm: Gemms) -> None:
-        self._cast, cast = row_casts(gemm)
+        self._cast, self._weight_cast = row_casts(gemm)
         self._way = way(self._cast.granularity)
-        with torch.no_grad():
-            scales = (weight.scale_inv, weight.scale_inv)
-            self.weight: Operand = way(cast.granularity).weight(weight.payload, scales, cast, False)
+        self.weight, self._copied = self._taken(weight)
+
+    @torch.no_grad()
+    def _taken(self, weight: ScalingTensor) -> tuple[Operand, tuple[bool, bool]]:
+        """The operand, and whether its payload and its scales are copies."""
+        cast, scales = self._weight_cast, (weight.scale_inv, weight.scale_inv)
+        made = way(cast.granularity).weight(weight.payload, scales, cast, False)
+        pairs = ((made.codes, weight.payload), (made.scale_inv, weight.scale_inv))
+        copied, copied_scales = (mine.data_ptr() != stored.data_ptr() for mine, stored in pairs)
+        return made, (copied, copied_scales)
+
+    @torch.no_grad()
+    def renew(self, weight: ScalingTensor) -> None:
+        """Take the weight as it is now, or another one of its shape.
+
+        A copy that the operand has made keeps its address, so that a CUDA graph reads the new one; a payload that is taken as it is stands
+        where the weight's stands now.
+
+        Args:
+            weight: [outputs, inputs].
+        """
+        made, copied = self._taken(weight)
+        before = (self.weight.codes, self.weight.scale_inv)
+        payload, scale_inv = (
+            old.copy_(new) if own and owned and _alike(old, new) else new
+            for old, new, own, owned in zip(before, (made.codes, made.scale_inv), self._copied, copied, strict=True)
+        )
+        self.weight, self._copied = made._replace(payload=payload, scale_inv=scale_inv, scale_inv_t=scale_inv), copied
 
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -52,3 +81,7 @@ class InferenceGemm:
         operand = self._way.cast(rows, _NOTHING, self._cast, True, False, None)
         y = self._way.multiply(operand, self.weight, bias, x.dtype, False)
         return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)

@@ -3,6 +3,7 @@
     python tools/bench/bench_generate.py                                   Llama-shaped 1.3B, 8 prompts of 512 tokens, 128 appended
     python tools/bench/bench_generate.py --levels O0 O3 --batch-size 32 --prompt 128 --tokens 256
 
+A level's row is with CUDA graphs on a GPU. --eager adds one without, its case "LEVEL eager".
 The weights are as drawn: speed does not ask what they are. Every case appends the likeliest token each time, and none ends early.
 transformers runs the model converted by `to-hf` in BF16, with its cache and the attention of torch, as `generate` does by default.
 `prefill_tokens_s`: tokens of the prompts. `tokens_s`: tokens appended, of all sequences together. `ms_token`: of one step. `same`: share of
@@ -11,6 +12,7 @@ the tokens that are transformers'; rounding decides between likely tokens, and a
 
 import argparse
 import gc
+import itertools
 import shlex
 import sys
 import tempfile
@@ -61,14 +63,14 @@ def prompts(options: argparse.Namespace) -> list[list[int]]:
     return torch.randint(0, options.vocab_size, (options.batch_size, options.prompt), generator=draw).tolist()
 
 
-def measure(level: str, options: argparse.Namespace) -> tuple[dict[str, Any], list[list[int]]]:
-    """One row of our own, and what was appended; needs `process_groups.initialize`."""
+def measure(level: str, options: argparse.Namespace, *, graph: bool = True) -> tuple[dict[str, Any], list[list[int]]]:
+    """One row of our own, with graphs where there can be any or without, and what was appended; needs `process_groups.initialize`."""
     config = configuration(level, options)
     model = build_model(config, build_recipe(config.precision), options.vocab_size).eval()
     for layer in model.modules():
         if isinstance(layer, FP8Gemm):
             layer.take_initial_weight()
-    decoder = Decoder(model, options.prompt + options.tokens)
+    decoder = Decoder(model, options.prompt + options.tokens, graph=graph)
     _start_peak()
     for _ in range(1 + options.repeats):  # once for what is made the first time
         made = generate(
@@ -79,7 +81,8 @@ def measure(level: str, options: argparse.Namespace) -> tuple[dict[str, Any], li
             seq_length=options.prompt + options.tokens,
             vocab_size=options.vocab_size,
         )
-    return _row(level, options, made.prompt_seconds, made.new_seconds, made.tokens), made.tokens
+    case = level if graph else f"{level} eager"
+    return _row(case, options, made.prompt_seconds, made.new_seconds, made.tokens), made.tokens
 
 
 def measure_peer(options: argparse.Namespace) -> tuple[dict[str, Any], list[list[int]]]:
@@ -156,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = Parser(description=__doc__)
     parser.add_argument("--levels", nargs="*", default=list(OPT_LEVELS), type=legal_precision, help="levels or precisions; none: peer only")
+    parser.add_argument("--eager", action="store_true", help="a row of each level without CUDA graphs too")
     parser.add_argument("--preset", choices=PRESETS, default="1.3b", help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=count(1), default=8, help="sequences side by side (default: %(default)s)")
     parser.add_argument("--prompt", type=count(1), default=512, help="tokens of each prompt (default: %(default)s)")
@@ -171,8 +175,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         with torch.no_grad():
             peer, theirs = measure_peer(options)
             _report(peer | {"same": 1.0}, options)
-            for level in options.levels:
-                row, tokens = measure(level, options)
+            for level, graph in itertools.product(options.levels, (True, False) if options.eager else (True,)):
+                row, tokens = measure(level, options, graph=graph)
                 _report(row | {"same": _same(tokens, theirs)}, options)
     finally:
         process_groups.shutdown()

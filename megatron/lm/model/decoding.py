@@ -8,11 +8,15 @@ The layers' own modules compute (norms, linear layers, embedding, head), without
 for the order in which a kernel adds up: prompts are filled up behind, where a causal mask hides the filling; each row has positions and a
 length of its own; and FP8 layers cast each row by itself (`msamp.nn.inference`).
 
-A step of few tokens is bound by the host, which launches its kernels: what all layers need alike is made once a step, queries and keys are
-rotated by one launch where they stand, and keys and values go to their places by another.
+A step of few tokens is bound by the host, which launches its kernels. On a GPU it is a CUDA graph, one launch
+(`megatron.lm.model.decoding_graph`). Elsewhere it has few of them: what all layers need alike is made once a step, queries and keys are
+rotated by one launch where they stand, and keys and values go to their places by another. A step attends over the cache up to a multiple
+of `SPAN` tokens, and a mask hides what a sequence has not reached. So there are few graphs, and few shapes to choose a kernel of attention
+for.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +26,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.lm.model.attention import SDPAttention
+from megatron.lm.model.decoding_graph import CudaDevice, DecodingGraphs, obstacle, tell
 from megatron.lm.model.gpt import GPT
 from megatron.lm.model.layer import Layer
 from megatron.lm.model.linear import FP8Gemm
@@ -29,16 +34,26 @@ from msamp.kernels import ops
 from msamp.nn.inference import InferenceGemm
 from msamp.numerics.tensor import ScalingTensor
 
+# At 1.3B, 8 sequences of 640 tokens, a step reads 2.6 GB of weights and 1.0 GB of keys and values. Spans of 256 add a fifth to the second,
+# 0.04 ms of 4.8 TB/s; powers of two would add up to all of it again.
+SPAN = 256
+ALIGNED = 64  # tokens of the cache: attention copies a mask of another width
+
 
 class Decoder:
     """The model in inference, and the keys and values of the sequences that it is at.
 
-    The model stays as it is: its parameters are read, nothing of it is changed or kept in another mode. After a step of the optimizer make
-    another Decoder.
+    The model stays as it is: its parameters are read, nothing of it is changed or kept in another mode. `prefill` takes the weights as
+    they are then, after a step of the optimizer too; before `logits` and `hidden` call `renew`. A model on another device, or with other
+    modules, wants another Decoder.
+
+    On a GPU the third step over a span is captured as a CUDA graph, and later ones are replays, with the same bits. The graphs are dropped
+    where `prefill` finds another number of sequences, or a tensor of the model elsewhere in memory. `prefill` itself is eager.
 
     Args:
         model: whole, on one process: without tensor and pipeline parallelism.
         capacity: tokens of the longest sequence, prompt and continuation.
+        graph: whether steps are captured where they can be; what stands in the way on a GPU is told once, as a warning.
 
     Attributes:
         lengths: int64 [b], tokens seen of each sequence; empty before `prefill`.
@@ -48,7 +63,7 @@ class Decoder:
         ValueError: a model in parts, an encoder, a capacity below 1 or beyond the learned positions.
     """
 
-    def __init__(self, model: GPT, capacity: int) -> None:
+    def __init__(self, model: GPT, capacity: int, *, graph: bool = True) -> None:
         config = model.config
         if config.tensor_model_parallel_size > 1 or config.pipeline_model_parallel_size > 1:
             raise ValueError(
@@ -60,6 +75,7 @@ class Decoder:
             most = "" if positions is None else f" and at most {positions.weight.shape[0]}, the model's learned positions"
             raise ValueError(f"capacity {capacity} must be at least 1{most}")
         self._model, self._capacity = model, capacity
+        self._room = -(-capacity // ALIGNED) * ALIGNED  # of a sequence in the cache
         self._layers = [_InferenceLayer(layer) for layer in model.decoder.layers]
         self.device = next(model.parameters()).device
         self.lengths = torch.zeros(0, dtype=torch.int64, device=self.device)
@@ -67,6 +83,14 @@ class Decoder:
         rotary = model.position_embedding_type == "rope"
         angles = model.rotary_pos_emb(capacity).to(self.device)[:, 0, 0].float() if rotary else torch.zeros(capacity, 0, device=self.device)
         self._cos, self._sin = angles.cos(), angles.sin()  # FP32 [capacity, r], r = 0 without rotary embedding
+        self._tokens, self._at = torch.zeros_like(self.lengths), torch.zeros_like(self.lengths)  # [b] each, what a graph reads
+        self._graphs: DecodingGraphs | None = None
+        if graph and self.device.type == "cuda":
+            reason = obstacle()
+            if reason is None:
+                self._graphs = DecodingGraphs(CudaDevice(self.device))
+            else:
+                tell(reason)
 
     @property
     def vocab_size(self) -> int:
@@ -99,12 +123,40 @@ class Decoder:
         return self._model.output_layer(hidden.unsqueeze(0), weight=weight)[0][0].float()
 
     @torch.no_grad()
+    def renew(self) -> None:
+        """Take the weights as they are now. FP8 copies of FP16 weights are made again, where they stand."""
+        for layer in self._layers:
+            layer.renew()
+
+    def release(self) -> None:
+        """Give the memory of graphs and cache back, before training goes on; the next call is `prefill`."""
+        if self._graphs is not None:
+            self._graphs.release()
+        self.lengths, self._longest = self.lengths[:0], 0
+        for layer in self._layers:
+            layer.make_room(0, 0)
+
+    @torch.no_grad()
     def prefill(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Begin with these sequences, in place of those before; FP32 [b, vocabulary], what comes after the last token of each."""
+        """Begin with these sequences, in place of those before; FP32 [b, vocabulary], what comes after the last token of each.
+
+        Args:
+            sequences: token ids of each, at least one and at most `capacity`.
+
+        Raises:
+            ValueError: no sequence, an empty one or one beyond the capacity, or a token outside the vocabulary.
+        """
         tokens, self.lengths = self._filled_up(sequences)
         self._longest = tokens.shape[1]
+        self.renew()
+        if self._graphs is not None and len(sequences) != len(self._tokens):
+            self._graphs.release()  # before there is another cache beside the one that they hold
         for layer in self._layers:
-            layer.make_room(len(sequences), self._capacity)
+            layer.make_room(len(sequences), self._room)
+        if len(sequences) != len(self._tokens):
+            self._tokens, self._at = torch.zeros_like(self.lengths), torch.zeros_like(self.lengths)
+        if self._graphs is not None:
+            self._graphs.begin(self._read())
         hidden = self._run(tokens, None, keep=True)
         return self.head(hidden[torch.arange(len(sequences), device=self.device), self.lengths - 1])
 
@@ -119,9 +171,26 @@ class Decoder:
             raise ValueError(f"tokens have shape {list(tokens.shape)}, wanted [{len(self.lengths)}]: one for each sequence of prefill")
         if self._longest >= self._capacity:
             raise ValueError(f"a sequence holds {self._capacity} tokens, all that there is room for: give a larger capacity")
-        hidden = self._run(tokens.to(self.device).unsqueeze(1), self.lengths, longest=self._longest + 1)
+        span = min(self._room, -(-(self._longest + 1) // SPAN) * SPAN)
+        if self._graphs is None:
+            logits = self._appended(tokens.to(self.device), self.lengths, span)
+        else:
+            self._tokens.copy_(tokens)
+            self._at.copy_(self.lengths)
+            logits = self._graphs.step(span, functools.partial(self._appended, self._tokens, self._at, span))
         self.lengths, self._longest = self.lengths + 1, self._longest + 1
-        return self.head(hidden[:, 0])
+        return logits
+
+    def _appended(self, tokens: Tensor, at: Tensor, span: int) -> Tensor:
+        """Logits after `tokens` [b] at the places `at` [b], which see at most the first `span` tokens of the cache: all of a graph."""
+        return self.head(self._run(tokens.unsqueeze(1), at, span=span)[:, 0])
+
+    def _read(self) -> list[Tensor]:
+        """What a step reads and writes beside what it makes itself. Aliases: a Parameter may be given other memory."""
+        found = [self._tokens, self._at, self._cos, self._sin]
+        for x in (*self._model.parameters(), *self._model.buffers()):
+            found += [x.payload, x.scale_inv] if isinstance(x, ScalingTensor) else [x.detach()]
+        return [*found, *(x for layer in self._layers for x in layer.tensors())]
 
     def _filled_up(self, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Tokens [b, longest] int64, filled up behind with 0, and lengths [b] int64."""
@@ -136,7 +205,7 @@ class Decoder:
             raise ValueError(f"token ids {int(tokens.min())} to {int(tokens.max())} must lie in [0, {self.vocab_size})")
         return tokens.to(self.device), torch.tensor(lengths, dtype=torch.int64, device=self.device)
 
-    def _run(self, tokens: Tensor, at: Tensor | None, *, keep: bool = False, longest: int = 0) -> Tensor:
+    def _run(self, tokens: Tensor, at: Tensor | None, *, keep: bool = False, span: int = 0) -> Tensor:
         """tokens [b, s] -> hidden states [b, s, h]; `at` [b]: where the one token of each row stands; None: all rows begin at 0."""
         rows, count = tokens.shape
         positions = torch.arange(count, device=self.device).expand_as(tokens) if at is None else at.unsqueeze(1)
@@ -147,11 +216,11 @@ class Decoder:
         flat = positions.reshape(-1)
         where = _Where(self._cos[flat], self._sin[flat], keep)
         if at is not None:
-            where.places = torch.arange(rows, device=self.device) * self._capacity + at
+            where.places = torch.arange(rows, device=self.device) * self._room + at
             # Added, not a choice: attention would make the one of the other in every layer. A CPU attends in FP32.
             dtype = self._model.config.params_dtype if self.device.type == "cuda" else torch.float32
-            mask = torch.zeros(rows, 1, 1, longest, dtype=dtype, device=self.device)
-            unseen = torch.arange(longest, device=self.device) > at.unsqueeze(1)
+            mask = torch.zeros(rows, 1, 1, span, dtype=dtype, device=self.device)
+            unseen = torch.arange(span, device=self.device) > at.unsqueeze(1)
             where.mask = mask.masked_fill_(unseen.view(mask.shape), -torch.inf)
         for layer in self._layers:
             x = layer(x, where)
@@ -166,8 +235,8 @@ class _Where:
     Attributes:
         cos, sin: FP32 [b s, r], of the position of each.
         keep: whether keys and values of whole sequences are kept.
-        places: int64 [b], where the key and value of the one token of each row go in the cache of b x capacity; None: nowhere.
-        mask: [b, 1, 1, longest] in the dtype in which attention computes, 0 where a token sees the cache and minus infinity elsewhere;
+        places: int64 [b], where the key and value of the one token of each row go in the cache of b x room; None: nowhere.
+        mask: [b, 1, 1, span] in the dtype in which attention computes, 0 where a token sees the cache and minus infinity elsewhere;
             None: a token sees what stands before it in its sequence.
     """
 
@@ -188,19 +257,29 @@ class _InferenceLayer:
         if not core.causal:
             raise ValueError("the model was trained with --objective masked-lm and sees what follows a token: it continues no text")
         self._norms = layer.input_layernorm, layer.pre_mlp_layernorm
-        self._qkv, self._proj = _linear(attention.linear_qkv), _linear(attention.linear_proj)
+        self._qkv, self._proj = _Linear(attention.linear_qkv), _Linear(attention.linear_proj)
         self._query_norm, self._key_norm = attention.q_layernorm, attention.k_layernorm
-        self._fc1, self._fc2 = _linear(mlp.linear_fc1), _linear(mlp.linear_fc2)
+        self._fc1, self._fc2 = _Linear(mlp.linear_fc1), _Linear(mlp.linear_fc2)
         self._heads, self._groups = attention.num_attention_heads_per_partition, attention.num_query_groups_per_partition
         self._channels = attention.hidden_size_per_attention_head
         self._config, self._backends, self._scale = layer.config, core.backends, core.softmax_scale
         self._activation = layer.activation
         self._cache = torch.empty(0)
 
-    def make_room(self, rows: int, capacity: int) -> None:
-        """Keys and values of `rows` sequences: [b, capacity, groups, 2, d] in the dtype of the activations."""
-        shape = rows, capacity, self._groups, 2, self._channels
+    def renew(self) -> None:
+        """Take the weights as they are now."""
+        for linear in (self._qkv, self._proj, self._fc1, self._fc2):
+            linear.renew()
+
+    def tensors(self) -> list[Tensor]:
+        """What a step reads and writes beside the model's own tensors: the cache, FP8 copies and tables of scales."""
+        return [self._cache, *(x for linear in (self._qkv, self._proj, self._fc1, self._fc2) for x in linear.tensors())]
+
+    def make_room(self, rows: int, room: int) -> None:
+        """Keys and values of `rows` sequences: [b, room, groups, 2, d] in the dtype of the activations."""
+        shape = rows, room, self._groups, 2, self._channels
         if self._cache.shape != shape:
+            self._cache = torch.empty(0)  # the one before goes first
             self._cache = torch.zeros(shape, dtype=self._config.params_dtype, device=self._norms[0].weight.device)
 
     def __call__(self, x: Tensor, where: _Where) -> Tensor:
@@ -224,6 +303,7 @@ class _InferenceLayer:
         query, kept = mixed[..., :shared, :].reshape(batch, count, self._heads, self._channels), mixed[..., shared:, :]
         if where.keep:
             self._cache[:, :count] = kept
+            self._cache[:, count:] = 0  # what is masked counts 0 times, which an infinity of the batch before would turn into NaN
         elif where.places is not None and where.mask is not None:
             self._cache.flatten(0, 1).index_copy_(0, where.places, kept[:, 0].to(self._cache.dtype))
             kept = self._cache[:, : where.mask.shape[-1]]
@@ -238,16 +318,29 @@ class _InferenceLayer:
         return context.transpose(1, 2).reshape(batch, count, self._heads * self._channels).to(qkv.dtype)
 
 
-def _linear(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """A linear layer of the model with its bias added: in FP8 by rows, else as the module computes it."""
-    weight, bias = module.weight, module.bias
-    assert bias is None or isinstance(bias, Tensor)
-    if isinstance(module, FP8Gemm) and isinstance(weight, ScalingTensor):
-        gemm = InferenceGemm(weight, module.scaling.gemm)
-        return lambda x: gemm(x, bias)
+class _Linear:
+    """A linear layer of the model with its bias added: in FP8 by rows, else as the module computes it.
 
-    def plain(x: Tensor) -> Tensor:
-        y, left = module(x)
+    Attributes:
+        gemm: the product in FP8; None for a module that computes it itself.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, weight = module, module.weight
+        fp8 = isinstance(module, FP8Gemm) and isinstance(weight, ScalingTensor)
+        self.gemm = InferenceGemm(weight, module.scaling.gemm) if fp8 else None  # type: ignore[arg-type, union-attr]
+
+    def renew(self) -> None:
+        """Take the weight as it is now."""
+        if self.gemm is not None:
+            self.gemm.renew(self._module.weight)  # type: ignore[arg-type]
+
+    def tensors(self) -> list[Tensor]:
+        """The operand of the FP8 product; none of a module that computes it itself."""
+        return [] if self.gemm is None else [self.gemm.weight.codes, self.gemm.weight.scale_inv]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.gemm is not None:
+            return self.gemm(x, self._module.bias)  # type: ignore[arg-type]
+        y, left = self._module(x)
         return y if left is None else y + left
-
-    return plain
