@@ -186,11 +186,8 @@ def _quotient(x, y, y_inverse, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _adam(
-    g, m, v, p, weight_decay, remaining, weight, beta2, w2, correction, correction_inverse, eps, step_size,
-    DECOUPLED: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """New m, v and p: `adam_` of the twin, the numbers as `_scalars_kernel` leaves them."""
+def _averages(g, m, v, p, weight_decay, remaining, weight, beta2, w2, DECOUPLED: tl.constexpr, HARDWARE: tl.constexpr):
+    """New m and v, and p after its decay: `adam_` of the twin, the numbers as `_scalars_kernel` leaves them."""
     if DECOUPLED:
         p = p * remaining
     else:
@@ -199,6 +196,16 @@ def _adam(
     v = v * beta2
     # torch multiplies in another order on a CPU than on a GPU, here and below.
     v = _fma(w2, g * g, v, HARDWARE) if HARDWARE else _fma(w2 * g, g, v, HARDWARE)
+    return m, v, p
+
+
+@triton.jit
+def _adam(
+    g, m, v, p, weight_decay, remaining, weight, beta2, w2, correction, correction_inverse, eps, step_size,
+    DECOUPLED: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """New m, v and p: all of `adam_`, to the bit."""
+    m, v, p = _averages(g, m, v, p, weight_decay, remaining, weight, beta2, w2, DECOUPLED, HARDWARE)
     root = tl.minimum(tl.sqrt_rn(v), 3.4028234663852886e38)
     d = _quotient(root, correction, correction_inverse, HARDWARE) + eps
     p = _fma(step_size, tl.div_rn(m, d), p, HARDWARE) if HARDWARE else p + tl.div_rn(step_size * m, d)
@@ -206,9 +213,21 @@ def _adam(
 
 
 @triton.jit
+def _scaled(x, scale, MANTISSA: tl.constexpr):
+    """`x * scale`; FP32 and BF16 have a scale of 1, which would cost an instruction for each element."""
+    return x if MANTISSA == 23 or MANTISSA == 7 else x * scale
+
+
+@triton.jit
+def _read(pointer, at, inside, scale_inv, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
+    """FP32 values, 0 outside."""
+    return _scaled(_value(tl.load(pointer + at, mask=inside, other=0), MANTISSA, HARDWARE), scale_inv, MANTISSA)
+
+
+@triton.jit
 def _store(pointer, at, inside, v, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
     """Store; returns the stored payload as FP32, without its scale."""
-    payload = _payload(v * scale, MANTISSA, HARDWARE)
+    payload = _payload(_scaled(v, scale, MANTISSA), MANTISSA, HARDWARE)
     tl.store(pointer + at, payload, mask=inside)
     return _value(payload, MANTISSA, HARDWARE)
 
@@ -278,7 +297,7 @@ def _store_weights(
     stored = _store(p_pointer, at, inside, p, p_scale, P, HARDWARE)
     largest = _raise(largest, tl.where(inside, stored, 0.0))
     if W != 0:
-        _store(w_pointer, at, inside, stored * p_new, w_scale, W, HARDWARE)
+        _store(w_pointer, at, inside, _scaled(stored, p_new, P), w_scale, W, HARDWARE)
     return largest
 
 
@@ -305,10 +324,10 @@ def _adamw_kernel(
     for start in range(0, left, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < left
-        g = _value(tl.load(g_pointer + at, mask=inside, other=0), G, HARDWARE) * g_old * clip
-        m = _value(tl.load(m_pointer + at, mask=inside, other=0), M, HARDWARE) * m_old
-        v = _value(tl.load(v_pointer + at, mask=inside, other=0), V, HARDWARE) * v_old
-        p = _value(tl.load(p_pointer + at, mask=inside, other=0), P, HARDWARE) * p_old
+        g = _read(g_pointer, at, inside, g_old, G, HARDWARE) * clip
+        m = _read(m_pointer, at, inside, m_old, M, HARDWARE)
+        v = _read(v_pointer, at, inside, v_old, V, HARDWARE)
+        p = _read(p_pointer, at, inside, p_old, P, HARDWARE)
         m, v, p = _adam(
             g, m, v, p, weight_decay, remaining, weight, beta2, w2, correction, correction_inverse, eps, step_size, DECOUPLED, HARDWARE
         )  # fmt: skip

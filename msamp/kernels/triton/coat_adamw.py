@@ -15,14 +15,14 @@ from msamp.kernels.triton.adamw import (
     COLUMNS,
     ROW,
     SCALARS,
-    _adam,
-    _inverse,
+    _averages,
+    _fma,
     _keep,
     _mantissa,
     _numbers,
     _pointers,
-    _quotient,
     _raise,
+    _read,
     _scalars_kernel,
     _store,
     _store_weights,
@@ -33,9 +33,9 @@ from msamp.numerics.range_expand import STATE_GROUP, Expanded
 from msamp.numerics.tensor import ScalingTensor
 
 GROUP = STATE_GROUP.size
-TILE, CHUNK = 8, 64  # groups a program works on at a time, and in all
-WARPS = 4
-TINY = tl.constexpr(2.0**-126)
+TILE, CHUNK = 2, 32  # groups a program works on at a time, and in all
+WARPS = 1  # which waits for no other
+SHORTEST = tl.constexpr(2.0**-24)  # logarithm of max / min of a group: what FP32 leaves where two numbers are neighbours
 
 
 class Groups(NamedTuple):
@@ -52,72 +52,91 @@ GROUPS, WIDTH = tl.constexpr(numbered(Groups, COLUMNS)), COLUMNS + len(Groups._f
 
 
 @triton.jit
-def _log2(x, HARDWARE: tl.constexpr):
-    """Of 0 or normal numbers, to 2^-22: the error is as large as one of a last place of the argument."""
+def _approximate(x, FUNCTION: tl.constexpr, HARDWARE: tl.constexpr):
+    """lg2 (to 2^-22), rcp or sqrt (to 2^-23) of FP32 that is 0, normal or not finite; subnormal numbers count as 0.
+
+    The correctly rounded forms branch for each element, and a warp waits at each branch.
+    """
     if HARDWARE:
-        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
+        y = tl.inline_asm_elementwise(FUNCTION + ".approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    elif FUNCTION == "lg2":
         y = tl.log2(x)
+    elif FUNCTION == "rcp":
+        y = 1.0 / x
+    else:
+        y = tl.sqrt(x)
     return y
 
 
 @triton.jit
-def _contracted(raw, largest, k, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
+def _bits(x):
+    return x.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _with_sign_of(x, magnitude):
+    return (_bits(magnitude) | (_bits(x) & 0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _contracted(raw, largest, k, MANTISSA: tl.constexpr, SIGNED: tl.constexpr, HARDWARE: tl.constexpr):
     """Values of payloads [groups, GROUP]: sign(q) max (|q| / fp_max)^(1 / k)."""
     FP_MAX: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
     q = _value(raw, MANTISSA, HARDWARE)
     quotient = tl.abs(q) * (1.0 / FP_MAX)  # 1 where q is FP_MAX
-    magnitude = tl.exp2(_log2(quotient, HARDWARE) * _inverse(k)[:, None]) * largest[:, None]
-    return tl.where(q.to(tl.int32, bitcast=True) < 0, -magnitude, magnitude)
+    exponent = _approximate(quotient, "lg2", HARDWARE) * _approximate(k, "rcp", HARDWARE)[:, None]
+    magnitude = tl.exp2(exponent) * largest[:, None]
+    return _with_sign_of(q, magnitude) if SIGNED else magnitude
 
 
 @triton.jit
-def _expanded(x, inside, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
-    """Payloads of FP32 [groups, GROUP], and each group's maximum and exponent: `quantize_expanded`."""
-    FP_MAX: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
+def _expanded(x, MANTISSA: tl.constexpr, SIGNED: tl.constexpr, HARDWARE: tl.constexpr):
+    """Payloads of FP32 [groups, GROUP], and each group's maximum and exponent: `quantize_expanded`. A short group is filled up by 0."""
+    LOG2_MAX: tl.constexpr = 8.807354922057604 if MANTISSA == 3 else 15.807354922057604
     SMALLEST: tl.constexpr = 0.001953125 if MANTISSA == 3 else 0.0000152587890625
     LOG2_RANGE: tl.constexpr = 17.807354922057604 if MANTISSA == 3 else 31.807354922057604
-    # Bits of magnitudes are in the order of the magnitudes, and those of NaN above infinity.
-    magnitude = tl.where(inside, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    top = tl.max(magnitude, 1)
-    low = tl.min(tl.where(magnitude > 0, magnitude, 0x7F800000), 1).to(tl.float32, bitcast=True)
+    # Bits of magnitudes are in the order of the magnitudes, and those of NaN above infinity; less 1, those of 0 are above all others.
+    bits = _bits(x) & 0x7FFFFFFF if SIGNED else _bits(x)
+    top = tl.max(bits, 1)
+    low = tl.min(bits - 1, 1) + 1
     usable = (top > 0) & (top < 0x7F800000)
-    divisor = tl.where(usable, top, 0x3F800000).to(tl.float32, bitcast=True)
-    lowest = tl.where(usable, tl.maximum(tl.div_rn(low, divisor), TINY), 1.0)
-    narrow = tl.where(lowest < 1.0, lowest, 0.5)
-    k = tl.where(lowest < 1.0, tl.div_rn(narrow * 0.0 + LOG2_RANGE, -tl.log2(narrow)), 1.0)
-    # A power of two brings the divisor where its inverse is a normal number too.
-    power = (tl.maximum(254 - (divisor.to(tl.int32, bitcast=True) >> 23), 1) << 23).to(tl.float32, bitcast=True)
-    each = divisor * power
-    quotient = _quotient(tl.abs(x) * power[:, None], each[:, None], _inverse(each)[:, None], HARDWARE)
-    grown = tl.exp2(_log2(tl.maximum(quotient, TINY), HARDWARE) * k[:, None]) * FP_MAX
+    divisor = tl.where(usable, top, 0x3F800000)
+    # A power of two brings the group where its logarithms are small, and so exact.
+    power = (tl.maximum(254 - (divisor >> 23).to(tl.int32), 1) << 23).to(tl.float32, bitcast=True)
+    log2_max = _approximate(divisor.to(tl.float32, bitcast=True) * power, "lg2", HARDWARE)
+    span = log2_max - _approximate(low.to(tl.float32, bitcast=True) * power, "lg2", HARDWARE)
+    span = tl.minimum(tl.maximum(span, SHORTEST), 126.0)
+    k = tl.where(usable & (low < top), _approximate(span, "rcp", HARDWARE) * LOG2_RANGE, 1.0)
+    first = LOG2_MAX - k * log2_max
+    grown = tl.exp2(_fma(_approximate(tl.abs(x) * power[:, None], "lg2", HARDWARE), k[:, None], first[:, None], HARDWARE))
     # Where k is large, an error of the logarithm must not cause underflow.
-    grown = tl.where(magnitude > 0, tl.maximum(grown, SMALLEST), 0.0)
-    payload = _payload(tl.where(x.to(tl.int32, bitcast=True) < 0, -grown, grown), MANTISSA, HARDWARE)
+    grown = tl.where(x != 0, tl.maximum(grown, SMALLEST), grown)
+    payload = _payload(_with_sign_of(x, grown) if SIGNED else grown, MANTISSA, HARDWARE)
     return payload, tl.where(top < 0x7F800000, top.to(tl.float32, bitcast=True), float("nan")), k
 
 
 @triton.jit
 def _load_moment(
-    pointer, at, inside, old, largest, exponents, groups, known, MANTISSA: tl.constexpr, COAT: tl.constexpr, HARDWARE: tl.constexpr
-):
-    raw = tl.load(pointer + at, mask=inside, other=0)
+    pointer, at, inside, old, largest, exponents, groups, known,
+    MANTISSA: tl.constexpr, COAT: tl.constexpr, SIGNED: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
     if COAT:
+        raw = tl.load(pointer + at, mask=inside, other=0)
         of_each = tl.load(largest + groups, mask=known, other=0.0)
-        value = _contracted(raw, of_each, tl.load(exponents + groups, mask=known, other=1.0), MANTISSA, HARDWARE)
+        value = _contracted(raw, of_each, tl.load(exponents + groups, mask=known, other=1.0), MANTISSA, SIGNED, HARDWARE)
     else:
-        value = _value(raw, MANTISSA, HARDWARE) * old
+        value = _read(pointer, at, inside, old, MANTISSA, HARDWARE)
     return value
 
 
 @triton.jit
 def _store_moment(
     pointer, at, inside, x, scale, reached, largest, exponents, groups, known,
-    MANTISSA: tl.constexpr, COAT: tl.constexpr, HARDWARE: tl.constexpr,
+    MANTISSA: tl.constexpr, COAT: tl.constexpr, SIGNED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Store; returns the largest magnitudes `reached` so far, for a format with a scale."""
     if COAT:
-        payload, of_each, k = _expanded(x, inside, MANTISSA, HARDWARE)
+        payload, of_each, k = _expanded(x, MANTISSA, SIGNED, HARDWARE)
         tl.store(pointer + at, payload, mask=inside)
         tl.store(largest + groups, of_each, mask=known)
         tl.store(exponents + groups, k, mask=known)
@@ -130,7 +149,7 @@ def _store_moment(
 def _coat_adamw_kernel(
     table, owners, skipped, scalars, kept, pieces, usable,
     G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, W: tl.constexpr, KEEP_P: tl.constexpr,
-    M_COAT: tl.constexpr, V_COAT: tl.constexpr, DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
+    M_COAT: tl.constexpr, V_COAT: tl.constexpr, DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, HARDWARE: tl.constexpr,
     GROUP: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
 ):  # fmt: skip
     if tl.load(usable) == 0:
@@ -140,20 +159,25 @@ def _coat_adamw_kernel(
     # All numbers come before the loop: the compiler cannot tell that its stores leave them alone.
     (
         g_old, clip, m_old, m_scale, m_new, v_old, v_scale, v_new, p_old, p_scale, p_new, w_scale, weight_decay, remaining, weight, beta2,
-        w2, correction, eps, step_size, correction_inverse,
+        w2, _, eps, step_size, correction_inverse,
     ) = _numbers(own)  # fmt: skip
-    # A row of the weight has `in_row` groups; `first` of all groups is this program's first, in column `column` of its row.
-    length = tl.load(row + GROUPS.value.length)
-    in_row = (length + GROUP - 1) // GROUP
+    # `first` of all groups is this program's first.
     first = (skipped + tl.program_id(0) - tl.load(row + HEAD.value.first)) * CHUNK
     left = tl.minimum((tl.load(row + HEAD.value.numel) + GROUP - 1) // GROUP - first, CHUNK).to(tl.int32)
-    column = (first % in_row).to(tl.int32)
-    start = first // in_row * length
-    length = length.to(tl.int32)
-    in_row = in_row.to(tl.int32)
+    if FULL:
+        start = first * GROUP
+    else:
+        # A row of the weight has `in_row` groups; the first is in column `column` of its row.
+        length = tl.load(row + GROUPS.value.length)
+        in_row = (length + GROUP - 1) // GROUP
+        column = (first % in_row).to(tl.int32)
+        start = first // in_row * length
+        length = length.to(tl.int32)
+        in_row = in_row.to(tl.int32)
+        if ALIGNED:
+            length = tl.multiple_of(length, 16)
     if ALIGNED:
         start = tl.multiple_of(start, 16)
-        length = tl.multiple_of(length, 16)
     g_pointer, m_pointer, v_pointer, p_pointer, w_pointer = _pointers(row, start, G, M, V, P, W, ALIGNED)
     m_largest = _pointer(tl.load(row + GROUPS.value.m_max), 23, False) + first
     m_exponents = _pointer(tl.load(row + GROUPS.value.m_k), 23, False) + first
@@ -165,21 +189,26 @@ def _coat_adamw_kernel(
     for tile in range(0, left, TILE):
         groups = tile + tl.arange(0, TILE)
         known = groups < left
-        in_columns = ((column + groups) % in_row * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
-        at = ((column + groups) // in_row * length)[:, None] + in_columns
-        inside = (in_columns < length) & known[:, None]
-        g = _value(tl.load(g_pointer + at, mask=inside, other=0), G, HARDWARE) * g_old * clip
-        m = _load_moment(m_pointer, at, inside, m_old, m_largest, m_exponents, groups, known, M, M_COAT, HARDWARE)
-        v = _load_moment(v_pointer, at, inside, v_old, v_largest, v_exponents, groups, known, V, V_COAT, HARDWARE)
-        p = _value(tl.load(p_pointer + at, mask=inside, other=0), P, HARDWARE) * p_old
-        m, v, p = _adam(
-            g, m, v, p, weight_decay, remaining, weight, beta2, w2, correction, correction_inverse, eps, step_size, DECOUPLED, HARDWARE
-        )  # fmt: skip
+        if FULL:  # one run of memory
+            at = (groups * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+            inside = at < left * GROUP
+        else:
+            in_columns = ((column + groups) % in_row * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+            at = ((column + groups) // in_row * length)[:, None] + in_columns
+            inside = (in_columns < length) & known[:, None]
+        g = _read(g_pointer, at, inside, g_old, G, HARDWARE) * clip
+        m = _load_moment(m_pointer, at, inside, m_old, m_largest, m_exponents, groups, known, M, M_COAT, True, HARDWARE)
+        v = _load_moment(v_pointer, at, inside, v_old, v_largest, v_exponents, groups, known, V, V_COAT, False, HARDWARE)
+        p = _read(p_pointer, at, inside, p_old, P, HARDWARE)
+        m, v, p = _averages(g, m, v, p, weight_decay, remaining, weight, beta2, w2, DECOUPLED, HARDWARE)
+        # The moments are known to 2^-20 or so, and that is more than approximations add to the update.
+        d = _fma(_approximate(v, "sqrt", HARDWARE), correction_inverse, eps, HARDWARE)
+        p = _fma(step_size, m * _approximate(d, "rcp", HARDWARE), p, HARDWARE)
         m_reached = _store_moment(
-            m_pointer, at, inside, m, m_scale, m_reached, m_largest, m_exponents, groups, known, M, M_COAT, HARDWARE
+            m_pointer, at, inside, m, m_scale, m_reached, m_largest, m_exponents, groups, known, M, M_COAT, True, HARDWARE
         )  # fmt: skip
         v_reached = _store_moment(
-            v_pointer, at, inside, v, v_scale, v_reached, v_largest, v_exponents, groups, known, V, V_COAT, HARDWARE
+            v_pointer, at, inside, v, v_scale, v_reached, v_largest, v_exponents, groups, known, V, V_COAT, False, HARDWARE
         )  # fmt: skip
         p_reached = _store_weights(p_pointer, w_pointer, at, inside, p, p_scale, p_new, w_scale, p_reached, P, W, HARDWARE)
     kept += tl.load(row + ROW.value.place)
@@ -238,11 +267,12 @@ def coat_adamw(
         CLIP=coefficient is not None, DECOUPLED=decoupled, num_warps=1, enable_fp_fusion=False, **scales_of, **sizes,
     )  # fmt: skip
     keep_master = isinstance(batch.masters[0], ScalingTensor) or not decoupled or any(isinstance(w, ScalingTensor) for w in batch.weights)
+    full = all(g.shape and g.shape[-1] % GROUP == 0 for g in batch.grads)
     skipped = 0
     for owners, aligned in parts:
         _coat_adamw_kernel[(owners.numel(),)](
             table, owners, skipped, scalars, kept, kept.shape[1], flag, KEEP_P=keep_master, M_COAT=m_coat, V_COAT=v_coat,
-            DECOUPLED=decoupled, ALIGNED=aligned, HARDWARE=amaxes.is_cuda, GROUP=GROUP, TILE=TILE, CHUNK=CHUNK, num_warps=WARPS,
-            enable_fp_fusion=False, **formats, **sizes,
+            DECOUPLED=decoupled, ALIGNED=aligned, FULL=full, HARDWARE=amaxes.is_cuda, GROUP=GROUP, TILE=TILE, CHUNK=CHUNK,
+            num_warps=WARPS, enable_fp_fusion=False, **formats, **sizes,
         )  # fmt: skip
         skipped += owners.numel()

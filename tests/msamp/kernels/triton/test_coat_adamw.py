@@ -1,7 +1,7 @@
 """The Triton AdamW with COAT's moments against its twin: under the interpreter here, compiled on a GPU.
 
-Powers, roots and logarithms of torch and Triton differ in their last places, so a code may be the next one where the exact value is
-midway between two; everything else, and states in other formats, come from the same arithmetic.
+Powers, roots, quotients and logarithms of torch and Triton differ in their last places, so a code may be the next one where the exact
+value is midway between two; everything else, and states in other formats, come from the same arithmetic.
 """
 
 import copy
@@ -22,6 +22,8 @@ from msamp.numerics.tensor import ScalingTensor
 
 # Rows of full groups, with a short one, unaligned ones; vectors, a number, nothing.
 SHAPES = [(9, 17), (), (1,), (3, 2, 144), (8, 256), (0, 4), (4, 0), (259,), (70, 30)]
+# Full groups alone, for which the kernel knows where each is: more than one program has, and an odd number.
+FULL = [(10, 1152), (384,), (3, 2, 128), (0, 128)]
 # States, and the weight's format where it is not its own master.
 FORMATS: dict[str, tuple[StateFormats, Format | None]] = {
     "fp32": (StateFormats(FP32, FP32, COAT_E4M3, COAT_E4M3), None),
@@ -148,6 +150,12 @@ def test_as_its_twin(name, triton_device):
     assert not any(a.equal(b) for a, b in zip(everything(*before)[-1:], everything(*want)[-1:], strict=True))
 
 
+@pytest.mark.parametrize("name", ["O0", "O3, v in e5m2", "m alone"])
+def test_tensors_of_full_groups(name, triton_device):
+    _, want, got = run_both(name, triton_device, shapes=FULL)
+    agree(got, want)
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"decoupled": False}, {"weight_decay": 0.0, "clip": None}, {"beta1": 0.0, "beta2": 0.0}, {"beta1": 0.3, "beta2": 0.999, "eps": 0.0}],
@@ -218,9 +226,9 @@ def test_loss_three_ways(kind, fmt, triton_device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("shapes", [[(2048, 8192), (6151, 3), (2048,), (50304, 64), (1000, 2050)], [(2048, 8192), (50304, 384)]], ids=len)
 @pytest.mark.parametrize("name", FORMATS)
-def test_large_tensors_on_the_gpu(name, decoupled):
-    shapes = [(2048, 8192), (6151, 3), (2048,), (50304, 64), (1000, 2050)]
+def test_large_tensors_on_the_gpu(name, shapes, decoupled):
     _, want, got = run_both(name, "cuda", decoupled=decoupled, shapes=shapes)
     agree(got, want)
 
