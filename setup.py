@@ -90,6 +90,7 @@ setup(
             "torchvision==0.28.0",  # of torch 2.13; each torch has its own
         ],
         "gpu": ["triton>=3.6"],
+        "cudnn": ["nvidia-cudnn-frontend==1.16.0"],  # FP8 attention; newer ones want more packages
         # What msamp is compared with. Neither has wheels for torch: both want nvcc, cuDNN's headers and up to an hour. 2.11 is the newest
         # Transformer Engine with a core that links against CUDA 13.0.
         "peers": ["transformer-engine[core_cu13,pytorch]==2.11.0", "flash-attn"],

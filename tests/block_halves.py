@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from msamp.nn.attention_block import AttentionSettings, split_heads
 from msamp.nn.block import Norm
+from msamp.nn.fp8_attention import AttentionScaling, FP8Attention
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.mlp_block import MLPSettings
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, LinearScaling
@@ -84,6 +85,11 @@ def attention_settings(half: Half, groups: int = HEADS, rms: bool = False, keep:
         Norm(EPS, rms), half.gemm("qkv"), half.gemm("proj"), attend, HEADS, groups, theta.cos(), theta.sin(), keep, recompute=False
     )
     return settings._replace(**changes)
+
+
+def fp8_attention(half: Half, record: bool = True) -> FP8Attention:
+    """FP8 attention of the half, with new scales."""
+    return FP8Attention(AttentionScaling(half.recipe.gemm, half.tensors["norm"].device), 1 / math.sqrt(D), True, record)
 
 
 def mlp_settings(half: Half, activation: str = "gelu", rms: bool = False, **changes: Any) -> MLPSettings:

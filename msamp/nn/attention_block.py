@@ -4,6 +4,9 @@ One kernel stands between two GEMMs and leaves FP8 operands in the layout of the
 `msamp.nn.saved` says, and in the compute dtype the rotated queries, keys and values, and the attention's output. The FP8 operands of the
 weight gradients (normalised input, attention output) are made again from them, to the same bits where the stream is kept as it is. That
 reads 2 bytes an element in backward instead of writing 1 in forward.
+
+With FP8 attention (`msamp.nn.fp8_attention`) the rotary embedding leaves FP8 queries, keys and values, and the attention's FP8 output is
+the projection's operand as it is. Backward keeps these four in place of the wide ones, and its rotary embedding reads FP8 gradients.
 """
 
 from collections.abc import Callable
@@ -15,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from msamp.kernels import ops
 from msamp.nn.block import Norm, NormWeights, ScaleInvs, start_grad_output, vector_gradients
 from msamp.nn.ends import ALONE, Ends
+from msamp.nn.fp8_attention import Attended, FP8Attention, K, Operands, Q, V, dequantized, raise_amax
 from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.group_scaling import leave_maxima
 from msamp.nn.saved import AS_IT_IS, Saved
@@ -36,6 +40,7 @@ class AttentionSettings(NamedTuple):
         recompute: forget the attention's output, and run the attention again in backward.
         saved: how the norm's input is kept for backward.
         ends: where rows come from and sums go.
+        fp8: the attention in FP8, in place of `core`.
     """
 
     norm: Norm
@@ -50,6 +55,7 @@ class AttentionSettings(NamedTuple):
     recompute: bool
     saved: Saved = AS_IT_IS
     ends: Ends = ALONE
+    fp8: FP8Attention | None = None
 
 
 class AttentionBlock(torch.autograd.Function):
@@ -80,21 +86,15 @@ class AttentionBlock(torch.autograd.Function):
         w_qkv = qkv_gemm.weight(qkv_weight.payload)
         n8 = gathered()
         qkv = qkv_gemm.output(Operand.tensorwise(n8, n_scale_inv), w_qkv, qkv_bias, x.dtype)
-        tokens = qkv.shape[0]  # of all ranks, where `x` has this rank's
-        ops.rotary_(qkv.view(-1, b, qkv.shape[-1]), how.cos, how.sin, how.heads, how.groups)
-        parts, attended = _attend(qkv.view(-1, b, qkv.shape[-1]), how)
-        o2d = attended.detach().view(tokens, -1)
-        o8 = ops.cast_transpose(o2d, proj.x.scale, proj.x.amax, proj.x_dtype, row=True, scale_inv_slot=o_scale_inv)[0]
-        if proj.x.watch is not None:
-            proj.x.watch(o2d, o8, o_scale_inv)
-        o = Operand.tensorwise(o8, o_scale_inv)
+        attention = (_Wide if how.fp8 is None else _Narrow)(qkv.view(-1, b, qkv.shape[-1]), how)
+        o = attention.operand(o_scale_inv)
         partial = proj.output(o, proj.weight(proj_weight.payload), proj_bias if ends.adds_bias else None, x.dtype)
         delta = ends.sum_output(partial, proj)
         if how.keep:
             weights = (qkv_weight.payload, qkv_bias, proj_weight.payload, proj_bias)
             whole = n8 if ends.keeps_gathered else None
             ctx.save_for_backward(*how.saved.keep(x2d), norm_weight, norm_bias, mean, rstd, n_scale_inv, o_scale_inv, whole, *weights)
-            ctx.attention, ctx.how = (qkv.view(-1, b, qkv.shape[-1]), None) if how.recompute else (parts, attended), how
+            ctx.attention, ctx.how = attention.kept(), how
             ctx.weight_dtypes = (qkv_weight.dtype, proj_weight.dtype)
         return x, delta.view(x.shape)
 
@@ -103,7 +103,7 @@ class AttentionBlock(torch.autograd.Function):
     def backward(ctx: Any, grad_x: torch.Tensor, grad_delta: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         *kept, norm_weight, norm_bias, mean, rstd, n_scale_inv, o_scale_inv, whole = ctx.saved_tensors[:-4]
         qkv_weight, qkv_bias, proj_weight, proj_bias = ctx.saved_tensors[-4:]
-        how, (parts, attended), dtype = ctx.how, ctx.attention, grad_x.dtype
+        how, attention, dtype = ctx.how, ctx.attention, grad_x.dtype
         del ctx.attention
         qkv, proj, ends, (qkv_dtype, proj_dtype) = how.qkv, how.proj, how.ends, ctx.weight_dtypes
         norm = NormWeights(how.norm, norm_weight, norm_bias)
@@ -111,16 +111,13 @@ class AttentionBlock(torch.autograd.Function):
         again = None if whole is None else lambda: whole
         if again is None and ends.spread:
             again = norm.start_again(how.saved.restore(kept, dtype), n_scale_inv, qkv.x_dtype, ends)
-        if attended is None:
-            parts, attended = _attend(parts, how)
+        attention.again()
         g = start_g()
-        o2d = attended.detach().view(g.codes.shape[0], -1)
-        o8_t = ops.cast_transposed(o2d, o_scale_inv, proj.x_dtype)
-        o = Operand.tensorwise(None, o_scale_inv, o8_t)
+        o = attention.transposed(o_scale_inv)
         grad_proj = proj.grad_weight(g, o, proj_dtype)
-        grad_o = proj.grad_input(g, proj.weight(proj_weight, transpose=True), dtype).view(attended.shape)
-        dq, dk, dv = torch.autograd.grad(attended, parts, grad_o)
-        del parts, attended, o2d, o8_t, grad_o, g, o
+        grad_o = proj.grad_input(g, proj.weight(proj_weight, transpose=True), dtype)
+        dq, dk, dv, scale_invs = attention.gradients(grad_o)
+        del attention, grad_o, g, o
         g_scale_inv = ctx.scale_invs.take()
         g8, g8_t, _, qkv_sums = ops.rotary_backward(
             dq,
@@ -133,9 +130,11 @@ class AttentionBlock(torch.autograd.Function):
             qkv.grad_dtype,
             colsum=qkv_bias is not None,
             scale_inv_slot=g_scale_inv,
+            scale_invs=scale_invs,
         )
         if qkv.grad.watch is not None:
-            qkv.grad.watch(ops.rotary_backward(dq, dk, dv, how.cos, how.sin, None, None, torch.float32)[0], g8, g_scale_inv)
+            wide = ops.rotary_backward(dq, dk, dv, how.cos, how.sin, None, None, torch.float32, scale_invs=scale_invs)[0]
+            qkv.grad.watch(wide, g8, g_scale_inv)
         del dq, dk, dv
         g = Operand.tensorwise(g8, g_scale_inv, g8_t)
         partial = qkv.grad_input(g, qkv.weight(qkv_weight, transpose=True), dtype)
@@ -159,12 +158,109 @@ class AttentionBlock(torch.autograd.Function):
         return grad, grad_norm_weight, grad_norm_bias, grad_qkv, grad_qkv_bias, grad_proj, grad_proj_bias, None
 
 
-def _attend(qkv: torch.Tensor, how: AttentionSettings) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Query, key and value of the rotated projection, and attention's output with its own graph."""
-    with torch.set_grad_enabled(how.keep):
-        # A small graph of its own: any attention kernel serves, and its gradients come apart, not as one zero-filled QKV.
-        parts = tuple(part.detach().requires_grad_(how.keep) for part in split_heads(qkv, how.heads, how.groups))
-        return parts, how.core(*parts)
+class _Wide:
+    """Attention of a packed projection by `how.core`, in the compute dtype; `qkv` [s, b, width] is rotated in place."""
+
+    def __init__(self, qkv: torch.Tensor, how: AttentionSettings) -> None:
+        ops.rotary_(qkv, how.cos, how.sin, how.heads, how.groups)
+        self.how, self.qkv = how, qkv
+        self.parts, self.attended = self._attend()
+
+    def _attend(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """Query, key and value, and attention's output with its own graph."""
+        how = self.how
+        with torch.set_grad_enabled(how.keep):
+            # A small graph of its own: any attention kernel serves, and its gradients come apart, not as one zero-filled QKV.
+            parts = tuple(part.detach().requires_grad_(how.keep) for part in split_heads(self.qkv, how.heads, how.groups))
+            return parts, how.core(*parts)
+
+    @property
+    def _rows(self) -> torch.Tensor:
+        """The output [tokens of all ranks, channels]."""
+        assert self.attended is not None
+        return self.attended.detach().view(self.qkv.shape[0] * self.qkv.shape[1], -1)
+
+    def operand(self, scale_inv: torch.Tensor) -> Operand:
+        """The projection's input in FP8, its scale_inv left in the given slot."""
+        x, rows = self.how.proj.x, self._rows
+        o8 = ops.cast_transpose(rows, x.scale, x.amax, self.how.proj.x_dtype, row=True, scale_inv_slot=scale_inv)[0]
+        if x.watch is not None:
+            x.watch(rows, o8, scale_inv)
+        return Operand.tensorwise(o8, scale_inv)
+
+    def kept(self) -> "_Wide":
+        """This, with what backward needs."""
+        if self.how.recompute:
+            self.parts, self.attended = (), None
+        return self
+
+    def again(self) -> None:
+        """Run the attention again where its output was forgotten."""
+        if self.attended is None:
+            self.parts, self.attended = self._attend()
+
+    def transposed(self, scale_inv: torch.Tensor) -> Operand:
+        """The projection's input for grad_weight."""
+        return Operand.tensorwise(None, scale_inv, ops.cast_transposed(self._rows, scale_inv, self.how.proj.x_dtype))
+
+    def gradients(self, grad_o: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Gradients of query, key and value, and what they are to be multiplied by."""
+        assert self.attended is not None
+        dq, dk, dv = torch.autograd.grad(self.attended, self.parts, grad_o.view(self.attended.shape))
+        self.parts, self.attended = (), None
+        return dq, dk, dv, None
+
+
+class _Narrow:
+    """Attention of a packed projection by `how.fp8`; `qkv` [s, b, width] stays as it is and is not kept. Methods as those of `_Wide`."""
+
+    def __init__(self, qkv: torch.Tensor, how: AttentionSettings) -> None:
+        assert how.fp8 is not None
+        self.how, self.fp8 = how, how.fp8
+        self.operands = self.fp8.rotate(qkv, how.cos, how.sin, how.heads, how.groups)
+        self._tell(qkv)
+        self.attended: Attended | None = self.fp8.attend(self.operands)
+
+    def _tell(self, qkv: torch.Tensor) -> None:
+        """What the casts saw, for their watches."""
+        watches = self.fp8.scaling.slots(self.fp8.record)
+        if any(watches[row].watch is not None for row in (Q, K, V)):
+            wide = qkv.clone()
+            ops.rotary_(wide, self.how.cos, self.how.sin, self.how.heads, self.how.groups)
+            parts = split_heads(wide, self.how.heads, self.how.groups)
+            for row, part, payload, scale_inv in zip((Q, K, V), parts, self.operands[:3], self.operands.scale_invs, strict=True):
+                watch = watches[row].watch
+                if watch is not None:
+                    watch(part.flatten(0, 1).flatten(1), payload.flatten(0, 1).flatten(1), scale_inv)
+
+    def _rows(self) -> tuple[torch.Tensor, Attended]:
+        assert self.attended is not None
+        return self.attended.o.flatten(0, 1).flatten(1), self.attended
+
+    def operand(self, scale_inv: torch.Tensor) -> Operand:
+        x, (rows, attended) = self.how.proj.x, self._rows()
+        if x.amax is not None:  # so that the projection's history is there for a run that goes on with another attention
+            raise_amax(x.amax, attended.amax)
+        if x.watch is not None:
+            x.watch(dequantized(rows, attended.o_scale_inv, torch.float32), rows, attended.o_scale_inv)
+        return Operand.tensorwise(rows, attended.o_scale_inv)
+
+    def kept(self) -> "_Narrow":
+        if self.how.recompute:
+            self.attended = None
+        return self
+
+    def again(self) -> None:
+        if self.attended is None:
+            self.attended = self.fp8.attend(self.operands)
+
+    def transposed(self, scale_inv: torch.Tensor) -> Operand:
+        rows, attended = self._rows()
+        return Operand.tensorwise(None, attended.o_scale_inv, ops.transpose(rows))
+
+    def gradients(self, grad_o: torch.Tensor) -> Operands:
+        assert self.attended is not None
+        return self.fp8.gradients(self.operands, self.attended, grad_o)
 
 
 def split_heads(qkv: torch.Tensor, heads: int, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

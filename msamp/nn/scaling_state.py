@@ -1,8 +1,8 @@
-"""The scales of a model's linear layers between steps: delayed scaling kept on the device, rolled once a step."""
+"""The scales of a model's FP8 tensors between steps: delayed scaling kept on the device, rolled once a step."""
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -99,27 +99,20 @@ def _wire_cast(wire: Format, operands: tuple[Cast, Cast]) -> Cast:
     return cast
 
 
-class LinearScaling(nn.Module):
-    """Scales of one linear layer: its input's and its grad_output's history, and the FP8 scale of its weight.
+class TensorScales(nn.Module):
+    """Scales of some tensors of one layer, a row each.
 
     Buffers (FP32, saved with the model): `amax` [rows] of the step so far, `history` [rows, window], `scale` and `scale_inv`
-    [rows], row 0 the input, row 1 the grad_output; `seen` (int64) steps recorded. `window` is the longest of the rows' rules. Until a
-    rule's window is filled, and for a rule without one, casts are just-in-time.
+    [rows]; `seen` (int64) steps recorded. `window` is the longest of the rows' rules. Until a rule's window is filled, and for a rule
+    without one, casts are just-in-time.
 
     Args:
-        gemm: how the operands are cast.
+        casts: by row.
         device: of the buffers.
-        wire: the format in which partial sums of this layer travel between tensor-parallel ranks, the input's or the
-            grad_output's. The sums follow that format's rule and get row 2. None: there are two rows.
 
     Attributes:
-        casts: by row.
         delayed: whether every window is filled: from here on no cast is just-in-time for lack of history.
         watches: callbacks after the casts of a training step, by row; fused layers make the values before the cast only for them.
-
-    Raises:
-        ValueError: a cast that no layer serves, by name (`check_gemm`), or partial sums in a format that is no operand's or that are cast
-            in blocks.
     """
 
     amax: torch.Tensor
@@ -128,15 +121,11 @@ class LinearScaling(nn.Module):
     scale_inv: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(self, gemm: Gemms, device: torch.device | str | None = None, wire: Format | None = None) -> None:
+    def __init__(self, casts: tuple[Cast, ...], device: torch.device | str | None = None) -> None:
         super().__init__()
-        check_gemm(gemm)
-        _check_device(gemm, torch.device(device or "cpu"))
-        self.gemm = gemm
-        operands = (gemm.input, gemm.grad_output)
-        self.casts = operands if wire is None else (*operands, _wire_cast(wire, operands))
-        self.window = max(cast.scaling.window for cast in self.casts)
-        rows = len(self.casts)
+        self.casts = casts
+        self.window = max(cast.scaling.window for cast in casts)
+        rows = len(casts)
         self.register_buffer("amax", torch.zeros(rows, device=device))
         self.register_buffer("history", torch.zeros(rows, self.window, device=device))
         self.register_buffer("scale", torch.ones(rows, device=device))
@@ -146,13 +135,15 @@ class LinearScaling(nn.Module):
         # torch.compile would make a new graph for every value of a counter.
         self._count(0)
         self.watches: dict[int, Watch] = {}
-        self._weight_ref: weakref.ref[torch.Tensor] | None = None
-        self._weight_seen = 0  # version of the payload that the weight's scales were taken from
-        self._weight_scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _count(self, steps: int) -> None:
         self.steps, self.delayed = steps, 0 < self.window <= steps
         self._filled = tuple(0 < cast.scaling.window <= steps for cast in self.casts)
+
+    @property
+    def described(self) -> str:
+        """How the rows that every layer of this class has are cast."""
+        return ", ".join(str(cast) for cast in self.casts)
 
     @property
     def formats(self) -> tuple[Format, ...]:
@@ -192,6 +183,62 @@ class LinearScaling(nn.Module):
         if ((state["scale_inv"] * scale - 1).abs() > 2.0**-20).any():
             raise ValueError(f"scale_inv holds {state['scale_inv'].tolist()}; it must be the inverse of scale, {scale.tolist()}")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "watches": {}}
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if not torch.allclose(self.scale * self.scale_inv, torch.ones_like(self.scale), rtol=2.0**-20, atol=0.0):
+            self.seen.zero_()  # the state of an average: a mean of inverses is no inverse of the mean
+        self._count(int(self.seen))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # model.bfloat16() must move these arrays with the model and leave their precision alone.
+        def keep_dtype(x: torch.Tensor) -> torch.Tensor:
+            moved = fn(x)
+            return moved if moved.dtype == x.dtype else x.to(moved.device)
+
+        super()._apply(keep_dtype, recurse)
+        return self
+
+
+class LinearScaling(TensorScales):
+    """Scales of one linear layer: its input's and its grad_output's history, and the FP8 scale of its weight.
+
+    Row 0 is the input, row 1 the grad_output.
+
+    Args:
+        gemm: how the operands are cast.
+        device: of the buffers.
+        wire: the format in which partial sums of this layer travel between tensor-parallel ranks, the input's or the
+            grad_output's. The sums follow that format's rule and get row 2. None: there are two rows.
+
+    Raises:
+        ValueError: a cast that no layer serves, by name (`check_gemm`), or partial sums in a format that is no operand's or that are cast
+            in blocks.
+    """
+
+    def __init__(self, gemm: Gemms, device: torch.device | str | None = None, wire: Format | None = None) -> None:
+        check_gemm(gemm)
+        _check_device(gemm, torch.device(device or "cpu"))
+        operands = (gemm.input, gemm.grad_output)
+        super().__init__(operands if wire is None else (*operands, _wire_cast(wire, operands)), device)
+        self.gemm = gemm
+        self._weight_ref: weakref.ref[torch.Tensor] | None = None
+        self._weight_seen = 0  # version of the payload that the weight's scales were taken from
+        self._weight_scales: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def described(self) -> str:
+        return f"input {self.gemm.input}, grad_output {self.gemm.grad_output}"
+
+    def weight_was_written(self) -> None:
+        """Begin the windows anew, because the layer's weight was written from outside: amaxes under other weights say nothing about the
+        inputs of this one. Averages of a model (torch's AveragedModel with `use_buffers`) mix `scale` and `history` of several moments
+        too."""
+        self.seen.zero_()
+        self._count(0)
+
     def weight_scales(self, weight: ScalingTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(multiplier from `weight.payload` into FP8, scale_inv of the FP8 weight), both FP32 0-dim; an FP8 payload is taken as it is.
 
@@ -219,49 +266,31 @@ class LinearScaling(nn.Module):
         return scale * weight.scale_inv, inverse(scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_weight_ref": None, "_weight_scales": None, "watches": {}}  # a copy looks at its own weight
+        return {**super().__getstate__(), "_weight_ref": None, "_weight_scales": None}  # a copy looks at its own weight
 
-    def weight_was_written(self) -> None:
-        """Begin the windows anew, because the layer's weight was written from outside: amaxes under other weights say nothing about the
-        inputs of this one. Averages of a model (torch's AveragedModel with `use_buffers`) mix `scale` and `history` of several moments
-        too."""
-        self.seen.zero_()
-        self._count(0)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        if not torch.allclose(self.scale * self.scale_inv, torch.ones_like(self.scale), rtol=2.0**-20, atol=0.0):
-            self.seen.zero_()  # the state of an average: a mean of inverses is no inverse of the mean
-        self._count(int(self.seen))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "LinearScaling":
-        # model.bfloat16() must move these arrays with the model and leave their precision alone.
-        def keep_dtype(x: torch.Tensor) -> torch.Tensor:
-            moved = fn(x)
-            return moved if moved.dtype == x.dtype else x.to(moved.device)
-
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._weight_ref = self._weight_scales = None
-        super()._apply(keep_dtype, recurse)
+        super()._apply(fn, recurse)
         _check_device(self.gemm, self.amax.device)
         return self
 
     def extra_repr(self) -> str:
         wire = f", partial sums {self.casts[WIRE].format}" if len(self.casts) > WIRE else ""
-        return f"input {self.gemm.input}, grad_output {self.gemm.grad_output}{wire}"
+        return f"{self.described}{wire}"
 
 
 class ScalingState:
-    """All the LinearScaling of a model, rolled together once a step.
+    """All the TensorScales of a model, rolled together once a step.
 
     Args:
         model: the module tree to look through.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers: dict[str, LinearScaling] = {
-            name: module for name, module in model.named_modules() if isinstance(module, LinearScaling) and module.window
+        self.layers: dict[str, TensorScales] = {
+            name: module for name, module in model.named_modules() if isinstance(module, TensorScales) and module.window
         }
-        casts = {f"input {layer.gemm.input}, grad_output {layer.gemm.grad_output}" for layer in self.layers.values()}
+        casts = {layer.described for layer in self.layers.values() if isinstance(layer, LinearScaling)}
         if len(casts) > 1:
             raise ValueError(f"layers are cast in different ways ({'; '.join(sorted(casts))}); convert a model with one recipe")
         self._alike: dict[tuple[Scaling, float], torch.Tensor] | None = None

@@ -1,6 +1,6 @@
 """The content of a checkpoint: this rank's share of the tensors, each under its name in the whole model, and plain values.
 
-model/NAME                    weights (payloads) and the scaling state of the linear layers
+model/NAME                    weights (payloads) and the scaling state of linear layers and of FP8 attention
 STATE/NAME                    optimizer states under the keys that the update declares (`msamp.optim.updates`), in their own formats:
                               master, exp_avg, exp_avg_sq; of Collage's pairs weight_remainder, exp_avg_sq_remainder; step
 KEY.scale_inv@OFFSET          the scale of the chunk of KEY at OFFSET, such as `@0,512`: a tensor-parallel shard has its own

@@ -24,7 +24,7 @@ from megatron.lm.data.order import check_same
 from megatron.lm.grid import Grid
 from megatron.lm.training import Training
 from msamp.comm.grad_scaling import MU_MAX
-from msamp.nn.scaling_state import LinearScaling
+from msamp.nn.scaling_state import TensorScales
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, FP32, Format, by_name
 from msamp.numerics.tensor import ScalingTensor
@@ -311,10 +311,10 @@ class _TensorReader:
 
 
 def _scaling(model: nn.Module, stored: Stored, where: dict[str, list[Place]]) -> dict[str, Tensor]:
-    """Scaling state of the linear layers that the saved run had too, in the same shape; the others' starts anew."""
+    """Scaling state of the linear layers and attention cores that the saved run had too, in the same shape; the others' starts anew."""
     found: dict[str, Tensor] = {}
     for name, layer in model.named_modules():
-        if not isinstance(layer, LinearScaling):
+        if not isinstance(layer, TensorScales):
             continue
         buffers = {f"{name}.{key}": value for key, value in layer.state_dict().items()}
         keys = {local: f"model/{where[local][0].name}" for local in buffers}

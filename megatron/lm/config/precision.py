@@ -17,6 +17,7 @@ GRAD_ACCUM_DTYPES = ("fp8", "fp8-sr", "bf16", "fp32")
 GRAD_ACCUM_PLACES = ("rank", "owner")
 ACTIVATIONS_SAVED = ("compute", "coat")
 OUTPUT_LAYER_PRECISIONS = ("bf16", "fp8")
+ATTENTION_PRECISIONS = ("bf16", "fp8")
 OPTIMIZER_STATES = {"coat": "coat-e4m3"}  # name -> format of both moments
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -44,8 +45,8 @@ def amax_algorithms() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
-    """The recipe by name, and the formats in which it may be varied (FP8-LM, table 6)."""
+class RecipeConfig:
+    """The recipe by name, and FP16's loss scale."""
 
     precision: str | None = setting(
         "recipe: bf16 has FP32 masters, bf16-* and collage-* are Collage's options with BF16 gradients (collage-fp8: pairs of BF16 and "
@@ -73,6 +74,12 @@ class PrecisionConfig:
         2,
         legal=COUNT,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(RecipeConfig):
+    """The recipe, and how its casts and formats may be varied (FP8-LM, table 6)."""
+
     fp8_recipe: str | None = setting(
         "how the operands of FP8 GEMMs are scaled: tensors by the amaxes of past steps (delayed) or by their own (tensorwise), blocks of "
         "128 by FP32 scales as in DeepSeek-V3 or by powers of two, or of 32 by shared exponents (mxfp8); derived: as in the checkpoint "
@@ -113,6 +120,13 @@ class PrecisionConfig:
         "with scales just in time; its gradients, and logits that are handed out, stay in the compute dtype",
         "bf16",
         choices=OUTPUT_LAYER_PRECISIONS,
+    )
+    attention_precision: str = setting(
+        "the core of the attention: in the compute dtype, or at O1 to O3 and with coat in FP8 with delayed scales, by cuDNN's kernels on "
+        "Hopper (heads of 128 channels) and later (extra `cudnn`), by their definition in plain torch on a CPU; generation keeps the "
+        "compute dtype",
+        "bf16",
+        choices=ATTENTION_PRECISIONS,
     )
     master_format: str | None = setting("master weight where linear layers are FP8; derived: the recipe's own", None, choices=STATE_FORMATS)
     grad_format: str | None = setting("weight gradient where linear layers are FP8; derived: the recipe's own", None, choices=STATE_FORMATS)

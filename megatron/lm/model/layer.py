@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from megatron.lm.model.attention import FP8CoreAttention
 from megatron.lm.model.linear import FP8Gemm
 from msamp.nn.attention_block import AttentionBlock, AttentionSettings
 from msamp.nn.block import Norm
@@ -77,14 +78,14 @@ class Layer(TransformerLayer):
 
     def _attention(self, x: Tensor, mask: Tensor | None, rotary_pos_emb: Tensor | None) -> tuple[Tensor, Tensor]:
         attention, norm = self.self_attention, self.input_layernorm
-        qkv, proj = attention.linear_qkv, attention.linear_proj
+        qkv, proj, core = attention.linear_qkv, attention.linear_proj, attention.core_attention
         rows = x.shape[0] * (self.tp_group.size() if self.ends.spread else 1)
         cos, sin = (x.new_empty(rows, 0, dtype=torch.float32),) * 2 if rotary_pos_emb is None else _cos_sin(rotary_pos_emb)
         how = AttentionSettings(
             norm=self.norm,
             qkv=LayerGemm.of(qkv.scaling, qkv.weight),
             proj=LayerGemm.of(proj.scaling, proj.weight),
-            core=functools.partial(attention.core_attention, attention_mask=mask),
+            core=functools.partial(core, attention_mask=mask),
             heads=attention.num_attention_heads_per_partition,
             groups=attention.num_query_groups_per_partition,
             cos=cos,
@@ -93,6 +94,7 @@ class Layer(TransformerLayer):
             recompute=self.recompute_attention,
             saved=self.saved,
             ends=self.ends,
+            fp8=core.now() if isinstance(core, FP8CoreAttention) and mask is None else None,
         )
         norm_bias = getattr(norm, "bias", None)
         return AttentionBlock.apply(x, norm.weight, norm_bias, qkv.weight, qkv.bias, proj.weight, proj.bias, how)

@@ -13,15 +13,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron.lm.model.attention import SDPAttention
+from megatron.lm.model.attention import FP8CoreAttention, SDPAttention
 from megatron.lm.model.layer import Layer
 from megatron.lm.model.norm import head_norm_class, norm_class, saving_norm_class
 from msamp.nn.activation import ActivationFunction
 from msamp.nn.saved import AS_IT_IS, Saved
+from msamp.numerics.recipe import Gemms
 
 
 def layer_spec(
-    config: TransformerConfig, linears: Mapping[str, type], attention_backend: str = "auto", saved: Saved = AS_IT_IS, causal: bool = True
+    config: TransformerConfig,
+    linears: Mapping[str, type],
+    attention_backend: str = "auto",
+    saved: Saved = AS_IT_IS,
+    causal: bool = True,
+    fp8_attention: Gemms | None = None,
 ) -> ModuleSpec:
     """One pre-norm transformer layer: norm, self-attention, residual, norm, MLP (GELU or SwiGLU, as `config` says), residual.
 
@@ -33,18 +39,22 @@ def layer_spec(
         saved: how the inputs of norms and activations are kept for backward. As they are: by torch's own operations, where no block of
             `msamp.nn` serves; otherwise `config.use_te_activation_func` must be set (`gpt.transformer_config`).
         causal: a token sees those before it; else all of its sequence.
+        fp8_attention: the casts of the linear layers, where the core attention is in FP8 too.
     """
     norm, activation = norm_class(config.normalization), None
     head_norm = head_norm_class(config.normalization) if config.qk_layernorm else IdentityOp
     if saved != AS_IT_IS:
         norm = ModuleSpec(module=saving_norm_class(config.normalization), params={"saved": saved})
         activation = _activation("swiglu" if config.gated_linear_unit else "gelu", saved)
+    core = ModuleSpec(module=SDPAttention, params={"backend": attention_backend})
+    if fp8_attention is not None:
+        core = ModuleSpec(module=FP8CoreAttention, params={"backend": attention_backend, "gemm": fp8_attention})
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask},
         submodules=SelfAttentionSubmodules(
             linear_qkv=linears["linear_qkv"],
-            core_attention=ModuleSpec(module=SDPAttention, params={"backend": attention_backend}),
+            core_attention=core,
             linear_proj=linears["linear_proj"],
             q_layernorm=head_norm,
             k_layernorm=head_norm,
@@ -81,8 +91,9 @@ def block_spec(
     attention_backend: str = "auto",
     saved: Saved = AS_IT_IS,
     causal: bool = True,
+    fp8_attention: Gemms | None = None,
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's (virtual) pipeline stage and the final norm; arguments as `layer_spec`."""
-    layer = layer_spec(config, linears, attention_backend, saved, causal)
+    layer = layer_spec(config, linears, attention_backend, saved, causal, fp8_attention)
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm_class(config.normalization))

@@ -2,7 +2,11 @@
 
 import torch
 
+from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.cast_transpose import _store
+from msamp.numerics.formats import of_dtype
+from msamp.numerics.quantize import quantize
+from msamp.numerics.scaling import inverse, scale_from_amax
 
 
 def check_tables(cos: torch.Tensor, sin: torch.Tensor, sequence: int, head_dim: int) -> None:
@@ -73,6 +77,57 @@ def rotary_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int,
     rotated.copy_(_rotate(rotated, cos[:, None, None, None], sin[:, None, None, None]))
 
 
+def check_three(scales: torch.Tensor | None, what: str) -> None:
+    """ValueError unless there are none, or FP32 [3]: of queries, keys and values."""
+    if scales is not None and (tuple(scales.shape) != (3,) or scales.dtype != torch.float32):
+        raise ValueError(
+            f"{what} are {tuple(scales.shape)} of {scales.dtype}; they must be FP32 [3], of queries, keys and values: stack the three"
+        )
+
+
+def rotary_cast(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: int,
+    groups: int,
+    scales: torch.Tensor | None,
+    amax_slots: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of a packed projection in FP8, queries and keys rotated: what FP8 attention takes.
+
+    The values that are cast are those that `rotary_` leaves, rounded to the dtype of `qkv`.
+
+    Args:
+        qkv, cos, sin, heads, groups: as `rotary_` takes them; `qkv` stays as it is.
+        scales: FP32 [3], powers of two, of queries, keys and values; None takes each from its own amax, just in time.
+        amax_slots: FP32 [3], contiguous, raised in place to the three amaxes (+inf where one is not finite); None takes no amax.
+        dtype: an FP8 dtype.
+
+    Returns:
+        Queries [s, b, heads, d], keys and values [s, b, groups, d], contiguous, of `dtype`; the three scale_inv, FP32 [3], NaN where what
+        it serves is not finite.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
+    """
+    check_three(scales, "scales")
+    check_three(amax_slots, "amax_slots")
+    rotated = qkv.clone(memory_format=torch.contiguous_format)
+    rotary_(rotated, cos, sin, heads, groups)
+    d, (s, b, _), fmt = head_width(qkv, heads, groups), qkv.shape, of_dtype(dtype)
+    grouped = rotated.view(s, b, groups, heads // groups + 2, d)
+    parts = (grouped[:, :, :, :-2].reshape(s, b, heads, d), grouped[:, :, :, -2], grouped[:, :, :, -1])
+    taken = torch.stack([amax(part) for part in parts])
+    if scales is None:
+        scales = scale_from_amax(taken, fmt.max)
+    if amax_slots is not None:
+        amax_slots.copy_(torch.maximum(amax_slots, taken))
+    query, key, value = (quantize(part, scale, fmt).contiguous() for part, scale in zip(parts, scales, strict=True))
+    return query, key, value, inverse(scales).masked_fill(~taken.isfinite(), float("nan"))
+
+
 def rotary_backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
@@ -85,11 +140,12 @@ def rotary_backward(
     *,
     colsum: bool = False,
     scale_inv_slot: torch.Tensor | None = None,
+    scale_invs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradient of the packed projection from those of attention's inputs: rotated back, packed, and quantised for the GEMMs.
 
     Args:
-        dq: [s, b, heads, d] BF16, FP16 or FP32, of any strides.
+        dq: [s, b, heads, d] BF16, FP16, FP32 or E5M2, of any strides.
         dk, dv: [s, b, groups, d] of its dtype, of any strides.
         cos, sin: as given to `rotary_`.
         scale: FP32, 0-dim, a power of two; None takes it from the amax of the gradient, just in time.
@@ -97,6 +153,7 @@ def rotary_backward(
         dtype: of the gradient: an FP8 dtype quantises; a wide one leaves it plain, and gives no transpose and no scale_inv.
         colsum: give the column sums of the gradient before quantisation: the gradient of the projection's bias.
         scale_inv_slot: FP32, 0-dim, as `cast_transpose` takes it.
+        scale_invs: FP32 [3], the factors from dq, dk and dv to their values, as FP8 attention leaves them; None: they are the values.
 
     Returns:
         Gradient g [s * b, (heads + 2 groups) * d] in the order of `rotary_` and its transpose, of `dtype`; scale_inv FP32, 0-dim,
@@ -111,6 +168,10 @@ def rotary_backward(
     groups, r = dk.shape[2], cos.shape[1]
     check_tables(cos, sin, s, d)
     grouped = dq.reshape(s, b, groups, heads // groups, d)
-    g = torch.cat([grouped, dk.unsqueeze(3), dv.unsqueeze(3)], dim=3).float()
+    parts = [part.float() for part in (grouped, dk.unsqueeze(3), dv.unsqueeze(3))]
+    check_three(scale_invs, "scale_invs")
+    if scale_invs is not None:
+        parts = [part * scale_inv for part, scale_inv in zip(parts, scale_invs, strict=True)]
+    g = torch.cat(parts, dim=3)
     g[..., :-1, :r] = _rotate(g[..., :-1, :r], cos[:, None, None, None], _transposed(sin)[:, None, None, None])
     return _store(g.flatten(2).flatten(0, 1), scale, amax_slot, dtype, dtype.itemsize == 1, colsum, scale_inv_slot)

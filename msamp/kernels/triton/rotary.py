@@ -1,4 +1,4 @@
-"""Rotary embedding in place on packed QKV, and its gradient in both layouts. Twin: `msamp.kernels.reference.rotary`.
+"""Rotary embedding in place on packed QKV or into FP8, and its gradient in both layouts. Twin: `msamp.kernels.reference.rotary`.
 
 A program takes some tokens of one query group: its heads share the loaded cos and sin; backward, of one head: two heads one after the
 other would wait for each other's memory. The two channels that turn together stand in two tiles at the same place; so do, unturned,
@@ -9,8 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.rotary import check_gradients, check_tables, head_width
+from msamp.kernels.reference.rotary import check_gradients, check_tables, check_three, head_width
+from msamp.kernels.triton.cast import _rounded, fp8_constants
 from msamp.kernels.triton.cast_transpose import (
+    _code,
     _constants,
     _higher,
     _layouts,
@@ -20,6 +22,8 @@ from msamp.kernels.triton.cast_transpose import (
     _quantise,
     _tell,
 )
+from msamp.kernels.triton.scale_from_amax import scale_from_amax
+from msamp.numerics.formats import of_dtype
 
 TILE_M, WARPS = 16, 4
 BACKWARD_TILE_M = 32
@@ -81,10 +85,71 @@ def _rotary_kernel(
 
 
 @triton.jit
+def _put_codes(
+    x1, x2, cos1, sin1, cos2, sin2, y, line, c1, c2, inside, top, scale,
+    STORE: tl.constexpr, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Rotate one head's pairs, round them as `_rotary_kernel` stores them, and store their codes in `y`; `top` with their magnitudes."""
+    a, b = x1.to(tl.float32), x2.to(tl.float32)
+    v1 = _rounded(a * cos1 - b * sin1, x1.dtype, HARDWARE).to(tl.float32)
+    v2 = _rounded(b * cos2 + a * sin2, x1.dtype, HARDWARE).to(tl.float32)
+    if STORE:
+        tl.store(y + line[:, None] + c1[None, :], _code(v1 * scale, FP8_MAX, MANTISSA, BIAS, HARDWARE), mask=inside)
+        tl.store(y + line[:, None] + c2[None, :], _code(v2 * scale, FP8_MAX, MANTISSA, BIAS, HARDWARE), mask=inside)
+    return _higher(_higher(top, v1), v2)
+
+
+@triton.jit
+def _rotary_cast_kernel(
+    qkv, query, key, value, cos, sin, scales, amaxes, scale_invs, tokens, batch, groups,
+    PER_GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, TILE_M: tl.constexpr, STORE: tl.constexpr,
+    FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
+    rows = token < tokens
+    c1, c2, channels = _pairs(D, R, HALF)
+    inside = rows[:, None] & channels[None, :]
+    cos1, sin1, cos2, sin2 = _angles(cos, sin, token // batch, rows, c1, c2, R)
+    at = token.to(tl.int64) * groups + tl.program_id(1)
+    line, narrow = at * ((PER_GROUP + 2) * D), at * D
+    q_scale, k_scale, v_scale = 1.0, 1.0, 1.0
+    if STORE:
+        q_scale, k_scale, v_scale = tl.load(scales), tl.load(scales + 1), tl.load(scales + 2)
+    nothing = tl.zeros((TILE_M, HALF), tl.float32)
+    top = nothing
+    for head in range(PER_GROUP):
+        x1, x2 = _load_pair(qkv + head * D, line, c1, c2, inside)
+        top = _put_codes(
+            x1, x2, cos1, sin1, cos2, sin2, query + head * D, at * (PER_GROUP * D), c1, c2, inside, top, q_scale,
+            STORE, FP8_MAX, MANTISSA, BIAS, HARDWARE,
+        )  # fmt: skip
+    _tell(top, q_scale, amaxes, scale_invs)
+    x1, x2 = _load_pair(qkv + PER_GROUP * D, line, c1, c2, inside)
+    top = _put_codes(
+        x1, x2, cos1, sin1, cos2, sin2, key, narrow, c1, c2, inside, nothing, k_scale, STORE, FP8_MAX, MANTISSA, BIAS, HARDWARE
+    )
+    _tell(top, k_scale, None if amaxes is None else amaxes + 1, None if scale_invs is None else scale_invs + 1)
+    x1, x2 = _load_pair(qkv + (PER_GROUP + 1) * D, line, c1, c2, inside)
+    top = _put_codes(
+        x1, x2, nothing + 1.0, nothing, nothing + 1.0, nothing, value, narrow, c1, c2, inside, nothing, v_scale,
+        STORE, FP8_MAX, MANTISSA, BIAS, HARDWARE,
+    )  # fmt: skip
+    _tell(top, v_scale, None if amaxes is None else amaxes + 2, None if scale_invs is None else scale_invs + 2)
+
+
+@triton.jit
+def _value(x, unscale, E5M2: tl.constexpr):
+    """FP32 of what was loaded: a number, or a code of E5M2, which is the upper byte of an FP16 number, times its scale_inv."""
+    if E5M2:
+        x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    return x.to(tl.float32) * unscale
+
+
+@triton.jit
 def _rotary_backward_kernel(
-    dq, dk, dv, cos, sin, g, g_t, sums, scale, amax, scale_inv, tokens, batch, N,
+    dq, dk, dv, cos, sin, g, g_t, sums, scale, amax, scale_inv, unscale, tokens, batch, N,
     q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h,
-    PER_GROUP: tl.constexpr, TOGETHER: tl.constexpr, ALIGNED: tl.constexpr,
+    PER_GROUP: tl.constexpr, TOGETHER: tl.constexpr, ALIGNED: tl.constexpr, E5M2: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, TILE_M: tl.constexpr,
     FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
@@ -106,16 +171,18 @@ def _rotary_backward_kernel(
     x3 = _load_pair(part, _line(4 * quad + 3, batch, s_stride, b_stride), c1, c2, (4 * quad + 3 < tokens)[:, None] & channels[None, :])
     pairs = (x0, x1, x2, x3)
     cos1, sin1, cos2, sin2 = _angles(cos, sin, 4 * quad // batch, 4 * quad < turning, c1, c2, R)
-    f = 1.0
+    f, u = 1.0, 1.0
     if scale is not None:
         f = tl.load(scale)
+    if unscale is not None:
+        u = tl.load(unscale + tl.maximum(head - (PER_GROUP - 1), 0))
     top = tl.zeros((TILE_M // 4, HALF), tl.float32)
     total1, total2 = top, top
     values1, values2 = (), ()
     for k in tl.static_range(4):
         token = 4 * quad + k
         v1, v2 = pairs[k]
-        v1, v2 = v1.to(tl.float32), v2.to(tl.float32)
+        v1, v2 = _value(v1, u, E5M2), _value(v2, u, E5M2)
         if k > 0 and not TOGETHER:
             cos1, sin1, cos2, sin2 = _angles(cos, sin, token // batch, token < turning, c1, c2, R)
         v1, v2 = tl.where(turns, v1 * cos1 + v2 * sin2, v1), tl.where(turns, v2 * cos2 - v1 * sin1, v2)
@@ -158,6 +225,42 @@ def rotary_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int,
     )  # fmt: skip
 
 
+def rotary_cast(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: int,
+    groups: int,
+    scales: torch.Tensor | None,
+    amax_slots: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See the reference twin."""
+    check_three(scales, "scales")
+    check_three(amax_slots, "amax_slots")
+    d = head_width(qkv, heads, groups)
+    (s, b, _), r, device = qkv.shape, cos.shape[1], qkv.device
+    check_tables(cos, sin, s, d)
+    qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+    query, key, value = (torch.empty((s, b, count, d), dtype=dtype, device=device) for count in (heads, groups, groups))
+    codes = [part.view(torch.uint8) for part in (query, key, value)]
+
+    def launch(scales: torch.Tensor | None, amaxes: torch.Tensor | None, scale_invs: torch.Tensor | None) -> None:
+        _rotary_cast_kernel[max(1, triton.cdiv(s * b, TILE_M)), groups](
+            qkv, *codes, cos, sin, scales, amaxes, scale_invs, s * b, max(1, b), groups,
+            PER_GROUP=heads // groups, D=d, R=r, HALF=triton.next_power_of_2(d // 2), TILE_M=TILE_M, STORE=scales is not None,
+            num_warps=WARPS, **fp8_constants(dtype, device),
+        )  # fmt: skip
+
+    if scales is None:
+        amaxes = torch.zeros(3, dtype=torch.float32, device=device)
+        launch(None, amaxes, None)
+        scales = scale_from_amax(amaxes, of_dtype(dtype).max, None, 1.0)
+    scale_invs = torch.zeros(3, dtype=torch.float32, device=device)
+    launch(scales, amax_slots, scale_invs)
+    return query, key, value, scale_invs
+
+
 def rotary_backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
@@ -170,12 +273,17 @@ def rotary_backward(
     *,
     colsum: bool = False,
     scale_inv_slot: torch.Tensor | None = None,
+    scale_invs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference twin."""
     check_gradients(dq, dk, dv)
+    check_three(scale_invs, "scale_invs")
     s, b, heads, d = dq.shape
     groups, quantised, device = dk.shape[2], dtype.itemsize == 1, dq.device
     check_tables(cos, sin, s, d)
+    e5m2 = dq.dtype == torch.float8_e5m2
+    if e5m2:
+        dq, dk, dv = (part.view(torch.uint8) for part in (dq, dk, dv))
     dq, dk, dv = (part if part.stride(3) == 1 else part.contiguous() for part in (dq, dk, dv))
     M, N = s * b, (heads + 2 * groups) * d
     grid = (parts(M), heads + 2 * groups)
@@ -186,10 +294,11 @@ def rotary_backward(
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _rotary_backward_kernel[grid](
-            dq, dk, dv, cos, sin, g, g_t if quantised else None, partial if colsum else None, scale, amax, scale_inv, M, max(1, b), N,
+            dq, dk, dv, cos, sin, g, g_t if quantised else None, partial if colsum else None, scale, amax, scale_inv,
+            scale_invs, M, max(1, b), N,
             *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-            PER_GROUP=heads // groups, TOGETHER=b % 4 == 0, ALIGNED=M % 4 == 0, D=d, R=cos.shape[1], HALF=half, TILE_M=BACKWARD_TILE_M,
-            num_warps=max(1, min(16, half // CHANNELS_A_WARP)), **constants,
+            PER_GROUP=heads // groups, TOGETHER=b % 4 == 0, ALIGNED=M % 4 == 0, E5M2=e5m2, D=d, R=cos.shape[1], HALF=half,
+            TILE_M=BACKWARD_TILE_M, num_warps=max(1, min(16, half // CHANNELS_A_WARP)), **constants,
         )  # fmt: skip
 
     return g, g_t, _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, device), partial

@@ -2,15 +2,17 @@
 
 import pytest
 import torch
-from block_halves import HEADS, B, D, H, S, attention_half, attention_settings, check_casts, plain_attention, watch_casts
-from numerics import COAT_GRADIENTS, KINDS, make
+from block_halves import HEADS, B, D, H, S, attention_half, attention_settings, check_casts, fp8_attention, plain_attention, watch_casts
+from numerics import COAT_GRADIENTS, KINDS, codes, make
 
 from msamp.nn.attention_block import AttentionBlock, split_heads
+from msamp.nn.fp8_attention import CASTS_HERE
 from msamp.nn.saved import GroupedFP8
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT
 from msamp.numerics import recipe
 from msamp.numerics.metrics import sqnr_db
-from msamp.numerics.scaling import Current
+from msamp.numerics.quantize import quantize
+from msamp.numerics.scaling import Current, inverse
 
 every_level = pytest.mark.parametrize("level", [recipe.O2, recipe.O3], ids=lambda r: r.name)
 
@@ -45,6 +47,46 @@ def test_is_the_function_of_torchs_own_operations(level, groups, rms, bias, devi
     assert sqnr_db(wanted["x"], grads[0]) > LEAST_SQNR[1]
     for (name, right), got in zip(list(wanted.items())[1:], grads[1:], strict=True):
         assert sqnr_db(right, got.float()) > LEAST_SQNR[2], name
+
+
+FP8_SQNR = (22.0, 17.0, 14.0)  # with FP8 attention
+
+
+@pytest.mark.parametrize(("groups", "rms", "bias"), [(HEADS, False, True), (2, True, False)], ids=["MHA, LayerNorm", "GQA, RMSNorm"])
+def test_fp8_attention_is_nearly_the_same_function_and_recomputed_to_the_same_bits(groups, rms, bias):
+    half = attention_half(recipe.O3, "cpu", groups, bias)
+    x, grad = inputs()
+    fp8 = fp8_attention(half)
+    out, grads = run(half, x, grad, attention_settings(half, groups, rms, fp8=fp8))
+    plain, wide = half.plain(), x.detach().double().requires_grad_()
+    want = wide + plain_attention(wide, plain, groups, rms)
+    leaves = {"x": wide} | {k: v for k, v in plain.items() if v is not None}
+    wanted = dict(zip(leaves, torch.autograd.grad(want, list(leaves.values()), grad.double()), strict=True))
+    assert sqnr_db(want, out) > FP8_SQNR[0]
+    assert sqnr_db(wanted["x"], grads[0]) > FP8_SQNR[1]
+    for (name, right), got in zip(list(wanted.items())[1:], grads[1:], strict=True):
+        assert sqnr_db(right, got.float()) > FP8_SQNR[2], name
+    amaxes = fp8.scaling.amax.clone()
+    assert (amaxes > 0).all()
+    again, recomputed = run(half, x, grad, attention_settings(half, groups, rms, fp8=fp8, recompute=True))
+    assert out.equal(again)
+    assert all(a.equal(b) for a, b in zip(grads, recomputed, strict=True))
+    assert fp8.scaling.amax.equal(amaxes)
+
+
+def test_watches_of_fp8_attention_are_told_what_was_cast():
+    half = attention_half(recipe.O2, "cpu", 2)
+    x, grad = inputs()
+    fp8, told = fp8_attention(half), {}
+    out, _ = run(half, x, grad, attention_settings(half, 2, fp8=fp8))
+    for row in CASTS_HERE:
+        fp8.scaling.watches[row] = lambda *found, row=row: told.__setitem__(row, found)
+    again, _ = run(half, x, grad, attention_settings(half, 2, fp8=fp8))
+    assert out.equal(again)
+    assert told.keys() == CASTS_HERE.keys()
+    for row, (values, payload, scale_inv) in told.items():
+        made = quantize(values, inverse(scale_inv), fp8.scaling.formats[row])
+        assert codes(made).equal(codes(payload)), row
 
 
 @every_level

@@ -131,7 +131,33 @@ def peer_layers(config: Config, world_size: int) -> Problems:
         )
 
 
+def fp8_attention(config: Config, world_size: int) -> Problems:
+    """FP8 attention has one kernel, causal and without dropout, and heads of the widths that it takes."""
+    from msamp.kernels.fp8_attention import MULTIPLE, WIDEST
+
+    precision, model = config.precision, config.model
+    if precision.attention_precision != "fp8" or precision.contradiction is not None:
+        return
+    given = "--attention-precision fp8"
+    if not precision.named.fp8:
+        yield f"{given} contradicts precision {precision.name}, which has no FP8: {WANTS_FP8}"
+    if model.attention_backend != "auto":
+        yield f"{given} has a kernel of its own, and --attention-backend {model.attention_backend} names another: drop one"
+    if model.attention_dropout:
+        yield f"{given} has no --attention-dropout ({model.attention_dropout:g}): drop one"
+    if model.objective != "causal-lm":
+        yield f"{given} hides no padding, as --objective {model.objective} wants it: drop one"
+    if config.training.deterministic:
+        yield f"{given} does not go with --deterministic, since its backward adds up in any order: drop one"
+    if model.head_size % MULTIPLE or model.head_size > WIDEST:
+        yield (
+            f"{given} takes heads of a multiple of {MULTIPLE} channels up to {WIDEST}, and they have {model.head_size}: give other "
+            "--kv-channels or --num-attention-heads, or drop it"
+        )
+
+
 RULES: Rules = {
     **dict.fromkeys((one_recipe, fp8_linears, fp8_scaling, loss_scaling), ("precision",)),
     peer_layers: ("precision", "model", "training", "checkpoint"),
+    fp8_attention: ("precision", "model", "training"),
 }

@@ -39,19 +39,19 @@ def gradients(shape, device, dtype=torch.bfloat16, kind="normal") -> list[torch.
     return [dq, dk, dv]
 
 
-def assert_same_backward(grads: list[torch.Tensor], r: int, scale: float | None, fmt=E5M2) -> None:
+def assert_same_backward(grads: list[torch.Tensor], r: int, scale: float | None, fmt=E5M2, scale_invs=None) -> None:
     device = grads[0].device
     cos, sin = tables(grads[0].shape[0], r, device)
     scale_t = None if scale is None else torch.tensor(scale, device=device)
     slots = [torch.tensor(0.25, device=device) for _ in range(2)]
-    g, g_t, scale_inv, sums = kernel("rotary_backward", *grads, cos, sin, scale_t, slots[0], fmt.dtype, colsum=True)
-    want = twin.rotary_backward(*grads, cos, sin, scale_t, slots[1], fmt.dtype, colsum=True)
+    g, g_t, scale_inv, sums = kernel("rotary_backward", *grads, cos, sin, scale_t, slots[0], fmt.dtype, colsum=True, scale_invs=scale_invs)
+    want = twin.rotary_backward(*grads, cos, sin, scale_t, slots[1], fmt.dtype, colsum=True, scale_invs=scale_invs)
     assert_codes(g, want[0], SHARE)
     assert (g_t.shape, g_t.is_contiguous()) == (g.shape[::-1], True)
     assert codes(g_t).equal(codes(g).t())
     assert scale_inv.equal(want[2])
     torch.testing.assert_close(*slots, rtol=1e-6, atol=0.0)
-    plain = twin.rotary_backward(*grads, cos, sin, None, None, torch.float32)[0]
+    plain = twin.rotary_backward(*grads, cos, sin, None, None, torch.float32, scale_invs=scale_invs)[0]
     assert_sums(sums.sum(0), want[3].sum(0), plain.abs().sum(0) + 1.0)
 
 
@@ -66,6 +66,44 @@ def test_in_place(shape, dtype, triton_device):
     assert_plain(got, want, terms=torch.full_like(want, 50.0))
     values = got.view(s, b, groups, -1, d)[:, :, :, -1], qkv.view(s, b, groups, -1, d)[:, :, :, -1]
     assert bits(values[0]).equal(bits(values[1]))
+
+
+@each_once(shape=SHAPES, scales=[None, (2.0, 0.5, 8.0)], fmt=[E4M3, E5M2])
+def test_into_fp8(shape, scales, fmt, triton_device):
+    s, b, heads, groups, d, r = shape
+    qkv = make("normal", (s, b, (heads + 2 * groups) * d), device=triton_device).to(torch.bfloat16)
+    given = None if scales is None else torch.tensor(scales, device=triton_device)
+    slots = [torch.full((3,), 0.25, device=triton_device) for _ in range(2)]
+    before, angles = qkv.clone(), tables(s, r, triton_device)
+    *got, scale_invs = kernel("rotary_cast", qkv, *angles, heads, groups, given, slots[0], fmt.dtype)
+    *want, wanted = twin.rotary_cast(qkv, *angles, heads, groups, given, slots[1], fmt.dtype)
+    for mine, theirs in zip(got, want, strict=True):
+        assert_codes(mine, theirs, SHARE)
+    assert scale_invs.equal(wanted)
+    torch.testing.assert_close(*slots, rtol=1e-2, atol=0.0)  # an amax rounded to BF16 may be the next
+    assert bits(qkv).equal(bits(before))
+
+
+@pytest.mark.parametrize("scales", [None, 2.0])
+def test_into_fp8_what_is_not_finite_shows(scales, triton_device):
+    given = None if scales is None else torch.full((3,), scales, device=triton_device)
+    for which, head in enumerate((1, 2, 3)):  # of two queries, a key and a value in each group
+        qkv = torch.ones(9, 2, 8 * 16, device=triton_device)
+        qkv[5, 1, (4 + head) * 16 + 3] = float("inf")
+        slots = torch.zeros(3, device=triton_device)
+        scale_invs = kernel("rotary_cast", qkv, *tables(9, 0, triton_device), 4, 2, given, slots, E4M3.dtype)[3]
+        assert scale_invs.isnan().tolist() == slots.isinf().tolist() == [which == i for i in range(3)]
+
+
+@each_once(shape=SHAPES, scale=[None, 2.0])
+def test_gradients_in_e5m2_with_their_factors(shape, scale, triton_device):
+    factors = torch.tensor([0.5, 4.0, 2.0], device=triton_device)
+    grads = [(100 * t.float()).to(torch.float8_e5m2) for t in gradients(shape, triton_device)]
+    assert_same_backward(grads, shape[-1], scale, scale_invs=factors)
+    values = [t.float() * factor for t, factor in zip(grads, factors, strict=True)]
+    angles, scale_t = tables(shape[0], shape[-1], triton_device), None if scale is None else torch.tensor(scale, device=triton_device)
+    got = kernel("rotary_backward", *grads, *angles, scale_t, None, E5M2.dtype, scale_invs=factors)
+    assert_codes(got[0], kernel("rotary_backward", *values, *angles, scale_t, None, E5M2.dtype)[0], SHARE)
 
 
 @each_once(shape=SHAPES, scale=[None, 2.0])
@@ -130,6 +168,11 @@ def test_what_does_not_fit_is_refused(triton_device):
     dq, dk, dv = gradients((4, 2, 4, 2, 16, 8), triton_device)
     with pytest.raises(ValueError, match=r"dv is \(4, 2, 1, 16\)"):
         kernel("rotary_backward", dq, dk, dv[:, :, :1], *tables(4, 8, triton_device), None, None, E5M2.dtype)
+    two, angles = torch.ones(2, device=triton_device), tables(4, 8, triton_device)
+    with pytest.raises(ValueError, match=r"scale_invs are \(2,\) .* stack the three"):
+        kernel("rotary_backward", dq, dk, dv, *angles, None, None, E5M2.dtype, scale_invs=two)
+    with pytest.raises(ValueError, match=r"scales are \(2,\)"):
+        kernel("rotary_cast", qkv, *angles, 1, 1, two, None, E4M3.dtype)
 
 
 @pytest.mark.gpu
@@ -139,6 +182,10 @@ def test_large_on_the_gpu(scale, shape):
     s, b, heads, groups, d, r = shape
     assert_same_backward(gradients(shape, "cuda"), r, scale)
     qkv = torch.randn(s, b, (heads + 2 * groups) * d, device="cuda").bfloat16()
+    given = None if scale is None else torch.full((3,), scale, device="cuda")
+    cast, angles = [heads, groups, given, None, E4M3.dtype], tables(s, r, "cuda")
+    for mine, theirs in zip(kernel("rotary_cast", qkv, *angles, *cast)[:3], twin.rotary_cast(qkv, *angles, *cast)[:3], strict=True):
+        assert_codes(mine, theirs, 1e-3)
     got, want = qkv.clone(), qkv.clone()
     kernel("rotary_", got, *tables(s, r, "cuda"), heads, groups)
     twin.rotary_(want, *tables(s, r, "cuda"), heads, groups)

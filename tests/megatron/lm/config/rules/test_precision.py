@@ -62,6 +62,36 @@ REFUSALS = {
         1,
         "--output-layer-precision fp8 contradicts precision bf16, which has no FP8: drop it, or use --opt-level O1, O2 or O3",
     ),
+    "attention without FP8": (
+        "--attention-precision fp8 --kv-channels 16",
+        1,
+        "--attention-precision fp8 contradicts precision bf16, which has no FP8: drop it, or use --opt-level O1, O2 or O3",
+    ),
+    "FP8 attention, other kernel": (
+        "--opt-level O2 --attention-precision fp8 --kv-channels 16 --attention-backend flash",
+        1,
+        "--attention-precision fp8 has a kernel of its own, and --attention-backend flash names another: drop one",
+    ),
+    "FP8 attention, dropout": (
+        "--opt-level O2 --attention-precision fp8 --kv-channels 16 --attention-dropout 0.1",
+        1,
+        r"--attention-precision fp8 has no --attention-dropout \(0.1\): drop one",
+    ),
+    "FP8 attention, encoder": (
+        "--opt-level O2 --attention-precision fp8 --kv-channels 16 --objective masked-lm",
+        1,
+        "--attention-precision fp8 hides no padding, as --objective masked-lm wants it: drop one",
+    ),
+    "FP8 attention, deterministic": (
+        "--opt-level O2 --attention-precision fp8 --kv-channels 16 --deterministic",
+        1,
+        "--attention-precision fp8 does not go with --deterministic, since its backward adds up in any order: drop one",
+    ),
+    "FP8 attention, heads": (
+        "--opt-level O2 --attention-precision fp8 --kv-channels 24",
+        1,
+        "--attention-precision fp8 takes heads of a multiple of 16 channels up to 128, and they have 24: give other --kv-channels",
+    ),
     "window without FP8": ("--fp8-amax-history-len 4", 1, "--fp8-amax-history-len 4 contradicts precision bf16, which has no FP8: drop"),
     "margin without FP8": ("--fp16 --fp8-margin 0", 1, "--fp8-margin 0 contradicts precision fp16-amp, which has no FP8: drop it"),
     "window, just in time": (

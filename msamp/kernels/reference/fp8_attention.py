@@ -1,0 +1,151 @@
+"""Attention with FP8 operands in plain torch: the definition that cuDNN's kernels are held to (`msamp.kernels.fp8_attention`).
+
+Products are sums in FP32 of FP8 values. Between the two products of a direction stands an FP8 tensor of s x s: the softmax S in E4M3, and
+in backward the gradient of the scores, dP, in E5M2. Forward rounds exp(score - largest score of the row) and divides by the sum of the
+row behind the product, as a kernel does that never holds a whole row. Backward rounds the softmax itself, which it makes again from the
+scores and the logarithm of that sum.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from msamp.kernels.reference.amax import amax
+from msamp.numerics.formats import E4M3, E5M2
+from msamp.numerics.quantize import quantize
+
+# No element of S is above 1, and with a causal mask the first of each row begins with 1: the scale is known without an amax.
+SOFTMAX_SCALE = 256.0
+
+
+class AttentionScales(NamedTuple):
+    """The scales that backward takes, on the device.
+
+    Attributes:
+        qkv: FP32 [3], scale_inv of queries, keys and values.
+        o, grad_o: FP32 0-dim, scale_inv of the output and of its gradient.
+        gradients: FP32 [4], the scales into FP8 of dP, dQ, dK and dV.
+        dp_scale_inv: FP32 0-dim, the inverse of the first of them.
+    """
+
+    qkv: torch.Tensor
+    o: torch.Tensor
+    grad_o: torch.Tensor
+    gradients: torch.Tensor
+    dp_scale_inv: torch.Tensor
+
+
+def check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """ValueError unless the query is [s, b, heads, d], and key and value are [s, b, groups, d] with groups a divisor of the heads."""
+    s, b, heads, d = query.shape
+    for name, x in (("key", key), ("value", value)):
+        groups = x.shape[2]
+        if x.shape != (s, b, key.shape[2], d) or not groups or heads % groups:
+            raise ValueError(
+                f"{name} is {tuple(x.shape)}; beside a query of {tuple(query.shape)} it must be [{s}, {b}, groups, {d}] with groups a "
+                "divisor of the heads"
+            )
+
+
+def attention_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale_invs: torch.Tensor,
+    o_scale: torch.Tensor,
+    softmax_scale: float,
+    *,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scaled dot product attention of FP8 queries, keys and values.
+
+    Args:
+        query: [s, b, heads, d] E4M3.
+        key, value: [s, b, groups, d] E4M3.
+        scale_invs: FP32 [3], of query, key and value.
+        o_scale: FP32 0-dim, a power of two: the scale of the output.
+        softmax_scale: factor on the scores.
+        causal: a token sees those before it; else all of its sequence.
+
+    Returns:
+        Output [s, b, heads, d] E4M3; for backward FP32 [b, heads, s, 1], the logarithm of the sum of each row; FP32 0-dim, the amax of the
+        output before its cast.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
+    """
+    check_heads(query, key, value)
+    q, k, v = (_by_head(x, query.shape[2]) for x in (query, key, value))
+    scores = _scores(q, k, scale_invs, softmax_scale, causal)
+    top = scores.amax(-1, keepdim=True)
+    p = (scores - top).exp()
+    total = p.sum(-1, keepdim=True)
+    p8 = quantize(p, p.new_tensor(SOFTMAX_SCALE), E4M3).float()
+    o = (p8 @ v) * (scale_invs[2] / SOFTMAX_SCALE) / total
+    return quantize(_by_token(o), o_scale, E4M3).contiguous(), top + total.log(), amax(o)
+
+
+def attention_backward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    o: torch.Tensor,
+    grad_o: torch.Tensor,
+    stats: torch.Tensor,
+    scales: AttentionScales,
+    softmax_scale: float,
+    *,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `attention_forward`.
+
+    Args:
+        query, key, value, softmax_scale, causal: as for `attention_forward`.
+        o, stats: what it returned.
+        grad_o: [s, b, heads, d] E5M2.
+        scales: of all of these, and of what is made.
+
+    Returns:
+        dQ [s, b, heads, d], dK and dV [s, b, groups, d], E5M2; FP32 [4], the amaxes of dP, dQ, dK and dV before their casts.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
+    """
+    check_heads(query, key, value)
+    groups = key.shape[2]
+    q, k, v, out, grad = (_by_head(x, query.shape[2]) for x in (query, key, value, o, grad_o))
+    of_q, of_k, of_v = scales.qkv
+    p = (_scores(q, k, scales.qkv, softmax_scale, causal) - stats).exp()
+    p8 = quantize(p, p.new_tensor(SOFTMAX_SCALE), E4M3).float()
+    dv = _over_groups(p8.transpose(2, 3) @ grad, groups) * (scales.grad_o / SOFTMAX_SCALE)
+    row = (grad * out).sum(-1, keepdim=True) * (scales.grad_o * scales.o)
+    dp = p * ((grad @ v.transpose(2, 3)) * (scales.grad_o * of_v) - row) * softmax_scale
+    dp8 = quantize(dp, scales.gradients[0], E5M2).float()
+    dq = (dp8 @ k) * (scales.dp_scale_inv * of_k)
+    dk = _over_groups(dp8.transpose(2, 3) @ q, groups) * (scales.dp_scale_inv * of_q)
+    made = [quantize(_by_token(x), scale, E5M2).contiguous() for x, scale in zip((dq, dk, dv), scales.gradients[1:], strict=True)]
+    return made[0], made[1], made[2], torch.stack([amax(x) for x in (dp, dq, dk, dv)])
+
+
+def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[s, b, n, d] FP8 -> [b, heads, s, d] FP32, each group's as often as it has heads."""
+    return x.float().permute(1, 2, 0, 3).repeat_interleave(heads // x.shape[2], 1)
+
+
+def _by_token(x: torch.Tensor) -> torch.Tensor:
+    """[b, n, s, d] -> [s, b, n, d]."""
+    return x.permute(2, 0, 1, 3)
+
+
+def _over_groups(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """[b, heads, s, d] -> [b, groups, s, d], heads of a group added up."""
+    b, heads, s, d = x.shape
+    return x.view(b, groups, heads // groups, s, d).sum(2)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, scale_invs: torch.Tensor, softmax_scale: float, causal: bool) -> torch.Tensor:
+    scores = (q @ k.transpose(2, 3)) * (scale_invs[0] * scale_invs[1] * softmax_scale)
+    if not causal:
+        return scores
+    s = scores.shape[-1]
+    return scores.masked_fill(torch.ones(s, s, dtype=torch.bool, device=scores.device).triu(1), float("-inf"))
