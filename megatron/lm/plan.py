@@ -227,6 +227,8 @@ def activation_parts(config: Config) -> dict[str, int]:
                                              where they come in groups
         MLP            c f, SwiGLU 2 c f     fc1's output, unless mlp is recomputed
 
+    With --attention-precision fp8 the attention of either keeps what `_kept_by_fp8_attention` says.
+
     An unfused GPT without tensor parallelism has 36 s b h in BF16, 31 s b h with FP8, a fused one 20, with coat 14.4; Korthikanti et al.
     have 34 s b h for BF16, with three dropout masks, and without the QKV output and rope.
     """
@@ -241,6 +243,8 @@ def activation_parts(config: Config) -> dict[str, int]:
         norms += 2 * hidden if split > 1 and config.parallel.tp_saved_input == "gathered" else 0
         output = queries * (2 if 1 < model.query_groups < model.num_attention_heads else 1)
         attention = wide * (queries + 2 * keys + (0 if "core_attn" in again and not model.attention_dropout else output))
+        if config.precision.attention_precision == "fp8":
+            attention = _kept_by_fp8_attention(config, "core_attn" not in again)
         mlp = 0 if "mlp" in again else seen
     else:
         in_bf16 = config.precision.bf16_linears or ()
@@ -260,9 +264,23 @@ def activation_parts(config: Config) -> dict[str, int]:
         output = queries if "core_attn" not in again or not fp8["linear_proj"] else 0
         tables = 4 * int(model.head_size * model.rotary_percent) / config.training.micro_batch_size if rope else 0
         attention = wide * (queries + 2 * keys + rotated + tables + output) + (cast * queries if fp8["linear_proj"] else 0)
+        if config.precision.attention_precision == "fp8" and "core_attn" not in again:
+            wider = queries + 2 * keys if model.qk_layernorm else 0
+            attention = _kept_by_fp8_attention(config, True) + wide * (wider + tables) + (cast if fp8["linear_proj"] else wide) * queries
         seen *= 2 if model.swiglu and saved == AS_IT_IS else 1
         mlp = 0 if "mlp" in again else seen + narrow["linear_fc2"] * ffn
     return {name: int(size * _tokens(config)) for name, size in (("norms", norms), ("attention", attention), ("MLP", mlp))}
+
+
+def _kept_by_fp8_attention(config: Config, output: bool) -> float:
+    """Bytes a token: q + 2 k for queries, keys and values in E4M3, and with `output` q for that one and 4 for each head's statistic.
+
+    They stand in place of QKV's output, queries, keys and output. In a layer that is not fused the projection's input and the tables stay,
+    and with norms of queries and keys QKV's output. Recomputed in such a layer, attention keeps its inputs in the compute dtype.
+    """
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    heads, groups = model.num_attention_heads / tp, model.query_groups / tp
+    return model.head_size * (heads + 2 * groups) + ((model.head_size + 4) * heads if output else 0)
 
 
 def _recomputed(config: Config) -> tuple[str, ...]:

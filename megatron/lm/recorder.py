@@ -24,8 +24,9 @@ from megatron.lm.model.initial import named_globally
 from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.training import Training
 from msamp.kernels import ops
+from msamp.nn.fp8_attention import CASTS_HERE, AttentionScaling
 from msamp.nn.gemm import LayerGemm, tally_operand_
-from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT
+from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, TensorScales
 from msamp.numerics.metrics import TALLY, add_tallies, judge
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.rehearsal import rehearse
@@ -48,9 +49,10 @@ class Recorder:
     """Records steps of a training, and writes each as one JSON line; rank 0 writes what all ranks have seen.
 
     A line: `iteration`; `skipped`: true where the update was skipped; `columns`: what the lists below hold; `casts`: by layer and tensor
-    (`input`, `weight`, `grad_output` as their GEMM casts them; `grad`, `grad_reduced`: a gradient as it is sent against what backward
-    gave, and the average against the FP32 sum; `master`, `m`, `v`: as stored against what the update computed in FP32; `weight`
-    where it is cast from a master: against that); `updates`: by parameter, with `total` of all; `mu`, with `--grad-scaling auto`.
+    (`input`, `weight`, `grad_output` as their GEMM casts them; `query`, `key`, `value`, `grad_attention` of FP8 attention; `grad`,
+    `grad_reduced`: a gradient as it is sent against what backward gave, and the average against the FP32 sum; `master`, `m`, `v`: as
+    stored against what the update computed in FP32; `weight` where it is cast from a master: against that); `updates`: by parameter, with
+    `total` of all; `mu`, with `--grad-scaling auto`.
 
     amax: of the values before the cast. Underflow: share of the non-zero values that became zero; saturation: share at the format's
     maximum; SQNR in dB; the scale's exponent, base 2. Norms of the parameter after the update and of the update, which is the one that
@@ -77,8 +79,12 @@ class Recorder:
         self.training, self.interval, self.scalars = training, interval, scalars
         self.recording = False
         self._first = training.iteration + 1
-        self.layers = [
-            (name, layer) for chunk in chunks(training.model) for name, layer in named_globally(chunk) if isinstance(layer, FP8Gemm)
+        modules = [found for chunk in chunks(training.model) for found in named_globally(chunk)]
+        self.layers = [(name, layer) for name, layer in modules if isinstance(layer, FP8Gemm)]
+        # Every cast with a watch: layer, scales, and the tensors by row.
+        self.watched: list[tuple[str, TensorScales, dict[int, str]]] = [
+            *((name, layer.scaling, ROWS) for name, layer in self.layers),
+            *((name.removesuffix(".scaling"), scales, CASTS_HERE) for name, scales in modules if isinstance(scales, AttentionScaling)),
         ]
         self.names: dict[Tensor, str] = {
             p: f"{name}.{key}".removesuffix(".weight")
@@ -88,7 +94,7 @@ class Recorder:
         }
         device = next(iter(self.names)).device
         # Always the same memory: graphs write there.
-        self._table = torch.zeros(len(self.layers), len(ROWS), len(TALLY), dtype=torch.float64, device=device)
+        self._table = torch.zeros(sum(len(rows) for *_, rows in self.watched), len(TALLY), dtype=torch.float64, device=device)
         self._one = torch.ones((), device=device)
         # Rows on the device: tallies, those of a rehearsed update apart, and sums of updates.
         self._casts: dict[Key, Tensor] = {}
@@ -111,18 +117,19 @@ class Recorder:
         statistics = self.training.grad_sync.statistics
         counted = statistics.active
         statistics.watch(True, record=True)
-        for (name, layer), rows in zip(self.layers, self._table, strict=True):
-            for row, tensor in ROWS.items():
-                self._casts[name, tensor] = rows[row]
-                layer.scaling.watches[row] = functools.partial(tally_operand_, rows[row])
+        tallies = iter(self._table)
+        for name, scales, rows in self.watched:
+            for row, tensor in rows.items():
+                tally = self._casts[name, tensor] = next(tallies)
+                scales.watches[row] = functools.partial(tally_operand_, tally)
         try:
             self._weights()
             yield
         finally:
             self.recording = False
             statistics.watch(counted)
-            for _, layer in self.layers:
-                layer.scaling.watches.clear()
+            for _, scales, _ in self.watched:
+                scales.watches.clear()
         self._gradients()
         flag = self.training.optimizer.skipped()
         own = self._read()

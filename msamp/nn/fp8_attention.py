@@ -116,11 +116,11 @@ class FP8Attention(NamedTuple):
 
     def cast(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Operands:
         """The operands from queries, keys and values as they are, in the compute dtype."""
-        made = [self._cast(x, row) for x, row in ((query, Q), (key, K), (value, V))]
+        made = [self.cast_one(x, row) for x, row in ((query, Q), (key, K), (value, V))]
         (q, of_q), (k, of_k), (v, of_v) = made
         return Operands(q, k, v, torch.stack([of_q, of_k, of_v]))
 
-    def _cast(self, x: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_one(self, x: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Payload in the shape of `x` [s, b, n, d], and scale_inv."""
         slot, fmt = self.scaling.slots(self.record)[row], self.scaling.casts[row].format
         x2d = x.reshape(x.shape[0] * x.shape[1], -1)
@@ -147,16 +147,16 @@ class FP8Attention(NamedTuple):
     def gradients(self, of: Operands, attended: Attended, grad_o: torch.Tensor) -> Operands:
         """The gradients of the operands, E5M2, from that of the output in the compute dtype, [s, b, heads * d]."""
         scaling = self.scaling
-        grad, of_grad = self._cast(grad_o.view(attended.o.shape), GRAD)
+        grad, of_grad = self.cast_one(grad_o.view(attended.o.shape), GRAD)
         if scaling.delayed:
             given = AttentionScales(of.scale_invs, attended.o_scale_inv, of_grad, scaling.scale[DP:], scaling.scale_inv[DP])
-            *made, amaxes = self._backward(of, attended, grad, given)
+            *made, amaxes = self.backward(of, attended, grad, given)
             scale_invs = scaling.scale_inv[DQ:]
         else:
             scales = self._bounds(of, of_grad)
             for _ in range(2):  # for the amaxes, and with their scales
                 given = AttentionScales(of.scale_invs, attended.o_scale_inv, of_grad, scales, inverse(scales[0]))
-                *made, amaxes = self._backward(of, attended, grad, given)
+                *made, amaxes = self.backward(of, attended, grad, given)
                 used, scales = scales, ops.scale_from_amax(amaxes, E5M2.max, None, 1.0)
             scale_invs = inverse(used[1:])
         if self.record:
@@ -164,7 +164,8 @@ class FP8Attention(NamedTuple):
         dq, dk, dv = made
         return Operands(dq, dk, dv, torch.add(scale_invs, amaxes[1:], alpha=0))  # NaN where an amax is infinite
 
-    def _backward(self, of: Operands, attended: Attended, grad: torch.Tensor, scales: AttentionScales) -> tuple[torch.Tensor, ...]:
+    def backward(self, of: Operands, attended: Attended, grad: torch.Tensor, scales: AttentionScales) -> tuple[torch.Tensor, ...]:
+        """The kernel alone: dQ, dK and dV in E5M2, and the amaxes of dP, dQ, dK and dV."""
         return kernels.attention_backward(
             of.query, of.key, of.value, attended.o, grad, attended.stats, scales, self.softmax_scale, causal=self.causal
         )

@@ -285,11 +285,11 @@ def linear(tokens: int) -> Iterator[Case]:
             both(low)
             state.roll()
         flops = 6.0 * tokens * width * width
-        yield Case(f"FP8 linear, {width} x {width}", _captured(functools.partial(both, low)), flops=flops)
-        yield Case(f"BF16 linear, {width} x {width}", _captured(functools.partial(both, plain)), flops=flops)
+        yield Case(f"FP8 linear, {width} x {width}", captured(functools.partial(both, low)), flops=flops)
+        yield Case(f"BF16 linear, {width} x {width}", captured(functools.partial(both, plain)), flops=flops)
 
 
-def _captured(run: Callable[[], None]) -> Callable[[], None]:
+def captured(run: Callable[[], None]) -> Callable[[], None]:
     """A CUDA graph of `run`: what the GPU takes, without the host."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

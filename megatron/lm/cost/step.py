@@ -125,6 +125,7 @@ def _layer(config: Config, rates: Rates) -> tuple[dict[str, float], dict[str, fl
         rate = "bf16 gemm" if gemm is None or slot in bf16 else "fp8 gemm" if gemm.tensorwise else "block gemm"
         linear += 6 * tokens * outputs * inputs / rates(rate, model.hidden_size if rate == "bf16 gemm" else width)
     queries = model.num_attention_heads * model.head_size / tp
+    # FP8 attention has no rate of its own: its time is BF16's, which is more.
     core = "attention flash" if config.training.deterministic or model.attention_backend == "flash" else "attention"
     attention = 7 * tokens * model.seq_length * queries / rates(core, model.seq_length)
     elements = _fused_elements(config, rates) if config.fuses_layers else _unfused_elements(config, rates)

@@ -27,7 +27,7 @@ from megatron.lm.tools.files import made_folder, read_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TENSORS = ("input", "weight", "grad_output", "grad", "grad_reduced", "master", "m", "v")
+TENSORS = ("input", "weight", "grad_output", "query", "key", "value", "grad_attention", "grad", "grad_reduced", "master", "m", "v")
 QUANTITIES = {
     "sqnr_db": ("SQNR (dB)", 1.0),
     "underflow": ("underflow (%)", 100.0),

@@ -193,6 +193,19 @@ def test_a_fused_layer_keeps_what_cannot_be_made_again(level: str):
     assert per_element(f"--opt-level {level} {grouped}") == 20 - 2 * 2 * 3 / 4 + 2  # narrower keys and values; queries are copied
 
 
+def test_fp8_attention_keeps_a_byte_an_element():
+    fp8, statistics = "--opt-level O3 --attention-precision fp8", 4 * 16 / 2048
+    assert per_element(fp8) == 20 - 4 + statistics
+    assert per_element(f"{fp8} --recompute-granularity selective") == 18 - 3
+    grouped = f"{fp8} --group-query-attention --num-query-groups 4"
+    assert per_element(grouped) == 16 + statistics - 2 * 3 / 4
+    unfused = f"{fp8} --bf16-linears linear_qkv"
+    assert per_element(unfused) == 31 + ROPE + 1 - 12 + 4 + statistics
+    assert per_element(f"{fp8} --qk-layernorm") == 31 + ROPE - 2 + statistics  # its norms keep what they see
+    again = "--recompute-granularity selective --recompute-modules core_attn --qk-layernorm"
+    assert per_element(f"{fp8} {again}") == per_element(f"--opt-level O3 {again}")
+
+
 def test_norms_of_queries_and_keys_keep_a_copy_of_grouped_queries():
     for level, unit in (("O0", 36), ("O3", 31)):
         assert per_element(f"--opt-level {level} --qk-layernorm") == unit + ROPE  # not fused; what the norms see are views

@@ -299,6 +299,20 @@ def test_delayed_scales_are_judged_as_they_are(tmp_path: Path):
     assert large["saturation"] > 0.9
 
 
+@pytest.mark.parametrize("more", [{}, {"qk_layernorm": True}], ids=["fused", "not fused"])
+def test_fp8_attention_is_recorded_and_ends_with_the_same_bits(prefix: Path, tmp_path: Path, more: dict[str, Any]):
+    config = tiny.config(prefix, precision="O3", attention_precision="fp8", train_iters=4, **more)
+    record = {"record_precision": str(tmp_path / "p.jsonl"), "record_interval": 1}
+    recorded = replace(config, logging=replace(config.logging, **record))
+    assert tiny.losses(tiny.run(recorded)) == tiny.losses(tiny.run(config))
+    casts = read(tmp_path / "p.jsonl")[-1]["casts"]["decoder.layers.1.self_attention.core_attention"]
+    assert casts.keys() == {"query", "key", "value", "grad_attention"}
+    for tensor, values in casts.items():
+        told = dict(zip(CAST_COLUMNS, values, strict=True))
+        assert 20 < told["sqnr_db"] < 40, tensor
+        assert told["underflow"] < 0.01, tensor
+
+
 def test_recomputed_layers_are_recorded_too(tmp_path: Path):
     """With the numbers that they have where they are kept."""
     rows = []
