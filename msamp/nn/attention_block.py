@@ -243,7 +243,8 @@ class _Narrow:
             raise_amax(x.amax, attended.amax)
         if x.watch is not None:
             x.watch(dequantized(rows, attended.o_scale_inv, torch.float32), rows, attended.o_scale_inv)
-        return Operand.tensorwise(rows, attended.o_scale_inv)
+        scale_inv.copy_(attended.o_scale_inv)  # cuBLAS wants 16-byte alignment, which a row of the scaling state does not have
+        return Operand.tensorwise(rows, scale_inv)
 
     def kept(self) -> "_Narrow":
         if self.how.recompute:
@@ -255,8 +256,7 @@ class _Narrow:
             self.attended = self.fp8.attend(self.operands)
 
     def transposed(self, scale_inv: torch.Tensor) -> Operand:
-        rows, attended = self._rows()
-        return Operand.tensorwise(None, attended.o_scale_inv, ops.transpose(rows))
+        return Operand.tensorwise(None, scale_inv, ops.transpose(self._rows()[0]))
 
     def gradients(self, grad_o: torch.Tensor) -> Operands:
         assert self.attended is not None

@@ -5,6 +5,7 @@ import torch
 from block_halves import HEADS, B, D, H, S, attention_half, attention_settings, check_casts, fp8_attention, plain_attention, watch_casts
 from numerics import COAT_GRADIENTS, KINDS, codes, make
 
+from msamp.kernels import scaled_mm
 from msamp.nn.attention_block import AttentionBlock, split_heads
 from msamp.nn.fp8_attention import CASTS_HERE
 from msamp.nn.saved import GroupedFP8
@@ -72,6 +73,22 @@ def test_fp8_attention_is_nearly_the_same_function_and_recomputed_to_the_same_bi
     assert out.equal(again)
     assert all(a.equal(b) for a, b in zip(grads, recomputed, strict=True))
     assert fp8.scaling.amax.equal(amaxes)
+
+
+@pytest.mark.parametrize("scaling", [None, Current()], ids=["delayed", "just in time"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["attention in BF16", "attention in FP8"])
+def test_the_scales_of_products_are_aligned_as_cublas_wants_them(fp8, scaling, monkeypatch):
+    half = attention_half(recipe.O3 if scaling is None else recipe.O3.with_scaling(scaling), "cpu")
+    x, grad = inputs()
+    seen, multiply = [], scaled_mm.emulated_mm
+
+    def aligned(a, b, a_scale_inv, b_scale_inv, dtype):
+        seen.append((a_scale_inv.data_ptr() % 16, b_scale_inv.data_ptr() % 16))
+        return multiply(a, b, a_scale_inv, b_scale_inv, dtype)
+
+    monkeypatch.setattr(scaled_mm, "emulated_mm", aligned)
+    run(half, x, grad, attention_settings(half, fp8=fp8_attention(half) if fp8 else None))
+    assert seen == [(0, 0)] * 6
 
 
 def test_watches_of_fp8_attention_are_told_what_was_cast():
