@@ -126,12 +126,12 @@ def train(args: argparse.Namespace) -> None:
         if step % args.log_interval == 0 or step == args.train_iters:
             last = metrics[-1]
             print(f"step {step:5}  loss {loss:.4f}  margin {last['margin']:.4f}  accuracy {last['accuracy']:.2f}", flush=True)
-        if step % args.save_interval == 0 or step == args.train_iters:
+        if saved.due(args, step):
             state = {"model": msamp.exact_state_dict(model), "optimizer": optimizer.state_dict()}
             saved.save(args.save, step, state, settings, metrics)
-    done = saved.save_model(args.save, model, tokenizer)
+    done = saved.finish(args, model, tokenizer, metrics)
     report(args, replace(memory.stored(model, optimizer), gradients=gradients), memory.stored(reference), metrics)
-    print(f"the model is in {done}")
+    print(done)
 
 
 def report(args: argparse.Namespace, policy: memory.Stored, reference: memory.Stored, metrics: list[dict[str, Any]]) -> None:
@@ -150,7 +150,7 @@ def report(args: argparse.Namespace, policy: memory.Stored, reference: memory.St
     }  # fmt: skip
     print("MiB: " + ", ".join(f"{name.removesuffix('_mib')} {row[name]}" for name in row if name.endswith("_mib")))
     if args.rows is not None:
-        rows.append(args.rows, [rows.machine() | row])
+        rows.append(args.rows, [rows.machine(args.commit) | row])
 
 
 @entry.command

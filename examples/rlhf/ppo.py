@@ -226,13 +226,13 @@ def train(args: argparse.Namespace) -> None:
         metrics.append({"step": step} | row | {"rollout_seconds": sampled - began, "seconds": time.perf_counter() - began})
         if step % args.log_interval == 0 or step == args.train_iters:
             print(f"step {step:5}  reward {row['reward']:.3f}  kl {row['kl']:.3f}  value loss {row['value_loss']:.4f}", flush=True)
-        if step % args.save_interval == 0 or step == args.train_iters:
+        if saved.due(args, step):
             state = {"policy": policy.state(), "value": value.state(), "kl_coef": control.coefficient}
             saved.save(args.save, step, state, settings, metrics)
-    done_folder = saved.save_model(args.save, policy.model, tokenizer)
+    told = saved.finish(args, policy.model, tokenizer, metrics)
     held = {"policy": policy.stored(), "value": value.stored(), "reference": memory.stored(reference)}
     report(args, held | ({} if judge is None else {"reward_model": memory.stored(judge)}), metrics)
-    print(f"the policy is in {done_folder}")
+    print(told)
 
 
 def report(args: argparse.Namespace, held: dict[str, memory.Stored], metrics: list[dict[str, Any]]) -> None:
@@ -256,7 +256,7 @@ def report(args: argparse.Namespace, held: dict[str, memory.Stored], metrics: li
         weights, states, gradients = (size / 2**20 for size in (each.weights, each.states, each.gradients))
         print(f"{name:12} weights {weights:9.3f} MiB, states {states:9.3f}, gradients {gradients:9.3f}")
     if args.rows is not None:
-        rows.append(args.rows, [rows.machine() | row])
+        rows.append(args.rows, [rows.machine(args.commit) | row])
 
 
 @entry.command

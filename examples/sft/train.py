@@ -136,12 +136,12 @@ def train(args: argparse.Namespace) -> None:
             print(f"step {step:5}  loss {loss:.4f}  grad norm {metrics[-1]['grad_norm']:.3f}", flush=True)
         if step == args.train_iters and held_out:
             metrics[-1]["valid_loss"] = judge(model, held_out, args, tokenizer.pad_token_id)
-        if step % args.save_interval == 0 or step == args.train_iters:
+        if saved.due(args, step):
             state = {"model": msamp.exact_state_dict(model), "optimizer": optimizer.state_dict()}
             saved.save(args.save, step, state, settings, metrics)
-    done = saved.save_model(args.save, model, tokenizer)
+    done = saved.finish(args, model, tokenizer, metrics)
     report(args, model, replace(memory.stored(model, optimizer), gradients=gradients), metrics)
-    print(f"the model is in {done}")
+    print(done)
 
 
 def report(args: argparse.Namespace, model: Any, held: memory.Stored, metrics: list[dict[str, Any]]) -> None:
@@ -161,7 +161,7 @@ def report(args: argparse.Namespace, model: Any, held: memory.Stored, metrics: l
     print("bytes a parameter: " + ", ".join(f"{name.removesuffix('_bytes')} {row[name]}" for name in row if name.endswith("_bytes")))
     print(f"{speed:.0f} tokens/s; loss {row['loss_first']} -> {row['loss_last']}")
     if args.rows is not None:
-        rows.append(args.rows, [rows.machine() | row])
+        rows.append(args.rows, [rows.machine(args.commit) | row])
 
 
 @entry.command

@@ -111,3 +111,19 @@ class Listing:
     def markdown(self) -> str:
         """The block."""
         return "\n".join(["```text", *self.lines, "```"])
+
+
+@dataclass(frozen=True)
+class Absent:
+    """What stands in the place of a table as long as its file is not there.
+
+    Attributes:
+        file: that the table is made of.
+    """
+
+    file: str
+    sources: Sequence[tuple[str, Sequence[Row]]] = ()
+
+    def markdown(self) -> str:
+        """One line."""
+        return f"No row of a GPU is on file for the table of {self.file.rpartition('/')[2].removesuffix('.csv').replace('_', ' ')}."

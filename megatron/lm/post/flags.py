@@ -11,7 +11,7 @@ import torch
 from megatron.lm.post import models
 from megatron.lm.tools import arguments
 
-UNTOLD = frozenset({"save_interval", "log_interval", "rows", "save", "device"})  # they change nothing of what is computed
+UNTOLD = frozenset({"save_interval", "log_interval", "rows", "commit", "save", "no_checkpoints", "device"})  # change no number
 
 
 def common(parser: argparse.ArgumentParser, *, lr: float, train_iters: int) -> None:
@@ -30,7 +30,9 @@ def common(parser: argparse.ArgumentParser, *, lr: float, train_iters: int) -> N
     add("--seed", type=arguments.count(0), default=1234, help="of all that is drawn (default: %(default)s)")
     add("--save-interval", type=arguments.count(1), default=100, help="steps between checkpoints (default: %(default)s)")
     add("--log-interval", type=arguments.count(1), default=10, help="steps between lines on the screen (default: %(default)s)")
+    add("--no-checkpoints", action="store_true", help="keep metrics alone, neither checkpoints nor the model: to measure memory and speed")
     add("--rows", type=arguments.output_file, help="append losses, memory and speed to this CSV file")
+    add("--commit", type=arguments.name, help="hash to record in --rows where the tree is not a git checkout")
 
 
 def device(parser: argparse.ArgumentParser) -> torch.device:

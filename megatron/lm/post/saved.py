@@ -4,6 +4,7 @@ A checkpoint is one file, `step_00000010.pt`, which has its name only once all o
 of it, so that `metrics.jsonl` is of the steps that led there and of no others.
 """
 
+import argparse
 import json
 import pickle
 import re
@@ -77,6 +78,19 @@ def load(folder: Path, settings: Mapping[str, Any], device: torch.device | str) 
                 "same, or another --save"
             )
     return whole
+
+
+def due(args: argparse.Namespace, step: int) -> bool:
+    """Whether a run writes a checkpoint after so many steps: every `--save-interval`, and after the last."""
+    return not args.no_checkpoints and (step % args.save_interval == 0 or step == args.train_iters)
+
+
+def finish(args: argparse.Namespace, model: Any, tokenizer: Any, metrics: Sequence[Mapping[str, Any]]) -> str:
+    """Keep what a run ends with, and tell where: its model or, without checkpoints, its metrics alone."""
+    if args.no_checkpoints:
+        write_metrics(args.save, metrics)
+        return f"{args.save} holds the metrics alone"
+    return f"the model is in {save_model(args.save, model, tokenizer)}"
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any) -> Path:

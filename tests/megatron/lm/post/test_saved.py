@@ -1,5 +1,7 @@
 """Checkpoints of a run: whole or not there, of the same settings, the newest two; and the model at its end."""
 
+import argparse
+
 import kills
 import post_runs
 import pytest
@@ -91,3 +93,12 @@ def test_the_model_appears_whole_and_once(tmp_path):
     assert saved.save_model(tmp_path, Part("other"), Part("words")) == done
     assert not (done / "other").exists()
     assert not (tmp_path / "model.partial").exists()
+
+
+def test_a_run_without_checkpoints_leaves_its_metrics_alone(tmp_path):
+    args = argparse.Namespace(save=tmp_path / "run", save_interval=2, train_iters=3, no_checkpoints=False)
+    assert [step for step in range(1, 4) if saved.due(args, step)] == [2, 3]
+    args.no_checkpoints = True
+    assert not any(saved.due(args, step) for step in range(1, 4))
+    assert saved.finish(args, None, None, [{"step": 1}]) == f"{args.save} holds the metrics alone"
+    assert [path.name for path in args.save.iterdir()] == ["metrics.jsonl"]

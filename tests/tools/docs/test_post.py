@@ -1,0 +1,83 @@
+"""Tables of what comes after pre-training: with rows by hand, and where none is on file."""
+
+import csv
+
+import pytest
+
+from tools.docs import cells, evidence, post
+
+PLACE = {"date": "2026-11-23", "commit": "0123456", "gpu": "NVIDIA H200", "driver": "", "torch": "2.11.0"}
+SFT = {"model": "smollm2", "parameters": "134515008", "recipe": "O0", "seq_length": "1024", "global_batch_size": "8",
+       "steps": "60", "seed": "1", "loss_last": "1.2345", "valid_loss_before": "1.5", "valid_loss_after": "1.25",
+       "tokens_per_s": "1000.0", "weight_bytes": "2.000",
+       "gradient_bytes": "2.000", "master_bytes": "4.000", "moment_bytes": "8.000", "peak_bytes": "40.0"}  # fmt: skip
+DPO = {"model": "m", "global_batch_size": "8", "steps": "9", "seed": "1", "recipe": "O0", "loss_first": "0.6931", "loss_last": "0.6",
+       "accuracy_last": "0.75", "pairs_per_s": "3.00", "policy_weight_mib": "256", "reference_weight_mib": "256", "state_mib": "1536",
+       "peak_mib": "4000"}  # fmt: skip
+PPO = {"model": "m", "reward": "arithmetic", "global_batch_size": "64", "steps": "90", "seed": "1", "recipe": "O0", "reward_first": "0.1",
+       "reward_last": "0.8", "kl_last": "0.5", "s_a_step": "", "weight_mib": "768", "state_mib": "3000", "gradient_mib": "512",
+       "peak_mib": "9000"}  # fmt: skip
+ENCODER = {"precision": "bf16-d", "phase": "phase1", "steps": "9", "train_loss": "6", "valid_loss": "5.5", "ppl": "244.69", "peak_gib": ""}
+BOOLQ = {"precision": "bf16-d", "tuned_at": "bf16-d", "seed": "1", "steps": "9", "loss_first": "0.7", "loss_last": "0.6",
+         "accuracy": "0.62", "majority": "0.6217"}  # fmt: skip
+TOLD = {"model": "smollm2", "task": "piqa", "metric": "acc", "value": "0.62", "stderr": "0.01"}
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A checkout without rows."""
+    monkeypatch.setattr(post, "ROOT", tmp_path)
+    monkeypatch.setattr(post, "read", lambda name: evidence.read(name, tmp_path))
+    return tmp_path
+
+
+def write(root, name, *rows):
+    file = root / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, [*PLACE, *rows[0]])
+        writer.writeheader()
+        writer.writerows(PLACE | row for row in rows)
+
+
+def lines(table):
+    assert {len(each) for each in table.cells} == {len(table.columns)}
+    assert "commit 0123456, NVIDIA H200" in table.markdown()
+    return [dict(zip(table.columns, each, strict=True)) for each in table.cells]
+
+
+@pytest.mark.parametrize("name", post.TABLES)
+def test_without_rows_the_table_says_so(root, name):
+    table = post.TABLES[name]()
+    assert isinstance(table, cells.Absent)
+    assert table.markdown() == f"No row of a GPU is on file for the table of {name}."
+    assert not table.sources
+
+
+def test_levels_stand_beside_o0_of_the_same_setting(root):
+    write(root, post.SFT, SFT, SFT | {"recipe": "O3", "tokens_per_s": "1270", "peak_bytes": "30"}, SFT | {"recipe": "O2", "steps": "7"})
+    first, o3, alone = lines(post.sft())
+    assert (first["from O0"], first["peak GiB"], first["states"]) == ("", "5.01", "12.00")
+    assert (o3["level"], o3["from O0"], o3["memory from O0"]) == ("`O3`", "+27 %", "-25 %")
+    assert alone["from O0"] == ""
+    write(root, post.DPO, DPO, DPO | {"recipe": "O3", "state_mib": "768"})
+    assert lines(post.dpo())[1]["from O0"] == "-50 %"
+    write(root, post.PPO, PPO, PPO | {"recipe": "O3", "weight_mib": "576", "state_mib": "1500"})
+    assert [lines(post.ppo())[1][key] for key in ("from O0", "states from O0", "s a step")] == ["-25 %", "-50 %", ""]
+
+
+def test_encoders_and_boolq(root):
+    write(root, post.ENCODERS, ENCODER)
+    assert lines(post.encoders())[0]["perplexity"] == "244.7"
+    write(root, post.BOOLQ, BOOLQ)
+    assert lines(post.boolq())[0]["accuracy %"] == "62.0"
+
+
+def test_models_are_columns_and_of_two_rows_the_last_counts(root):
+    other = {"task": "text", "metric": "bits_per_byte", "value": "0.99716", "stderr": ""}
+    write(root, post.EVALUATION, TOLD, TOLD | {"value": "0.64"}, TOLD | {"model": "sft-O3", "value": "0.6"}, TOLD | other,
+          TOLD | {"metric": "nats"})  # fmt: skip
+    assert lines(post.evaluation()) == [
+        {"task": "piqa", "metric": "acc", "`smollm2`": "0.640 ± 0.010", "`sft-O3`": "0.600 ± 0.010"},
+        {"task": "text", "metric": "bits_per_byte", "`smollm2`": "0.9972", "`sft-O3`": ""},
+    ]

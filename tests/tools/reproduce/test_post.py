@@ -1,0 +1,68 @@
+"""After pre-training: what is made of rows, against rows by hand; a toy of each runs nightly (test_registry.py)."""
+
+import pytest
+
+from tools.docs.evidence import ROOT
+from tools.reproduce import post
+from tools.reproduce.registry import ENTRIES
+
+SFT = {"model": "big", "parameters": "7000", "recipe": "O0", "seed": "1", "tokens_per_s": "100", "peak_bytes": "20",
+       "valid_loss_after": "", "commit": "0123456"}  # fmt: skip
+PPO = {"recipe": "O0", "seed": "1", "weight_mib": "100", "state_mib": "80", "gradient_mib": "20", "reward_first": "0.25",
+       "reward_last": "0.5"}  # fmt: skip
+ENCODER = {"precision": "bf16-d", "phase": "phase1", "ppl": "8"}
+
+
+def by_name(found):
+    return {finding.quantity: finding for finding in found if finding.x is None}
+
+
+def test_fine_tuning_is_told_from_o0_of_the_same_model_and_the_paper_stands_beside_the_largest():
+    small = {"model": "small", "parameters": "70", "valid_loss_after": "2.0"}
+    rows = [SFT, SFT | small, SFT | small | {"recipe": "O3", "tokens_per_s": "90", "valid_loss_after": "2.1"},
+            SFT | {"recipe": "O3", "tokens_per_s": "130", "peak_bytes": "16"}]  # fmt: skip
+    curve = {"run": "sft", "recipe": "O3", "step": "2", "quantity": "loss", "value": "1.5"}
+    found = list(post.sft_findings(rows, [curve, curve | {"run": "ppo"}, curve | {"quantity": "valid_loss"}]))
+    lines = by_name(found)
+    assert (lines["O3: throughput from O0's"].ours, lines["O3: throughput from O0's"].paper) == (pytest.approx(30), 27)
+    assert (lines["O3: peak memory from O0's"].ours, lines["O3: peak memory from O0's"].paper) == (pytest.approx(-20), -14)
+    assert (lines["O3, small: throughput from O0's"].ours, lines["O3, small: throughput from O0's"].paper) == (pytest.approx(-10), None)
+    assert lines["O3, small: held-out loss from O0's"].ours == pytest.approx(5)
+    assert "O3: held-out loss from O0's" not in lines
+    assert [(each.quantity, each.x, each.ours) for each in found if each.x is not None] == [("O3, training loss", 2.0, 1.5)]
+    with pytest.raises(ValueError, match="the rows of big have no O0"):
+        list(post.sft_findings([SFT | {"recipe": "O3"}]))
+
+
+def test_rlhf_counts_gradients_with_the_states_as_the_paper_does():
+    found = by_name(post.ppo_findings([PPO, PPO | {"recipe": "O3", "weight_mib": "70", "state_mib": "30", "gradient_mib": "10"}]))
+    for name, ours, paper in (("weights of all models", -30, -32), ("states and gradients", -60, -62)):
+        one = found[f"O3: {name} from O0's"]
+        assert (one.ours, one.paper) == (pytest.approx(ours), paper)
+    assert found["O0: reward of the last 10 steps"].ours == 0.5
+    with pytest.raises(ValueError, match="the rows of PPO are of O0"):
+        list(post.ppo_findings([PPO]))
+
+
+def test_encoders_are_told_over_option_d():
+    rows = [ENCODER, ENCODER | {"precision": "collage-plus", "ppl": "9"}, ENCODER | {"precision": "O3", "ppl": "10"}]
+    found = by_name(post.encoder_findings([*rows, ENCODER | {"ppl": "4", "phase": "phase2"}]))
+    assert found["plus, phase1: perplexity over D's"].ours == pytest.approx(9 / 8)
+    assert found["O3, phase1: perplexity over D's"].ours == pytest.approx(10 / 8)
+    assert found["d, phase2: perplexity"].ours == 4
+    with pytest.raises(ValueError, match="train bf16-d too"):
+        list(post.encoder_findings(rows[1:]))
+
+
+def test_boolq_tells_each_seed():
+    row = {"precision": "bf16-d", "seed": "1", "accuracy": "0.62", "majority": "0.6"}
+    found = list(post.boolq_findings([row, row | {"precision": "collage-plus", "seed": "2", "accuracy": "0.7"}]))
+    assert [(each.quantity, each.ours, each.seed) for each in found] == [
+        ("d: accuracy on BoolQ", 62, 1), ("plus: accuracy on BoolQ", 70, 2), ("the commoner answer alone", 60, None)
+    ]  # fmt: skip
+
+
+def test_rows_on_file_are_asked_for_by_name():
+    for name in ("fp8lm-table3", "fp8lm-table4", "collage-table3", "collage-table4"):
+        lacking = ENTRIES[name].sizes["kept"].lacking()
+        assert bool(lacking) != all((ROOT / file).is_file() for file in ENTRIES[name].sizes["kept"].files)

@@ -1,0 +1,121 @@
+"""Rows of fine-tuning, RLHF, encoders and evaluation, out of what their runs left in one folder.
+
+    python -m tools.bench.post_rows --runs runs/post --out tools/bench/results [--commit HASH]
+
+reads below --runs what is there of
+
+    KIND/RECIPE/metrics.jsonl      of examples/sft and examples/rlhf, KIND being sft, dpo or ppo   -> post_curves.csv
+    encoders/RECIPE/PHASE.jsonl    of examples/bert/pretrain_bert_base.sh                          -> encoders.csv
+    boolq/RECIPE.json              of examples/bert/finetune_boolq.py --output                     -> boolq.csv
+    evaluation/NAME.json           of tools/evaluate.py --output                                   -> evaluation.csv
+
+and appends to files of these names in --out. The loops' own --rows hold the rest. It is run on the machine of the runs: each row names
+its GPU.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.lm import entry
+from megatron.lm.tools.arguments import Parser, name, path
+from megatron.lm.tools.report import read_run
+from tools.bench import rows
+
+LOOPS = ("sft", "dpo", "ppo")
+QUANTITIES = ("loss", "valid_loss", "margin", "accuracy", "reward", "kl", "value_loss")  # of a step, that make a curve
+Row = dict[str, Any]
+
+
+def curves(runs: Path) -> Iterator[Row]:
+    """A row for each step and quantity of the loops."""
+    for kind in LOOPS:
+        for file in sorted((runs / kind).glob("*/metrics.jsonl")):
+            for line in file.read_text(encoding="utf-8").splitlines():
+                step = json.loads(line)
+                told = {each: step[each] for each in QUANTITIES if step.get(each) is not None}
+                for quantity, value in told.items():
+                    yield {"run": kind, "recipe": file.parent.name, "step": step["step"], "quantity": quantity, "value": f"{value:.6g}"}
+
+
+def encoders(runs: Path) -> Iterator[Row]:
+    """A row for each precision and phase of the pre-training: where it ended."""
+    for file in sorted((runs / "encoders").glob("*/phase*.jsonl")):
+        run = read_run(str(file), file)
+        if not run.valid:
+            raise ValueError(f"{file} has no evaluation: train to the end of the phase, with --eval-iters above 0")
+        last, valid = run.train[-1], run.valid[-1]
+        yield {
+            "precision": file.parent.name, "phase": file.stem, "steps": last["iteration"], "tokens": last.get("tokens", ""),
+            "train_loss": f"{last['loss']:.4f}", "valid_loss": f"{valid['loss']:.4f}", "ppl": f"{valid['ppl']:.3f}",
+            "peak_gib": f"{peak:.3f}" if (peak := max(line.get("memory_gib") or 0 for line in run.train)) else "",
+        }  # fmt: skip
+
+
+def boolq(runs: Path) -> Iterator[Row]:
+    """A row for each precision and seed of the fine-tuning."""
+    for file in sorted((runs / "boolq").glob("*.json")):
+        found = _json(file)
+        for seed in found["seeds"]:
+            yield {
+                "precision": file.stem, "tuned_at": found["precision"], "seed": seed["seed"], "steps": found["steps"],
+                "accuracy": f"{seed['accuracy']:.4f}", "majority": f"{found['majority']:.4f}",
+                "answered_yes": f"{seed['answered_yes']:.4f}", "loss_first": f"{seed['loss_first']:.4f}",
+                "loss_last": f"{seed['loss_last']:.4f}", "dev_rows": found["rows"]["dev"],
+            }  # fmt: skip
+
+
+def evaluation(runs: Path) -> Iterator[Row]:
+    """A row for each model, task and metric."""
+    for file in sorted((runs / "evaluation").glob("*.json")):
+        for model, found in _json(file).items():
+            about = found["about"]
+            for task, values in found["results"].items():
+                samples = values.get("samples", values.get("documents", ""))
+                for metric in (each for each in values if not each.endswith("_stderr") and each not in ("samples", "documents")):
+                    error = values.get(f"{metric}_stderr")
+                    yield {
+                        "model": model, "kind": about["kind"], "precision": about["precision"], "task": task, "metric": metric,
+                        "value": f"{values[metric]:.6g}", "stderr": f"{error:.4g}" if isinstance(error, int | float) else "",
+                        "samples": samples,
+                    }  # fmt: skip
+
+
+def _json(file: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}): run what writes it again") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no JSON object: give what --output wrote")
+    return found
+
+
+FILES = {"post_curves": curves, "encoders": encoders, "boolq": boolq, "evaluation": evaluation}
+
+
+@entry.command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; 0, or 2 for bad input."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("--runs", required=True, type=path, help="folder of the runs")
+    parser.add_argument("--out", required=True, type=path, help="folder of the CSV files, which grow")
+    parser.add_argument("--commit", type=name, help="hash to record where the tree is not a git checkout")
+    options = parser.parse_args(argv)
+    if not options.runs.is_dir():
+        raise ValueError(f"--runs {options.runs} is no folder: name the one that holds sft, ppo, encoders or evaluation")
+    found = {file: list(make(options.runs)) for file, make in FILES.items()}
+    if not any(found.values()):
+        raise ValueError(f"--runs {options.runs} holds nothing of these runs: its folders are those that --help names")
+    where = rows.machine(options.commit)
+    for file, fresh in found.items():
+        if fresh:
+            rows.append(options.out / f"{file}.csv", [where | row for row in fresh])
+            print(f"{options.out / file}.csv: {len(fresh)} rows more")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Tables of what comes after pre-training: fine-tuning, RLHF, encoders, evaluation. Where no row is on file, a table says that alone."""
+
+from collections.abc import Callable, Sequence
+
+from tools.docs.cells import BENCH, Absent, Cell, Table, code, column, of
+from tools.docs.evidence import ROOT, Row, read
+
+SFT, DPO, PPO, ENCODERS, BOOLQ, EVALUATION, CURVES = (
+    f"{BENCH}/{name}.csv" for name in ("sft", "dpo", "ppo", "encoders", "boolq", "evaluation", "post_curves")
+)
+
+
+BASE = "O0"  # what the other levels stand beside
+
+
+def rows_of(name: str) -> Sequence[Row]:
+    """The rows of a file; none where it is not there yet."""
+    return read(name) if (ROOT / name).is_file() else ()
+
+
+def _gain(rows: Sequence[Row], key: str, same: Sequence[str]) -> Cell:
+    """A value over that of O0 in the same setting, in percent."""
+
+    def cell(row: Row) -> str:
+        base = next((each for each in rows if each["recipe"] == BASE and all(each[name] == row[name] for name in same)), None)
+        if base is None or base is row or not row[key] or not base[key]:
+            return ""
+        return f"{100 * (float(row[key]) / float(base[key]) - 1):+.0f} %"
+
+    return cell
+
+
+def _peak(row: Row) -> str:
+    """GiB, of bytes a parameter."""
+    return f"{float(row['peak_bytes']) * int(row['parameters']) / 2**30:.2f}" if row["peak_bytes"] else ""
+
+
+def _states(row: Row) -> str:
+    return f"{float(row['master_bytes']) + float(row['moment_bytes']):.2f}"
+
+
+def sft() -> Table | Absent:
+    """FP8-LM, Table 3: loss, memory and throughput of each level, beside O0."""
+    rows = rows_of(SFT)
+    same = ("model", "seq_length", "global_batch_size", "steps", "seed", "commit", "gpu")
+    columns: dict[str, Cell] = {
+        "level": code("recipe"), "model": column("model"), "parameters M": column("parameters", 0, 1e-6), "steps": column("steps"),
+        "loss": column("loss_last", 3), "held out, before": column("valid_loss_before", 3), "after": column("valid_loss_after", 3),
+        "tokens/s": column("tokens_per_s", 0), "from O0": _gain(rows, "tokens_per_s", same), "peak GiB": _peak,
+        "memory from O0": _gain(rows, "peak_bytes", same), "bytes a parameter: weights": column("weight_bytes", 2),
+        "states": _states, "gradients": column("gradient_bytes", 2),
+    }  # fmt: skip
+    return of(SFT, rows, columns) if rows else Absent(SFT)
+
+
+def dpo() -> Table | Absent:
+    """Direct preference optimisation of each level."""
+    rows = rows_of(DPO)
+    same = ("model", "global_batch_size", "steps", "seed", "commit", "gpu")
+    columns: dict[str, Cell] = {
+        "level": code("recipe"), "steps": column("steps"), "loss, first step": column("loss_first", 4), "loss": column("loss_last", 4),
+        "chosen above rejected": column("accuracy_last", 2), "pairs/s": column("pairs_per_s", 1),
+        "policy MiB": column("policy_weight_mib", 0), "reference MiB": column("reference_weight_mib", 0),
+        "states MiB": column("state_mib", 0), "from O0": _gain(rows, "state_mib", same), "peak MiB": column("peak_mib", 0),
+    }  # fmt: skip
+    return of(DPO, rows, columns) if rows else Absent(DPO)
+
+
+def ppo() -> Table | Absent:
+    """FP8-LM, Table 4: reward, and memory of the weights and states of all models."""
+    rows = rows_of(PPO)
+    same = ("model", "reward", "global_batch_size", "steps", "seed", "commit", "gpu")
+    columns: dict[str, Cell] = {
+        "level": code("recipe"), "reward": column("reward"), "steps": column("steps"), "first 10 steps": column("reward_first", 3),
+        "last 10": column("reward_last", 3), "kl": column("kl_last", 2), "s a step": column("s_a_step", 2),
+        "weights MiB": column("weight_mib", 0), "from O0": _gain(rows, "weight_mib", same), "states MiB": column("state_mib", 0),
+        "states from O0": _gain(rows, "state_mib", same), "gradients MiB": column("gradient_mib", 0), "peak MiB": column("peak_mib", 0),
+    }  # fmt: skip
+    return of(PPO, rows, columns) if rows else Absent(PPO)
+
+
+def encoders() -> Table | Absent:
+    """Collage, Table 3: perplexity of the masked tokens after each phase."""
+    rows = rows_of(ENCODERS)
+    columns: dict[str, Cell] = {
+        "`PRECISION`": code("precision"), "phase": column("phase"), "steps": column("steps"), "training loss": column("train_loss", 3),
+        "validation loss": column("valid_loss", 3), "perplexity": column("ppl", 1), "peak GiB": column("peak_gib", 2),
+    }  # fmt: skip
+    return of(ENCODERS, rows, columns) if rows else Absent(ENCODERS)
+
+
+def boolq() -> Table | Absent:
+    """Collage, Table 4, with BoolQ for GLUE."""
+    rows = rows_of(BOOLQ)
+    columns: dict[str, Cell] = {
+        "pre-trained at": code("precision"), "tuned at": code("tuned_at"), "seed": column("seed"), "steps": column("steps"),
+        "loss, first tenth": column("loss_first", 3), "last tenth": column("loss_last", 3), "accuracy %": column("accuracy", 1, 100),
+        "the commoner answer alone %": column("majority", 1, 100),
+    }  # fmt: skip
+    return of(BOOLQ, rows, columns) if rows else Absent(BOOLQ)
+
+
+def evaluation() -> Table | Absent:
+    """A line for each task and metric, a column for each model: of several rows the last."""
+    rows = rows_of(EVALUATION)
+    if not rows:
+        return Absent(EVALUATION)
+    told = ("acc", "acc_norm", "bits_per_byte", "perplexity")
+    last = {(row["task"], row["metric"], row["model"]): row for row in rows if row["metric"] in told}
+    models = list(dict.fromkeys(row["model"] for row in last.values()))
+    cells = []
+    for task, metric in dict.fromkeys(key[:2] for key in last):
+        found = [last.get((task, metric, model)) for model in models]
+        cells.append([task, metric, *("" if row is None else _measured(row) for row in found)])
+    heads = [f"`{model}`" for model in models]
+    return Table(["task", "metric", *heads], cells, [(EVALUATION, list(last.values()))])
+
+
+def _measured(row: Row) -> str:
+    digits = 3 if row["metric"] in ("acc", "acc_norm") else 4
+    return f"{float(row['value']):.{digits}f}" + (f" ± {float(row['stderr']):.3f}" if row["stderr"] else "")
+
+
+TABLES: dict[str, Callable[[], Table | Absent]] = {
+    "sft": sft, "dpo": dpo, "ppo": ppo, "encoders": encoders, "boolq": boolq, "evaluation": evaluation,
+}  # fmt: skip

@@ -1,0 +1,241 @@
+"""After pre-training: FP8-LM Tables 3 and 4 with Figures 5 and 6, Collage Tables 3 and 4, from rows on file or on toy models."""
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.docs.evidence import Row, read
+from tools.docs.post import BASE, BOOLQ, CURVES, ENCODERS, PPO, SFT
+from tools.reproduce.entry import Entry, Finding, Needs, Task
+from tools.reproduce.run_tool import rows_of
+from tools.reproduce.short import NAMES
+from tools.reproduce.trainings import byte_data, trained
+
+# FP8-LM Table 3, LLaMA-7B: memory and throughput of FP8 from BF16; Table 4: memory of weights and states of all models.
+MEMORY3, THROUGHPUT3, WEIGHTS4, STATES4 = -14.0, 27.0, -32.0, -62.0
+LEVELS = ("O1", "O2", "O3")
+PAPERS = LEVELS[-1]  # what the paper's figures stand beside
+TOY_STEPS = {"sft": 8, "ppo": 4}
+ENCODER = (
+    "--objective masked-lm --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 2e-3 --eval-iters 4 "
+    "--position-embedding-type learned_absolute --max-position-embeddings 64"
+)
+PHASES = (("phase1", 24, ""), ("phase2", 12, "--seq-length 64"))
+
+
+def _from(base: Row, row: Row, key: str) -> float:
+    return 100 * (float(row[key]) / float(base[key]) - 1)
+
+
+def _newest(rows: Sequence[Row], key: str = "recipe") -> dict[str, Row]:
+    """Of each recipe its last row."""
+    return {row[key]: row for row in rows}
+
+
+# ------------------------------------------------------------------------------------------------------------ fine-tuning, RLHF
+
+
+def sft_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Finding]:
+    """FP8-LM, Table 3: of each model loss, memory and throughput from O0's, the largest without its name; Figure 5, the losses of steps."""
+    largest = max(rows, key=lambda row: int(row["parameters"]), default={"model": ""})["model"]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        found = _newest([row for row in rows if row["model"] == model])
+        if BASE not in found:
+            raise ValueError(f"the rows of {model} have no O0 to compare with: run examples/sft/train.py --opt-level O0 with --rows")
+        base = found[BASE]
+        for level in (each for each in LEVELS if each in found):
+            row, name = found[level], level if model == largest else f"{level}, {model}"
+            seed, ours = int(row["seed"]), name == PAPERS  # the paper has one model, of 7B
+            yield Finding(f"{name}: throughput from O0's", _from(base, row, "tokens_per_s"), THROUGHPUT3 if ours else None, "%", seed=seed,
+                          where=row)  # fmt: skip
+            if row["peak_bytes"]:
+                yield Finding(f"{name}: peak memory from O0's", _from(base, row, "peak_bytes"), MEMORY3 if ours else None, "%", seed=seed,
+                              where=row)  # fmt: skip
+            if row["valid_loss_after"]:
+                above = _from(base, row, "valid_loss_after")
+                yield Finding(f"{name}: held-out loss from O0's", above, 0.0 if ours else None, "%", seed=seed, where=row)
+    for row in curves:
+        if (row["run"], row["quantity"]) == ("sft", "loss"):
+            yield Finding(f"{row['recipe']}, training loss", float(row["value"]), x=float(row["step"]), where=row)
+
+
+def ppo_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Finding]:
+    """FP8-LM, Table 4: memory of weights and states from O0's; the paper counts the gradient as a state. Figure 6: the rewards."""
+    found = _newest(rows)
+    if not {BASE, PAPERS} <= found.keys():
+        raise ValueError(f"the rows of PPO are of {', '.join(found) or 'nothing'}: run examples/rlhf/run.sh, which takes O0 and O3")
+    base, row = found[BASE], found[PAPERS]
+    seed = int(row["seed"])
+    states = [float(each["state_mib"]) + float(each["gradient_mib"]) for each in (base, row)]
+    yield Finding("O3: weights of all models from O0's", _from(base, row, "weight_mib"), WEIGHTS4, "%", seed=seed, where=row)
+    yield Finding("O3: states and gradients from O0's", 100 * (states[1] / states[0] - 1), STATES4, "%", seed=seed, where=row)
+    yield Finding("O3: states from O0's", _from(base, row, "state_mib"), unit="%", seed=seed, where=row)
+    for level in (BASE, PAPERS):
+        last = found[level]
+        yield Finding(f"{level}: reward of the first 10 steps", float(last["reward_first"]), seed=seed, where=last)
+        yield Finding(f"{level}: reward of the last 10 steps", float(last["reward_last"]), seed=seed, where=last)
+    for each in curves:
+        if (each["run"], each["quantity"]) == ("ppo", "reward"):
+            yield Finding(f"{each['recipe']}, reward", float(each["value"]), x=float(each["step"]), where=each)
+
+
+def _toy_rows(kind: str, script: str, words: Sequence[str], task: Task) -> list[Row]:
+    """Rows of a loop of `examples/` on a tiny random chat model, at O0 and O3."""
+    folder = task.folder / kind
+    if not (folder / "toy/tokenizer.json").is_file():
+        importlib.import_module("examples.toy_chat").make(folder / "toy")
+    found: list[Row] = []
+    for level in (BASE, PAPERS):
+        file = folder / f"{level}.csv"
+        flags = ["--load", str(folder / "toy"), "--save", str(folder / level), "--opt-level", level, "--dtype", "fp32", "--no-checkpoints"]
+        flags += ["--train-iters", str(TOY_STEPS[kind]), "--lr", "3e-3", "--rows", str(file), *words]
+        found += rows_of(script.rpartition("/")[2], flags, file, f"examples/{script.rpartition('/')[0]}")
+    return found
+
+
+def table3(task: Task) -> Iterator[Finding]:
+    """Fine-tuning at each level."""
+    if task.size == "kept":
+        return sft_findings(read(SFT), read(CURVES))
+    data = task.folder / "sums.json"
+    data.parent.mkdir(parents=True, exist_ok=True)
+    data.write_text(json.dumps([{"instruction": f"{n % 9}+{n // 9}=", "output": f"it is {n % 9 + n // 9}"} for n in range(36)]))
+    return sft_findings(_toy_rows("sft", "sft/train", ["--data", str(data), "--seq-length", "64", "--valid-rows", "8"], task))
+
+
+def table4(task: Task) -> Iterator[Finding]:
+    """PPO at O0 and at O3."""
+    if task.size == "kept":
+        return ppo_findings(read(PPO), read(CURVES))
+    words = ["--reward", "digits", "--max-new-tokens", "4", "--kl-coef", "0.02", "--global-batch-size", "8", "--mini-batch-size", "8"]
+    return ppo_findings(_toy_rows("ppo", "rlhf/ppo", words, task))
+
+
+# -------------------------------------------------------------------------------------------------------------------- encoders
+
+
+def encoder_findings(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Collage, Table 3: perplexity of each option over that of D, and of our levels."""
+    for phase in dict.fromkeys(row["phase"] for row in rows):
+        found = _newest([row for row in rows if row["phase"] == phase], "precision")
+        base = _option_d(found)
+        yield Finding(f"d, {phase}: perplexity", float(base["ppl"]), where=base)
+        for label, row in _named(found):
+            yield Finding(f"{label}, {phase}: perplexity over D's", float(row["ppl"]) / float(base["ppl"]), where=row)
+
+
+def boolq_findings(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Collage, Table 4, with BoolQ for GLUE: accuracy of each seed, and of D the margin over the commoner answer."""
+    base = _option_d(_newest(rows, "precision"))
+    labels = {name: variant for variant, name in NAMES.items()}
+    for row in rows:
+        label = labels.get(row["precision"], row["precision"])
+        yield Finding(f"{label}: accuracy on BoolQ", 100 * float(row["accuracy"]), unit="%", seed=int(row["seed"]), where=row)
+    yield Finding("the commoner answer alone", 100 * float(base["majority"]), unit="%", where=base)
+
+
+def _option_d(found: Mapping[str, Row]) -> Row:
+    if NAMES["d"] not in found:
+        raise ValueError(f"the rows are of {', '.join(found) or 'nothing'}: train {NAMES['d']} too, which the others are compared with")
+    return found[NAMES["d"]]
+
+
+def _named(found: Mapping[str, Row]) -> Iterator[tuple[str, Row]]:
+    """Rows but D's, by the paper's names of the options, and by ours of the levels."""
+    labels = {name: variant for variant, name in NAMES.items()}
+    yield from ((labels.get(name, name), row) for name, row in found.items() if name != NAMES["d"])
+
+
+def _toy_encoders(task: Task) -> tuple[list[Row], dict[str, Path]]:
+    """Both phases of a tiny encoder at plus and D: rows, and where each precision's last checkpoint lies."""
+    data, saved = byte_data(task.text, task.folder / "bytes"), {}
+    rows: list[Row] = []
+    for name in (NAMES["plus"], NAMES["d"]):
+        before = ""
+        for phase, steps, flags in PHASES:
+            folder = task.folder / name / phase
+            run = trained(name, 1234, steps, f"{ENCODER} {flags} {before} --save {folder} --save-interval {steps}", data, folder / "log")
+            rows.append({"precision": name, "phase": phase, "ppl": str(run.valid[-1]["ppl"])})
+            before = f"--load {folder} --finetune"
+        saved[name] = folder
+    return rows, saved
+
+
+def collage_table3(task: Task) -> Iterator[Finding]:
+    """Perplexity after each phase."""
+    return encoder_findings(read(ENCODERS) if task.size == "kept" else _toy_encoders(task)[0])
+
+
+def collage_table4(task: Task) -> Iterator[Finding]:
+    """Accuracy after fine-tuning."""
+    if task.size == "kept":
+        return boolq_findings(read(BOOLQ))
+    folder = task.folder / "BoolQ"
+    folder.mkdir(parents=True, exist_ok=True)
+    asked: list[dict[str, Any]] = [{"question": f"is {n} even", "passage": "yes " * 4 if n % 2 == 0 else "no " * 4} for n in range(40)]
+    (folder / "combined.jsonl").write_text("".join(json.dumps(q | {"label": n % 2 == 0}) + "\n" for n, q in enumerate(asked)))
+    (folder / "dev.jsonl").write_text("".join(json.dumps(q | {"answer": str(n % 2 == 0)}) + "\n" for n, q in enumerate(asked[:12])))
+    return boolq_findings(list(_toy_boolq(_toy_encoders(task)[1], folder)))
+
+
+def _toy_boolq(saved: Mapping[str, Path], data: Path) -> Iterator[Row]:
+    tune = importlib.import_module("examples.bert.finetune_boolq").main
+    for name, folder in saved.items():
+        output = folder / "boolq.json"
+        words = ["--load", str(folder), "--data", str(data), "--precision", name, "--epochs", "2", "--lr", "1e-2", "--output", str(output)]
+        if tune([*words, "--micro-batch-size", "8", "--global-batch-size", "8", "--seq-length", "48"]):
+            raise RuntimeError(f"examples/bert/finetune_boolq.py {' '.join(words)} failed")
+        found = json.loads(output.read_text(encoding="utf-8"))
+        one = found["seeds"][0]
+        yield {"precision": name, "seed": str(one["seed"]), "accuracy": str(one["accuracy"]), "majority": str(found["majority"])}
+
+
+def kept(*files: str) -> Needs:
+    """Rows on file, of these files."""
+    return Needs(files=files, maker="docs/guide says how on the page of each")
+
+
+ENTRIES = (
+    Entry(
+        name="fp8lm-table3",
+        title="FP8-LM, Table 3 and Figure 5",
+        claim="Supervised fine-tuning in FP8 is as good as in BF16, with less memory and 27 % more throughput.",
+        run=table3,
+        sizes={"toy": Needs(), "kept": kept(SFT, CURVES)},
+        headline="O3: throughput from O0's",
+        reason="AlpacaEval and MT-Bench need a judge model, which is not to be had.",
+        slow=True,
+    ),
+    Entry(
+        name="fp8lm-table4",
+        title="FP8-LM, Table 4 and Figure 6",
+        claim="RLHF in FP8 is as good as in BF16, with less memory.",
+        run=table4,
+        sizes={"toy": Needs(), "kept": kept(PPO, CURVES)},
+        headline="O3: weights of all models from O0's",
+        reason="AlpacaEval and MT-Bench need a judge model, which is not to be had.",
+        slow=True,
+    ),
+    Entry(
+        name="collage-table3",
+        title="Collage, Table 3",
+        claim="Pre-training perplexity of BERT and RoBERTa: plus is that of option D.",
+        run=collage_table3,
+        sizes={"toy": Needs(), "kept": kept(ENCODERS)},
+        headline="plus, phase2: perplexity over D's",
+        reason="Our encoder is of BERT-base's shape with norms in front, trained on enwik8 for a short time.",
+        slow=True,
+    ),
+    Entry(
+        name="collage-table4",
+        title="Collage, Table 4",
+        claim="GLUE scores of BERT and RoBERTa: plus is as good as option D.",
+        run=collage_table4,
+        sizes={"toy": Needs(), "kept": kept(BOOLQ)},
+        headline="plus: accuracy on BoolQ",
+        reason="No package brings GLUE; BoolQ stands in.",
+        slow=True,
+    ),
+)
