@@ -9,6 +9,7 @@ from megatron.lm import checkpoint, gain, graph, process_groups
 from megatron.lm.config import Config
 from megatron.lm.distributed import build_grad_sync, chunks
 from megatron.lm.grid import Grid
+from megatron.lm.model.attention import check_precision
 from megatron.lm.model.gpt import build_model
 from megatron.lm.optim import build_loss_scaler, build_optimizer, build_schedule
 from megatron.lm.recipe import build_recipe
@@ -28,9 +29,10 @@ def build_training(config: Config, vocab_size: int, around: Callable[[nn.Module]
             checkpoint of the training holds them. The module has the model's `config`.
 
     Raises:
-        ValueError: on every rank, where the checkpoint to resume from is damaged, a linear layer cannot be measured, or CUDA graphs are
-            asked for and impossible.
+        ValueError: on every rank, where the checkpoint to resume from is damaged, a linear layer cannot be measured, or CUDA graphs or
+            FP8 attention are asked for and impossible.
     """
+    check_precision(config)
     config, linears = gain.settle(config, lambda: checkpoint.saved_precision(config))
     graph.choose(config)  # refuses what cannot be, before there is a model
     recipe = build_recipe(config.precision)

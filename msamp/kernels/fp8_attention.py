@@ -200,6 +200,7 @@ class _Drawing:
     """A graph of cuDNN's while it is drawn."""
 
     def __init__(self, shape: Shape) -> None:
+        check_available(torch.device("cuda", shape.device), shape.channels)
         import cudnn
 
         self.shape, self.types = shape, cudnn.data_type

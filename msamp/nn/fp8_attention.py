@@ -182,7 +182,7 @@ class FP8Attention(NamedTuple):
 
 def raise_amax(slot: torch.Tensor, amax: torch.Tensor) -> None:
     """Raise FP32 `slot` in place to `amax` of its shape."""
-    slot.copy_(torch.maximum(slot, amax))
+    torch.maximum(slot, amax, out=slot)
 
 
 def dequantized(payload: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

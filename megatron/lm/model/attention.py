@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.lm import process_groups
-from msamp.kernels.fp8_attention import check_width, default_scale
+from megatron.lm.config import Config
+from msamp.kernels.fp8_attention import check_width, default_scale, prepare
 from msamp.nn.fp8_attention import AttentionScaling, FP8Attention
 from msamp.numerics.recipe import Gemms
 
@@ -35,6 +36,23 @@ def check_backend(backend: str, dropout: float = 0.0) -> None:
         raise ValueError(f"--attention-backend {backend}: choose one of {', '.join(BACKENDS)}")
     if backend == "cudnn" and not torch.backends.cudnn.is_available():
         raise ValueError("--attention-backend cudnn: this machine has no cuDNN; choose auto, flash or math")
+
+
+def check_precision(config: Config) -> None:
+    """Make what `--attention-precision fp8` needs for this run's shape on this machine; nothing without it.
+
+    Raises:
+        ValueError: the machine does not compute FP8 attention of this shape.
+    """
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    if config.precision.attention_precision != "fp8":
+        return
+    query = (model.seq_length, config.training.micro_batch_size, model.num_attention_heads // tp, model.head_size)
+    groups, causal = max(1, model.query_groups // tp), model.objective == "causal-lm"
+    try:
+        prepare(query, groups, default_scale(model.head_size), process_groups.device(), causal=causal)
+    except ValueError as error:
+        raise ValueError(f"--attention-precision fp8: {error}") from error
 
 
 class SDPAttention(MegatronModule):

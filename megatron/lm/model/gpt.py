@@ -12,7 +12,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.lm import process_groups
 from megatron.lm.config import Config
 from megatron.lm.grid import Grid
 from megatron.lm.model.attention import check_backend
@@ -27,13 +26,12 @@ from megatron.lm.process_groups import virtual_pipeline_size
 from megatron.lm.recipe import saved_activations
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
-from msamp.kernels.fp8_attention import default_scale, prepare
 from msamp.nn.saved import AS_IT_IS
 from msamp.nn.vocabulary_loss import linear_cross_entropy
 from msamp.parallel.vocabulary import vocabulary_parallel_cross_entropy
 
 if TYPE_CHECKING:
-    from msamp.numerics.recipe import Gemms, Recipe
+    from msamp.numerics.recipe import Recipe
 
 
 class GPT(GPTModel):
@@ -183,8 +181,7 @@ def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int
         sent: where tensor-parallel layers count the bytes that this rank sends.
 
     Raises:
-        ValueError: an attention backend that this machine does not have, FP8 attention that it does not compute, an unknown norm, or a
-            peer's recipe without its library or GPU.
+        ValueError: an attention backend that this machine does not have, an unknown norm, or a peer's recipe without its library or GPU.
     """
     linears = layer_linears(recipe, config.precision.bf16_linears or ()) | {"output_layer": output_linear(recipe)}
     if isinstance(recipe, PeerRecipe):
@@ -212,7 +209,7 @@ def assemble(
     model, grid = config.model, Grid.current()
     if layers is None:
         saved, causal = saved_activations(config.precision), model.objective == "causal-lm"
-        fp8_attention = _fp8_attention(config)
+        fp8_attention = config.precision.recipe.gemm if config.precision.attention_precision == "fp8" else None
         layers = block_spec(core_config, linears, vp_stage, model.attention_backend, saved, causal, fp8_attention)
     gpt = GPT(
         config=core_config,
@@ -231,17 +228,6 @@ def assemble(
     )
     draw_weights(gpt, config)
     return gpt
-
-
-def _fp8_attention(config: Config) -> "Gemms | None":
-    """The casts of the linear layers where the attention is in FP8 too, its kernels made for this run's shape."""
-    model, precision = config.model, config.precision
-    if precision.attention_precision != "fp8":
-        return None
-    tp, device = config.parallel.tensor_model_parallel_size, process_groups.device()
-    query = (model.seq_length, config.training.micro_batch_size, model.num_attention_heads // tp, model.head_size)
-    prepare(query, model.query_groups // tp, default_scale(model.head_size), device, causal=model.objective == "causal-lm")
-    return precision.recipe.gemm
 
 
 def _gelu(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import dist
 import pytest
 import tiny
+import torch
 
 from megatron.lm.config import Config
 
@@ -34,7 +35,7 @@ def test_a_tiny_gpt_trains_to_the_same_loss_and_resumes_bit_for_bit(tmp_path: Pa
     assert first + tiny.losses(tiny.run(resumed)) == narrow[: 2 * tiny.BOTH_PHASES]
 
 
-def test_scales_move_once_a_step_and_a_recomputed_run_has_the_same_losses(tmp_path: Path):
+def test_a_recomputed_run_of_several_micro_batches_has_the_same_losses(tmp_path: Path):
     run = settings(tmp_path, train_iters=tiny.BOTH_PHASES, global_batch_size=8, recompute_granularity="selective", bf16_linears=())
     kept = replace(run, training=replace(run.training, recompute_granularity=None))
     assert tiny.losses(tiny.run(run)) == tiny.losses(tiny.run(kept))
@@ -71,3 +72,24 @@ def test_under_tensor_parallelism(tmp_path: Path, precision: str, spread: bool):
     grid = {"tensor_model_parallel_size": 2, "sequence_parallel": spread}
     split = tiny.losses(dist.run(tiny.run, 2, settings(tmp_path, precision=precision, train_iters=10, **grid))[0])
     assert difference(alone, split) < LOSS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [{}, {"bf16_linears": ("linear_proj",)}, {"recompute_granularity": "selective"}], ids=str)
+def test_on_a_gpu_eager_and_captured(tmp_path: Path, more: dict[str, Any]):
+    pytest.importorskip("cudnn")
+    sizes = {"hidden_size": 256, "num_attention_heads": 2, "seq_length": 32, "train_iters": 30, "lr": 1e-3, "min_lr": 1e-4}
+    eager, captured, wide = (
+        tiny.losses(tiny.run(settings(tmp_path, cuda_graph=graph, attention_precision=way, **sizes, **more)))
+        for way, graph in (("fp8", "none"), ("fp8", "step"), ("bf16", "step"))
+    )
+    assert difference(eager, captured) < LOSS / 5  # backward adds up in any order
+    assert 0 < difference(captured, wide) < LOSS
+
+
+@pytest.mark.gpu
+def test_on_hopper_another_width_of_heads_is_refused_by_name(tmp_path: Path):
+    if torch.cuda.get_device_capability()[0] > 9:
+        pytest.skip("after Hopper heads of 16 channels are served")
+    with pytest.raises(ValueError, match="--attention-precision fp8: FP8 attention on Hopper has a backward for heads of 128 channels"):
+        tiny.run(settings(tmp_path))

@@ -1,7 +1,10 @@
 """Which machine computes FP8 attention, and on a GPU cuDNN's kernels against their definition."""
 
+import contextlib
 import importlib.util
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,11 +152,97 @@ def test_scales_change_between_replays_and_saturate():
     assert o.float().abs().amax() == E4M3.max
 
 
-@pytest.mark.gpu
-def test_a_shape_that_cudnn_does_not_serve_is_refused_with_its_words():
-    pytest.importorskip("cudnn")
-    if torch.cuda.get_device_capability()[0] > 9:
-        pytest.skip("a backward for heads of 64 channels is there after Hopper")
-    shape = fp8_attention.Shape(0, 256, 1, 2, 2, 64, 0.125, True)
-    with pytest.raises(ValueError, match=r"has no FP8 attention for 256 x 1 x 2 heads in 2 groups x 64, causal .*keep"):
-        fp8_attention._backward_graph(shape)
+class Drawn:
+    """cuDNN's frontend as far as graphs are drawn with it: what it was told, and an error where it is to refuse."""
+
+    data_type = SimpleNamespace(FP8_E4M3="e4m3", FP8_E5M2="e5m2", FLOAT="float")
+    heur_mode = SimpleNamespace(A="A")
+    cudnnGraphNotSupportedError = type("NotSupported", (Exception,), {})
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.refuses, self.tensors, self.called = refuses, [], {}
+
+    def pygraph(self, **types):
+        return self
+
+    def create_handle(self):
+        return "handle"
+
+    def backend_version(self):
+        return 91900
+
+    def tensor(self, **about):
+        made = SimpleNamespace(about=about, number=len(self.tensors))
+        made.get_uid = lambda: made.number
+        for setter, key in (("set_output", "output"), ("set_dim", "dim"), ("set_stride", "stride"), ("set_data_type", "data_type")):
+            setattr(made, setter, lambda value, key=key: (about.__setitem__(key, value), made)[1])
+        self.tensors.append(made)
+        return made
+
+    def _made(self, count, arguments):
+        self.called = arguments
+        return [self.tensor() for _ in range(count)]
+
+    def sdpa_fp8(self, **arguments):
+        return self._made(4, arguments)
+
+    def sdpa_fp8_backward(self, **arguments):
+        return self._made(7, arguments)
+
+    def check_support(self):
+        if self.refuses:
+            raise self.cudnnGraphNotSupportedError("no\nkernel")
+
+    def get_workspace_size(self):
+        return 64
+
+    def validate(self, *_):
+        pass
+
+    build_operation_graph = create_execution_plans = build_plans = validate
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
+    found = Drawn()
+    on_a_gpu(monkeypatch, (9, 0))
+    monkeypatch.setitem(sys.modules, "cudnn", found)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(fp8_attention, "_handle", lambda index: "handle")
+    return found
+
+
+SHAPE = fp8_attention.Shape(0, 256, 2, 4, 2, 128, 0.125, True)
+SCALARS = {"attn_scale": 0.125, "use_causal_mask": True}
+
+
+def test_graphs_are_drawn_with_the_frontends_words(drawn):
+    built = fp8_attention._forward_graph.__wrapped__(SHAPE)
+    assert {name: x for name, x in drawn.called.items() if name in SCALARS} == SCALARS
+    inputs = {"q", "k", "v", "descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o"}
+    assert drawn.called.keys() == inputs | SCALARS.keys() | {"is_inference"}
+    assert built.ids.keys() == inputs | {"o", "stats", "amax_s", "amax_o"}
+    assert (len(set(built.ids.values())), built.workspace) == (len(built.ids), 64)
+    key = drawn.tensors[built.ids["k"]].about
+    assert (key["dim"], key["stride"], key["data_type"]) == ([2, 2, 256, 128], [256, 128, 512, 1], "e4m3")
+    output = drawn.tensors[built.ids["o"]].about
+    assert (output["dim"], output["stride"], output["data_type"]) == ([2, 4, 256, 128], [512, 128, 1024, 1], "e4m3")
+    drawn.tensors.clear()
+    built = fp8_attention._backward_graph.__wrapped__(SHAPE)
+    inputs = {"q", "k", "v", "o", "dO", "stats", *(f"descale_{x}" for x in ("q", "k", "v", "o", "dO", "s", "dP"))}
+    inputs |= {f"scale_{x}" for x in ("s", "dQ", "dK", "dV", "dP")}
+    assert drawn.called.keys() == inputs | SCALARS.keys()
+    assert built.ids.keys() == inputs | {"dQ", "dK", "dV"} | {f"amax_{x}" for x in ("dQ", "dK", "dV", "dP")}
+    gradient = drawn.tensors[built.ids["dV"]].about
+    assert (gradient["dim"], gradient["stride"], gradient["data_type"]) == ([2, 2, 256, 128], [256, 128, 512, 1], "e5m2")
+    assert drawn.tensors[built.ids["dO"]].about["data_type"] == "e5m2"
+    assert drawn.tensors[built.ids["stats"]].about["dim"] == [2, 4, 256, 1]
+
+
+def test_a_shape_that_cudnn_does_not_serve_is_refused_with_its_words(drawn):
+    drawn.refuses = True
+    words = r"cuDNN 91900 has no FP8 attention for 256 x 2 x 4 heads in 2 groups x 128, causal \(no kernel\): keep"
+    with pytest.raises(ValueError, match=words):
+        fp8_attention._forward_graph.__wrapped__(SHAPE)
+    with pytest.raises(ValueError, match="heads of 128 channels alone"):
+        fp8_attention._backward_graph.__wrapped__(SHAPE._replace(channels=64))

@@ -1,14 +1,17 @@
 from collections.abc import Iterator
 
 import pytest
+import tiny
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.lm import process_groups
+from megatron.lm.build import build_training
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron.lm.cpu_home import cpu_home
-from megatron.lm.model.attention import SDPAttention, check_backend
+from megatron.lm.model.attention import FP8CoreAttention, SDPAttention, check_backend, check_precision
+from msamp.numerics.recipe import O3
 
 HEADS, CHANNELS = 4, 8
 
@@ -138,3 +141,33 @@ def test_gpu_kernels(backend: str, groups: int):
     grad = torch.randn_like(y)
     for mine, theirs in zip(torch.autograd.grad(y, (q, k, v), grad), torch.autograd.grad(reference, (q, k, v), grad.double()), strict=True):
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=2**-5, atol=2**-5)
+
+
+def fp8_core(channels: int = 16, dropout: float = 0.0) -> FP8CoreAttention:
+    config = TransformerConfig(num_layers=1, hidden_size=2 * channels, num_attention_heads=2, attention_dropout=dropout)
+    return FP8CoreAttention(config, 1, AttnMaskType.causal, gemm=O3.gemm)
+
+
+def test_fp8_attention_refuses_what_its_kernel_has_not():
+    with pytest.raises(ValueError, match="multiple of 16 channels up to 128, and they have 24"):
+        fp8_core(24)
+    with pytest.raises(ValueError, match=r"FP8 attention has no dropout \(0.1\)"):
+        fp8_core(dropout=0.1)
+    core, x = fp8_core(), torch.ones(4, 1, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="FP8 attention got a mask"):
+        core(x, x, x, torch.zeros(1, 1, 1, 4, dtype=torch.bool))
+    assert core(x, x, x).shape == (4, 1, 32)
+    assert core.scale == 0.25
+
+
+def test_a_machine_without_fp8_attention_is_refused_before_there_is_a_model(monkeypatch: pytest.MonkeyPatch):
+    settings = tiny.config("corpus", precision="O3", attention_precision="fp8")
+    check_precision(settings)
+    monkeypatch.setattr(process_groups, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
+    with pytest.raises(ValueError, match=r"--attention-precision fp8: card .* has no FP8 attention, which needs 9.0 or later"):
+        check_precision(settings)
+    with pytest.raises(ValueError, match="--attention-precision fp8: card"):
+        build_training(settings, tiny.VOCABULARY)
+    check_precision(tiny.config("corpus", precision="O3"))

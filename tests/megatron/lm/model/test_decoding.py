@@ -60,6 +60,15 @@ def test_logits_are_those_of_the_model(name: str, level: str):
                 assert hf_models.agree(cached, expected[row, begin - 1 : begin + 4], SHARE[level])
 
 
+def test_a_model_trained_with_fp8_attention_is_decoded_in_the_compute_dtype():
+    found = []
+    for way in ("fp8", "bf16"):
+        with tiny.started(hf_models.config("llama", precision="O3")):
+            made = Tiny("llama", "O3", attention_precision=way, kv_channels=16)
+            found.append(made.decoder.logits(made.x.tolist(), [range(12)] * 3)[0])
+    assert found[0].equal(found[1])
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_sequence_has_the_logits_that_it_has_alone(level: str):
     with tiny.started(hf_models.config("llama", precision=level)):
