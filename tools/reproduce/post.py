@@ -39,12 +39,12 @@ def _newest(rows: Sequence[Row], key: str = "recipe") -> dict[str, Row]:
 
 def sft_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Finding]:
     """FP8-LM, Table 3: of each model loss, memory and throughput from O0's, the largest without its name; Figure 5, the losses of steps."""
-    largest = max(rows, key=lambda row: int(row["parameters"]), default={"model": ""})["model"]
-    for model in dict.fromkeys(row["model"] for row in rows):
+    bases = {row["model"]: row for row in rows if row["recipe"] == BASE}  # a model that O0 does not fit has nothing to be told from
+    if not bases:
+        raise ValueError("no row of fine-tuning is of O0, which the others are compared with: examples/sft/run.sh takes all levels")
+    largest = max(bases, key=lambda model: int(bases[model]["parameters"]))
+    for model, base in bases.items():
         found = _newest([row for row in rows if row["model"] == model])
-        if BASE not in found:
-            raise ValueError(f"the rows of {model} have no O0 to compare with: run examples/sft/train.py --opt-level O0 with --rows")
-        base = found[BASE]
         for level in (each for each in LEVELS if each in found):
             row, name = found[level], level if model == largest else f"{level}, {model}"
             seed, ours = int(row["seed"]), name == PAPERS  # the paper has one model, of 7B

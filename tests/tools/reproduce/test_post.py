@@ -20,7 +20,8 @@ def by_name(found):
 def test_fine_tuning_is_told_from_o0_of_the_same_model_and_the_paper_stands_beside_the_largest():
     small = {"model": "small", "parameters": "70", "valid_loss_after": "2.0"}
     rows = [SFT, SFT | small, SFT | small | {"recipe": "O3", "tokens_per_s": "90", "valid_loss_after": "2.1"},
-            SFT | {"recipe": "O3", "tokens_per_s": "130", "peak_bytes": "16"}]  # fmt: skip
+            SFT | {"recipe": "O3", "tokens_per_s": "130", "peak_bytes": "16"},
+            SFT | {"model": "huge", "parameters": "9000", "recipe": "O3"}]  # fmt: skip
     curve = {"run": "sft", "recipe": "O3", "step": "2", "quantity": "loss", "value": "1.5"}
     found = list(post.sft_findings(rows, [curve, curve | {"run": "ppo"}, curve | {"quantity": "valid_loss"}]))
     lines = by_name(found)
@@ -30,7 +31,7 @@ def test_fine_tuning_is_told_from_o0_of_the_same_model_and_the_paper_stands_besi
     assert lines["O3, small: held-out loss from O0's"].ours == pytest.approx(5)
     assert "O3: held-out loss from O0's" not in lines
     assert [(each.quantity, each.x, each.ours) for each in found if each.x is not None] == [("O3, training loss", 2.0, 1.5)]
-    with pytest.raises(ValueError, match="the rows of big have no O0"):
+    with pytest.raises(ValueError, match="no row of fine-tuning is of O0"):
         list(post.sft_findings([SFT | {"recipe": "O3"}]))
 
 
