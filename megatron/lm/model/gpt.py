@@ -22,7 +22,7 @@ from megatron.lm.model.peer import block_spec as peer_block_spec
 from megatron.lm.model.peer import check_available, core_settings, provider
 from megatron.lm.model.spec import block_spec
 from megatron.lm.peers import PeerRecipe
-from megatron.lm.process_groups import virtual_pipeline_size
+from megatron.lm.process_groups import device, virtual_pipeline_size
 from megatron.lm.recipe import saved_activations
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
@@ -60,8 +60,8 @@ class GPT(GPTModel):
         super().__init__(*args, **kwargs)
         self.fp8_logits = fp8_logits
         if self.pre_process and hasattr(self.embedding, "position_embeddings"):
-            # The one layer that megatron-core makes in FP32 whatever params_dtype says.
-            self.embedding.position_embeddings.to(self.config.params_dtype)
+            # The one layer that megatron-core makes in FP32 whatever params_dtype says, and on the CPU.
+            self.embedding.position_embeddings.to(device(), self.config.params_dtype)
         if self.post_process and output_linear is not ColumnParallelLinear:
             weight: Tensor | None = self.output_layer.weight
             self.output_layer = output_linear(

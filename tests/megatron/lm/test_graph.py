@@ -93,6 +93,16 @@ def test_graphs_change_no_bit(level, micro_batches, mode):
 
 
 @pytest.mark.gpu
+def test_learned_positions_train_in_a_graph_too():
+    settings = {"precision": "O2", "micro_batch_size": 2, "global_batch_size": 2, "position_embedding_type": "learned_absolute"}
+    eager, bits, _ = trained("none", settings)
+    replayed, same_bits, captured = trained("step", settings)
+    assert captured
+    assert repr(replayed) == repr(eager)
+    assert tiny.same(bits, same_bits)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
 def test_graphs_of_activations_kept_in_groups_change_no_bit(level):
     settings = {"opt_level": level, "micro_batch_size": 2, "global_batch_size": 2, "save_activations": "coat"}

@@ -39,6 +39,13 @@ def test_it_learns_and_resumes_bit_for_bit(tmp_path: Path, level: str):
     assert first + tiny.losses(tiny.run(continued(run, tmp_path / "saved", exit_interval=6))) == whole[:6]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_it_learns_on_a_gpu_with_dropout(tmp_path: Path, level: str):
+    losses = tiny.losses(tiny.run(settings(tmp_path, level, train_iters=60, hidden_dropout=0.1, attention_dropout=0.1)))
+    assert sum(losses[-10:]) / 10 < sum(losses[:5]) / 5 - 0.1
+
+
 def test_every_token_sees_all_of_its_sequence_and_what_wants_a_gpt_refuses_it(tmp_path: Path):
     tiny.run(settings(tmp_path, train_iters=2, save=str(tmp_path / "saved")))
     with cpu_home(), torch.no_grad():

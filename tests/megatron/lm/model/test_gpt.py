@@ -16,7 +16,7 @@ from torch.nn import functional
 from megatron.lm import process_groups
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.lm.cpu_home import cpu_home
-from megatron.lm.model import linear
+from megatron.lm.model import gpt, linear
 from megatron.lm.model.gpt import GPT, assemble, build_model, transformer_config
 from megatron.lm.model.loss import mean_loss
 from msamp.numerics.recipe import BF16, FP32, O2, Recipe
@@ -146,6 +146,16 @@ def plain_mlp(weights: dict[str, Tensor], name: str, x: Tensor, config: ModelCon
     else:
         h = functional.gelu(h, approximate="tanh")
     return plain_linear(weights, f"{name}.linear_fc2", h)
+
+
+def test_the_table_of_positions_stands_where_the_process_computes(monkeypatch):
+    """megatron-core makes it on the CPU."""
+    moved, here = [], torch.device("cpu", 0)
+    monkeypatch.setattr(gpt, "device", lambda: here)
+    monkeypatch.setattr(torch.nn.Embedding, "to", lambda table, *words: moved.append((table.num_embeddings, *words)))
+    settings = config(GPT2_LIKE)
+    assemble(settings, transformer_config(settings, BF16), VOCABULARY, LINEARS)
+    assert moved == [(settings.model.seq_length, here, torch.bfloat16)]
 
 
 def plain_loss(weights: dict[str, Tensor], data: dict[str, Tensor], config: ModelConfig) -> Tensor:
