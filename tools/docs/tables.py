@@ -10,7 +10,7 @@ from tools.docs.evidence import COMPUTED, Row
 STEP, GRID, PARALLEL, KERNELS, MEMORY = (f"{BENCH}/{name}.csv" for name in ("step", "grid", "data_parallel", "kernels", "memory"))
 COAT_MEMORY, FIG7 = (f"{REPRODUCE}/{name}.csv" for name in ("coat_memory", "fig7/fig7"))
 RUN = "d77a990"  # of whole steps, ours and the peers' together
-H200 = "NVIDIA H200"
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 PEAKS = (989.0, 1979.0)  # TFLOP/s of an H100 or H200, dense: BF16 and FP8
 
 
@@ -311,6 +311,22 @@ def generation() -> Table:
     return of(name, pick(name, lambda row: True), columns)
 
 
+def attention() -> Table:
+    """Attention in FP8 and BF16: microseconds of both, by what is timed, and what FP8 loses."""
+    name, keys = f"{BENCH}/attention.csv", ("batch", "heads", "groups", "tokens", "inputs")
+    found: dict[tuple[str, ...], dict[tuple[str, str, str], Row]] = {}
+    for row in pick(name):
+        found.setdefault(tuple(row[key] for key in keys), {})[row["what"], row["pass"], row["precision"]] = row
+    timed = [("kernel", "forward"), ("kernel", "forward and backward"), ("layer", "forward and backward")]
+    cells = []
+    for shape, of_shape in found.items():
+        times = [" / ".join(f"{float(of_shape[*what, precision]['us']):.0f}" for precision in ("bf16", "fp8")) for what in timed]
+        lost = of_shape["kernel", "forward", "fp8"]
+        cells.append([*shape, *times, " / ".join(lost[key] for key in ("sqnr_o", "sqnr_dq", "sqnr_dk", "sqnr_dv"))])
+    columns = ["batch", "heads", "groups", "tokens", "inputs", "kernel forward, us BF16 / FP8", "kernel, both ways", "layer, both ways"]
+    return Table([*columns, "SQNR of O / dQ / dK / dV, dB"], cells, [(name, pick(name))])
+
+
 def fp16_amp() -> Table:
     """FP16 with loss scaling: a small detector after 300 steps."""
     name = f"{REPRODUCE}/fp16_amp.csv"
@@ -331,6 +347,8 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "blockwise-steps": lambda: steps("130f7fa"),
     "peer-steps": lambda: steps("0463af1", whole_step),
     "large-steps": lambda: steps("0463af1", lambda row: not whole_step(row)),
+    "h100-steps": lambda: steps("bb74ea5", gpu=H100),
+    "attention": attention,
     "generate": generation,
     "coat-memory": coat_memory,
     "coat-parts": coat_parts,

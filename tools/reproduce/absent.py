@@ -4,12 +4,6 @@ from tools.reproduce.entry import Entry
 
 ENTRIES = (
     Entry(
-        name="fp8lm-table2",
-        title="FP8-LM, Table 2",
-        claim="Zero-shot scores of FP8 models are those of BF16 models.",
-        reason="It wants 7B and 13B models that were trained on 100B tokens; smaller ones are at chance.",
-    ),
-    Entry(
         name="coat-llama",
         title="COAT, its table of memory and speed",
         claim="Llama-2 7B on two GPUs: 11,351 tokens/s/GPU at 52.8 GB, against BF16's 6,130.",

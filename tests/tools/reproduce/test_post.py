@@ -35,6 +35,22 @@ def test_fine_tuning_is_told_from_o0_of_the_same_model_and_the_paper_stands_besi
         list(post.sft_findings([SFT | {"recipe": "O3"}]))
 
 
+def test_zero_shot_scores_differ_by_so_many_standard_errors():
+    def row(model, task, metric, value, stderr="0.03"):
+        return {"model": model, "task": task, "metric": metric, "value": str(value), "stderr": stderr}
+
+    scores = [row("ck-O0", "a", "acc", 0.5), row("ck-O3", "a", "acc", 0.44), row("ck-O0", "b", "acc", 0.3), row("ck-O3", "b", "acc", 0.31)]
+    text = [row("ck-O0", "text", "bits_per_byte", 0.8, ""), row("ck-O3", "text", "bits_per_byte", 0.82, "")]
+    found = by_name(post.zero_shot([*scores, *text, row("ck-O0", "c", "acc", 0.1), row("smollm2", "a", "acc", 0.9)]))
+    assert found["a: O3 less O0"].ours == pytest.approx(-6)
+    assert found["b: accuracy at O0"].ours == 30
+    assert found[post.LARGEST2].ours == pytest.approx(0.06 / (0.03 * 2**0.5))
+    assert found["held-out text: bits a byte at O3 over O0"].ours == pytest.approx(1.025)
+    assert not any(name.startswith("c") for name in found)
+    with pytest.raises(ValueError, match="no task was answered by the checkpoints of both O0 and O3"):
+        list(post.zero_shot(text))
+
+
 def test_rlhf_counts_gradients_with_the_states_as_the_paper_does():
     found = by_name(post.ppo_findings([PPO, PPO | {"recipe": "O3", "weight_mib": "70", "state_mib": "30", "gradient_mib": "10"}]))
     for name, ours, paper in (("weights of all models", -30, -32), ("states and gradients", -60, -62)):
@@ -64,6 +80,6 @@ def test_boolq_tells_each_seed():
 
 
 def test_rows_on_file_are_asked_for_by_name():
-    for name in ("fp8lm-table3", "fp8lm-table4", "collage-table3", "collage-table4"):
+    for name in ("fp8lm-table2", "fp8lm-table3", "fp8lm-table4", "collage-table3", "collage-table4"):
         lacking = ENTRIES[name].sizes["kept"].lacking()
         assert bool(lacking) != all((ROOT / file).is_file() for file in ENTRIES[name].sizes["kept"].files)
