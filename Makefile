@@ -10,7 +10,8 @@ TORCH ?= torch==2.13.0
 READY := $(if $(filter .venv/bin/python,$(PYTHON)),.venv/.installed)
 PYTEST = $(PYTHON) -m pytest --durations=10
 # Tests without a GPU run in as many processes as there are cores, one thread each; a file's tests stay in one, for what they share.
-PARALLEL = OMP_NUM_THREADS=1 $(PYTEST) -n $(or $(JOBS),logical) --dist loadfile
+JOBS ?= logical
+PARALLEL = OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
 # Which part of the nightly tests, of how many; and how many mutants at a time.
 SHARD ?= 1/1
 MUTANT_JOBS ?= 2
@@ -66,8 +67,6 @@ venv: $(READY) ## make .venv and install everything into it
 quickstart: $(READY) ## train a small GPT in BF16 and at O2 on this machine, compare them (ARGS=... for more flags)
 	$(PYTHON) tools/quickstart.py $(ARGS)
 
-# One process more than there are cores: tests of several ranks wait for each other, and on 2 cores a third of the time was idle.
-test: JOBS := $(or $(JOBS),$(shell expr $$(getconf _NPROCESSORS_ONLN) + 1))
 test: $(READY) ## every test that needs no GPU, but for the nightly ones (JOBS=n in n processes)
 	$(PARALLEL) -m "not gpu and not multi_gpu and not nightly" tests $(ARGS)
 

@@ -73,6 +73,7 @@ def test_it_goes_on_bit_for_bit(made, tmp_path, level):
     assert (tmp_path / "run/model/model.safetensors").read_bytes() == whole
 
 
+@pytest.mark.nightly(6)
 def test_the_same_seed_is_the_same_run_and_another_one_is_not(made, tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         assert run(made, tmp_path / name, reward="digits", seed=seed) == 0

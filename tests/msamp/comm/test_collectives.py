@@ -260,6 +260,7 @@ def store_reports(tmp_path_factory) -> dict[str, str]:
     return {file.name: file.read_text() for file in folder.iterdir()}
 
 
+@pytest.mark.nightly(4)
 def test_a_rank_lost_while_statistics_are_combined_is_named(store_reports):
     assert store_reports["statistics"].split(" ", 1)[1].startswith("rank 1: the ")
     assert "failed: rank 2 does not answer" in store_reports["statistics"]
@@ -287,6 +288,7 @@ assert group() is None, "something holds the group"
 """
 
 
+@pytest.mark.nightly(5)
 def test_a_process_group_ends_when_it_is_destroyed():
     """Else its threads run into the interpreter's end, and one that drops a tensor there aborts the process."""
     done = subprocess.run([sys.executable, "-c", GROUP_ENDS], capture_output=True, text=True, timeout=120, check=False)

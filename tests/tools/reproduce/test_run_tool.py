@@ -17,8 +17,8 @@ def test_the_rows_of_a_tool_are_read_and_its_failure_told(tmp_path):
 def test_what_a_call_left_stays_only_where_the_tool_goes_on_with_it(goes_on, tmp_path):
     file = tmp_path / "left.csv"
     file.write_text("a,b\n1,2\n")
-    with pytest.raises(RuntimeError):
-        rows_of("table8", ["--ranks", "0"], file, goes_on=goes_on)
+    with pytest.raises(RuntimeError, match=r"No module named tools\.reproduce\.nothing"):
+        rows_of("nothing", [], file, goes_on=goes_on)
     assert file.exists() == goes_on
 
 

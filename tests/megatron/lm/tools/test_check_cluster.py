@@ -267,6 +267,7 @@ def start(ranks: int, come: list[int], limit: int, *flags: str, kill: int | None
     return [subprocess.CompletedProcess(one.args, one.wait(), *one.communicate(timeout=200)) for one in started]
 
 
+@pytest.mark.nightly(7)
 def test_three_processes_add_up_over_gloo():
     done = start(3, [0, 1, 2], 60)
     assert [one.returncode for one in done] == [0, 0, 0], done[0].stderr

@@ -216,7 +216,7 @@ def test_what_is_not_finite_spoils_its_own_group_alone(triton_device):
     assert hit.sum() == 256
 
 
-@pytest.mark.parametrize("fmt", [COAT_E4M3, COAT_E5M2], ids=str)
+@pytest.mark.parametrize("fmt", [COAT_E4M3, pytest.param(COAT_E5M2, marks=pytest.mark.nightly)], ids=str)
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind != "channel-outlier")) for kind in KINDS])
 def test_loss_three_ways(kind, fmt, triton_device):
     x = make(kind, SMALL, device=triton_device)
