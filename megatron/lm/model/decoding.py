@@ -15,6 +15,7 @@ of `SPAN` tokens, and a mask hides what a sequence has not reached. So there are
 for.
 """
 
+import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,6 +92,13 @@ class Decoder:
                 self._graphs = DecodingGraphs(CudaDevice(self.device))
             else:
                 tell(reason)
+
+    def __copy__(self) -> "Decoder":
+        """Layers, and so keys and values, are those of this one; graphs, and what they read, are its own."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        other._tokens, other._at, other._graphs = self._tokens.clone(), self._at.clone(), copy.deepcopy(self._graphs)
+        return other
 
     @property
     def vocab_size(self) -> int:

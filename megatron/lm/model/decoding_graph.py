@@ -108,6 +108,10 @@ class DecodingGraphs:
         """Graphs that are held."""
         return len(self._graphs)
 
+    def __deepcopy__(self, memo: object) -> "DecodingGraphs":
+        """None captured yet: a graph reads and writes the memory of the decoder that it was captured for."""
+        return DecodingGraphs(self._device)
+
     def release(self) -> None:
         """Drop all graphs, and what they hold of memory."""
         self._graphs.clear()

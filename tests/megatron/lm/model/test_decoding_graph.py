@@ -1,5 +1,6 @@
 """Graphs of a step of generation: which are captured, replayed and dropped. On a CPU `recorded.Recorded` stands for them."""
 
+import copy
 import gc
 import warnings
 import weakref
@@ -62,6 +63,21 @@ def test_a_replayed_step_has_the_bits_of_an_eager_one(level, monkeypatch):
         assert torch.equal(appended(decoder), expected)
         assert torch.equal(appended(decoder), expected)
         assert graphs.captures == 4, "the cache stands elsewhere; the second batch is replayed from its first step"
+
+
+def test_a_copy_captures_graphs_of_its_own():
+    with tiny.started(hf_models.config("llama", precision="fp32")):
+        decoder, graphs = with_graphs(built("fp32"))
+        appended(decoder, 4)
+        assert graphs.captures == 1
+        other = copy.copy(decoder)
+        other._layers = [copy.copy(layer) for layer in decoder._layers]
+        for layer in other._layers:
+            layer._cache = layer._cache.clone()
+        expected = [decoder.step(tokens) for tokens in STEPS[4:]]
+        assert all(torch.equal(other.step(tokens), logits) for tokens, logits in zip(STEPS[4:], expected, strict=True))
+        assert other._graphs is not None
+        assert (graphs.captures, other._graphs.captures) == (1, 1)
 
 
 def weights_after_a_step(level: str, **settings: Any) -> None:
