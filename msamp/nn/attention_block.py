@@ -18,10 +18,11 @@ from torch.autograd.function import once_differentiable
 from msamp.kernels import ops
 from msamp.nn.block import Norm, NormWeights, ScaleInvs, start_grad_output, vector_gradients
 from msamp.nn.ends import ALONE, Ends
-from msamp.nn.fp8_attention import Attended, FP8Attention, K, Operands, Q, V, dequantized, raise_amax
+from msamp.nn.fp8_attention import Attended, FP8Attention, K, Operands, Q, V, raise_amax
 from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.group_scaling import leave_maxima
 from msamp.nn.saved import AS_IT_IS, Saved
+from msamp.numerics.quantize import dequantize
 from msamp.numerics.tensor import ScalingTensor
 
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -242,7 +243,7 @@ class _Narrow:
         if x.amax is not None:  # so that the projection's history is there for a run that goes on with another attention
             raise_amax(x.amax, attended.amax)
         if x.watch is not None:
-            x.watch(dequantized(rows, attended.o_scale_inv, torch.float32), rows, attended.o_scale_inv)
+            x.watch(dequantize(rows, attended.o_scale_inv, torch.float32), rows, attended.o_scale_inv)
         scale_inv.copy_(attended.o_scale_inv)  # cuBLAS wants 16-byte alignment, which a row of the scaling state does not have
         return Operand.tensorwise(rows, scale_inv)
 

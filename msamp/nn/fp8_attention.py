@@ -36,6 +36,7 @@ from msamp.kernels import ops
 from msamp.kernels.reference.fp8_attention import AttentionScales
 from msamp.nn.scaling_state import TensorScales
 from msamp.numerics.formats import E4M3, E5M2
+from msamp.numerics.quantize import dequantize
 from msamp.numerics.recipe import Cast, Gemms
 from msamp.numerics.scaling import Delayed, inverse
 
@@ -185,11 +186,6 @@ def raise_amax(slot: torch.Tensor, amax: torch.Tensor) -> None:
     torch.maximum(slot, amax, out=slot)
 
 
-def dequantized(payload: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values of FP8 `payload`, of `dtype`."""
-    return (payload.float() * scale_inv).to(dtype)
-
-
 class _Attention(torch.autograd.Function):
     """(query, key, value, FP8Attention) -> output, in the compute dtype."""
 
@@ -198,10 +194,10 @@ class _Attention(torch.autograd.Function):
         of = how.cast(query, key, value)
         attended = how.attend(of)
         ctx.kept, ctx.how, ctx.dtype = (of, attended), how, query.dtype
-        return dequantized(attended.o, attended.o_scale_inv, query.dtype).flatten(2)
+        return dequantize(attended.o, attended.o_scale_inv, query.dtype).flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         *made, scale_invs = ctx.how.gradients(*ctx.kept, grad_o.contiguous())
-        return *(dequantized(x, scale_inv, ctx.dtype) for x, scale_inv in zip(made, scale_invs, strict=True)), None
+        return *(dequantize(x, scale_inv, ctx.dtype) for x, scale_inv in zip(made, scale_invs, strict=True)), None

@@ -29,9 +29,10 @@ from megatron.lm.tools.arguments import Parser, count, output_file
 from msamp.kernels import ops
 from msamp.kernels.reference.fp8_attention import AttentionScales
 from msamp.nn.attention_block import split_heads
-from msamp.nn.fp8_attention import DP, GRAD, AttentionScaling, FP8Attention, O, dequantized
+from msamp.nn.fp8_attention import DP, GRAD, AttentionScaling, FP8Attention, O
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.metrics import sqnr_db
+from msamp.numerics.quantize import dequantize
 from msamp.numerics.recipe import O3
 from tools.bench import rows
 from tools.bench.bench_kernels import WARM_UP, captured, times
@@ -157,9 +158,9 @@ class Attention:
         of = fresh.rotate(self.qkv, self.cos[:, :0], self.sin[:, :0], self.size.heads, self.size.groups)
         attended = fresh.attend(of)
         *made, scale_invs = fresh.gradients(of, attended, self.grad)
-        found = {"sqnr_o": sqnr_db(out.detach(), dequantized(attended.o, attended.o_scale_inv, torch.float32).flatten(2))}
+        found = {"sqnr_o": sqnr_db(out.detach(), dequantize(attended.o, attended.o_scale_inv, torch.float32).flatten(2))}
         for name, want, got, scale_inv in zip("qkv", gradients, made, scale_invs, strict=True):
-            found[f"sqnr_d{name}"] = sqnr_db(want, dequantized(got, scale_inv, torch.float32))
+            found[f"sqnr_d{name}"] = sqnr_db(want, dequantize(got, scale_inv, torch.float32))
         return {name: round(value, 1) for name, value in found.items()}
 
 

@@ -12,7 +12,7 @@ from tools.reproduce.entry import Entry, Finding, Needs, Task
 from tools.reproduce.fig7 import PAPER
 from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.run_tool import byte_flags, rows_of
-from tools.reproduce.trainings import Bytes, Loop, loss_of, pieces
+from tools.reproduce.trainings import ENWIK8, Bytes, Loop, loss_of, pieces
 
 SHAPES: Mapping[str, tuple[str, str]] = {  # by size: ranks, flags of the trainer
     "toy": ("2 8", "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --train-iters 10 --lr-warmup-iters 2"),
@@ -22,7 +22,6 @@ SHAPES: Mapping[str, tuple[str, str]] = {  # by size: ranks, flags of the traine
     ),
     "full": ("2 4 8 16 32 64 128", ""),
 }
-ENWIK8 = "data/enwik8"
 LOOPS = {"toy": Loop(width=32, layers=1, length=16, batch=8, steps=20), "small": Loop(width=128, layers=4, length=64, batch=16, steps=200)}
 LOWEST, HIGHEST = -48, 16  # powers of two of the histogram
 
