@@ -108,6 +108,8 @@ def train_step(training: Training, batches: Batches, graphs: Graphs | None = Non
         grad_norm = training.optimizer.grad_norm
         # Delayed scaling: histories move on, alike for all ranks that share a layer, so that what they send each other has one scale.
         training.scaling.roll(training.grid.scales.group)
+        if training.optimizer.shard.ranks == 1:  # under ZeRO weights are still on their way
+            training.scaling.measure_weights()
     skipped = training.optimizer.skipped()
     training.schedule.advance_unless(skipped)
 

@@ -170,6 +170,8 @@ class LoopOptimizer(FP8AdamW):
         self._average()
         super().update()
         self.scaling.roll(self.group)
+        if self.shard.ranks == 1:  # else weights are still on their way, or FSDP measures rows
+            self.scaling.measure_weights()
         if self.grad_sync is not None:
             self.grad_sync.clear()
             for p in self.grad_sync.names:

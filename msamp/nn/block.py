@@ -163,23 +163,3 @@ def vector_gradients(*found: tuple[torch.Tensor, torch.Tensor | None]) -> list[t
         for (i, _), gradient in zip(alike, ops.sum_parts([parts for _, parts in alike], dtype), strict=True):
             gradients[i] = gradient
     return gradients
-
-
-class ScaleInvs:
-    """Hands out zeroed FP32 scalars, allocated together to save launches, for the scale_inv of the tensors that a block's kernels quantise.
-
-    Args:
-        count: of zeros that one fill gives.
-        device: theirs.
-    """
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self._count, self._device = count, device
-        self._left: list[torch.Tensor] = []
-
-    def take(self) -> torch.Tensor:
-        """FP32 0-dim, holding 0, 16-byte aligned as cuBLAS wants it, and handed out once."""
-        if not self._left:
-            # Detached, so that it has a version of its own: writes beside it do not change what is kept for backward.
-            self._left = [zero.data for zero in torch.zeros(self._count, 4, device=self._device)[:, 0].unbind()]
-        return self._left.pop()

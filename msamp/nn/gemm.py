@@ -33,6 +33,7 @@ from msamp.kernels import ops
 from msamp.kernels.reference.block_cast import has_kernel
 from msamp.kernels.reference.tally import tally_ as reference_tally_
 from msamp.kernels.scaled_mm import have_product
+from msamp.nn.scale_invs import eager_place
 from msamp.nn.scaling_state import LinearScaling, Slot, just_in_time_scale, own_rule
 from msamp.numerics.block_scale import values
 from msamp.numerics.granularity import TENSORWISE, Block, Granularity
@@ -115,7 +116,9 @@ class _Tensorwise:
             if amax_slot is not None:
                 amax_slot.copy_(torch.maximum(amax_slot, amax))
             scale, amax_slot = just_in_time_scale(cast, amax), None
-        payload, payload_t, scale_inv, _ = ops.cast_transpose(x, scale, amax_slot, fmt.dtype, row=row, col=col)
+        place = eager_place(x.device)
+        payload, payload_t, made, _ = ops.cast_transpose(x, scale, amax_slot, fmt.dtype, row=row, col=col, scale_inv_slot=place)
+        scale_inv = made if place is None else place
         if amax is not None:
             scale_inv = torch.add(scale_inv, amax, alpha=0)  # NaN on every rank where any rank's share is not finite
         return Operand.tensorwise(payload if row else None, scale_inv, payload_t if col else None)

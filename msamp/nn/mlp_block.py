@@ -10,11 +10,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
-from msamp.nn.block import Norm, NormWeights, ScaleInvs, start_grad_output, vector_gradients
+from msamp.nn.block import Norm, NormWeights, start_grad_output, vector_gradients
 from msamp.nn.ends import ALONE, Ends
 from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.group_scaling import leave_maxima
 from msamp.nn.saved import AS_IT_IS, Saved
+from msamp.nn.scale_invs import ScaleInvs
 from msamp.numerics.tensor import ScalingTensor
 
 

@@ -64,7 +64,9 @@ class Tensorwise:
         if not xs[0].is_cuda:
             return torch.stack([self.amax(x) for x in xs])
         filled = [x.detach() if x.numel() else x.new_zeros(1) for x in xs]  # an empty tensor has no infinity norm
-        amax = torch.stack([norm.float() for norm in torch._foreach_norm(filled, float("inf"))])
+        norms = torch._foreach_norm(filled, float("inf"))
+        alike = len({norm.dtype for norm in norms}) == 1  # converted together: each conversion is a launch
+        amax = torch.stack(norms).float() if alike else torch.stack([norm.float() for norm in norms])
         return amax.masked_fill(amax.isnan(), float("inf"))
 
     def __eq__(self, other: object) -> bool:

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
-from msamp.numerics.formats import by_name
+from msamp.numerics.formats import Format, by_name
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.clip import contiguous
+from msamp.optim.grad_cast import GradCast
 from msamp.optim.states import copy_of_rows, view_of_rows
 
 
@@ -98,6 +99,9 @@ class Whole:
 
     ranks = 1
 
+    def __init__(self) -> None:
+        self._grad_cast = GradCast()
+
     def check(self, group: Mapping[str, Any]) -> None:
         """Takes everything."""
 
@@ -107,17 +111,23 @@ class Whole:
     def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
         """Those with a gradient, quantised to its format; ValueError for a sparse one."""
         found = []
+        plain: dict[Format, list[Holding]] = {}
         for holding in wholes:
             g = gradient(holding.param)
             if g is None:
                 continue
             if g.is_sparse:
                 raise ValueError(f"the gradient of a parameter of shape {tuple(g.shape)} is sparse; use dense embeddings")
-            fmt = by_name(holding.formats["grad"])
-            if not isinstance(g, ScalingTensor):
-                g = ScalingTensor.quantize(g, fmt) if fmt.scaled else g.to(fmt.dtype)
-            holding.grad = contiguous(g)
+            if isinstance(g, ScalingTensor):
+                holding.grad = contiguous(g)
+            else:
+                holding.grad = g
+                plain.setdefault(by_name(holding.formats["grad"]), []).append(holding)
             found.append(holding)
+        for fmt, holdings in plain.items():
+            gradients = [holding.grad for holding in holdings if holding.grad is not None]
+            for holding, grad in zip(holdings, self._grad_cast(gradients, fmt), strict=True):
+                holding.grad = grad
         return found
 
     def largest(self, table: torch.Tensor) -> torch.Tensor:

@@ -29,15 +29,15 @@ from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.kernels import ops
 from msamp.nn.linear import FP8Linear
-from msamp.nn.scaling_state import just_in_time_scale, own_rule
-from msamp.numerics.formats import Format, by_name
+from msamp.nn.scale_invs import aligned
+from msamp.nn.scaling_state import own_rule, scales_of_weights
+from msamp.numerics.formats import by_name
 from msamp.numerics.granularity import TENSORWISE
-from msamp.numerics.quantize import quantize
 from msamp.numerics.recipe import Cast
-from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import kept_states
 from msamp.optim.clip import contiguous
+from msamp.optim.grad_cast import GradCast
 from msamp.optim.shard import Holding
 from msamp.optim.states import begun, is_scaled, local, payload, scale_inv
 
@@ -59,8 +59,7 @@ class ShardedWeight(ScalingTensor):
 
     def set_amax(self, amax: torch.Tensor, cast: Cast) -> None:
         """Take the scales of the gathered weight from the amax of the whole one as it is stored, FP32 0-dim."""
-        scale = just_in_time_scale(cast, amax * self.scale_inv)
-        self.set_scale(scale * self.scale_inv, inverse(scale))
+        self.set_scale(*scales_of_weights(cast, amax, self.scale_inv))
 
     def set_scale(self, multiplier: torch.Tensor, scale_inv: torch.Tensor) -> None:
         """Take the scales of the gathered weight, until the rows are written again.
@@ -185,6 +184,7 @@ class FSDP:
     def __init__(self, casts: Mapping[torch.Tensor, Cast], group: dist.ProcessGroup) -> None:
         self.casts, self.peers = casts, Peers(group, WireBytes())
         self._held: dict[torch.Tensor, torch.Tensor] = {}
+        self._grad_cast = GradCast()
 
     @property
     def ranks(self) -> int:
@@ -222,11 +222,14 @@ class FSDP:
             amaxes = self.peers.all_reduce(amaxes, dist.ReduceOp.MAX, "the amaxes of gradients")
             for fmt, places in _places([formats[i] for i in scaled]).items():
                 wanted = [scaled[place] for place in places]
-                grads |= dict(zip(wanted, _quantised([grads[i] for i in wanted], fmt, _some(amaxes, places)), strict=True))
+                grads |= dict(zip(wanted, self._grad_cast([grads[i] for i in wanted], fmt, _some(amaxes, places)), strict=True))
+        plain = [i for i in grads if not formats[i].scaled]
+        for fmt, places in _places([formats[i] for i in plain]).items():
+            wanted = [plain[place] for place in places]
+            grads |= dict(zip(wanted, self._grad_cast([grads[i] for i in wanted], fmt), strict=True))
         found = [holding for holding in self.holdings(wholes) if holding.index in grads]
         for holding in found:
-            grad = grads[holding.index]
-            holding.grad = grad if isinstance(grad, ScalingTensor) else grad.to(formats[holding.index].dtype)
+            holding.grad = grads[holding.index]
         return found
 
     def largest(self, table: torch.Tensor) -> torch.Tensor:
@@ -255,8 +258,8 @@ class FSDP:
                     weights[place].set_amax(amaxes[place], cast)
                 continue
             stored = torch.stack([weights[place].scale_inv for place in places])
-            scales = just_in_time_scale(cast, _some(amaxes, places) * stored)
-            for place, multiplier, gathered in zip(places, (scales * stored).unbind(), inverse(scales).unbind(), strict=True):
+            multipliers, scale_invs = scales_of_weights(cast, _some(amaxes, places), stored)
+            for place, multiplier, gathered in zip(places, multipliers.unbind(), aligned(scale_invs), strict=True):
                 weights[place].set_scale(multiplier, gathered)
 
     def gather(
@@ -308,20 +311,6 @@ def _places(kinds: Sequence[Any]) -> dict[Any, list[int]]:
 def _some(values: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
     """The values at some places; no copy where these are all."""
     return values if len(places) == len(values) else torch.stack([values[place] for place in places])
-
-
-def _quantised(grads: Sequence[torch.Tensor], fmt: Format, amaxes: torch.Tensor) -> list[torch.Tensor]:
-    """Gradients with one scale each from the amaxes of the whole ones, FP32 [n]; a scale_inv is NaN where the amax is not finite.
-
-    The scales come from one launch for all: tensor by tensor they are twenty launches a gradient.
-    """
-    scales = ops.scale_from_amax(amaxes, fmt.max, None, 1.0)
-    scale_invs = inverse(scales).masked_fill(~amaxes.isfinite(), float("nan"))
-    found: list[torch.Tensor] = []
-    for grad, scale, inv in zip(grads, scales.unbind(), scale_invs.unbind(), strict=True):
-        codes = ops.cast(grad, scale, fmt.dtype) if fmt.bytes == 1 and grad.dim() == 2 else quantize(grad, scale, fmt)
-        found.append(ScalingTensor(codes, inv, grad.dtype))
-    return found
 
 
 def sharded_casts(model: nn.Module) -> dict[torch.Tensor, Cast]:

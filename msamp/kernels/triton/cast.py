@@ -1,5 +1,7 @@
 """Scaled cast, one read of the input. Twin: `msamp.kernels.reference.cast`."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -60,6 +62,7 @@ def _cast_kernel(
     tl.store(y + at, _fp8_code(v * tl.load(scale), FP8_MAX, MANTISSA, BIAS, HARDWARE), mask=at < numel)
 
 
+@functools.cache
 def fp8_constants(dtype: torch.dtype, device: torch.device) -> dict[str, float | int | bool]:
     """The format of `dtype` as compile-time constants of a kernel; HARDWARE is False under the interpreter (CPU tensors)."""
     fmt = of_dtype(dtype)
@@ -71,7 +74,6 @@ def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     """See the reference twin."""
     x = x.contiguous()
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    grid = (triton.cdiv(x.numel(), BLOCK),)
-    constants = fp8_constants(dtype, x.device)
-    _cast_kernel[grid](x, y.view(torch.uint8), scale, x.numel(), BLOCK=BLOCK, num_warps=8, **constants)
+    numel = x.numel()
+    _cast_kernel[-(-numel // BLOCK),](x, y.view(torch.uint8), scale, numel, BLOCK=BLOCK, num_warps=8, **fp8_constants(dtype, x.device))
     return y

@@ -235,7 +235,7 @@ def _partial_sums(asked: bool, tiles: int, N: int, device: torch.device) -> torc
 
 def parts(M: int) -> int:
     """Number of parts of the column sums of M rows."""
-    return max(1, triton.cdiv(M, TILE_M))
+    return max(1, -(-M // TILE_M))
 
 
 def cast_transpose(
@@ -255,7 +255,7 @@ def cast_transpose(
     check_maxima(maxima, scale)
     x = x.contiguous()
     M, N = x.shape
-    grid = (parts(M), max(1, triton.cdiv(N, TILE_N)))
+    grid = (parts(M), max(1, -(-N // TILE_N)))
     y, y_t = _layouts(M, N, row, col, dtype, x.device)
     partial = _partial_sums(colsum, grid[0], N, x.device)
     constants = fp8_constants(dtype, x.device)

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from agreement import assert_codes
-from numerics import make
+from numerics import bits, make
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from msamp.kernels import ops
 from msamp.kernels.reference.activate import activate, activate_backward
@@ -26,6 +27,7 @@ from msamp.kernels.reference.transpose import transpose
 from msamp.kernels.scaled_mm import block_scaled_mm, scaled_mm
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import E4M3, E5M2
+from msamp.numerics.tensor import ScalingTensor
 
 
 def arguments(device: torch.device | str) -> dict[str, tuple]:
@@ -130,9 +132,54 @@ def test_the_table_gives_what_the_twin_gives(name, device):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=f"{name} changes its arguments in another way")
 
 
+class Seen(TorchDispatchMode):
+    """Notes the operators that torch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_operators_are_found_under_torch_ops(name):
-    assert getattr(ops, name) is getattr(torch.ops.msamp, name).default
+def test_a_dispatch_mode_and_a_trace_see_every_operator(name, device):
+    args, flags = arguments(device)[name], FLAGS.get(name, {})
+    with torch.no_grad(), Seen() as seen:
+        getattr(ops, name)(*args, **flags)
+    assert seen.names[0] == f"msamp.{name}.default"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_the_dispatcher_the_results_are_the_same(name, device):
+    args, same, flags = arguments(device)[name], arguments(device)[name], FLAGS.get(name, {})
+    with torch.no_grad():
+        found = outputs(getattr(ops, name)(*args, **flags))
+    for got, want in zip(found, outputs(getattr(torch.ops.msamp, name).default(*same, **flags)), strict=True):
+        assert bits(got).equal(bits(want))
+    for a, b in zip(args, same, strict=True):
+        if isinstance(a, torch.Tensor):
+            assert bits(a).equal(bits(b)), f"{name} changes its arguments in another way"
+
+
+def test_what_runs_without_the_dispatcher_is_plain_on_a_gpu_and_outside_of_autograd():
+    with torch.no_grad():
+        assert not ops._unseen(torch.ones(2)), "a CPU tensor"
+        assert not ops._unseen(torch.ones(2, device="meta"))
+
+
+@pytest.mark.gpu
+def test_autograd_traces_and_tensors_that_are_not_plain_keep_the_dispatcher():
+    x = torch.ones(2, device="cuda")
+    assert not ops._unseen(x), "gradients are enabled"
+    with torch.no_grad():
+        assert ops._unseen(x)
+        assert ops._unseen(torch.nn.Parameter(x))
+        assert not ops._unseen(ScalingTensor.quantize(x, E4M3))
+        with Seen():
+            assert not ops._unseen(x)
 
 
 def test_a_cpu_tensor_gets_the_twin_and_a_gpu_one_triton():

@@ -189,6 +189,70 @@ def test_the_weight_s_scale_is_taken_once_as_long_as_the_weight_stands():
     assert layer.weight_scales(weight)[1] != first[1]
 
 
+@pytest.mark.parametrize("rule", [None, Current()], ids=str)
+def test_the_weights_scales_of_all_layers_are_taken_together_after_an_update(rule, monkeypatch, device):
+    net = model(rule).to(device)
+    state, layers = ScalingState(net), [layer for layer in net if isinstance(layer, FP8Linear)]
+    state.measure_weights()  # no forward yet: nothing to do
+    net(make("normal", (4, 32), device=device))
+    for i, layer in enumerate(layers):
+        layer.weight.store_(layer.weight.dequantize(torch.float32) * (3.0 + i))
+    expected = [layer.scaling._fresh_weight_scales(layer.weight) for layer in layers]
+    state.measure_weights()
+    monkeypatch.setattr("msamp.nn.scaling_state.ops.amax", lambda x: pytest.fail("a layer measured its weight by itself"))
+    found = [layer.scaling.weight_scales(layer.weight) for layer in layers]
+    for got, want in zip(found, expected, strict=True):
+        assert all(a.equal(b) and a.data_ptr() % 16 == 0 for a, b in zip(got[1:], want[1:], strict=True))
+        assert got[0].equal(want[0])
+    state.measure_weights()  # nothing was written
+    assert all(layer.scaling.weight_scales(layer.weight) is scales for layer, scales in zip(layers, found, strict=True))
+
+
+def test_a_weight_that_is_written_after_the_measure_is_measured_again():
+    net = model()
+    state, layer = ScalingState(net), net[0]
+    net(make("normal", (4, 32)))
+    state.measure_weights()
+    layer.weight.store_(layer.weight.dequantize(torch.float32) * 1000)
+    multiplier, scale_inv = layer.scaling.weight_scales(layer.weight)
+    assert (multiplier, scale_inv) == layer.scaling._fresh_weight_scales(layer.weight)
+
+
+def test_a_weight_that_is_gone_or_that_was_replaced_is_not_measured():
+    net = model()
+    state, layer = ScalingState(net), net[0]
+    net(make("normal", (4, 32)))
+    layer.weight = nn.Parameter(ScalingTensor.quantize(make("normal", (48, 32)), FP16))
+    assert layer.scaling.stale_weight() is None
+    state.measure_weights()
+    assert layer.scaling.weight_scales(layer.weight) == layer.scaling._fresh_weight_scales(layer.weight)
+
+
+def test_kept_slots_follow_the_buffers_and_the_watches(device):
+    layer = scaling().to(device)
+    first = layer.slots(record=True)
+    assert layer.slots(record=True) is first
+    assert layer.slots(record=False)[INPUT].amax is None
+    layer.watches[INPUT] = watch = lambda *seen: None
+    assert [slot.watch for slot in layer.slots(record=True)] == [watch, None]
+    assert layer.slots(record=False)[INPUT].watch is None
+    layer.watches.clear()
+    assert layer.slots(record=True)[INPUT].watch is None
+    other = copy.deepcopy(layer)
+    assert other.slots(record=True)[INPUT].amax.data_ptr() == other.amax.data_ptr() != layer.amax.data_ptr()
+    layer.load_state_dict({name: x.clone() for name, x in layer.state_dict().items()}, assign=True)
+    layer.slots(record=True)[GRAD_OUTPUT].amax.fill_(3.0)
+    assert layer.amax.tolist() == [0.0, 3.0]
+
+
+def test_slots_of_evaluation_serve_training():
+    layer = scaling()
+    with torch.inference_mode():
+        layer.slots(record=True)
+    layer.slots(record=True)[INPUT].amax.fill_(2.0)
+    assert layer.amax[INPUT] == 2.0
+
+
 def test_an_fp8_weight_is_taken_as_it_is():
     weight = ScalingTensor.quantize(make("normal", (32, 16)), E4M3)
     assert all(s is weight.scale_inv for s in scaling().weight_scales(weight))

@@ -191,13 +191,14 @@ def test_schema_fake_and_dispatch(rms, given, device):
     forward = (x, x, weight, bias, EPS, scale, slot, E4M3.dtype) if given else (x, None, weight, None, EPS, None, None, x.dtype)
     *_, mean, rstd = ops.normalize(*forward, rms=rms)
     backward = (x, x, mean, rstd, weight, x if given else None)
-    for op, args, more in (
-        (ops.normalize, forward, {}),
-        (ops.normalize_transposed, (x, mean, rstd, weight, bias, scale, E4M3.dtype), {}),
-        (ops.normalize_backward, backward, {"maxima": given}),
+    for name, args, more in (
+        ("normalize", forward, {}),
+        ("normalize_transposed", (x, mean, rstd, weight, bias, scale, E4M3.dtype), {}),
+        ("normalize_backward", backward, {"maxima": given}),
     ):
         flags = {"rms": rms, **more}
-        torch.library.opcheck(op, args, flags, test_utils="test_schema")
+        torch.library.opcheck(getattr(torch.ops.msamp, name).default, args, flags, test_utils="test_schema")
+        op = getattr(ops, name)
         real = op(*args, **flags)
         with torch._subclasses.FakeTensorMode() as mode:
             fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args), **flags)

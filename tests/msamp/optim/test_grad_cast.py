@@ -1,0 +1,80 @@
+"""Plain gradients into the optimizer's formats, many at a time: the bits of one at a time."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from numerics import KINDS, bits, make
+
+from msamp.numerics.formats import E4M3, E5M2, FP16, FP32
+from msamp.numerics.granularity import TENSORWISE
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.grad_cast import GradCast
+
+SHAPES = ((24, 40), (7,), (), (3, 5), (0,), (128, 64))
+
+
+def gradients(kind: str, device: str, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return [(make(kind if shape else "normal", shape, seed=i) * 2.0 ** (4 * i)).to(device, dtype) for i, shape in enumerate(SHAPES)]
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_gradient_has_the_bits_of_its_own_quantisation(kind, fmt, device):
+    gs = [*gradients(kind, device), *gradients(kind, device, torch.float32)]
+    cast = GradCast()
+    for _ in range(2):  # again, with what is remembered
+        for g, found in zip(gs, cast(gs, fmt), strict=True):
+            alone = ScalingTensor.quantize(g, fmt)
+            assert isinstance(found, ScalingTensor)
+            assert (found.dtype, found.format, found.shape) == (g.dtype, fmt, g.shape)
+            assert bits(found.payload).equal(bits(alone.payload))
+            assert found.scale_inv.equal(alone.scale_inv)
+
+
+def test_one_that_is_not_finite_is_marked_and_leaves_the_others_alone(device):
+    gs = gradients("normal", device)
+    gs[0][3, 5], gs[3][0, 0] = float("nan"), float("-inf")
+    found = GradCast()(gs, E4M3)
+    assert [bool(g.scale_inv.isnan()) for g in found] == [True, False, False, True, False, False]
+    assert bits(found[5].payload).equal(bits(ScalingTensor.quantize(gs[5], E4M3).payload))
+
+
+def test_zeros_have_a_scale_of_one(device):
+    (found,) = GradCast()([torch.zeros(4, 4, device=device)], E4M3)
+    assert float(found.scale_inv) == 1.0
+    assert not found.payload.float().any()
+
+
+def test_a_format_without_scales_rounds_once_and_copies_nothing_that_has_it(device):
+    gs = [*gradients("normal", device), make("normal", (5, 6), device=device)]
+    found = GradCast()(gs, FP32)
+    assert all(got.equal(g.float()) and got.dtype == torch.float32 for got, g in zip(found, gs, strict=True))
+    assert found[-1].data_ptr() == gs[-1].data_ptr()
+    assert GradCast()([], E4M3) == []
+
+
+def test_a_strided_gradient_is_taken_by_its_values(device):
+    g = make("normal", (24, 40), device=device).t()
+    (found,) = GradCast()([g], E4M3)
+    assert found.payload.is_contiguous()
+    assert bits(found.payload).equal(bits(ScalingTensor.quantize(g.contiguous(), E4M3).payload))
+
+
+def test_rows_take_the_scale_of_the_whole_tensor(device):
+    whole = make("channel-outlier", (64, 32), device=device)
+    halves = [whole[:32], whole[32:] * 0.01]
+    amax = TENSORWISE.amax(whole).expand(2).contiguous()
+    found = GradCast()(halves, E4M3, amax)
+    assert found[0].scale_inv.equal(found[1].scale_inv)
+    assert bits(found[0].payload).equal(bits(ScalingTensor.quantize(whole, E4M3).payload[:32]))
+
+
+def test_a_copy_remembers_nothing_and_casts_alike(device):
+    gs = gradients("normal", device)
+    cast = GradCast()
+    first = cast(gs, E4M3)
+    for other in (copy.deepcopy(cast), pickle.loads(pickle.dumps(cast))):
+        assert not vars(other)["_tables"]
+        assert all(bits(a.payload).equal(bits(b.payload)) for a, b in zip(first, other(gs, E4M3), strict=True))
