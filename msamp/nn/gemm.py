@@ -128,8 +128,10 @@ class _Tensorwise:
         dtype = cast.format.dtype
         if payload.dtype == dtype:
             return Operand.tensorwise(ops.transpose(payload) if transpose else payload, scale_inv)
-        made = ops.cast_transpose(payload, multiplier, None, dtype, col=True)[1] if transpose else ops.cast(payload, multiplier, dtype)
-        return Operand.tensorwise(made, scale_inv)
+        if not transpose:
+            return Operand.tensorwise(ops.cast(payload, multiplier, dtype), scale_inv)
+        place = eager_place(payload.device)  # not asked for; it spares the kernel's own, which is a launch
+        return Operand.tensorwise(ops.cast_transpose(payload, multiplier, None, dtype, col=True, scale_inv_slot=place)[1], scale_inv)
 
     def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
         return ops.scaled_mm(a.codes, b.codes, a.scale_inv, b.scale_inv, bias, dtype, fast_accum=fast)

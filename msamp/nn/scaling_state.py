@@ -136,6 +136,9 @@ class TensorScales(nn.Module):
     scale: torch.Tensor
     scale_inv: torch.Tensor
     seen: torch.Tensor
+    steps: int
+    delayed: bool
+    _filled: tuple[bool, ...]
 
     def __init__(self, casts: tuple[Cast, ...], device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -154,8 +157,11 @@ class TensorScales(nn.Module):
         self._known_slots: dict[bool, tuple[tuple[bool, ...], tuple[torch.Tensor, ...], tuple[Slot, ...]]] = {}
 
     def _count(self, steps: int) -> None:
-        self.steps, self.delayed = steps, 0 < self.window <= steps
-        self._filled = tuple(0 < cast.scaling.window <= steps for cast in self.casts)
+        filled = tuple(0 < cast.scaling.window <= steps for cast in self.casts)
+        own = vars(self)  # past Module.__setattr__, which took every layer 8 us a step
+        own["steps"], own["delayed"] = steps, 0 < self.window <= steps
+        if own.get("_filled") != filled:  # the same object, by which kept slots are known
+            own["_filled"] = filled
 
     @property
     def described(self) -> str:

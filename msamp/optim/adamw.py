@@ -184,8 +184,8 @@ class FP8AdamW(torch.optim.Optimizer):
         self._tables: Tables | None = None
         self._kept = torch.zeros(0)
         self._grad_amaxes = torch.zeros(0)
-        self._seen: dict[torch.Tensor, tuple[tuple[int, int], ...]] = {}
-        self._cast: dict[torch.Tensor, tuple[int, int]] = {}  # weights as they were last known to be cast from their masters
+        self._seen: dict[torch.Tensor, tuple[int, ...]] = {}
+        self._cast: dict[torch.Tensor, tuple[int, ...]] = {}  # weights as they were last known to be cast from their masters
 
     @property
     def grad_norm(self) -> torch.Tensor:
@@ -404,11 +404,11 @@ class FP8AdamW(torch.optim.Optimizer):
         """FP64 on the device: the numbers of a group that an update asks for."""
         return self._table().send(("hyper", number, update), updates.by_name(update).numbers(self.param_groups[number]), torch.float64)
 
-    def _signature(self, holding: Holding) -> tuple[tuple[int, int], ...]:
+    def _signature(self, holding: Holding) -> tuple[int, ...]:
         """Changes when other code changes a tensor with a kept amax."""
         state = self.state[holding.weight]
-        held = (holding.param, *(state[key] for key in update_of(holding.formats).kept), state.get(MASTER.key, holding.param))
-        return tuple(version_of(x) for x in held)
+        kept = [state[key] for key in update_of(holding.formats).kept]
+        return version_of(holding.param, *kept, state.get(MASTER.key, holding.param))
 
     def _measure(self, ready: Sequence[Holding], *, bounds: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         """What the bounds and the norm need before anything is updated; with `bounds` False, what the norm needs alone.

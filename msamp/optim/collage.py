@@ -74,7 +74,7 @@ class CollageAdamW(torch.optim.Optimizer):
         self.keep_update = keep_update
         self._updates: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tables: dict[torch.device, Tables] = {}
-        self._cast: dict[torch.Tensor, tuple[int, int]] = {}  # weights as they were last cast from their masters
+        self._cast: dict[torch.Tensor, tuple[int, ...]] = {}  # weights as they were last cast from their masters
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         choices = {"variant": variant, "weight_sum": weight_sum, "eps_inside_root": eps_inside_root}
         super().__init__(params, {**defaults, **choices})

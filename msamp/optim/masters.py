@@ -20,6 +20,7 @@ from msamp.optim import updates
 from msamp.optim.states import local, payload, scale_inv, weight_format
 
 _CHUNK = 2**24  # elements compared at a time: half a dozen FP32 temporaries of 64 MiB
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _COARSER = 256.0  # how much coarser than it could be a scale may stay: FP16 still holds every E4M3 value of a tensor exactly
 
 
@@ -87,8 +88,12 @@ def _scale(last: torch.Tensor, whole: torch.Tensor, largest: float) -> torch.Ten
     return torch.where((amax * last <= largest) & (new <= _COARSER * last), last, new)
 
 
-def version_of(x: torch.Tensor) -> tuple[int, int]:
-    """A number that changes with every write of a weight or a state, except through `.data` of a plain tensor, which counts by itself."""
-    x = local(x)
-    held = x.payload if isinstance(x, ScalingTensor) else x
-    return id(held), held._version
+def version_of(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Numbers that change with every write of weights and states, except through `.data` of a plain tensor, which counts by itself."""
+    found = []
+    for x in tensors:
+        if type(x) not in _PLAIN:  # by type, since a step asks ten times for every parameter
+            x = local(x)
+            x = x.payload if isinstance(x, ScalingTensor) else x
+        found += (id(x), x._version)
+    return tuple(found)

@@ -5,6 +5,7 @@ four codes are one 32-bit word before they cross threads on their way into the t
 does), and sums and amaxes cross threads once for four rows.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -219,18 +220,30 @@ def _quantise(
         scale = scale_from_amax(amax, of_dtype(dtype).max, None, 1.0)
     scale_inv = torch.zeros((), dtype=torch.float32, device=device) if scale_inv_slot is None else scale_inv_slot
     launch(scale, amax_slot, scale_inv)
-    return scale_inv if scale_inv_slot is None else scale_inv.new_empty(0)
+    return scale_inv if scale_inv_slot is None else nothing(torch.float32, device)
+
+
+@functools.cache
+def _kept_nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What is not asked for: [0]. The same one again, since the host needs as long for it as for memory; a new one where autograd is on,
+    which marks an operator's results."""
+    return torch.empty(0, dtype=dtype, device=device) if torch.is_grad_enabled() else _kept_nothing(dtype, device)
 
 
 def _layouts(M: int, N: int, row: bool, col: bool, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for [M, N] and its transpose, empty where not asked for."""
-    y = torch.empty((M, N) if row else 0, dtype=dtype, device=device)
-    return y, torch.empty((N, M) if col else 0, dtype=dtype, device=device)
+    y = torch.empty((M, N), dtype=dtype, device=device) if row else nothing(dtype, device)
+    return y, torch.empty((N, M), dtype=dtype, device=device) if col else nothing(dtype, device)
 
 
 def _partial_sums(asked: bool, tiles: int, N: int, device: torch.device) -> torch.Tensor:
     """Memory for the column sums of every row tile, which `sum_parts` adds up; empty where not asked for."""
-    return torch.empty((tiles, N) if asked else 0, dtype=torch.float32, device=device)
+    return torch.empty((tiles, N), dtype=torch.float32, device=device) if asked else nothing(torch.float32, device)
 
 
 def parts(M: int) -> int:
