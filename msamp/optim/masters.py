@@ -90,7 +90,7 @@ def _scale(last: torch.Tensor, whole: torch.Tensor, largest: float) -> torch.Ten
 
 def version_of(*tensors: torch.Tensor) -> tuple[int, ...]:
     """Numbers that change with every write of weights and states, except through `.data` of a plain tensor, which counts by itself."""
-    found = []
+    found: list[int] = []
     for x in tensors:
         if type(x) not in _PLAIN:  # by type, since a step asks ten times for every parameter
             x = local(x)
