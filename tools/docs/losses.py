@@ -5,28 +5,30 @@ from collections.abc import Iterable, Sequence
 
 from tools.docs.cells import BENCH, PRECISIONS, REPRODUCE, Cell, Table, column, of, pick
 from tools.docs.evidence import Row, read
+from tools.reproduce.compare_precisions import folder_of
 
 CURVES = f"{REPRODUCE}/precisions/curves.csv"  # runs of the rows of PRECISIONS, which name their commit
+OPTIONS, OPTION_CURVES = (f"{REPRODUCE}/fp8_options/{name}.csv" for name in ("precisions", "curves"))  # of FP8's options, in the same form
 SEEDS = f"{BENCH}/gpt3_125m_enwik8/curves.csv"
 GRAPHS = f"{BENCH}/graphs_125m.csv"
 BASE = "bf16"
 Differences = dict[str, list[list[float]]]  # by precision, at each evaluation: mean, least and most
 
 
-def evaluations() -> dict[str, dict[int, dict[str, float]]]:
+def evaluations(precisions: str = PRECISIONS, curves: str = CURVES) -> dict[str, dict[int, dict[str, float]]]:
     """Validation losses of every precision that has several seeds: precision -> tokens -> number of the run -> loss."""
     found: dict[str, dict[int, dict[str, float]]] = {}
-    several = {row["precision"] for row in read(PRECISIONS) if int(row["seeds"]) > 1}
-    for row in read(CURVES):
-        precision, _, number = row["run"].rpartition("_")
-        if row["kind"] == "valid" and precision in several:
-            found.setdefault(precision, {}).setdefault(int(row["tokens"]), {})[number] = float(row["loss"])
+    several = {folder_of(row["precision"]): row["precision"] for row in read(precisions) if int(row["seeds"]) > 1}
+    for row in read(curves):
+        folder, _, number = row["run"].rpartition("_")
+        if row["kind"] == "valid" and folder in several:
+            found.setdefault(several[folder], {}).setdefault(int(row["tokens"]), {})[number] = float(row["loss"])
     return found
 
 
-def differences() -> tuple[list[int], Differences]:
+def differences(precisions: str = PRECISIONS, curves: str = CURVES) -> tuple[list[int], Differences]:
     """Tokens of the evaluations, and the relative differences from BF16 there: each run from the one of the same seed."""
-    losses = evaluations()
+    losses = evaluations(precisions, curves)
     base = losses.pop(BASE)
     found: Differences = {}
     for precision, by_tokens in losses.items():
@@ -52,6 +54,21 @@ def against_bf16() -> Table:
         cells.append([f"`{precision}`, % from it", *ranges])
     columns = ["", *(f"{count / 1e6:.1f}M tokens" for count in tokens)]
     return Table(columns, cells, [(PRECISIONS, rows_of_precisions([BASE, *apart]))])
+
+
+def options() -> Table:
+    """Last validation losses with each of FP8's options, and the differences from BF16 of the same seeds."""
+    (*_, last), apart = differences(OPTIONS, OPTION_CURVES)
+    losses, rows = evaluations(OPTIONS, OPTION_CURVES), read(OPTIONS)
+    cells = []
+    for row in rows:
+        found = list(losses[row["precision"]][last].values())
+        mean, least, most = apart.get(row["precision"], [[0.0] * 3])[-1]
+        loss = f"{statistics.fmean(found):.4f} ({min(found):.4f} to {max(found):.4f})"
+        against = "" if row["precision"] == BASE else f"{100 * mean:+.2f} ({100 * least:+.2f} to {100 * most:+.2f})"
+        cells.append([f"`{row['precision']}`", str(len(found)), loss, against, f"{float(row['peak_gib']):.2f}"])
+    columns = ["precision", "seeds", f"loss after {last / 1e6:.1f}M tokens", "% from BF16 of the same seed", "peak GiB"]
+    return Table(columns, cells, [(OPTIONS, rows)])
 
 
 def _last(rows: Sequence[Row]) -> dict[str, Row]:

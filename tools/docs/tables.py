@@ -360,7 +360,7 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "memory": memory,
     "memory-error": memory_error,
     "compile": lambda: plain(f"{BENCH}/compile.csv", _speed_columns()),
-    "fsdp": lambda: plain(f"{BENCH}/fsdp.csv", _speed_columns() | {"at rest GiB": column("rest_gib", 1)}),
+    "fsdp": lambda: plain(f"{BENCH}/fsdp.csv", {"GPUs": column("gpus")} | _speed_columns() | {"at rest GiB": column("rest_gib", 1)}),
     "checkpoint": lambda: plain(
         f"{BENCH}/checkpoint.csv",
         {"case": code("case"), "bytes a parameter": column("bytes_param", 2), "save s": column("save_s", 0), "load s": column("load_s", 0),
@@ -383,6 +383,7 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "dry-run-7b": shapes.dry_run_7b,
     "refused-7b": shapes.refused_7b,
     "loss-curves": losses.against_bf16,
+    "loss-options": losses.options,
     "loss-seeds": losses.two_seeds,
     "loss-graphs": losses.graphs,
     "table7": table7,

@@ -225,8 +225,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def job_of(precision: str, number: int | str, steps: int) -> Job:
     """A numbered training with a seed that follows from the number, or the one that runs alone, with the first seed."""
     seed = FIRST_SEED + number if isinstance(number, int) else FIRST_SEED
-    name = re.sub(r"[\s-]+", "-", precision)  # a folder's
-    return Job(precision=precision, seed=seed, steps=steps, name=f"{name}_{number}")
+    return Job(precision=precision, seed=seed, steps=steps, name=f"{folder_of(precision)}_{number}")
+
+
+def folder_of(precision: str) -> str:
+    """A precision, with its flags, as it begins the name of a run's folder."""
+    return re.sub(r"[\s-]+", "-", precision)
 
 
 def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: argparse.Namespace) -> None:
