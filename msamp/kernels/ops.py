@@ -36,6 +36,7 @@ from msamp.kernels.reference import sum_parts as _sum_parts
 from msamp.kernels.reference import sum_payloads as _sum_payloads
 from msamp.kernels.reference import tally as _tally
 from msamp.kernels.reference import transpose as _transpose
+from msamp.kernels.reference import weight_scales as _weight_scales
 from msamp.kernels.tables import Tables
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -196,6 +197,7 @@ sum_payloads = _operator(_sum_payloads.sum_payloads)
 tally_ = _operator(_tally.tally_, mutates=("row",))
 tally_update_ = _operator(_tally.tally_update_, mutates=("row",))
 transpose = _operator(_transpose.transpose)
+weight_scales = _operator(_weight_scales.weight_scales)
 
 adamw = _over_many(_adamw.adamw, _adamw.check_amaxes)
 coat_adamw = _over_many(_coat_adamw.coat_adamw, _adamw.check_amaxes)

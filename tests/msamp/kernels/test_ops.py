@@ -24,6 +24,7 @@ from msamp.kernels.reference.sum_parts import sum_parts
 from msamp.kernels.reference.sum_payloads import sum_payloads
 from msamp.kernels.reference.tally import tally_, tally_update_
 from msamp.kernels.reference.transpose import transpose
+from msamp.kernels.reference.weight_scales import weight_scales
 from msamp.kernels.scaled_mm import block_scaled_mm, scaled_mm
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import E4M3, E5M2
@@ -44,6 +45,7 @@ def arguments(device: torch.device | str) -> dict[str, tuple]:
         "group_cast": (x, 16, E4M3.dtype),
         "group_decode": (a, torch.full((24, 3), 120, dtype=torch.uint8, device=device), 16, torch.bfloat16),
         "transpose": (a,),
+        "weight_scales": (x.half(), scale, 448.0),
         "activate": (x, "swiglu", scale, slot, E4M3.dtype),
         "activate_backward": (x, x, "gelu", scale, E4M3.dtype, None, slot, E5M2.dtype),
         "rotary_": (x.view(6, 2, 80).clone(), angles, angles, 2, 1),
@@ -77,6 +79,7 @@ TWINS = {
     "group_cast": group_cast,
     "group_decode": group_decode,
     "transpose": transpose,
+    "weight_scales": weight_scales,
     "activate": activate,
     "activate_backward": activate_backward,
     "rotary_": rotary_,
