@@ -20,7 +20,14 @@ def shell(script, folder, *flags, **variables):
 
 @pytest.mark.parametrize(
     ("script", "flags"),
-    [("sft/run.sh", ("--train-iters", "2")), ("rlhf/run.sh", ("--train-iters", "1", "--global-batch-size", "4", "--mini-batch-size", "4"))],
+    [
+        ("sft/run.sh", ("--train-iters", "2")),
+        pytest.param(
+            "rlhf/run.sh",
+            ("--train-iters", "1", "--global-batch-size", "4", "--mini-batch-size", "4"),
+            marks=pytest.mark.nightly(9),
+        ),
+    ],
 )
 def test_a_script_leaves_a_row_a_level_and_does_nothing_twice(tmp_path, script, flags):
     pytest.importorskip("transformers")

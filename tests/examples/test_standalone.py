@@ -17,7 +17,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 @pytest.mark.parametrize(
     ("example", "processes"),
     [
-        ("greedy_zero", 2),
+        pytest.param("greedy_zero", 2, marks=pytest.mark.nightly(6)),
         pytest.param("data_parallel", 1, marks=pytest.mark.nightly(4)),
         pytest.param("data_parallel", 2, marks=pytest.mark.nightly),
         pytest.param("greedy_zero", 1, marks=pytest.mark.nightly),
@@ -41,7 +41,9 @@ def test_it_learns_and_the_ranks_agree(example, processes):
         assert max(stored) < 1.1 * min(stored)
 
 
-@pytest.mark.parametrize("example", ["plain_loop", "data_parallel", "hugging_face", "collage", "coat", "fp16_amp", "convolution"])
+@pytest.mark.parametrize(
+    "example", ["plain_loop", "data_parallel", "greedy_zero", "hugging_face", "collage", "coat", "fp16_amp", "convolution"]
+)
 def test_it_learns_on_one_process(example, tmp_path, monkeypatch, capsys):
     if example == "hugging_face":
         pytest.importorskip("transformers")

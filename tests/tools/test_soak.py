@@ -131,6 +131,7 @@ def test_a_run_may_end_before_its_moment_and_must_not_hang(tmp_path: Path, fake:
     soak.kill(process)
 
 
+@pytest.mark.nightly(4)
 def test_the_whole_course_over_jobs_that_do_not_train(tmp_path: Path, fake: list[str]):
     tally = soak.soak(8, seed=1, folder=tmp_path)
     assert tally.kills == 8

@@ -23,6 +23,7 @@ from msamp.integrations import fsdp
 from msamp.numerics.recipe import by_name
 from msamp.numerics.scaling import Delayed
 from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.states import local
 
 STEPS = 5
 WINDOW = 2  # of delayed scaling: both of its phases are seen
@@ -196,6 +197,7 @@ def several(folder: str) -> dict[str, Any]:
         optimizer.shard.ready(optimizer._whole())
         optimizer.shard.measure()
     found["scales"] = launches.count["msamp.scale_from_amax.default"], len(optimizer.shard.casts)
+    found["aligned"] = [local(weight)._scales[2].data_ptr() % 16 for weight in optimizer.shard.casts]
     found["norms"] = [msamp.clip_grad_norm_(model.parameters(), 0.25).item() for _ in range(2)]
     optimizer.step()
     found["norms"].append(optimizer.grad_norm.item())
@@ -222,6 +224,10 @@ def test_all_gradients_take_their_scales_from_one_launch_and_all_weights_theirs(
         launches, weights = found["scales"]
         assert launches == 2
         assert weights > 2
+
+
+def test_the_scales_of_gathered_weights_stand_where_cublas_takes_them(ranks):
+    assert all(found["aligned"] == [0] * len(found["aligned"]) and len(found["aligned"]) > 2 for found in ranks[1])
 
 
 def test_batches_of_several_ranks_train_like_one_process_with_all(ranks):
