@@ -29,7 +29,7 @@ def by_model(made, save, **settings):
     return run(made, save, reward_model=made / "judge", data=made / "sums.jsonl", **settings)
 
 
-@pytest.mark.parametrize("level", ["O3", *(pytest.param(level, marks=pytest.mark.nightly(30)) for level in ("O0", "O2"))])
+@pytest.mark.parametrize("level", [pytest.param(level, marks=pytest.mark.nightly(30)) for level in ("O0", "O2", "O3")])
 def test_the_reward_rises(made, tmp_path, level):
     from transformers import AutoModelForCausalLM
 

@@ -67,6 +67,7 @@ def test_tests_that_fail_by_themselves_kill_nothing(project, capsys):
     assert "the tests do not pass without a mutant" in capsys.readouterr().err
 
 
+@pytest.mark.nightly(3)
 def test_a_mutant_that_runs_for_ever_is_killed(project, tmp_path):
     mutant = Mutant("sums", "for ever", "pkg", "return a + b", "return [0 for _ in iter(int, 1)]", ("test_add.py",))
     mutants.copy_tree(project, tmp_path / "copy")
