@@ -87,7 +87,7 @@ def _unseen(x: object) -> bool:
 
 def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None = None) -> Function:
     """The operator that `twin` defines, as a function. Where only a kernel would see it, on a GPU, the kernel is called without torch's
-        dispatcher, which took 25 of an operator's 93 us of the host's time (H200). Not so where it changes more than slots: autograd has to
+    dispatcher, which took 25 of an operator's 93 us of the host's time (H200). Not so where it changes more than slots: autograd has to
     hear of it.
 
     Args:
