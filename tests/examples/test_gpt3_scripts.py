@@ -98,6 +98,7 @@ def test_a_dry_run_fits_on_the_gpus_of_the_script(size, gpus):
     assert "fits into 80.0 GiB; nothing was started" in done.stdout
 
 
+@pytest.mark.nightly(3)
 def test_a_dry_run_refuses_what_does_not_fit():
     done = start("13b", DRY_RUN=1, NNODES=1, GPUS_PER_NODE=2, GPU_MEMORY_GIB=40)
     assert "pipeline stage 0 needs" in refused(done)

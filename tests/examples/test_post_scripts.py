@@ -18,16 +18,10 @@ def shell(script, folder, *flags, **variables):
     return subprocess.run(["bash", str(ROOT / "examples" / script), *flags], env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.nightly(9)
 @pytest.mark.parametrize(
     ("script", "flags"),
-    [
-        ("sft/run.sh", ("--train-iters", "2")),
-        pytest.param(
-            "rlhf/run.sh",
-            ("--train-iters", "1", "--global-batch-size", "4", "--mini-batch-size", "4"),
-            marks=pytest.mark.nightly(9),
-        ),
-    ],
+    [("sft/run.sh", ("--train-iters", "2")), ("rlhf/run.sh", ("--train-iters", "1", "--global-batch-size", "4", "--mini-batch-size", "4"))],
 )
 def test_a_script_leaves_a_row_a_level_and_does_nothing_twice(tmp_path, script, flags):
     pytest.importorskip("transformers")

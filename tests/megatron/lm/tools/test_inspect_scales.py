@@ -100,6 +100,7 @@ def test_the_states_of_any_update_have_a_picture(tmp_path):
     assert "momentum" in {axis.get_title(loc="left") for axis in figure.axes}
 
 
+@pytest.mark.nightly(2)
 def test_without_mu_or_updates_there_is_a_page_too(tmp_path):
     pytest.importorskip("matplotlib")
     bare = step(1) | {"updates": {}, "total": None}
