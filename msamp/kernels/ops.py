@@ -38,13 +38,13 @@ from msamp.kernels.reference import tally as _tally
 from msamp.kernels.reference import transpose as _transpose
 from msamp.kernels.reference import weight_scales as _weight_scales
 from msamp.kernels.tables import Tables
+from msamp.numerics.tensor import PLAIN
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Fake = Callable[..., Any]
 
 _LIBRARY = torch.library.Library("msamp", "DEF")
 _SLOTS = ("amax_slot", "scale_inv_slot")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def _on_cuda(twin: Callable[..., Any]) -> Callable[..., Any]:
 def _unseen(x: object) -> bool:
     """Whether an operator on `x` reaches its kernel and nothing else: a plain tensor on a GPU, without autograd, trace or dispatch mode."""
     return (
-        type(x) in _PLAIN
+        type(x) in PLAIN
         and x.is_cuda  # type: ignore[attr-defined]
         and not torch.is_grad_enabled()
         and torch._C._len_torch_dispatch_stack() == 0

@@ -42,11 +42,11 @@ _EAGER: dict[tuple[torch.device, int], ScaleInvs] = {}
 
 def eager_place(device: torch.device) -> torch.Tensor | None:
     """A place as `ScaleInvs.take` gives it, on the current stream of a GPU; None on a CPU and in a graph, torch.compile's or a CUDA graph,
-    which has to zero its places in every replay."""
+    which has to zero its places in every replay. `device` is a tensor's: a GPU's has its index."""
     if torch.compiler.is_compiling() or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
     # The handle alone, as torch.compile's own code asks for it: a Stream object for each cast took 5 us.
-    key = device, torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
+    key = device, torch._C._cuda_getCurrentRawStream(device.index)
     places = _EAGER.get(key)
     if places is None:
         places = _EAGER[key] = ScaleInvs(MANY, device)

@@ -175,27 +175,24 @@ class TensorScales(nn.Module):
 
     def slots(self, record: bool) -> tuple[Slot, ...]:
         """The slots by row; `record` False (evaluation) leaves no trace in the history."""
+        slots = self._slots(record) if torch.compiler.is_compiling() else self._kept_slots(record)
+        if record and self.watches:
+            return tuple(slot._replace(watch=self.watches.get(row)) for row, slot in enumerate(slots))
+        return slots
 
-        if torch.compiler.is_compiling():
-            return self._slots(record, self.amax, self.scale, self.scale_inv)
+    def _kept_slots(self, record: bool) -> tuple[Slot, ...]:
         # Kept, since each of the six views of a layer takes the host 4 us in every forward.
         made_of = self.amax, self.scale, self.scale_inv
         known = self._known_slots.get(record)
         if known is None or known[0] is not self._filled or any(old is not now for old, now in zip(known[1], made_of, strict=True)):
             with torch.inference_mode(False), torch.no_grad():
-                known = self._known_slots[record] = self._filled, made_of, self._slots(record, *made_of)
-        slots = known[2]
-        if record and self.watches:
-            slots = tuple(slot._replace(watch=self.watches.get(row)) for row, slot in enumerate(slots))
-        return slots
+                known = self._known_slots[record] = self._filled, made_of, self._slots(record)
+        return known[2]
 
-    def _slots(self, record: bool, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> tuple[Slot, ...]:
-        watches = self.watches if record and torch.compiler.is_compiling() else {}
-
+    def _slots(self, record: bool) -> tuple[Slot, ...]:
         def slot(row: int) -> Slot:
-            own = amax[row] if record and self.casts[row].scaling.window else None
-            watch = watches.get(row)
-            return Slot(scale[row], scale_inv[row], own, watch) if self._filled[row] else Slot(None, None, own, watch)
+            amax = self.amax[row] if record and self.casts[row].scaling.window else None
+            return Slot(self.scale[row], self.scale_inv[row], amax) if self._filled[row] else Slot(None, None, amax)
 
         return tuple(slot(row) for row in range(len(self.casts)))
 

@@ -15,6 +15,7 @@ from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.quantize import dequantize, quantize
 from msamp.numerics.scaling import inverse, scale_from_amax
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # by `type(x)`: neither a ScalingTensor nor another subclass
 _OWN = ("payload", "scale_inv", "_is_param")  # attributes that a ScalingTensor has of itself; any other is its user's
 
 

@@ -16,12 +16,13 @@ from msamp.kernels.tables import Tables
 from msamp.numerics.formats import Format
 from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.clip import contiguous
 
 ALIGNMENT = 16  # elements: a payload that begins at a multiple of them is read and written 16 bytes at a time
 
 
 class GradCast:
-    """Casts a user's gradients, with what their launches remember from step to step; a copy remembers nothing."""
+    """Casts the gradients of one optimizer, with what its launches remember from step to step; a copy remembers nothing."""
 
     def __init__(self) -> None:
         self._tables: dict[Format, Tables] = {}
@@ -41,7 +42,7 @@ class GradCast:
             ScalingTensors in the gradients' dtypes, for a format with scales; a scale_inv is NaN where the amax is not finite. Plain
             tensors otherwise: the gradient itself where it has the format's dtype. All contiguous.
         """
-        gs = [g.detach().contiguous() for g in gradients]
+        gs = [contiguous(g) for g in gradients]
         if not gs:
             return []
         tables = self._tables.get(fmt)

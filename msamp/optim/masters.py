@@ -15,12 +15,11 @@ from msamp.kernels.reference.grad_stats import grad_stats
 from msamp.numerics import mcf
 from msamp.numerics.quantize import cast
 from msamp.numerics.scaling import inverse, scale_from_amax
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.tensor import PLAIN, ScalingTensor
 from msamp.optim import updates
 from msamp.optim.states import local, payload, scale_inv, weight_format
 
 _CHUNK = 2**24  # elements compared at a time: half a dozen FP32 temporaries of 64 MiB
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _COARSER = 256.0  # how much coarser than it could be a scale may stay: FP16 still holds every E4M3 value of a tensor exactly
 
 
@@ -92,7 +91,7 @@ def version_of(*tensors: torch.Tensor) -> tuple[int, ...]:
     """Numbers that change with every write of weights and states, except through `.data` of a plain tensor, which counts by itself."""
     found: list[int] = []
     for x in tensors:
-        if type(x) not in _PLAIN:  # by type, since a step asks ten times for every parameter
+        if type(x) not in PLAIN:  # by type, since a step asks ten times for every parameter
             x = local(x)
             x = x.payload if isinstance(x, ScalingTensor) else x
         found += (id(x), x._version)

@@ -111,7 +111,7 @@ class Whole:
     def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
         """Those with a gradient, quantised to its format; ValueError for a sparse one."""
         found = []
-        plain: dict[Format, list[Holding]] = {}
+        plain: dict[Format, list[tuple[Holding, torch.Tensor]]] = {}
         for holding in wholes:
             g = gradient(holding.param)
             if g is None:
@@ -121,12 +121,10 @@ class Whole:
             if isinstance(g, ScalingTensor):
                 holding.grad = contiguous(g)
             else:
-                holding.grad = g
-                plain.setdefault(by_name(holding.formats["grad"]), []).append(holding)
+                plain.setdefault(by_name(holding.formats["grad"]), []).append((holding, g))
             found.append(holding)
-        for fmt, holdings in plain.items():
-            gradients = [holding.grad for holding in holdings if holding.grad is not None]
-            for holding, grad in zip(holdings, self._grad_cast(gradients, fmt), strict=True):
+        for fmt, pairs in plain.items():
+            for (holding, _), grad in zip(pairs, self._grad_cast([g for _, g in pairs], fmt), strict=True):
                 holding.grad = grad
         return found
 
