@@ -63,7 +63,7 @@ from msamp.optim.device_flag import DeviceCopy
 
 
 class Graphs(Protocol):
-    """What a step asks of its CUDA graphs, which are `megatron.lm.graph.StepGraphs`."""
+    """What a step asks of its CUDA graphs: `megatron.lm.graph.StepGraphs`, or on a pipeline `megatron.lm.stage_graph.StageGraphs`."""
 
     mode: str
 
@@ -93,7 +93,7 @@ def train_step(training: Training, batches: Batches, graphs: Graphs | None = Non
         loss_sum, tokens = graphs.forward_backward(batches)
     else:
         training.grad_sync.clear()
-        loss_sum, tokens = _forward_backward(training, batches, forward_only=False)
+        loss_sum, tokens = forward_backward(training, batches)
         # Buckets have left during backward: min scale -> FP8 payload -> exchange -> FP32 sum, rounded once by its owner.
         training.grad_sync.finish()
 
@@ -126,16 +126,27 @@ def evaluate(training: Training, batches: Batches, iterations: int) -> float:
     total = torch.zeros(2, dtype=torch.float64, device=next(training.model.parameters()).device)
     with training.grad_sync.sent.uncounted():
         for _ in range(iterations):
-            total += torch.stack(_forward_backward(training, batches, forward_only=True)).double()
+            total += torch.stack(forward_backward(training, batches, forward_only=True)).double()
     torch.distributed.all_reduce(total)  # of tensor-parallel ranks all have the same: their ratio does not change
     return float(total[0] / total[1])
 
 
-def _forward_backward(training: Training, batches: Batches, forward_only: bool) -> tuple[Tensor, Tensor]:
+def model_output(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Forward of a micro-batch: the masked sum of the losses, FP32 0-dim; hidden states [s, b, h] on a stage that is not the last."""
+    return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
+
+
+def forward_backward(
+    training: Training,
+    batches: Batches,
+    *,
+    forward_only: bool = False,
+    forward: Callable[[nn.Module, dict[str, Tensor]], Tensor] = model_output,
+) -> tuple[Tensor, Tensor]:
     """megatron-core's schedule over one rank's micro-batches; sums of loss and of counted tokens, on the device."""
     config, parts = training.config, chunks(training.model)
     results = get_forward_backward_func()(
-        forward_step_func=_forward_step,
+        forward_step_func=functools.partial(_forward_step, forward),
         # Each chunk of an interleaved stage takes every micro-batch.
         data_iterator=batches if len(parts) == 1 else list(itertools.tee(batches, len(parts))),
         model=parts,
@@ -151,15 +162,13 @@ def _forward_backward(training: Training, batches: Batches, forward_only: bool) 
     return torch.stack([r["loss_sum"] for r in results]).sum(), torch.stack([r["tokens"] for r in results]).sum()
 
 
-def _forward_step(batches: Batches, model: GPT) -> tuple[Tensor, Callable[..., Any]]:
+def _forward_step(
+    forward: Callable[[nn.Module, dict[str, Tensor]], Tensor], batches: Batches, model: GPT
+) -> tuple[Tensor, Callable[..., Any]]:
     batch = next(batches)
-    return _loss_sum(model, batch), functools.partial(mean_loss, loss_mask=batch["loss_mask"])
-
-
-def _loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
+    return forward(model, batch), functools.partial(mean_loss, loss_mask=batch["loss_mask"])
 
 
 def micro_batch_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """`mean_loss` of one micro-batch, without a schedule around it."""
-    return mean_loss(_loss_sum(model, batch), batch["loss_mask"])
+    return mean_loss(model_output(model, batch), batch["loss_mask"])

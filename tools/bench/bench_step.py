@@ -5,11 +5,15 @@
     python tools/bench/bench_step.py --levels O3 "O3 --output-layer-precision fp8"    a level with flags of its own
     python tools/bench/bench_step.py --preset llama3-8b --flags '--num-layers 8'       every case with them
     python tools/bench/bench_step.py --levels O3 --flags '--record-precision r.jsonl --record-interval 1'    recorded steps
+    python tools/bench/bench_step.py --levels O3 --as-stage --flags '--num-layers 12 --global-batch-size 32'
     python tools/bench/bench_step.py --peer 'python bench_megatron.py --cases bf16 te-delayed'
 
 A step is forward, backward, clipping and update on random tokens. A peer is any command that prints one JSON object a case with the keys
 case, ms, tokens_s_gpu, peak_gib (and those of COLUMNS it has). Rows are appended to --csv: `case` is the level with its flags, `preset` the
 preset with the flags of all cases.
+
+--as-stage replays each micro-batch by the graphs of a pipeline stage (`megatron.lm.stage_graph`), without neighbours to send to: what they
+cost beside the graphs of a whole model.
 """
 
 import argparse
@@ -35,6 +39,7 @@ from megatron.lm.config.cli import parse_args
 from megatron.lm.presets import PRESETS, flops_per_token
 from megatron.lm.recorder import Recorder
 from megatron.lm.run.metrics import mfu, peak_tflops
+from megatron.lm.stage_graph import StageGraphs
 from megatron.lm.step import train_step
 from megatron.lm.tools.arguments import Parser, count, output_file
 from tools.bench import rows
@@ -96,7 +101,8 @@ def measure(level: str, options: argparse.Namespace) -> dict[str, Any]:
     training = build_training(config, options.vocab_size)
     device = process_groups.device()
     batches = random_batches(config, options.vocab_size, device)
-    graphs, recorded = graph.build(training), config.logging.record_precision
+    graphs = StageGraphs(training, "step") if options.as_stage else graph.build(training)
+    recorded = config.logging.record_precision
     recorder = Recorder(training, recorded, config.logging.record_interval, lambda *_: None) if recorded else None
     times = []
     for step in range(options.warm_up + options.steps):
@@ -111,11 +117,11 @@ def measure(level: str, options: argparse.Namespace) -> dict[str, Any]:
     low, median, high = rows.percentiles(times[options.warm_up :])
     if recorder is not None:
         recorder.close()
-    tokens = config.training.micro_batch_size * config.model.seq_length
+    tokens = training.micro_batches * config.training.micro_batch_size * config.model.seq_length
     tflops = flops_per_token(config.model, config.padded_vocab_size(options.vocab_size)) * tokens / median / 1e12
     cuda = device.type == "cuda"
     return {
-        "case": f"{level} recorded every {config.logging.record_interval}" if recorded else level,
+        "case": f"{level} recorded every {config.logging.record_interval}" if recorded else level + " as a stage" * options.as_stage,
         "params_m": round(sum(p.numel() for p in training.model.parameters()) / 1e6, 1),
         "ms_p20": round(low * 1e3, 1),
         "ms": round(median * 1e3, 1),
@@ -160,6 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
     parser.add_argument("--micro-batch-size", type=count(1), default=4)
+    parser.add_argument("--as-stage", action="store_true", help="replay as a pipeline stage does")
     parser.add_argument("--vocab-size", type=count(1), default=VOCABULARY)
     parser.add_argument("--warm-up", type=count(0), default=WARM_UP, help="steps that are not measured")
     parser.add_argument("--steps", type=count(2), default=10, help="measured steps")

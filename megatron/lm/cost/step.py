@@ -52,7 +52,6 @@ def captured(config: Config) -> bool:
     tp = parallel.tensor_model_parallel_size
     return (
         training.cuda_graph != "none"
-        and parallel.pipeline_model_parallel_size == 1
         and (tp == 1 or parallel.sequence_parallel)
         and not (model.hidden_dropout or model.attention_dropout)
         and training.recompute_granularity != "full"

@@ -1,28 +1,28 @@
 """CUDA graphs: what stands in their way, and that replayed steps are eager steps bit for bit."""
 
 import contextlib
-import functools
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import dist
 import pytest
+import replayed
 import tiny
 import torch
 from torch import Tensor
 
 from megatron.lm import process_groups
 from megatron.lm.build import build_training
-from megatron.lm.graph import FIRST, LAST, ONLY, UPDATE, StepGraphs, _Captured, build, obstacle
+from megatron.lm.graph import FIRST, LAST, StepGraphs, build, choose, obstacle
 from megatron.lm.recorder import Recorder
+from megatron.lm.replay import UPDATE
 from megatron.lm.step import evaluate, train_step
 
 OBSTACLES = {
-    "pipeline": ({"pipeline_model_parallel_size": 2}, "pipeline stages"),
     "tensor": ({"tensor_model_parallel_size": 2}, "without --sequence-parallel"),
     "dropout": ({"hidden_dropout": 0.1}, "dropout"),
     "recompute": ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, "recomputation"),
@@ -37,8 +37,17 @@ def test_what_cannot_be_captured_says_why(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     settings, reason = OBSTACLES[name]
     assert reason in (obstacle(tiny.config("corpus", **settings)) or "")
-    for free in ({"recompute_granularity": "selective"}, {"record_precision": "p.jsonl"}):
+    stages = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1, "num_layers": 4}
+    for free in ({"recompute_granularity": "selective"}, {"record_precision": "p.jsonl"}, stages):
         assert obstacle(tiny.config("corpus", precision="O3", **free)) is None
+
+
+def test_what_is_captured_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    stages = {"pipeline_model_parallel_size": 2, "num_layers": 4}
+    assert choose(tiny.config("corpus")) == ("step", "forward and backward, and update")
+    assert choose(tiny.config("corpus", cuda_graph="micro-batch")) == ("micro-batch", "forward and backward")
+    assert choose(tiny.config("corpus", **stages)) == ("step", "forward and backward of a stage, by micro-batch, and update")
 
 
 def test_without_a_gpu_there_is_none(monkeypatch):
@@ -85,9 +94,9 @@ def trained(mode: str, settings: dict[str, Any], bad: int | None = None) -> tupl
 def test_graphs_change_no_bit(level, micro_batches, mode):
     settings = {"precision": level, "micro_batch_size": 2, "global_batch_size": 2 * micro_batches}
     eager, bits, _ = trained("none", settings)
-    replayed, same_bits, captured = trained(mode, settings)
+    again, same_bits, captured = trained(mode, settings)
     assert captured
-    for number, (got, want) in enumerate(zip(replayed, eager, strict=True)):
+    for number, (got, want) in enumerate(zip(again, eager, strict=True)):
         assert repr(got) == repr(want), f"row {number}"
     assert tiny.same(bits, same_bits)
 
@@ -96,9 +105,9 @@ def test_graphs_change_no_bit(level, micro_batches, mode):
 def test_learned_positions_train_in_a_graph_too():
     settings = {"precision": "O2", "micro_batch_size": 2, "global_batch_size": 2, "position_embedding_type": "learned_absolute"}
     eager, bits, _ = trained("none", settings)
-    replayed, same_bits, captured = trained("step", settings)
+    again, same_bits, captured = trained("step", settings)
     assert captured
-    assert repr(replayed) == repr(eager)
+    assert repr(again) == repr(eager)
     assert tiny.same(bits, same_bits)
 
 
@@ -107,9 +116,9 @@ def test_learned_positions_train_in_a_graph_too():
 def test_graphs_of_activations_kept_in_groups_change_no_bit(level):
     settings = {"opt_level": level, "micro_batch_size": 2, "global_batch_size": 2, "save_activations": "coat"}
     eager, bits, _ = trained("none", settings)
-    replayed, same_bits, captured = trained("step", settings)
+    again, same_bits, captured = trained("step", settings)
     assert captured
-    assert repr(replayed) == repr(eager)
+    assert repr(again) == repr(eager)
     assert tiny.same(bits, same_bits)
 
 
@@ -118,10 +127,10 @@ def test_graphs_of_activations_kept_in_groups_change_no_bit(level):
 def test_a_skipped_step_is_skipped_in_a_graph_too(mode):
     settings = {"precision": "O3", "micro_batch_size": 2, "global_batch_size": 2}
     eager, bits, _ = trained("none", settings, bad=21)
-    replayed, same_bits, captured = trained(mode, settings, bad=21)
+    again, same_bits, captured = trained(mode, settings, bad=21)
     assert captured
-    assert [row[3] for row in replayed if isinstance(row, tuple)].count(True) == 1
-    assert repr(replayed) == repr(eager)
+    assert [row[3] for row in again if isinstance(row, tuple)].count(True) == 1
+    assert repr(again) == repr(eager)
     assert tiny.same(bits, same_bits)
 
 
@@ -150,60 +159,32 @@ def recorded(mode: str, settings: dict[str, Any], file: str | None) -> tuple[lis
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_the_gradients_of_the_last_eager_step_are_gone_before_a_capture_begins(micro_batches, monkeypatch):
+def test_the_gradients_of_the_last_eager_step_are_gone_before_a_capture_begins(micro_batches):
     """What is freed within a capture stays in the allocator and out of the graph's pool: 7B at O0 ran out of memory there."""
     config = tiny.config("corpus", micro_batch_size=1, global_batch_size=micro_batches, train_iters=30)
-    with tiny.started(config):
+    with tiny.started(config), replayed.on_a_cpu() as captures:
         process_groups.seed_all(config.training.seed)
         made, stream, held = build_training(config, tiny.VOCABULARY), batches(config, None), []
-
-        @contextlib.contextmanager
-        def capture(*_: Any, **__: Any) -> Iterator[None]:
-            held.append(gradients())
-            yield
 
         def gradients() -> int:
             return sum(average is not None for *_, average in made.grad_sync.averages())
 
-        for name, stand_in in {"Stream": object, "graph_pool_handle": object, "CUDAGraph": object, "graph": capture}.items():
-            monkeypatch.setattr(torch.cuda, name, stand_in)
+        captures.before = lambda: held.append(gradients())
         graphs = StepGraphs(made, "step")
         train_step(made, stream, None)
         assert gradients() > 0
-        graphs._fill(next(stream))
-        graphs._capture(ONLY if micro_batches == 1 else FIRST)
-        assert held == [0]
-
-
-class RunsAgain:
-    """Stands for a CUDA graph: replayed, it runs what was captured."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.run, self.replays = run, 0
-
-    def replay(self) -> None:
-        self.replays += 1
-        self.run()
+        graphs.forward_backward(stream)
+        assert held[0] == 0
+        assert len(captures) == micro_batches
 
 
 @pytest.mark.parametrize("mode", ["step", pytest.param("micro-batch", marks=pytest.mark.nightly)])
-def test_after_a_recorded_step_the_graph_of_the_others_is_replayed_and_not_captured_again(mode, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    captures: list[str] = []
-
-    def capture(graphs: StepGraphs, place: str) -> Any:
-        captures.append(place)
-        run = graphs._update if place == UPDATE else functools.partial(graphs._micro_batch, place)
-        return _Captured(RunsAgain(run), {}, [])
-
-    monkeypatch.setattr(StepGraphs, "_capture", capture)
+def test_after_a_recorded_step_the_graph_of_the_others_is_replayed_and_not_captured_again(mode, tmp_path: Path):
     shared = {"num_layers": 1, "fp8_recipe": "tensorwise"}  # which needs no window
     config = tiny.config("corpus", precision="O3", micro_batch_size=2, global_batch_size=4, train_iters=30, **shared)
-    with tiny.started(config):
+    with tiny.started(config), replayed.on_a_cpu() as captures:
         process_groups.seed_all(config.training.seed)
         made, captured_at = build_training(config, tiny.VOCABULARY), []
-        monkeypatch.setattr(made.grad_sync, "restore", lambda averages: None)  # they are there: it ran
         graphs = StepGraphs(made, mode)
         recorder = Recorder(made, str(tmp_path / "p.jsonl"), 3, lambda *_: None)
         stream = batches(config, None)
@@ -233,8 +214,8 @@ def test_after_a_recorded_step_the_graph_of_the_others_is_replayed_and_not_captu
 def test_a_recorded_step_has_its_own_graph_and_changes_no_bit(level, micro_batches, mode, tmp_path: Path):
     settings = {"precision": level, "micro_batch_size": 2, "global_batch_size": 2 * micro_batches}
     plain, _ = recorded(mode, settings, None)
-    replayed, lines = recorded(mode, settings, str(tmp_path / "graph.jsonl"))
-    assert tiny.same(plain, replayed)
+    again, lines = recorded(mode, settings, str(tmp_path / "graph.jsonl"))
+    assert tiny.same(plain, again)
     eager, eager_lines = recorded("none", settings, str(tmp_path / "eager.jsonl"))
     assert tiny.same(plain, eager)
     assert [line["iteration"] for line in lines] == [1, 6, 12, 18, 24]
@@ -249,12 +230,12 @@ def test_the_loss_scale_moves_in_graphs_as_it_does_without(mode, micro_batches):
     settings = {"precision": "fp16-amp", "initial_loss_scale": 2.0**18, "loss_scale_window": 2, "hysteresis": 1}
     settings |= {"micro_batch_size": 2, "global_batch_size": 2 * micro_batches}
     eager, bits, _ = trained("none", settings)
-    replayed, same_bits, captured = trained(mode, settings)
-    scales = [row[-1] for row in replayed[-10:] if isinstance(row, tuple)]
+    again, same_bits, captured = trained(mode, settings)
+    scales = [row[-1] for row in again[-10:] if isinstance(row, tuple)]
     assert captured
     assert any(a < b for a, b in itertools.pairwise(scales))
     assert any(a > b for a, b in itertools.pairwise(scales))
-    assert repr(replayed) == repr(eager)
+    assert repr(again) == repr(eager)
     assert tiny.same(bits, same_bits)
 
 

@@ -4,6 +4,7 @@ import sys
 
 import dist
 import pytest
+import replayed
 import torch
 
 from msamp.numerics import recipe
@@ -19,8 +20,14 @@ def measure_all(folder: str) -> list[dict[str, str]]:
     arguments += ["--steps", "2", f"--flags={TINY}", "--csv", f"{folder}/step.csv", "--commit", "abc1234", "--peer", peer]
     assert bench_step.main(arguments) == 0
     flags = f"{TINY} --record-precision {folder}/r.jsonl --record-interval 1"
-    options = bench_step.argparse.Namespace(preset="125m", micro_batch_size=2, vocab_size=64, warm_up=1, steps=2, flags=flags)
+    settings = {"preset": "125m", "micro_batch_size": 2, "vocab_size": 64, "warm_up": 1, "steps": 2, "flags": flags, "as_stage": False}
+    options = bench_step.argparse.Namespace(**settings)
     assert bench_step.measure("O2", options)["case"] == "O2 recorded every 1"
+    with replayed.on_a_cpu():
+        several = {"flags": f"{TINY} --global-batch-size 6 --fp8-recipe tensorwise", "as_stage": True, "warm_up": 4}
+        found = bench_step.measure("O2", bench_step.argparse.Namespace(**{**settings, **several}))
+    assert found["case"] == "O2 as a stage"
+    assert found["tokens_s_gpu"] == pytest.approx(3 * 2 * 16 / (found["ms"] / 1e3), rel=0.05)
     with open(f"{folder}/step.csv", newline="") as stream:
         return list(csv.DictReader(stream))
 
