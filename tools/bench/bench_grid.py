@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.lm import entry, graph, process_groups
+from megatron.lm import entry, graph, process_groups, replay
 from megatron.lm.build import build_training
 from megatron.lm.config import Config
 from megatron.lm.config.check import check
@@ -118,7 +118,7 @@ def warm_up(config: Config) -> int:
     some eager steps more."""
     gemm = build_recipe(config.precision).gemm
     window = 0 if gemm is None else gemm.input.scaling.window
-    return max(3, window + 1 + (graph.WARM_UP + 1 if graph.obstacle(config) is None else 0))
+    return max(3, window + 1 + (replay.WARM_UP + 1 if graph.obstacle(config) is None else 0))
 
 
 def grid(config: Config, ranks: int) -> dict[str, Any]:
