@@ -4,6 +4,8 @@
     python -m tools.reproduce fp8lm-table9                 one, at the largest size that this machine can take
     python -m tools.reproduce collage-table6 --size toy    in seconds on a CPU
 
+    python -m tools.reproduce fp8lm-table6 --size full --pieces '#4 seed 1234' '#2a seed 1234' --at-once 2
+
 Each piece that was run is in tools/reproduce/results/entries/NAME.csv at once, so that a call that was cut off goes on; --again forgets the
 rows of the size. `make tables` makes the page of the documentation from the rows, with the words of tools/reproduce/verdicts.toml.
 """
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.lm import entry
-from megatron.lm.tools.arguments import Parser, path
+from megatron.lm.tools.arguments import Parser, count, path
 from tools.bench.rows import ROOT
 from tools.reproduce import keep
 from tools.reproduce.entry import Entry
@@ -63,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", type=path, help="what small trainings read, byte by byte (default: the pages of this checkout)")
     parser.add_argument("--out", type=path, default=ROOT / keep.RESULTS, help="folder of the CSV files")
     parser.add_argument("--again", action="store_true", help="forget the rows of this size and the kept files, and run it anew")
+    parser.add_argument("--pieces", nargs="+", default=[], metavar="PIECE", help="run these pieces of the size alone")
+    parser.add_argument("--at-once", type=count(1), default=1, help="trainings beside each other (default: %(default)s)")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options = parser.parse_args(arguments)
     if options.list == (options.name is not None):
@@ -82,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if lacking:
         raise ValueError(f"--size {size} of {one.name} needs {lacking}")
     text = options.text or own_text()
-    for piece, rows in keep.run(one, size, text, options.out, options.commit, options.again):
+    for piece, rows in keep.run(one, size, text, options.out, options.commit, options.again, options.pieces, options.at_once):
         print(f"{one.title}, {size}, {piece}: {rows[0]['seconds']} s")
         for row in rows:
             if not row["x"]:

@@ -1,11 +1,13 @@
 """The rows of an entry: a CSV that holds each piece as soon as it was run, so that a run that was cut off goes on."""
 
 import csv
+import functools
 import io
 import shlex
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,16 @@ def shown(value: float | str | None) -> str:
     return "" if value is None else value if isinstance(value, str) else f"{value:.6g}"
 
 
-def run(entry: Entry, size: str, text: Path, folder: Path, commit: str | None, again: bool) -> Iterator[tuple[str, list[Row]]]:
+def run(
+    entry: Entry,
+    size: str,
+    text: Path,
+    folder: Path,
+    commit: str | None,
+    again: bool,
+    pieces: Sequence[str] = (),
+    at_once: int = 1,
+) -> Iterator[tuple[str, list[Row]]]:
     """Run the pieces that are missing, of `again` all, and keep each; (piece, its rows) as they come.
 
     Args:
@@ -68,8 +79,16 @@ def run(entry: Entry, size: str, text: Path, folder: Path, commit: str | None, a
         folder: of the CSV, and of files that are kept from piece to piece, in a folder of their own.
         commit: hash to record where the tree is not a git checkout.
         again: forget the rows of this size, and the files that were kept.
+        pieces: these of the size alone; none named: all.
+        at_once: pieces that run beside each other, for those that spend their time in processes of their own.
+
+    Raises:
+        ValueError: the size has no such piece.
     """
     assert entry.run is not None
+    unknown = [piece for piece in pieces if piece not in entry.pieces(size)]
+    if unknown:
+        raise ValueError(f"--pieces {unknown[0]!r}: size {size} of {entry.name} has {', '.join(map(repr, entry.pieces(size)))}")
     kept = folder / "kept" / entry.name
     if again:
         shutil.rmtree(kept, ignore_errors=True)
@@ -77,16 +96,36 @@ def run(entry: Entry, size: str, text: Path, folder: Path, commit: str | None, a
     found = [row for row in read(file) if not (again and row["size"] == size)]
     read_text = ["--text", text.name] if text.name != OWN_TEXT else []
     command = shlex.join(["python", "-m", "tools.reproduce", entry.name, "--size", size, *read_text])
-    for piece in missing(entry, size, found):
-        start = time.perf_counter()
-        findings = list(entry.run(Task(size, piece, text, kept, commit)))
-        if not findings:
-            raise ValueError(f"{entry.name}, piece {piece}, found nothing: its function has to give a finding")
-        common = {"size": size, "piece": piece, "command": command, "seconds": f"{time.perf_counter() - start:.1f}", **rows.machine(commit)}
-        fresh = [row_of(finding, common) for finding in findings]
+    wanted = [piece for piece in missing(entry, size, found) if not pieces or piece in pieces]
+    tasks = [Task(size, piece, text, kept, commit) for piece in wanted]
+    for task, fresh in _outcomes(functools.partial(_rows_of, entry, command), tasks, at_once):
         found = [*found, *fresh]
         write(file, found)
-        yield piece, fresh
+        yield task.piece, fresh
+
+
+def _outcomes(run: Callable[[Task], list[Row]], tasks: Sequence[Task], at_once: int) -> Iterator[tuple[Task, list[Row]]]:
+    """What tasks come to, as they come to it. Where one fails, those that have begun are waited for, and no other begins."""
+    if at_once == 1:
+        yield from ((task, run(task)) for task in tasks)
+        return
+    with ThreadPoolExecutor(at_once) as pool:
+        running = {pool.submit(run, task): task for task in tasks}
+        try:
+            for done in as_completed(running):
+                yield running[done], done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _rows_of(entry: Entry, command: str, task: Task) -> list[Row]:
+    assert entry.run is not None
+    start = time.perf_counter()
+    findings = list(entry.run(task))
+    if not findings:
+        raise ValueError(f"{entry.name}, piece {task.piece}, found nothing: its function has to give a finding")
+    common = {"size": task.size, "piece": task.piece, "command": command, "seconds": f"{time.perf_counter() - start:.1f}"}
+    return [row_of(finding, common | rows.machine(task.commit)) for finding in findings]
 
 
 def row_of(finding: Finding, common: Mapping[str, Any]) -> Row:

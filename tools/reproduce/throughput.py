@@ -5,10 +5,11 @@ it, and speed as a multiple of the baseline's, which is what the papers claim.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tools.bench.rows import machine
-from tools.docs.evidence import Row
+from tools.docs.evidence import Row, read
 from tools.reproduce.coat_memory import CASES, table
 from tools.reproduce.entry import Finding, Task
 from tools.reproduce.run_tool import rows_of
@@ -19,6 +20,8 @@ NO_TRIAL = "--fp8-min-gain 0"  # of the GEMMs at the start: every layer in FP8, 
 SAMPLES5 = {"7b": {"O0": (159.2, 159.2), "O3": (219.8, 230.5)}, "13b": {"O0": (79.3, 79.3), "O3": (109.5, 121.5)}}
 START5 = {"7b": 2, "13b": 1}  # micro-batch where the levels are compared and where the search begins
 LEVELS5 = ("O0", "O1", "O2", "O3")
+PEERS5 = {"te-bf16": None, "te-delayed": (224.5, 159.2)}  # FP8 (TE) and BF16 of the paper
+STEP = "tools/bench/results/step.csv"
 BASE7 = "bf16-d"  # option D
 # Collage Table 7: speed over option D's.
 SPEEDS7 = {
@@ -82,6 +85,30 @@ def table5(task: Task) -> Iterator[Finding]:
         told_there = samples.get(line["case"])
         same, largest = (mine / of for mine, of in zip(told_there, samples[base], strict=True)) if told_there else (None, None)
         yield from told(model, line, base, same, largest)
+
+
+def on_file(task: Task) -> Iterator[Finding]:
+    """A model of Table 5 on one card by the steps on file: the newest of each level and micro-batch, and Transformer Engine's.
+
+    The largest micro-batch is the largest that was measured. What ran out of memory left no row.
+    """
+    model, at = task.piece, START5[task.piece]
+    rows = {(row["case"], int(row["micro_batch"])): row for row in read(STEP) if row["preset"] == f"{model} {NO_TRIAL}"}
+    cases = by_case([row for case in LEVELS5 for (name, _), row in rows.items() if name == case])
+    base = next(iter(cases))
+    for line in table(cases, at):
+        paper = SAMPLES5[model].get(line["case"]) if base == LEVELS5[0] else None
+        same, largest = (mine / of for mine, of in zip(paper, SAMPLES5[model][base], strict=True)) if paper else (None, None)
+        for finding in told(model, line, base, same, largest):
+            yield replace(finding, where=cases[line["case"]][at])
+    peers = {row["case"]: row for row in read(STEP) if row["preset"] == model and row["micro_batch"] == str(at) and row["case"] in PEERS5}
+    for case, row in peers.items():
+        yield Finding(f"{model}, {case}, micro-batch {at}: tokens a second", float(row["tokens_s_gpu"]), where=row)
+        yield Finding(f"{model}, {case}, micro-batch {at}: peak memory", float(row["peak_gib"]), unit="GiB", where=row)
+        samples, speed = PEERS5[case], float(row["tokens_s_gpu"]) / float(cases[base][at]["tokens_s_gpu"])
+        yield Finding(
+            f"{model}, {case}, micro-batch {at}: times {base}'s speed", speed, samples[0] / samples[1] if samples else None, where=row
+        )
 
 
 def collage(task: Task) -> Iterator[Finding]:

@@ -1,5 +1,7 @@
 """Rows that survive a run that was cut off."""
 
+import dataclasses
+import threading
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,31 @@ def test_a_piece_without_findings_and_a_foreign_file_are_refused(tmp_path):
     (tmp_path / "a-b.csv").write_text("x,y\n1,2\n")
     with pytest.raises(ValueError, match=r"is no file of tools\.reproduce; move it away"):
         rows(entry([]), "toy", tmp_path)
+
+
+def test_named_pieces_run_beside_each_other_and_each_is_kept(tmp_path):
+    meeting, ran = threading.Barrier(2, timeout=20), []
+
+    def run(task):
+        meeting.wait()  # neither is over before the other has begun
+        ran.append(task.piece)
+        yield Finding(task.piece, 1.0)
+
+    one = dataclasses.replace(entry([]), run=run)
+    asked = {"pieces": ["three", "one"], "at_once": 2}
+    told = dict(keep.run(one, "toy", TEXT, tmp_path, "abc1234", False, **asked))
+    assert sorted(told) == sorted(ran) == ["one", "three"]
+    assert keep.missing(one, "toy", keep.read(tmp_path / "a-b.csv")) == ["two"]
+    assert list(keep.run(one, "toy", TEXT, tmp_path, "abc1234", False, **asked)) == []
+    with pytest.raises(ValueError, match="--pieces 'four': size toy of a-b has 'one', 'two', 'three'"):
+        next(keep.run(one, "toy", TEXT, tmp_path, None, False, ["four"]))
+
+
+def test_a_piece_that_fails_beside_others_costs_none_of_them(tmp_path):
+    ran = []
+    with pytest.raises(RuntimeError, match="killed"):
+        list(keep.run(entry(ran, "one"), "toy", TEXT, tmp_path, "abc1234", False, at_once=2))
+    left = keep.missing(entry(ran), "toy", keep.read(tmp_path / "a-b.csv"))
+    list(keep.run(entry(ran), "toy", TEXT, tmp_path, "abc1234", False, at_once=2))
+    assert "one" in left
+    assert not keep.missing(entry(ran), "toy", keep.read(tmp_path / "a-b.csv"))

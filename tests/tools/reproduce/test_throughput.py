@@ -121,3 +121,28 @@ def test_every_case_is_one_that_the_benchmarks_take(monkeypatch):
         precision_flags(case)
     presets = [*throughput.SAMPLES5, *(preset for preset, *_ in throughput.MODELS7.values())]
     assert {*presets, *(preset for preset, _ in throughput.MODELS_COAT.values())} <= set(bench_step.PRESETS)
+
+
+def test_table_5_on_file_takes_the_newest_steps_and_the_peers_beside_them(tmp_path, monkeypatch):
+    def row(case: str, micro_batch: int, speed: float, preset: str = f"7b {throughput.NO_TRIAL}", commit: str = "new") -> dict[str, str]:
+        told = {
+            "case": case,
+            "preset": preset,
+            "micro_batch": micro_batch,
+            "ms": 1,
+            "tokens_s_gpu": speed,
+            "peak_gib": 50,
+            "commit": commit,
+        }
+        return {name: str(value) for name, value in told.items()}
+
+    old, new = [row("O0", 2, 1.0, commit="old")], [row("O0", 2, 100.0), row("O3", 2, 150.0), row("O3", 16, 220.0)]
+    peers = [row("te-delayed", 2, 130.0, preset="7b"), row("te-delayed", 4, 999.0, preset="7b"), row("O3", 2, 999.0, preset="7b")]
+    monkeypatch.setattr(throughput, "read", lambda file: old + new + peers if file == throughput.STEP else [])
+    findings = list(throughput.on_file(task("7b", tmp_path)))
+    found = quantities(findings)
+    assert found["7b, O3, micro-batch 2: times O0's speed"] == (1.5, pytest.approx(219.8 / 159.2))
+    assert found["7b, O3, each at its largest: times O0's speed"] == (2.2, pytest.approx(230.5 / 159.2))
+    assert found["7b, O3: largest micro-batch"] == (16.0, None)
+    assert found["7b, te-delayed, micro-batch 2: times O0's speed"] == (1.3, pytest.approx(224.5 / 159.2))
+    assert {finding.where["commit"] for finding in findings} == {"new"}
