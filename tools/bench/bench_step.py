@@ -121,7 +121,7 @@ def measure(level: str, options: argparse.Namespace) -> dict[str, Any]:
     tflops = flops_per_token(config.model, config.padded_vocab_size(options.vocab_size)) * tokens / median / 1e12
     cuda = device.type == "cuda"
     return {
-        "case": f"{level} recorded every {config.logging.record_interval}" if recorded else level + " as a stage" * options.as_stage,
+        "case": f"{level} recorded every {config.logging.record_interval}" if recorded else level + " (as a stage)" * options.as_stage,
         "params_m": round(sum(p.numel() for p in training.model.parameters()) / 1e6, 1),
         "ms_p20": round(low * 1e3, 1),
         "ms": round(median * 1e3, 1),

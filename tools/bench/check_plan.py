@@ -88,12 +88,12 @@ class Compared:
 
 def configuration(row: Row) -> Config:
     """The run that a row measured."""
-    level, _, rest = row["case"].partition(" ")
+    level, _, rest = row["case"].partition(" (")[0].partition(" ")
     preset, *of_all = shlex.split(row["preset"])
     flags = ["--preset", preset, *precision_flags(level), "--fp8-min-gain", "0", "--train-iters", "10000"]
     flags += ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
     flags += ["--no-sequence-parallel"] if PRESETS[preset]["sequence_parallel"] else []
-    rest = rest.partition(" (")[0].replace("selective mlp", "--recompute-granularity selective --recompute-modules mlp")
+    rest = rest.replace("selective mlp", "--recompute-granularity selective --recompute-modules mlp")
     copies = int(row.get("gpus") or 1) // (int(row.get("tp") or 1) * int(row.get("pp") or 1))
     batch = int(row["micro_batch"]) * copies * int(row.get("micro_batches") or 1)
     flags += ["--micro-batch-size", row["micro_batch"], "--global-batch-size", str(batch), *shlex.split(rest), *of_all]

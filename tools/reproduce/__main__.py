@@ -35,8 +35,6 @@ def own_text(root: Path = ROOT) -> Path:
 
 def status(one: Entry, folder: Path) -> str:
     """Where an entry stands: results by size, or why there are none."""
-    if one.run is None:
-        return f"not run: {one.reason}"
     found = keep.read(folder / f"{one.name}.csv")
     told = []
     for size in one.sizes:
@@ -78,8 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(f"{options.name!r} is no entry: choose one of {', '.join(ENTRIES)}")
     one = ENTRIES[options.name]
     size = one.largest() if options.size == "auto" else options.size
-    if one.run is None:
-        raise ValueError(f"{one.name} cannot be run: {one.reason}")
     if size not in one.sizes:
         raise ValueError(f"--size {size}: {one.name} has {', '.join(one.sizes)}")
     lacking = one.sizes[size].lacking()

@@ -100,38 +100,34 @@ class Entry:
         name: on the command line, of its CSV and of its page.
         title: the paper, and which table or figure.
         claim: what the paper says with it, in a sentence.
-        run: gives the findings of a piece; None: it is not run here, and `reason` says why.
+        run: gives the findings of a piece.
         sizes: from the smallest to the largest, with what each needs; `toy`, where there is one, takes seconds on a CPU.
         pieces: of a size, each of which is kept as soon as it is there.
         headline: the quantity that stands for all in the overview.
-        reason: why there is no result, or none at a larger size.
+        reason: why there is no result at a larger size.
         slow: `toy` takes too long for the default tests.
     """
 
     name: str
     title: str
     claim: str
-    run: Callable[[Task], Iterable[Finding]] | None = None
-    sizes: Mapping[str, Needs] = field(default_factory=dict)
+    run: Callable[[Task], Iterable[Finding]]
+    sizes: Mapping[str, Needs]
     pieces: Callable[[str], Sequence[str]] = one_piece
     headline: str = ""
     reason: str = ""
     slow: bool = False
 
     def __post_init__(self) -> None:
-        if (self.run is None) == bool(self.sizes):
-            raise ValueError(f"{self.name} has {'sizes and no' if self.run is None else 'a'} function to run: give both, or neither")
-        if self.run is None and not self.reason:
-            raise ValueError(f"{self.name} has neither a function to run nor a reason why: give one")
+        if not self.sizes:
+            raise ValueError(f"{self.name} has no size: give one, with what it needs")
 
     def largest(self) -> str:
         """The largest size that this machine can take.
 
         Raises:
-            ValueError: it can take none, or the entry has none.
+            ValueError: it can take none.
         """
-        if self.run is None:
-            raise ValueError(f"{self.name} cannot be run: {self.reason}")
         for size, needs in reversed(list(self.sizes.items())):
             if not needs.lacking():
                 return size

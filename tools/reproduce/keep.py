@@ -85,7 +85,6 @@ def run(
     Raises:
         ValueError: the size has no such piece.
     """
-    assert entry.run is not None
     unknown = [piece for piece in pieces if piece not in entry.pieces(size)]
     if unknown:
         raise ValueError(f"--pieces {unknown[0]!r}: size {size} of {entry.name} has {', '.join(map(repr, entry.pieces(size)))}")
@@ -119,7 +118,6 @@ def _outcomes(run: Callable[[Task], list[Row]], tasks: Sequence[Task], at_once: 
 
 
 def _rows_of(entry: Entry, command: str, task: Task) -> list[Row]:
-    assert entry.run is not None
     start = time.perf_counter()
     findings = list(entry.run(task))
     if not findings:

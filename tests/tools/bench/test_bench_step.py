@@ -26,7 +26,7 @@ def measure_all(folder: str) -> list[dict[str, str]]:
     with replayed.on_a_cpu():
         several = {"flags": f"{TINY} --global-batch-size 6 --fp8-recipe tensorwise", "as_stage": True, "warm_up": 4}
         found = bench_step.measure("O2", bench_step.argparse.Namespace(**{**settings, **several}))
-    assert found["case"] == "O2 as a stage"
+    assert found["case"] == "O2 (as a stage)"
     assert found["tokens_s_gpu"] == pytest.approx(3 * 2 * 16 / (found["ms"] / 1e3), rel=0.05)
     with open(f"{folder}/step.csv", newline="") as stream:
         return list(csv.DictReader(stream))

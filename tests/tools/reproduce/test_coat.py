@@ -79,3 +79,16 @@ def test_kept_rows_have_both_widths():
     told = [finding.quantity for finding in coat.group_scaling(Task("kept", "whole", Path("text"), Path("folder")))]
     assert one.headline in told
     assert len(told) == 6
+
+
+def test_llama_on_one_card_beside_the_paper_on_two(tmp_path, monkeypatch):
+    def row(case: str, micro_batch: int, speed: float, peak: float, preset: str = coat.ONE_CARD) -> dict[str, str]:
+        told = {"case": case, "preset": preset, "micro_batch": micro_batch, "tokens_s_gpu": speed, "peak_gib": peak, "commit": "abc1234"}
+        return {name: str(value) for name, value in told.items()}
+
+    rows = [row("bf16", 1, 8000, 116), row("coat", 2, 16000, 60), row("coat", 16, 20000, 114), row("coat", 2, 1, 1, preset="1.3b")]
+    monkeypatch.setattr(coat, "read", lambda file: rows)
+    found = {finding.quantity: (finding.ours, finding.paper) for finding in coat.llama(Task("kept", "whole", tmp_path, tmp_path))}
+    assert found["coat, each at its largest: times BF16's speed"] == (2.5, pytest.approx(11351 / 6130))
+    assert found["bf16, its largest micro-batch: tokens a second and GPU"] == (8000.0, 6130.0)
+    assert found["coat, micro-batch 2: peak memory"] == (60.0, None)

@@ -11,20 +11,12 @@ def found(task):
 
 
 def made(**changes):
-    return Entry(**({"name": "a-b", "title": "A, B", "claim": "C."} | changes))
+    return Entry(**({"name": "a-b", "title": "A, B", "claim": "C.", "run": found} | changes))
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({}, "has neither a function to run nor a reason why"),
-        ({"run": found}, "has a function to run: give both, or neither"),
-        ({"sizes": {"toy": Needs()}}, "has sizes and no function to run: give both, or neither"),
-    ],
-)
-def test_an_entry_has_a_function_and_sizes_or_a_reason(changes, told):
-    with pytest.raises(ValueError, match=told):
-        made(**changes)
+def test_an_entry_without_a_size_is_refused():
+    with pytest.raises(ValueError, match="a-b has no size: give one, with what it needs"):
+        made(sizes={})
 
 
 def test_the_largest_size_is_the_last_that_the_machine_has_all_for(monkeypatch, tmp_path):
@@ -42,8 +34,6 @@ def test_the_largest_size_is_the_last_that_the_machine_has_all_for(monkeypatch, 
 
 def test_what_cannot_be_run_says_why(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"a-b cannot be run: no data"):
-        made(reason="no data").largest()
     with pytest.raises(ValueError, match=r"a-b needs 2 GPU\(s\), and 0 are here: run it there"):
         made(run=found, sizes={"full": Needs(gpus=2)}).largest()
 
