@@ -11,9 +11,8 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from megatron.lm import process_groups
+from megatron.lm import capture, process_groups
 from megatron.lm.config import Config
-from megatron.lm.peers import PeerRecipe
 from megatron.lm.replay import Inputs, Replays
 from megatron.lm.stage_graph import StageGraphs
 from megatron.lm.step import micro_batch_loss
@@ -23,24 +22,13 @@ FIRST, MIDDLE, LAST, ONLY = "first", "middle", "last", "only"  # micro-batches o
 
 
 def obstacle(config: Config) -> str | None:
-    """Why the steps of this run cannot be captured; None where they can."""
-    parallel, training, model = config.parallel, config.training, config.model
+    """Why the steps of this run cannot be captured here; None where they can."""
     found = {
         "there is no GPU": not torch.cuda.is_available(),
-        "Transformer Engine's layers are not captured": isinstance(config.precision.named, PeerRecipe),
         "Triton is not installed": importlib.util.find_spec("triton") is None,
-        # On two H200s: "operation would make the legacy stream depend on a capturing blocking stream", in backward.
-        "without --sequence-parallel the sums of tensor-parallel layers are not captured": parallel.tensor_model_parallel_size > 1
-        and not parallel.sequence_parallel,
-        "dropout draws random numbers": model.hidden_dropout > 0 or model.attention_dropout > 0,
-        "recomputation outside the fused FP8 layers saves random states": training.recompute_granularity == "full"
-        or (training.recompute_granularity is not None and not config.fuses_layers),
-        # Each sum of theirs is a new tensor, and fp8-sr draws random numbers.
-        "--grad-accum-dtype fp8 and fp8-sr do not add up in place": config.precision.grad_accum in ("fp8", "fp8-sr"),
-        "--grad-accum-on owner sends gradients in every micro-batch": config.precision.grad_accum == "owner",
         "gloo's collectives run on the host": torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo",
     }
-    return next((reason for reason, holds in found.items() if holds), None)
+    return next((reason for reason, holds in found.items() if holds), None) or capture.obstacle(config)
 
 
 def choose(config: Config) -> tuple[str, str]:

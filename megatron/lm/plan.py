@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from megatron.lm.capture import captured, slots
 from megatron.lm.config import LINEARS, Config, flag
 from megatron.lm.presets import GPT2_VOCABULARY, parameter_count
 from megatron.lm.recipe import saved_activations, states_by_kind
@@ -299,6 +300,7 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
     """Bytes that a rank of a pipeline stage keeps for backward, at the moment when they are most.
 
     1F1B has P - p micro-batches under way on stage p of P; interleaved with V chunks a stage, 2 (P - p - 1) + (V - 1) P + 1 times a chunk.
+    In CUDA graphs each of the chunks' `slots` has memory of its own, see `_in_slots`.
     Full recomputation leaves the inputs of its units, and of one unit everything; selective adds what it recomputes of one layer. The last
     stage adds what the final norm, the LM head and the cross entropy keep of one micro-batch, `_head`, or where that is more, with a large
     micro-batch, what backward of a layer makes after that, `_backward_of_a_layer`.
@@ -321,7 +323,16 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
     else:
         kept, again = unit * stream + (chunk - unit) * whole, whole
     head = max(2 * stream + _head(config), _backward_of_a_layer(config)) if stage == stages - 1 else 0
+    if stages > 1 and captured(config):
+        return _in_slots(slots(stage, stages, layers // chunk, micro_batches), kept + again, stream, _backward_of_a_layer(config), head)
     return under_way * kept + again + head
+
+
+def _in_slots(slots: Sequence[int], kept: int, stream: int, backward: int, head: int) -> int:
+    """Bytes of the slots of a stage's graphs (`megatron.lm.stage_graph`): what each keeps, copies of its input and output, and what its
+    backward makes while it runs; and of each chunk the gradients of input and output. On the last stage the last chunk has the head."""
+    each = [max(backward, head) if head and chunk == len(slots) - 1 else backward for chunk in range(len(slots))]
+    return sum(count * (kept + 2 * stream + beside) + 2 * stream for count, beside in zip(slots, each, strict=True))
 
 
 def _head(config: Config) -> int:

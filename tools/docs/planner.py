@@ -16,7 +16,8 @@ SIZES = {"125m": "GPT-125M", "7b": "GPT-7B", "13b": "GPT-13B", "175b": "GPT-175B
 CAUSES = {  # of a row outside a limit: commit, case -> why
     ("cec76f9", "O3"): "the row recomputed the MLP (`selective mlp`), which its case does not say: its peak is that of the row that does",
     ("d2fde52", "O3 --cuda-graph none"): "eager: the host launches the kernels, and this run's steps went from 199 to 274 ms",
-    ("bb74ea5", "coat --attention-precision fp8"): "the rates of COAT's update and of attention are of the kernels before these",
+    ("0463af1", "coat"): "the rate of COAT's update is of a later kernel, which takes half of the time",
+    ("e3da096", "O3"): "eager, with micro-batches of one sequence: the host launches the kernels, and lent hosts differ by a factor",
 }
 EARLIER = "the tree ran eagerly, and its FP8 layers were unfused"
 

@@ -1,9 +1,10 @@
 """Small trainings for tables that need one: of the trainer on a text byte by byte, and of Collage's optimizer in a loop of its own."""
 
 import argparse
+import contextlib
 import json
 import math
-import threading
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ from tools.reproduce.compare_precisions import Job, Session, cards, complete, tr
 ENWIK8 = "data/enwik8"  # of the root: what `tools/prepare_text.py enwik8` makes
 # GPT-2's files want a merge: this one is of two bytes that no text in UTF-8 has.
 MERGE = ("\u00fe", "\u00ff")
-_MAKING = threading.Lock()  # of trainings beside each other the first makes the data
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's vocabulary writes as themselves
 
 
@@ -36,14 +36,17 @@ def byte_symbols() -> dict[str, int]:
 
 def byte_data(text: Path, folder: Path) -> Path:
     """A folder as `tools/prepare_text.py` makes them, of a text's bytes: the last twentieth is for validation."""
-    with _MAKING:
-        if not (folder / "whole").exists():
-            _write_bytes(text, folder)
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
+            _write_bytes(text, made := Path(aside) / "bytes")
+            with contextlib.suppress(OSError):  # another training beside this one was first
+                made.rename(folder)
     return folder
 
 
 def _write_bytes(text: Path, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
     (folder / "encoder.json").write_text(json.dumps(byte_symbols()), encoding="utf-8")
     (folder / "vocab.bpe").write_text(f"#version: 0.2\n{' '.join(MERGE)}\n", encoding="utf-8")
     words = text.read_text(encoding="utf-8")
@@ -52,7 +55,6 @@ def _write_bytes(text: Path, folder: Path) -> None:
     for name, part in (("train", words[:cut]), ("valid", words[cut:])):
         documents = [Document(texts={"text": part}, source_bytes=len(part.encode()))]
         write_datasets(documents, {"text": folder / f"{name}_text_document"}, EncodeOptions(data=data), workers=0)
-    (folder / "whole").touch()
 
 
 def trained(case: str, seed: int, steps: int, flags: str, data: Path, folder: Path) -> Run:

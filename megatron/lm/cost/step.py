@@ -9,6 +9,7 @@ the exchange of gradients and weights that backward and forward of one micro-bat
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megatron.lm.capture import captured
 from megatron.lm.config import Config, PrecisionConfig
 from megatron.lm.cost import wire
 from megatron.lm.cost.cluster import Cluster
@@ -44,20 +45,6 @@ class _Stage(NamedTuple):
     @property
     def seconds(self) -> float:
         return max(self.device, self.host)
-
-
-def captured(config: Config) -> bool:
-    """Whether steps of this run are CUDA graphs on a GPU with Triton, by the conditions of `megatron.lm.graph.obstacle`."""
-    parallel, training, model = config.parallel, config.training, config.model
-    tp = parallel.tensor_model_parallel_size
-    return (
-        training.cuda_graph != "none"
-        and (tp == 1 or parallel.sequence_parallel)
-        and not (model.hidden_dropout or model.attention_dropout)
-        and training.recompute_granularity != "full"
-        and (training.recompute_granularity is None or config.fuses_layers)
-        and config.precision.grad_accum not in ("fp8", "fp8-sr")
-    )
 
 
 def predict(config: Config, cluster: Cluster, rates: Rates, ranks: list[Rank]) -> Step:

@@ -7,6 +7,7 @@ import dist
 import pytest
 import tiny
 
+from megatron.lm.capture import slots
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
 from megatron.lm.plan import (
@@ -276,7 +277,7 @@ def test_with_a_large_micro_batch_backward_of_a_layer_is_more_than_the_head():
 
 
 def test_micro_batches_under_way_on_the_stages_of_a_pipeline():
-    config = flags("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4")
+    config = flags("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4 --cuda-graph none")
     layer, stream = layer_activations(config), 2 * 2048 * 4 * 2048
     head = 2 * stream + HEAD
     assert [stage_activations(config, stage, 8) for stage in range(4)] == [24 * layer, 18 * layer, 12 * layer, 6 * layer + head]
@@ -284,6 +285,23 @@ def test_micro_batches_under_way_on_the_stages_of_a_pipeline():
     interleaved = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, num_layers_per_virtual_pipeline_stage=3))
     assert [stage_activations(interleaved, stage, 8) for stage in range(3)] == [33 * layer, 27 * layer, 21 * layer]
     assert stage_activations(interleaved, 3, 8) == 15 * layer + head
+
+
+def test_in_graphs_each_micro_batch_under_way_has_memory_of_its_own():
+    config = flags("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4")
+    layer, stream = layer_activations(config), 2 * 2048 * 4 * 2048
+    head, beside = (
+        2 * stream + HEAD,
+        (2 * 2 + 2) * stream // 2 + (2 + 2 + 1) * 4 * stream // 2,
+    )  # of a layer's backward, and `HEAD` above it
+    each = 6 * layer + 2 * stream
+    assert [stage_activations(config, stage, 8) for stage in range(4)] == [
+        *(count * (each + beside) + 2 * stream for count in (4, 3, 2)),
+        each + max(head, beside) + 2 * stream,
+    ]
+    interleaved = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, num_layers_per_virtual_pipeline_stage=3))
+    chunks = slots(0, 4, 2, 8)
+    assert stage_activations(interleaved, 0, 8) == sum(count * (3 * layer + 2 * stream + beside) + 2 * stream for count in chunks)
 
 
 def test_full_recomputation_keeps_the_inputs_of_its_units():

@@ -1,0 +1,57 @@
+"""What can be captured, and how many micro-batches a stage has under way; the stages themselves: test_stage_graph."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from megatron.lm import graph
+from megatron.lm.capture import captured, slots
+from megatron.lm.config import Config
+from megatron.lm.config.cli import parse_args
+
+SMALL = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1024 --micro-batch-size 2 --lr 1e-3 "
+    "--train-iters 9 --fp8-min-gain 0"
+)
+GRAPHS = [
+    "",
+    "--tensor-model-parallel-size 2 --sequence-parallel",
+    "--tensor-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2",
+    "--grad-accum-on owner",
+    "--hidden-dropout 0.1",
+    "--attention-dropout 0.1",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--recompute-granularity selective",
+    "--recompute-granularity selective --qk-layernorm",
+    "--grad-accum-dtype fp8",
+]
+
+
+def flags(text: str) -> Config:
+    return parse_args(text.split())
+
+
+@pytest.mark.parametrize("text", GRAPHS)
+def test_a_step_is_captured_where_the_trainer_captures_it(text: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    config = flags(f"{SMALL} --precision O3 {text}")
+    assert captured(config) == (graph.obstacle(config) is None)
+    assert not captured(flags(f"{SMALL} --precision O3 --cuda-graph none"))
+
+
+def test_slots_of_the_schedules():
+    assert [list(slots(stage, 4, 1, 8)) for stage in range(4)] == [[4], [3], [2], [1]]
+    assert list(slots(0, 4, 1, 2)) == [2]
+    assert list(slots(0, 1, 1, 5)) == [1]
+    assert [list(slots(stage, 2, 2, 6)) for stage in range(2)] == [[4, 2], [3, 1]]
+    for stages, chunks in ((2, 2), (4, 2), (4, 3)):
+        for stage in range(stages):
+            found = slots(stage, stages, chunks, 8 * stages)
+            assert len(found) == chunks
+            assert sum(found) >= 2 * (stages - stage - 1) + (chunks - 1) * stages + 1  # as many are under way together
+            assert list(found) == sorted(found, reverse=True)
+    assert list(slots(0, 4, 2, 4)) == [4, 4]  # all forwards come before the first backward
