@@ -6,6 +6,7 @@ assert tiny.losses(rows)[-1] < 3
 """
 
 import contextlib
+import itertools
 import json
 import random
 import tempfile
@@ -127,6 +128,17 @@ def run(settings: Config) -> list[dict[str, Any]]:
         with trainer(replace(settings, logging=replace(settings.logging, metrics_file=str(file)))) as made:
             made.run()
         return read(file) if file.exists() else []
+
+
+def micro_batches(settings: Config, bad: int | None = None) -> Iterator[dict[str, torch.Tensor]]:
+    """Micro-batches for ever, on this process's device; number `bad` has an infinite loss."""
+    for number in itertools.count():
+        generator = torch.Generator().manual_seed(number)
+        text = torch.randint(0, 8, (settings.training.micro_batch_size, settings.model.seq_length + 1), generator=generator).cumsum(1) % 59
+        mask = torch.full(text[:, 1:].shape, float("inf") if number == bad else 1.0)
+        positions = torch.arange(settings.model.seq_length).expand_as(mask)
+        fields = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": mask, "position_ids": positions}
+        yield {name: x.contiguous().to(process_groups.device()) for name, x in fields.items()}
 
 
 def read(metrics_file: Path) -> list[dict[str, Any]]:

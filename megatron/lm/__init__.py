@@ -2,7 +2,8 @@
 
 Open step.py first: one training step on one screen. Around it, each importing only what stands above it in its group:
 
-what is asked for   config, presets, checks, cli; recipe (numbers), gain (which layers gain from FP8), plan (what will fit)
+what is asked for   config, presets, checks, cli; recipe (numbers), gain (which layers gain from FP8), capture (what CUDA graphs can
+                    hold), plan (what will fit)
 where it runs       rendezvous (how processes meet), process_groups (makes the groups, device, seeds), grid (which ranks do what
                     together), cpu_home (without CUDA)
 what is trained     model/, data/, distributed (gradients), optim (update and schedule), training (the state), build (makes it)

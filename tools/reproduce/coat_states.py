@@ -51,19 +51,19 @@ def kind(name: str, x: Tensor) -> str:
 
 
 def moments(saved: "CheckpointReader") -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """(m, v) of every weight, FP32, by kind of weight, `all` last.
+    """(m, v) of every weight, FP32, by kind of weight, `all` last; on a GPU where there is one, since a CPU takes minutes for 125M.
 
     Raises:
         ValueError: the checkpoint holds no moments, or not in FP32.
     """
-    tensors = saved.stored.tensors
+    tensors, device = saved.stored.tensors, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in ("linear", "embedding", "vector", "all")}
     for name in (key.removeprefix("exp_avg/") for key in tensors if key.startswith("exp_avg/") and "@" not in key):
         keys = (f"exp_avg/{name}", f"exp_avg_sq/{name}")
         other = [tensors[key].dtype for key in keys if tensors[key].dtype != torch.float32]
         if other:
             raise ValueError(f"{saved.folder}: the moments of {name} are {other[0]}, which has rounded them: give a run at O0 or O1 (FP32)")
-        m, v = (saved.stored.tensor(key) for key in keys)
+        m, v = (saved.stored.tensor(key).to(device) for key in keys)
         found[kind(name, m)].append((m, v))
         found["all"].append((m, v))
     if not found["all"]:

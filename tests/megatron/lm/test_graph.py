@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,29 +54,18 @@ def test_without_a_gpu_there_is_none(monkeypatch):
     assert obstacle(tiny.config("corpus")) == "there is no GPU"
 
 
-def batches(config: Any, bad: int | None) -> Iterator[dict[str, Tensor]]:
-    """Micro-batches; number `bad` has an infinite loss."""
-    for number in itertools.count():
-        generator = torch.Generator().manual_seed(number)
-        text = torch.randint(0, 8, (config.training.micro_batch_size, config.model.seq_length + 1), generator=generator).cumsum(1) % 59
-        mask = torch.full(text[:, 1:].shape, float("inf") if number == bad else 1.0)
-        positions = torch.arange(config.model.seq_length).expand_as(mask)
-        fields = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": mask, "position_ids": positions}
-        yield {name: x.contiguous().to(process_groups.device()) for name, x in fields.items()}
-
-
 def trained(mode: str, settings: dict[str, Any], bad: int | None = None) -> tuple[list[Any], list[Tensor], int]:
     """(losses, norms, rates, bytes sent) of 24 steps with an evaluation among them, the bits they end with, and the graphs captured."""
     config = tiny.config("corpus", train_iters=30, cuda_graph=mode, **settings)
     with tiny.started(config):
         process_groups.seed_all(config.training.seed)
         made = build_training(config, tiny.VOCABULARY)
-        graphs, stream, seen = build(made), batches(config, bad), []
+        graphs, stream, seen = build(made), tiny.micro_batches(config, bad), []
         for step in range(24):
             made.grad_sync.statistics.watch(step % 5 == 4)
             result = train_step(made, stream, graphs)
             if step in (10, 20):
-                seen.append(evaluate(made, batches(config, None), 2))
+                seen.append(evaluate(made, tiny.micro_batches(config, None), 2))
             made.grad_sync.sent.take()
             counts = made.grad_sync.statistics.counts.tolist() if made.grad_sync.statistics.active else None
             scale = None if result.loss_scale is None else result.loss_scale.values().item()
@@ -142,7 +130,7 @@ def recorded(mode: str, settings: dict[str, Any], file: str | None) -> tuple[lis
         made, lines = build_training(config, tiny.VOCABULARY), []
         graphs = build(made)
         recorder = None if file is None else Recorder(made, file, 6, lambda *_: None)
-        stream = batches(config, None)
+        stream = tiny.micro_batches(config, None)
         for iteration in range(1, 25):
             made.grad_sync.statistics.watch(iteration % 5 == 4)
             due = recorder is not None and recorder.due(iteration)
@@ -164,7 +152,7 @@ def test_the_gradients_of_the_last_eager_step_are_gone_before_a_capture_begins(m
     config = tiny.config("corpus", micro_batch_size=1, global_batch_size=micro_batches, train_iters=30)
     with tiny.started(config), replayed.on_a_cpu() as captures:
         process_groups.seed_all(config.training.seed)
-        made, stream, held = build_training(config, tiny.VOCABULARY), batches(config, None), []
+        made, stream, held = build_training(config, tiny.VOCABULARY), tiny.micro_batches(config, None), []
 
         def gradients() -> int:
             return sum(average is not None for *_, average in made.grad_sync.averages())
@@ -187,7 +175,7 @@ def test_after_a_recorded_step_the_graph_of_the_others_is_replayed_and_not_captu
         made, captured_at = build_training(config, tiny.VOCABULARY), []
         graphs = StepGraphs(made, mode)
         recorder = Recorder(made, str(tmp_path / "p.jsonl"), 3, lambda *_: None)
-        stream = batches(config, None)
+        stream = tiny.micro_batches(config, None)
         for iteration in range(1, 14):
             due = recorder.due(iteration)
             before = len(captures)

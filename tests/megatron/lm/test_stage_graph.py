@@ -6,8 +6,10 @@ On a CPU a replay runs again what was to be captured. On one GPU two processes s
 import contextlib
 import functools
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from megatron.lm import process_groups
 from megatron.lm.build import build_training
+from megatron.lm.recorder import Recorder
 from megatron.lm.stage_graph import Chunk, StageGraphs
 from megatron.lm.step import evaluate, train_step
 
@@ -47,24 +50,13 @@ ON_FOUR: dict[str, dict[str, Any]] = {
 SLOTS = {"O3": [[2], [1]], "O2 interleaved": [[4, 2], [3, 1]], "O2 untied, one micro-batch": [[1], [1]]}
 
 
-def batches(config: Any, bad: int | None = None) -> Iterator[dict[str, Tensor]]:
-    """Micro-batches; number `bad` has an infinite loss."""
-    for number in itertools.count():
-        generator = torch.Generator().manual_seed(number)
-        text = torch.randint(0, 8, (config.training.micro_batch_size, config.model.seq_length + 1), generator=generator).cumsum(1) % 59
-        mask = torch.full(text[:, 1:].shape, float("inf") if number == bad else 1.0)
-        positions = torch.arange(config.model.seq_length).expand_as(mask)
-        fields = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": mask, "position_ids": positions}
-        yield {name: x.contiguous().to(process_groups.device()) for name, x in fields.items()}
-
-
 def trained(settings: dict[str, Any], mode: str | None, bad: int | None = None) -> tuple[list[Any], list[Tensor], list[int], int]:
     """What the steps told, with an evaluation among them; the bits they end with; slots of each chunk, and graphs. mode None: eager."""
     config = tiny.config("corpus", train_iters=STEPS, **settings)
     with tiny.started(config):
         process_groups.seed_all(config.training.seed)
         made, seen = build_training(config, tiny.VOCABULARY), []
-        graphs, stream = None if mode is None else StageGraphs(made, mode), batches(config, bad)
+        graphs, stream = None if mode is None else StageGraphs(made, mode), tiny.micro_batches(config, bad)
         for step in range(STEPS):
             made.grad_sync.statistics.watch(step % 4 == 3)
             result = train_step(made, stream, graphs)
@@ -74,7 +66,7 @@ def trained(settings: dict[str, Any], mode: str | None, bad: int | None = None) 
             sent = sorted(made.grad_sync.sent.take().items())
             seen.append((*sums, result.lr, bool(result.skipped), counts, scale, sent, made.grad_sync.steps))
             if step == STEPS - 3:
-                seen.append(evaluate(made, batches(config), 2))
+                seen.append(evaluate(made, tiny.micro_batches(config), 2))
                 made.grad_sync.sent.take()
         tensors = [t for t in made.model.state_dict().values() if isinstance(t, Tensor)]
         tensors += [t for state in made.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
@@ -139,6 +131,35 @@ def test_replayed_stages_beside_data_and_tensor_parallel_ranks_change_no_bit():
     check(dist.run(on_a_cpu, 4, ON_FOUR))
 
 
+def recorded(folder: str, mode: str | None) -> tuple[list[Any], list[Tensor]]:
+    """The recorder's lines of this rank's stage, and the bits that the steps end with."""
+    config = tiny.config("corpus", train_iters=STEPS, **CASES["O2 interleaved"])
+    file = Path(folder, f"{mode}_{torch.distributed.get_rank()}.jsonl")
+    with tiny.started(config):
+        process_groups.seed_all(config.training.seed)
+        made = build_training(config, tiny.VOCABULARY)
+        graphs, stream = None if mode is None else StageGraphs(made, mode), tiny.micro_batches(config)
+        recorder = Recorder(made, str(file), 3, lambda *_: None)
+        for iteration in range(1, STEPS + 1):
+            with recorder.step(iteration) if recorder.due(iteration) else contextlib.nullcontext():
+                train_step(made, stream, graphs, recorder)
+        recorder.close()
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [], tiny.bits(made.model.parameters())
+
+
+def recorded_both_ways(folder: str) -> Any:
+    with replayed.on_a_cpu():
+        (lines, bits), (again, same) = (recorded(folder, mode) for mode in (None, "step"))
+    return lines, lines == again, tiny.same(bits, same)
+
+
+@pytest.mark.nightly(20)
+def test_a_recorded_step_of_a_stage_has_graphs_of_its_own_and_the_same_lines(tmp_path: Path):
+    ranks = dist.run(recorded_both_ways, 2, str(tmp_path))
+    assert any(lines for lines, *_ in ranks)
+    assert all(same_lines and same_bits for _, same_lines, same_bits in ranks)
+
+
 def test_a_slot_is_taken_again_after_its_backward():
     with replayed.on_a_cpu(), tiny.started(config := tiny.config("corpus")):
         chunk = Chunk(0, build_training(config, tiny.VOCABULARY).model, config)
@@ -162,7 +183,7 @@ def test_a_backward_in_another_order_than_its_forward_still_reads_its_own_slot()
         graphs, found = StageGraphs(made, "micro-batch"), []
         for order in ((0, 1), (1, 0)):
             graphs.chunks[0].begin()
-            stream = batches(config)
+            stream = tiny.micro_batches(config)
             sums = [graphs._output(made.model, next(stream)) for _ in range(2)]
             for number in order:
                 sums[number].backward()
