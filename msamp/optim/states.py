@@ -12,7 +12,9 @@ A format says how a state begins. The update loads and stores it (`msamp.kernels
 A master weight is the parameter itself where that is stored in the master's format, else a copy beside it in the optimizer's state.
 """
 
+import functools
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,8 +25,28 @@ from msamp.numerics.formats import FP32, PLAIN_FP16, Format, of_dtype
 from msamp.numerics.range_expand import STATE_GROUP, Expanded
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
+# FP8-LM's Table 6, #3 and #4, which both came out so on a GPT of 125M (docs/reproduction/fp8lm-table6.md).
+SEEN = {
+    ("master", "fp8-e4m3"): "a master in fp8-e4m3 has lost most of a training's progress: give fp16, bf16 or fp32",
+    ("v", "fp8-e4m3"): "v in fp8-e4m3 with one scale has made a training diverge, since its smallest values become zero: give fp16 or "
+    "coat-e4m3",
+}
 MAX, EXPONENT = "_max", "_k"  # suffixes of the state's name in the keys of its groups' numbers
 Stored = torch.Tensor | Expanded
+
+
+def warn_of(formats: Mapping[str, str]) -> None:
+    """Warn, once a process, of formats that a training has been seen to fail with.
+
+    formats: by state, "master", "grad", "m" and "v".
+    """
+    for found in SEEN.keys() & formats.items():
+        _warn_once(SEEN[found])
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(f"{message} (FP8-LM, Table 6)", stacklevel=5)
 
 
 class StateFormat(Protocol):

@@ -42,7 +42,7 @@ from msamp.numerics.formats import BF16, REMAINDER_E4M3, Format
 from msamp.numerics.range_expand import Expanded
 from msamp.numerics.recipe import StateFormats
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.states import local, payload, scale_inv
+from msamp.optim.states import local, payload, scale_inv, warn_of
 
 WEIGHT = "weight"  # of the pieces of a parameter's memory, the one that is no state: the parameter itself
 Formats = Mapping[str, str]  # as `format_names` gives them
@@ -251,7 +251,8 @@ class AdamW(Update):
     """AdamW in FP32 on states of any format: `kernels.reference.adamw`, and `coat_adamw` where a moment is COAT's."""
 
     def check_group(self, states: Formats, decoupled: bool) -> None:
-        """Takes everything."""
+        """Takes everything, and warns of what a training was seen to fail with."""
+        warn_of(states)
 
     def numbers(self, group: Mapping[str, Any]) -> list[float]:
         """A `Hyper`, and the logarithms of its betas."""

@@ -1,6 +1,8 @@
 """How optimizer states begin and are stored; masters; and states as they were saved."""
 
+import dataclasses
 import functools
+import warnings
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from msamp.optim.states import (
     CoatFormat,
     PlainFormat,
     ScaledFormat,
+    _warn_once,
     as_stored,
     begun,
     by_key,
@@ -445,3 +448,18 @@ def test_numbers_of_groups_that_cannot_be_are_refused(key, value):
     state[f"exp_avg_sq{key}"][0, 0] = value
     with pytest.raises(ValueError, match=f"exp_avg_sq{key} of w holds"):
         check_state("w", state, expected_moment("exp_avg_sq", COAT_E4M3, WHOLE, non_negative=True))
+
+
+@pytest.mark.parametrize(
+    ("states", "told"), [({"v": E4M3}, "v in fp8-e4m3 .* give fp16 or coat-e4m3"), ({"master": E4M3}, "a master in fp8")]
+)
+def test_formats_that_a_training_was_seen_to_fail_with_are_told_once(states, told):
+    _warn_once.cache_clear()
+    formats = dataclasses.replace(O2.states, **states)
+    with pytest.warns(UserWarning, match=told):
+        FP8AdamW([nn.Parameter(torch.zeros(4, 4))], formats=formats)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FP8AdamW([nn.Parameter(torch.zeros(4, 4))], formats=formats)
+        for silent in (O2.states, dataclasses.replace(O2.states, v=COAT_E4M3), dataclasses.replace(O2.states, m=E5M2, v=E5M2)):
+            FP8AdamW([nn.Parameter(torch.zeros(4, 4))], formats=silent)
