@@ -25,8 +25,9 @@ def obstacle(config: Config) -> str | None:
 
 
 def captured(config: Config) -> bool:
-    """Whether steps are CUDA graphs on a GPU with Triton and NCCL."""
-    return config.training.cuda_graph != "none" and obstacle(config) is None
+    """Whether steps are CUDA graphs on a GPU with Triton and NCCL: of pipeline stages where the flag asks for them."""
+    asked = config.training.cuda_graph
+    return asked != "none" and (asked is not None or config.parallel.pipeline_model_parallel_size == 1) and obstacle(config) is None
 
 
 def slots(stage: int, stages: int, chunks: int, micro_batches: int) -> Sequence[int]:

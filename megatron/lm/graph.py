@@ -18,6 +18,7 @@ from megatron.lm.stage_graph import StageGraphs
 from megatron.lm.step import micro_batch_loss
 from megatron.lm.training import Batches, Training
 
+UNASKED = "pipeline stages replay graphs where --cuda-graph step or micro-batch asks for it: over NCCL they are new"
 FIRST, MIDDLE, LAST, ONLY = "first", "middle", "last", "only"  # micro-batches of a step by their place
 
 
@@ -32,7 +33,8 @@ def obstacle(config: Config) -> str | None:
 
 
 def choose(config: Config) -> tuple[str, str]:
-    """(mode, why it is that): what `--cuda-graph` asks for, or "step" where nothing stands in the way.
+    """(mode, why it is that): what `--cuda-graph` asks for, or "step" where nothing stands in the way
+    and the model is on one pipeline stage.
 
     Raises:
         ValueError: graphs are asked for where there can be none.
@@ -40,6 +42,8 @@ def choose(config: Config) -> tuple[str, str]:
     asked, reason = config.training.cuda_graph, obstacle(config)
     if asked == "none":
         return "none", "--cuda-graph none"
+    if reason is None and asked is None and config.parallel.pipeline_model_parallel_size > 1:
+        return "none", UNASKED
     if reason is None:
         stages = " of a stage, by micro-batch" if config.parallel.pipeline_model_parallel_size > 1 else ""
         return asked or "step", f"forward and backward{stages}" if asked == "micro-batch" else f"forward and backward{stages}, and update"

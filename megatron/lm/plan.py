@@ -81,7 +81,9 @@ def plan(config: Config, world_size: int) -> list[Rank]:
     for stage in range(config.parallel.pipeline_model_parallel_size):
         parameters = stage_parameters(config, stage)
         activations = stage_activations(config, stage, config.num_micro_batches(world_size))
-        for copy, states in enumerate(_states(config, parameters, copies, config.num_micro_batches(world_size) > 1)):
+        # In graphs of stages also one micro-batch's gradients wait for the exchange behind the pipeline.
+        sums = config.num_micro_batches(world_size) > 1 or (config.parallel.pipeline_model_parallel_size > 1 and captured(config))
+        for copy, states in enumerate(_states(config, parameters, copies, sums)):
             size = sum(p.size for p in parameters)
             ranks.append(Rank(stage=stage, copy=copy, parameters=size, activations=activations, **states))
     return ranks
@@ -331,7 +333,7 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
 def _in_slots(slots: Sequence[int], kept: int, stream: int, backward: int, head: int) -> int:
     """Bytes of the slots of a stage's graphs (`megatron.lm.stage_graph`): what each keeps, copies of its input and output, and what its
     backward makes while it runs; and of each chunk the gradients of input and output. On the last stage the last chunk has the head."""
-    each = [max(backward, head) if head and chunk == len(slots) - 1 else backward for chunk in range(len(slots))]
+    each = [head if head and chunk == len(slots) - 1 else backward for chunk in range(len(slots))]
     return sum(count * (kept + 2 * stream + beside) + 2 * stream for count, beside in zip(slots, each, strict=True))
 
 

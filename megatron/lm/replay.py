@@ -61,7 +61,7 @@ class Replays:
         return len(self._graphs)
 
     def release(self) -> None:
-        """Destroy the graphs: NCCL waits for those that hold its collectives before it lets a communicator go."""
+        """Destroy the graphs, for good: NCCL waits for those that hold its collectives before it lets a communicator go."""
         for done in self._graphs.values():
             done.graph.reset()
         self._graphs.clear()

@@ -95,6 +95,7 @@ class Chunk:
     def begin(self) -> None:
         """A step begins: no micro-batch is under way."""
         self.begun, self._free = 0, list(self.slots)
+        self._under_way: list[Slot] = []
 
     def take(self) -> Slot:
         """The first free slot, for the next forward."""
@@ -102,10 +103,17 @@ class Chunk:
         if not self._free:
             self._free = [Slot(len(self.slots), self.grad_input, self._output_like)]
             self.slots += self._free
-        return self._free.pop(0)
+        self._under_way.append(self._free.pop(0))
+        return self._under_way[-1]
 
     def give_back(self, slot: Slot) -> None:
-        """After its backward."""
+        """After its backward.
+
+        Raises:
+            RuntimeError: an earlier micro-batch's is still to come. The graph of the first one begins the sums that others add to.
+        """
+        if self._under_way.pop(0) is not slot:
+            raise RuntimeError("a pipeline schedule that runs backwards in another order than forwards does not go with --cuda-graph")
         self._free = sorted([*self._free, slot], key=lambda each: each.number)
 
 
@@ -135,7 +143,8 @@ class StageGraphs(Replays):
         for chunk in self.chunks:
             chunk.begin()
         found = forward_backward(training, batches, forward=self._output)
-        self._record(FINISH, training.grad_sync.finish, finishes=True)
+        # In the memory of the first slot: its activations are gone by now, and the averages before its next forward.
+        self._record(FINISH, training.grad_sync.finish, self.chunks[0].slots[0].pool, finishes=True)
         self._launch(FINISH)
         return found
 
@@ -167,7 +176,6 @@ class StageGraphs(Replays):
 
     @contextlib.contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:

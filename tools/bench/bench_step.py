@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.lm import entry, graph, process_groups
+from megatron.lm import capture, entry, graph, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import OPT_LEVELS, Config
 from megatron.lm.config.cli import parse_args
@@ -101,6 +101,8 @@ def measure(level: str, options: argparse.Namespace) -> dict[str, Any]:
     training = build_training(config, options.vocab_size)
     device = process_groups.device()
     batches = random_batches(config, options.vocab_size, device)
+    if options.as_stage and (reason := capture.obstacle(config)) is not None:
+        raise ValueError(f"--as-stage: no graph can be captured, since {reason}")
     graphs = StageGraphs(training, "step") if options.as_stage else graph.build(training)
     recorded = config.logging.record_precision
     recorder = Recorder(training, recorded, config.logging.record_interval, lambda *_: None) if recorded else None
@@ -121,7 +123,7 @@ def measure(level: str, options: argparse.Namespace) -> dict[str, Any]:
     tflops = flops_per_token(config.model, config.padded_vocab_size(options.vocab_size)) * tokens / median / 1e12
     cuda = device.type == "cuda"
     return {
-        "case": f"{level} recorded every {config.logging.record_interval}" if recorded else level + " (as a stage)" * options.as_stage,
+        "case": level + f" recorded every {config.logging.record_interval}" * bool(recorded) + " (as a stage)" * options.as_stage,
         "params_m": round(sum(p.numel() for p in training.model.parameters()) / 1e6, 1),
         "ms_p20": round(low * 1e3, 1),
         "ms": round(median * 1e3, 1),

@@ -105,6 +105,7 @@ class Entry:
         pieces: of a size, each of which is kept as soon as it is there.
         headline: the quantity that stands for all in the overview.
         reason: why there is no result at a larger size.
+        apart: every piece is a process of its own, and what else runs does not change its figures.
         slow: `toy` takes too long for the default tests.
     """
 
@@ -116,6 +117,7 @@ class Entry:
     pieces: Callable[[str], Sequence[str]] = one_piece
     headline: str = ""
     reason: str = ""
+    apart: bool = False
     slow: bool = False
 
     def __post_init__(self) -> None:

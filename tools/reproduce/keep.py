@@ -78,21 +78,23 @@ def run(
         text: see `Task`.
         folder: of the CSV, and of files that are kept from piece to piece, in a folder of their own.
         commit: hash to record where the tree is not a git checkout.
-        again: forget the rows of this size, and the files that were kept.
+        again: forget the rows of this size, and the files that were kept; with `pieces` their rows alone, and no file.
         pieces: these of the size alone; none named: all.
         at_once: pieces that run beside each other, for those that spend their time in processes of their own.
 
     Raises:
-        ValueError: the size has no such piece.
+        ValueError: the size has no such piece, or its pieces do not run beside each other.
     """
     unknown = [piece for piece in pieces if piece not in entry.pieces(size)]
     if unknown:
         raise ValueError(f"--pieces {unknown[0]!r}: size {size} of {entry.name} has {', '.join(map(repr, entry.pieces(size)))}")
     kept = folder / "kept" / entry.name
-    if again:
+    if at_once > 1 and not entry.apart:
+        raise ValueError(f"--at-once {at_once}: the pieces of {entry.name} share this process or the GPU that they time; give 1")
+    if again and not pieces:
         shutil.rmtree(kept, ignore_errors=True)
     file = folder / f"{entry.name}.csv"
-    found = [row for row in read(file) if not (again and row["size"] == size)]
+    found = [row for row in read(file) if not (again and row["size"] == size and row["piece"] in (pieces or entry.pieces(size)))]
     read_text = ["--text", text.name] if text.name != OWN_TEXT else []
     command = shlex.join(["python", "-m", "tools.reproduce", entry.name, "--size", size, *read_text])
     wanted = [piece for piece in missing(entry, size, found) if not pieces or piece in pieces]
@@ -104,17 +106,26 @@ def run(
 
 
 def _outcomes(run: Callable[[Task], list[Row]], tasks: Sequence[Task], at_once: int) -> Iterator[tuple[Task, list[Row]]]:
-    """What tasks come to, as they come to it. Where one fails, those that have begun are waited for, and no other begins."""
+    """What tasks come to, as they come to it. Where one fails, no other begins, and those that have begun come before its error."""
     if at_once == 1:
         yield from ((task, run(task)) for task in tasks)
         return
     with ThreadPoolExecutor(at_once) as pool:
         running = {pool.submit(run, task): task for task in tasks}
+        failed: BaseException | None = None
         try:
             for done in as_completed(running):
-                yield running[done], done.result()
+                if done.cancelled():
+                    continue
+                if (error := done.exception()) is None:
+                    yield running[done], done.result()
+                elif failed is None:
+                    failed = error
+                    pool.shutdown(wait=False, cancel_futures=True)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+    if failed is not None:
+        raise failed
 
 
 def _rows_of(entry: Entry, command: str, task: Task) -> list[Row]:

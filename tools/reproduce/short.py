@@ -182,6 +182,7 @@ ENTRIES = (
         pieces=table6_pieces,
         reason="Not all seeds of the full size have run; an FP32 training takes longer than all others together.",
         headline="#4, validation loss",
+        apart=True,
         slow=True,
     ),
     Entry(

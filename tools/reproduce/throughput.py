@@ -99,8 +99,9 @@ def on_file(task: Task) -> Iterator[Finding]:
     for line in table(cases, at):
         paper = SAMPLES5[model].get(line["case"]) if base == LEVELS5[0] else None
         same, largest = (mine / of for mine, of in zip(paper, SAMPLES5[model][base], strict=True)) if paper else (None, None)
+        trials = cases[line["case"]]
         for finding in told(model, line, base, same, largest):
-            yield replace(finding, where=cases[line["case"]][at])
+            yield replace(finding, where=trials[max(trials) if "largest" in finding.quantity else at])
     peers = {row["case"]: row for row in read(STEP) if row["preset"] == model and row["micro_batch"] == str(at) and row["case"] in PEERS5}
     for case, row in peers.items():
         yield Finding(f"{model}, {case}, micro-batch {at}: tokens a second", float(row["tokens_s_gpu"]), where=row)

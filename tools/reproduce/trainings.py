@@ -1,7 +1,6 @@
 """Small trainings for tables that need one: of the trainer on a text byte by byte, and of Collage's optimizer in a loop of its own."""
 
 import argparse
-import contextlib
 import json
 import math
 import tempfile
@@ -40,8 +39,11 @@ def byte_data(text: Path, folder: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
             _write_bytes(text, made := Path(aside) / "bytes")
-            with contextlib.suppress(OSError):  # another training beside this one was first
+            try:
                 made.rename(folder)
+            except OSError:
+                if not folder.exists():  # else another training beside this one was first
+                    raise
     return folder
 
 

@@ -230,6 +230,8 @@ def _exchange(config: Config, cluster: Cluster, rates: Rates, stage: int, micro_
     elements = sum(p.size for p in stage_parameters(config, stage))
     waits = cluster.latency * max(1, round(elements / config.communication.bucket_size))
     hidden = micro_batch * BACKWARD if config.communication.overlap_grad_reduce else 0.0
+    if graph and config.parallel.pipeline_model_parallel_size > 1:  # behind its last backward, while the stages before have theirs
+        hidden = stage * micro_batch * BACKWARD
     seconds = max(0.0, cluster.exchange_seconds(gradients, config) + waits - hidden)
     if weights:
         hidden = micro_batch * (1 - BACKWARD) if config.communication.overlap_param_gather and not graph else 0.0

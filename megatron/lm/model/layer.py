@@ -100,7 +100,7 @@ class Layer(TransformerLayer):
         return AttentionBlock.apply(x, norm.weight, norm_bias, qkv.weight, qkv.bias, proj.weight, proj.bias, how)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=256)  # every chunk of a pipeline stage has angles of its own, and graphs remember where the tables stand
 def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     """FP32 [s, r] of megatron-core's rotary angles [s, 1, 1, r], which it makes once a sequence length itself."""
     angles = angles.view(angles.shape[0], -1).float()

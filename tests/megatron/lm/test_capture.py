@@ -14,33 +14,35 @@ SMALL = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1024 --micro-batch-size 2 --lr 1e-3 "
     "--train-iters 9 --fp8-min-gain 0"
 )
-GRAPHS = [
-    "",
-    "--tensor-model-parallel-size 2 --sequence-parallel",
-    "--tensor-model-parallel-size 2",
-    "--pipeline-model-parallel-size 2",
-    "--grad-accum-on owner",
-    "--hidden-dropout 0.1",
-    "--attention-dropout 0.1",
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    "--recompute-granularity selective",
-    "--recompute-granularity selective --qk-layernorm",
-    "--grad-accum-dtype fp8",
-]
+CAPTURED = {
+    "": True,
+    "--tensor-model-parallel-size 2 --sequence-parallel": True,
+    "--tensor-model-parallel-size 2": False,
+    "--pipeline-model-parallel-size 2": False,
+    "--pipeline-model-parallel-size 2 --cuda-graph step": True,
+    "--pipeline-model-parallel-size 2 --cuda-graph micro-batch": True,
+    "--cuda-graph none": False,
+    "--grad-accum-on owner": False,
+    "--hidden-dropout 0.1": False,
+    "--attention-dropout 0.1": False,
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": False,
+    "--recompute-granularity selective": True,
+    "--recompute-granularity selective --qk-layernorm": False,
+    "--grad-accum-dtype fp8": False,
+}
 
 
 def flags(text: str) -> Config:
     return parse_args(text.split())
 
 
-@pytest.mark.parametrize("text", GRAPHS)
+@pytest.mark.parametrize("text", CAPTURED)
 def test_a_step_is_captured_where_the_trainer_captures_it(text: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     config = flags(f"{SMALL} --precision O3 {text}")
-    assert captured(config) == (graph.obstacle(config) is None)
-    assert not captured(flags(f"{SMALL} --precision O3 --cuda-graph none"))
+    assert captured(config) == (graph.choose(config)[0] != "none") == CAPTURED[text]
 
 
 def test_slots_of_the_schedules():

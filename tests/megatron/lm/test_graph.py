@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.lm import process_groups
 from megatron.lm.build import build_training
-from megatron.lm.graph import FIRST, LAST, StepGraphs, build, choose, obstacle
+from megatron.lm.graph import FIRST, LAST, UNASKED, StepGraphs, build, choose, obstacle
 from megatron.lm.recorder import Recorder
 from megatron.lm.replay import UPDATE
 from megatron.lm.step import evaluate, train_step
@@ -46,7 +46,9 @@ def test_what_is_captured_is_told(monkeypatch):
     stages = {"pipeline_model_parallel_size": 2, "num_layers": 4}
     assert choose(tiny.config("corpus")) == ("step", "forward and backward, and update")
     assert choose(tiny.config("corpus", cuda_graph="micro-batch")) == ("micro-batch", "forward and backward")
-    assert choose(tiny.config("corpus", **stages)) == ("step", "forward and backward of a stage, by micro-batch, and update")
+    assert choose(tiny.config("corpus", **stages)) == ("none", UNASKED)
+    told = choose(tiny.config("corpus", **stages, cuda_graph="step"))
+    assert told == ("step", "forward and backward of a stage, by micro-batch, and update")
 
 
 def test_without_a_gpu_there_is_none(monkeypatch):

@@ -277,7 +277,7 @@ def test_with_a_large_micro_batch_backward_of_a_layer_is_more_than_the_head():
 
 
 def test_micro_batches_under_way_on_the_stages_of_a_pipeline():
-    config = flags("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4 --cuda-graph none")
+    config = flags("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4")
     layer, stream = layer_activations(config), 2 * 2048 * 4 * 2048
     head = 2 * stream + HEAD
     assert [stage_activations(config, stage, 8) for stage in range(4)] == [24 * layer, 18 * layer, 12 * layer, 6 * layer + head]
@@ -288,7 +288,7 @@ def test_micro_batches_under_way_on_the_stages_of_a_pipeline():
 
 
 def test_in_graphs_each_micro_batch_under_way_has_memory_of_its_own():
-    config = flags("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4")
+    config = flags("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4 --cuda-graph step")
     layer, stream = layer_activations(config), 2 * 2048 * 4 * 2048
     head, beside = (
         2 * stream + HEAD,

@@ -99,21 +99,30 @@ def test_named_pieces_run_beside_each_other_and_each_is_kept(tmp_path):
         ran.append(task.piece)
         yield Finding(task.piece, 1.0)
 
-    one = dataclasses.replace(entry([]), run=run)
+    one = dataclasses.replace(entry([]), run=run, apart=True)
     asked = {"pieces": ["three", "one"], "at_once": 2}
     told = dict(keep.run(one, "toy", TEXT, tmp_path, "abc1234", False, **asked))
     assert sorted(told) == sorted(ran) == ["one", "three"]
     assert keep.missing(one, "toy", keep.read(tmp_path / "a-b.csv")) == ["two"]
     assert list(keep.run(one, "toy", TEXT, tmp_path, "abc1234", False, **asked)) == []
+    assert [piece for piece, _ in keep.run(entry([]), "toy", TEXT, tmp_path, "abc1234", True, ["one"])] == ["one"]  # and "three" stays
+    assert keep.missing(one, "toy", keep.read(tmp_path / "a-b.csv")) == ["two"]
+    with pytest.raises(ValueError, match="--at-once 2: the pieces of a-b share this process"):
+        next(keep.run(entry([]), "toy", TEXT, tmp_path, None, False, at_once=2))
     with pytest.raises(ValueError, match="--pieces 'four': size toy of a-b has 'one', 'two', 'three'"):
         next(keep.run(one, "toy", TEXT, tmp_path, None, False, ["four"]))
 
 
 def test_a_piece_that_fails_beside_others_costs_none_of_them(tmp_path):
-    ran = []
+    meeting = threading.Barrier(2, timeout=20)
+
+    def run(task):
+        meeting.wait()
+        if task.piece == "one":
+            raise RuntimeError("killed")
+        yield Finding(task.piece, 1.0)
+
+    one = dataclasses.replace(entry([]), run=run, apart=True)
     with pytest.raises(RuntimeError, match="killed"):
-        list(keep.run(entry(ran, "one"), "toy", TEXT, tmp_path, "abc1234", False, at_once=2))
-    left = keep.missing(entry(ran), "toy", keep.read(tmp_path / "a-b.csv"))
-    list(keep.run(entry(ran), "toy", TEXT, tmp_path, "abc1234", False, at_once=2))
-    assert "one" in left
-    assert not keep.missing(entry(ran), "toy", keep.read(tmp_path / "a-b.csv"))
+        list(keep.run(one, "toy", TEXT, tmp_path, "abc1234", False, ["one", "two"], at_once=2))
+    assert keep.missing(one, "toy", keep.read(tmp_path / "a-b.csv")) == ["one", "three"]

@@ -23,11 +23,11 @@ def test_every_table_and_figure_of_the_papers_is_named():
     assert "Slides" in titles
 
 
-def test_every_entry_has_a_claim_and_can_be_run_or_says_why_not():
+def test_every_entry_has_a_claim_and_a_headline():
     for name, one in ENTRIES.items():
         assert one.name == name
         assert one.claim.endswith(".")
-        assert bool(one.headline) == (one.run is not None)
+        assert one.headline
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly(60)] if ENTRIES[name].slow else []) for name in TOYS])
