@@ -33,8 +33,8 @@ def obstacle(config: Config) -> str | None:
 
 
 def choose(config: Config) -> tuple[str, str]:
-    """(mode, why it is that): what `--cuda-graph` asks for, or "step" where nothing stands in the way
-    and the model is on one pipeline stage.
+    """(mode, why it is that): what `--cuda-graph` asks for, or "step" where nothing stands in the way and
+    the model is on one pipeline stage.
 
     Raises:
         ValueError: graphs are asked for where there can be none.
@@ -42,7 +42,7 @@ def choose(config: Config) -> tuple[str, str]:
     asked, reason = config.training.cuda_graph, obstacle(config)
     if asked == "none":
         return "none", "--cuda-graph none"
-    if reason is None and asked is None and config.parallel.pipeline_model_parallel_size > 1:
+    if reason is None and not capture.captured(config):
         return "none", UNASKED
     if reason is None:
         stages = " of a stage, by micro-batch" if config.parallel.pipeline_model_parallel_size > 1 else ""

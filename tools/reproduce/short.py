@@ -35,7 +35,6 @@ LOOPS = {
     "toy": Loop(width=32, layers=1, length=16, batch=8, steps=30),
     "small": Loop(width=64, layers=2, length=32, batch=16, steps=400),
 }
-STEP = "tools/bench/results/step.csv"
 PRECISIONS = "tools/reproduce/results/precisions/precisions.csv"
 NAMES = {"a": "bf16-a", "light": "collage-light", "plus": "collage-plus", "d": "bf16-d"}
 
@@ -133,7 +132,7 @@ def steps_of(model: str) -> dict[str, Row]:
     """The newest whole steps on file of a model of `throughput.MODELS7` in which all options were measured together, by precision."""
     preset, micro_batch, flags = throughput.MODELS7[model]
     runs: dict[str, dict[str, Row]] = {}
-    for row in read(STEP):
+    for row in read(throughput.STEP):
         if (row["preset"], row["micro_batch"]) == (f"{preset} {flags}".strip(), str(micro_batch)) and row["case"] in NAMES.values():
             runs.setdefault(row["commit"], {})[row["case"]] = row
     return next((rows for rows in reversed(runs.values()) if len(rows) == len(NAMES)), {})
@@ -236,7 +235,7 @@ ENTRIES = (
         title="Collage, Figure 4",
         claim="Light saves 23.8 % and plus 15.6 % of the peak memory of option D.",
         run=collage_figure4,
-        sizes={"kept": Needs(files=(PRECISIONS, STEP))},
+        sizes={"kept": Needs(files=(PRECISIONS, throughput.STEP))},
         headline="plus: saved against D, mean of the models",
     ),
 )
