@@ -208,15 +208,13 @@ def activation_parts(config: Config) -> dict[str, int]:
                        2 l h / G             the inputs of QKV and fc1; G = t where a rank keeps its shard and gathers again (BF16, and
                                              O3 with --tp-saved-input shard), else 1: O1 and O2 keep all of it
                        2 h / T               two masks, where there is dropout on the residual stream
-        attention      a (q + 2 k)           QKV's output, of which the values are a view
-                       a (q + k)             queries and keys after rope, and for each of both the cosines and sines, together
-                       4 a d / b             with d rotated channels of a head
-                       a q                   with norms of queries and keys: what the norm of the queries sees, where they come in groups
-                                             and have to be copied out of QKV's output
+        attention      a (q + 2 k)           QKV's output after rope, of which keys and values are views
+                       a q                   the queries where they come in groups and have to be copied out of it
+                       a (q + k)             with norms of queries and keys: both behind their norms and rope, and for each of both the
+                       4 a d / b             cosines and sines, together, with d rotated channels of a head
                        a q                   the output; no s x s matrix: the kernels recompute it
                        l q with FP8          the projection's input, cast; without FP8 it is the output itself
-        MLP            a f, SwiGLU 4 a f     what GELU sees; SwiGLU's two halves, and the two factors of their product
-                       c f, SwiGLU 2 c f     in place of that with coat: what GELU or SwiGLU sees
+        MLP            c f, SwiGLU 2 c f     what GELU or SwiGLU sees
                        l f                   fc2's input
 
     in units of s b; where core_attn is recomputed, no output but the projection's input; where mlp is, nothing but fc1's input, in the
@@ -232,8 +230,8 @@ def activation_parts(config: Config) -> dict[str, int]:
 
     With --attention-precision fp8 the attention of either keeps what `_kept_by_fp8_attention` says.
 
-    An unfused GPT without tensor parallelism has 36 s b h in BF16, 31 s b h with FP8, a fused one 20, with coat 14.4; Korthikanti et al.
-    have 34 s b h for BF16, with three dropout masks, and without the QKV output and rope.
+    An unfused GPT without tensor parallelism has 32 s b h in BF16, 27 s b h with FP8, a fused one 20, with coat 14.4; Korthikanti et al.
+    have 34 s b h for BF16, with three dropout masks, and without the QKV output.
     """
     model, wide, again = config.model, _compute_bytes(config), _recomputed(config)
     tp, split = config.parallel.tensor_model_parallel_size, _sequence_split(config)
@@ -260,17 +258,16 @@ def activation_parts(config: Config) -> dict[str, int]:
             size = wide if slot == "linear_fc1" and "mlp" in again else narrow[slot]
             norms += size * hidden / (1 if gathered and size == cast else split)
         norms += 2 * hidden / split if model.hidden_dropout else 0
-        rope = model.position_embedding_type == "rope"
-        rotated = queries + keys if rope or model.qk_layernorm else 0
-        if model.qk_layernorm and 1 < model.query_groups < model.num_attention_heads:
+        turned = model.qk_layernorm and model.position_embedding_type == "rope"  # by megatron-core
+        rotated = queries + keys if model.qk_layernorm else 0
+        if 1 < model.query_groups < model.num_attention_heads:
             rotated += queries
         output = queries if "core_attn" not in again or not fp8["linear_proj"] else 0
-        tables = 4 * int(model.head_size * model.rotary_percent) / config.training.micro_batch_size if rope else 0
+        tables = 4 * int(model.head_size * model.rotary_percent) / config.training.micro_batch_size if turned else 0
         attention = wide * (queries + 2 * keys + rotated + tables + output) + (cast * queries if fp8["linear_proj"] else 0)
         if config.precision.attention_precision == "fp8" and "core_attn" not in again:
             wider = queries + 2 * keys if model.qk_layernorm else 0
             attention = _kept_by_fp8_attention(config, True) + wide * (wider + tables) + (cast if fp8["linear_proj"] else wide) * queries
-        seen *= 2 if model.swiglu and saved == AS_IT_IS else 1
         mlp = 0 if "mlp" in again else seen + narrow["linear_fc2"] * ffn
     return {name: int(size * _tokens(config)) for name, size in (("norms", norms), ("attention", attention), ("MLP", mlp))}
 

@@ -26,7 +26,6 @@ from megatron.lm.process_groups import device, virtual_pipeline_size
 from megatron.lm.recipe import saved_activations
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
-from msamp.nn.saved import AS_IT_IS
 from msamp.nn.vocabulary_loss import linear_cross_entropy
 from msamp.parallel.vocabulary import vocabulary_parallel_cross_entropy
 
@@ -120,7 +119,7 @@ class GPT(GPTModel):
 def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
     """megatron-core's configuration of the model that `config` describes, its parameters in `recipe.compute_dtype`."""
     model, parallel = config.model, config.parallel
-    interleaved, kept_as_is = virtual_pipeline_size(config) is not None, saved_activations(config.precision) == AS_IT_IS
+    interleaved = virtual_pipeline_size(config) is not None
     settings = functools.partial(
         TransformerConfig,
         num_layers=model.num_layers,
@@ -133,10 +132,10 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
         layernorm_epsilon=model.norm_epsilon,
         qk_layernorm=model.qk_layernorm,
         gated_linear_unit=model.swiglu,
-        # GPT's GELU is the tanh form: the same function fused or not, on a CPU or a GPU.
-        activation_func=functional.silu if model.swiglu else _gelu if kept_as_is else functional.gelu,
+        # megatron-core asks for one of these by name; what is applied is the spec's, GELU in its tanh form.
+        activation_func=functional.silu if model.swiglu else functional.gelu,
         # With this flag MLP applies the spec's activation to fc1's biased output, both halves at once.
-        use_te_activation_func=not kept_as_is,
+        use_te_activation_func=True,
         add_bias_linear=not model.disable_bias_linear,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
@@ -228,7 +227,3 @@ def assemble(
     )
     draw_weights(gpt, config)
     return gpt
-
-
-def _gelu(x: Tensor) -> Tensor:
-    return functional.gelu(x, approximate="tanh")

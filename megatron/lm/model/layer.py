@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from megatron.lm.model.attention import FP8CoreAttention
+from megatron.lm.model.attention import FP8CoreAttention, cos_sin
 from megatron.lm.model.linear import FP8Gemm
 from msamp.nn.attention_block import AttentionBlock, AttentionSettings
 from msamp.nn.block import Norm
@@ -80,7 +80,7 @@ class Layer(TransformerLayer):
         attention, norm = self.self_attention, self.input_layernorm
         qkv, proj, core = attention.linear_qkv, attention.linear_proj, attention.core_attention
         rows = x.shape[0] * (self.tp_group.size() if self.ends.spread else 1)
-        cos, sin = (x.new_empty(rows, 0, dtype=torch.float32),) * 2 if rotary_pos_emb is None else _cos_sin(rotary_pos_emb)
+        cos, sin = (x.new_empty(rows, 0, dtype=torch.float32),) * 2 if rotary_pos_emb is None else cos_sin(rotary_pos_emb)
         how = AttentionSettings(
             norm=self.norm,
             qkv=LayerGemm.of(qkv.scaling, qkv.weight),
@@ -98,10 +98,3 @@ class Layer(TransformerLayer):
         )
         norm_bias = getattr(norm, "bias", None)
         return AttentionBlock.apply(x, norm.weight, norm_bias, qkv.weight, qkv.bias, proj.weight, proj.bias, how)
-
-
-@functools.lru_cache(maxsize=256)  # every chunk of a pipeline stage has angles of its own, and graphs remember where the tables stand
-def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """FP32 [s, r] of megatron-core's rotary angles [s, 1, 1, r], which it makes once a sequence length itself."""
-    angles = angles.view(angles.shape[0], -1).float()
-    return angles.cos(), angles.sin()

@@ -152,15 +152,30 @@ class FP8Gemm(Counted):
 
 
 class WideGemm(Counted):
-    """Mixed into a megatron-core linear layer: a CPU that only emulates BF16 multiplies the BF16 values in FP32.
+    """Mixed into a megatron-core linear layer: its GEMMs in the compute dtype, by torch.
 
-    The sum is rounded to BF16 once, as tensor cores do it; emulated BF16 products are tens of times slower.
+    On one rank the GEMM adds the bias before it rounds, where megatron-core would add it behind, in a kernel more. A CPU that only
+    emulates BF16 multiplies the BF16 values in FP32 and rounds once, as tensor cores do it; its own BF16 products are tens of times slower.
     """
 
+    bias: nn.Parameter | None
+    skip_bias_add: bool
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_, *args, **kwargs)
+        return output, None if self._adds_bias else bias
+
+    @property
+    def _adds_bias(self) -> bool:
+        """Whether the GEMM adds a bias that megatron-core would leave to the next module."""
+        return self.skip_bias_add and self.tp_group.size() == 1
+
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
-        split = kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"]
-        if split or input.dtype != torch.bfloat16 or native_bf16(input.device):
+        if kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"]:
             return super()._forward_impl(input, weight, bias, **kwargs)  # type: ignore[misc]
+        bias = self.bias if self._adds_bias else bias
+        if input.dtype != torch.bfloat16 or native_bf16(input.device):
+            return functional.linear(input, weight, bias)
         return functional.linear(input.float(), weight.float(), None if bias is None else bias.float()).to(input.dtype)
 
     def __repr__(self) -> str:

@@ -5,27 +5,28 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.lm.process_groups import device
 from msamp.nn import norm
-from msamp.nn.saved import Saved
+from msamp.nn.saved import AS_IT_IS, Saved
 
 
-class LayerNorm(torch.nn.LayerNorm):
+class LayerNorm(norm.LayerNorm):
     """Layer normalisation over the last dimension.
 
-    Weight and bias are [hidden_size] in the parameters' dtype; mean and variance are taken in FP32 whatever the input's dtype.
+    Weight and bias are [hidden_size] in the parameters' dtype; mean and variance are taken in FP32 whatever the input's dtype. The input
+    is kept for backward as `saved` says.
     Both carry `sequence_parallel`: under sequence parallelism each rank sees a slice of the sequence, so that their gradients
     must be summed over the tensor-parallel group (`megatron.lm.distributed`).
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps=eps, device=device(), dtype=config.params_dtype)
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, saved: Saved = AS_IT_IS) -> None:
+        super().__init__(hidden_size, saved, eps=eps, device=device(), dtype=config.params_dtype)
         _mark_sequence_parallel(self, config)
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class RMSNorm(norm.RMSNorm):
     """Root-mean-square normalisation over the last dimension: no mean, no bias; otherwise as `LayerNorm`."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps=eps, device=device(), dtype=config.params_dtype)
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, saved: Saved = AS_IT_IS) -> None:
+        super().__init__(hidden_size, eps, saved, device=device(), dtype=config.params_dtype)
         _mark_sequence_parallel(self, config)
 
 
@@ -45,22 +46,6 @@ class HeadRMSNorm(RMSNorm):
         _mark_head_norm(self, config)
 
 
-class SavingLayerNorm(norm.LayerNorm):
-    """`LayerNorm`, its input kept for backward as `saved` says."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, saved: Saved, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, saved, eps=eps, device=device(), dtype=config.params_dtype)
-        _mark_sequence_parallel(self, config)
-
-
-class SavingRMSNorm(norm.RMSNorm):
-    """`RMSNorm`, its input kept for backward as `saved` says."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, saved: Saved, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps, saved, device=device(), dtype=config.params_dtype)
-        _mark_sequence_parallel(self, config)
-
-
 def norm_class(normalization: str) -> type[torch.nn.Module]:
     """The norm called `normalization`; ValueError when there is none of that name."""
     classes = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -72,11 +57,6 @@ def norm_class(normalization: str) -> type[torch.nn.Module]:
 def head_norm_class(normalization: str) -> type[torch.nn.Module]:
     """The norm of queries and keys called `normalization`; ValueError when there is none of that name."""
     return {LayerNorm: HeadLayerNorm, RMSNorm: HeadRMSNorm}[norm_class(normalization)]
-
-
-def saving_norm_class(normalization: str) -> type[torch.nn.Module]:
-    """The norm called `normalization` that takes `saved` too; ValueError when there is none of that name."""
-    return {LayerNorm: SavingLayerNorm, RMSNorm: SavingRMSNorm}[norm_class(normalization)]
 
 
 def _mark_sequence_parallel(norm: torch.nn.Module, config: TransformerConfig) -> None:

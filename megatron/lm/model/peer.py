@@ -46,10 +46,13 @@ def provider() -> BackendSpecProvider:
 def fusions(model: "ModelConfig") -> dict[str, Any]:
     """What Megatron-LM fuses by default beside Transformer Engine's layers: a peer is to be compared at its best."""
     fused: dict[str, Any] = {"bias_dropout_fusion": True, "apply_rope_fusion": model.position_embedding_type == "rope"}
+    fused["use_te_activation_func"] = False  # that of our layers
     if model.swiglu:
         fused |= {"bias_activation_fusion": True, "activation_func": functional.silu}
     elif not model.disable_bias_linear:
         fused |= {"bias_activation_fusion": True, "activation_func": functional.gelu}  # the fused one is the tanh form, as ours
+    else:
+        fused["activation_func"] = functools.partial(functional.gelu, approximate="tanh")
     return fused
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -13,9 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron.lm.model.attention import FP8CoreAttention, SDPAttention
+from megatron.lm.model.attention import Attention, FP8CoreAttention, SDPAttention
 from megatron.lm.model.layer import Layer
-from megatron.lm.model.norm import head_norm_class, norm_class, saving_norm_class
+from megatron.lm.model.norm import head_norm_class, norm_class
 from msamp.nn.activation import ActivationFunction
 from msamp.nn.saved import AS_IT_IS, Saved
 from msamp.numerics.recipe import Gemms
@@ -36,21 +36,19 @@ def layer_spec(
         linears: classes of `linear_qkv` and `linear_fc1`, constructed as megatron-core's `ColumnParallelLinear`, and of `linear_proj` and
             `linear_fc2`, constructed as its `RowParallelLinear`.
         attention_backend: `--attention-backend`.
-        saved: how the inputs of norms and activations are kept for backward. As they are: by torch's own operations, where no block of
-            `msamp.nn` serves; otherwise `config.use_te_activation_func` must be set (`gpt.transformer_config`).
+        saved: how the inputs of norms and activations are kept for backward; `config.use_te_activation_func` must be set
+            (`gpt.transformer_config`).
         causal: a token sees those before it; else all of its sequence.
         fp8_attention: the casts of the linear layers, where the core attention is in FP8 too.
     """
-    norm, activation = norm_class(config.normalization), None
+    norm = ModuleSpec(module=norm_class(config.normalization), params={"saved": saved})
     head_norm = head_norm_class(config.normalization) if config.qk_layernorm else IdentityOp
-    if saved != AS_IT_IS:
-        norm = ModuleSpec(module=saving_norm_class(config.normalization), params={"saved": saved})
-        activation = _activation("swiglu" if config.gated_linear_unit else "gelu", saved)
+    activation = _activation("swiglu" if config.gated_linear_unit else "gelu", saved)
     core = ModuleSpec(module=SDPAttention, params={"backend": attention_backend})
     if fp8_attention is not None:
         core = ModuleSpec(module=FP8CoreAttention, params={"backend": attention_backend, "gemm": fp8_attention})
     attention = ModuleSpec(
-        module=SelfAttention,
+        module=Attention,
         params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask},
         submodules=SelfAttentionSubmodules(
             linear_qkv=linears["linear_qkv"],

@@ -3,15 +3,18 @@ from collections.abc import Iterator
 import pytest
 import tiny
 import torch
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megatron.lm import process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron.lm.cpu_home import cpu_home
-from megatron.lm.model.attention import FP8CoreAttention, SDPAttention, check_backend, check_precision
-from msamp.numerics.recipe import O3
+from megatron.lm.model.attention import Attention, FP8CoreAttention, SDPAttention, check_backend, check_precision
+from megatron.lm.model.gpt import build_model
+from msamp.numerics.recipe import FP32, O3
 
 HEADS, CHANNELS = 4, 8
 
@@ -171,3 +174,35 @@ def test_a_machine_without_fp8_attention_is_refused_before_there_is_a_model(monk
     with pytest.raises(ValueError, match="--attention-precision fp8: card"):
         build_training(settings, tiny.VOCABULARY)
     check_precision(tiny.config("corpus", precision="O3"))
+
+
+MODELS = {
+    "heads": {},
+    "groups": {"group_query_attention": True, "num_query_groups": 1},
+    "half of the channels": {"rotary_percent": 0.5},
+    "recomputed": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "attention recomputed": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "dropout": {"hidden_dropout": 0.1},
+    "norms of queries and keys": {"qk_layernorm": True},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_rotation_is_megatron_core_s(name: str, monkeypatch: pytest.MonkeyPatch):
+    """In FP32, where neither rounds to fewer bits; loss and gradient of every weight."""
+
+    def trained() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = build_model(tiny.config("unread", precision="fp32", **MODELS[name]), FP32, tiny.VOCABULARY)
+        tokens = torch.arange(32, device=process_groups.device()).view(2, 16)
+        torch.manual_seed(1)
+        loss = model(tokens, tokens % 16, None, labels=tokens.roll(1, -1)).mean()
+        loss.backward()
+        assert all(module._angles is None for module in model.modules() if isinstance(module, Attention))
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    ours = trained()
+    for method in ("forward", "get_query_key_value_tensors"):
+        monkeypatch.setattr(Attention, method, getattr(SelfAttention, method))
+    for mine, theirs in zip(ours, trained(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)

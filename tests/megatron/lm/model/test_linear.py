@@ -175,15 +175,19 @@ def test_wide_gemm_rounds_the_fp32_product_once(kind: str, monkeypatch: pytest.M
     torch.testing.assert_close(x.grad.double(), g.double() @ layer.weight.double(), rtol=2**-8, atol=1e-5)
 
 
-def test_wide_gemm_leaves_fp32_and_native_bf16_to_megatron_core(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(linear.functional, "linear", None)  # the wide product would call it
-    x = random(4, 2, IN)
-    monkeypatch.setattr(linear, "native_bf16", lambda device: True)
-    layer = make("column", BF16)
-    torch.testing.assert_close(layer(x)[0], x @ layer.weight.t(), rtol=2**-7, atol=1e-3)
-    monkeypatch.setattr(linear, "native_bf16", lambda device: False)
-    layer = make("column", FP32)
-    torch.testing.assert_close(layer(x.float())[0], x.float() @ layer.weight.t())
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize(("recipe", "native"), [(FP32, False), (BF16, False), (BF16, True)])
+def test_on_one_rank_the_gemm_adds_the_bias(kind: str, recipe: Recipe, native: bool, monkeypatch: pytest.MonkeyPatch):
+    """In BF16 it is rounded once, where megatron-core would round, add and round again."""
+    monkeypatch.setattr(linear, "native_bf16", lambda device: native)
+    layer, x = make(kind, recipe), random(64, 2, IN).to(recipe.compute_dtype)
+    torch.nn.init.normal_(layer.bias)
+    y, left = layer(x)
+    assert left is None
+    exact = functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+    torch.testing.assert_close(y.double(), exact, rtol=2**-8 if recipe is BF16 else 1e-5, atol=1e-5)
+    y.backward(torch.ones_like(y))
+    assert torch.equal(layer.bias.grad, torch.full_like(layer.bias, 128))
 
 
 def test_the_head_stays_in_the_compute_dtype():

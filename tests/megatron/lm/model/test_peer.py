@@ -152,10 +152,10 @@ def test_weights_start_from_the_numbers_of_every_other_recipe(fake: None, one_pr
 
 
 def test_a_run_of_theirs_is_a_run_of_ours_but_for_the_layers(prefix: Path, fake: None):
-    """The layers that stand in compute what O0's do, and so every loss is O0's: data, seed, schedule, gradients and update are the same."""
+    """The layers that stand in compute what O0's do, but rotate in BF16: data, seed, schedule, gradients and update are the same."""
     runs = {name: tiny.losses(tiny.run(tiny.config(prefix, precision=name, train_iters=4))) for name in ("bf16", "te-bf16")}
     assert len(runs["bf16"]) == 4
-    assert runs["te-bf16"] == runs["bf16"]
+    assert runs["te-bf16"] == pytest.approx(runs["bf16"], rel=1e-4)
 
 
 def test_saved_and_resumed(prefix: Path, tmp_path: Path, fake: None):
