@@ -32,6 +32,8 @@ MEMORY, TIME = "memory", "time"
 EARLIER = ("fb6e7d2", "ba5f0e1", "35e0ef0", "0e5ed93", "f13da06")
 # Trees where a tensor-parallel rank held all its logits, also in FP32; since then the loss is taken in chunks.
 FORMER_HEAD = ("02ce428?", "f551bc2?")
+# Until then, and in this tree, torch's operations rotated queries and keys in layers that are not fused.
+ROTATED_BY_TORCH = ("2026-11-24", "2575da6")
 NO_NVLINK = "off"
 KINDS = {
     "judged": "judged: runs that no rate was taken from",
@@ -74,11 +76,17 @@ class Compared:
     @functools.cached_property
     def kind(self) -> str:
         """How much it proves: one of `KINDS`."""
-        if self.row["commit"] in EARLIER:
+        if self.row["commit"] in EARLIER or self.rotated_by_torch:
             return "earlier"
         if is_fitted(self.file, self.row):
             return "fitted"
         return "repeated" if _what(self.row) in _fitted_runs() else "judged"
+
+    @property
+    def rotated_by_torch(self) -> bool:
+        """Whether its layers are not fused, and its tree rotated queries and keys there as `ROTATED_BY_TORCH` says."""
+        day, last = ROTATED_BY_TORCH
+        return not configuration(self.row).fuses_layers and (self.row["date"] < day or self.row["commit"] == last)
 
     @property
     def configured_bf16(self) -> bool:

@@ -29,12 +29,11 @@ PROFILE, KERNELS, STEP, OPTIMIZER, PARALLEL, GRID = (
 LAYERS, HIDDEN, TOKENS, VOCABULARY = 24, 2048, 8192, 50304  # GPT-1.3B, micro-batch 4
 LINEAR = 12 * HIDDEN**2 * LAYERS  # weights of its linear layers
 TP = "O3 --tensor-model-parallel-size 2 --sequence-parallel"
-PROFILED, PROFILED_TP, COAT_UPDATE = "d77a990", "02ce428?", "e3da096"
+PROFILED, PROFILED_TP, COAT_UPDATE, ROTATED = "d77a990", "02ce428?", "e3da096", "2c95adf"
 # Whole steps that a rate is taken from: file, commit, case, micro-batch.
 FITTED = (
     (STEP, PROFILED, "O3", "4"),
     (STEP, PROFILED, "O2", "4"),
-    (STEP, PROFILED, "O0", "4"),
     (STEP, "130f7fa", "O2", "4"),
     (STEP, "130f7fa", "O2+tensorwise", "4"),
     (STEP, "130f7fa", "O2+blockwise", "4"),
@@ -44,6 +43,8 @@ FITTED = (
     (STEP, "fb6e7d2", "O3", "4"),
     (COAT_MEMORY, "de29eee", "bf16", "4"),
     (COAT_MEMORY, "de29eee", "bf16", "8"),
+    (STEP, ROTATED, "O0", "4"),
+    (STEP, ROTATED, "O0", "8"),
     (PARALLEL, "d2fde52", "O3", "4"),
     (GRID, PROFILED_TP, TP, "8"),
 )
@@ -161,13 +162,14 @@ def whole_steps() -> Iterator[Rate]:
     groups = step(STEP, "484bfc7", "O3 --save-activations coat") - step(STEP, "484bfc7", "O3")
     yield Rate("groups of activations", None, groups / (6 * hidden) * per, "ps", f"{STEP}: O3 --save-activations coat less O3", "484bfc7")
     gemm = 6 * (LINEAR + VOCABULARY * HIDDEN) * TOKENS / (6 * TOKENS * VOCABULARY * HIDDEN / profiled("GEMM"))
-    more = step(COAT_MEMORY, "de29eee", "bf16", 8) - step(COAT_MEMORY, "de29eee", "bf16") - gemm - profiled("attention") - profiled("loss")
-    kept = (36 + 4 * 2 * 128 / (4 * 2048)) * hidden
-    byte = more / kept
-    yield Rate("unfused byte", None, byte * per, "ps", f"{COAT_MEMORY}: bf16, micro-batch 8 less 4, less GEMMs and attention", "de29eee")
+    others = gemm + profiled("attention") + profiled("loss")
+    byte = (step(STEP, ROTATED, "O0", 8) - step(STEP, ROTATED, "O0") - others) / (32 * hidden)
+    yield Rate("unfused byte", None, byte * per, "ps", f"{STEP}: O0, micro-batch 8 less 4, less GEMMs and attention", ROTATED)
     gap = LAYERS * 1e-6 * next(rate.value for rate in elements() if rate.name == "gap")
     fp8, head = 6 * LINEAR * TOKENS / (603 / 722 * 6 * LINEAR * TOKENS / profiled("GEMM FP8")), profiled("GEMM") + profiled("loss")
-    known = fp8 + head + profiled("attention") + byte * kept + scaled_weights + gap
+    # What layers that are not fused took at the commit of the blocks.
+    unfused = step(COAT_MEMORY, "de29eee", "bf16", 8) - step(COAT_MEMORY, "de29eee", "bf16") - others
+    known = fp8 + head + profiled("attention") + unfused + scaled_weights + gap
     known += (
         LINEAR * 1e-12 * sum(rate.value for rate in elements() if rate.name in ("transpose of a weight", "pack of a gradient")) + weight
     )

@@ -27,7 +27,8 @@ def test_judged_rows_lie_within_the_limits_but_for_those_whose_cause_is_told():
 def test_every_row_of_ours_on_one_and_two_gpus_is_compared():
     compared = check_plan.compared()
     assert {one.kind for one in compared} == set(check_plan.KINDS)
-    assert sum(one.kind == "fitted" for one in compared) + sum(one.row["commit"] == "fb6e7d2" for one in compared) >= len(FITTED)
+    fitted = {(one.file, *(one.row[key] for key in ("commit", "case", "micro_batch"))): one.kind for one in compared}
+    assert {fitted[run] for run in FITTED} == {"fitted", "earlier"}
     peers = ("megatron", "torchao", "te-")
     assert not any(one.row["case"].startswith(peers) for one in compared)
     steps = [row for row in read(STEP) if not row["case"].startswith(peers)]
@@ -39,6 +40,15 @@ def test_a_run_that_a_rate_was_taken_from_is_told_apart_under_another_name():
     assert check_plan.compare(GRID, again).kind == "repeated"
     larger = row(GRID, commit="f551bc2?", preset="7b")
     assert check_plan.compare(GRID, larger).kind == "judged"
+
+
+def test_layers_that_are_not_fused_are_judged_by_rows_since_their_rotation_is_one_kernel():
+    before, since = (row(STEP, commit=commit, case="O0", preset="1.3b", micro_batch="4") for commit in ("2575da6", "2c95adf"))
+    assert before["date"] == since["date"]
+    assert [check_plan.compare(STEP, one).kind for one in (before, since)] == ["earlier", "fitted"]
+    assert check_plan.compare(STEP, row(STEP, commit="0463af1", case="O0", preset="1.3b")).kind == "earlier"
+    assert check_plan.compare(STEP, row(STEP, commit="2c95adf", case="collage-plus")).kind == "judged"
+    assert check_plan.compare(STEP, row(STEP, commit="0463af1", case="O3", preset="1.3b")).kind == "repeated"  # fused
 
 
 def test_a_row_becomes_the_run_it_measured():
