@@ -113,8 +113,9 @@ def check(ranks: list[dict[str, Any]], cases: dict[str, dict[str, Any]], skipped
             chunks = own // settings.get("num_layers_per_virtual_pipeline_stage", own)
             micro_batches = settings["global_batch_size"] // copies
             assert slots == list(capture.slots(rank * stages // len(ranks), stages, chunks, micro_batches)), name
-            # Two kinds of steps, those that count their gradients and the others: pairs, the exchange and the update.
-            pairs = sum(slots) + (chunks if micro_batches > 1 else 0)
+            # Two kinds of steps, those that count their gradients and the others: pairs, the exchange and the update. The slot of the last
+            # micro-batch has a second pair, unless no other comes to it.
+            pairs = sum(count + (count < micro_batches) for count in slots)
             assert captured == 2 * (2 * pairs + 1 + (mode == "step")), name
             assert skipped is None or passed == skipped, name
 
