@@ -186,9 +186,7 @@ def bytes_rows(config: "Config") -> Iterator[dict[str, Any]]:
             precision = PrecisionConfig(opt_level=level, save_activations=way)
             found = replace(config, precision=precision)
             channels = 2 * model.hidden_size + model.ffn_size * (2 if model.swiglu else 1)
-            # SwiGLU's own operations keep the two factors of its product beside its input.
-            factors = 2 * 2 * model.ffn_size if model.swiglu and way == "compute" and not found.fuses_layers else 0
-            whole, non_linear = plan.layer_activations(found) / tokens, saved_activations(precision).element_bytes(2) * channels + factors
+            whole, non_linear = plan.layer_activations(found) / tokens, saved_activations(precision).element_bytes(2) * channels
             yield {
                 "what": f"{level}, bytes a token and layer",
                 "kept": way,
