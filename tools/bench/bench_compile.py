@@ -1,10 +1,10 @@
 """What `torch.compile` is worth for a plain PyTorch model of a GPT's layers, in BF16 and after `msamp.initialize`, on one GPU.
 
     python tools/bench/bench_compile.py                          12 layers, hidden 2048, 4 sequences of 2,048
-    python tools/bench/bench_compile.py --cases bf16 O2 --layers 24
+    python tools/bench/bench_compile.py --cases bf16 O2 --layers 24 --ways eager reduce-overhead
 
-A case is timed as it is and compiled (`compiled`): forward, backward and the optimizer's step, each step waited for. Rows are appended to
---csv.
+A case is timed as it is and compiled (`compiled`), and compiled with --ways reduce-overhead into CUDA graphs: forward, backward and the
+optimizer's step, each step waited for. Rows are appended to --csv.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from msamp.numerics import recipe
 from tools.bench import rows
 
 CASES = ("bf16", "O1", "O2", "O3")
+WAYS = {"eager": "", "compiled": " compiled", "reduce-overhead": " compiled, reduce-overhead"}  # and what they add to a case's name
 
 
 class Block(nn.Module):
@@ -44,8 +45,8 @@ class Block(nn.Module):
         return x + self.fc2(functional.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
 
 
-def step_of(case: str, compiled: bool, options: argparse.Namespace) -> Callable[[], Tensor]:
-    """A training step on a model of its own; returns the loss."""
+def step_of(case: str, way: str, options: argparse.Namespace) -> Callable[[], Tensor]:
+    """A training step, in one of `WAYS`, on a model of its own; returns the loss."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model: nn.Module = nn.Sequential(*(Block(options.hidden, options.heads) for _ in range(options.layers))).to(device, torch.bfloat16)
@@ -53,12 +54,13 @@ def step_of(case: str, compiled: bool, options: argparse.Namespace) -> Callable[
     if recipe.by_name(case).fp8:
         model, optimizer = msamp.initialize(model, optimizer, case)
     x = torch.randn(options.micro_batch_size, options.seq_length, options.hidden, dtype=torch.bfloat16, device=device)
-    if compiled:
+    if way != "eager":
         torch._dynamo.reset()
         for block in model.children():
-            block.compile(backend=options.backend)
+            block.compile(backend=options.backend, mode=None if way == "compiled" else way)
 
     def step() -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
         loss = (model(x).float() - x.float().roll(1, 1)).square().mean()
         loss.backward()
         optimizer.step()
@@ -68,9 +70,9 @@ def step_of(case: str, compiled: bool, options: argparse.Namespace) -> Callable[
     return step
 
 
-def measure(case: str, compiled: bool, options: argparse.Namespace) -> dict[str, Any]:
+def measure(case: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
     """One row."""
-    step = step_of(case, compiled, options)
+    step = step_of(case, way, options)
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     losses = [float(step()) for _ in range(options.warm_up)]
     if torch.cuda.is_available():
@@ -86,7 +88,7 @@ def measure(case: str, compiled: bool, options: argparse.Namespace) -> dict[str,
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     shape = {"layers": options.layers, "hidden": options.hidden, "micro_batch": options.micro_batch_size, "seq_length": options.seq_length}
     figures = {"ms_p20": round(low, 1), "ms": round(middle, 1), "ms_p80": round(high, 1), "peak_gib": round(peak, 2)}
-    return {"case": f"{case} compiled" if compiled else case, **shape, **figures, "first_loss": losses[0], "loss": float(loss)}
+    return {"case": case + WAYS[way], **shape, **figures, "first_loss": losses[0], "loss": float(loss)}
 
 
 @entry.command
@@ -94,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append rows."""
     parser = Parser(description=__doc__)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--ways", nargs="+", default=["eager", "compiled"], choices=WAYS)
     parser.add_argument("--layers", type=count(1), default=12)
     parser.add_argument("--hidden", type=count(1), default=2048)
     parser.add_argument("--heads", type=count(1), default=16)
@@ -107,8 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     where = rows.machine(options.commit)
     for case in options.cases:
-        for compiled in (False, True):
-            row = measure(case, compiled, options)
+        for way in options.ways:
+            row = measure(case, way, options)
             print(json.dumps(row), flush=True)
             rows.append(options.csv, [where | row])
     return 0

@@ -18,6 +18,19 @@ def test_a_row_for_each_case_as_it_is_and_compiled(tmp_path: Path):
         assert float(plain["loss"]) < float(plain["first_loss"])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_graphs_of_torch_train_as_an_eager_loop_does(level: str, tmp_path: Path):
+    """With mode="reduce-overhead" torch replays CUDA graphs, which write amaxes and read weights where they have always stood."""
+    flags = "--layers 2 --hidden 256 --heads 4 --seq-length 128 --micro-batch-size 2 --warm-up 30 --steps 4 --ways eager reduce-overhead"
+    assert bench_compile.main([*flags.split(), "--cases", level, "--csv", str(tmp_path / "rows.csv")]) == 0
+    with (tmp_path / "rows.csv").open() as stream:
+        eager, graphs = csv.DictReader(stream)
+    assert graphs["case"] == f"{level} compiled, reduce-overhead"
+    assert float(graphs["loss"]) == pytest.approx(float(eager["loss"]), rel=0.02)
+    assert float(eager["loss"]) < float(eager["first_loss"])
+
+
 @pytest.mark.parametrize("flags", [["--steps", "1"], ["--warm-up", "0"]])
 def test_too_few_steps_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
