@@ -18,7 +18,7 @@ def test_every_mutant_of_the_list_is_one():
     assert len(found) >= 40
     assert len({str(mutant) for mutant in found}) == len(found)
     kinds = {"numerics", "exchange", "optimizer", "Collage", "COAT", "AMP", "TP", "ZeRO", "checkpoints", "reproduction"}
-    kinds |= {"clusters", "peers", "generation", "evaluation", "data", "post", "graphs"}
+    kinds |= {"clusters", "peers", "generation", "evaluation", "data", "post", "graphs", "layers"}
     assert {mutant.kind for mutant in found} == kinds
 
 
