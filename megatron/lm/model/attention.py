@@ -61,8 +61,9 @@ def check_precision(config: Config) -> None:
 @functools.lru_cache(maxsize=256)  # every chunk of a pipeline stage has angles of its own, and graphs remember where the tables stand
 def cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     """FP32 [s, r] of megatron-core's rotary angles [s, 1, 1, r], which it makes once a sequence length itself."""
-    angles = angles.view(angles.shape[0], -1).float()
-    return angles.cos(), angles.sin()
+    with torch.inference_mode(False):  # what evaluation leaves over has to serve training
+        angles = angles.view(angles.shape[0], -1).float()
+        return angles.cos(), angles.sin()
 
 
 class Attention(SelfAttention):

@@ -206,3 +206,15 @@ def test_the_rotation_is_megatron_core_s(name: str, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(Attention, method, getattr(SelfAttention, method))
     for mine, theirs in zip(ours, trained(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_that_was_evaluated_in_inference_mode_trains():
+    """The tables of the rotation are kept from one forward to the next."""
+    model = build_model(tiny.config("unread", precision="fp32", seq_length=24), FP32, tiny.VOCABULARY)
+    tokens = torch.arange(48, device=process_groups.device()).view(2, 24)
+    with torch.inference_mode():
+        before = model(tokens, tokens % 24, None, labels=tokens.roll(1, -1))
+    loss = model(tokens, tokens % 24, None, labels=tokens.roll(1, -1))
+    assert torch.equal(loss, before)
+    loss.mean().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
