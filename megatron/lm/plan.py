@@ -209,7 +209,7 @@ def activation_parts(config: Config) -> dict[str, int]:
                                              O3 with --tp-saved-input shard), else 1: O1 and O2 keep all of it
                        2 h / T               two masks, where there is dropout on the residual stream
         attention      a (q + 2 k)           QKV's output after rope, of which keys and values are views
-                       a q                   the queries where they come in groups and have to be copied out of it
+                       a q                   the queries where they come in several groups and have to be copied out of it
                        a (q + k)             with norms of queries and keys: both behind their norms and rope, and for each of both the
                        4 a d / b             cosines and sines, together, with d rotated channels of a head
                        a q                   the output; no s x s matrix: the kernels recompute it
@@ -237,13 +237,14 @@ def activation_parts(config: Config) -> dict[str, int]:
     tp, split = config.parallel.tensor_model_parallel_size, _sequence_split(config)
     hidden, ffn = model.hidden_size, model.ffn_size / tp
     queries, keys = model.num_attention_heads * model.head_size / tp, model.query_groups * model.head_size / tp
+    copied = queries if 1 < model.query_groups // tp < model.num_attention_heads // tp else 0
     saved = saved_activations(config.precision)
     kept = saved.element_bytes(wide)
     norms, seen = 2 * kept * hidden / split, kept * ffn * (2 if model.swiglu else 1)
     if config.fuses_layers:
         norms += 2 * hidden if split > 1 and config.parallel.tp_saved_input == "gathered" else 0
-        output = queries * (2 if 1 < model.query_groups < model.num_attention_heads else 1)
-        attention = wide * (queries + 2 * keys + (0 if "core_attn" in again and not model.attention_dropout else output))
+        output = 0 if "core_attn" in again and not model.attention_dropout else queries + copied
+        attention = wide * (queries + 2 * keys + output)
         if config.precision.attention_precision == "fp8":
             attention = _kept_by_fp8_attention(config, "core_attn" not in again)
         mlp = 0 if "mlp" in again else seen
@@ -259,9 +260,7 @@ def activation_parts(config: Config) -> dict[str, int]:
             norms += size * hidden / (1 if gathered and size == cast else split)
         norms += 2 * hidden / split if model.hidden_dropout else 0
         turned = model.qk_layernorm and model.position_embedding_type == "rope"  # by megatron-core
-        rotated = queries + keys if model.qk_layernorm else 0
-        if 1 < model.query_groups < model.num_attention_heads:
-            rotated += queries
+        rotated = copied + (queries + keys if model.qk_layernorm else 0)
         output = queries if "core_attn" not in again or not fp8["linear_proj"] else 0
         tables = 4 * int(model.head_size * model.rotary_percent) / config.training.micro_batch_size if turned else 0
         attention = wide * (queries + 2 * keys + rotated + tables + output) + (cast * queries if fp8["linear_proj"] else 0)
@@ -275,8 +274,8 @@ def activation_parts(config: Config) -> dict[str, int]:
 def _kept_by_fp8_attention(config: Config, output: bool) -> float:
     """Bytes a token: q + 2 k for queries, keys and values in E4M3, and with `output` q for that one and 4 for each head's statistic.
 
-    They stand in place of QKV's output, queries, keys and output. In a layer that is not fused the projection's input and the tables stay,
-    and with norms of queries and keys QKV's output. Recomputed in such a layer, attention keeps its inputs in the compute dtype.
+    They stand in place of QKV's output, queries, keys and output. In a layer that is not fused the projection's input stays, and with norms
+    of queries and keys QKV's output and the tables. Recomputed in such a layer, attention keeps its inputs in the compute dtype.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads / tp, model.query_groups / tp

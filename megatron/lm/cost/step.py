@@ -154,7 +154,7 @@ def _fused_elements(config: Config, rates: Rates) -> float:
 
 
 def _unfused_elements(config: Config, rates: Rates) -> float:
-    """Element-wise kernels of a layer with torch's own kernels: each byte kept for backward is read and written some times."""
+    """Element-wise kernels of a layer that is not fused: each byte kept for backward is read and written some times."""
     kept = layer_activations(_keeping_all(config))
     seconds = kept * rates("unfused byte")
     return seconds + _just_in_time(config, rates)

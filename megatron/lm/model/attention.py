@@ -1,6 +1,5 @@
 """Core attention over torch's scaled_dot_product_attention: no s x s matrix in memory, and the fastest kernel the machine has."""
 
-import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron.lm import process_groups
 from megatron.lm.config import Config
@@ -58,12 +58,18 @@ def check_precision(config: Config) -> None:
         raise ValueError(f"--attention-precision fp8: {error}") from error
 
 
-@functools.lru_cache(maxsize=256)  # every chunk of a pipeline stage has angles of its own, and graphs remember where the tables stand
+# By the angles, and no longer than they: megatron-core keeps them, one for each length of a sequence and chunk of a pipeline stage, so that
+# graphs find the tables where they stood. Full recomputation brings another tensor for each unit, and these tables go with the unit.
+_TABLES = WeakTensorKeyDictionary()
+
+
 def cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """FP32 [s, r] of megatron-core's rotary angles [s, 1, 1, r], which it makes once a sequence length itself."""
-    with torch.inference_mode(False):  # what evaluation leaves over has to serve training
-        angles = angles.view(angles.shape[0], -1).float()
-        return angles.cos(), angles.sin()
+    """FP32 [s, r] of megatron-core's rotary angles [s, 1, 1, r]."""
+    if angles not in _TABLES:
+        with torch.inference_mode(False):  # what evaluation leaves over has to serve training
+            flat = angles.view(angles.shape[0], -1).float()
+            _TABLES[angles] = flat.cos(), flat.sin()
+    return _TABLES[angles]  # type: ignore[no-any-return]
 
 
 class Attention(SelfAttention):
@@ -93,6 +99,8 @@ class Attention(SelfAttention):
         if self._angles is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         qkv, _ = self.linear_qkv(hidden_states)
+        if self.linear_qkv._forward_hooks:
+            qkv = qkv.clone()  # a hook may have kept what is rotated where it lies
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
         return RotaryFunction.apply(qkv, *cos_sin(self._angles), heads, groups)  # type: ignore[no-any-return]
 

@@ -178,6 +178,9 @@ def test_activations_of_a_layer():
     assert per_element("--opt-level O0 --swiglu --ffn-hidden-size 4096") == 28
     grouped = "--group-query-attention --num-query-groups 4"
     assert per_element(f"--opt-level O0 {grouped}") == 32 - 2 * 2 * 3 / 4 + 2  # narrower keys and values; queries are copied
+    one_each = f"{grouped} --tensor-model-parallel-size 4 --sequence-parallel"
+    assert per_element(f"--opt-level O0 {one_each}") == 8 - 2 * 2 * 3 / 4 / 4  # a rank's one group has nothing to copy
+    assert per_element(f"--opt-level O3 {one_each}") == 5 - 2 * 2 * 3 / 4 / 4
     tp = "--tensor-model-parallel-size 2"
     assert per_element(f"--opt-level O0 {tp} --sequence-parallel") == 16
     assert per_element(f"--opt-level O3 {tp} --sequence-parallel") == 10

@@ -12,7 +12,7 @@ from megatron.lm import process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron.lm.cpu_home import cpu_home
-from megatron.lm.model.attention import Attention, FP8CoreAttention, SDPAttention, check_backend, check_precision
+from megatron.lm.model.attention import _TABLES, Attention, FP8CoreAttention, SDPAttention, check_backend, check_precision
 from megatron.lm.model.gpt import build_model
 from msamp.numerics.recipe import FP32, O3
 
@@ -218,3 +218,26 @@ def test_a_model_that_was_evaluated_in_inference_mode_trains():
     assert torch.equal(loss, before)
     loss.mean().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_tables_of_recomputed_units_are_not_kept():
+    """Each unit that full recomputation runs again gets other angles."""
+    settings = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1, "num_layers": 3}
+    model = build_model(tiny.config("unread", precision="fp32", **settings), FP32, tiny.VOCABULARY)
+    tokens, kept = torch.arange(32, device=process_groups.device()).view(2, 16), []
+    for _ in range(3):
+        model(tokens, tokens % 16, None, labels=tokens.roll(1, -1)).mean().backward()
+        kept.append(len(_TABLES))
+    assert kept[0] == kept[-1]
+
+
+def test_a_hook_on_the_projection_keeps_what_the_projection_gave():
+    model = build_model(tiny.config("unread", precision="fp32"), FP32, tiny.VOCABULARY)
+    tokens = torch.arange(32, device=process_groups.device()).view(2, 16)
+    linear, seen = model.decoder.layers[0].self_attention.linear_qkv, []
+    plain = model(tokens, tokens % 16, None, labels=tokens.roll(1, -1))
+    with linear.register_forward_hook(lambda _, args, output: seen.append((args[0], output[0]))):
+        hooked = model(tokens, tokens % 16, None, labels=tokens.roll(1, -1))
+    ((x, kept),) = seen
+    assert torch.equal(hooked, plain)
+    torch.testing.assert_close(kept, torch.nn.functional.linear(x, linear.weight, linear.bias))
