@@ -18,7 +18,7 @@ from msamp.kernels import ops
 from msamp.nn import block
 from msamp.nn.saved import AsItIs, GroupedFP8
 from msamp.numerics.metrics import sqnr_db
-from msamp.numerics.recipe import BF16, COAT, O2, O3, Recipe
+from msamp.numerics.recipe import BF16, COAT, FP32, O2, O3, Recipe
 
 SHAPES: dict[str, dict[str, Any]] = {
     "rope": {"rotary_percent": 0.5},
@@ -184,13 +184,18 @@ def found_on_a_rank(recipe: Recipe, shape: str, way: str, fuse: bool) -> tuple[l
 def test_over_two_ranks_the_blocks_are_close_to_the_composition(shape: str, way: str):
     found = dist.run(found_on_a_rank, 2, O3, shape, way, True)
     expected = dist.run(found_on_a_rank, 2, O3, shape, way, False)
-    for (fused, losses, gradients), (_, expected_losses, expected_gradients) in zip(found, expected, strict=True):
+    # Outputs summed in E5M2 leave 11 dB of a bias's gradient either way: the two may lie further apart than each from FP32.
+    exact = dist.run(found_on_a_rank, 2, FP32, shape, "sequence", False) if way == "fp8 sums" else expected
+    for (fused, losses, gradients), (_, _, composed), (_, exact_losses, exact_gradients) in zip(found, expected, exact, strict=True):
         assert fused == [True, True]
         assert losses.equal(found[0][1])
-        torch.testing.assert_close(losses.mean(), expected_losses.mean(), rtol=0, atol=1e-2)
-        assert gradients.keys() == expected_gradients.keys()
-        close = {name: sqnr_db(expected_gradients[name].float(), gradients[name].float()) for name in gradients}
+        torch.testing.assert_close(losses.mean(), exact_losses.mean(), rtol=0, atol=3e-2 if way == "fp8 sums" else 1e-2)
+        assert gradients.keys() == composed.keys()
+        close = {name: sqnr_db(exact_gradients[name].float(), gradients[name].float()) for name in gradients}
         assert {name: db for name, db in close.items() if db < 10} == {}  # 2 dB less than on one GPU: sums travel in E5M2
+        if way == "fp8 sums":
+            theirs = {name: sqnr_db(exact_gradients[name].float(), composed[name].float()) for name in gradients}
+            assert {name: (db, theirs[name]) for name, db in close.items() if db < theirs[name] - 3} == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
