@@ -58,18 +58,19 @@ def check_precision(config: Config) -> None:
         raise ValueError(f"--attention-precision fp8: {error}") from error
 
 
-# By the angles, and no longer than they: megatron-core keeps them, one for each length of a sequence and chunk of a pipeline stage, so that
-# graphs find the tables where they stood. Full recomputation brings another tensor for each unit, and these tables go with the unit.
+# By the angles, and no longer than they: a model keeps those of each length of a sequence, so that graphs find the tables where they
+# stood. Full recomputation brings another tensor for each unit, and these tables go with the unit.
 _TABLES = WeakTensorKeyDictionary()
 
 
 def cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     """FP32 [s, r] of megatron-core's rotary angles [s, 1, 1, r]."""
-    if angles not in _TABLES:
+    found = _TABLES.get(angles)
+    if found is None:
         with torch.inference_mode(False):  # what evaluation leaves over has to serve training
             flat = angles.view(angles.shape[0], -1).float()
-            _TABLES[angles] = flat.cos(), flat.sin()
-    return _TABLES[angles]  # type: ignore[no-any-return]
+            found = _TABLES[angles] = flat.cos(), flat.sin()
+    return found  # type: ignore[no-any-return]
 
 
 class Attention(SelfAttention):

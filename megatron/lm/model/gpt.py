@@ -58,6 +58,7 @@ class GPT(GPTModel):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.fp8_logits = fp8_logits
+        self._angles: dict[int, Tensor] = {}
         if self.pre_process and hasattr(self.embedding, "position_embeddings"):
             # The one layer that megatron-core makes in FP32 whatever params_dtype says, and on the CPU.
             self.embedding.position_embeddings.to(device(), self.config.params_dtype)
@@ -75,6 +76,16 @@ class GPT(GPTModel):
                 tp_group=self.pg_collection.tp,
             )
             self.output_layer.weight = weight
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """As megatron-core's; the rotary angles of a length [s, 1, 1, r] stay the same tensor for as long as the model is there.
+
+        megatron-core keeps those of the last 32 calls of all models. The tables that graphs read live as long as their angles (`cos_sin`).
+        """
+        embedded, rotary, *others = super()._preprocess(*args, **kwargs)
+        if rotary is not None:
+            rotary = self._angles.setdefault(rotary.shape[0], rotary)
+        return embedded, rotary, *others
 
     def hidden_states(self, tokens: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """What the output layer is given.

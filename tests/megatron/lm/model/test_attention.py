@@ -1,3 +1,4 @@
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,7 @@ from megatron.lm import process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron.lm.cpu_home import cpu_home
-from megatron.lm.model.attention import _TABLES, Attention, FP8CoreAttention, SDPAttention, check_backend, check_precision
+from megatron.lm.model.attention import _TABLES, Attention, FP8CoreAttention, SDPAttention, check_backend, check_precision, cos_sin
 from megatron.lm.model.gpt import build_model
 from msamp.numerics.recipe import FP32, O3
 
@@ -241,3 +242,18 @@ def test_a_hook_on_the_projection_keeps_what_the_projection_gave():
     ((x, kept),) = seen
     assert torch.equal(hooked, plain)
     torch.testing.assert_close(kept, torch.nn.functional.linear(x, linear.weight, linear.bias))
+
+
+def test_the_tables_of_a_model_stay_where_they_are_when_megatron_core_forgets_its_angles():
+    """It keeps those of 32 calls: a stage of more chunks, or models beside each other, would have graphs read freed memory."""
+    model = build_model(tiny.config("unread", precision="fp32"), FP32, tiny.VOCABULARY)
+    tokens, seen = torch.arange(32, device=process_groups.device()).view(2, 16), []
+    for _ in range(2):
+        embedded, angles, *_ = model._preprocess(input_ids=tokens, position_ids=tokens % 16)
+        seen.append([table.data_ptr() for table in cos_sin(angles)])
+        del embedded, angles
+        type(model.rotary_pos_emb).forward.cache_clear()
+        gc.collect()
+    assert seen[0] == seen[1]
+    (kept,) = model._angles.values()
+    assert kept in _TABLES
