@@ -33,8 +33,7 @@ def obstacle(config: Config) -> str | None:
 
 
 def choose(config: Config) -> tuple[str, str]:
-    """(mode, why it is that): what `--cuda-graph` asks for, or "step" where nothing stands in the way and
-    the model is on one pipeline stage.
+    """(mode, why it is that): what `--cuda-graph` asks for, or "step" where nothing stands in the way and there is one pipeline stage.
 
     Raises:
         ValueError: graphs are asked for where there can be none.

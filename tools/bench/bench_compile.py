@@ -108,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/compile.csv")
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
     options = parser.parse_args(argv)
+    if "reduce-overhead" in options.ways and options.backend != "inductor":
+        raise ValueError(f"--backend {options.backend} --ways reduce-overhead: inductor alone makes CUDA graphs; leave out one of the two")
     where = rows.machine(options.commit)
     for case in options.cases:
         for way in options.ways:

@@ -82,16 +82,21 @@ class Compared:
             return "fitted"
         return "repeated" if _what(self.row) in _fitted_runs() else "judged"
 
+    @functools.cached_property
+    def config(self) -> Config:
+        """The run that it measured."""
+        return configuration(self.row)
+
     @property
     def rotated_by_torch(self) -> bool:
         """Whether its layers are not fused, and its tree rotated queries and keys there as `ROTATED_BY_TORCH` says."""
         day, last = ROTATED_BY_TORCH
-        return not configuration(self.row).fuses_layers and (self.row["date"] < day or self.row["commit"] == last)
+        return not self.config.fuses_layers and (self.row["date"] < day or self.row["commit"] == last)
 
     @property
     def configured_bf16(self) -> bool:
         """Whether it multiplied in 16 bits alone."""
-        return configuration(self.row).precision.recipe.gemm is None
+        return self.config.precision.recipe.gemm is None
 
 
 def configuration(row: Row) -> Config:

@@ -36,3 +36,9 @@ def test_too_few_steps_are_refused(flags: list[str], capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         bench_compile.main(flags)
     assert f"argument {flags[0]}: {flags[1]} is out of range" in capsys.readouterr().err
+
+
+def test_another_backend_makes_no_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert bench_compile.main([*TINY.split(), "--ways", "reduce-overhead", "--csv", str(tmp_path / "rows.csv")]) == 2
+    assert "--backend aot_eager --ways reduce-overhead: inductor alone" in capsys.readouterr().err
+    assert not (tmp_path / "rows.csv").exists()
