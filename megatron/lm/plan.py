@@ -344,7 +344,7 @@ def _head(config: Config) -> int:
     rows = vocabulary(config) // config.parallel.tensor_model_parallel_size
     gradients = (rows + tokens) * hidden
     gathered = tokens * hidden if _sequence_split(config) > 1 else 0
-    chunk = chunk_rows(tokens, rows, wide)
+    chunk = chunk_rows(tokens, rows, hidden, wide)
     narrow = (rows + chunk) * hidden if config.precision.output_layer_precision == "fp8" else 0
     return 4 * gradients + max(wide * gradients, wide * (chunk * rows + gathered) + narrow)
 

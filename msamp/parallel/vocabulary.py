@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from msamp.comm.collectives import Peers
 from msamp.kernels import ops
-from msamp.nn.vocabulary_loss import CHUNK_BYTES, linear_cross_entropy
+from msamp.nn.vocabulary_loss import linear_cross_entropy
 from msamp.parallel.sequence_parallel import KIND, start_gather, start_sum
 
 WHAT = "LM head "
@@ -31,7 +31,7 @@ def vocabulary_parallel_cross_entropy(
     peers: Peers,
     *,
     sequence_parallel: bool,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     fp8: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`linear_cross_entropy` with rank r's `weight` being rows r V to (r + 1) V - 1 of the head.
@@ -44,7 +44,7 @@ def vocabulary_parallel_cross_entropy(
         weights: [all tokens] FP32, the loss mask.
         peers: the tensor-parallel ranks.
         sequence_parallel: whether the tokens are spread over the ranks.
-        chunk_bytes: about so many bytes of logits are held at a time.
+        chunk_bytes: about so many bytes of logits are held at a time; None: as `chunk_rows` says.
         fp8: the logits by an FP8 product; each rank's shard of the weight has a scale of its own.
 
     Returns:

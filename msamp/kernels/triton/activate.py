@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.reference.activate import check_gradient, features
+from msamp.kernels.triton.cast import _constants
 from msamp.kernels.triton.cast_transpose import (
-    _constants,
     _higher,
     _inverse,
     _layouts,

@@ -58,8 +58,9 @@ def _cast_kernel(
     BLOCK: tl.constexpr, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + at, mask=at < numel, other=0.0).to(tl.float32)
-    tl.store(y + at, _fp8_code(v * tl.load(scale), FP8_MAX, MANTISSA, BIAS, HARDWARE), mask=at < numel)
+    v = tl.load(x + at, mask=at < numel, other=0.0).to(tl.float32) * tl.load(scale)
+    code = _rounded(v, y.dtype.element_ty, HARDWARE) if MANTISSA == 0 else _fp8_code(v, FP8_MAX, MANTISSA, BIAS, HARDWARE)
+    tl.store(y + at, code, mask=at < numel)
 
 
 @functools.cache
@@ -70,10 +71,17 @@ def fp8_constants(dtype: torch.dtype, device: torch.device) -> dict[str, float |
     return {"FP8_MAX": fmt.max, "MANTISSA": fmt.mantissa_bits, "BIAS": bias, "HARDWARE": device.type == "cuda"}
 
 
+def _constants(dtype: torch.dtype, device: torch.device) -> dict[str, float | int | bool]:
+    """`fp8_constants`, with MANTISSA 0 for a dtype that is stored plain."""
+    if dtype.itemsize == 1:
+        return fp8_constants(dtype, device)
+    return {"FP8_MAX": 0.0, "MANTISSA": 0, "BIAS": 0, "HARDWARE": device.type == "cuda"}
+
+
 def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """See the reference twin."""
     x = x.contiguous()
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    numel = x.numel()
-    _cast_kernel[-(-numel // BLOCK),](x, y.view(torch.uint8), scale, numel, BLOCK=BLOCK, num_warps=8, **fp8_constants(dtype, x.device))
+    numel, payload = x.numel(), y.view(torch.uint8) if dtype.itemsize == 1 else y
+    _cast_kernel[-(-numel // BLOCK),](x, payload, scale, numel, BLOCK=BLOCK, num_warps=8, **_constants(dtype, x.device))
     return y

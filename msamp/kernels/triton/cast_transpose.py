@@ -188,13 +188,6 @@ def _cast_transpose_kernel(
     _tell(top, f, amax, scale_inv)
 
 
-def _constants(dtype: torch.dtype, device: torch.device) -> dict[str, float | int | bool]:
-    """`fp8_constants`, with MANTISSA 0 for a dtype that is stored plain."""
-    if dtype.itemsize == 1:
-        return fp8_constants(dtype, device)
-    return {"FP8_MAX": 0.0, "MANTISSA": 0, "BIAS": 0, "HARDWARE": device.type == "cuda"}
-
-
 def _quantise(
     launch: Callable[[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], None],
     scale: torch.Tensor | None,

@@ -13,7 +13,18 @@ from msamp.kernels.triton.pack import _pointer, _span, _value
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.tensor import ScalingTensor
 
-CHUNK, BLOCKS = 32768, 2  # elements a program, and blocks of them on their way at a time
+
+class Tile(NamedTuple):
+    """How a launch is cut: elements of a block, blocks of them on their way at a time, elements of a program, and its warps."""
+
+    block: int
+    blocks: int
+    chunk: int
+    warps: int
+
+
+# Measured on an H200 with the gradients of GPT-1.3B, and of Llama-3-8B's vocabulary for BF16's squares: LOG.md of tools/bench.
+AMAX, CODES, WIDE = Tile(4096, 2, 32768, 8), Tile(2048, 4, 65536, 4), Tile(1024, 1, 32768, 4)  # without squares, of E4M3, of others
 
 
 class Row(NamedTuple):
@@ -27,12 +38,6 @@ class Row(NamedTuple):
 
 
 COLUMNS, ROW = 1 + len(Row._fields), tl.constexpr(numbered(Row))
-
-
-@triton.jit
-def _round(v):
-    # Added to 3 * 2^51, the FP64 adder rounds to a whole number, ties to even.
-    return (v + 6755399441055744.0) - 6755399441055744.0
 
 
 @triton.jit(do_not_specialize=["skipped", "count"])
@@ -69,9 +74,12 @@ def _grad_stats_kernel(
             elif SQUARES:
                 d = v.to(tl.float64) * factor
                 squares = d * d * units
-                whole = _round(squares)
-                whole_sum += whole.to(tl.int64)
-                rest_sum += _round((squares - whole) * 1073741824.0).to(tl.int64)
+                # Added to 3 * 2^51, the FP64 adder rounds to a whole number, ties to even, which then stands in the lowest bits: a
+                # conversion to an integer takes four times as long.
+                raised = squares + 6755399441055744.0
+                whole_sum += raised.to(tl.int64, bitcast=True) - 0x4338000000000000
+                rest = (squares - (raised - 6755399441055744.0)) * 1073741824.0 + 6755399441055744.0
+                rest_sum += rest.to(tl.int64, bitcast=True) - 0x4338000000000000
     amax = tl.minimum(tl.max(largest, 0), 0x7F800000).to(tl.float32, bitcast=True)
     if SCALED:
         scale_inv = tl.load(_pointer(tl.load(row + ROW.value.scale_inv), 23, False))
@@ -106,14 +114,14 @@ def grad_stats(
         row = Row(numel=g.numel(), values=payload.data_ptr(), index=i, scale_inv=scale_inv, units=units[i] if units else 0)
         by_format.setdefault((payload.dtype, scale_inv != 0), []).append(row)
     for (dtype, scaled), rows in by_format.items():
-        table, parts = tables.lay_out(("stats", dtype, scaled, squares), rows, 1, CHUNK)
-        block, blocks = (2048, 1) if squares and dtype.itemsize > 1 else (4096, BLOCKS)
+        tile = (CODES if dtype == torch.float8_e4m3fn else WIDE) if squares else AMAX
+        table, parts = tables.lay_out(("stats", dtype, scaled, squares), rows, 1, tile.chunk)
         skipped = 0
         for owners, aligned in parts:
             _grad_stats_kernel[(owners.numel(),)](
                 table, owners, skipped, owners if factors is None else factors, stats, sums, len(gs),
                 MANTISSA=of_dtype(dtype).mantissa_bits, SCALED=scaled, SQUARES=squares, ALIGNED=aligned, HARDWARE=stats.is_cuda,
-                BLOCK=block, BLOCKS=blocks, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=8,
+                BLOCK=tile.block, BLOCKS=tile.blocks, CHUNK=tile.chunk, COLUMNS=COLUMNS, num_warps=tile.warps,
             )  # fmt: skip
             skipped += owners.numel()
     return stats, carried(sums) if squares else sums

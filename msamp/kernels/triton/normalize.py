@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.reference.normalize import check_backward, check_normalize
-from msamp.kernels.triton.cast import _rounded, fp8_constants
-from msamp.kernels.triton.cast_transpose import _code, _constants, _inverse, _quantise, _tell
+from msamp.kernels.triton.cast import _constants, _rounded, fp8_constants
+from msamp.kernels.triton.cast_transpose import _code, _inverse, _quantise, _tell
 
 # Elements a program holds at once; a row longer than that is held by more warps.
 TILE = 4096

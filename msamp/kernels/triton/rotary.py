@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.reference.rotary import check_gradients, check_tables, check_three, head_width
-from msamp.kernels.triton.cast import _rounded, fp8_constants
+from msamp.kernels.triton.cast import _constants, _rounded, fp8_constants
 from msamp.kernels.triton.cast_transpose import (
     _code,
-    _constants,
     _higher,
     _layouts,
     _partial_sums,

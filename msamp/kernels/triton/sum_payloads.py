@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.reference.sum_payloads import check_payloads
-from msamp.kernels.triton.cast import _fp8_code, _rounded
-from msamp.kernels.triton.cast_transpose import _constants
+from msamp.kernels.triton.cast import _constants, _fp8_code, _rounded
 from msamp.kernels.triton.pack import _value
 from msamp.numerics.formats import of_dtype
 

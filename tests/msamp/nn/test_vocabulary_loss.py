@@ -205,10 +205,11 @@ def test_small_probabilities_keep_their_gradients_in_fp16(device: torch.device):
 
 
 def test_chunks_of_tokens():
-    assert chunk_rows(8192, 50304, 2) == 2048
-    assert chunk_rows(8192, 50304, 4) == 1280  # 7 of at most 256 MiB, rounded up to whole tiles
-    assert chunk_rows(100, 60, 4) == 100
-    assert chunk_rows(300, 60, 4, 1) == 128
+    assert chunk_rows(8192, 50304, 2048, 2) == 2048
+    assert chunk_rows(8192, 50304, 1024, 4) == 1280  # 7 of at most 256 MiB, rounded up to whole tiles
+    assert chunk_rows(8192, 128256, 4096, 2) == 4096  # as large as the weight, whose gradient takes their place
+    assert chunk_rows(100, 60, 16, 4) == 100
+    assert chunk_rows(300, 60, 16, 4, 1) == 128
 
 
 BAD = {

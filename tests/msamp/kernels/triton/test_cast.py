@@ -7,7 +7,7 @@ import torch
 from numerics import codes, every_bf16, make, random_floats
 
 from msamp.kernels.reference.cast import cast as twin
-from msamp.numerics.formats import E4M3, E5M2
+from msamp.numerics.formats import BF16, E4M3, E5M2
 
 every_fp8 = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -77,6 +77,23 @@ def test_strided_inputs(triton_device):
 
 def test_no_rows(triton_device):
     assert kernel(torch.empty(0, 16, device=triton_device), torch.ones((), device=triton_device), E4M3.dtype).shape == (0, 16)
+
+
+@every_dtype
+@pytest.mark.parametrize("scale", [0.37, 1.0, 2.0**100])
+def test_products_rounded_to_bf16(dtype, scale, triton_device):
+    """Also halves between two BF16 values, carries into the exponent, what becomes infinite, and no multiple of a block."""
+    ties = torch.tensor([1.00390625, 1.01171875, -1.99609375, 3.0e38, 0.0, -0.0, float("inf")])
+    x = torch.cat([ties, random_floats(9_000, seed=5), make("channel-outlier", (33, 40)).flatten()]).to(dtype).view(1, -1).to(triton_device)
+    x = x.nan_to_num(nan=1.0, posinf=float("inf"), neginf=-float("inf"))
+    if not x.is_cuda:  # the interpreter is wrong in BF16's subnormals
+        x = x.masked_fill((x.abs().float() < 2.0**-120) & (x != 0), 1.0)
+    scale_t = torch.tensor(scale, device=triton_device)
+    got, want = kernel(x, scale_t, BF16.dtype), twin(x, scale_t, BF16.dtype)
+    assert got.dtype == torch.bfloat16
+    assert got.shape == x.shape
+    assert got.view(torch.int16).equal(want.view(torch.int16))
+    assert got.equal(torch.mul(x.float(), scale_t).bfloat16())
 
 
 @pytest.mark.gpu
