@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.lm.training import Training
+from msamp.kernels import places
 
 WARM_UP = 3  # eager steps as they will be captured: kernels are compiled, cuDNN and cuBLAS have chosen theirs, communicators exist
 UPDATE = "update"
@@ -129,7 +130,7 @@ class Replays:
         sync = self.training.grad_sync
         before = sync.sent.rows()
         graph = torch.cuda.CUDAGraph()
-        with self._capturing(graph, pool):
+        with self._capturing(graph, pool), places.captured():
             run()
         sent = {what: size - before.get(what, 0) for what, size in sync.sent.rows().items()}
         # The update's graph knows the addresses by itself, so that a second variant may have the first one's memory.

@@ -40,7 +40,8 @@ def _check_whole() -> None:
         ours = importlib.metadata.distribution(OWN)
     except importlib.metadata.PackageNotFoundError:
         return
-    if Path(str(ours.locate_file(OWN))).resolve() != _OURS:
+    # A checkout has no RECORD: what it lists is what was there when it was installed, before files moved.
+    if Path(str(ours.locate_file(OWN))).resolve() != _OURS or ours.read_text("RECORD") is None:
         return
     gone = [
         str(file) for file in ours.files or () if file.parts[0] == OWN and file.suffix == ".py" and not Path(str(file.locate())).exists()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from msamp.kernels import places
 from msamp.kernels.reference import fp8_attention as twin
 from msamp.kernels.reference.fp8_attention import SOFTMAX_SCALE, AttentionScales, check_heads
 
@@ -128,7 +129,7 @@ def attention_forward(
     s, b, heads, _ = query.shape
     softmax = _softmax_scales(query.device)
     o, stats = torch.empty_like(query), torch.empty(b, heads, s, 1, dtype=torch.float32, device=query.device)
-    amaxes = torch.zeros(2, dtype=torch.float32, device=query.device)
+    amaxes = places.take(query.device, 2)
     given = {"q": query, "k": key, "v": value, "descale_s": softmax[1], "scale_s": softmax[0], "scale_o": o_scale}
     given |= {f"descale_{name}": scale_invs[i] for i, name in enumerate("qkv")}
     _execute(built, given | {"o": o, "stats": stats, "amax_s": amaxes[0], "amax_o": amaxes[1]}, query.device)
@@ -154,7 +155,7 @@ def attention_backward(
     built = _backward_graph(_shape(query, key, softmax_scale, causal))
     softmax = _softmax_scales(query.device)
     dq, dk, dv = (torch.empty_like(x, dtype=torch.float8_e5m2) for x in (query, key, value))
-    amaxes = torch.zeros(4, dtype=torch.float32, device=query.device)
+    amaxes = places.take(query.device, 4)
     given = {"q": query, "k": key, "v": value, "o": o, "dO": grad_o, "stats": stats, "descale_s": softmax[1], "scale_s": softmax[0]}
     given |= {"descale_o": scales.o, "descale_dO": scales.grad_o, "descale_dP": scales.dp_scale_inv}
     given |= {f"descale_{name}": scales.qkv[i] for i, name in enumerate("qkv")}

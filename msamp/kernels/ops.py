@@ -44,7 +44,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Fake = Callable[..., Any]
 
 _LIBRARY = torch.library.Library("msamp", "DEF")
-_SLOTS = ("amax_slot", "scale_inv_slot")
+_SLOTS, _THREE_SLOTS = ("amax_slot", "scale_inv_slot"), ("amax_slots", "scale_inv_slots")
 
 
 @functools.cache
@@ -103,7 +103,7 @@ def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None =
     torch.library.register_fake(f"msamp::{name}", fake or twin, lib=_LIBRARY)
     operator = getattr(torch.ops.msamp, name).default
 
-    if not set(mutates) <= set(_SLOTS):
+    if not set(mutates) <= {*_SLOTS, *_THREE_SLOTS}:
         return operator  # type: ignore[no-any-return]
 
     def call(x: Any, *args: Any, **flags: Any) -> Any:
@@ -187,7 +187,7 @@ normalize = _operator(_normalize.normalize, mutates=_SLOTS)
 normalize_backward = _operator(_normalize.normalize_backward, fake=_fake_normalize_backward)
 normalize_transposed = _operator(_normalize.normalize_transposed)
 rotary_ = _operator(_rotary.rotary_, mutates=("qkv",))
-rotary_cast = _operator(_rotary.rotary_cast, mutates=("amax_slots",))
+rotary_cast = _operator(_rotary.rotary_cast, mutates=_THREE_SLOTS)
 rotary_backward = _operator(_rotary.rotary_backward, mutates=_SLOTS, fake=_fake_rotary_backward)
 scale_from_amax = _operator(_scale_from_amax.scale_from_amax)
 scaled_mm = _operator(_scaled_mm.scaled_mm, fake=_fake_scaled_mm)

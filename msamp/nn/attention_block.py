@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from msamp.kernels import ops
+from msamp.kernels import ops, places
 from msamp.nn.block import Norm, NormWeights, start_grad_output, vector_gradients
 from msamp.nn.ends import ALONE, Ends
 from msamp.nn.fp8_attention import Attended, FP8Attention, K, Operands, Q, V, raise_amax
 from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.group_scaling import leave_maxima
 from msamp.nn.saved import AS_IT_IS, Saved
-from msamp.nn.scale_invs import ScaleInvs
 from msamp.numerics.quantize import dequantize
 from msamp.numerics.tensor import ScalingTensor
 
@@ -80,8 +79,7 @@ class AttentionBlock(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         b, x2d = x.shape[1], x.view(-1, x.shape[-1])
         qkv_gemm, proj, ends = how.qkv, how.proj, how.ends
-        ctx.scale_invs = ScaleInvs(4, x.device)
-        n_scale_inv, o_scale_inv = ctx.scale_invs.take(), ctx.scale_invs.take()
+        n_scale_inv, o_scale_inv = places.take(x.device), places.take(x.device)
         norm = NormWeights(how.norm, norm_weight, norm_bias)
         _, n8, mean, rstd = norm.cast(x2d, None, qkv_gemm.x, qkv_gemm.gemm.input, ends, n_scale_inv)
         gathered = ends.start_gather(n8, "input all-gather")
@@ -109,7 +107,7 @@ class AttentionBlock(torch.autograd.Function):
         del ctx.attention
         qkv, proj, ends, (qkv_dtype, proj_dtype) = how.qkv, how.proj, how.ends, ctx.weight_dtypes
         norm = NormWeights(how.norm, norm_weight, norm_bias)
-        start_g, proj_sums = start_grad_output(proj, grad_delta, ctx.scale_invs.take(), ends, colsum=proj_bias is not None)
+        start_g, proj_sums = start_grad_output(proj, grad_delta, places.take(grad_x.device), ends, colsum=proj_bias is not None)
         again = None if whole is None else lambda: whole
         if again is None and ends.spread:
             again = norm.start_again(how.saved.restore(kept, dtype), n_scale_inv, qkv.x_dtype, ends)
@@ -120,7 +118,7 @@ class AttentionBlock(torch.autograd.Function):
         grad_o = proj.grad_input(g, proj.weight(proj_weight, transpose=True), dtype)
         dq, dk, dv, scale_invs = attention.gradients(grad_o)
         del attention, grad_o, g, o
-        g_scale_inv = ctx.scale_invs.take()
+        g_scale_inv = places.take(grad_x.device)
         g8, g8_t, _, qkv_sums = ops.rotary_backward(
             dq,
             dk,

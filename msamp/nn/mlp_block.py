@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from msamp.kernels import ops
+from msamp.kernels import ops, places
 from msamp.nn.block import Norm, NormWeights, start_grad_output, vector_gradients
 from msamp.nn.ends import ALONE, Ends
 from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.group_scaling import leave_maxima
 from msamp.nn.saved import AS_IT_IS, Saved
-from msamp.nn.scale_invs import ScaleInvs
 from msamp.numerics.tensor import ScalingTensor
 
 
@@ -58,8 +57,7 @@ class MLPBlock(torch.autograd.Function):
     ) -> torch.Tensor:
         x2d, delta2d = x.view(-1, x.shape[-1]), delta.view(-1, x.shape[-1])
         fc1, fc2, ends = how.fc1, how.fc2, how.ends
-        ctx.scale_invs = ScaleInvs(4, x.device)
-        n_scale_inv, a_scale_inv = ctx.scale_invs.take(), ctx.scale_invs.take()
+        n_scale_inv, a_scale_inv = places.take(x.device), places.take(x.device)
         norm = NormWeights(how.norm, norm_weight, norm_bias)
         total, n8, mean, rstd = norm.cast(x2d, delta2d, fc1.x, fc1.gemm.input, ends, n_scale_inv)
         gathered = ends.start_gather(n8, "input all-gather")
@@ -89,7 +87,7 @@ class MLPBlock(torch.autograd.Function):
         g2d = grad_output.reshape(-1, grad_output.shape[-1])
         parts = len(kept) if how.recompute else len(kept) // 2
         norm = NormWeights(how.norm, norm_weight, norm_bias)
-        start_g, fc2_sums = start_grad_output(fc2, grad_output, ctx.scale_invs.take(), ends, colsum=fc2_bias is not None)
+        start_g, fc2_sums = start_grad_output(fc2, grad_output, places.take(g2d.device), ends, colsum=fc2_bias is not None)
         again = None if whole is None else lambda: whole
         if again is None and (how.recompute or ends.spread):
             again = norm.start_again(how.saved.restore(kept[:parts], dtype), n_scale_inv, fc1.x_dtype, ends)
@@ -99,7 +97,7 @@ class MLPBlock(torch.autograd.Function):
             again = again if ends.spread else None
         else:
             y = how.saved.restore(kept[parts:], dtype)
-        g, h_scale_inv = start_g(), ctx.scale_invs.take()
+        g, h_scale_inv = start_g(), places.take(g2d.device)
         grad_a = fc2.grad_input(g, fc2.weight(fc2_weight, transpose=True), dtype)
         h8, h8_t, _, a8_t, fc1_sums = ops.activate_backward(
             grad_a,

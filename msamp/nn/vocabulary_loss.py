@@ -64,7 +64,7 @@ def linear_cross_entropy(
         ValueError: shapes or dtypes that do not go together.
     """
     _check(hidden, weight, labels, weights)
-    rows = chunk_rows(hidden.shape[0], *weight.shape, hidden.element_size(), chunk_bytes)
+    rows = chunk_rows(hidden.shape[0], weight.shape[0], weight.shape[1], hidden.element_size(), chunk_bytes)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, labels, weights, rows, cross_entropy, fp8)  # type: ignore[no-any-return, no-untyped-call]
     losses = _in_chunks(hidden, weight, labels, weights, rows, cross_entropy, fp8, None, None)

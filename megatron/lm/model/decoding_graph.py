@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from msamp.kernels import places
+
 WARM_UP = 2  # eager steps of a span before it is captured: kernels are compiled, cuDNN and cuBLAS have chosen theirs
 
 Run = Callable[[], Tensor]
@@ -68,7 +70,7 @@ class CudaDevice:
     def capture(self, run: Run) -> Captured:
         """As `Device`."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"), places.captured():
             out = run()
         return Captured(graph.replay, out)
 

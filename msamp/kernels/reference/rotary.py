@@ -94,6 +94,8 @@ def rotary_cast(
     scales: torch.Tensor | None,
     amax_slots: torch.Tensor | None,
     dtype: torch.dtype,
+    *,
+    scale_inv_slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values of a packed projection in FP8, queries and keys rotated: what FP8 attention takes.
 
@@ -104,16 +106,18 @@ def rotary_cast(
         scales: FP32 [3], powers of two, of queries, keys and values; None takes each from its own amax, just in time.
         amax_slots: FP32 [3], contiguous, raised in place to the three amaxes (+inf where one is not finite); None takes no amax.
         dtype: an FP8 dtype.
+        scale_inv_slots: FP32 [3], contiguous, holding 0, for the three scale_inv.
 
     Returns:
         Queries [s, b, heads, d], keys and values [s, b, groups, d], contiguous, of `dtype`; the three scale_inv, FP32 [3], NaN where what
-        it serves is not finite.
+        it serves is not finite, or FP32 [0] with slots for them.
 
     Raises:
         ValueError: for shapes that do not fit together.
     """
     check_three(scales, "scales")
     check_three(amax_slots, "amax_slots")
+    check_three(scale_inv_slots, "scale_inv_slots")
     rotated = qkv.clone(memory_format=torch.contiguous_format)
     rotary_(rotated, cos, sin, heads, groups)
     d, (s, b, _), fmt = head_width(qkv, heads, groups), qkv.shape, of_dtype(dtype)
@@ -125,7 +129,11 @@ def rotary_cast(
     if amax_slots is not None:
         amax_slots.copy_(torch.maximum(amax_slots, taken))
     query, key, value = (quantize(part, scale, fmt).contiguous() for part, scale in zip(parts, scales, strict=True))
-    return query, key, value, inverse(scales).masked_fill(~taken.isfinite(), float("nan"))
+    scale_invs = inverse(scales).masked_fill(~taken.isfinite(), float("nan"))
+    if scale_inv_slots is not None:
+        scale_inv_slots.copy_(scale_invs)
+        scale_invs = scale_invs.new_empty(0)
+    return query, key, value, scale_invs
 
 
 def rotary_backward(

@@ -20,6 +20,7 @@ from msamp.kernels.triton.cast_transpose import (
     _put_sums,
     _quantise,
     _tell,
+    nothing,
 )
 from msamp.kernels.triton.scale_from_amax import scale_from_amax
 from msamp.numerics.formats import of_dtype
@@ -233,10 +234,13 @@ def rotary_cast(
     scales: torch.Tensor | None,
     amax_slots: torch.Tensor | None,
     dtype: torch.dtype,
+    *,
+    scale_inv_slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference twin."""
     check_three(scales, "scales")
     check_three(amax_slots, "amax_slots")
+    check_three(scale_inv_slots, "scale_inv_slots")
     d = head_width(qkv, heads, groups)
     (s, b, _), r, device = qkv.shape, cos.shape[1], qkv.device
     check_tables(cos, sin, s, d)
@@ -255,9 +259,9 @@ def rotary_cast(
         amaxes = torch.zeros(3, dtype=torch.float32, device=device)
         launch(None, amaxes, None)
         scales = scale_from_amax(amaxes, of_dtype(dtype).max, None, 1.0)
-    scale_invs = torch.zeros(3, dtype=torch.float32, device=device)
+    scale_invs = torch.zeros(3, dtype=torch.float32, device=device) if scale_inv_slots is None else scale_inv_slots
     launch(scales, amax_slots, scale_invs)
-    return query, key, value, scale_invs
+    return query, key, value, scale_invs if scale_inv_slots is None else nothing(torch.float32, device)
 
 
 def rotary_backward(

@@ -48,6 +48,17 @@ def test_elsewhere_it_is_named_where_the_caller_of_initialize_stands(site):
     assert [warning.filename for warning in told if "MS-AMP" in str(warning.message)] == [__file__]
 
 
+def test_a_checkout_whose_files_have_moved_since_it_was_installed_is_whole(installed):
+    """pip leaves msamp.egg-info there, whose list of files `git pull` does not change."""
+    shutil.rmtree(installed / "msamp-0.1.0.dist-info")
+    info = installed / "msamp.egg-info"
+    info.mkdir()
+    (info / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: msamp\nVersion: 0.1.0\n")
+    (info / "SOURCES.txt").write_text("msamp/__init__.py\nmsamp/nn/moved.py\n")
+    run = started(installed)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 @pytest.fixture
 def installed(tmp_path):
     """This project as a wheel leaves it in a folder, without its tests."""

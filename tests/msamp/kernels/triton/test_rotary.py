@@ -1,5 +1,6 @@
 """The Triton rotary embedding against its twin: under the interpreter here, compiled on a GPU, where products are contracted."""
 
+import functools
 import importlib
 import itertools
 
@@ -81,6 +82,12 @@ def test_into_fp8(shape, scales, fmt, triton_device):
         assert_codes(mine, theirs, SHARE)
     assert scale_invs.equal(wanted)
     torch.testing.assert_close(*slots, rtol=1e-2, atol=0.0)  # an amax rounded to BF16 may be the next
+    for run in (functools.partial(kernel, "rotary_cast"), twin.rotary_cast):
+        left = torch.zeros(3, device=triton_device)
+        *again, none = run(qkv, *angles, heads, groups, given, None, fmt.dtype, scale_inv_slots=left)
+        assert left.equal(wanted)
+        assert none.shape == (0,)
+        assert all(codes(x).equal(codes(y)) for x, y in zip(again, got if run is not twin.rotary_cast else want, strict=True))
     assert bits(qkv).equal(bits(before))
 
 

@@ -1,0 +1,104 @@
+"""Places in memory where kernels leave scalars: a scale_inv, or the amaxes of what they make.
+
+A kernel that quantises leaves 1 / scale, or NaN where it has met a value that is not finite: programs agree on it by an atomic maximum, so
+the place has to hold 0 before. cuBLAS reads scales at multiples of 16 bytes. A zeroed tensor for each cast is an allocation and a
+launch, 20 us of the host's time on an H200, where a place out of many that were zeroed together takes 3. In a CUDA graph each launch is
+some 3 us of the step, and a layer had six of them.
+
+Places are zeroed once and given once, in the order of their stream. A graph has to zero its places in every replay, so that those of a
+capture come from a fill of this capture: whoever captures says so, by `captured`.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterable, Iterator
+
+import torch
+
+ALIGNED = 4  # FP32 values from one place to the next: 16 bytes
+MANY = 256
+
+
+class Places:
+    """Hands out zeroed FP32 scalars, up to four that lie together, many of them from one launch.
+
+    Args:
+        count: of places that one fill gives.
+        device: theirs.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._count, self._device = count, device
+        self._left: list[torch.Tensor] = []
+
+    def take(self, size: int | None = None) -> torch.Tensor:
+        """FP32 [size], 0-dim for None, holding 0, 16-byte aligned as cuBLAS wants it, and handed out once; `size` 1 to 4."""
+        while True:
+            try:
+                place = self._left.pop()  # by itself, since forward and backward run in threads of their own
+                return place if size is None else place.as_strided((size,), (1,))
+            except IndexError:
+                with torch.inference_mode(False):  # what evaluation leaves over has to serve training
+                    zeros = torch.zeros(self._count, ALIGNED, device=self._device)[:, 0].unbind()
+                    # Detached, so that it has a version of its own: writes beside it do not change what is kept for backward.
+                    self._left = [zero.data for zero in zeros]
+
+
+Key = tuple[torch.device, int]  # of a stream
+_EAGER: dict[Key, Places] = {}
+_CAPTURES: list[dict[Key, Places]] = []  # the one that is under way
+
+
+@functools.cache
+def _one_at_a_time() -> contextlib.AbstractContextManager[object]:
+    return threading.RLock()
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[None]:
+    """Around a capture of a CUDA graph: the places that it asks for are zeroed by the graph itself. The capture of another thread waits."""
+    with _one_at_a_time():
+        _CAPTURES.append({})
+        try:
+            yield
+        finally:
+            _CAPTURES.pop()
+
+
+def place(device: torch.device) -> torch.Tensor | None:
+    """A place as `Places.take` gives it, on the current stream of a GPU. None where the kernel has to make its own: on a CPU, in a graph of
+    torch.compile, and in a capture that has not said that it is one. `device` is a tensor's: a GPU's has its index."""
+    places = _here(device)
+    return None if places is None else places.take()
+
+
+def take(device: torch.device, size: int | None = None) -> torch.Tensor:
+    """FP32 [size], 0-dim for None, holding 0: a place, or where there is none (`place`) memory of its own. `size` 1 to 4."""
+    places = _here(device)
+    if places is not None:
+        return places.take(size)
+    return torch.zeros(() if size is None else size, dtype=torch.float32, device=device)
+
+
+def _here(device: torch.device) -> Places | None:
+    if torch.compiler.is_compiling() or device.type != "cuda":
+        return None
+    by_stream = _EAGER
+    if torch.cuda.is_current_stream_capturing():
+        if not _CAPTURES:
+            return None
+        by_stream = _CAPTURES[-1]
+    # The handle alone, as torch.compile's own code asks for it: a Stream object for each cast took 5 us.
+    key = device, torch._C._cuda_getCurrentRawStream(device.index)
+    places = by_stream.get(key)
+    if places is None:
+        places = by_stream[key] = Places(MANY, device)
+    return places
+
+
+def aligned(values: torch.Tensor) -> Iterable[torch.Tensor]:
+    """FP32 [n] -> its n values, 0-dim, each 16-byte aligned."""
+    places = values.new_empty(len(values), ALIGNED)[:, 0]
+    places.copy_(values)
+    return places.unbind()
