@@ -233,12 +233,12 @@ def table8() -> Table:
     return of(name, pick(name, lambda row: row["method"] != "-"), columns)
 
 
-def fig7(name: str = FIG7, dp: str = "128") -> Table:
+def fig7(dp: str = "128") -> Table:
     """Gradient scaling over many ranks: means over the blocks."""
-    rows = pick(name, lambda row: row["dp"] == dp)
+    rows = pick(FIG7, lambda row: row["dp"] == dp)
     cells = [[name, *(text for text, _ in fig7_means(rows, name))] for name in dict.fromkeys(row["strategy"] for row in rows)]
     columns = [f"DP {dp}", "SNR dB", "underflow %, reduced", "underflow %, sent", "overflow %, reduced", "overflow %, sent"]
-    return Table(columns, cells, [(name, rows)])
+    return Table(columns, cells, [(FIG7, rows)])
 
 
 def fig7_means(rows: Sequence[Row], strategy: str) -> Iterable[tuple[str, float]]:
@@ -391,7 +391,6 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "table7-measured": table7_measured,
     "table8": table8,
     "fig7": fig7,
-    "fig7-rules": lambda: fig7(f"{REPRODUCE}/fig7/fig7_4x128.csv"),
     "precisions": precisions,
     "blockwise-loss": blockwise_loss,
     "coat-states": coat_states,

@@ -20,6 +20,7 @@ NO_TRIAL = "--fp8-min-gain 0"  # of the GEMMs at the start: every layer in FP8, 
 SAMPLES5 = {"7b": {"O0": (159.2, 159.2), "O3": (219.8, 230.5)}, "13b": {"O0": (79.3, 79.3), "O3": (109.5, 121.5)}}
 START5 = {"7b": 2, "13b": 1}  # micro-batch where the levels are compared and where the search begins
 LEVELS5 = ("O0", "O1", "O2", "O3")
+LAYERS5, PAPER5 = "175b", (677.0, 34.2)  # a model of which layers stand on file; the paper's TFLOP/s and MFU (%) of its FP8
 PEERS5 = {"te-bf16": None, "te-delayed": (224.5, 159.2)}  # FP8 (TE) and BF16 of the paper
 STEP = "tools/bench/results/step.csv"
 BASE7 = "bf16-d"  # option D
@@ -110,6 +111,19 @@ def on_file(task: Task) -> Iterator[Finding]:
         yield Finding(
             f"{model}, {case}, micro-batch {at}: times {base}'s speed", speed, samples[0] / samples[1] if samples else None, where=row
         )
+
+
+def layers_on_file(task: Task) -> Iterator[Finding]:
+    """Layers of 175B on one card, as many as fit, by the newest step on file of each level and number of layers.
+
+    A stage of the paper's grid has 24 layers, an eighth of each on a card; these are whole, and send nothing.
+    """
+    rows = {(row["case"], row["preset"]): row for row in read(STEP) if row["preset"].startswith(f"{LAYERS5} --num-layers ")}
+    for (case, preset), row in rows.items():
+        told = f"{LAYERS5}, {preset.split()[2]} layers whole on a card, {case}, micro-batch {row['micro_batch']}: "
+        yield Finding(told + "speed", float(row["tflops"]), PAPER5[0], "TFLOP/s", where=row)
+        yield Finding(told + "MFU", 100 * float(row["mfu_fp8_peak"]), PAPER5[1], "%", where=row)
+        yield Finding(told + "peak memory", float(row["peak_gib"]), unit="GiB", where=row)
 
 
 def collage(task: Task) -> Iterator[Finding]:

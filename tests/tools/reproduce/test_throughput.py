@@ -146,3 +146,16 @@ def test_table_5_on_file_takes_the_newest_steps_and_the_peers_beside_them(tmp_pa
     assert found["7b, O3: largest micro-batch"] == (16.0, None)
     assert found["7b, te-delayed, micro-batch 2: times O0's speed"] == (1.3, pytest.approx(224.5 / 159.2))
     assert {finding.where["commit"] for finding in findings} == {"new"}
+
+
+def test_table_5_tells_of_the_layers_of_175b_on_file(tmp_path, monkeypatch):
+    def row(preset: str, **more: str) -> dict[str, str]:
+        return {"case": "O3", "preset": preset, "micro_batch": "1", "tflops": "700", "mfu_fp8_peak": "0.35", "peak_gib": "101"} | more
+
+    rows = [row("175b --num-layers 8 --fp8-min-gain 0", tflops="1"), row("7b --num-layers 8"), row("175b --num-layers 8 --fp8-min-gain 0")]
+    monkeypatch.setattr(throughput, "read", lambda file: rows)
+    found = quantities(grids.table5(task("175b", tmp_path)))
+    told = "175b, 8 layers whole on a card, O3, micro-batch 1: "
+    assert found == {told + "speed": (700.0, 677.0), told + "MFU": (35.0, 34.2), told + "peak memory": (101.0, None)}
+    (entry,) = [entry for entry in grids.ENTRIES if entry.name == "fp8lm-table5"]
+    assert ["175b" in entry.pieces(size) for size in entry.sizes] == [False, True, False]
