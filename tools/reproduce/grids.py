@@ -151,7 +151,7 @@ ENTRIES = (
         sizes=SECONDS | {"kept": Needs(files=(throughput.STEP,)), "full": Needs(gpus=1, gib=139, minutes=40)},
         pieces=_pieces5,
         headline="7b, memory saved by FP8",
-        reason="Memory of the clusters is the dry run's, volume that of shapes, throughput of one card without ZeRO, and of 175B of 8 layers.",
+        reason="Memory of the clusters is the dry run's, volume that of shapes, speed that of one card without ZeRO, of 175B of 8 layers.",
     ),
     Entry(
         name="fp8lm-figure1",
