@@ -45,7 +45,7 @@ class Places:
                     self._left = [zero.data for zero in zeros]
 
 
-Key = tuple[torch.device, int]  # of a stream
+Key = tuple[int, int]  # a GPU, and the handle of a stream on it
 _EAGER: dict[Key, Places] = {}
 _CAPTURES: list[dict[Key, Places]] = []  # the one that is under way
 
@@ -68,7 +68,7 @@ def captured() -> Iterator[None]:
 
 def place(device: torch.device) -> torch.Tensor | None:
     """A place as `Places.take` gives it, on the current stream of a GPU. None where the kernel has to make its own: on a CPU, in a graph of
-    torch.compile, and in a capture that has not said that it is one. `device` is a tensor's: a GPU's has its index."""
+    torch.compile, and in a capture that has not said that it is one."""
     places = _here(device)
     return None if places is None else places.take()
 
@@ -89,11 +89,12 @@ def _here(device: torch.device) -> Places | None:
         if not _CAPTURES:
             return None
         by_stream = _CAPTURES[-1]
+    index = torch.cuda.current_device() if device.index is None else device.index
     # The handle alone, as torch.compile's own code asks for it: a Stream object for each cast took 5 us.
-    key = device, torch._C._cuda_getCurrentRawStream(device.index)
+    key = index, torch._C._cuda_getCurrentRawStream(index)
     places = by_stream.get(key)
     if places is None:
-        places = by_stream[key] = Places(MANY, device)
+        places = by_stream[key] = Places(MANY, torch.device("cuda", index))
     return places
 
 

@@ -143,7 +143,7 @@ def compare(file: str, row: Row) -> Compared:
 
 def rows() -> Iterator[tuple[str, Row]]:
     """Whole steps of ours on one and two GPUs; with NVLink, since the links without it have no rate."""
-    peers = ("megatron", "torchao", "te-")
+    peers = ("megatron", "torchao", "llama ", "te-")
     for file in (STEP, COAT_MEMORY, GRID, PARALLEL):
         for row in read(file):
             if row["ms"] and not row["case"].startswith(peers) and int(row.get("gpus") or 1) <= 2 and row.get("p2p", "on") != NO_NVLINK:

@@ -16,6 +16,8 @@ PEERS = {
     "torchao bf16": "torch.compile, BF16",
     "torchao ao-tensorwise": "torch.compile + torchao, FP8 tensorwise",
     "torchao ao-rowwise": "torch.compile + torchao, FP8 rowwise",
+    "llama bf16": "torch.compile, BF16",
+    "llama ao-tensorwise": "torch.compile + torchao, FP8 tensorwise",
 }
 MARK = " †"
 

@@ -14,19 +14,23 @@ H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 PEAKS = (989.0, 1979.0)  # TFLOP/s of an H100 or H200, dense: BF16 and FP8
 
 
+SUMMED_UP = ("megatron bf16", "megatron te-delayed", "torchao bf16", "torchao ao-tensorwise")
+LARGER = ("llama2-7b", "7b", "llama3-8b", "qwen3-8b", "13b", "175b")
+
+
 def whole_step(row: Row) -> bool:
     """A step of GPT-1.3B with micro-batch 4 on one H200."""
     return (row["gpu"], row["preset"], row["micro_batch"], row["gpus"]) == (H200, "1.3b", "4", "1")
 
 
 def mfu(row: Row) -> str:
-    """Model FLOPs utilisation of the BF16 peak and of the FP8 peak."""
-    return " / ".join(f"{100 * float(row['tflops']) / peak:.0f} %" for peak in PEAKS)
+    """Model FLOPs utilisation of the BF16 peak and of the FP8 peak; empty for a peer that does not tell its FLOPs."""
+    return "" if not row["tflops"] else " / ".join(f"{100 * float(row['tflops']) / peak:.0f} %" for peak in PEAKS)
 
 
 def best_and_same_run() -> list[tuple[Row, Row | None]]:
     """Of each level and peer its fastest row on file, and that of the run in which all were measured."""
-    order = ["O0", "O1", "O2", "O3", *(peer for peer in PEERS if peer.split()[1] in ("bf16", "te-delayed", "ao-tensorwise"))]
+    order = ["O0", "O1", "O2", "O3", *(peer for peer in PEERS if peer in SUMMED_UP)]
     found: list[tuple[Row, Row | None]] = []
     for name in order:
         rows = [row for row in pick(STEP, whole_step) if row["case"] == name]
@@ -50,12 +54,23 @@ def summary() -> Table:
 
 def steps(commit: str, keep: Callable[[Row], bool] = lambda row: True, gpu: str = H200) -> Table:
     """The whole steps of one commit on one sort of GPU."""
+    return _steps(pick(STEP, lambda row: (row["commit"], row["gpu"]) == (commit, gpu) and keep(row)))
+
+
+def larger_steps() -> Table:
+    """Whole steps of models of 7B and more, or of layers as wide, on one H200: of each case the newest row."""
+    rows = pick(STEP, lambda row: (row["gpu"], row["gpus"]) == (H200, "1") and row["preset"].split()[0] in LARGER)
+    newest = {(row["preset"], row["case"], int(row["micro_batch"])): row for row in rows}
+    return _steps([newest[key] for key in sorted(newest)])
+
+
+def _steps(rows: Sequence[Row]) -> Table:
     columns = {
         "case": case, "model": column("preset"), "micro-batch": column("micro_batch"), "ms a step": column("ms", 1),
         "tokens/s/GPU": kilo("tokens_s_gpu"), "MFU of 989 / 1,979": mfu, "peak GiB": column("peak_gib", 1),
         "at rest GiB": column("rest_gib", 1),
     }  # fmt: skip
-    return of(STEP, pick(STEP, lambda row: (row["commit"], row["gpu"]) == (commit, gpu) and keep(row)), columns)
+    return of(STEP, rows, columns)
 
 
 def coat_parts() -> Table:
@@ -347,7 +362,8 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "steps": lambda: steps(RUN),
     "blockwise-steps": lambda: steps("130f7fa"),
     "peer-steps": lambda: steps("0463af1", whole_step),
-    "large-steps": lambda: steps("0463af1", lambda row: not whole_step(row)),
+    "option-steps": lambda: steps("8136b16", whole_step),
+    "large-steps": larger_steps,
     "h100-steps": lambda: steps("bb74ea5", gpu=H100),
     "attention": attention,
     "generate": generation,
