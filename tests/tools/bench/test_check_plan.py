@@ -29,7 +29,7 @@ def test_every_row_of_ours_on_one_and_two_gpus_is_compared():
     assert {one.kind for one in compared} == set(check_plan.KINDS)
     fitted = {(one.file, *(one.row[key] for key in ("commit", "case", "micro_batch"))): one.kind for one in compared}
     assert {fitted[run] for run in FITTED} == {"fitted", "earlier"}
-    peers = ("megatron", "torchao", "te-")
+    peers = ("megatron", "torchao", "llama ", "te-")
     assert not any(one.row["case"].startswith(peers) for one in compared)
     steps = [row for row in read(STEP) if not row["case"].startswith(peers)]
     assert sum(one.file == STEP for one in compared) == len(steps)
