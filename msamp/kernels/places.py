@@ -6,7 +6,7 @@ launch, 20 us of the host's time on an H200, where a place out of many that were
 some 3 us of the step, and a layer had six of them.
 
 Places are zeroed once and given once, in the order of their stream. A graph has to zero its places in every replay, so that those of a
-capture come from a fill of this capture: whoever captures says so, by `captured`.
+capture come from a fill of this capture, within `captured`.
 """
 
 import contextlib

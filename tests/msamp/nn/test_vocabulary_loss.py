@@ -204,6 +204,14 @@ def test_small_probabilities_keep_their_gradients_in_fp16(device: torch.device):
     torch.testing.assert_close(weight.grad[1:].double(), theirs[1].grad[1:], rtol=2e-3, atol=0.0)
 
 
+def test_a_gradient_that_overflows_fp16_shows(device: torch.device):
+    """A loss scale takes infinities for its sign to fall: the largest FP16 number would pass for a gradient."""
+    inputs = case(torch.float16)
+    total, _ = linear_cross_entropy(*inputs)
+    (total * 2.0**30).backward()
+    assert any(x.grad.isinf().any() for x in inputs[:2] if x.grad is not None)
+
+
 def test_chunks_of_tokens():
     assert chunk_rows(8192, 50304, 2048, 2) == 2048
     assert chunk_rows(8192, 50304, 1024, 4) == 1280  # 7 of at most 256 MiB, rounded up to whole tiles

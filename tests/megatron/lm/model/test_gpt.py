@@ -229,15 +229,21 @@ def test_the_sum_in_chunks_is_that_of_all_logits(untied: bool):
 
 
 def test_in_bf16_the_sum_in_chunks_loses_no_more_than_that_of_all_logits():
-    bf16, fp32, data = new_model(config(), BF16), new_model(config()), batch()
+    """Over many batches: of a single one the two errors are two noises, and differ by up to a fifth either way."""
+    bf16, fp32, batches = new_model(config(), BF16), new_model(config()), [batch(seed) for seed in range(16)]
     fp32.load_state_dict(bf16.state_dict())
-    exact = gradients(fp32, all_logits_loss(fp32, data))
+    exact = [gradients(fp32, all_logits_loss(fp32, data)) for data in batches]
 
-    def error(loss: Tensor) -> float:
-        lost = [(grad.double() - exact[name]).norm() / exact[name].double().norm() for name, grad in gradients(bf16, loss).items()]
+    def error(loss: Callable[[GPT, dict[str, Tensor]], Tensor]) -> float:
+        found = [gradients(bf16, loss(bf16, data)) for data in batches]
+        lost = [
+            (got[name].double() - want[name]).norm() / want[name].double().norm()
+            for got, want in zip(found, exact, strict=True)
+            for name in want
+        ]
         return torch.stack(lost).square().mean().sqrt().item()
 
-    assert error(loss_of(bf16, data)) < 1.1 * error(all_logits_loss(bf16, data))
+    assert error(loss_of) < 1.1 * error(all_logits_loss)
 
 
 def test_masked_tokens_leave_no_trace():
