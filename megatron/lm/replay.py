@@ -130,7 +130,7 @@ class Replays:
         sync = self.training.grad_sync
         before = sync.sent.rows()
         graph = torch.cuda.CUDAGraph()
-        with self._capturing(graph, pool), places.captured():
+        with places.captured(), self._capturing(graph, pool):
             run()
         sent = {what: size - before.get(what, 0) for what, size in sync.sent.rows().items()}
         # The update's graph knows the addresses by itself, so that a second variant may have the first one's memory.

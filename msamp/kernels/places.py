@@ -2,8 +2,8 @@
 
 A kernel that quantises leaves 1 / scale, or NaN where it has met a value that is not finite: programs agree on it by an atomic maximum, so
 the place has to hold 0 before. cuBLAS reads scales at multiples of 16 bytes. A zeroed tensor for each cast is an allocation and a
-launch, 20 us of the host's time on an H200, where a place out of many that were zeroed together takes 3. In a CUDA graph each launch is
-some 3 us of the step, and a layer had six of them.
+launch, 20 us of the host's time on an H200, where a place out of many that were zeroed together takes 3. In a CUDA graph a layer had six
+such launches; without them a step of GPT-1.3B idles 0.7 ms less and takes as long (tools/bench/LOG.md).
 
 Places are zeroed once and given once, in the order of their stream. A graph has to zero its places in every replay, so that those of a
 capture come from a fill of this capture, within `captured`.
@@ -57,7 +57,8 @@ def _one_at_a_time() -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def captured() -> Iterator[None]:
-    """Around a capture of a CUDA graph: the places that it asks for are zeroed by the graph itself. The capture of another thread waits."""
+    """Around a capture of a CUDA graph: the places that it asks for are zeroed by the graph itself. It begins before the capture, so that the
+    capture of another thread waits."""
     with _one_at_a_time():
         _CAPTURES.append({})
         try:
@@ -68,13 +69,19 @@ def captured() -> Iterator[None]:
 
 def place(device: torch.device) -> torch.Tensor | None:
     """A place as `Places.take` gives it, on the current stream of a GPU. None where the kernel has to make its own: on a CPU, in a graph of
-    torch.compile, and in a capture that has not said that it is one."""
+    torch.compile, under a dispatch mode, which may make fakes, and in a capture that has not said that it is one."""
     places = _here(device)
     return None if places is None else places.take()
 
 
 def take(device: torch.device, size: int | None = None) -> torch.Tensor:
-    """FP32 [size], 0-dim for None, holding 0: a place, or where there is none (`place`) memory of its own. `size` 1 to 4."""
+    """FP32 [size], 0-dim for None, holding 0: a place, or where there is none (`place`) memory of its own.
+
+    Raises:
+        ValueError: a size that is not 1 to 4.
+    """
+    if size is not None and not 1 <= size <= ALIGNED:
+        raise ValueError(f"a place of {size} values: give 1 to {ALIGNED}, which lie together")
     places = _here(device)
     if places is not None:
         return places.take(size)
@@ -82,7 +89,7 @@ def take(device: torch.device, size: int | None = None) -> torch.Tensor:
 
 
 def _here(device: torch.device) -> Places | None:
-    if torch.compiler.is_compiling() or device.type != "cuda":
+    if torch.compiler.is_compiling() or device.type != "cuda" or torch._C._len_torch_dispatch_stack():
         return None
     by_stream = _EAGER
     if torch.cuda.is_current_stream_capturing():

@@ -52,7 +52,8 @@ def linear_cross_entropy(
         weight: [V, h], of the same dtype.
         labels: [T] int64, 0 to V - 1; another makes the loss and the gradients NaN.
         weights: [T] FP32, the loss mask; in FP16 at most 15 (the gradients of more overflow).
-        chunk_bytes: about so many bytes of logits are held at a time; None: as `chunk_rows` says.
+        chunk_bytes: about so many bytes of logits are held at a time; None: as `chunk_rows` says, or `CHUNK_BYTES` where the weight gets
+            no gradient.
         cross_entropy: of a chunk. Where `weight` is a shard of the vocabulary, it exchanges the ranks' parts
             (`msamp.parallel.vocabulary`), and the gradient of `hidden` is this rank's summand.
         fp8: the logits by an FP8 product, accumulated in full.
@@ -64,8 +65,11 @@ def linear_cross_entropy(
         ValueError: shapes or dtypes that do not go together.
     """
     _check(hidden, weight, labels, weights)
+    trained = torch.is_grad_enabled()
+    if chunk_bytes is None and not (trained and weight.requires_grad):
+        chunk_bytes = CHUNK_BYTES  # no gradient of the weight will take the place of the logits
     rows = chunk_rows(hidden.shape[0], weight.shape[0], weight.shape[1], hidden.element_size(), chunk_bytes)
-    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+    if trained and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, labels, weights, rows, cross_entropy, fp8)  # type: ignore[no-any-return, no-untyped-call]
     losses = _in_chunks(hidden, weight, labels, weights, rows, cross_entropy, fp8, None, None)
     return (weights * losses).sum(), losses
@@ -74,9 +78,10 @@ def linear_cross_entropy(
 def chunk_rows(tokens: int, vocabulary: int, features: int, itemsize: int, chunk_bytes: int | None = None) -> int:
     """Tokens of a chunk: chunks of equal size, a multiple of 128 unless there is only one, about `chunk_bytes` of logits each.
 
-    By default those of the weight's gradient in the compute dtype, which backward holds in their place, so that they cost no memory; and
-    `CHUNK_BYTES` where that is less. A chunk then has about as many tokens as there are features, or more: with 128,256 tokens and 4,096
-    features chunks of 1,024 tokens took 10 % longer than such of 4,096 (H200), in GEMMs of few rows and in sums of their gradients in FP32.
+    By default those of the weight's gradient in the compute dtype, which backward holds in their place, so that they cost no memory; only
+    an FP8 product holds the weight in FP8 beside them, V h bytes. `CHUNK_BYTES` where that is less. A chunk then has about as many tokens
+    as there are features: with a vocabulary of 128,256 and 4,096 features, chunks of 1,024 tokens took 10 % longer than chunks of 4,096
+    (H200), in GEMMs of few rows and in sums of the weight's gradient in FP32.
     """
     size = max(CHUNK_BYTES, vocabulary * features * itemsize) if chunk_bytes is None else chunk_bytes
     chunks = -(-tokens * vocabulary * itemsize // size)

@@ -60,8 +60,9 @@ def steps(commit: str, keep: Callable[[Row], bool] = lambda row: True, gpu: str 
 def larger_steps() -> Table:
     """Whole steps of models of 7B and more, or of layers as wide, on one H200: of each case the newest row."""
     rows = pick(STEP, lambda row: (row["gpu"], row["gpus"]) == (H200, "1") and row["preset"].split()[0] in LARGER)
-    newest = {(row["preset"], row["case"], int(row["micro_batch"])): row for row in rows}
-    return _steps([newest[key] for key in sorted(newest)])
+    # Flags stand with the case or with the model, as they were given.
+    newest = {(*sorted(f"{row['case']} {row['preset']}".split()), row["micro_batch"]): row for row in rows}
+    return _steps(sorted(newest.values(), key=lambda row: (row["preset"], row["case"], int(row["micro_batch"]))))
 
 
 def _steps(rows: Sequence[Row]) -> Table:

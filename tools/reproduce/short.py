@@ -69,7 +69,7 @@ def table6(task: Task) -> Iterator[Finding]:
 
 
 def collage_table6(task: Task) -> Iterator[Finding]:
-    """All options at one beta2: perplexity over that of D, lost arithmetic, and EDQ over the norm of the update."""
+    """All options at one beta2: perplexity over that of D; but for rows on file also lost arithmetic, and what of the update arrives."""
     if task.size == "full":
         yield from _collage_table6_at_125m(task)
         return

@@ -70,7 +70,7 @@ class CudaDevice:
     def capture(self, run: Run) -> Captured:
         """As `Device`."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"), places.captured():
+        with places.captured(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             out = run()
         return Captured(graph.replay, out)
 

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from msamp.kernels.places import Places, aligned, captured, place, take
 
@@ -46,6 +47,9 @@ def test_several_scalars_lie_together_and_none_is_given_twice(device):
     assert second.tolist() == [0.0] * 3
     assert places.take().tolist() == 0.0
     assert [take(torch.device(device), size).shape for size in (None, 1, 3)] == [(), (1,), (3,)]
+    for wrong in (0, 5):
+        with pytest.raises(ValueError, match=f"a place of {wrong} values: give 1 to 4"):
+            take(torch.device(device), wrong)
 
 
 def test_the_capture_of_another_thread_waits():
@@ -82,13 +86,22 @@ def test_an_eager_cast_on_a_gpu_is_given_a_place_of_its_stream_and_a_foreign_cap
 
 
 @pytest.mark.gpu
+def test_under_a_dispatch_mode_nothing_is_left_in_the_pool():
+    here = torch.device("cuda", torch.cuda.current_device())
+    with FakeTensorMode():
+        assert place(here) is None
+        assert isinstance(take(here), FakeTensor)
+    assert not isinstance(place(here), FakeTensor)
+
+
+@pytest.mark.gpu
 def test_a_graph_zeroes_its_places_in_every_replay():
     """Also those of a second stream, of more places than one fill gives, and of a second capture behind the first."""
     here, pool, side = torch.device("cuda", torch.cuda.current_device()), torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     graphs, sums = [], []
     for _ in range(2):
         graph, total = torch.cuda.CUDAGraph(), torch.zeros((), device=here)
-        with torch.cuda.graph(graph, pool=pool), captured():
+        with captured(), torch.cuda.graph(graph, pool=pool):
             found = [take(here), take(here, 3), *(take(here) for _ in range(300))]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):

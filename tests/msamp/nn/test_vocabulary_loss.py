@@ -220,6 +220,21 @@ def test_chunks_of_tokens():
     assert chunk_rows(300, 60, 16, 4, 1) == 128
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_chunks_grow_with_the_weight_only_where_its_gradient_takes_their_place(monkeypatch: pytest.MonkeyPatch, trained: bool):
+    monkeypatch.setattr(vocabulary_loss, "CHUNK_BYTES", 1)
+    hidden = torch.randn(300, 200)
+    weight, labels = torch.randn(60, 200, requires_grad=trained), torch.zeros(300, dtype=torch.int64)
+    rows = []
+
+    def counted(logits: Tensor, *others: Tensor) -> Tensor:
+        rows.append(len(logits))
+        return vocabulary_loss.ops.cross_entropy_(logits, *others)
+
+    linear_cross_entropy(hidden, weight, labels, torch.ones(300), cross_entropy=counted)
+    assert rows == ([256, 44] if trained else [128, 128, 44])
+
+
 BAD = {
     "FP64": (lambda h, w, y, m: (h.double(), w.double(), y, m), r"hidden is torch.float64 and weight torch.float64; both must be"),
     "mixed": (lambda h, w, y, m: (h.bfloat16(), w, y, m), r"hidden is torch.bfloat16 and weight torch.float32; both must be"),
