@@ -57,8 +57,8 @@ def _one_at_a_time() -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def captured() -> Iterator[None]:
-    """Around a capture of a CUDA graph: the places that it asks for are zeroed by the graph itself. It begins before the capture, so that the
-    capture of another thread waits."""
+    """Around a capture of a CUDA graph: the places that it asks for are zeroed by the graph itself. It begins before the capture, so that
+    the capture of another thread waits."""
     with _one_at_a_time():
         _CAPTURES.append({})
         try:
