@@ -106,7 +106,7 @@ def prepare(query: torch.Size | tuple[int, ...], groups: int, softmax_scale: flo
     check_available(device, query[3])
     if device.type == "cuda":
         s, b, heads, d = query
-        shape = Shape(_index(device), s, b, heads, groups, d, softmax_scale, causal)
+        shape = Shape(places.gpu_index(device), s, b, heads, groups, d, softmax_scale, causal)
         _forward_graph(shape)
         _backward_graph(shape)
 
@@ -167,11 +167,7 @@ def attention_backward(
 
 def _shape(query: torch.Tensor, key: torch.Tensor, softmax_scale: float, causal: bool) -> Shape:
     s, b, heads, d = query.shape
-    return Shape(_index(query.device), s, b, heads, key.shape[2], d, softmax_scale, causal)
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+    return Shape(places.gpu_index(query.device), s, b, heads, key.shape[2], d, softmax_scale, causal)
 
 
 @functools.cache
@@ -192,7 +188,7 @@ def _handle(index: int) -> Any:
 def _execute(built: _Built, given: dict[str, torch.Tensor], device: torch.device) -> None:
     import cudnn
 
-    index = _index(device)
+    index = places.gpu_index(device)
     handle, workspace = _handle(index), torch.empty(max(1, built.workspace), dtype=torch.uint8, device=device)
     with torch.cuda.device(index):
         cudnn.set_stream(handle, torch.cuda.current_stream().cuda_stream)

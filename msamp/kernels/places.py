@@ -96,13 +96,18 @@ def _here(device: torch.device) -> Places | None:
         if not _CAPTURES:
             return None
         by_stream = _CAPTURES[-1]
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = gpu_index(device)
     # The handle alone, as torch.compile's own code asks for it: a Stream object for each cast took 5 us.
     key = index, torch._C._cuda_getCurrentRawStream(index)
     places = by_stream.get(key)
     if places is None:
         places = by_stream[key] = Places(MANY, torch.device("cuda", index))
     return places
+
+
+def gpu_index(device: torch.device) -> int:
+    """Index of a GPU; without one in its name it is the current."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def aligned(values: torch.Tensor) -> Iterable[torch.Tensor]:

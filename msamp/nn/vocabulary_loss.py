@@ -65,11 +65,11 @@ def linear_cross_entropy(
         ValueError: shapes or dtypes that do not go together.
     """
     _check(hidden, weight, labels, weights)
-    trained = torch.is_grad_enabled()
-    if chunk_bytes is None and not (trained and weight.requires_grad):
+    to_hidden, to_weight = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
+    if chunk_bytes is None and not to_weight:
         chunk_bytes = CHUNK_BYTES  # no gradient of the weight will take the place of the logits
     rows = chunk_rows(hidden.shape[0], weight.shape[0], weight.shape[1], hidden.element_size(), chunk_bytes)
-    if trained and (hidden.requires_grad or weight.requires_grad):
+    if to_hidden or to_weight:
         return _LinearCrossEntropy.apply(hidden, weight, labels, weights, rows, cross_entropy, fp8)  # type: ignore[no-any-return, no-untyped-call]
     losses = _in_chunks(hidden, weight, labels, weights, rows, cross_entropy, fp8, None, None)
     return (weights * losses).sum(), losses

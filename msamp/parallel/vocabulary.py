@@ -44,7 +44,7 @@ def vocabulary_parallel_cross_entropy(
         weights: [all tokens] FP32, the loss mask.
         peers: the tensor-parallel ranks.
         sequence_parallel: whether the tokens are spread over the ranks.
-        chunk_bytes: about so many bytes of logits are held at a time; None: as `chunk_rows` says.
+        chunk_bytes: about so many bytes of logits are held at a time; None: as `linear_cross_entropy` has it.
         fp8: the logits by an FP8 product; each rank's shard of the weight has a scale of its own.
 
     Returns:

@@ -24,11 +24,9 @@ class Tile(NamedTuple):
 
 
 # Measured on an H200 with the gradients of GPT-1.3B, and of Llama-3-8B's vocabulary for BF16's squares: LOG.md of tools/bench.
-AMAX, CODES, WIDE = (
-    Tile(4096, 2, 32768, 8),
-    Tile(2048, 4, 65536, 4),
-    Tile(1024, 1, 32768, 4),
-)  # without squares, of E4M3, of others: E5M2's were not measured
+AMAX = Tile(4096, 2, 32768, 8)  # without squares
+CODES = Tile(2048, 4, 65536, 4)  # of E4M3
+WIDE = Tile(1024, 1, 32768, 4)  # of other formats; E5M2's was not measured
 
 
 class Row(NamedTuple):
