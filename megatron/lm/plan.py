@@ -16,7 +16,7 @@ from megatron.lm.recipe import saved_activations, states_by_kind
 from msamp.comm.accumulate import OWNER, Plain, accumulator
 from msamp.comm.partition import plan_buckets
 from msamp.nn.saved import AS_IT_IS
-from msamp.nn.vocabulary_loss import chunk_rows
+from msamp.nn.vocabulary_loss import ALL, CODES, LOGITS, chunk_rows
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import StateFormats
 from msamp.optim import updates
@@ -338,14 +338,20 @@ def _head(config: Config) -> int:
 
     The gradients of the head's input, of all tokens, and of its weight, this rank's rows, in FP32; and beside them the larger of a chunk of
     logits with the input that sequence parallelism gathers (in forward), and the same gradients in the compute dtype (in backward). An FP8
-    product adds the weight and a chunk's input in FP8 to forward.
+    product adds the weight and a chunk's input in FP8 to forward. With all products in FP8 there is no gradient of the weight in FP32: the
+    gradients of the logits, a byte each, and the input in FP8 take its place, and forward has weight and input in FP8 by rows and columns.
     """
     tokens, wide, hidden = _tokens(config), _compute_bytes(config), config.model.hidden_size
     rows = vocabulary(config) // config.parallel.tensor_model_parallel_size
     gradients = (rows + tokens) * hidden
     gathered = tokens * hidden if _sequence_split(config) > 1 else 0
+    if config.precision.output_layer_precision == ALL:
+        logit = wide + CODES
+        chunk = chunk_rows(tokens, rows, hidden, wide, logit_bytes=logit)
+        kept = (4 + 1) * tokens * hidden + tokens * rows
+        return kept + max(wide * gradients, logit * chunk * rows + wide * gathered + 2 * rows * hidden + tokens * hidden)
     chunk = chunk_rows(tokens, rows, hidden, wide)
-    narrow = (rows + chunk) * hidden if config.precision.output_layer_precision == "fp8" else 0
+    narrow = (rows + chunk) * hidden if config.precision.output_layer_precision == LOGITS else 0
     return 4 * gradients + max(wide * gradients, wide * (chunk * rows + gathered) + narrow)
 
 

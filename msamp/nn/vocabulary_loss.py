@@ -4,9 +4,9 @@ Gradients are computed in forward, chunk by chunk, while the logits are there: t
 so that backward only multiplies by the gradient of the sum. Between the two stand gradients in FP32: [T, h] and [V, h] instead of logits
 [T, V] and their FP32 copy. (For 8,192 tokens, a vocabulary of 50,304 and h = 2,048: 0.48 GB, and a chunk of 0.21, instead of 2.47.)
 
-The product that makes the logits may run in FP8, input and weight in E4M3 with a scale each, just in time: a third of the head's work.
-The gradients are those of these logits, by 16-bit products of the unrounded input and weight. Their operands have the widest
-range of the model: softmax minus one-hot spans from 2^-16 to 1 for a vocabulary of 50,000, more than E5M2 and one scale hold well.
+The head has three products, and `PRECISIONS` says which run in FP8. With "fp8" it is the one that makes the logits, a third of the work:
+input and weight in E4M3 with a scale each, just in time. The gradients are those of these logits, by 16-bit products of the unrounded
+input and weight. With "fp8-all" it is all three (`_AllInFP8`).
 """
 
 from collections.abc import Callable
@@ -17,17 +17,22 @@ from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.kernels.scaled_mm import native_bf16
-from msamp.nn.gemm import cast_operand, multiply
-from msamp.nn.scaling_state import Slot
-from msamp.numerics.formats import E4M3
-from msamp.numerics.recipe import Cast, Product
+from msamp.nn.gemm import Operand, cast_operand, multiply
+from msamp.nn.scaling_state import Slot, just_in_time_scale
+from msamp.numerics.formats import E4M3, E5M2
+from msamp.numerics.recipe import Cast, Gemms, Product
 from msamp.numerics.scaling import Current
 
 CHUNK_BYTES = 256 * 2**20  # of logits, at least: some 2,000 tokens of GPT-2's vocabulary
 FP16_FACTOR = 2.0**12  # of the logits' gradients, which are at most the loss mask: in FP16 those below 2^-24 would vanish
 ROWS = 128  # a chunk is a multiple of so many tokens: tiles of a GEMM
+CODES = 2  # bytes of a logit's gradient in E5M2, by rows and by columns
+
+# Which products run in FP8: none, that of the logits, all three.
+PRECISIONS = COMPUTE, LOGITS, ALL = ("bf16", "fp8", "fp8-all")
 
 _CAST = Cast(E4M3, Current())
+_GEMMS = Gemms.of(_CAST, _CAST, Cast(E5M2, Current()))
 _LOGITS = Product(_CAST, _CAST)  # the full sum: rounding errors of logits enter the loss as they are
 _UNSCALED = Slot(None, None, None)
 
@@ -43,7 +48,7 @@ def linear_cross_entropy(
     chunk_bytes: int | None = None,
     cross_entropy: CrossEntropy = ops.cross_entropy_,
     *,
-    fp8: bool = False,
+    precision: str = COMPUTE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross entropy of `hidden @ weight.T`, logits rounded once to the inputs' dtype, everything behind them in FP32.
 
@@ -56,27 +61,40 @@ def linear_cross_entropy(
             no gradient.
         cross_entropy: of a chunk. Where `weight` is a shard of the vocabulary, it exchanges the ranks' parts
             (`msamp.parallel.vocabulary`), and the gradient of `hidden` is this rank's summand.
-        fp8: the logits by an FP8 product, accumulated in full.
+        precision: one of `PRECISIONS`; FP8 products are accumulated in full. With "fp8-all" T V bytes are kept for backward: the
+            gradients of the logits.
 
     Returns:
         The sum of `weights * losses`, FP32 0-dim, with gradient to `hidden` and `weight`; and the losses [T] FP32 in nats, without.
 
     Raises:
-        ValueError: shapes or dtypes that do not go together.
+        ValueError: shapes or dtypes that do not go together, or an unknown precision.
     """
     _check(hidden, weight, labels, weights)
+    _check_precision(precision, hidden.dtype)
     to_hidden, to_weight = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
     if chunk_bytes is None and not to_weight:
         chunk_bytes = CHUNK_BYTES  # no gradient of the weight will take the place of the logits
-    rows = chunk_rows(hidden.shape[0], weight.shape[0], weight.shape[1], hidden.element_size(), chunk_bytes)
-    if to_hidden or to_weight:
+    trained = to_hidden or to_weight
+    itemsize = hidden.element_size() + (CODES if trained and precision == ALL else 0)
+    rows = chunk_rows(hidden.shape[0], weight.shape[0], weight.shape[1], hidden.element_size(), chunk_bytes, itemsize)
+    if trained and precision == ALL:
+        return _AllInFP8.apply(hidden, weight, labels, weights, rows, cross_entropy)  # type: ignore[no-any-return, no-untyped-call]
+    fp8 = precision != COMPUTE
+    if trained:
         return _LinearCrossEntropy.apply(hidden, weight, labels, weights, rows, cross_entropy, fp8)  # type: ignore[no-any-return, no-untyped-call]
     losses = _in_chunks(hidden, weight, labels, weights, rows, cross_entropy, fp8, None, None)
     return (weights * losses).sum(), losses
 
 
-def chunk_rows(tokens: int, vocabulary: int, features: int, itemsize: int, chunk_bytes: int | None = None) -> int:
+def chunk_rows(
+    tokens: int, vocabulary: int, features: int, itemsize: int, chunk_bytes: int | None = None, logit_bytes: int | None = None
+) -> int:
     """Tokens of a chunk: chunks of equal size, a multiple of 128 unless there is only one, about `chunk_bytes` of logits each.
+
+    Args:
+        itemsize: of the compute dtype.
+        logit_bytes: of a logit and of what is made of it, where that is more than `itemsize`.
 
     By default those of the weight's gradient in the compute dtype, which backward holds in their place, so that they cost no memory; only
     an FP8 product holds the weight in FP8 beside them, V h bytes. `CHUNK_BYTES` where that is less. A chunk then has about as many tokens
@@ -84,7 +102,7 @@ def chunk_rows(tokens: int, vocabulary: int, features: int, itemsize: int, chunk
     (H200), in GEMMs of few rows and in sums of the weight's gradient in FP32.
     """
     size = max(CHUNK_BYTES, vocabulary * features * itemsize) if chunk_bytes is None else chunk_bytes
-    chunks = -(-tokens * vocabulary * itemsize // size)
+    chunks = -(-tokens * vocabulary * (logit_bytes or itemsize) // size)
     return min(tokens, -(-tokens // (chunks * ROWS)) * ROWS)
 
 
@@ -117,6 +135,64 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = grad_loss_sum / ctx.factor
         grads = (None if g is None else _times(g, factor, ctx.dtype) for g in ctx.saved_tensors)
         return (*grads, None, None, None, None, None)
+
+
+class _AllInFP8(torch.autograd.Function):
+    """All three products in FP8: input and weight in E4M3, the gradient of the logits in E5M2.
+
+    That gradient, weight (softmax - onehot), is at most the loss mask, so that its scale is known before it is: that of the largest weight.
+    Below it E5M2 reaches 2^-31 of the largest, which a vocabulary of 100,000 does not leave, softmax of equal logits being 2^-17.
+    Forward keeps the gradient by columns, T V bytes, for the product that makes the weight's gradient: it runs in backward, over all
+    tokens at once, and its scale takes the gradient of the sum. So there is no gradient [V, h] in FP32 between the two.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+        rows: int,
+        cross_entropy: CrossEntropy,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        to_hidden, to_weight = ctx.needs_input_grad[:2]
+        x = cast_operand(hidden, _UNSCALED, _GEMMS.input, col=to_weight)
+        w = cast_operand(weight, _UNSCALED, _GEMMS.weight, col=to_hidden)
+        slot = Slot(just_in_time_scale(_GEMMS.grad_output, weights.abs().amax()), None, None)
+        grad_hidden = torch.empty_like(hidden, dtype=torch.float32) if to_hidden else None
+        columns = hidden.new_empty((weight.shape[0], hidden.shape[0]), dtype=E5M2.dtype) if to_weight else None
+        scale_inv = hidden.new_zeros((), dtype=torch.float32)
+        losses = []
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, start + rows)
+            logits = multiply(Operand.tensorwise(x.codes[part], x.scale_inv), w, None, hidden.dtype, _LOGITS).contiguous()  # was padded
+            losses.append(cross_entropy(logits, labels[part], weights[part]))
+            g = cast_operand(logits, slot, _GEMMS.grad_output, row=to_hidden, col=to_weight)
+            del logits  # before the next product allocates
+            scale_inv = torch.maximum(scale_inv, g.scale_inv)  # the same for each chunk, or NaN of one that is not finite
+            if grad_hidden is not None:
+                grad_hidden[part] = multiply(g, w.transposed(), None, torch.float32, _GEMMS.grad_input)
+            if columns is not None:
+                columns[:, part] = g.transposed().codes
+            del g
+        ctx.save_for_backward(grad_hidden, columns, scale_inv, x.payload_t, x.scale_inv)
+        ctx.dtype = hidden.dtype
+        told = torch.cat(losses)
+        ctx.mark_non_differentiable(told)
+        ctx.set_materialize_grads(False)
+        return (weights * told).sum(), told
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss_sum: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        grad_hidden, columns, scale_inv, x_t, x_scale_inv = ctx.saved_tensors
+        to_hidden = None if grad_hidden is None else _times(grad_hidden, grad_loss_sum, ctx.dtype)
+        to_weight = None
+        if columns is not None:
+            g, x = Operand.tensorwise(columns, scale_inv * grad_loss_sum), Operand.tensorwise(x_t, x_scale_inv)
+            to_weight = multiply(g, x, None, ctx.dtype, _GEMMS.grad_weight)
+        return to_hidden, to_weight, None, None, None, None
 
 
 def _times(g: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -185,3 +261,10 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, wei
     for name, x, dtype in (("labels", labels, torch.int64), ("weights", weights, torch.float32)):
         if x.shape != hidden.shape[:1] or x.dtype != dtype:
             raise ValueError(f"{name} is {list(x.shape)} {x.dtype}; it must be [{hidden.shape[0]}] {dtype}, one a row of hidden")
+
+
+def _check_precision(precision: str, dtype: torch.dtype) -> None:
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; choose one of {', '.join(PRECISIONS)}")
+    if precision == ALL and dtype == torch.float16:  # its products saturate, and an overflow would pass for a gradient
+        raise ValueError(f"precision {ALL} goes with torch.bfloat16 and torch.float32, and hidden is torch.float16: choose {LOGITS}")

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from msamp.comm.collectives import Peers
 from msamp.kernels import ops
-from msamp.nn.vocabulary_loss import linear_cross_entropy
+from msamp.nn.vocabulary_loss import COMPUTE, linear_cross_entropy
 from msamp.parallel.sequence_parallel import KIND, start_gather, start_sum
 
 WHAT = "LM head "
@@ -32,7 +32,7 @@ def vocabulary_parallel_cross_entropy(
     *,
     sequence_parallel: bool,
     chunk_bytes: int | None = None,
-    fp8: bool = False,
+    precision: str = COMPUTE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`linear_cross_entropy` with rank r's `weight` being rows r V to (r + 1) V - 1 of the head.
 
@@ -45,7 +45,7 @@ def vocabulary_parallel_cross_entropy(
         peers: the tensor-parallel ranks.
         sequence_parallel: whether the tokens are spread over the ranks.
         chunk_bytes: about so many bytes of logits are held at a time; None: as `linear_cross_entropy` has it.
-        fp8: the logits by an FP8 product; each rank's shard of the weight has a scale of its own.
+        precision: as `linear_cross_entropy` has it; each rank's shard of the weight has a scale of its own.
 
     Returns:
         The sum of `weights * losses`, FP32 0-dim, with gradient to `hidden` and `weight`; and the losses, FP32 in nats, without. Both
@@ -62,7 +62,7 @@ def vocabulary_parallel_cross_entropy(
         return ops.cross_entropy_of_parts_(logits, labels, weights, parts.view(peers.ranks, *own.shape), first)
 
     whole = _OfAllRanks.apply(hidden, peers, sequence_parallel)  # type: ignore[no-untyped-call]
-    return linear_cross_entropy(whole, weight, labels, weights, chunk_bytes, cross_entropy, fp8=fp8)
+    return linear_cross_entropy(whole, weight, labels, weights, chunk_bytes, cross_entropy, precision=precision)
 
 
 class _OfAllRanks(torch.autograd.Function):

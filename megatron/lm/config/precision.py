@@ -16,7 +16,6 @@ COAT_FORMATS = ("coat-e4m3", "coat-e5m2")
 GRAD_ACCUM_DTYPES = ("fp8", "fp8-sr", "bf16", "fp32")
 GRAD_ACCUM_PLACES = ("rank", "owner")
 ACTIVATIONS_SAVED = ("compute", "coat")
-OUTPUT_LAYER_PRECISIONS = ("bf16", "fp8")
 ATTENTION_PRECISIONS = ("bf16", "fp8")
 OPTIMIZER_STATES = {"coat": "coat-e4m3"}  # name -> format of both moments
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -35,6 +34,13 @@ def gemm_names() -> tuple[str, ...]:
     from msamp.numerics.recipe import GEMMS
 
     return tuple(GEMMS)
+
+
+def output_layer_precisions() -> tuple[str, ...]:
+    """What `--output-layer-precision` takes."""
+    from msamp.nn.vocabulary_loss import PRECISIONS
+
+    return PRECISIONS
 
 
 def amax_algorithms() -> tuple[str, ...]:
@@ -116,10 +122,10 @@ class PrecisionConfig(RecipeConfig):
         choices=LINEARS,
     )
     output_layer_precision: str = setting(
-        "the product of the LM head that makes the logits of the training loss: in the compute dtype, or at O1 to O3 and with coat in FP8 "
-        "with scales just in time; its gradients, and logits that are handed out, stay in the compute dtype",
+        "the LM head's products for the training loss: in the compute dtype, or at O1 to O3 and with coat in FP8 with scales just in time, "
+        "with fp8 the one that makes the logits, with fp8-all its two gradients too; logits that are handed out stay in the compute dtype",
         "bf16",
-        choices=OUTPUT_LAYER_PRECISIONS,
+        choices=output_layer_precisions,
     )
     attention_precision: str = setting(
         "the core of the attention: in the compute dtype, or at O1 to O3 and with coat in FP8 with delayed scales, by cuDNN's kernels on "

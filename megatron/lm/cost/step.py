@@ -15,6 +15,7 @@ from megatron.lm.cost import wire
 from megatron.lm.cost.cluster import Cluster
 from megatron.lm.cost.rates import Rates
 from megatron.lm.plan import Rank, layer_activations, linear_shapes, stage_parameters, vocabulary
+from msamp.nn.vocabulary_loss import ALL
 
 BACKWARD = 2 / 3  # of the time of forward and backward
 
@@ -205,7 +206,11 @@ def _weights(config: Config, cluster: Cluster, rates: Rates, stage: int) -> floa
 def _head(config: Config, rates: Rates) -> dict[str, float]:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     tokens, rows = model.seq_length * config.training.micro_batch_size, vocabulary(config) / tp
-    gemm = 6 * tokens * rows * model.hidden_size / rates("bf16 gemm", model.hidden_size)
+    # One product of three in FP8 has no rate of its own: it saves little more than its casts take.
+    whole = config.precision.output_layer_precision == ALL
+    gemm = 6 * tokens * rows * model.hidden_size / rates("fp8 gemm" if whole else "bf16 gemm", model.hidden_size)
+    if whole:
+        gemm += rows * model.hidden_size * (rates("cast") + rates("just in time")) + tokens * rows * (rates("cast") + 2 / rates("copy"))
     return {"LM head": gemm, "loss": tokens * rows * rates("loss" if tp == 1 else "loss, tp")}
 
 

@@ -26,7 +26,7 @@ from megatron.lm.process_groups import device, virtual_pipeline_size
 from megatron.lm.recipe import saved_activations
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
-from msamp.nn.vocabulary_loss import linear_cross_entropy
+from msamp.nn.vocabulary_loss import COMPUTE, linear_cross_entropy
 from msamp.parallel.vocabulary import vocabulary_parallel_cross_entropy
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class GPT(GPTModel):
 
     Args:
         output_linear: class of the output layer (LM head), constructed as megatron-core's `ColumnParallelLinear`.
-        fp8_logits: whether the logits of a masked loss come from an FP8 product; those that are handed out never do.
+        head_precision: of the head's products for a masked loss (`vocabulary_loss.PRECISIONS`); logits that are handed out are never FP8's.
         The others are GPTModel's.
     """
 
@@ -53,11 +53,11 @@ class GPT(GPTModel):
         self,
         *args: Any,
         output_linear: type[ColumnParallelLinear] = ColumnParallelLinear,
-        fp8_logits: bool = False,
+        head_precision: str = COMPUTE,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.fp8_logits = fp8_logits
+        self.head_precision = head_precision
         self._angles: dict[int, Tensor] = {}
         if self.pre_process and hasattr(self.embedding, "position_embeddings"):
             # The one layer that megatron-core makes in FP32 whatever params_dtype says, and on the CPU.
@@ -116,10 +116,10 @@ class GPT(GPTModel):
         rows = (labels.t().reshape(-1), loss_mask.t().reshape(-1))
         tokens, group = hidden_states.flatten(0, 1), self.pg_collection.tp
         if group.size() == 1:
-            return linear_cross_entropy(tokens, weight, *rows, fp8=self.fp8_logits)[0]
+            return linear_cross_entropy(tokens, weight, *rows, precision=self.head_precision)[0]
         peers = head.peers if isinstance(head, HeadGemm) and head.peers is not None else Peers(group, WireBytes())
         return vocabulary_parallel_cross_entropy(
-            tokens, weight, *rows, peers, sequence_parallel=self.config.sequence_parallel, fp8=self.fp8_logits
+            tokens, weight, *rows, peers, sequence_parallel=self.config.sequence_parallel, precision=self.head_precision
         )[0]
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def assemble(
         rotary_base=model.rotary_base,
         vp_stage=vp_stage,
         output_linear=linears["output_layer"],
-        fp8_logits=config.precision.output_layer_precision == "fp8",
+        head_precision=config.precision.output_layer_precision,
     )
     draw_weights(gpt, config)
     return gpt

@@ -1,4 +1,4 @@
-"""--output-layer-precision fp8 in whole runs: the loss it costs, on one process and under tensor parallelism, and a resumed run."""
+"""--output-layer-precision fp8 and fp8-all in whole runs: the loss they cost, on one process and under tensor parallelism, and resumed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +10,7 @@ import tiny
 
 from megatron.lm.config import Config
 
+NARROW = ("fp8", "fp8-all")
 LOSS = 0.05  # most by which a training loss of about 2 to 4 may differ over 30 steps
 
 
@@ -21,11 +22,12 @@ def difference(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-def test_a_tiny_gpt_trains_to_the_same_loss_and_resumes_bit_for_bit(tmp_path: Path):
-    narrow, wide = (tiny.losses(tiny.run(settings(tmp_path, train_iters=30, output_layer_precision=way))) for way in ("fp8", "bf16"))
+@pytest.mark.parametrize("way", NARROW)
+def test_a_tiny_gpt_trains_to_the_same_loss_and_resumes_bit_for_bit(tmp_path: Path, way: str):
+    narrow, wide = (tiny.losses(tiny.run(settings(tmp_path, train_iters=30, output_layer_precision=one))) for one in (way, "bf16"))
     assert narrow[-1] < narrow[0] - 0.3
     assert 0 < difference(narrow, wide) < LOSS
-    run = settings(tmp_path, train_iters=30, output_layer_precision="fp8", save=str(tmp_path / "saved"), exit_interval=3)
+    run = settings(tmp_path, train_iters=30, output_layer_precision=way, save=str(tmp_path / "saved"), exit_interval=3)
     first = tiny.losses(tiny.run(run))
     resumed = replace(
         run, training=replace(run.training, exit_interval=6), checkpoint=replace(run.checkpoint, load=str(tmp_path / "saved"))
@@ -34,9 +36,10 @@ def test_a_tiny_gpt_trains_to_the_same_loss_and_resumes_bit_for_bit(tmp_path: Pa
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("way", NARROW)
 @pytest.mark.parametrize("spread", [False, True], ids=["TP", "TP and SP"])
-def test_under_tensor_parallelism(tmp_path: Path, spread: bool):
-    alone = tiny.losses(tiny.run(settings(tmp_path, "O3", train_iters=10, output_layer_precision="fp8")))
+def test_under_tensor_parallelism(tmp_path: Path, spread: bool, way: str):
+    alone = tiny.losses(tiny.run(settings(tmp_path, "O3", train_iters=10, output_layer_precision=way)))
     grid = {"tensor_model_parallel_size": 2, "sequence_parallel": spread}
-    split = tiny.losses(dist.run(tiny.run, 2, settings(tmp_path, "O3", train_iters=10, output_layer_precision="fp8", **grid))[0])
+    split = tiny.losses(dist.run(tiny.run, 2, settings(tmp_path, "O3", train_iters=10, output_layer_precision=way, **grid))[0])
     assert difference(alone, split) < LOSS

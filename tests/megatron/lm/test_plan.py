@@ -267,6 +267,15 @@ def test_fp8_logits_hold_weight_and_input_of_the_head_in_fp8():
     assert stage_activations(narrow, 0, 1) - stage_activations(wide, 0, 1) == (50304 + 2048) * 768  # chunks of a fourth of the tokens
 
 
+def test_a_head_all_in_fp8_keeps_the_gradients_of_its_logits_and_none_of_its_weight():
+    wide, narrow = (flags(f"--preset 1.3b --opt-level O3 {more}") for more in ("", "--output-layer-precision fp8-all"))
+    logits, weight, stream = 8192 * 50304, 50304 * 2048, 8192 * 2048
+    kept = logits + 5 * stream  # in E5M2; the gradient of the input in FP32, and the input in E4M3
+    chunk = 4 * 1280 * 50304 + 2 * weight + stream  # logits, their gradient twice; weight twice and input once in E4M3
+    assert chunk > 2 * (weight + stream)
+    assert stage_activations(narrow, 0, 1) - stage_activations(wide, 0, 1) == kept + chunk - HEAD
+
+
 def test_sequence_parallelism_gathers_what_the_head_multiplies():
     config = flags("--preset 125m --opt-level O3 --tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 4")
     stream, chunk = 8192 * 768, 4096 * 25216  # of this rank: a half of the stream; half of the tokens in a chunk

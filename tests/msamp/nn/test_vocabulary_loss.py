@@ -11,7 +11,7 @@ from torch.nn import functional
 from msamp.kernels.scaled_mm import fp8_hardware
 from msamp.nn import vocabulary_loss
 from msamp.nn.vocabulary_loss import chunk_rows, linear_cross_entropy
-from msamp.numerics.formats import E4M3
+from msamp.numerics.formats import E4M3, E5M2, Format
 from msamp.numerics.quantize import quantize
 
 TOKENS, VOCABULARY, HIDDEN = 300, 60, 16
@@ -78,7 +78,7 @@ def test_fp8_logits_are_those_of_the_rounded_operands_and_the_gradients_follow_t
     """Scales are powers of two of each tensor's amax; gradients are 16-bit products of the unrounded operands."""
     hidden, weight, labels, weights = case(dtype, device)
     hidden = make(kind, (TOKENS, HIDDEN), device=device).to(dtype).requires_grad_()
-    total, losses = linear_cross_entropy(hidden, weight, labels, weights, fp8=True)
+    total, losses = linear_cross_entropy(hidden, weight, labels, weights, precision="fp8")
     total.backward()
     rounded = []
     for x in (hidden, weight):
@@ -100,17 +100,128 @@ def test_fp8_logits_are_those_of_the_rounded_operands_and_the_gradients_follow_t
     assert not plain.equal(losses)
 
 
-def test_fp8_logits_of_what_is_not_finite_show(device: torch.device):
+def rounded(x: Tensor, fmt: Format, largest: float | None = None) -> Tensor:
+    """FP64: `x` rounded into `fmt` with the power of two below its largest value, or that of `largest`."""
+    amax = x.detach().abs().amax().double() if largest is None else torch.tensor(largest, dtype=torch.float64)
+    scale = 2.0 ** torch.floor(torch.log2(fmt.max / amax))
+    return quantize(x.detach().float(), scale.float().to(x.device), fmt).double() / scale.to(x.device)
+
+
+@pytest.mark.parametrize("largest", [1.0, 12.0, 2.0**-9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_gradients_are_products_of_the_rounded_operands(kind: str, largest: float, device: torch.device):
+    """Gradients of logits have the scale of the largest weight, whatever they are."""
+    hidden, weight, labels, weights = case(torch.float32, device)
+    hidden, weights = make(kind, (TOKENS, HIDDEN), device=device).requires_grad_(), largest * weights
+    total, _ = linear_cross_entropy(hidden, weight, labels, weights, chunk_bytes(256, torch.float32), precision="fp8-all")
+    (total / 3).backward()
+    narrow = [rounded(x, E4M3) for x in (hidden, weight)]
+    logits = (narrow[0] @ narrow[1].t()).requires_grad_()
+    (functional.cross_entropy(logits, labels, reduction="none") * weights).sum().backward()
+    g = rounded(logits.grad, E5M2, largest)
+    summed = 0.02 if fp8_hardware(device) else 2e-3  # an ulp of FP32 in the logits moves a few codes
+    near(hidden.grad, g @ narrow[1] / 3, summed)
+    near(weight.grad, g.t() @ narrow[0] / 3, summed)
+
+
+# Least SQNR in dB of the gradients of hidden and of weight, from FP64's; the logits' own rounding is the most of it where there are
+# outliers. No element of any vanishes or saturates.
+LEAST_SQNR = {"normal": (20.0, 20.0), "channel-outlier": (10.0, 10.0), "log-normal": (10.0, 10.0)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_how_far_fp8_gradients_are_off(kind: str, device: torch.device):
+    """Beside those of 16-bit products of the same logits."""
+    _, weight, labels, weights = case(torch.bfloat16, device, "all")
+    weight = (0.2 * weight.detach()).requires_grad_()
+    hidden = make(kind, (TOKENS, HIDDEN), device=device).bfloat16().requires_grad_()
+    theirs = in_fp64(hidden, weight, labels, weights)
+    exact(*theirs)[0].backward()
+    found = {}
+    for precision in ("fp8", "fp8-all"):
+        total, _ = linear_cross_entropy(hidden, weight, labels, weights, precision=precision)
+        grads = torch.autograd.grad(total, (hidden, weight))
+        found[precision] = [measure(want.grad, got) for got, want in zip(grads, theirs[:2], strict=True) if want.grad is not None]
+    for logits, everything, least in zip(*found.values(), LEAST_SQNR[kind], strict=True):
+        assert everything.sqnr_db >= least
+        assert everything.sqnr_db < logits.sqnr_db + 1
+        assert everything.underflow <= 1e-3
+
+
+def test_with_all_products_in_fp8_chunks_change_no_bit_of_the_weights_gradient(device: torch.device):
+    """Its product runs over all tokens at once; and the losses are those of FP8 logits."""
     hidden, weight, labels, weights = case(torch.bfloat16, device)
-    with torch.no_grad():
-        hidden[3, 5] = torch.inf
-    assert linear_cross_entropy(hidden, weight, labels, weights, fp8=True)[0].isnan()
+    found = []
+    for rows in (128, 256, 384):
+        total, losses = linear_cross_entropy(hidden, weight, labels, weights, rows * VOCABULARY * 4, precision="fp8-all")
+        found.append((losses, *torch.autograd.grad(total, (hidden, weight), retain_graph=True)))
+        for again, first in zip(torch.autograd.grad(total, (hidden, weight)), found[-1][1:], strict=True):
+            assert again.equal(first)
+    for other in found[1:]:
+        for mine, first in zip(other, found[0], strict=True):
+            assert fp8_hardware(device) or mine.equal(first)
+    fp8 = linear_cross_entropy(hidden, weight, labels, weights, precision="fp8")[1]
+    quiet = linear_cross_entropy(hidden.detach(), weight.detach(), labels, weights, precision="fp8-all")[1]
+    assert fp8.equal(quiet)
+    torch.testing.assert_close(found[0][0], fp8, rtol=0, atol=2**-6)
 
 
-def test_fp8_logits_of_odd_sizes(device: torch.device):
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)])
+def test_with_all_products_in_fp8_only_the_gradients_that_are_wanted(wanted: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch):
+    products: list[Any] = []
+    real = vocabulary_loss.multiply
+    monkeypatch.setattr(vocabulary_loss, "multiply", lambda *a: (products.append(a), real(*a))[1])
+    both, one = case(torch.bfloat16), case(torch.bfloat16)
+    for x, needed in zip(one, wanted, strict=False):
+        x.requires_grad_(needed)
+    for inputs, count in ((both, 3), (one, 2)):
+        products.clear()
+        linear_cross_entropy(*inputs, precision="fp8-all")[0].backward()
+        assert len(products) == count
+    for x, same, needed in zip(one, both, wanted, strict=False):
+        assert x.grad.equal(same.grad) if needed else x.grad is None
+
+
+def test_with_all_products_in_fp8_a_mask_of_zeros_gives_zeros(device: torch.device):
+    inputs = case(torch.bfloat16, device, "none")
+    total, _ = linear_cross_entropy(*inputs, precision="fp8-all")
+    assert total == 0
+    assert not any(grad.any() for grad in torch.autograd.grad(total, inputs[:2]))
+
+
+def test_fp8_of_what_is_not_finite_shows(device: torch.device):
+    for precision in ("fp8", "fp8-all"):
+        for spoiled in (0, 1, 3):
+            inputs = case(torch.bfloat16, device)
+            with torch.no_grad():
+                inputs[spoiled].view(-1)[5] = torch.inf
+            total, _ = linear_cross_entropy(*inputs, precision=precision)
+            assert not total.isfinite()
+            total.backward()
+            assert not any(x.grad.isfinite().all() for x in inputs[:2] if x.grad is not None), (precision, spoiled)
+    hidden, weight, labels, weights = case(torch.bfloat16, device)
+    labels[7] = -1
+    total, losses = linear_cross_entropy(hidden, weight, labels, weights, chunk_bytes(128, torch.bfloat16), precision="fp8-all")
+    total.backward()
+    assert losses.isnan().nonzero().tolist() == [[7]]
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert hidden.grad[7].isnan().all()
+    assert weight.grad.isnan().all()
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8-all"])
+def test_fp8_of_odd_sizes(precision: str, device: torch.device):
     """The product pads; what is handed on is row-major."""
     hidden, weight, labels, weights = case(torch.bfloat16, device)
-    odd = linear_cross_entropy(hidden, weight[:59], labels.clamp(max=58), weights, fp8=True)[1]
+    total, odd = linear_cross_entropy(hidden, weight[:59], labels.clamp(max=58), weights, precision=precision)
+    total.backward()
+    assert weight.grad is not None
+    assert not weight.grad[59:].any()
+    theirs = in_fp64(hidden, weight[:59], labels.clamp(max=58), weights)
+    exact(*theirs)[0].backward()
+    near(hidden.grad, theirs[0].grad, 0.3)
+    near(weight.grad[:59], theirs[1].grad, 0.3)
     exact_losses = exact(hidden.float(), weight[:59].float(), labels.clamp(max=58), weights)[1]
     torch.testing.assert_close(odd, exact_losses, rtol=0.2, atol=0.5)
 
@@ -218,6 +329,7 @@ def test_chunks_of_tokens():
     assert chunk_rows(8192, 128256, 4096, 2) == 4096  # as large as the weight, whose gradient takes their place
     assert chunk_rows(100, 60, 16, 4) == 100
     assert chunk_rows(300, 60, 16, 4, 1) == 128
+    assert chunk_rows(8192, 128256, 4096, 2, logit_bytes=4) == 2048  # a half, with the gradients of the logits in FP8 beside them
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -233,6 +345,18 @@ def test_chunks_grow_with_the_weight_only_where_its_gradient_takes_their_place(m
 
     linear_cross_entropy(hidden, weight, labels, torch.ones(300), cross_entropy=counted)
     assert rows == ([256, 44] if trained else [128, 128, 44])
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "message"),
+    [
+        ("fp16", torch.bfloat16, "precision is 'fp16'; choose one of bf16, fp8, fp8-all"),
+        ("fp8-all", torch.float16, "precision fp8-all goes with torch.bfloat16 and torch.float32, and hidden is torch.float16: choose fp8"),
+    ],
+)
+def test_a_precision_that_the_head_has_not_is_refused(precision: str, dtype: torch.dtype, message: str):
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(*case(dtype), precision=precision)
 
 
 BAD = {
@@ -273,3 +397,23 @@ def test_memory_at_the_size_of_gpt_1_3b():
     assert peak < 0.4 * 6 * tokens * vocabulary, "of logits in BF16 and FP32"
     want = (functional.cross_entropy((hidden[:512] @ weight.t()).float(), labels[:512], reduction="none") * weights[:512]).sum()
     assert linear_cross_entropy(hidden[:512], weight, labels[:512], weights[:512])[0].item() == pytest.approx(want.item(), rel=1e-5)
+
+
+@pytest.mark.gpu
+def test_memory_with_all_products_in_fp8_at_the_size_of_llama():
+    """As `megatron.lm.plan` has it."""
+    tokens, vocabulary, size = 8192, 128256, 4096
+    hidden = torch.randn(tokens, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (0.02 * torch.randn(vocabulary, size, device="cuda")).bfloat16().requires_grad_()
+    labels, weights = torch.randint(0, vocabulary, (tokens,), device="cuda"), torch.ones(tokens, device="cuda")
+    for _ in range(2):
+        hidden.grad = weight.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        total, _ = linear_cross_entropy(hidden, weight, labels, weights, precision="fp8-all")
+        forward = torch.cuda.max_memory_allocated() - before
+        (total / tokens).backward()
+        peak = torch.cuda.max_memory_allocated() - before
+    kept = 5 * tokens * size + tokens * vocabulary
+    assert forward <= kept + 4 * 2048 * vocabulary + (2 * vocabulary + tokens) * size + 16 * 2**20
+    assert peak <= max(forward, kept + 2 * (tokens + vocabulary) * size) + 16 * 2**20

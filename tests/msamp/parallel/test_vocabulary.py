@@ -27,7 +27,7 @@ def case(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return make("normal", (TOKENS, HIDDEN)).to(dtype), (0.5 * make("normal", (VOCABULARY, HIDDEN), seed=2)).to(dtype), labels, weights
 
 
-def run(dtype: torch.dtype, sequence_parallel: bool, label: int | None = None) -> dict[str, Any]:
+def run(dtype: torch.dtype, sequence_parallel: bool, label: int | None = None, precision: str = "bf16") -> dict[str, Any]:
     """This rank's results of forward and of a backward from 1/64, and what it sent."""
     hidden, weight, labels, weights = case(dtype)
     if label is not None:
@@ -38,7 +38,7 @@ def run(dtype: torch.dtype, sequence_parallel: bool, label: int | None = None) -
     shard = weight.chunk(peers.ranks)[peers.rank].clone().requires_grad_()
     own = (hidden.chunk(peers.ranks)[peers.rank] if sequence_parallel else hidden).clone().requires_grad_()
     total, losses = vocabulary_parallel_cross_entropy(
-        own, shard, labels, weights, peers, sequence_parallel=sequence_parallel, chunk_bytes=CHUNKED
+        own, shard, labels, weights, peers, sequence_parallel=sequence_parallel, chunk_bytes=CHUNKED, precision=precision
     )
     with torch.no_grad():
         quiet = vocabulary_parallel_cross_entropy(own, shard, labels, weights, peers, sequence_parallel=sequence_parallel)
@@ -61,7 +61,8 @@ def every_case() -> dict[str, Any]:
     assert group.WORLD is not None
     peers = Peers(group.WORLD, WireBytes())
     shard = weight.chunk(peers.ranks)[peers.rank]
-    found["fp8"] = vocabulary_parallel_cross_entropy(hidden, shard, labels, weights, peers, sequence_parallel=False, fp8=True)[1]
+    found["fp8"] = vocabulary_parallel_cross_entropy(hidden, shard, labels, weights, peers, sequence_parallel=False, precision="fp8")[1]
+    found["fp8-all"] = run(torch.bfloat16, True, precision="fp8-all")
     return found | {f"label {label}": run(torch.float32, True, label) for label in (-1, VOCABULARY, 2**40)}
 
 
@@ -104,10 +105,27 @@ def test_a_label_outside_the_vocabulary_is_nan_on_every_rank(ranks: list[dict[st
 
 def test_fp8_logits_have_a_scale_for_each_shard_of_the_weight(ranks: list[dict[str, Any]]):
     hidden, weight, labels, weights = case(torch.bfloat16)
-    losses = linear_cross_entropy(hidden, weight, labels, weights, fp8=True)[1]
+    losses = linear_cross_entropy(hidden, weight, labels, weights, precision="fp8")[1]
     assert ranks[0]["fp8"].equal(ranks[1]["fp8"])
     torch.testing.assert_close(ranks[0]["fp8"], losses, rtol=2**-6, atol=2**-3)
     assert not ranks[0]["fp8"].equal(ranks[0][f"{torch.bfloat16} False"]["losses"])
+
+
+def test_fp8_gradients_equal_those_of_one_process_within_the_rounding_of_a_shard(ranks: list[dict[str, Any]]):
+    first, second = (rank["fp8-all"] for rank in ranks)
+    hidden, weight, labels, weights = case(torch.bfloat16)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    total, losses = linear_cross_entropy(hidden, weight, labels, weights, precision="fp8-all")
+    (total / 64).backward()
+    assert first["losses"].equal(second["losses"])
+    torch.testing.assert_close(first["losses"], losses, rtol=2**-6, atol=2**-3)
+    assert first["sent"] == ranks[0][f"{torch.bfloat16} True"]["sent"]
+    for name, want in (("hidden", hidden.grad), ("weight", weight.grad)):
+        mine = torch.cat([rank["fp8-all"][name] for rank in ranks])
+        assert want is not None
+        assert mine.dtype is torch.bfloat16
+        assert (mine.double() - want.double()).norm() <= 0.1 * want.double().norm()
 
 
 def test_bytes_are_counted(ranks: list[dict[str, Any]]):

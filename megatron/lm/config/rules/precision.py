@@ -68,8 +68,9 @@ def fp8_scaling(config: Config, world_size: int) -> Problems:
     if precision.contradiction is not None:
         return
     if not precision.named.fp8:
-        if precision.output_layer_precision == "fp8":
-            yield f"--output-layer-precision fp8 contradicts precision {precision.name}, which has no FP8: {WANTS_FP8}"
+        head = precision.output_layer_precision
+        if head != "bf16":
+            yield f"--output-layer-precision {head} contradicts precision {precision.name}, which has no FP8: {WANTS_FP8}"
         why = "which scales as Transformer Engine does" if isinstance(precision.named, PeerRecipe) else "which has no FP8"
         for name in ("fp8_recipe", *RULE_SETTINGS):
             value = getattr(precision, name)

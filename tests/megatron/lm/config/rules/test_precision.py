@@ -62,6 +62,11 @@ REFUSALS = {
         1,
         "--output-layer-precision fp8 contradicts precision bf16, which has no FP8: drop it, or use --opt-level O1, O2 or O3",
     ),
+    "head without FP8": (
+        "--output-layer-precision fp8-all",
+        1,
+        "--output-layer-precision fp8-all contradicts precision bf16, which has no FP8: drop it, or use --opt-level O1, O2 or O3",
+    ),
     "attention without FP8": (
         "--attention-precision fp8 --kv-channels 16",
         1,
