@@ -7,8 +7,9 @@ import torch
 
 from msamp.comm.partition import Piece
 from msamp.kernels import ops
+from msamp.kernels.reference.pack import TALLY
 from msamp.kernels.tables import Tables
-from msamp.numerics.formats import Format
+from msamp.numerics.formats import E4M3, Format
 
 
 @dataclass(eq=False)
@@ -50,6 +51,7 @@ class Bucket:
         own: this rank's slice of the flat buffer.
         spans: for each segment its parameter, its first element there, its number of elements, and its first element in the flat buffer.
         tables, sum_tables: of the launches over this bucket's gradients, and over the pieces of their sum.
+        tallies: of each segment of the flat buffer that `flatten` gave last, as `ops.pack` takes them; None where they were not taken.
         gradients: this rank's own, by place in `params`; None where none has come.
         waiting: how many have not come.
         sent: whether the bucket has left in this step.
@@ -78,7 +80,11 @@ class Bucket:
             (segment.index, segment.row * (segment.elements // max(1, segment.rows)), segment.elements, segment.start)
             for segment in self.segments
         ]
-        self.tables, self.sum_tables = Tables(self.params[0].device), Tables(self.params[0].device)
+        device = self.params[0].device
+        self.tables, self.sum_tables = Tables(device), Tables(device)
+        # The factors of the last step: always in the same memory, since CUDA graphs read and write them.
+        self._guess = torch.ones(len(self.params), device=device)
+        self._run_params = torch.tensor([segment.index for segment in self.segments], device=device)
         self.clear()
 
     def clear(self) -> None:
@@ -87,6 +93,8 @@ class Bucket:
         self.waiting = len(self.params)
         self.sent = False
         self.absent: set[int] = set()
+        self.tallies: torch.Tensor | None = None
+        self._guessed: _Guessed | None = None
         for segment in self.owned:
             segment.grad = None
 
@@ -98,6 +106,19 @@ class Bucket:
         start = segment.start - self.own.start
         return own[start : start + segment.elements]
 
+    def measure(self, gradients: Sequence[torch.Tensor], fmt: Format) -> torch.Tensor:
+        """FP32 [parameters]: the amax of each gradient, +inf where one is not finite. `gradients` and `fmt` are those of `flatten`.
+
+        While they are read they are packed with the factors of the last step, so that `flatten`, which is told the right ones, has only
+        those to pack that the guess was wrong for. What comes of both does not depend on the guess.
+        """
+        flat = torch.empty(sum(self.sizes), dtype=fmt.dtype, device=gradients[0].device)
+        amaxes = torch.zeros(len(gradients), device=flat.device)
+        tallies = torch.zeros(2, len(self.spans), TALLY, dtype=torch.int64, device=flat.device) if fmt == E4M3 else None
+        ops.pack(self.tables, gradients, self.spans, flat, self._guess, amaxes=amaxes, tallies=None if tallies is None else tallies[0])
+        self._guessed = _Guessed(tuple(gradients), fmt, flat, tallies)
+        return amaxes
+
     def flatten(self, gradients: Sequence[torch.Tensor], fmt: Format, factor: torch.Tensor | None = None) -> torch.Tensor:
         """Fills the flat buffer: `cast(g * factor)` of each parameter's gradient, in the parameter's place.
 
@@ -106,8 +127,18 @@ class Bucket:
             fmt: of the buffer.
             factor: FP32 [parameters]; None casts without one.
         """
-        flat = torch.empty(sum(self.sizes), dtype=fmt.dtype, device=gradients[0].device)
-        ops.pack(self.tables, gradients, self.spans, flat, factor)
+        guessed, self._guessed, self.tallies = self._guessed, None, None
+        if guessed is None or factor is None or not guessed.of(gradients, fmt):
+            flat = torch.empty(sum(self.sizes), dtype=fmt.dtype, device=gradients[0].device)
+            ops.pack(self.tables, gradients, self.spans, flat, factor)
+            return flat
+        flat, tallies = guessed.flat, guessed.tallies
+        again = None if tallies is None else tallies[1]
+        ops.pack(self.tables, gradients, self.spans, flat, factor, tallies=again, unless=self._guess)
+        if tallies is not None:
+            right = (factor == self._guess)[self._run_params]
+            self.tallies = torch.where(right.unsqueeze(1), tallies[0], tallies[1])
+        self._guess.copy_(factor)
         return flat
 
     def unflatten(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -121,6 +152,20 @@ class Bucket:
             whole = ordered[0] if len(ordered) == 1 else torch.cat([as_bytes(piece) for piece in ordered]).view(flat.dtype)
             payloads.append(whole.view(p.shape))
         return payloads
+
+
+@dataclass(frozen=True)
+class _Guessed:
+    """What `Bucket.measure` has packed: of which gradients, in which format, and its tallies with those that packing again leaves."""
+
+    gradients: tuple[torch.Tensor, ...]
+    format: Format
+    flat: torch.Tensor
+    tallies: torch.Tensor | None
+
+    def of(self, gradients: Sequence[torch.Tensor], fmt: Format) -> bool:
+        same = len(gradients) == len(self.gradients) and all(a is b for a, b in zip(gradients, self.gradients, strict=True))
+        return same and fmt == self.format
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:

@@ -80,8 +80,7 @@ def propose_scales(
     present = [g for g in gradients if g is not None]
     if present and (fmt.scaled or plain):
         amaxes = ops.grad_stats(tables or Tables(device), [g.contiguous() for g in present], squares=False)[0][0]
-        scales = ops.scale_from_amax(amaxes, fmt.max, None, _UNBOUNDED) if fmt.scaled else torch.ones_like(amaxes)
-        scales = torch.where(amaxes < float("inf"), scales, NOT_FINITE)
+        scales = proposals_of(amaxes, fmt)
     else:
         scales = torch.ones(len(present), device=device)
     if len(present) == len(gradients):
@@ -89,6 +88,12 @@ def propose_scales(
     proposals = torch.full((len(gradients),), ABSENT, device=device)
     proposals[[i for i, g in enumerate(gradients) if g is not None]] = scales
     return proposals
+
+
+def proposals_of(amaxes: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """`propose_scales` of gradients with these amaxes, FP32 [n], +inf for one that is not finite."""
+    scales = ops.scale_from_amax(amaxes, fmt.max, None, _UNBOUNDED) if fmt.scaled else torch.ones_like(amaxes)
+    return torch.where(amaxes < float("inf"), scales, NOT_FINITE)
 
 
 def scales_of(proposals: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.exchange import Exchange, PlainWire, Reduced, Wire, by_name
 from msamp.comm.grad_marks import GradMarks
-from msamp.comm.grad_scaling import ABSENT, GRAD_SCALINGS, MU_RULES, AutoScale, GradScaling, propose_scales, scales_of
+from msamp.comm.grad_scaling import ABSENT, GRAD_SCALINGS, MU_RULES, AutoScale, GradScaling, proposals_of, propose_scales, scales_of
 from msamp.comm.owner_sums import OwnerSums, SummingWire
 from msamp.comm.partition import BucketPlan
 from msamp.comm.statistics import SATURATED, SUM_SATURATED, Statistics
@@ -358,7 +358,11 @@ class GradSync:
         device = bucket.params[0].device
         gradients = [None if g is None else (fp32_values(g) if isinstance(g, ScalingTensor) else g.contiguous()) for g in bucket.gradients]
         bucket.gradients = [None] * len(gradients)
-        proposals = propose_scales(gradients, wire.format, device, bucket.tables, plain=bucket.format.scaled or peers.ranks > 1)
+        here = [g for g in gradients if g is not None]
+        if wire.format.scaled and self.autoscale is None and len(here) == len(gradients):  # mu, which adapts, makes every guess wrong
+            proposals = proposals_of(bucket.measure(here, wire.format), wire.format)
+        else:
+            proposals = propose_scales(gradients, wire.format, device, bucket.tables, plain=bucket.format.scaled or peers.ranks > 1)
         summed = self._owner_sums is not None and bucket in self._owner_sums
         if peers.ranks > 1:  # after the exchange the rank of a gradient that is not finite is unknown
             told = self.own_proposals[self._first[bucket] : self._first[bucket] + len(proposals)]
@@ -374,7 +378,7 @@ class GradSync:
         if counting and self.statistics.recording:
             self.statistics.record_packed(self._first_scaled[bucket], gradients, bucket.unflatten(flat), factor)
         missing = [i for i, g in enumerate(gradients) if g is None]
-        del gradients, filled
+        del gradients, filled, here
         if partial or summed:
             assert self._owner_sums is not None
             assert isinstance(wire, SummingWire)
@@ -400,13 +404,20 @@ class GradSync:
                 self.statistics.record_reduced(self._first_scaled[bucket], bucket, reduced.own, reduced.scale_inv, before, factor)
         # Only a rank that lacks a gradient asks whether the others had one: a host sync that no usual step takes.
         bucket.absent = {i for i in missing if (peers.ranks == 1 and not summed) or proposals[i].item() == ABSENT}
-        self._place_averages(bucket, reduced, proposals)
+        # What is told of the packed gradients tells of their average where no other rank adds to them.
+        tallies = None if reduced.own is not flat or bucket.cut or bucket.tallies is None else bucket.tallies.unbind()
+        self._place_averages(bucket, reduced, proposals, tallies)
 
-    def _place_averages(self, bucket: Bucket, reduced: Reduced, proposals: Tensor) -> None:
+    def _place_averages(self, bucket: Bucket, reduced: Reduced, proposals: Tensor, tallies: Sequence[Tensor] | None) -> None:
         scale_inv = None if reduced.scale_inv is None else reduced.scale_inv.masked_fill(proposals < 0, float("nan"))
 
         def average(payload: Tensor, i: int) -> Tensor:
-            return payload if scale_inv is None else ScalingTensor(payload, scale_inv[i], bucket.params[i].dtype)
+            if scale_inv is None:
+                return payload
+            made = ScalingTensor(payload, scale_inv[i], bucket.params[i].dtype)
+            if tallies is not None:
+                made.tell(tallies[i])
+            return made
 
         if self.shard:
             for segment in bucket.owned:

@@ -16,7 +16,7 @@ from msamp.numerics.quantize import dequantize, quantize
 from msamp.numerics.scaling import inverse, scale_from_amax
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # by `type(x)`: neither a ScalingTensor nor another subclass
-_OWN = ("payload", "scale_inv", "_is_param")  # attributes that a ScalingTensor has of itself; any other is its user's
+_OWN = ("payload", "scale_inv", "_is_param", "_tally")  # attributes that a ScalingTensor has of itself; any other is its user's
 
 
 class ScalingTensor(torch.Tensor):
@@ -35,6 +35,7 @@ class ScalingTensor(torch.Tensor):
     payload: torch.Tensor
     scale_inv: torch.Tensor
     label: str = ""
+    _tally: tuple[torch.Tensor, torch.Tensor, int] | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # ops are met below autograd, in __torch_dispatch__
 
@@ -92,6 +93,22 @@ class ScalingTensor(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values as a plain tensor of `dtype` (the outer dtype by default), `payload * scale_inv` rounded once."""
         return dequantize(self.payload, self.scale_inv, dtype or self.dtype)
+
+    def tell(self, tally: torch.Tensor) -> None:
+        """Keep what a kernel has told of the payload, int64 [3] as `ops.pack` tells it, for as long as the payload stays as it is.
+
+        Neither a copy nor a saved tensor has it.
+        """
+        if not self.payload.is_inference():  # such a tensor does not tell when it changes
+            self._tally = (tally, self.payload, self.payload._version)
+
+    @property
+    def tally(self) -> torch.Tensor | None:
+        """What was told of the payload as it is now; None where nothing was."""
+        if self._tally is None:
+            return None
+        tally, payload, version = self._tally
+        return tally if payload is self.payload and payload._version == version else None
 
     def store_(self, value: torch.Tensor, scale: torch.Tensor | None = None) -> None:
         """Overwrite the values in place: `value` (FP32, same shape) quantised with `scale`, or just in time."""

@@ -43,9 +43,9 @@ def grad_stats(
         return stats, torch.zeros(0, 2, dtype=torch.int64, device=device)
     if factors is None:
         one = torch.ones((), dtype=torch.float64, device=device)
-        sums = [_square_sum(g.payload, one, PAYLOAD_UNITS) for g in gs]  # type: ignore[attr-defined]
+        sums = [square_sum(g.payload, one, PAYLOAD_UNITS) for g in gs]  # type: ignore[attr-defined]
     else:
-        sums = [_square_sum(g.detach(), factor, unit) for g, factor, unit in zip(gs, factors.unbind(), units, strict=True)]
+        sums = [square_sum(g.detach(), factor, unit) for g, factor, unit in zip(gs, factors.unbind(), units, strict=True)]
     return stats, carried(torch.stack(sums))
 
 
@@ -63,7 +63,8 @@ def carried(sums: torch.Tensor) -> torch.Tensor:
     return torch.stack([sums[:, 0] + (sums[:, 1] >> 30), sums[:, 1] & (2**30 - 1)], 1)
 
 
-def _square_sum(x: torch.Tensor, factor: torch.Tensor, units: float) -> torch.Tensor:
+def square_sum(x: torch.Tensor, factor: torch.Tensor, units: float) -> torch.Tensor:
+    """int64 [2]: the sum of (x * factor)^2 in 1 / `units`, as whole units and 2^-30 units, not `carried`; `factor` FP64 0-dim."""
     # Each square is taken in FP64 and rounded to whole units; the remainder is rounded to 2^-30 units.
     squares = (x.float().double() * factor).square_().mul_(units)
     whole = squares.round()

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from msamp.kernels.reference.grad_stats import carried
 from msamp.kernels.tables import Tables, numbered
-from msamp.kernels.triton.pack import _pointer, _span, _value
+from msamp.kernels.triton.pack import _bits, _e4m3_square, _in_payload_units, _pointer, _span, _told, _value
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.tensor import ScalingTensor
 
@@ -66,13 +66,9 @@ def _grad_stats_kernel(
             loaded = loaded + (tl.load(x + at, mask=at < left, other=0),)  # noqa: RUF005
         for i in tl.static_range(BLOCKS):
             v = _value(loaded[i], MANTISSA, HARDWARE)
-            # Bits of magnitudes are in the order of the magnitudes, and those of NaN above infinity.
-            largest = tl.maximum(largest, v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+            largest = tl.maximum(largest, _bits(v))
             if SQUARES and MANTISSA == 3:
-                # Every E4M3 value is a multiple of 2^-9: its square, of 2^-18, is a whole number that 36 bits hold.
-                # Added to 3 * 2^22 it stands in the lowest bits: a conversion takes four times as long.
-                k = ((v * 512.0 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int64)
-                whole_sum += k * k
+                whole_sum += _e4m3_square(v)
             elif SQUARES:
                 d = v.to(tl.float64) * factor
                 squares = d * d * units
@@ -82,7 +78,7 @@ def _grad_stats_kernel(
                 whole_sum += raised.to(tl.int64, bitcast=True) - 0x4338000000000000
                 rest = (squares - (raised - 6755399441055744.0)) * 1073741824.0 + 6755399441055744.0
                 rest_sum += rest.to(tl.int64, bitcast=True) - 0x4338000000000000
-    amax = tl.minimum(tl.max(largest, 0), 0x7F800000).to(tl.float32, bitcast=True)
+    amax = _told(largest)
     if SCALED:
         scale_inv = tl.load(_pointer(tl.load(row + ROW.value.scale_inv), 23, False))
         amax = amax * tl.abs(scale_inv)
@@ -93,8 +89,7 @@ def _grad_stats_kernel(
         whole_total = tl.sum(whole_sum, 0)
         rest_total = tl.sum(rest_sum, 0)
         if MANTISSA == 3:
-            rest_total = (whole_total & 0x1FFFFF) << 9
-            whole_total = whole_total >> 21
+            whole_total, rest_total = _in_payload_units(whole_total)
         tl.atomic_add(sums + 2 * index, whole_total, sem="relaxed")
         tl.atomic_add(sums + 2 * index + 1, rest_total, sem="relaxed")
 

@@ -16,6 +16,7 @@ from msamp.kernels.triton.cast import _fp8_code
 from msamp.numerics.formats import of_dtype
 
 BLOCK, CHUNK = 4096, 32768  # elements a program works on at a time, and in all
+MEASURED = 2048  # at a time where they are measured: sums of 64 bits take registers
 
 
 class Head(NamedTuple):
@@ -26,12 +27,13 @@ class Head(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A run of a tensor: its number of elements, addresses of its first element and of its place, and which tensor it is of."""
+    """A run of a tensor: its number of elements, addresses of its first element and of its place, which tensor it is of, and which run."""
 
     numel: int
     source: int
     target: int
     tensor: int
+    run: int
 
 
 COLUMNS = 1 + len(Row._fields)
@@ -106,40 +108,101 @@ def _span(table, owners, skipped, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, AL
     return row, first, left
 
 
+@triton.jit
+def _bits(v):
+    """Of magnitudes: they are in the order of the magnitudes, and those of NaN above infinity's."""
+    return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _e4m3_square(v):
+    """int64: the square of E4M3's value `v` in units of 2^-18. Every value is a multiple of 2^-9, and the square's 36 bits are exact.
+
+    Added to 3 * 2^22 the multiple stands in the lowest bits: a conversion takes four times as long.
+    """
+    k = ((v * 512.0 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int64)
+    return k * k
+
+
+@triton.jit
+def _in_payload_units(total):
+    """A sum of `_e4m3_square` as whole units of 2^3 and 2^-30 of one."""
+    return total >> 21, (total & 0x1FFFFF) << 9
+
+
+@triton.jit
+def _told(largest):
+    """FP32: the largest of `_bits`, infinity for NaN."""
+    return tl.minimum(tl.max(largest, 0), 0x7F800000).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["skipped"])
 def _pack_kernel(
-    table, owners, skipped, factors,
+    table, owners, skipped, factors, unless, amaxes, tallies,
     FROM: tl.constexpr, TO: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, first, left = _span(table, owners, skipped, COLUMNS, CHUNK, ALIGNED)
-    x = _pointer(tl.load(row + ROW.value.source), FROM, ALIGNED) + first
-    y = _pointer(tl.load(row + ROW.value.target), TO, ALIGNED) + first
+    tensor = tl.load(row + ROW.value.tensor)
     factor = 1.0
     if SCALED:
-        factor = tl.load(factors + tl.load(row + ROW.value.tensor))
+        factor = tl.load(factors + tensor)
+    if unless is not None:  # noqa: SIM102 - Triton evaluates both sides of an `and`
+        if tl.load(unless + tensor) == factor:
+            return
+    x = _pointer(tl.load(row + ROW.value.source), FROM, ALIGNED) + first
+    y = _pointer(tl.load(row + ROW.value.target), TO, ALIGNED) + first
+    largest = tl.zeros((BLOCK,), tl.int32)
+    largest_code = tl.zeros((BLOCK,), tl.int32)
+    squares = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, left, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        v = _value(tl.load(x + at, mask=at < left, other=0), FROM, HARDWARE) * factor
-        tl.store(y + at, _payload(v, TO, HARDWARE), mask=at < left)
+        v = _value(tl.load(x + at, mask=at < left, other=0), FROM, HARDWARE)
+        if amaxes is not None:
+            largest = tl.maximum(largest, _bits(v))
+        code = _payload(v * factor, TO, HARDWARE)
+        tl.store(y + at, code, mask=at < left)
+        if tallies is not None:
+            stored = _value(code, TO, HARDWARE)
+            largest_code = tl.maximum(largest_code, _bits(stored))
+            squares += _e4m3_square(stored)
+    if amaxes is not None:
+        tl.atomic_max(amaxes + tensor, _told(largest), sem="relaxed")
+    if tallies is not None:
+        tally = tallies + 3 * tl.load(row + ROW.value.run)
+        whole, rest = _in_payload_units(tl.sum(squares, 0))
+        tl.atomic_max(tally, _told(largest_code).to(tl.int32, bitcast=True).to(tl.int64), sem="relaxed")
+        tl.atomic_add(tally + 1, whole, sem="relaxed")
+        tl.atomic_add(tally + 2, rest, sem="relaxed")
 
 
-def pack(tables: Tables, xs: Sequence[torch.Tensor], spans: Sequence[Span], out: torch.Tensor, factors: torch.Tensor | None) -> None:
+def pack(
+    tables: Tables,
+    xs: Sequence[torch.Tensor],
+    spans: Sequence[Span],
+    out: torch.Tensor,
+    factors: torch.Tensor | None,
+    *,
+    amaxes: torch.Tensor | None = None,
+    tallies: torch.Tensor | None = None,
+    unless: torch.Tensor | None = None,
+) -> None:
     """See the reference twin."""
     base, size = out.data_ptr(), out.element_size()
     addresses, dtypes = [x.data_ptr() for x in xs], [x.dtype for x in xs]
+    block = BLOCK if tallies is None else MEASURED
     for dtype in set(dtypes):
         rows = [
-            Row(numel=elements, source=addresses[i] + first * dtype.itemsize, target=base + start * size, tensor=i)
-            for i, first, elements, start in spans
+            Row(numel=elements, source=addresses[i] + first * dtype.itemsize, target=base + start * size, tensor=i, run=run)
+            for run, (i, first, elements, start) in enumerate(spans)
             if dtypes[i] == dtype
         ]
         table, parts = tables.lay_out(("pack", dtype), rows, 2, CHUNK)
         skipped = 0
         for owners, aligned in parts:
             _pack_kernel[(owners.numel(),)](
-                table, owners, skipped, owners if factors is None else factors,
+                table, owners, skipped, owners if factors is None else factors, unless, amaxes, tallies,
                 FROM=of_dtype(dtype).mantissa_bits, TO=of_dtype(out.dtype).mantissa_bits, SCALED=factors is not None,
-                ALIGNED=aligned, HARDWARE=out.is_cuda, BLOCK=BLOCK, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=8,
+                ALIGNED=aligned, HARDWARE=out.is_cuda, BLOCK=block, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=8,
             )  # fmt: skip
             skipped += owners.numel()

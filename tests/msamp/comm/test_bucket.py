@@ -9,8 +9,10 @@ from numerics import bits, make
 
 from msamp.comm.bucket import Bucket, as_bytes
 from msamp.comm.partition import Piece, plan_buckets
+from msamp.kernels.reference.grad_stats import carried, grad_stats
 from msamp.numerics.formats import ALL, E4M3, FP32
 from msamp.numerics.quantize import quantize
+from msamp.numerics.tensor import ScalingTensor
 
 SHAPES = [(7,), (3, 5, 7), (), (64, 33), (0, 4), (130, 3), (1,), (4, 0), (1, 257)]
 formats = pytest.mark.parametrize("fmt", ALL, ids=str)
@@ -118,3 +120,38 @@ def test_as_bytes_shares_memory(fmt):
     assert as_bytes(x).dtype is torch.uint8
     assert as_bytes(x).shape == (4 * fmt.bytes,)
     assert bits(x).eq(1).all()
+
+
+@world_sizes
+@pytest.mark.parametrize("fmt", [fmt for fmt in ALL if fmt.scaled], ids=str)
+def test_a_guess_changes_no_bit(fmt, ranks):
+    """Three steps: nothing to guess from, factors as they were, some others."""
+    bucket, _ = planned(ranks)
+    made = gradients(torch.bfloat16)
+    factor = torch.tensor([2.0**-i for i in range(len(SHAPES))])
+    for step_factor in (factor, factor, torch.where(torch.arange(len(SHAPES)) % 2 == 0, factor, 2 * factor)):
+        want = planned(ranks)[0].flatten(made, fmt, step_factor)
+        amaxes = bucket.measure(made, fmt)
+        assert amaxes.tolist() == [float(g.abs().max()) if g.numel() else 0.0 for g in made]
+        assert bits(bucket.flatten(made, fmt, step_factor)).equal(bits(want))
+        if fmt != E4M3:
+            assert bucket.tallies is None
+            continue
+        for segment, (largest, *squares) in zip(bucket.segments, bucket.tallies, strict=True):
+            codes = want[segment.start : segment.start + segment.elements]
+            stats, sums = grad_stats(None, [ScalingTensor(codes, torch.ones(()))])
+            assert largest.to(torch.int32).view(torch.float32) == stats[0, 0]
+            assert carried(torch.stack(squares)[None]).equal(sums)
+
+
+def test_a_guess_of_other_gradients_is_not_taken():
+    bucket, _ = planned(1)
+    made, factor = gradients(torch.bfloat16), torch.full((len(SHAPES),), 0.5)
+    bucket.flatten(made, E4M3, factor)
+    assert bucket.tallies is None
+    bucket.measure(made, E4M3)
+    others = [2 * g for g in made]
+    assert bits(bucket.flatten(others, E4M3, factor)).equal(bits(planned(1)[0].flatten(others, E4M3, factor)))
+    assert bucket.tallies is None
+    bucket.measure(made, E4M3)
+    assert bucket.flatten(made, FP32).equal(planned(1)[0].flatten(made, FP32))

@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from msamp.comm.accumulate import ACCUMULATORS
 from msamp.comm.exchange import Exchange, NCCLWire
 from msamp.comm.grad_sync import GradSync
+from msamp.kernels import ops
+from msamp.kernels.tables import Tables
 from msamp.nn.linear import FP8Linear
 from msamp.numerics.formats import ALL, BF16, E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.recipe import O2, O3
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.adamw import FP8AdamW
+from msamp.optim.clip import first_pass
 from msamp.parallel.data_parallel import grad_sync
 
 INF, NAN = float("inf"), float("nan")
@@ -282,3 +285,43 @@ def test_a_gradient_that_passes_the_hooks_by_is_named():
     model(torch.ones(2, 16)).sum().backward()
     with pytest.raises(ValueError, match=r"the gradient of 0\.weight has passed the synchroniser by.*move the model first"):
         sync.finish()
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("exchange", ["fp32-sum", "nccl"])
+def test_gradients_of_one_rank_are_told_of_and_equal_those_without_a_guess(exchange, shard, monkeypatch):
+    """Over steps with amaxes that rise, stay and vanish; with one read of each gradient, but where mu adapts."""
+    p, sync = one(E4M3, exchange=exchange, shard=shard)
+    for step, factor in enumerate((1.0, 1.0, 1000.0, 1000.0, 0.0, 1e-6, INF, 1.0)):
+        g = factor * make("normal", (4, 8), seed=step).bfloat16()
+        sync.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(ops, "grad_stats", refuse if sync.autoscale is None else ops.grad_stats)
+            back(p, g)
+            sync.finish()
+        found = sync.owned(p)[0].grad if shard else p.main_grad
+        if factor == INF:
+            assert found.scale_inv.isnan()
+        elif factor and sync.autoscale is None:
+            assert stamp(found) == stamp(ScalingTensor.quantize(g, E4M3))
+        assert (found.tally is None) == (sync.autoscale is not None)
+        plain = ScalingTensor(found.payload, found.scale_inv, found.dtype)
+        for mine, want in zip(first_pass(Tables(g.device), [found], []), first_pass(Tables(g.device), [plain], []), strict=True):
+            assert bits(mine).equal(bits(want))
+
+
+def refuse(*args: Any, **flags: Any) -> Any:
+    raise AssertionError("a gradient is read once more")
+
+
+def test_a_parameter_without_a_gradient_takes_no_guess_and_spoils_none():
+    model = model_of({"fp8-e4m3_a": (4, 8), "fp8-e4m3_b": (4, 8)}, torch.bfloat16)
+    sync = synced(model)
+    for step in range(3):
+        gs = {name: make("normal", (4, 8), seed=step).bfloat16() for name in list(model)[: 1 if step == 1 else 2]}
+        sync.clear()
+        give(model, gs)
+        sync.finish()
+        for name, g in gs.items():
+            assert stamp(model[name].main_grad) == stamp(ScalingTensor.quantize(g, E4M3))
+    assert len(sync.buckets) == 1

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from numerics import KINDS, codes, make
+from numerics import KINDS, bits, codes, make
 from torch import nn
 
 from msamp.kernels import ops
@@ -201,3 +201,24 @@ def test_contiguous_copies_only_what_is_not():
     assert contiguous(turned).payload.is_contiguous()
     assert values(contiguous(turned)).equal(values(low).t())
     assert contiguous(torch.ones(3, 4).t()).is_contiguous()
+
+
+@pytest.mark.parametrize("told", [(0, 1, 2, 3), (2,), (3, 0), ()])
+def test_gradients_that_were_told_of_are_not_read(told, monkeypatch):
+    """Amaxes, scale_invs and squares to the bit; of a scale_inv that is NaN, and of one that clipping has changed, too."""
+    low = [ScalingTensor.quantize(make("log-normal", (16, 8), seed=i), E4M3) for i in range(4)]
+    low[1].scale_inv.fill_(float("nan"))
+    low[2].mul_(torch.tensor(0.3))
+    want = first_pass(Tables(torch.device("cpu")), low, [])
+    for i in told:
+        out, tally = torch.empty(128, dtype=E4M3.dtype), torch.zeros(1, 3, dtype=torch.int64)
+        values = low[i].payload.float()
+        ops.pack(Tables(values.device), [values], [(0, 0, 128, 0)], out, None, tallies=tally)
+        low[i].tell(tally[0])
+    read = []
+    real = ops.grad_stats
+    monkeypatch.setattr(ops, "grad_stats", lambda tables, gs, **flags: (read.extend(gs), real(tables, gs, **flags))[1])
+    stats, sums = first_pass(Tables(torch.device("cpu")), low, [])
+    assert bits(stats).equal(bits(want[0]))
+    assert sums.equal(want[1])
+    assert [id(g) for g in read] == [id(g) for i, g in enumerate(low) if i not in told]

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from numerics import bits, make
+from numerics import KINDS, bits, make
 
-from msamp.kernels.reference.pack import pack
-from msamp.numerics.formats import ALL
+from msamp.kernels.reference.grad_stats import carried, grad_stats
+from msamp.kernels.reference.pack import check_spans, pack
+from msamp.numerics.formats import ALL, E4M3, E5M2
 from msamp.numerics.quantize import quantize
+from msamp.numerics.tensor import ScalingTensor
 
 
 @pytest.mark.parametrize("fmt", ALL, ids=str)
@@ -18,3 +20,40 @@ def test_every_run_is_the_cast_of_its_values_and_what_lies_between_stays(fmt):
     want = [quantize(x, 1.0 if factors is None else factors[i], fmt).flatten() for i, x in enumerate(xs)]
     one = torch.ones(1).to(fmt.dtype)
     assert bits(out).equal(torch.cat([bits(x) for x in (want[0][8:], one, want[1], want[0][:8])]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tally_is_what_a_read_of_the_codes_would_give(kind):
+    x, factor, out = make(kind, (64, 40)), torch.tensor([0.25]), torch.empty(2560, dtype=E4M3.dtype)
+    amaxes, tallies = torch.zeros(1), torch.zeros(2, 3, dtype=torch.int64)
+    pack(None, [x], [(0, 0, 1000, 0), (0, 1000, 1560, 1000)], out, factor, amaxes=amaxes, tallies=tallies)
+    stats, sums = grad_stats(None, [ScalingTensor(out, torch.ones(()))])
+    assert amaxes.item() == x.abs().max()
+    assert tallies[:, 0].max().to(torch.int32).view(torch.float32) == stats[0, 0]
+    assert carried(tallies[:, 1:].sum(0, keepdim=True)).equal(sums)
+
+
+def test_what_has_its_factor_already_is_left_alone():
+    xs, factors = [make("normal", (8,), i) for i in range(3)], torch.tensor([2.0, float("nan"), 4.0])
+    out, tallies = torch.zeros(24, dtype=E4M3.dtype), torch.zeros(3, 3, dtype=torch.int64)
+    pack(None, xs, [(i, 0, 8, 8 * i) for i in range(3)], out, factors, tallies=tallies, unless=torch.tensor([2.0, float("nan"), 2.0]))
+    assert not out[:8].view(torch.uint8).any()
+    assert out[8:16].float().isnan().all()  # NaN equals nothing
+    assert bits(out[16:]).equal(bits(quantize(xs[2], 4.0, E4M3)))
+    assert tallies.any(1).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"amaxes": torch.zeros(2)}, "1 tensors are given with 2 amaxes"),
+        ({"unless": torch.ones(2), "factors": torch.ones(1)}, "1 tensors are given with 2 factors of before"),
+        ({"unless": torch.ones(1)}, "factors of before are given without factors"),
+        ({"tallies": torch.zeros(2, 3)}, r"tallies of \[2, 3\] are given for 1 runs into torch.float8_e4m3fn"),
+        ({"tallies": torch.zeros(1, 3), "dtype": E5M2.dtype}, r"tallies of \[1, 3\] are given for 1 runs into torch.float8_e5m2"),
+    ],
+)
+def test_what_does_not_fit_is_refused(flags, message):
+    dtype, factors = flags.pop("dtype", E4M3.dtype), flags.pop("factors", None)
+    with pytest.raises(ValueError, match=message):
+        check_spans([torch.zeros(4)], [(0, 0, 4, 0)], torch.empty(4, dtype=dtype), factors, **flags)

@@ -6,17 +6,18 @@ import pytest
 import torch
 from numerics import KINDS, bits, make, random_floats
 
+from msamp.kernels.reference.grad_stats import carried
 from msamp.kernels.reference.pack import pack as twin
 from msamp.kernels.tables import Tables
-from msamp.numerics.formats import ALL
+from msamp.numerics.formats import ALL, E4M3
 
 every_format = pytest.mark.parametrize("fmt", ALL, ids=str)
 SHAPES = [(33, 17), (64, 48), (), (0, 4), (3, 5, 7), (20_000,)]
 
 
-def kernel(*args):
+def kernel(*args, **flags):
     # Imported late: the kernels take the interpreter or the compiler when their file is imported.
-    return importlib.import_module("msamp.kernels.triton.pack").pack(*args)
+    return importlib.import_module("msamp.kernels.triton.pack").pack(*args, **flags)
 
 
 def assert_same(xs: list[torch.Tensor], fmt, factors: torch.Tensor | None, shift: int = 0) -> None:
@@ -59,6 +60,60 @@ def test_runs_that_begin_at_any_byte(triton_device):
     xs = [make("normal", (64, 32), device=triton_device)]
     for shift in (0, 1, 8, 16):
         assert_same(xs, ALL[-2], torch.tensor([2.0], device=triton_device), shift)
+
+
+def assert_measured_the_same(xs: list[torch.Tensor], factors: torch.Tensor, right: list[bool]) -> None:
+    """A guess that is right for some, then again with the factors: buffer, amaxes and tallies after each; each tensor in two runs."""
+    device, spans, start = xs[0].device, [], 0
+    for i, x in enumerate(xs):
+        for first, end in ((0, x.numel() // 2), (x.numel() // 2, x.numel())):
+            spans.append((i, first, end - first, start))
+            start += end - first
+    guess = torch.where(torch.tensor(right, device=device), factors, factors * 2.0)
+    found = []
+    for run, tables in ((kernel, Tables(device)), (twin, None)):
+        out = torch.zeros(start, dtype=torch.uint8, device=device).view(E4M3.dtype)
+        amaxes, tallies = torch.zeros(len(xs), device=device), torch.zeros(2, len(spans), 3, dtype=torch.int64, device=device)
+        run(tables, xs, spans, out, guess, amaxes=amaxes, tallies=tallies[0])
+        first = out.clone()
+        run(tables, xs, spans, out, factors, tallies=tallies[1], unless=guess)
+        told = torch.cat([tallies[:, :, :1].flatten(), *(carried(each[:, 1:]).flatten() for each in tallies)])
+        found.append((first, out, amaxes, told))
+    for got, want in zip(*found, strict=True):
+        assert bits(got).equal(bits(want))
+    runs = torch.tensor([i for i, *_ in spans], device=device)
+    assert not tallies[1][torch.tensor(right, device=device)[runs]].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_measured_on_their_way(kind, triton_device):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16) * 2
+    made = [make(kind, shape or (1,), i).view(shape).clamp(-6e4, 6e4) for i, shape in enumerate(SHAPES)]
+    xs = [x.to(triton_device, dtype) for x, dtype in zip(made, dtypes, strict=True)]
+    factors = torch.tensor([0.5 * 4.0 ** (2 - i) for i in range(len(xs))], device=triton_device)
+    for right in ([True] * 6, [False] * 6, [True, False] * 3):
+        assert_measured_the_same(xs, factors, right)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_shows_where_it_is_measured(bad, triton_device):
+    x, y = make("normal", (8, 20), device=triton_device).bfloat16(), make("normal", (300,), device=triton_device)
+    x[7, 19] = bad
+    for run, tables in ((kernel, Tables(x.device)), (twin, None)):
+        amaxes, out = torch.zeros(2, device=triton_device), torch.empty(460, dtype=E4M3.dtype, device=triton_device)
+        tallies = torch.zeros(2, 3, dtype=torch.int64, device=triton_device)
+        run(tables, [x, y], [(0, 0, 160, 0), (1, 0, 300, 160)], out, torch.ones(2, device=triton_device), amaxes=amaxes, tallies=tallies)
+        assert amaxes.isinf().tolist() == [True, False]
+        largest = tallies[:, 0].to(torch.int32).view(torch.float32).tolist()
+        assert largest[0] == (float("inf") if bad != bad else 448)
+        assert largest[1] <= 448
+
+
+@pytest.mark.gpu
+def test_large_gradients_are_measured_on_the_gpu():
+    xs = [make("log-normal", shape, i, "cuda").bfloat16() for i, shape in enumerate([(2048, 8192), (4096, 3001), (77,)])]
+    for right in ([True, True, True], [False, True, False]):
+        assert_measured_the_same(xs, torch.tensor([1.0, 0.5, 4.0], device="cuda"), right)
 
 
 @pytest.mark.gpu
