@@ -5,12 +5,13 @@
     python tools/bench/bench_optimizer.py --levels bf16 O3 --flags '--optimizer-state coat'
 
 A step reads gradient, moments, master and what an update in BF16 keeps beside them, writes all but the gradient, writes a weight that has a
-master beside it, and reads the gradient once more for its norm. The quantisation reads a gradient twice where it takes a scale (its amax,
-its values), else once, and writes it. `share` is the share of the bandwidth at which the same GPU copies in the same run. Rows are appended
-to --csv.
+master beside it, and reads the gradient once more for its norm, unless its quantisation has told of it (E4M3). The quantisation reads a
+gradient once and writes it; with `scales anew`, where every gradient is twice or half that of the step before, it does so twice. `share` is
+the share of the bandwidth at which the same GPU copies in the same run. Rows are appended to --csv.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from megatron.lm.optim import build_loss_scaler
 from megatron.lm.presets import PRESETS
 from megatron.lm.recipe import build_recipe, states_by_kind
 from megatron.lm.tools.arguments import Parser, count, output_file
-from msamp.numerics.formats import Format
+from msamp.numerics.formats import E4M3, Format
 from msamp.numerics.recipe import Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
@@ -66,9 +67,10 @@ class Weights(nn.Module):
             for p in group["params"]:
                 beside = [(state, state.format_beside(weight_format(p), names)) for state in update.states]
                 own_master = all(fmt is None for state, fmt in beside if state.copy)  # else it is written and not read
-                step += p.numel() * (2 * states.grad.bytes + (2 if own_master else 1) * weight_format(p).bytes)
+                reads = 1 if states.grad == E4M3 else 2
+                step += p.numel() * (reads * states.grad.bytes + (2 if own_master else 1) * weight_format(p).bytes)
                 step += 2 * sum(fmt.bytes_of(p.shape) for _, fmt in beside if fmt is not None)
-                quantisation += p.numel() * (p.dtype.itemsize * (2 if states.grad.scaled else 1) + states.grad.bytes)
+                quantisation += p.numel() * (p.dtype.itemsize + states.grad.bytes)
         return step, quantisation
 
 
@@ -119,7 +121,7 @@ def configuration(level: str, options: argparse.Namespace) -> Config:
 
 
 def measure(config: Config, options: argparse.Namespace, bandwidth: float, device: str = "cuda") -> list[dict[str, Any]]:
-    """Three rows: the step as it is called, the step in a graph, and the quantisation of the gradients of a step."""
+    """Four rows: the step as it is called, the step in a graph, and the quantisation of its gradients, at its worst and usually."""
     recipe, optim = build_recipe(config.precision), config.optimizer
     model = Weights(config.model, recipe, options.vocab_size, device)
     formats = {p: group["formats"].grad for group in model.groups() for p in group["params"]}
@@ -136,9 +138,17 @@ def measure(config: Config, options: argparse.Namespace, bandwidth: float, devic
             sync.take(p)
         sync.finish()
 
-    quantised = times(sync.clear, quantise, options.repeats)
+    factors = itertools.cycle((2.0, 0.5))
+
+    def other_scales() -> None:
+        sync.clear()
+        torch._foreach_mul_(gradients, next(factors))
+
     step_bytes, quantisation_bytes = model.bytes()
-    cases = {"quantisation": (quantised, quantisation_bytes)}
+    cases = {
+        "quantisation, scales anew": (times(other_scales, quantise, options.repeats), 2 * quantisation_bytes),
+        "quantisation": (times(sync.clear, quantise, options.repeats), quantisation_bytes),
+    }
     # The averages stay where they are from here on, as a graph wants it.
     cases["step"] = (times(lambda: None, optimizer.step, options.repeats), step_bytes)
     cases["step in a graph"] = (times(lambda: None, graphed(optimizer.step), options.repeats), step_bytes)
