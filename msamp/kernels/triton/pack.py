@@ -15,8 +15,8 @@ from msamp.kernels.tables import Tables, numbered
 from msamp.kernels.triton.cast import _fp8_code
 from msamp.numerics.formats import of_dtype
 
-BLOCK, CHUNK = 4096, 32768  # elements a program works on at a time, and in all
-MEASURED = 2048  # at a time where they are measured: sums of 64 bits take registers
+BLOCK, CHUNK, WARPS = 4096, 32768, 8  # elements a program works on at a time, and in all
+MEASURED_BLOCK, MEASURED_WARPS = 2048, 8  # where they are measured: sums of 64 bits take registers
 
 
 class Head(NamedTuple):
@@ -190,7 +190,7 @@ def pack(
     """See the reference twin."""
     base, size = out.data_ptr(), out.element_size()
     addresses, dtypes = [x.data_ptr() for x in xs], [x.dtype for x in xs]
-    block = BLOCK if tallies is None else MEASURED
+    block, warps = (BLOCK, WARPS) if tallies is None else (MEASURED_BLOCK, MEASURED_WARPS)
     for dtype in set(dtypes):
         rows = [
             Row(numel=elements, source=addresses[i] + first * dtype.itemsize, target=base + start * size, tensor=i, run=run)
@@ -203,6 +203,6 @@ def pack(
             _pack_kernel[(owners.numel(),)](
                 table, owners, skipped, owners if factors is None else factors, unless, amaxes, tallies,
                 FROM=of_dtype(dtype).mantissa_bits, TO=of_dtype(out.dtype).mantissa_bits, SCALED=factors is not None,
-                ALIGNED=aligned, HARDWARE=out.is_cuda, BLOCK=block, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=8,
+                ALIGNED=aligned, HARDWARE=out.is_cuda, BLOCK=block, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=warps,
             )  # fmt: skip
             skipped += owners.numel()
