@@ -36,13 +36,18 @@ def build_recipe(precision: PrecisionConfig) -> Recipe:
 
 
 def gemm_of(precision: PrecisionConfig) -> Gemms | None:
-    """How the operands of the recipe's FP8 GEMMs are cast, with what the flags ask of the scaling rules; None without FP8 GEMMs."""
+    """How the operands of the recipe's FP8 GEMMs are cast, with what the flags ask of scaling rules and sums; None without FP8 GEMMs.
+
+    Raises:
+        ValueError: fast accumulation of operands in blocks.
+    """
     own = precision.named.gemm
     if own is None:
         return None
     given = {key: getattr(precision, name) for name, key in RULE_SETTINGS.items() if getattr(precision, name) is not None}
     gemm = own if precision.fp8_recipe is None else GEMMS[precision.fp8_recipe]
-    return _with_rules(gemm, lambda rule: replace(rule, **{key: given[key] for key in _settings(rule) & given.keys()}))  # type: ignore[type-var]
+    gemm = _with_rules(gemm, lambda rule: replace(rule, **{key: given[key] for key in _settings(rule) & given.keys()}))  # type: ignore[type-var]
+    return gemm.all_fast() if precision.fp8_fast_accumulation == "all" else gemm
 
 
 def _settings(rule: Scaling) -> set[str]:

@@ -16,6 +16,7 @@ COAT_FORMATS = ("coat-e4m3", "coat-e5m2")
 GRAD_ACCUM_DTYPES = ("fp8", "fp8-sr", "bf16", "fp32")
 GRAD_ACCUM_PLACES = ("rank", "owner")
 ACTIVATIONS_SAVED = ("compute", "coat")
+FAST_ACCUMULATIONS = ("output", "all")
 ATTENTION_PRECISIONS = ("bf16", "fp8")
 OPTIMIZER_STATES = {"coat": "coat-e4m3"}  # name -> format of both moments
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -107,6 +108,12 @@ class PrecisionConfig(RecipeConfig):
         "headroom that delayed scaling leaves for amaxes that grow: its scales are divided by 2^margin; derived: the checkpoint's, else 0",
         None,
         legal=Interval(0, 16),
+    )
+    fp8_fast_accumulation: str = setting(
+        "which FP8 products of linear layers with one scale a tensor may add up in the tensor cores alone, at some 14 bits: the output, or "
+        "all, the gradients too; the emulation on a CPU adds up in full either way",
+        "output",
+        choices=FAST_ACCUMULATIONS,
     )
     fp8_min_gain: float = setting(
         "least measured gain of a linear layer, time in BF16 over time in FP8 on this GPU; a layer below it stays BF16 at O1 to "

@@ -16,7 +16,7 @@ from msamp.kernels.triton.cast import _fp8_code
 from msamp.numerics.formats import of_dtype
 
 BLOCK, CHUNK, WARPS = 4096, 32768, 8  # elements a program works on at a time, and in all
-MEASURED_BLOCK, MEASURED_WARPS = 2048, 8  # where they are measured: sums of 64 bits take registers
+MEASURED_BLOCK, MEASURED_WARPS = 1024, 4  # where they are measured: sums of 64 bits take registers (H200: LOG.md of tools/bench)
 
 
 class Head(NamedTuple):

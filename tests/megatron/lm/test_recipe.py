@@ -27,6 +27,17 @@ def test_recipes_of_the_flags():
     assert build_recipe(PrecisionConfig(precision="coat", fp8_recipe="delayed")).gemm == recipe.O2.gemm
 
 
+def test_fast_accumulation_of_the_flags():
+    for level in ("O1", "O2", "O3", "coat"):
+        plain, fast = (build_recipe(PrecisionConfig(precision=level, fp8_fast_accumulation=way)).gemm for way in ("output", "all"))
+        assert (plain.output.fast, plain.grad_input.fast, plain.grad_weight.fast) == (True, False, False)
+        assert fast == plain.all_fast()
+        assert (fast.output.fast, fast.grad_input.fast, fast.grad_weight.fast) == (True, True, True)
+        assert fast.casts == plain.casts
+    with pytest.raises(ValueError, match="no fast accumulation of blocks"):
+        build_recipe(PrecisionConfig(opt_level="O2", fp8_recipe="blockwise", fp8_fast_accumulation="all"))
+
+
 def test_state_formats_of_the_flags():
     flags = PrecisionConfig(
         opt_level="O2", master_format="fp32", grad_format="fp8-e5m2", exp_avg_format="bf16", exp_avg_sq_format="fp8-e4m3"

@@ -145,7 +145,7 @@ def test_how_far_fp8_gradients_are_off(kind: str, device: torch.device):
     for logits, everything, least in zip(*found.values(), LEAST_SQNR[kind], strict=True):
         assert everything.sqnr_db >= least
         assert everything.sqnr_db < logits.sqnr_db + 1
-        assert everything.underflow <= 1e-3
+        assert everything.underflow <= 2e-3
 
 
 def test_with_all_products_in_fp8_chunks_change_no_bit_of_the_weights_gradient(device: torch.device):

@@ -63,11 +63,15 @@ def fp8_scaling(config: Config, world_size: int) -> Problems:
     """Flags for the scaling of operands need FP8 GEMMs, and each setting of a scaling rule needs a rule that has it."""
     from megatron.lm.peers import PeerRecipe
     from megatron.lm.recipe import RULE_SETTINGS, rule_setting
+    from msamp.numerics.recipe import GEMMS
 
     precision = config.precision
     if precision.contradiction is not None:
         return
+    fast = f"--fp8-fast-accumulation {precision.fp8_fast_accumulation}" if precision.fp8_fast_accumulation != "output" else ""
     if not precision.named.fp8:
+        if fast:
+            yield f"{fast} contradicts precision {precision.name}, which has no FP8 of ours: {WANTS_FP8}"
         head = precision.output_layer_precision
         if head != "bf16":
             yield f"--output-layer-precision {head} contradicts precision {precision.name}, which has no FP8: {WANTS_FP8}"
@@ -77,6 +81,10 @@ def fp8_scaling(config: Config, world_size: int) -> Problems:
             if value is not None:
                 yield f"{flag(name)} {value} contradicts precision {precision.name}, {why}: {WANTS_FP8}"
         return
+    gemm = GEMMS[precision.fp8_recipe] if precision.fp8_recipe is not None else precision.named.gemm
+    if fast and gemm is not None and not gemm.tensorwise:
+        yield f"{fast} is about one scale a tensor, and blocks are always added up in full: drop it, or use --fp8-recipe delayed"
+        return  # the recipe cannot be made
     for name in RULE_SETTINGS:
         value = getattr(precision, name)
         if value is not None and rule_setting(precision, name) is None:

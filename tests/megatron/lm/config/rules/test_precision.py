@@ -67,6 +67,17 @@ REFUSALS = {
         1,
         "--output-layer-precision fp8-all contradicts precision bf16, which has no FP8: drop it, or use --opt-level O1, O2 or O3",
     ),
+    "fast sums without FP8": (
+        "--fp8-fast-accumulation all",
+        1,
+        "--fp8-fast-accumulation all contradicts precision bf16, which has no FP8 of ours: drop it, or use --opt-level O1, O2 or O3",
+    ),
+    "fast sums of blocks": (
+        "--opt-level O2 --fp8-recipe blockwise --fp8-fast-accumulation all",
+        1,
+        "--fp8-fast-accumulation all is about one scale a tensor, and blocks are always added up in full: "
+        "drop it, or use --fp8-recipe delayed",
+    ),
     "attention without FP8": (
         "--attention-precision fp8 --kv-channels 16",
         1,
