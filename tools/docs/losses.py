@@ -8,7 +8,7 @@ from tools.docs.evidence import Row, read
 from tools.reproduce.compare_precisions import folder_of
 
 CURVES = f"{REPRODUCE}/precisions/curves.csv"  # runs of the rows of PRECISIONS, which name their commit
-OPTIONS, OPTION_CURVES = (f"{REPRODUCE}/fp8_options/{name}.csv" for name in ("precisions", "curves"))  # of FP8's options, in the same form
+OPTIONS, SUMS = f"{REPRODUCE}/fp8_options", f"{REPRODUCE}/fp8_sums"  # folders of FP8's options, their files in the same form
 SEEDS = f"{BENCH}/gpt3_125m_enwik8/curves.csv"
 GRAPHS = f"{BENCH}/graphs_125m.csv"
 BASE = "bf16"
@@ -56,10 +56,11 @@ def against_bf16() -> Table:
     return Table(columns, cells, [(PRECISIONS, rows_of_precisions([BASE, *apart]))])
 
 
-def options() -> Table:
+def options(folder: str = OPTIONS) -> Table:
     """Last validation losses with each of FP8's options, and the differences from BF16 of the same seeds."""
-    (*_, last), apart = differences(OPTIONS, OPTION_CURVES)
-    losses, rows = evaluations(OPTIONS, OPTION_CURVES), read(OPTIONS)
+    precisions, curves = (f"{folder}/{name}.csv" for name in ("precisions", "curves"))
+    (*_, last), apart = differences(precisions, curves)
+    losses, rows = evaluations(precisions, curves), read(precisions)
     cells = []
     for row in rows:
         found = list(losses[row["precision"]][last].values())
@@ -68,7 +69,7 @@ def options() -> Table:
         against = "" if row["precision"] == BASE else f"{100 * mean:+.2f} ({100 * least:+.2f} to {100 * most:+.2f})"
         cells.append([f"`{row['precision']}`", str(len(found)), loss, against, f"{float(row['peak_gib']):.2f}"])
     columns = ["precision", "seeds", f"loss after {last / 1e6:.1f}M tokens", "% from BF16 of the same seed", "peak GiB"]
-    return Table(columns, cells, [(OPTIONS, rows)])
+    return Table(columns, cells, [(precisions, rows)])
 
 
 def _last(rows: Sequence[Row]) -> dict[str, Row]:

@@ -75,8 +75,10 @@ REFUSALS = {
     "fast sums of blocks": (
         "--opt-level O2 --fp8-recipe blockwise --fp8-fast-accumulation all",
         1,
-        "--fp8-fast-accumulation all is about one scale a tensor, and blocks are always added up in full: "
-        "drop it, or use --fp8-recipe delayed",
+        (
+            "--fp8-fast-accumulation all is about one scale a tensor, and blocks are always added up in full: "
+            "drop it, or use --fp8-recipe delayed"
+        ),
     ),
     "attention without FP8": (
         "--attention-precision fp8 --kv-channels 16",
