@@ -6,7 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from msamp.comm.grad_sync import GradSync
+from msamp.kernels.tables import Tables
 from msamp.numerics.formats import Format, by_name
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.clip import first_pass
 from msamp.parallel.data_parallel import grad_sync
 
 
@@ -24,3 +27,12 @@ def formats_of(model: nn.Module) -> dict[Tensor, Format]:
 
 def synced(model: nn.Module, group=None, **options: Any) -> GradSync:
     return grad_sync(model, formats_of(model), group, **options)
+
+
+def told_right(g: Tensor) -> bool:
+    """Whether what was told of a gradient, if anything was, is what a read of its payload gives, to the bit."""
+    if not isinstance(g, ScalingTensor) or g.tally is None:
+        return True
+    unread = ScalingTensor(g.payload, g.scale_inv, g.dtype)
+    pairs = zip(first_pass(Tables(g.device), [g], []), first_pass(Tables(g.device), [unread], []), strict=True)
+    return all(mine.equal(read) for mine, read in pairs)

@@ -11,7 +11,7 @@ import dist
 import pytest
 import torch
 from numerics import KINDS, bits, make
-from synced import model_of, synced
+from synced import model_of, synced, told_right
 from torch import Tensor, nn
 
 from msamp.comm.accumulate import ACCUMULATORS
@@ -49,6 +49,7 @@ def averages(sync: GradSync, model: nn.Module) -> dict[str, dict[int, tuple]]:
         assert p.grad is None
         segments = [(segment.row, segment.grad) for segment in sync.owned(p) if segment.grad is not None]
         assert not (segments and p.main_grad is not None)
+        assert all(told_right(g) for g in [p.main_grad, *(g for _, g in segments)] if g is not None), f"of {name} was told what it is not"
         found[name] = {row: stamp(g) for row, g in ([(0, p.main_grad)] if p.main_grad is not None else segments)}
     return found
 
