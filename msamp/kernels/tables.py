@@ -42,6 +42,7 @@ class Tables:
         self._sent: dict[Hashable, tuple[Any, torch.Tensor]] = {}
         self._spare: dict[Hashable, list[torch.Tensor]] = {}  # pinned: none can be had during a capture
         self._captured: list[torch.Tensor] = []  # what graphs read, here to stay
+        self._laid_out: dict[Hashable, tuple[list[int], tuple[torch.Tensor, list[Part]]]] = {}
 
     def _cached(self, key: Hashable, says: Any, make: Callable[[], torch.Tensor], in_place: bool = False) -> torch.Tensor:
         cuda = self.device.type == "cuda"
@@ -75,7 +76,9 @@ class Tables:
         """
         return self._cached(key, numbers, lambda: torch.tensor(numbers, dtype=dtype), in_place=True)
 
-    def lay_out(self, key: Hashable, rows: Sequence[tuple[int, ...]], wide: int, chunk: int) -> tuple[torch.Tensor, list[Part]]:
+    def lay_out(
+        self, key: Hashable, rows: Sequence[tuple[int, ...]], wide: int, chunk: int, again: bool = False
+    ) -> tuple[torch.Tensor, list[Part]]:
         """Spread programs of `chunk` elements over tensors.
 
         Args:
@@ -84,6 +87,8 @@ class Tables:
                 else the kernel wants to know of it.
             wide: how many such addresses there are.
             chunk: elements a program.
+            again: this launch follows another with this key, eager as that was or in the same capture: where the rows are the same it takes
+                that one's table, so that no capture copies it twice.
 
         Returns:
             int64 [n, 1 + columns], each row with the number of its first program before it, in an order of its own; and the
@@ -96,11 +101,15 @@ class Tables:
         counts = [-(-row[0] // chunk) for row in ordered]
         first = [0, *itertools.accumulate(counts)]
         numbers = [number for start, row in zip(first, ordered, strict=False) for number in (start, *row)]
+        if again and key in self._laid_out and self._laid_out[key][0] == numbers:
+            return self._laid_out[key][1]
         table = self._cached(key, numbers, lambda: torch.tensor(numbers, dtype=torch.int64))
         owners = self._cached((key, "owners"), counts, lambda: _owners(counts))
         split = first[sum(even)]
         parts = [(owners[:split], True), (owners[split:], False)]
-        return table.view(len(rows), -1), [part for part in parts if part[0].numel()]
+        laid_out = table.view(len(rows), -1), [part for part in parts if part[0].numel()]
+        self._laid_out[key] = (numbers, laid_out)
+        return laid_out
 
 
 def _owners(counts: list[int]) -> torch.Tensor:

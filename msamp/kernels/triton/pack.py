@@ -197,7 +197,7 @@ def pack(
             for run, (i, first, elements, start) in enumerate(spans)
             if dtypes[i] == dtype
         ]
-        table, parts = tables.lay_out(("pack", dtype), rows, 2, CHUNK)
+        table, parts = tables.lay_out(("pack", dtype), rows, 2, CHUNK, again=unless is not None)
         skipped = 0
         for owners, aligned in parts:
             _pack_kernel[(owners.numel(),)](

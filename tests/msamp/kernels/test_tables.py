@@ -54,6 +54,29 @@ def test_a_table_is_sent_where_it_has_changed_and_keeps_its_memory(dtype, device
     assert tables.send("a", [5], dtype).tolist() == [5]
 
 
+def test_a_launch_that_follows_another_takes_its_table(device):
+    tables = Tables(device)
+    first = tables.lay_out("a", ROWS, 2, 32, again=True)  # it follows none
+    assert tables.lay_out("a", ROWS, 2, 32, again=True) is first
+    assert tables.lay_out("a", ROWS, 2, 32) is not first
+    other = tables.lay_out("a", ROWS[:2], 2, 32, again=True)
+    assert other[0].tolist() == Tables(device).lay_out("a", ROWS[:2], 2, 32)[0].tolist()
+    assert tables.lay_out("b", ROWS, 2, 32, again=True)[0].tolist() == first[0].tolist()
+
+
+@pytest.mark.gpu
+def test_two_launches_of_a_capture_copy_their_table_once():
+    tables, out = Tables(torch.device("cuda", 0)), torch.zeros(2, dtype=torch.int64, device="cuda")
+    tables.lay_out("a", [(16, 0)], 1, 32)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = tables.lay_out("a", [(32, 0)], 1, 32)
+        assert tables.lay_out("a", [(32, 0)], 1, 32, again=True) is first
+        out.copy_(first[0][0, :2])
+    graph.replay()
+    assert out.tolist() == [0, 32]
+
+
 @pytest.mark.gpu
 def test_every_graph_reads_what_its_tables_said_when_it_was_captured():
     tables, out = Tables(torch.device("cuda", 0)), torch.zeros(2, dtype=torch.int64, device="cuda")
