@@ -51,7 +51,6 @@ class Bucket:
         own: this rank's slice of the flat buffer.
         spans: for each segment its parameter, its first element there, its number of elements, and its first element in the flat buffer.
         tables, sum_tables: of the launches over this bucket's gradients, and over the pieces of their sum.
-        tallies: of each segment of the flat buffer that `flatten` gave last, as `ops.pack` takes them; None where they were not taken.
         gradients: this rank's own, by place in `params`; None where none has come.
         waiting: how many have not come.
         sent: whether the bucket has left in this step.
@@ -93,7 +92,7 @@ class Bucket:
         self.waiting = len(self.params)
         self.sent = False
         self.absent: set[int] = set()
-        self.tallies: torch.Tensor | None = None
+        self._told: tuple[torch.Tensor, torch.Tensor, int] | None = None
         self._guessed: _Guessed | None = None
         for segment in self.owned:
             segment.grad = None
@@ -116,8 +115,22 @@ class Bucket:
         amaxes = torch.zeros(len(gradients), device=flat.device)
         tallies = torch.zeros(2, len(self.spans), TALLY, dtype=torch.int64, device=flat.device) if fmt == E4M3 else None
         ops.pack(self.tables, gradients, self.spans, flat, self._guess, amaxes=amaxes, tallies=None if tallies is None else tallies[0])
-        self._guessed = _Guessed(tuple(gradients), fmt, flat, tallies)
+        self._guessed = _Guessed(tuple(gradients), versions_of(gradients), fmt, flat, tallies)
         return amaxes
+
+    def forget(self) -> None:
+        """Let go of what `measure` has packed and nobody has asked for, and of what was told."""
+        self._guessed = self._told = None
+
+    def tallies(self, flat: torch.Tensor) -> torch.Tensor | None:
+        """int64 [segments, 3]: of each segment of the flat buffer that `flatten` gave last, as `ops.pack` tells it.
+
+        None where nothing was told, and of another buffer or one that has changed since.
+        """
+        if self._told is None:
+            return None
+        tallies, told, version = self._told
+        return tallies if told is flat and versions_of([flat]) == [version] else None
 
     def flatten(self, gradients: Sequence[torch.Tensor], fmt: Format, factor: torch.Tensor | None = None) -> torch.Tensor:
         """Fills the flat buffer: `cast(g * factor)` of each parameter's gradient, in the parameter's place.
@@ -127,7 +140,7 @@ class Bucket:
             fmt: of the buffer.
             factor: FP32 [parameters]; None casts without one.
         """
-        guessed, self._guessed, self.tallies = self._guessed, None, None
+        guessed, self._guessed, self._told = self._guessed, None, None
         if guessed is None or factor is None or not guessed.of(gradients, fmt):
             flat = torch.empty(sum(self.sizes), dtype=fmt.dtype, device=gradients[0].device)
             ops.pack(self.tables, gradients, self.spans, flat, factor)
@@ -137,7 +150,7 @@ class Bucket:
         ops.pack(self.tables, gradients, self.spans, flat, factor, tallies=again, unless=self._guess)
         if tallies is not None:
             right = (factor == self._guess)[self._run_params]
-            self.tallies = torch.where(right.unsqueeze(1), tallies[0], tallies[1])
+            self._told = torch.where(right.unsqueeze(1), tallies[0], tallies[1]), flat, versions_of([flat])[0]
         self._guess.copy_(factor)
         return flat
 
@@ -156,16 +169,23 @@ class Bucket:
 
 @dataclass(frozen=True)
 class _Guessed:
-    """What `Bucket.measure` has packed: of which gradients, in which format, and its tallies with those that packing again leaves."""
+    """What `Bucket.measure` has packed: of which gradients, as they were, in which format, and its tallies with those that packing again
+    leaves."""
 
     gradients: tuple[torch.Tensor, ...]
+    versions: list[int]
     format: Format
     flat: torch.Tensor
     tallies: torch.Tensor | None
 
     def of(self, gradients: Sequence[torch.Tensor], fmt: Format) -> bool:
         same = len(gradients) == len(self.gradients) and all(a is b for a, b in zip(gradients, self.gradients, strict=True))
-        return same and fmt == self.format
+        return same and fmt == self.format and versions_of(gradients) == self.versions
+
+
+def versions_of(xs: Sequence[torch.Tensor]) -> list[int]:
+    """Numbers that change where a tensor does; -1 for one of inference mode, which does not tell."""
+    return [-1 if x.is_inference() else x._version for x in xs]
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:

@@ -384,6 +384,7 @@ class GradSync:
             assert isinstance(wire, SummingWire)
             self._owner_sums.add(bucket, wire.mean(bucket, flat, peers), factor, proposals)
             if partial:
+                bucket.forget()
                 return
             total, proposals = self._owner_sums.take(bucket)
             factor = torch.ones_like(factor)
@@ -404,9 +405,10 @@ class GradSync:
                 self.statistics.record_reduced(self._first_scaled[bucket], bucket, reduced.own, reduced.scale_inv, before, factor)
         # Only a rank that lacks a gradient asks whether the others had one: a host sync that no usual step takes.
         bucket.absent = {i for i in missing if (peers.ranks == 1 and not summed) or proposals[i].item() == ABSENT}
-        # What is told of the packed gradients tells of their average where no other rank adds to them.
-        tallies = None if reduced.own is not flat or bucket.cut or bucket.tallies is None else bucket.tallies.unbind()
-        self._place_averages(bucket, reduced, proposals, tallies)
+        # What is told of the packed gradients tells of their average where no other rank, and no wire, has changed them.
+        tallies = bucket.tallies(reduced.own) if peers.ranks == 1 and not bucket.cut else None
+        bucket.forget()
+        self._place_averages(bucket, reduced, proposals, None if tallies is None else tallies.unbind())
 
     def _place_averages(self, bucket: Bucket, reduced: Reduced, proposals: Tensor, tallies: Sequence[Tensor] | None) -> None:
         scale_inv = None if reduced.scale_inv is None else reduced.scale_inv.masked_fill(proposals < 0, float("nan"))

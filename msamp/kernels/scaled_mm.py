@@ -131,7 +131,7 @@ def scaled_mm(
         a_scale_inv, b_scale_inv: FP32, 0-dim.
         bias: [N] of `out_dtype`, or None.
         out_dtype: torch.bfloat16, torch.float16 or torch.float32.
-        fast_accum: let the tensor cores keep partial sums at reduced precision (output only; gradients want the full sum).
+        fast_accum: let the tensor cores keep partial sums at reduced precision (by default for outputs alone).
 
     Returns:
         [M, N] of `out_dtype`. Dimensions that are not multiples of 16 are padded inside.

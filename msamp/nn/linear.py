@@ -17,7 +17,7 @@ Formats and scales by default, where each scale is a power of two and one serves
     dW       -                       -          -                            the dtype that W shows; the exchange casts it to E4M3
 
 g takes E5M2 for its range, and x and W take E4M3 for its digits. The full sum of the two gradient GEMMs costs 3 to 8 % of their time
-(`tools/bench/LOG.md`).
+(`tools/bench/LOG.md`). It is the default; `Gemms.all_fast` does without.
 
 Why a layer and not a cast around a layer: three things live from step to step. The first is the stored weight: the optimizer writes what
 the GEMM reads, and no copy of higher precision exists beside it. The second is the amax histories (`LinearScaling`): a delayed scale is

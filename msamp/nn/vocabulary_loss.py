@@ -6,7 +6,8 @@ so that backward only multiplies by the gradient of the sum. Between the two sta
 
 The head has three products, and `PRECISIONS` says which run in FP8. With "fp8" it is the one that makes the logits, a third of the work:
 input and weight in E4M3 with a scale each, just in time. The gradients are those of these logits, by 16-bit products of the unrounded
-input and weight. With "fp8-all" it is all three (`_AllInFP8`).
+input and weight. With "fp8-all" it is all three, and the weight's gradient is made in backward from the gradients of the
+logits, which are kept in its place (`_AllInFP8`).
 """
 
 from collections.abc import Callable
@@ -141,7 +142,8 @@ class _AllInFP8(torch.autograd.Function):
     """All three products in FP8: input and weight in E4M3, the gradient of the logits in E5M2.
 
     That gradient, weight (softmax - onehot), is at most the loss mask, so that its scale is known before it is: that of the largest weight.
-    Below it E5M2 reaches 2^-31 of the largest, which a vocabulary of 100,000 does not leave, softmax of equal logits being 2^-17.
+    Below it E5M2 reaches to 2^-31 of the largest. Equal logits of a vocabulary of 100,000 have a softmax of 2^-17. The gradient of a logit
+    some 21 nats below its row's largest becomes zero, which is nothing beside the row's others. Tokens of a small weight have less room.
     Forward keeps the gradient by columns, T V bytes, for the product that makes the weight's gradient: it runs in backward, over all
     tokens at once, and its scale takes the gradient of the sum. So there is no gradient [V, h] in FP32 between the two.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,20 @@ from msamp.numerics.scaling import inverse, scale_from_amax
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # by `type(x)`: neither a ScalingTensor nor another subclass
 _OWN = ("payload", "scale_inv", "_is_param", "_tally")  # attributes that a ScalingTensor has of itself; any other is its user's
+
+
+class _Tally:
+    """What was told of a payload, and which and of what version that was; a copy is empty."""
+
+    def __init__(self, tally: torch.Tensor, payload: torch.Tensor) -> None:
+        self._tally, self._payload, self._version = tally, weakref.ref(payload), payload._version
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def of(self, payload: torch.Tensor) -> torch.Tensor | None:
+        """The tally, if it is of this payload as it is now."""
+        return self._tally if self._payload() is payload and payload._version == self._version else None
 
 
 class ScalingTensor(torch.Tensor):
@@ -35,7 +50,7 @@ class ScalingTensor(torch.Tensor):
     payload: torch.Tensor
     scale_inv: torch.Tensor
     label: str = ""
-    _tally: tuple[torch.Tensor, torch.Tensor, int] | None = None
+    _tally: _Tally | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # ops are met below autograd, in __torch_dispatch__
 
@@ -97,18 +112,15 @@ class ScalingTensor(torch.Tensor):
     def tell(self, tally: torch.Tensor) -> None:
         """Keep what a kernel has told of the payload, int64 [3] as `ops.pack` tells it, for as long as the payload stays as it is.
 
-        Neither a copy nor a saved tensor has it.
+        Neither a deep copy, nor what an operation makes of it, nor a saved tensor has it.
         """
         if not self.payload.is_inference():  # such a tensor does not tell when it changes
-            self._tally = (tally, self.payload, self.payload._version)
+            self._tally = _Tally(tally, self.payload)
 
     @property
     def tally(self) -> torch.Tensor | None:
         """What was told of the payload as it is now; None where nothing was."""
-        if self._tally is None:
-            return None
-        tally, payload, version = self._tally
-        return tally if payload is self.payload and payload._version == version else None
+        return None if self._tally is None else self._tally.of(self.payload)
 
     def store_(self, value: torch.Tensor, scale: torch.Tensor | None = None) -> None:
         """Overwrite the values in place: `value` (FP32, same shape) quantised with `scale`, or just in time."""

@@ -6,8 +6,8 @@
 
 A step reads gradient, moments, master and what an update in BF16 keeps beside them, writes all but the gradient, writes a weight that has a
 master beside it, and reads the gradient once more for its norm, unless its quantisation has told of it (E4M3). The quantisation reads a
-gradient once and writes it; with `scales anew`, where every gradient is twice or half that of the step before, it does so twice. `share` is
-the share of the bandwidth at which the same GPU copies in the same run. Rows are appended to --csv.
+gradient once and writes it; with `scales anew`, where every gradient is twice or half that of the step before, twice if it has a scale.
+`share` is the share of the bandwidth at which the same GPU copies in the same run. Rows are appended to --csv.
 """
 
 import argparse
@@ -58,9 +58,9 @@ class Weights(nn.Module):
         """Parameter groups of an optimizer."""
         return [{"params": list(params.parameters()), "formats": self.states[kind]} for kind, params in self.kinds.items()]
 
-    def bytes(self) -> tuple[int, int]:
-        """Bytes that a step, and that a quantisation of gradients in the parameters' dtype, must move."""
-        step = quantisation = 0
+    def bytes(self) -> tuple[int, int, int]:
+        """Bytes that a step, a quantisation of gradients in the parameters' dtype, and one with new scales must move."""
+        step = quantisation = anew = 0
         for group in self.groups():
             states: StateFormats = group["formats"]
             names, update = format_names(states), updates.by_name(states.update)
@@ -70,8 +70,10 @@ class Weights(nn.Module):
                 reads = 1 if states.grad == E4M3 else 2
                 step += p.numel() * (reads * states.grad.bytes + (2 if own_master else 1) * weight_format(p).bytes)
                 step += 2 * sum(fmt.bytes_of(p.shape) for _, fmt in beside if fmt is not None)
-                quantisation += p.numel() * (p.dtype.itemsize + states.grad.bytes)
-        return step, quantisation
+                size = p.numel() * (p.dtype.itemsize + states.grad.bytes)
+                quantisation += size
+                anew += 2 * size if states.grad.scaled else size
+        return step, quantisation, anew
 
 
 def weight(shape: tuple[int, ...], fmt: Format, device: str) -> nn.Parameter:
@@ -144,9 +146,9 @@ def measure(config: Config, options: argparse.Namespace, bandwidth: float, devic
         sync.clear()
         torch._foreach_mul_(gradients, next(factors))
 
-    step_bytes, quantisation_bytes = model.bytes()
+    step_bytes, quantisation_bytes, anew_bytes = model.bytes()
     cases = {
-        "quantisation, scales anew": (times(other_scales, quantise, options.repeats), 2 * quantisation_bytes),
+        "quantisation, scales anew": (times(other_scales, quantise, options.repeats), anew_bytes),
         "quantisation": (times(sync.clear, quantise, options.repeats), quantisation_bytes),
     }
     # The averages stay where they are from here on, as a graph wants it.

@@ -133,11 +133,12 @@ def test_a_guess_changes_no_bit(fmt, ranks):
         want = planned(ranks)[0].flatten(made, fmt, step_factor)
         amaxes = bucket.measure(made, fmt)
         assert amaxes.tolist() == [float(g.abs().max()) if g.numel() else 0.0 for g in made]
-        assert bits(bucket.flatten(made, fmt, step_factor)).equal(bits(want))
+        flat = bucket.flatten(made, fmt, step_factor)
+        assert bits(flat).equal(bits(want))
         if fmt != E4M3:
-            assert bucket.tallies is None
+            assert bucket.tallies(flat) is None
             continue
-        for segment, (largest, *squares) in zip(bucket.segments, bucket.tallies, strict=True):
+        for segment, (largest, *squares) in zip(bucket.segments, bucket.tallies(flat), strict=True):
             codes = want[segment.start : segment.start + segment.elements]
             stats, sums = grad_stats(None, [ScalingTensor(codes, torch.ones(()))])
             assert largest.to(torch.int32).view(torch.float32) == stats[0, 0]
@@ -147,11 +148,36 @@ def test_a_guess_changes_no_bit(fmt, ranks):
 def test_a_guess_of_other_gradients_is_not_taken():
     bucket, _ = planned(1)
     made, factor = gradients(torch.bfloat16), torch.full((len(SHAPES),), 0.5)
-    bucket.flatten(made, E4M3, factor)
-    assert bucket.tallies is None
+    assert bucket.tallies(bucket.flatten(made, E4M3, factor)) is None
     bucket.measure(made, E4M3)
     others = [2 * g for g in made]
-    assert bits(bucket.flatten(others, E4M3, factor)).equal(bits(planned(1)[0].flatten(others, E4M3, factor)))
-    assert bucket.tallies is None
+    flat = bucket.flatten(others, E4M3, factor)
+    assert bits(flat).equal(bits(planned(1)[0].flatten(others, E4M3, factor)))
+    assert bucket.tallies(flat) is None
     bucket.measure(made, E4M3)
     assert bucket.flatten(made, FP32).equal(planned(1)[0].flatten(made, FP32))
+
+
+def test_gradients_that_change_after_they_were_measured_are_packed_as_they_are():
+    bucket, factor = planned(1)[0], torch.full((len(SHAPES),), 0.5)
+    for _ in range(2):  # the second time the guess is right
+        made = gradients(torch.bfloat16)
+        bucket.measure(made, E4M3)
+        for g in made:
+            g.mul_(0.75)
+        assert bits(bucket.flatten(made, E4M3, factor)).equal(bits(planned(1)[0].flatten(made, E4M3, factor)))
+        bucket.measure(made, E4M3)
+        bucket.flatten(made, E4M3, factor)
+
+
+def test_what_was_told_of_a_buffer_holds_until_it_changes():
+    bucket, made, factor = planned(1)[0], gradients(torch.bfloat16), torch.full((len(SHAPES),), 0.5)
+    bucket.measure(made, E4M3)
+    flat = bucket.flatten(made, E4M3, factor)
+    assert bucket.tallies(flat.clone()) is None
+    assert bucket.tallies(flat).shape == (len(bucket.segments), 3)
+    flat[:7].view(torch.uint8).zero_()
+    assert bucket.tallies(flat) is None
+    bucket.measure(made, E4M3)
+    bucket.forget()
+    assert bucket.tallies(bucket.flatten(made, E4M3, factor)) is None

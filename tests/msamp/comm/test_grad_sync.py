@@ -12,7 +12,7 @@ from synced import model_of, synced, told_right
 from torch import Tensor, nn
 
 from msamp.comm.accumulate import ACCUMULATORS
-from msamp.comm.exchange import Exchange, NCCLWire
+from msamp.comm.exchange import Exchange, FP32SumWire, NCCLWire, pack_scaled
 from msamp.comm.grad_sync import GradSync
 from msamp.kernels import ops
 from msamp.nn.linear import FP8Linear
@@ -321,3 +321,32 @@ def test_a_parameter_without_a_gradient_takes_no_guess_and_spoils_none():
         for name, g in gs.items():
             assert stamp(model[name].main_grad) == stamp(ScalingTensor.quantize(g, E4M3))
     assert len(sync.buckets) == 1
+
+
+class Halving(FP32SumWire):
+    """Changes what was packed, in place."""
+
+    def reduce(self, bucket, flat, factor, peers, shard):
+        flat.copy_((flat.float() * 0.5).to(flat.dtype))
+        return super().reduce(bucket, flat, factor, peers, shard)
+
+
+class Alone(FP32SumWire):
+    """Packs by itself."""
+
+    def pack(self, bucket, gradients, factor):
+        return torch.cat([pack_scaled(g, f, self.format).view(torch.uint8).flatten() for g, f in zip(gradients, factor, strict=True)]).view(
+            self.format.dtype
+        )
+
+
+@pytest.mark.parametrize("wire", [Halving, Alone])
+def test_a_wire_that_changes_or_makes_its_payload_is_told_nothing_of(wire, monkeypatch):
+    p, sync = one(E4M3)
+    monkeypatch.setitem(sync._wires, E4M3, wire(E4M3))
+    for step in range(2):
+        sync.clear()
+        back(p, make("normal", (4, 8), seed=step).bfloat16())
+        sync.finish()
+        assert p.main_grad.tally is None
+        assert all(bucket._guessed is None for bucket in sync.buckets)

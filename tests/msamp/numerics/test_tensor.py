@@ -335,6 +335,7 @@ def test_what_was_told_of_a_payload_holds_until_it_changes():
         assert other.tally is None
     x.payload.view(torch.uint8).view(-1)[0] = 0  # by a view
     assert x.tally is None
+    assert copy.deepcopy(x).tally is None
     x.tell(tally)
     x.store_(x.dequantize(torch.float32))
     assert x.tally is None

@@ -35,9 +35,10 @@ def test_bytes_by_hand(level, linear, matrix):
     model = weights(level)
     assert [sum(p.numel() for p in group["params"]) for group in model.groups()] == [LINEAR, MATRIX, VECTOR]
     assert all(isinstance(p, ScalingTensor) for p in model.groups()[0]["params"])
-    step, quantisation = model.bytes()
+    step, quantisation, anew = model.bytes()
     assert step == linear * LINEAR + matrix * MATRIX + (8 + 24 + 2) * VECTOR
     assert quantisation == 3 * LINEAR + 4 * MATRIX + 6 * VECTOR
+    assert anew == quantisation + 3 * LINEAR
 
 
 @pytest.mark.parametrize(
@@ -55,13 +56,13 @@ def test_bytes_by_hand(level, linear, matrix):
 )
 def test_bytes_of_precisions_without_fp8_by_hand(level, each, quantisation):
     elements = LINEAR + MATRIX + VECTOR
-    assert weights(level).bytes() == (each * elements, quantisation * elements)
+    assert weights(level).bytes() == (each * elements, quantisation * elements, quantisation * elements)
 
 
 def test_the_flags_choose_the_states():
     # A row of 8 or 32 has one group: payload, maximum and exponent of each moment. A linear weight, a layer: rows of 8, and 8 rows of 32.
     groups = 2 * (3 * 8 + 8 + 4 * 8 + 8) + (16 + 4)
-    step, _ = weights("O3", "--optimizer-state coat").bytes()
+    step, *_ = weights("O3", "--optimizer-state coat").bytes()
     assert step == (1 + 2 * (1 + 1 + 2) + 1) * LINEAR + (4 + 2 * (1 + 1 + 2) + 2) * MATRIX + 34 * VECTOR + 2 * 2 * 8 * groups
 
 
@@ -79,8 +80,8 @@ def test_every_precision_is_measured(level, flags, monkeypatch):
     given = options(flags)
     found = bench_optimizer.measure(bench_optimizer.configuration(level, given), given, 1e9, "cpu")
     assert [row["case"] for row in found] == CASES
-    step, quantisation = weights(level, flags).bytes()
-    for row, size in zip(found, [2 * quantisation, quantisation, step, step], strict=True):
+    step, quantisation, anew = weights(level, flags).bytes()
+    for row, size in zip(found, [anew, quantisation, step, step], strict=True):
         assert (row["ms"], row["bytes_a_param"]) == (2.0, round(size / (LINEAR + MATRIX + VECTOR), 3))
         assert row["share"] == pytest.approx(size / 2e-3 / 1e9, abs=5e-4)
         assert row["level"].split()[0] == ("bf16" if level == "O0" else level)

@@ -1,6 +1,6 @@
 """Rules for the recipe: one is named, and varied only where it can be."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from megatron.lm.config.precision import COAT_FORMATS, OPTIMIZER_STATES, PrecisionConfig
 from megatron.lm.config.schema import flag
@@ -36,7 +36,7 @@ def one_recipe(config: Config, world_size: int) -> Problems:
     fixed = {name: value for name, value in given.items() if not named.fp8 and value not in (*COAT_FORMATS, *OPTIMIZER_STATES)}
     for name, value in fixed.items():
         yield f"{flag(name)} {value} contradicts precision {named.name}, which fixes its formats: {WANTS_FP8}"
-    problem = refusal(precision)
+    problem = refusal(replace(precision, fp8_fast_accumulation="output"))  # which is no matter of formats: see `fp8_scaling`
     if problem is not None and not fixed:
         flags = " ".join(f"{flag(name)} {value}" for name, value in given.items())
         yield f"{flags} contradicts precision {named.name}: {problem}; drop it, or use --precision bf16"
