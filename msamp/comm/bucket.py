@@ -119,7 +119,7 @@ class Bucket:
         return amaxes
 
     def forget(self) -> None:
-        """Let go of what `measure` has packed and nobody has asked for, and of what was told."""
+        """Let go of what `measure` has packed and `flatten` has not taken, and of what was told."""
         self._guessed = self._told = None
 
     def tallies(self, flat: torch.Tensor) -> torch.Tensor | None:

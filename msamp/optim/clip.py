@@ -48,7 +48,7 @@ def first_pass(tables: Tables, scaled: Sequence[torch.Tensor], plain: Sequence[t
 
 
 def _of_scaled(tables: Tables, gs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`grad_stats` of scaled gradients, which reads those that nobody has told of."""
+    """`grad_stats` of scaled gradients, which reads those without a tally."""
     tallies = [g.tally if isinstance(g, ScalingTensor) else None for g in gs]
     told = [i for i, tally in enumerate(tallies) if tally is not None]
     if not told:
