@@ -10,6 +10,7 @@ from msamp.kernels import ops
 from msamp.kernels.reference.pack import TALLY
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import E4M3, Format
+from msamp.numerics.tensor import Tally
 
 
 @dataclass(eq=False)
@@ -92,7 +93,7 @@ class Bucket:
         self.waiting = len(self.params)
         self.sent = False
         self.absent: set[int] = set()
-        self._told: tuple[torch.Tensor, torch.Tensor, int] | None = None
+        self._told: Tally | None = None
         self._guessed: _Guessed | None = None
         for segment in self.owned:
             segment.grad = None
@@ -127,10 +128,7 @@ class Bucket:
 
         None where nothing was told, and of another buffer or one that has changed since.
         """
-        if self._told is None:
-            return None
-        tallies, told, version = self._told
-        return tallies if told is flat and versions_of([flat]) == [version] else None
+        return None if self._told is None else self._told.of(flat)
 
     def flatten(self, gradients: Sequence[torch.Tensor], fmt: Format, factor: torch.Tensor | None = None) -> torch.Tensor:
         """Fills the flat buffer: `cast(g * factor)` of each parameter's gradient, in the parameter's place.
@@ -150,7 +148,7 @@ class Bucket:
         ops.pack(self.tables, gradients, self.spans, flat, factor, tallies=again, unless=self._guess)
         if tallies is not None:
             right = (factor == self._guess)[self._run_params]
-            self._told = torch.where(right.unsqueeze(1), tallies[0], tallies[1]), flat, versions_of([flat])[0]
+            self._told = Tally(torch.where(right.unsqueeze(1), tallies[0], tallies[1]), flat)
         self._guess.copy_(factor)
         return flat
 

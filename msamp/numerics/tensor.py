@@ -20,18 +20,25 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)  # by `type(x)`: neither a ScalingTen
 _OWN = ("payload", "scale_inv", "_is_param", "_tally")  # attributes that a ScalingTensor has of itself; any other is its user's
 
 
-class _Tally:
-    """What was told of a payload, and which and of what version that was; a copy is empty."""
+class Tally:
+    """What a kernel has told of a payload, for as long as that stays as it is; a deep copy is None.
+
+    Args:
+        tally: int64, as `ops.pack` tells it.
+        payload: of which it was told. A tensor of inference mode does not tell when it changes, so that nothing holds of it.
+    """
 
     def __init__(self, tally: torch.Tensor, payload: torch.Tensor) -> None:
-        self._tally, self._payload, self._version = tally, weakref.ref(payload), payload._version
+        self._tally, self._payload = tally, weakref.ref(payload)
+        self._version = None if payload.is_inference() else payload._version
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
 
     def of(self, payload: torch.Tensor) -> torch.Tensor | None:
         """The tally, if it is of this payload as it is now."""
-        return self._tally if self._payload() is payload and payload._version == self._version else None
+        same = self._version is not None and self._payload() is payload and payload._version == self._version
+        return self._tally if same else None
 
 
 class ScalingTensor(torch.Tensor):
@@ -50,7 +57,7 @@ class ScalingTensor(torch.Tensor):
     payload: torch.Tensor
     scale_inv: torch.Tensor
     label: str = ""
-    _tally: _Tally | None = None
+    _tally: Tally | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # ops are met below autograd, in __torch_dispatch__
 
@@ -114,8 +121,7 @@ class ScalingTensor(torch.Tensor):
 
         Neither a deep copy, nor what an operation makes of it, nor a saved tensor has it.
         """
-        if not self.payload.is_inference():  # such a tensor does not tell when it changes
-            self._tally = _Tally(tally, self.payload)
+        self._tally = Tally(tally, self.payload)
 
     @property
     def tally(self) -> torch.Tensor | None:

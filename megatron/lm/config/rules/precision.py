@@ -62,8 +62,7 @@ def fp8_linears(config: Config, world_size: int) -> Problems:
 def fp8_scaling(config: Config, world_size: int) -> Problems:
     """Flags for the scaling of operands need FP8 GEMMs, and each setting of a scaling rule needs a rule that has it."""
     from megatron.lm.peers import PeerRecipe
-    from megatron.lm.recipe import RULE_SETTINGS, rule_setting
-    from msamp.numerics.recipe import GEMMS
+    from megatron.lm.recipe import RULE_SETTINGS, gemm_of, rule_setting
 
     precision = config.precision
     if precision.contradiction is not None:
@@ -81,7 +80,7 @@ def fp8_scaling(config: Config, world_size: int) -> Problems:
             if value is not None:
                 yield f"{flag(name)} {value} contradicts precision {precision.name}, {why}: {WANTS_FP8}"
         return
-    gemm = GEMMS[precision.fp8_recipe] if precision.fp8_recipe is not None else precision.named.gemm
+    gemm = gemm_of(replace(precision, fp8_fast_accumulation="output"))
     if fast and gemm is not None and not gemm.tensorwise:
         yield f"{fast} is about one scale a tensor, and blocks are always added up in full: drop it, or use --fp8-recipe delayed"
         return  # the recipe cannot be made
