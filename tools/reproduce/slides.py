@@ -103,7 +103,7 @@ ENTRIES = (
         title="Slides, Figure 5",
         claim="Most activation gradients lie below 2^-24; a language model wants a loss scale.",
         run=language_model,
-        sizes={"toy": Needs(), "small": Needs(minutes=5), "full": Needs(gpus=1, gib=40, minutes=40)},
+        sizes={"toy": Needs(), "small": Needs(minutes=5), "full": Needs(gpus=1, gib=40, minutes=5)},
         headline="activation gradients below 2^-24, loss scale 1",
     ),
     Entry(
