@@ -38,6 +38,18 @@ def differences(precisions: str = PRECISIONS, curves: str = CURVES) -> tuple[lis
     return list(base), found
 
 
+def row_of(precision: str, file: str = PRECISIONS) -> Row:
+    """The row of a comparison of precisions.
+
+    Raises:
+        ValueError: the file has no such precision.
+    """
+    rows = {row["precision"]: row for row in read(file)}
+    if precision not in rows:
+        raise ValueError(f"{file} has no row of {precision}, but of {', '.join(rows)}: compare_precisions.py makes it")
+    return rows[precision]
+
+
 def rows_of_precisions(precisions: Iterable[str]) -> Sequence[Row]:
     """The rows that name the commit of these precisions' runs."""
     wanted = set(precisions)

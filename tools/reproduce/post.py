@@ -9,9 +9,9 @@ from typing import Any
 
 from tools.docs.evidence import Row, read
 from tools.docs.post import BASE, BOOLQ, CURVES, ENCODERS, EVALUATION, PPO, SFT
+from tools.reproduce.collage import NAMES
 from tools.reproduce.entry import Entry, Finding, Needs, Task
 from tools.reproduce.run_tool import rows_of
-from tools.reproduce.short import NAMES
 from tools.reproduce.trainings import byte_data, trained
 
 # FP8-LM Table 3, LLaMA-7B: memory and throughput of FP8 from BF16; Table 4: memory of weights and states of all models.

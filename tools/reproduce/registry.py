@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tools.reproduce import coat, exact, gradients, grids, post, short, slides
+from tools.reproduce import coat, collage, curves, exact, gradients, grids, post, slides
 from tools.reproduce.entry import Entry
 
-_MODULES = (exact, grids, short, post, gradients, coat, slides)
+_MODULES = (exact, grids, curves, collage, post, gradients, coat, slides)
 _PAPERS = ("fp8lm", "collage", "coat", "slides")
 
 

@@ -60,6 +60,19 @@ def by_case(found: Sequence[Row]) -> dict[str, dict[int, Row]]:
     return cases
 
 
+def together(preset: str, micro_batch: int, cases: Sequence[str]) -> dict[str, Row]:
+    """The newest whole steps on file in which these cases were measured on one tree, by case; empty where there are none.
+
+    Args:
+        preset: with its flags, as the file has it.
+    """
+    runs: dict[str, dict[str, Row]] = {}
+    for row in read(STEP):
+        if (row["preset"], row["micro_batch"]) == (preset, str(micro_batch)) and row["case"] in cases:
+            runs.setdefault(row["commit"], {})[row["case"]] = row
+    return next((rows for rows in reversed(runs.values()) if len(rows) == len(cases)), {})
+
+
 def told(model: str, line: Mapping[str, Any], base: str, same: float | None, largest: float | None) -> Iterator[Finding]:
     """What a line of `searched` says of a case: memory, and speed over the base's with its micro-batch and with the largest.
 

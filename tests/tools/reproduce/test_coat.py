@@ -19,14 +19,38 @@ def test_the_share_of_norms_and_swiglu_by_hand():
     assert found["7b, activations kept as coat: norms and SwiGLU"] == pytest.approx(100 * kept / (kept + other))
 
 
-def test_kept_rows_of_memory_name_their_gpu():
+def test_memory_takes_the_newest_steps_that_were_measured_together(monkeypatch):
+    """Rows by hand: an older run, a newer one that is whole, and a newest without BF16."""
+
+    def row(commit: str, case: str, speed: float, peak: float) -> dict[str, str]:
+        told = {
+            "case": case,
+            "preset": "1.3b --fp8-min-gain 0",
+            "micro_batch": 4,
+            "tokens_s_gpu": speed,
+            "peak_gib": peak,
+            "commit": commit,
+        }
+        return {"commit": commit} | {name: str(value) for name, value in told.items()}
+
+    cases = ["bf16", "O3", "coat", f"O3 {coat.ALL_FP8}", f"coat {coat.ALL_FP8}"]
+    rows = [row("old1234", case, 100, 30) for case in cases]
+    rows += [row("new1234", case, 100 + 10 * place, 30 / (1 + place)) for place, case in enumerate(cases)]
+    rows += [row("part123", "coat", 1, 1)]
+    monkeypatch.setattr(coat.throughput, "read", lambda file: rows)
     found = {finding.quantity: finding for finding in coat.memory(Task("kept", "whole", Path("text"), Path("folder")))}
-    less = found["coat, micro-batch 4: times less memory"]
-    assert less.paper == 1.54
-    assert less.where["gpu"] == "NVIDIA H200"
-    rows = [row for row in coat.read(coat.MEMORY) if row["micro_batch"] == "4"]
-    peak = {row["case"]: float(row["peak_gib"]) for row in rows}
-    assert less.ours == pytest.approx(peak["bf16"] / peak["coat"], abs=0.01)
+    less, speed = (found[f"coat, micro-batch 4: times {name}"] for name in ("less memory", "BF16's speed"))
+    assert (less.ours, less.paper, speed.ours, speed.paper) == (pytest.approx(3.0), 1.54, pytest.approx(1.2), 1.43)
+    assert less.where["commit"] == "new1234"
+    both = found[f"coat {coat.ALL_FP8}, micro-batch 4: times BF16's speed"]
+    assert (both.ours, both.paper) == (pytest.approx(1.4), None)
+
+
+def test_memory_on_file():
+    found = {finding.quantity: finding for finding in coat.memory(Task("kept", "whole", Path("text"), Path("folder")))}
+    assert next(one.headline for one in coat.ENTRIES if one.name == "coat-memory") in found
+    assert found["coat, micro-batch 4: times less memory"].where["gpu"] == "NVIDIA H200"
+    assert found["coat, each at its largest: times BF16's speed"].where["commit"] == "de29eee"
 
 
 def test_the_worst_layer_and_the_gain_of_rows_made_by_hand():
@@ -88,9 +112,16 @@ def test_llama_on_one_card_beside_the_paper_on_two(tmp_path, monkeypatch):
         told = {"case": case, "preset": preset, "micro_batch": micro_batch, "tokens_s_gpu": speed, "peak_gib": peak, "commit": "abc1234"}
         return {name: str(value) for name, value in told.items()}
 
-    rows = [row("bf16", 1, 8000, 116), row("coat", 2, 16000, 60), row("coat", 16, 20000, 114), row("coat", 2, 1, 1, preset="1.3b")]
+    rows = [
+        row("bf16", 1, 8000, 116),
+        row("coat", 2, 16000, 60),
+        row("coat", 16, 20000, 114),
+        row("coat", 2, 1, 1, preset="1.3b"),
+        row("O3", 4, 9000, 112, preset=coat.THIRTEEN),
+    ]
     monkeypatch.setattr(coat, "read", lambda file: rows)
     found = {finding.quantity: (finding.ours, finding.paper) for finding in coat.llama(Task("kept", "whole", tmp_path, tmp_path))}
     assert found["coat, each at its largest: times BF16's speed"] == (2.5, pytest.approx(11351 / 6130))
     assert found["bf16, its largest micro-batch: tokens a second and GPU"] == (8000.0, 6130.0)
     assert found["coat, micro-batch 2: peak memory"] == (60.0, None)
+    assert found["13B, O3, micro-batch 4: tokens a second"] == (9000.0, None)

@@ -1,37 +1,28 @@
-"""Tables and figures that need a training of some steps: FP8-LM Table 6 and Figure 8, Collage Tables 5 and 6 and Figures 2 and 3."""
+"""Collage's trainings and steps: Tables 5 and 6, Figures 2 and 3, what of an update arrives, and Table 7 with Figure 4, speed and memory.
+
+The options by the paper's names: A is BF16 alone, light and plus keep multi-component floats, D has FP32 states and master weights. Tables
+1 and 2 are in exact.py, 3 and 4 in post.py, 8 in grids.py.
+"""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from megatron.lm.tools.inspect_scales import read as read_steps
 from megatron.lm.tools.report import Run
-from tools.docs.evidence import ROOT, Row, read
+from tools.docs.cells import PRECISIONS
+from tools.docs.evidence import ROOT, Row
+from tools.docs.losses import row_of
 from tools.reproduce import throughput
 from tools.reproduce.entry import WHOLE, Entry, Finding, Needs, Task, one_piece
 from tools.reproduce.fp16_lstm import bytes_of
-from tools.reproduce.trainings import ENWIK8, Loop, byte_data, collage, trained
+from tools.reproduce.trainings import ENWIK8, Loop, collage, trained
 
-# FP8-LM Table 6. Ours: the level with its four formats, of which the rows change one.
-TABLE6 = {
-    "#0": "fp32",
-    "#1": "bf16",
-    "#2a": "O2",
-    "#2b": "O2 --master-format bf16",
-    "#3": "O2 --master-format fp8-e4m3",
-    "#4": "O2 --exp-avg-sq-format fp8-e4m3",
-}
-DIVERGED = {"#4": "diverges"}
-COURSES: Mapping[str, tuple[int, int, str]] = {  # by size: seeds, steps, flags
-    "toy": (1, 40, "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 2e-3 --eval-iters 4"),
-    "small": (1, 300, "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 2e-3 --eval-iters 20"),
-    "full": (3, 2000, ""),
-}
-# Collage Table 6: validation perplexity by beta2, for batches of 1,024 and of 2,048 sequences. A's 15.33 lies below the training perplexity
+# Table 6: validation perplexity by beta2, for batches of 1,024 and of 2,048 sequences. A's 15.33 lies below the training perplexity
 # that the paper prints beside it, 17.64: one of the two may be a misprint.
-COLLAGE6 = {
+TABLE6 = {
     "a": {0.95: 15.64, 0.99: 15.80, 0.999: 18.17},
     "light": {0.95: 15.03, 0.99: 15.03, 0.999: 15.80},
     "plus": {0.95: 15.03, 0.99: 15.03, 0.999: 15.18},
@@ -48,7 +39,6 @@ LOOPS = {
     "toy": Loop(width=32, layers=1, length=16, batch=8, steps=30),
     "small": Loop(width=64, layers=2, length=32, batch=16, steps=400),
 }
-PRECISIONS = "tools/reproduce/results/precisions/precisions.csv"
 NAMES = {"a": "bf16-a", "light": "collage-light", "plus": "collage-plus", "d": "bf16-d"}
 COURSE6 = {"d": "bf16-d", "plus": "collage-plus", "light": "collage-light", "a": "bf16-a", "d-mw": "bf16-dmw"}  # GPT-125M, Table 6
 FULL6 = Loop(width=768, layers=12, length=2048, batch=4, steps=2000)  # GPT-125M, one epoch of enwik8
@@ -56,31 +46,24 @@ AT_ONCE, RECORDS = 3, 10  # trainings beside each other, and steps that are reco
 KEPT_BETA2 = 0.95  # that of the comparison of all precisions, which Table 5 reads too
 
 
-def table6_pieces(size: str) -> Sequence[str]:
-    """A training of each row and seed; the first seed of all rows comes first. FP32 has one seed at full size: that on file."""
-    seeds = range(1234, 1234 + COURSES[size][0])
-    return [f"{row} seed {seed}" for seed in seeds for row in TABLE6 if row != "#0" or seed == seeds[0]]
+def table5(task: Task) -> Iterator[Finding]:
+    """GPT-125M with beta2 0.95: the rows of compare_precisions."""
+    return _kept_perplexities("125M")
+
+
+def _kept_perplexities(told: str) -> Iterator[Finding]:
+    base = row_of(NAMES["d"])
+    for variant, name in NAMES.items():
+        row = row_of(name)
+        ours = math.exp(float(row["valid_loss"]) - float(base["valid_loss"]))
+        ratio = TABLE6[variant][KEPT_BETA2] / TABLE6["d"][KEPT_BETA2]
+        yield Finding(f"{variant}, {told}: validation perplexity over D's", ours, ratio, where=row)
 
 
 def table6(task: Task) -> Iterator[Finding]:
-    """The curve and the last validation loss of one row and seed."""
-    name, _, seed = task.piece.split()
-    if task.size == "full" and name == "#0":  # the same course stands among all precisions: FP32 takes longer than all other rows
-        row = _kept(TABLE6[name])
-        yield Finding(f"{name}, validation loss", float(row["valid_loss"]), None, "nats a token", seed=int(seed), where=row)
-        return
-    _, steps, flags = COURSES[task.size]
-    data = byte_data(task.text, task.folder / "bytes") if task.size != "full" else ROOT / ENWIK8
-    run = trained(TABLE6[name], int(seed), steps, flags, data, task.folder / task.size)
-    yield Finding(f"{name}, validation loss", run.valid[-1]["loss"], DIVERGED.get(name), "nats a token", seed=int(seed))
-    for line in run.train:
-        yield Finding(f"{name}, training loss", line["loss"], x=line["iteration"], seed=int(seed))
-
-
-def collage_table6(task: Task) -> Iterator[Finding]:
     """All options at one beta2: perplexity over that of D; but for rows on file also lost arithmetic, and what of the update arrives."""
     if task.size == "full":
-        yield from _collage_table6_at_125m(task)
+        yield from _table6_at_125m(task)
         return
     beta2, loop, papers = setting6(task.piece, LOOPS[task.size])
     text = bytes_of(task.text)
@@ -100,10 +83,10 @@ def setting6(piece: str, loop: Loop) -> tuple[float, Loop, Mapping[str, Mapping[
     beta2 = float(piece.removesuffix(TWICE).removeprefix("beta2 "))
     if piece.endswith(TWICE):
         return beta2, replace(loop, batch=2 * loop.batch, steps=loop.steps // 2), DOUBLED6
-    return beta2, loop, COLLAGE6
+    return beta2, loop, TABLE6
 
 
-def _collage_table6_at_125m(task: Task) -> Iterator[Finding]:
+def _table6_at_125m(task: Task) -> Iterator[Finding]:
     """Perplexity over D's; lost arithmetic, and the share of the update that arrives, means over the recorded steps."""
     beta2, loop, papers = setting6(task.piece, FULL6)
     if beta2 == KEPT_BETA2:
@@ -140,7 +123,7 @@ def _mean(values: Iterable[float | None]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def collage_figures(task: Task) -> Iterator[Finding]:
+def figures(task: Task) -> Iterator[Finding]:
     """The course of one option at beta2 0.999: EDQ, lost arithmetic, norms of weights and update."""
     variant = task.piece.removeprefix("option ")
     course = list(collage(variant, 0.999, LOOPS[task.size], bytes_of(task.text), seed=1234))
@@ -157,32 +140,14 @@ def collage_figures(task: Task) -> Iterator[Finding]:
     yield Finding(f"{variant}, norm of the weights over that of the update", ratio, 900.0 if variant == "a" else None, seed=1234)
 
 
-def _kept(precision: str) -> Row:
-    return next(row for row in read(PRECISIONS) if row["precision"] == precision)
-
-
-def collage_table5(task: Task) -> Iterator[Finding]:
-    """GPT-125M with beta2 0.95: the rows of compare_precisions."""
-    return _kept_perplexities("125M")
-
-
-def _kept_perplexities(told: str) -> Iterator[Finding]:
-    base = _kept(NAMES["d"])
-    for variant, name in NAMES.items():
-        row = _kept(name)
-        ours = math.exp(float(row["valid_loss"]) - float(base["valid_loss"]))
-        ratio = COLLAGE6[variant][KEPT_BETA2] / COLLAGE6["d"][KEPT_BETA2]
-        yield Finding(f"{variant}, {told}: validation perplexity over D's", ours, ratio, where=row)
-
-
-def collage_table7(task: Task) -> Iterator[Finding]:
+def table7(task: Task) -> Iterator[Finding]:
     """Speed over option D's; the paper begins at 1.3B, what is on file is 125M. At full size the paper's models on one card."""
     if task.piece != WHOLE:
         yield from throughput.collage(task)
         return
-    base = _kept("bf16-d")
+    base = row_of("bf16-d")
     for variant, name in NAMES.items():
-        row, paper = _kept(name), {"a": 1.78, "light": 1.74, "plus": 1.67, "d": 1.0}[variant]
+        row, paper = row_of(name), {"a": 1.78, "light": 1.74, "plus": 1.67, "d": 1.0}[variant]
         ours = float(row["tokens_s"]) / float(base["tokens_s"])
         yield Finding(f"{variant}: speed over D's; ours at 125M, the paper's at 1.3B", ours, paper, where=row)
 
@@ -190,16 +155,12 @@ def collage_table7(task: Task) -> Iterator[Finding]:
 def steps_of(model: str) -> dict[str, Row]:
     """The newest whole steps on file of a model of `throughput.MODELS7` in which all options were measured together, by precision."""
     preset, micro_batch, flags = throughput.MODELS7[model]
-    runs: dict[str, dict[str, Row]] = {}
-    for row in read(throughput.STEP):
-        if (row["preset"], row["micro_batch"]) == (f"{preset} {flags}".strip(), str(micro_batch)) and row["case"] in NAMES.values():
-            runs.setdefault(row["commit"], {})[row["case"]] = row
-    return next((rows for rows in reversed(runs.values()) if len(rows) == len(NAMES)), {})
+    return throughput.together(f"{preset} {flags}".strip(), micro_batch, tuple(NAMES.values()))
 
 
-def collage_figure4(task: Task) -> Iterator[Finding]:
+def figure4(task: Task) -> Iterator[Finding]:
     """Peak memory saved against option D: of 125M in training, and of the paper's larger models in measured whole steps."""
-    found = [{name: _kept(name) for name in NAMES.values()}, *(rows for rows in map(steps_of, throughput.MODELS7) if rows)]
+    found = [{name: row_of(name) for name in NAMES.values()}, *(rows for rows in map(steps_of, throughput.MODELS7) if rows)]
     for rows in found:
         base = rows[NAMES["d"]]
         model = f"{float(base['params_m']) / 1e3:.1f}B" if "params_m" in base else "125M"
@@ -217,46 +178,13 @@ def _saved(row: Row, base: Row) -> float:
     return 100 * (1 - float(row["peak_gib"]) / float(base["peak_gib"]))
 
 
-def figure4(task: Task) -> Iterator[Finding]:
-    """O0 against the levels, GPT-125M on one epoch of enwik8: mean of the seeds, and their range."""
-    base = _kept("bf16")
-    for level in ("O1", "O2", "O3"):
-        row = _kept(level)
-        above = 100 * (float(row["valid_loss"]) / float(base["valid_loss"]) - 1)
-        yield Finding(f"{level}: validation loss above BF16's, mean of the seeds", above, 0.0, "%", where=row)
-    seeds = 100 * (float(base["most"]) - float(base["least"])) / float(base["valid_loss"])
-    yield Finding("range of BF16's own seeds", seeds, unit="%", where=base)
-
-
 KEPT = Needs(files=(PRECISIONS,))
-GPU = Needs(gpus=1, gib=80, minutes=60, files=(ENWIK8,))
 ENTRIES = (
-    Entry(
-        name="fp8lm-table6",
-        title="FP8-LM, Table 6 and Figure 8",
-        claim="The master weight needs 16 bits and the second moment FP16: #2a follows #0 and #1, and #4 diverges.",
-        run=table6,
-        sizes={"toy": Needs(minutes=1), "small": Needs(minutes=20), "full": GPU},
-        pieces=table6_pieces,
-        reason="#0, FP32, has one seed, of an earlier tree: it takes longer than all others together.",
-        headline="#4, validation loss",
-        apart=True,
-        slow=True,
-    ),
-    Entry(
-        name="fp8lm-figure4",
-        title="FP8-LM, Figure 4",
-        claim="The training loss in FP8 is that of BF16, from 7B to 175B.",
-        run=figure4,
-        sizes={"kept": KEPT},
-        headline="O3: validation loss above BF16's, mean of the seeds",
-        reason="The rows on file are GPT-125M; 7B and more need a cluster.",
-    ),
     Entry(
         name="collage-table5",
         title="Collage, Table 5",
         claim="With beta2 0.95 light and plus reach option D, and A does not.",
-        run=collage_table5,
+        run=table5,
         sizes={"kept": KEPT},
         headline="a, 125M: validation perplexity over D's",
         reason="The rows on file are GPT-125M; 1.3B to 7B need days of a GPU.",
@@ -265,8 +193,8 @@ ENTRIES = (
         name="collage-table6",
         title="Collage, Table 6",
         claim="With beta2 0.999 A falls far behind, light a little, plus hardly.",
-        run=collage_table6,
-        sizes={"toy": Needs(), "small": Needs(minutes=10), "full": GPU},
+        run=table6,
+        sizes={"toy": Needs(), "small": Needs(minutes=10), "full": Needs(gpus=1, gib=80, minutes=60, files=(ENWIK8,))},
         pieces=lambda size: ["beta2 0.999", "beta2 0.99", "beta2 0.95", f"beta2 0.999{TWICE}"],
         headline="a, beta2 0.999: validation perplexity over D's",
     ),
@@ -274,7 +202,7 @@ ENTRIES = (
         name="collage-figure3",
         title="Collage, Figures 2 and 3",
         claim="A loses most updates, light and plus hardly any; EDQ orders A, light, plus, D. Weights are 900 times their update.",
-        run=collage_figures,
+        run=figures,
         sizes={"toy": Needs(), "small": Needs(minutes=10)},
         pieces=lambda size: [f"option {variant}" for variant in ("a", "light", "kahan", "plus", "d")],
         headline="a, lost arithmetic, mean",
@@ -284,7 +212,7 @@ ENTRIES = (
         name="collage-table7",
         title="Collage, Table 7",
         claim="Plus is 1.67 times as fast as option D at 1.3B, and more above.",
-        run=collage_table7,
+        run=table7,
         sizes={"kept": KEPT, "full": Needs(gpus=1, gib=139, minutes=8, files=(PRECISIONS,))},
         pieces=lambda size: [WHOLE, *throughput.MODELS7] if size == "full" else one_piece(size),
         headline="1.3b, collage-plus: speed over D's",
@@ -293,7 +221,7 @@ ENTRIES = (
         name="collage-figure4",
         title="Collage, Figure 4",
         claim="Light saves 23.8 % and plus 15.6 % of the peak memory of option D.",
-        run=collage_figure4,
+        run=figure4,
         sizes={"kept": Needs(files=(PRECISIONS, throughput.STEP))},
         headline="plus: saved against D, mean of the models",
     ),

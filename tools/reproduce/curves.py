@@ -1,0 +1,97 @@
+"""FP8-LM's curves of loss: Table 6 with Figure 8, formats of the optimizer against BF16, and Figure 4, the levels against BF16."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from tools.docs import losses
+from tools.docs.cells import PRECISIONS, REPRODUCE
+from tools.docs.evidence import ROOT, read
+from tools.reproduce.compare_precisions import FIRST_SEED
+from tools.reproduce.entry import Entry, Finding, Needs, Task
+from tools.reproduce.trainings import ENWIK8, byte_data, trained
+
+# FP8-LM Table 6. Ours: the level with its four formats, of which the rows change one.
+TABLE6 = {
+    "#0": "fp32",
+    "#1": "bf16",
+    "#2a": "O2",
+    "#2b": "O2 --master-format bf16",
+    "#3": "O2 --master-format fp8-e4m3",
+    "#4": "O2 --exp-avg-sq-format fp8-e4m3",
+}
+DIVERGED = {"#4": "diverges"}
+COURSES: Mapping[str, tuple[int, int, str]] = {  # by size: seeds, steps, flags
+    "toy": (1, 40, "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 2e-3 --eval-iters 4"),
+    "small": (1, 300, "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 2e-3 --eval-iters 20"),
+    "full": (3, 2000, ""),
+}
+LARGE = f"{REPRODUCE}/precisions_1.3b/precisions.csv"
+MODELS4 = {"125M": PRECISIONS, "1.3B": LARGE}  # model -> what `compare_precisions.py` left of it: rows, and curves.csv beside them
+LEVELS4 = ("O1", "O2", "O3")
+BASE4 = "bf16"
+
+
+def table6_pieces(size: str) -> Sequence[str]:
+    """A training of each row and seed; the first seed of all rows comes first. FP32 has one seed at full size: that on file."""
+    seeds = range(1234, 1234 + COURSES[size][0])
+    return [f"{row} seed {seed}" for seed in seeds for row in TABLE6 if row != "#0" or seed == seeds[0]]
+
+
+def table6(task: Task) -> Iterator[Finding]:
+    """The curve and the last validation loss of one row and seed."""
+    name, _, seed = task.piece.split()
+    if task.size == "full" and name == "#0":  # the same course stands among all precisions: FP32 takes longer than all other rows
+        row = losses.row_of(TABLE6[name])
+        yield Finding(f"{name}, validation loss", float(row["valid_loss"]), None, "nats a token", seed=int(seed), where=row)
+        return
+    _, steps, flags = COURSES[task.size]
+    data = byte_data(task.text, task.folder / "bytes") if task.size != "full" else ROOT / ENWIK8
+    run = trained(TABLE6[name], int(seed), steps, flags, data, task.folder / task.size)
+    yield Finding(f"{name}, validation loss", run.valid[-1]["loss"], DIVERGED.get(name), "nats a token", seed=int(seed))
+    for line in run.train:
+        yield Finding(f"{name}, training loss", line["loss"], x=line["iteration"], seed=int(seed))
+
+
+def figure4(task: Task) -> Iterator[Finding]:
+    """O0 against the levels of each model on file: the last validation losses of the same seeds, and the training losses of the first."""
+    for model, file in MODELS4.items():
+        rows = {row["precision"]: row for row in read(file)}
+        curves = file.replace("precisions.csv", "curves.csv")
+        _, apart = losses.differences(file, curves)
+        for level in (each for each in LEVELS4 if each in rows):
+            for name, value in zip(("mean of the seeds", "least", "most"), apart[level][-1], strict=True):
+                paper = 0.0 if name.startswith("mean") else None
+                yield Finding(f"{level}, {model}: validation loss above BF16's, {name}", 100 * value, paper, "%", where=rows[level])
+        base = rows[BASE4]
+        seeds = 100 * (float(base["most"]) - float(base["least"])) / float(base["valid_loss"])
+        yield Finding(f"{model}: range of BF16's own seeds", seeds, unit="%", where=base)
+        if file == LARGE:  # 125M's curves stand among those of all precisions
+            for row in (row for row in read(curves) if row["kind"] == "train" and row["run"].endswith("_0")):
+                level = row["run"].removesuffix("_0")
+                told = f"{level}, {model}, training loss by tokens"
+                yield Finding(told, float(row["loss"]), x=float(row["tokens"]), seed=FIRST_SEED, where=rows[level])
+
+
+GPU = Needs(gpus=1, gib=80, minutes=60, files=(ENWIK8,))
+ENTRIES = (
+    Entry(
+        name="fp8lm-table6",
+        title="FP8-LM, Table 6 and Figure 8",
+        claim="The master weight needs 16 bits and the second moment FP16: #2a follows #0 and #1, and #4 diverges.",
+        run=table6,
+        sizes={"toy": Needs(minutes=1), "small": Needs(minutes=20), "full": GPU},
+        pieces=table6_pieces,
+        reason="#0, FP32, has one seed, of an earlier tree: it takes longer than all others together.",
+        headline="#4, validation loss",
+        apart=True,
+        slow=True,
+    ),
+    Entry(
+        name="fp8lm-figure4",
+        title="FP8-LM, Figure 4",
+        claim="The training loss in FP8 is that of BF16, from 7B to 175B.",
+        run=figure4,
+        sizes={"kept": Needs(files=tuple(MODELS4.values()))},
+        headline="O3, 1.3B: validation loss above BF16's, mean of the seeds",
+        reason="The rows on file are GPT-125M and 300 steps of GPT-1.3B; 7B and more need a cluster.",
+    ),
+)
