@@ -9,6 +9,7 @@ from tools.reproduce.compare_precisions import folder_of
 
 CURVES = f"{REPRODUCE}/precisions/curves.csv"  # runs of the rows of PRECISIONS, which name their commit
 OPTIONS, SUMS = f"{REPRODUCE}/fp8_options", f"{REPRODUCE}/fp8_sums"  # folders of FP8's options, their files in the same form
+LARGE = f"{REPRODUCE}/precisions_1.3b"  # likewise, of GPT-1.3B
 SEEDS = f"{BENCH}/gpt3_125m_enwik8/curves.csv"
 GRAPHS = f"{BENCH}/graphs_125m.csv"
 BASE = "bf16"

@@ -134,7 +134,7 @@ def page(one: Entry, root: Path = ROOT) -> str:
         lines += [*textwrap.wrap(f"What this does not cover: {one.reason}", 118), ""]
     lines += ["```sh", rows[0]["command"], "```", "", f"Size `{size}`, {seconds:.0f} s.", ""]
     if missing:
-        lines += [*textwrap.wrap(f"Missing: {', '.join(missing)}. The same command goes on with them.", 118), ""]
+        lines += [*textwrap.wrap(f"Missing: {', '.join(f'`{piece}`' for piece in missing)}. The same command goes on with them.", 118), ""]
     if curves(rows):
         lines += [f"![{one.title}](../results/figures/{one.name}.png)", ""]
     return "\n".join([*lines, table(one, rows).markdown(), ""])
@@ -191,14 +191,34 @@ def curves(rows: Sequence[Row]) -> dict[str, list[list[float]]]:
     return found
 
 
+MANY = 8  # curves in one panel, at most
+
+
 def _draw(numbers: Numbers, path: Path) -> None:
-    figure, (axes,) = axes_of(1, 3.8)
-    for name, (xs, ys) in numbers["curves"].items():
-        axes.plot(xs, ys, label=name.removesuffix(numbers["common"]), linewidth=1.4)
-    axes.set(ylabel=numbers["common"].removeprefix(", "))
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    panels = numbers["panels"]
+    figure, every = axes_of(len(panels), 3.8 if len(panels) == 1 else 2.7 * len(panels))
+    for axes, (told, drawn) in zip(every, panels.items(), strict=True):
+        for name, (xs, ys) in drawn.items():
+            axes.plot(xs, ys, label=name, linewidth=1.4)
+        if len(panels) > 1:  # the first tenth of a training would take most of a low panel
+            late = [y for xs, ys in drawn.values() for x, y in zip(xs, ys, strict=True) if x > xs[-1] / 10]
+            axes.set(ylim=(min(late), max(late)))
+        axes.set(ylabel=told.replace(", ", "\n") if len(panels) > 1 else told)
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
+
+
+def panels_of(drawn: Mapping[str, list[list[float]]]) -> dict[str, dict[str, list[list[float]]]]:
+    """Curves, `LABEL, WHAT` -> by panel, its ordinate and its curves by label.
+
+    They share a panel, with their whole names where they are of different things. More than `MANY` have a panel for each thing.
+    """
+    found: dict[str, dict[str, list[list[float]]]] = {}
+    for name, curve in drawn.items():
+        label, _, what = name.partition(", ")
+        found.setdefault(what, {})[label] = curve
+    return found if len(found) == 1 or len(drawn) > MANY else {"": dict(drawn)}
 
 
 def figures() -> dict[str, Any]:
@@ -208,8 +228,6 @@ def figures() -> dict[str, Any]:
         _, rows, _ = published(one)
         drawn = curves(rows)
         if drawn:
-            endings = {f", {quantity.partition(', ')[2]}" for quantity in drawn}
-            common = endings.pop() if len(endings) == 1 else ""
-            numbers = json.loads(json.dumps({"curves": drawn, "common": common}))
+            numbers = json.loads(json.dumps({"panels": panels_of(drawn)}))
             found[name] = functools.partial(Figure, numbers, _draw, [(source(one), rows)])
     return found

@@ -404,6 +404,7 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "loss-curves": losses.against_bf16,
     "loss-options": losses.options,
     "loss-sums": lambda: losses.options(losses.SUMS),
+    "loss-large": lambda: losses.options(losses.LARGE),
     "loss-seeds": losses.two_seeds,
     "loss-graphs": losses.graphs,
     "table7": table7,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from tools.docs import losses
-from tools.docs.cells import PRECISIONS, REPRODUCE
+from tools.docs.cells import PRECISIONS
 from tools.docs.evidence import ROOT, read
 from tools.reproduce.compare_precisions import FIRST_SEED
 from tools.reproduce.entry import Entry, Finding, Needs, Task
@@ -24,7 +24,7 @@ COURSES: Mapping[str, tuple[int, int, str]] = {  # by size: seeds, steps, flags
     "small": (1, 300, "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 2e-3 --eval-iters 20"),
     "full": (3, 2000, ""),
 }
-LARGE = f"{REPRODUCE}/precisions_1.3b/precisions.csv"
+LARGE = f"{losses.LARGE}/precisions.csv"
 MODELS4 = {"125M": PRECISIONS, "1.3B": LARGE}  # model -> what `compare_precisions.py` left of it: rows, and curves.csv beside them
 LEVELS4 = ("O1", "O2", "O3")
 BASE4 = "bf16"

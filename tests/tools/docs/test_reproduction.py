@@ -16,7 +16,7 @@ ROW = dict.fromkeys(keep.COLUMNS, "") | {
 
 @pytest.fixture
 def root(tmp_path):
-    """A checkout in which one entry has rows: collage-table6, of whose three pieces one is there."""
+    """A checkout in which one entry has rows: collage-table6, of whose four pieces one is there."""
     rows = [
         ROW | {"piece": "beta2 0.999", "quantity": "a, ratio", "ours": "1.1", "paper": "1", "seed": "7"},
         ROW | {"piece": "beta2 0.999", "quantity": "a, curve", "x": "1", "ours": "3", "seed": "7"},
@@ -46,7 +46,7 @@ def test_a_page_has_ours_the_papers_the_difference_the_words_and_what_is_missing
         "The order agrees.",
         "Likely cause: Size.",
         "| a, ratio | 1.1 | 1 | +10.0 % |  | 7 |",
-        "Missing: beta2 0.99, beta2 0.95. The same command goes on with them.",
+        "Missing: `beta2 0.99`, `beta2 0.95`, `beta2 0.999, twice the batch`. The same command goes on with them.",
         "![Collage, Table 6](../results/figures/collage-table6.png)",
         "commit 0123456, cpu, 2.13.0, 2026-11-23",
         ROW["command"],
@@ -123,3 +123,23 @@ def test_published_rows_are_whole():
         if file.is_file():
             with file.open(newline="") as stream:
                 assert all(row["commit"] and row["quantity"] for row in csv.DictReader(stream)), name
+
+
+def test_many_curves_have_a_panel_for_each_thing_they_tell_of():
+    line = [[1.0, 2.0], [3.0, 4.0]]
+    few = {"a, loss": line, "b, loss": line}
+    assert reproduction.panels_of(few) == {"loss": {"a": line, "b": line}}
+    of_two = {f"{label}, {what}": line for what in ("beta2 0.9, loss", "loss") for label in "ab"}
+    assert reproduction.panels_of(of_two) == {"": of_two}
+    many = {f"{label}, {what}": line for what in ("beta2 0.9, loss", "loss") for label in "abcde"}
+    assert reproduction.panels_of(many) == {what: dict.fromkeys("abcde", line) for what in ("beta2 0.9, loss", "loss")}
+
+
+def test_panels_are_drawn_above_each_other(tmp_path):
+    pytest.importorskip("matplotlib")
+    line = [[float(x) for x in range(1, 41)], [1000.0, *(10.0 / x for x in range(1, 40))]]
+    one, two = ({what: {"a": line} for what in told} for told in (["loss"], ["loss", "beta2 0.9, loss"]))
+    for name, panels in (("one", one), ("two", two)):
+        reproduction._draw({"panels": panels}, tmp_path / f"{name}.png")
+    heights = [int.from_bytes((tmp_path / f"{name}.png").read_bytes()[20:24], "big") for name in ("one", "two")]
+    assert heights == [570, 810]
