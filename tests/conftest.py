@@ -63,6 +63,14 @@ def what_stays_is_not_looked_at_again() -> Iterator[None]:
     gc.freeze()
 
 
+def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, str] | None:
+    """The name of a test that fails, at once: the list at the end is lost where a run is cut off by its time."""
+    if not report.failed or not isinstance(report, pytest.TestReport):
+        return None
+    category, letter = ("failed", "F") if report.when == "call" else ("error", "E")
+    return category, f"{letter} {report.nodeid}\n", category.upper()
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # so that extension modules find their objects gone
 
