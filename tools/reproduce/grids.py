@@ -1,11 +1,16 @@
-"""What follows from shapes: memory and volume of FP8-LM's Table 5, Figure 1, Tables 7 and 8; and the memory of Collage's Table 8."""
+"""What follows from shapes: memory and volume of FP8-LM's Table 5, Figure 1, Tables 7 and 8; and the memory of Collage's Table 8.
 
+Tables 7 and 8 also have what was counted on several GPUs, by rows on file.
+"""
+
+import re
 from collections.abc import Iterator, Sequence
 
 from megatron.lm import plan
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
 from megatron.lm.presets import PRESETS
+from tools.docs.evidence import Row, read
 from tools.reproduce import table7, table8, throughput
 from tools.reproduce.entry import WHOLE, Entry, Finding, Needs, Task, one_piece
 
@@ -28,6 +33,12 @@ VOLUME5 = {
     ("175b", "BF16"): 23.4,
     ("175b", "FP8"): 8.2,
 }
+GRID, DATA_PARALLEL = (f"tools/bench/results/{name}.csv" for name in ("grid", "data_parallel"))
+MEASURED = "counted"  # the piece of rows on file
+# Flags that the grid's own columns tell, and the division over data-parallel ranks.
+OF_THE_GRID = re.compile(
+    r" --(sequence-parallel|use-distributed-optimizer|(tensor-model-parallel|pipeline-model-parallel|micro-batch)-size \d+)\b"
+)
 ZERO = "--use-distributed-optimizer"
 LEVELS = {"BF16": "O0", "FP8": "O3"}
 
@@ -109,17 +120,67 @@ def largest(level: str, gpus: int) -> int:
 
 def activations(task: Task) -> Iterator[Finding]:
     """FP8-LM Table 7: a rank's volume for a micro-batch."""
+    if task.piece == MEASURED:
+        yield from counted(read(GRID))
+        return
     for model in ("13b", "175b"):
         for row in table7.computed_rows(model):
             paper = row["paper_gb"]
             yield Finding(f"{model}, {row['case']}", float(row["scope_gib"]), None if paper == "" else float(paper), "GiB")
 
 
+def counted(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Rows of `bench_grid.py` with tensor parallelism: the volume over that of shapes, and the share of a step in which only NCCL ran.
+
+    The newest row of each case counts. For the share it is the newest that was profiled, so that the two can be of different days.
+    """
+    mine = [row for row in rows if int(row["tp"] or 1) > 1]
+    for line in table7.measured_rows(mine):
+        date, commit = line["source"].split()
+        where = {"date": date, "commit": commit, "gpu": line["gpu"]}
+        yield Finding(
+            f"{_on_grid(line)}: volume counted over shapes", float(line["scope_gib"]) / float(line["shapes_scope_gib"]), where=where
+        )
+    for line in table7.measured_rows([row for row in mine if row["exposed_share"]]):
+        date, commit = line["source"].split()
+        where = {"date": date, "commit": commit, "gpu": line["gpu"]}
+        yield Finding(f"{_on_grid(line)}: share of a step that is exposed", 100 * float(line["exposed_share"]), unit="%", where=where)
+
+
+def _on_grid(row: Row) -> str:
+    return f"{row['model']}, TP {row['tp']} x PP {row['pp']} x DP {row['dp']}, {OF_THE_GRID.sub('', row['case'])}"
+
+
 def spread(task: Task) -> Iterator[Finding]:
     """FP8-LM Table 8: most less least of the model state over all ranks."""
+    if task.piece == MEASURED:
+        yield from held(read(DATA_PARALLEL))
+        return
     for row in table8.table(list(table8.DATA_PARALLEL), []):
         if row["method"] != "-":
             yield Finding(f"{row['model']}, {row['method']}: spread", float(row["spread"]), float(row["paper_spread"]), "GiB")
+
+
+def held(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Rows of `bench_data_parallel.py` with ZeRO: memory of a rank between two steps, and the state that shapes say of FP8's ranks.
+
+    The newest row of each case and number of GPUs counts.
+    """
+    newest = {(row["preset"], int(row["gpus"]), row["case"]): row for row in rows if row["zero"] == "on"}
+    for (model, gpus, case), row in newest.items():
+        told = f"{model}, DP {gpus}, {OF_THE_GRID.sub('', case)}: "
+        least, most = float(row["rest_gib_min"]), float(row["rest_gib_max"])
+        yield Finding(told + "memory of a rank at rest", most, unit="GiB", where=row)
+        yield Finding(told + "spread at rest", most - least, unit="GiB", where=row)
+    for model, gpus in dict.fromkeys((model, gpus) for model, gpus, _ in newest):
+        size = PRESETS[model]
+        state, _, _ = table8.divide(table8.stage_tensors(size["num_layers"], size["hidden_size"], 1), gpus, "greedy-cut")
+        yield Finding(f"{model}, DP {gpus}, greedy-cut from shapes: state of a rank", max(state) / GIB, unit="GiB")
+        yield Finding(f"{model}, DP {gpus}, greedy-cut from shapes: spread", (max(state) - min(state)) / GIB, unit="GiB")
+
+
+def _pieces_counted(size: str) -> Sequence[str]:
+    return [*one_piece(size), MEASURED] if size == "kept" else one_piece(size)
 
 
 def neox(task: Task) -> Iterator[Finding]:
@@ -168,18 +229,20 @@ ENTRIES = (
         title="FP8-LM, Table 7",
         claim="FP8 activations cut the volume between tensor-parallel ranks by a third.",
         run=activations,
-        sizes=SECONDS,
+        sizes=SECONDS | {"kept": Needs(files=(GRID,))},
+        pieces=_pieces_counted,
         headline="13b, the paper's FP8",
-        reason="By shapes; the exposed share of time is measured at 1.3B alone.",
+        reason="Two and four GPUs of one host, where the paper has sixteen and more; 13B was not profiled.",
     ),
     Entry(
         name="fp8lm-table8",
         title="FP8-LM, Table 8",
         claim="FP8 ZeRO loads the ranks evenly.",
         run=spread,
-        sizes=SECONDS,
+        sizes=SECONDS | {"kept": Needs(files=(DATA_PARALLEL,))},
+        pieces=_pieces_counted,
         headline="7b, greedy-cut: spread",
-        reason="By shapes, of model state alone; the paper measured whole processes.",
+        reason="The paper's grids by shapes, of model state alone; counted is 1.3B on two and four GPUs, between two steps.",
     ),
     Entry(
         name="collage-table8",

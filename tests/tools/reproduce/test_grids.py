@@ -44,3 +44,55 @@ def test_collages_cells_are_those_of_its_table():
     assert len(cells) == 16
     assert found["cells that agree"].ours == sum(finding.ours == finding.paper for finding in cells)
     assert found["bf16-a, micro-batch 1, 1024 tokens"].ours == "fits"
+
+
+def grid_row(case, level, table7_mib, exposed, commit="abc1234", tp=2):
+    told = {"date": "2026-11-21", "commit": commit, "gpu": "H", "case": case, "level": level, "preset": "1.3b", "tp": tp, "pp": 1, "vpp": 1}
+    told |= {"dp": 1, "sp": "on" if tp > 1 else "off", "tp_wire": "bf16", "micro_batch": 8, "micro_batches": 1, "gpus": 2, "p2p": "on"}
+    told |= {"table7_mib": table7_mib, "output_mib": 0, "grad_output_mib": 0, "exposed_share": exposed}
+    return {name: str(value) for name, value in told.items()}
+
+
+def test_what_ranks_sent_stands_over_what_shapes_say():
+    """24 layers x 2 of a kind x 3 transfers of 16,384 x 2,048 BF16 elements, of which a rank of two sends half: 4,608 MiB."""
+    case = "O0 --tensor-model-parallel-size 2 --sequence-parallel"
+    rows = [
+        grid_row(case, "O0", 1, 0.3, "old1234"),
+        grid_row(case, "O0", 4608, 0.2, "new1234"),
+        grid_row(f"{case} --tp-wire fp8", "O0", 9216, ""),
+        grid_row("O0", "O0", 5, 0.9, tp=1),
+        grid_row("megatron bf16", "", 0, "") | {"tp": "", "sp": ""},
+    ]
+    found = {finding.quantity: finding for finding in grids.counted(rows)}
+    told = "1.3b, TP 2 x PP 1 x DP 1, O0"
+    assert found[f"{told}: volume counted over shapes"].ours == pytest.approx(1.0)
+    assert found[f"{told}: volume counted over shapes"].where == {"date": "2026-11-21", "commit": "new1234", "gpu": "2 x H"}
+    assert found[f"{told} --tp-wire fp8: volume counted over shapes"].ours == pytest.approx(2.0)
+    assert found[f"{told}: share of a step that is exposed"].ours == pytest.approx(20.0)
+    assert len(found) == 3
+
+
+def test_memory_of_ranks_stands_beside_their_state():
+    def row(case, zero, least, most, gpus=2, commit="abc1234"):
+        told = {"preset": "1.3b", "gpus": gpus, "case": case, "zero": zero, "rest_gib_min": least, "rest_gib_max": most, "commit": commit}
+        return {name: str(value) for name, value in told.items()}
+
+    rows = [row("O3", "on", 1, 9, commit="old1234"), row("O3", "on", 5.0, 5.25), row("O1", "off", 7, 8), row("megatron bf16", "", "", 9)]
+    found = {finding.quantity: finding for finding in grids.held(rows)}
+    assert found["1.3b, DP 2, O3: memory of a rank at rest"].ours == 5.25
+    assert found["1.3b, DP 2, O3: spread at rest"].ours == 0.25
+    assert found["1.3b, DP 2, O3: spread at rest"].where["commit"] == "abc1234"
+    linear, embedding, small = 24 * 12 * 2048**2, 50304 * 2048, (24 * 13 + 2) * 2048
+    state = linear * (1 + 6 / 2) + embedding * (2 + 7 / 2) + small * (2 + 16 / 2)
+    assert found["1.3b, DP 2, greedy-cut from shapes: state of a rank"].ours == pytest.approx(state / 2**30, rel=1e-3)
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("name", ["fp8lm-table7", "fp8lm-table8"])
+def test_rows_of_several_gpus_on_file(name):
+    entry = next(one for one in grids.ENTRIES if one.name == name)
+    assert list(entry.pieces("toy")) == ["whole"]
+    found = list(entry.run(Task("kept", grids.MEASURED, Path("text"), Path("folder"))))
+    assert {finding.where["gpu"] for finding in found if finding.where} >= {"2 x NVIDIA H200"} or name == "fp8lm-table8"
+    volumes = [finding.ours for finding in found if "over shapes" in finding.quantity]
+    assert volumes == pytest.approx([1.0] * len(volumes), abs=1e-3)
