@@ -136,15 +136,17 @@ def counted(rows: Sequence[Row]) -> Iterator[Finding]:
     """
     mine = [row for row in rows if int(row["tp"] or 1) > 1]
     for line in table7.measured_rows(mine):
-        date, commit = line["source"].split()
-        where = {"date": date, "commit": commit, "gpu": line["gpu"]}
-        yield Finding(
-            f"{_on_grid(line)}: volume counted over shapes", float(line["scope_gib"]) / float(line["shapes_scope_gib"]), where=where
-        )
+        over = float(line["scope_gib"]) / float(line["shapes_scope_gib"])
+        yield Finding(f"{_on_grid(line)}: volume counted over shapes", over, where=_place(line, mine))
     for line in table7.measured_rows([row for row in mine if row["exposed_share"]]):
-        date, commit = line["source"].split()
-        where = {"date": date, "commit": commit, "gpu": line["gpu"]}
-        yield Finding(f"{_on_grid(line)}: share of a step that is exposed", 100 * float(line["exposed_share"]), unit="%", where=where)
+        share = 100 * float(line["exposed_share"])
+        yield Finding(f"{_on_grid(line)}: share of a step that is exposed", share, unit="%", where=_place(line, mine))
+
+
+def _place(line: Row, rows: Sequence[Row]) -> Row:
+    """Where a line of `table7.measured_rows` was measured: that of the rows of its date and commit, and its GPUs with their number."""
+    row = next(row for row in rows if f"{row['date']} {row['commit']}" == line["source"])
+    return {**row, "gpu": line["gpu"]}
 
 
 def _on_grid(row: Row) -> str:

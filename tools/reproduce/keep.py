@@ -141,5 +141,5 @@ def row_of(finding: Finding, common: Mapping[str, Any]) -> Row:
     """A line of the file."""
     values = {"quantity": finding.quantity, "unit": finding.unit, "seed": "" if finding.seed is None else str(finding.seed)}
     values |= {"x": shown(finding.x), "ours": shown(finding.ours), "paper": shown(finding.paper)}
-    measured = {name: finding.where[name] for name in PLACE if name in finding.where}
+    measured = {name: finding.where.get(name, "") for name in PLACE} if finding.where else {}  # never part of it there and part here
     return {name: {**common, **values, **measured}[name] for name in COLUMNS}

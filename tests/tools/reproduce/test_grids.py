@@ -47,7 +47,18 @@ def test_collages_cells_are_those_of_its_table():
 
 
 def grid_row(case, level, table7_mib, exposed, commit="abc1234", tp=2):
-    told = {"date": "2026-11-21", "commit": commit, "gpu": "H", "case": case, "level": level, "preset": "1.3b", "tp": tp, "pp": 1, "vpp": 1}
+    told = {
+        "date": "2026-11-21",
+        "commit": commit,
+        "gpu": "H",
+        "torch": "2.11",
+        "case": case,
+        "level": level,
+        "preset": "1.3b",
+        "tp": tp,
+        "pp": 1,
+        "vpp": 1,
+    }
     told |= {"dp": 1, "sp": "on" if tp > 1 else "off", "tp_wire": "bf16", "micro_batch": 8, "micro_batches": 1, "gpus": 2, "p2p": "on"}
     told |= {"table7_mib": table7_mib, "output_mib": 0, "grad_output_mib": 0, "exposed_share": exposed}
     return {name: str(value) for name, value in told.items()}
@@ -66,7 +77,10 @@ def test_what_ranks_sent_stands_over_what_shapes_say():
     found = {finding.quantity: finding for finding in grids.counted(rows)}
     told = "1.3b, TP 2 x PP 1 x DP 1, O0"
     assert found[f"{told}: volume counted over shapes"].ours == pytest.approx(1.0)
-    assert found[f"{told}: volume counted over shapes"].where == {"date": "2026-11-21", "commit": "new1234", "gpu": "2 x H"}
+    where = found[f"{told}: volume counted over shapes"].where
+    assert {name: where[name] for name in ("date", "commit", "gpu", "torch")} == {
+        "date": "2026-11-21", "commit": "new1234", "gpu": "2 x H", "torch": "2.11",
+    }  # fmt: skip
     assert found[f"{told} --tp-wire fp8: volume counted over shapes"].ours == pytest.approx(2.0)
     assert found[f"{told}: share of a step that is exposed"].ours == pytest.approx(20.0)
     assert len(found) == 3

@@ -126,3 +126,11 @@ def test_a_piece_that_fails_beside_others_costs_none_of_them(tmp_path):
     with pytest.raises(RuntimeError, match="killed"):
         list(keep.run(one, "toy", TEXT, tmp_path, "abc1234", False, ["one", "two"], at_once=2))
     assert keep.missing(one, "toy", keep.read(tmp_path / "a-b.csv")) == ["one", "three"]
+
+
+def test_a_row_of_another_machine_takes_nothing_of_this_one():
+    """A finding of a row without a driver must not name this machine's."""
+    common = {"size": "kept", "piece": "whole", "command": "c", "seconds": "1"} | dict.fromkeys(keep.PLACE, "here")
+    there = keep.row_of(Finding("q", 1.0, where={"gpu": "H200", "commit": "abc1234"}), common)
+    assert {name: there[name] for name in keep.PLACE} == {"date": "", "commit": "abc1234", "gpu": "H200", "driver": "", "torch": ""}
+    assert keep.row_of(Finding("q", 1.0), common)["torch"] == "here"
