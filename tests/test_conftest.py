@@ -7,6 +7,7 @@ from conftest import pytest_report_teststatus
 @pytest.mark.parametrize(("when", "outcome", "told"), [
     ("call", "failed", ("failed", "F tests/a.py::b\n", "FAILED")),
     ("setup", "failed", ("error", "E tests/a.py::b\n", "ERROR")),
+    ("teardown", "failed", ("error", "E tests/a.py::b\n", "ERROR")),
     ("call", "passed", None),
     ("call", "skipped", None),
 ])  # fmt: skip

@@ -202,8 +202,9 @@ def _draw(numbers: Numbers, path: Path) -> None:
             axes.plot(xs, ys, label=name, linewidth=1.4)
         if len(panels) > 1:  # the first tenth of a training would take most of a low panel
             late = [y for xs, ys in drawn.values() for x, y in zip(xs, ys, strict=True) if x > xs[-1] / 10]
-            axes.set(ylim=(min(late), max(late)))
-        axes.set(ylabel=told.replace(", ", "\n") if len(panels) > 1 else told)
+            margin = (max(late) - min(late)) / 20
+            axes.set(ylim=(min(late) - margin, max(late) + margin))
+        axes.set(ylabel=told.replace(", ", "\n") + "\nfrom a tenth on" if len(panels) > 1 else told)
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

@@ -121,6 +121,10 @@ def memory(task: Task) -> Iterator[Finding]:
         return
     name, *others = throughput.CASES
     rows = throughput.together(f"1.3b {throughput.NO_TRIAL}", 4, (name, *others, *(f"{case} {ALL_FP8}" for case in others)))
+    if not rows:
+        raise ValueError(
+            f"{throughput.STEP} has no tree with {name}, {' and '.join(others)}, with and without {ALL_FP8}: run bench_step.py"
+        )
     base = rows.pop(name)
     for case, row in rows.items():
         speed, less = throughput.CLAIMS_COAT.get(case, (None, None))
@@ -141,7 +145,7 @@ def llama(task: Task) -> Iterator[Finding]:
     for case, trials in cases.items():
         yield from of_trials(case, trials)
         row, paper = trials[max(trials)], TWO_GPUS.get(case)
-        yield Finding(f"{case}, its largest micro-batch: tokens a second and GPU", float(row["tokens_s_gpu"]), paper, where=row)
+        yield Finding(f"{case}, the largest micro-batch measured: tokens a second and GPU", float(row["tokens_s_gpu"]), paper, where=row)
         if case != "bf16":
             speed = float(row["tokens_s_gpu"]) / float(base["tokens_s_gpu"])
             ratio = None if paper is None else paper / TWO_GPUS["bf16"]
@@ -211,7 +215,7 @@ ENTRIES = (
         title="COAT, memory and speed",
         claim="1.54 times less memory and 1.43 times the speed of BF16.",
         run=memory,
-        sizes={"kept": Needs(files=(MEMORY, throughput.STEP)), "full": Needs(gpus=1, gib=139, minutes=40, files=(MEMORY,))},
+        sizes={"kept": Needs(files=(MEMORY, throughput.STEP)), "full": Needs(gpus=1, gib=139, minutes=40, files=(MEMORY, throughput.STEP))},
         pieces=lambda size: [WHOLE, *throughput.MODELS_COAT] if size == "full" else one_piece(size),
         headline="coat, micro-batch 4: times less memory",
         reason="GPT-1.3B on one H200; Llama-2 7B stands under coat-llama.",

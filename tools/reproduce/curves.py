@@ -55,7 +55,7 @@ def figure4(task: Task) -> Iterator[Finding]:
     """O0 against the levels of each model on file: the last validation losses of the same seeds, and the training losses of the first."""
     for model, file in MODELS4.items():
         rows = {row["precision"]: row for row in read(file)}
-        curves = file.replace("precisions.csv", "curves.csv")
+        curves = _curves(file)
         _, apart = losses.differences(file, curves)
         for level in (each for each in LEVELS4 if each in rows):
             for name, value in zip(("mean of the seeds", "least", "most"), apart[level][-1], strict=True):
@@ -69,6 +69,10 @@ def figure4(task: Task) -> Iterator[Finding]:
                 level = row["run"].removesuffix("_0")
                 told = f"{level}, {model}, training loss by tokens"
                 yield Finding(told, float(row["loss"]), x=float(row["tokens"]), seed=FIRST_SEED, where=rows[level])
+
+
+def _curves(file: str) -> str:
+    return file.replace("precisions.csv", "curves.csv")
 
 
 GPU = Needs(gpus=1, gib=80, minutes=60, files=(ENWIK8,))
@@ -90,7 +94,7 @@ ENTRIES = (
         title="FP8-LM, Figure 4",
         claim="The training loss in FP8 is that of BF16, from 7B to 175B.",
         run=figure4,
-        sizes={"kept": Needs(files=tuple(MODELS4.values()))},
+        sizes={"kept": Needs(files=(*MODELS4.values(), *map(_curves, MODELS4.values())))},
         headline="O3, 1.3B: validation loss above BF16's, mean of the seeds",
         reason="The rows on file are GPT-125M and 300 steps of GPT-1.3B; 7B and more need a cluster.",
     ),

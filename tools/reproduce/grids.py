@@ -135,22 +135,22 @@ def counted(rows: Sequence[Row]) -> Iterator[Finding]:
     The newest row of each case counts. For the share it is the newest that was profiled, so that the two can be of different days.
     """
     mine = [row for row in rows if int(row["tp"] or 1) > 1]
-    for line in table7.measured_rows(mine):
-        over = float(line["scope_gib"]) / float(line["shapes_scope_gib"])
-        yield Finding(f"{_on_grid(line)}: volume counted over shapes", over, where=_place(line, mine))
-    for line in table7.measured_rows([row for row in mine if row["exposed_share"]]):
-        share = 100 * float(line["exposed_share"])
-        yield Finding(f"{_on_grid(line)}: share of a step that is exposed", share, unit="%", where=_place(line, mine))
+    for row in table7.latest(mine).values():
+        scope, _ = table7.counted(row)
+        yield Finding(f"{_on_grid(row)}: volume counted over shapes", scope / table7.shapes_of(row)[0], where=_on_gpus(row))
+    for row in table7.latest([row for row in mine if row["exposed_share"]]).values():
+        share = 100 * float(row["exposed_share"])
+        yield Finding(f"{_on_grid(row)}: share of a step in which only NCCL ran", share, unit="%", where=_on_gpus(row))
+        yield Finding(f"{_on_grid(row)}: that step", float(row["ms"]), unit="ms", where=_on_gpus(row))
 
 
-def _place(line: Row, rows: Sequence[Row]) -> Row:
-    """Where a line of `table7.measured_rows` was measured: that of the rows of its date and commit, and its GPUs with their number."""
-    row = next(row for row in rows if f"{row['date']} {row['commit']}" == line["source"])
-    return {**row, "gpu": line["gpu"]}
+def _on_gpus(row: Row) -> Row:
+    """The row, its GPU with their number."""
+    return {**row, "gpu": f"{row['gpus']} x {row['gpu']}"}
 
 
 def _on_grid(row: Row) -> str:
-    return f"{row['model']}, TP {row['tp']} x PP {row['pp']} x DP {row['dp']}, {OF_THE_GRID.sub('', row['case'])}"
+    return f"{row['preset']}, TP {row['tp']} x PP {row['pp']} x DP {row['dp']}, {OF_THE_GRID.sub('', row['case'])}"
 
 
 def spread(task: Task) -> Iterator[Finding]:
@@ -172,8 +172,8 @@ def held(rows: Sequence[Row]) -> Iterator[Finding]:
     for (model, gpus, case), row in newest.items():
         told = f"{model}, DP {gpus}, {OF_THE_GRID.sub('', case)}: "
         least, most = float(row["rest_gib_min"]), float(row["rest_gib_max"])
-        yield Finding(told + "memory of a rank at rest", most, unit="GiB", where=row)
-        yield Finding(told + "spread at rest", most - least, unit="GiB", where=row)
+        yield Finding(told + "memory of a rank at rest", most, unit="GiB", where=_on_gpus(row))
+        yield Finding(told + "spread at rest", most - least, unit="GiB", where=_on_gpus(row))
     for model, gpus in dict.fromkeys((model, gpus) for model, gpus, _ in newest):
         size = PRESETS[model]
         state, _, _ = table8.divide(table8.stage_tensors(size["num_layers"], size["hidden_size"], 1), gpus, "greedy-cut")
@@ -234,7 +234,7 @@ ENTRIES = (
         sizes=SECONDS | {"kept": Needs(files=(GRID,))},
         pieces=_pieces_counted,
         headline="13b, the paper's FP8",
-        reason="Two and four GPUs of one host, where the paper has sixteen and more; 13B was not profiled.",
+        reason="Counted on two and four GPUs of one host, the paper's grids have 32 and 128; 13B was not profiled.",
     ),
     Entry(
         name="fp8lm-table8",

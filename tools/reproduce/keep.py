@@ -1,12 +1,13 @@
 """The rows of an entry: a CSV that holds each piece as soon as it was run, so that a run that was cut off goes on."""
 
 import csv
+import fcntl
 import functools
 import io
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -94,15 +95,25 @@ def run(
     if again and not pieces:
         shutil.rmtree(kept, ignore_errors=True)
     file = folder / f"{entry.name}.csv"
-    found = [row for row in read(file) if not (again and row["size"] == size and row["piece"] in (pieces or entry.pieces(size)))]
+    forgotten = (pieces or entry.pieces(size)) if again else ()
+    found = [row for row in read(file) if not (row["size"] == size and row["piece"] in forgotten)]
     read_text = ["--text", text.name] if text.name != OWN_TEXT else []
     command = shlex.join(["python", "-m", "tools.reproduce", entry.name, "--size", size, *read_text])
     wanted = [piece for piece in missing(entry, size, found) if not pieces or piece in pieces]
     tasks = [Task(size, piece, text, kept, commit) for piece in wanted]
     for task, fresh in _outcomes(functools.partial(_rows_of, entry, command), tasks, at_once):
-        found = [*found, *fresh]
-        write(file, found)
+        _add(file, size, {*forgotten, task.piece}, fresh)
+        forgotten = ()
         yield task.piece, fresh
+
+
+def _add(file: Path, size: str, instead: Collection[str], fresh: Sequence[Row]) -> None:
+    """Rows in place of those of these pieces, beside what another call has written meanwhile."""
+    lock = file.parent / "kept" / f"{file.stem}.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        write(file, [*(row for row in read(file) if row["size"] != size or row["piece"] not in instead), *fresh])
 
 
 def _outcomes(run: Callable[[Task], list[Row]], tasks: Sequence[Task], at_once: int) -> Iterator[tuple[Task, list[Row]]]:

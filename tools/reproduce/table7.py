@@ -147,19 +147,29 @@ def computed_rows(model: str) -> list[dict[str, Any]]:
 
 def measured_rows(grid: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
     """The lines of rows of bench_grid.py with sequence parallelism, the last of each case; change against O0 on the same grid."""
-    latest = {(*(row[name] for name in GRID), row["case"]): row for row in grid if row["sp"] == "on" and row["level"]}
+    newest = latest(grid)
     found = []
-    for key, row in latest.items():
-        plain = next((other for k, other in latest.items() if k[:-1] == key[:-1] and other["level"] == BASELINE), None)
-        tp, pp, micro_batch, micro_batches = (int(row[name]) for name in ("tp", "pp", "micro_batch", "micro_batches"))
-        wire = scheme(row["level"], row["tp_wire"], "gathered" if "--tp-saved-input gathered" in row["case"] else "shard")
-        scope, everything = preset_volume(row["preset"], pp, tp, micro_batch, wire)
+    for key, row in newest.items():
+        plain = next((other for k, other in newest.items() if k[:-1] == key[:-1] and other["level"] == BASELINE), None)
+        micro_batches = int(row["micro_batches"])
+        scope, everything = shapes_of(row)
         shapes = {"shapes_scope_gib": f"{scope / GIB:.3f}", "shapes_all_gib": "" if everything is None else f"{everything / GIB:.3f}"}
         line = {"source": f"{row['date']} {row['commit']}", "gpu": f"{row['gpus']} x {row['gpu']}", "model": row["preset"]} | shapes
         line |= {name: row[name] for name in ("tp", "pp", "dp", "micro_batch", "micro_batches", "case", "exposed_share")}
         counted_before = None if plain is None else counted(plain)
         found.append(dict.fromkeys(COLUMNS, "") | line | sizes(counted(row), counted_before, micro_batches))
     return found
+
+
+def latest(grid: Sequence[Mapping[str, str]]) -> dict[tuple[str, ...], Mapping[str, str]]:
+    """The last row of each grid and case, of ours with sequence parallelism."""
+    return {(*(row[name] for name in GRID), row["case"]): row for row in grid if row["sp"] == "on" and row["level"]}
+
+
+def shapes_of(row: Mapping[str, str]) -> tuple[int, int | None]:
+    """`preset_volume` of a row of bench_grid.py."""
+    wire = scheme(row["level"], row["tp_wire"], "gathered" if "--tp-saved-input gathered" in row["case"] else "shard")
+    return preset_volume(row["preset"], int(row["pp"]), int(row["tp"]), int(row["micro_batch"]), wire)
 
 
 def counted(row: Mapping[str, str]) -> tuple[float, float]:

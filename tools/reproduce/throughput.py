@@ -61,15 +61,17 @@ def by_case(found: Sequence[Row]) -> dict[str, dict[int, Row]]:
 
 
 def together(preset: str, micro_batch: int, cases: Sequence[str]) -> dict[str, Row]:
-    """The newest whole steps on file in which these cases were measured on one tree, by case; empty where there are none.
+    """The newest whole steps on file in which these cases were measured on one tree and kind of GPU, by case; empty where there are none.
+
+    A tree is as new as its first row. Of a case that it has twice the first row counts, which was measured beside the others.
 
     Args:
         preset: with its flags, as the file has it.
     """
-    runs: dict[str, dict[str, Row]] = {}
+    runs: dict[tuple[str, str], dict[str, Row]] = {}
     for row in read(STEP):
         if (row["preset"], row["micro_batch"]) == (preset, str(micro_batch)) and row["case"] in cases:
-            runs.setdefault(row["commit"], {})[row["case"]] = row
+            runs.setdefault((row["commit"], row["gpu"]), {}).setdefault(row["case"], row)
     return next((rows for rows in reversed(runs.values()) if len(rows) == len(cases)), {})
 
 

@@ -26,11 +26,13 @@ def test_written_aside_is_whole_or_not_there(tmp_path):
 
 
 def write_slowly(path, value, size=64, times=40):
+    whole = [size * value for value in (b"a", b"b", b"c")]
     for _ in range(times):
         with written_aside(path) as stream:
             for _ in range(size):
                 stream.write(value)
                 stream.flush()
+        assert path.read_bytes() in whole
 
 
 def test_two_processes_that_write_one_path_at_once_leave_one_whole_file(tmp_path):
@@ -65,6 +67,50 @@ def test_a_writer_waits_for_the_one_before_it_and_its_own_file_stays(tmp_path):
                 waiting.result(timeout=0.2)
             stream.write(b"first")
         waiting.result(timeout=60)
+    assert path.read_bytes() == b"2"
+
+
+def test_a_writer_that_waits_says_so_and_goes_on_where_the_first_fails(tmp_path, capsys):
+    path = tmp_path / "note"
+
+    def second():
+        with written_aside(path) as stream:
+            stream.write(b"2")
+
+    def first(pool):
+        with written_aside(path) as stream:
+            waiting.append(pool.submit(second))
+            with pytest.raises(FutureTimeout):
+                waiting[0].result(timeout=0.2)
+            stream.write("no bytes")
+
+    waiting = []
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(TypeError):
+            first(pool)
+        waiting[0].result(timeout=60)
+    assert path.read_bytes() == b"2"
+    assert f"{path}.partial is being written by another process: waiting for it" in capsys.readouterr().out
+    assert [file.name for file in tmp_path.iterdir()] == ["note"]
+
+
+def test_a_failure_after_the_rename_leaves_the_next_writers_file(tmp_path, monkeypatch):
+    """The name of the partial file is the next writer's by then."""
+    path, plain = tmp_path / "note", durable.flush
+    other = []
+
+    def flush(folder):
+        if not other:
+            other.append(written_aside(path))
+            other[0].__enter__().write(b"2")
+            raise OSError(errno.EIO, "the disk fails")
+        plain(folder)
+
+    monkeypatch.setattr(durable, "flush", flush)
+    monkeypatch.setattr(durable.fcntl, "flock", lambda *_: None)  # in one thread it would wait for itself
+    with pytest.raises(OSError, match="the disk fails"), written_aside(path) as stream:
+        stream.write(b"1")
+    other[0].__exit__(None, None, None)
     assert path.read_bytes() == b"2"
 
 

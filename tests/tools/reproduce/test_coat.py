@@ -22,7 +22,7 @@ def test_the_share_of_norms_and_swiglu_by_hand():
 def test_memory_takes_the_newest_steps_that_were_measured_together(monkeypatch):
     """Rows by hand: an older run, a newer one that is whole, and a newest without BF16."""
 
-    def row(commit: str, case: str, speed: float, peak: float) -> dict[str, str]:
+    def row(commit: str, case: str, speed: float, peak: float, gpu: str = "H200") -> dict[str, str]:
         told = {
             "case": case,
             "preset": "1.3b --fp8-min-gain 0",
@@ -31,12 +31,13 @@ def test_memory_takes_the_newest_steps_that_were_measured_together(monkeypatch):
             "peak_gib": peak,
             "commit": commit,
         }
-        return {"commit": commit} | {name: str(value) for name, value in told.items()}
+        return {"commit": commit, "gpu": gpu} | {name: str(value) for name, value in told.items()}
 
     cases = ["bf16", "O3", "coat", f"O3 {coat.ALL_FP8}", f"coat {coat.ALL_FP8}"]
     rows = [row("old1234", case, 100, 30) for case in cases]
     rows += [row("new1234", case, 100 + 10 * place, 30 / (1 + place)) for place, case in enumerate(cases)]
-    rows += [row("part123", "coat", 1, 1)]
+    rows += [row("new1234", "O3", 1, 1), row("part123", "coat", 1, 1)]  # a second row of one tree, and a tree without BF16
+    rows += [row("two1234", case, 1, 1, gpu) for case, gpu in zip(cases, ("H100", *["H200"] * 4), strict=True)]
     monkeypatch.setattr(coat.throughput, "read", lambda file: rows)
     found = {finding.quantity: finding for finding in coat.memory(Task("kept", "whole", Path("text"), Path("folder")))}
     less, speed = (found[f"coat, micro-batch 4: times {name}"] for name in ("less memory", "BF16's speed"))
@@ -46,11 +47,16 @@ def test_memory_takes_the_newest_steps_that_were_measured_together(monkeypatch):
     assert (both.ours, both.paper) == (pytest.approx(1.4), None)
 
 
+def test_memory_without_steps_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(coat.throughput, "read", lambda file: [])
+    with pytest.raises(ValueError, match="has no tree with bf16, O3 and coat, with and without --attention-precision fp8"):
+        list(coat.memory(Task("kept", "whole", Path("text"), Path("folder"))))
+
+
 def test_memory_on_file():
     found = {finding.quantity: finding for finding in coat.memory(Task("kept", "whole", Path("text"), Path("folder")))}
     assert next(one.headline for one in coat.ENTRIES if one.name == "coat-memory") in found
     assert found["coat, micro-batch 4: times less memory"].where["gpu"] == "NVIDIA H200"
-    assert found["coat, each at its largest: times BF16's speed"].where["commit"] == "de29eee"
 
 
 def test_the_worst_layer_and_the_gain_of_rows_made_by_hand():
@@ -122,6 +128,6 @@ def test_llama_on_one_card_beside_the_paper_on_two(tmp_path, monkeypatch):
     monkeypatch.setattr(coat, "read", lambda file: rows)
     found = {finding.quantity: (finding.ours, finding.paper) for finding in coat.llama(Task("kept", "whole", tmp_path, tmp_path))}
     assert found["coat, each at its largest: times BF16's speed"] == (2.5, pytest.approx(11351 / 6130))
-    assert found["bf16, its largest micro-batch: tokens a second and GPU"] == (8000.0, 6130.0)
+    assert found["bf16, the largest micro-batch measured: tokens a second and GPU"] == (8000.0, 6130.0)
     assert found["coat, micro-batch 2: peak memory"] == (60.0, None)
     assert found["13B, O3, micro-batch 4: tokens a second"] == (9000.0, None)

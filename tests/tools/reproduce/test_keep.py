@@ -42,6 +42,17 @@ def test_a_run_that_was_cut_off_goes_on_with_what_is_missing(tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_two_calls_beside_each_other_keep_both_pieces(tmp_path):
+    """Both have read the file before either writes."""
+    one, other = (keep.run(entry([]), "toy", TEXT, tmp_path, "abc1234", False, [piece]) for piece in ("one", "two"))
+    third = keep.run(entry([]), "toy", TEXT, tmp_path, "abc1234", True, ["one", "three"])
+    next(one)
+    assert next(third)[0] == "one"
+    next(other)
+    assert next(third)[0] == "three"
+    assert [row["piece"] for row in keep.read(tmp_path / "a-b.csv")] == ["one", "one", "two", "two", "three", "three"]
+
+
 def test_rows_hold_the_finding_and_where_it_was_made(tmp_path):
     first, curve = rows(entry([]), "toy", tmp_path)[:2]
     assert {key: first[key] for key in ("quantity", "ours", "paper", "unit", "seed", "x", "commit")} == {

@@ -9,11 +9,11 @@ from megatron.lm.config.cli import parse_args
 from tools.bench import bench_step
 from tools.bench.rows import machine
 from tools.precisions import precision_flags
-from tools.reproduce import coat, grids, short, throughput
+from tools.reproduce import coat, collage, grids, throughput
 from tools.reproduce.entry import Task
 from tools.reproduce.registry import ENTRIES
 
-SIZES = {"fp8lm-table5": grids, "collage-table7": short, "coat-memory": coat}
+SIZES = {"fp8lm-table5": grids, "collage-table7": collage, "coat-memory": coat}
 
 
 def task(piece: str, folder: Path) -> Task:
