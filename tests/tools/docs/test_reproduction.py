@@ -16,7 +16,7 @@ ROW = dict.fromkeys(keep.COLUMNS, "") | {
 
 @pytest.fixture
 def root(tmp_path):
-    """A checkout in which one entry has rows: collage-table6, of whose four pieces one is there."""
+    """A checkout in which one entry has rows: collage-table6, of whose six pieces one is there."""
     rows = [
         ROW | {"piece": "beta2 0.999", "quantity": "a, ratio", "ours": "1.1", "paper": "1", "seed": "7"},
         ROW | {"piece": "beta2 0.999", "quantity": "a, curve", "x": "1", "ours": "3", "seed": "7"},
@@ -46,7 +46,7 @@ def test_a_page_has_ours_the_papers_the_difference_the_words_and_what_is_missing
         "The order agrees.",
         "Likely cause: Size.",
         "| a, ratio | 1.1 | 1 | +10.0 % |  | 7 |",
-        "Missing: `beta2 0.99`, `beta2 0.95`, `beta2 0.999, twice the batch`. The same command goes on with them.",
+        "Missing: `beta2 0.99`, `beta2 0.95`, `beta2 0.999, twice the batch`, `beta2 0.99, twice the batch`, `beta2",
         "![Collage, Table 6](../results/figures/collage-table6.png)",
         "commit 0123456, cpu, 2.13.0, 2026-11-23",
         ROW["command"],

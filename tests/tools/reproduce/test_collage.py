@@ -75,7 +75,8 @@ def test_the_second_half_of_table_6_has_twice_the_batch_and_as_many_tokens(monke
     monkeypatch.setattr(collage, "trained", trained)
     monkeypatch.setattr(collage, "read_steps", lambda file: [{"total": {"lost": 0.25, "arrived": 0.5}}])
     entry = next(one for one in collage.ENTRIES if one.name == "collage-table6")
-    (doubled,) = (piece for piece in entry.pieces("full") if piece.endswith(collage.TWICE))
+    assert len(entry.pieces("full")) == 6
+    doubled, *_, last = (piece for piece in entry.pieces("full") if piece.endswith(collage.TWICE))
     found = {finding.quantity: finding for finding in collage.table6(Task("full", doubled, Path("text"), tmp_path))}
     a = found["a, beta2 0.999, twice the batch: validation perplexity over D's"]
     assert (a.ours, a.paper) == (pytest.approx(math.e), pytest.approx(15.33 / 14.59))
@@ -83,6 +84,9 @@ def test_the_second_half_of_table_6_has_twice_the_batch_and_as_many_tokens(monke
     assert {flags.split()[-1] for _, flags in asked} == {"100"}
     beta2, loop, _ = collage.setting6(doubled, collage.LOOPS["small"])
     assert (beta2, loop.batch, loop.steps) == (0.999, 32, 200)
+    asked.clear()
+    list(collage.table6(Task("full", last, Path("text"), tmp_path)))  # which no file has
+    assert {steps for steps, _ in asked} == {1000}
     asked.clear()
     list(collage.table6(Task("full", "beta2 0.99", Path("text"), tmp_path)))
     assert {(steps, flags.split(" --record-p")[0]) for steps, flags in asked} == {(2000, "--micro-batch-size 4 --global-batch-size 4")}
