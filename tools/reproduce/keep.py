@@ -152,5 +152,6 @@ def row_of(finding: Finding, common: Mapping[str, Any]) -> Row:
     """A line of the file."""
     values = {"quantity": finding.quantity, "unit": finding.unit, "seed": "" if finding.seed is None else str(finding.seed)}
     values |= {"x": shown(finding.x), "ours": shown(finding.ours), "paper": shown(finding.paper)}
-    measured = {name: finding.where.get(name, "") for name in PLACE} if finding.where else {}  # never part of it there and part here
+    elsewhere = any(name in finding.where for name in PLACE)
+    measured = {name: finding.where.get(name, "") for name in PLACE} if elsewhere else {}  # never part of it there and part here
     return {name: {**common, **values, **measured}[name] for name in COLUMNS}

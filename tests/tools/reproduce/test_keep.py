@@ -144,4 +144,5 @@ def test_a_row_of_another_machine_takes_nothing_of_this_one():
     common = {"size": "kept", "piece": "whole", "command": "c", "seconds": "1"} | dict.fromkeys(keep.PLACE, "here")
     there = keep.row_of(Finding("q", 1.0, where={"gpu": "H200", "commit": "abc1234"}), common)
     assert {name: there[name] for name in keep.PLACE} == {"date": "", "commit": "abc1234", "gpu": "H200", "driver": "", "torch": ""}
-    assert keep.row_of(Finding("q", 1.0), common)["torch"] == "here"
+    for where in ({}, {"accuracy": "0.6"}):  # a row that says nothing of its machine was made here
+        assert keep.row_of(Finding("q", 1.0, where=where), common)["torch"] == "here"
