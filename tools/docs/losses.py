@@ -39,15 +39,25 @@ def differences(precisions: str = PRECISIONS, curves: str = CURVES) -> tuple[lis
     return list(base), found
 
 
-def row_of(precision: str, file: str = PRECISIONS) -> Row:
-    """The row of a comparison of precisions.
+def files(folder: str) -> tuple[str, str]:
+    """What a comparison of precisions left in a folder: its rows, and its curves."""
+    return f"{folder}/precisions.csv", f"{folder}/curves.csv"
+
+
+def by_precision(file: str = PRECISIONS) -> dict[str, Row]:
+    """The rows of a comparison of precisions."""
+    return {row["precision"]: row for row in read(file)}
+
+
+def row_of(precision: str) -> Row:
+    """The row of a precision in the comparison of all.
 
     Raises:
-        ValueError: the file has no such precision.
+        ValueError: there is none.
     """
-    rows = {row["precision"]: row for row in read(file)}
+    rows = by_precision()
     if precision not in rows:
-        raise ValueError(f"{file} has no row of {precision}, but of {', '.join(rows)}: compare_precisions.py makes it")
+        raise ValueError(f"{PRECISIONS} has no row of {precision}, but of {', '.join(rows)}: compare_precisions.py makes it")
     return rows[precision]
 
 
@@ -71,7 +81,7 @@ def against_bf16() -> Table:
 
 def options(folder: str = OPTIONS) -> Table:
     """Last validation losses with each of FP8's options, and the differences from BF16 of the same seeds."""
-    precisions, curves = (f"{folder}/{name}.csv" for name in ("precisions", "curves"))
+    precisions, curves = files(folder)
     (*_, last), apart = differences(precisions, curves)
     losses, rows = evaluations(precisions, curves), read(precisions)
     cells = []

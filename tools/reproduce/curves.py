@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from tools.docs import losses
-from tools.docs.cells import PRECISIONS
+from tools.docs.cells import REPRODUCE
 from tools.docs.evidence import ROOT, read
 from tools.reproduce.compare_precisions import FIRST_SEED
 from tools.reproduce.entry import Entry, Finding, Needs, Task
@@ -24,10 +24,8 @@ COURSES: Mapping[str, tuple[int, int, str]] = {  # by size: seeds, steps, flags
     "small": (1, 300, "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 2e-3 --eval-iters 20"),
     "full": (3, 2000, ""),
 }
-LARGE = f"{losses.LARGE}/precisions.csv"
-MODELS4 = {"125M": PRECISIONS, "1.3B": LARGE}  # model -> what `compare_precisions.py` left of it: rows, and curves.csv beside them
+MODELS4 = {"125M": f"{REPRODUCE}/precisions", "1.3B": losses.LARGE}  # model -> the folder that `compare_precisions.py` left of it
 LEVELS4 = ("O1", "O2", "O3")
-BASE4 = "bf16"
 
 
 def table6_pieces(size: str) -> Sequence[str]:
@@ -53,26 +51,22 @@ def table6(task: Task) -> Iterator[Finding]:
 
 def figure4(task: Task) -> Iterator[Finding]:
     """O0 against the levels of each model on file: the last validation losses of the same seeds, and the training losses of the first."""
-    for model, file in MODELS4.items():
-        rows = {row["precision"]: row for row in read(file)}
-        curves = _curves(file)
-        _, apart = losses.differences(file, curves)
+    for model, folder in MODELS4.items():
+        precisions, curves = losses.files(folder)
+        rows = losses.by_precision(precisions)
+        _, apart = losses.differences(precisions, curves)
         for level in (each for each in LEVELS4 if each in rows):
             for name, value in zip(("mean of the seeds", "least", "most"), apart[level][-1], strict=True):
                 paper = 0.0 if name.startswith("mean") else None
                 yield Finding(f"{level}, {model}: validation loss above BF16's, {name}", 100 * value, paper, "%", where=rows[level])
-        base = rows[BASE4]
+        base = rows[losses.BASE]
         seeds = 100 * (float(base["most"]) - float(base["least"])) / float(base["valid_loss"])
         yield Finding(f"{model}: range of BF16's own seeds", seeds, unit="%", where=base)
-        if file == LARGE:  # 125M's curves stand among those of all precisions
+        if folder == losses.LARGE:  # 125M's curves stand among those of all precisions
             for row in (row for row in read(curves) if row["kind"] == "train" and row["run"].endswith("_0")):
                 level = row["run"].removesuffix("_0")
                 told = f"{level}, {model}, training loss by tokens"
                 yield Finding(told, float(row["loss"]), x=float(row["tokens"]), seed=FIRST_SEED, where=rows[level])
-
-
-def _curves(file: str) -> str:
-    return file.replace("precisions.csv", "curves.csv")
 
 
 GPU = Needs(gpus=1, gib=80, minutes=60, files=(ENWIK8,))
@@ -94,7 +88,7 @@ ENTRIES = (
         title="FP8-LM, Figure 4",
         claim="The training loss in FP8 is that of BF16, from 7B to 175B.",
         run=figure4,
-        sizes={"kept": Needs(files=(*MODELS4.values(), *map(_curves, MODELS4.values())))},
+        sizes={"kept": Needs(files=tuple(file for folder in MODELS4.values() for file in losses.files(folder)))},
         headline="O3, 1.3B: validation loss above BF16's, mean of the seeds",
         reason="The rows on file are GPT-125M and 300 steps of GPT-1.3B; 7B and more need a cluster.",
     ),

@@ -156,14 +156,14 @@ def _on_grid(row: Row) -> str:
 def spread(task: Task) -> Iterator[Finding]:
     """FP8-LM Table 8: most less least of the model state over all ranks."""
     if task.piece == MEASURED:
-        yield from held(read(DATA_PARALLEL))
+        yield from at_rest(read(DATA_PARALLEL))
         return
     for row in table8.table(list(table8.DATA_PARALLEL), []):
         if row["method"] != "-":
             yield Finding(f"{row['model']}, {row['method']}: spread", float(row["spread"]), float(row["paper_spread"]), "GiB")
 
 
-def held(rows: Sequence[Row]) -> Iterator[Finding]:
+def at_rest(rows: Sequence[Row]) -> Iterator[Finding]:
     """Rows of `bench_data_parallel.py` with ZeRO: memory of a rank between two steps, and the state that shapes say of FP8's ranks.
 
     The newest row of each case and number of GPUs counts.

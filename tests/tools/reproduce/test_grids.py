@@ -101,7 +101,7 @@ def test_memory_of_ranks_stands_beside_their_state():
         return {name: str(value) for name, value in told.items()}
 
     rows = [row("O3", "on", 1, 9, commit="old1234"), row("O3", "on", 5.0, 5.25), row("O1", "off", 7, 8), row("megatron bf16", "", "", 9)]
-    found = {finding.quantity: finding for finding in grids.held(rows)}
+    found = {finding.quantity: finding for finding in grids.at_rest(rows)}
     assert found["1.3b, DP 2, O3: memory of a rank at rest"].ours == 5.25
     assert found["1.3b, DP 2, O3: spread at rest"].ours == 0.25
     assert found["1.3b, DP 2, O3: spread at rest"].where["commit"] == "abc1234"
