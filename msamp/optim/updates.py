@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from msamp.kernels import ops
-from msamp.kernels.reference.adamw import GRAD, Batch, load, store_, stored_amaxes
+from msamp.kernels.reference.adamw import GRAD, Batch, Hyper, hyper_numbers, load, store_, stored_amaxes
 from msamp.kernels.reference.adamw import adamw as reference_adamw
 from msamp.kernels.reference.coat_adamw import coat_adamw as reference_coat_adamw
 from msamp.kernels.reference.collage import VARIANTS
@@ -255,8 +255,8 @@ class AdamW(Update):
         warn_of(states)
 
     def numbers(self, group: Mapping[str, Any]) -> list[float]:
-        """A `Hyper`, and the logarithms of its betas."""
-        return [*super().numbers(group), *(math.log(beta) if beta else -math.inf for beta in group["betas"])]
+        """As `hyper_numbers` makes them."""
+        return hyper_numbers(Hyper(*super().numbers(group)))
 
     def run(
         self,

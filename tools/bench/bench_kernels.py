@@ -14,7 +14,6 @@ import argparse
 import functools
 import itertools
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from megatron.lm import entry
 from megatron.lm.model.attention import BACKENDS
 from megatron.lm.tools.arguments import Parser, count, output_file
 from msamp.kernels import ops
-from msamp.kernels.reference.adamw import Batch
+from msamp.kernels.reference.adamw import Batch, Hyper, hyper_numbers
 from msamp.kernels.tables import Tables
 from msamp.nn import saved
 from msamp.nn.linear import FP8Linear
@@ -186,7 +185,7 @@ def update(hidden: int, device: str = "cuda") -> Iterator[Case]:
     """The optimizers' kernels on the weights of four layers: gradient read, states read and written, a weight beside its master written."""
     shapes = weights(hidden)
     usable, one = torch.ones((), dtype=torch.bool, device=device), torch.ones((), device=device)
-    numbers = torch.tensor([1e-4, 0.9, 0.95, 1e-8, 0.1, math.log(0.9), math.log(0.95)], dtype=torch.float64, device=device)
+    numbers = torch.tensor(hyper_numbers(Hyper(1e-4, 0.9, 0.95, 1e-8, 0.1)), dtype=torch.float64, device=device)
     amaxes, kept = (torch.ones(rows_of, len(shapes), device=device) for rows_of in (5, 3))
     for of in (recipe.BF16, recipe.O2, O3):
         for name, kernel, moment in (("AdamW", ops.adamw, None), ("AdamW with COAT's moments", ops.coat_adamw, COAT_E4M3)):

@@ -1,5 +1,18 @@
-"""Adam's arithmetic, written once: FP32, in torch.optim.AdamW's own order of operations, so that FP32 states equal it bit for bit."""
+"""Adam's arithmetic, written once: FP32, in torch.optim.AdamW's own order of operations, so that FP32 states equal it bit for bit.
 
+Moments that are rounded to fewer bits can leave what Adam's moments never leave: a second moment that has become 0 under a first moment
+that has not makes the step lr m / eps, and a first moment that rounds back to its own code moves the weight for ever. Three guards hold
+wherever a moment is not FP32, whatever the rounding:
+
+1. A positive v is never stored as 0 but as the format's smallest value.
+2. Where the gradient is 0, m's code falls: a code that would round back to itself becomes the next smaller one. With stochastic rounding,
+   which moves by itself, only codes below the format's smallest normal value do.
+3. No step is larger than Adam's own supremum over all gradients, lr (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)), which
+   follows from Cauchy and Schwarz's inequality: 1.17 lr at betas 0.9 and 0.95, 7.3 lr at 0.9 and 0.999. The step of exact moments never
+   reaches it.
+"""
+
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -8,16 +21,18 @@ import torch
 
 from msamp.kernels.reference.grad_stats import grad_stats
 from msamp.kernels.tables import Tables
-from msamp.numerics.formats import FP16
+from msamp.numerics.formats import FP16, of_dtype
+from msamp.numerics.quantize import cast
 from msamp.numerics.range_expand import Expanded
 from msamp.numerics.scaling import inverse, scale_from_amax
+from msamp.numerics.stochastic_rounding import Thresholds, cast_stochastically
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
 # Elements updated at a time: each of the half dozen FP32 temporaries takes 128 MiB, or as much as the largest tensor.
 CHUNK = 2**25
 GRAD, M, V, MASTER = range(4)  # rows of the table of amaxes
 _COLUMNS = ("grads", "ms", "vs", "masters", "weights", "weight_remainders", "v_remainders")  # of a Batch, that hold a parameter's elements
-_OPTIONAL = ("weights", "weight_remainders", "v_remainders")
+_OPTIONAL = ("weights", "weight_remainders", "v_remainders", "keys", "offsets")
 
 
 class Hyper(NamedTuple):
@@ -28,6 +43,38 @@ class Hyper(NamedTuple):
     beta2: float
     eps: float
     weight_decay: float
+
+    @property
+    def largest_step(self) -> float:
+        """The supremum of Adam's step over all gradients, in units of lr; infinite where beta1^2 >= beta2 > 0, and there is none.
+
+        m = (1 - beta1) sum beta1^i g_i is the inner product of sqrt(beta2)^i g_i and (beta1 / sqrt(beta2))^i; the norm of the first is
+        sqrt(v / (1 - beta2)). Bias correction makes the quotient smaller.
+        """
+        if self.beta1 and self.beta1**2 >= self.beta2:
+            return math.inf
+        ratio = self.beta1**2 / self.beta2 if self.beta2 else 0.0
+        return (1 - self.beta1) / math.sqrt((1 - self.beta2) * (1 - ratio))
+
+
+def hyper_numbers(hyper: Hyper) -> list[float]:
+    """What the kernels find on the device: a `Hyper`, the logarithms of its betas, and the largest step."""
+    return [*hyper, *(math.log(beta) if beta else -math.inf for beta in (hyper.beta1, hyper.beta2)), hyper.largest_step]
+
+
+class Rounding(NamedTuple):
+    """How states are stored that have fewer bits than FP32: to nearest even, or stochastically (`numerics.stochastic_rounding`).
+
+    Attributes:
+        moments: whether m and v are rounded stochastically.
+        masters: whether masters are.
+    """
+
+    moments: bool = False
+    masters: bool = False
+
+
+NEAREST = Rounding()
 
 
 @dataclass(frozen=True)
@@ -42,6 +89,8 @@ class Batch:
         indices: column of each in the table of amaxes of whole tensors.
         places: column of each in the table of amaxes as stored.
         weight_remainders, v_remainders: what stands beside masters and vs for updates in BF16 (`reference.collage`), else empty.
+        keys: of each tensor's thresholds for stochastic rounding (`tensor_key`); empty with nearest rounding.
+        offsets: index of each tensor's first element in its shard, where it is some rows of it; as many as keys.
     """
 
     grads: list[torch.Tensor]
@@ -54,6 +103,8 @@ class Batch:
     places: list[int]
     weight_remainders: list[torch.Tensor] = field(default_factory=list)
     v_remainders: list[torch.Tensor] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """ValueError where lists differ in length, or tensors of one parameter in shape or device, or those of a list in format: a kernel
@@ -112,6 +163,7 @@ def adamw(
     usable: torch.Tensor,
     *,
     decoupled: bool,
+    rounding: Rounding = NEAREST,
 ) -> None:
     """Load, update, store (FP8-LM section 2.2), or nothing at all where the step is not usable.
 
@@ -130,17 +182,33 @@ def adamw(
         coefficient: FP32 0-dim: multiplies gradients; None clips nothing.
         usable: bool 0-dim.
         decoupled: False takes weight decay as Adam's, in the gradient.
+        rounding: of moments and masters as they are stored; stochastic rounding needs the batch's keys.
     """
     if not bool(usable):
         return
     numbers = Hyper(*hyper.tolist()[:5])
     for part in batch.chunks():
-        _update(part, numbers, amaxes[:, part.indices], kept, coefficient, decoupled=decoupled)
+        update_(part, numbers, amaxes[:, part.indices], kept, coefficient, decoupled=decoupled, rounding=rounding)
 
 
-def _update(
-    batch: Batch, hyper: Hyper, amaxes: torch.Tensor, kept: torch.Tensor, coefficient: torch.Tensor | None, *, decoupled: bool
+def update_(
+    batch: Batch,
+    hyper: Hyper,
+    amaxes: torch.Tensor,
+    kept: torch.Tensor,
+    coefficient: torch.Tensor | None,
+    *,
+    decoupled: bool,
+    rounding: Rounding,
+    bounded: bool = False,
 ) -> None:
+    """`adamw` of a usable step on tensors that are few enough for their FP32 temporaries.
+
+    Args:
+        amaxes: FP32 [4 or more, tensors of the batch].
+        bounded: the moments are rounded by the caller, although they are FP32 here: the guard of the step holds.
+        The others: as of `adamw`.
+    """
     gs = [fp32_values(g) for g in batch.grads]
     g_amax = amaxes[GRAD]
     if coefficient is not None:
@@ -155,10 +223,13 @@ def _update(
     m_bound = hyper.beta1 * amaxes[M] + (1 - hyper.beta1) * g_amax
     v_bound = hyper.beta2 * amaxes[V] + (1 - hyper.beta2) * g_amax.square()
     p_bound = 2.0 * amaxes[MASTER]
-    adam_(ps, ms, vs, gs, [int(step) for step in batch.steps], hyper)
-    store_(batch.ms, ms, m_bound)
-    store_(batch.vs, vs, v_bound)
-    store_(batch.masters, ps, p_bound)
+    steps = [int(step) for step in batch.steps]
+    bounded |= _is_rounded(batch.ms) or _is_rounded(batch.vs)
+    adam_(ps, ms, vs, gs, steps, hyper, hyper.largest_step if bounded else math.inf)
+    of_moments, of_masters = thresholds_of(batch, steps, rounding)
+    store_(batch.ms, ms, m_bound, of_moments, "m", silent=[g == 0 for g in gs] if _is_rounded(batch.ms) else None)
+    store_(batch.vs, vs, v_bound, of_moments, "v", positive=True)
+    store_(batch.masters, ps, p_bound, of_masters, "master")
     if batch.weights:
         store_(batch.weights, load(batch.masters), p_bound)
     kept[:MASTER, batch.places] = stored_amaxes((batch.ms, batch.vs), batch.masters, batch.weights, decoupled=decoupled)
@@ -181,24 +252,97 @@ def load(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [fp32_values(state) if isinstance(state, ScalingTensor) else state.float() for state in states]
 
 
-def store_(states: Sequence[torch.Tensor], values: Sequence[torch.Tensor], bounds: torch.Tensor | None) -> None:
+def thresholds_of(batch: Batch, steps: Sequence[int], rounding: Rounding) -> list[list[Thresholds] | None]:
+    """Of moments and of masters, each tensor's thresholds at its step; None of what is rounded to nearest.
+
+    Raises:
+        ValueError: for a batch without keys.
+    """
+    if rounding == NEAREST:
+        return [None, None]
+    check_keys(batch)
+    found = [Thresholds(*each) for each in zip(batch.keys, batch.offsets, steps, strict=True)]
+    return [found if stochastic else None for stochastic in rounding]
+
+
+def check_keys(batch: Batch) -> None:
+    """ValueError where a batch has no keys for stochastic rounding."""
+    if not batch.keys or not batch.offsets:
+        raise ValueError(
+            f"stochastic rounding is asked for {len(batch.grads)} tensors without keys and offsets of their thresholds; give each its own "
+            "(msamp.numerics.stochastic_rounding.tensor_key), or round to nearest"
+        )
+
+
+def _is_rounded(states: Sequence[Any]) -> bool:
+    """Whether states are stored in fewer bits than FP32."""
+    return isinstance(states[0], ScalingTensor) or states[0].dtype != torch.float32
+
+
+def store_(
+    states: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    bounds: torch.Tensor | None,
+    thresholds: Sequence[Thresholds] | None = None,
+    name: str = "",
+    *,
+    positive: bool = False,
+    silent: Sequence[torch.Tensor] | None = None,
+) -> None:
     """Overwrite states, plain or ScalingTensors of one format, with FP32 `values`; FP16 saturates.
 
     Args:
         bounds: FP32 [len(states)], each at least the amax of its values, from which scales follow; a bound of zero keeps the last
             scale. None for plain states.
+        thresholds: of each state, for stochastic rounding; None rounds to nearest.
+        name: whose thresholds: "m", "v" or "master".
+        positive: store what is above 0 as no less than the format's smallest value.
+        silent: bool, in the shapes of the values: where a code has to fall, since there is no gradient; None: nowhere.
     """
-    if not isinstance(states[0], ScalingTensor):
+    if not _is_rounded(states):
         for state, value in zip(states, values, strict=True):
             if state is not value:
-                state.copy_(value.clamp(-FP16.max, FP16.max) if state.dtype == torch.float16 else value)
+                state.copy_(value)
         return
-    assert bounds is not None
-    scale_invs = [state.scale_inv for state in states]  # type: ignore[attr-defined]
-    scales = scale_from_amax(bounds, states[0].format.max, inverse(torch.stack(scale_invs)))
-    for state, value, scale in zip(states, values, scales.unbind(), strict=True):
-        state.payload.copy_(ScalingTensor.quantize(value, state.format, scale).payload)  # type: ignore[attr-defined]
-    torch._foreach_copy_(scale_invs, list(inverse(scales).unbind()))
+    fmt = of_dtype((states[0].payload if isinstance(states[0], ScalingTensor) else states[0]).dtype)
+    scaled = isinstance(states[0], ScalingTensor)
+    inverses: list[Any] = [None] * len(states)
+    scales: list[Any] = [None] * len(states)
+    if scaled:
+        assert bounds is not None
+        scale_invs = [state.scale_inv for state in states]  # type: ignore[attr-defined]
+        found = scale_from_amax(bounds, fmt.max, inverse(torch.stack(scale_invs)))
+        scales, inverses = list(found.unbind()), list(inverse(found).unbind())
+    for i, (state, value) in enumerate(zip(states, values, strict=True)):
+        x = value if scales[i] is None else value * scales[i]
+        before = None if silent is None else fp32_values(state).abs() * (1.0 if scales[i] is None else scales[i])
+        if positive:
+            x = torch.where(value > 0, x.clamp(min=fmt.smallest), x)
+        if thresholds is not None:
+            payload = cast_stochastically(x, fmt, thresholds[i], name)
+        else:
+            payload = cast(x.clamp(-FP16.max, FP16.max) if fmt is FP16 else x, fmt)
+        if silent is not None and before is not None:
+            payload = fallen(payload, before, silent[i], fmt.tiny if thresholds is not None else math.inf)
+        (state.payload if scaled else state).copy_(payload)  # type: ignore[attr-defined]
+    if scaled:
+        torch._foreach_copy_(scale_invs, inverses)
+
+
+def fallen(payload: torch.Tensor, before: torch.Tensor, silent: torch.Tensor, below: float) -> torch.Tensor:
+    """`payload` with the next smaller code wherever a gradient of 0 has not made the value smaller.
+
+    Args:
+        payload: of the new values, FP8, FP16 or BF16.
+        before: FP32, the magnitudes of the values that it replaces, in units of the new payload.
+        silent: bool, where the gradient is 0.
+        below: only magnitudes below this fall.
+    """
+    magnitude = payload.float().abs()
+    held = silent & (magnitude > 0) & (magnitude >= before) & (magnitude < below)
+    # The codes of magnitudes are in their order, beside a sign bit.
+    codes = payload.view(torch.uint8 if payload.element_size() == 1 else torch.int16)
+    return (codes - held.to(codes.dtype)).view(payload.dtype)
 
 
 def adam_(
@@ -208,6 +352,7 @@ def adam_(
     gs: list[torch.Tensor],
     steps: Sequence[int],
     hyper: Hyper,
+    largest_step: float = math.inf,
 ) -> None:
     """One step of AdamW on lists of tensors, in place.
 
@@ -218,6 +363,7 @@ def adam_(
         ps, ms, vs, gs: parameters, first and second moments, gradients; FP32, equal shapes at equal places. `gs` is only read.
         steps: number of this step for each tensor, from 1.
         hyper: the group's numbers.
+        largest_step: in units of lr, what no step exceeds, but for the decay.
     """
     lr, beta1, beta2, eps, weight_decay = hyper
     if weight_decay:
@@ -228,4 +374,7 @@ def adam_(
     denominators = list(torch._foreach_sqrt(vs))
     torch._foreach_div_(denominators, [(1 - beta2**step) ** 0.5 for step in steps])
     torch._foreach_add_(denominators, eps)
+    if largest_step < math.inf:
+        tops = torch._foreach_mul(denominators, [largest_step * (1 - beta1**step) for step in steps])
+        ms = list(torch._foreach_maximum(torch._foreach_minimum(ms, tops), torch._foreach_neg(tops)))
     torch._foreach_addcdiv_(ps, ms, denominators, [-(lr / (1 - beta1**step)) for step in steps])

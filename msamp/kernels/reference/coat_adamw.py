@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from msamp.kernels.reference.adamw import Batch, adamw
+from msamp.kernels.reference.adamw import NEAREST, Batch, Hyper, Rounding, update_
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.range_expand import Expanded, quantize_expanded
@@ -21,6 +21,7 @@ def coat_adamw(
     usable: torch.Tensor,
     *,
     decoupled: bool,
+    rounding: Rounding = NEAREST,
 ) -> None:
     """As `adamw`, with moments that are `Expanded`: load to FP32, update, and store with new maxima and exponents.
 
@@ -33,9 +34,10 @@ def coat_adamw(
     """
     if not bool(usable):
         return
+    numbers, how = Hyper(*hyper.tolist()[:5]), {"decoupled": decoupled, "rounding": rounding}
     for part in batch.chunks():
         plain = replace(part, ms=_loaded(part.ms), vs=_loaded(part.vs))
-        adamw(tables, plain, hyper, amaxes, kept, coefficient, usable, decoupled=decoupled)
+        update_(plain, numbers, amaxes[:, part.indices], kept, coefficient, bounded=True, **how)
         _store(part.ms, plain.ms)
         _store(part.vs, plain.vs)
 

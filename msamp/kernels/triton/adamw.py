@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.adamw import Batch, Hyper
+from msamp.kernels.reference.adamw import NEAREST, Batch, Hyper, Rounding, check_keys
 from msamp.kernels.tables import Tables, numbered, rows_of
 from msamp.kernels.triton.pack import _payload, _pointer, _span, _value
-from msamp.numerics.formats import of_dtype
+from msamp.numerics.formats import BF16, of_dtype
+from msamp.numerics.stochastic_rounding import FIRST, HIGH, SECOND, SPREAD, STEP
 from msamp.numerics.tensor import ScalingTensor
 
 BLOCK, CHUNK = 2048, 16384  # 8 elements a thread at a time: two of FP16's and one of FP32's widest accesses; elements a program
@@ -21,7 +22,8 @@ REGISTERS = 80  # a thread: three blocks of 256 threads share a multiprocessor, 
 
 
 class Row(NamedTuple):
-    """A parameter: its number of elements, addresses (0 for an absent tensor), and its columns in `amaxes` and `kept`."""
+    """A parameter: its number of elements, addresses (0 for an absent tensor), its columns in `amaxes` and `kept`, and the key and the first
+    index of its thresholds."""
 
     numel: int
     grad: int
@@ -37,18 +39,22 @@ class Row(NamedTuple):
     v_scale_inv: int
     master_scale_inv: int
     weight_scale_inv: int
+    key: int
+    offset: int
 
 
-class Logarithms(NamedTuple):
-    """The columns after a `Hyper`."""
+class Derived(NamedTuple):
+    """The columns after a `Hyper`: logarithms of both betas, and the largest step in units of lr."""
 
-    beta1: int
-    beta2: int
+    log_beta1: int
+    log_beta2: int
+    largest_step: int
 
 
 class Scalars(NamedTuple):
     """The numbers of a parameter that the launch for scales leaves: scale_inv of each tensor as read (old), the scale and scale_inv it is
-    stored with (scale, new), and Adam's numbers. `p` is the master and `w` the weight beside it; `weight` is that of the gradient in m."""
+    stored with (scale, new), and Adam's numbers. `p` is the master and `w` the weight beside it; `weight` is that of the gradient in m,
+    `bound` the largest quotient of m and its denominator, and `turn` what the step adds to all thresholds."""
 
     g_old: int
     clip: int
@@ -71,11 +77,15 @@ class Scalars(NamedTuple):
     eps: int
     step_size: int
     correction_inverse: int
+    bound: int
+    turn: int
 
 
 COLUMNS, SCALARS = 1 + len(Row._fields), len(Scalars._fields)
 ROW, SCALAR = tl.constexpr(numbered(Row)), tl.constexpr(numbered(Scalars, 0))
-HYPER, LOGARITHM = tl.constexpr(numbered(Hyper, 0)), tl.constexpr(numbered(Logarithms, len(Hyper._fields)))
+HYPER, DERIVED = tl.constexpr(numbered(Hyper, 0)), tl.constexpr(numbered(Derived, len(Hyper._fields)))
+HASH_SPREAD, HASH_FIRST, HASH_SECOND, HASH_HIGH = (tl.constexpr(x) for x in (SPREAD, FIRST, SECOND, HIGH))
+TURN, BF16_MAX = tl.constexpr(STEP), tl.constexpr(BF16.max)
 
 
 @triton.jit
@@ -125,8 +135,8 @@ def _scalars_kernel(
     step_pointer = _pointer(tl.load(row + ROW.value.step), 23, False)
     step = tl.load(step_pointer) + 1.0
     tl.store(step_pointer, step)
-    power1 = tl.exp(step.to(tl.float64) * tl.load(hyper + LOGARITHM.value.beta1))
-    power2 = tl.exp(step.to(tl.float64) * tl.load(hyper + LOGARITHM.value.beta2))
+    power1 = tl.exp(step.to(tl.float64) * tl.load(hyper + DERIVED.value.log_beta1))
+    power2 = tl.exp(step.to(tl.float64) * tl.load(hyper + DERIVED.value.log_beta2))
     g_amax = tl.load(amaxes + index)
     p_amax = tl.load(amaxes + 3 * parameters + index)
     clip = 1.0
@@ -173,6 +183,8 @@ def _scalars_kernel(
     tl.store(out + SCALAR.value.eps, tl.load(hyper + HYPER.value.eps).to(tl.float32))
     tl.store(out + SCALAR.value.step_size, (-(lr / (1.0 - power1))).to(tl.float32))
     tl.store(out + SCALAR.value.correction_inverse, _inverse(correction))
+    tl.store(out + SCALAR.value.bound, (tl.load(hyper + DERIVED.value.largest_step) * (1.0 - power1)).to(tl.float32))
+    tl.store(out + SCALAR.value.turn, ((step.to(tl.int64) * TURN) & 0xFFFF).to(tl.float32))
     for kind in range(3):
         tl.store(kept + kind * pieces + place, 0.0)
 
@@ -201,15 +213,80 @@ def _averages(g, m, v, p, weight_decay, remaining, weight, beta2, w2, DECOUPLED:
 
 @triton.jit
 def _adam(
-    g, m, v, p, weight_decay, remaining, weight, beta2, w2, correction, correction_inverse, eps, step_size,
-    DECOUPLED: tl.constexpr, HARDWARE: tl.constexpr,
+    g, m, v, p, weight_decay, remaining, weight, beta2, w2, correction, correction_inverse, eps, step_size, bound,
+    DECOUPLED: tl.constexpr, BOUNDED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """New m, v and p: all of `adam_`, to the bit."""
     m, v, p = _averages(g, m, v, p, weight_decay, remaining, weight, beta2, w2, DECOUPLED, HARDWARE)
     root = tl.minimum(tl.sqrt_rn(v), 3.4028234663852886e38)
     d = _quotient(root, correction, correction_inverse, HARDWARE) + eps
-    p = _fma(step_size, tl.div_rn(m, d), p, HARDWARE) if HARDWARE else p + tl.div_rn(step_size * m, d)
+    used = m
+    if BOUNDED:
+        used = _within(m, d * bound)
+    p = _fma(step_size, tl.div_rn(used, d), p, HARDWARE) if HARDWARE else p + tl.div_rn(step_size * used, d)
     return m, v, p
+
+
+@triton.jit
+def _within(x, top):
+    return tl.maximum(tl.minimum(x, top, propagate_nan=tl.PropagateNan.ALL), -top, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _hash(key, index, at, WIDE: tl.constexpr):
+    """uint32: `stochastic_rounding.hashes` of the elements `index + at`; WIDE where indices need more than 32 bits."""
+    second = (key >> 32).to(tl.uint32)
+    if WIDE:
+        index = index + at
+        low = index.to(tl.uint32)
+        second = second + (index >> 32).to(tl.uint32) * HASH_HIGH
+    else:
+        low = index.to(tl.uint32) + at.to(tl.uint32)
+    h = low * HASH_SPREAD + key.to(tl.uint32)
+    h = (h ^ (h >> 16)) * HASH_FIRST
+    h = (h ^ (h >> 15)) * HASH_SECOND + second
+    return h ^ (h >> 15)
+
+
+@triton.jit
+def _threshold(h, turn):
+    """int32 in [0, 2^16), of the low half of a hash."""
+    return ((h & 0xFFFF).to(tl.int32) + turn) & 0xFFFF
+
+
+@triton.jit
+def _stochastic(x, threshold, held_below, MANTISSA: tl.constexpr):
+    """`stochastic_rounding.round_stochastically`; what is not below `held_below` but below the smallest normal value falls by one code."""
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    LARGEST: tl.constexpr = 448.0 if MANTISSA == 3 else (57344.0 if MANTISSA == 2 else (65504.0 if MANTISSA == 10 else BF16_MAX))
+    TINY: tl.constexpr = 2.0**-6 if MANTISSA == 3 else (2.0**-126 if MANTISSA == 7 else 2.0**-14)
+    SMALLEST: tl.constexpr = TINY * 2.0**-MANTISSA
+    magnitude = tl.abs(x)
+    base = 0.0
+    if MANTISSA != 7:
+        base = tl.where(magnitude < TINY, TINY, 0.0)
+    if SHIFT <= 16:
+        added = threshold >> (16 - SHIFT)
+    else:
+        added = (threshold << (SHIFT - 16)) + (1 << (SHIFT - 17))
+    bits = ((magnitude + base).to(tl.int32, bitcast=True) + added) & -(1 << SHIFT)
+    y = bits.to(tl.float32, bitcast=True) - base
+    if held_below is not None:
+        y = tl.where((y >= held_below) & (y < TINY) & (y > 0), y - SMALLEST, y)
+    signed = (y.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000)).to(tl.float32, bitcast=True)
+    return tl.where(magnitude <= LARGEST, signed, x)
+
+
+@triton.jit
+def _fallen(payload, held_below, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
+    """The next smaller code of payloads with a magnitude that is not below `held_below`; `fallen` of the twin."""
+    magnitude = tl.abs(_value(payload, MANTISSA, HARDWARE))
+    held = (magnitude >= held_below) & (magnitude > 0)
+    if MANTISSA <= 3:
+        payload = payload - held.to(tl.uint8)
+    else:
+        payload = (payload.to(tl.int16, bitcast=True) - held.to(tl.int16)).to(payload.dtype, bitcast=True)
+    return payload
 
 
 @triton.jit
@@ -225,11 +302,47 @@ def _read(pointer, at, inside, scale_inv, MANTISSA: tl.constexpr, HARDWARE: tl.c
 
 
 @triton.jit
-def _store(pointer, at, inside, v, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
-    """Store; returns the stored payload as FP32, without its scale."""
-    payload = _payload(_scaled(v, scale, MANTISSA), MANTISSA, HARDWARE)
+def _store(pointer, at, inside, v, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, threshold=None, held_below=None):
+    """Store, stochastically with a threshold; returns the stored payload as FP32, without its scale.
+
+    Payloads whose magnitude is not below `held_below` fall by one code.
+    """
+    x = _scaled(v, scale, MANTISSA)
+    if threshold is not None:
+        x = _stochastic(x, threshold, held_below, MANTISSA)
+    payload = _payload(x, MANTISSA, HARDWARE)
+    if threshold is None and held_below is not None:
+        payload = _fallen(payload, held_below, MANTISSA, HARDWARE)
     tl.store(pointer + at, payload, mask=inside)
     return _value(payload, MANTISSA, HARDWARE)
+
+
+@triton.jit
+def _store_m(pointer, at, inside, m, before, g, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, threshold):
+    """`_store` of the first moment: where the gradient is 0 its code falls. `before` is what it was."""
+    if MANTISSA == 23:
+        stored = _store(pointer, at, inside, m, scale, MANTISSA, HARDWARE)
+    else:
+        held_below = tl.where(g == 0, tl.abs(_scaled(before, scale, MANTISSA)), float("inf"))
+        stored = _store(pointer, at, inside, m, scale, MANTISSA, HARDWARE, threshold, held_below)
+    return stored
+
+
+@triton.jit
+def _store_v(pointer, at, inside, v, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, threshold):
+    """`_store` of the second moment: what is above 0 stays above 0."""
+    if MANTISSA == 23:
+        stored = _store(pointer, at, inside, v, scale, MANTISSA, HARDWARE)
+    else:
+        SMALLEST: tl.constexpr = 2.0**-9 if MANTISSA == 3 else (2.0**-16 if MANTISSA == 2 else (2.0**-24 if MANTISSA == 10 else 2.0**-133))
+        x = _scaled(v, scale, MANTISSA)
+        x = tl.where(v > 0, tl.maximum(x, SMALLEST), x)
+        if threshold is not None:
+            x = _stochastic(x, threshold, None, MANTISSA)
+        payload = _payload(x, MANTISSA, HARDWARE)
+        tl.store(pointer + at, payload, mask=inside)
+        stored = _value(payload, MANTISSA, HARDWARE)
+    return stored
 
 
 @triton.jit
@@ -268,9 +381,11 @@ def _numbers(own):
     eps = tl.load(own + SCALAR.value.eps)
     step_size = tl.load(own + SCALAR.value.step_size)
     correction_inverse = tl.load(own + SCALAR.value.correction_inverse)
+    bound = tl.load(own + SCALAR.value.bound)
+    turn = tl.load(own + SCALAR.value.turn).to(tl.int32)
     return (
         g_old, clip, m_old, m_scale, m_new, v_old, v_scale, v_new, p_old, p_scale, p_new, w_scale, weight_decay, remaining, weight, beta2,
-        w2, correction, eps, step_size, correction_inverse,
+        w2, correction, eps, step_size, correction_inverse, bound, turn,
     )  # fmt: skip
 
 
@@ -291,10 +406,11 @@ def _pointers(
 
 @triton.jit
 def _store_weights(
-    p_pointer, w_pointer, at, inside, p, p_scale, p_new, w_scale, largest, P: tl.constexpr, W: tl.constexpr, HARDWARE: tl.constexpr
+    p_pointer, w_pointer, at, inside, p, p_scale, p_new, w_scale, largest, P: tl.constexpr, W: tl.constexpr, HARDWARE: tl.constexpr,
+    threshold,
 ):  # fmt: skip
     """Store the master, cast the weight from it as stored, and give the `largest` magnitudes of masters so far."""
-    stored = _store(p_pointer, at, inside, p, p_scale, P, HARDWARE)
+    stored = _store(p_pointer, at, inside, p, p_scale, P, HARDWARE, threshold)
     largest = _raise(largest, tl.where(inside, stored, 0.0))
     if W != 0:
         _store(w_pointer, at, inside, _scaled(stored, p_new, P), w_scale, W, HARDWARE)
@@ -306,6 +422,7 @@ def _adamw_kernel(
     table, owners, skipped, scalars, kept, pieces, usable,
     G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, W: tl.constexpr, KEEP_P: tl.constexpr,
     DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
+    MOMENTS: tl.constexpr, MASTERS: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
 ):  # fmt: skip
     if tl.load(usable) == 0:
@@ -315,8 +432,11 @@ def _adamw_kernel(
     # All numbers come before the loop: the compiler cannot tell that its stores leave them alone.
     (
         g_old, clip, m_old, m_scale, m_new, v_old, v_scale, v_new, p_old, p_scale, p_new, w_scale, weight_decay, remaining, weight, beta2,
-        w2, correction, eps, step_size, correction_inverse,
+        w2, correction, eps, step_size, correction_inverse, bound, turn,
     ) = _numbers(own)  # fmt: skip
+    key = tl.load(row + ROW.value.key)
+    index = tl.load(row + ROW.value.offset) + first
+    BOUNDED: tl.constexpr = M != 23 or V != 23
     g_pointer, m_pointer, v_pointer, p_pointer, w_pointer = _pointers(row, first, G, M, V, P, W, ALIGNED)
     m_largest = tl.zeros((BLOCK,), tl.float32)
     v_largest = tl.zeros((BLOCK,), tl.float32)
@@ -328,12 +448,27 @@ def _adamw_kernel(
         m = _read(m_pointer, at, inside, m_old, M, HARDWARE)
         v = _read(v_pointer, at, inside, v_old, V, HARDWARE)
         p = _read(p_pointer, at, inside, p_old, P, HARDWARE)
+        before = m
+        decayed = g
+        if not DECOUPLED:
+            decayed = _fma(weight_decay, p, g, HARDWARE)
         m, v, p = _adam(
-            g, m, v, p, weight_decay, remaining, weight, beta2, w2, correction, correction_inverse, eps, step_size, DECOUPLED, HARDWARE
+            g, m, v, p, weight_decay, remaining, weight, beta2, w2, correction, correction_inverse, eps, step_size, bound,
+            DECOUPLED, BOUNDED, HARDWARE,
         )  # fmt: skip
-        m_largest = _raise(m_largest, _store(m_pointer, at, inside, m, m_scale, M, HARDWARE))
-        v_largest = _raise(v_largest, _store(v_pointer, at, inside, v, v_scale, V, HARDWARE))
-        p_largest = _store_weights(p_pointer, w_pointer, at, inside, p, p_scale, p_new, w_scale, p_largest, P, W, HARDWARE)
+        of_m = None
+        of_v = None
+        of_p = None
+        if MOMENTS or MASTERS:
+            h = _hash(key, index, at, WIDE)
+            if MOMENTS:
+                of_m = _threshold(h, turn)
+                of_v = _threshold((h * HASH_SPREAD) >> 16, turn)
+            if MASTERS:
+                of_p = _threshold(h >> 16, turn)
+        m_largest = _raise(m_largest, _store_m(m_pointer, at, inside, m, before, decayed, m_scale, M, HARDWARE, of_m))
+        v_largest = _raise(v_largest, _store_v(v_pointer, at, inside, v, v_scale, V, HARDWARE, of_v))
+        p_largest = _store_weights(p_pointer, w_pointer, at, inside, p, p_scale, p_new, w_scale, p_largest, P, W, HARDWARE, of_p)
     kept += tl.load(row + ROW.value.place)
     if M != 23 and M != 7:
         _keep(kept, m_largest, m_new)
@@ -361,11 +496,27 @@ def _table_rows(batch: Batch, columns: Sequence[list[torch.Tensor]], numels: Seq
     none = [0] * len(numels)
     grad, m, v, master, weight = ([_address(x) for x in column] or none for column in columns)
     of_grad, of_m, of_v, of_master, of_weight = ([_scale_address(x) for x in column] or none for column in columns)
+    seeds = {"key": batch.keys or none, "offset": batch.offsets or none}
     return rows_of(
         Row, numel=numels, grad=grad, m=m, v=v, master=master, weight=weight,
         index=batch.indices, place=batch.places, step=[step.data_ptr() for step in batch.steps],
         grad_scale_inv=of_grad, m_scale_inv=of_m, v_scale_inv=of_v, master_scale_inv=of_master, weight_scale_inv=of_weight,
+        **seeds,
     )  # fmt: skip
+
+
+def constants_of(batch: Batch, m: int, v: int, master: int, rounding: Rounding) -> dict[str, bool]:
+    """What a kernel is compiled for: what is rounded stochastically, and whether indices need more than 32 bits.
+
+    Args:
+        m, v, master: mantissa bits of their formats; 23 where nothing of a state is rounded here.
+    """
+    found = {"MOMENTS": rounding.moments and (m != 23 or v != 23), "MASTERS": rounding.masters and master != 23}
+    if not any(found.values()):
+        return {**found, "WIDE": False}
+    check_keys(batch)
+    ends = [offset + g.numel() for offset, g in zip(batch.offsets, batch.grads, strict=True)]
+    return {**found, "WIDE": max(ends, default=0) >= 2**32}
 
 
 def adamw(
@@ -378,11 +529,13 @@ def adamw(
     usable: torch.Tensor,
     *,
     decoupled: bool,
+    rounding: Rounding = NEAREST,
 ) -> None:
-    """See the reference twin; `hyper`: FP64 [7], the logarithms of both betas after a `Hyper`."""
+    """See the reference twin; `hyper`: FP64 [8], as `hyper_numbers` makes it."""
     columns = (batch.grads, batch.ms, batch.vs, batch.masters, batch.weights)
     rows = _table_rows(batch, columns, [g.numel() for g in batch.grads])
     formats = dict(zip("GMVPW", map(_mantissa, columns), strict=True))
+    drawn = constants_of(batch, formats["M"], formats["V"], formats["P"], rounding)
     key = ("adamw", batch.indices[0], *formats.values())
     table, parts = tables.lay_out(key, rows, 5, CHUNK)
     scalars = torch.empty(len(rows), SCALARS, device=tables.device)
@@ -398,6 +551,6 @@ def adamw(
     for owners, aligned in parts:
         _adamw_kernel[(owners.numel(),)](
             table, owners, skipped, scalars, kept, kept.shape[1], flag, KEEP_P=keep_master, DECOUPLED=decoupled, ALIGNED=aligned,
-            HARDWARE=amaxes.is_cuda, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=8, maxnreg=REGISTERS, enable_fp_fusion=False, **formats, **sizes,
+            HARDWARE=amaxes.is_cuda, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=8, maxnreg=REGISTERS, enable_fp_fusion=False, **formats, **sizes, **drawn,
         )  # fmt: skip
         skipped += owners.numel()

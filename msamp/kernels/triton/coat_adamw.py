@@ -9,14 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.adamw import Batch
+from msamp.kernels.reference.adamw import NEAREST, Batch, Rounding
 from msamp.kernels.tables import Tables, numbered, rows_of
 from msamp.kernels.triton.adamw import (
     COLUMNS,
+    HASH_SPREAD,
     ROW,
     SCALARS,
     _averages,
     _fma,
+    _hash,
     _keep,
     _mantissa,
     _numbers,
@@ -24,9 +26,13 @@ from msamp.kernels.triton.adamw import (
     _raise,
     _read,
     _scalars_kernel,
-    _store,
+    _store_m,
+    _store_v,
     _store_weights,
     _table_rows,
+    _threshold,
+    _within,
+    constants_of,
 )
 from msamp.kernels.triton.pack import HEAD, _payload, _pointer, _value
 from msamp.numerics.range_expand import STATE_GROUP, Expanded
@@ -131,17 +137,21 @@ def _load_moment(
 
 @triton.jit
 def _store_moment(
-    pointer, at, inside, x, scale, reached, largest, exponents, groups, known,
-    MANTISSA: tl.constexpr, COAT: tl.constexpr, SIGNED: tl.constexpr, HARDWARE: tl.constexpr,
+    pointer, at, inside, x, before, g, scale, reached, largest, exponents, groups, known,
+    MANTISSA: tl.constexpr, COAT: tl.constexpr, SIGNED: tl.constexpr, HARDWARE: tl.constexpr, threshold,
 ):  # fmt: skip
-    """Store; returns the largest magnitudes `reached` so far, for a format with a scale."""
+    """Store; returns the largest magnitudes `reached` so far, for a format with a scale. The signed moment is m."""
     if COAT:
         payload, of_each, k = _expanded(x, MANTISSA, SIGNED, HARDWARE)
         tl.store(pointer + at, payload, mask=inside)
         tl.store(largest + groups, of_each, mask=known)
         tl.store(exponents + groups, k, mask=known)
     else:
-        reached = _raise(reached, tl.where(inside, _store(pointer, at, inside, x, scale, MANTISSA, HARDWARE), 0.0))
+        if SIGNED:
+            stored = _store_m(pointer, at, inside, x, before, g, scale, MANTISSA, HARDWARE, threshold)
+        else:
+            stored = _store_v(pointer, at, inside, x, scale, MANTISSA, HARDWARE, threshold)
+        reached = _raise(reached, tl.where(inside, stored, 0.0))
     return reached
 
 
@@ -150,6 +160,7 @@ def _coat_adamw_kernel(
     table, owners, skipped, scalars, kept, pieces, usable,
     G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, W: tl.constexpr, KEEP_P: tl.constexpr,
     M_COAT: tl.constexpr, V_COAT: tl.constexpr, DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, HARDWARE: tl.constexpr,
+    MOMENTS: tl.constexpr, MASTERS: tl.constexpr, WIDE: tl.constexpr,
     GROUP: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
 ):  # fmt: skip
     if tl.load(usable) == 0:
@@ -159,7 +170,7 @@ def _coat_adamw_kernel(
     # All numbers come before the loop: the compiler cannot tell that its stores leave them alone.
     (
         g_old, clip, m_old, m_scale, m_new, v_old, v_scale, v_new, p_old, p_scale, p_new, w_scale, weight_decay, remaining, weight, beta2,
-        w2, _, eps, step_size, correction_inverse,
+        w2, _, eps, step_size, correction_inverse, bound, turn,
     ) = _numbers(own)  # fmt: skip
     # `first` of all groups is this program's first.
     first = (skipped + tl.program_id(0) - tl.load(row + HEAD.value.first)) * CHUNK
@@ -178,6 +189,8 @@ def _coat_adamw_kernel(
             length = tl.multiple_of(length, 16)
     if ALIGNED:
         start = tl.multiple_of(start, 16)
+    key = tl.load(row + ROW.value.key)
+    index = tl.load(row + ROW.value.offset) + start
     g_pointer, m_pointer, v_pointer, p_pointer, w_pointer = _pointers(row, start, G, M, V, P, W, ALIGNED)
     m_largest = _pointer(tl.load(row + GROUPS.value.m_max), 23, False) + first
     m_exponents = _pointer(tl.load(row + GROUPS.value.m_k), 23, False) + first
@@ -200,17 +213,33 @@ def _coat_adamw_kernel(
         m = _load_moment(m_pointer, at, inside, m_old, m_largest, m_exponents, groups, known, M, M_COAT, True, HARDWARE)
         v = _load_moment(v_pointer, at, inside, v_old, v_largest, v_exponents, groups, known, V, V_COAT, False, HARDWARE)
         p = _read(p_pointer, at, inside, p_old, P, HARDWARE)
+        before = m
+        decayed = g
+        if not DECOUPLED:
+            decayed = _fma(weight_decay, p, g, HARDWARE)
         m, v, p = _averages(g, m, v, p, weight_decay, remaining, weight, beta2, w2, DECOUPLED, HARDWARE)
         # The moments are known to 2^-20 or so, and that is more than approximations add to the update.
         d = _fma(_approximate(v, "sqrt", HARDWARE), correction_inverse, eps, HARDWARE)
-        p = _fma(step_size, m * _approximate(d, "rcp", HARDWARE), p, HARDWARE)
+        used = _within(m, d * bound)
+        p = _fma(step_size, used * _approximate(d, "rcp", HARDWARE), p, HARDWARE)
+        of_m = None
+        of_v = None
+        of_p = None
+        if MOMENTS or MASTERS:
+            h = _hash(key, index, at, WIDE)
+            if MOMENTS:
+                of_m = _threshold(h, turn)
+                of_v = _threshold((h * HASH_SPREAD) >> 16, turn)
+            if MASTERS:
+                of_p = _threshold(h >> 16, turn)
         m_reached = _store_moment(
-            m_pointer, at, inside, m, m_scale, m_reached, m_largest, m_exponents, groups, known, M, M_COAT, True, HARDWARE
+            m_pointer, at, inside, m, before, decayed, m_scale, m_reached, m_largest, m_exponents, groups, known, M, M_COAT, True, HARDWARE,
+            of_m,
         )  # fmt: skip
         v_reached = _store_moment(
-            v_pointer, at, inside, v, v_scale, v_reached, v_largest, v_exponents, groups, known, V, V_COAT, False, HARDWARE
+            v_pointer, at, inside, v, v, g, v_scale, v_reached, v_largest, v_exponents, groups, known, V, V_COAT, False, HARDWARE, of_v
         )  # fmt: skip
-        p_reached = _store_weights(p_pointer, w_pointer, at, inside, p, p_scale, p_new, w_scale, p_reached, P, W, HARDWARE)
+        p_reached = _store_weights(p_pointer, w_pointer, at, inside, p, p_scale, p_new, w_scale, p_reached, P, W, HARDWARE, of_p)
     kept += tl.load(row + ROW.value.place)
     if not M_COAT and M != 23 and M != 7:
         _keep(kept, tl.ravel(m_reached), m_new)
@@ -247,14 +276,16 @@ def coat_adamw(
     usable: torch.Tensor,
     *,
     decoupled: bool,
+    rounding: Rounding = NEAREST,
 ) -> None:
-    """See the reference twin; `hyper`: FP64 [7], the logarithms of both betas after a `Hyper`."""
+    """See the reference twin; `hyper`: FP64 [8], as `hyper_numbers` makes it."""
     m_coat, v_coat = (isinstance(states[0], Expanded) for states in (batch.ms, batch.vs))
     columns = (batch.grads, _plain(batch.ms), _plain(batch.vs), batch.masters, batch.weights)
     (m_max, m_k), (v_max, v_k) = _beside(batch.ms), _beside(batch.vs)
     groups = rows_of(Groups, length=[(g.shape or (1,))[-1] for g in batch.grads], m_max=m_max, m_k=m_k, v_max=v_max, v_k=v_k)
     rows = [(*row, *of) for row, of in zip(_table_rows(batch, columns, [_size(g.shape) for g in batch.grads]), groups, strict=True)]
     formats = dict(zip("GMVPW", map(_mantissa, columns), strict=True))
+    drawn = constants_of(batch, 23 if m_coat else formats["M"], 23 if v_coat else formats["V"], formats["P"], rounding)
     key = ("coat_adamw", batch.indices[0], m_coat, v_coat, *formats.values())
     table, parts = tables.lay_out(key, rows, 5, CHUNK * GROUP)
     scalars = torch.empty(len(rows), SCALARS, device=tables.device)
@@ -273,6 +304,6 @@ def coat_adamw(
         _coat_adamw_kernel[(owners.numel(),)](
             table, owners, skipped, scalars, kept, kept.shape[1], flag, KEEP_P=keep_master, M_COAT=m_coat, V_COAT=v_coat,
             DECOUPLED=decoupled, ALIGNED=aligned, FULL=full, HARDWARE=amaxes.is_cuda, GROUP=GROUP, TILE=TILE, CHUNK=CHUNK,
-            num_warps=WARPS, enable_fp_fusion=False, **formats, **sizes,
+            num_warps=WARPS, enable_fp_fusion=False, **formats, **sizes, **drawn,
         )  # fmt: skip
         skipped += owners.numel()

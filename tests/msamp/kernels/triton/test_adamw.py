@@ -2,19 +2,19 @@
 
 import copy
 import importlib
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 from numerics import bits, make
 
-from msamp.kernels.reference.adamw import Batch
+from msamp.kernels.reference.adamw import NEAREST, Batch, Hyper, Rounding, hyper_numbers
 from msamp.kernels.reference.adamw import adamw as twin
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, PLAIN_FP16, Format
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.stochastic_rounding import tensor_key
+from msamp.numerics.tensor import ScalingTensor, fp32_values
 
 SHAPES = [(33, 17), (), (1,), (3, 5, 7), (64, 48), (0, 4), (2051,)]  # small and ragged, some at 16-byte boundaries
 # Table 6, the levels and what stands beside them: states, and the weight's format where it is not its own master.
@@ -41,16 +41,14 @@ def kernel(*args, **flags):
 
 
 def hyper(device, **changed) -> torch.Tensor:
-    numbers = {**HYPER, **changed}
-    logs = [math.log(numbers[beta]) if numbers[beta] else -math.inf for beta in ("beta1", "beta2")]
-    return torch.tensor([*numbers.values(), *logs], dtype=torch.float64, device=device)
+    return torch.tensor(hyper_numbers(Hyper(**{**HYPER, **changed})), dtype=torch.float64, device=device)
 
 
 def stored(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     return ScalingTensor.quantize(x, fmt, dtype=torch.float32) if fmt.scaled else x.to(fmt.dtype)
 
 
-def batch(formats: StateFormats, weight: Format | None, device, shapes=SHAPES) -> Batch:
+def batch(formats: StateFormats, weight: Format | None, device, shapes=SHAPES, wide=0) -> Batch:
     """Tensors in the midst of training, of magnitudes far apart."""
 
     def states(fmt: Format, seed: int, size: float, positive: bool = False) -> list[torch.Tensor]:
@@ -68,6 +66,8 @@ def batch(formats: StateFormats, weight: Format | None, device, shapes=SHAPES) -
         steps=[torch.tensor(float(7 * i), device=device) for i in range(count)],
         indices=[2 * i for i in range(count)],
         places=[count - 1 - i for i in range(count)],
+        keys=[tensor_key(i, "a weight") for i in range(count)],
+        offsets=[wide + 1000 * i for i in range(count)],
     )
 
 
@@ -86,10 +86,12 @@ def amaxes_of(x: Batch, device) -> torch.Tensor:
     return table.to(device)
 
 
-def run_both(name, device, decoupled=True, clip=0.3, usable=True, shapes=SHAPES, steps=2, **changed) -> tuple[list, list, list]:
+def run_both(
+    name, device, decoupled=True, clip=0.3, usable=True, shapes=SHAPES, steps=2, rounding=NEAREST, wide=0, **changed
+) -> tuple[list, list, list]:
     """What stands in memory before, after the twin's steps and after the kernel's."""
     formats, weight = FORMATS[name]
-    ours = batch(formats, weight, device, shapes)
+    ours = batch(formats, weight, device, shapes, wide)
     theirs, tables, results = copy.deepcopy(ours), Tables(torch.device(device)), []
     before = everything(ours, torch.full((3, len(shapes)), 7.0))
     for run, x in ((twin, theirs), (kernel, ours)):
@@ -97,7 +99,8 @@ def run_both(name, device, decoupled=True, clip=0.3, usable=True, shapes=SHAPES,
         for _ in range(steps):
             coefficient = None if clip is None else torch.tensor(clip, device=device)
             flag = torch.tensor(usable, device=device)
-            run(tables, x, hyper(device, **changed), amaxes_of(x, device), kept, coefficient, flag, decoupled=decoupled)
+            numbers = hyper(device, **changed)
+            run(tables, x, numbers, amaxes_of(x, device), kept, coefficient, flag, decoupled=decoupled, rounding=rounding)
         results.append(everything(x, kept))
     return before, *results
 
@@ -118,6 +121,65 @@ def test_as_its_twin_to_the_bit(name, triton_device):
     before, want, got = run_both(name, triton_device)
     assert [i for i, (a, b) in enumerate(zip(got, want, strict=True)) if not a.equal(b)] == []
     assert not same(before, want)
+
+
+ROUNDINGS = [Rounding(moments=True, masters=True), Rounding(moments=True), Rounding(masters=True)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_stochastic_rounding_as_its_twin_to_the_bit(name, triton_device):
+    _, want, got = run_both(name, triton_device, rounding=ROUNDINGS[0])
+    assert [i for i, (a, b) in enumerate(zip(got, want, strict=True)) if not a.equal(b)] == []
+    _, nearest, _ = run_both(name, triton_device)
+    rounded = any(getattr(FORMATS[name][0], state) != FP32 for state in ("m", "v", "master"))
+    assert same(want, nearest) != rounded
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS[1:], ids=["moments", "masters"])
+@pytest.mark.parametrize("name", ["O2", "bf16 and fp16"])
+def test_moments_or_masters_alone_are_rounded_stochastically_as_in_the_twin(name, rounding, triton_device):
+    _, want, got = run_both(name, triton_device, rounding=rounding, decoupled=False)
+    assert same(got, want)
+
+
+def test_an_index_beyond_32_bits_has_thresholds_of_its_own(triton_device):
+    both = Rounding(moments=True, masters=True)
+    _, want, got = run_both("O2", triton_device, rounding=both, wide=2**33 - 500)
+    assert same(got, want)
+    _, low, _ = run_both("O2", triton_device, rounding=both)
+    assert not same(low, want)
+
+
+@pytest.mark.parametrize("rounding", [NEAREST, ROUNDINGS[0]], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("name", ["O2", "e5m2 everywhere", "bf16 and fp16"])
+def test_a_gradient_of_zero_lets_the_code_of_m_fall_as_in_the_twin(name, rounding, triton_device):
+    """Codes of every size, most of which round back to themselves at beta1 0.99."""
+    formats, weight = FORMATS[name]
+    ours = batch(formats, weight, triton_device, [(4096,), (77,)])
+    for g in ours.grads:
+        (g.payload if isinstance(g, ScalingTensor) else g)[1:].zero_()
+    for m in ours.ms:
+        if isinstance(m, ScalingTensor) and m.payload.element_size() == 1:
+            codes = torch.arange(m.numel(), device=triton_device) % 256
+            finite = (codes & 0x7F) < (0x7F if m.format is E4M3 else 0x7C)
+            m.payload.copy_(torch.where(finite, codes, 0).to(torch.uint8).view(m.payload.dtype))
+    theirs, start = copy.deepcopy(ours), [fp32_values(m).clone() for m in ours.ms]
+    flag, numbers = torch.tensor(True, device=triton_device), hyper(triton_device, beta1=0.99, beta2=0.999)
+    for run, x in ((twin, theirs), (kernel, ours)):
+        run(Tables(torch.device(triton_device)), x, numbers, amaxes_of(x, triton_device), torch.zeros(3, 2, device=triton_device), None, flag,
+            decoupled=True, rounding=rounding)  # fmt: skip
+    assert same(everything(ours, flag), everything(theirs, flag))
+    kept = [float(((fp32_values(m).abs() >= old.abs()) & (old != 0))[1:].float().mean()) for m, old in zip(ours.ms, start, strict=True)]
+    assert max(kept) == 0.0 if rounding == NEAREST else max(kept) < 0.95, kept
+
+
+def test_stochastic_rounding_without_keys_is_refused(triton_device):
+    x = replace(batch(O2.states, None, triton_device, [(16,)]), keys=[], offsets=[])
+    for run in (twin, kernel):
+        with pytest.raises(ValueError, match="without keys and offsets of their thresholds"):
+            run(Tables(torch.device(triton_device)), x, hyper(triton_device), amaxes_of(x, triton_device),
+                torch.zeros(3, 1, device=triton_device), None, torch.tensor(True, device=triton_device), decoupled=True,
+                rounding=Rounding(masters=True))  # fmt: skip
 
 
 SETTINGS = [
