@@ -23,7 +23,7 @@ from torch import nn
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.peers import PeerRecipe
 from megatron.lm.plan import linear_shapes
-from megatron.lm.recipe import with_saved_scaling
+from megatron.lm.recipe import with_saved_rounding, with_saved_scaling
 from msamp.kernels.scaled_mm import fp8_hardware
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import ScalingState
@@ -158,18 +158,21 @@ def choose(config: Config, measure: Measure | None, saved: PrecisionConfig | Non
 
 
 def decide(config: Config, measure: Measure | None, saved: SavedPrecision = lambda: None) -> tuple[Config, Choice]:
-    """What a run leaves open, decided on one process: how operands are scaled, as in the checkpoint, and which linear layers are FP8.
+    """What a run leaves open, decided on one process: how operands are scaled and states are rounded, as in the checkpoint, and which linear
+    layers are FP8.
 
     Args:
         config: of the run.
         measure: as in `choose`.
-        saved: gives the settings of the run that is resumed, None without one; asked at FP8 recipes alone.
+        saved: gives the settings of the run that is resumed, None without one; asked where something is in FP8 or
+            optimizer states are narrower than FP32.
 
     Raises:
         ValueError: the checkpoint scales operands otherwise than the flags ask.
     """
-    before = saved() if config.precision.named.fp8 else None
-    config = replace(config, precision=with_saved_scaling(config.precision, before))
+    named = config.precision.named
+    before = saved() if named.fp8 or any(named.states.rounded().values()) else None
+    config = replace(config, precision=with_saved_rounding(with_saved_scaling(config.precision, before), before))
     choice = choose(config, measure, before)
     return settled(config, choice), choice
 

@@ -8,19 +8,20 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
 from megatron.lm.config import Config
+from megatron.lm.distributed import chunks
 from megatron.lm.grid import Grid
+from megatron.lm.model.initial import named_globally
 from megatron.lm.model.linear import FP8Gemm
-from megatron.lm.recipe import states_by_kind
 from msamp.amp.scaler import LossScaler
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics import formats
-from msamp.numerics.recipe import Recipe
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.recipe import KINDS, Recipe
+from msamp.numerics.stochastic_rounding import tensor_key
 from msamp.optim.adamw import FP8AdamW, kept_states, update_of
 from msamp.optim.device_flag import DeviceFlag
-from msamp.optim.states import weight_format
+from msamp.optim.states import parameter_kind, weight_format
 from msamp.optim.updates import MASTER, WEIGHT, formats_of
 from msamp.parallel.greedy_zero import ZeRO
 
@@ -28,19 +29,28 @@ from msamp.parallel.greedy_zero import ZeRO
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     """Up to three groups: linear weights, other matrices (embeddings, LM head), vectors (norms, biases).
 
-    Matrices decay; vectors do not (as in Megatron-LM). Their formats: `states_by_kind`.
+    Matrices decay; vectors do not (as in Megatron-LM). Their formats: `Recipe.formats_of`.
     """
-    params = list(model.parameters())
-    linear = [p for p in params if isinstance(p, ScalingTensor)]
-    matrices = [p for p in params if p.dim() > 1 and not isinstance(p, ScalingTensor)]
-    vectors = [p for p in params if p.dim() <= 1]
-    states = states_by_kind(recipe)
-    groups = [
-        {"params": linear, "formats": states["linear"], "wd_mult": 1.0},
-        {"params": matrices, "formats": states["matrix"], "wd_mult": 1.0},
-        {"params": vectors, "formats": states["vector"], "wd_mult": 0.0},
+    by_kind: dict[str, list[nn.Parameter]] = {kind: [] for kind in KINDS}
+    for p in model.parameters():
+        by_kind[parameter_kind(p)].append(p)
+    decays = {"linear": 1.0, "matrix": 1.0, "vector": 0.0}
+    return [
+        {"params": params, "formats": recipe.formats_of(kind), "wd_mult": decays[kind]} for kind, params in by_kind.items() if params
     ]
-    return [group for group in groups if group["params"]]
+
+
+def rounding_keys(model: nn.Module, seed: int) -> dict[Tensor, int]:
+    """The key of every parameter's thresholds for stochastic rounding, by its name in the whole model and, where it is a tensor-parallel
+    shard, by its rank. Copies of a parameter have one key: those of data-parallel ranks, norms under tensor parallelism, and a tied
+    embedding on the first and the last stage."""
+    rank = Grid.current().tensor.rank
+    return {
+        p: tensor_key(seed, f"{name}.{key}", rank if getattr(p, "tensor_model_parallel", False) else 0)
+        for chunk in chunks(model)
+        for name, module in named_globally(chunk)
+        for key, p in module.named_parameters(recurse=False)
+    }
 
 
 def build_loss_scaler(config: Config, recipe: Recipe) -> LossScaler | None:
@@ -75,7 +85,9 @@ def build_optimizer(
         "clip_grad": optim.clip_grad or None,
         "loss_scale": loss_scaler,
     }
-    groups = parameter_groups(model, recipe)
+    groups, keys = parameter_groups(model, recipe), rounding_keys(model, config.training.seed)
+    for group in groups:
+        group["keys"] = [keys[p] for p in group["params"]]
     settings["combine_norms"] = global_norm([p for group in groups for p in group["params"]])
     shard = ZeRO(grad_sync, config.communication.overlap_param_gather) if grad_sync.shard else None
     optimizer = FP8AdamW(groups, shard=shard, **settings)

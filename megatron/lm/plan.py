@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from megatron.lm.capture import captured, slots
 from megatron.lm.config import LINEARS, Config, flag
 from megatron.lm.presets import GPT2_VOCABULARY, parameter_count
-from megatron.lm.recipe import saved_activations, states_by_kind
+from megatron.lm.recipe import saved_activations
 from msamp.comm.accumulate import OWNER, Plain, accumulator
 from msamp.comm.partition import plan_buckets
 from msamp.nn.saved import AS_IT_IS
 from msamp.nn.vocabulary_loss import ALL, CODES, LOGITS, chunk_rows
 from msamp.numerics.formats import Format
-from msamp.numerics.recipe import StateFormats
+from msamp.numerics.recipe import KINDS, StateFormats
 from msamp.optim import updates
 from msamp.optim.updates import MASTER, format_names
 
@@ -153,7 +153,7 @@ def state_formats(config: Config) -> dict[str, tuple[Format, StateFormats]]:
     """Kind of parameter -> its weight's format, and those of its master, gradient and moments."""
     recipe = config.precision.recipe
     weights = {"linear": recipe.weight, "matrix": recipe.compute, "vector": recipe.compute}
-    return {kind: (weights[kind], states) for kind, states in states_by_kind(recipe).items()}
+    return {kind: (weights[kind], recipe.formats_of(kind)) for kind in KINDS}
 
 
 def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumulates: bool) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The recipe that the precision flags make, and the formats of each kind of parameter; nothing here knows shapes or devices."""
+"""The recipe that the precision flags make; nothing here knows shapes or devices."""
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
@@ -7,7 +7,7 @@ from megatron.lm.config.precision import OPTIMIZER_STATES, PrecisionConfig
 from megatron.lm.config.schema import flag
 from msamp.nn.saved import AS_IT_IS, IN_GROUPS, Saved
 from msamp.numerics import formats
-from msamp.numerics.recipe import GEMMS, Cast, Gemms, Product, Recipe, StateFormats
+from msamp.numerics.recipe import GEMMS, KINDS, Cast, Gemms, Product, Recipe
 from msamp.numerics.scaling import Scaling
 from msamp.optim import updates
 
@@ -30,7 +30,8 @@ def build_recipe(precision: PrecisionConfig) -> Recipe:
         "v": precision.exp_avg_sq_format or moments,
     }
     varied = recipe.with_states(**{key: formats.by_name(name) for key, name in names.items() if name is not None})
-    for states in states_by_kind(varied).values():
+    varied = varied.with_rounding(master=precision.master_rounding, moments=precision.moment_rounding)
+    for states in map(varied.formats_of, KINDS):
         updates.by_name(states.update).check_group(updates.format_names(states), decoupled=True)
     return varied if gemm is None or gemm == recipe.gemm else varied.with_gemm(gemm)
 
@@ -108,16 +109,29 @@ def with_saved_scaling(precision: PrecisionConfig, saved: PrecisionConfig | None
     return replace(precision, **{name: getattr(saved, name) for name in then if name not in given})
 
 
+def with_saved_rounding(precision: PrecisionConfig, saved: PrecisionConfig | None) -> PrecisionConfig:
+    """The settings of a resume: masters and moments are rounded as in the checkpoint, unless flags say otherwise.
+
+    Where its optimizer formats leave nothing to round stochastically, as after a change of recipe, the recipe's own rounding stays.
+
+    Args:
+        precision: of the run that resumes.
+        saved: of the run that wrote the checkpoint; None where none is resumed.
+    """
+    if saved is None:
+        return precision
+    for name in ("master_rounding", "moment_rounding"):
+        before = getattr(saved.recipe.states, name)
+        if getattr(precision, name) is None and before != getattr(precision.recipe.states, name):
+            taken = replace(precision, **{name: before})
+            try:
+                _ = taken.recipe
+            except ValueError:
+                continue
+            precision = taken
+    return precision
+
+
 def saved_activations(precision: PrecisionConfig) -> Saved:
     """How the inputs of norms and activations are kept for backward."""
     return SAVED[precision.kept_activations]
-
-
-def states_by_kind(recipe: Recipe) -> dict[str, StateFormats]:
-    """Formats of master, gradient and moments of linear weights, other matrices (embeddings, LM head) and vectors (norms, biases).
-
-    At the FP8 levels the gradient of other matrices is BF16, their master and moments those of a
-    linear weight.
-    """
-    matrix = replace(recipe.states, grad=formats.BF16) if recipe.fp8 else recipe.states
-    return {"linear": recipe.states, "matrix": matrix, "vector": recipe.vectors}

@@ -41,8 +41,8 @@ from msamp.optim.states import copy_of_rows, is_scaled, local, payload, weight_f
 from msamp.parallel.fsdp import FSDP, ShardedWeight, check_cut, rows_of, sharded_casts
 
 
-def _recipe(recipe: str | Recipe | None, opt_level: str | None, fp8_recipe: str | None) -> Recipe:
-    chosen = _chosen(recipe, opt_level, fp8_recipe)
+def _recipe(recipe: str | Recipe | None, opt_level: str | None, fp8_recipe: str | None, *roundings: str | None) -> Recipe:
+    chosen = _chosen(recipe, opt_level, fp8_recipe, *roundings)
     if chosen.gemm is None:
         raise ValueError(
             f"recipe {chosen.name!r} has no FP8 GEMM; use torch's fully_shard and torch.optim.AdamW without msamp, or O1 or O2"
@@ -139,6 +139,9 @@ def optimizer(
     opt_level: str | None = None,
     fp8_recipe: str | None = None,
     clip_grad: float | None = None,
+    master_rounding: str | None = None,
+    moment_rounding: str | None = None,
+    seed: int = 0,
 ) -> ShardedOptimizer:
     """The optimizer of a recipe over a model that `prepare` and then torch's `fully_shard` have treated. Collective.
 
@@ -150,12 +153,13 @@ def optimizer(
         optimizer: torch.optim.AdamW or Adam over parameters of `model`, built after `fully_shard`; None is AdamW with its defaults.
         recipe, opt_level, fp8_recipe: those given to `prepare`.
         clip_grad: clip the global gradient norm to this in `step`.
+        master_rounding, moment_rounding, seed: as of `msamp.initialize`; the bits do not depend on the number of ranks.
 
     Raises:
         ValueError: for another recipe than that of `prepare`, a parameter that is not sharded or sharded in another way, an optimizer from
             before `fully_shard`, and ranks with models that began with different weights.
     """
-    chosen = _recipe(recipe, opt_level, fp8_recipe)
+    chosen = _recipe(recipe, opt_level, fp8_recipe, master_rounding, moment_rounding)
     if clip_grad is not None:
         check_max_norm(clip_grad)
     names = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -177,7 +181,7 @@ def optimizer(
         raise ValueError("the optimizer holds parameters that are not this model's now; build it from model.parameters() after fully_shard")
     shard = FSDP(casts, next(iter(names.values())).device_mesh.get_group())  # type: ignore[attr-defined]
     _check_scales(shard, model)
-    low = ShardedOptimizer(_groups(given, {}, model, chosen), chosen, ScalingState(model), clip_grad=clip_grad, shard=shard)
+    low = ShardedOptimizer(_groups(given, {}, model, chosen), chosen, ScalingState(model), clip_grad=clip_grad, shard=shard, seed=seed)
     _replaced(given, low)
     return low
 

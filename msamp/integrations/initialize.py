@@ -3,8 +3,8 @@
 A recipe states facts, and this file asks for nothing else. In a loop that is not ours they mean:
 
 - `gemm`: with FP8 GEMMs, linear layers become FP8Linear. Their weight stands in `weight`, beside a master where that is another format.
-- `states` are those of converted weights and of all other matrices. Where the gradients of `states` are FP8, only a converted weight has
-  such gradients, and other matrices have FP32 gradients and states. `vectors` are those of norms and biases.
+- `formats_of` says the formats of converted weights, of other matrices, and of norms and biases, as in the trainer. A plain FP32 parameter
+  is its own master.
 - The gradient of a parameter is in the format of its states; on several processes the average travels in that format.
 - `scales_loss`: such a recipe needs the loop's backward too, and is for `msamp.amp`.
 - `activations`: what norms and activations keep for backward is up to these modules, and those of the model stay as they are.
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from msamp.integrations import ms_amp
-from msamp.integrations.loop_optimizer import LoopOptimizer, NoDistributedDataParallel, states_of
+from msamp.integrations.loop_optimizer import LoopOptimizer, NoDistributedDataParallel, parameter_formats
 from msamp.integrations.saving import save_plain
 from msamp.kernels.scaled_mm import warn_if_emulated
 from msamp.nn.convert import Survey, convert, survey
@@ -29,7 +29,7 @@ from msamp.nn.linear import check_finite, transposed_weights
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import recipe as recipes
 from msamp.numerics.formats import Format
-from msamp.numerics.recipe import FP32_STATES, GEMMS, Recipe, StateFormats
+from msamp.numerics.recipe import FP32_STATES, GEMMS, KINDS, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
 from msamp.optim.clip import check_max_norm
@@ -52,7 +52,13 @@ _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
 _TORCH_ONLY = {*_UNSUPPORTED, "params", "foreach", "fused", "decoupled_weight_decay"}
 
 
-def _chosen(recipe: str | Recipe | None, opt_level: str | None, fp8_recipe: str | None) -> Recipe:
+def _chosen(
+    recipe: str | Recipe | None,
+    opt_level: str | None,
+    fp8_recipe: str | None,
+    master_rounding: str | None = None,
+    moment_rounding: str | None = None,
+) -> Recipe:
     """The recipe that the arguments name together; O2 where they name none."""
     named = [each if isinstance(each, Recipe) else recipes.by_name(each) for each in (recipe, opt_level) if each is not None]
     first, *others = named or [recipes.O2]
@@ -60,6 +66,7 @@ def _chosen(recipe: str | Recipe | None, opt_level: str | None, fp8_recipe: str 
         raise ValueError(f"recipe is {first.name!r} and opt_level is {opt_level!r}; they say the same thing, so give one of them")
     if first.scales_loss:
         raise ValueError(f"recipe {first.name!r} scales the loss, which an optimizer cannot do; use msamp.amp.initialize and scale_loss")
+    first = first.with_rounding(master=master_rounding, moments=moment_rounding)
     if fp8_recipe is None:
         return first
     if fp8_recipe not in GEMMS:
@@ -105,7 +112,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
                 f"recipe {recipe.name!r} has an update of its own, AdamW's in BF16, and the optimizer is a {kind}; give torch.optim.AdamW, "
                 "or take another recipe"
             )
-        for states in (recipe.states, recipe.vectors):
+        for states in map(recipe.formats_of, KINDS):
             update = updates.by_name(name or states.update)
             update.check_group(format_names(states), _decoupled(optimizer, group))
             update.check_numbers(group)
@@ -202,7 +209,7 @@ def _groups(
     for number, group in enumerate(optimizer.param_groups):
         params = [renamed.get(id(p), p) for p in group["params"]]
         common = {k: v for k, v in group.items() if k not in _TORCH_ONLY} | {"lr": float(group["lr"])}
-        common["formats"] = [states_of(p, recipe, _update(optimizer, group)) for p in params]
+        common["formats"] = [parameter_formats(p, recipe, _update(optimizer, group)) for p in params]
         common.setdefault("param_names", [names.get(id(p), f"parameter {i} of group {number}") for i, p in enumerate(params)])
         groups.append({"params": params, "decoupled": _decoupled(optimizer, group), **common})
     return groups
@@ -244,7 +251,7 @@ def _low_precision_optimizer(
     """An optimizer that takes the gradients' average over the ranks in its step, and rolls the model's scales."""
     sync = None
     if group is not None:
-        formats: dict[torch.Tensor, Format] = {p: states_of(p, recipe).grad for p in model.parameters()}
+        formats: dict[torch.Tensor, Format] = {p: parameter_formats(p, recipe).grad for p in model.parameters()}
         uncut = [p for g in groups for p, states in zip(g["params"], g["formats"], strict=True) if updates.by_name(states.update).whole]
         sync = grad_sync(model, formats, group, whole=uncut, shard=zero, accumulate=recipe.accumulator)
     shard = ZeRO(sync) if sync is not None and zero else None
@@ -268,7 +275,7 @@ def _converted(
     accept: Filter,
     group: dist.ProcessGroup | None,
     zero: bool,
-    clip_grad: float | None,
+    **settings: Any,
 ) -> tuple[nn.Module, LoopOptimizer]:
     """The model with its layers converted, and the optimizer that takes the place of those given."""
     originals = dict(model.named_parameters())
@@ -278,7 +285,7 @@ def _converted(
     made = {name: p for name, p in model.named_parameters() if isinstance(p, ScalingTensor) and originals[name] is not p}
     renamed = {id(originals[name]): p for name, p in made.items()}
     groups = [g for optimizer in optimizers for g in _groups(optimizer, renamed, model, recipe)]
-    low = _low_precision_optimizer(model, groups, recipe, group, zero, clip_grad=clip_grad, **_defaults(optimizers[-1]))
+    low = _low_precision_optimizer(model, groups, recipe, group, zero, **settings, **_defaults(optimizers[-1]))
     owned = {id(p) for g in low.param_groups for p in g["params"]}
     if recipe.weight != recipe.states.master:  # the master starts from the weight as it was, not from its FP8 rounding
         transposed = transposed_weights(model)
@@ -309,6 +316,9 @@ def initialize(
     group: dist.ProcessGroup | None = None,
     zero: bool | None = None,
     clip_grad: float | None = None,
+    master_rounding: str | None = None,
+    moment_rounding: str | None = None,
+    seed: int = 0,
 ) -> tuple[nn.Module, LoopOptimizer]:
     """Turn a model and its Adam into those of a precision recipe (FP8-LM, levels of section 3; Collage, Table 2; COAT).
 
@@ -323,9 +333,9 @@ def initialize(
     | "fp32" | as they are | FP32 | FP32 | FP32 |
 
     In a recipe with FP8 layers, the linear layers that `accept` admits become FP8, and the columns gradients, master and moments are those
-    of their weights. At O1 to O3 a gradient is quantised once, after all micro-batches of the step have accumulated, and everything else
-    keeps its dtype, FP32 gradients and FP32 states. With "coat" other matrices, such as embeddings, have the same gradients, masters and
-    moments, and norms and biases FP32 ones. The model's own norms and activations are not replaced, so that they keep for backward what
+    of their weights. A gradient is quantised once, after all micro-batches of the step have accumulated. Other matrices, such as embeddings
+    and kernels of convolutions, keep their dtype and have BF16 gradients and the same moments; in FP32 they are their own masters, in BF16
+    the master beside them has the table's format. Norms and biases have FP32 gradients and states. The model's own norms and activations are not replaced, so that they keep for backward what
     they kept before: build the model with `msamp.LayerNorm`, `msamp.RMSNorm` and `msamp.Activation` to have that in FP8 groups.
 
     On one process `p.grad` is what backward leaves and `optimizer.step()` quantises. On several, in place of
@@ -351,6 +361,10 @@ def initialize(
         group: the data-parallel ranks; None is all of torch.distributed, where that is initialised.
         zero: spread the optimizer over the ranks, see `ZeRO` (its `state_dict` is collective); None does so where the recipe does (O3).
         clip_grad: clip the global gradient norm to this in `step`, on any number of processes.
+        master_rounding: how masters narrower than FP32 are stored, "nearest" or "stochastic" (`msamp.numerics.stochastic_rounding`); None:
+            as the recipe does.
+        moment_rounding: the same of moments.
+        seed: of stochastic rounding. `optimizer.state_dict()` has the parameters' keys that follow from it.
 
     Returns:
         The model, the same object, and the optimizer. It carries `grad_sync`, its GradSync (bytes sent, statistics; None on one
@@ -362,7 +376,7 @@ def initialize(
             models differ. No layer has been converted then.
     """
     ms_amp.check_alone()
-    chosen = _chosen(recipe, opt_level, fp8_recipe)
+    chosen = _chosen(recipe, opt_level, fp8_recipe, master_rounding, moment_rounding)
     group = _ranks(group)
     if clip_grad is not None:
         check_max_norm(clip_grad)
@@ -377,4 +391,4 @@ def initialize(
         for device in {p.device for p in model.parameters()}:
             warn_if_emulated(device)
     zero = chosen.shards_optimizer if zero is None else zero
-    return _converted(model, optimizers, chosen, accept, group, zero, clip_grad)
+    return _converted(model, optimizers, chosen, accept, group, zero, clip_grad=clip_grad, seed=seed)

@@ -8,7 +8,6 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,25 +15,26 @@ import torch.distributed as dist
 
 from msamp.comm.grad_sync import GradSync
 from msamp.nn.scaling_state import ScalingState
+from msamp.numerics.formats import FP32
 from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
 from msamp.optim.clip import clip_, clip_coefficient
 from msamp.optim.shard import gradient
-from msamp.optim.states import is_scaled
+from msamp.optim.states import parameter_kind, weight_format
 
 _LIVE: "weakref.WeakSet[LoopOptimizer]" = weakref.WeakSet()  # clipping and hosts find them by their parameters
 
 
-def states_of(p: torch.Tensor, recipe: Recipe, update: str | None = None) -> StateFormats:
-    """The formats of gradient, master and moments of a parameter of a converted model, and its update, by default the recipe's own."""
-    if is_scaled(p):
-        states = recipe.states
-    elif p.dim() <= 1:
-        states = recipe.vectors
-    else:
-        states = FP32_STATES if recipe.fp8_gradients else recipe.states
-    return states if update is None else replace(states, update=update)
+def parameter_formats(p: torch.Tensor, recipe: Recipe, update: str | None = None) -> StateFormats:
+    """The formats of gradient, master and moments of a parameter of a converted model, and its update, by default the recipe's own.
+
+    A plain FP32 parameter is its own master, whatever the recipe's format: a narrower copy would take more memory and know less.
+    """
+    states = recipe.formats_of(parameter_kind(p))
+    if weight_format(p) == FP32:
+        states = states.varied(master=FP32)
+    return states if update is None else states.varied(update=update)
 
 
 class NoDistributedDataParallel:
@@ -88,7 +88,7 @@ class LoopOptimizer(FP8AdamW):
             param_group["params"] = params
             usual = self.defaults["formats"].update
             update = None if usual == FP32_STATES.update else usual
-            param_group.setdefault("formats", [states_of(p, self.recipe, update) for p in tensors])
+            param_group.setdefault("formats", [parameter_formats(p, self.recipe, update) for p in tensors])
             named = any(isinstance(p, tuple) for p in params) or "param_names" in param_group
             if not named and any("param_names" in group for group in self.param_groups):
                 param_group["param_names"] = [f"parameter {i} of group {len(self.param_groups)}" for i in range(len(params))]

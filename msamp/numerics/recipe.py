@@ -7,6 +7,7 @@ A recipe enters by a constant here; nothing in the training loop asks for a reci
 import math
 import warnings
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -16,7 +17,10 @@ from msamp.numerics.formats import COAT_E4M3, E4M3, E5M2, FP16, PLAIN_FP16, Form
 from msamp.numerics.formats import FP32 as FP32_FORMAT
 from msamp.numerics.granularity import TENSORWISE, Block, Granularity
 from msamp.numerics.scaling import Current, Delayed, Exact, Scaling, SharedExponent
+from msamp.numerics.stochastic_rounding import ROUNDINGS
 
+KINDS = ("linear", "matrix", "vector")  # of parameters, by which formats differ
+COLLAGE_UPDATES = ("a", "kahan", "light", "plus", "fp8")  # in BF16 arithmetic
 LARGE = 4096  # rows and columns of a large operand
 
 
@@ -127,9 +131,12 @@ class StateFormats:
             (compensated weight), "light" (weight as a pair), "plus" (weight and v as pairs), "fp8" (plus, its remainders in E4M3); or
             another that is registered with `msamp.optim.updates`. The optimizer refuses one that it does not know, and formats that the
             update does not take.
+        master_rounding, moment_rounding: how masters and moments are stored in their formats, "nearest" or "stochastic", so that updates
+            below half a code arrive in the mean (`msamp.numerics.stochastic_rounding`). FP32 rounds nothing, and COAT's moments, whose
+            groups follow their values, are stored to nearest.
 
     Raises:
-        ValueError: COAT's format for another state.
+        ValueError: COAT's format for another state, an unknown rounding, and stochastic rounding of what is not rounded.
     """
 
     master: Format = FP32_FORMAT
@@ -137,12 +144,39 @@ class StateFormats:
     m: Format = FP32_FORMAT
     v: Format = FP32_FORMAT
     update: str = "fp32"
+    master_rounding: str = "nearest"
+    moment_rounding: str = "nearest"
 
     def __post_init__(self) -> None:
+        for name, rounds in self.rounded().items():
+            if getattr(self, name) not in ROUNDINGS:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(ROUNDINGS)}")
+            if getattr(self, name) != "nearest" and not rounds:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, and with {self} there is nothing that it rounds: FP32 is not rounded, and COAT's "
+                    "moments are stored to nearest; choose nearest, or another format"
+                )
         for name in ("master", "grad"):
             if getattr(self, name).group:
                 legal = ", ".join(fmt.name for fmt in ALL_FORMATS)
                 raise ValueError(f"{name} is {getattr(self, name)}, which is for the moments m and v alone; choose one of {legal}")
+
+    def rounded(self) -> dict[str, bool]:
+        """Whether there is something to round stochastically, by the field that says so."""
+        masters, moments = ([fmt.bytes < FP32_FORMAT.bytes and not fmt.group for fmt in x] for x in ((self.master,), (self.m, self.v)))
+        return {"master_rounding": any(masters), "moment_rounding": any(moments)}
+
+    def varied(self, **changes: Any) -> "StateFormats":
+        """With some fields replaced. Where no master or moment is left that stochastic rounding concerns, its rounding becomes nearest, but
+        for one that is itself among the changes.
+
+        Raises:
+            ValueError: as for the class.
+        """
+        plain = replace(self, master_rounding="nearest", moment_rounding="nearest")
+        changed = replace(plain, **{name: value for name, value in changes.items() if name not in self.rounded()})
+        kept = {name: getattr(self, name) for name, rounds in changed.rounded().items() if rounds}
+        return replace(changed, **kept | {name: value for name, value in changes.items() if name in self.rounded()})
 
     def __str__(self) -> str:
         return f"master {self.master}, grad {self.grad}, m {self.m}, v {self.v}"
@@ -160,7 +194,9 @@ class Recipe:
         compute: format of activations, embeddings, norms and biases.
         gemm: operand casts of linear layers; None: the GEMM runs in `compute`.
         weight: format in which a linear weight stands between steps. Where it equals `states.master`, it is the master.
-        states: optimizer formats of linear weights, embeddings and the LM head.
+        states: optimizer formats of linear weights.
+        matrices: optimizer formats of other matrices: embeddings, the LM head, linear layers that stay in 16 bits, kernels of convolutions.
+            None: those of linear weights, with BF16 gradients where the recipe has FP8 GEMMs.
         vectors: optimizer formats of norms and biases.
         fp8_wire: whether activations and their gradients travel in FP8 between tensor-parallel ranks, else in `compute`.
         shards_optimizer: whether data-parallel ranks share the optimizer's states without being asked (ZeRO).
@@ -173,6 +209,7 @@ class Recipe:
     gemm: Gemms | None
     weight: Format
     states: StateFormats
+    matrices: StateFormats | None = None
     vectors: StateFormats = FP32_STATES
     fp8_wire: bool = False
     shards_optimizer: bool = False
@@ -199,16 +236,57 @@ class Recipe:
         """True where gradients need a loss scale: they are computed in FP16, and its range ends at 2^-24 (Micikevicius et al. 2017)."""
         return self.compute.dtype is torch.float16
 
+    def formats_of(self, kind: str) -> StateFormats:
+        """Optimizer formats of a kind of parameter, alike in the trainer and in a loop of one's own.
+
+        Args:
+            kind: "linear", a weight of a linear layer that the recipe converts; "matrix", another parameter with two dimensions or more;
+                "vector", one with fewer.
+
+        Raises:
+            ValueError: for another kind.
+        """
+        match kind:
+            case "linear":
+                return self.states
+            case "matrix":
+                matrices = self.states if self.matrices is None else self.matrices
+                return matrices.varied(grad=BF16_FORMAT) if self.fp8 and self.matrices is None else matrices
+            case "vector":
+                return self.vectors
+        raise ValueError(f"kind of parameter is {kind!r}; it must be one of {', '.join(KINDS)}")
+
     def with_states(self, **formats: Format | None) -> "Recipe":
-        """The recipe with some of `master`, `grad`, `m`, `v` replaced (None keeps the recipe's own): Table 6's rows.
+        """The recipe with some of `master`, `grad`, `m`, `v` replaced (None keeps the recipe's own): Table 6's rows. Other matrices follow in
+        master and moments; their gradients stay.
 
         Another gradient format brings the accumulator that suits it: BF16 for FP8 gradients, else FP32.
         """
-        states = replace(self.states, **{k: v for k, v in formats.items() if v is not None})  # type: ignore[arg-type]
-        changed = replace(self, states=states)
+        given = {name: fmt for name, fmt in formats.items() if fmt is not None}
+        states = self.states.varied(**given)
+        matrices = None if self.matrices is None else self.matrices.varied(**{k: v for k, v in given.items() if k != "grad"})
+        changed = replace(self, states=states, matrices=matrices)
         if states.grad == self.states.grad:
             return changed
         return replace(changed, accumulator="bf16" if changed.fp8_gradients else "fp32")
+
+    def with_rounding(self, *, master: str | None = None, moments: str | None = None) -> "Recipe":
+        """The recipe with masters or moments of matrices rounded "nearest" or "stochastic" as they are stored; None keeps the recipe's own.
+
+        Raises:
+            ValueError: for another word, and for stochastic rounding where nothing is rounded.
+        """
+        given = {"master_rounding": master, "moment_rounding": moments}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        if not chosen:
+            return self
+        if "stochastic" in chosen.values() and self.states.update in COLLAGE_UPDATES:
+            raise ValueError(
+                f"{', '.join(chosen)}: recipe {self.name!r} has Collage's update {self.states.update!r}, whose BF16 arithmetic rounds to "
+                "nearest; drop it, or take bf16-dmw, whose BF16 weights have FP32 moments"
+            )
+        varied = {name: getattr(self, name) for name in ("states", "matrices") if getattr(self, name) is not None}
+        return replace(self, **{name: states.varied(**chosen) for name, states in varied.items()})
 
     def with_scaling(self, scaling: Scaling) -> "Recipe":
         """The recipe with activations and grad_outputs scaled by another rule; itself where there are no FP8 GEMMs."""

@@ -68,11 +68,12 @@ class Thresholds:
     Args:
         key: of the tensor, by `tensor_key`.
         offset: index of the first element in the tensor's shard.
-        step: number of the step, from 1.
+        step: number of the step, from 1; on a GPU a 0-dim tensor, which nothing waits for.
     """
 
-    def __init__(self, key: int, offset: int, step: int) -> None:
-        self.key, self.offset, self.turn = key, offset, step * STEP & 0xFFFF
+    def __init__(self, key: int, offset: int, step: int | torch.Tensor) -> None:
+        self.key, self.offset = key, offset
+        self.turn = (step.long() * STEP & 0xFFFF).int() if isinstance(step, torch.Tensor) else step * STEP & 0xFFFF
 
     def of(self, state: str, start: int, count: int, device: torch.device) -> torch.Tensor:
         """INT32 [count] in [0, 2^16), from element `start` on; `state` is "m", "v" or "master"."""

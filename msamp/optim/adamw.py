@@ -32,6 +32,7 @@ from msamp.kernels.tables import Tables
 from msamp.numerics.formats import FP32, Format, by_name
 from msamp.numerics.recipe import O2, StateFormats
 from msamp.numerics.scaling import inverse, scale_from_amax
+from msamp.numerics.stochastic_rounding import tensor_key
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
 from msamp.optim.clip import (
@@ -138,6 +139,9 @@ class FP8AdamW(torch.optim.Optimizer):
             on all processes that must decide alike, where a model is spread over several.
         loss_scale: by what the gradients are too large; told of every step whether it overflowed. None: they are as they should be.
         shard: what of the parameters this process updates, and how it agrees with others, such as a `ZeRO`; by default everything.
+        seed: of stochastic rounding, where the formats ask for it. A group may have `keys`, one for each parameter
+            (`numerics.stochastic_rounding.tensor_key`); by default they follow from the seed and the parameters' names, or their places in
+            groups without names. They are saved in `state_dict`, and a loaded one brings its own.
         options: of another update that `formats` names, such as `momentum=0.9` (`Update.options` has them with their defaults).
 
     Raises:
@@ -158,6 +162,7 @@ class FP8AdamW(torch.optim.Optimizer):
         combine_norms: Callable[[torch.Tensor], torch.Tensor] = torch.linalg.vector_norm,
         loss_scale: LossScale | None = None,
         shard: Shard | None = None,
+        seed: int = 0,
         **options: Any,
     ) -> None:
         if clip_grad is not None:
@@ -165,6 +170,7 @@ class FP8AdamW(torch.optim.Optimizer):
         self.clip_grad = clip_grad
         self.combine_norms = combine_norms
         self.loss_scale = loss_scale
+        self.seed = seed
         self.shard: Shard = Whole() if shard is None else shard
         self._norm = torch.zeros((), dtype=torch.float64)
         self._skips = torch.zeros((), dtype=torch.int64)
@@ -246,16 +252,30 @@ class FP8AdamW(torch.optim.Optimizer):
                 )
             update.check_parameter(p[1] if isinstance(p, tuple) else p)
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
         for name in foreign:
-            del self.param_groups[-1][name]
+            del group[name]
         try:
-            self.shard.check(self.param_groups[-1])
+            self._give_keys(group, len(self.param_groups) - 1)
+            self.shard.check(group)
         except ValueError:
             self.param_groups.pop()
             raise
 
+    def _give_keys(self, group: dict[str, Any], number: int) -> None:
+        """Give the parameters of a group the keys of their thresholds for stochastic rounding, unless they have them.
+
+        Raises:
+            ValueError: for another number of keys than parameters.
+        """
+        count = len(group["params"])
+        names = group.get("param_names", [f"parameter {i} of group {number}" for i in range(count)])
+        keys = group.setdefault("keys", [tensor_key(self.seed, name) for name in names])
+        if len(keys) != count:
+            raise ValueError(f"{len(keys)} keys are given for {count} parameters; give each its own, or leave them to the optimizer's seed")
+
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("clip_grad", "combine_norms", "loss_scale", "shard", "_norm", "_skips", "_usable")}
+        own = {name: getattr(self, name) for name in ("clip_grad", "combine_norms", "loss_scale", "seed", "shard", "_norm", "_skips", "_usable")}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -303,8 +323,12 @@ class FP8AdamW(torch.optim.Optimizer):
                 state |= begun(declared.key, fmt, holding.weight)
 
     def _whole(self) -> list[Holding]:
-        each = [(p, group, formats) for group in self.param_groups for p, formats in zip(group["params"], formats_of(group), strict=True)]
-        return [Holding(p, group, formats, index, p, place=index) for index, (p, group, formats) in enumerate(each)]
+        each = [
+            (p, group, formats, key)
+            for group in self.param_groups
+            for p, formats, key in zip(group["params"], formats_of(group), group["keys"], strict=True)
+        ]
+        return [Holding(p, group, formats, index, p, place=index, key=key) for index, (p, group, formats, key) in enumerate(each)]
 
     def holdings(self) -> list[Holding]:
         """What this process updates, in parameter order."""
@@ -507,6 +531,8 @@ class FP8AdamW(torch.optim.Optimizer):
                 steps=[state["step"] for state in held],
                 indices=[holding.index for holding in members],
                 places=[holding.place for holding in members],
+                keys=[holding.key for holding in members],
+                offsets=[holding.offset for holding in members],
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -531,6 +557,9 @@ class FP8AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: where what was saved is not what this optimizer keeps of its parameters: their names and number, the states of each,
                 shapes, formats, and values that a state cannot hold; nothing has changed then.
+
+        The roundings of masters and moments are those saved, as learning rates are, and so are the keys of stochastic rounding: the next
+        step is that of the saved run, bit for bit. What was saved before there was stochastic rounding goes on rounding to nearest.
         """
         states, names = saved_states(self, state_dict, "formats"), parameter_names(self)
         for whole in self._whole():
@@ -540,6 +569,9 @@ class FP8AdamW(torch.optim.Optimizer):
             for update in updates_of(group):
                 update.check_numbers({**group, **saved})
         take_groups(self, state_dict)
+        for number, group in enumerate(self.param_groups):
+            group["formats"] = named_formats(group["formats"], len(group["params"]))
+            self._give_keys(group, number)
         self._take(
             {
                 holding.place: {

@@ -18,7 +18,7 @@ from msamp.optim.states import copy_of_rows, decoded, own_values, weight_format
 from msamp.optim.updates import MASTER, WEIGHT, Launch, State
 
 ROWS = 2**24  # elements rehearsed at a time: a dozen FP32 copies of 64 MiB
-LISTS = ("grads", "masters", "weights", "steps", "indices", "places")  # of a launch, beside its states
+LISTS = ("grads", "masters", "weights", "steps", "indices", "places", "keys", "offsets")  # of a launch, beside its states
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ def _parts(launch: Launch) -> Iterator[Launch]:
         for start in range(0, g.shape[0] if g.dim() else 1, rows):
             part = slice(start, start + rows)
             one = {name: _copy(column[i], part) for name, column in columns.items() if column}
+            one["offsets"] += start * math.prod(g.shape[1:])
             if group and sum(other["grads"].numel() for other in (*group, one)) > ROWS:
                 yield _joined(launch, group)
                 group = []

@@ -5,6 +5,7 @@ process. A `Shard` says what they are, where their gradients come from, and what
 that updates everything; `msamp.parallel.greedy_zero.ZeRO` spreads parameters over the data-parallel ranks.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ class Holding:
         rows: which rows along dim 0 that is; None for all.
         place: its number over all holdings of this process.
         grad: of this step, in the group's gradient format.
+        key: of the parameter's thresholds for stochastic rounding.
     """
 
     param: torch.Tensor
@@ -41,6 +43,12 @@ class Holding:
     rows: slice | None = None
     place: int = 0
     grad: torch.Tensor | None = None
+    key: int = 0
+
+    @property
+    def offset(self) -> int:
+        """Index of this holding's first element in the parameter, or in a tensor-parallel shard of it."""
+        return 0 if self.rows is None else self.rows.start * math.prod(self.param.shape[1:])
 
     def copy_of(self, x: torch.Tensor) -> torch.Tensor:
         """This holding's part of a state of the whole parameter: a copy of its rows, or `x` itself where the holding is everything."""

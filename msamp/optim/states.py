@@ -195,6 +195,13 @@ def weight_format(p: torch.Tensor) -> Format:
     return PLAIN_FP16 if p.dtype == torch.float16 else of_dtype(p.dtype)
 
 
+def parameter_kind(p: torch.Tensor) -> str:
+    """The kind of a parameter of a converted model, by which its optimizer formats are chosen (`Recipe.formats_of`)."""
+    if is_scaled(p):
+        return "linear"
+    return "matrix" if p.dim() > 1 else "vector"
+
+
 def is_own_master(p: torch.Tensor, master: Format) -> bool:
     """True where the parameter is stored in the master's format: no second copy is kept (O1 and O2: FP16 scaled)."""
     return weight_format(p) == master
@@ -295,7 +302,7 @@ def saved_states(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
             f"a different number of parameter groups: {len(saved_groups)} were saved, this optimizer has {len(groups)}; {remedy}"
         )
     for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
-        if saved.get(option) != group[option]:
+        if _without_rounding(saved.get(option)) != _without_rounding(group[option]):
             raise ValueError(
                 f"parameter group {i} was saved with {option} {saved.get(option)!r}, this optimizer has {group[option]!r}; "
                 f"build it with the saved {option}, or start from the weights alone"
@@ -310,6 +317,13 @@ def saved_states(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
                 raise ValueError(f"parameter group {i} was saved with {theirs} where this optimizer has {mine}; {remedy}")
     numbers = [i for group in saved_groups for i in group["params"]]
     return {place: state_dict["state"][i] for place, i in enumerate(numbers) if state_dict["state"].get(i)}
+
+
+def _without_rounding(option: Any) -> Any:
+    """An option of a parameter group without how states are rounded, which changes no format: what two groups must have alike."""
+    if isinstance(option, list):
+        return [_without_rounding(each) for each in option]
+    return {k: v for k, v in option.items() if not k.endswith("_rounding")} if isinstance(option, dict) else option
 
 
 def take_groups(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from msamp.kernels import ops
-from msamp.kernels.reference.adamw import GRAD, Batch, Hyper, hyper_numbers, load, store_, stored_amaxes
+from msamp.kernels.reference.adamw import GRAD, Batch, Hyper, Rounding, hyper_numbers, load, store_, stored_amaxes
 from msamp.kernels.reference.adamw import adamw as reference_adamw
 from msamp.kernels.reference.coat_adamw import coat_adamw as reference_coat_adamw
 from msamp.kernels.reference.collage import VARIANTS
@@ -41,11 +41,13 @@ from msamp.numerics import formats as known_formats
 from msamp.numerics.formats import BF16, REMAINDER_E4M3, Format
 from msamp.numerics.range_expand import Expanded
 from msamp.numerics.recipe import StateFormats
+from msamp.numerics.stochastic_rounding import Thresholds
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.states import local, payload, scale_inv, warn_of
 
 WEIGHT = "weight"  # of the pieces of a parameter's memory, the one that is no state: the parameter itself
 Formats = Mapping[str, str]  # as `format_names` gives them
+ROUNDING_FIELDS = ("master_rounding", "moment_rounding")  # of StateFormats: how states are stored, which changes no format
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
@@ -73,10 +75,10 @@ def named_formats(given: Any, count: int) -> dict[str, str] | list[dict[str, str
         ValueError: for a list of another length.
     """
     if not isinstance(given, list | tuple):
-        return format_names(given) if isinstance(given, StateFormats) else dict(given)
+        return format_names(given) if isinstance(given, StateFormats) else dict.fromkeys(ROUNDING_FIELDS, "nearest") | dict(given)
     if len(given) != count:
         raise ValueError(f"{len(given)} formats are given for {count} parameters; give one for all, or one for each")
-    names = [format_names(each) if isinstance(each, StateFormats) else dict(each) for each in given]
+    names = [named_formats(each, count) for each in given]
     return names[0] if names and all(each == names[0] for each in names) else names
 
 
@@ -127,6 +129,7 @@ class Launch:
         steps: FP32 0-dim, the number of steps taken, raised by one.
         indices: column of each in the table of amaxes of whole tensors.
         places: column of each in the table of amaxes as stored.
+        keys, offsets: of each one's thresholds for stochastic rounding: of its parameter, and index of its first element there.
     """
 
     group: dict[str, Any]
@@ -140,6 +143,13 @@ class Launch:
     steps: list[torch.Tensor]
     indices: list[int]
     places: list[int]
+    keys: list[int]
+    offsets: list[int]
+
+    @property
+    def rounding(self) -> Rounding:
+        """How moments and masters are stored."""
+        return Rounding(*(self.formats.get(name) == "stochastic" for name in ("moment_rounding", "master_rounding")))
 
     @property
     def update(self) -> "Update":
@@ -242,6 +252,8 @@ def _batch(launch: Launch) -> Batch:
         steps=launch.steps,
         indices=launch.indices,
         places=launch.places,
+        keys=launch.keys,
+        offsets=launch.offsets,
         weight_remainders=launch.states.get("weight_remainder", []),
         v_remainders=launch.states.get("exp_avg_sq_remainder", []),
     )
@@ -271,7 +283,8 @@ class AdamW(Update):
         coat = any(isinstance(states[0], Expanded) for states in (batch.ms, batch.vs))
         kernel, twin = (ops.coat_adamw, reference_coat_adamw) if coat else (ops.adamw, reference_adamw)
         update = kernel if launch.by_rows else twin
-        update(tables, batch, launch.hyper, amaxes, kept, coefficient, usable, decoupled=launch.group["decoupled"])
+        how = {"decoupled": launch.group["decoupled"], "rounding": launch.rounding}
+        update(tables, batch, launch.hyper, amaxes, kept, coefficient, usable, **how)
 
 
 class Collage(AdamW):
@@ -282,6 +295,11 @@ class Collage(AdamW):
         if not decoupled:
             raise ValueError(f"decoupled is False; update {self.name!r} has AdamW's decay alone: leave it True, or take update fp32")
         four = {key: states[key] for key in ("master", "grad", "m", "v")}
+        if any(states.get(name) == "stochastic" for name in ROUNDING_FIELDS):
+            raise ValueError(
+                f"update {self.name!r} computes and rounds in BF16, to nearest, and stochastic rounding is asked for; give nearest, or take "
+                "update fp32"
+            )
         if set(four.values()) != {BF16.name}:
             given = ", ".join(f"{key} {fmt}" for key, fmt in four.items())
             raise ValueError(f"update {self.name!r} computes in BF16, and the formats are {given}; give bf16 for all four, or update fp32")
@@ -359,12 +377,21 @@ class _Momentum(Update):
         """Load, update, store one parameter."""
         buffers, masters = (x[i : i + 1] for x in (launch.states.get(MOMENTUM.key, []), launch.masters))
         (p,), buffer = load(masters), load(buffers)
+        silent = [self.no_gradient(p, g, launch)] if buffer else None
         self.change_(p, g, buffer[0] if buffer else None, launch, launch.steps[i] == 0, numbers)
+        step = launch.steps[i] + 1 if launch.steps[i].is_cuda else int(launch.steps[i]) + 1
+        drawn = [Thresholds(launch.keys[i], launch.offsets[i], step)]
         if buffer:
-            store_(buffers, buffer, bounds[0])
-        store_(masters, [p], bounds[1])
+            store_(buffers, buffer, bounds[0], drawn if launch.rounding.moments else None, "m", silent=silent)
+        store_(masters, [p], bounds[1], drawn if launch.rounding.masters else None, "master")
         if launch.weights:
             store_(launch.weights[i : i + 1], load(masters), bounds[1])
+
+    @staticmethod
+    def no_gradient(p: torch.Tensor, g: torch.Tensor, launch: Launch) -> torch.Tensor:
+        """bool, where neither a gradient nor a decay in it moves the momentum, whose code then has to fall."""
+        decays = launch.group["weight_decay"] and not launch.group["decoupled"]
+        return (g == 0) & (p == 0) if decays else g == 0
 
     @abstractmethod
     def bounds(self, numbers: Sequence[Number], amaxes: torch.Tensor, g_amax: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
@@ -570,7 +597,7 @@ def remainders() -> dict[str, str]:
 
 def _check_states(update: Update) -> None:
     keys, numbers = [state.key for state in update.states], [state for state in update.states if state.remainder_of is None]
-    legal = [f.name for f in fields(StateFormats) if f.name not in ("grad", "update")]
+    legal = [f.name for f in fields(StateFormats) if f.name not in ("grad", "update", *ROUNDING_FIELDS)]
     problems = [f"{key} is declared twice" for key in sorted({key for key in keys if keys.count(key) > 1})]
     problems += ["step is the key of the number of steps, which every update has"] if "step" in keys else []
     problems += [f"{state.key}: a key takes no '/', '@' or '.'" for state in update.states if set(state.key) & set("/@.")]

@@ -202,7 +202,7 @@ class FSDP:
             weight = self._weight(whole.param)
             if weight.numel():
                 rows = rows_of(whole.param, self.peers.rank)
-                found.append(Rows(whole.param, whole.group, whole.formats, whole.index, weight, rows, len(found)))
+                found.append(Rows(whole.param, whole.group, whole.formats, whole.index, weight, rows, len(found), key=whole.key))
         return found
 
     def _weight(self, p: torch.Tensor) -> torch.Tensor:

@@ -114,7 +114,8 @@ class ZeRO:
                 if segment not in self._views:
                     self._views[segment] = _view(whole.param, segment)
                 weight, rows = self._views[segment]
-                owned.append((Holding(whole.param, whole.group, whole.formats, whole.index, weight, rows, len(owned)), segment))
+                mine = Holding(whole.param, whole.group, whole.formats, whole.index, weight, rows, len(owned), key=whole.key)
+                owned.append((mine, segment))
         return owned
 
     def ready(self, wholes: Sequence[Holding]) -> list[Holding]:

@@ -25,10 +25,10 @@ from megatron.lm.config import Config, ModelConfig
 from megatron.lm.config.check import check
 from megatron.lm.optim import build_loss_scaler
 from megatron.lm.presets import PRESETS
-from megatron.lm.recipe import build_recipe, states_by_kind
+from megatron.lm.recipe import build_recipe
 from megatron.lm.tools.arguments import Parser, count, output_file
 from msamp.numerics.formats import E4M3, Format
-from msamp.numerics.recipe import Recipe, StateFormats
+from msamp.numerics.recipe import KINDS, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
 from msamp.optim.adamw import FP8AdamW
@@ -52,7 +52,7 @@ class Weights(nn.Module):
         self.kinds = nn.ModuleDict(
             {kind: nn.ParameterList([weight(s, fmt, device) for s in shapes]) for kind, (shapes, fmt) in kinds.items()}
         )
-        self.states: dict[str, StateFormats] = states_by_kind(recipe)
+        self.states: dict[str, StateFormats] = {kind: recipe.formats_of(kind) for kind in KINDS}
 
     def groups(self) -> list[dict[str, Any]]:
         """Parameter groups of an optimizer."""

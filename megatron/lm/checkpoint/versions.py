@@ -15,10 +15,12 @@ know.
 5   Keys, tensors and configuration as in 4. The plan is `plan.json`, and a data file, `__RANK_0.bin`, holds the bytes of tensors alone
     (`plan`). In 3 and 4 both are pickles of torch's distributed checkpoint, `.metadata` and `__RANK_0.distcp` (`pickled`).
     `checkpoint.json` also says of which run it is (`run`) and whether it is healthy (`health`); older ones say neither.
+6   As 5, and the configuration has `precision.master_rounding` and `moment_rounding`: nearest in all older versions, whatever the recipe's
+    default is now.
 
-A reader of version 5 reads 3 to 5. `upgraded` rewrites the configuration, one step a version, and the rest of the code knows today's
-alone. Tensors of version 3 have the keys of version 5, so that no step touches them, and a run goes on from them bit for bit. Versions 1
-and 2 are refused with the advice to read them with the code of then. A version above 5 is refused with the advice to take newer code:
+A reader of version 6 reads 3 to 6. `upgraded` rewrites the configuration, one step a version, and the rest of the code knows today's
+alone. Tensors of version 3 have the keys of version 6, so that no step touches them, and a run goes on from them bit for bit. Versions 1
+and 2 are refused with the advice to read them with the code of then. A version above 6 is refused with the advice to take newer code:
 whatever such a checkpoint holds, this code cannot know what else to load. As with a damaged one, a resume then passes over it to an older
 checkpoint in the same folder, if there is one, and says so.
 
@@ -37,7 +39,7 @@ from typing import Any
 
 from megatron.lm.config.cli import config_from_dict
 
-VERSION = 5
+VERSION = 6
 
 
 def upgraded(info: dict[str, Any]) -> dict[str, Any]:
@@ -176,5 +178,10 @@ def _from_4(config: dict[str, dict[str, Any]]) -> None:
     """Its configuration is that of 5."""
 
 
+def _from_5(config: dict[str, dict[str, Any]]) -> None:
+    if "precision" in config:
+        config["precision"] |= {"master_rounding": "nearest", "moment_rounding": "nearest"}
+
+
 # Version -> the function that turns its configuration into the next one's.
-_STEPS: dict[int, Callable[[dict[str, dict[str, Any]]], None]] = {3: _from_3, 4: _from_4}
+_STEPS: dict[int, Callable[[dict[str, dict[str, Any]]], None]] = {3: _from_3, 4: _from_4, 5: _from_5}

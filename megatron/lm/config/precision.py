@@ -18,6 +18,7 @@ GRAD_ACCUM_PLACES = ("rank", "owner")
 ACTIVATIONS_SAVED = ("compute", "coat")
 FAST_ACCUMULATIONS = ("output", "all")
 ATTENTION_PRECISIONS = ("bf16", "fp8")
+ROUNDINGS = ("nearest", "stochastic")
 OPTIMIZER_STATES = {"coat": "coat-e4m3"}  # name -> format of both moments
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -160,6 +161,17 @@ class PrecisionConfig(RecipeConfig):
         "level's own",
         None,
         choices=(*STATE_FORMATS, *COAT_FORMATS),
+    )
+    master_rounding: str | None = setting(
+        "how masters narrower than FP32 are stored: to nearest, which loses updates below half a code for good, or stochastically, by seeded "
+        "thresholds, so that they arrive in the mean; derived: as in the checkpoint that is resumed, else the recipe's own",
+        None,
+        choices=ROUNDINGS,
+    )
+    moment_rounding: str | None = setting(
+        "how moments narrower than FP32 are stored, but for COAT's; derived: as in the checkpoint that is resumed, else the recipe's own",
+        None,
+        choices=ROUNDINGS,
     )
     save_activations: str | None = setting(
         "how the inputs of norms, GELU and SwiGLU are kept for backward: in the compute dtype, or in E4M3 with a scale for every 16 "
