@@ -41,7 +41,7 @@ from megatron.lm.step import train_step
 from megatron.lm.tools.arguments import Parser, output_file
 from megatron.lm.training import Training
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import kept_states
+from msamp.optim.kept_states import kept_states
 from msamp.optim.states import as_stored, stored_bytes
 from tools.bench import rows
 from tools.bench.bench_step import random_batches

@@ -7,11 +7,11 @@ from torch import nn
 
 from megatron.lm.config import Config
 from megatron.lm.grid import Grid
-from megatron.lm.optim import parameter_groups
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics.recipe import Recipe
+from msamp.optim.states import parameter_kind
 from msamp.parallel.data_parallel import grad_sync
 
 
@@ -43,7 +43,7 @@ def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: Wire
         )
     sync = grad_sync(
         model,
-        {p: group["formats"].grad for group in parameter_groups(model, recipe) for p in group["params"]},
+        {p: recipe.formats_of(parameter_kind(p)).grad for p in model.parameters()},
         average.group,
         bucket_elements=communication.bucket_size,
         shard=config.shards_optimizer,

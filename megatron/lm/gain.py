@@ -158,7 +158,7 @@ def choose(config: Config, measure: Measure | None, saved: PrecisionConfig | Non
 
 
 def decide(config: Config, measure: Measure | None, saved: SavedPrecision = lambda: None) -> tuple[Config, Choice]:
-    """What a run leaves open, decided on one process: how operands are scaled and states are rounded, as in the checkpoint, and which linear
+    """What a run leaves open, decided on one process: how operands are scaled and states rounded, as in the checkpoint, and which linear
     layers are FP8.
 
     Args:

@@ -19,7 +19,8 @@ from msamp.comm.grad_sync import GradSync
 from msamp.numerics import formats
 from msamp.numerics.recipe import KINDS, Recipe
 from msamp.numerics.stochastic_rounding import tensor_key
-from msamp.optim.adamw import FP8AdamW, kept_states, update_of
+from msamp.optim.adamw import FP8AdamW
+from msamp.optim.kept_states import kept_states, update_of
 from msamp.optim.device_flag import DeviceFlag
 from msamp.optim.states import parameter_kind, weight_format
 from msamp.optim.updates import MASTER, WEIGHT, formats_of
@@ -35,9 +36,7 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     for p in model.parameters():
         by_kind[parameter_kind(p)].append(p)
     decays = {"linear": 1.0, "matrix": 1.0, "vector": 0.0}
-    return [
-        {"params": params, "formats": recipe.formats_of(kind), "wd_mult": decays[kind]} for kind, params in by_kind.items() if params
-    ]
+    return [{"params": params, "formats": recipe.formats_of(kind), "wd_mult": decays[kind]} for kind, params in by_kind.items() if params]
 
 
 def rounding_keys(model: nn.Module, seed: int) -> dict[Tensor, int]:

@@ -335,8 +335,9 @@ def initialize(
     In a recipe with FP8 layers, the linear layers that `accept` admits become FP8, and the columns gradients, master and moments are those
     of their weights. A gradient is quantised once, after all micro-batches of the step have accumulated. Other matrices, such as embeddings
     and kernels of convolutions, keep their dtype and have BF16 gradients and the same moments; in FP32 they are their own masters, in BF16
-    the master beside them has the table's format. Norms and biases have FP32 gradients and states. The model's own norms and activations are not replaced, so that they keep for backward what
-    they kept before: build the model with `msamp.LayerNorm`, `msamp.RMSNorm` and `msamp.Activation` to have that in FP8 groups.
+    the master beside them has the table's format. Norms and biases have FP32 gradients and states. The model's own norms and activations
+    are not replaced, so that they keep for backward what they kept before: build the model with `msamp.LayerNorm`, `msamp.RMSNorm` and
+    `msamp.Activation` to have that in FP8 groups.
 
     On one process `p.grad` is what backward leaves and `optimizer.step()` quantises. On several, in place of
     DistributedDataParallel, which cannot hold FP8 weights: all start from the weights and buffers of the group's first

@@ -257,8 +257,8 @@ class Recipe:
         raise ValueError(f"kind of parameter is {kind!r}; it must be one of {', '.join(KINDS)}")
 
     def with_states(self, **formats: Format | None) -> "Recipe":
-        """The recipe with some of `master`, `grad`, `m`, `v` replaced (None keeps the recipe's own): Table 6's rows. Other matrices follow in
-        master and moments; their gradients stay.
+        """The recipe with some of `master`, `grad`, `m`, `v` replaced (None keeps the recipe's own): Table 6's rows. Other matrices follow
+        in master and moments; their gradients stay.
 
         Another gradient format brings the accumulator that suits it: BF16 for FP8 gradients, else FP32.
         """

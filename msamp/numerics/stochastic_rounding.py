@@ -1,7 +1,8 @@
-"""Seeded stochastic rounding of stored optimizer states: thresholds that a counter gives, and the cast that takes them.
+"""Seeded stochastic rounding of stored optimizer states: thresholds from a counter, and the cast that takes them.
 
-A value x between two neighbours a < b of a format is rounded to b where its threshold r, uniform on [0, 1), satisfies (x - a) / (b - a) + r
->= 1, so that the mean of the stored value is x. Nearest rounding loses every update below half a code for good; here it arrives in the mean.
+A value x between two neighbours a < b of a format is rounded to b where its threshold r, uniform on [0, 1), satisfies
+(x - a) / (b - a) + r >= 1, so that the mean of the stored value is x. Nearest rounding loses every update below half a code for good; here
+it arrives in the mean.
 
 **Thresholds.** r is a function of the tensor's key, the element's index in its shard and the step's number, and of nothing else. So the
 bits do not depend on how ZeRO or FSDP cut the tensor, on CUDA graphs, on the number of micro-batches or on a resume:
@@ -9,13 +10,15 @@ bits do not depend on how ZeRO or FSDP cut the tensor, on CUDA graphs, on the nu
     h = mix(key, index)                          32 bits, the same at every step
     r = (16 bits of h + 40503 step) mod 2^16     in units of 2^-16; 40503 / 2^16 is the golden ratio's fraction to 16 bits
 
-Over the steps the thresholds of an element are a Kronecker sequence, which fills [0, 1) evenly: an update of f codes per step moves the
-value n f codes in n steps, to within a code or two, where independent draws would spread by sqrt(n f (1 - f)). Over the elements of a
-tensor they are as good as independent. Moment m takes the low half of h, the master the high half, v the high half of h times an odd number.
+Over the steps the thresholds of an element are a Kronecker sequence, which fills [0, 1) evenly: after n updates of f codes each the value
+has moved by n f codes, to within a code or two, where independent draws would spread by sqrt(n f (1 - f)). Over the elements of a tensor
+they are as good as independent. The first moment takes the low half of h, the master the high half, the second moment the high half of
+h times an odd number.
 
 **Bias.** A format drops `shift` = 23 - mantissa_bits bits of FP32. With shift <= 16 (FP16, BF16) the mean is exact for normal values. FP8
-drops 20 or 21, and 16 bits decide: the chance of rounding up is a multiple of 2^-16, the nearest to the exact one, which leaves at most 2^-17 of
-a code. Below the smallest normal value the sum `x + tiny` is rounded first, which leaves at most 2^-24 of `tiny`: 2^-14 of FP16's smallest code.
+drops 20 or 21 bits, and 16 decide: the chance of rounding up is the multiple of 2^-16 nearest to the exact one, a bias of at most 2^-17
+of a code. Below the smallest normal value `tiny`, x + tiny is rounded to FP32 first, a bias of at most 2^-24 tiny: 2^-14 of FP16's
+smallest code.
 """
 
 import hashlib
@@ -94,8 +97,8 @@ def round_stochastically(x: torch.Tensor, thresholds: torch.Tensor, fmt: Format)
     """
     shift = 23 - fmt.mantissa_bits
     magnitude = x.abs()
-    # Below `tiny` codes are equally spaced, as the values of FP32 from `tiny` to 2 `tiny` are once as many bits are dropped. BF16 has FP32's
-    # exponents, and needs none of it.
+    # Codes below `tiny` have the spacing that FP32 has between `tiny` and 2 `tiny` once as many bits are dropped. BF16 has FP32's
+    # exponents, so its codes below `tiny` need no shift.
     base = torch.where(magnitude < fmt.tiny, fmt.tiny, 0.0) if fmt.scaled else torch.zeros_like(magnitude)
     added = thresholds >> (16 - shift) if shift <= 16 else (thresholds << (shift - 16)) + (1 << (shift - 17))
     bits = ((magnitude + base).view(torch.int32) + added) & -(1 << shift)

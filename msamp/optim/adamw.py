@@ -22,8 +22,7 @@ What was tried: a scale taken from the new values needs a second pass over them.
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -45,16 +44,16 @@ from msamp.optim.clip import (
     second_pass,
     units,
 )
+from msamp.optim.decision import Decision, LossScale
 from msamp.optim.device_flag import DeviceFlag
+from msamp.optim.kept_states import expected_states, kept_states, update_of
 from msamp.optim.masters import follow_states_, version_of
 from msamp.optim.shard import Holding, Shard, Whole
 from msamp.optim.states import (
-    Expected,
     as_stored,
     begun,
     check_state,
     copy_of_rows,
-    expected_moment,
     is_own_master,
     is_scaled,
     local,
@@ -69,35 +68,6 @@ from msamp.optim.states import (
 from msamp.optim.updates import MASTER, Formats, Launch, State, Update, formats_of, named_formats, take_options, updates_of
 
 SCALE_INV = -1  # row of the table of amaxes: the gradient's scale_inv
-
-
-class LossScale(Protocol):
-    """What multiplied the loss, and with it every gradient (`msamp.amp.scaler.LossScaler` is one)."""
-
-    def scale(self, device: torch.device) -> torch.Tensor:
-        """FP32 0-dim on `device`; where a CUDA graph holds the step, always in the same memory."""
-
-    def update(self, overflow: torch.Tensor) -> None:
-        """Look at a step: bool 0-dim on the device, whether its gradients were not finite."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What the gradients of a step have decided.
-
-    Attributes:
-        amaxes: FP32 [rows, parameters]: amax of the gradient, those of the states that the updates keep and of the master, as stored, 0
-            where no scale will be taken from it (`msamp.optim.updates`), and last the gradient's scale_inv, 0 for a plain one; of whole
-            parameters.
-        norm: FP64 0-dim, of all gradients.
-        coefficient: FP32 0-dim, what multiplies them; None: nothing does.
-        usable: bool 0-dim, whether the step can be taken.
-    """
-
-    amaxes: torch.Tensor
-    norm: torch.Tensor
-    coefficient: torch.Tensor | None
-    usable: torch.Tensor
 
 
 class FP8AdamW(torch.optim.Optimizer):
@@ -275,7 +245,10 @@ class FP8AdamW(torch.optim.Optimizer):
             raise ValueError(f"{len(keys)} keys are given for {count} parameters; give each its own, or leave them to the optimizer's seed")
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("clip_grad", "combine_norms", "loss_scale", "seed", "shard", "_norm", "_skips", "_usable")}
+        own = {
+            name: getattr(self, name)
+            for name in ("clip_grad", "combine_norms", "loss_scale", "seed", "shard", "_norm", "_skips", "_usable")
+        }
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -607,27 +580,6 @@ class FP8AdamW(torch.optim.Optimizer):
                 taken = value.to(device, torch.float32, copy=True).view(()) if key == "step" else contiguous(value.to(device))
                 self.state[holding.weight][key] = taken
         self._cast = {}
-
-
-def update_of(formats: Formats) -> Update:
-    """The update that formats name."""
-    return updates.by_name(formats["update"])
-
-
-def kept_states(p: torch.Tensor, formats: Formats) -> Iterator[tuple[State, Format]]:
-    """What the optimizer keeps beside a parameter with states in these formats, and in which format."""
-    for state in update_of(formats).states:
-        fmt = state.format_beside(weight_format(p), formats)
-        if fmt is not None:
-            yield state, fmt
-
-
-def expected_states(p: torch.Tensor, formats: Formats, shape: torch.Size) -> dict[str, Expected]:
-    """By key, what a saved state of a parameter, or of some of its rows in `shape`, has to be."""
-    expected = {"step": Expected(torch.empty((), device="meta"), least=0.0)}
-    for state, fmt in kept_states(p, formats):
-        expected |= expected_moment(state.key, fmt, shape, non_negative=state.non_negative)
-    return expected
 
 
 def _dtype(x: torch.Tensor | None) -> tuple[torch.dtype, bool] | None:

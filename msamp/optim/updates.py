@@ -30,12 +30,13 @@ from typing import Any
 import torch
 
 from msamp.kernels import ops
-from msamp.kernels.reference.adamw import GRAD, Batch, Hyper, Rounding, hyper_numbers, load, store_, stored_amaxes
+from msamp.kernels.reference.adamw import GRAD, Batch, Hyper, hyper_numbers, stored_amaxes
 from msamp.kernels.reference.adamw import adamw as reference_adamw
 from msamp.kernels.reference.coat_adamw import coat_adamw as reference_coat_adamw
 from msamp.kernels.reference.collage import VARIANTS
 from msamp.kernels.reference.collage import collage as reference_collage
 from msamp.kernels.reference.momentum import ADJUSTMENTS, COEFFICIENTS, Number, heavy_ball_, muon_
+from msamp.kernels.reference.store import Rounding, load, store_
 from msamp.kernels.tables import Tables
 from msamp.numerics import formats as known_formats
 from msamp.numerics.formats import BF16, REMAINDER_E4M3, Format
@@ -67,6 +68,11 @@ def formats_of(group: Mapping[str, Any]) -> list[Formats]:
     return list(given) if isinstance(given, list | tuple) else [given] * len(group["params"])
 
 
+def _named(given: Any) -> dict[str, str]:
+    """Names that say nothing of rounding were saved when there was nearest alone."""
+    return format_names(given) if isinstance(given, StateFormats) else dict.fromkeys(ROUNDING_FIELDS, "nearest") | dict(given)
+
+
 def named_formats(given: Any, count: int) -> dict[str, str] | list[dict[str, str]]:
     """What stands in `group["formats"]` of so many parameters: from StateFormats or its names, one for all or a list with one for each; as
     one for all where they are alike.
@@ -75,10 +81,10 @@ def named_formats(given: Any, count: int) -> dict[str, str] | list[dict[str, str
         ValueError: for a list of another length.
     """
     if not isinstance(given, list | tuple):
-        return format_names(given) if isinstance(given, StateFormats) else dict.fromkeys(ROUNDING_FIELDS, "nearest") | dict(given)
+        return _named(given)
     if len(given) != count:
         raise ValueError(f"{len(given)} formats are given for {count} parameters; give one for all, or one for each")
-    names = [named_formats(each, count) for each in given]
+    names = [_named(each) for each in given]
     return names[0] if names and all(each == names[0] for each in names) else names
 
 
@@ -283,8 +289,8 @@ class AdamW(Update):
         coat = any(isinstance(states[0], Expanded) for states in (batch.ms, batch.vs))
         kernel, twin = (ops.coat_adamw, reference_coat_adamw) if coat else (ops.adamw, reference_adamw)
         update = kernel if launch.by_rows else twin
-        how = {"decoupled": launch.group["decoupled"], "rounding": launch.rounding}
-        update(tables, batch, launch.hyper, amaxes, kept, coefficient, usable, **how)
+        decoupled, rounding = launch.group["decoupled"], launch.rounding
+        update(tables, batch, launch.hyper, amaxes, kept, coefficient, usable, decoupled=decoupled, rounding=rounding)
 
 
 class Collage(AdamW):
@@ -297,8 +303,8 @@ class Collage(AdamW):
         four = {key: states[key] for key in ("master", "grad", "m", "v")}
         if any(states.get(name) == "stochastic" for name in ROUNDING_FIELDS):
             raise ValueError(
-                f"update {self.name!r} computes and rounds in BF16, to nearest, and stochastic rounding is asked for; give nearest, or take "
-                "update fp32"
+                f"update {self.name!r} computes and rounds in BF16, to nearest, and stochastic rounding is asked for; give nearest, or "
+                "take update fp32"
             )
         if set(four.values()) != {BF16.name}:
             given = ", ".join(f"{key} {fmt}" for key, fmt in four.items())

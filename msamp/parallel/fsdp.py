@@ -35,7 +35,7 @@ from msamp.numerics.formats import by_name
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Cast
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import kept_states
+from msamp.optim.kept_states import kept_states
 from msamp.optim.clip import contiguous
 from msamp.optim.grad_cast import GradCast
 from msamp.optim.shard import Holding

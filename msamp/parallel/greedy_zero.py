@@ -28,7 +28,8 @@ import torch.distributed as dist
 from msamp.comm.bucket import Bucket, Segment, as_bytes
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW, kept_states, update_of
+from msamp.optim.adamw import FP8AdamW
+from msamp.optim.kept_states import kept_states, update_of
 from msamp.optim.shard import Holding
 from msamp.optim.states import begun, is_scaled, payload, scale_inv, view_of_rows
 from msamp.optim.updates import formats_of

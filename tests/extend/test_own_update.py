@@ -19,7 +19,8 @@ from megatron.lm.checkpoint.reader import CheckpointReader
 from megatron.lm.config import Config
 from megatron.lm.plan import plan, report
 from megatron.lm.run.trainer import Trainer
-from msamp.kernels.reference.adamw import GRAD, load, store_
+from msamp.kernels.reference.adamw import GRAD
+from msamp.kernels.reference.store import load, store_
 from msamp.kernels.tables import Tables
 from msamp.numerics import recipe
 from msamp.numerics.formats import BF16, COAT_E4M3, E4M3, FP32

@@ -26,7 +26,7 @@ from megatron.lm.config import Config
 from megatron.lm.config.cli import config_to_dict
 from megatron.lm.grid import Grid, Ranks
 from megatron.lm.training import Training
-from msamp.optim.adamw import update_of
+from msamp.optim.kept_states import update_of
 from msamp.optim.states import Stored, as_stored, group_numbers, payload, scale_inv
 
 

@@ -29,7 +29,7 @@ from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, FP32, Format, by_name
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
-from msamp.optim.adamw import kept_states
+from msamp.optim.kept_states import kept_states
 from msamp.optim.shard import Holding
 from msamp.optim.states import by_key, is_own_master, weight_format
 from msamp.optim.updates import MASTER, WEIGHT, State

@@ -163,8 +163,8 @@ class PrecisionConfig(RecipeConfig):
         choices=(*STATE_FORMATS, *COAT_FORMATS),
     )
     master_rounding: str | None = setting(
-        "how masters narrower than FP32 are stored: to nearest, which loses updates below half a code for good, or stochastically, by seeded "
-        "thresholds, so that they arrive in the mean; derived: as in the checkpoint that is resumed, else the recipe's own",
+        "how masters narrower than FP32 are stored: to nearest, which loses updates below half a code for good, or stochastically, by "
+        "seeded thresholds, so that they arrive in the mean; derived: as in the checkpoint that is resumed, else the recipe's own",
         None,
         choices=ROUNDINGS,
     )

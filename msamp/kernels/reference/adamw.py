@@ -20,12 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from msamp.kernels.reference.grad_stats import grad_stats
+from msamp.kernels.reference.store import NEAREST, Rounding, is_rounded, load, store_
 from msamp.kernels.tables import Tables
-from msamp.numerics.formats import FP16, of_dtype
-from msamp.numerics.quantize import cast
 from msamp.numerics.range_expand import Expanded
-from msamp.numerics.scaling import inverse, scale_from_amax
-from msamp.numerics.stochastic_rounding import Thresholds, cast_stochastically
+from msamp.numerics.stochastic_rounding import Thresholds
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
 # Elements updated at a time: each of the half dozen FP32 temporaries takes 128 MiB, or as much as the largest tensor.
@@ -60,21 +58,6 @@ class Hyper(NamedTuple):
 def hyper_numbers(hyper: Hyper) -> list[float]:
     """What the kernels find on the device: a `Hyper`, the logarithms of its betas, and the largest step."""
     return [*hyper, *(math.log(beta) if beta else -math.inf for beta in (hyper.beta1, hyper.beta2)), hyper.largest_step]
-
-
-class Rounding(NamedTuple):
-    """How states are stored that have fewer bits than FP32: to nearest even, or stochastically (`numerics.stochastic_rounding`).
-
-    Attributes:
-        moments: whether m and v are rounded stochastically.
-        masters: whether masters are.
-    """
-
-    moments: bool = False
-    masters: bool = False
-
-
-NEAREST = Rounding()
 
 
 @dataclass(frozen=True)
@@ -208,7 +191,12 @@ def update_(
         amaxes: FP32 [4 or more, tensors of the batch].
         bounded: the moments are rounded by the caller, although they are FP32 here: the guard of the step holds.
         The others: as of `adamw`.
+
+    Raises:
+        ValueError: for stochastic rounding of a batch without keys; nothing has changed then.
     """
+    if rounding != NEAREST:
+        check_keys(batch)
     gs = [fp32_values(g) for g in batch.grads]
     g_amax = amaxes[GRAD]
     if coefficient is not None:
@@ -224,10 +212,10 @@ def update_(
     v_bound = hyper.beta2 * amaxes[V] + (1 - hyper.beta2) * g_amax.square()
     p_bound = 2.0 * amaxes[MASTER]
     steps = [int(step) for step in batch.steps]
-    bounded |= _is_rounded(batch.ms) or _is_rounded(batch.vs)
+    bounded |= is_rounded(batch.ms) or is_rounded(batch.vs)
     adam_(ps, ms, vs, gs, steps, hyper, hyper.largest_step if bounded else math.inf)
     of_moments, of_masters = thresholds_of(batch, steps, rounding)
-    store_(batch.ms, ms, m_bound, of_moments, "m", silent=[g == 0 for g in gs] if _is_rounded(batch.ms) else None)
+    store_(batch.ms, ms, m_bound, of_moments, "m", silent=[g == 0 for g in gs] if is_rounded(batch.ms) else None)
     store_(batch.vs, vs, v_bound, of_moments, "v", positive=True)
     store_(batch.masters, ps, p_bound, of_masters, "master")
     if batch.weights:
@@ -247,20 +235,10 @@ def stored_amaxes(
     return torch.stack([grad_stats(None, x, squares=False)[0][0] if want else none for x, want in zip(columns, wanted, strict=True)])
 
 
-def load(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """FP32 values; a state that is FP32 itself is returned as it is, not copied."""
-    return [fp32_values(state) if isinstance(state, ScalingTensor) else state.float() for state in states]
-
-
 def thresholds_of(batch: Batch, steps: Sequence[int], rounding: Rounding) -> list[list[Thresholds] | None]:
-    """Of moments and of masters, each tensor's thresholds at its step; None of what is rounded to nearest.
-
-    Raises:
-        ValueError: for a batch without keys.
-    """
+    """Of moments and of masters, each tensor's thresholds at its step; None of what is rounded to nearest."""
     if rounding == NEAREST:
         return [None, None]
-    check_keys(batch)
     found = [Thresholds(*each) for each in zip(batch.keys, batch.offsets, steps, strict=True)]
     return [found if stochastic else None for stochastic in rounding]
 
@@ -272,77 +250,6 @@ def check_keys(batch: Batch) -> None:
             f"stochastic rounding is asked for {len(batch.grads)} tensors without keys and offsets of their thresholds; give each its own "
             "(msamp.numerics.stochastic_rounding.tensor_key), or round to nearest"
         )
-
-
-def _is_rounded(states: Sequence[Any]) -> bool:
-    """Whether states are stored in fewer bits than FP32."""
-    return isinstance(states[0], ScalingTensor) or states[0].dtype != torch.float32
-
-
-def store_(
-    states: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    bounds: torch.Tensor | None,
-    thresholds: Sequence[Thresholds] | None = None,
-    name: str = "",
-    *,
-    positive: bool = False,
-    silent: Sequence[torch.Tensor] | None = None,
-) -> None:
-    """Overwrite states, plain or ScalingTensors of one format, with FP32 `values`; FP16 saturates.
-
-    Args:
-        bounds: FP32 [len(states)], each at least the amax of its values, from which scales follow; a bound of zero keeps the last
-            scale. None for plain states.
-        thresholds: of each state, for stochastic rounding; None rounds to nearest.
-        name: whose thresholds: "m", "v" or "master".
-        positive: store what is above 0 as no less than the format's smallest value.
-        silent: bool, in the shapes of the values: where a code has to fall, since there is no gradient; None: nowhere.
-    """
-    if not _is_rounded(states):
-        for state, value in zip(states, values, strict=True):
-            if state is not value:
-                state.copy_(value)
-        return
-    fmt = of_dtype((states[0].payload if isinstance(states[0], ScalingTensor) else states[0]).dtype)
-    scaled = isinstance(states[0], ScalingTensor)
-    inverses: list[Any] = [None] * len(states)
-    scales: list[Any] = [None] * len(states)
-    if scaled:
-        assert bounds is not None
-        scale_invs = [state.scale_inv for state in states]  # type: ignore[attr-defined]
-        found = scale_from_amax(bounds, fmt.max, inverse(torch.stack(scale_invs)))
-        scales, inverses = list(found.unbind()), list(inverse(found).unbind())
-    for i, (state, value) in enumerate(zip(states, values, strict=True)):
-        x = value if scales[i] is None else value * scales[i]
-        before = None if silent is None else fp32_values(state).abs() * (1.0 if scales[i] is None else scales[i])
-        if positive:
-            x = torch.where(value > 0, x.clamp(min=fmt.smallest), x)
-        if thresholds is not None:
-            payload = cast_stochastically(x, fmt, thresholds[i], name)
-        else:
-            payload = cast(x.clamp(-FP16.max, FP16.max) if fmt is FP16 else x, fmt)
-        if silent is not None and before is not None:
-            payload = fallen(payload, before, silent[i], fmt.tiny if thresholds is not None else math.inf)
-        (state.payload if scaled else state).copy_(payload)  # type: ignore[attr-defined]
-    if scaled:
-        torch._foreach_copy_(scale_invs, inverses)
-
-
-def fallen(payload: torch.Tensor, before: torch.Tensor, silent: torch.Tensor, below: float) -> torch.Tensor:
-    """`payload` with the next smaller code wherever a gradient of 0 has not made the value smaller.
-
-    Args:
-        payload: of the new values, FP8, FP16 or BF16.
-        before: FP32, the magnitudes of the values that it replaces, in units of the new payload.
-        silent: bool, where the gradient is 0.
-        below: only magnitudes below this fall.
-    """
-    magnitude = payload.float().abs()
-    held = silent & (magnitude > 0) & (magnitude >= before) & (magnitude < below)
-    # The codes of magnitudes are in their order, beside a sign bit.
-    codes = payload.view(torch.uint8 if payload.element_size() == 1 else torch.int16)
-    return (codes - held.to(codes.dtype)).view(payload.dtype)
 
 
 def adam_(

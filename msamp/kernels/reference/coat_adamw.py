@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from msamp.kernels.reference.adamw import NEAREST, Batch, Hyper, Rounding, update_
+from msamp.kernels.reference.adamw import Batch, Hyper, update_
+from msamp.kernels.reference.store import NEAREST, Rounding
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.range_expand import Expanded, quantize_expanded
@@ -34,10 +35,11 @@ def coat_adamw(
     """
     if not bool(usable):
         return
-    numbers, how = Hyper(*hyper.tolist()[:5]), {"decoupled": decoupled, "rounding": rounding}
+    numbers = Hyper(*hyper.tolist()[:5])
     for part in batch.chunks():
         plain = replace(part, ms=_loaded(part.ms), vs=_loaded(part.vs))
-        update_(plain, numbers, amaxes[:, part.indices], kept, coefficient, bounded=True, **how)
+        mine = amaxes[:, part.indices]
+        update_(plain, numbers, mine, kept, coefficient, decoupled=decoupled, rounding=rounding, bounded=True)
         _store(part.ms, plain.ms)
         _store(part.vs, plain.vs)
 

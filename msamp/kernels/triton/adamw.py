@@ -10,11 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.adamw import NEAREST, Batch, Hyper, Rounding, check_keys
+from msamp.kernels.reference.adamw import Batch, Hyper, check_keys
+from msamp.kernels.reference.store import NEAREST, Rounding
 from msamp.kernels.tables import Tables, numbered, rows_of
-from msamp.kernels.triton.pack import _payload, _pointer, _span, _value
-from msamp.numerics.formats import BF16, of_dtype
-from msamp.numerics.stochastic_rounding import FIRST, HIGH, SECOND, SPREAD, STEP
+from msamp.kernels.triton.pack import _pointer, _span
+from msamp.kernels.triton.store import HASH_SPREAD, _hash, _read, _scaled, _store, _store_m, _store_v, _threshold
+from msamp.numerics.formats import of_dtype
+from msamp.numerics.stochastic_rounding import STEP
 from msamp.numerics.tensor import ScalingTensor
 
 BLOCK, CHUNK = 2048, 16384  # 8 elements a thread at a time: two of FP16's and one of FP32's widest accesses; elements a program
@@ -22,8 +24,8 @@ REGISTERS = 80  # a thread: three blocks of 256 threads share a multiprocessor, 
 
 
 class Row(NamedTuple):
-    """A parameter: its number of elements, addresses (0 for an absent tensor), its columns in `amaxes` and `kept`, and the key and the first
-    index of its thresholds."""
+    """A parameter: its number of elements, addresses (0 for an absent tensor), its columns in `amaxes` and `kept`, and its thresholds' key
+    and first index."""
 
     numel: int
     grad: int
@@ -84,8 +86,7 @@ class Scalars(NamedTuple):
 COLUMNS, SCALARS = 1 + len(Row._fields), len(Scalars._fields)
 ROW, SCALAR = tl.constexpr(numbered(Row)), tl.constexpr(numbered(Scalars, 0))
 HYPER, DERIVED = tl.constexpr(numbered(Hyper, 0)), tl.constexpr(numbered(Derived, len(Hyper._fields)))
-HASH_SPREAD, HASH_FIRST, HASH_SECOND, HASH_HIGH = (tl.constexpr(x) for x in (SPREAD, FIRST, SECOND, HIGH))
-TURN, BF16_MAX = tl.constexpr(STEP), tl.constexpr(BF16.max)
+TURN = tl.constexpr(STEP)
 
 
 @triton.jit
@@ -212,6 +213,11 @@ def _averages(g, m, v, p, weight_decay, remaining, weight, beta2, w2, DECOUPLED:
 
 
 @triton.jit
+def _within(x, top):
+    return tl.maximum(tl.minimum(x, top, propagate_nan=tl.PropagateNan.ALL), -top, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _adam(
     g, m, v, p, weight_decay, remaining, weight, beta2, w2, correction, correction_inverse, eps, step_size, bound,
     DECOUPLED: tl.constexpr, BOUNDED: tl.constexpr, HARDWARE: tl.constexpr,
@@ -225,124 +231,6 @@ def _adam(
         used = _within(m, d * bound)
     p = _fma(step_size, tl.div_rn(used, d), p, HARDWARE) if HARDWARE else p + tl.div_rn(step_size * used, d)
     return m, v, p
-
-
-@triton.jit
-def _within(x, top):
-    return tl.maximum(tl.minimum(x, top, propagate_nan=tl.PropagateNan.ALL), -top, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _hash(key, index, at, WIDE: tl.constexpr):
-    """uint32: `stochastic_rounding.hashes` of the elements `index + at`; WIDE where indices need more than 32 bits."""
-    second = (key >> 32).to(tl.uint32)
-    if WIDE:
-        index = index + at
-        low = index.to(tl.uint32)
-        second = second + (index >> 32).to(tl.uint32) * HASH_HIGH
-    else:
-        low = index.to(tl.uint32) + at.to(tl.uint32)
-    h = low * HASH_SPREAD + key.to(tl.uint32)
-    h = (h ^ (h >> 16)) * HASH_FIRST
-    h = (h ^ (h >> 15)) * HASH_SECOND + second
-    return h ^ (h >> 15)
-
-
-@triton.jit
-def _threshold(h, turn):
-    """int32 in [0, 2^16), of the low half of a hash."""
-    return ((h & 0xFFFF).to(tl.int32) + turn) & 0xFFFF
-
-
-@triton.jit
-def _stochastic(x, threshold, held_below, MANTISSA: tl.constexpr):
-    """`stochastic_rounding.round_stochastically`; what is not below `held_below` but below the smallest normal value falls by one code."""
-    SHIFT: tl.constexpr = 23 - MANTISSA
-    LARGEST: tl.constexpr = 448.0 if MANTISSA == 3 else (57344.0 if MANTISSA == 2 else (65504.0 if MANTISSA == 10 else BF16_MAX))
-    TINY: tl.constexpr = 2.0**-6 if MANTISSA == 3 else (2.0**-126 if MANTISSA == 7 else 2.0**-14)
-    SMALLEST: tl.constexpr = TINY * 2.0**-MANTISSA
-    magnitude = tl.abs(x)
-    base = 0.0
-    if MANTISSA != 7:
-        base = tl.where(magnitude < TINY, TINY, 0.0)
-    if SHIFT <= 16:
-        added = threshold >> (16 - SHIFT)
-    else:
-        added = (threshold << (SHIFT - 16)) + (1 << (SHIFT - 17))
-    bits = ((magnitude + base).to(tl.int32, bitcast=True) + added) & -(1 << SHIFT)
-    y = bits.to(tl.float32, bitcast=True) - base
-    if held_below is not None:
-        y = tl.where((y >= held_below) & (y < TINY) & (y > 0), y - SMALLEST, y)
-    signed = (y.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000)).to(tl.float32, bitcast=True)
-    return tl.where(magnitude <= LARGEST, signed, x)
-
-
-@triton.jit
-def _fallen(payload, held_below, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
-    """The next smaller code of payloads with a magnitude that is not below `held_below`; `fallen` of the twin."""
-    magnitude = tl.abs(_value(payload, MANTISSA, HARDWARE))
-    held = (magnitude >= held_below) & (magnitude > 0)
-    if MANTISSA <= 3:
-        payload = payload - held.to(tl.uint8)
-    else:
-        payload = (payload.to(tl.int16, bitcast=True) - held.to(tl.int16)).to(payload.dtype, bitcast=True)
-    return payload
-
-
-@triton.jit
-def _scaled(x, scale, MANTISSA: tl.constexpr):
-    """`x * scale`; FP32 and BF16 have a scale of 1, which would cost an instruction for each element."""
-    return x if MANTISSA == 23 or MANTISSA == 7 else x * scale
-
-
-@triton.jit
-def _read(pointer, at, inside, scale_inv, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
-    """FP32 values, 0 outside."""
-    return _scaled(_value(tl.load(pointer + at, mask=inside, other=0), MANTISSA, HARDWARE), scale_inv, MANTISSA)
-
-
-@triton.jit
-def _store(pointer, at, inside, v, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, threshold=None, held_below=None):
-    """Store, stochastically with a threshold; returns the stored payload as FP32, without its scale.
-
-    Payloads whose magnitude is not below `held_below` fall by one code.
-    """
-    x = _scaled(v, scale, MANTISSA)
-    if threshold is not None:
-        x = _stochastic(x, threshold, held_below, MANTISSA)
-    payload = _payload(x, MANTISSA, HARDWARE)
-    if threshold is None and held_below is not None:
-        payload = _fallen(payload, held_below, MANTISSA, HARDWARE)
-    tl.store(pointer + at, payload, mask=inside)
-    return _value(payload, MANTISSA, HARDWARE)
-
-
-@triton.jit
-def _store_m(pointer, at, inside, m, before, g, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, threshold):
-    """`_store` of the first moment: where the gradient is 0 its code falls. `before` is what it was."""
-    if MANTISSA == 23:
-        stored = _store(pointer, at, inside, m, scale, MANTISSA, HARDWARE)
-    else:
-        held_below = tl.where(g == 0, tl.abs(_scaled(before, scale, MANTISSA)), float("inf"))
-        stored = _store(pointer, at, inside, m, scale, MANTISSA, HARDWARE, threshold, held_below)
-    return stored
-
-
-@triton.jit
-def _store_v(pointer, at, inside, v, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, threshold):
-    """`_store` of the second moment: what is above 0 stays above 0."""
-    if MANTISSA == 23:
-        stored = _store(pointer, at, inside, v, scale, MANTISSA, HARDWARE)
-    else:
-        SMALLEST: tl.constexpr = 2.0**-9 if MANTISSA == 3 else (2.0**-16 if MANTISSA == 2 else (2.0**-24 if MANTISSA == 10 else 2.0**-133))
-        x = _scaled(v, scale, MANTISSA)
-        x = tl.where(v > 0, tl.maximum(x, SMALLEST), x)
-        if threshold is not None:
-            x = _stochastic(x, threshold, None, MANTISSA)
-        payload = _payload(x, MANTISSA, HARDWARE)
-        tl.store(pointer + at, payload, mask=inside)
-        stored = _value(payload, MANTISSA, HARDWARE)
-    return stored
 
 
 @triton.jit
@@ -551,6 +439,7 @@ def adamw(
     for owners, aligned in parts:
         _adamw_kernel[(owners.numel(),)](
             table, owners, skipped, scalars, kept, kept.shape[1], flag, KEEP_P=keep_master, DECOUPLED=decoupled, ALIGNED=aligned,
-            HARDWARE=amaxes.is_cuda, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=8, maxnreg=REGISTERS, enable_fp_fusion=False, **formats, **sizes, **drawn,
+            HARDWARE=amaxes.is_cuda, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=8, maxnreg=REGISTERS, enable_fp_fusion=False,
+            **formats, **sizes, **drawn,
         )  # fmt: skip
         skipped += owners.numel()

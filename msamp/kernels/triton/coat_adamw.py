@@ -9,32 +9,28 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.adamw import NEAREST, Batch, Rounding
+from msamp.kernels.reference.adamw import Batch
+from msamp.kernels.reference.store import NEAREST, Rounding
 from msamp.kernels.tables import Tables, numbered, rows_of
 from msamp.kernels.triton.adamw import (
     COLUMNS,
-    HASH_SPREAD,
     ROW,
     SCALARS,
     _averages,
     _fma,
-    _hash,
     _keep,
     _mantissa,
     _numbers,
     _pointers,
     _raise,
-    _read,
     _scalars_kernel,
-    _store_m,
-    _store_v,
     _store_weights,
     _table_rows,
-    _threshold,
     _within,
     constants_of,
 )
 from msamp.kernels.triton.pack import HEAD, _payload, _pointer, _value
+from msamp.kernels.triton.store import HASH_SPREAD, _hash, _read, _store_m, _store_v, _threshold
 from msamp.numerics.range_expand import STATE_GROUP, Expanded
 from msamp.numerics.tensor import ScalingTensor
 

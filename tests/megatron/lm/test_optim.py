@@ -106,7 +106,9 @@ def test_groups_and_formats_of_a_level(level: str):
     assert set(groups) == set(expected)
     build_schedule(optimizer, tiny.config("corpus"))  # sets each group's decay
     for members, (states, decay) in expected.items():
-        assert groups[members]["formats"] == {**states, "update": "fp32"}
+        rounding = {name: value for name, value in groups[members]["formats"].items() if name.endswith("_rounding")}
+        assert groups[members]["formats"] == {**states, "update": "fp32", **rounding}
+        assert len(rounding) == 2
         assert groups[members]["weight_decay"] == pytest.approx(decay)
     assert gradient_formats(optimizer) == {p: sync.bucket_of(p).format for p in names}
     assert isinstance(optimizer.shard, ZeRO) == sync.shard == (level == "O3")

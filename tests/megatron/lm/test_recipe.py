@@ -6,7 +6,7 @@ import pytest
 
 from megatron.lm.config import PrecisionConfig
 from megatron.lm.config.precision import ACTIVATIONS_SAVED
-from megatron.lm.recipe import SAVED, build_recipe, rule_setting, saved_activations, states_by_kind, with_saved_scaling
+from megatron.lm.recipe import SAVED, build_recipe, rule_setting, saved_activations, with_saved_rounding, with_saved_scaling
 from msamp.nn.saved import AS_IT_IS, IN_GROUPS
 from msamp.numerics import formats, recipe
 from msamp.numerics.formats import E4M3, E5M2
@@ -61,22 +61,52 @@ def test_coat_s_moments_at_every_precision(precision: str):
     assert build_recipe(mixed).states.v == formats.COAT_E5M2
     alone = build_recipe(PrecisionConfig(precision=precision, exp_avg_format="coat-e5m2"))
     assert (alone.states.m, alone.states.v) == (formats.COAT_E5M2, own.v)
-    assert states_by_kind(alone)["matrix"].m == formats.COAT_E5M2
-    assert states_by_kind(alone)["vector"] == FP32_STATES
+    assert alone.formats_of("matrix").m == formats.COAT_E5M2
+    assert alone.formats_of("vector") == FP32_STATES
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_kinds_at_the_fp8_levels(level: str):
     states = recipe.by_name(level).states
-    kinds = states_by_kind(recipe.by_name(level))
-    assert kinds["linear"] == states
-    assert kinds["matrix"] == StateFormats(states.master, formats.BF16, states.m, states.v)
-    assert kinds["vector"] == FP32_STATES
+    of = recipe.by_name(level).formats_of
+    assert of("linear") == states
+    assert of("matrix") == replace(states, grad=formats.BF16)
+    assert of("vector") == FP32_STATES
 
 
 @pytest.mark.parametrize("other", [r for r in recipe.ALL if not r.fp8], ids=lambda r: r.name)
 def test_kinds_without_fp8(other: recipe.Recipe):
-    assert states_by_kind(other) == dict.fromkeys(("linear", "matrix", "vector"), other.states)
+    assert [other.formats_of(kind) for kind in recipe.KINDS] == [other.states] * 3
+
+
+def test_roundings_of_the_flags():
+    flags = PrecisionConfig(opt_level="O2", master_rounding="stochastic", moment_rounding="nearest")
+    for kind in ("linear", "matrix"):
+        states = build_recipe(flags).formats_of(kind)
+        assert (states.master_rounding, states.moment_rounding) == ("stochastic", "nearest")
+    assert build_recipe(flags).formats_of("vector") == FP32_STATES
+    with pytest.raises(ValueError, match=r"master_rounding is stochastic, and with master fp32, .* nothing that it rounds"):
+        build_recipe(PrecisionConfig(opt_level="O2", master_format="fp32", master_rounding="stochastic"))
+    with pytest.raises(ValueError, match=r"Collage's update 'plus', whose BF16 arithmetic rounds to nearest; drop it"):
+        build_recipe(PrecisionConfig(precision="collage-plus", master_rounding="stochastic"))
+
+
+def test_a_resume_rounds_as_the_saved_run_unless_told_otherwise():
+    def resumed(saved, **flags):
+        states = with_saved_rounding(PrecisionConfig(**flags), PrecisionConfig(**saved)).recipe.states
+        return states.master_rounding, states.moment_rounding
+
+    both, none = (
+        {"master_rounding": "stochastic", "moment_rounding": "stochastic"},
+        {"master_rounding": "nearest", "moment_rounding": "nearest"},
+    )
+    assert resumed({"opt_level": "O2", **both}, opt_level="O2") == ("stochastic", "stochastic")
+    assert resumed({"opt_level": "O2", **none}, opt_level="O2") == ("nearest", "nearest")
+    assert resumed({"opt_level": "O2", **none}, opt_level="O2", master_rounding="stochastic") == ("stochastic", "nearest")
+    assert resumed({"opt_level": "O2", **both}, opt_level="O1") == ("stochastic", "nearest")  # whose moments are FP32
+    assert resumed({"opt_level": "O2", **both}, precision="bf16") == ("nearest", "nearest")
+    own = PrecisionConfig(opt_level="O2").recipe.states
+    assert with_saved_rounding(PrecisionConfig(opt_level="O2"), None).recipe.states == own
 
 
 def test_how_activations_may_be_saved_is_what_the_flag_offers():

@@ -15,7 +15,7 @@ from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3, E5M2, FP16, FP32
 from msamp.numerics.metrics import saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.adamw import kept_states
+from msamp.optim.kept_states import kept_states
 from msamp.optim.states import as_stored, payload, stored_bytes
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9")

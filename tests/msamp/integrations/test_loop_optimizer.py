@@ -12,7 +12,7 @@ import torch.distributed
 from torch import nn
 
 import msamp
-from msamp.numerics import recipe
+from msamp.numerics import formats, recipe
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.updates import format_names
 
@@ -147,10 +147,14 @@ def test_a_group_added_later_has_the_formats_of_its_parameters(level):
     extra = nn.Parameter(torch.randn(8, 16))
     optimizer.add_param_group({"params": [*low[2].parameters(), *low[3].parameters(), extra]})
     states = format_names(recipe.by_name(level).states)
-    assert optimizer.param_groups[1]["formats"] == [FP32, FP32, states, FP32, FP32]
+    matrix = format_names(recipe.by_name(level).formats_of("matrix").varied(master=formats.FP32))  # an FP32 parameter is its own master
+    assert matrix["grad"] == "bf16"
+    assert optimizer.param_groups[1]["formats"] == [FP32, FP32, states, FP32, matrix]
     extra.grad = torch.ones_like(extra)
     train(low, optimizer, range(2))
-    assert not any(isinstance(x, ScalingTensor) for p in (extra, low[2].weight) for x in optimizer.state.get(p, {}).values())
+    assert not any(isinstance(x, ScalingTensor) for x in optimizer.state.get(low[2].weight, {}).values())
+    assert "master" not in optimizer.state[extra]
+    assert isinstance(optimizer.state[extra]["exp_avg"], ScalingTensor) == (level != "O1")
     optimizer.add_param_group({"params": nn.Parameter(torch.ones(3)), "formats": recipe.FP32_STATES})
     assert optimizer.param_groups[2]["formats"] == FP32
 

@@ -10,7 +10,7 @@ from numerics import COAT_FOLLOWS, KINDS, LARGE, SMALL, check, codes, make, meas
 from torch import nn
 
 from msamp.kernels.reference import coat_adamw
-from msamp.kernels.reference.adamw import load, store_
+from msamp.kernels.reference.store import load, store_
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, EXPANDED, FP16, FP32, PLAIN_FP16
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.quantize import quantize

@@ -18,6 +18,7 @@ import pytest
 import tiny
 from make_checkpoints import STEPS_AFTER, digests
 
+from megatron.lm import gain
 from megatron.lm.checkpoint import CheckpointReader, latest, save
 from megatron.lm.checkpoint.folder import read_info
 from megatron.lm.checkpoint.versions import _STEPS, VERSION, check_info, files_of, upgraded
@@ -38,7 +39,7 @@ def beside_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unpacked(run: str) -> Config:
-    """Fetch a run's checkpoint and corpus; the configuration of a run that goes on from it with its flags, but for how FP8 is scaled."""
+    """Fetch a run's checkpoint and corpus; the configuration of a run that resumes from it with its flags, but for scaling and rounding."""
     archive = ROOT / f"{run}.tar.xz"
     shutil.unpack_archive(archive)
     for file in archive.parent.glob("corpus.*"):
@@ -48,7 +49,7 @@ def unpacked(run: str) -> Config:
     return replace(
         config,
         training=replace(config.training, exit_interval=None),
-        precision=replace(config.precision, fp8_recipe=None),
+        precision=replace(config.precision, fp8_recipe=None, master_rounding=None, moment_rounding=None),
         logging=LoggingConfig(log_interval=1),
         checkpoint=CheckpointConfig(load=name),
     )
@@ -112,10 +113,21 @@ def test_a_setting_that_was_left_open_stays_open_and_one_that_is_gone_takes_the_
     assert info == kept
     assert now["version"] == VERSION
     assert now["config"]["logging"] == {"log_interval": 5}
-    assert now["config"]["precision"] == {"opt_level": "O2", "fp8_recipe": None, "save_activations": "coat"}
+    nearest = {"master_rounding": "nearest", "moment_rounding": "nearest"}
+    assert now["config"]["precision"] == {"opt_level": "O2", "fp8_recipe": None, "save_activations": "coat"} | nearest
     info["config"]["logging"] = {}
     assert upgraded(info)["config"]["precision"]["fp8_recipe"] == "delayed"
-    assert upgraded({"version": 3, "config": {"precision": {"fp8_scaling": None}}})["config"]["precision"] == {"fp8_recipe": None}
+    assert upgraded({"version": 3, "config": {"precision": {"fp8_scaling": None}}})["config"]["precision"] == {"fp8_recipe": None} | nearest
+
+
+def test_what_was_saved_before_there_was_stochastic_rounding_resumes_with_nearest():
+    """Bit for bit: the digests and losses of version 5 are those of its own code."""
+    config = unpacked("version_5/O2")
+    assert (config.precision.master_rounding, config.precision.moment_rounding) == (None, None)  # flags of the resume
+    saved = config_from_dict(upgraded(read_info(latest(Path("O2"))))["config"]).precision
+    decided, _ = gain.decide(config, None, lambda: saved)
+    states = decided.precision.recipe.states
+    assert (states.master_rounding, states.moment_rounding) == ("nearest", "nearest")
 
 
 def test_a_checkpoint_of_today_stays_as_it_is():

@@ -8,8 +8,9 @@ import pytest
 import torch
 from numerics import bits, make
 
-from msamp.kernels.reference.adamw import NEAREST, Batch, Hyper, Rounding, hyper_numbers
+from msamp.kernels.reference.adamw import Batch, Hyper, hyper_numbers
 from msamp.kernels.reference.adamw import adamw as twin
+from msamp.kernels.reference.store import NEAREST, Rounding
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, PLAIN_FP16, Format
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats
@@ -166,20 +167,22 @@ def test_a_gradient_of_zero_lets_the_code_of_m_fall_as_in_the_twin(name, roundin
     theirs, start = copy.deepcopy(ours), [fp32_values(m).clone() for m in ours.ms]
     flag, numbers = torch.tensor(True, device=triton_device), hyper(triton_device, beta1=0.99, beta2=0.999)
     for run, x in ((twin, theirs), (kernel, ours)):
-        run(Tables(torch.device(triton_device)), x, numbers, amaxes_of(x, triton_device), torch.zeros(3, 2, device=triton_device), None, flag,
-            decoupled=True, rounding=rounding)  # fmt: skip
+        table, kept = amaxes_of(x, triton_device), torch.zeros(3, 2, device=triton_device)
+        run(Tables(torch.device(triton_device)), x, numbers, table, kept, None, flag, decoupled=True, rounding=rounding)
     assert same(everything(ours, flag), everything(theirs, flag))
     kept = [float(((fp32_values(m).abs() >= old.abs()) & (old != 0))[1:].float().mean()) for m, old in zip(ours.ms, start, strict=True)]
     assert max(kept) == 0.0 if rounding == NEAREST else max(kept) < 0.95, kept
 
 
 def test_stochastic_rounding_without_keys_is_refused(triton_device):
-    x = replace(batch(O2.states, None, triton_device, [(16,)]), keys=[], offsets=[])
+    x = replace(batch(O2.states, None, triton_device, [(16,), (4, 4)]), keys=[], offsets=[])
+    numbers, flag, masters = hyper(triton_device), torch.tensor(True, device=triton_device), Rounding(masters=True)
+    before = everything(x, flag)
     for run in (twin, kernel):
+        table, kept = amaxes_of(x, triton_device), torch.zeros(3, 2, device=triton_device)
         with pytest.raises(ValueError, match="without keys and offsets of their thresholds"):
-            run(Tables(torch.device(triton_device)), x, hyper(triton_device), amaxes_of(x, triton_device),
-                torch.zeros(3, 1, device=triton_device), None, torch.tensor(True, device=triton_device), decoupled=True,
-                rounding=Rounding(masters=True))  # fmt: skip
+            run(Tables(torch.device(triton_device)), x, numbers, table, kept, None, flag, decoupled=True, rounding=masters)
+        assert same(everything(x, flag), before)
 
 
 SETTINGS = [

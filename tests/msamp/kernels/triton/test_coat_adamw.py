@@ -11,8 +11,9 @@ import pytest
 import torch
 from numerics import COAT_STEP, SMALL, bits, check, codes, make, measure
 
-from msamp.kernels.reference.adamw import NEAREST, Batch, Hyper, Rounding, hyper_numbers
+from msamp.kernels.reference.adamw import Batch, Hyper, hyper_numbers
 from msamp.kernels.reference.coat_adamw import coat_adamw as twin
+from msamp.kernels.reference.store import NEAREST, Rounding
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32, PLAIN_FP16, Format, of_dtype
 from msamp.numerics.range_expand import STATE_GROUP, Expanded, quantize_expanded

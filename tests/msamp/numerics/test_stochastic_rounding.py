@@ -1,0 +1,130 @@
+"""Stochastic rounding: thresholds from a counter, evenly spread over elements and steps; casts whose mean is the value."""
+
+import math
+
+import pytest
+import torch
+from numerics import make
+
+from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, Format
+from msamp.numerics.metrics import saturation_frac, sqnr_db, underflow_frac
+from msamp.numerics.quantize import cast
+from msamp.numerics.stochastic_rounding import Thresholds, cast_stochastically, round_stochastically, tensor_key
+
+CPU = torch.device("cpu")
+FORMATS = [E4M3, E5M2, FP16, BF16]
+KEY = tensor_key(1234, "decoder.layers.0.mlp.linear_fc1.weight")
+
+
+def drawn(state: str = "m", key: int = KEY, offset: int = 0, step: int = 1, count: int = 2**16) -> torch.Tensor:
+    return Thresholds(key, offset, step).of(state, 0, count, CPU)
+
+
+def test_a_key_follows_from_seed_name_and_coordinates():
+    keys = {tensor_key(seed, name, *at) for seed in (0, 1) for name in ("a", "b") for at in ((), (0,), (1,), (1, 0))}
+    assert len(keys) == 16
+    assert all(-(2**63) <= key < 2**63 for key in keys)
+    assert tensor_key(0, "a", 1) == tensor_key(0, "a", 1) == -266278209153689261  # a checkpoint's keys outlive the process
+
+
+def test_thresholds_are_spread_evenly_over_the_elements():
+    for state in ("m", "v", "master"):
+        counts = torch.bincount(drawn(state, count=2**18) >> 8, minlength=256).double()
+        chi_squared = float(((counts - 1024).square() / 1024).sum())
+        assert 170 < chi_squared < 350, (state, chi_squared)  # 255 +- 4 standard deviations
+
+
+def test_thresholds_of_neighbours_states_and_keys_are_uncorrelated():
+    draws = [drawn(state, key).double() for key in (KEY, KEY + 1, tensor_key(1235, "a")) for state in ("m", "v", "master")]
+    draws += [draws[0].roll(n) for n in (1, 2, 64, 1024)]
+    correlation = torch.corrcoef(torch.stack(draws)) - torch.eye(len(draws))
+    assert correlation.abs().max() < 5 / math.sqrt(2**16)
+
+
+def test_an_element_has_its_threshold_however_the_tensor_is_cut():
+    whole = drawn(count=1000)
+    for start, end in ((0, 1), (17, 400), (400, 1000)):
+        assert drawn(offset=start, count=end - start).equal(whole[start:end])
+    assert Thresholds(KEY, 3, 1).of("m", 4, 10, CPU).equal(whole[7:17])
+
+
+def test_elements_beyond_32_bits_have_thresholds_of_their_own():
+    far = 2**32
+    assert not drawn(offset=far, count=100).equal(drawn(count=100))
+    assert drawn(offset=far - 50, count=100)[50:].equal(drawn(offset=far, count=50))
+
+
+def test_the_thresholds_of_an_element_fill_the_interval_evenly_over_the_steps():
+    """The discrepancy of a Kronecker sequence of the golden ratio is below 2 / n ln n; independent draws would have 1 / sqrt(n)."""
+    steps = torch.stack([drawn(step=step, count=64) for step in range(1, 257)]).sort(0).values.double() / 2**16
+    even = torch.arange(256).double().unsqueeze(1) / 256
+    assert (steps - even).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("step", [1, 7, 2**20])
+def test_a_step_on_the_device_is_the_same_step(step):
+    there = Thresholds(KEY, 0, torch.tensor(float(step))).of("v", 0, 100, CPU)
+    assert there.equal(drawn("v", step=step, count=100))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_what_the_format_holds_stays_and_everything_else_goes_to_a_neighbour(fmt: Format):
+    x = torch.cat([make(kind, (2**12,)) * 2.0 ** (i - 6) for i, kind in enumerate(("normal", "channel-outlier", "log-normal"))])
+    at = Thresholds(KEY, 0, 5)
+    held = cast(x, fmt).float()
+    assert cast_stochastically(held, fmt, at, "m").float().equal(held)
+    down, up = (round_stochastically(x, torch.full(x.shape, r, dtype=torch.int32), fmt) for r in (0, 2**16 - 1))
+    got = cast_stochastically(x, fmt, at, "m").float()
+    inside = x.abs() <= fmt.max
+    assert torch.minimum(down, up)[inside].le(got[inside]).all()
+    assert torch.maximum(down, up)[inside].ge(got[inside]).all()
+    ends = torch.stack([down, up])[:, inside]
+    assert cast(ends, fmt).float().equal(ends)  # both are values of the format
+
+
+def test_values_that_no_format_holds():
+    x = torch.tensor([math.nan, math.inf, -math.inf, 1e9, -1e9, 0.0, -0.0])
+    for fmt in (E4M3, E5M2, FP16):
+        got = cast_stochastically(x, fmt, Thresholds(KEY, 0, 1), "m").float()
+        assert got[0].isnan()
+        assert got[1:].tolist() == [fmt.max, -fmt.max, fmt.max, -fmt.max, 0.0, 0.0]
+        assert got.signbit().tolist()[1:] == x.signbit().tolist()[1:]
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("size", [1.0, "subnormal"], ids=str)
+def test_the_mean_over_all_thresholds_is_the_value(fmt: Format, size):
+    """To the documented bias: none where 16 bits or fewer are dropped, else 2^-17 of a code; below `tiny` 2^-24 of it."""
+    base = 1.0 if size == 1.0 else fmt.tiny / 8
+    code = base * 2.0**-fmt.mantissa_bits if size == 1.0 else fmt.smallest
+    for share in (0.0, 2.0**-13, 0.1, 0.37, 0.5, 0.8125, 1 - 2.0**-12):
+        x = torch.tensor(base + share * code)
+        every = round_stochastically(x.expand(2**16), torch.arange(2**16, dtype=torch.int32), fmt)
+        bias = abs(float(every.double().mean() - x.double())) / code
+        assert bias <= (2.0**-13 if size == "subnormal" and fmt is FP16 else 2.0**-16), (share, bias)
+
+
+@pytest.mark.parametrize("kind", ["normal", "channel-outlier", "log-normal"])
+@pytest.mark.parametrize("fmt", [E4M3, FP16], ids=str)
+def test_noise_is_that_of_nearest_rounding_plus_three_decibels(fmt: Format, kind: str):
+    """Its error has a variance of u^2 / 6 on average where nearest rounding has u^2 / 12; no more elements saturate, and fewer vanish."""
+    x = make(kind, (256, 256))
+    x = x * (fmt.max / 2 / x.abs().max())
+    ours, nearest = cast_stochastically(x, fmt, Thresholds(KEY, 0, 1), "m"), cast(x, fmt)
+    assert sqnr_db(x, ours.float()) == pytest.approx(sqnr_db(x, nearest.float()) - 3.0, abs=1.0)
+    assert underflow_frac(x, ours.float()) <= underflow_frac(x, nearest.float()) + 1e-3
+    assert saturation_frac(ours, fmt) <= saturation_frac(nearest, fmt) + 1e-4
+
+
+@pytest.mark.parametrize("fmt", [E4M3, FP16, BF16], ids=str)
+def test_a_value_moves_by_what_is_added_to_it_however_little(fmt: Format):
+    """0.03 codes at each of 300 steps: nine codes, to within three; nearest rounding moves nothing."""
+    x = near = torch.ones(512)
+    added = 0.03 * 2.0**-fmt.mantissa_bits
+    for step in range(1, 301):
+        x = cast_stochastically(x + added, fmt, Thresholds(KEY, 0, step), "master").float()
+        near = cast(near + added, fmt).float()
+    moved = (x - 1) * 2.0**fmt.mantissa_bits
+    assert near.eq(1).all()
+    assert moved.mean() == pytest.approx(9.0, abs=0.2)
+    assert (moved - 9).abs().max() <= 3
