@@ -7,7 +7,10 @@ GPT-125M for 2,000 steps of 8k tokens, one epoch of cleaned enwik8 (`tools/prepa
 these and win. Every run is a `megatron.lm.pretrain` of its own with its metrics in --out; one that is complete is not run again, so that a
 list can grow. Losses of a precision with several seeds are told as mean, least and most, and beside BF16's of the same seeds. Every
 visible GPU is used, each run has one. With --at-once runs share a GPU, and speed and memory come from a short run of each precision with a
-GPU to itself, which goes first; then comes the first seed of each, then the second.
+GPU to itself, which goes first; then comes the first seed of each, then the second. --no-speed skips the short runs and leaves the speed
+empty, for a comparison of losses alone:
+
+    ... --precisions bf16 O2 --seeds bf16=8 O2=8 --steps 1000 --flags "--min-lr 0" --at-once 4 --no-speed
 
 With --minutes the work may be spread over several sessions on a machine: give the same --out again. Nothing is started in less time than
 the last run of as many steps took; what still runs at the end is stopped, and run anew next time.
@@ -162,8 +165,8 @@ def train_all(jobs: Sequence[Job], options: argparse.Namespace, session: Session
         list(pool.map(one, jobs))
 
 
-def row_of(precision: str, runs: Mapping[int, Run], speed: Run, base: Mapping[int, Run]) -> dict[str, Any]:
-    """A line of the table from a precision's runs by seed; `base`: those of bf16.
+def row_of(precision: str, runs: Mapping[int, Run], speed: Run, base: Mapping[int, Run], *, timed: bool = True) -> dict[str, Any]:
+    """A line of the table from a precision's runs by seed; `base`: those of bf16; `timed`: whether `speed` had the GPU to itself.
 
     Seeds differ by more than most precisions do, so that only runs of the same seeds are compared; the comparison stays empty where bf16
     lacks one.
@@ -180,7 +183,7 @@ def row_of(precision: str, runs: Mapping[int, Run], speed: Run, base: Mapping[in
         "least": round(min(losses), 4),
         "most": round(max(losses), 4),
         "against_bf16": "" if against is None else f"{100 * against:+.2f} %",
-        "tokens_s": round(statistics.median(line["tokens_per_s"] for line in late)),
+        "tokens_s": round(statistics.median(line["tokens_per_s"] for line in late)) if timed else "",
         "peak_gib": round(max(line["memory_gib"] for line in late), 2),
         "state_bytes_param": round(sum(sizes.values()), 2),
     }
@@ -198,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=count(4), default=STEPS)
     parser.add_argument("--speed-steps", type=count(4), default=SPEED_STEPS, help="of the short runs beside --at-once")
+    parser.add_argument("--no-speed", action="store_true", help="no short runs beside --at-once: the table has no speed then")
     parser.add_argument("--at-once", type=count(1), default=1, help="trainings that share a GPU (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after these, with what is complete (default: no limit)")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every run")
@@ -208,13 +212,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--minutes {options.minutes:g}: give a number above 0, or leave it out for no limit")
     session = Session(end=time.monotonic() + 60 * options.minutes)
     jobs = {p: [job_of(p, number, options.steps) for number in range(seeds.get(p, 1))] for p in options.precisions}
-    alone = {p: job_of(p, "alone", options.speed_steps) if options.at_once > 1 else jobs[p][0] for p in jobs}
+    short = options.at_once > 1 and not options.no_speed
+    alone = {p: job_of(p, "alone", options.speed_steps) if short else jobs[p][0] for p in jobs}
     by_seed = itertools.chain.from_iterable(itertools.zip_longest(*jobs.values()))
-    shared = [job for job in by_seed if job is not None and job not in alone.values()]
-    train_all(list(alone.values()), options, session, 1)
+    first = [] if options.no_speed else list(alone.values())
+    shared = [job for job in by_seed if job is not None and job not in first]
+    train_all(first, options, session, 1)
     train_all(shared, options, session, options.at_once)
-    missing = [job for job in (*alone.values(), *shared) if not complete(job, options)]
-    whole = {p: [job for job in jobs[p] if job not in missing] for p in jobs if alone[p] not in missing}
+    missing = [job for job in (*first, *shared) if not complete(job, options)]
+    whole = {p: [job for job in jobs[p] if job not in missing] for p in jobs if alone[p] not in first or alone[p] not in missing}
     if any(whole.values()):
         write({p: found for p, found in whole.items() if found}, alone, options)
     if missing:
@@ -241,7 +247,9 @@ def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: 
 
     runs = {precision: {job.seed: read(job) for job in found} for precision, found in jobs.items()}
     where = rows.machine(options.commit)
-    table = [where | row_of(precision, found, read(alone[precision]), runs.get("bf16", {})) for precision, found in runs.items()]
+    base, timed = runs.get("bf16", {}), not options.no_speed
+    speed = {precision: read(alone[precision]) if timed else next(iter(found.values())) for precision, found in runs.items()}
+    table = [where | row_of(precision, found, speed[precision], base, timed=timed) for precision, found in runs.items()]
     with (options.out / "precisions.csv").open("w", encoding="utf-8", newline="") as stream:
         writer = csv.DictWriter(stream, list(table[0]))
         writer.writeheader()

@@ -77,6 +77,27 @@ def test_the_table_by_hand_and_what_is_complete_is_kept(
     assert (tmp_path / "loss.png").exists()
 
 
+def test_losses_alone_have_no_short_runs_and_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    started = []
+
+    def pretend(job: Job, options: argparse.Namespace) -> list[str]:
+        started.append(job.name)
+        path, text = options.out / job.name / "metrics.jsonl", metrics(job, 4.0, 100.0)
+        return [sys.executable, "-c", f"open({str(path)!r}, 'w').write({text!r})"]
+
+    monkeypatch.setattr(compare_precisions, "command", pretend)
+    monkeypatch.setattr(compare_precisions, "cards", lambda: [""])
+    arguments = ["--out", str(tmp_path), "--precisions", "bf16", "O2", "--seeds", "bf16=2", "O2=2", "--steps", "8", "--no-speed"]
+    assert compare_precisions.main([*arguments, "--at-once", "4"]) == 0
+    assert sorted(started) == ["O2_0", "O2_1", "bf16_0", "bf16_1"]
+    with (tmp_path / "precisions.csv").open() as stream:
+        assert [(row["seeds"], row["tokens_s"], row["peak_gib"]) for row in csv.DictReader(stream)] == [("2", "", "3")] * 2
+    (tmp_path / "O2_0/metrics.jsonl").unlink()
+    assert compare_precisions.main([*arguments, "--minutes", "1e-9"]) == 1  # what is complete counts, whichever seed it is
+    with (tmp_path / "precisions.csv").open() as stream:
+        assert [(row["precision"], row["seeds"]) for row in csv.DictReader(stream)] == [("bf16", "2"), ("O2", "1")]
+
+
 def test_a_training_that_fails_is_named_and_the_others_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
