@@ -37,6 +37,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--long-rows", default="refuse", choices=packing.LONG, help="answers beyond --seq-length (default: %(default)s)")
     add("--micro-batch-size", type=arguments.count(1), default=2, help="pairs at a time (default: %(default)s)")
     add("--global-batch-size", type=arguments.count(1), default=8, help="pairs a step (default: %(default)s)")
+    add("--valid-rows", type=arguments.count(0), default=0, help="pairs at the file's end to judge by (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.global_batch_size % args.micro_batch_size:
         parser.error(f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size {args.micro_batch_size}")
@@ -46,10 +47,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def read(args: argparse.Namespace, tokenizer: Any) -> list[Pair]:
-    """The pairs of the file that fit a sequence."""
-    pairs = []
-    for number, row in enumerate(conversations.rows(args.data), 1):
+def read(args: argparse.Namespace, tokenizer: Any) -> tuple[list[Pair], list[Pair]]:
+    """Return the pairs to train on and the held-out pairs, without those that do not fit a sequence."""
+    given = conversations.rows(args.data)
+    if args.valid_rows >= len(given):
+        raise ValueError(f"--valid-rows {args.valid_rows} of {len(given)} rows leaves nothing to train on: give less than {len(given)}")
+    cut = len(given) - args.valid_rows
+    pairs: list[Pair] = []
+    held_out: list[Pair] = []
+    for number, row in enumerate(given, 1):
         where = f"row {number} of {args.data}"
         asked = conversations.preference(row, where)
         examples = [chat.encode_answer(tokenizer, asked.prompt, answer, where) for answer in (asked.chosen, asked.rejected)]
@@ -59,10 +65,10 @@ def read(args: argparse.Namespace, tokenizer: Any) -> list[Pair]:
             chosen, rejected = packing.fitting(examples, args.seq_length, args.long_rows)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        pairs.append((chosen, rejected))
+        (pairs if number <= cut else held_out).append((chosen, rejected))
     if not pairs:
         raise ValueError(f"no pair of {args.data} has at most --seq-length {args.seq_length} tokens: give a longer one")
-    return pairs
+    return pairs, held_out
 
 
 def answers(model: Any, pairs: Sequence[Pair], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,10 +80,27 @@ def answers(model: Any, pairs: Sequence[Pair], pad: int, device: torch.device) -
     return chosen, rejected
 
 
+@torch.no_grad()
+def judge(model: Any, reference: Any, pairs: Sequence[Pair], args: argparse.Namespace, pad: int) -> dict[str, float] | None:
+    """Return the mean loss of held-out pairs and the share of pairs with a positive margin; None without pairs."""
+    if not pairs:
+        return None
+    model.eval()
+    total, right = 0.0, 0
+    for at in range(0, len(pairs), args.micro_batch_size):
+        part = pairs[at : at + args.micro_batch_size]
+        before = answers(reference, part, pad, args.device)
+        losses, margins = dpo_loss(*answers(model, part, pad, args.device), *before, args.beta)
+        total += losses.sum().item()
+        right += int((margins > 0).sum())
+    model.train()
+    return {"valid_loss": total / len(pairs), "valid_accuracy": right / len(pairs)}
+
+
 def train(args: argparse.Namespace) -> None:
     tokenizer = models.load_tokenizer(args.load)
     chat.use_template(tokenizer, args.chat_template)
-    pairs, pad = read(args, tokenizer), tokenizer.pad_token_id
+    (pairs, held_out), pad = read(args, tokenizer), tokenizer.pad_token_id
     settings = flags.settings(args, data=hashlib.sha256(args.data.read_bytes()).hexdigest())
     resumed = saved.load(args.save, settings, args.device)
 
@@ -88,7 +111,7 @@ def train(args: argparse.Namespace) -> None:
     models.check_positions(model, args.seq_length, "--seq-length")
     reference = models.freeze(reference, recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-    model, optimizer = msamp.initialize(model, optimizer, recipe, clip_grad=args.clip_grad or None)
+    model, optimizer = msamp.initialize(model, optimizer, recipe, clip_grad=args.clip_grad or None, **flags.roundings(args))
     model.train()
 
     step, metrics, gradients = 0, [], 0
@@ -126,6 +149,8 @@ def train(args: argparse.Namespace) -> None:
         if step % args.log_interval == 0 or step == args.train_iters:
             last = metrics[-1]
             print(f"step {step:5}  loss {loss:.4f}  margin {last['margin']:.4f}  accuracy {last['accuracy']:.2f}", flush=True)
+        if step == args.train_iters:
+            metrics[-1] |= judge(model, reference, held_out, args, pad) or {}
         if saved.due(args, step):
             state = {"model": msamp.exact_state_dict(model), "optimizer": optimizer.state_dict()}
             saved.save(args.save, step, state, settings, metrics)

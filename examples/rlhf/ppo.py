@@ -123,7 +123,7 @@ class Trained:
 
     def __init__(self, model: Any, recipe: msamp.recipes.Recipe, peak: float, args: argparse.Namespace) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=args.weight_decay)
-        self.model, self.optimizer = msamp.initialize(model, optimizer, recipe, clip_grad=args.clip_grad or None)
+        self.model, self.optimizer = msamp.initialize(model, optimizer, recipe, clip_grad=args.clip_grad or None, **flags.roundings(args))
         self.model.train()
         self.peak, self.args, self.gradients = peak, args, 0
 

@@ -101,7 +101,7 @@ def train(args: argparse.Namespace) -> None:
         model = models.with_lora(model, recipe, args.lora_rank, args.seed)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=args.weight_decay)
-    model, optimizer = msamp.initialize(model, optimizer, recipe, clip_grad=args.clip_grad or None)
+    model, optimizer = msamp.initialize(model, optimizer, recipe, clip_grad=args.clip_grad or None, **flags.roundings(args))
     model.train()
 
     step, metrics = 0, []

@@ -43,6 +43,30 @@ def test_it_begins_at_log_two_and_learns_to_prefer(made, tmp_path, level, capsys
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
 
 
+def test_the_roundings_reach_the_optimizer(made, tmp_path):
+    losses = []
+    for number, roundings in enumerate(({}, {"master_rounding": "nearest", "moment_rounding": "nearest"}, {"moment_rounding": "stochastic"},
+                                        {"master_rounding": "stochastic", "moment_rounding": "nearest"})):  # fmt: skip
+        assert run(made, tmp_path / str(number), opt_level="O2", train_iters=3, **roundings) == 0
+        losses.append(post_runs.metrics(tmp_path / str(number))[-1]["loss"])
+    assert len(set(losses[1:])) == 3
+    assert losses[0] in losses[1:]  # the recipe's own is one of them
+
+
+def test_held_out_pairs_are_judged_and_not_trained_on(made, tmp_path):
+    assert run(made, tmp_path / "run", opt_level="O2", valid_rows=2) == 0
+    found = post_runs.metrics(tmp_path / "run")
+    assert found[-1]["valid_loss"] < math.log(2)
+    assert found[-1]["valid_accuracy"] == 1
+    assert "valid_loss" not in found[-2]
+    lines = (made / "pairs.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "others.jsonl").write_text("".join([*lines[:10], *(line.replace("perhaps", "maybe") for line in lines[10:])]))
+    assert run(made, tmp_path / "other", opt_level="O2", valid_rows=2, data=tmp_path / "others.jsonl") == 0
+    other = post_runs.metrics(tmp_path / "other")
+    assert [row["loss"] for row in other] == [row["loss"] for row in found]
+    assert other[-1]["valid_loss"] != found[-1]["valid_loss"]
+
+
 def test_it_goes_on_bit_for_bit(made, tmp_path):
     assert run(made, tmp_path / "run", opt_level="O3", save_interval=4) == 0
     whole, found = (tmp_path / "run/model/model.safetensors").read_bytes(), post_runs.metrics(tmp_path / "run")
@@ -62,6 +86,7 @@ def test_it_goes_on_bit_for_bit(made, tmp_path):
         ([{"prompt": "a" * 80, "chosen": "b", "rejected": "c"}], {"long_rows": "cut"}, "fills --seq-length 64 by itself"),
         ([{"prompt": "a" * 80, "chosen": "b", "rejected": "c"}], {"long_rows": "drop"}, "no pair of .* has at most"),
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {"beta": 0}, "--beta 0.0 is out of range"),
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {"valid_rows": 1}, "--valid-rows 1 of 1 rows leaves nothing to train on"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(made, tmp_path, capsys, rows, settings, said):

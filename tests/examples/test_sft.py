@@ -63,6 +63,14 @@ def test_it_learns_and_transformers_reads_the_model(made, tmp_path, level, capsy
     assert loss.item() < 0.95 * math.log(len(tokenizer))
 
 
+def test_the_roundings_reach_the_optimizer(made, tmp_path):
+    losses = []
+    for rounding in ("nearest", "stochastic"):
+        assert run(made, tmp_path / rounding, opt_level="O2", train_iters=3, master_rounding=rounding, moment_rounding=rounding) == 0
+        losses.append(post_runs.metrics(tmp_path / rounding)[-1]["loss"])
+    assert losses[0] != losses[1]
+
+
 def test_o0_is_a_plain_loop_of_torch_bit_for_bit(made, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -10,6 +10,7 @@ import torch
 
 from megatron.lm.post import models
 from megatron.lm.tools import arguments
+from msamp.numerics.stochastic_rounding import ROUNDINGS
 
 UNTOLD = frozenset({"save_interval", "log_interval", "rows", "commit", "save", "no_checkpoints", "device"})  # change no number
 
@@ -21,6 +22,8 @@ def common(parser: argparse.ArgumentParser, *, lr: float, train_iters: int) -> N
     add("--save", required=True, type=arguments.path, help="folder of the run: checkpoints, metrics and the finished model")
     add("--opt-level", default="O2", help="O0 (BF16), O1, O2, O3, or another recipe (default: %(default)s)")
     add("--dtype", default="bf16", choices=models.DTYPES, help="of the model before the recipe (default: %(default)s)")
+    add("--master-rounding", choices=ROUNDINGS, help="how master weights are rounded when they are stored (default: the recipe's)")
+    add("--moment-rounding", choices=ROUNDINGS, help="how Adam's first moment is rounded when it is stored (default: the recipe's)")
     add("--chat-template", type=arguments.path, help="a Jinja text, in place of the tokenizer's own")
     add("--train-iters", type=arguments.count(1), default=train_iters, help="steps (default: %(default)s)")
     add("--lr", type=float, default=lr, help="at its highest; a cosine to 0 follows (default: %(default)s)")
@@ -40,6 +43,12 @@ def device(parser: argparse.ArgumentParser) -> torch.device:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         parser.error("this loop is for one process: for several take msamp.integrations.transformers.Trainer")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def roundings(args: argparse.Namespace) -> dict[str, str]:
+    """Return the rounding arguments of `msamp.initialize` that the command line gives; one that is not given is the recipe's."""
+    given = {"master_rounding": args.master_rounding, "moment_rounding": args.moment_rounding}
+    return {name: rounding for name, rounding in given.items() if rounding is not None}
 
 
 def settings(args: argparse.Namespace, **others: Any) -> Mapping[str, Any]:

@@ -29,6 +29,21 @@ def test_what_changes_nothing_is_not_remembered(parser):
     assert (found["load"], found["lr"], found["data"]) == ("a", 1e-3, "abc")
 
 
+def test_the_roundings_that_are_given_reach_initialize(parser):
+    words = ["--load", "a", "--save", "b"]
+    assert flags.roundings(parser.parse_args(words)) == {}
+    words += ["--moment-rounding", "stochastic"]
+    assert flags.roundings(parser.parse_args(words)) == {"moment_rounding": "stochastic"}
+    words += ["--master-rounding", "nearest"]
+    assert flags.roundings(parser.parse_args(words)) == {"moment_rounding": "stochastic", "master_rounding": "nearest"}
+
+
+def test_another_rounding_is_refused(parser, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--load", "a", "--save", "b", "--master-rounding", "up"])
+    assert "choose from" in capsys.readouterr().err
+
+
 def test_one_of_several_processes_ends(parser, monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert flags.device(parser).type in ("cpu", "cuda")
