@@ -2,6 +2,7 @@
 
     python tools/bench/bench_optimizer.py                             GPT-1.3B's parameters at O1, O2 and O3
     python tools/bench/bench_optimizer.py --preset 7b --levels bf16 collage-plus O3
+    python tools/bench/bench_optimizer.py --levels O3 'O3 --optimizer-state coat'     a level with flags of its own
     python tools/bench/bench_optimizer.py --levels bf16 O3 --flags '--optimizer-state coat'
 
 A step reads gradient, moments, master and what an update in BF16 keeps beside them, writes all but the gradient, writes a weight that has a
@@ -12,6 +13,7 @@ gradient once and writes it; with `scales anew`, where every gradient is twice o
 
 import argparse
 import itertools
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,7 +38,7 @@ from msamp.optim.states import weight_format
 from msamp.optim.updates import format_names
 from msamp.parallel.data_parallel import grad_sync
 from tools.bench import bench_step, rows
-from tools.precisions import legal_precision
+from tools.precisions import legal_case
 
 
 class Weights(nn.Module):
@@ -112,7 +114,7 @@ def graphed(step: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def configuration(level: str, options: argparse.Namespace) -> Config:
-    """A precision (`tools.precisions`) with the flags, as the trainer takes them.
+    """A precision with flags of its own (`tools.precisions`) and those of all levels, as the trainer takes them.
 
     Raises:
         ValueError: where the trainer refuses them.
@@ -122,8 +124,14 @@ def configuration(level: str, options: argparse.Namespace) -> Config:
     return config
 
 
-def measure(config: Config, options: argparse.Namespace, bandwidth: float, device: str = "cuda") -> list[dict[str, Any]]:
-    """Four rows: the step as it is called, the step in a graph, and the quantisation of its gradients, at its worst and usually."""
+def measure(config: Config, options: argparse.Namespace, bandwidth: float, device: str = "cuda", flags: str = "") -> list[dict[str, Any]]:
+    """Four rows: the step as it is called, the step in a graph, and the quantisation of its gradients, at its worst and usually.
+
+    Args:
+        config, options, bandwidth: as `configuration`, the command line and `copy_bandwidth` give them.
+        device: where it runs.
+        flags: of this level alone, for the row's `level`.
+    """
     recipe, optim = build_recipe(config.precision), config.optimizer
     model = Weights(config.model, recipe, options.vocab_size, device)
     formats = {p: group["formats"].grad for group in model.groups() for p in group["params"]}
@@ -155,7 +163,7 @@ def measure(config: Config, options: argparse.Namespace, bandwidth: float, devic
     cases["step"] = (times(lambda: None, optimizer.step, options.repeats), step_bytes)
     cases["step in a graph"] = (times(lambda: None, graphed(optimizer.step), options.repeats), step_bytes)
     parameters = sum(p.numel() for p in sync.names)
-    level = f"{config.precision.name} {options.flags}".strip()
+    level = " ".join([config.precision.name, *shlex.split(flags), *shlex.split(options.flags)])
     return [_row(level, what, found, size, parameters, bandwidth, options) for what, (found, size) in cases.items()]
 
 
@@ -184,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and append; nothing to do without a GPU."""
     parser = Parser(description=__doc__)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="1.3b")
-    parser.add_argument("--levels", nargs="+", type=legal_precision, default=["O1", "O2", "O3"], help="levels and precisions")
+    parser.add_argument("--levels", nargs="+", type=legal_case, default=["O1", "O2", "O3"], help="levels and precisions, with flags")
     parser.add_argument("--vocab-size", type=count(1), default=50304)
     parser.add_argument("--repeats", type=count(2), default=30)
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, such as --optimizer-state coat")
@@ -198,8 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     bandwidth = copy_bandwidth(options.repeats)
     torch.cuda.empty_cache()
-    for config in configurations:
-        found = measure(config, options, bandwidth)
+    for level, config in zip(options.levels, configurations, strict=True):
+        found = measure(config, options, bandwidth, flags=level.partition(" ")[2])
         torch.cuda.empty_cache()
         for row in found:
             print(row, flush=True)

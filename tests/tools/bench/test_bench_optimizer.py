@@ -88,6 +88,16 @@ def test_every_precision_is_measured(level, flags, monkeypatch):
         assert flags in row["level"]
 
 
+def test_a_level_may_have_flags_of_its_own(monkeypatch):
+    monkeypatch.setattr(bench_optimizer, "times", lambda prepare, run, repeats: [1.0, 2.0, 4.0])
+    monkeypatch.setattr(bench_optimizer, "graphed", lambda step: step)
+    level, given = "O3 --optimizer-state coat", options()
+    found = bench_optimizer.measure(bench_optimizer.configuration(level, given), given, 1e9, "cpu", flags="--optimizer-state coat")
+    step, *_ = weights("O3", "--optimizer-state coat").bytes()
+    assert {row["level"] for row in found} == {f"{level} {TINY}"}
+    assert found[-1]["bytes_a_param"] == round(step / (LINEAR + MATRIX + VECTOR), 3)
+
+
 def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench_optimizer.main([]) == 1
@@ -99,6 +109,7 @@ def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch, capsys):
     [
         (["--repeats", "1"], "argument --repeats: 1 is out of range: give 2"),
         (["--levels", "O9"], "precision 'O9' is unknown"),
+        (["--levels", "O3 --optimizer-states coat"], "unknown flag --optimizer-states"),
         (["--levels", "bf16", "collage-plus", "--flags=--optimizer-state coat"], "contradicts precision collage-plus"),
         (["--flags=--optimizer-states coat"], "unknown flag --optimizer-states"),
     ],

@@ -1,0 +1,117 @@
+"""Two cases of a tiny model in turn on the CPU, the table by hand, and what is refused."""
+
+import csv
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tools.bench import rows, side_by_side
+from tools.bench.side_by_side import Clock, measure, table
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --fp8-min-gain 0"
+
+
+def test_two_trees_take_turns(tmp_path, capfd):
+    file = tmp_path / "rows.csv"
+    words = ["--tree", f"before={ROOT}", "--cases", "before bf16", "now O2 --adam-beta2 0.999", "--preset", "125m", f"--flags={TINY}"]
+    words += ["--micro-batch-size", "1", "--vocab-size", "64", "--warm-up", "1", "--rounds", "2", "--steps", "2", "--csv", str(file)]
+    assert side_by_side.main([*words, "--commit", "abc"]) == 0
+    assert "now O2 --adam-beta2 0.999: eager steps, 0.0 GiB" in capfd.readouterr().out
+    with file.open(newline="") as stream:
+        found = list(csv.DictReader(stream))
+    assert [(row["quantity"], row["case"].split()[0]) for row in found] == [
+        (quantity, tree) for quantity in ("step", "update") for tree in ("before", "now")
+    ]
+    step, other, update, _ = found
+    assert 0 < float(update["ms"]) < float(step["ms"])
+    assert (step["from_first"], step["commit"], step["rounds"]) == ("+0.00", "abc", "2")
+    assert float(other["from_first"]) > -100
+
+
+def test_the_table_by_hand():
+    rounds = [
+        {"now a": {"step": [10.0, 10.0, 30.0], "update": [1.0, 1.0, 1.0]}, "now b": {"step": [11.0, 11.0, 11.0], "update": [2.0] * 3}},
+        {"now a": {"step": [20.0, 20.0, 20.0], "update": [1.0, 1.0, 1.0]}, "now b": {"step": [20.0, 21.0, 90.0], "update": [1.0] * 3}},
+        {"now a": {"step": [20.0, 20.0, 20.0], "update": [1.0, 1.0, 1.0]}, "now b": {"step": [19.0, 19.0, 19.0], "update": [1.0] * 3}},
+    ]
+    found = list(table(rounds))
+    assert [(row["case"], row["quantity"], row["ms"]) for row in found] == [
+        ("now a", "step", 20.0), ("now b", "step", 19.0), ("now a", "update", 1.0), ("now b", "update", 1.0)
+    ]  # fmt: skip
+    percent = [(row["from_first"], row["least"], row["most"]) for row in found]
+    assert percent[:2] == [("+0.00", "+0.00", "+0.00"), ("+5.00", "-5.00", "+10.00")]
+    assert percent[3] == ("+0.00", "+0.00", "+100.00")
+
+
+def test_every_round_begins_with_another_case():
+    order = []
+
+    class Pretended:
+        def __init__(self, case):
+            self.case = case
+
+        def steps(self, number):
+            order.append((self.case, number))
+            return {}
+
+    found = measure([Pretended(case) for case in "abc"], 4, 5)
+    assert "".join(case for case, _ in order) == "abcbcacababc"
+    assert {number for _, number in order} == {5}
+    assert [list(times) for times in found] == [list("abc")] * 4
+
+
+def test_the_clock_times_the_calls_since_it_was_read():
+    owner = SimpleNamespace(update=lambda: "done")
+    clock = Clock(owner, "update", cuda=False)
+    assert [owner.update(), owner.update()] == ["done", "done"]
+    first = clock.take()
+    assert len(first) == 2
+    assert all(ms >= 0 for ms in first)
+    assert clock.take() == []
+
+
+def test_a_case_that_fails_is_named(tmp_path):
+    words = ["--cases", "now O2 --no-such-flag 1", "--preset", "125m", "--csv", str(tmp_path / "rows.csv")]
+    assert side_by_side.main(words) == 2
+    assert not (tmp_path / "rows.csv").exists()
+
+
+def test_a_case_that_imported_another_tree_is_refused(tmp_path):
+    worker = side_by_side.Worker.__new__(side_by_side.Worker)
+    worker.case, worker.tree = "before O2", tmp_path
+    worker._ask = lambda line: {"trainer": side_by_side.__file__}
+    with pytest.raises(ValueError, match=r"case 'before O2' imported .*side_by_side.py, expected a file of"):
+        worker.build()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cases", "before O2"], "begin with a tree, one of now"),
+        (["--cases", "now"], "begin with a tree, one of now"),
+        (["--cases", "now O2", "now O2"], "names a case twice"),
+        (["--tree", "before=/nowhere", "--cases", "now O2"], "--tree before=/nowhere: give NAME=FOLDER"),
+    ],
+)
+def test_refusals(words, message, capsys):
+    try:
+        code = side_by_side.main(words)
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not (rows.ROOT / "tools/bench/results/side_by_side.csv").exists()
+
+
+@pytest.mark.gpu
+def test_a_gpu_replays_graphs_and_times_the_update_by_events(tmp_path, capfd):
+    file = tmp_path / "rows.csv"
+    words = ["--cases", "now O2", "now O3", "--preset", "125m", f"--flags={TINY.replace('16', '64')}", "--micro-batch-size", "1"]
+    words += ["--rounds", "2", "--steps", "2", "--csv", str(file), "--commit", "abc"]
+    assert side_by_side.main(words) == 0
+    assert capfd.readouterr().out.count("replayed graphs") == 2
+    with file.open(newline="") as stream:
+        found = {(row["case"], row["quantity"]): float(row["ms"]) for row in csv.DictReader(stream)}
+    assert all(0 < found[case, "update"] < found[case, "step"] for case in ("now O2", "now O3"))
