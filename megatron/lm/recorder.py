@@ -27,16 +27,16 @@ from msamp.kernels import ops
 from msamp.nn.fp8_attention import CASTS_HERE, AttentionScaling
 from msamp.nn.gemm import LayerGemm, tally_operand_
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, TensorScales
-from msamp.numerics.metrics import TALLY, add_tallies, judge
+from msamp.numerics.metrics import TALLY, add_tallies, judge, undelivered_share
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.rehearsal import rehearse
 from msamp.optim.updates import MASTER
 
 ROWS = {INPUT: "input", GRAD_OUTPUT: "grad_output"}
 CAST_COLUMNS = ("amax", "underflow", "saturation", "sqnr_db", "scale_exponent")
-UPDATE_COLUMNS = ("norm", "update_norm", "descent", "lost")
+UPDATE_COLUMNS = ("norm", "update_norm", "descent", "lost", "undelivered")
 # What `ops.tally_update_` adds up of an update, in this order.
-UPDATE_SUMS = ("elements", "squares", "wanted squares", "wanted . effective", "lost")
+UPDATE_SUMS = ("elements", "squares", "wanted squares", "wanted . effective", "lost", "|wanted|", "sign(wanted) . effective")
 
 WORST: dict[str, Callable[[list[float]], float]] = {"underflow": max, "saturation": max, "sqnr_db": min}
 
@@ -58,8 +58,9 @@ class Recorder:
     maximum; SQNR in dB; the scale's exponent, base 2. Norms of the parameter after the update and of the update, which is the one that
     FP32 arithmetic makes of the same states; descent: inner product of its direction with what arrived in the master (`descent /
     update_norm` is 1 where nothing was lost; Collage's EDQ takes the direction of the optimizer's own arithmetic: `CollageAdamW.edq`);
-    lost: share of elements left unchanged by an update that is not zero. null: not finite, nothing lost (SQNR), or unknown (a sum not
-    taken in FP32).
+    lost: share of elements left unchanged by an update that is not zero; undelivered: share of the update's distance that did not arrive,
+    `msamp.numerics.metrics.undelivered_frac`, about 0 under stochastic rounding, which leaves most elements unchanged in one step. null:
+    not finite, nothing lost (SQNR), or unknown (a sum not taken in FP32).
 
     Every number is over all elements of a tensor, all micro-batches of the step and all ranks. Tensors kept in FP32 lose nothing and are
     left out, and so are the updates of the first step of a process, where optimizer states may only begin.
@@ -254,8 +255,8 @@ def line(
 
 
 def summary(row: Mapping[str, Any]) -> dict[str, float]:
-    """Mean and worst over the layers of a line's underflow, saturation and SQNR, by kind of layer and tensor, and the total of the updates:
-    what a page of curves can show."""
+    """Mean and worst over the layers of a line's underflow, saturation and SQNR, by kind of layer and tensor; mean and worst over the
+    parameters of the undelivered share of their updates; and the total of the updates: what a page of curves can show."""
     found: dict[tuple[str, str, str], list[float]] = {}
     for layer, tensors in row["casts"].items():
         kind = re.sub(r"^decoder\.layers\.\d+\.", "", layer)
@@ -267,14 +268,18 @@ def summary(row: Mapping[str, Any]) -> dict[str, float]:
     for (kind, tensor, column), several in found.items():
         curves[f"{kind}/{tensor}/{column}"] = sum(several) / len(several)
         curves[f"{kind}/{tensor}/{column}_worst"] = WORST[column](several)
+    undelivered = [values[UPDATE_COLUMNS.index("undelivered")] for values in row["updates"].values()]
+    known = [share for share in undelivered if share is not None]
+    if known:
+        curves |= {"updates/undelivered": sum(known) / len(known), "updates/undelivered_worst": max(known)}
     total = dict(zip(UPDATE_COLUMNS, row["total"] or (), strict=False))
     return curves | {f"total/{column}": value for column, value in total.items() if value is not None}
 
 
 def _judge_update(sums: Sequence[float]) -> list[float | None]:
-    elements, squares, wanted, product, lost = sums
-    norm = math.sqrt(wanted)
-    return [_short(math.sqrt(squares)), _short(norm), _short(product / norm if norm else 0.0), _short(lost / elements)]
+    elements, squares, wanted, product, lost, distance, arrived = sums
+    norm, share = math.sqrt(wanted), undelivered_share(distance, arrived)
+    return [_short(math.sqrt(squares)), _short(norm), _short(product / norm if norm else 0.0), _short(lost / elements), _short(share)]
 
 
 def _short(value: float) -> float | None:

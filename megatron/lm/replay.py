@@ -8,8 +8,8 @@ counted again, and the averaged gradients, which stand at the same addresses in 
 stage: there megatron-core's schedule has several micro-batches under way.
 """
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.lm.training import Training
 from msamp.kernels import places
+from msamp.numerics.tensor import ScalingTensor
 
 WARM_UP = 3  # eager steps as they will be captured: kernels are compiled, cuDNN and cuBLAS have chosen theirs, communicators exist
 UPDATE = "update"
@@ -24,12 +25,14 @@ UPDATE = "update"
 
 class Captured(NamedTuple):
     """A graph, and what Python did beside it: bytes sent by kind and collective; whether it left averaged gradients, and, where Python
-    looks at them (an eager update, the recorder), where they stand."""
+    looks at them after every replay (an eager update, the recorder), where they stand; else `borrowed`, the same without owning the memory.
+    """
 
     graph: torch.cuda.CUDAGraph
     sent: dict[tuple[str, str], int]
     finishes: bool
     averages: list[Any]
+    borrowed: tuple[tuple[Any, str, Any], ...] = ()
 
 
 class Replays:
@@ -89,6 +92,24 @@ class Replays:
         self.training.scaling.count()
         return self.training.optimizer.grad_norm.clone()
 
+    @contextmanager
+    def gradients_in_sight(self) -> Iterator[None]:
+        """Between the forward and backward of a step and its update: in this block Python finds the averaged gradients of this step.
+
+        With mode "step" it finds those of the graph that was captured last, and another graph may have been replayed. What it finds here
+        does not own the memory, which graphs of other kinds of steps use too: it is right until the next graph runs.
+        """
+        current = [done for key, done in self._graphs.items() if done.finishes and key[1:] == self._key(None)[1:]]  # type: ignore[index]
+        borrowed = [] if not self._known(UPDATE) else [average for done in current for average in done.borrowed]
+        before = [(holder, name, getattr(holder, name)) for holder, name, _ in borrowed]
+        for holder, name, average in borrowed:
+            setattr(holder, name, average)
+        try:
+            yield
+        finally:
+            for holder, name, average in before:
+                setattr(holder, name, average)
+
     def _update(self) -> None:
         optimizer = self.training.optimizer
         optimizer.step()
@@ -135,10 +156,34 @@ class Replays:
         sent = {what: size - before.get(what, 0) for what, size in sync.sent.rows().items()}
         # The update's graph knows the addresses by itself, so that a second variant may have the first one's memory.
         handed_over = finishes and (self.mode == "micro-batch" or sync.statistics.recording)
-        return Captured(graph, sent, finishes, sync.averages() if handed_over else [])
+        lent = finishes and not handed_over
+        borrowed = tuple((holder, name, alias(average)) for holder, name, average in sync.averages()) if lent else ()
+        return Captured(graph, sent, finishes, sync.averages() if handed_over else [], borrowed)
 
     def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> AbstractContextManager[Any]:
         return torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
+
+
+def alias(x: Any) -> Any:
+    """`x`, or of a tensor on a GPU another one in its memory that does not keep the memory from being reused; a ScalingTensor's payload and
+    scale alike."""
+    if isinstance(x, ScalingTensor):
+        return ScalingTensor(alias(x.payload), alias(x.scale_inv), x.dtype)
+    if x is None or not x.is_cuda or not x.numel():
+        return x
+    storage = x.untyped_storage()
+    size = storage.nbytes() // x.element_size() * x.element_size()
+    # As bytes: the interface of torch's tensors knows no FP8 and no BF16.
+    owning = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, 0, (size,), (1,))
+    memory = torch.as_tensor(_Address(owning.__cuda_array_interface__), device=x.device)
+    return memory.view(x.dtype).as_strided(x.size(), x.stride(), x.storage_offset())
+
+
+class _Address:
+    """Memory by its address, as torch takes it from other libraries."""
+
+    def __init__(self, interface: Any) -> None:
+        self.__cuda_array_interface__ = interface
 
 
 class Inputs:

@@ -46,6 +46,7 @@ launches, about 25 a millisecond on the machine that was measured: 155 ms at 1.3
 it by kind of kernel.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -73,6 +74,8 @@ class Graphs(Protocol):
 
     def update(self) -> Tensor: ...
 
+    def gradients_in_sight(self) -> contextlib.AbstractContextManager[None]: ...
+
 
 class Witness(Protocol):
     """A callback between averaged gradients and update, such as `megatron.lm.recorder.Recorder`."""
@@ -80,7 +83,19 @@ class Witness(Protocol):
     def before_update(self) -> None: ...
 
 
-def train_step(training: Training, batches: Batches, graphs: Graphs | None = None, recorder: Witness | None = None) -> StepResult:
+class RareWitness(Witness, Protocol):
+    """A witness that looks at some steps only, and at their graph as it is: `megatron.lm.run.lost_updates.LostUpdates`."""
+
+    def due(self) -> bool: ...
+
+
+def train_step(
+    training: Training,
+    batches: Batches,
+    graphs: Graphs | None = None,
+    recorder: Witness | None = None,
+    lost_updates: RareWitness | None = None,
+) -> StepResult:
     """Micro-batches forward and backward, gradients averaged while backward runs, clipped, the update, new scales.
 
     A step with a gradient that is not finite changes no weight and does not advance the schedule; its data is consumed. With `graphs`
@@ -101,6 +116,9 @@ def train_step(training: Training, batches: Batches, graphs: Graphs | None = Non
     lr = training.optimizer.param_groups[0]["lr"]
     if recorder is not None:
         recorder.before_update()
+    if lost_updates is not None:
+        with contextlib.nullcontext() if graphs is None or not lost_updates.due() else graphs.gradients_in_sight():
+            lost_updates.before_update()
     if graphs is not None and graphs.mode == "step":
         grad_norm = graphs.update()
     else:

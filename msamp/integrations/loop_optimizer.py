@@ -20,7 +20,7 @@ from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
 from msamp.optim.clip import clip_, clip_coefficient
-from msamp.optim.shard import gradient
+from msamp.optim.shard import Holding, gradient
 from msamp.optim.states import parameter_kind, weight_format
 
 _LIVE: "weakref.WeakSet[LoopOptimizer]" = weakref.WeakSet()  # clipping and hosts find them by their parameters
@@ -150,6 +150,11 @@ class LoopOptimizer(FP8AdamW):
         for g in {(g.scale_inv if isinstance(g, ScalingTensor) else g).data_ptr(): g for g in found}.values():
             g.mul_(coefficient)
         return norm
+
+    def ready(self) -> list[Holding]:
+        """As FP8AdamW's, with the gradients' average over the processes. Collective."""
+        self._average()
+        return super().ready()
 
     def _tell_of_clipping(self) -> None:
         assert self.grad_sync is not None

@@ -1,4 +1,4 @@
-"""How much a representation loses: SQNR, underflow, saturation, and Collage's EDQ and lost arithmetic.
+"""How much a representation loses: SQNR, underflow, saturation, Collage's EDQ and lost arithmetic, and the undelivered share of an update.
 
 SQNR alone is blind to elements that vanish, so the first three are always read together.
 """
@@ -89,3 +89,24 @@ def _projection(direction: torch.Tensor, effective: torch.Tensor) -> float:
 def lost_frac(update: torch.Tensor, effective: torch.Tensor) -> float:
     """Lost arithmetic: share of the parameters left unchanged by a non-zero update [Collage]."""
     return float(((update != 0) & (effective == 0)).double().mean())
+
+
+def undelivered_frac(update: torch.Tensor, effective: torch.Tensor) -> float:
+    """Share of an update's distance that did not arrive, in [0, 1]: 1 - sum sign(update) effective / sum |update|, in FP64.
+
+    `lost_frac` counts the elements that did not move, which under stochastic rounding is most of them although the update arrives on
+    average. This share is a mean over the elements: 0 where rounding is unbiased, up to noise that shrinks with their number, and the
+    share that nearest rounding loses for good where the parameters are already stored values. 0 for an update of zero.
+
+    Args:
+        update: the update in FP32, any shape.
+        effective: the change of the parameters' value that took place, same shape.
+    """
+    update, effective = update.double(), effective.double()
+    return undelivered_share(float(update.abs().sum()), float((update.sign() * effective).sum()))
+
+
+def undelivered_share(distance: float, arrived: float) -> float:
+    """`undelivered_frac` from its two sums: of |update|, and of sign(update) times the change that took place. NaN where one is NaN."""
+    share = 1.0 - arrived / distance if distance else 0.0
+    return share if math.isnan(share) else min(1.0, max(0.0, share))

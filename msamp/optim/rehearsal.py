@@ -1,23 +1,26 @@
 """The next update on copies: its exact values and its stored values, to measure rounding error before anything has changed."""
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from msamp.kernels.tables import Tables
 from msamp.numerics import mcf
 from msamp.numerics.formats import FP32
-from msamp.numerics.tensor import fp32_values
+from msamp.numerics.range_expand import Expanded
+from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim import updates
 from msamp.optim.adamw import FP8AdamW
 from msamp.optim.shard import Holding
-from msamp.optim.states import copy_of_rows, decoded, own_values, weight_format
+from msamp.optim.states import copy_of_rows, decoded, own_values, payload, weight_format
 from msamp.optim.updates import MASTER, WEIGHT, Launch, State
 
 ROWS = 2**24  # elements rehearsed at a time: a dozen FP32 copies of 64 MiB
+SAMPLED = 2**20  # of a sample, which must not raise the peak of a step
 LISTS = ("grads", "masters", "weights", "steps", "indices", "places", "keys", "offsets")  # of a launch, beside its states
 
 
@@ -41,6 +44,26 @@ class Rehearsal:
     rounded: frozenset[str]
 
 
+class BothWays(NamedTuple):
+    """An update of copies, as it will be stored and as FP32 states would have it; the lists of both launches are alike in length and order.
+
+    Attributes:
+        stored: the launch after the step's own kernels.
+        exact: the same launch on states in FP32, which are not rounded.
+        before: the masters' values, FP32.
+        holdings: whose rows these are.
+    """
+
+    stored: Launch
+    exact: Launch
+    before: list[torch.Tensor]
+    holdings: list[Holding]
+
+    def masters(self) -> list[torch.Tensor]:
+        """The masters' values as they will be stored, FP32, where they are pairs those of the pairs."""
+        return _values(_pair(self.stored, WEIGHT))
+
+
 @torch.no_grad()
 def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
     """Runs the next `step` of `optimizer` with the present gradients on copies, some rows at a time. Yields nothing where the step will be
@@ -49,6 +72,20 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
     The stored values are those of the step's own kernels, and so are the wanted ones, from states that are FP32 and are not rounded. A
     parameter before its first update has no states, and is left out. Takes the collectives that a step takes. At most `ROWS` elements are
     there twice, a dozen bytes each stored and in FP32; of an update that takes whole parameters at least one of these.
+    """
+    for both in rehearse_launches(optimizer):
+        yield from _told(both)
+
+
+@torch.no_grad()
+def rehearse_launches(optimizer: FP8AdamW, sample: int | None = None) -> Iterator[BothWays]:
+    """`rehearse`, launch by launch.
+
+    Args:
+        optimizer: as for `rehearse`.
+        sample: update only about so many elements of each matrix, in whole rows that are evenly spaced over it, and vectors whole. The
+            gradients are read whole in any case: the clip coefficient and the scales are those of the step. None, and for updates that take
+            whole parameters: all elements.
     """
     ready = [holding for holding in optimizer.ready() if optimizer.state.get(holding.weight)]
     decision = optimizer.decide(ready)
@@ -63,22 +100,23 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
         rows = max(update.master_row, exact_update.master_row)
         kept = amaxes.new_zeros(rows, 1 + max(by_place))
         no_bounds = amaxes.new_zeros(1 + rows, amaxes.shape[1])  # FP32 states have no scales
-        for part in _parts(launch):
-            before = [own_values(x) for x in _pair(part, WEIGHT)]
+        for part in _parts(launch) if sample is None or update.whole else _sampled(launch, sample):
+            before = _values(_pair(part, WEIGHT))
             exact = replace(
                 part,
-                states={state.key: [own_values(x) for x in _pair(part, state.key)] for state in _numbers(part)},
-                masters=[x.clone() for x in before],
+                states={state.key: _values(_pair(part, state.key)) for state in _numbers(part)},
+                masters=_values(before),
                 weights=[],
-                steps=[x.clone() for x in part.steps],
+                steps=list(torch.stack(part.steps).unbind()),
             )
             exact_update.run(tables, exact, no_bounds, kept, coefficient, usable)
             update.run(tables, part, amaxes, kept, coefficient, usable)
-            yield from _told(part, exact, before, by_place)
+            yield BothWays(part, exact, before, [by_place[place] for place in part.places])
 
 
-def _told(part: Launch, exact: Launch, before: list[torch.Tensor], by_place: dict[int, Holding]) -> Iterator[Rehearsal]:
+def _told(both: BothWays) -> Iterator[Rehearsal]:
     """The stored results of a launch on copies, and the exact ones."""
+    part, exact = both.stored, both.exact
     numbers, formats = _numbers(part), part.formats
     stored = {MASTER.column: _pair(part, WEIGHT)} | {state.column: [decoded(x) for x in _pair(part, state.key)] for state in numbers}
     wanted = {MASTER.column: exact.masters} | {state.column: exact.states[state.key] for state in numbers}
@@ -87,9 +125,9 @@ def _told(part: Launch, exact: Launch, before: list[torch.Tensor], by_place: dic
     if part.weights:
         stored[WEIGHT], wanted[WEIGHT] = part.weights, [fp32_values(x) for x in part.masters]
         rounded |= {WEIGHT} if weight_format(part.weights[0]) != FP32 else set()
-    for i, place in enumerate(part.places):
+    for i, holding in enumerate(both.holdings):
         exactly, as_kept = ({name: column[i] for name, column in values.items()} for values in (wanted, stored))
-        yield Rehearsal(by_place[place], before[i], exactly, as_kept, frozenset(rounded))
+        yield Rehearsal(holding, both.before[i], exactly, as_kept, frozenset(rounded))
 
 
 def _numbers(launch: Launch) -> list[State]:
@@ -122,6 +160,71 @@ def _parts(launch: Launch) -> Iterator[Launch]:
             group.append(one)
     if group:
         yield _joined(launch, group)
+
+
+def _sampled(launch: Launch, sample: int) -> Iterator[Launch]:
+    """Copies of rows of the tensors of a launch, those with as many elements in the sample together: a few operators copy all of them."""
+    alike: dict[torch.Size, list[tuple[int, slice]]] = defaultdict(list)
+    for i, g in enumerate(launch.grads):
+        rows = _spaced_rows(g.shape, sample)
+        alike[payload(g)[rows].shape if g.dim() else g.shape].append((i, rows))
+    columns = {name: getattr(launch, name) for name in LISTS} | {("state", key): states for key, states in launch.states.items()}
+    for shape, members in alike.items():
+        together = max(1, SAMPLED // max(1, shape.numel()))
+        for start in range(0, len(members), together):
+            chosen = members[start : start + together]
+            numbers, slices = [i for i, _ in chosen], [rows for _, rows in chosen]
+            parts = {name: _copies([column[i] for i in numbers], slices) for name, column in columns.items() if column}
+            lists: dict[str, Any] = {name: parts.get(name, []) for name in LISTS}
+            yield replace(launch, **lists, states={key: parts["state", key] for key in launch.states})
+
+
+def _spaced_rows(shape: torch.Size, sample: int) -> slice:
+    """Rows along dim 0, at even distances, with about `sample` elements; all of a vector, whose groups of COAT's cross its elements."""
+    row = math.prod(shape[1:])
+    if len(shape) < 2 or shape[0] * row <= sample:
+        return slice(None)
+    rows = max(1, sample // row)
+    apart = shape[0] // rows
+    return slice(0, rows * apart, apart)
+
+
+def _copies(xs: Sequence[Any], rows: Sequence[slice]) -> list[Any]:
+    """`_copy` of tensors of one kind, of each some rows, alike in shape."""
+
+    def stack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        parts = [x[chosen] if x.dim() else x for x, chosen in zip(tensors, rows, strict=True)]
+        return _stack(parts).unbind()
+
+    if isinstance(xs[0], int):
+        return list(xs)
+    if isinstance(xs[0], ScalingTensor):
+        stacked = zip(stack([x.payload for x in xs]), stack([x.scale_inv for x in xs]), xs, strict=True)
+        return [ScalingTensor(codes, inv, x.dtype) for codes, inv, x in stacked]
+    if isinstance(xs[0], Expanded):
+        parts = (stack([getattr(x, name) for x in xs]) for name in ("payload", "max", "k"))
+        return [Expanded(*one) for one in zip(*parts, strict=True)]
+    return list(stack([x.detach() for x in xs]))
+
+
+def _values(xs: Sequence[Any]) -> list[torch.Tensor]:
+    """`own_values` of tensors of one kind; of those alike in shape together."""
+    if len(xs) == 1 or len({payload(x).shape for x in xs}) > 1:
+        return [own_values(x) for x in xs]
+    if isinstance(xs[0], ScalingTensor):
+        scale_invs = torch.stack([x.scale_inv for x in xs]).view(-1, *[1] * xs[0].dim())
+        return list((_stack([x.payload for x in xs]).float() * scale_invs).unbind())
+    if isinstance(xs[0], Expanded):
+        codes, largest, exponents = (_stack([getattr(x, name) for x in xs]) for name in ("payload", "max", "k"))
+        return list(Expanded(codes, largest, exponents).dequantize().unbind())
+    return list(_stack([x.detach() for x in xs]).float().unbind())
+
+
+def _stack(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """torch.stack, of FP8 too."""
+    if xs[0].element_size() > 1:
+        return torch.stack(list(xs))
+    return torch.stack([x.view(torch.uint8) for x in xs]).view(xs[0].dtype)
 
 
 def _joined(launch: Launch, group: list[dict[Any, Any]]) -> Launch:

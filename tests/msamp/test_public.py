@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = {
     "Activation", "CollageAdamW", "FP8AdamW", "FP8Linear", "GradSync", "GreedyZeRO", "LayerNorm", "RMSNorm", "ScalingState",
     "ScalingTensor", "ZeRO", "amp", "clip_grad_norm_", "convert", "exact_state_dict", "exchanges", "filters", "float_copy", "formats",
-    "fp8_state_dict", "fp32_values", "grad_sync", "granularity", "initialize", "plain_state_dict", "recipes", "save_plain", "scaling",
-    "survey", "updates",
+    "fp8_state_dict", "fp32_values", "grad_sync", "granularity", "initialize", "lost_updates", "plain_state_dict", "recipes", "save_plain",
+    "scaling", "survey", "updates",
 }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from megatron.lm.optim import bytes_per_parameter
 from megatron.lm.presets import parameter_count
 from megatron.lm.recorder import Recorder
 from megatron.lm.run import RunStopped
+from megatron.lm.run.lost_updates import LostUpdates
 from megatron.lm.run.metrics import Metrics, least_and_most
 from megatron.lm.run.replicas import check_replicas
 from megatron.lm.run.rollback import Rollback
@@ -73,6 +74,7 @@ class Trainer:
             opened = partial(Recorder, self.training, *recorded, self.metrics.scalars, self.metrics.unwritten)
             self.recorder = all_or_none(opened, "{}: name another --record-precision")
         self.step_watch = StepWatch(config, self.training, self.metrics, self.requests)
+        self.lost_updates = LostUpdates(self.training, self.metrics, self.step_watch.everyone)
         seconds = 60 * config.parallel.distributed_timeout_minutes
         self.watchdog = Watchdog(seconds, torch.distributed.get_rank(), torch.distributed.get_world_size())
 
@@ -191,6 +193,7 @@ class Trainer:
         self._announce()
         try:
             why = self._train()
+            self.lost_updates.judge()
         finally:
             if self.graphs is not None:
                 self.graphs.release()
@@ -228,7 +231,7 @@ class Trainer:
             self.watchdog.at("in a step", iteration)
             training.grad_sync.statistics.watch(self.metrics.reports(iteration))
             with self._recording(iteration):
-                result = train_step(training, stream, self.graphs, self.recorder)
+                result = train_step(training, stream, self.graphs, self.recorder, self.lost_updates)
             self.metrics.record(result, iteration)
             started = time.perf_counter()
             last = iteration == settings.train_iters
@@ -275,6 +278,7 @@ class Trainer:
         if self.training.iteration == was:
             return False
         self.step_watch.undone()
+        self.lost_updates.undone()
         self.metrics.write({"kind": "rollback", "iteration": was, "to": self.training.iteration, "passed_over": self.training.passed_over})
         if self.graphs is not None:  # states stand at other addresses now
             self.graphs.release()

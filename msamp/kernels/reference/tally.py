@@ -37,11 +37,12 @@ def tally_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv:
 
 @torch.no_grad()
 def tally_update_(row: torch.Tensor, before: torch.Tensor, wanted: torch.Tensor, stored: torch.Tensor, scale_inv: torch.Tensor) -> None:
-    """Add to `row` how much of an update arrives, for `msamp.numerics.metrics.descent` and `lost_frac`: one read, without a host sync.
+    """Add to `row` how much of an update arrives, for `descent`, `lost_frac` and `undelivered_frac` of `msamp.numerics.metrics`: one read,
+    without a host sync.
 
     Args:
-        row: FP64 [5], changed in place: elements; sums of stored^2, of update^2 and of update times what arrived of it; elements left
-            unchanged by an update that is not zero.
+        row: FP64 [7], changed in place: elements; sums of stored^2, of update^2 and of update times what arrived of it; elements left
+            unchanged by an update that is not zero; sums of |update| and of sign(update) times what arrived of it.
         before: FP32 values of the master, of any shape.
         wanted: FP32 values after the update, before they are stored.
         stored: the payload that is kept, in any format, as many elements in the same order.
@@ -51,5 +52,6 @@ def tally_update_(row: torch.Tensor, before: torch.Tensor, wanted: torch.Tensor,
         start, after = old.double(), kept.float().double() * scale_inv
         update, effective = new.double() - start, after - start
         lost = ((update != 0) & (effective == 0)).sum(dtype=torch.float64)
-        row[1:] += torch.stack([after.square().sum(), update.square().sum(), (update * effective).sum(), lost])
+        along = (update.sign() * effective).sum()
+        row[1:] += torch.stack([after.square().sum(), update.square().sum(), (update * effective).sum(), lost, update.abs().sum(), along])
     row[0] += before.numel()

@@ -11,7 +11,7 @@ from msamp.kernels.triton.pack import _value
 from msamp.numerics.formats import of_dtype
 
 BLOCK, CHUNK = 2048, 65536  # elements at a time, and a program
-TALLY_SUMS, UPDATE_SUMS = 6, 5
+TALLY_SUMS, UPDATE_SUMS = 6, 7
 FINISH = 1024
 # A recorded step that is captured must find every variant compiled, and its scales stand elsewhere than those of the eager one before.
 EVERYWHERE = ["row", "scale_inv", "programs"]
@@ -69,6 +69,8 @@ def _tally_update_kernel(
     wished = tl.zeros((BLOCK,), tl.float64)
     product = tl.zeros((BLOCK,), tl.float64)
     lost = tl.zeros((BLOCK,), tl.int32)
+    distance = tl.zeros((BLOCK,), tl.float64)
+    along = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, left, BLOCK):
         at = first + start + tl.arange(0, BLOCK)
         inside = at < numel
@@ -80,12 +82,16 @@ def _tally_update_kernel(
         wished += update * update
         product += update * effective
         lost += ((update != 0) & (effective == 0)).to(tl.int32)
+        distance += tl.abs(update)
+        along += ((update > 0).to(tl.float64) - (update < 0).to(tl.float64)) * effective
     out = partials + program
     tl.store(out, left.to(tl.float64))
     tl.store(out + programs, tl.sum(squares, 0))
     tl.store(out + 2 * programs, tl.sum(wished, 0))
     tl.store(out + 3 * programs, tl.sum(product, 0))
     tl.store(out + 4 * programs, tl.sum(lost, 0).to(tl.float64))
+    tl.store(out + 5 * programs, tl.sum(distance, 0))
+    tl.store(out + 6 * programs, tl.sum(along, 0))
 
 
 @triton.jit(do_not_specialize=EVERYWHERE)

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,13 @@ from megatron.lm.build import build_training
 from megatron.lm.graph import FIRST, LAST, UNASKED, StepGraphs, build, choose, obstacle
 from megatron.lm.recorder import Recorder
 from megatron.lm.replay import UPDATE
+from megatron.lm.run import lost_updates
+from megatron.lm.run.lost_updates import LostUpdates
+from megatron.lm.run.metrics import Metrics
 from megatron.lm.step import evaluate, train_step
+from megatron.lm.training import Training
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
 
 OBSTACLES = {
     "tensor": ({"tensor_model_parallel_size": 2}, "without --sequence-parallel"),
@@ -283,3 +290,56 @@ def test_graphs_with_collectives_change_no_bit(tmp_path: Path):
             assert tiny.same(weights, others[1]), (name, mode)
     for rank in ranks:  # a sum of two numbers is rounded once, whoever adds them up
         assert tiny.same(rank["O3 TP+SP", "none"][1], rank["O3 TP+SP copies", "none"][1])
+
+
+def lost_shares(
+    mode: str, settings: dict[str, Any], build: Callable[[Training], Any] = build
+) -> tuple[list[list[float]], list[Tensor], int]:
+    """The distances at the checks of 24 steps, the bits that they end with, and how many graphs were captured."""
+    config = tiny.config("corpus", train_iters=30, cuda_graph=mode, lr=1e-6, min_lr=1e-6, **settings)
+    with tiny.started(config):
+        process_groups.seed_all(config.training.seed)
+        made = build_training(config, tiny.VOCABULARY)
+        graphs, stream, found = build(made), tiny.micro_batches(config, None), []
+        everyone = Peers(torch.distributed.group.WORLD, WireBytes())
+        watch = LostUpdates(made, Metrics(config, tiny.VOCABULARY, made), everyone)
+        for iteration in range(1, 25):
+            made.grad_sync.statistics.watch(iteration % 5 == 4)
+            train_step(made, stream, graphs, None, watch)
+            if watch._check is not None:
+                found.append(watch._check.distances.values().flatten().tolist())
+        captured = 0 if graphs is None else graphs.captured
+        if graphs is not None:
+            graphs.release()
+        states = [t for state in made.optimizer.state.values() for t in state.values()]
+        return found, tiny.bits([*made.model.parameters(), *made.model.buffers(), *states]), captured
+
+
+def test_lost_updates_of_replayed_steps_are_those_of_eager_steps(monkeypatch):
+    monkeypatch.setattr(lost_updates, "EVERY", 2)
+    settings = {"precision": "O3", "micro_batch_size": 2, "global_batch_size": 4, "num_layers": 1, "fp8_recipe": "tensorwise"}
+    eager, bits, _ = lost_shares("none", settings)
+    with replayed.on_a_cpu() as captures:
+        again, same_bits, captured = lost_shares("none", settings, lambda made: StepGraphs(made, "step"))
+    assert captured == len(captures) > 3
+    assert again == eager
+    assert tiny.same(bits, same_bits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["bf16", "O2", "O3"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("mode", ["micro-batch", "step"])
+def test_lost_updates_are_the_same_in_graphs_and_change_no_bit(level, micro_batches, mode, monkeypatch):
+    """Steps that count their gradients have graphs of their own, with gradients elsewhere or in the same memory."""
+    monkeypatch.setattr(lost_updates, "EVERY", 2)
+    settings = {"precision": level, "micro_batch_size": 2, "global_batch_size": 2 * micro_batches}
+    eager, bits, _ = lost_shares("none", settings)
+    again, same_bits, captured = lost_shares(mode, settings)
+    assert captured
+    assert len(eager) == 12
+    assert again == eager
+    monkeypatch.setattr(lost_updates, "EVERY", 1000)
+    _, unwatched, _ = lost_shares(mode, settings)
+    assert tiny.same(bits, same_bits)
+    assert tiny.same(bits, unwatched)

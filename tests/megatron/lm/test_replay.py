@@ -8,7 +8,9 @@ import tiny
 import torch
 
 from megatron.lm.build import build_training
-from megatron.lm.replay import UPDATE, WARM_UP, Captured, Inputs, Replays
+from megatron.lm.replay import UPDATE, WARM_UP, Captured, Inputs, Replays, alias
+from msamp.numerics.formats import E4M3
+from msamp.numerics.tensor import ScalingTensor
 
 
 @pytest.fixture
@@ -56,6 +58,53 @@ def test_graphs_wait_for_the_window_and_for_the_first_updates(graphs: Replays):
     graphs.release()
     assert not graphs.captured
     assert not graphs.ready()
+
+
+def test_python_sees_the_gradients_of_the_graph_that_ran_last_for_as_long_as_it_asks(graphs: Replays):
+    """Not those of the graph that was captured last; and before the update is captured, those that the capture has left."""
+    statistics, holder = graphs.training.grad_sync.statistics, graphs.training.grad_sync.params[0]
+    for active in (False, True):
+        statistics.watch(active)
+        graphs._record("finish", lambda: None, finishes=True)
+        graphs._record("other", lambda: None)
+        key = graphs._key("finish")
+        graphs._graphs[key] = graphs._graphs[key]._replace(borrowed=((holder, "main_grad", f"of a step with active {active}"),))
+    holder.main_grad = "the last capture's"  # type: ignore[attr-defined]
+    seen = []
+    for active, captured in ((False, False), (False, True), (True, True)):
+        statistics.watch(active)
+        if captured:
+            graphs._record(UPDATE, lambda: None)
+        with graphs.gradients_in_sight():
+            seen.append(holder.main_grad)  # type: ignore[attr-defined]
+        assert holder.main_grad == "the last capture's"  # type: ignore[attr-defined]
+    assert seen == ["the last capture's", "of a step with active False", "of a step with active True"]
+
+
+def test_an_alias_of_what_is_no_gpu_s_is_the_thing_itself():
+    x, scaled = torch.ones(3), ScalingTensor.quantize(torch.ones(4, 4), E4M3)
+    assert alias(None) is None
+    assert alias(x) is x
+    assert alias(scaled).payload is scaled.payload
+    assert alias(scaled).scale_inv is scaled.scale_inv
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_an_alias_is_the_same_memory_and_does_not_keep_it(dtype):
+    flat = torch.randn(6, 8, device="cuda").to(dtype)
+    for x in (flat, flat[2:4], flat.t(), flat[0, 3]):
+        other = alias(x)
+        assert (other.data_ptr(), other.shape, other.stride(), other.dtype) == (x.data_ptr(), x.shape, x.stride(), x.dtype)
+        assert other.float().equal(x.float())
+    scaled = ScalingTensor.quantize(torch.randn(16, 16, device="cuda"), E4M3)
+    assert alias(scaled).dequantize().equal(scaled.dequantize())
+    held, x = torch.cuda.memory_allocated(), torch.ones(2**20, device="cuda")
+    other = alias(x)
+    x.fill_(2)
+    assert float(other[-1]) == 2
+    del x
+    assert torch.cuda.memory_allocated() == held
 
 
 def test_inputs_stay_where_they_are():

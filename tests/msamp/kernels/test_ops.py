@@ -55,7 +55,7 @@ def arguments(device: torch.device | str) -> dict[str, tuple]:
         "sum_payloads": (x, scale, torch.bfloat16),
         "scale_from_amax": (x.abs(), 448.0, None, 2.0),
         "tally_": (torch.zeros(8, dtype=torch.float64, device=device), a.float() * 1.01, a, scale),
-        "tally_update_": (torch.zeros(5, dtype=torch.float64, device=device), x, x * 1.01, (x * 1.02).half(), scale),
+        "tally_update_": (torch.zeros(7, dtype=torch.float64, device=device), x, x * 1.01, (x * 1.02).half(), scale),
         "scaled_mm": (a, b, scale, scale, bias, torch.bfloat16),
         "block_cast": (x, scale, slot),
         "block_scaled_mm": (a, b, torch.full((24, 1), 0.5, device=device), torch.full((1, 1), 0.25, device=device), bias, torch.bfloat16),

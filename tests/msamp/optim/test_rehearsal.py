@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, E4M3, FP16, FP32, Format
-from msamp.numerics.recipe import COLLAGE_FP8, COLLAGE_PLUS, FP32_STATES, O1, O2, O3, StateFormats
+from msamp.numerics.recipe import COAT, COLLAGE_FP8, COLLAGE_PLUS, FP32_STATES, O1, O2, O3, StateFormats
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim import rehearsal
 from msamp.optim.adamw import FP8AdamW
-from msamp.optim.rehearsal import rehearse
+from msamp.optim.rehearsal import rehearse, rehearse_launches
 
 LEVELS = {
     "O1": (O1.states, FP16),
@@ -161,3 +161,47 @@ def test_a_step_that_will_be_skipped_is_not_rehearsed(bad):
     assert not list(rehearse(optimizer))
     optimizer.step()
     assert optimizer.skipped_steps == 1
+
+
+SAMPLED = {**LEVELS, "coat": (COAT.states, E4M3), "plus": (COLLAGE_PLUS.states, BF16), "collage-fp8": (COLLAGE_FP8.states, BF16)}
+
+
+@pytest.mark.parametrize("level", SAMPLED)
+def test_a_sample_is_rows_of_the_whole_update_to_the_bit(level, device, monkeypatch):
+    """Of (24, 16) every sixth row, of (8, 48) one; a sample of one row more than fits is two launches."""
+    monkeypatch.setattr(rehearsal, "SAMPLED", 100)
+    ps, optimizer = made(*SAMPLED[level], device, clip_grad=1e-2)
+    more = [nn.Parameter(p.detach().clone()) for p in ps]
+    optimizer.add_param_group({"params": more})
+    for step in range(3):
+        grow([*ps, *more], step)
+        if step < 2:
+            optimizer.step()
+    before = everything(optimizer)
+    whole = {holding.index: (old, exact, stored) for holding, old, exact, stored in one_by_one(optimizer, None)}
+    sampled = list(one_by_one(optimizer, 64))
+    assert everything(optimizer) == before
+    assert sorted(holding.index for holding, *_ in sampled) == [0, 1, 2, 3]
+    for holding, *found in sampled:
+        rows = slice(0, 24, 6) if holding.param.shape[0] == 24 else slice(0, 1)
+        for part, of_whole in zip(found, whole[holding.index], strict=True):
+            assert part.equal(of_whole[rows])
+
+
+def one_by_one(optimizer: FP8AdamW, sample: int | None):
+    """Each holding with its masters before, exact and as stored."""
+    for both in rehearse_launches(optimizer, sample):
+        yield from zip(both.holdings, both.before, both.exact.masters, both.masters(), strict=True)
+
+
+def test_a_sample_takes_no_more_memory_than_its_elements(monkeypatch):
+    monkeypatch.setattr(rehearsal, "SAMPLED", 100)
+    ps, optimizer = made(*LEVELS["O2"])
+    grow(ps, 0)
+    optimizer.step()
+    grow(ps, 1)
+    parts = rehearse_launches(optimizer, 48)
+    next(parts)  # before which the gradients are measured, as a step does
+    with Largest() as largest:
+        list(parts)
+    assert 0 < largest.elements <= 100

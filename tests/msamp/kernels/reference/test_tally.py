@@ -9,7 +9,18 @@ from numerics import make
 from msamp.kernels.reference import tally
 from msamp.kernels.reference.tally import tally_, tally_update_
 from msamp.numerics.formats import E4M3
-from msamp.numerics.metrics import TALLY, add_tallies, descent, judge, lost_frac, saturation_frac, sqnr_db, underflow_frac
+from msamp.numerics.metrics import (
+    TALLY,
+    add_tallies,
+    descent,
+    judge,
+    lost_frac,
+    saturation_frac,
+    sqnr_db,
+    undelivered_frac,
+    undelivered_share,
+    underflow_frac,
+)
 from msamp.numerics.quantize import dequantize, quantize
 
 
@@ -73,9 +84,9 @@ def test_an_update_s_sums_are_the_definitions(monkeypatch):
     after = dequantize(stored, 1 / 64)
     for chunk in (tally.CHUNK, 100):
         monkeypatch.setattr(tally, "CHUNK", chunk)
-        row = torch.zeros(5, dtype=torch.float64)
+        row = torch.zeros(7, dtype=torch.float64)
         tally_update_(row, before, wanted, stored, torch.tensor(1 / 64))
-        elements, squares, norm, product, lost = row.tolist()
+        elements, squares, norm, product, lost, distance, arrived = row.tolist()
         assert elements == before.numel()
         assert squares == pytest.approx(float(after.double().square().sum()), rel=1e-12)
         assert norm == pytest.approx(float((wanted.double() - before.double()).square().sum()), rel=1e-12)
@@ -83,6 +94,10 @@ def test_an_update_s_sums_are_the_definitions(monkeypatch):
             descent(wanted.double() - before.double(), after.double() - before.double()), rel=1e-9
         )
         assert lost / elements == lost_frac(wanted - before, after - before)
-    same = torch.zeros(5, dtype=torch.float64)
+        assert distance == pytest.approx(float((wanted.double() - before.double()).abs().sum()), rel=1e-12)
+        share = undelivered_frac(wanted.double() - before.double(), after.double() - before.double())
+        assert undelivered_share(distance, arrived) == pytest.approx(share, rel=1e-9)
+    same = torch.zeros(7, dtype=torch.float64)
     tally_update_(same, before, wanted, before, torch.ones(()))
     assert same[4] == (wanted != before).sum()
+    assert same[6] == 0

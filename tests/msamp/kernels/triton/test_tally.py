@@ -61,11 +61,11 @@ def test_what_is_not_finite_shows(bad, triton_device):
 def test_the_sums_of_several_programs_are_added_up(triton_device):
     x, scale_inv = make("normal", LONG, device=triton_device), torch.tensor(0.25, device=triton_device)
     payload, zeros = cast(x * 4.0, E4M3), torch.zeros(8, dtype=torch.float64, device=triton_device)
-    want, want_update = zeros.clone(), zeros[:5].clone()
+    want, want_update = zeros.clone(), zeros[:7].clone()
     twin.tally_(want, x, payload, scale_inv)
     agree(kernel("tally_", zeros.clone(), x, payload, scale_inv), want, (0, 1, 2, 3, 6, 7))
     twin.tally_update_(want_update, x * 0.99, x, payload, scale_inv)
-    torch.testing.assert_close(kernel("tally_update_", zeros[:5].clone(), x * 0.99, x, payload, scale_inv), want_update, rtol=1e-10, atol=0)
+    torch.testing.assert_close(kernel("tally_update_", zeros[:7].clone(), x * 0.99, x, payload, scale_inv), want_update, rtol=1e-10, atol=0)
 
 
 def test_nothing_adds_nothing(triton_device):
@@ -83,7 +83,7 @@ def test_an_update_s_sums_are_its_twins(name, triton_device):
         wanted = before + make("normal", shape, i + 9, device=triton_device) * 1e-3
         wanted.view(-1)[::5] = before.view(-1)[::5]
         stored = cast(wanted * 4.0, FORMATS[name])
-        start = torch.tensor([3.0, 2, 1, -1, 5], dtype=torch.float64, device=triton_device)
+        start = torch.tensor([3.0, 2, 1, -1, 5, 0.5, -0.5], dtype=torch.float64, device=triton_device)
         want = start.clone()
         twin.tally_update_(want, before, wanted, stored, scale_inv)
         got = kernel("tally_update_", start.clone(), before, wanted, stored, scale_inv)
