@@ -51,7 +51,7 @@ class BothWays(NamedTuple):
         stored: the launch after the step's own kernels.
         exact: the same launch on states in FP32, which are not rounded.
         before: the masters' values, FP32.
-        holdings: whose rows these are.
+        holdings: the holdings that have these rows.
     """
 
     stored: Launch
@@ -180,7 +180,7 @@ def _sampled(launch: Launch, sample: int) -> Iterator[Launch]:
 
 
 def _spaced_rows(shape: torch.Size, sample: int) -> slice:
-    """Rows along dim 0, at even distances, with about `sample` elements; all of a vector, whose groups of COAT's cross its elements."""
+    """Rows along dim 0, at even distances, with about `sample` elements. All of a vector: its groups in a COAT format lie along dim 0."""
     row = math.prod(shape[1:])
     if len(shape) < 2 or shape[0] * row <= sample:
         return slice(None)

@@ -5,7 +5,7 @@ start.py        how it starts: anew, from where it was, or as the child of anoth
 trainer.py      drives it: train, evaluate, log, save
 metrics.py      what it tells: the log line, TensorBoard, the metrics file
 step_watch.py   looks at every step after it: skipped steps, spikes, requests, and what all ranks do about them
-lost_updates.py warns of a run whose updates are lost in the rounding of its master weights
+lost_updates.py warns where the rounding of the master weights loses most of the updates
 replicas.py     whether all copies of the weights are the same, now and then
 spikes.py       losses that leave the mean of those before by too much
 signals.py      what a process is asked to do from outside: signals, the clock

@@ -1,4 +1,4 @@
-"""Warns once of a run whose updates are lost in its master weights: every 50 steps it measures which share, layer by layer.
+"""Warns once in a run where its master weights lose most of the updates: every 50 steps it measures the share of each layer.
 
 A learning rate can be so low that rounding a master to FP16, BF16 or FP8 takes most of each update away (`msamp.optim.lost_updates`
 measures it). The loss curve alone does not show it. A check runs the next update on copies of a few rows of each parameter. The host does

@@ -53,6 +53,11 @@ class Complaint:
     low: bool
     words: Callable[[float], str]
 
+    def value(self, row: Mapping[str, float | None]) -> float | None:
+        """The column's value. Where a row has `undelivered`, None for `lost`: stochastic rounding leaves most elements unchanged in a step,
+        and loses none of the update on average."""
+        return None if self.column == "lost" and row.get("undelivered") is not None else row.get(self.column)
+
     def holds(self, value: float | None) -> bool:
         """Whether a value is worse than the limit."""
         return value is not None and (value < self.limit if self.low else value > self.limit)
@@ -68,6 +73,7 @@ COMPLAINTS = (
     Complaint("saturation", 0.001, False, lambda x: f"{100 * x:.3g} % saturated"),
     Complaint("sqnr_db", 20.0, True, lambda x: f"SQNR {x:.1f} dB"),
     Complaint("lost", 0.5, False, lambda x: f"{100 * x:.3g} % of the elements do not move"),
+    Complaint("undelivered", 0.5, False, lambda x: f"{100 * x:.3g} % of the update is lost"),
     Complaint("arrived", 0.9, True, lambda x: f"{100 * x:.3g} % of the update arrives"),
 )
 
@@ -159,11 +165,11 @@ def words(steps: Sequence[Mapping[str, Any]], most: int) -> list[str]:
     found: list[tuple[float, str]] = []
     for (layer, tensor), row in last.items():
         for complaint in COMPLAINTS:
-            value = row.get(complaint.column)
+            value = complaint.value(row)
             if value is not None and complaint.holds(value):
                 since = steps[-1]["iteration"]
                 for step in reversed(steps):
-                    if not complaint.holds(step["series"].get((layer, tensor), {}).get(complaint.column)):
+                    if not complaint.holds(complaint.value(step["series"].get((layer, tensor), {}))):
                         break
                     since = step["iteration"]
                 found.append((complaint.severity(value), f"{spoken(layer)} {tensor}: {complaint.words(value)} since step {since}"))
@@ -173,7 +179,7 @@ def words(steps: Sequence[Mapping[str, Any]], most: int) -> list[str]:
         return told[:most] + rest
     lines = ["no tensor stands out; the worst at the last step:"]
     for complaint in COMPLAINTS:
-        values = [(row[complaint.column], key) for key, row in last.items() if row.get(complaint.column) is not None]
+        values = [(value, key) for key, row in last.items() if (value := complaint.value(row)) is not None]
         if values:
             value, (layer, tensor) = (min if complaint.low else max)(values)
             lines.append(f"{spoken(layer)} {tensor}: {complaint.words(value)}")

@@ -58,6 +58,19 @@ def test_every_complaint_has_words(tmp_path):
     }
 
 
+def test_elements_that_stay_are_no_complaint_where_the_update_arrives(tmp_path):
+    one = step(7, lost=0.99)
+    for share, complains in ((0.02, False), (0.7, True)):
+        new = one | {
+            "columns": {"casts": CASTS, "updates": [*UPDATES, "undelivered"]},
+            "updates": {name: [*values, share if name == FC2 else 0.0] for name, values in one["updates"].items()},
+            "total": [*one["total"], share],
+        }
+        told = words(read(write(tmp_path / "p", [new])), most=10)
+        assert not any("do not move" in sentence for sentence in told)
+        assert ("layer 3 linear_fc2 update: 70 % of the update is lost since step 7" in told) == complains
+
+
 def test_a_file_of_before_that_calls_descent_edq_reads_the_same(tmp_path):
     new = step(7, descent=0.25)
     old = new | {"columns": {"casts": CASTS, "updates": ["norm", "update_norm", "edq", "lost"]}}
