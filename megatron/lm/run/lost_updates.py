@@ -89,8 +89,11 @@ class LostUpdates:
     def before_update(self) -> None:
         """With the averaged gradients in place and the update to come: measure it where it is due, and judge the last check. Collective."""
         self.judge()
-        if not self.due():
-            return
+        if self.due():
+            self.measure()
+
+    def measure(self) -> None:
+        """Measure the update to come, on copies, and send the result to the host of rank 0. Collective."""
         optimizer = self.training.optimizer
         table = torch.zeros(len(self._storage), SUMS, dtype=torch.float64, device=self._rows.device)
         with self.training.grad_sync.sent.uncounted():

@@ -1,0 +1,117 @@
+"""What the trainer's check for lost updates costs on one GPU: steps with a check beside plain steps.
+
+    python tools/bench/bench_lost_updates.py --level O3                   GPT-1.3B, micro-batch 4, as bench_step.py
+    python tools/bench/bench_lost_updates.py --level O2 --preset 125m --micro-batch-size 8 --flags=--cuda-graph=none
+
+Plain and checked steps take turns. `share_percent` spreads the extra time of a checked step over the steps from check to check. The first
+check compiles kernels and is reported by itself. A row is appended to --csv.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.lm import entry, graph, process_groups
+from megatron.lm.build import build_training
+from megatron.lm.run.lost_updates import EVERY, LostUpdates
+from megatron.lm.run.metrics import Metrics
+from megatron.lm.step import train_step
+from megatron.lm.tools.arguments import Parser, count, output_file
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
+from tools.bench import rows
+from tools.bench.bench_step import WARM_UP, configuration, random_batches
+from tools.precisions import legal_precision
+
+
+class Check:
+    """A check at every step that it is given to."""
+
+    def __init__(self, watch: LostUpdates) -> None:
+        self.watch = watch
+
+    def due(self) -> bool:
+        return True
+
+    def before_update(self) -> None:
+        self.watch.measure()
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The row; needs `process_groups.initialize`."""
+    config = configuration(options.level, options)
+    training = build_training(config, options.vocab_size)
+    device = process_groups.device()
+    cuda = device.type == "cuda"
+    batches, graphs = random_batches(config, options.vocab_size, device), graph.build(training)
+    everyone = Peers(dist.group.WORLD, WireBytes())
+    check = Check(LostUpdates(training, Metrics(config, options.vocab_size, training), everyone))
+
+    def timed(watch: Check | None) -> float:
+        start = time.perf_counter()
+        train_step(training, batches, graphs, None, watch)
+        if cuda:
+            torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - start)
+
+    for _ in range(options.warm_up):
+        timed(None)
+    peak = _take_peak(cuda)
+    first = timed(check)
+    pairs = [(timed(None), timed(check)) for _ in range(options.steps)]
+    plain, checked = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return {
+        "case": options.level,
+        "preset": options.preset,
+        "micro_batch": config.training.micro_batch_size,
+        "params_m": round(sum(p.numel() for p in training.model.parameters()) / 1e6, 1),
+        "ms": round(plain, 2),
+        "checked_ms": round(checked, 2),
+        "interval": EVERY,
+        "share_percent": round(100 * (checked - plain) / (EVERY * plain), 4),
+        "first_ms": round(first, 1),
+        "graphs": graphs.captured if graphs is not None else 0,
+        "peak_gib": peak,
+        "checked_peak_gib": _take_peak(cuda),
+    }
+
+
+def _take_peak(cuda: bool) -> float | str:
+    """Peak of allocated GiB since the last call; empty on a CPU."""
+    if not cuda:
+        return ""
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return round(peak, 2)
+
+
+@entry.command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and append the row."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("--level", default="O3", type=legal_precision, help="level or precision (default: %(default)s)")
+    parser.add_argument("--preset", default="1.3b", help="as bench_step.py takes it (default: %(default)s)")
+    parser.add_argument("--micro-batch-size", type=count(1), default=4)
+    parser.add_argument("--vocab-size", type=count(1), default=50304)
+    parser.add_argument("--warm-up", type=count(0), default=WARM_UP, help="plain steps that are not measured")
+    parser.add_argument("--steps", type=count(1), default=20, help="measured steps of each kind")
+    parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
+    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/lost_updates.csv")
+    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    options = parser.parse_args(argv)
+    process_groups.initialize(configuration(options.level, options))
+    row = measure(options)
+    print(json.dumps(row), flush=True)
+    rows.append(options.csv, [rows.machine(options.commit) | row])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
