@@ -8,9 +8,11 @@ import dist
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import msamp
+from msamp.integrations import fsdp
 from msamp.numerics.metrics import undelivered_frac
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.adamw import FP8AdamW
@@ -230,6 +232,27 @@ def test_several_processes_find_the_same_and_train_on():
         assert asked[1] == usual[1]
         assert asked[0]["0.weight"] > 0.9
         assert asked[0].keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def under_fsdp() -> dict[str, float]:
+    model = fsdp.prepare(linears("O2"), recipe="O2")
+    fully_shard(model)
+    optimizer = fsdp.optimizer(model, torch.optim.AdamW(model.parameters(), lr=SMALL), recipe="O2")
+    shares: dict[str, float] = {}
+    for step in range(2):
+        backward(model, optimizer, 2 * step + torch.distributed.get_rank(), "O2")
+        shares = lost_updates(optimizer)
+        optimizer.step()
+    return shares
+
+
+@pytest.mark.nightly(15)
+def test_rows_of_fsdp_are_added_up():
+    first, second = dist.run(under_fsdp, 2)
+    assert first == second
+    assert first["0.weight"] > 0.9
+    assert first["2.weight"] > 0.9
+    assert first["0.bias"] < 0.01
 
 
 def test_other_optimizers_are_refused():
