@@ -18,6 +18,7 @@ from megatron.lm.training import Training
 from msamp.optim.device_flag import DeviceCopy
 
 FC1 = "decoder.layers.1.mlp.linear_fc1"
+NEAREST = {"master_rounding": "nearest"}
 LOW = {"lr": 1e-7, "min_lr": 1e-7, "lr_decay_style": "constant", "lr_warmup_iters": 0}
 
 
@@ -36,17 +37,21 @@ def warnings_of(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("settings", "fix"),
     [
-        ({"opt_level": "O1"}, "--master-rounding stochastic"),
-        ({"opt_level": "O2"}, "--master-rounding stochastic"),
-        ({"opt_level": "O3"}, "--master-rounding stochastic"),
-        ({"precision": "bf16-dmw"}, "--master-rounding stochastic"),
+        ({"opt_level": "O1", **NEAREST}, "--master-rounding stochastic"),
+        ({"opt_level": "O2", **NEAREST}, "--master-rounding stochastic"),
+        ({"opt_level": "O3", **NEAREST}, "--master-rounding stochastic"),
+        ({"precision": "bf16-dmw", **NEAREST}, "--master-rounding stochastic"),
         ({"precision": "bf16-a"}, "take a --precision with pairs of BF16 or with FP32 masters"),
         ({"opt_level": "O0"}, None),
         ({"precision": "coat"}, None),
         ({"precision": "collage-light"}, None),
         ({"precision": "fp16-amp"}, None),
         ({"opt_level": "O2", "master_format": "fp32"}, None),
-        ({"opt_level": "O2", "lr": 1e-3, "min_lr": 1e-3}, None),
+        ({"opt_level": "O2", **NEAREST, "lr": 1e-3, "min_lr": 1e-3}, None),
+        ({"opt_level": "O1", "master_rounding": "stochastic"}, None),
+        ({"opt_level": "O2", "master_rounding": "stochastic"}, None),
+        ({"opt_level": "O3", "master_rounding": "stochastic"}, None),
+        ({"opt_level": "O2", "master_format": "fp8-e4m3", "master_rounding": "stochastic", "lr": 1e-4, "min_lr": 1e-4}, None),
     ],
     ids=lambda value: "-".join(str(x) for x in value.values()) if isinstance(value, dict) else "",
 )
@@ -129,7 +134,7 @@ def test_the_fix_follows_from_how_masters_are_stored():
 @pytest.mark.usefixtures("every_step")
 def test_a_run_that_is_watched_ends_with_the_same_bits_resumes_and_is_warned_again(prefix: Path, tmp_path: Path, monkeypatch, capsys):
     """Several micro-batches, evaluation, save and resume; the count of checks starts again with the process."""
-    shared = {"opt_level": "O2", "micro_batch_size": 2, "global_batch_size": 6, "eval_iters": 1, "eval_interval": 4, **LOW}
+    shared = {"opt_level": "O2", **NEAREST, "micro_batch_size": 2, "global_batch_size": 6, "eval_iters": 1, "eval_interval": 4, **LOW}
     folder = {"save": str(tmp_path / "saved"), "save_interval": 4}
     rows = tiny.run(tiny.config(prefix, train_iters=8, **shared, **folder))
     assert [row["iteration"] for row in told(rows, "lost_updates")] == [6]
@@ -144,7 +149,7 @@ def test_a_run_that_is_watched_ends_with_the_same_bits_resumes_and_is_warned_aga
 @pytest.mark.usefixtures("every_step")
 def test_a_rollback_starts_the_count_again(prefix: Path, tmp_path: Path):
     with patched(Once(5)):
-        settings = rolling(prefix, str(tmp_path), opt_level="O2", train_iters=14)
+        settings = rolling(prefix, str(tmp_path), opt_level="O2", train_iters=14, **NEAREST)
         low = replace(settings, optimizer=replace(settings.optimizer, lr=1e-7, min_lr=1e-7, lr_warmup_iters=0))
         rows = tiny.run(low)
     (back,) = told(rows, "rollback")
@@ -189,7 +194,7 @@ GRIDS: dict[str, dict[str, Any]] = {
 def on_every_grid(prefix: str) -> dict[str, list[dict[str, Any]]]:
     """The rows of each grid, in the same processes."""
     lost_updates.EVERY, lost_updates.STEPS = 2, 4  # type: ignore[misc]
-    shared = {"train_iters": 8, "micro_batch_size": 2, "global_batch_size": 8, "num_attention_heads": 4, **LOW}
+    shared = {"train_iters": 8, "micro_batch_size": 2, "global_batch_size": 8, "num_attention_heads": 4, **LOW, **NEAREST}
     return {name: told(tiny.run(tiny.config(prefix, **shared, **grid)), "lost_updates") for name, grid in GRIDS.items()}
 
 
