@@ -57,8 +57,9 @@ def lost_updates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Return the share of each parameter's next update that rounding will lose, in [0, 1], by the parameter's name.
 
     Call it between `backward` and `step`. It runs the update on copies of at most some ten thousand elements of each matrix, waits for the
-    device once, and changes nothing: call it every few hundred steps. Above a half for long, training moves that parameter less than
-    half as far as the learning rate says: store masters with stochastic rounding or in FP32, or raise the learning rate.
+    device once, and changes nothing: call it every few hundred steps. Where a share stays above a half, the parameter moves less than half
+    as far as the learning rate demands: give `msamp.initialize(..., master_rounding="stochastic")`, keep masters in FP32, or raise the
+    learning rate.
 
     The share is 1 - sum sign(wanted) effective / sum |wanted|: `wanted` is the update that FP32 arithmetic makes of the present states,
     `effective` the change of the stored master. Under stochastic rounding it is 0 up to noise. Rounding of the moments is no part of it.
