@@ -149,7 +149,7 @@ def step(training: Training, classifier: Classifier, chosen: Sequence[Example], 
     training.grad_sync.finish()
     training.schedule.settle()
     training.optimizer.step()
-    training.scaling.roll(training.grid.scales.group)
+    training.scaling.roll(training.grid.scales.group, training.optimizer.usable)
     training.schedule.advance_unless(training.optimizer.skipped())
     return float(total)
 

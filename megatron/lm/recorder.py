@@ -18,21 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.lm.amax_outliers import bits_held_down, outliers
 from megatron.lm.distributed import chunks
 from megatron.lm.logs import LogFile, Unwritten
 from megatron.lm.model.initial import named_globally
 from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.training import Training
 from msamp.kernels import ops
-from msamp.nn.fp8_attention import CASTS_HERE, AttentionScaling
+from msamp.nn.fp8_attention import CASTS_HERE, DK, DP, DQ, DV, AttentionScaling, O
 from msamp.nn.gemm import LayerGemm, tally_operand_
-from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, TensorScales
+from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, WIRE, TensorScales
 from msamp.numerics.metrics import TALLY, add_tallies, judge, undelivered_share
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.rehearsal import rehearse
 from msamp.optim.updates import MASTER
 
 ROWS = {INPUT: "input", GRAD_OUTPUT: "grad_output"}
+OTHERS = {O: "attended", DP: "grad_probabilities", DQ: "grad_query", DK: "grad_key", DV: "grad_value"}
 CAST_COLUMNS = ("amax", "underflow", "saturation", "sqnr_db", "scale_exponent")
 UPDATE_COLUMNS = ("norm", "update_norm", "descent", "lost", "undelivered")
 # What `ops.tally_update_` adds up of an update, in this order.
@@ -52,7 +54,8 @@ class Recorder:
     (`input`, `weight`, `grad_output` as their GEMM casts them; `query`, `key`, `value`, `grad_attention` of FP8 attention; `grad`,
     `grad_reduced`: a gradient as it is sent against what backward gave, and the average against the FP32 sum; `master`, `m`, `v`: as
     stored against what the update computed in FP32; `weight` where it is cast from a master: against that); `updates`: by parameter, with
-    `total` of all; `mu`, with `--grad-scaling auto`.
+    `total` of all; `mu`, with `--grad-scaling auto`; `outliers`: by layer and tensor, of delayed scales that one amax in the window holds
+    down, by how many powers of two (`megatron.lm.amax_outliers`), after this step.
 
     amax: of the values before the cast. Underflow: share of the non-zero values that became zero; saturation: share at the format's
     maximum; SQNR in dB; the scale's exponent, base 2. Norms of the parameter after the update and of the update, which is the one that
@@ -86,6 +89,12 @@ class Recorder:
         self.watched: list[tuple[str, TensorScales, dict[int, str]]] = [
             *((name, layer.scaling, ROWS) for name, layer in self.layers),
             *((name.removesuffix(".scaling"), scales, CASTS_HERE) for name, scales in modules if isinstance(scales, AttentionScaling)),
+        ]
+        # Every delayed scale, those of casts without a watch too.
+        self._delayed = [
+            (name, scales, rows | (OTHERS if rows is CASTS_HERE else {WIRE: "partial_sums"}))
+            for name, scales, rows in self.watched
+            if scales.window
         ]
         self.names: dict[Tensor, str] = {
             p: f"{name}.{key}".removesuffix(".weight")
@@ -133,11 +142,12 @@ class Recorder:
                 scales.watches.clear()
         self._gradients()
         flag = self.training.optimizer.skipped()
-        own = self._read()
+        *own, bits = self._read()
         skipped = bool(flag)
-        gathered = self._gather(*own, skipped)
+        gathered, held_down = self._gather(*own, skipped), outliers(self._delayed, bits)
         if gathered is not None:
-            self._write(line(iteration, skipped, *gathered, self.training.grad_sync.exchange.sums_in_fp32))
+            written = line(iteration, skipped, *gathered, self.training.grad_sync.exchange.sums_in_fp32)
+            self._write(written | {"outliers": held_down})
 
     @torch.no_grad()
     def _weights(self) -> None:
@@ -177,15 +187,18 @@ class Recorder:
             if sync.peers.ranks > 1:
                 self._casts[self.names[p], "grad_reduced"] = mean
 
-    def _read(self) -> tuple[Rows, Rows, Rows, dict[str, float]]:
-        """Everything that stands on the device, in one transfer: casts, casts of the rehearsed update, updates, mu."""
+    def _read(self) -> tuple[Rows, Rows, Rows, dict[str, float], Rows]:
+        """Everything that stands on the device, in one transfer: casts, casts of the rehearsed update, updates, mu, bits held down."""
         sync = self.training.grad_sync
-        groups = (self._casts, self._rehearsed, self._updates)
+        held = {name: bits_held_down(scales) for name, scales, _ in self._delayed}
+        groups: tuple[dict[Any, Tensor], ...] = (self._casts, self._rehearsed, self._updates, held)
         rows = [self._table.new_zeros(0), *(row for group in groups for row in group.values())]
         mu = [] if sync.autoscale is None else [sync.autoscale.mu.double()]
         numbers = iter(torch.cat([*rows, *mu]).tolist())
-        casts, rehearsed, updates = ({key: list(itertools.islice(numbers, len(row))) for key, row in group.items()} for group in groups)
-        return casts, rehearsed, updates, dict(zip((self.names[p] for p in sync.scaled_params()), numbers, strict=bool(mu)))
+        casts, rehearsed, updates, bits = (
+            {key: list(itertools.islice(numbers, len(row))) for key, row in group.items()} for group in groups
+        )
+        return casts, rehearsed, updates, dict(zip((self.names[p] for p in sync.scaled_params()), numbers, strict=bool(mu))), bits
 
     def _gather(
         self, casts: Rows, rehearsed: Rows, updates: Rows, mu: dict[str, float], skipped: bool

@@ -114,7 +114,8 @@ class Replays:
         optimizer = self.training.optimizer
         optimizer.step()
         optimizer.wait()
-        self.training.scaling.roll_on_device(self.training.grid.scales.group)
+        self.training.scaling.roll_on_device(self.training.grid.scales.group, optimizer.usable)
+        self.training.grad_sync.decided(optimizer.usable)
 
     def _key(self, name: Hashable) -> Hashable:
         statistics = self.training.grad_sync.statistics

@@ -35,8 +35,8 @@ micro-batches of a step share their delayed scales. That also lets tensor-parall
 without a collective for their scales.
 
 Why nothing here asks the device for a number: the host would wait for all launched kernels. `skipped` is a flag on its way from the
-device, and `schedule.settle` reads it one step later. A skipped step changes no weight and no moment on any rank, and its data is
-consumed. For the same reason the whole step can be replayed as CUDA graphs (`graph`), to the same bits.
+device, and `schedule.settle` reads it one step later. A skipped step changes no weight, no moment, no amax history, no scale of a cast and
+no mu on any rank, and its data is consumed. For the same reason the whole step can be replayed as CUDA graphs (`graph`), to the same bits.
 
 One rank takes the same path as many: nothing here asks for the world size but the count of consumed samples.
 
@@ -125,7 +125,8 @@ def train_step(
         training.optimizer.step()  # clip -> load -> AdamW in FP32 -> store; under ZeRO on owned tensors, then gather the weights
         grad_norm = training.optimizer.grad_norm
         # Delayed scaling: histories move on, alike for all ranks that share a layer, so that what they send each other has one scale.
-        training.scaling.roll(training.grid.scales.group)
+        training.scaling.roll(training.grid.scales.group, training.optimizer.usable)
+        training.grad_sync.decided(training.optimizer.usable)
         if training.optimizer.shard.ranks == 1:  # under ZeRO weights are still on their way
             training.scaling.measure_weights()
     skipped = training.optimizer.skipped()

@@ -163,6 +163,7 @@ class AutoScale:
         self.ranks = ranks
         self.rule = rule
         self.mu = torch.ones(len(numel), dtype=torch.float64, device=device)
+        self._last = self.mu.clone()
 
     def update(self, local_counts: torch.Tensor, reduced_counts: torch.Tensor, valid: torch.Tensor) -> None:
         """Set mu for the next step.
@@ -173,4 +174,12 @@ class AutoScale:
             valid: bool [n]; mu stays where it is False (a tensor without a gradient, or with one that is not finite).
         """
         exceeded = exceeds(local_counts, self.numel) | exceeds(reduced_counts, self.numel)
+        self._last.copy_(self.mu)
         self.mu.copy_(torch.where(valid, next_mu(self.mu, exceeded, self.ranks, self.rule), self.mu))
+
+    def take_back_unless(self, usable: torch.Tensor) -> None:
+        """Undo the last `update` where its step was skipped (`usable`: bool 0-dim on the device, False), without a host sync.
+
+        What saturates stays finite, so that no step is skipped because mu is too large.
+        """
+        self.mu.copy_(torch.where(usable, self.mu, self._last))

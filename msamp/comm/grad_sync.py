@@ -202,15 +202,30 @@ class GradSync:
         if self._generator is not None:  # by step and rank, so that a resumed run draws the same numbers
             self._generator.manual_seed(((self.seed * 1_000_003 + self.steps) * 100_003 + self.peers.rank) % 2**63)
 
-    def discard(self) -> None:
+    @torch.no_grad()
+    def discard(self) -> Tensor | None:
         """Drop what has come since the last step, on all ranks alike: what `zero_grad` means where gradients leave during backward. What
-        some rank has sent already the others send too. Collective where a backward has run outside `no_sync`."""
-        if any(bucket.sent or bucket.waiting < len(bucket.params) for bucket in self.buckets):
+        some rank has sent already the others send too. Collective where a backward has run outside `no_sync`.
+
+        Returns:
+            Bool 0-dim, whether what came was finite and its squares too, alike on all ranks where it has left; None where nothing came.
+        """
+        dropped, left = list(self._totals.values()), any(bucket.sent or bucket.waiting < len(bucket.params) for bucket in self.buckets)
+        if left:
             while self._next < len(self.buckets):
                 self._send_next()
+            if self._stream is not None:
+                torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            dropped += [average for *_, average in self.averages() if average is not None]
+        sums = [fp32_values(x).square().sum() for x in dropped]
+        overflow = (~torch.stack(sums).sum().isfinite()).float() if sums else None
+        if left:  # under ZeRO a rank has the averages of its own share, perhaps none
+            overflow = torch.zeros((), device=self.params[0].device) if overflow is None else overflow
+            self.peers.all_reduce(overflow, dist.ReduceOp.MAX, "whether dropped gradients were finite", None)
         holding = self._holding
         self.clear()
         self._holding = holding
+        return None if overflow is None else overflow == 0
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -295,6 +310,12 @@ class GradSync:
             summed, largest = self.statistics.combine(self.peers)
             self.autoscale.update(largest[SATURATED], summed[SUM_SATURATED], self._valid)
         self.steps += 1
+
+    @torch.no_grad()
+    def decided(self, usable: Tensor) -> None:
+        """After the optimizer's decision, whether the step was taken (bool 0-dim on the device): a skipped step leaves no trace in mu."""
+        if self.autoscale is not None:
+            self.autoscale.take_back_unless(usable)
 
     def _add_up(self, others: Peers, params: Sequence[Tensor]) -> None:
         """The gradients of some parameters become their sums over `others`."""

@@ -20,8 +20,11 @@ from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
 from msamp.optim.clip import clip_, clip_coefficient
+from msamp.optim.decision import Decision, LossScale
 from msamp.optim.shard import Holding, gradient
-from msamp.optim.states import parameter_kind, weight_format
+from msamp.optim.states import local, parameter_kind, weight_format
+
+_MARK = "_msamp_taken"  # attribute of a gradient
 
 _LIVE: "weakref.WeakSet[LoopOptimizer]" = weakref.WeakSet()  # clipping and hosts find them by their parameters
 
@@ -48,8 +51,31 @@ class NoDistributedDataParallel:
         )
 
 
+class GradScale:
+    """The `grad_scale` of torch's GradScaler as the optimizer's loss scale.
+
+    Args:
+        factor: FP32 0-dim, by what the gradients are too large.
+    """
+
+    def __init__(self, factor: torch.Tensor) -> None:
+        self.factor = factor
+
+    def scale(self, device: torch.device) -> torch.Tensor:
+        """The factor on `device`."""
+        return self.factor.to(device, torch.float32)
+
+    def update(self, overflow: torch.Tensor) -> None:
+        """Nothing: GradScaler has its own record of overflows."""
+
+
 class LoopOptimizer(FP8AdamW):
     """What `msamp.initialize` returns.
+
+    A step that is skipped, by a gradient that is not finite or by torch's GradScaler, leaves no trace in the amax histories and scales of
+    the casts. GradScaler calls `step` for every step and sets `grad_scale` and `found_inf` for it (its protocol for fused optimizers,
+    `torch.amp.grad_scaler.GradScaler.step`), and the device decides. `zero_grad` after a backward that no step has taken drops what that
+    backward recorded for the scales (`ScalingState.abandon`); a model's own `zero_grad` does not reach it.
 
     A group without `formats`, one added later too, takes the recipe's formats for each of its parameters, and the default update. The
     formats of other groups have no effect on it.
@@ -65,6 +91,7 @@ class LoopOptimizer(FP8AdamW):
         grad_sync: as given.
     """
 
+    _step_supports_amp_scaling = True  # what GradScaler asks for
     _averaged = False  # since the last step
     _told = False  # that nothing is clipped
 
@@ -76,7 +103,10 @@ class LoopOptimizer(FP8AdamW):
         _LIVE.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        taken = state.pop("taken", None)  # torch's load_state_dict comes here too, and leaves the gradients as they are
         super().__setstate__(state)
+        if taken is not None:
+            self._taken(taken)  # a copied gradient has a version of its own
         _LIVE.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -104,11 +134,31 @@ class LoopOptimizer(FP8AdamW):
         return contextlib.nullcontext() if self.grad_sync is None else self.grad_sync.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients that have left for the other processes are dropped too. Collective where a backward has run since."""
+        """As torch's; gradients that have left for the other processes are dropped too, and where no step has taken the gradients, so are
+        the amaxes that came with them. Collective where a backward has run since."""
+        finite = self._untaken() if self.grad_sync is None else self.grad_sync.discard()
+        if finite is not None:
+            self.scaling.abandon(finite)
         super().zero_grad(set_to_none)
-        if self.grad_sync is not None:
-            self.grad_sync.discard()
-            self._averaged = False
+        self._averaged = False
+        self._taken()
+
+    def _untaken(self) -> torch.Tensor | None:
+        """Bool 0-dim, whether a step could have taken the gradients; None where one has taken them all: a gradient that a backward has made
+        or changed since does not have the mark of `_taken`."""
+        if all(_is_taken(p) for p in self._params()):
+            return None
+        ready = self.shard.ready(self._whole())
+        return self._combined_norm(ready, *self._measure(ready, bounds=False)).float().square().isfinite()
+
+    def _taken(self, those: Sequence[bool] | None = None) -> None:
+        """Mark the gradients that are there, or `those`, by their version: they are a step's, or were zeroed, and not of a backward since.
+        The mark is on the tensor, since another one may have its address later."""
+        if self.grad_sync is None:
+            for p, chosen in zip(params := self._params(), [True] * len(params) if those is None else those, strict=True):
+                g = gradient(p)
+                if chosen and g is not None:
+                    setattr(local(g), _MARK, _version(g))
 
     def synchronize(self) -> None:
         """Between the last backward of a step and `step`: bring the gradients' average over the processes into `p.grad`, in the dtype of
@@ -173,15 +223,49 @@ class LoopOptimizer(FP8AdamW):
         if self.grad_sync is not None:
             self._tell_of_clipping()
         self._average()
-        super().update()
-        self.scaling.roll(self.group)
+        given = self.loss_scale
+        self.loss_scale = self._loss_scale()
+        try:
+            super().update()
+        finally:
+            self.loss_scale = given
+        self.scaling.roll(self.group, self.usable)
         if self.shard.ranks == 1:  # else weights are still on their way, or FSDP measures rows
             self.scaling.measure_weights()
         if self.grad_sync is not None:
+            self.grad_sync.decided(self.usable)
             self.grad_sync.clear()
             for p in self.grad_sync.names:
                 p.grad = None  # where synchronize has put an average, to which the next backward would add
             self._averaged = False
+        self._taken()
+
+    def _loss_scale(self) -> LossScale | None:
+        """The loss scale of this step: GradScaler's where it calls, else one's own."""
+        factor = getattr(self, "grad_scale", None)
+        if factor is None:
+            return self.loss_scale
+        if self.loss_scale is not None:
+            raise ValueError("the optimizer has a loss_scale and GradScaler scales the loss too; take one of the two")
+        return GradScale(factor)
+
+    def decide(self, ready: Sequence[Holding]) -> Decision:
+        """As FP8AdamW's; a step in which torch's GradScaler has found an overflow, on any process, is not usable either."""
+        found = getattr(self, "found_inf", None)
+        if found is None:
+            return super().decide(ready)
+        if not isinstance(found, torch.Tensor):  # a sum over no gradients
+            if self.grad_sync is not None:
+                raise ValueError(
+                    "GradScaler has seen no gradient: on several processes p.grad is None until the average is there; call "
+                    "optimizer.synchronize() before scaler.unscale_(optimizer) or scaler.step(optimizer)"
+                )
+            found = torch.tensor(float(found))
+        decision = super().decide(ready)
+        found = found.to(decision.usable.device, torch.float32, copy=True)
+        if self.group is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, self.group)
+        return replace(decision, usable=decision.usable & (found == 0))
 
     def __getstate__(self) -> dict[str, Any]:
         if self.grad_sync is not None:
@@ -189,7 +273,19 @@ class LoopOptimizer(FP8AdamW):
                 "an optimizer of several processes cannot be copied or pickled, since the synchroniser of its gradients hangs on the "
                 "parameters of its model; save state_dict(), or build the copy's own with msamp.initialize and load it there"
             )
-        return {**super().__getstate__(), "recipe": self.recipe, "scaling": self.scaling, "grad_sync": None}
+        own = {"recipe": self.recipe, "scaling": self.scaling, "grad_sync": None, "taken": [_is_taken(p) for p in self._params()]}
+        return {**super().__getstate__(), **own}
+
+
+def _is_taken(p: torch.Tensor) -> bool:
+    """Whether a parameter has no gradient that no step has taken."""
+    g = gradient(p)
+    return g is None or getattr(local(g), _MARK, None) == _version(g)
+
+
+def _version(g: torch.Tensor) -> int:
+    g = local(g)
+    return (g.payload if isinstance(g, ScalingTensor) else g)._version
 
 
 def optimizers_of(params: Iterable[torch.Tensor]) -> "list[LoopOptimizer]":

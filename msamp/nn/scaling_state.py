@@ -119,14 +119,15 @@ class TensorScales(nn.Module):
     """Scales of some tensors of one layer, a row each.
 
     Buffers (FP32, saved with the model): `amax` [rows] of the step so far, `history` [rows, window], `scale` and `scale_inv`
-    [rows]; `seen` (int64) steps recorded. `window` is the longest of the rows' rules. Until a rule's window is filled, and for a rule
-    without one, casts are just-in-time.
+    [rows]; `seen` (int64) steps recorded, without skipped ones. `window` is the longest of the rows' rules. Until a rule's window is
+    filled, and for a rule without one, casts are just-in-time.
 
     Args:
         casts: by row.
         device: of the buffers.
 
     Attributes:
+        steps: `seen` as far as the host knows it: never less, exact wherever a window may have filled, and at most `window`.
         delayed: whether every window is filled: from here on no cast is just-in-time for lack of history.
         watches: callbacks after the casts of a training step, by row; fused layers make the values before the cast only for them.
     """
@@ -157,11 +158,17 @@ class TensorScales(nn.Module):
         self._known_slots: dict[bool, tuple[tuple[bool, ...], tuple[torch.Tensor, ...], tuple[Slot, ...]]] = {}
 
     def _count(self, steps: int) -> None:
+        steps = min(steps, self.window)
         filled = tuple(0 < cast.scaling.window <= steps for cast in self.casts)
         own = vars(self)  # past Module.__setattr__, which took every layer 8 us a step
         own["steps"], own["delayed"] = steps, 0 < self.window <= steps
         if own.get("_filled") != filled:  # the same object, by which kept slots are known
             own["_filled"] = filled
+
+    @property
+    def may_fill(self) -> bool:
+        """Whether one more recorded step can fill the window of a row."""
+        return any(cast.scaling.window == self.steps + 1 for cast in self.casts)
 
     @property
     def described(self) -> str:
@@ -365,20 +372,33 @@ class ScalingState:
         return self._alike
 
     @torch.no_grad()
-    def roll(self, group: dist.ProcessGroup | None = None) -> None:
-        """End of a step: this step's amaxes enter the histories and the next scales follow from them.
+    def roll(self, group: dist.ProcessGroup | None = None, usable: torch.Tensor | None = None) -> None:
+        """End a step: its amaxes enter the histories, and the next scales follow from them.
 
         Args:
             group: ranks that combine their amaxes (MAX, one small all-reduce for the whole model), so that every rank
                 keeps the same histories and any rank's checkpoint serves all.
+            usable: bool 0-dim, whether the step counts (`FP8AdamW.usable`), alike on all ranks of `group`. Where it does not,
+                histories, scales and `seen` stay exactly as they were. None: it counts.
         """
-        self.roll_on_device(group)
+        self.roll_on_device(group, usable)
         self.count()
 
     def count(self) -> None:
-        """The host's part of `roll`: one step more. After a replay of a CUDA graph that holds the device's part."""
-        for layer in self.layers.values():
-            layer._count(layer.steps + 1)
+        """The host's part of `roll`: one step more. After a replay of a CUDA graph that holds the device's part.
+
+        The host counts every step and asks the device, which leaves skipped steps out, only where the count may fill a window: one sync
+        for the whole model, and one more for every skipped step before.
+        """
+        counting = [layer for layer in self.layers.values() if layer.steps < layer.window]
+        asked = [layer for layer in counting if layer.may_fill]
+        if asked and asked[0].seen.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # nothing has run yet, and its casts are captured just-in-time
+        steps = {layer: layer.steps + 1 for layer in counting}
+        if asked:
+            steps |= zip(asked, torch.stack([layer.seen for layer in asked]).tolist(), strict=True)
+        for layer, count in steps.items():
+            layer._count(count)
 
     @torch.no_grad()
     def measure_weights(self) -> None:
@@ -400,22 +420,38 @@ class ScalingState:
                 layer.set_weight_scales(payload._version, *scales)
 
     @torch.no_grad()
-    def roll_on_device(self, group: dist.ProcessGroup | None = None) -> None:
-        """The device's part of `roll`."""
+    def roll_on_device(self, group: dist.ProcessGroup | None = None, usable: torch.Tensor | None = None) -> None:
+        """The device's part of `roll`; never waits for the device, so that a CUDA graph may hold it."""
         if not self.layers:
             return
         layers = list(self.layers.values())
-        amax = self._all("amax")
+        amax, last = self._all("amax"), {name: self._all(name) for name in ("history", "scale", "scale_inv")}
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group)
-        # A step with an amax that is not finite is skipped; in the history this amax would hold the scale for a whole window.
+        # A cast saturates an infinite value, so that a step with one may count; in the history it would hold the scale for a window.
         amax = torch.where(amax < float("inf"), amax, 0.0)
-        history = torch.cat([self._all("history")[:, 1:], amax.unsqueeze(-1)], dim=-1)
-        scale = self._all("scale")
+        recorded = torch.ones((), dtype=torch.bool, device=amax.device) if usable is None else usable.to(amax.device)
+        history = torch.cat([last["history"][:, 1:], amax.unsqueeze(-1)], dim=-1)
+        scale = last["scale"].clone()
         for (rule, fp_max), rows in self._rows_alike(amax.device).items():
             scale[rows] = rule.next_scale(history[rows, -rule.window :], fp_max, scale[rows])
-        self._store("history", history)
-        self._store("scale", scale)
-        self._store("scale_inv", inverse(scale))
+        for name, values in (("history", history), ("scale", scale), ("scale_inv", inverse(scale))):
+            self._store(name, torch.where(recorded, values, last[name]))
         torch._foreach_zero_([layer.amax for layer in layers])
-        torch._foreach_add_([layer.seen for layer in layers], 1)
+        torch._foreach_add_([layer.seen for layer in layers], recorded.long())
+
+    @torch.no_grad()
+    def abandon(self, finite: torch.Tensor) -> None:
+        """A backward ran, and its gradients were dropped before any step: keep its amaxes from holding the scales for a window.
+
+        They stand in one slot with those of a forward that may already have run for the next step, and a loop may drop gradients in every
+        step on purpose (one backward for each of several losses, of one forward). So amaxes without overflow stay, but count at most
+        twice as much as the largest in the history; a row without history keeps what it has.
+
+        Args:
+            finite: bool 0-dim, whether the gradients were finite. Where they were not, all amaxes since the last step are dropped.
+        """
+        if self.layers:
+            amax, known = self._all("amax"), self._all("history").amax(-1)
+            kept = torch.where(known > 0, torch.minimum(amax, 2 * known), amax)
+            self._store("amax", torch.where(finite & (kept < float("inf")), kept, 0.0))

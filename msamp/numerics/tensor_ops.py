@@ -206,6 +206,19 @@ def _scale_(func: Any, x: Any, factor: Any) -> Any:
     return _changed(x)
 
 
+@_on(aten._amp_foreach_non_finite_check_and_unscale_.default)
+def _unscale_(func: Any, gradients: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """What torch's GradScaler does to gradients: the factor folds into scale_inv and no element is rounded."""
+    plain = [x for x in gradients if not _is_scaling(x)]
+    if plain:
+        func(plain, found_inf, inv_scale)
+    for x in gradients:
+        if _is_scaling(x):
+            found_inf.copy_(torch.maximum(found_inf, (~x.dequantize(torch.float32).isfinite().all()).to(found_inf)))
+            x.scale_inv.mul_(inv_scale.reshape(()))
+            _changed(x)
+
+
 @_on(aten.linalg_vector_norm.default)
 def _norm(func: Any, x: "ScalingTensor", *args: Any, **kwargs: Any) -> torch.Tensor:
     return func(x.dequantize(torch.float32), *args, **kwargs)

@@ -183,6 +183,12 @@ class FP8AdamW(torch.optim.Optimizer):
     def skipped_steps(self, count: int) -> None:
         self._skips.fill_(count)
 
+    @property
+    def usable(self) -> torch.Tensor:
+        """Bool 0-dim on the device, whether the last step was taken; alike on all processes, and always the same memory once there was a
+        step on that device."""
+        return self._usable
+
     def skipped(self) -> bool | DeviceFlag:
         """Whether the last step was skipped: on a GPU as a flag on its way, so that a caller a little later need not wait."""
         return DeviceFlag(~self._usable) if self._usable.is_cuda else not bool(self._usable)

@@ -225,9 +225,10 @@ def test_a_recorded_step_reads_the_device_once(tmp_path: Path, monkeypatch: pyte
             reads.counting = True
 
         monkeypatch.setattr(ops, "adamw", kernel)
-        train_step(made, stream)
+        for _ in range(tiny.WINDOW):  # the step that may fill it asks the device
+            train_step(made, stream)
         found = []
-        for step in (contextlib.nullcontext(), recorder.step(3)):
+        for step in (contextlib.nullcontext(), recorder.step(tiny.WINDOW + 2)):
             reads.found.clear()
             with reads, step:
                 train_step(made, stream, recorder=recorder)

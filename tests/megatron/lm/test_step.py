@@ -167,10 +167,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(level: str
     assert not bool(result.grad_norm.isfinite())
     assert made.optimizer.skipped_steps == 1
     assert [group["lr"] for group in made.optimizer.param_groups] == rates
-    now = bits(made)
-    changed = {name for name, (a, b) in enumerate(zip(weights, now, strict=True)) if not torch.equal(a, b)}
-    scales = {i for i, name in enumerate(names(made)) if ".scaling." in name}
-    assert changed <= scales  # the data was seen and is in the histories; weights and states are as they were
+    assert [name for name, a, b in zip(names(made), weights, bits(made), strict=True) if not torch.equal(a, b)] == []
     assert (made.iteration, made.consumed_samples) == (3, 12)
     (after,) = steps(made, 1, first=3)
     assert not after.skipped

@@ -41,7 +41,8 @@ def test_forty_rolls_give_the_scales_of_the_definition():
             assert slot.scale is None if i < 16 else (slot.scale == w and slot.scale_inv == 1 / w)
             slot.amax.copy_(a)
         state.roll()
-    assert layer.seen == layer.steps == 40
+    assert layer.seen == 40
+    assert layer.steps == 16  # the host counts no further than the window
     assert layer.history.equal(amaxes[-16:].t())
 
 
@@ -269,7 +270,8 @@ def test_buffers_are_saved_and_the_host_s_count_follows():
     other = model()
     assert not other[0].scaling.delayed
     other.load_state_dict(saved)
-    assert other[0].scaling.steps == 17
+    assert other[0].scaling.seen == 17
+    assert other[0].scaling.steps == 16
     assert other[0].scaling.delayed
 
 
@@ -299,3 +301,113 @@ def test_a_roll_over_ranks_makes_their_histories_equal():
 def test_print_shows_the_rules(layer_type):
     layer = FP8Linear(16, 16) if layer_type is FP8Linear else scaling()
     assert "input fp8-e4m3 delayed(16), grad_output fp8-e5m2 delayed(16)" in str(layer)
+
+
+# ---------------------------------------------------------------------------------------------------------- skipped steps
+
+
+def usable(value: bool) -> torch.Tensor:
+    return torch.tensor(value)
+
+
+def buffers(layer: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: x.clone() for name, x in layer.state_dict().items()}
+
+
+@pytest.mark.parametrize("rule", [None, Delayed(1), Delayed(3, "most_recent")])
+def test_a_skipped_step_leaves_no_trace(rule):
+    layer = scaling(rule)
+    state = ScalingState(layer)
+    for step in range(24):
+        layer.amax.copy_(torch.tensor([1.0, 2.0]) * (1 + step % 5))
+        state.roll(usable=usable(True))
+        before, filled = buffers(layer), layer._filled
+        layer.amax.copy_(torch.tensor([3e20, 1e30]))
+        state.roll(usable=usable(False))
+        assert all(x.equal(before[name]) for name, x in layer.state_dict().items())
+        assert layer._filled == filled
+        assert layer.steps >= min(int(layer.seen), layer.window)
+        assert layer.delayed == (step + 1 >= layer.window)
+
+
+def test_a_window_of_skipped_steps_stays_just_in_time():
+    for window in (1, 4):
+        layer = scaling(Delayed(window))
+        state = ScalingState(layer)
+        for _ in range(3 * window):
+            layer.amax.fill_(1e30)
+            state.roll(usable=usable(False))
+            assert not layer.delayed
+            assert all(slot.scale is None for slot in layer.slots(record=True))
+        assert layer.seen == 0
+        for step in range(window):
+            assert not layer.delayed
+            layer.amax.fill_(1.0)
+            state.roll(usable=usable(True))
+            assert layer.seen == step + 1
+        assert layer.delayed
+
+
+def test_the_host_asks_the_device_only_where_a_window_may_fill(monkeypatch):
+    asked, net = [], model(Delayed(4))
+    real = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: asked.append(len(x)) or real(x))
+    state = ScalingState(net)
+    for step, counts in enumerate([True, False, True, True, True, True, False, True]):
+        state.roll(usable=usable(counts))
+        assert net[0].scaling.delayed == (step >= 4)
+    assert asked == [2, 2]  # both layers at once: at the fourth step, one of which was skipped, and at the fifth
+
+
+def test_a_resume_right_after_a_skipped_step_goes_on_as_the_run():
+    def rolled_once_more(net: nn.Module, value: float) -> None:
+        for layer in ScalingState(net).layers.values():
+            layer.amax.fill_(value)
+
+    net = model(Delayed(4))
+    state = ScalingState(net)
+    for counts in (True, True, True, False):
+        rolled_once_more(net, 1.0 if counts else 1e30)
+        state.roll(usable=usable(counts))
+    for other in (copy.deepcopy(net), model(Delayed(4))):
+        other.load_state_dict(net.state_dict())
+        again = ScalingState(other)
+        rolled_once_more(other, 2.0)
+        again.roll(usable=usable(True))
+        assert other[0].scaling.delayed
+        assert other[0].scaling.history.tolist() == [[1.0, 1.0, 1.0, 2.0]] * 2
+
+
+def _skip_on_ranks() -> dict[str, torch.Tensor]:
+    rank = torch.distributed.get_rank()
+    net = model(Delayed(4))
+    state = ScalingState(net)
+    for step in range(8):
+        (net(batch(step, rank)).sum() * (1e30 if step == 5 else 1.0)).backward()
+        state.roll(torch.distributed.group.WORLD, usable(step != 5))
+    return {k: v.clone() for k, v in net.named_buffers()}
+
+
+def test_a_step_skipped_on_all_ranks_is_in_no_rank_s_history():
+    first, second = dist.run(_skip_on_ranks, 2)
+    assert all(first[k].equal(second[k]) for k in first)
+    assert first["0.scaling.seen"] == 7
+    want = [max(batch(step, rank).abs().max().item() for rank in range(2)) for step in (3, 4, 6, 7)]
+    assert first["0.scaling.history"][INPUT].tolist() == want
+    assert (first["2.scaling.history"][GRAD_OUTPUT] == 1.0).all()
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_amaxes_of_an_abandoned_backward_are_dropped_or_at_most_twice_the_largest_known(finite):
+    layer = scaling(Delayed(4))
+    state = ScalingState(layer)
+    layer.amax.copy_(torch.tensor([3.0, 1e20]))
+    state.abandon(torch.tensor(finite))
+    assert layer.amax.tolist() == pytest.approx([3.0, 1e20] if finite else [0.0, 0.0])  # nothing is known yet
+    layer.amax.copy_(torch.tensor([3.0, 5.0]))
+    state.roll()
+    for amaxes in ([4.0, 1e20], [4.0, float("inf")], [4.0, float("nan")]):
+        layer.amax.copy_(torch.tensor(amaxes))
+        state.abandon(torch.tensor(finite))
+        bounded = 0.0 if amaxes[1] != amaxes[1] else 10.0
+        assert layer.amax.tolist() == ([4.0, bounded] if finite else [0.0, 0.0])

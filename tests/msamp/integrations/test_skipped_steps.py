@@ -1,0 +1,362 @@
+"""A step that is skipped leaves no trace: not in the scales of the casts, whoever skips it, nor in what the optimizer keeps."""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import dist
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+
+import msamp
+from msamp.amp.scaler import LossScaler
+from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT
+from msamp.numerics import recipe
+from msamp.numerics.scaling import Delayed
+from msamp.numerics.tensor import ScalingTensor
+
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ("O1", "O2", "O3", "coat")},
+    "O1, tensorwise": ("O1", {"fp8_recipe": "tensorwise"}),
+}
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+BAD, STEPS = 20, 26  # the window of 16 steps is filled by then
+SCALE = 2.0**10
+
+Pair = tuple[nn.Module, Any]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+def made(name: str = "O2", **options: Any) -> Pair:
+    chosen, settings = RECIPES[name]
+    return msamp.initialize(model := net(), torch.optim.AdamW(model.parameters(), lr=1e-3), chosen, **settings, **options)
+
+
+def short(window: int, name: str = "O2", **options: Any) -> Pair:
+    level = recipe.by_name(name).with_scaling(Delayed(window))
+    return msamp.initialize(model := net(), torch.optim.AdamW(model.parameters(), lr=1e-3), level, **options)
+
+
+def data(step: int, rank: int = 0) -> torch.Tensor:
+    return torch.randn(32, 32, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def loss_of(model: nn.Module, step: int, bad: bool = False, rank: int = 0) -> torch.Tensor:
+    """Of a bad step the gradients overflow, and the amaxes of `grad_output` do not: they are finite and 38 orders too large."""
+    x = data(step, rank)
+    return (model(x) - x.roll(1, 1)).square().mean() * (1e38 if bad else 1.0)
+
+
+def train(pair: Pair, steps: Iterable[int], bad: int | None = None, rank: int = 0) -> list[float]:
+    model, optimizer = pair
+    losses = []
+    for step in steps:
+        loss = loss_of(model, step, step == bad, rank)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def without(steps: Iterable[int], bad: int) -> list[int]:
+    return [step for step in steps if step != bad]
+
+
+def parts(x: Any) -> list[torch.Tensor]:
+    return [x.payload, x.scale_inv] if isinstance(x, ScalingTensor) else [x]
+
+
+def bits(pair: Pair) -> list[torch.Tensor]:
+    """Everything that the next step depends on: weights, histories, scales, `seen`, states of the optimizer."""
+    model, optimizer = pair
+    states = [x for state in optimizer.state_dict()["state"].values() for x in state.values()]
+    every = [part for x in [*model.state_dict().values(), *states] for part in parts(x)]
+    return [x.detach().reshape(-1).contiguous().view(torch.uint8).clone() for x in every]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(x.equal(y) for x, y in zip(a, b, strict=True))
+
+
+def histories(model: nn.Module) -> list[torch.Tensor]:
+    return [layer.scaling.history.clone() for layer in (model[0], model[2])]
+
+
+# ------------------------------------------------------------------------------------------------------------ the optimizer's
+
+
+@every_recipe
+def test_a_run_with_a_skipped_step_is_the_run_that_never_saw_its_batch(name):
+    struck, clean = made(name), made(name)
+    struck_losses = train(struck, range(STEPS), BAD)
+    assert struck[1].skipped_steps == 1
+    assert without(struck_losses, struck_losses[BAD]) == train(clean, without(range(STEPS), BAD))
+    assert same(bits(struck), bits(clean))
+
+
+@every_recipe
+def test_the_gradients_after_a_skipped_step_are_as_good_as_before_it(name):
+    pair = model, optimizer = made(name)
+    train(pair, range(BAD + 1), BAD)
+    for step in range(BAD + 1, BAD + 18):
+        exact = net()
+        exact.load_state_dict(msamp.plain_state_dict(model, optimizer))
+        loss_of(exact, step).backward()
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        error = (model[0].weight.grad.float() - exact[0].weight.grad).norm() / exact[0].weight.grad.norm()
+        assert error < 0.3
+        optimizer.step()
+
+
+UPDATES: dict[str, Callable[[nn.Module], Any]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
+    "muon": lambda model: [
+        torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=1e-3),
+        torch.optim.AdamW([p for p in model.parameters() if p.dim() == 1], lr=1e-3),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_other_updates_keep_no_trace_either(name):
+    struck, clean = (msamp.initialize(model := net(), UPDATES[name](model), "O1") for _ in range(2))
+    train(struck, range(STEPS), BAD)
+    train(clean, without(range(STEPS), BAD))
+    assert struck[1].skipped_steps == 1
+    assert same(bits(struck), bits(clean))
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_steps_skipped_before_the_window_is_filled_do_not_fill_it(window):
+    pair = model, optimizer = short(window)
+    for step in range(4):
+        train(pair, [step], step)
+        assert not model[0].scaling.delayed
+    clean = short(window)
+    train(pair, range(4, 9))
+    train(clean, range(4, 9))
+    assert optimizer.skipped_steps == 4
+    assert model[0].scaling.delayed
+    assert same(bits(pair), bits(clean))
+
+
+def resumed(pair: Pair) -> Pair:
+    other = made("O2")
+    other[0].load_state_dict(copy.deepcopy(pair[0].state_dict()))
+    other[1].load_state_dict(copy.deepcopy(pair[1].state_dict()))
+    return other
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, resumed])
+@pytest.mark.parametrize("bad", [BAD, 9, 15])
+def test_a_copy_and_a_resume_right_after_a_skipped_step_go_on_as_the_run(how, bad):
+    pair = made("O2")
+    train(pair, range(bad + 1), bad)
+    other = how(pair)
+    later = range(bad + 1, bad + 12)
+    assert train(pair, later) == train(other, later)
+    assert same(bits(pair), bits(other))
+
+
+# ----------------------------------------------------------------------------------------------------------- torch's GradScaler
+
+
+def scaled(pair: Pair, steps: Iterable[int], bad: int | None, clip: bool, rank: int = 0, spoilt: bool = True) -> None:
+    """Train under a GradScaler of one scale, put back after it has fallen; `spoilt`: whether this rank has the bad batch."""
+    model, optimizer = pair
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=10**6)
+    for step in steps:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step, spoilt and step == bad, rank)).backward()
+        optimizer.synchronize()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (SCALE / 2 if step == bad else SCALE)
+        scaler.update(SCALE)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@every_recipe
+def test_a_step_that_grad_scaler_skips_leaves_no_trace(name, clip):
+    struck, clean = made(name), made(name)
+    scaled(struck, range(STEPS), BAD, clip)
+    scaled(clean, without(range(STEPS), BAD), None, clip)
+    assert struck[1].skipped_steps == 1
+    assert same(bits(struck), bits(clean))
+
+
+def test_grad_scaler_s_scale_is_divided_out_before_the_norm_is_clipped():
+    """A power of two changes no bit of a gradient in FP32, so that the run is the run without a scaler."""
+    plain, under = made("O1", clip_grad=0.05), made("O1", clip_grad=0.05)
+    train(plain, range(3))
+    scaled(under, range(3), None, clip=False)
+    assert float(under[1].grad_norm) == pytest.approx(float(plain[1].grad_norm), rel=1e-6)
+    assert under[1].grad_amaxes.tolist() == pytest.approx(plain[1].grad_amaxes.tolist(), rel=1e-6)
+    weights = ([msamp.fp32_values(p) for p in pair[0].parameters()] for pair in (plain, under))
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in zip(*weights, strict=True))
+    assert under[1].loss_scale is None
+    assert not hasattr(under[1], "grad_scale")
+
+
+def test_found_inf_skips_a_step_whose_gradients_are_finite():
+    pair = model, optimizer = made("O2")
+    train(pair, range(3))
+    before = bits(pair)
+    loss_of(model, 3).backward()
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    del optimizer.found_inf
+    assert optimizer.skipped_steps == 1
+    assert same(bits(pair), before)
+
+
+def test_two_scales_of_the_loss_are_refused():
+    _, optimizer = made("O2")
+    optimizer.loss_scale = LossScaler(8.0)
+    optimizer.grad_scale = torch.tensor(8.0)
+    with pytest.raises(ValueError, match="has a loss_scale and GradScaler scales the loss too; take one of the two"):
+        optimizer.step()
+
+
+# ------------------------------------------------------------------------------------------------------- a loop that skips by itself
+
+
+def at_the_top(pair: Pair, steps: Iterable[int], bad: int, **clearing: Any) -> None:
+    """zero_grad, forward, backward, step."""
+    model, optimizer = pair
+    for step in steps:
+        optimizer.zero_grad(**clearing)
+        loss_of(model, step, step == bad).backward()
+        if step != bad:
+            optimizer.step()
+
+
+def skips_and_clears(pair: Pair, steps: Iterable[int], bad: int, **clearing: Any) -> None:
+    """forward, zero_grad, backward, step, with a zero_grad of its own for a bad step."""
+    model, optimizer = pair
+    for step in steps:
+        loss = loss_of(model, step, step == bad)
+        optimizer.zero_grad(**clearing)
+        loss.backward()
+        if step == bad:
+            optimizer.zero_grad(**clearing)
+            continue
+        optimizer.step()
+
+
+def clears_twice(pair: Pair, steps: Iterable[int], bad: int, **clearing: Any) -> None:
+    """forward, backward, step, zero_grad, and once more before the forward."""
+    model, optimizer = pair
+    for step in steps:
+        optimizer.zero_grad(**clearing)
+        loss_of(model, step, step == bad).backward()
+        if step != bad:
+            optimizer.step()
+        optimizer.zero_grad(**clearing)
+
+
+@pytest.mark.parametrize("clearing", [{}, {"set_to_none": False}], ids=str)
+@pytest.mark.parametrize("loop", [at_the_top, skips_and_clears, clears_twice])
+def test_a_backward_that_no_step_takes_leaves_no_trace(loop, clearing):
+    struck, clean = made("O2"), made("O2")
+    loop(struck, range(STEPS), BAD, **clearing)
+    loop(clean, without(range(STEPS), BAD), -1, **clearing)
+    assert struck[1].skipped_steps == 0
+    assert same(bits(struck), bits(clean))
+    assert struck[0][0].scaling.seen == STEPS - 1
+
+
+def test_zero_grad_between_forward_and_backward_drops_nothing():
+    """Whatever the gradients of the step before were: taken, skipped by the optimizer, or none."""
+    pair = model, optimizer = made("O2")
+    for step in range(6):
+        loss = loss_of(model, step, bad=step == 3)
+        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
+        assert model[0].scaling.amax[INPUT] == data(step).abs().max()
+        loss.backward()
+        optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert model[0].scaling.history[INPUT, -5:].tolist() == [float(data(step).abs().max()) for step in (0, 1, 2, 4, 5)]
+    assert same(bits(pair), bits(copy.deepcopy(pair)))
+
+
+def test_where_the_next_forward_has_run_both_steps_are_dropped_and_the_scales_stay():
+    pair = model, _ = made("O2")
+    train(pair, range(BAD))
+    before, scales = histories(model), [layer.scaling.scale.clone() for layer in (model[0], model[2])]
+    loss_of(model, BAD, bad=True).backward()  # and no zero_grad before the next forward
+    train(pair, [BAD + 1])
+    for layer, history, scale in zip((model[0], model[2]), before, scales, strict=True):
+        assert layer.scaling.history[INPUT].tolist() == [*history[INPUT, 1:].tolist(), 0.0]
+        assert layer.scaling.history[GRAD_OUTPUT].max() <= 2 * history[GRAD_OUTPUT].max()
+        assert (layer.scaling.scale >= scale / 2).all()
+
+
+def test_gradients_dropped_in_every_step_do_not_freeze_the_scales():
+    """One forward and a backward for each of several losses, as where gradients of tasks are projected: nothing is wrong, and the amaxes
+    of the forward and of the first loss are all there are."""
+    model, optimizer = made("O2")
+    for step in range(40):
+        growth = 1.2**step
+        x = data(step)
+        y = model(growth * x)
+        optimizer.zero_grad()
+        (100 * growth * y.square().mean()).backward(retain_graph=True)
+        kept = [p.grad.clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        y.abs().mean().backward()
+        for p, g in zip(model.parameters(), kept, strict=True):
+            p.grad.add_(g)
+        optimizer.step()
+        assert model[0].scaling.history[INPUT, -1] == (growth * x).abs().max()
+    assert model[2].scaling.history[GRAD_OUTPUT, -1] > 50 * 40 / y.numel()
+
+
+# --------------------------------------------------------------------------------------------------------------- several processes
+
+
+def on_ranks(name: str) -> dict[str, Any]:
+    rank, found, steps, bad = torch.distributed.get_rank(), {}, range(9), 5
+
+    def two(**options: Any) -> tuple[Pair, Pair]:
+        return short(3, name, **options), short(3, name, **options)
+
+    for zero in (False, True):
+        struck, clean = two(zero=zero)
+        train(struck, steps, bad if rank else None, rank)  # on one rank alone
+        train(clean, without(steps, bad), None, rank)
+        found[f"zero {zero}"] = struck[1].skipped_steps, same(bits(struck), bits(clean))
+        struck, clean = two(zero=zero)
+        at_the_top(struck, steps, bad)
+        at_the_top(clean, without(steps, bad), -1)
+        found[f"own loop, zero {zero}"] = struck[1].skipped_steps + 1, same(bits(struck), bits(clean))
+    for clip in (False, True):
+        struck, clean = two(zero=False)
+        scaled(struck, steps, bad, clip, rank, spoilt=rank == 1)
+        scaled(clean, without(steps, bad), None, clip, rank)
+        found[f"GradScaler, clip {clip}"] = struck[1].skipped_steps, same(bits(struck), bits(clean))
+    model, optimizer = struck
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    with pytest.raises(ValueError, match=r"GradScaler has seen no gradient.*call optimizer\.synchronize\(\) before"):
+        scaler.step(optimizer)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:the gradients of 2 processes")
+@pytest.mark.parametrize("name", ["O2", *(pytest.param(name, marks=pytest.mark.nightly(15)) for name in ("O1", "O3"))])
+def test_a_step_skipped_on_several_processes_leaves_no_trace_on_any(name):
+    for found in dist.run(on_ranks, 2, name):
+        assert found == dict.fromkeys(found, (1, True))
