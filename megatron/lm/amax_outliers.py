@@ -18,7 +18,7 @@ FACTOR = 2.0**6  # an amax so many times the median of the others in its window 
 
 @torch.no_grad()
 def bits_held_down(scales: TensorScales) -> Tensor:
-    """By how many powers of two each row's scale would be larger without the outliers in its history.
+    """By how many powers of two each row's scale would be larger if the outliers in its history had been ordinary.
 
     An outlier is an amax of more than `FACTOR` times the median of the other amaxes that are not 0.
 
@@ -32,7 +32,7 @@ def bits_held_down(scales: TensorScales) -> Tensor:
     history, top = scales.history, scales.history.argmax(-1, keepdim=True)
     others = history.scatter(-1, top, 0.0)
     median = others.masked_fill(others == 0, float("nan")).nanmedian(-1, keepdim=True).values
-    ordinary = torch.where(history > FACTOR * median, 0.0, history)  # no outlier where there is no other: a comparison with NaN is False
+    ordinary = torch.where(history > FACTOR * median, median, history)  # with NaN, where there is no other, the comparison is False
     bits = torch.zeros(len(history), dtype=torch.float64, device=history.device)
     for row, cast in enumerate(scales.casts):
         if cast.scaling.window:

@@ -77,6 +77,8 @@ class Strategy(DDPStrategy):
                 f"configure_optimizers returned {', '.join(found) or len(self.optimizers)}; msamp's strategy takes one optimizer, which "
                 "msamp.initialize returns"
             )
+        # No GradScaler calls here (`setup` refuses FP16), and Lightning does not clip the gradients of an optimizer that one may call.
+        self.optimizers[0]._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         held = {id(p) for group in self.optimizers[0].param_groups for p in group["params"]}
         for name, p in self.lightning_module.named_parameters():
             if p.requires_grad and id(p) not in held:

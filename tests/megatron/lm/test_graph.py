@@ -63,14 +63,18 @@ def test_without_a_gpu_there_is_none(monkeypatch):
     assert obstacle(tiny.config("corpus")) == "there is no GPU"
 
 
-def trained(mode: str, settings: dict[str, Any], bad: int | None = None) -> tuple[list[Any], list[Tensor], int]:
-    """(losses, norms, rates, bytes sent) of 24 steps with an evaluation among them, the bits they end with, and the graphs captured."""
+def trained(mode: str, settings: dict[str, Any], bad: int | None = None, unseen: int | None = None) -> tuple[list[Any], list[Tensor], int]:
+    """(losses, norms, rates, bytes sent) of 24 steps with an evaluation among them, the bits they end with, and the graphs captured.
+
+    Micro-batch `bad` has an infinite loss; a run that never sees number `unseen` has a step less.
+    """
     config = tiny.config("corpus", train_iters=30, cuda_graph=mode, **settings)
     with tiny.started(config):
         process_groups.seed_all(config.training.seed)
         made = build_training(config, tiny.VOCABULARY)
-        graphs, stream, seen = build(made), tiny.micro_batches(config, bad), []
-        for step in range(24):
+        graphs, seen = build(made), []
+        stream = (batch for number, batch in enumerate(tiny.micro_batches(config, bad)) if number != unseen)
+        for step in range(24 - (unseen is not None)):
             made.grad_sync.statistics.watch(step % 5 == 4)
             result = train_step(made, stream, graphs)
             if step in (10, 20):
@@ -129,6 +133,39 @@ def test_a_skipped_step_is_skipped_in_a_graph_too(mode):
     assert [row[3] for row in again if isinstance(row, tuple)].count(True) == 1
     assert repr(again) == repr(eager)
     assert tiny.same(bits, same_bits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "coat"])
+@pytest.mark.parametrize("mode", ["none", "micro-batch", "step"])
+def test_a_step_skipped_in_a_graph_leaves_no_trace(level, mode):
+    settings = {"precision": level, "micro_batch_size": 2, "global_batch_size": 2}
+    _, struck, _ = trained(mode, settings, bad=15)
+    _, clean, _ = trained("none", settings, unseen=15)
+    assert tiny.same(struck, clean)
+
+
+@pytest.mark.parametrize("bad", [1, 12])  # an eager step, in which the window is filled, and a replayed one
+def test_a_step_skipped_beside_replays_leaves_no_trace(bad):
+    """Without a GPU: what the graphs would hold, and what the host counts beside them."""
+
+    def run(struck: bool) -> tuple[list[Tensor], int]:
+        config = tiny.config("corpus", precision="O2", micro_batch_size=2, global_batch_size=2, train_iters=30)
+        with tiny.started(config), replayed.on_a_cpu() as captures:
+            process_groups.seed_all(config.training.seed)
+            made = build_training(config, tiny.VOCABULARY)
+            graphs = StepGraphs(made, "step")
+            stream = (batch for number, batch in enumerate(tiny.micro_batches(config, bad)) if struck or number != bad)
+            for _ in range(15 + struck):
+                train_step(made, stream, graphs)
+            assert made.optimizer.skipped_steps == struck
+            layers = made.scaling.layers.values()
+            assert all(layer.delayed and layer.seen == 15 for layer in layers)
+            assert captures
+            states = [t for state in made.optimizer.state.values() for t in state.values()]
+            return tiny.bits([*made.model.parameters(), *made.model.buffers(), *states]), len(captures)
+
+    assert tiny.same(run(True)[0], run(False)[0])
 
 
 def recorded(mode: str, settings: dict[str, Any], file: str | None) -> tuple[list[Tensor], list[Any]]:

@@ -175,6 +175,21 @@ def test_1200_steps_with_planted_overflow_follow_the_trace_by_hand(rule, device)
     assert all(mu[3] == 1 for mu in trace)
 
 
+def test_a_skipped_step_leaves_mu_as_it_was():
+    scale = AutoScale([MILLION, MILLION], 2)
+    memory = scale.mu.data_ptr()
+    saturated, valid = counts(MILLION, 0), torch.tensor([True, True])
+    scale.update(saturated, saturated, valid)
+    scale.take_back_unless(torch.tensor(True))
+    before = scale.mu.tolist()
+    assert before[0] < 1 < before[1]
+    for _ in range(2):
+        scale.update(saturated, saturated, valid)
+        scale.take_back_unless(torch.tensor(False))
+        assert scale.mu.tolist() == before
+    assert scale.mu.data_ptr() == memory
+
+
 def test_the_share_is_counted_in_integers():
     numel = counts(MILLION, MILLION, 1, 10, 10, 199_999, 200_000, 300_000, 2**33, 2**33)
     at_max = counts(10, 11, 1, 1, 2, 2, 2, 3, 85_899, 85_900)

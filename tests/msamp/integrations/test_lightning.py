@@ -116,6 +116,12 @@ def test_what_nothing_would_average_is_refused(tmp_path: Path):
         run(TwoParts(), 1, tmp_path)
 
 
+def test_lightning_clips_in_mixed_precision_too(tmp_path: Path):
+    """It does not for an optimizer that GradScaler may call, which ours is elsewhere."""
+    run(module := Module(), 1, tmp_path, precision="bf16-mixed", gradient_clip_val=1e-3)
+    assert all(torch.isfinite(torch.tensor(module.losses)))
+
+
 def test_loss_scaling_is_refused():
     from msamp.integrations.lightning import Strategy
 

@@ -281,14 +281,16 @@ def test_zero_grad_between_forward_and_backward_drops_nothing():
     """Whatever the gradients of the step before were: taken, skipped by the optimizer, or none."""
     pair = model, optimizer = made("O2")
     for step in range(6):
-        loss = loss_of(model, step, bad=step == 3)
-        optimizer.zero_grad()
+        x = 4**step * data(step)  # more than twice what the history knows
+        loss = model(x).square().mean() * (1e38 if step == 3 else 1.0)
         optimizer.zero_grad(set_to_none=False)
-        assert model[0].scaling.amax[INPUT] == data(step).abs().max()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        optimizer.zero_grad(set_to_none=False)
+        assert model[0].scaling.amax[INPUT] == x.abs().max()
         loss.backward()
         optimizer.step()
     assert optimizer.skipped_steps == 1
-    assert model[0].scaling.history[INPUT, -5:].tolist() == [float(data(step).abs().max()) for step in (0, 1, 2, 4, 5)]
+    assert model[0].scaling.history[INPUT, -5:].tolist() == [4**step * float(data(step).abs().max()) for step in (0, 1, 2, 4, 5)]
     assert same(bits(pair), bits(copy.deepcopy(pair)))
 
 
@@ -322,6 +324,43 @@ def test_gradients_dropped_in_every_step_do_not_freeze_the_scales():
         optimizer.step()
         assert model[0].scaling.history[INPUT, -1] == (growth * x).abs().max()
     assert model[2].scaling.history[GRAD_OUTPUT, -1] > 50 * 40 / y.numel()
+
+
+# ---------------------------------------------------------------------------------------------------------- a finite outlier
+
+
+OUTLIER: dict[str, tuple[Any, int]] = {
+    "delayed": (recipe.O2, 16),
+    "a history of 4": (recipe.O2.with_scaling(Delayed(4)), 4),
+    "most recent": (recipe.O2.with_scaling(Delayed(16, "most_recent")), 1),
+    "tensorwise": ("O2, tensorwise", 0),
+}
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("name", OUTLIER)
+def test_one_finite_outlier_costs_as_many_steps_as_the_history_is_long(name, clip):
+    """What `docs/guide/when_something_goes_wrong.md` says of one input of 1e8."""
+    level, lost = OUTLIER[name]
+    options = {"fp8_recipe": "tensorwise"} if name == "tensorwise" else {}
+    chosen = "O2" if name == "tensorwise" else level
+    model, optimizer = msamp.initialize(model := net(), torch.optim.AdamW(model.parameters(), lr=1e-3), chosen, clip_grad=clip, **options)
+    errors = []
+    for step in range(STEPS + 20):
+        x = data(step)
+        if step == BAD:
+            x[0, 0] = 1e8
+        exact = net()
+        exact.load_state_dict(msamp.plain_state_dict(model, optimizer))
+        for each in (exact, model):
+            each.zero_grad()
+            (each(x) - x.roll(1, 1)).square().mean().backward()
+        errors.append(float((model[0].weight.grad.float() - exact[0].weight.grad).norm() / exact[0].weight.grad.norm()))
+        optimizer.step()
+    assert optimizer.skipped_steps == 0
+    after = errors[BAD + 1 :]
+    assert after[:lost] == [1.0] * lost  # the gradient of the weight is zero
+    assert max(errors[:BAD] + after[lost + 1 :]) < 0.15
 
 
 # --------------------------------------------------------------------------------------------------------------- several processes

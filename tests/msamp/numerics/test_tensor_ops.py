@@ -301,3 +301,19 @@ def test_every_change_in_place_is_counted(name):
     before = (x.payload._version, x.scale_inv._version)
     CHANGES[name](x)
     assert (x.payload._version, x.scale_inv._version) > before
+
+
+@every_format
+@pytest.mark.parametrize("bad", [None, "payload", "scale"])
+def test_grad_scaler_unscales_by_the_scale_and_finds_what_is_not_finite(fmt, bad):
+    x, plain, found = tensor(fmt), make("normal", (5,)), torch.zeros(())
+    if bad == "payload":
+        x.payload.view(torch.uint8 if fmt.bytes == 1 else torch.int16)[0, 0] = 0x7F if fmt.bytes == 1 else 0x7E00
+    if bad == "scale":
+        x.scale_inv.fill_(float("nan"))
+    before, values = x.payload.clone(), x.dequantize().clone()
+    torch._amp_foreach_non_finite_check_and_unscale_([x, plain], found, torch.tensor(0.25))
+    assert bool(found) == (bad is not None)
+    assert torch.equal(x.payload.view(torch.uint8), before.view(torch.uint8))
+    assert x.dequantize().allclose(values / 4, equal_nan=True)
+    assert plain.equal(make("normal", (5,)) / 4)

@@ -47,6 +47,18 @@ def test_the_worst_is_named_first_and_since_when(tmp_path):
     assert words(read(tmp_path / "p"), most=1)[1] == "and 1 more, less bad"
 
 
+def test_a_scale_that_one_amax_holds_down_is_named_also_where_its_cast_has_no_row(tmp_path):
+    held = {FC2: {"grad_output": 27, "partial_sums": 9}}
+    steps = [step(100), step(200) | {"outliers": held}, step(300) | {"outliers": held}]
+    assert words(read(write(tmp_path / "p", steps)), most=10) == [
+        "layer 3 linear_fc2 grad_output: one amax in the window holds the scale down by 2^27 since step 200",
+        "layer 3 linear_fc2 partial_sums: one amax in the window holds the scale down by 2^9 since step 200",
+    ]
+    steps.append(step(400) | {"outliers": {}})
+    assert words(read(write(tmp_path / "p", steps)), most=10)[0].startswith("no tensor stands out")
+    main([str(tmp_path / "p"), "--out", str(tmp_path / "page")]) if importlib.util.find_spec("matplotlib") else None
+
+
 def test_every_complaint_has_words(tmp_path):
     told = words(read(write(tmp_path / "p", [step(7, 0.5, 3.0, 0.9, 0.25, 0.01)])), most=10)
     assert set(told) == {
