@@ -142,9 +142,9 @@ class Recorder:
                 scales.watches.clear()
         self._gradients()
         flag = self.training.optimizer.skipped()
-        *own, bits = self._read()
+        casts, rehearsed, updates, mu, bits = self._read()
         skipped = bool(flag)
-        gathered, held_down = self._gather(*own, skipped), outliers(self._delayed, bits)
+        gathered, held_down = self._gather(casts, rehearsed, updates, mu, skipped), outliers(self._delayed, bits)
         if gathered is not None:
             written = line(iteration, skipped, *gathered, self.training.grad_sync.exchange.sums_in_fp32)
             self._write(written | {"outliers": held_down})

@@ -1,12 +1,14 @@
 """How the micro-batch gradients of one parameter add up before they leave (`--grad-accum-dtype`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
+from msamp.comm.collectives import Peers
 from msamp.numerics.formats import Format
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.quantize import quantize, quantize_stochastic
@@ -80,3 +82,12 @@ def accumulator(name: str, fmt: Format, generator: torch.Generator | None = None
     if name == "bf16":
         return Plain(torch.bfloat16)
     return Scaled(fmt, quantize if name == "fp8" else partial(quantize_stochastic, generator=generator))
+
+
+def squares_are_finite(gradients: Iterable[torch.Tensor], device: torch.device, peers: Peers | None = None) -> torch.Tensor:
+    """Bool 0-dim on `device`, without a host sync: whether gradients in any format, and the sum of their squares in FP32, are finite; with
+    `peers` those of all ranks, collective."""
+    finite = sum((fp32_values(g).square().sum() for g in gradients), torch.zeros((), device=device)).isfinite()
+    if peers is None:
+        return finite
+    return peers.all_reduce(finite.float(), dist.ReduceOp.MIN, "whether dropped gradients were finite", None) > 0

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from msamp.comm.accumulate import ACCUMULATORS, OWNER, Accumulator, accumulator
+from msamp.comm.accumulate import ACCUMULATORS, OWNER, Accumulator, accumulator, squares_are_finite
 from msamp.comm.bucket import Bucket, Segment
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
@@ -134,9 +134,7 @@ class GradSync:
         for bucket in self.buckets:
             for segment in bucket.owned:
                 self._owned.setdefault(bucket.params[segment.index], []).append(segment)
-        self._wires: dict[Format, Wire] = {
-            fmt: self.exchange.wire(fmt) if fmt.scaled else PlainWire(fmt) for fmt in {bucket.format for bucket in self.buckets}
-        }
+        self._wires: dict[Format, Wire] = {f: self.exchange.wire(f) if f.scaled else PlainWire(f) for f in {b.format for b in self.buckets}}
         _check_mu_is_told(self.exchange, self.scaling, self._wires)
         device = next((p.device for p in self.names), torch.device("cpu"))
         self._generator = torch.Generator(device) if accumulate == "fp8-sr" else None
@@ -194,8 +192,7 @@ class GradSync:
         if self._marks is not None:
             self._marks.clear()
         self._holding: object | None = None
-        self._next = 0
-        self._partial = False  # of sums at the owners: the gradients that are coming are not the step's last
+        self._next, self._partial = 0, False  # partial, of sums at the owners: the gradients that are coming are not the step's last
         if self._owner_sums is not None:
             self._owner_sums.clear()
         self.statistics.clear()
@@ -210,22 +207,15 @@ class GradSync:
         Returns:
             Bool 0-dim, whether what came was finite and its squares too, alike on all ranks where it has left; None where nothing came.
         """
-        dropped, left = list(self._totals.values()), any(bucket.sent or bucket.waiting < len(bucket.params) for bucket in self.buckets)
+        left = any(bucket.sent or bucket.waiting < len(bucket.params) for bucket in self.buckets)
         if left:
-            while self._next < len(self.buckets):
-                self._send_next()
-            if self._stream is not None:
-                torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-            dropped += [average for *_, average in self.averages() if average is not None]
-        sums = [fp32_values(x).square().sum() for x in dropped]
-        overflow = (~torch.stack(sums).sum().isfinite()).float() if sums else None
-        if left:  # under ZeRO a rank has the averages of its own share, perhaps none
-            overflow = torch.zeros((), device=self.params[0].device) if overflow is None else overflow
-            self.peers.all_reduce(overflow, dist.ReduceOp.MAX, "whether dropped gradients were finite", None)
+            self._send_rest()
+        dropped = [*self._totals.values(), *(average for *_, average in self.averages() if average is not None)]
+        finite = squares_are_finite(dropped, self.params[0].device, self.peers if left else None) if dropped or left else None
         holding = self._holding
         self.clear()
         self._holding = holding
-        return None if overflow is None else overflow == 0
+        return finite
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -302,16 +292,12 @@ class GradSync:
             self._next_micro_batch()
         for others, params in self.sums:
             self._add_up(others, params)
-        while self._next < len(self.buckets):
-            self._send_next()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._send_rest()
         if self.autoscale is not None:
             summed, largest = self.statistics.combine(self.peers)
             self.autoscale.update(largest[SATURATED], summed[SUM_SATURATED], self._valid)
         self.steps += 1
 
-    @torch.no_grad()
     def decided(self, usable: Tensor) -> None:
         """After the optimizer's decision, whether the step was taken (bool 0-dim on the device): a skipped step leaves no trace in mu."""
         if self.autoscale is not None:
@@ -342,6 +328,12 @@ class GradSync:
                 f"the gradient of {past[0]} has passed the synchroniser by, and would not be averaged: model.to() or .cuda() after "
                 "it was built drops the hooks of low-precision weights; move the model first, then call msamp.initialize"
             )
+
+    def _send_rest(self) -> None:
+        while self._next < len(self.buckets):
+            self._send_next()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _send_next(self) -> None:
         bucket = self.buckets[self._next]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from msamp.comm.accumulate import squares_are_finite
 from msamp.comm.grad_sync import GradSync
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.formats import FP32
@@ -136,7 +137,10 @@ class LoopOptimizer(FP8AdamW):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that have left for the other processes are dropped too, and where no step has taken the gradients, so are
         the amaxes that came with them. Collective where a backward has run since."""
+        synchronized = [p.grad for p in self._params() if p.grad is not None] if self._averaged else []
         finite = self._untaken() if self.grad_sync is None else self.grad_sync.discard()
+        if finite is not None and synchronized:  # `synchronize` has taken them away from grad_sync
+            finite = finite & squares_are_finite(synchronized, finite.device)
         if finite is not None:
             self.scaling.abandon(finite)
         super().zero_grad(set_to_none)

@@ -333,10 +333,8 @@ class FP8AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update of every parameter that has a gradient, or none at all where a gradient is not finite."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         self.update()
         return loss
 
@@ -365,9 +363,8 @@ class FP8AdamW(torch.optim.Optimizer):
                 launch.update.run(self._table(), launch, decision.amaxes, self._kept, decision.coefficient, self._usable)
             self.shard.send_weights(scale_invs)
             self._written(ready)
-        if fresh and not usable:
-            for holding in fresh:  # a skipped step leaves no trace
-                del self.state[holding.weight]
+        for holding in fresh if fresh and not usable else ():  # a skipped step leaves no trace
+            del self.state[holding.weight]
 
     def decide(self, ready: Sequence[Holding]) -> Decision:
         """What the gradients of `ready` (as `self.ready` gives them, all with states) come to; collective under ZeRO. Changes no weight and

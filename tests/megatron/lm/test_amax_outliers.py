@@ -1,10 +1,18 @@
-"""Which scales one amax holds down: by definition, and over ranks."""
+"""Which scales one amax holds down: by definition, over ranks, and in the precision record."""
+
+import json
+from pathlib import Path
 
 import dist
 import pytest
+import tiny
 import torch
 
+from megatron.lm import process_groups
 from megatron.lm.amax_outliers import FACTOR, bits_held_down, outliers
+from megatron.lm.build import build_training
+from megatron.lm.recorder import Recorder
+from megatron.lm.step import train_step
 from msamp.nn.scaling_state import LinearScaling, ScalingState
 from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3
@@ -70,3 +78,25 @@ def test_the_first_rank_has_those_of_all():
     first, second = dist.run(_of_both_ranks, 2)
     assert first == {"shared": {"input": 26}, "own 0": {"input": 13}, "own 1": {"input": 14}}
     assert second == {}
+
+
+NAME = "decoder.layers.1.mlp.linear_fc1"
+
+
+def test_a_scale_that_one_amax_holds_down_is_flagged(tmp_path: Path):
+    config = tiny.config("corpus", precision="O2", train_iters=9, fp8_amax_history_len=4)
+    with tiny.started(config):
+        process_groups.seed_all(config.training.seed)
+        made, stream = build_training(config, tiny.VOCABULARY), tiny.micro_batches(config)
+        recorder = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None)
+        layer = made.model.decoder.layers[1].mlp.linear_fc1
+        for step in range(1, 9):
+            if step == 3:
+                layer.scaling.amax[0] = 1e8  # as by one value of the step's inputs
+            with recorder.step(step):
+                train_step(made, stream, recorder=recorder)
+        recorder.close()
+    lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text(encoding="utf-8").splitlines()]
+    found = [row["outliers"] for row in lines]
+    assert [bool(row) for row in found] == [False, False, True, True, True, True, False, False]
+    assert all(row.keys() == {NAME} and row[NAME].keys() == {"input"} and 20 < row[NAME]["input"] < 30 for row in found[2:6])

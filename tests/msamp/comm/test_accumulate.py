@@ -13,7 +13,7 @@ import pytest
 import torch
 from numerics import KINDS, LARGE, SMALL, bits, make
 
-from msamp.comm.accumulate import ACCUMULATORS, accumulator
+from msamp.comm.accumulate import ACCUMULATORS, accumulator, squares_are_finite
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
@@ -192,3 +192,12 @@ def test_only_a_first_gradient_of_the_right_dtype_is_taken_over(name):
 def test_an_unknown_name_is_refused():
     with pytest.raises(ValueError, match="'fp16' is unknown; choose one of fp8, fp8-sr, bf16, fp32"):
         accumulator("fp16", E4M3)
+
+
+@pytest.mark.parametrize("fmt", [None, E4M3, FP16])
+@pytest.mark.parametrize(("value", "finite"), [(3.0, True), (NAN, False), (INF, False), (1e19, True), (1e20, False)])
+def test_gradients_without_a_finite_square_are_found_in_any_format(fmt, value, finite):
+    values = torch.tensor([[1.0, value], [0.0, 0.0]])
+    g = values if fmt is None else accumulator("fp8", fmt).add(None, values)
+    assert bool(squares_are_finite([torch.ones(3), g], torch.device("cpu"))) == finite
+    assert bool(squares_are_finite([], torch.device("cpu")))

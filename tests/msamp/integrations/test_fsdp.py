@@ -385,3 +385,50 @@ def test_the_guide_s_block_runs_as_printed():
     first, second = dist.run(as_printed, 2)
     assert first == second
     assert len(first) == 2
+
+
+# -------------------------------------------------------------------------------------------------------------- skipped steps
+
+
+def state_of(model: nn.Module, optimizer) -> list[torch.Tensor]:
+    """This rank's bits: rows of weights, buffers, states."""
+    tensors = [local(x) for x in [*model.parameters(), *model.buffers()]]
+    tensors += [local(x) for state in optimizer.state.values() for x in state.values()]
+    parts = [part for x in tensors for part in ((x.payload, x.scale_inv) if isinstance(x, ScalingTensor) else (x,))]
+    return [x.detach().reshape(-1).contiguous().view(torch.uint8).clone() for x in parts]
+
+
+def skipping(how: str, bad: int | None) -> list[torch.Tensor]:
+    """The bits after six steps; the second rank's batch `bad` spoils the step, which `how` skips. None: that step never was."""
+    model, optimizer = sharded("O2")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=10**6)
+    for step in range(7):
+        if step == 4 and bad is None:
+            continue
+        x, y = batch(step)
+        loss = (model(x) - y).square().mean() * (1e38 if step == bad and torch.distributed.get_rank() else 1.0)
+        optimizer.zero_grad()
+        (scaler.scale(loss) if how == "GradScaler" else loss).backward()
+        if how == "own loop" and step == bad:
+            optimizer.zero_grad()
+        elif how == "GradScaler":
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 2.0 ** (9 if step == bad else 10)
+            scaler.update(2.0**10)
+        else:
+            optimizer.step()
+    assert optimizer.skipped_steps == (how != "own loop" and bad is not None)
+    return state_of(model, optimizer)
+
+
+def skipped_each_way() -> dict[str, bool]:
+    return {
+        how: all(a.equal(b) for a, b in zip(skipping(how, 4), skipping(how, None), strict=True))
+        for how in ("optimizer", "own loop", "GradScaler")
+    }
+
+
+def test_a_skipped_step_leaves_no_trace_on_any_rank():
+    for found in dist.run(skipped_each_way, 2):
+        assert found == {"optimizer": True, "own loop": True, "GradScaler": True}
