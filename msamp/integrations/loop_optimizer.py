@@ -75,8 +75,8 @@ class LoopOptimizer(FP8AdamW):
 
     A step that is skipped, by a gradient that is not finite or by torch's GradScaler, leaves no trace in the amax histories and scales of
     the casts. GradScaler calls `step` for every step and sets `grad_scale` and `found_inf` for it (its protocol for fused optimizers,
-    `torch.amp.grad_scaler.GradScaler.step`), and the device decides. `zero_grad` after a backward that no step has taken drops what that
-    backward recorded for the scales (`ScalingState.abandon`); a model's own `zero_grad` does not reach it.
+    `torch.amp.grad_scaler.GradScaler.step`), and the device decides. A loop that skips a step by itself calls `zero_grad` of this
+    optimizer; a model's own `zero_grad` does not reach the amaxes (`ScalingState.abandon`).
 
     A group without `formats`, one added later too, takes the recipe's formats for each of its parameters, and the default update. The
     formats of other groups have no effect on it.
@@ -135,8 +135,8 @@ class LoopOptimizer(FP8AdamW):
         return contextlib.nullcontext() if self.grad_sync is None else self.grad_sync.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients that have left for the other processes are dropped too, and where no step has taken the gradients, so are
-        the amaxes that came with them. Collective where a backward has run since."""
+        """As torch's. Gradients that have left for the other processes are dropped too. If no step has taken the gradients, their amaxes
+        do not enter the histories of the casts (`ScalingState.abandon`). Collective where a backward has run since."""
         synchronized = [p.grad for p in self._params() if p.grad is not None] if self._averaged else []
         finite = self._untaken() if self.grad_sync is None else self.grad_sync.discard()
         if finite is not None and synchronized:  # `synchronize` has taken them away from grad_sync

@@ -385,10 +385,10 @@ class ScalingState:
         self.count()
 
     def count(self) -> None:
-        """The host's part of `roll`: one step more. After a replay of a CUDA graph that holds the device's part.
+        """Count one more step on the host. Call it after a replay of a CUDA graph that contains `roll_on_device`.
 
-        The host counts every step and asks the device, which leaves skipped steps out, only where the count may fill a window: one sync
-        for the whole model, and one more for every skipped step before.
+        The host counts every step, and the device leaves skipped ones out. Where the host's count would fill a window, it reads the
+        device's: one sync for the whole model, and at most one more for each step skipped before.
         """
         counting = [layer for layer in self.layers.values() if layer.steps < layer.window]
         asked = [layer for layer in counting if layer.may_fill]
@@ -442,11 +442,12 @@ class ScalingState:
 
     @torch.no_grad()
     def abandon(self, finite: torch.Tensor) -> None:
-        """A backward ran, and its gradients were dropped before any step: keep its amaxes from holding the scales for a window.
+        """Keep the amaxes of a backward from the histories when its gradients were dropped before any step took them.
 
-        They stand in one slot with those of a forward that may already have run for the next step, and a loop may drop gradients in every
-        step on purpose (one backward for each of several losses, of one forward). So amaxes without overflow stay, but count at most
-        twice as much as the largest in the history; a row without history keeps what it has.
+        A loop may drop gradients in every step on purpose, with one backward for each of several losses of one forward. If their amaxes
+        were always dropped, the scales of such a loop would never follow its values. So finite gradients leave their amaxes, limited to
+        twice the largest in the history, and one bit of the format is the most that they cost. A row without a history is not limited.
+        The amaxes of a forward that has already run for the next step share the slots, and are treated alike.
 
         Args:
             finite: bool 0-dim, whether the gradients were finite. Where they were not, all amaxes since the last step are dropped.
