@@ -8,6 +8,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch

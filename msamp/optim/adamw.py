@@ -65,7 +65,7 @@ from msamp.optim.states import (
     take_groups,
     weight_format,
 )
-from msamp.optim.updates import MASTER, Formats, Launch, State, Update, formats_of, named_formats, take_options, updates_of
+from msamp.optim.updates import MASTER, Launch, formats_of, named_formats, take_options, updates_of
 
 SCALE_INV = -1  # row of the table of amaxes: the gradient's scale_inv
 

@@ -35,9 +35,9 @@ from msamp.numerics.formats import by_name
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Cast
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.kept_states import kept_states
 from msamp.optim.clip import contiguous
 from msamp.optim.grad_cast import GradCast
+from msamp.optim.kept_states import kept_states
 from msamp.optim.shard import Holding
 from msamp.optim.states import begun, is_scaled, local, payload, scale_inv
 
