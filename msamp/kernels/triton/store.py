@@ -34,12 +34,29 @@ def _threshold(h, turn):
 
 
 @triton.jit
+def _next_below(y, MANTISSA: tl.constexpr):
+    """The next smaller magnitude of a format, of FP32 magnitudes `y` that it holds, above 0.
+
+    In FP32 and not on codes: a byte less a predicate came out wrong in code for Hopper (ptxas of CUDA 13, Triton 3.6).
+    """
+    TINY: tl.constexpr = 2.0**-6 if MANTISSA == 3 else 2.0**-14
+    below = (y.to(tl.int32, bitcast=True) - (1 << (23 - MANTISSA))).to(tl.float32, bitcast=True)
+    if MANTISSA != 7:  # BF16 has FP32's exponents
+        below = tl.where(y <= TINY, y - TINY * 2.0**-MANTISSA, below)
+    return below
+
+
+@triton.jit
+def _with_sign(magnitude, x):
+    return (magnitude.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _stochastic(x, threshold, held_below, MANTISSA: tl.constexpr):
     """`stochastic_rounding.round_stochastically`; what is not below `held_below` but below the smallest normal value falls by one code."""
     SHIFT: tl.constexpr = 23 - MANTISSA
     LARGEST: tl.constexpr = 448.0 if MANTISSA == 3 else (57344.0 if MANTISSA == 2 else (65504.0 if MANTISSA == 10 else BF16_MAX))
     TINY: tl.constexpr = 2.0**-6 if MANTISSA == 3 else (2.0**-126 if MANTISSA == 7 else 2.0**-14)
-    SMALLEST: tl.constexpr = TINY * 2.0**-MANTISSA
     magnitude = tl.abs(x)
     base = 0.0
     if MANTISSA != 7:
@@ -51,21 +68,16 @@ def _stochastic(x, threshold, held_below, MANTISSA: tl.constexpr):
     bits = ((magnitude + base).to(tl.int32, bitcast=True) + added) & -(1 << SHIFT)
     y = bits.to(tl.float32, bitcast=True) - base
     if held_below is not None:
-        y = tl.where((y >= held_below) & (y < TINY) & (y > 0), y - SMALLEST, y)
-    signed = (y.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000)).to(tl.float32, bitcast=True)
-    return tl.where(magnitude <= LARGEST, signed, x)
+        y = tl.where((y >= held_below) & (y < TINY) & (y > 0), _next_below(y, MANTISSA), y)
+    return tl.where(magnitude <= LARGEST, _with_sign(y, x), x)
 
 
 @triton.jit
-def _fallen(payload, held_below, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
-    """The next smaller code of payloads with a magnitude that is not below `held_below`; `fallen` of the twin."""
-    magnitude = tl.abs(_value(payload, MANTISSA, HARDWARE))
+def _fallen(y, held_below, MANTISSA: tl.constexpr):
+    """Values that a format holds: the next smaller magnitude of those that are not below `held_below`; `fallen` of the twin."""
+    magnitude = tl.abs(y)
     held = (magnitude >= held_below) & (magnitude > 0)
-    if MANTISSA <= 3:
-        payload = payload - held.to(tl.uint8)
-    else:
-        payload = (payload.to(tl.int16, bitcast=True) - held.to(tl.int16)).to(payload.dtype, bitcast=True)
-    return payload
+    return _with_sign(tl.where(held, _next_below(magnitude, MANTISSA), magnitude), y)
 
 
 @triton.jit
@@ -91,7 +103,7 @@ def _store(pointer, at, inside, v, scale, MANTISSA: tl.constexpr, HARDWARE: tl.c
         x = _stochastic(x, threshold, held_below, MANTISSA)
     payload = _payload(x, MANTISSA, HARDWARE)
     if threshold is None and held_below is not None:
-        payload = _fallen(payload, held_below, MANTISSA, HARDWARE)
+        payload = _payload(_fallen(_value(payload, MANTISSA, HARDWARE), held_below, MANTISSA), MANTISSA, HARDWARE)
     tl.store(pointer + at, payload, mask=inside)
     return _value(payload, MANTISSA, HARDWARE)
 
@@ -113,9 +125,10 @@ def _store_v(pointer, at, inside, v, scale, MANTISSA: tl.constexpr, HARDWARE: tl
     if MANTISSA == 23:
         stored = _store(pointer, at, inside, v, scale, MANTISSA, HARDWARE)
     else:
-        SMALLEST: tl.constexpr = 2.0**-9 if MANTISSA == 3 else (2.0**-16 if MANTISSA == 2 else (2.0**-24 if MANTISSA == 10 else 2.0**-133))
+        # From its bits: as a constant BF16's, 2^-133, would be FP64.
+        BITS: tl.constexpr = 0x3B000000 if MANTISSA == 3 else (0x37800000 if MANTISSA == 2 else (0x33800000 if MANTISSA == 10 else 0x10000))
         x = _scaled(v, scale, MANTISSA)
-        x = tl.where(v > 0, tl.maximum(x, SMALLEST), x)
+        x = tl.where(v > 0, tl.maximum(x, tl.full((), BITS, tl.int32).to(tl.float32, bitcast=True)), x)
         if threshold is not None:
             x = _stochastic(x, threshold, None, MANTISSA)
         payload = _payload(x, MANTISSA, HARDWARE)
