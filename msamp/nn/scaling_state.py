@@ -438,7 +438,8 @@ class ScalingState:
         for name, values in (("history", history), ("scale", scale), ("scale_inv", inverse(scale))):
             self._store(name, torch.where(recorded, values, last[name]))
         torch._foreach_zero_([layer.amax for layer in layers])
-        torch._foreach_add_([layer.seen for layer in layers], recorded.long())
+        seen = [layer.seen for layer in layers]
+        torch._foreach_copy_(seen, list((torch.stack(seen) + recorded).unbind()))
 
     @torch.no_grad()
     def abandon(self, finite: torch.Tensor) -> None:
