@@ -4,6 +4,12 @@
 
 prints a table. With --max-rel the exit code is 1 where the final validation loss is further away than that. A run without evaluations is
 judged by its final smoothed training loss.
+
+    python -m megatron.lm.tools.loss_compare --base O0=runs/O0_1/metrics.jsonl O0=runs/O0_2/metrics.jsonl \\
+        --other O2=runs/O2_1/metrics.jsonl O2=runs/O2_2/metrics.jsonl --seeds 1 2
+
+compares groups of runs, paired by seed in the order given: it prints each pair, then the mean difference, its 95 % interval and a verdict
+(`paired_difference.py`). With --max-rel the exit code of a group is 0 only where the whole interval lies within that difference.
 """
 
 import math
@@ -11,9 +17,11 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.lm import entry
 from megatron.lm.tools import arguments
+from megatron.lm.tools.paired_difference import EFFECT, HOLDS, PairedDifference, paired_difference
 from megatron.lm.tools.report import Run, differences, named_path, read_run, relative, smooth
 
 
@@ -73,6 +81,31 @@ def table(base: Run, other: Run, result: Comparison) -> str:
         (f"training, largest of {result.iterations}", "", "", f"{100 * result.max_train:.3f} %"),
         (f"training, mean of {result.iterations}", "", "", f"{100 * result.mean_train:.3f} %"),
     ]
+    return _aligned(rows)
+
+
+def compare_groups(bases: Sequence[Run], others: Sequence[Run], seeds: Sequence[int], window: int) -> tuple[str, PairedDifference]:
+    """Compare runs of the same seeds: a table with a line per pair, and the paired difference of their final losses.
+
+    Args:
+        bases, others: runs in the order of `seeds`.
+        seeds: of the pairs, all different.
+        window: as in `compare`.
+
+    Raises:
+        ValueError: as in `compare`, or the pairs ended at different iterations.
+    """
+    results = {seed: compare(*pair, window) for seed, *pair in zip(seeds, bases, others, strict=True)}
+    ends = {result.final: seed for seed, result in results.items()}
+    if len(ends) > 1:
+        raise ValueError(f"the pairs end differently ({'; '.join(f'seed {seed}: {end}' for end, seed in ends.items())}): train all alike")
+    rows = [("seed", bases[0].name, others[0].name, "difference")]
+    rows += [(f"{seed}", f"{one.base_final:.4f}", f"{one.other_final:.4f}", f"{100 * one.rel:+.3f} %") for seed, one in results.items()]
+    base, other = ({seed: getattr(one, key) for seed, one in results.items()} for key in ("base_final", "other_final"))
+    return f"final loss: {next(iter(ends))}\n{_aligned(rows)}", paired_difference(base, other)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return "\n".join(row[0].ljust(widths[0]) + "".join("  " + row[i].rjust(widths[i]) for i in (1, 2, 3)) for row in rows)
 
@@ -81,23 +114,53 @@ def table(base: Run, other: Run, result: Comparison) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; 1 where --max-rel is exceeded or a loss is not finite, else the exit codes of `megatron.lm.entry`."""
     parser = arguments.Parser(description=__doc__)
-    parser.add_argument("--base", type=named_path, required=True, metavar="NAME=METRICS", help="the run to compare with")
-    parser.add_argument("--other", type=named_path, required=True, metavar="NAME=METRICS", help="the run to judge")
+    parser.add_argument(
+        "--base", type=named_path, required=True, nargs="+", metavar="NAME=METRICS", help="the run, or group of runs, to compare with"
+    )
+    parser.add_argument(
+        "--other", type=named_path, required=True, nargs="+", metavar="NAME=METRICS", help="the run, or group of runs, to judge"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", metavar="SEED", help="seeds of a group's runs, in their order (default: 1, 2, ...)")
     parser.add_argument("--max-rel", type=float, help="largest accepted relative difference of the final loss, such as 0.01")
     parser.add_argument("--window", type=arguments.count(1), default=3, help="logged lines averaged by smoothing (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.max_rel is not None and not args.max_rel >= 0:
         raise ValueError(f"--max-rel {args.max_rel} must be 0 or more")
-    base, other = read_run(*args.base), read_run(*args.other)
+    seeds = _seeds(args.base, args.other, args.seeds)
+    bases, others = ([read_run(*named) for named in group] for group in (args.base, args.other))
+    if len(seeds) > 1:
+        text, difference = compare_groups(bases, others, seeds, args.window)
+        print(text)
+        print(difference.sentence(bases[0].name, others[0].name, EFFECT if args.max_rel is None else args.max_rel))
+        return int(args.max_rel is not None and difference.verdict(args.max_rel) != HOLDS)
+    base, other = bases[0], others[0]
     result = compare(base, other, args.window)
     print(table(base, other, result))
     for run, final in ((base, result.base_final), (other, result.other_final)):
         if not math.isfinite(final):
             print(f"the final loss of {run.name} is not finite: it has diverged")
+    if result.base_final:
+        print(paired_difference({seeds[0]: result.base_final}, {seeds[0]: result.other_final}).sentence(base.name, other.name))
     if args.max_rel is not None and not abs(result.rel) <= args.max_rel:
         print(f"{other.name} is more than {100 * args.max_rel:g} % from {base.name}")
         return 1
     return 0
+
+
+def _seeds(base: Sequence[tuple[str, Path]], other: Sequence[tuple[str, Path]], given: Sequence[int] | None) -> list[int]:
+    """The seeds of the pairs; ValueError where runs or seeds do not pair."""
+    if len(base) != len(other):
+        raise ValueError(f"--base has {len(base)} runs and --other {len(other)}: give as many of each, in the order of their seeds")
+    for flag, group in (("--base", base), ("--other", other)):
+        names = list(dict.fromkeys(name for name, _ in group))
+        if len(names) > 1:
+            raise ValueError(
+                f"{flag} has runs of {' and '.join(names)}: give the runs of a group one name, and compare two groups at a time"
+            )
+    seeds = list(given or range(1, len(base) + 1))
+    if len(seeds) != len(base) or len(set(seeds)) != len(seeds):
+        raise ValueError(f"--seeds {' '.join(map(str, seeds))}: give {len(base)} different seeds, one per run of --base")
+    return seeds
 
 
 if __name__ == "__main__":

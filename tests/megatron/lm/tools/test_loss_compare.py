@@ -64,3 +64,67 @@ def test_a_run_that_diverged_is_said_to_have(metrics, capsys):
     assert "the final loss of O2 is not finite: it has diverged" in capsys.readouterr().out
     assert loss_compare.main([*arguments, "--max-rel", "nan"]) == 2
     assert "--max-rel nan must be 0 or more" in capsys.readouterr().err
+
+
+@pytest.fixture
+def groups(metrics):
+    def write(base, other):
+        bases = [metrics(f"base{seed}", [4.0], [loss]).replace(f"base{seed}=", "O0=") for seed, loss in enumerate(base)]
+        others = [metrics(f"other{seed}", [4.0], [loss]).replace(f"other{seed}=", "O2=") for seed, loss in enumerate(other)]
+        return ["--base", *bases, "--other", *others]
+
+    return write
+
+
+def test_groups_of_runs_are_paired_by_seed(groups, capsys):
+    arguments = groups([3.00, 3.10, 2.90], [3.003, 3.103, 2.903])
+    assert loss_compare.main([*arguments, "--seeds", "7", "8", "9"]) == 0
+    out = capsys.readouterr().out
+    assert "seed" in out
+    assert all(f"\n{seed} " in out for seed in (7, 8, 9))
+    assert "O2 - O0: +0.0030 nats per token, +0.10 % (95 % interval +0.09 to +0.11 %), 3 seeds: the losses are equal within 0.6 %" in out
+
+
+def test_a_wide_interval_is_too_small_to_say_and_fails_a_limit(groups, capsys):
+    wide = groups([3.00, 3.10, 2.90], [3.06, 3.05, 2.91])
+    assert loss_compare.main(wide) == 0
+    assert "3 seeds: too small to say whether they differ by 0.6 %" in capsys.readouterr().out
+    assert loss_compare.main([*wide, "--max-rel", "0.01"]) == 1
+    assert loss_compare.main([*wide, "--max-rel", "0.1"]) == 0
+    assert loss_compare.main([*groups([3.0, 3.1], [3.3, 3.41]), "--max-rel", "0.05"]) == 1
+
+
+def test_one_run_has_no_interval_and_says_so(groups, capsys):
+    assert loss_compare.main(groups([3.0], [3.01])) == 0
+    assert "one seed, no interval: too small to say" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("base", "other", "more", "told"),
+    [
+        ([3.0, 3.1], [3.0], [], "--base has 2 runs and --other 1: give as many of each"),
+        ([3.0, 3.1], [3.0, 3.1], ["--seeds", "1"], "--seeds 1: give 2 different seeds"),
+        ([3.0, 3.1], [3.0, 3.1], ["--seeds", "1", "1"], "--seeds 1 1: give 2 different seeds"),
+    ],
+)
+def test_runs_that_do_not_pair_are_refused(groups, capsys, base, other, more, told):
+    assert loss_compare.main([*groups(base, other), *more]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_group_has_one_name(groups, capsys):
+    arguments = groups([3.0, 3.1], [3.0, 3.1])
+    arguments[1] = arguments[1].replace("O0=", "O1=")
+    assert loss_compare.main(arguments) == 2
+    assert "--base has runs of O1 and O0: give the runs of a group one name" in capsys.readouterr().err
+
+
+def test_pairs_that_end_at_different_iterations_are_refused():
+    short, long = (run("a", [4.0, 2.0], valid) for valid in ([3.0], [3.0, 2.0]))
+    with pytest.raises(ValueError, match="seed 1: validation, iteration 10; seed 2: validation, iteration 20"):
+        loss_compare.compare_groups([short, long], [short, long], [1, 2], window=1)
+
+
+def test_a_diverged_run_of_a_group_fails_every_limit(groups, capsys):
+    assert loss_compare.main([*groups([3.0, 3.1], [3.0, None]), "--max-rel", "0.5"]) == 1
+    assert "a loss is not finite" in capsys.readouterr().out

@@ -1,0 +1,181 @@
+"""Whether two groups of trainings differ in loss: the mean of the paired differences, its 95 % interval, and one of three verdicts.
+
+Seeds differ by more than most precisions do. Runs of the same seed see the same batches and start from the same weights, so that much of
+that difference cancels within a pair. What is left is a sample of n differences d_i, and the interval of its mean is
+
+    mean(d) +- t * stdev(d) / sqrt(n),
+
+with Student's t at n - 1 degrees of freedom: 12.7 for two pairs, 4.3 for three, 2.36 for eight. One pair has no interval.
+
+The verdict compares the interval of the relative differences with an effect, the smallest relative difference that would count as a loss:
+
+    holds               the interval lies within -effect and +effect
+    does not hold       it lies outside of them altogether
+    too small to say    it reaches across one of them, or there is no interval
+"""
+
+import math
+import statistics
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+# The smallest relative difference in loss that docs/reproduction calls one: BF16 with Kahan summation against BF16 with FP32 masters.
+EFFECT = 0.006
+CONFIDENCE = 0.95
+HOLDS, DOES_NOT_HOLD, TOO_SMALL = "holds", "does not hold", "too small to say"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A mean of differences and the half width of its 95 % interval; `half_width` is None for one difference."""
+
+    mean: float
+    half_width: float | None
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Lower and upper end; both infinite for one difference."""
+        width = math.inf if self.half_width is None else self.half_width
+        return self.mean - width, self.mean + width
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedDifference:
+    """How far a group of runs is from its baseline.
+
+    Attributes:
+        absolute: of other - base, in the unit of the losses (nats per token).
+        relative: of other / base - 1.
+        seeds: of the pairs, in the order of `other`.
+    """
+
+    absolute: Interval
+    relative: Interval
+    seeds: tuple[Hashable, ...]
+
+    def verdict(self, effect: float = EFFECT) -> str:
+        """One of `HOLDS`, `DOES_NOT_HOLD` and `TOO_SMALL` on the claim that the two losses are the same.
+
+        Args:
+            effect: smallest relative difference that counts as a loss, 0 or more.
+
+        Raises:
+            ValueError: the effect is negative or NaN.
+        """
+        if not effect >= 0:
+            raise ValueError(f"the effect is {effect}: give a relative difference of 0 or more, such as {EFFECT}")
+        low, high = self.relative.ends
+        if low >= -effect and high <= effect:
+            return HOLDS
+        return DOES_NOT_HOLD if low > effect or high < -effect or math.isnan(low) else TOO_SMALL
+
+    def sentence(self, base: str, other: str, effect: float = EFFECT) -> str:
+        """The difference, its interval, the number of seeds and the verdict, in one sentence."""
+        if not math.isfinite(self.absolute.mean):
+            return f"{other} against {base}: a loss is not finite, so that one of the two has diverged"
+        told = f"{other} - {base}: {self.absolute.mean:+.4f} nats per token, {100 * self.relative.mean:+.2f} %"
+        if self.relative.half_width is None:
+            return f"{told}, one seed, no interval: {self.verdict(effect)}"
+        low, high = (100 * end for end in self.relative.ends)
+        reach = {
+            HOLDS: f"the losses are equal within {100 * effect:g} %",
+            DOES_NOT_HOLD: f"the losses differ by more than {100 * effect:g} %",
+            TOO_SMALL: f"{TOO_SMALL} whether they differ by {100 * effect:g} %",
+        }[self.verdict(effect)]
+        return f"{told} (95 % interval {low:+.2f} to {high:+.2f} %), {len(self.seeds)} seeds: {reach}"
+
+
+def paired_difference(base: Mapping[Hashable, float], other: Mapping[Hashable, float]) -> PairedDifference:
+    """Compare losses by seed.
+
+    Args:
+        base: seed -> loss of the baseline, in nats per token; it may have more seeds than `other`, which are not used.
+        other: seed -> loss of the runs to judge.
+
+    Raises:
+        ValueError: `other` is empty, a seed of it has no baseline, or a baseline is 0.
+    """
+    if not other:
+        raise ValueError("there is no run to compare: give at least one loss")
+    lacking = [seed for seed in other if seed not in base]
+    if lacking:
+        raise ValueError(
+            f"seed {lacking[0]} has no run of the baseline, which has {', '.join(map(str, base)) or 'none'}: train it, or drop it"
+        )
+    zero = [seed for seed in other if base[seed] == 0]
+    if zero:
+        raise ValueError(f"the baseline's loss of seed {zero[0]} is 0, and a relative difference needs another value")
+    return PairedDifference(
+        absolute=interval([loss - base[seed] for seed, loss in other.items()]),
+        relative=interval([loss / base[seed] - 1 for seed, loss in other.items()]),
+        seeds=tuple(other),
+    )
+
+
+def interval(differences: list[float], confidence: float = CONFIDENCE) -> Interval:
+    """Mean and interval of a sample, by Student's t distribution.
+
+    Raises:
+        ValueError: the sample is empty.
+    """
+    if not differences:
+        raise ValueError("an interval needs at least one difference")
+    mean, count = statistics.fmean(differences), len(differences)
+    if count == 1:
+        return Interval(mean=mean, half_width=None)
+    if not all(map(math.isfinite, differences)):
+        return Interval(mean=mean, half_width=math.nan)
+    width = student_t_quantile((1 + confidence) / 2, count - 1) * statistics.stdev(differences) / math.sqrt(count)
+    return Interval(mean=mean, half_width=width)
+
+
+def student_t_quantile(probability: float, degrees: int) -> float:
+    """Return t such that a variable of Student's distribution with so many degrees of freedom lies below it with this probability.
+
+    By bisection of P(|T| > t) = I_x(degrees / 2, 1 / 2) at x = degrees / (degrees + t^2), the regularised incomplete beta function; to
+    twelve digits (Abramowitz and Stegun, 26.5.27 and 26.7.1).
+
+    Raises:
+        ValueError: the probability is not within [0.5, 1), or there is no degree of freedom.
+    """
+    if not 0.5 <= probability < 1:
+        raise ValueError(f"the probability is {probability}: give one of at least 0.5 and below 1")
+    if degrees < 1:
+        raise ValueError(f"{degrees} degrees of freedom: give 1 or more, that is two differences or more")
+    beyond = 2 * (1 - probability)
+    low, high = 0.0, 1.0
+    while _both_tails(high, degrees) > beyond:
+        high *= 2
+    for _ in range(200):
+        middle = (low + high) / 2
+        if _both_tails(middle, degrees) > beyond:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _both_tails(t: float, degrees: int) -> float:
+    return 1.0 if t == 0 else _incomplete_beta(degrees / 2, 0.5, degrees / (degrees + t * t))
+
+
+def _incomplete_beta(a: float, b: float, x: float) -> float:
+    """I_x(a, b), regularised, by its continued fraction, on the side of x where that converges fast."""
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _incomplete_beta(b, a, 1 - x)
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) if 0 < x < 1 else 0.0
+    tiny = 1e-300  # stands for a 0 in a denominator (Lentz)
+    c, d = 1.0, 1 / _apart(1 - (a + b) * x / (a + 1), tiny)
+    fraction = d
+    for m in range(1, 500):
+        for term in (m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)), -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))):
+            d = 1 / _apart(1 + term * d, tiny)
+            c = _apart(1 + term / c, tiny)
+            fraction *= d * c
+        if abs(d * c - 1) < 1e-15:
+            break
+    return front * fraction / a
+
+
+def _apart(value: float, tiny: float) -> float:
+    return value if abs(value) > tiny else tiny
