@@ -3,9 +3,10 @@
 import statistics
 from collections.abc import Iterable, Sequence
 
+from megatron.lm.tools.paired_difference import Interval, PairedDifference, paired_difference
 from tools.docs.cells import BENCH, PRECISIONS, REPRODUCE, Cell, Table, column, of, pick
 from tools.docs.evidence import Row, read
-from tools.reproduce.compare_precisions import folder_of
+from tools.reproduce.compare_precisions import FIRST_SEED, folder_of
 
 CURVES = f"{REPRODUCE}/precisions/curves.csv"  # runs of the rows of PRECISIONS, which name their commit
 OPTIONS, SUMS = f"{REPRODUCE}/fp8_options", f"{REPRODUCE}/fp8_sums"  # folders of FP8's options, their files in the same form
@@ -39,6 +40,39 @@ def differences(precisions: str = PRECISIONS, curves: str = CURVES) -> tuple[lis
     return list(base), found
 
 
+def final_losses(precisions: str = PRECISIONS, curves: str = CURVES) -> dict[str, dict[int, float]]:
+    """Last validation loss of every precision by seed, in nats per token; of those with one seed too."""
+    names = {folder_of(row["precision"]): row["precision"] for row in read(precisions)}
+    last = _last([row for row in read(curves) if row["kind"] == "valid"])
+    found: dict[str, dict[int, float]] = {}
+    for run, row in last.items():
+        folder, _, number = run.rpartition("_")
+        if folder in names:
+            found.setdefault(names[folder], {})[FIRST_SEED + int(number)] = float(row["loss"])
+    return found
+
+
+def paired(precision: str, base: str = BASE, precisions: str = PRECISIONS, curves: str = CURVES) -> PairedDifference:
+    """The last validation losses of a precision against those of another, of the seeds that both have.
+
+    Raises:
+        ValueError: they have no seed in common, or one has no run.
+    """
+    losses = final_losses(precisions, curves)
+    missing = [name for name in (precision, base) if name not in losses]
+    if missing:
+        raise ValueError(f"{curves} has no run of {missing[0]}, but of {', '.join(losses)}: compare_precisions.py makes it")
+    common = {seed: loss for seed, loss in losses[precision].items() if seed in losses[base]}
+    return paired_difference(losses[base], common)
+
+
+def shown(relative: Interval) -> str:
+    """A relative difference in percent with its 95 % interval; a single seed has none, and the text says so."""
+    mean = f"{100 * relative.mean:+.2f}"
+    low, high = (100 * end for end in relative.ends)
+    return f"{mean} (one seed)" if relative.half_width is None else f"{mean} ({low:+.2f} to {high:+.2f})"
+
+
 def files(folder: str) -> tuple[str, str]:
     """What a comparison of precisions left in a folder: its rows, and its curves."""
     return f"{folder}/precisions.csv", f"{folder}/curves.csv"
@@ -68,30 +102,28 @@ def rows_of_precisions(precisions: Iterable[str]) -> Sequence[Row]:
 
 
 def against_bf16() -> Table:
-    """Validation loss of each precision against BF16 of the same seeds, at each evaluation."""
-    tokens, apart = differences()
+    """Validation loss of each precision against BF16 of the same seeds, at each evaluation: mean and 95 % interval."""
     losses = evaluations()
     cells = [[f"`{BASE}`, nats a token", *(f"{statistics.fmean(by_run.values()):.4f}" for by_run in losses[BASE].values())]]
-    for precision, found in apart.items():
-        ranges = (f"{100 * mean:+.2f} ({100 * least:+.2f} to {100 * most:+.2f})" for mean, least, most in found)
-        cells.append([f"`{precision}`, % from it", *ranges])
-    columns = ["", *(f"{count / 1e6:.1f}M tokens" for count in tokens)]
-    return Table(columns, cells, [(PRECISIONS, rows_of_precisions([BASE, *apart]))])
+    for precision in (name for name in losses if name != BASE):
+        found = (paired_difference(losses[BASE][tokens], by_run).relative for tokens, by_run in losses[precision].items())
+        cells.append([f"`{precision}`, % from it, 95 % interval", *map(shown, found)])
+    columns = ["", *(f"{count / 1e6:.1f}M tokens" for count in losses[BASE])]
+    return Table(columns, cells, [(PRECISIONS, rows_of_precisions(losses))])
 
 
 def options(folder: str = OPTIONS) -> Table:
     """Last validation losses with each of FP8's options, and the differences from BF16 of the same seeds."""
     precisions, curves = files(folder)
-    (*_, last), apart = differences(precisions, curves)
+    last = differences(precisions, curves)[0][-1]
     losses, rows = evaluations(precisions, curves), read(precisions)
     cells = []
     for row in rows:
         found = list(losses[row["precision"]][last].values())
-        mean, least, most = apart.get(row["precision"], [[0.0] * 3])[-1]
         loss = f"{statistics.fmean(found):.4f} ({min(found):.4f} to {max(found):.4f})"
-        against = "" if row["precision"] == BASE else f"{100 * mean:+.2f} ({100 * least:+.2f} to {100 * most:+.2f})"
+        against = "" if row["precision"] == BASE else shown(paired(row["precision"], BASE, precisions, curves).relative)
         cells.append([f"`{row['precision']}`", str(len(found)), loss, against, f"{float(row['peak_gib']):.2f}"])
-    columns = ["precision", "seeds", f"loss after {last / 1e6:.1f}M tokens", "% from BF16 of the same seed", "peak GiB"]
+    columns = ["precision", "seeds", f"loss after {last / 1e6:.1f}M tokens", "% from BF16 of the same seed, 95 % interval", "peak GiB"]
     return Table(columns, cells, [(precisions, rows)])
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.lm.tools.paired_difference import EFFECT, HOLDS, PairedDifference, paired_difference
 from tools.docs.evidence import ROOT, Row, marked
 from tools.docs.figures import Figure, Numbers, axes_of
 from tools.docs.tables import Table
@@ -71,7 +72,39 @@ def published(one: Entry, root: Path = ROOT) -> tuple[str, list[Row], list[str]]
             f"{WORDS}: the words of {one.name} are {told.verdict!r} for size {told.size!r}, and its rows are of size {size!r}: "
             "read them beside the rows, and name the size"
         )
-    return size, [row for row in found if row["size"] == size], keep.missing(one, size, found) if size else []
+    rows = [row for row in found if row["size"] == size]
+    if told.verdict == HOLDS:
+        equal = {(base, other) for base, other, difference in loss_differences(one, rows) if difference.verdict() == HOLDS}
+        undecided = [other for base, other in one.same_loss if (base, other) not in equal]
+        if undecided:
+            raise ValueError(
+                f"{WORDS}: the verdict of {one.name} is {HOLDS!r}, but the 95 % interval of {undecided[0]!r} is not within "
+                f"{100 * EFFECT:g} % of its baseline: write 'too small to say', or 'holds in part' and what holds"
+            )
+    return size, rows, keep.missing(one, size, found) if size else []
+
+
+def loss_differences(one: Entry, rows: Sequence[Row]) -> list[tuple[str, str, PairedDifference]]:
+    """(baseline, other, paired difference) of each pair of `Entry.same_loss` with a seed in common in the rows, by these seeds."""
+    losses: dict[str, dict[Any, float]] = {}
+    for row in rows:
+        if not row["x"] and any(row["quantity"] in pair for pair in one.same_loss):
+            losses.setdefault(row["quantity"], {})[row["seed"]] = float(row["ours"])
+    found = []
+    for base, other in one.same_loss:
+        common = {seed: loss for seed, loss in losses.get(other, {}).items() if seed in losses.get(base, {})}
+        if common:
+            found.append((base, other, paired_difference(losses[base], common)))
+    return found
+
+
+def loss_sentences(one: Entry, rows: Sequence[Row]) -> list[str]:
+    """A sentence on each pair of losses: difference, 95 % interval, seeds, and what the interval allows to say."""
+    return [found.sentence(_run_of(base), _run_of(other)) for base, other, found in loss_differences(one, rows)]
+
+
+def _run_of(quantity: str) -> str:
+    return quantity.removesuffix("validation loss").rstrip(" :,")
 
 
 def difference(row: Row) -> str:
@@ -128,6 +161,8 @@ def page(one: Entry, root: Path = ROOT) -> str:
     seconds = sum({row["piece"]: float(row["seconds"]) for row in rows}.values())
     lines = [f"# {one.title}", "", *textwrap.wrap(f"The claim: {one.claim}", 118), ""]
     lines += [f"**{told.verdict}**", "", *textwrap.wrap(told.agree, 118), ""]
+    if one.same_loss:
+        lines += ["Losses, paired by seed:", "", *(f"- {line}." for line in loss_sentences(one, rows)), ""]
     if told.cause:
         lines += [*textwrap.wrap(f"Likely cause: {told.cause}", 118), ""]
     if one.reason:

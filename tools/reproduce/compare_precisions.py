@@ -5,10 +5,11 @@
 
 GPT-125M for 2,000 steps of 8k tokens, one epoch of cleaned enwik8 (`tools/prepare_text.py`), unless --flags say otherwise: they come after
 these and win. Every run is a `megatron.lm.pretrain` of its own with its metrics in --out; one that is complete is not run again, so that a
-list can grow. Losses of a precision with several seeds are told as mean, least and most, and beside BF16's of the same seeds. Every
-visible GPU is used, each run has one. With --at-once runs share a GPU, and speed and memory come from a short run of each precision with a
-GPU to itself, which goes first; then comes the first seed of each, then the second. --no-speed skips the short runs and leaves the speed
-empty, for a comparison of losses alone:
+list can grow. Losses of a precision with several seeds are reported as mean, least and most, and against BF16's of the same seeds as mean
+and half width of the 95 % interval (`megatron.lm.tools.paired_difference`); a verdict on each is printed. Every visible GPU is used, each
+run has one. With --at-once runs share a GPU, and speed and memory come from a short run of each precision with a GPU to itself, which goes
+first; then comes the first seed of each, then the second. --no-speed skips the short runs and leaves the speed empty, for a comparison of
+losses alone:
 
     ... --precisions bf16 O2 --seeds bf16=8 O2=8 --steps 1000 --flags "--min-lr 0" --at-once 4 --no-speed
 
@@ -40,6 +41,7 @@ import torch
 
 from megatron.lm import entry
 from megatron.lm.tools.arguments import Parser, count, path
+from megatron.lm.tools.paired_difference import PairedDifference, paired_difference
 from megatron.lm.tools.report import COLORS, Run, differences, plain, read_run, write_curves
 from msamp.numerics import recipe
 from tools.bench import rows
@@ -54,7 +56,7 @@ SMOOTHED = 20  # logged losses, each of one batch
 STYLES = {"fp": "dashdot", "bf16": "dotted", "collage": "dashed"}  # by how a name begins; the FP8 precisions are solid lines
 SHAPE = "--preset 125m --micro-batch-size 4 --global-batch-size 4"
 COURSE = "--lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --fp8-min-gain 0 --log-interval 10 --eval-iters 40"
-COLUMNS = ("precision", "seeds", "valid_loss", "least", "most", "against_bf16", "tokens_s", "peak_gib", "state_bytes_param")
+COLUMNS = ("precision", "seeds", "valid_loss", "least", "most", "against_bf16", "half_width", "tokens_s", "peak_gib", "state_bytes_param")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +167,14 @@ def train_all(jobs: Sequence[Job], options: argparse.Namespace, session: Session
         list(pool.map(one, jobs))
 
 
+def against_base(runs: Mapping[int, Run], base: Mapping[int, Run]) -> PairedDifference | None:
+    """The last validation losses of runs against those of the baseline, by seed; None where the baseline lacks one of the seeds."""
+    if not runs.keys() <= base.keys():
+        return None
+    ours, theirs = ({seed: some[seed].valid[-1]["loss"] for seed in runs} for some in (runs, base))
+    return paired_difference(theirs, ours)
+
+
 def row_of(precision: str, runs: Mapping[int, Run], speed: Run, base: Mapping[int, Run], *, timed: bool = True) -> dict[str, Any]:
     """A line of the table from a precision's runs by seed; `base`: those of bf16; `timed`: whether `speed` had the GPU to itself.
 
@@ -173,7 +183,8 @@ def row_of(precision: str, runs: Mapping[int, Run], speed: Run, base: Mapping[in
     """
     losses = [run.valid[-1]["loss"] for run in runs.values()]
     mean = statistics.fmean(losses)
-    against = mean / statistics.fmean(base[seed].valid[-1]["loss"] for seed in runs) - 1 if runs.keys() <= base.keys() else None
+    against = against_base(runs, base)
+    width = None if against is None else against.relative.half_width
     late = [line for line in speed.train if line["iteration"] > speed.train[-1]["iteration"] / 2]  # graphs are captured by then
     sizes = speed.precision["bytes_per_parameter"] if speed.precision else {}
     return {
@@ -182,7 +193,8 @@ def row_of(precision: str, runs: Mapping[int, Run], speed: Run, base: Mapping[in
         "valid_loss": round(mean, 4),
         "least": round(min(losses), 4),
         "most": round(max(losses), 4),
-        "against_bf16": "" if against is None else f"{100 * against:+.2f} %",
+        "against_bf16": "" if against is None else f"{100 * against.relative.mean:+.2f} %",
+        "half_width": "" if width is None else f"{100 * width:.2f} %",
         "tokens_s": round(statistics.median(line["tokens_per_s"] for line in late)) if timed else "",
         "peak_gib": round(max(line["memory_gib"] for line in late), 2),
         "state_bytes_param": round(sum(sizes.values()), 2),
@@ -257,6 +269,9 @@ def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: 
     print("| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS), sep="\n")
     for row in table:
         print("| " + " | ".join(str(row[column]) for column in COLUMNS) + " |")
+    for precision, found in runs.items():
+        if precision != "bf16" and (difference := against_base(found, runs.get("bf16", {}))) is not None:
+            print(difference.sentence("bf16", precision))
     every = [run for found in runs.values() for run in found.values()]
     write_curves(every, options.out / "curves.csv")
     try:

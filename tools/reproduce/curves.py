@@ -26,6 +26,10 @@ COURSES: Mapping[str, tuple[int, int, str]] = {  # by size: seeds, steps, flags
 }
 MODELS4 = {"125M": f"{REPRODUCE}/precisions", "1.3B": losses.LARGE}  # model -> the folder that `compare_precisions.py` left of it
 LEVELS4 = ("O1", "O2", "O3")
+ONE_RANK = (
+    "Every training had one data-parallel rank and one micro-batch per step: gradients were cast to FP8 and never summed in FP8. The loss "
+    "with the FP8 all-reduce, with mu, with ZeRO, with tensor parallelism or with several micro-batches was not measured."
+)
 
 
 def table6_pieces(size: str) -> Sequence[str]:
@@ -54,11 +58,16 @@ def figure4(task: Task) -> Iterator[Finding]:
     for model, folder in MODELS4.items():
         precisions, curves = losses.files(folder)
         rows = losses.by_precision(precisions)
-        _, apart = losses.differences(precisions, curves)
-        for level in (each for each in LEVELS4 if each in rows):
-            for name, value in zip(("mean of the seeds", "least", "most"), apart[level][-1], strict=True):
-                paper = 0.0 if name.startswith("mean") else None
-                yield Finding(f"{level}, {model}: validation loss above BF16's, {name}", 100 * value, paper, "%", where=rows[level])
+        final = losses.final_losses(precisions, curves)
+        for level in (losses.BASE, *(each for each in LEVELS4 if each in rows)):
+            for seed, loss in final[level].items():
+                yield Finding(f"{level} at {model}: validation loss", loss, unit="nats per token", seed=seed, where=rows[level])
+            if level != losses.BASE:
+                above = losses.paired(level, losses.BASE, precisions, curves).relative
+                told = f"{level}, {model}: validation loss above BF16's, "
+                yield Finding(told + "mean of the seeds", 100 * above.mean, 0.0, "%", where=rows[level])
+                if above.half_width is not None:
+                    yield Finding(told + "half width of the 95 % interval", 100 * above.half_width, unit="%", where=rows[level])
         base = rows[losses.BASE]
         seeds = 100 * (float(base["most"]) - float(base["least"])) / float(base["valid_loss"])
         yield Finding(f"{model}: range of BF16's own seeds", seeds, unit="%", where=base)
@@ -78,8 +87,9 @@ ENTRIES = (
         run=table6,
         sizes={"toy": Needs(minutes=1), "small": Needs(minutes=20), "full": GPU},
         pieces=table6_pieces,
-        reason="#0, FP32, has one seed, of an earlier tree: it takes longer than all others together.",
+        reason=f"#0, FP32, has one seed, of an earlier tree: it takes longer than all others together. {ONE_RANK}",
         headline="#4, validation loss",
+        same_loss=(("#1, validation loss", "#2a, validation loss"),),
         apart=True,
         slow=True,
     ),
@@ -90,6 +100,10 @@ ENTRIES = (
         run=figure4,
         sizes={"kept": Needs(files=tuple(file for folder in MODELS4.values() for file in losses.files(folder)))},
         headline="O3, 1.3B: validation loss above BF16's, mean of the seeds",
-        reason="The rows on file are GPT-125M and 300 steps of GPT-1.3B; 7B and more need a cluster.",
+        reason=f"The rows on file are GPT-125M and 300 steps of GPT-1.3B; 7B and more need a cluster. {ONE_RANK}",
+        same_loss=tuple(
+            (f"bf16 at {model}: validation loss", f"{level} at {model}: validation loss")
+            for model, level in (*(("125M", level) for level in LEVELS4), ("1.3B", "O3"))
+        ),
     ),
 )

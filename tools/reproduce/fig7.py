@@ -7,7 +7,8 @@
 Flags that are not listed by --help go to the trainer (`python -m megatron.lm.pretrain --help`), after DEFAULTS. One process trains the
 model; then N ranks are simulated: the gradients of the linear weights on the next micro-batches, each of its own text, as they leave the
 GEMM. Scales, payloads and sums are those of `msamp.comm`: `fp32-sum` is our default exchange; all others sum in FP8 as NCCL does, hop by
-hop, here in rank order.
+hop, in rank order unless --orders names other ones (`sum_orders.py`). NCCL may add in each of them. Orders other than the chain are
+measured at the largest size alone.
 
 Auto-scaling's mu adapts itself for --mu-steps steps on the gradients of N other micro-batches, and is judged on those that all strategies
 are judged on. `auto-paper` follows the paper, which sets mu to 1/2 where too much saturates; `auto-halve` is our rule, which halves it as
@@ -52,13 +53,14 @@ from megatron.lm.tools.arguments import Parser, count, path
 from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
-from msamp.comm.exchange import FP32SumWire, NCCLWire, Reduced, pack_scaled
+from msamp.comm.exchange import FP32SumWire, Reduced, pack_scaled
 from msamp.comm.grad_scaling import GROWTH, MU_MAX, exceeds, next_mu, propose_scales, scales_of
 from msamp.comm.partition import Piece
 from msamp.comm.statistics import saturated, vanished
 from msamp.numerics.formats import E4M3
 from msamp.numerics.metrics import sqnr_db, underflow_frac
 from tools.bench import rows
+from tools.reproduce.sum_orders import CHAIN, ORDERS, OrderedWire
 
 DEFAULTS = (
     "--preset 125m --opt-level O2 --fp8-min-gain 0 --micro-batch-size 4 --global-batch-size 8 --train-iters 500 --lr-warmup-iters 50 "
@@ -85,7 +87,7 @@ COLORS = {
 }
 MEASURES = ("snr_db", "underflow", "underflow_local", "overflow", "overflow_local")
 RUN = ("opt_level", "micro_batch", "train_iters", "loss", "seed", "gpu", "driver", "torch", "commit", "date")
-COLUMNS = ("model", "dp", "block", "strategy", *MEASURES, "mu_min", "mu_max", *RUN)
+COLUMNS = ("model", "dp", "block", "strategy", "order", *MEASURES, "mu_min", "mu_max", *RUN)
 BISECTIONS = 14  # of at most 11 octaves: finer than one step of growth of mu
 
 
@@ -193,13 +195,13 @@ def shared_scales(gradients: Sequence[Tensor]) -> list[Tensor]:
     return [scales_of(propose_scales(list(g), E4M3, g.device).amin()) for g in gradients]
 
 
-def mu_thresholds(gradients: Sequence[Tensor]) -> Tensor:
-    """The mu of each weight of a block above which too much saturates, FP64 [n]."""
+def mu_thresholds(gradients: Sequence[Tensor], order: str = CHAIN) -> Tensor:
+    """The mu of each weight of a block above which too much saturates in a sum of this order, FP64 [n]."""
     ranks = len(gradients[0])
 
     def threshold(g: Tensor, scale: Tensor) -> float:
         def exceeded(mu: float) -> bool:
-            reduced, payloads = exchange(NCCLWire(E4M3), g, scale * mu)
+            reduced, payloads = exchange(OrderedWire(E4M3, order), g, scale * mu)
             counts = torch.stack([torch.stack([saturated(q, E4M3) for q in payloads]).amax(), saturated(reduced.own, E4M3)])
             return bool(exceeds(counts, torch.tensor(g[0].numel(), device=counts.device)).any())
 
@@ -208,25 +210,26 @@ def mu_thresholds(gradients: Sequence[Tensor]) -> Tensor:
     return torch.tensor([threshold(g, scale) for g, scale in zip(gradients, shared_scales(gradients), strict=True)], dtype=torch.float64)
 
 
-def measure_block(gradients: Sequence[Tensor], earlier: Sequence[Tensor], mu_steps: int) -> list[dict[str, Any]]:
-    """MEASURES of every strategy on one block.
+def measure_block(gradients: Sequence[Tensor], earlier: Sequence[Tensor], mu_steps: int, order: str = CHAIN) -> list[dict[str, Any]]:
+    """MEASURES of every strategy on one block; `fp32-sum`, which no order changes, with the chain alone.
 
     Args:
         gradients: for each of its weights the gradients of N ranks, [N, rows, columns], that are exchanged and judged.
         earlier: the same of other micro-batches, on which mu adapts.
         mu_steps: steps that it takes to.
+        order: of the additions, one of `sum_orders.ORDERS`.
     """
     ranks = len(gradients[0])
     scales = shared_scales(gradients)
     mean = torch.cat([g.mean(0, dtype=torch.float64).flatten() for g in gradients])
-    thresholds = {False: mu_thresholds(earlier), True: mu_thresholds(gradients)}
+    thresholds = {False: mu_thresholds(earlier, order), True: mu_thresholds(gradients, order)}
     mus = {name: adapted_mu(thresholds[name == IN_SAMPLE], ranks, mu_steps, rule).tolist() for name, rule in RULES.items()}
     factors = {"pre": [scale / ranks for scale in scales], "post": scales}
     factors |= {name: [scale * m for scale, m in zip(scales, mu, strict=True)] for name, mu in mus.items()}
-    factors["fp32-sum"] = scales
+    factors |= {"fp32-sum": scales} if order == CHAIN else {}
     found = []
     for strategy, multipliers in factors.items():
-        wire = FP32SumWire(E4M3) if strategy == "fp32-sum" else NCCLWire(E4M3)
+        wire = FP32SumWire(E4M3) if strategy == "fp32-sum" else OrderedWire(E4M3, order)
         values, counts = [], torch.zeros(4, dtype=torch.int64, device=mean.device)
         for g, factor in zip(gradients, multipliers, strict=True):
             reduced, payloads = exchange(wire, g, factor)
@@ -237,7 +240,7 @@ def measure_block(gradients: Sequence[Tensor], earlier: Sequence[Tensor], mu_ste
             counts[3] += saturated(reduced.own, E4M3)
         approx = torch.cat(values)
         nonzero, lost, at_max_local, at_max = counts.tolist()
-        row = {"strategy": strategy, "snr_db": sqnr_db(mean, approx), "underflow": underflow_frac(mean, approx)}
+        row = {"strategy": strategy, "order": order, "snr_db": sqnr_db(mean, approx), "underflow": underflow_frac(mean, approx)}
         row |= {"underflow_local": lost / max(1, nonzero), "overflow": at_max / mean.numel()}
         row |= {"overflow_local": at_max_local / (ranks * mean.numel())}
         mu = mus.get(strategy, [])
@@ -245,22 +248,25 @@ def measure_block(gradients: Sequence[Tensor], earlier: Sequence[Tensor], mu_ste
     return found
 
 
-def measure(config: Config, sizes: Sequence[int], mu_steps: int, tree: str | None) -> Iterator[list[dict[str, Any]]]:
-    """Train, then the rows of one data-parallel size after the other, by block and strategy; needs `process_groups.initialize`."""
+def measure(config: Config, sizes: Sequence[int], orders: Sequence[str], mu_steps: int, tree: str | None) -> Iterator[list[dict[str, Any]]]:
+    """Train, then the rows of one data-parallel size after the other, by order, block and strategy; needs `process_groups.initialize`.
+
+    Orders other than the chain are measured at the largest size alone.
+    """
     started = time.perf_counter()
     ranks = Ranks(config, max(sizes))
     print(f"trained, and the gradients of {max(sizes)} ranks taken, after {time.perf_counter() - started:.0f} s", flush=True)
     common: dict[str, Any] = {"model": f"gpt-{config.model.num_layers}x{config.model.hidden_size}", "opt_level": config.precision.name}
     common |= {"micro_batch": config.training.micro_batch_size, "train_iters": config.training.train_iters}
     common |= {"loss": f"{ranks.loss:.4f}", "seed": config.training.seed} | rows.machine(tree)
-    for dp in sizes:
+    for dp, order in ((dp, order) for dp in sizes for order in orders if order == CHAIN or dp == max(sizes)):
         table = []
         for block, both in enumerate(zip(ranks.blocks, ranks.earlier, strict=True)):
             with torch.no_grad():
                 gradients, earlier = ([g[:dp] for g in weights] for weights in both)
-                found = measure_block(gradients, earlier, mu_steps)
+                found = measure_block(gradients, earlier, mu_steps, order)
             table += [common | {"dp": dp, "block": block} | row for row in found]
-        print(f"DP {dp} measured after {time.perf_counter() - started:.0f} s", flush=True)
+        print(f"DP {dp}, {order}, measured after {time.perf_counter() - started:.0f} s", flush=True)
         yield [{column: row[column] for column in COLUMNS} for row in table]
 
 
@@ -279,14 +285,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return table
 
 
-def chosen(table: Sequence[dict[str, Any]], dp: int, strategy: str) -> list[dict[str, Any]]:
-    """Rows of one data-parallel size and strategy, by block."""
-    return [row for row in table if (row["dp"], row["strategy"]) == (dp, strategy)]
+def chosen(table: Sequence[dict[str, Any]], dp: int, strategy: str, order: str = CHAIN) -> list[dict[str, Any]]:
+    """Rows of one data-parallel size, strategy and order, by block."""
+    return [row for row in table if (row["dp"], row["strategy"], row["order"]) == (dp, strategy, order)]
 
 
-def block_mean(table: Sequence[dict[str, Any]], dp: int, strategy: str, name: str) -> float:
+def block_mean(table: Sequence[dict[str, Any]], dp: int, strategy: str, name: str, order: str = CHAIN) -> float:
     """Mean of one of MEASURES over the blocks."""
-    return statistics.fmean(row[name] for row in chosen(table, dp, strategy))
+    return statistics.fmean(row[name] for row in chosen(table, dp, strategy, order))
 
 
 def summary(table: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -310,6 +316,9 @@ def summary(table: Sequence[dict[str, Any]]) -> Iterator[str]:
             f"{dp:>4}  pre underflows more than post (local): {_yes(more_lost)}; post overflows more than pre: {_yes(more_at_max)}; "
             + "; ".join(f"{name} has more SNR than both: {_yes(gain > 0)} ({gain:+.2f} dB)" for name, gain in gains.items())
         )
+    for dp, order in dict.fromkeys((row["dp"], row["order"]) for row in table if row["order"] != CHAIN):
+        snrs = (f"{s} {block_mean(table, dp, s, 'snr_db', order):.2f}" for s in PAPER if chosen(table, dp, s, order))
+        yield f"{dp:>4}  SNR dB, added as {order}: {', '.join(snrs)}"
 
 
 def _yes(held: bool) -> str:
@@ -360,7 +369,7 @@ def _measured(options: argparse.Namespace, flags: Sequence[str]) -> list[dict[st
     options.out.mkdir(parents=True, exist_ok=True)
     table: list[dict[str, Any]] = []
     try:
-        for part in measure(config, sorted(set(options.dp)), options.mu_steps, options.commit):
+        for part in measure(config, sorted(set(options.dp)), options.orders, options.mu_steps, options.commit):
             table += part
             with (options.out / "fig7.csv").open("w", encoding="utf-8", newline="") as stream:
                 writer = csv.DictWriter(stream, COLUMNS)
@@ -376,6 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 with a message on stderr for bad input."""
     parser = Parser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--dp", nargs="+", type=count(2, 2**20), default=DATA_PARALLEL, metavar="N", help="data-parallel sizes")
+    parser.add_argument("--orders", nargs="+", choices=list(ORDERS), default=[CHAIN], help="of the additions (default: %(default)s)")
     parser.add_argument("--plot-dp", type=count(2), metavar="N", help="the one drawn over the blocks (default: the largest)")
     parser.add_argument("--mu-steps", type=count(0), default=1000, help="steps that mu adapts itself on other batches; 0: it stays 1")
     parser.add_argument("--rows", type=path, help="CSV of an earlier run: draw it, measure nothing")

@@ -73,7 +73,7 @@ class PairedDifference:
         """The difference, its interval, the number of seeds and the verdict, in one sentence."""
         if not math.isfinite(self.absolute.mean):
             return f"{other} against {base}: a loss is not finite, so that one of the two has diverged"
-        told = f"{other} - {base}: {self.absolute.mean:+.4f} nats per token, {100 * self.relative.mean:+.2f} %"
+        told = f"{other} against {base}: {self.absolute.mean:+.4f} nats per token, {100 * self.relative.mean:+.2f} %"
         if self.relative.half_width is None:
             return f"{told}, one seed, no interval: {self.verdict(effect)}"
         low, high = (100 * end for end in self.relative.ends)

@@ -19,7 +19,7 @@ from msamp.comm.exchange import FP32SumWire, NCCLWire
 from msamp.comm.grad_scaling import MU_MAX, AutoScale
 from msamp.numerics.formats import E4M3
 from msamp.numerics.quantize import quantize
-from tools.reproduce import fig7
+from tools.reproduce import fig7, sum_orders
 
 
 def reproduce(folder: str) -> tuple[list[dict[str, str]], str]:
@@ -29,7 +29,7 @@ def reproduce(folder: str) -> tuple[list[dict[str, str]], str]:
     flags = to_argv(replace(settings, data=replace(settings.data, data_cache_path=f"{folder}/cache")))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert fig7.main(["--dp", "2", "4", "--out", folder, "--commit", "abc1234", *flags]) == 0
+        assert fig7.main(["--dp", "2", "4", "--orders", *sum_orders.ORDERS, "--out", folder, "--commit", "abc1234", *flags]) == 0
     with open(f"{folder}/fig7.csv", newline="") as stream:
         return list(csv.DictReader(stream)), printed.getvalue()
 
@@ -45,8 +45,13 @@ def made():
 def test_a_row_for_every_size_block_and_strategy(made):
     _, table, _ = made
     assert tuple(table[0]) == fig7.COLUMNS
-    assert [(row["dp"], row["block"], row["strategy"]) for row in table] == [
-        (dp, block, strategy) for dp in ("2", "4") for block in ("0", "1") for strategy in fig7.PAPER
+    orders = [("2", sum_orders.CHAIN), *(("4", order) for order in sum_orders.ORDERS)]
+    assert [(row["dp"], row["order"], row["block"], row["strategy"]) for row in table] == [
+        (dp, order, block, strategy)
+        for dp, order in orders
+        for block in ("0", "1")
+        for strategy in fig7.PAPER
+        if (strategy, order) == ("fp32-sum", sum_orders.CHAIN) or strategy != "fp32-sum"
     ]
     assert all(math.isfinite(float(row[name])) for row in table for name in fig7.MEASURES)
     assert all((row["mu_min"] != "") == row["strategy"].startswith("auto") for row in table)
@@ -59,7 +64,9 @@ def test_a_row_for_every_size_block_and_strategy(made):
 @pytest.mark.parametrize("dp", [2, 4])
 def test_the_strategies_differ_as_their_arithmetic_says(made, dp):
     def mean(strategy: str, name: str) -> float:
-        return statistics.fmean(float(row[name]) for row in made[1] if (row["dp"], row["strategy"]) == (str(dp), strategy))
+        return statistics.fmean(
+            float(row[name]) for row in made[1] if (row["dp"], row["strategy"], row["order"]) == (str(dp), strategy, "chain")
+        )
 
     for strategy in ("pre", "post", *fig7.RULES):
         # Of two ranks the sum is rounded once either way.
@@ -194,7 +201,7 @@ def test_the_verdicts_are_those_of_the_table(held):
     }
     table = [
         dict.fromkeys(fig7.MEASURES, 0.0)
-        | {"dp": 4, "block": block, "strategy": strategy, "snr_db": snr[strategy], "mu_min": "", "mu_max": ""}
+        | {"dp": 4, "block": block, "strategy": strategy, "order": "chain", "snr_db": snr[strategy], "mu_min": "", "mu_max": ""}
         | {"underflow_local": shares[strategy][0], "overflow": shares[strategy][1]}
         for block in range(2)
         for strategy in fig7.PAPER

@@ -82,7 +82,9 @@ def test_groups_of_runs_are_paired_by_seed(groups, capsys):
     out = capsys.readouterr().out
     assert "seed" in out
     assert all(f"\n{seed} " in out for seed in (7, 8, 9))
-    assert "O2 - O0: +0.0030 nats per token, +0.10 % (95 % interval +0.09 to +0.11 %), 3 seeds: the losses are equal within 0.6 %" in out
+    assert (
+        "O2 against O0: +0.0030 nats per token, +0.10 % (95 % interval +0.09 to +0.11 %), 3 seeds: the losses are equal within 0.6 %" in out
+    )
 
 
 def test_a_wide_interval_is_too_small_to_say_and_fails_a_limit(groups, capsys):

@@ -107,11 +107,11 @@ def test_an_interval_that_reaches_beyond_the_effect_never_holds():
 def test_the_sentence_states_difference_interval_seeds_and_verdict():
     told = paired_difference({1: 5.0, 2: 5.0, 3: 5.0}, {1: 5.01, 2: 5.02, 3: 5.03}).sentence("bf16", "O3")
     assert told == (
-        "O3 - bf16: +0.0200 nats per token, +0.40 % (95 % interval -0.10 to +0.90 %), 3 seeds: "
+        "O3 against bf16: +0.0200 nats per token, +0.40 % (95 % interval -0.10 to +0.90 %), 3 seeds: "
         "too small to say whether they differ by 0.6 %"
     )
     one = paired_difference({1: 5.0}, {1: 5.01}).sentence("bf16", "O3")
-    assert one == "O3 - bf16: +0.0100 nats per token, +0.20 %, one seed, no interval: too small to say"
+    assert one == "O3 against bf16: +0.0100 nats per token, +0.20 %, one seed, no interval: too small to say"
     assert "the losses are equal within 0.6 %" in of(0.0, 0.001).sentence("a", "b")
     assert "the losses differ by more than 0.6 %" in of(0.02, 0.001).sentence("a", "b")
     assert "not finite" in paired_difference({1: 5.0, 2: 5.0}, {1: 5.01, 2: math.nan}).sentence("bf16", "O3")
