@@ -29,18 +29,21 @@ class Table:
     Attributes:
         columns, cells: as Markdown.
         sources: file and rows; their commits are proven.
-        told: what stands below the table; derived from the sources where it is empty.
+        told: what is below the table; derived from the sources where it is empty.
+        note: a sentence after it.
     """
 
     columns: Sequence[str]
     cells: Sequence[Sequence[str]]
     sources: Sequence[tuple[str, Sequence[Row]]]
     told: str = ""
+    note: str = ""
 
     def markdown(self) -> str:
         """The table, and below it where its numbers were measured."""
         lines = [self.columns, ["---"] * len(self.columns), *self.cells]
-        return "\n".join([*("| " + " | ".join(cells) + " |" for cells in lines), "", *textwrap.wrap(self.told or self._told(), 118)])
+        told = " ".join(part for part in (self.told or self._told(), self.note) if part)
+        return "\n".join([*("| " + " | ".join(cells) + " |" for cells in lines), "", *textwrap.wrap(told, 118)])
 
     def _told(self) -> str:
         told = []

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.docs import losses
+from tools.docs import gradient_sums, losses
 from tools.docs.cells import PEERS, PRECISIONS, pick
 from tools.docs.evidence import Row
-from tools.docs.tables import FIG7, STEP, best_and_same_run, fig7_means
+from tools.docs.tables import STEP, best_and_same_run
+from tools.reproduce.sum_orders import CHAIN
 
 OURS, THEIRS = "#2a6fb0", "#9a9a9a"
 Numbers = dict[str, Any]
@@ -41,13 +42,13 @@ def precisions() -> Figure:
 
 def fig7() -> Figure:
     """SNR of the averaged gradient by the number of ranks, for each way to make room for the sum."""
-    rows = pick(FIG7)
+    rows = pick(gradient_sums.FIG7, lambda row: row["order"] == CHAIN)
     ranks = sorted({int(row["dp"]) for row in rows})
     numbers: Numbers = {"ranks": ranks, "snr_db": {}}
     for strategy in dict.fromkeys(row["strategy"] for row in rows):
         per_ranks = ([row for row in rows if row["dp"] == str(count)] for count in ranks)
-        numbers["snr_db"][strategy] = [round(next(iter(fig7_means(some, strategy)))[1], 4) for some in per_ranks]
-    return Figure(numbers, _draw_lines, [(FIG7, rows)])
+        numbers["snr_db"][strategy] = [round(next(iter(gradient_sums.means(some, strategy)))[1], 4) for some in per_ranks]
+    return Figure(numbers, _draw_lines, [(gradient_sums.FIG7, rows)])
 
 
 def curves() -> Figure:

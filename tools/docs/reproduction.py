@@ -14,7 +14,7 @@ from tools.docs.evidence import ROOT, Row, marked
 from tools.docs.figures import Figure, Numbers, axes_of
 from tools.docs.tables import Table
 from tools.reproduce import keep
-from tools.reproduce.entry import Entry
+from tools.reproduce.entry import NOT_MEASURED, Entry
 from tools.reproduce.registry import ENTRIES
 
 WORDS = "tools/reproduce/verdicts.toml"
@@ -108,8 +108,8 @@ def _run_of(quantity: str) -> str:
 
 
 def difference(row: Row) -> str:
-    """Ours from the paper's: percent of two numbers, `same` or `differs` of words; empty where the paper says nothing."""
-    if not row["paper"]:
+    """Ours from the paper's: percent of two numbers, `same` or `differs` of words; empty where the paper, or what was run, says nothing."""
+    if not row["paper"] or row["ours"] == NOT_MEASURED:
         return ""
     try:
         ours, paper = float(row["ours"]), float(row["paper"])

@@ -1,16 +1,19 @@
 """The published tables: which rows each takes, and what its columns say. No number in them is typed."""
 
-import statistics
+import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
-from tools.docs import hardware, losses, shapes
+from tools.docs import gradient_sums, hardware, losses, shapes
 from tools.docs.cells import BENCH, PEERS, PRECISIONS, REPRODUCE, Cell, Listing, Table, case, code, column, kilo, of, pick
 from tools.docs.evidence import COMPUTED, Row
+from tools.reproduce import throughput
 
 STEP, GRID, PARALLEL, KERNELS, MEMORY = (f"{BENCH}/{name}.csv" for name in ("step", "grid", "data_parallel", "kernels", "memory"))
-COAT_MEMORY, FIG7 = (f"{REPRODUCE}/{name}.csv" for name in ("coat_memory", "fig7/fig7"))
+COAT_MEMORY = f"{REPRODUCE}/coat_memory.csv"
 RUN = "d77a990"  # of whole steps, ours and the peers' together
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+FASTER = 1.05  # of two trees: by so much a step is faster for a table of the older to say so
 PEAKS = (989.0, 1979.0)  # TFLOP/s of an H100 or H200, dense: BF16 and FP8
 
 
@@ -21,6 +24,30 @@ LARGER = ("llama2-7b", "7b", "llama3-8b", "qwen3-8b", "13b", "175b")
 def whole_step(row: Row) -> bool:
     """A step of GPT-1.3B with micro-batch 4 on one H200."""
     return (row["gpu"], row["preset"], row["micro_batch"], row["gpus"]) == (H200, "1.3b", "4", "1")
+
+
+def same_case(case: str, preset: str = "") -> tuple[str, ...]:
+    """A case and its model as one key for what is computed: `bf16` is O0, in which no trial of FP8 GEMMs changes anything.
+
+    Flags are with the case or with the model, as they were given.
+    """
+    words = ["O0" if word == "bf16" else word for word in f"{case} {preset}".split()]
+    text = " ".join(words)
+    return tuple(sorted((re.sub(r" --fp8-min-gain \S+", "", text) if "O0" in words else text).split()))
+
+
+def newer_o0(rows: Iterable[Row]) -> str:
+    """A sentence for a table with rows of O0 that are older than its newest step on file, where that is faster; else empty."""
+    steps = [row for row in pick(STEP, whole_step) if row["case"] == "O0"]
+    newest = steps[-1]
+    before = next((row for row in reversed(steps) if row["commit"] != newest["commit"]), newest)
+    older = any("O0" in same_case(row.get("case") or row.get("precision", "")) and row["date"] < newest["date"] for row in rows)
+    if not older or float(before["ms"]) < FASTER * float(newest["ms"]):
+        return ""
+    return (
+        f"BF16 (`O0`) is of an older tree here: since {newest['commit']} its step of GPT-1.3B takes {float(newest['ms']):.0f} ms on one "
+        f"H200, before {float(before['ms']):.0f}. Multiples of BF16's speed that are read off this table are too large."
+    )
 
 
 def mfu(row: Row) -> str:
@@ -60,8 +87,7 @@ def steps(commit: str, keep: Callable[[Row], bool] = lambda row: True, gpu: str 
 def larger_steps() -> Table:
     """Whole steps of models of 7B and more, or of layers as wide, on one H200: of each case the newest row."""
     rows = pick(STEP, lambda row: (row["gpu"], row["gpus"]) == (H200, "1") and row["preset"].split()[0] in LARGER)
-    # Flags stand with the case or with the model, as they were given.
-    newest = {(*sorted(f"{row['case']} {row['preset']}".split()), row["micro_batch"]): row for row in rows}
+    newest = {(*same_case(row["case"], row["preset"]), row["micro_batch"]): row for row in rows}
     return _steps(sorted(newest.values(), key=lambda row: (row["preset"], row["case"], int(row["micro_batch"]))))
 
 
@@ -71,31 +97,37 @@ def _steps(rows: Sequence[Row]) -> Table:
         "tokens/s/GPU": kilo("tokens_s_gpu"), "MFU of 989 / 1,979": mfu, "peak GiB": column("peak_gib", 1),
         "at rest GiB": column("rest_gib", 1),
     }  # fmt: skip
-    return of(STEP, rows, columns)
+    return replace(of(STEP, rows, columns), note=newer_o0(rows))
 
 
 def coat_parts() -> Table:
     """COAT's two parts at other levels, each commit's plain O3 beside them."""
     columns = {"case": case, "commit": column("commit"), "ms a step": column("ms", 1), "peak GiB": column("peak_gib", 1)}
     rows = pick(STEP, lambda row: row["commit"] in ("484bfc7", "849bdfd"))
-    return of(STEP, rows, columns)
+    return replace(of(STEP, rows, columns), note=newer_o0(rows))
 
 
 def coat_memory() -> Table:
-    """Speed and memory of BF16, O3 and COAT at the smallest micro-batch and at the largest that fitted."""
+    """Speed and memory of BF16, O3 and COAT: at micro-batch 4 the newest steps, and the largest micro-batches of an older search."""
+    names = throughput.CASES
+    newest = throughput.together(f"1.3b {throughput.NO_TRIAL}", 4, names)
     rows = pick(COAT_MEMORY, lambda row: bool(row["ms"]))
-    names = list(dict.fromkeys(row["case"] for row in rows))
-    ends = [(min(mine, key=_micro_batch), max(mine, key=_micro_batch)) for mine in ([r for r in rows if r["case"] == n] for n in names)]
-    base = ends[names.index("bf16")]
+    largest = {name: max((row for row in rows if row["case"] == name), key=_micro_batch) for name in names}
     cells = []
-    for pair in ends:
-        for row, other in zip(pair, base, strict=True):
-            faster, smaller = float(row["tokens_s_gpu"]) / float(other["tokens_s_gpu"]), float(other["peak_gib"]) / float(row["peak_gib"])
-            times = [f"{faster:.2f}", f"{smaller:.2f}" if row["micro_batch"] == other["micro_batch"] else ""]
+    for some in (newest, largest):
+        base = some[names[0]]
+        for row in (some[name] for name in names):
+            faster, smaller = float(row["tokens_s_gpu"]) / float(base["tokens_s_gpu"]), float(base["peak_gib"]) / float(row["peak_gib"])
+            times = [f"{faster:.2f}", f"{smaller:.2f}" if row["micro_batch"] == base["micro_batch"] else ""]
             cells.append([f"`{row['case']}`", row["micro_batch"], f"{float(row['ms']):.0f}", kilo("tokens_s_gpu")(row),
-                          f"{float(row['peak_gib']):.1f}", *times])  # fmt: skip
-    columns = ["", "micro-batch", "ms a step", "tokens/s", "peak GiB", "times BF16's speed", "times less memory"]
-    return Table(columns, cells, [(COAT_MEMORY, [row for pair in ends for row in pair])])
+                          f"{float(row['peak_gib']):.1f}", *times, row["commit"]])  # fmt: skip
+    base, earlier = newest[names[0]], next(row for row in rows if (row["case"], row["micro_batch"]) == (names[0], "4"))
+    note = (
+        f"The largest micro-batches are of {earlier['commit']}, where BF16 took {float(earlier['ms']):.0f} ms per step at micro-batch 4, "
+        f"and {float(base['ms']):.0f} at {base['commit']}: their multiples are of the slower BF16, and were not measured since."
+    )
+    columns = ["", "micro-batch", "ms a step", "tokens/s", "peak GiB", "times BF16's speed", "times less memory", "commit"]
+    return Table(columns, cells, [(STEP, list(newest.values())), (COAT_MEMORY, list(largest.values()))], note=note)
 
 
 def _micro_batch(row: Row) -> int:
@@ -109,7 +141,8 @@ def data_parallel(commit: str) -> Table:
         "at rest GiB": column("rest_gib_max", 1), "bytes sent a parameter: all": column("wire_bytes_param", 2),
         "linear weights": column("wire_linear_bytes_param", 2), "exposed %": column("exposed_share", 1, 100),
     }  # fmt: skip
-    return of(PARALLEL, pick(PARALLEL, lambda row: row["commit"] == commit), columns)
+    rows = pick(PARALLEL, lambda row: row["commit"] == commit)
+    return replace(of(PARALLEL, rows, columns), note=newer_o0(rows))
 
 
 def best_data_parallel() -> Table:
@@ -121,7 +154,8 @@ def best_data_parallel() -> Table:
         best, worst = mine[0], mine[-1]
         used += [best, worst]
         cells.append([case(best), f"{float(best['ms']):.0f}", f"{float(worst['ms']):.0f}", kilo("tokens_s_gpu")(best), best["commit"]])
-    return Table(["", "best ms a step", "slowest on file", "tokens/s/GPU at best", "commit of the best"], cells, [(PARALLEL, used)])
+    columns = ["", "best ms a step", "slowest on file", "tokens/s/GPU at best", "commit of the best"]
+    return Table(columns, cells, [(PARALLEL, used)], note=newer_o0(used))
 
 
 def grid() -> Table:
@@ -132,7 +166,7 @@ def grid() -> Table:
         "peak GiB": column("peak_gib_max", 1), "sent GiB, Table 7's scope": column("table7_mib", 2, 1 / 1024),
         "all transfers of a layer": column("activation_mib", 2, 1 / 1024),
     }  # fmt: skip
-    return of(GRID, pick(GRID), columns)
+    return replace(of(GRID, pick(GRID), columns), note=newer_o0(pick(GRID)))
 
 
 def optimizer() -> Table:
@@ -152,12 +186,18 @@ def memory() -> Table:
         "level": code("case"), "saved activations": column("save_activations"), "what": column("what"), "unit": column("unit"),
         "predicted": column("predicted"), "measured": column("measured"), "difference %": column("difference_percent", 1),
     }  # fmt: skip
-    return of(MEMORY, pick(MEMORY), columns)
+    return of(MEMORY, newest_memory(), columns)
+
+
+def newest_memory() -> list[Row]:
+    """Of each precision, way to save activations and quantity the newest row; `bf16` and O0 are one precision."""
+    keys = ("recompute", "bf16_linears", "save_activations", "what")
+    return list({(same_case(row["case"]), *(row[key] for key in keys)): row for row in pick(MEMORY)}.values())
 
 
 def memory_error() -> Table:
     """The largest difference between prediction and measurement."""
-    rows = pick(MEMORY)
+    rows = newest_memory()
     worst = {
         what: max((row for row in rows if row["what"] == what), key=lambda row: abs(float(row["difference_percent"])))
         for what in ("peak", "rest", "activations, layer")
@@ -191,7 +231,7 @@ def in_both(kind: str) -> Table:
 
 def saved_activations() -> Table:
     """MiB that one layer saves for backward, by its parts, as measured."""
-    rows = pick(MEMORY, lambda row: row["what"].startswith("activations, ") and not row["recompute"] and not row["bf16_linears"])
+    rows = [row for row in newest_memory() if row["what"].startswith("activations, ") and not row["recompute"] and not row["bf16_linears"]]
     parts = list(dict.fromkeys(row["what"] for row in rows))
     by = {(row["case"], row["save_activations"], row["what"]): row["measured"] for row in rows}
     kinds = sorted(dict.fromkeys(kind[:2] for kind in by), key=lambda kind: -float(by[*kind, "activations, layer"]))
@@ -249,27 +289,6 @@ def table8() -> Table:
     return of(name, pick(name, lambda row: row["method"] != "-"), columns)
 
 
-def fig7(dp: str = "128") -> Table:
-    """Gradient scaling over many ranks: means over the blocks."""
-    rows = pick(FIG7, lambda row: row["dp"] == dp)
-    cells = [[name, *(text for text, _ in fig7_means(rows, name))] for name in dict.fromkeys(row["strategy"] for row in rows)]
-    columns = [f"DP {dp}", "SNR dB", "underflow %, reduced", "underflow %, sent", "overflow %, reduced", "overflow %, sent"]
-    return Table(columns, cells, [(FIG7, rows)])
-
-
-def fig7_means(rows: Sequence[Row], strategy: str) -> Iterable[tuple[str, float]]:
-    keys = (
-        ("snr_db", 1.0, 1),
-        ("underflow", 100.0, 3),
-        ("underflow_local", 100.0, 3),
-        ("overflow", 100.0, 4),
-        ("overflow_local", 100.0, 4),
-    )
-    for key, scale, digits in keys:
-        mean = scale * statistics.fmean(float(row[key]) for row in rows if row["strategy"] == strategy)
-        yield f"{mean:.{digits}f}", mean
-
-
 def precisions() -> Table:
     """Every precision on one model and text."""
 
@@ -278,11 +297,12 @@ def precisions() -> Table:
         return middle if row["seeds"] == "1" else f"{middle} ({float(row['least']):.4f} to {float(row['most']):.4f})"
 
     columns = {
-        "`--precision`": code("precision"), "seeds": column("seeds"), "validation loss": loss, "from BF16": column("against_bf16"),
+        "`--precision`": code("precision"), "seeds": column("seeds"), "validation loss": loss,
+        "% from BF16 of the same seeds, 95 % interval": lambda row: losses.shown(losses.paired(row["precision"]).relative),
         "tokens/s": column("tokens_s", 0, 1e-3, "k"), "peak GiB": column("peak_gib", 2),
         "states, bytes a parameter": column("state_bytes_param", 1),
     }  # fmt: skip
-    return plain(PRECISIONS, columns)
+    return replace(plain(PRECISIONS, columns), note=newer_o0(pick(PRECISIONS)))
 
 
 def blockwise_loss() -> Table:
@@ -410,7 +430,8 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "table7": table7,
     "table7-measured": table7_measured,
     "table8": table8,
-    "fig7": fig7,
+    "fig7": gradient_sums.over_ranks,
+    "fig7-orders": gradient_sums.by_order,
     "precisions": precisions,
     "blockwise-loss": blockwise_loss,
     "coat-states": coat_states,

@@ -17,20 +17,9 @@ from pathlib import Path
 from megatron.lm import entry
 from megatron.lm.tools.arguments import Parser, count, path
 from tools.bench.rows import ROOT
-from tools.reproduce import keep
+from tools.reproduce import keep, texts
 from tools.reproduce.entry import Entry
 from tools.reproduce.registry import ENTRIES
-
-TEXT = f"runs/reproduce/{keep.OWN_TEXT}"
-
-
-def own_text(root: Path = ROOT) -> Path:
-    """A file of the checkout's own pages, which small trainings read where no other text is given."""
-    pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs" / "guide").glob("*.md"))]
-    file = root / TEXT
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n\n".join(page.read_text(encoding="utf-8") for page in pages), encoding="utf-8")
-    return file
 
 
 def status(one: Entry, folder: Path) -> str:
@@ -60,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", nargs="?", metavar="NAME", help="an entry of --list")
     parser.add_argument("--list", action="store_true", help="name every table and figure")
     parser.add_argument("--size", default="auto", help="auto, or a size of the entry (default: the largest that this machine can take)")
-    parser.add_argument("--text", type=path, help="what small trainings read, byte by byte (default: the pages of this checkout)")
+    parser.add_argument("--text", type=path, help=f"what small trainings read (default: {texts.SPEECHES}; toy sizes: these pages)")
     parser.add_argument("--out", type=path, default=ROOT / keep.RESULTS, help="folder of the CSV files")
     parser.add_argument("--again", action="store_true", help="forget the rows of this size and the kept files, and run it anew")
     parser.add_argument("--pieces", nargs="+", default=[], metavar="PIECE", help="run these pieces of the size alone")
@@ -81,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lacking = one.sizes[size].lacking()
     if lacking:
         raise ValueError(f"--size {size} of {one.name} needs {lacking}")
-    text = options.text or own_text()
+    text = texts.chosen(options.text, one.sizes[size])
     for piece, rows in keep.run(one, size, text, options.out, options.commit, options.again, options.pieces, options.at_once):
         print(f"{one.title}, {size}, {piece}: {rows[0]['seconds']} s")
         for row in rows:

@@ -85,7 +85,7 @@ ENTRIES = (
         title="FP8-LM, Table 6 and Figure 8",
         claim="The master weight needs 16 bits and the second moment FP16: #2a follows #0 and #1, and #4 diverges.",
         run=table6,
-        sizes={"toy": Needs(minutes=1), "small": Needs(minutes=20), "full": GPU},
+        sizes={"toy": Needs(minutes=1), "small": Needs(minutes=20, text=True), "full": GPU},
         pieces=table6_pieces,
         reason=f"#0, FP32, has one seed, of an earlier tree: it takes longer than all others together. {ONE_RANK}",
         headline="#4, validation loss",

@@ -8,6 +8,7 @@ import torch
 
 from tools.bench.rows import ROOT
 
+NOT_MEASURED = "not measured"  # ours, of a number of the paper's that no run here can stand beside
 WHOLE = "whole"  # the piece of an entry that is not cut
 
 
@@ -44,6 +45,7 @@ class Needs:
         minutes: about, of the whole entry.
         files: folders or files, from the root of the checkout, that have to be there.
         maker: what makes them.
+        text: it trains on the text of --text, and its measurements are published: the default text must be one that later trees have too.
     """
 
     gpus: int = 0
@@ -51,6 +53,7 @@ class Needs:
     minutes: float = 0.1
     files: tuple[str, ...] = ()
     maker: str = "tools/prepare_text.py makes data"
+    text: bool = False
 
     def lacking(self, root: Path = ROOT) -> str:
         """What this machine has not; empty where it has all."""

@@ -112,7 +112,7 @@ ENTRIES = (
         run=figure7,
         sizes={
             "toy": Needs(),
-            "small": Needs(minutes=5),
+            "small": Needs(minutes=5, text=True),
             "full": Needs(gpus=1, gib=139, minutes=30, files=(ENWIK8,)),
         },
         headline="auto-paper: SNR above the better of pre and post",
@@ -125,7 +125,7 @@ ENTRIES = (
         title="FP8-LM, Figure 9",
         claim="Gradients lie below FP8's range, and scaling brings them into it.",
         run=figure9,
-        sizes={"toy": Needs(), "small": Needs(minutes=3)},
+        sizes={"toy": Needs(), "small": Needs(minutes=3, text=True)},
         headline="before scaling: lost in E4M3",
         reason="The paper's figure is a sketch without numbers.",
     ),

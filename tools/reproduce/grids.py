@@ -10,9 +10,9 @@ from megatron.lm import plan
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
 from megatron.lm.presets import PRESETS
-from tools.docs.evidence import Row, read
+from tools.docs.evidence import PREDICTED, Row, read
 from tools.reproduce import table7, table8, throughput
-from tools.reproduce.entry import WHOLE, Entry, Finding, Needs, Task, one_piece
+from tools.reproduce.entry import NOT_MEASURED, WHOLE, Entry, Finding, Needs, Task, one_piece
 
 GIB = 2**30
 CARD = 80.0  # GiB of the paper's H100s, of which the dry run leaves 3 to CUDA and NCCL
@@ -32,6 +32,14 @@ VOLUME5 = {
     ("13b", "FP8"): 12.4,
     ("175b", "BF16"): 23.4,
     ("175b", "FP8"): 8.2,
+}
+PRECISIONS5 = {"bf16": "BF16", "O3": "FP8"}  # of the planner's rows -> the paper's names
+MICRO_BATCH5 = {"7b": 2, "13b": 2, "175b": 1}  # at which Table 5 compares BF16 and FP8
+TE5 = {"7b": 77.3, "13b": 76.4, "175b": 69.6}
+UNMEASURED5 = {  # row of Table 5 -> micro-batch, MFU (%), Rate (%)
+    "7b": {"BF16": (2, 45.0, 10.1), "TE": (2, 31.7, 9.7), "FP8": (2, 31.1, 7.9)},
+    "13b": {"BF16": (2, 42.5, 11.1), "TE": (2, 29.9, 7.1), "FP8": (2, 29.1, 3.9)},
+    "175b": {"BF16": (1, 39.0, 8.8), "TE": (1, 24.9, 3.9), "FP8": (1, 23.9, 2.5)},
 }
 GRID, DATA_PARALLEL = (f"tools/bench/results/{name}.csv" for name in ("grid", "data_parallel"))
 MEASURED = "counted"  # the piece of rows on file
@@ -54,16 +62,17 @@ def fullest(config: Config, gpus: int) -> float:
 
 
 def weight_volume(config: Config, gpus: int) -> float:
-    """GB that a rank sends a step for its weights under ZeRO: gradients to their owners, and weights from them.
+    """GiB that a rank sends per step for its weights under ZeRO: gradients to their owners, and weights from them.
 
-    BF16 sends FP32 gradients and BF16 weights; FP8 one byte each for linear weights, two for other matrices, and FP32 for vectors.
+    FP8-LM's "GB" are read as GiB throughout, since those of its Table 7 agree with shapes to the printed digit only so. BF16 sends FP32
+    gradients and BF16 weights; FP8 one byte each for linear weights, two for other matrices, and FP32 for vectors.
     """
     ranks = config.data_parallel_size(gpus)
     low = config.precision.recipe.fp8
     each = {"linear": 1 + 1, "matrix": 2 + 2, "vector": 4 + 4} if low else dict.fromkeys(("linear", "matrix", "vector"), 4 + 2)
     stages = config.parallel.pipeline_model_parallel_size
     most = max(sum(p.size * each[p.kind] for p in plan.stage_parameters(config, stage)) for stage in range(stages))
-    return most * (ranks - 1) / ranks / 1e9
+    return most * (ranks - 1) / ranks / GIB
 
 
 def table5(task: Task) -> Iterator[Finding]:
@@ -78,12 +87,26 @@ def table5(task: Task) -> Iterator[Finding]:
         configs = {name: configuration(model, level) for name, level in LEVELS.items()}
         memory = {name: fullest(config, gpus) for name, config in configs.items()}
         volume = {name: weight_volume(config, gpus) for name, config in configs.items()}
-        for quantity, ours, printed, unit in (("memory", memory, MEMORY5, "GiB"), ("weight-related volume", volume, VOLUME5, "GB")):
+        for quantity, ours, printed, unit in (("memory", memory, MEMORY5, "GiB"), ("weight-related volume", volume, VOLUME5, "GiB")):
             paper = {name: printed[model, name] for name in LEVELS}
             for name in LEVELS:
                 yield Finding(f"{model}, {quantity}, {name}", ours[name], paper[name], unit)
             saved, theirs = (100 * (1 - of["FP8"] / of["BF16"]) for of in (ours, paper))
             yield Finding(f"{model}, {quantity} saved by FP8", saved, theirs, "%")
+        yield from _beside5(model)
+
+
+def _beside5(model: str) -> Iterator[Finding]:
+    """What else Table 5 has of a model's grid: speeds by the planner, and the paper's numbers that no run here stands beside."""
+    for row in (row for row in read(PREDICTED) if (row["what"], row["model"]) == ("table5", model)):
+        told = f"{model}, {PRECISIONS5[row['precision']]}, micro-batch {row['micro_batch']}"
+        if row["micro_batch"] != str(MICRO_BATCH5[model]):
+            yield Finding(f"{told}: memory", float(row["gib"]), float(row["paper_gb"]), "GiB")
+        yield Finding(f"{told}: samples per second, predicted", float(row["samples_s"]), float(row["paper_samples_s"]))
+    yield Finding(f"{model}, Transformer Engine: memory", NOT_MEASURED, TE5[model], "GiB")
+    for name, (micro_batch, mfu, rate) in UNMEASURED5[model].items():
+        yield Finding(f"{model}, {name}, micro-batch {micro_batch}: MFU on the grid", NOT_MEASURED, mfu, "%")
+        yield Finding(f"{model}, {name}, micro-batch {micro_batch}: share of a step in communication", NOT_MEASURED, rate, "%")
 
 
 def _pieces5(size: str) -> Sequence[str]:
@@ -214,7 +237,9 @@ ENTRIES = (
         sizes=SECONDS | {"kept": Needs(files=(throughput.STEP,)), "full": Needs(gpus=1, gib=139, minutes=40)},
         pieces=_pieces5,
         headline="7b, memory saved by FP8",
-        reason="Memory of the clusters is the dry run's, volume that of shapes, speed that of one card without ZeRO, of 175B of 8 layers.",
+        reason="Memory of the clusters is the dry run's and was counted on no grid of the paper's, volume that of shapes, speed that of "
+        "one card without ZeRO or network, or the planner's prediction. Of 175B only O3 was run, 8 layers of it: neither BF16 nor "
+        "Transformer Engine was measured at that shape, so that FP8's speed over theirs was not measured.",
     ),
     Entry(
         name="fp8lm-figure1",

@@ -15,9 +15,9 @@ from typing import Any
 from megatron.lm.durable import written_aside
 from tools.bench import rows
 from tools.reproduce.entry import Entry, Finding, Task
+from tools.reproduce.texts import OWN_TEXT
 
 RESULTS = "tools/reproduce/results/entries"
-OWN_TEXT = "pages_of_the_checkout.txt"  # what small trainings read where no text is given
 PLACE = ("date", "commit", "gpu", "driver", "torch")
 COLUMNS = ("size", "piece", "quantity", "x", "ours", "paper", "unit", "seed", "command", "seconds", *PLACE)
 Row = Mapping[str, str]

@@ -82,6 +82,7 @@ def test_curves_are_of_one_seed():
         ("fits", "does not fit", "", "differs"),
         ("0.475", "diverges", "", "differs in kind"),
         ("1", "", "", ""),
+        ("not measured", "34.2", "%", ""),
     ],
 )
 def test_differences(ours, paper, unit, told):

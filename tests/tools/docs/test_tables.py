@@ -63,6 +63,48 @@ def test_saved_activations_are_the_measured_ones_largest_first():
     table = tables.saved_activations()
     layers = [float(cells[-1]) for cells in table.cells]
     assert layers == sorted(layers, reverse=True)
-    row = next(row for row in read(tables.MEMORY) if (row["case"], row["what"]) == ("bf16", "activations, layer"))
-    assert table.cells[0][0] == "`bf16`"
+    row = next(row for row in reversed(read(tables.MEMORY)) if (row["case"], row["what"]) == ("O0", "activations, layer"))
+    assert table.cells[0][0] == "`O0`"
     assert table.cells[0][-1] == f"{float(row['measured']):.1f}"
+
+
+def test_one_precision_of_two_trees_is_one_line():
+    """`bf16` is O0, and a trial of FP8 GEMMs changes nothing in it: only the newest of such rows is published."""
+    assert tables.same_case("bf16") == tables.same_case("O0") == ("O0",)
+    assert tables.same_case("O0", "7b --fp8-min-gain 0") == tables.same_case("O0 --fp8-min-gain 0", "7b") == tables.same_case("bf16", "7b")
+    assert tables.same_case("O3", "7b --fp8-min-gain 0") != tables.same_case("O3", "7b")
+    cells = tables.memory().cells
+    assert not any(line[0] == "`bf16`" for line in cells)
+    assert sum(line[:3] == ["`O0`", "compute", "peak"] for line in cells) == 1
+    assert len({(line[0], line[1]) for line in tables.saved_activations().cells}) == len(tables.saved_activations().cells)
+    of_7b = [line for line in tables.larger_steps().cells if line[0] == "`O0`" and line[1].split()[0] == "7b" and line[2] == "2"]
+    newest = [row for row in read(tables.STEP) if row["case"] == "O0" and row["preset"].split()[0] == "7b" and row["micro_batch"] == "2"][
+        -1
+    ]
+    assert [line[3] for line in of_7b] == [f"{float(newest['ms']):.1f}"]
+
+
+def test_a_table_with_an_older_o0_says_what_it_takes_today():
+    o0 = [row for row in read(tables.STEP) if tables.whole_step(row) and row["case"] == "O0"]
+    told = f"since {o0[-1]['commit']} its step of GPT-1.3B takes {float(o0[-1]['ms']):.0f} ms"
+    for name in ("steps", "peer-steps", "h100-steps", "data-parallel", "data-parallel-best", "precisions", "coat-parts", "grids"):
+        assert told in tables.TABLES[name]().note, name
+    assert tables.newer_o0([o0[-1]]) == ""
+    assert tables.newer_o0([row for row in read(tables.STEP) if row["case"] == "O3"]) == ""
+
+
+def test_coats_memory_is_told_by_the_newest_steps_alone():
+    cells = tables.coat_memory().cells
+    at_four = [line for line in cells if line[1] == "4"]
+    assert [line[0] for line in at_four] == ["`bf16`", "`O3`", "`coat`"]
+    row = next(row for row in reversed(read(tables.STEP)) if row["case"] == "bf16" and row["preset"] == "1.3b --fp8-min-gain 0")
+    assert at_four[0][2] == f"{float(row['ms']):.0f}"
+    assert {line[-1] for line in at_four} == {row["commit"]}
+    assert "are of the slower BF16" in tables.coat_memory().note
+
+
+def test_losses_of_precisions_have_an_interval_or_say_that_they_have_none():
+    by_name = {line[0].split("`")[1]: line for line in tables.precisions().cells}
+    assert "(one seed)" in by_name["bf16-kahan"][3]
+    low, high = by_name["O3"][3].partition("(")[2].rstrip(")").split(" to ")
+    assert float(low) < 0 < float(high)

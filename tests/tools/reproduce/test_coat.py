@@ -28,6 +28,7 @@ def test_memory_takes_the_newest_steps_that_were_measured_together(monkeypatch):
             "preset": "1.3b --fp8-min-gain 0",
             "micro_batch": 4,
             "tokens_s_gpu": speed,
+            "ms": 8192e3 / speed,
             "peak_gib": peak,
             "commit": commit,
         }

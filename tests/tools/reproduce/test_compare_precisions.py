@@ -69,9 +69,11 @@ def test_the_table_by_hand_and_what_is_complete_is_kept(
     assert started == ["bf16_0", "O2_0", "bf16_1"]
     with (tmp_path / "precisions.csv").open() as stream:
         first, second = csv.DictReader(stream)
-    assert [first[column] for column in COLUMNS] == ["bf16", "2", "4.1", "4.0", "4.2", "+0.00 %", "250", "3", "6.0"]
-    assert [second[column] for column in COLUMNS[:6]] == ["O2", "1", "4.3", "4.3", "4.3", "+7.50 %"]
-    assert "| O2 | 1 | 4.3 |" in capsys.readouterr().out
+    assert [first[column] for column in COLUMNS] == ["bf16", "2", "4.1", "4.0", "4.2", "+0.00 %", "0.00 %", "250", "3", "6.0"]
+    assert [second[column] for column in COLUMNS[:7]] == ["O2", "1", "4.3", "4.3", "4.3", "+7.50 %", ""]
+    told = capsys.readouterr().out
+    assert "| O2 | 1 | 4.3 |" in told
+    assert "O2 against bf16: +0.3000 nats per token, +7.50 %, one seed, no interval: too small to say" in told
     assert compare_precisions.main([*arguments, "--at-once", "2"]) == 0
     assert started[3:] == ["bf16_alone", "O2_alone"]
     assert (tmp_path / "loss.png").exists()

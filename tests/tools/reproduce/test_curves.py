@@ -49,7 +49,12 @@ def test_figure_4_compares_runs_of_one_seed(tmp_path, monkeypatch):
     lines = {finding.quantity: finding.ours for finding in found if finding.x is None}
     for model in ("125M", "1.3B"):
         told = f"O3, {model}: validation loss above BF16's, "
-        assert [lines[told + name] for name in ("mean of the seeds", "least", "most")] == pytest.approx([-0.5, -2.0, 1.0])
+        half_width = 12.7062 * 1.5  # Student's t at one degree of freedom, times half of the distance of the two
+        assert [lines[told + name] for name in ("mean of the seeds", "half width of the 95 % interval")] == pytest.approx(
+            [-0.5, half_width]
+        )
+        by_seed = {(finding.quantity, finding.seed): finding.ours for finding in found}
+        assert [by_seed[f"O3 at {model}: validation loss", seed] for seed in (1234, 1235)] == [4.04, 4.9]
         assert lines[f"{model}: range of BF16's own seeds"] == pytest.approx(100 / 4.5)
     drawn = [(finding.quantity, finding.x, finding.ours) for finding in found if finding.x is not None]
     assert drawn == [("bf16, 1.3B, training loss by tokens", 20.0, 5.0), ("O3, 1.3B, training loss by tokens", 20.0, pytest.approx(5.04))]
@@ -60,4 +65,4 @@ def test_figure_4_has_both_models_on_file():
     headline = next(one.headline for one in curves.ENTRIES if one.name == "fp8lm-figure4")
     assert found[headline].paper == 0
     assert found[headline].where["gpu"] == "NVIDIA H200"
-    assert {name.split(":")[0].split(", ")[-1] for name in found} == {"125M", "1.3B"}
+    assert {name.split(":")[0].split()[-1] for name in found} == {"125M", "1.3B"}

@@ -1,15 +1,19 @@
 """After pre-training: what is made of rows, against rows by hand; a toy of each runs nightly (test_registry.py)."""
 
+from pathlib import Path
+
 import pytest
 
 from tools.docs.evidence import ROOT
 from tools.reproduce import post
+from tools.reproduce.entry import Task
 from tools.reproduce.registry import ENTRIES
 
 SFT = {"model": "big", "parameters": "7000", "recipe": "O0", "seed": "1", "tokens_per_s": "100", "peak_bytes": "20",
        "valid_loss_after": "", "commit": "0123456"}  # fmt: skip
 PPO = {"recipe": "O0", "seed": "1", "weight_mib": "100", "state_mib": "80", "gradient_mib": "20", "reward_first": "0.25",
        "reward_last": "0.5"}  # fmt: skip
+KEPT = Task("kept", "whole", Path("text"), Path("folder"))
 ENCODER = {"precision": "bf16-d", "phase": "phase1", "ppl": "8"}
 
 
@@ -25,11 +29,18 @@ def test_fine_tuning_is_told_from_o0_of_the_same_model_and_the_paper_stands_besi
     curve = {"run": "sft", "recipe": "O3", "step": "2", "quantity": "loss", "value": "1.5"}
     found = list(post.sft_findings(rows, [curve, curve | {"run": "ppo"}, curve | {"quantity": "valid_loss"}]))
     lines = by_name(found)
-    assert (lines["O3: throughput from O0's"].ours, lines["O3: throughput from O0's"].paper) == (pytest.approx(30), 27)
+    assert (lines["O3: throughput from O0's at 0123456"].ours, lines["O3: throughput from O0's at 0123456"].paper) == (
+        pytest.approx(30),
+        27,
+    )
     assert (lines["O3: peak memory from O0's"].ours, lines["O3: peak memory from O0's"].paper) == (pytest.approx(-20), -14)
-    assert (lines["O3, small: throughput from O0's"].ours, lines["O3, small: throughput from O0's"].paper) == (pytest.approx(-10), None)
-    assert lines["O3, small: held-out loss from O0's"].ours == pytest.approx(5)
-    assert "O3: held-out loss from O0's" not in lines
+    assert (lines["O3, small: throughput from O0's at 0123456"].ours, lines["O3, small: throughput from O0's at 0123456"].paper) == (
+        pytest.approx(-10),
+        None,
+    )
+    own = "held-out loss from O0's, each read in its own precision"
+    assert lines[f"O3, small: {own}"].ours == pytest.approx(5)
+    assert f"O3: {own}" not in lines
     assert [(each.quantity, each.x, each.ours) for each in found if each.x is not None] == [("O3, training loss", 2.0, 1.5)]
     with pytest.raises(ValueError, match="no row of fine-tuning is of O0"):
         list(post.sft_findings([SFT | {"recipe": "O3"}]))
@@ -45,7 +56,11 @@ def test_zero_shot_scores_differ_by_so_many_standard_errors():
     assert found["a: O3 less O0"].ours == pytest.approx(-6)
     assert found["b: accuracy at O0"].ours == 30
     assert found[post.LARGEST2].ours == pytest.approx(0.06 / (0.03 * 2**0.5))
-    assert found["held-out text: bits a byte at O3 over O0"].ours == pytest.approx(1.025)
+    assert found["held-out text: bits per byte, O3 over O0, each read in its own precision"].ours == pytest.approx(1.025)
+    assert not any("exported" in name for name in found)
+    exported = [row(f"continued-{level}-bf16", "text", "bits_per_byte", bits, "") for level, bits in (("O0", 0.8), ("O3", 0.81))]
+    found = by_name(post.zero_shot([*scores, *text, *exported]))
+    assert found["held-out text: bits per byte, O3 over O0, both exported to BF16"].ours == pytest.approx(1.0125)
     assert not any(name.startswith("c") for name in found)
     with pytest.raises(ValueError, match="no task was answered by the checkpoints of both O0 and O3"):
         list(post.zero_shot(text))
@@ -59,6 +74,28 @@ def test_rlhf_counts_gradients_with_the_states_as_the_paper_does():
     assert found["O0: reward of the last 10 steps"].ours == 0.5
     with pytest.raises(ValueError, match="the rows of PPO are of O0"):
         list(post.ppo_findings([PPO]))
+
+
+def test_evaluating_in_fp8_stands_apart_from_training_in_fp8():
+    """Before any step O3 reads 1 % above O0: that much of what is left at the end is not of training."""
+    base = SFT | {"valid_loss_before": "1.6", "valid_loss_after": "1.45"}
+    lines = by_name(post.sft_findings([base, base | {"recipe": "O3", "valid_loss_before": "1.616", "valid_loss_after": "1.479"}]))
+    assert lines["O3: held-out loss from O0's before any step"].ours == pytest.approx(1)
+    assert lines["O3: held-out loss from O0's, each read in its own precision"].ours == pytest.approx(2)
+    assert lines["O0: fall of the held-out loss in training"].ours == pytest.approx(0.15)
+    assert lines["O3: fall of the held-out loss in training"].ours == pytest.approx(0.137)
+    assert lines[post.GAIN3].ours == pytest.approx(0.137 / 0.15)
+    on_file = {finding.quantity: finding for finding in post.table3(KEPT)}
+    assert on_file[post.TUNED3].ours == pytest.approx(0.984029 / 0.980953)
+
+
+def test_the_page_of_rlhf_has_the_rows_that_speak_against_it():
+    found = {finding.quantity: finding.ours for finding in post.table4(KEPT)}
+    assert found["DPO, O0: loss of the last steps"] < found["DPO, O0: loss of the first step"] < found["DPO, O3: loss of the last steps"]
+    assert found["PPO, O3: time of a step"] > 3 * found["PPO, O0: time of a step"]
+    bound = "O3: states and gradients from O0's, of a linear weight whose gradient is in BF16"
+    assert found[bound] == pytest.approx(-50)
+    assert found["O3: states and gradients from O0's"] > found[bound]
 
 
 def test_encoders_are_told_over_option_d():
