@@ -20,8 +20,9 @@ from tools.reproduce.registry import ENTRIES
 WORDS = "tools/reproduce/verdicts.toml"
 PAGES = "docs/reproduction"
 NOT_RUN = "not run"
-# How a claim fared. The middle two are results as much as the first.
-VERDICTS = ("holds", "holds in part", "does not hold", "too small to say", NOT_RUN)
+# How a claim fared. All but the last are results as much as the first; "not comparable": what was run differs from the claim in a condition
+# that decides the number.
+VERDICTS = ("holds", "holds in part", "does not hold", "too small to say", "not comparable", NOT_RUN)
 
 
 @dataclass(frozen=True)

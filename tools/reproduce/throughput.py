@@ -20,6 +20,7 @@ NO_TRIAL = "--fp8-min-gain 0"  # of the GEMMs at the start: every layer in FP8, 
 SAMPLES5 = {"7b": {"O0": (159.2, 159.2), "O3": (219.8, 230.5)}, "13b": {"O0": (79.3, 79.3), "O3": (109.5, 121.5)}}
 START5 = {"7b": 2, "13b": 1}  # micro-batch where the levels are compared and where the search begins
 LEVELS5 = ("O0", "O1", "O2", "O3")
+CARDS5 = {"7b": {"O0": (445.0, 45.0), "O3": (615.0, 31.1)}}  # the paper's TFLOP/s and MFU (%) at START5's micro-batch, on 32 cards
 LAYERS5, PAPER5 = "175b", (677.0, 34.2)  # a model of which layers stand on file; the paper's TFLOP/s and MFU (%) of its FP8
 PEERS5 = {"te-bf16": None, "te-delayed": (224.5, 159.2)}  # FP8 (TE) and BF16 of the paper
 STEP = "tools/bench/results/step.csv"
@@ -119,6 +120,13 @@ def on_file(task: Task) -> Iterator[Finding]:
         trials = cases[line["case"]]
         for finding in told(model, line, base, same, largest):
             yield replace(finding, where=trials[max(trials) if "largest" in finding.quantity else at])
+        at_card = trials.get(at)
+        if at_card and line["case"] in CARDS5.get(model, {}):
+            flops, mfu = CARDS5[model][line["case"]]
+            peak = "mfu_bf16_peak" if line["case"] == LEVELS5[0] else "mfu_fp8_peak"
+            told_there = f"{model}, {line['case']}, micro-batch {at}, one card"
+            yield Finding(f"{told_there}: speed", float(at_card["tflops"]), flops, "TFLOP/s", where=at_card)
+            yield Finding(f"{told_there}: MFU", 100 * float(at_card[peak]), mfu, "%", where=at_card)
     peers = {row["case"]: row for row in read(STEP) if row["preset"] == model and row["micro_batch"] == str(at) and row["case"] in PEERS5}
     for case, row in peers.items():
         yield Finding(f"{model}, {case}, micro-batch {at}: tokens a second", float(row["tokens_s_gpu"]), where=row)

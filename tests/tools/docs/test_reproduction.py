@@ -1,6 +1,7 @@
 """Pages of the reproduced tables and figures, against rows made by hand."""
 
 import csv
+from dataclasses import replace
 
 import pytest
 
@@ -107,6 +108,76 @@ def test_words_that_are_none_are_refused(root, text, told):
     reproduction.words.cache_clear()
     with pytest.raises(ValueError, match=told):
         reproduction.pages(root)
+
+
+LOSSES = {"bf16": {"1": 5.0, "2": 5.1, "3": 4.9}, "O3": {"1": 5.01, "2": 5.11, "3": 4.91}}
+
+
+def loss_entry(monkeypatch, root, verdict, losses, name="collage-table6"):
+    """An entry about a loss, with rows by seed, and its verdict."""
+    one = replace(ENTRIES[name], same_loss=(("bf16: validation loss", "O3: validation loss"),))
+    monkeypatch.setattr(reproduction, "ENTRIES", {**ENTRIES, name: one})
+    rows = [ROW | {"size": "small", "piece": piece, "quantity": f"{run}: validation loss", "ours": str(loss), "seed": seed, "paper": ""}
+            for run, by_seed in losses.items() for seed, loss in by_seed.items() for piece in one.pieces("small")[:1]]  # fmt: skip
+    keep.write(root / keep.RESULTS / f"{name}.csv", rows)
+    write_words(root, {name: f'verdict = "{verdict}"\nsize = "small"'})
+    reproduction.words.cache_clear()
+    return one
+
+
+def test_holds_about_a_loss_states_the_interval(monkeypatch, root):
+    one = loss_entry(monkeypatch, root, "holds", LOSSES)
+    text = reproduction.page(one, root)
+    assert "- O3 against bf16: +0.0100 nats per token, +0.20 % (95 % interval +0.19 to +0.21 %), 3 seeds: the losses are equal" in text
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [{"bf16": LOSSES["bf16"], "O3": {"1": 5.06, "2": 5.05, "3": 4.95}}, {"bf16": {"1": 5.0}, "O3": {"1": 5.0}}, {"bf16": {"1": 5.0}}],
+)
+def test_holds_is_refused_where_the_interval_is_wider_than_the_effect_or_there_is_none(monkeypatch, root, losses):
+    one = loss_entry(monkeypatch, root, "holds", losses)
+    with pytest.raises(
+        ValueError, match=r"the 95 % interval of 'O3: validation loss' is not within 0\.6 % of its baseline: write 'too small"
+    ):
+        reproduction.page(one, root)
+    text = reproduction.page(loss_entry(monkeypatch, root, "too small to say", losses), root)
+    assert ("too small to say whether" in text) == (len(losses.get("O3", {})) > 1)
+
+
+def test_every_published_holds_about_a_loss_has_its_pairs():
+    """A page that compares losses and says that the claim holds must say of which pairs, or it has no interval."""
+    compared = ("validation loss", "held-out loss", "perplexity over")
+    for name, one in ENTRIES.items():
+        _, rows, _ = reproduction.published(one)
+        if reproduction.words()[name].verdict == "holds" and any(what in row["quantity"] for row in rows for what in compared):
+            assert one.same_loss, name
+            assert len(reproduction.loss_differences(one, rows)) == len(one.same_loss), name
+    told = {name: reproduction.words()[name].verdict for name, one in ENTRIES.items() if one.same_loss}
+    assert told.keys() >= {"fp8lm-figure4", "fp8lm-table6", "collage-table5", "coat-loss"}
+
+
+def test_pages_say_what_data_parallel_ranks_their_losses_had():
+    for name in ("fp8lm-figure4", "fp8lm-table6"):
+        text = reproduction.page(ENTRIES[name]).replace("\n", " ")
+        assert "one data-parallel rank and one micro-batch per step" in text
+        assert "was not measured" in text
+
+
+def test_no_page_names_a_reason_that_its_rows_contradict():
+    """ "No GPU has run it yet" was above rows of a GPU."""
+    for name, one in ENTRIES.items():
+        _, rows, _ = reproduction.published(one)
+        if any(row["gpu"] not in ("", "cpu") for row in rows):
+            assert "No GPU has run" not in one.reason, name
+            assert "want a GPU" not in one.reason, name
+
+
+def test_no_published_row_of_a_cpu_is_of_a_tree_that_history_lacks():
+    """Anyone can measure it again. Table 5's dry run is marked as long as it was measured before its change was committed."""
+    for name, one in ENTRIES.items():
+        _, rows, _ = reproduction.published(one)
+        assert name == "fp8lm-table5" or not any(reproduction.marked(row) for row in rows if row["gpu"] == "cpu"), name
 
 
 def test_the_overview_has_a_line_for_each_entry_and_a_verdict_in_each():

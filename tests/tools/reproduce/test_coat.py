@@ -132,3 +132,21 @@ def test_llama_on_one_card_beside_the_paper_on_two(tmp_path, monkeypatch):
     assert found["bf16, the largest micro-batch measured: tokens a second and GPU"] == (8000.0, 6130.0)
     assert found["coat, micro-batch 2: peak memory"] == (60.0, None)
     assert found["13B, O3, micro-batch 4: tokens a second"] == (9000.0, None)
+
+
+def test_the_loss_of_pre_training_has_an_entry_with_its_interval():
+    found = {finding.quantity: finding for finding in coat.loss(Task("kept", "whole", Path("text"), Path("folder")))}
+    assert found["half width of its 95 % interval"].ours > abs(found[coat.ABOVE].ours)
+    assert found[coat.ABOVE].paper == 0
+    seeds = [finding.seed for finding in coat.loss(Task("kept", "whole", Path("text"), Path("folder"))) if finding.seed]
+    assert seeds == [1234, 1235, 1236] * 2
+
+
+def test_the_multiple_at_the_largest_micro_batch_names_its_older_tree():
+    found = {finding.quantity: finding for finding in coat.memory(Task("kept", "whole", Path("text"), Path("folder")))}
+    times = {name: finding.ours for name, finding in found.items() if name.startswith("bf16, micro-batch 4, at ")}
+    assert len(times) == 2
+    (told,) = [name for name in found if name.startswith("coat, each at its largest")]
+    commit = found[told].where["commit"]
+    assert f"both at {commit}" in told
+    assert times[f"bf16, micro-batch 4, at {commit}"] == max(times.values())

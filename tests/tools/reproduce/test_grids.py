@@ -31,6 +31,19 @@ def test_fp8_saves_a_half_where_the_paper_has_a_third_and_175b_fits_at_4096():
     assert held["O3"] < grids.CARD - grids.plan.RESERVED / grids.GIB < held["O0"]
 
 
+def test_gb_are_gib_and_what_no_run_has_is_said():
+    found = {finding.quantity: finding for finding in grids.table5(TASK)}
+    units = {finding.unit for quantity, finding in found.items() if quantity.endswith(("BF16", "FP8")) and "saved" not in quantity}
+    assert units == {"GiB"}
+    for model in grids.GRIDS:
+        assert found[f"{model}, Transformer Engine: memory"].ours == grids.NOT_MEASURED
+        rates = [finding for quantity, finding in found.items() if quantity.startswith(model) and "communication" in quantity]
+        assert len(rates) == 3
+        assert all(finding.ours == grids.NOT_MEASURED and finding.paper for finding in rates)
+    predicted = found["175b, FP8, micro-batch 4: samples per second, predicted"]
+    assert (predicted.ours, predicted.paper) == (40.7, 39.3)
+
+
 def test_the_largest_model_fits_and_one_step_more_does_not():
     layers = grids.largest("O3", 32)
     room = grids.CARD - grids.plan.RESERVED / grids.GIB

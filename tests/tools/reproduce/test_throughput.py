@@ -149,6 +149,9 @@ def test_table_5_on_file_takes_the_newest_steps_and_the_peers_beside_them(tmp_pa
             "micro_batch": micro_batch,
             "ms": 1,
             "tokens_s_gpu": speed,
+            "tflops": 4 * speed,
+            "mfu_bf16_peak": 0.4,
+            "mfu_fp8_peak": 0.2,
             "peak_gib": 50,
             "commit": commit,
         }
@@ -162,6 +165,9 @@ def test_table_5_on_file_takes_the_newest_steps_and_the_peers_beside_them(tmp_pa
     assert found["7b, O3, micro-batch 2: times O0's speed"] == (1.5, pytest.approx(219.8 / 159.2))
     assert found["7b, O3, each at its largest: times O0's speed"] == (2.2, pytest.approx(230.5 / 159.2))
     assert found["7b, O3: largest micro-batch"] == (16.0, None)
+    assert found["7b, O0, micro-batch 2, one card: MFU"] == (40.0, 45.0)
+    assert found["7b, O3, micro-batch 2, one card: speed"] == (600.0, 615.0)
+    assert found["7b, O3, micro-batch 2, one card: MFU"] == (20.0, 31.1)
     assert found["7b, te-delayed, micro-batch 2: times O0's speed"] == (1.3, pytest.approx(224.5 / 159.2))
     assert {finding.where["commit"] for finding in findings} == {"new"}
 
