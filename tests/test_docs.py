@@ -40,7 +40,8 @@ DEFINED = {
     "0.001 %",
     "30 seconds",
 }
-DEFINED |= {"1.54 times", "1.43 times", "32 %", "62 %", "100 %", "101.41 %"}
+DEFINED |= {"1.54 times", "1.43 times", "2.25 times", "32 %", "62 %", "100 %", "101.41 %"}
+DEFINED |= {"95 %", "0.6 %", "25 %", "5 %"}  # confidence and effect of paired differences; padding of the greedy division, a bucket and all
 UNIT = r"(?:ms|us|s|seconds?|minutes?|hours?|[KMGT]i?B(?:/s)?|TFLOP/s|k? ?tokens/s|%|dB|times)"
 FOLDERS = ("msamp/", "megatron/", "tools/", "tests/", "examples/", "docs/")
 

@@ -11,6 +11,7 @@ from tools.reproduce import throughput
 
 STEP, GRID, PARALLEL, KERNELS, MEMORY = (f"{BENCH}/{name}.csv" for name in ("step", "grid", "data_parallel", "kernels", "memory"))
 COAT_MEMORY = f"{REPRODUCE}/coat_memory.csv"
+BASE, ALIAS = "O0", "bf16"  # one precision, under its two names
 RUN = "d77a990"  # of whole steps, ours and the peers' together
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 FASTER = 1.05  # of two trees: by so much a step is faster for a table of the older to say so
@@ -31,17 +32,17 @@ def same_case(case: str, preset: str = "") -> tuple[str, ...]:
 
     Flags are with the case or with the model, as they were given.
     """
-    words = ["O0" if word == "bf16" else word for word in f"{case} {preset}".split()]
+    words = [BASE if word == ALIAS else word for word in f"{case} {preset}".split()]
     text = " ".join(words)
-    return tuple(sorted((re.sub(r" --fp8-min-gain \S+", "", text) if "O0" in words else text).split()))
+    return tuple(sorted((re.sub(r" --fp8-min-gain \S+", "", text) if BASE in words else text).split()))
 
 
 def newer_o0(rows: Iterable[Row]) -> str:
     """A sentence for a table with rows of O0 that are older than its newest step on file, where that is faster; else empty."""
-    steps = [row for row in pick(STEP, whole_step) if row["case"] == "O0"]
+    steps = [row for row in pick(STEP, whole_step) if row["case"] == BASE]
     newest = steps[-1]
     before = next((row for row in reversed(steps) if row["commit"] != newest["commit"]), newest)
-    older = any("O0" in same_case(row.get("case") or row.get("precision", "")) and row["date"] < newest["date"] for row in rows)
+    older = any(BASE in same_case(row.get("case") or row.get("precision", "")) and row["date"] < newest["date"] for row in rows)
     if not older or float(before["ms"]) < FASTER * float(newest["ms"]):
         return ""
     return (

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STEPS, SPEED_STEPS, FIRST_SEED = 2000, 60, 1234
+BASE = "bf16"  # which the others are compared with
 LR_WARM_UP = 150
 SMOOTHED = 20  # logged losses, each of one batch
 STYLES = {"fp": "dashdot", "bf16": "dotted", "collage": "dashed"}  # by how a name begins; the FP8 precisions are solid lines
@@ -270,8 +271,8 @@ def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: 
     for row in table:
         print("| " + " | ".join(str(row[column]) for column in COLUMNS) + " |")
     for precision, found in runs.items():
-        if precision != "bf16" and (difference := against_base(found, runs.get("bf16", {}))) is not None:
-            print(difference.sentence("bf16", precision))
+        if precision != BASE and (difference := against_base(found, runs.get(BASE, {}))) is not None:
+            print(difference.sentence(BASE, precision))
     every = [run for found in runs.values() for run in found.values()]
     write_curves(every, options.out / "curves.csv")
     try:

@@ -110,8 +110,8 @@ class Entry:
         reason: why there is no result at a larger size.
         apart: every piece is a process of its own, and what else runs does not change its figures.
         slow: `toy` takes too long for the default tests.
-        same_loss: quantities, (baseline, other), whose losses the claim says to be equal; paired by seed. Where their 95 % interval is
-            wider than `megatron.lm.tools.paired_difference.EFFECT`, the verdict cannot be "holds".
+        same_loss: pairs of quantities, (baseline, other), of which the claim says that their losses are equal; compared by seed. Where the
+            95 % interval is wider than `megatron.lm.tools.paired_difference.EFFECT`, the verdict cannot be "holds".
     """
 
     name: str

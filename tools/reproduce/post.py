@@ -174,7 +174,7 @@ def ppo_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Fi
     states = [float(each["state_mib"]) + float(each["gradient_mib"]) for each in (base, row)]
     yield Finding("O3: weights of all models from O0's", _from(base, row, "weight_mib"), WEIGHTS4, "%", seed=seed, where=row)
     yield Finding("O3: states and gradients from O0's", 100 * (states[1] / states[0] - 1), STATES4, "%", seed=seed, where=row)
-    yield Finding("O3: states and gradients from O0's, of a linear weight whose gradient is in BF16", BOUND4, STATES4, "%", where=row)
+    yield Finding("O3: states and gradients from O0's, of a linear weight with its gradient in BF16", BOUND4, STATES4, "%", where=row)
     yield Finding("O3: states from O0's", _from(base, row, "state_mib"), unit="%", seed=seed, where=row)
     for level in (BASE, PAPERS):
         last = found[level]

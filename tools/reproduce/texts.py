@@ -1,7 +1,7 @@
 """The texts that small trainings read, byte by byte, where --text names no file.
 
 Measurements that are published read one that does not change: the State of the Union speeches of a pinned package (12 MB), oldest first,
-with a blank line between two. Toy sizes, which nobody publishes, read the pages of the checkout. These need no network, and change with
+with a blank line between two. Toy sizes, which are not published, read the pages of the checkout. These need no network, and change with
 every commit.
 """
 

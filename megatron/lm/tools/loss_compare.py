@@ -95,14 +95,14 @@ def compare_groups(bases: Sequence[Run], others: Sequence[Run], seeds: Sequence[
     Raises:
         ValueError: as in `compare`, or the pairs ended at different iterations.
     """
-    results = {seed: compare(*pair, window) for seed, *pair in zip(seeds, bases, others, strict=True)}
+    results = {seed: compare(base, other, window) for seed, base, other in zip(seeds, bases, others, strict=True)}
     ends = {result.final: seed for seed, result in results.items()}
     if len(ends) > 1:
         raise ValueError(f"the pairs end differently ({'; '.join(f'seed {seed}: {end}' for end, seed in ends.items())}): train all alike")
     rows = [("seed", bases[0].name, others[0].name, "difference")]
     rows += [(f"{seed}", f"{one.base_final:.4f}", f"{one.other_final:.4f}", f"{100 * one.rel:+.3f} %") for seed, one in results.items()]
-    base, other = ({seed: getattr(one, key) for seed, one in results.items()} for key in ("base_final", "other_final"))
-    return f"final loss: {next(iter(ends))}\n{_aligned(rows)}", paired_difference(base, other)
+    finals = ({seed: getattr(one, key) for seed, one in results.items()} for key in ("base_final", "other_final"))
+    return f"final loss: {next(iter(ends))}\n{_aligned(rows)}", paired_difference(*finals)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -18,10 +18,12 @@ import math
 import statistics
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 # The smallest relative difference in loss that docs/reproduction calls one: BF16 with Kahan summation against BF16 with FP32 masters.
 EFFECT = 0.006
 CONFIDENCE = 0.95
+Seed = TypeVar("Seed", bound=Hashable)
 HOLDS, DOES_NOT_HOLD, TOO_SMALL = "holds", "does not hold", "too small to say"
 
 
@@ -85,7 +87,7 @@ class PairedDifference:
         return f"{told} (95 % interval {low:+.2f} to {high:+.2f} %), {len(self.seeds)} seeds: {reach}"
 
 
-def paired_difference(base: Mapping[Hashable, float], other: Mapping[Hashable, float]) -> PairedDifference:
+def paired_difference(base: Mapping[Seed, float], other: Mapping[Seed, float]) -> PairedDifference:
     """Compare losses by seed.
 
     Args:

@@ -1,9 +1,11 @@
 """Tables of losses, against the curves read by hand."""
 
 import csv
+import statistics
 
 import pytest
 
+from megatron.lm.tools.paired_difference import EFFECT, Interval
 from tools.docs import losses
 from tools.docs.evidence import ROOT
 
@@ -16,6 +18,10 @@ def last(path, run):
 def test_a_run_is_compared_with_bf16_of_its_seed():
     tokens, apart = losses.differences()
     by_hand = [last(losses.CURVES, f"O2_{seed}") / last(losses.CURVES, f"bf16_{seed}") - 1 for seed in range(3)]
+    paired = losses.paired("O2")
+    assert paired.seeds == (1234, 1235, 1236)
+    assert paired.relative.mean == pytest.approx(sum(by_hand) / 3)
+    assert paired.relative.half_width == pytest.approx(4.302653 * statistics.stdev(by_hand) / 3**0.5)
     assert apart["O2"][-1] == pytest.approx([sum(by_hand) / 3, min(by_hand), max(by_hand)])
     assert len(tokens) == len(apart["O2"]) == 4
     assert losses.BASE not in apart
@@ -46,3 +52,18 @@ def test_a_precision_that_was_not_compared_is_named(monkeypatch):
     assert losses.row_of("O3") == {"precision": "O3"}
     with pytest.raises(ValueError, match=r"has no row of O9, but of bf16, O3: compare_precisions\.py makes it"):
         losses.row_of("O9")
+
+
+def test_the_effect_is_the_smallest_difference_that_the_pages_call_a_loss():
+    assert losses.paired("bf16-kahan").relative.mean == pytest.approx(EFFECT, abs=5e-4)
+
+
+def test_a_difference_is_shown_with_its_interval_or_as_of_one_seed():
+    assert losses.shown(Interval(mean=0.001, half_width=0.002)) == "+0.10 (-0.10 to +0.30)"
+    assert losses.shown(Interval(mean=0.001, half_width=None)) == "+0.10 (one seed)"
+    assert losses.final_losses()["bf16-d"] == {1234: last(losses.CURVES, "bf16-d_0")}
+
+
+def test_runs_that_are_not_on_file_are_named():
+    with pytest.raises(ValueError, match="has no run of O9, but of fp32"):
+        losses.paired("O9")

@@ -94,7 +94,7 @@ def test_the_page_of_rlhf_has_the_rows_that_speak_against_it():
     found = {finding.quantity: finding.ours for finding in post.table4(KEPT)}
     assert found["DPO, O0: loss of the last steps"] < found["DPO, O0: loss of the first step"] < found["DPO, O3: loss of the last steps"]
     assert found["PPO, O3: time of a step"] > 3 * found["PPO, O0: time of a step"]
-    bound = "O3: states and gradients from O0's, of a linear weight whose gradient is in BF16"
+    bound = "O3: states and gradients from O0's, of a linear weight with its gradient in BF16"
     assert found[bound] == pytest.approx(-50)
     assert found["O3: states and gradients from O0's"] > found[bound]
 
