@@ -38,7 +38,7 @@ def same_case(case: str, preset: str = "") -> tuple[str, ...]:
 
 
 def newer_o0(rows: Iterable[Row]) -> str:
-    """A sentence for a table with rows of O0 that are older than its newest step on file, where that is faster; else empty."""
+    """A sentence for a table with rows of O0 that are older than its newest measured step, where that is faster; else empty."""
     steps = [row for row in pick(STEP, whole_step) if row["case"] == BASE]
     newest = steps[-1]
     before = next((row for row in reversed(steps) if row["commit"] != newest["commit"]), newest)

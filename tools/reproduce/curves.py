@@ -100,7 +100,7 @@ ENTRIES = (
         run=figure4,
         sizes={"kept": Needs(files=tuple(file for folder in MODELS4.values() for file in losses.files(folder)))},
         headline="O3, 1.3B: validation loss above BF16's, mean of the seeds",
-        reason=f"The rows on file are GPT-125M and 300 steps of GPT-1.3B; 7B and more need a cluster. {ONE_RANK}",
+        reason=f"Measured were GPT-125M and 300 steps of GPT-1.3B; 7B and more need a cluster. {ONE_RANK}",
         same_loss=tuple(
             (f"bf16 at {model}: validation loss", f"{level} at {model}: validation loss")
             for model, level in (*(("125M", level) for level in LEVELS4), ("1.3B", "O3"))

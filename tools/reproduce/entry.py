@@ -8,7 +8,7 @@ import torch
 
 from tools.bench.rows import ROOT
 
-NOT_MEASURED = "not measured"  # ours, of a number of the paper's that no run here can stand beside
+NOT_MEASURED = "not measured"  # ours, next to a number of the paper's that no run here can be compared with
 WHOLE = "whole"  # the piece of an entry that is not cut
 
 

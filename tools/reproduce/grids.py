@@ -97,7 +97,7 @@ def table5(task: Task) -> Iterator[Finding]:
 
 
 def _beside5(model: str) -> Iterator[Finding]:
-    """What else Table 5 has of a model's grid: speeds by the planner, and the paper's numbers that no run here stands beside."""
+    """What else Table 5 has of a model's grid: speeds by the planner, and the paper's numbers that no run here can be compared with."""
     for row in (row for row in read(PREDICTED) if (row["what"], row["model"]) == ("table5", model)):
         told = f"{model}, {PRECISIONS5[row['precision']]}, micro-batch {row['micro_batch']}"
         if row["micro_batch"] != str(MICRO_BATCH5[model]):

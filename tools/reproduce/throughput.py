@@ -162,7 +162,7 @@ def collage(task: Task) -> Iterator[Finding]:
 
 
 def collage_on_file(task: Task) -> Iterator[Finding]:
-    """The same by the newest steps on file in which all four options were measured on one tree.
+    """The same by the newest recorded steps in which all four options were measured on one tree.
 
     Raises:
         ValueError: no tree has all four.

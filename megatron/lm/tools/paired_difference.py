@@ -166,7 +166,7 @@ def _incomplete_beta(a: float, b: float, x: float) -> float:
     if x > (a + 1) / (a + b + 2):
         return 1 - _incomplete_beta(b, a, 1 - x)
     front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) if 0 < x < 1 else 0.0
-    tiny = 1e-300  # stands for a 0 in a denominator (Lentz)
+    tiny = 1e-300  # replaces a 0 in a denominator (Lentz)
     c, d = 1.0, 1 / _apart(1 - (a + b) * x / (a + 1), tiny)
     fraction = d
     for m in range(1, 500):
