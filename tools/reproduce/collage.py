@@ -223,8 +223,8 @@ ENTRIES = (
         run=table7,
         sizes={"kept": Needs(files=(PRECISIONS, throughput.STEP)), "full": Needs(gpus=1, gib=139, minutes=8, files=(PRECISIONS,))},
         pieces=lambda size: [WHOLE, *throughput.MODELS7],
-        reason="One H200 without tensor parallelism. The four options of a model were measured on one tree, the models on different ones: 125M "
-        "and 2.7B before the layers of all options became faster.",
+        reason="One H200 without tensor parallelism. The four options of a model were measured on one tree, the models on different ones: "
+        "125M and 2.7B before the layers of all options became faster.",
         headline="1.3b, collage-plus: speed over D's",
     ),
     Entry(
