@@ -134,6 +134,26 @@ def _given(
     return optimizers
 
 
+def _checked(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    recipe: Recipe,
+    group: dist.ProcessGroup | None,
+) -> list[torch.optim.Optimizer]:
+    """The optimizers given, once model and optimizers are known to fit the recipe and the ranks have the same weights."""
+    optimizers = _given(model, optimizer, recipe)
+    _check_model(model, optimizers, recipe, group)
+    _check_muon(model, optimizers)
+    if group is not None:
+        _start_equal(model, group)
+    for name, p in model.named_parameters():
+        check_finite(p, name)
+    if recipe.fp8:
+        for device in {p.device for p in model.parameters()}:
+            warn_if_emulated(device)
+    return optimizers
+
+
 def _decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     return bool(group.get("decoupled_weight_decay", type(optimizer).__name__ in ("AdamW", "Muon")))
 
@@ -381,15 +401,6 @@ def initialize(
     group = _ranks(group)
     if clip_grad is not None:
         check_max_norm(clip_grad)
-    optimizers = _given(model, optimizer, chosen)
-    _check_model(model, optimizers, chosen, group)
-    _check_muon(model, optimizers)
-    if group is not None:
-        _start_equal(model, group)
-    for name, p in model.named_parameters():
-        check_finite(p, name)
-    if chosen.fp8:
-        for device in {p.device for p in model.parameters()}:
-            warn_if_emulated(device)
+    optimizers = _checked(model, optimizer, chosen, group)
     zero = chosen.shards_optimizer if zero is None else zero
     return _converted(model, optimizers, chosen, accept, group, zero, clip_grad=clip_grad, seed=seed)

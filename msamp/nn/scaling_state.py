@@ -352,6 +352,7 @@ class ScalingState:
         if len(casts) > 1:
             raise ValueError(f"layers are cast in different ways ({'; '.join(sorted(casts))}); convert a model with one recipe")
         self._alike: dict[tuple[Scaling, float], torch.Tensor] | None = None
+        self._may_skip = False  # whether a roll has left it to the device whether the step counts
 
     def _all(self, name: str) -> torch.Tensor:
         """The rows of every layer, one layer after the other."""
@@ -388,10 +389,10 @@ class ScalingState:
         """Count one more step on the host. Call it after a replay of a CUDA graph that contains `roll_on_device`.
 
         The host counts every step, and the device leaves skipped ones out. Where the host's count would fill a window, it reads the
-        device's: one sync for the whole model, and at most one more for each step skipped before.
+        device's, unless no roll was given `usable`: one sync for the whole model, and at most one more for each step skipped before.
         """
         counting = [layer for layer in self.layers.values() if layer.steps < layer.window]
-        asked = [layer for layer in counting if layer.may_fill]
+        asked = [layer for layer in counting if layer.may_fill] if self._may_skip else []
         if asked and asked[0].seen.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # nothing has run yet, and its casts are captured just-in-time
         steps = {layer: layer.steps + 1 for layer in counting}
@@ -425,6 +426,7 @@ class ScalingState:
         if not self.layers:
             return
         layers = list(self.layers.values())
+        self._may_skip |= usable is not None
         amax, last = self._all("amax"), {name: self._all(name) for name in ("history", "scale", "scale_inv")}
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group)

@@ -113,7 +113,7 @@ def cast_stochastically(x: torch.Tensor, fmt: Format, thresholds: Thresholds, st
         x: FP32, any shape, already scaled.
         fmt: FP16, BF16, E4M3 or E5M2.
         thresholds: those of the tensor.
-        state: whose thresholds of the element: "m", "v" or "master".
+        state: which of the element's thresholds: that of "m", "v" or "master".
     """
     flat, out = x.reshape(-1), torch.empty(x.numel(), dtype=fmt.dtype, device=x.device)
     for start in range(0, flat.numel(), _PART):

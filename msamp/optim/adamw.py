@@ -251,11 +251,8 @@ class FP8AdamW(torch.optim.Optimizer):
             raise ValueError(f"{len(keys)} keys are given for {count} parameters; give each its own, or leave them to the optimizer's seed")
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {
-            name: getattr(self, name)
-            for name in ("clip_grad", "combine_norms", "loss_scale", "seed", "shard", "_norm", "_skips", "_usable")
-        }
-        return {**super().__getstate__(), **own}
+        own = ("clip_grad", "combine_norms", "loss_scale", "seed", "shard", "_norm", "_skips", "_usable")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

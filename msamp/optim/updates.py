@@ -395,7 +395,7 @@ class _Momentum(Update):
 
     @staticmethod
     def no_gradient(p: torch.Tensor, g: torch.Tensor, launch: Launch) -> torch.Tensor:
-        """bool, where neither a gradient nor a decay in it moves the momentum, whose code then has to fall."""
+        """bool, where neither a gradient nor a decay in it moves the momentum: there its code has to fall."""
         decays = launch.group["weight_decay"] and not launch.group["decoupled"]
         return (g == 0) & (p == 0) if decays else g == 0
 

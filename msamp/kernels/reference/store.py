@@ -58,7 +58,7 @@ def store_(
         bounds: FP32 [len(states)], each at least the amax of its values, from which scales follow; a bound of zero keeps the last
             scale. None for plain states.
         thresholds: of each state, for stochastic rounding; None rounds to nearest.
-        name: whose thresholds: "m", "v" or "master".
+        name: the state that has these thresholds: "m", "v" or "master".
         positive: store what is above 0 as no less than the format's smallest value.
         silent: bool, in the shapes of the values: where a code has to fall, since there is no gradient; None: nowhere.
     """

@@ -96,7 +96,7 @@ def _read(pointer, at, inside, scale_inv, MANTISSA: tl.constexpr, HARDWARE: tl.c
 def _store(pointer, at, inside, v, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, threshold=None, held_below=None):
     """Store, stochastically with a threshold; returns the stored payload as FP32, without its scale.
 
-    Payloads whose magnitude is not below `held_below` fall by one code.
+    Payloads with a magnitude that is not below `held_below` fall by one code.
     """
     x = _scaled(v, scale, MANTISSA)
     if threshold is not None:

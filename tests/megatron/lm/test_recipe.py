@@ -87,7 +87,7 @@ def test_roundings_of_the_flags():
     assert build_recipe(flags).formats_of("vector") == FP32_STATES
     with pytest.raises(ValueError, match=r"master_rounding is stochastic, and with master fp32, .* nothing that it rounds"):
         build_recipe(PrecisionConfig(opt_level="O2", master_format="fp32", master_rounding="stochastic"))
-    with pytest.raises(ValueError, match=r"Collage's update 'plus', whose BF16 arithmetic rounds to nearest; drop it"):
+    with pytest.raises(ValueError, match=r"Collage's update 'plus', and its BF16 arithmetic rounds to nearest; drop it"):
         build_recipe(PrecisionConfig(precision="collage-plus", master_rounding="stochastic"))
 
 

@@ -150,8 +150,9 @@ def test_a_group_added_later_has_the_formats_of_its_parameters(level):
     matrix = format_names(recipe.by_name(level).formats_of("matrix").varied(master=formats.FP32))  # an FP32 parameter is its own master
     assert matrix["grad"] == "bf16"
     assert optimizer.param_groups[1]["formats"] == [FP32, FP32, states, FP32, matrix]
-    extra.grad = torch.ones_like(extra)
     train(low, optimizer, range(2))
+    extra.grad = torch.ones_like(extra)
+    optimizer.step()
     assert not any(isinstance(x, ScalingTensor) for x in optimizer.state.get(low[2].weight, {}).values())
     assert "master" not in optimizer.state[extra]
     assert isinstance(optimizer.state[extra]["exp_avg"], ScalingTensor) == (level != "O1")

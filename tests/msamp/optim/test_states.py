@@ -130,7 +130,8 @@ def test_a_bound_that_says_nothing_keeps_the_last_scale(bound):
 def test_states_against_fp32_three_ways(kind, shape, device):
     weight = make("normal", shape, seed=9, device=device) * 0.02
     low, plain = nn.Parameter(ScalingTensor.quantize(weight, FP16)), nn.Parameter(weight.clone())
-    optimizers = FP8AdamW([low], formats=O2.states), FP8AdamW([plain], formats=FP32_STATES)
+    nearest = O2.with_rounding(master="nearest", moments="nearest").states  # stochastic rounding has three decibels more noise
+    optimizers = FP8AdamW([low], formats=nearest), FP8AdamW([plain], formats=FP32_STATES)
     for step in range(5):
         g = make(kind, shape, seed=step, device=device) * 1e-3
         low.grad, plain.grad = g, g.clone()

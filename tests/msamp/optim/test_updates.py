@@ -140,7 +140,7 @@ def test_groups_of_several_updates_share_one_optimizer(registry):
     def made(*more: dict) -> tuple[nn.Parameter, FP8AdamW]:
         torch.manual_seed(0)
         p = nn.Parameter(ScalingTensor.quantize(torch.randn(8, 8), FP16))
-        return p, FP8AdamW([*more, {"params": [p], "formats": O2.states}], lr=0.1)
+        return p, FP8AdamW([*more, {"params": [p], "formats": O2.states, "keys": [5]}], lr=0.1)
 
     other = nn.Parameter(torch.ones(4, 4))
     p, together = made({"params": [other], "formats": StateFormats(m=E4M3, update="nothing")})
