@@ -3,10 +3,11 @@
     make tables              # writes them: every `<!-- table: NAME -->` ... `<!-- end -->`, every docs/results/figures/NAME.png
     make tables ARGS=--check # writes nothing; 1 where what is published differs from the rows
 
-A page takes a table by its marker; `tools/docs/tables.py` lists the names, `planner.py` and `post.py` beside it those of the planner and of
-what follows pre-training. The pages of `python -m tools.reproduce` are made whole, by `tools/docs/reproduction.py`. Beside each figure lie
-the numbers it was drawn from, and a check compares these, not the image. A row of a commit that the history lacks is refused; one that says
-so itself (`+` or `?` behind its commit) is published with a mark. A shallow clone says what it could not check.
+A page takes a table by its marker; `tools/docs/tables.py` lists the names, `planner.py`, `post.py` and `rounding.py` in the same folder
+those of the planner, of what follows pre-training, and of stochastic rounding. The pages of `python -m tools.reproduce` are made whole, by
+`tools/docs/reproduction.py`. Beside each figure lie the numbers it was drawn from, and a check compares these, not the image. A row of a
+commit that the history lacks is refused; one that says so itself (`+` or `?` behind its commit) is published with a mark. A shallow clone
+says what it could not check.
 """
 
 import functools
@@ -19,12 +20,12 @@ from pathlib import Path
 from megatron.lm import entry
 from megatron.lm.tools.arguments import Parser
 from tools.docs import figures as drawn
-from tools.docs import planner, post, reproduction
+from tools.docs import planner, post, reproduction, rounding
 from tools.docs import tables as listed
 from tools.docs.evidence import COMPUTED, ROOT, History, unproven
 from tools.docs.figures import Figure
 
-TABLES = listed.TABLES | planner.TABLES | post.TABLES | {"reproduction": reproduction.overview}
+TABLES = listed.TABLES | planner.TABLES | post.TABLES | rounding.TABLES | {"reproduction": reproduction.overview}
 FIGURES = drawn.FIGURES | planner.FIGURES
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 FIGURE_FOLDER = "docs/results/figures"

@@ -1,0 +1,95 @@
+"""Tables of stochastic rounding, against the rows read by hand, and the sentences that state them."""
+
+import csv
+import re
+import statistics
+
+import pytest
+
+from megatron.lm.tools.paired_difference import EFFECT
+from tests.tools.docs.test_losses import last
+from tools.docs import rounding
+from tools.docs.evidence import ROOT
+
+SEEDS = range(8)
+T7 = 2.364624  # Student's t of 97.5 % at 7 degrees of freedom
+CURVES = f"{rounding.FOLDER}/curves.csv"
+DEFAULT_COST = ("README.md", "docs/results/results.md", "docs/guide/choosing.md", "docs/guide/numbers.md")
+
+
+def run(level: str, how: str) -> str:
+    return f"{level}-master-rounding-{how}-moment-rounding-{how}"
+
+
+def percent(number: float) -> str:
+    return f"{number:+.2f}"
+
+
+@pytest.mark.parametrize("level", rounding.LEVELS)
+def test_losses_are_paired_by_seed_with_a_95_percent_interval(level):
+    by_hand = [last(CURVES, f"{run(level, 'stochastic')}_{n}") / last(CURVES, f"{run(level, 'nearest')}_{n}") - 1 for n in SEEDS]
+    mean, width = statistics.fmean(by_hand), T7 * statistics.stdev(by_hand) / 8**0.5
+    line = next(cells for cells in rounding.loss().cells if cells[:2] == [f"`{level}`", "stochastic"])
+    assert line[2] == "8"
+    assert line[-1] == f"{percent(100 * mean)} ({percent(100 * (mean - width))} to {percent(100 * (mean + width))})"
+
+
+@pytest.mark.parametrize("level", rounding.LEVELS)
+def test_nearest_ends_above_bf16_and_stochastic_below_nearest_by_less_than_the_effect(level):
+    """What the pages say of the eight seeds."""
+    base = f"{level} {rounding.flags('nearest')}"
+    from_bf16 = rounding.difference(base, "bf16")
+    stochastic = rounding.difference(f"{level} {rounding.flags('stochastic')}", "bf16")
+    gained = rounding.difference(f"{level} {rounding.flags('stochastic')}", base)
+    assert from_bf16.ends[0] > 0
+    assert stochastic.ends[0] < 0 < stochastic.ends[1]
+    assert gained.ends[1] < 0
+    assert all(max(map(abs, found.ends)) < EFFECT for found in (from_bf16, stochastic, gained))
+    assert all(found.half_width < 0.003 for found in (from_bf16, stochastic, gained))
+
+
+def test_speed_is_compared_with_the_tree_that_the_command_names():
+    table = rounding.speed()
+    assert [cells[:4] for cells in table.cells[:3]] == [
+        ["`O2`", "7f90861", "nearest", "nearest"],
+        ["`O2`", "78ebc1e", "nearest", "nearest"],
+        ["`O2`", "78ebc1e", "stochastic", "stochastic"],
+    ]
+    with (ROOT / rounding.TIMES).open(newline="", encoding="utf-8") as stream:
+        rows = {(row["case"], row["quantity"]): row for row in csv.DictReader(stream)}
+    row = rows[f"now O2 {rounding.flags('stochastic')}", "update"]
+    assert table.cells[2][4] == f"{float(row['ms']):.2f}"
+    assert table.cells[2][5].startswith(f"{float(row['from_first']):+.1f} (")
+    assert table.cells[0][5] == table.cells[0][7] == ""
+
+
+def test_a_tree_or_a_rounding_without_a_name_is_refused():
+    with pytest.raises(ValueError, match="without --tree before=FOLDER: name the tree's folder by its commit"):
+        rounding.tree_before({"command": "side_by_side.py --cases 'now O2'"})
+    with pytest.raises(ValueError, match="case 'now O2' does not name both roundings: give --master-rounding nearest"):
+        rounding.roundings("now O2")
+
+
+@pytest.mark.parametrize("page", DEFAULT_COST)
+def test_pages_state_the_measured_cost_of_the_default(page):
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    costs = {level: float(rounding.change(level, "stochastic", "stochastic", "step")["from_first"]) for level in rounding.LEVELS}
+    assert f"{costs['O3']:.1f} % of a step at O3 and {costs['O2']:.1f} % at O2" in text
+
+
+def test_the_log_states_the_miss_of_the_goals():
+    """5 % of the update and 1 % of a step were asked for."""
+    for level in rounding.LEVELS:
+        assert float(rounding.change(level, "stochastic", "stochastic", "update")["from_first"]) > 5
+        assert float(rounding.change(level, "stochastic", "stochastic", "step")["from_first"]) > 1
+    assert re.search(r"5 % and 1 %.{0,80}missed", " ".join((ROOT / "tools/bench/LOG.md").read_text(encoding="utf-8").split()))
+
+
+def test_fine_tuning_lists_the_untrained_model_first():
+    cells = rounding.tuning().cells
+    assert [line[:2] for line in cells if line[1] == "start"] == [["SFT", "start"], ["DPO", "start"]]
+    assert [line[0] for line in cells] == sorted((line[0] for line in cells), reverse=True)
+    assert all(line[3] in ("", "1234", "1235") for line in cells)
+    exports = {tuple(line[:3]): float(line[5]) for line in cells}
+    for task, level in (("SFT", "O2"), ("DPO", "O2"), ("DPO", "O3")):  # what the guides say: no export reaches O0's
+        assert all(exports[task, level, how] > exports[task, "O0", ""] for how in ("nearest", "stochastic"))

@@ -1,0 +1,124 @@
+"""Tables of stochastic against nearest rounding of masters and moments: losses of paired seeds, time of update and step, fine-tuning."""
+
+import re
+import shlex
+import statistics
+from collections.abc import Callable, Sequence
+
+from megatron.lm.tools.paired_difference import Interval
+from tools.docs import losses
+from tools.docs.cells import BENCH, REPRODUCE, Table, column, of, pick
+from tools.docs.evidence import Row
+
+FOLDER = f"{REPRODUCE}/rounding"
+TUNING, TIMES = f"{FOLDER}/tuning.csv", f"{BENCH}/rounding.csv"
+NEAREST, STOCHASTIC = "nearest", "stochastic"
+LEVELS = ("O2", "O3")  # the levels that were trained and timed
+
+
+def flags(masters: str, moments: str = "") -> str:
+    """The flags of a rounding of masters, and of moments where it is another."""
+    return f"--master-rounding {masters} --moment-rounding {moments or masters}"
+
+
+def roundings(case: str) -> tuple[str, str]:
+    """How masters and moments are rounded in a case.
+
+    Raises:
+        ValueError: the case does not name both.
+    """
+    found = re.search(r"--master-rounding (\w+) --moment-rounding (\w+)", case)
+    if found is None:
+        raise ValueError(f"case {case!r} does not name both roundings: give {flags(NEAREST)} or {flags(STOCHASTIC)}")
+    return found[1], found[2]
+
+
+def difference(case: str, base: str) -> Interval:
+    """Relative difference of the last validation losses of two cases of the folder, over the seeds that both have."""
+    return losses.paired(case, base, *losses.files(FOLDER)).relative
+
+
+def loss() -> Table:
+    """Last validation losses with each rounding, from BF16 and from nearest rounding of the same seeds."""
+    precisions, curves = losses.files(FOLDER)
+    final, rows = losses.final_losses(precisions, curves), pick(precisions)
+    cells = []
+    for row in rows:
+        case = row["precision"]
+        level, _, given = case.partition(" ")
+        found = list(final[case].values())
+        middle = f"{statistics.fmean(found):.4f} ({min(found):.4f} to {max(found):.4f})"
+        from_bf16 = losses.shown(difference(case, losses.BASE)) if given else ""
+        both = given == flags(STOCHASTIC)
+        from_nearest = losses.shown(difference(case, f"{level} {flags(NEAREST)}")) if both else ""
+        cells.append([f"`{level}`", roundings(case)[0] if given else "", str(len(found)), middle, from_bf16, from_nearest])
+    against = [f"% from {base}, 95 % interval" for base in ("BF16", NEAREST)]
+    columns = ["precision", "masters and moments", "seeds", "validation loss", *against]
+    return Table(columns, cells, [(precisions, rows)])
+
+
+def tree_before(row: Row) -> str:
+    """The commit of the tree that a row is compared with, from its command.
+
+    Raises:
+        ValueError: the command names no such tree.
+    """
+    words = shlex.split(row["command"])
+    named = next((word for word in words if word.startswith("before=")), "")
+    if not named:
+        raise ValueError(f"{TIMES} has the command {row['command']!r} without --tree before=FOLDER: name the tree's folder by its commit")
+    return named.rpartition("/")[2]
+
+
+def change(level: str, masters: str, moments: str, quantity: str) -> Row:
+    """The row of a level, its roundings and `step` or `update`.
+
+    Raises:
+        ValueError: it was not timed.
+    """
+    return pick(TIMES, lambda row: (row["case"], row["quantity"]) == (f"now {level} {flags(masters, moments)}", quantity))[-1]
+
+
+def speed() -> Table:
+    """Update and whole step with each rounding, and the change from the tree before, side by side in one call."""
+    rows = pick(TIMES)
+    by_case: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_case.setdefault(row["case"], {})[row["quantity"]] = row
+    cells = []
+    for case, of_case in by_case.items():
+        tree, level, *given = case.split(maxsplit=2)
+        masters, moments = roundings(given[0]) if given else (NEAREST, NEAREST)
+        shown = [text for quantity in ("update", "step") for text in _shown(of_case[quantity], tree)]
+        named = tree_before(of_case["step"]) if tree == "before" else of_case["step"]["commit"]
+        cells.append([f"`{level}`", named, masters, moments, *shown])
+    columns = ["level", "tree", "masters", "moments", "ms/update", "% from before", "ms/step", "% from before"]
+    return Table(columns, cells, [(TIMES, rows)])
+
+
+def _shown(row: Row, tree: str) -> list[str]:
+    change = "" if tree == "before" else f"{float(row['from_first']):+.1f} ({float(row['least']):+.1f} to {float(row['most']):+.1f})"
+    return [f"{float(row['ms']):.2f}", change]
+
+
+def tuning() -> Table:
+    """SmolLM2 fine-tuned and aligned with each rounding: held-out loss of the layers that were trained, and of the export to BF16."""
+
+    def rounded(row: Row) -> str:
+        return roundings(row["case"])[0] if " " in row["case"] else ""
+
+    columns = {
+        "task": lambda row: row["task"].upper(), "case": lambda row: row["case"].partition(" ")[0], "masters and moments": rounded,
+        "seed": lambda row: "" if row["case"] == "start" else row["seed"],
+        "loss, own layers": column("own_loss", 3), "loss, BF16 export": column("bf16_loss", 3),
+        "accuracy, own layers": column("own_accuracy", 2), "accuracy, BF16 export": column("bf16_accuracy", 2),
+    }  # fmt: skip
+    return of(TUNING, _in_order(pick(TUNING)), columns)
+
+
+def _in_order(rows: Sequence[Row]) -> list[Row]:
+    """By task and then by case, the untrained model first."""
+    return sorted(rows, key=lambda row: (row["task"] != "sft", row["case"] != "start", row["case"], row["seed"]))
+
+
+TABLES: dict[str, Callable[[], Table]] = {"rounding-loss": loss, "rounding-speed": speed, "rounding-tuning": tuning}
