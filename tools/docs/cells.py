@@ -132,3 +132,15 @@ class Absent:
     def markdown(self) -> str:
         """One line."""
         return f"No row of a GPU is on file for the table of {self.file.rpartition('/')[2].removesuffix('.csv').replace('_', ' ')}."
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A paragraph with numbers from rows, and below it where they were measured, as below a table."""
+
+    text: str
+    sources: Sequence[tuple[str, Sequence[Row]]]
+
+    def markdown(self) -> str:
+        """The paragraph."""
+        return "\n".join(textwrap.wrap(f"{self.text} {Table((), (), self.sources)._told()}", 118))

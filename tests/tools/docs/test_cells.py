@@ -3,7 +3,7 @@
 import pytest
 
 from tools.docs import cells
-from tools.docs.cells import Listing, Table
+from tools.docs.cells import Listing, Sentence, Table
 
 
 def test_a_row_on_no_known_tree_is_marked():
@@ -20,6 +20,12 @@ def test_what_is_told_replaces_what_is_derived():
 
 def test_a_listing_is_a_block_of_text():
     assert Listing(["a", "b"]).markdown() == "```text\na\nb\n```"
+
+
+def test_a_sentence_names_where_its_numbers_were_measured():
+    rows = [{"commit": "0123456", "gpu": "NVIDIA H200", "torch": "2.11.0", "date": "2026-11-25"}]
+    text = Sentence("It costs 3 %.", [("x.csv", rows)]).markdown()
+    assert text == "It costs 3 %. `x.csv`, commit 0123456, NVIDIA H200, 2.11.0, 2026-11-25."
 
 
 def test_a_peer_has_its_name_and_ours_its_flags():

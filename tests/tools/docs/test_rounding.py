@@ -14,7 +14,6 @@ from tools.docs.evidence import ROOT
 SEEDS = range(8)
 T7 = 2.364624  # Student's t of 97.5 % at 7 degrees of freedom
 CURVES = f"{rounding.FOLDER}/curves.csv"
-DEFAULT_COST = ("README.md", "docs/results/results.md", "docs/guide/choosing.md", "docs/guide/numbers.md")
 
 
 def run(level: str, how: str) -> str:
@@ -70,11 +69,20 @@ def test_a_tree_or_a_rounding_without_a_name_is_refused():
         rounding.roundings("now O2")
 
 
-@pytest.mark.parametrize("page", DEFAULT_COST)
-def test_pages_state_the_measured_cost_of_the_default(page):
-    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+def test_the_cost_of_the_default_is_that_of_the_rows_and_is_in_the_pages_that_state_speeds():
     costs = {level: float(rounding.change(level, "stochastic", "stochastic", "step")["from_first"]) for level in rounding.LEVELS}
-    assert f"{costs['O3']:.1f} % of a step at O3 and {costs['O2']:.1f} % at O2" in text
+    assert f"slower by {costs['O2']:.1f} % at O2 and {costs['O3']:.1f} % at O3" in " ".join(rounding.cost().markdown().split())
+    for page in ("README.md", "docs/results/results.md", "docs/guide/choosing.md"):
+        assert "<!-- table: rounding-cost -->" in (ROOT / page).read_text(encoding="utf-8"), page
+
+
+def test_shares_of_small_updates_are_those_of_the_rows():
+    table = rounding.small_updates()
+    assert table.columns[2:] == [f"{level} {how}" for level in ("O1", "O2", "O3") for how in ("nearest", "stochastic")]
+    assert table.cells[2][:4] == ["0.02", "3e-06", "0.35", "0.96"]
+    shares = {column: [float(line[n]) for line in table.cells] for n, column in enumerate(table.columns) if n > 1}
+    assert min(shares["O1 stochastic"] + shares["O2 stochastic"]) > 0.93
+    assert max(shares["O1 nearest"][2:] + shares["O2 nearest"][2:]) < 0.5
 
 
 def test_the_log_states_the_miss_of_the_goals():
