@@ -8,7 +8,8 @@ output, so that the gradient is the same at every step. The share is
     sum(sign(d) e) / sum(abs(d)),
 
 d the displacement of an FP32 weight and e that of the level's weight, as the layer multiplies by it: at O3 that is the E4M3 weight, which
-has fewer codes than its FP16 master. Cases are the ends of pre-training (lr 3e-6 in FP8-LM's 175B), DPO and fine-tuning. A CPU takes seconds.
+has fewer codes than its FP16 master. Cases are the ends of pre-training (lr 3e-6 in FP8-LM's 175B), DPO and fine-tuning. A CPU takes
+seconds.
 """
 
 import shlex
