@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from tools.docs import gradient_sums, hardware, losses, shapes
+from tools.docs import gradient_sums, hardware, losses, shapes, state_formats
 from tools.docs.cells import BENCH, PEERS, PRECISIONS, REPRODUCE, Cell, Listing, Table, case, code, column, kilo, of, pick
 from tools.docs.evidence import COMPUTED, Row
 from tools.reproduce import throughput
@@ -436,6 +436,8 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "precisions": precisions,
     "blockwise-loss": blockwise_loss,
     "coat-states": coat_states,
+    "moment-shares": state_formats.moments,
+    "master-shares": state_formats.masters,
     "coat-activations": coat_activations,
     "fp16-amp": fp16_amp,
     "fp16-lstm": lambda: plain(
