@@ -160,7 +160,7 @@ def test_gradient_format_reaches_linear_weights_only():
 
 @pytest.mark.parametrize("level", list(STATES))
 def test_vectors_do_not_decay_and_matrices_do(level: str):
-    settings = {"precision": level, "lr": 0.1, "weight_decay": 0.5, "lr_warmup_iters": 0}
+    settings = {"precision": level, "lr": 0.1, "weight_decay": 0.5, "lr_warmup_iters": 0, "master_rounding": "nearest"}
     model, optimizer, sync = build(**settings)
     build_schedule(optimizer, tiny.config("corpus", **settings))
     with torch.no_grad():

@@ -42,7 +42,15 @@ def large_feature_loss(recipe: str | None, steps: int = 120, **settings: Any) ->
 def test_a_huge_feature_does_not_make_a_training_diverge(recipe, moment_rounding):
     """O2 ended at 1,900 and O3 at 53,340, FP32 at 0.36: a second moment had become 0 under a first that had not."""
     settings: dict[str, Any] = {} if recipe in ("O1", "coat") else {"moment_rounding": moment_rounding}
-    assert large_feature_loss(recipe, **settings) < 1.5 * large_feature_loss(None)
+    masters = {} if recipe == "coat" else {"master_rounding": "nearest"}
+    assert large_feature_loss(recipe, **settings, **masters) < 1.5 * large_feature_loss(None)
+
+
+@pytest.mark.parametrize("recipe", ["O1", "O2", "O3"])
+def test_stochastic_masters_cost_some_of_the_loss_where_a_feature_is_huge(recipe):
+    """A known cost: the feature's weights move by a code at random, times 1,000. Over three data sets and four seeds 1.37 to 1.71 times FP32's
+    loss, where masters to nearest end at 1.30 to 1.45 times; the cure there is to scale the input, or --master-rounding nearest."""
+    assert large_feature_loss(recipe) < 1.8 * large_feature_loss(None)
 
 
 @pytest.mark.parametrize("recipe", ["fp32", *LEVELS])

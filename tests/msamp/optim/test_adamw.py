@@ -89,7 +89,8 @@ def test_golden_fp8_steps(device):
     hyper = vectors["hyper"]
     p = nn.Parameter(ScalingTensor.quantize(floats(vectors["weight"]).to(device), FP16))
     names = ("lr", "eps", "weight_decay", "clip_grad")
-    optimizer = FP8AdamW([p], betas=tuple(hyper["betas"]), formats=O2.with_rounding(master="nearest", moments="nearest").states, **{n: hyper[n] for n in names})
+    nearest = O2.with_rounding(master="nearest", moments="nearest").states
+    optimizer = FP8AdamW([p], betas=tuple(hyper["betas"]), formats=nearest, **{n: hyper[n] for n in names})
     for step in vectors["steps"]:
         p.grad = floats(step["grad"]).to(device)
         assert 1 / ScalingTensor.quantize(p.grad, E4M3).scale_inv == step["grad_scale"]
