@@ -28,8 +28,8 @@ from msamp.numerics.tensor import ScalingTensor, fp32_values
 # FP8-LM's Table 6, #3 and #4, which both came out so on a GPT of 125M (docs/reproduction/fp8lm-table6.md).
 SEEN = {
     ("master", "fp8-e4m3"): "a master in fp8-e4m3 has lost most of a training's progress: give fp16, bf16 or fp32",
-    ("v", "fp8-e4m3"): "v in fp8-e4m3 with one scale has made a training diverge, since its smallest values become zero: give fp16 or "
-    "coat-e4m3",
+    ("v", "fp8-e4m3"): "v in fp8-e4m3 with one scale has made a training diverge when its smallest values became zero; they are now kept "
+    "above zero, and their steps are too small: give fp16 or coat-e4m3",
 }
 MAX, EXPONENT = "_max", "_k"  # suffixes of the state's name in the keys of its groups' numbers
 Stored = torch.Tensor | Expanded

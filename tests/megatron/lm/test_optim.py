@@ -17,11 +17,12 @@ from megatron.lm import process_groups
 from megatron.lm.distributed import build_grad_sync
 from megatron.lm.model.gpt import GPT, build_model
 from megatron.lm.model.initial import named_globally
-from megatron.lm.optim import build_optimizer, build_schedule, bytes_per_parameter
+from megatron.lm.optim import build_optimizer, build_schedule, bytes_per_parameter, rounding_keys
 from megatron.lm.recipe import build_recipe
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics import formats, recipe
 from msamp.numerics.formats import Format
+from msamp.numerics.stochastic_rounding import tensor_key
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.adamw import FP8AdamW
 from msamp.optim.device_flag import DeviceFlag
@@ -62,6 +63,17 @@ def build(**settings: Any) -> tuple[GPT, FP8AdamW, GradSync]:
     model = build_model(config, kind, tiny.VOCABULARY)
     sync = build_grad_sync(model, config, kind)
     return model, build_optimizer(model, config, kind, sync), sync
+
+
+def test_keys_of_stochastic_rounding_follow_from_the_names_in_the_whole_model():
+    model, optimizer, _ = build(opt_level="O2", seed=3)
+    keys = rounding_keys(model, 3)
+    assert len(set(keys.values())) == len(keys) == len(list(model.parameters()))
+    assert keys[model.decoder.layers[1].mlp.linear_fc2.weight] == tensor_key(3, "decoder.layers.1.mlp.linear_fc2.weight", 0)
+    assert keys[model.embedding.word_embeddings.weight] == tensor_key(3, "embedding.word_embeddings.weight", 0)
+    held = {p: key for group in optimizer.param_groups for p, key in zip(group["params"], group["keys"], strict=True)}
+    assert held == keys
+    assert rounding_keys(nn.ModuleDict({"inner": model, "head": nn.Linear(2, 2)}), 3).items() >= keys.items()
 
 
 def step(optimizer: FP8AdamW, sync: GradSync, scale: float = 1.0) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16
 from msamp.numerics.recipe import FP32_STATES, O2, O3, StateFormats
+from msamp.numerics.stochastic_rounding import tensor_key
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.adamw import FP8AdamW
 
@@ -197,3 +198,63 @@ def test_an_own_master_needs_no_following():
     want, optimizer.param_groups[0]["lr"] = fp32_values(p).clone(), 1e-9
     optimizer.step()
     assert torch.allclose(fp32_values(p), want, atol=1e-3)
+
+
+def stochastic(seed: int = 7) -> tuple[list[nn.Parameter], FP8AdamW]:
+    ps = [nn.Parameter(ScalingTensor.quantize(torch.randn(8, 16, generator=torch.Generator().manual_seed(i)), FP16)) for i in range(2)]
+    return ps, FP8AdamW([(f"layer.{i}", p) for i, p in enumerate(ps)], lr=1e-5, formats=O2.states, seed=seed)
+
+
+def advance(ps: list[nn.Parameter], optimizer: FP8AdamW, steps: int) -> None:
+    for step in range(steps):
+        for i, p in enumerate(ps):
+            p.grad = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + i))
+        optimizer.step()
+
+
+def test_keys_of_stochastic_rounding_follow_from_seed_and_names_and_stay_under_another_group():
+    ps, optimizer = stochastic()
+    keys = list(optimizer.param_groups[0]["keys"])
+    assert keys == [tensor_key(7, "layer.0"), tensor_key(7, "layer.1")]
+    assert stochastic(8)[1].param_groups[0]["keys"] != keys
+    optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(4, 4)))], "formats": FP32_STATES})
+    assert optimizer.param_groups[0]["keys"] == keys
+    assert optimizer.param_groups[1]["keys"] == [tensor_key(7, "more")]
+    with pytest.raises(ValueError, match="1 keys are given for 2 parameters; give each its own"):
+        FP8AdamW([{"params": ps, "keys": [1]}], formats=O2.states)
+
+
+def test_a_loaded_state_continues_with_its_own_keys_and_rounding_bit_for_bit():
+    ps, optimizer = stochastic()
+    advance(ps, optimizer, 3)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in ps]
+    advance(ps, optimizer, 2)
+    again, other = stochastic(seed=9)
+    for p, weight in zip(again, weights, strict=True):
+        p.data.copy_(weight)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["keys"] == optimizer.param_groups[0]["keys"]
+    advance(again, other, 2)
+    assert all(a.payload.equal(b.payload) for a, b in zip(again, ps, strict=True))
+
+
+def test_a_state_saved_before_there_was_stochastic_rounding_rounds_to_nearest():
+    ps, optimizer = stochastic()
+    advance(ps, optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        del group["keys"]
+        group["formats"] = {name: value for name, value in group["formats"].items() if not name.endswith("_rounding")}
+    optimizer.load_state_dict(saved)
+    formats = optimizer.param_groups[0]["formats"]
+    assert (formats["master_rounding"], formats["moment_rounding"]) == ("nearest", "nearest")
+    advance(ps, optimizer, 1)
+
+
+def test_a_copy_rounds_as_the_original():
+    ps, optimizer = stochastic()
+    advance(ps, optimizer, 2)
+    copied = copy.deepcopy((ps, optimizer))
+    advance(ps, optimizer, 2)
+    advance(*copied, 2)
+    assert all(a.payload.equal(b.payload) for a, b in zip(copied[0], ps, strict=True))
