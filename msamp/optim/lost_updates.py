@@ -4,7 +4,7 @@ A master in FP16, BF16 or FP8 cannot hold an update far below its own last digit
 then falls more slowly, or not at all, and nothing else shows it. Here the next update runs on copies of a few rows of each parameter, as it
 will be stored and in FP32. The lost share is that part of the wanted distance which does not arrive,
 
-    1 - sum sign(wanted) effective / sum |wanted|,
+    1 - sum sign(wanted) effective / sum abs(wanted),
 
 as `msamp.numerics.metrics.undelivered_frac` defines it.
 """
@@ -31,7 +31,7 @@ def update_distances(optimizer: FP8AdamW, sample: int | None = SAMPLE) -> torch.
         sample: as for `rehearsal.rehearse_launches`.
 
     Returns:
-        FP64 [parameters, 2], group by group, on the device of the parameters: sums over the rows of this process of |wanted| and of
+        FP64 [parameters, 2], group by group, on the device of the parameters: sums over the rows of this process of abs(wanted) and of
         sign(wanted) times the stored change; 0 without an update (no gradient, no state so far, a step that will be skipped, lr 0).
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -61,7 +61,7 @@ def lost_updates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     as far as the learning rate demands: give `msamp.initialize(..., master_rounding="stochastic")`, keep masters in FP32, or raise the
     learning rate.
 
-    The share is 1 - sum sign(wanted) effective / sum |wanted|: `wanted` is the update that FP32 arithmetic makes of the present states,
+    The share is 1 - sum sign(wanted) effective / sum abs(wanted): `wanted` is the update that FP32 arithmetic makes of the present states,
     `effective` the change of the stored master. Under stochastic rounding it is 0 up to noise. Rounding of the moments is no part of it.
 
     Args:
