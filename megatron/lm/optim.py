@@ -4,13 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
 from megatron.lm.config import Config
 from megatron.lm.grid import Grid
-from megatron.lm.model.initial import named_globally
+from megatron.lm.model.initial import parameter_names
 from megatron.lm.model.linear import FP8Gemm
 from msamp.amp.scaler import LossScaler
 from msamp.comm.collectives import Peers
@@ -43,11 +42,7 @@ def rounding_keys(model: nn.Module, seed: int) -> dict[Tensor, int]:
     """The key of every parameter's thresholds for stochastic rounding, by its name in the whole model and, where it is a tensor-parallel
     shard, by its rank. Copies of a parameter have one key: those of data-parallel ranks, norms under tensor parallelism, and a tied
     embedding on the first and the last stage."""
-    names = {p: name for name, p in model.named_parameters()}  # of what is put around a model, such as a classifier's head
-    for inner in (module for module in model.modules() if isinstance(module, GPTModel)):
-        found = ((f"{name}.{key}", p) for name, module in named_globally(inner) for key, p in module.named_parameters(recurse=False))
-        names |= {p: name for name, p in found}
-    rank = Grid.current().tensor.rank
+    rank, names = Grid.current().tensor.rank, parameter_names(model)
     return {p: tensor_key(seed, name, rank if getattr(p, "tensor_model_parallel", False) else 0) for p, name in names.items()}
 
 

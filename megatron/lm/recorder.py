@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron.lm.amax_outliers import bits_held_down, outliers
 from megatron.lm.distributed import chunks
 from megatron.lm.logs import LogFile, Unwritten
-from megatron.lm.model.initial import named_globally
+from megatron.lm.model.initial import named_globally, parameter_names
 from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.training import Training
 from msamp.kernels import ops
@@ -96,12 +96,7 @@ class Recorder:
             for name, scales, rows in self.watched
             if scales.window
         ]
-        self.names: dict[Tensor, str] = {
-            p: f"{name}.{key}".removesuffix(".weight")
-            for chunk in chunks(training.model)
-            for name, module in named_globally(chunk)
-            for key, p in module.named_parameters(recurse=False)
-        }
+        self.names = {p: name.removesuffix(".weight") for p, name in parameter_names(training.model).items()}
         device = next(iter(self.names)).device
         # Always the same memory: graphs write there.
         self._table = torch.zeros(sum(len(rows) for *_, rows in self.watched), len(TALLY), dtype=torch.float64, device=device)
@@ -188,7 +183,7 @@ class Recorder:
                 self._casts[self.names[p], "grad_reduced"] = mean
 
     def _read(self) -> tuple[Rows, Rows, Rows, dict[str, float], Rows]:
-        """Everything that stands on the device, in one transfer: casts, casts of the rehearsed update, updates, mu, bits held down."""
+        """Read everything on the device in one transfer: casts, casts of the rehearsed update, updates, mu, bits held down."""
         sync = self.training.grad_sync
         held = {name: bits_held_down(scales) for name, scales, _ in self._delayed}
         groups: tuple[dict[Any, Tensor], ...] = (self._casts, self._rehearsed, self._updates, held)

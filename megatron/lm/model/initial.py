@@ -59,6 +59,16 @@ def named_globally(model: GPTModel) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def parameter_names(model: nn.Module) -> dict[Tensor, str]:
+    """This rank's parameters and their names in the whole model; those of a module around it, such as a classifier's head, have the names
+    that they have there. `model` may hold several chunks of a pipeline stage."""
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    for inner in (module for module in model.modules() if isinstance(module, GPTModel)):
+        for name, module in named_globally(inner):
+            names |= {p: f"{name}.{key}" for key, p in module.named_parameters(recurse=False)}
+    return names
+
+
 def _draw(name: str, parameter: Tensor, ranks: int, seed: int) -> Tensor:
     """FP32 standard normal values of the whole tensor that `parameter` is a part of."""
     shape = list(parameter.shape)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron.lm.model.initial import parameter_names
 from megatron.lm.run.metrics import Metrics
-from megatron.lm.run.step_watch import parameter_names
 from megatron.lm.training import Training
 from msamp.comm.collectives import Peers
 from msamp.numerics.metrics import undelivered_share

@@ -2,8 +2,8 @@
 
 import torch.distributed as dist
 
+from megatron.lm.model.initial import parameter_names
 from megatron.lm.run import RunStopped
-from megatron.lm.run.step_watch import parameter_names
 from megatron.lm.training import Training
 from msamp.comm.replicas import faults
 

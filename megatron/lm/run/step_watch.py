@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.lm.config import Config
-from megatron.lm.distributed import chunks
-from megatron.lm.model.initial import named_globally
+from megatron.lm.model.initial import parameter_names
 from megatron.lm.run import RunStopped
 from megatron.lm.run.metrics import Metrics
 from megatron.lm.run.signals import Requests
@@ -172,16 +171,6 @@ class StepWatch:
         self.metrics.write(row)
         if self.metrics.main:
             print(line, flush=True)
-
-
-def parameter_names(model: nn.Module) -> dict[Tensor, str]:
-    """This rank's parameters, and what messages call them: their names in the whole model."""
-    return {
-        p: f"{name}.{key}"
-        for chunk in chunks(model)
-        for name, module in named_globally(chunk)
-        for key, p in module.named_parameters(recurse=False)
-    }
 
 
 def _described(found: dict[int, list[str]]) -> str:
