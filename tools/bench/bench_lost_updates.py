@@ -23,12 +23,11 @@ from megatron.lm.build import build_training
 from megatron.lm.run.lost_updates import EVERY, LostUpdates
 from megatron.lm.run.metrics import Metrics
 from megatron.lm.step import train_step
-from megatron.lm.tools.arguments import Parser, count, output_file
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from tools.bench import rows
-from tools.bench.bench_step import WARM_UP, configuration, random_batches
-from tools.precisions import legal_precision
+from tools.bench.bench_recorder import step_parser, take_peak
+from tools.bench.bench_step import configuration, random_batches
 
 
 class Check:
@@ -63,7 +62,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     for _ in range(options.warm_up):
         timed(None)
-    peak = _take_peak(cuda)
+    peak = take_peak(cuda)
     first = timed(check)
     pairs = [(timed(None), timed(check)) for _ in range(options.steps)]
     plain, checked = (statistics.median(times) for times in zip(*pairs, strict=True))
@@ -79,32 +78,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "first_ms": round(first, 1),
         "graphs": graphs.captured if graphs is not None else 0,
         "peak_gib": peak,
-        "checked_peak_gib": _take_peak(cuda),
+        "checked_peak_gib": take_peak(cuda),
     }
-
-
-def _take_peak(cuda: bool) -> float | str:
-    """Peak of allocated GiB since the last call; empty on a CPU."""
-    if not cuda:
-        return ""
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    torch.cuda.reset_peak_memory_stats()
-    return round(peak, 2)
 
 
 @entry.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append the row."""
-    parser = Parser(description=__doc__)
-    parser.add_argument("--level", default="O3", type=legal_precision, help="level or precision (default: %(default)s)")
-    parser.add_argument("--preset", default="1.3b", help="as bench_step.py takes it (default: %(default)s)")
-    parser.add_argument("--micro-batch-size", type=count(1), default=4)
-    parser.add_argument("--vocab-size", type=count(1), default=50304)
-    parser.add_argument("--warm-up", type=count(0), default=WARM_UP, help="plain steps that are not measured")
-    parser.add_argument("--steps", type=count(1), default=20, help="measured steps of each kind")
-    parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
-    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/lost_updates.csv")
-    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    parser = step_parser(__doc__, steps=20, csv="lost_updates.csv")
     options = parser.parse_args(argv)
     process_groups.initialize(configuration(options.level, options))
     row = measure(options)

@@ -53,10 +53,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         file = Path(folder) / "precision.jsonl"
         recorder = Recorder(training, str(file), options.record_interval, lambda *_: None)
         first = timed(recorder.step(1))  # as the trainer does: what graphs will need is compiled by an eager step
-        _take_peak(cuda)
+        take_peak(cuda)
         for _ in range(options.warm_up):
             timed(contextlib.nullcontext())
-        peak = _take_peak(cuda)
+        peak = take_peak(cuda)
         second = timed(recorder.step(training.iteration + 1))
         pairs = [(timed(contextlib.nullcontext()), timed(recorder.step(training.iteration + 1))) for _ in range(options.steps)]
         recorder.close()
@@ -75,13 +75,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "second_ms": round(second, 1),
         "graphs": graphs.captured if graphs is not None else 0,
         "peak_gib": peak,
-        "recorded_peak_gib": _take_peak(cuda),
+        "recorded_peak_gib": take_peak(cuda),
         "line_kib": round(size / 1024, 1),
     }
 
 
-def _take_peak(cuda: bool) -> float | str:
-    """GiB allocated at most since it was asked last; empty on a CPU."""
+def take_peak(cuda: bool) -> float | str:
+    """Peak of allocated GiB since the last call; empty on a CPU."""
     if not cuda:
         return ""
     peak = torch.cuda.max_memory_allocated() / 2**30
@@ -89,20 +89,26 @@ def _take_peak(cuda: bool) -> float | str:
     return round(peak, 2)
 
 
-@entry.command
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and append the row."""
-    parser = Parser(description=__doc__)
+def step_parser(description: str | None, *, steps: int, csv: str) -> Parser:
+    """The command line of a benchmark of two kinds of steps that take turns; `steps` is the default of each, `csv` the file of results."""
+    parser = Parser(description=description)
     parser.add_argument("--level", default="O3", type=legal_precision, help="level or precision (default: %(default)s)")
     parser.add_argument("--preset", default="1.3b", help="as bench_step.py takes it (default: %(default)s)")
     parser.add_argument("--micro-batch-size", type=count(1), default=4)
     parser.add_argument("--vocab-size", type=count(1), default=50304)
     parser.add_argument("--warm-up", type=count(0), default=WARM_UP, help="plain steps that are not measured")
-    parser.add_argument("--steps", type=count(1), default=10, help="measured steps of each kind")
-    parser.add_argument("--record-interval", type=count(1), default=INTERVAL, help="over which the share is told (default: %(default)s)")
+    parser.add_argument("--steps", type=count(1), default=steps, help="measured steps of each kind")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
-    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/recorder.csv")
+    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results" / csv)
     parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    return parser
+
+
+@entry.command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and append the row."""
+    parser = step_parser(__doc__, steps=10, csv="recorder.csv")
+    parser.add_argument("--record-interval", type=count(1), default=INTERVAL, help="over which the share is told (default: %(default)s)")
     options = parser.parse_args(argv)
     process_groups.initialize(configuration(options.level, options))
     row = measure(options)
