@@ -31,7 +31,6 @@ from msamp.kernels.tables import Tables
 from msamp.numerics.formats import FP32, Format, by_name
 from msamp.numerics.recipe import O2, StateFormats
 from msamp.numerics.scaling import inverse, scale_from_amax
-from msamp.numerics.stochastic_rounding import tensor_key
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
 from msamp.optim.clip import (
@@ -54,6 +53,7 @@ from msamp.optim.states import (
     begun,
     check_state,
     copy_of_rows,
+    give_keys,
     is_own_master,
     is_scaled,
     local,
@@ -232,23 +232,11 @@ class FP8AdamW(torch.optim.Optimizer):
         for name in foreign:
             del group[name]
         try:
-            self._give_keys(group, len(self.param_groups) - 1)
+            give_keys(group, len(self.param_groups) - 1, self.seed)
             self.shard.check(group)
         except ValueError:
             self.param_groups.pop()
             raise
-
-    def _give_keys(self, group: dict[str, Any], number: int) -> None:
-        """Give the parameters of a group the keys of their thresholds for stochastic rounding, unless they have them.
-
-        Raises:
-            ValueError: for another number of keys than parameters.
-        """
-        count = len(group["params"])
-        names = group.get("param_names", [f"parameter {i} of group {number}" for i in range(count)])
-        keys = group.setdefault("keys", [tensor_key(self.seed, name) for name in names])
-        if len(keys) != count:
-            raise ValueError(f"{len(keys)} keys are given for {count} parameters; give each its own, or leave them to the optimizer's seed")
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("clip_grad", "combine_norms", "loss_scale", "seed", "shard", "_norm", "_skips", "_usable")
@@ -330,8 +318,10 @@ class FP8AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update of every parameter that has a gradient, or none at all where a gradient is not finite."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self.update()
         return loss
 
@@ -360,8 +350,9 @@ class FP8AdamW(torch.optim.Optimizer):
                 launch.update.run(self._table(), launch, decision.amaxes, self._kept, decision.coefficient, self._usable)
             self.shard.send_weights(scale_invs)
             self._written(ready)
-        for holding in fresh if fresh and not usable else ():  # a skipped step leaves no trace
-            del self.state[holding.weight]
+        if fresh and not usable:
+            for holding in fresh:  # a skipped step leaves no trace
+                del self.state[holding.weight]
 
     def decide(self, ready: Sequence[Holding]) -> Decision:
         """What the gradients of `ready` (as `self.ready` gives them, all with states) come to; collective under ZeRO. Changes no weight and
@@ -532,7 +523,7 @@ class FP8AdamW(torch.optim.Optimizer):
                 shapes, formats, and values that a state cannot hold; nothing has changed then.
 
         The roundings of masters and moments are those saved, as learning rates are, and so are the keys of stochastic rounding: the next
-        step is that of the saved run, bit for bit. What was saved before there was stochastic rounding goes on rounding to nearest.
+        step is that of the saved run, bit for bit. States saved before stochastic rounding existed keep nearest rounding.
         """
         states, names = saved_states(self, state_dict, "formats"), parameter_names(self)
         for whole in self._whole():
@@ -544,7 +535,7 @@ class FP8AdamW(torch.optim.Optimizer):
         take_groups(self, state_dict)
         for number, group in enumerate(self.param_groups):
             group["formats"] = named_formats(group["formats"], len(group["params"]))
-            self._give_keys(group, number)
+            give_keys(group, number, self.seed)
         self._take(
             {
                 holding.place: {

@@ -23,6 +23,7 @@ import torch
 
 from msamp.numerics.formats import FP32, PLAIN_FP16, Format, of_dtype
 from msamp.numerics.range_expand import STATE_GROUP, Expanded
+from msamp.numerics.stochastic_rounding import tensor_key
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
 # FP8-LM's Table 6, #3 and #4, which both came out so on a GPT of 125M (docs/reproduction/fp8lm-table6.md).
@@ -339,8 +340,25 @@ def take_groups(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any])
 
 def parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
     """The name of each parameter in messages, over all groups: its own where its group has names, else its place."""
-    names: list[str] = []
-    for number, group in enumerate(optimizer.param_groups):
-        places = [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
-        names += group.get("param_names", places)
-    return names
+    return [name for number, group in enumerate(optimizer.param_groups) for name in _names_of(group, number)]
+
+
+def _names_of(group: Mapping[str, Any], number: int) -> list[str]:
+    return group.get("param_names", [f"parameter {i} of group {number}" for i in range(len(group["params"]))])  # type: ignore[no-any-return]
+
+
+def give_keys(group: dict[str, Any], number: int, seed: int) -> None:
+    """Give the parameters of a group the keys of their thresholds for stochastic rounding, from their names, unless it has `keys`.
+
+    Args:
+        number: of the group in its optimizer.
+        seed: of the run.
+
+    Raises:
+        ValueError: for another number of keys than parameters.
+    """
+    keys = group.setdefault("keys", [tensor_key(seed, name) for name in _names_of(group, number)])
+    if len(keys) != len(group["params"]):
+        raise ValueError(
+            f"{len(keys)} keys are given for {len(group['params'])} parameters; give each its own, or leave them to the optimizer's seed"
+        )

@@ -18,7 +18,6 @@ GRAD_ACCUM_PLACES = ("rank", "owner")
 ACTIVATIONS_SAVED = ("compute", "coat")
 FAST_ACCUMULATIONS = ("output", "all")
 ATTENTION_PRECISIONS = ("bf16", "fp8")
-ROUNDINGS = ("nearest", "stochastic")
 OPTIMIZER_STATES = {"coat": "coat-e4m3"}  # name -> format of both moments
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -43,6 +42,13 @@ def output_layer_precisions() -> tuple[str, ...]:
     from msamp.nn.vocabulary_loss import PRECISIONS
 
     return PRECISIONS
+
+
+def roundings() -> tuple[str, ...]:
+    """What `--master-rounding` and `--moment-rounding` take."""
+    from msamp.numerics.stochastic_rounding import ROUNDINGS
+
+    return ROUNDINGS
 
 
 def amax_algorithms() -> tuple[str, ...]:
@@ -166,12 +172,12 @@ class PrecisionConfig(RecipeConfig):
         "how masters narrower than FP32 are stored: to nearest, which loses updates below half a code for good, or stochastically, by "
         "seeded thresholds, so that they arrive in the mean; derived: as in the checkpoint that is resumed, else the recipe's own",
         None,
-        choices=ROUNDINGS,
+        choices=roundings,
     )
     moment_rounding: str | None = setting(
         "how moments narrower than FP32 are stored, but for COAT's; derived: as in the checkpoint that is resumed, else the recipe's own",
         None,
-        choices=ROUNDINGS,
+        choices=roundings,
     )
     save_activations: str | None = setting(
         "how the inputs of norms, GELU and SwiGLU are kept for backward: in the compute dtype, or in E4M3 with a scale for every 16 "

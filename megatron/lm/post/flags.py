@@ -23,7 +23,7 @@ def common(parser: argparse.ArgumentParser, *, lr: float, train_iters: int) -> N
     add("--opt-level", default="O2", help="O0 (BF16), O1, O2, O3, or another recipe (default: %(default)s)")
     add("--dtype", default="bf16", choices=models.DTYPES, help="of the model before the recipe (default: %(default)s)")
     add("--master-rounding", choices=ROUNDINGS, help="how master weights are rounded when they are stored (default: the recipe's)")
-    add("--moment-rounding", choices=ROUNDINGS, help="how Adam's first moment is rounded when it is stored (default: the recipe's)")
+    add("--moment-rounding", choices=ROUNDINGS, help="how Adam's moments are rounded when they are stored (default: the recipe's)")
     add("--chat-template", type=arguments.path, help="a Jinja text, in place of the tokenizer's own")
     add("--train-iters", type=arguments.count(1), default=train_iters, help="steps (default: %(default)s)")
     add("--lr", type=float, default=lr, help="at its highest; a cosine to 0 follows (default: %(default)s)")

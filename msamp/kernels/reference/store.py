@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from msamp.numerics.formats import FP16, of_dtype
+from msamp.numerics.formats import of_dtype
 from msamp.numerics.quantize import cast
 from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.stochastic_rounding import Thresholds, cast_stochastically
@@ -78,14 +78,11 @@ def store_(
         scales, inverses = list(found.unbind()), list(inverse(found).unbind())
     for i, (state, value) in enumerate(zip(states, values, strict=True)):
         x = value if scales[i] is None else value * scales[i]
-        before = None if silent is None else fp32_values(state).abs() * (1.0 if scales[i] is None else scales[i])
         if positive:
             x = torch.where(value > 0, x.clamp(min=fmt.smallest), x)
-        if thresholds is not None:
-            payload = cast_stochastically(x, fmt, thresholds[i], name)
-        else:
-            payload = cast(x.clamp(-FP16.max, FP16.max) if fmt is FP16 else x, fmt)
-        if silent is not None and before is not None:
+        payload = cast(x, fmt) if thresholds is None else cast_stochastically(x, fmt, thresholds[i], name)
+        if silent is not None:
+            before = fp32_values(state).abs() * (1.0 if scales[i] is None else scales[i])
             payload = fallen(payload, before, silent[i], fmt.tiny if thresholds is not None else math.inf)
         (state.payload if scaled else state).copy_(payload)  # type: ignore[attr-defined]
     if scaled:
