@@ -1,37 +1,42 @@
-"""Seeded stochastic rounding of stored optimizer states: thresholds from a counter, and the cast that takes them.
+"""Seeded stochastic rounding of stored optimizer states: random words from a counter, and the cast that uses them.
 
-A value x between two neighbours a < b of a format is rounded to b where its threshold r, uniform on [0, 1), satisfies
+Stochastic rounding stores a value x between two neighbours a < b of a format as b where a threshold r, uniform on [0, 1), satisfies
 (x - a) / (b - a) + r >= 1, so that the mean of the stored value is x. Nearest rounding loses every update below half a code for good; here
 it arrives in the mean.
 
-**Thresholds.** r is a function of the tensor's key, the element's index in its shard and the step's number, and of nothing else. So the
-bits do not depend on how ZeRO or FSDP cut the tensor, on CUDA graphs, on the number of micro-batches or on a resume:
+**Random words.** r = w / 2^32, where w depends on the tensor's key, the element's index in its shard, the state and the step's number, and
+on nothing else. So the bits do not depend on how ZeRO or FSDP cut the tensor, on CUDA graphs, on the number of micro-batches or on a
+resume:
 
-    h = mix(key, index)                          32 bits, the same at every step
-    r = (16 bits of h + 40503 step) mod 2^16     in units of 2^-16; 40503 / 2^16 is the golden ratio's fraction to 16 bits
+    h = mix(key, index // 4)                                     one hash for four elements
+    w = h * SPREAD^(4 state + index % 4 + 1) + SPREAD * step     mod 2^32; SPREAD / 2^32 is the golden ratio's fraction
 
 Over the steps the thresholds of an element are a Kronecker sequence, which fills [0, 1) evenly: after n updates of f codes each the value
-has moved by n f codes, to within a code or two, where independent draws would spread by sqrt(n f (1 - f)). Over the elements of a tensor
-they are as good as independent. The first moment takes the low half of h, the master the high half, the second moment the high half of
-h times an odd number.
+has moved by n f codes, to within a code or two, where independent draws would spread by sqrt(n f (1 - f)). Over elements and states the
+thresholds behave as independent ones.
 
-**Bias.** A format drops `shift` = 23 - mantissa_bits bits of FP32. With shift <= 16 (FP16, BF16) the mean is exact for normal values. FP8
-drops 20 or 21 bits, and 16 decide: the chance of rounding up is the multiple of 2^-16 nearest to the exact one, a bias of at most 2^-17
-of a code. Below the smallest normal value `tiny`, x + tiny is rounded to FP32 first, a bias of at most 2^-24 tiny: 2^-14 of FP16's
-smallest code.
+**Bias.** A format drops `shift` = 23 - mantissa_bits bits of FP32. The first `shift` bits of w are added to these before they are cut off,
+so the mean over all w is exactly x. Below the smallest normal value `tiny`, x + tiny is rounded to FP32 first, a bias of at most
+2^-24 tiny: 2^-14 of FP16's smallest code. Masters in FP16 do without that addition, which would cost a twentieth of the update's
+instructions: below `tiny`, 2^-29 of the largest magnitude that the scale leaves room for, a stored master is too small by up to one
+code of 2^-24, in the mean and at every step that changes it.
 """
 
 import hashlib
+import math
+from typing import Any
 
 import torch
 
-from msamp.numerics.formats import Format
+from msamp.numerics.formats import FP16, Format
 from msamp.numerics.quantize import cast
 
 ROUNDINGS = ("nearest", "stochastic")
-STEP = 40503  # 2^16 times the fraction of the golden ratio
 # Odd multipliers: the golden ratio's, and those of a hash of 32 bits that is known to mix well (C. Wellons' hash prospector).
 SPREAD, FIRST, SECOND, HIGH = 0x9E3779B1, 0x21F0AAAD, 0xD35A2D97, 0x85EBCA6B
+LANES = 4  # elements that share a hash
+STATES = ("m", "v", "master")
+MULTIPLIERS = {name: tuple(pow(SPREAD, LANES * i + lane + 1, 2**32) for lane in range(LANES)) for i, name in enumerate(STATES)}
 _PART = 2**22  # elements at a time: a few INT32 temporaries of 16 MiB
 
 
@@ -47,8 +52,8 @@ def tensor_key(seed: int, name: str, *coordinates: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _int32(x: int) -> int:
-    """The low 32 bits as a signed integer, as torch multiplies them."""
+def _int32(x: Any) -> Any:
+    """The low 32 bits of an integer or an INT64 tensor as a signed integer, as torch multiplies them."""
     return (x + 2**31) % 2**32 - 2**31
 
 
@@ -58,7 +63,7 @@ def _mixed(h: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def hashes(key: int, index: torch.Tensor) -> torch.Tensor:
-    """INT32, `mix(key, index)` of INT64 element indices, in their shape."""
+    """INT32, `mix(key, index)` of INT64 indices, in their shape."""
     low, high = index.to(torch.int32), (index >> 32).to(torch.int32)
     h = _mixed(low * _int32(SPREAD) + _int32(key), 16) * _int32(FIRST)
     h = _mixed(h, 15) * _int32(SECOND) + _int32(key >> 32) + high * _int32(HIGH)
@@ -66,7 +71,7 @@ def hashes(key: int, index: torch.Tensor) -> torch.Tensor:
 
 
 class Thresholds:
-    """The thresholds of one tensor, or of a run of its elements, at one step.
+    """The random words of one tensor, or of a run of its elements, at one step.
 
     Args:
         key: of the tensor, by `tensor_key`.
@@ -76,47 +81,56 @@ class Thresholds:
 
     def __init__(self, key: int, offset: int, step: int | torch.Tensor) -> None:
         self.key, self.offset = key, offset
-        self.turn = (step.long() * STEP & 0xFFFF).int() if isinstance(step, torch.Tensor) else step * STEP & 0xFFFF
+        self.turn = _int32(step.long() * SPREAD).int() if isinstance(step, torch.Tensor) else _int32(step * SPREAD)
 
     def of(self, state: str, start: int, count: int, device: torch.device) -> torch.Tensor:
-        """INT32 [count] in [0, 2^16), from element `start` on; `state` is "m", "v" or "master"."""
-        h = hashes(self.key, torch.arange(self.offset + start, self.offset + start + count, device=device))
-        if state == "v":
-            h = h * _int32(SPREAD)
-        own = h if state == "m" else h >> 16
-        return ((own & 0xFFFF) + self.turn) & 0xFFFF
+        """INT32 [count], 32 random bits each, from element `start` on; `state` is "m", "v" or "master"."""
+        index = torch.arange(self.offset + start, self.offset + start + count, device=device)
+        of_lane = torch.tensor([_int32(x) for x in MULTIPLIERS[state]], dtype=torch.int32, device=device)
+        return hashes(self.key, index // LANES) * of_lane[index % LANES] + self.turn
 
 
-def round_stochastically(x: torch.Tensor, thresholds: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """FP32 `x` rounded to a value of `fmt` by thresholds; values beyond the format's largest and NaN stay as they are.
+def round_stochastically(x: torch.Tensor, words: torch.Tensor, fmt: Format, *, subnormals: bool = True) -> torch.Tensor:
+    """FP32 `x` rounded to a value of `fmt`, or to the one that would follow its largest; NaN where `x` is not finite.
 
     Args:
         x: FP32, any shape, already scaled.
-        thresholds: INT32 in [0, 2^16), the shape of `x`.
+        words: INT32 of random bits, the shape of `x`.
         fmt: FP16, BF16, E4M3 or E5M2.
+        subnormals: False rounds values below `fmt.tiny` toward zero once the bits are added.
     """
     shift = 23 - fmt.mantissa_bits
+    added = (words >> (32 - shift)) & ((1 << shift) - 1)
     magnitude = x.abs()
     # Codes below `tiny` have the spacing that FP32 has between `tiny` and 2 `tiny` once as many bits are dropped. BF16 has FP32's
     # exponents, so its codes below `tiny` need no shift.
-    base = torch.where(magnitude < fmt.tiny, fmt.tiny, 0.0) if fmt.scaled else torch.zeros_like(magnitude)
-    added = thresholds >> (16 - shift) if shift <= 16 else (thresholds << (shift - 16)) + (1 << (shift - 17))
-    bits = ((magnitude + base).view(torch.int32) + added) & -(1 << shift)
-    rounded = torch.copysign(bits.view(torch.float32) - base, x)
-    return torch.where(magnitude <= fmt.max, rounded, x)
+    base = torch.where(magnitude < fmt.tiny, fmt.tiny, 0.0) if fmt.scaled and subnormals else torch.zeros_like(magnitude)
+    raised = (magnitude + base).view(torch.int32) + added
+    rounded = (raised & -(1 << shift)).view(torch.float32) - base
+    if not subnormals:
+        raised = raised.view(torch.float32)
+        rounded = torch.where(raised < fmt.tiny, (raised / fmt.smallest).trunc() * fmt.smallest, rounded)
+    return torch.where(x.isfinite(), torch.copysign(rounded, x), math.nan)
 
 
-def cast_stochastically(x: torch.Tensor, fmt: Format, thresholds: Thresholds, state: str) -> torch.Tensor:
-    """`cast` with stochastic rounding: a payload of `fmt.dtype` in the shape of FP32 `x`, saturated; NaN stays NaN.
+def cast_stochastically(
+    x: torch.Tensor, fmt: Format, thresholds: Thresholds, state: str, silent: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`cast` with stochastic rounding: a payload of `fmt.dtype` in the shape of FP32 `x`, saturated; NaN where `x` is not finite.
 
     Args:
         x: FP32, any shape, already scaled.
         fmt: FP16, BF16, E4M3 or E5M2.
         thresholds: those of the tensor.
-        state: which of the element's thresholds: that of "m", "v" or "master".
+        state: which of the element's words: that of "m", "v" or "master".
+        silent: bool, the shape of `x`: where values below `fmt.tiny` are rounded toward zero; None: nowhere.
     """
+    subnormals = state != "master" or fmt is not FP16
     flat, out = x.reshape(-1), torch.empty(x.numel(), dtype=fmt.dtype, device=x.device)
     for start in range(0, flat.numel(), _PART):
         part = flat[start : start + _PART]
-        out[start : start + _PART] = cast(round_stochastically(part, thresholds.of(state, start, part.numel(), x.device), fmt), fmt)
+        words = thresholds.of(state, start, part.numel(), x.device)
+        if silent is not None and fmt.scaled:
+            words = words.masked_fill(silent.reshape(-1)[start : start + _PART] & (part.abs() < fmt.tiny), 0)
+        out[start : start + _PART] = cast(round_stochastically(part, words, fmt, subnormals=subnormals), fmt)
     return out.view(x.shape)

@@ -36,7 +36,7 @@ from msamp.kernels.reference.coat_adamw import coat_adamw as reference_coat_adam
 from msamp.kernels.reference.collage import VARIANTS
 from msamp.kernels.reference.collage import collage as reference_collage
 from msamp.kernels.reference.momentum import ADJUSTMENTS, COEFFICIENTS, Number, heavy_ball_, muon_
-from msamp.kernels.reference.store import Rounding, load, store_
+from msamp.kernels.reference.store import Rounding, load, rounding_of, store_
 from msamp.kernels.tables import Tables
 from msamp.numerics import formats as known_formats
 from msamp.numerics.formats import BF16, REMAINDER_E4M3, Format
@@ -155,7 +155,8 @@ class Launch:
     @property
     def rounding(self) -> Rounding:
         """How moments and masters are stored."""
-        return Rounding(*(self.formats.get(name) == "stochastic" for name in ("moment_rounding", "master_rounding")))
+        moments, masters = (self.formats.get(name, "nearest") for name in ("moment_rounding", "master_rounding"))
+        return rounding_of(moments, masters, known_formats.by_name(self.formats["v"]), self.group.get("betas", (0.0, 0.0))[1])
 
     @property
     def update(self) -> "Update":
@@ -388,7 +389,7 @@ class _Momentum(Update):
         step = launch.steps[i] + 1 if launch.steps[i].is_cuda else int(launch.steps[i]) + 1
         drawn = [Thresholds(launch.keys[i], launch.offsets[i], step)]
         if buffer:
-            store_(buffers, buffer, bounds[0], drawn if launch.rounding.moments else None, "m", silent=silent)
+            store_(buffers, buffer, bounds[0], drawn if launch.rounding.m else None, "m", silent=silent)
         store_(masters, [p], bounds[1], drawn if launch.rounding.masters else None, "master")
         if launch.weights:
             store_(launch.weights[i : i + 1], load(masters), bounds[1])

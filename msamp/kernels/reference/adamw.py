@@ -4,9 +4,10 @@ Moments that are rounded to fewer bits can leave what Adam's moments never leave
 that has not makes the step lr m / eps, and a first moment that rounds back to its own code moves the weight for ever. Three guards hold
 wherever a moment is not FP32, whatever the rounding:
 
-1. A positive v is never stored as 0 but as the format's smallest value.
+1. v is never stored as 0 but as the format's smallest value, in a tensor that has had a gradient.
 2. Where the gradient is 0, m's code falls: a code that would round back to itself becomes the next smaller one. With stochastic rounding,
-   which moves by itself, only codes below the format's smallest normal value do.
+   which moves by itself, values below the format's smallest normal value are rounded toward zero there. COAT's codes change their
+   values at each step; they fall where they would undo more than half of the decay.
 3. No step is larger than Adam's own supremum over all gradients, lr (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)), which
    follows from Cauchy and Schwarz's inequality: 1.17 lr at betas 0.9 and 0.95, 7.3 lr at 0.9 and 0.999. The step of exact moments never
    reaches it.
@@ -214,9 +215,9 @@ def update_(
     steps = [int(step) for step in batch.steps]
     bounded |= is_rounded(batch.ms) or is_rounded(batch.vs)
     adam_(ps, ms, vs, gs, steps, hyper, hyper.largest_step if bounded else math.inf)
-    of_moments, of_masters = thresholds_of(batch, steps, rounding)
-    store_(batch.ms, ms, m_bound, of_moments, "m", silent=[g == 0 for g in gs] if is_rounded(batch.ms) else None)
-    store_(batch.vs, vs, v_bound, of_moments, "v", positive=True)
+    of_m, of_v, of_masters = thresholds_of(batch, steps, rounding)
+    store_(batch.ms, ms, m_bound, of_m, "m", silent=[g == 0 for g in gs] if is_rounded(batch.ms) else None)
+    store_(batch.vs, vs, v_bound, of_v, "v", positive=True)
     store_(batch.masters, ps, p_bound, of_masters, "master")
     if batch.weights:
         store_(batch.weights, load(batch.masters), p_bound)
@@ -236,9 +237,9 @@ def stored_amaxes(
 
 
 def thresholds_of(batch: Batch, steps: Sequence[int], rounding: Rounding) -> list[list[Thresholds] | None]:
-    """Of moments and of masters, each tensor's thresholds at its step; None of what is rounded to nearest."""
+    """Of m, v and the masters, each tensor's thresholds at its step; None of what is rounded to nearest."""
     if rounding == NEAREST:
-        return [None, None]
+        return [None, None, None]
     found = [Thresholds(*each) for each in zip(batch.keys, batch.offsets, steps, strict=True)]
     return [found if stochastic else None for stochastic in rounding]
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 import torch
 
 from msamp.kernels.reference.adamw import Batch, Hyper, update_
-from msamp.kernels.reference.store import NEAREST, Rounding
+from msamp.kernels.reference.store import NEAREST, Rounding, fallen
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.range_expand import Expanded, quantize_expanded
+from msamp.numerics.tensor import fp32_values
 
 
 def coat_adamw(
@@ -38,10 +39,16 @@ def coat_adamw(
     numbers = Hyper(*hyper.tolist()[:5])
     for part in batch.chunks():
         plain = replace(part, ms=_loaded(part.ms), vs=_loaded(part.vs))
-        mine = amaxes[:, part.indices]
-        update_(plain, numbers, mine, kept, coefficient, decoupled=decoupled, rounding=rounding, bounded=True)
-        _store(part.ms, plain.ms)
+        own = amaxes[:, part.indices]
+        silent = [_without_gradient(g, p, numbers.weight_decay and not decoupled) for g, p in zip(part.grads, part.masters, strict=True)]
+        update_(plain, numbers, own, kept, coefficient, decoupled=decoupled, rounding=rounding, bounded=True)
+        _store(part.ms, plain.ms, silent, numbers.beta1)
         _store(part.vs, plain.vs)
+
+
+def _without_gradient(g: torch.Tensor, p: torch.Tensor, decays: float) -> torch.Tensor:
+    """bool, where neither a gradient nor a decay in it moves m."""
+    return (fp32_values(g) == 0) & (fp32_values(p) == 0) if decays else fp32_values(g) == 0
 
 
 def _loaded(states: Sequence[torch.Tensor | Expanded]) -> list[torch.Tensor | Expanded]:
@@ -49,9 +56,21 @@ def _loaded(states: Sequence[torch.Tensor | Expanded]) -> list[torch.Tensor | Ex
     return [state.dequantize() if isinstance(state, Expanded) else state for state in states]
 
 
-def _store(states: Sequence[torch.Tensor | Expanded], values: Sequence[torch.Tensor | Expanded]) -> None:
-    for state, value in zip(states, values, strict=True):
+def _store(
+    states: Sequence[torch.Tensor | Expanded],
+    values: Sequence[torch.Tensor | Expanded],
+    silent: Sequence[torch.Tensor] | None = None,
+    beta1: float = 0.0,
+) -> None:
+    """Overwrite `Expanded` states. Where it is `silent`, codes of m fall that would undo more than half of its decay."""
+    for i, (state, value) in enumerate(zip(states, values, strict=True)):
         if isinstance(state, Expanded) and isinstance(value, torch.Tensor):
-            new = quantize_expanded(value, of_dtype(state.payload.dtype), state.group)
-            for old, now in ((state.payload, new.payload), (state.max, new.max), (state.k, new.k)):
+            fmt = of_dtype(state.payload.dtype)
+            new = quantize_expanded(value, fmt, state.group)
+            payload = new.payload
+            if silent is not None:
+                # The codes' values move with the group's maximum and exponent, so that a code can follow m without being m's own.
+                largest, k = (state.group.spread(x.double(), value.shape) for x in (new.max, new.k))
+                payload = fallen(payload, fmt.max * (state.dequantize().abs() * beta1**0.5 / largest) ** k, silent[i])
+            for old, now in ((state.payload, payload), (state.max, new.max), (state.k, new.k)):
                 old.copy_(now)

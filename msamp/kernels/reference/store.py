@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from msamp.numerics.formats import of_dtype
+from msamp.numerics.formats import Format, of_dtype
 from msamp.numerics.quantize import cast
 from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.stochastic_rounding import Thresholds, cast_stochastically
@@ -21,15 +21,26 @@ class Rounding(NamedTuple):
     """How states are stored that have fewer bits than FP32: to nearest even, or stochastically (`numerics.stochastic_rounding`).
 
     Attributes:
-        moments: whether m and v are rounded stochastically.
-        masters: whether masters are.
+        m, v, masters: whether each is rounded stochastically.
     """
 
-    moments: bool = False
+    m: bool = False
+    v: bool = False
     masters: bool = False
 
 
 NEAREST = Rounding()
+
+
+def rounding_of(moments: str, masters: str, v: Format, beta2: float) -> Rounding:
+    """How m, v and master are stored where moments and masters are asked to be rounded to "nearest" or stochastically.
+
+    Rounded to nearest, v stalls where (1 - beta2) |g^2 - v| is below half a code: within 2^-(mantissa_bits + 1) / (1 - beta2) of v. Below
+    2 % that moves a step by less than 1 %, and nearest rounding, which has half the error and costs less time, is kept for v: so for FP16
+    at beta2 0.95 (1 %), but not at 0.999 (49 %).
+    """
+    stall = 2.0 ** -(v.mantissa_bits + 1) / (1 - beta2) if beta2 < 1 else math.inf
+    return Rounding(moments == "stochastic", moments == "stochastic" and stall > 0.02, masters == "stochastic")
 
 
 def load(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -59,7 +70,7 @@ def store_(
             scale. None for plain states.
         thresholds: of each state, for stochastic rounding; None rounds to nearest.
         name: the state that has these thresholds: "m", "v" or "master".
-        positive: store what is above 0 as no less than the format's smallest value.
+        positive: store no less than the format's smallest value, where the bound is above 0.
         silent: bool, in the shapes of the values: where a code has to fall, since there is no gradient; None: nowhere.
     """
     if not is_rounded(states):
@@ -79,27 +90,29 @@ def store_(
     for i, (state, value) in enumerate(zip(states, values, strict=True)):
         x = value if scales[i] is None else value * scales[i]
         if positive:
-            x = torch.where(value > 0, x.clamp(min=fmt.smallest), x)
-        payload = cast(x, fmt) if thresholds is None else cast_stochastically(x, fmt, thresholds[i], name)
-        if silent is not None:
-            before = fp32_values(state).abs() * (1.0 if scales[i] is None else scales[i])
-            payload = fallen(payload, before, silent[i], fmt.tiny if thresholds is not None else math.inf)
+            x = x.clamp(min=torch.where(bounds[i] > 0, fmt.smallest, 0.0) if bounds is not None else fmt.smallest)
+        here = None if silent is None else silent[i]
+        if thresholds is not None:
+            payload = cast_stochastically(x, fmt, thresholds[i], name, here)
+        else:
+            payload = cast(x, fmt)
+            if here is not None:
+                payload = fallen(payload, fp32_values(state).abs() * (1.0 if scales[i] is None else scales[i]), here)
         (state.payload if scaled else state).copy_(payload)  # type: ignore[attr-defined]
     if scaled:
         torch._foreach_copy_(scale_invs, inverses)
 
 
-def fallen(payload: torch.Tensor, before: torch.Tensor, silent: torch.Tensor, below: float) -> torch.Tensor:
+def fallen(payload: torch.Tensor, before: torch.Tensor, silent: torch.Tensor) -> torch.Tensor:
     """`payload` with the next smaller code wherever a gradient of 0 has not made the value smaller.
 
     Args:
         payload: of the new values, FP8, FP16 or BF16.
         before: FP32, the magnitudes of the values that it replaces, in units of the new payload.
         silent: bool, where the gradient is 0.
-        below: only magnitudes below this fall.
     """
     magnitude = payload.float().abs()
-    held = silent & (magnitude > 0) & (magnitude >= before) & (magnitude < below)
+    held = silent & (magnitude > 0) & (magnitude >= before)
     # The codes of magnitudes are in their order, beside a sign bit.
     codes = payload.view(torch.uint8 if payload.element_size() == 1 else torch.int16)
     return (codes - held.to(codes.dtype)).view(payload.dtype)

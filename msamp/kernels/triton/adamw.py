@@ -13,14 +13,15 @@ import triton.language as tl
 from msamp.kernels.reference.adamw import Batch, Hyper, check_keys
 from msamp.kernels.reference.store import NEAREST, Rounding
 from msamp.kernels.tables import Tables, numbered, rows_of
-from msamp.kernels.triton.pack import _pointer, _span
-from msamp.kernels.triton.store import HASH_SPREAD, _hash, _read, _scaled, _store, _store_m, _store_v, _threshold
+from msamp.kernels.triton.pack import _payload, _pointer, _span, _value
+from msamp.kernels.triton.store import _draws, _read, _store_m, _store_master, _store_v
 from msamp.numerics.formats import of_dtype
-from msamp.numerics.stochastic_rounding import STEP
+from msamp.numerics.stochastic_rounding import LANES, SPREAD
 from msamp.numerics.tensor import ScalingTensor
 
-BLOCK, CHUNK = 2048, 16384  # 8 elements a thread at a time: two of FP16's and one of FP32's widest accesses; elements a program
-REGISTERS = 80  # a thread: three blocks of 256 threads share a multiprocessor, and nothing spills
+BLOCK, CHUNK = 1024, 16384  # 8 elements a thread at a time: two of FP16's and one of FP32's widest accesses; elements a program
+WARPS, REGISTERS = 4, 96  # registers a thread: five blocks of 128 threads share a multiprocessor, and nothing spills
+PACK = 4  # elements that share the branch of `_step_assembly`
 
 
 class Row(NamedTuple):
@@ -54,26 +55,29 @@ class Derived(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """The numbers of a parameter that the launch for scales leaves: scale_inv of each tensor as read (old), the scale and scale_inv it is
-    stored with (scale, new), and Adam's numbers. `p` is the master and `w` the weight beside it; `weight` is that of the gradient in m,
-    `bound` the largest quotient of m and its denominator, and `turn` what the step adds to all thresholds."""
+    """The numbers of a parameter that the launch for scales leaves for the other, FP32: factors of what is read, scales of what is stored,
+    and Adam's numbers. All scales are powers of two, so that their products with other factors are exact.
 
-    g_old: int
-    clip: int
+    `g_factor` is the gradient's scale_inv and the clip coefficient, `v_factor` v's scale_inv and beta2, `p_factor` the master's scale_inv
+    and 1 - lr weight_decay where the decay is decoupled, `w_factor` the scale of the weight beside the master over the master's.
+    `m_new` to `p_new` are the scale_inv of what is stored, `v_floor` the least positive v in its payload's units, or 0 where no element
+    ever had a gradient. `weight` is that of the gradient in m, `bound` the largest quotient of m and its denominator, `turn` the bits that
+    the step adds to all random words."""
+
+    g_factor: int
     m_old: int
     m_scale: int
     m_new: int
-    v_old: int
+    v_factor: int
     v_scale: int
     v_new: int
-    p_old: int
+    v_floor: int
+    p_factor: int
     p_scale: int
     p_new: int
-    w_scale: int
+    w_factor: int
     weight_decay: int
-    remaining: int
     weight: int
-    beta2: int
     w2: int
     correction: int
     eps: int
@@ -86,7 +90,7 @@ class Scalars(NamedTuple):
 COLUMNS, SCALARS = 1 + len(Row._fields), len(Scalars._fields)
 ROW, SCALAR = tl.constexpr(numbered(Row)), tl.constexpr(numbered(Scalars, 0))
 HYPER, DERIVED = tl.constexpr(numbered(Hyper, 0)), tl.constexpr(numbered(Derived, len(Hyper._fields)))
-TURN = tl.constexpr(STEP)
+TURN = tl.constexpr(SPREAD)
 
 
 @triton.jit
@@ -155,29 +159,33 @@ def _scalars_kernel(
     m_old, m_scale, m_new = _new_scale(tl.load(row + ROW.value.m_scale_inv), m_bound, M)
     v_old, v_scale, v_new = _new_scale(tl.load(row + ROW.value.v_scale_inv), v_bound, V)
     p_old, p_scale, p_new = _new_scale(tl.load(row + ROW.value.master_scale_inv), 2.0 * p_amax, P)
-    w_scale = p_scale
+    w_factor = 1.0
     if W != 0:
         _, w_scale, _ = _new_scale(tl.load(row + ROW.value.weight_scale_inv), 2.0 * p_amax, W)
-    g_old = 1.0
+        w_factor = p_new * w_scale
+    g_factor = clip
     if G != 23 and G != 7:
-        g_old = tl.load(_pointer(tl.load(row + ROW.value.grad_scale_inv), 23, False))
+        g_factor = tl.load(_pointer(tl.load(row + ROW.value.grad_scale_inv), 23, False)) * clip
+    p_factor = p_old
+    if DECOUPLED:
+        p_factor = p_old * (1.0 - lr * weight_decay).to(tl.float32)
     out = scalars + tl.program_id(0) * SCALARS
-    tl.store(out + SCALAR.value.g_old, g_old)
-    tl.store(out + SCALAR.value.clip, clip)
+    tl.store(out + SCALAR.value.g_factor, g_factor)
     tl.store(out + SCALAR.value.m_old, m_old)
     tl.store(out + SCALAR.value.m_scale, m_scale)
     tl.store(out + SCALAR.value.m_new, m_new)
-    tl.store(out + SCALAR.value.v_old, v_old)
+    tl.store(out + SCALAR.value.v_factor, v_old * b2)
     tl.store(out + SCALAR.value.v_scale, v_scale)
     tl.store(out + SCALAR.value.v_new, v_new)
-    tl.store(out + SCALAR.value.p_old, p_old)
+    # From its bits: as a constant BF16's, 2^-133, would be FP64.
+    SMALLEST: tl.constexpr = 0x3B000000 if V == 3 else (0x37800000 if V == 2 else (0x33800000 if V == 10 else 0x10000))
+    tl.store(out + SCALAR.value.v_floor, tl.where(v_bound > 0, tl.full((), SMALLEST, tl.int32).to(tl.float32, bitcast=True), 0.0))
+    tl.store(out + SCALAR.value.p_factor, p_factor)
     tl.store(out + SCALAR.value.p_scale, p_scale)
     tl.store(out + SCALAR.value.p_new, p_new)
-    tl.store(out + SCALAR.value.w_scale, w_scale)
+    tl.store(out + SCALAR.value.w_factor, w_factor)
     tl.store(out + SCALAR.value.weight_decay, weight_decay.to(tl.float32))
-    tl.store(out + SCALAR.value.remaining, (1.0 - lr * weight_decay).to(tl.float32))
     tl.store(out + SCALAR.value.weight, tl.where(w1 < 0.5, w1, w1 - 1.0))
-    tl.store(out + SCALAR.value.beta2, b2)
     tl.store(out + SCALAR.value.w2, w2)
     correction = tl.sqrt(1.0 - power2).to(tl.float32)
     tl.store(out + SCALAR.value.correction, correction)
@@ -185,7 +193,7 @@ def _scalars_kernel(
     tl.store(out + SCALAR.value.step_size, (-(lr / (1.0 - power1))).to(tl.float32))
     tl.store(out + SCALAR.value.correction_inverse, _inverse(correction))
     tl.store(out + SCALAR.value.bound, (tl.load(hyper + DERIVED.value.largest_step) * (1.0 - power1)).to(tl.float32))
-    tl.store(out + SCALAR.value.turn, ((step.to(tl.int64) * TURN) & 0xFFFF).to(tl.float32))
+    tl.store(out + SCALAR.value.turn, (step.to(tl.int64) * TURN).to(tl.int32).to(tl.float32, bitcast=True))
     for kind in range(3):
         tl.store(kept + kind * pieces + place, 0.0)
 
@@ -199,17 +207,14 @@ def _quotient(x, y, y_inverse, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _averages(g, m, v, p, weight_decay, remaining, weight, beta2, w2, DECOUPLED: tl.constexpr, HARDWARE: tl.constexpr):
-    """New m and v, and p after its decay: `adam_` of the twin, the numbers as `_scalars_kernel` leaves them."""
-    if DECOUPLED:
-        p = p * remaining
-    else:
+def _averages(g, m, v, p, weight_decay, weight, w2, DECOUPLED: tl.constexpr, HARDWARE: tl.constexpr):
+    """New m and v, and the gradient with Adam's decay in it: `adam_` of the twin. `v` and `p` come multiplied by beta2 and the decay."""
+    if not DECOUPLED:
         g = _fma(weight_decay, p, g, HARDWARE)
     m = _fma(weight, g - m, tl.where(weight > 0, m, g), HARDWARE)
-    v = v * beta2
     # torch multiplies in another order on a CPU than on a GPU, here and below.
     v = _fma(w2, g * g, v, HARDWARE) if HARDWARE else _fma(w2 * g, g, v, HARDWARE)
-    return m, v, p
+    return m, v, g
 
 
 @triton.jit
@@ -217,20 +222,71 @@ def _within(x, top):
     return tl.maximum(tl.minimum(x, top, propagate_nan=tl.PropagateNan.ALL), -top, propagate_nan=tl.PropagateNan.ALL)
 
 
+def _step_assembly(pack: int) -> str:
+    """PTX: $0 to $(pack - 1) become clip(m) / (sqrt(v) / correction + eps), correctly rounded at each of the three operations.
+
+    `sqrt.rn` and `div.rn` branch for each element: a fast path of a few FMAs is correct unless an exponent is extreme. Here all elements of
+    a thread share one branch, and one test: v in [2^-101, 2^100], and m is 0 or at least 2^-64. The caller's `unusual` is 0 where eps,
+    correction and bound are such that d then lies in [2^-40, 2^60], and all remainders are normal numbers.
+    """
+    v, m, correction, inverse, eps, bound, unusual = (range(pack * i, pack * (i + 1)) for i in range(1, 8))
+    body = [
+        ".reg .pred slow; .reg .u32 most, least, u; .reg .f32 r, s, h, e, d, t, y;",
+        f"mov.u32 most, ${unusual[0]}; mov.u32 least, 0xffffffff; neg.f32 y, ${correction[0]};",
+    ]
+    for i in range(pack):
+        body += [
+            f"mov.b32 u, ${v[i]}; add.u32 u, u, 0xf3000000; max.u32 most, most, u;",  # bits of v less those of 2^-101
+            f"mov.b32 u, ${m[i]}; shl.b32 u, u, 1; add.u32 u, u, 0xffffffff; min.u32 least, least, u;",  # no sign; 0 is the largest
+        ]
+    body += ["setp.gt.u32 slow, most, 0x64800000; setp.lt.or.u32 slow, least, 0x3effffff, slow; @slow bra SLOW;"]
+    root = {
+        "": "rsqrt.approx.ftz.f32 r, {v}; mul.rn.f32 s, {v}, r; mul.rn.f32 h, r, 0f3f000000; neg.f32 t, s; fma.rn.f32 e, t, s, {v}; "
+        "fma.rn.f32 s, e, h, s;",
+        "SLOW": "sqrt.rn.f32 s, {v}; min.f32 s, s, 0f7f7fffff;",
+    }
+    quotient = {
+        "": "rcp.approx.ftz.f32 r, d; neg.f32 h, d; fma.rn.f32 e, h, r, 0f3f800000; fma.rn.f32 r, r, e, r; neg.f32 h, r; "
+        "mul.rn.f32 s, t, r; neg.f32 t, t; fma.rn.f32 e, d, s, t; fma.rn.f32 s, h, e, s; fma.rn.f32 e, d, s, t; fma.rn.f32 {q}, h, e, s;",
+        "SLOW": "div.rn.f32 {q}, t, d;",
+    }
+    for path in ("", "SLOW"):
+        body += [f"{path}:"] if path else []
+        for i in range(pack):
+            body += [
+                root[path].format(v=f"${v[i]}"),
+                f"mul.rn.f32 t, s, ${inverse[0]};",
+                f"fma.rn.f32 e, y, t, s; fma.rn.f32 t, e, ${inverse[0]}, t;",
+                f"fma.rn.f32 e, y, t, s; fma.rn.f32 t, e, ${inverse[0]}, t; add.rn.f32 d, t, ${eps[0]};",
+                f"mul.rn.f32 h, d, ${bound[0]}; min.NaN.f32 t, ${m[i]}, h; neg.f32 h, h; max.NaN.f32 t, t, h;",
+                quotient[path].format(q=f"${i}"),
+            ]
+        body += ["bra END;" if not path else "END:"]
+    return "{ " + " ".join(body) + " }"
+
+
+STEP_ASSEMBLY = tl.constexpr(_step_assembly(PACK))
+STEP_OPERANDS = tl.constexpr(",".join(["=&f"] * PACK + ["f"] * (6 * PACK) + ["r"] * PACK))
+STEP_PACK = tl.constexpr(PACK)
+
+
 @triton.jit
-def _adam(
-    g, m, v, p, weight_decay, remaining, weight, beta2, w2, correction, correction_inverse, eps, step_size, bound,
-    DECOUPLED: tl.constexpr, BOUNDED: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """New m, v and p: all of `adam_`, to the bit."""
-    m, v, p = _averages(g, m, v, p, weight_decay, remaining, weight, beta2, w2, DECOUPLED, HARDWARE)
-    root = tl.minimum(tl.sqrt_rn(v), 3.4028234663852886e38)
-    d = _quotient(root, correction, correction_inverse, HARDWARE) + eps
-    used = m
-    if BOUNDED:
-        used = _within(m, d * bound)
-    p = _fma(step_size, tl.div_rn(used, d), p, HARDWARE) if HARDWARE else p + tl.div_rn(step_size * used, d)
-    return m, v, p
+def _moved(m, v, p, correction, correction_inverse, eps, step_size, bound, unusual, BOUNDED: tl.constexpr, HARDWARE: tl.constexpr):
+    """The new p from new moments: the rest of `adam_`, to the bit."""
+    if BOUNDED and HARDWARE:
+        quotient = tl.inline_asm_elementwise(
+            STEP_ASSEMBLY, STEP_OPERANDS, [v, m, correction, correction_inverse, eps, bound, unusual], dtype=tl.float32, is_pure=True,
+            pack=STEP_PACK,
+        )  # fmt: skip
+        p = _fma(step_size, quotient, p, HARDWARE)
+    else:
+        root = tl.minimum(tl.sqrt_rn(v), 3.4028234663852886e38)
+        d = _quotient(root, correction, correction_inverse, HARDWARE) + eps
+        used = m
+        if BOUNDED:
+            used = _within(m, d * bound)
+        p = _fma(step_size, tl.div_rn(used, d), p, HARDWARE) if HARDWARE else p + tl.div_rn(step_size * used, d)
+    return p
 
 
 @triton.jit
@@ -248,32 +304,30 @@ def _keep(kept, largest, scale_inv):
 @triton.jit
 def _numbers(own):
     """All numbers that `_scalars_kernel` left of a tensor, in its order."""
-    g_old = tl.load(own + SCALAR.value.g_old)
-    clip = tl.load(own + SCALAR.value.clip)
+    g_factor = tl.load(own + SCALAR.value.g_factor)
     m_old = tl.load(own + SCALAR.value.m_old)
     m_scale = tl.load(own + SCALAR.value.m_scale)
     m_new = tl.load(own + SCALAR.value.m_new)
-    v_old = tl.load(own + SCALAR.value.v_old)
+    v_factor = tl.load(own + SCALAR.value.v_factor)
     v_scale = tl.load(own + SCALAR.value.v_scale)
     v_new = tl.load(own + SCALAR.value.v_new)
-    p_old = tl.load(own + SCALAR.value.p_old)
+    v_floor = tl.load(own + SCALAR.value.v_floor)
+    p_factor = tl.load(own + SCALAR.value.p_factor)
     p_scale = tl.load(own + SCALAR.value.p_scale)
     p_new = tl.load(own + SCALAR.value.p_new)
-    w_scale = tl.load(own + SCALAR.value.w_scale)
+    w_factor = tl.load(own + SCALAR.value.w_factor)
     weight_decay = tl.load(own + SCALAR.value.weight_decay)
-    remaining = tl.load(own + SCALAR.value.remaining)
     weight = tl.load(own + SCALAR.value.weight)
-    beta2 = tl.load(own + SCALAR.value.beta2)
     w2 = tl.load(own + SCALAR.value.w2)
     correction = tl.load(own + SCALAR.value.correction)
     eps = tl.load(own + SCALAR.value.eps)
     step_size = tl.load(own + SCALAR.value.step_size)
     correction_inverse = tl.load(own + SCALAR.value.correction_inverse)
     bound = tl.load(own + SCALAR.value.bound)
-    turn = tl.load(own + SCALAR.value.turn).to(tl.int32)
+    turn = tl.load(own + SCALAR.value.turn).to(tl.uint32, bitcast=True)
     return (
-        g_old, clip, m_old, m_scale, m_new, v_old, v_scale, v_new, p_old, p_scale, p_new, w_scale, weight_decay, remaining, weight, beta2,
-        w2, correction, eps, step_size, correction_inverse, bound, turn,
+        g_factor, m_old, m_scale, m_new, v_factor, v_scale, v_new, v_floor, p_factor, p_scale, p_new, w_factor, weight_decay, weight, w2,
+        correction, eps, step_size, correction_inverse, bound, turn,
     )  # fmt: skip
 
 
@@ -294,14 +348,15 @@ def _pointers(
 
 @triton.jit
 def _store_weights(
-    p_pointer, w_pointer, at, inside, p, p_scale, p_new, w_scale, largest, P: tl.constexpr, W: tl.constexpr, HARDWARE: tl.constexpr,
-    threshold,
+    p_pointer, w_pointer, at, inside, p, p_scale, w_factor, largest, P: tl.constexpr, W: tl.constexpr, HARDWARE: tl.constexpr, words,
+    SR: tl.constexpr,
 ):  # fmt: skip
     """Store the master, cast the weight from it as stored, and give the `largest` magnitudes of masters so far."""
-    stored = _store(p_pointer, at, inside, p, p_scale, P, HARDWARE, threshold)
+    stored = _store_master(p_pointer, at, inside, p, p_scale, P, HARDWARE, words, SR)
     largest = _raise(largest, tl.where(inside, stored, 0.0))
     if W != 0:
-        _store(w_pointer, at, inside, _scaled(stored, p_new, P), w_scale, W, HARDWARE)
+        w = stored if (P == 23 or P == 7) and (W == 23 or W == 7) else stored * w_factor
+        tl.store(w_pointer + at, _payload(w, W, HARDWARE), mask=inside)
     return largest
 
 
@@ -310,7 +365,7 @@ def _adamw_kernel(
     table, owners, skipped, scalars, kept, pieces, usable,
     G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, W: tl.constexpr, KEEP_P: tl.constexpr,
     DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
-    MOMENTS: tl.constexpr, MASTERS: tl.constexpr, WIDE: tl.constexpr,
+    SR_M: tl.constexpr, SR_V: tl.constexpr, SR_P: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
 ):  # fmt: skip
     if tl.load(usable) == 0:
@@ -319,12 +374,14 @@ def _adamw_kernel(
     own = scalars + tl.load(owners + tl.program_id(0)) * SCALARS
     # All numbers come before the loop: the compiler cannot tell that its stores leave them alone.
     (
-        g_old, clip, m_old, m_scale, m_new, v_old, v_scale, v_new, p_old, p_scale, p_new, w_scale, weight_decay, remaining, weight, beta2,
-        w2, correction, eps, step_size, correction_inverse, bound, turn,
+        g_factor, m_old, m_scale, m_new, v_factor, v_scale, v_new, v_floor, p_factor, p_scale, p_new, w_factor, weight_decay, weight, w2,
+        correction, eps, step_size, correction_inverse, bound, turn,
     ) = _numbers(own)  # fmt: skip
     key = tl.load(row + ROW.value.key)
     index = tl.load(row + ROW.value.offset) + first
     BOUNDED: tl.constexpr = M != 23 or V != 23
+    usual = (eps >= 2.0**-40) & (eps <= 2.0**50) & (correction >= 2.0**-9) & (bound <= 2.0**10)
+    unusual = tl.where(usual, 0, -1)
     g_pointer, m_pointer, v_pointer, p_pointer, w_pointer = _pointers(row, first, G, M, V, P, W, ALIGNED)
     m_largest = tl.zeros((BLOCK,), tl.float32)
     v_largest = tl.zeros((BLOCK,), tl.float32)
@@ -332,31 +389,16 @@ def _adamw_kernel(
     for start in range(0, left, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < left
-        g = _read(g_pointer, at, inside, g_old, G, HARDWARE) * clip
-        m = _read(m_pointer, at, inside, m_old, M, HARDWARE)
-        v = _read(v_pointer, at, inside, v_old, V, HARDWARE)
-        p = _read(p_pointer, at, inside, p_old, P, HARDWARE)
-        before = m
-        decayed = g
-        if not DECOUPLED:
-            decayed = _fma(weight_decay, p, g, HARDWARE)
-        m, v, p = _adam(
-            g, m, v, p, weight_decay, remaining, weight, beta2, w2, correction, correction_inverse, eps, step_size, bound,
-            DECOUPLED, BOUNDED, HARDWARE,
-        )  # fmt: skip
-        of_m = None
-        of_v = None
-        of_p = None
-        if MOMENTS or MASTERS:
-            h = _hash(key, index, at, WIDE)
-            if MOMENTS:
-                of_m = _threshold(h, turn)
-                of_v = _threshold((h * HASH_SPREAD) >> 16, turn)
-            if MASTERS:
-                of_p = _threshold(h >> 16, turn)
-        m_largest = _raise(m_largest, _store_m(m_pointer, at, inside, m, before, decayed, m_scale, M, HARDWARE, of_m))
-        v_largest = _raise(v_largest, _store_v(v_pointer, at, inside, v, v_scale, V, HARDWARE, of_v))
-        p_largest = _store_weights(p_pointer, w_pointer, at, inside, p, p_scale, p_new, w_scale, p_largest, P, W, HARDWARE, of_p)
+        g = _value(tl.load(g_pointer + at, mask=inside, other=0), G, HARDWARE) * g_factor
+        before = _read(m_pointer, at, inside, m_old, M, HARDWARE)
+        v = _value(tl.load(v_pointer + at, mask=inside, other=0), V, HARDWARE) * v_factor
+        p = _value(tl.load(p_pointer + at, mask=inside, other=0), P, HARDWARE) * p_factor
+        m, v, g = _averages(g, before, v, p, weight_decay, weight, w2, DECOUPLED, HARDWARE)
+        of_m, of_v, of_p = _draws(key, index, at, turn, WIDE, WHOLE)
+        m_largest = _raise(m_largest, _store_m(m_pointer, at, inside, m, before, g, m_scale, M, HARDWARE, of_m, SR_M))
+        p = _moved(m, v, p, correction, correction_inverse, eps, step_size, bound, unusual, BOUNDED, HARDWARE)
+        v_largest = _raise(v_largest, _store_v(v_pointer, at, inside, v, v_scale, v_floor, V, HARDWARE, of_v, SR_V))
+        p_largest = _store_weights(p_pointer, w_pointer, at, inside, p, p_scale, w_factor, p_largest, P, W, HARDWARE, of_p, SR_P)
     kept += tl.load(row + ROW.value.place)
     if M != 23 and M != 7:
         _keep(kept, m_largest, m_new)
@@ -394,17 +436,18 @@ def _table_rows(batch: Batch, columns: Sequence[list[torch.Tensor]], numels: Seq
 
 
 def constants_of(batch: Batch, m: int, v: int, master: int, rounding: Rounding) -> dict[str, bool]:
-    """What a kernel is compiled for: what is rounded stochastically, and whether indices need more than 32 bits.
+    """What a kernel is compiled for: which states are rounded stochastically, and what it may expect of their indices.
 
     Args:
         m, v, master: mantissa bits of their formats; 23 where nothing of a state is rounded here.
     """
-    found = {"MOMENTS": rounding.moments and (m != 23 or v != 23), "MASTERS": rounding.masters and master != 23}
+    found = {"SR_M": rounding.m and m != 23, "SR_V": rounding.v and v != 23, "SR_P": rounding.masters and master != 23}
     if not any(found.values()):
-        return {**found, "WIDE": False}
+        return {**found, "WIDE": False, "WHOLE": True}
     check_keys(batch)
     ends = [offset + g.numel() for offset, g in zip(batch.offsets, batch.grads, strict=True)]
-    return {**found, "WIDE": max(ends, default=0) >= 2**32}
+    wide, whole = max(ends, default=0) >= LANES * 2**32, not any(offset % LANES for offset in batch.offsets)
+    return {**found, "WIDE": wide, "WHOLE": whole}
 
 
 def adamw(
@@ -439,7 +482,7 @@ def adamw(
     for owners, aligned in parts:
         _adamw_kernel[(owners.numel(),)](
             table, owners, skipped, scalars, kept, kept.shape[1], flag, KEEP_P=keep_master, DECOUPLED=decoupled, ALIGNED=aligned,
-            HARDWARE=amaxes.is_cuda, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=8, maxnreg=REGISTERS, enable_fp_fusion=False,
+            HARDWARE=amaxes.is_cuda, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
             **formats, **sizes, **drawn,
         )  # fmt: skip
         skipped += owners.numel()

@@ -30,7 +30,7 @@ from msamp.kernels.triton.adamw import (
     constants_of,
 )
 from msamp.kernels.triton.pack import HEAD, _payload, _pointer, _value
-from msamp.kernels.triton.store import HASH_SPREAD, _hash, _read, _store_m, _store_v, _threshold
+from msamp.kernels.triton.store import _draws, _fallen, _store_m, _store_v
 from msamp.numerics.range_expand import STATE_GROUP, Expanded
 from msamp.numerics.tensor import ScalingTensor
 
@@ -92,8 +92,11 @@ def _contracted(raw, largest, k, MANTISSA: tl.constexpr, SIGNED: tl.constexpr, H
 
 
 @triton.jit
-def _expanded(x, MANTISSA: tl.constexpr, SIGNED: tl.constexpr, HARDWARE: tl.constexpr):
-    """Payloads of FP32 [groups, GROUP], and each group's maximum and exponent: `quantize_expanded`. A short group is filled up by 0."""
+def _expanded(x, silent, log2_beta1, MANTISSA: tl.constexpr, SIGNED: tl.constexpr, HARDWARE: tl.constexpr):
+    """Payloads of FP32 [groups, GROUP], and each group's maximum and exponent: `quantize_expanded`. A short group is filled up by 0.
+
+    The signed moment is m. Where it is `silent`, x is beta1 times what m was, and codes fall that undo more than half of this decay.
+    """
     LOG2_MAX: tl.constexpr = 8.807354922057604 if MANTISSA == 3 else 15.807354922057604
     SMALLEST: tl.constexpr = 0.001953125 if MANTISSA == 3 else 0.0000152587890625
     LOG2_RANGE: tl.constexpr = 17.807354922057604 if MANTISSA == 3 else 31.807354922057604
@@ -112,14 +115,19 @@ def _expanded(x, MANTISSA: tl.constexpr, SIGNED: tl.constexpr, HARDWARE: tl.cons
     first = LOG2_MAX - k * log2_max
     grown = tl.exp2(_fma(_approximate(tl.abs(x) * power[:, None], "lg2", HARDWARE), k[:, None], first[:, None], HARDWARE))
     # Where k is large, an error of the logarithm must not cause underflow.
-    grown = tl.where(x != 0, tl.maximum(grown, SMALLEST), grown)
-    payload = _payload(_with_sign_of(x, grown) if SIGNED else grown, MANTISSA, HARDWARE)
+    stored = tl.where(x != 0, tl.maximum(grown, SMALLEST), grown)
+    if SIGNED:
+        payload = _payload(_with_sign_of(x, stored), MANTISSA, HARDWARE)
+        half_decayed = tl.where(silent, grown * tl.exp2(-0.5 * k * log2_beta1)[:, None], float("inf"))
+        payload = _payload(_fallen(_value(payload, MANTISSA, HARDWARE), half_decayed, MANTISSA), MANTISSA, HARDWARE)
+    else:
+        payload = _payload(stored, MANTISSA, HARDWARE)
     return payload, tl.where(top < 0x7F800000, top.to(tl.float32, bitcast=True), float("nan")), k
 
 
 @triton.jit
 def _load_moment(
-    pointer, at, inside, old, largest, exponents, groups, known,
+    pointer, at, inside, factor, largest, exponents, groups, known,
     MANTISSA: tl.constexpr, COAT: tl.constexpr, SIGNED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     if COAT:
@@ -127,26 +135,26 @@ def _load_moment(
         of_each = tl.load(largest + groups, mask=known, other=0.0)
         value = _contracted(raw, of_each, tl.load(exponents + groups, mask=known, other=1.0), MANTISSA, SIGNED, HARDWARE)
     else:
-        value = _read(pointer, at, inside, old, MANTISSA, HARDWARE)
-    return value
+        value = _value(tl.load(pointer + at, mask=inside, other=0), MANTISSA, HARDWARE)
+    return value * factor
 
 
 @triton.jit
 def _store_moment(
-    pointer, at, inside, x, before, g, scale, reached, largest, exponents, groups, known,
-    MANTISSA: tl.constexpr, COAT: tl.constexpr, SIGNED: tl.constexpr, HARDWARE: tl.constexpr, threshold,
+    pointer, at, inside, x, before, g, scale, floor, log2_beta1, reached, largest, exponents, groups, known,
+    MANTISSA: tl.constexpr, COAT: tl.constexpr, SIGNED: tl.constexpr, HARDWARE: tl.constexpr, words, SR: tl.constexpr,
 ):  # fmt: skip
     """Store; returns the largest magnitudes `reached` so far, for a format with a scale. The signed moment is m."""
     if COAT:
-        payload, of_each, k = _expanded(x, MANTISSA, SIGNED, HARDWARE)
+        payload, of_each, k = _expanded(x, g == 0, log2_beta1, MANTISSA, SIGNED, HARDWARE)
         tl.store(pointer + at, payload, mask=inside)
         tl.store(largest + groups, of_each, mask=known)
         tl.store(exponents + groups, k, mask=known)
     else:
         if SIGNED:
-            stored = _store_m(pointer, at, inside, x, before, g, scale, MANTISSA, HARDWARE, threshold)
+            stored = _store_m(pointer, at, inside, x, before, g, scale, MANTISSA, HARDWARE, words, SR)
         else:
-            stored = _store_v(pointer, at, inside, x, scale, MANTISSA, HARDWARE, threshold)
+            stored = _store_v(pointer, at, inside, x, scale, floor, MANTISSA, HARDWARE, words, SR)
         reached = _raise(reached, tl.where(inside, stored, 0.0))
     return reached
 
@@ -156,7 +164,7 @@ def _coat_adamw_kernel(
     table, owners, skipped, scalars, kept, pieces, usable,
     G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, W: tl.constexpr, KEEP_P: tl.constexpr,
     M_COAT: tl.constexpr, V_COAT: tl.constexpr, DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, HARDWARE: tl.constexpr,
-    MOMENTS: tl.constexpr, MASTERS: tl.constexpr, WIDE: tl.constexpr,
+    SR_M: tl.constexpr, SR_V: tl.constexpr, SR_P: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
     GROUP: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
 ):  # fmt: skip
     if tl.load(usable) == 0:
@@ -165,9 +173,10 @@ def _coat_adamw_kernel(
     own = scalars + tl.load(owners + tl.program_id(0)) * SCALARS
     # All numbers come before the loop: the compiler cannot tell that its stores leave them alone.
     (
-        g_old, clip, m_old, m_scale, m_new, v_old, v_scale, v_new, p_old, p_scale, p_new, w_scale, weight_decay, remaining, weight, beta2,
-        w2, _, eps, step_size, correction_inverse, bound, turn,
+        g_factor, m_old, m_scale, m_new, v_factor, v_scale, v_new, v_floor, p_factor, p_scale, p_new, w_factor, weight_decay, weight, w2,
+        _, eps, step_size, correction_inverse, bound, turn,
     ) = _numbers(own)  # fmt: skip
+    log2_beta1 = _approximate(tl.where(weight > 0, 1.0 - weight, -weight), "lg2", HARDWARE)
     # `first` of all groups is this program's first.
     first = (skipped + tl.program_id(0) - tl.load(row + HEAD.value.first)) * CHUNK
     left = tl.minimum((tl.load(row + HEAD.value.numel) + GROUP - 1) // GROUP - first, CHUNK).to(tl.int32)
@@ -205,37 +214,25 @@ def _coat_adamw_kernel(
             in_columns = ((column + groups) % in_row * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
             at = ((column + groups) // in_row * length)[:, None] + in_columns
             inside = (in_columns < length) & known[:, None]
-        g = _read(g_pointer, at, inside, g_old, G, HARDWARE) * clip
-        m = _load_moment(m_pointer, at, inside, m_old, m_largest, m_exponents, groups, known, M, M_COAT, True, HARDWARE)
-        v = _load_moment(v_pointer, at, inside, v_old, v_largest, v_exponents, groups, known, V, V_COAT, False, HARDWARE)
-        p = _read(p_pointer, at, inside, p_old, P, HARDWARE)
-        before = m
-        decayed = g
-        if not DECOUPLED:
-            decayed = _fma(weight_decay, p, g, HARDWARE)
-        m, v, p = _averages(g, m, v, p, weight_decay, remaining, weight, beta2, w2, DECOUPLED, HARDWARE)
+        g = _value(tl.load(g_pointer + at, mask=inside, other=0), G, HARDWARE) * g_factor
+        before = _load_moment(m_pointer, at, inside, m_old, m_largest, m_exponents, groups, known, M, M_COAT, True, HARDWARE)
+        v = _load_moment(v_pointer, at, inside, v_factor, v_largest, v_exponents, groups, known, V, V_COAT, False, HARDWARE)
+        p = _value(tl.load(p_pointer + at, mask=inside, other=0), P, HARDWARE) * p_factor
+        m, v, g = _averages(g, before, v, p, weight_decay, weight, w2, DECOUPLED, HARDWARE)
         # The moments are known to 2^-20 or so, and that is more than approximations add to the update.
         d = _fma(_approximate(v, "sqrt", HARDWARE), correction_inverse, eps, HARDWARE)
         used = _within(m, d * bound)
         p = _fma(step_size, used * _approximate(d, "rcp", HARDWARE), p, HARDWARE)
-        of_m = None
-        of_v = None
-        of_p = None
-        if MOMENTS or MASTERS:
-            h = _hash(key, index, at, WIDE)
-            if MOMENTS:
-                of_m = _threshold(h, turn)
-                of_v = _threshold((h * HASH_SPREAD) >> 16, turn)
-            if MASTERS:
-                of_p = _threshold(h >> 16, turn)
+        of_m, of_v, of_p = _draws(key, index, at, turn, WIDE, WHOLE)
         m_reached = _store_moment(
-            m_pointer, at, inside, m, before, decayed, m_scale, m_reached, m_largest, m_exponents, groups, known, M, M_COAT, True, HARDWARE,
-            of_m,
+            m_pointer, at, inside, m, before, g, m_scale, 0.0, log2_beta1, m_reached, m_largest, m_exponents, groups, known,
+            M, M_COAT, True, HARDWARE, of_m, SR_M,
         )  # fmt: skip
         v_reached = _store_moment(
-            v_pointer, at, inside, v, v, g, v_scale, v_reached, v_largest, v_exponents, groups, known, V, V_COAT, False, HARDWARE, of_v
+            v_pointer, at, inside, v, v, g, v_scale, v_floor, log2_beta1, v_reached, v_largest, v_exponents, groups, known,
+            V, V_COAT, False, HARDWARE, of_v, SR_V,
         )  # fmt: skip
-        p_reached = _store_weights(p_pointer, w_pointer, at, inside, p, p_scale, p_new, w_scale, p_reached, P, W, HARDWARE, of_p)
+        p_reached = _store_weights(p_pointer, w_pointer, at, inside, p, p_scale, w_factor, p_reached, P, W, HARDWARE, of_p, SR_P)
     kept += tl.load(row + ROW.value.place)
     if not M_COAT and M != 23 and M != 7:
         _keep(kept, tl.ravel(m_reached), m_new)

@@ -76,15 +76,23 @@ def _value(raw, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _payload(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
-    """FP32 `v` rounded to nearest even into a payload: FP8 and FP16 saturate, BF16 and FP32 do not; NaN stays NaN."""
+def _payload(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, TOWARD_ZERO: tl.constexpr = False):
+    """FP32 `v` rounded to nearest even into a payload: FP8 and FP16 saturate, BF16 and FP32 do not; NaN stays NaN. FP16 can be rounded
+    toward zero."""
     if MANTISSA <= 3:
         FP8: tl.constexpr = tl.float8e4nv if MANTISSA == 3 else tl.float8e5
         if HARDWARE:  # which saturates by itself
             payload = v.to(FP8).to(tl.uint8, bitcast=True)
         else:
             payload = _fp8_code(v, 448.0 if MANTISSA == 3 else 57344.0, MANTISSA, 7 if MANTISSA == 3 else 15, False)
+    elif MANTISSA == 10 and HARDWARE:
+        ASSEMBLY: tl.constexpr = f"cvt.{'rz' if TOWARD_ZERO else 'rn'}.satfinite.f16x2.f32 $0, $2, $1;"
+        payload = tl.inline_asm_elementwise(ASSEMBLY, "=r,f,f", [v], dtype=tl.float16, is_pure=True, pack=2)
     elif MANTISSA == 10:
+        if TOWARD_ZERO:
+            normal = (v.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
+            small = tl.where(tl.abs(v) < 2.0**-14, v, 0.0)
+            v = tl.where(small != 0, (small * 16777216.0).to(tl.int32).to(tl.float32) * 2.0**-24, normal)
         payload = tl.clamp(v, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
     elif MANTISSA == 23:
         payload = v

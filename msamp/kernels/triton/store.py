@@ -5,32 +5,51 @@ import triton.language as tl
 
 from msamp.kernels.triton.pack import _payload, _value
 from msamp.numerics.formats import BF16
-from msamp.numerics.stochastic_rounding import FIRST, HIGH, SECOND, SPREAD
+from msamp.numerics.stochastic_rounding import FIRST, HIGH, LANES, MULTIPLIERS, SECOND, SPREAD
 
 HASH_SPREAD, HASH_FIRST, HASH_SECOND, HASH_HIGH = (tl.constexpr(x) for x in (SPREAD, FIRST, SECOND, HIGH))
+HASH_LANES, OF_M, OF_V, OF_P = (tl.constexpr(x) for x in (LANES, *MULTIPLIERS.values()))
 BF16_MAX = tl.constexpr(BF16.max)
 
 
 @triton.jit
-def _hash(key, index, at, WIDE: tl.constexpr):
-    """uint32: `stochastic_rounding.hashes` of the elements `index + at`; WIDE where indices need more than 32 bits."""
+def _hash(key, index, at, WIDE: tl.constexpr, WHOLE: tl.constexpr):
+    """`stochastic_rounding.hashes` of the elements `index + at`, uint32, and the lane of each.
+
+    Args:
+        WIDE: indices need more than 34 bits.
+        WHOLE: `index` is a multiple of the number of lanes. Then the compiler sees which elements share a hash, and computes it once.
+    """
+    if WHOLE:
+        lane, inner = at % HASH_LANES, at // HASH_LANES
+        group = index // HASH_LANES
+    else:
+        lane, inner = (index + at) % HASH_LANES, (index + at) // HASH_LANES
+        group = index * 0
     second = (key >> 32).to(tl.uint32)
     if WIDE:
-        index = index + at
-        low = index.to(tl.uint32)
-        second = second + (index >> 32).to(tl.uint32) * HASH_HIGH
-    else:
-        low = index.to(tl.uint32) + at.to(tl.uint32)
-    h = low * HASH_SPREAD + key.to(tl.uint32)
+        second += ((group + inner) >> 32).to(tl.uint32) * HASH_HIGH
+    h = (group.to(tl.uint32) + inner.to(tl.uint32)) * HASH_SPREAD + key.to(tl.uint32)
     h = (h ^ (h >> 16)) * HASH_FIRST
     h = (h ^ (h >> 15)) * HASH_SECOND + second
-    return h ^ (h >> 15)
+    return h ^ (h >> 15), lane
 
 
 @triton.jit
-def _threshold(h, turn):
-    """int32 in [0, 2^16), of the low half of a hash."""
-    return ((h & 0xFFFF).to(tl.int32) + turn) & 0xFFFF
+def _words(h, lane, turn, FIRST_LANE: tl.constexpr, SECOND_LANE: tl.constexpr, THIRD_LANE: tl.constexpr, FOURTH_LANE: tl.constexpr):
+    """`Thresholds.of` a state: 32 random bits of each element, from its hash and the multipliers of the lanes."""
+    first_two = tl.where(lane == 0, FIRST_LANE, SECOND_LANE)
+    return h * tl.where(lane < 2, first_two, tl.where(lane == 2, THIRD_LANE, FOURTH_LANE)).to(tl.uint32) + turn
+
+
+@triton.jit
+def _draws(key, index, at, turn, WIDE: tl.constexpr, WHOLE: tl.constexpr):
+    """Random words for m, v and master of the elements `index + at`. The compiler drops those of states that are rounded to nearest."""
+    h, lane = _hash(key, index, at, WIDE, WHOLE)
+    of_m = _words(h, lane, turn, OF_M.value[0], OF_M.value[1], OF_M.value[2], OF_M.value[3])
+    of_v = _words(h, lane, turn, OF_V.value[0], OF_V.value[1], OF_V.value[2], OF_V.value[3])
+    of_p = _words(h, lane, turn, OF_P.value[0], OF_P.value[1], OF_P.value[2], OF_P.value[3])
+    return of_m, of_v, of_p
 
 
 @triton.jit
@@ -52,24 +71,29 @@ def _with_sign(magnitude, x):
 
 
 @triton.jit
-def _stochastic(x, threshold, held_below, MANTISSA: tl.constexpr):
-    """`stochastic_rounding.round_stochastically`; what is not below `held_below` but below the smallest normal value falls by one code."""
+def _or_nan(y, x):
+    """`y`, or NaN where `x` is not finite: its bits could have become those of a number."""
+    return tl.fma(x, tl.full((), 0.0, tl.float32), y)
+
+
+@triton.jit
+def _stochastic(x, words, silent, MANTISSA: tl.constexpr):
+    """`stochastic_rounding.round_stochastically`; where it is `silent`, what is below the smallest normal value goes toward zero."""
     SHIFT: tl.constexpr = 23 - MANTISSA
-    LARGEST: tl.constexpr = 448.0 if MANTISSA == 3 else (57344.0 if MANTISSA == 2 else (65504.0 if MANTISSA == 10 else BF16_MAX))
-    TINY: tl.constexpr = 2.0**-6 if MANTISSA == 3 else (2.0**-126 if MANTISSA == 7 else 2.0**-14)
-    magnitude = tl.abs(x)
-    base = 0.0
-    if MANTISSA != 7:
-        base = tl.where(magnitude < TINY, TINY, 0.0)
-    if SHIFT <= 16:  # noqa: SIM108 - a static branch
-        added = threshold >> (16 - SHIFT)
+    if MANTISSA == 7:
+        added = (words >> (32 - SHIFT)).to(tl.int32, bitcast=True)
+        y = ((x.to(tl.int32, bitcast=True) + added) & -(1 << SHIFT)).to(tl.float32, bitcast=True)
     else:
-        added = (threshold << (SHIFT - 16)) + (1 << (SHIFT - 17))
-    bits = ((magnitude + base).to(tl.int32, bitcast=True) + added) & -(1 << SHIFT)
-    y = bits.to(tl.float32, bitcast=True) - base
-    if held_below is not None:
-        y = tl.where((y >= held_below) & (y < TINY) & (y > 0), _next_below(y, MANTISSA), y)
-    return tl.where(magnitude <= LARGEST, _with_sign(y, x), x)
+        TINY: tl.constexpr = 2.0**-6 if MANTISSA == 3 else 2.0**-14
+        magnitude = tl.abs(x)
+        subnormal = magnitude < TINY
+        base = tl.where(subnormal, TINY, 0.0)
+        if silent is not None:
+            words = tl.where(silent & subnormal, 0, words)
+        added = (words >> (32 - SHIFT)).to(tl.int32, bitcast=True)
+        bits = ((magnitude + base).to(tl.int32, bitcast=True) + added) & -(1 << SHIFT)
+        y = _with_sign(bits.to(tl.float32, bitcast=True) - base, x)
+    return _or_nan(y, x)
 
 
 @triton.jit
@@ -93,45 +117,45 @@ def _read(pointer, at, inside, scale_inv, MANTISSA: tl.constexpr, HARDWARE: tl.c
 
 
 @triton.jit
-def _store(pointer, at, inside, v, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, threshold=None, held_below=None):
-    """Store, stochastically with a threshold; returns the stored payload as FP32, without its scale.
-
-    Payloads with a magnitude that is not below `held_below` fall by one code.
-    """
-    x = _scaled(v, scale, MANTISSA)
-    if threshold is not None:
-        x = _stochastic(x, threshold, held_below, MANTISSA)
-    payload = _payload(x, MANTISSA, HARDWARE)
-    if threshold is None and held_below is not None:
-        payload = _payload(_fallen(_value(payload, MANTISSA, HARDWARE), held_below, MANTISSA), MANTISSA, HARDWARE)
+def _store(pointer, at, inside, x, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, TOWARD_ZERO: tl.constexpr = False):
+    """Store FP32 `x` as it is scaled already; returns the payload as FP32."""
+    payload = _payload(x, MANTISSA, HARDWARE, TOWARD_ZERO)
     tl.store(pointer + at, payload, mask=inside)
     return _value(payload, MANTISSA, HARDWARE)
 
 
 @triton.jit
-def _store_m(pointer, at, inside, m, before, g, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, threshold):
-    """`_store` of the first moment: where the gradient is 0 its code falls. `before` is what it was."""
-    if MANTISSA == 23:
-        stored = _store(pointer, at, inside, m, scale, MANTISSA, HARDWARE)
-    else:
+def _store_m(
+    pointer, at, inside, m, before, g, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, words, SR: tl.constexpr
+):  # fmt: skip
+    """Store the first moment; returns the payload as FP32. To nearest, its code falls where the gradient is 0. `before` is what it was."""
+    x = _scaled(m, scale, MANTISSA)
+    if SR:
+        x = _stochastic(x, words, g == 0, MANTISSA)
+    elif MANTISSA != 23:
         held_below = tl.where(g == 0, tl.abs(_scaled(before, scale, MANTISSA)), float("inf"))
-        stored = _store(pointer, at, inside, m, scale, MANTISSA, HARDWARE, threshold, held_below)
-    return stored
+        x = _fallen(_value(_payload(x, MANTISSA, HARDWARE), MANTISSA, HARDWARE), held_below, MANTISSA)
+    return _store(pointer, at, inside, x, MANTISSA, HARDWARE)
 
 
 @triton.jit
-def _store_v(pointer, at, inside, v, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, threshold):
-    """`_store` of the second moment: what is above 0 stays above 0."""
-    if MANTISSA == 23:
-        stored = _store(pointer, at, inside, v, scale, MANTISSA, HARDWARE)
-    else:
-        # From its bits: as a constant BF16's, 2^-133, would be FP64.
-        BITS: tl.constexpr = 0x3B000000 if MANTISSA == 3 else (0x37800000 if MANTISSA == 2 else (0x33800000 if MANTISSA == 10 else 0x10000))
-        x = _scaled(v, scale, MANTISSA)
-        x = tl.where(v > 0, tl.maximum(x, tl.full((), BITS, tl.int32).to(tl.float32, bitcast=True)), x)
-        if threshold is not None:
-            x = _stochastic(x, threshold, None, MANTISSA)
-        payload = _payload(x, MANTISSA, HARDWARE)
-        tl.store(pointer + at, payload, mask=inside)
-        stored = _value(payload, MANTISSA, HARDWARE)
-    return stored
+def _store_v(pointer, at, inside, v, scale, floor, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, words, SR: tl.constexpr):
+    """Store the second moment, as no less than `floor` of its payload's units; returns the payload as FP32."""
+    x = _scaled(v, scale, MANTISSA)
+    if MANTISSA != 23:
+        x = tl.maximum(x, floor, propagate_nan=tl.PropagateNan.ALL)
+    if SR:
+        x = _stochastic(x, words, None, MANTISSA)
+    return _store(pointer, at, inside, x, MANTISSA, HARDWARE)
+
+
+@triton.jit
+def _store_master(pointer, at, inside, p, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, words, SR: tl.constexpr):
+    """Store the master; returns the payload as FP32."""
+    x = _scaled(p, scale, MANTISSA)
+    if SR and MANTISSA == 10:  # as elsewhere, but subnormal values lose what exceeds a code
+        y = (x.to(tl.int32, bitcast=True) + (words >> 19).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        x = _or_nan(y, x)
+    elif SR:
+        x = _stochastic(x, words, None, MANTISSA)
+    return _store(pointer, at, inside, x, MANTISSA, HARDWARE, SR and MANTISSA == 10)

@@ -128,11 +128,8 @@ def fp32_moves(m: torch.Tensor, v: torch.Tensor, betas: tuple[float, float], sta
 
 # By how much of FP32's move, beside lr, an element may move farther after its last gradient. Measured over these histories and betas, the
 # largest excess was: fp32 0.00 lr, bf16 0.5, fp16 2.7 (FP32 moves 13), O2 2.1 (FP32 14), e4m3 2.9 (FP32 29), e5m2 4.1 (FP32 15),
-# e5m2-fp16 3.0, COAT 1.5 where it does not drift.
+# e5m2-fp16 3.0, COAT 0.6.
 ALLOWANCE = {"fp32": 0.0, "bf16": 0.0, "e5m2": 0.3, "e5m2-fp16": 0.3}
-# COAT stores moments without the guard that makes a code fall: its exponent squeezes the codes of a group that spans many binades, 0.95 m
-# rounds back to the code of m, and the weight moves for ever.
-DRIFTS = {("coat-e4m3", (0.95, 0.98)), ("coat-e5m2", (0.95, 0.98))}
 
 
 def check(pair: str, betas: tuple[float, float], rounding: str, silent: int) -> None:
@@ -140,38 +137,25 @@ def check(pair: str, betas: tuple[float, float], rounding: str, silent: int) -> 
     assert found.largest <= 1.1 * Hyper(LR, *betas, EPS, 0.0).largest_step
     allowed = (1 + ALLOWANCE.get(pair, 0.15)) * found.silent_fp32 + 1.0
     # Few steps after the last gradient FP32 moments move weights too, and roundings add up to a part of that; after 500 it is nothing.
-    late_allowed = 2 * found.late_fp32 + (0.15 if pair.startswith("coat") else 0.01)
+    # COAT's lowest code is the group's smallest m, however small that is, and moves weights by a little for longer.
+    late_allowed = 2 * found.late_fp32 + (0.1 if pair.startswith("coat") else 0.01)
     for name, moved, most in (("silent", found.silent, allowed), ("late", found.late, late_allowed)):
         worst = (moved - most).amax(1)
         assert float(worst.max()) <= 0, {kind: f"{name}: {over:.2f} lr too far" for kind, over in zip(KINDS, worst.tolist(), strict=True)}
 
 
-def marked(request: pytest.FixtureRequest, pair: str, betas: tuple[float, float]) -> None:
-    if (pair, betas) in DRIFTS:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="COAT's first moments do not fall below a code without a gradient"))
-
-
 @each_once(seconds=1.5, pair=list(PAIRS), betas=BETAS, rounding=ROUNDINGS)
-def test_steps_are_bounded_and_no_weight_moves_on_without_a_gradient(request, pair, betas, rounding):
-    marked(request, pair, betas)
+def test_steps_are_bounded_and_no_weight_moves_on_without_a_gradient(pair, betas, rounding):
     check(pair, betas, rounding, silent=200)
 
 
 @pytest.mark.nightly(30)
 @pytest.mark.parametrize("pair", PAIRS)
-def test_the_same_over_a_thousand_steps_without_a_gradient(request, pair):
+def test_the_same_over_a_thousand_steps_without_a_gradient(pair):
     for betas in BETAS:
         for rounding in ROUNDINGS:
-            if (pair, betas) not in DRIFTS and (rounding == "nearest" or state_formats(PAIRS[pair], rounding).moment_rounding == rounding):
+            if rounding == "nearest" or state_formats(PAIRS[pair], rounding).moment_rounding == rounding:
                 check(pair, betas, rounding, SILENT)
-
-
-@pytest.mark.nightly(20)
-@pytest.mark.parametrize("pair", [pair for pair, _ in sorted(DRIFTS)])
-def test_coat_drifts_for_ever_at_some_betas(pair):
-    """The fault that `DRIFTS` names, in units of lr over 500 steps."""
-    found = moves(state_formats(PAIRS[pair], "nearest"), (0.95, 0.98), SILENT)
-    assert 1.0 < float(found.late.max()) < 50.0
 
 
 DECADES = {"bf16": 6, "fp16": 5, "O2": 4, "e4m3": 2, "e5m2": 4, "e5m2-fp16": 5}  # whole decades of gradients that the formats hold

@@ -124,7 +124,7 @@ def test_as_its_twin_to_the_bit(name, triton_device):
     assert not same(before, want)
 
 
-ROUNDINGS = [Rounding(moments=True, masters=True), Rounding(moments=True), Rounding(masters=True)]
+ROUNDINGS = [Rounding(m=True, v=True, masters=True), Rounding(m=True, v=True), Rounding(masters=True)]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -143,12 +143,39 @@ def test_moments_or_masters_alone_are_rounded_stochastically_as_in_the_twin(name
     assert same(got, want)
 
 
-def test_an_index_beyond_32_bits_has_thresholds_of_its_own(triton_device):
-    both = Rounding(moments=True, masters=True)
-    _, want, got = run_both("O2", triton_device, rounding=both, wide=2**33 - 500)
+def test_an_index_beyond_34_bits_has_thresholds_of_its_own(triton_device):
+    both = Rounding(m=True, v=True, masters=True)
+    _, want, got = run_both("O2", triton_device, rounding=both, wide=2**34 - 500)
     assert same(got, want)
     _, low, _ = run_both("O2", triton_device, rounding=both)
     assert not same(low, want)
+
+
+def test_pieces_that_begin_within_a_group_of_four_have_their_thresholds(triton_device):
+    both = Rounding(m=True, v=True, masters=True)
+    _, want, got = run_both("O2", triton_device, rounding=both, wide=3)
+    assert same(got, want)
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.0, 1e-15])
+def test_every_exponent_of_moments_gives_the_twins_step_to_the_bit(eps, triton_device):
+    """The kernel's root and quotient take a fast path unless an exponent is extreme: BF16 holds all of FP32's, from 2^-133 to 2^126."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    m = every[every.float().abs() < 2.0**126].repeat(4)
+    v = m.abs()[torch.randperm(m.numel(), generator=torch.Generator().manual_seed(1))]
+    if torch.device(triton_device).type == "cpu":  # the interpreter reads subnormal BF16 wrongly
+        v = torch.where(v < 2.0**-126, 0.0, v)
+    zeros = torch.zeros(m.numel())
+    ours = Batch([zeros], [m], [v], [torch.randn(m.numel())], [], [torch.tensor(30.0)], [0], [0])
+    ours = Batch(**{k: [x.to(triton_device) if isinstance(x, torch.Tensor) else x for x in column] for k, column in vars(ours).items()})
+    theirs, flag = copy.deepcopy(ours), torch.tensor(True, device=triton_device)
+    for run, x in ((twin, theirs), (kernel, ours)):
+        table, kept = torch.ones(4, 1, device=triton_device), torch.zeros(3, 1, device=triton_device)
+        run(Tables(torch.device(triton_device)), x, hyper(triton_device, eps=eps), table, kept, None, flag, decoupled=True)
+    got, want = ours.masters[0], theirs.masters[0]
+    assert got.isnan().equal(want.isnan())
+    assert got[~got.isnan()].equal(want[~want.isnan()])
+    assert got.isnan().float().mean() < 0.01  # 0 / 0 alone
 
 
 @pytest.mark.parametrize("rounding", [NEAREST, ROUNDINGS[0]], ids=["nearest", "stochastic"])
@@ -171,7 +198,7 @@ def test_a_gradient_of_zero_lets_the_code_of_m_fall_as_in_the_twin(name, roundin
         run(Tables(torch.device(triton_device)), x, numbers, table, kept, None, flag, decoupled=True, rounding=rounding)
     assert same(everything(ours, flag), everything(theirs, flag))
     kept = [float(((fp32_values(m).abs() >= old.abs()) & (old != 0))[1:].float().mean()) for m, old in zip(ours.ms, start, strict=True)]
-    assert max(kept) == 0.0 if rounding == NEAREST else max(kept) < 0.95, kept
+    assert max(kept) == 0.0 if rounding == NEAREST else max(kept) < 0.99, kept
 
 
 def test_stochastic_rounding_without_keys_is_refused(triton_device):
