@@ -45,7 +45,7 @@ setup(
     package_data={
         "msamp": ["py.typed"],
         "megatron.lm.tools": ["requirements-text.txt"],
-        "megatron.lm.cost": ["rates.csv"],
+        "megatron.lm.planning": ["rates.csv"],
         "megatron.lm.evaluation.tasks": [
             "boolq.yaml",
             "commonsense_qa.yaml",

@@ -24,10 +24,10 @@ LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 def recipe_names() -> tuple[str, ...]:
     """What `--precision` takes: the built-in recipes and those registered."""
-    from megatron.lm import peers
+    from megatron.lm.config import baselines
     from msamp.numerics import recipe
 
-    return (*recipe.names(), *peers.names())
+    return (*recipe.names(), *baselines.names())
 
 
 def gemm_names() -> tuple[str, ...]:
@@ -234,7 +234,7 @@ class PrecisionConfig(RecipeConfig):
     def recipe(self) -> "Recipe":
         """`named` with the scaling and the formats that the flags ask for. ValueError as for `named`, and for formats that it does not
         take."""
-        from megatron.lm.recipe import build_recipe
+        from megatron.lm.config.recipe import build_recipe
 
         return build_recipe(self)
 
@@ -264,7 +264,7 @@ def recipe_by_name(name: str) -> "Recipe":
     Raises:
         ValueError: an unknown name.
     """
-    from megatron.lm import peers
+    from megatron.lm.config import baselines
     from msamp.numerics import recipe
 
-    return peers.find(name) or recipe.by_name(name)
+    return baselines.find(name) or recipe.by_name(name)

@@ -12,7 +12,3 @@ signals.py      what a process is asked to do from outside: signals, the clock
 rollback.py     the way back to its newest healthy checkpoint
 watchdog.py     which rank is stuck
 """
-
-
-class RunStopped(RuntimeError):
-    """A run that cannot go on; says why, and what to do."""
