@@ -73,6 +73,7 @@ setup(
             "pytest-xdist",
             "ruff==0.17.5",
             "mypy==2.4.1",
+            "import-linter==2.17",
             "ml_dtypes",
             "triton>=3.6",
             "transformers",  # what converted checkpoints are compared with

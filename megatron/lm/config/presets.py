@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megatron.lm.config import ModelConfig
+from megatron.lm.config import Config, ModelConfig
 
 SEQ_LENGTH = 2048
 MILLION_TOKENS = 2**20
@@ -113,6 +113,19 @@ def preset(name: str) -> dict[str, Any]:
 def published_vocabulary(name: str) -> int:
     """Rows of the embedding that the size was published with, not padded."""
     return VOCABULARIES.get(name, GPT2_VOCABULARY)
+
+
+def linear_shapes(config: Config) -> dict[str, tuple[int, int]]:
+    """The linear layers of a transformer layer by slot -> (outputs, inputs) of a tensor-parallel rank's part."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    hidden, ffn = model.hidden_size, model.ffn_size // tp
+    queries, keys = model.num_attention_heads * model.head_size // tp, model.query_groups * model.head_size // tp
+    return {
+        "linear_qkv": (queries + 2 * keys, hidden),
+        "linear_proj": (hidden, queries),
+        "linear_fc1": (ffn * (2 if model.swiglu else 1), hidden),
+        "linear_fc2": (hidden, ffn),
+    }
 
 
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron.lm.config import LINEARS, Config, flag
-from megatron.lm.config.presets import GPT2_VOCABULARY, parameter_count
+from megatron.lm.config.presets import GPT2_VOCABULARY, linear_shapes, parameter_count
 from megatron.lm.config.recipe import saved_activations
 from megatron.lm.graphs.capture import captured, slots
 from msamp.comm.accumulate import OWNER, Plain, accumulator
@@ -123,19 +123,6 @@ def _layer(config: Config) -> list[Parameter]:
     split = config.parallel.sequence_parallel  # row-parallel biases are added to a slice of the sequence
     attention = linear("linear_proj", split) + linear("linear_qkv") + _head_norms(config)
     return [*_norm(config), *attention, *_norm(config), *linear("linear_fc1"), *linear("linear_fc2", split)]
-
-
-def linear_shapes(config: Config) -> dict[str, tuple[int, int]]:
-    """The linear layers of a transformer layer by slot -> (outputs, inputs) of a tensor-parallel rank's part."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    hidden, ffn = model.hidden_size, model.ffn_size // tp
-    queries, keys = model.num_attention_heads * model.head_size // tp, model.query_groups * model.head_size // tp
-    return {
-        "linear_qkv": (queries + 2 * keys, hidden),
-        "linear_proj": (hidden, queries),
-        "linear_fc1": (ffn * (2 if model.swiglu else 1), hidden),
-        "linear_fc2": (hidden, ffn),
-    }
 
 
 def _norm(config: Config) -> list[Parameter]:

@@ -122,7 +122,7 @@ def _between(rows: list[Rate], size: float | None) -> float:
 
 @functools.cache
 def _rows() -> tuple[Rate, ...]:
-    text = resources.files("megatron.lm.cost").joinpath("rates.csv").read_text(encoding="utf-8")
+    text = resources.files("megatron.lm.planning").joinpath("rates.csv").read_text(encoding="utf-8")
     return tuple(
         Rate(
             row["gpu"], row["name"], float(row["at"]) if row["at"] else None, float(row["value"]), row["unit"], row["source"], row["commit"]

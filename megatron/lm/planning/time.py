@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.lm.config import Config, PrecisionConfig
+from megatron.lm.config.presets import linear_shapes
 from megatron.lm.graphs.capture import captured
 from megatron.lm.planning import wire
 from megatron.lm.planning.cluster import Cluster
-from megatron.lm.planning.memory import Rank, layer_activations, linear_shapes, stage_parameters, vocabulary
+from megatron.lm.planning.memory import Rank, layer_activations, stage_parameters, vocabulary
 from megatron.lm.planning.rates import Rates
 from msamp.nn.vocabulary_loss import ALL
 

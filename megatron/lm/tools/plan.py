@@ -6,7 +6,7 @@
 
 Further flags are those of megatron.lm.pretrain, and override the model's. A flag of the grid, the micro-batch or recomputation fixes it;
 the rest is searched, and the grids that fit are listed, the fastest first. Times are predicted from measured rates
-(`megatron/lm/cost`); the page `docs/guide/planner.md` says how wrong they were where they could be compared.
+(`megatron/lm/planning`); the page `docs/guide/planner.md` says how wrong they were where they could be compared.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""What a run reports: its metrics, the precision record, lost updates and amaxes that grow out of range."""
+"""What a run reports: metrics, the precision record, lost updates, and scales held down by one large amax."""

@@ -9,6 +9,13 @@ from megatron.lm.config.cli import parse_args, to_argv
 from megatron.lm.data.datasets import parse_blend
 
 ROOT = Path(__file__).resolve().parents[4]
+
+
+@pytest.fixture(autouse=True)
+def files() -> None:
+    """Unlike its neighbours this file writes into its folder."""
+
+
 TABLE_10 = ROOT / "examples" / "data" / "fp8_lm_table_10.txt"
 REQUIRED = [
     "--num-layers",

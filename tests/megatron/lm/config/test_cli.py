@@ -104,7 +104,7 @@ def test_usage_errors_name_the_value_and_the_remedy(capsys, argv, words):
 
 def test_a_usage_error_and_good_flags_need_neither_torch_nor_megatron_core():
     program = (
-        "import sys; from megatron.lm.config import check, cli\n"
+        "import sys; from megatron.lm.config import cli; from megatron.lm.config.rules import check\n"
         f"cli.parse_args({[*REQUIRED, '--opt-level', 'O2']})\n"
         "try: cli.parse_args(['--opt-level', 'O4'])\n"
         "finally: print([m for m in sys.modules if m == 'torch' or m.startswith('megatron.core')])"

@@ -126,7 +126,7 @@ SCRIPT = """
 import sys, time
 from megatron.lm.shell import exit_codes
 
-@entry.command
+@exit_codes.command
 def main():
     print("x" * 100, flush=sys.argv[1] == "wait")
     if sys.argv[1] == "wait":
