@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 
 from megatron.lm.config import Config, DataConfig
 from megatron.lm.config.cli import config_from_dict, section_types
-from megatron.lm.config.recipe import rule_setting
+from megatron.lm.config.precision import rule_setting
 from megatron.lm.config.rules.check import check
 from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
 from megatron.lm.processes import process_groups

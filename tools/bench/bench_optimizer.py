@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from megatron.lm.config import Config, ModelConfig
+from megatron.lm.config.precision import build_recipe
 from megatron.lm.config.presets import PRESETS
-from megatron.lm.config.recipe import build_recipe
 from megatron.lm.config.rules.check import check
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file

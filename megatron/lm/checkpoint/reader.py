@@ -16,7 +16,7 @@ from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.values import Found, check_agree, find, find_whole
 from megatron.lm.config import Config, ParallelConfig
 from megatron.lm.config.cli import config_from_dict
-from megatron.lm.config.recipe import build_recipe
+from megatron.lm.config.precision import build_recipe
 from megatron.lm.config.rules.check import single_values
 from megatron.lm.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.lm.model.gpt import build_model

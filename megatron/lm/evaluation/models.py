@@ -58,7 +58,7 @@ class CheckpointModel:
 
     def __init__(self, path: Path) -> None:
         from megatron.lm.checkpoint import CheckpointReader, load_for_inference
-        from megatron.lm.config.recipe import build_recipe
+        from megatron.lm.config.precision import build_recipe
         from megatron.lm.evaluation.decoding import Decoder
 
         info = CheckpointReader(path).info

@@ -22,8 +22,8 @@ from torch import nn
 
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.config.baselines import PeerRecipe
+from megatron.lm.config.precision import with_saved_rounding, with_saved_scaling
 from megatron.lm.config.presets import linear_shapes
-from megatron.lm.config.recipe import with_saved_rounding, with_saved_scaling
 from msamp.kernels.scaled_mm import fp8_hardware
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import ScalingState

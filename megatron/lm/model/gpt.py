@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from megatron.lm.config import Config
 from megatron.lm.config.baselines import PeerRecipe
-from megatron.lm.config.recipe import saved_activations
+from megatron.lm.config.precision import saved_activations
 from megatron.lm.model.attention import check_backend
 from megatron.lm.model.initial import draw_weights
 from megatron.lm.model.linear import HeadGemm, connect, layer_linears, output_linear

@@ -62,7 +62,7 @@ def fp8_linears(config: Config, world_size: int) -> Problems:
 def fp8_scaling(config: Config, world_size: int) -> Problems:
     """Flags for the scaling of operands need FP8 GEMMs, and each setting of a scaling rule needs a rule that has it."""
     from megatron.lm.config.baselines import PeerRecipe
-    from megatron.lm.config.recipe import RULE_SETTINGS, gemm_of, rule_setting
+    from megatron.lm.config.precision import RULE_SETTINGS, gemm_of, rule_setting
 
     precision = config.precision
     if precision.contradiction is not None:

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-from megatron.lm.config.recipe import build_recipe
+from megatron.lm.config.precision import build_recipe
 from megatron.lm.evaluation.decoding import Decoder
 from megatron.lm.model.gpt import build_model
 from msamp.numerics.tensor import ScalingTensor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.lm.build import build_training
-from megatron.lm.config.recipe import build_recipe
+from megatron.lm.config.precision import build_recipe
 from megatron.lm.evaluation import decoding, decoding_graph
 from megatron.lm.evaluation.decoding import Decoder
 from megatron.lm.evaluation.decoding_graph import WARM_UP, Captured, CudaDevice, DecodingGraphs, obstacle

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron.lm.config import Config
-from megatron.lm.config.recipe import build_recipe
+from megatron.lm.config.precision import build_recipe
 from megatron.lm.model.initial import named_globally
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.grid import ALONE, Grid, Ranks

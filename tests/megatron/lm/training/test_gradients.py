@@ -12,7 +12,7 @@ import tiny
 import torch
 from torch import nn
 
-from megatron.lm.config.recipe import build_recipe
+from megatron.lm.config.precision import build_recipe
 from megatron.lm.model.gpt import GPT, build_model
 from megatron.lm.step import evaluate, train_step
 from megatron.lm.training import gradients
