@@ -97,10 +97,11 @@ soak: $(READY) ## kill small trainings 100 times at random moments, and see that
 fuzz: $(READY) ## 13,000 wrong flag sets, damaged and forged checkpoints and files: each is refused in a line, and nothing gets out (an hour on 2 cores)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests:$(PYTHONPATH) $(PYTHON) -m attack.fuzz $(ARGS)
 
-lint: $(READY) ## ruff and mypy
+lint: $(READY) ## ruff, mypy, and the direction of imports
 	$(PYTHON) -m ruff check $(LINTED)
 	$(PYTHON) -m ruff format --check $(LINTED)
 	$(PYTHON) -m mypy msamp megatron/lm tools
+	$(PYTHON) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 wheel: $(READY) ## build dist/msamp-*.whl, and see that it starts by itself, without this folder
 	rm -rf build dist

@@ -45,7 +45,7 @@ setup(
     package_data={
         "msamp": ["py.typed"],
         "megatron.lm.tools": ["requirements-text.txt"],
-        "megatron.lm.cost": ["rates.csv"],
+        "megatron.lm.planning": ["rates.csv"],
         "megatron.lm.evaluation.tasks": [
             "boolq.yaml",
             "commonsense_qa.yaml",
@@ -73,6 +73,7 @@ setup(
             "pytest-xdist",
             "ruff==0.17.5",
             "mypy==2.4.1",
+            "import-linter==2.17",
             "ml_dtypes",
             "triton>=3.6",
             "transformers",  # what converted checkpoints are compared with

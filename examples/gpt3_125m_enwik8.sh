@@ -19,7 +19,7 @@ interpreter
 
 [ -f "$DATA/meta.json" ] || "$PYTHON" tools/prepare_text.py enwik8 --out "$DATA"
 
-exec "$PYTHON" -m megatron.lm.launch --standalone --nproc-per-node "$GPUS_PER_NODE" -m megatron.lm.pretrain \
+exec "$PYTHON" -m megatron.lm.shell.torchrun --standalone --nproc-per-node "$GPUS_PER_NODE" -m megatron.lm.pretrain \
   --preset 125m --opt-level "$OPT_LEVEL" --fp8-min-gain 0 --seed "$SEED" \
   --micro-batch-size $((8 / GPUS_PER_NODE)) --global-batch-size 8 --train-iters 1500 \
   --lr 6e-4 --min-lr 6e-5 --lr-warmup-iters 150 --lr-decay-style cosine \

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 
-from megatron.lm import entry
 from megatron.lm.post.models import need
-from megatron.lm.tools import arguments
-from megatron.lm.tools.files import new_folder
+from megatron.lm.shell import arguments, exit_codes
+from megatron.lm.shell.files import new_folder
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -37,7 +36,7 @@ def convert(gguf: Path, folder: Path) -> None:
         tokenizer.save_pretrained(partial)
 
 
-@entry.command
+@exit_codes.command
 def main() -> None:
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("gguf", type=arguments.path, help="the file of the package")

@@ -15,12 +15,20 @@ import tiny
 import torch
 from torch import Tensor
 
-from megatron.lm.checkpoint.folder import INFO_FILE, digest_entries, iteration_folder, new_partial_folder, publish, read_info, write_info
-from megatron.lm.checkpoint.storage import Item, Stored, write
-from megatron.lm.checkpoint.versions import VERSION
+from megatron.lm.checkpoint.files.folder import (
+    INFO_FILE,
+    digest_entries,
+    iteration_folder,
+    new_partial_folder,
+    publish,
+    read_info,
+    write_info,
+)
+from megatron.lm.checkpoint.files.storage import Item, Stored, write
+from megatron.lm.checkpoint.files.versions import VERSION
 from megatron.lm.config import Config
-from megatron.lm.identity import Run
 from megatron.lm.run.trainer import Trainer
+from megatron.lm.training.identity import Run
 
 MARKER = "latest_checkpointed_iteration.txt"
 LEVELS = ("fp32", "bf16", "O1", "O2", "O3")

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.lm import step
 from megatron.lm.config import Config
 from megatron.lm.run import trainer
-from megatron.lm.training import Batches, StepResult, Training
+from megatron.lm.training.state import Batches, StepResult, Training
 
 FIRST, NORM = "decoder.layers.1.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"
 BATCH = 4  # sequences of a step of tiny's, on one process

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.lm.config import Config
+from megatron.lm.config.precision import build_recipe
 from megatron.lm.model.gpt import build_model
-from megatron.lm.recipe import build_recipe
 
 LLAMA: dict[str, Any] = {"normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True}
 GROUPED: dict[str, Any] = {"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.lm.model.decoding_graph import Captured
+from megatron.lm.evaluation.decoding_graph import Captured
 
 _WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}  # for which a host waits, and a capture is refused
 
@@ -43,7 +43,7 @@ def _again(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
 
 
 class Recorded:
-    """`megatron.lm.model.decoding_graph.Device` without a device.
+    """`megatron.lm.evaluation.decoding_graph.Device` without a device.
 
     Attributes:
         warm: eager runs.

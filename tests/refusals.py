@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from megatron.lm.config import Config
-from megatron.lm.config.check import check
 from megatron.lm.config.cli import parse_args
+from megatron.lm.config.rules.check import check
 from megatron.lm.config.whole import Rules
 
 GOOD = (

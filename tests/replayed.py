@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 
-from megatron.lm.replay import Captured, Replays
+from megatron.lm.graphs.replay import Captured, Replays
 from msamp.comm.grad_sync import GradSync
 
 

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron.lm import process_groups
 from megatron.lm.config import Config, DataConfig
-from megatron.lm.config.check import check
 from megatron.lm.config.cli import config_from_dict, section_types
-from megatron.lm.cpu_home import cpu_home
+from megatron.lm.config.precision import rule_setting
+from megatron.lm.config.rules.check import check
 from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
-from megatron.lm.place import world_size_from_environment
-from megatron.lm.recipe import rule_setting
+from megatron.lm.processes import process_groups
+from megatron.lm.processes.cpu_home import cpu_home
+from megatron.lm.processes.environment import world_size_from_environment
 from megatron.lm.run.trainer import Trainer
 from msamp.numerics.tensor import ScalingTensor
 

@@ -28,18 +28,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.lm import entry, gain, graph, plan, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import OPT_LEVELS, Config, ParallelConfig
-from megatron.lm.config.check import check
 from megatron.lm.config.cli import parse_args
+from megatron.lm.config.precision import build_recipe
+from megatron.lm.config.presets import GPT2_VOCABULARY
+from megatron.lm.config.rules.check import check
+from megatron.lm.graphs import step_graph
+from megatron.lm.model import fp8_layers
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import build_model
-from megatron.lm.presets import GPT2_VOCABULARY
-from megatron.lm.recipe import build_recipe
+from megatron.lm.planning import memory
+from megatron.lm.processes import process_groups
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, output_file
 from megatron.lm.step import train_step
-from megatron.lm.tools.arguments import Parser, output_file
-from megatron.lm.training import Training
+from megatron.lm.training.state import Training
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.kept_states import kept_states
 from msamp.optim.states import as_stored, stored_bytes
@@ -74,7 +78,7 @@ def configuration(level: str, flags: Sequence[str]) -> Config:
     config = parse_args([*flags, named, level, "--train-iters", "10000", "--dry-run"])
     config = replace(config, parallel=ParallelConfig(), training=replace(config.training, global_batch_size=None))
     check(config, 1)
-    return gain.decide(config, gain.default_measure())[0]
+    return fp8_layers.decide(config, fp8_layers.default_measure())[0]
 
 
 class Alive(TorchDispatchMode):
@@ -154,7 +158,7 @@ def layer_bytes(config: Config, **widths: Any) -> int:
 
 def activations(config: Config) -> Iterator[Row]:
     """Rows of one layer, by kind and together."""
-    model, predicted = config.model, plan.activation_parts(config)
+    model, predicted = config.model, memory.activation_parts(config)
     fixed = {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_size}
     layer = layer_bytes(config)
     norms = 2 * (layer - layer_bytes(config, **(fixed | {"hidden_size": model.hidden_size // 2})))
@@ -181,11 +185,11 @@ def state_bytes(training: Training) -> dict[str, int]:
 
 def states(config: Config) -> Iterator[Row]:
     """Rows of the model states, and on a GPU of the peak and the rest of a step."""
-    (rank,) = plan.plan(config, 1)
+    (rank,) = memory.plan(config, 1)
     vocab_size = config.model.vocab_size or GPT2_VOCABULARY
     training = build_training(config, vocab_size)
     device = process_groups.device()
-    batches, graphs = random_batches(config, vocab_size, device), graph.build(training)
+    batches, graphs = random_batches(config, vocab_size, device), step_graph.build(training)
     cuda = device.type == "cuda"
     while train_step(
         training, batches, graphs
@@ -201,11 +205,11 @@ def states(config: Config) -> Iterator[Row]:
         foretold, found = predicted.get(name, 0), measured.get(name, 0)
         yield Row(name, "bytes a parameter", foretold / rank.parameters, found / rank.parameters, 1.0)
     if cuda:
-        yield Row("peak", "GiB", rank.total / plan.GIB, torch.cuda.max_memory_allocated() / plan.GIB)
-        yield Row("rest", "GiB", sum(predicted.values()) / plan.GIB, torch.cuda.memory_allocated() / plan.GIB)
+        yield Row("peak", "GiB", rank.total / memory.GIB, torch.cuda.max_memory_allocated() / memory.GIB)
+        yield Row("rest", "GiB", sum(predicted.values()) / memory.GIB, torch.cuda.memory_allocated() / memory.GIB)
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print one table and append its rows."""
     parser = Parser(description=__doc__)

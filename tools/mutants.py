@@ -24,8 +24,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron.lm import entry
-from megatron.lm.tools.arguments import Parser, count
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".toml")
@@ -227,7 +227,7 @@ def part(text: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
-@entry.command
+@exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0 where every mutant was killed, 1 where one survived, 2 where one is no mutant or the tests fail without."""
     parser = Parser(description=__doc__)

@@ -20,9 +20,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from megatron.lm import entry
-from megatron.lm.run import RunStopped
-from megatron.lm.tools.arguments import Parser, count, path
+from megatron.lm.errors import RunStopped
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, path
 from megatron.lm.tools.report import Run, read_run, summary, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -211,9 +211,9 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 1 where a run failed or is not as it should be, else the exit codes of `megatron.lm.entry`."""
+    """Command line; 1 where a run failed or is not as it should be, else the exit codes of `megatron.lm.shell.exit_codes`."""
     parser = Parser(description=__doc__)
     parser.add_argument("--iters", type=count(1, 10**6), default=ITERATIONS, help="training iterations of each run (default: %(default)s)")
     parser.add_argument(

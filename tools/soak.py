@@ -23,12 +23,12 @@ from pathlib import Path
 import psutil
 import torch
 
-from megatron.lm import entry
-from megatron.lm.checkpoint.folder import check_files, iteration_folder, marked_iteration, read_info
-from megatron.lm.checkpoint.storage import Stored
+from megatron.lm.checkpoint.files.folder import check_files, iteration_folder, marked_iteration, read_info
+from megatron.lm.checkpoint.files.storage import Stored
 from megatron.lm.config import DataConfig
 from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
-from megatron.lm.tools.arguments import Parser, count
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count
 
 ROOT = Path(__file__).resolve().parents[1]
 ITERATIONS, INTERVAL, KEPT = 24, 2, 2  # of --keep-last 1 two are left as well: no step has followed the newest
@@ -284,9 +284,9 @@ def soak(runs: int, seed: int, folder: Path) -> Tally:
     return tally
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 1 where something was lost, else the exit codes of `megatron.lm.entry`."""
+    """Command line; 1 where something was lost, else the exit codes of `megatron.lm.shell.exit_codes`."""
     parser = Parser(description=__doc__)
     parser.add_argument("--runs", type=count(1), default=100, help="runs to kill (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")

@@ -17,8 +17,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron.lm import entry
-from megatron.lm.tools.arguments import Parser
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser
 from tools.docs import figures as drawn
 from tools.docs import planner, post, reproduction, rounding
 from tools.docs import tables as listed
@@ -99,7 +99,7 @@ def draw(name: str, root: Path) -> None:
     (folder / f"{name}.json").write_text(json.dumps(figure.numbers, indent=1) + "\n", encoding="utf-8")
 
 
-@entry.command
+@exit_codes.command
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Command line; 0, 1 where --check finds something stale, 2 for rows that may not be published."""
     parser = Parser(description=__doc__)

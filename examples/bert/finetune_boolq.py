@@ -19,22 +19,23 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from megatron.lm import checkpoint, entry, process_groups
+from megatron.lm import checkpoint
 from megatron.lm.build import build_training
 from megatron.lm.config import CheckpointConfig, Config, DataConfig, LoggingConfig, ParallelConfig, PrecisionConfig
-from megatron.lm.config.check import check
 from megatron.lm.config.precision import OPT_LEVELS
+from megatron.lm.config.rules.check import check
 from megatron.lm.config.training import TOKENIZERS, OptimizerConfig, TrainingConfig
 from megatron.lm.config.whole import CommunicationConfig, FaultConfig
-from megatron.lm.cpu_home import cpu_home
 from megatron.lm.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.lm.durable import written_aside
+from megatron.lm.errors import RunStopped
 from megatron.lm.post import boolq, flags
 from megatron.lm.post.classifier import POOLING, Classifier, Example, batch, check_encoder, check_recipe, encode_pair
 from megatron.lm.post.schedule import drawn
-from megatron.lm.run import RunStopped
-from megatron.lm.tools import arguments
-from megatron.lm.training import Training
+from megatron.lm.processes import process_groups
+from megatron.lm.processes.cpu_home import cpu_home
+from megatron.lm.shell import arguments, exit_codes
+from megatron.lm.shell.durable import written_aside
+from megatron.lm.training.state import Training
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -236,7 +237,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"written: {args.output}")
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
     run(parse(argv))
 

@@ -46,7 +46,7 @@ phase() {
     fi
     load=(--load "$saved")
   fi
-  "$PYTHON" -m megatron.lm.launch --standalone --nproc-per-node "$GPUS_PER_NODE" -m megatron.lm.pretrain \
+  "$PYTHON" -m megatron.lm.shell.torchrun --standalone --nproc-per-node "$GPUS_PER_NODE" -m megatron.lm.pretrain \
     --objective masked-lm --mask-whole-words --position-embedding-type learned_absolute --max-position-embeddings 512 \
     "${shape[@]}" --precision "$PRECISION" --seed "$SEED" --seq-length "$length" --adam-beta1 0.9 --adam-beta2 0.999 --weight-decay 0.01 \
     --micro-batch-size $((batch / GPUS_PER_NODE)) --global-batch-size "$batch" --train-iters "$steps" \

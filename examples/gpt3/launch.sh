@@ -118,7 +118,7 @@ launch() {
     export RANK WORLD_SIZE LOCAL_RANK
     COMMAND=("$PYTHON" -m megatron.lm.pretrain)
   elif ((NNODES == 1)); then
-    COMMAND=("$PYTHON" -m megatron.lm.launch --standalone --nproc-per-node "$GPUS_PER_NODE" -m megatron.lm.pretrain)
+    COMMAND=("$PYTHON" -m megatron.lm.shell.torchrun --standalone --nproc-per-node "$GPUS_PER_NODE" -m megatron.lm.pretrain)
   elif [ -z "${MASTER_ADDR:-}" ] || [ -z "${NODE_RANK:-}" ]; then
     refuse "NNODES=$NNODES machines have to find each other: start this with srun, or on each machine with MASTER_ADDR=HOST and" \
       "NODE_RANK=0 to $((NNODES - 1)); for one machine NNODES=1"
@@ -126,7 +126,7 @@ launch() {
     whole NODE_RANK 0 $((NNODES - 1))
     MASTER_PORT=${MASTER_PORT:-29500}
     whole MASTER_PORT 1 65535
-    COMMAND=("$PYTHON" -m megatron.lm.launch --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$GPUS_PER_NODE"
+    COMMAND=("$PYTHON" -m megatron.lm.shell.torchrun --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$GPUS_PER_NODE"
       --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" -m megatron.lm.pretrain)
   fi
 }

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 import msamp
-from megatron.lm import entry
+from megatron.lm.errors import RunStopped
 from megatron.lm.post import chat, conversations, flags, memory, models, packing, saved
 from megatron.lm.post.losses import answer_log_probs, dpo_loss
 from megatron.lm.post.schedule import drawn, learning_rate
-from megatron.lm.run import RunStopped
-from megatron.lm.tools import arguments
+from megatron.lm.shell import arguments, exit_codes
 from tools.bench import rows
 
 Pair = tuple[chat.Example, chat.Example]  # the chosen and the rejected answer, each behind its prompt
@@ -178,7 +177,7 @@ def report(args: argparse.Namespace, policy: memory.Stored, reference: memory.St
         rows.append(args.rows, [rows.machine(args.commit) | row])
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
     train(parse(argv))
 

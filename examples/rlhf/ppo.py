@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 import msamp
-from megatron.lm import entry
-from megatron.lm.post import chat, conversations, flags, gae, memory, models, rollout, saved
+from megatron.lm.errors import RunStopped
+from megatron.lm.post import chat, conversations, flags, memory, models, saved
 from megatron.lm.post.losses import masked_mean, policy_loss, value_loss
-from megatron.lm.post.rewards import TASKS
+from megatron.lm.post.ppo import gae, rollout
+from megatron.lm.post.ppo.rewards import TASKS
 from megatron.lm.post.schedule import drawn, generator, learning_rate
-from megatron.lm.run import RunStopped
-from megatron.lm.tools import arguments
+from megatron.lm.shell import arguments, exit_codes
 from tools.bench import rows
 
 # step -> prompts of the step, and what makes rewards [b] of its rollout
@@ -259,7 +259,7 @@ def report(args: argparse.Namespace, held: dict[str, memory.Stored], metrics: li
         rows.append(args.rows, [rows.machine(args.commit) | row])
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
     train(parse(argv))
 

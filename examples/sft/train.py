@@ -17,12 +17,11 @@ from typing import Any
 import torch
 
 import msamp
-from megatron.lm import entry
+from megatron.lm.errors import RunStopped
 from megatron.lm.post import chat, conversations, flags, memory, models, packing, saved
 from megatron.lm.post.losses import answer_loss
 from megatron.lm.post.schedule import drawn, learning_rate
-from megatron.lm.run import RunStopped
-from megatron.lm.tools import arguments
+from megatron.lm.shell import arguments, exit_codes
 from tools.bench import rows
 
 
@@ -164,7 +163,7 @@ def report(args: argparse.Namespace, model: Any, held: memory.Stored, metrics: l
         rows.append(args.rows, [rows.machine(args.commit) | row])
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
     train(parse(argv))
 

@@ -1,16 +1,22 @@
 """GPT pre-training on megatron-core with the low-precision recipes of msamp: `python -m megatron.lm.pretrain --help`.
 
-Open step.py first: one training step on one screen. Around it, each importing only what stands above it in its group:
+Open step.py first: one training step on one screen. Four more files are in the root: pretrain (the entry point), build (makes the state of
+a run), errors, and this one. The rest is in rooms. A room imports only rooms in lines below it; `make lint` checks this (`pyproject.toml`).
 
-what is asked for   config, presets, checks, cli; recipe (numbers), gain (which layers gain from FP8), capture (what CUDA graphs can
-                    hold), plan (what will fit)
-where it runs       rendezvous (how processes meet), process_groups (makes the groups, device, seeds), grid (which ranks do what
-                    together), cpu_home (without CUDA)
-what is trained     model/, data/, distributed (gradients), optim (update and schedule), training (the state), build (makes it)
-one step            step; graph (the same step replayed), stage_graph (on a pipeline), replay (what both share), recorder (what it
-                    lost), logs (files that may fail), durable (files that survive a kill)
-a run of steps      run/ (trainer, metrics, faults), checkpoint/, pretrain (the entry point), entry (how a command ends),
-                    interrupt (SIGINT while it imports), launch (torchrun without its traceback)
-beside runs         cost/ (what a step would take on a cluster), tools/ (plans, data, conversion, reports), evaluation/, generation
-after it            post/ (fine-tuning and RLHF, on models of transformers)
+tools/        what a user runs besides the trainer: data, plans, conversion, generation, reports
+post/         fine-tuning and RLHF, on models of transformers
+run/          a run from its first step to its last: the loop, its faults, and its reports (metrics, precision record)
+evaluation/   generation with a KV cache, perplexity, lm-eval's tasks, differences between runs
+build.py      builds the model, its optimizer and everything else that a run trains
+planning/     what a run needs before it starts: memory (`--dry-run`), time of a step, bytes on the wire, the grids that fit a cluster
+checkpoint/   what a checkpoint contains, how it is saved and loaded; files/ has its format on disk
+graphs/       CUDA graphs of a step, of a whole model or of a pipeline stage
+step.py       one training step
+training/     the state of a run, the optimizer and its schedule, the gradient all-reduce, health, identity
+model/        the GPT, and which of its linear layers gain from FP8
+data/         tokenizers, datasets and batches; cleaning/ filters raw text
+processes/    how processes meet, their groups, device and seeds, the grid of ranks, megatron-core without CUDA
+shell/        how a command behaves: flags, files, logs, exit codes, SIGINT, torchrun without its traceback
+config/       the settings by section, their rules, presets, recipes from flags, recipes of the baselines
+errors.py     RunStopped
 """

@@ -5,15 +5,18 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from megatron.lm import checkpoint, gain, graph, process_groups
+from megatron.lm import checkpoint
 from megatron.lm.config import Config
-from megatron.lm.distributed import build_grad_sync, chunks
-from megatron.lm.grid import Grid
+from megatron.lm.config.precision import build_recipe
+from megatron.lm.graphs import step_graph
+from megatron.lm.model import fp8_layers
 from megatron.lm.model.attention import check_precision
 from megatron.lm.model.gpt import build_model
-from megatron.lm.optim import build_loss_scaler, build_optimizer, build_schedule
-from megatron.lm.recipe import build_recipe
-from megatron.lm.training import Training
+from megatron.lm.processes import process_groups
+from megatron.lm.processes.grid import Grid
+from megatron.lm.training.gradients import build_grad_sync, chunks
+from megatron.lm.training.optimizer import build_loss_scaler, build_optimizer, build_schedule
+from megatron.lm.training.state import Training
 from msamp.comm.counters import WireBytes
 from msamp.kernels.scaled_mm import warn_if_emulated
 from msamp.nn.scaling_state import ScalingState
@@ -33,8 +36,8 @@ def build_training(config: Config, vocab_size: int, around: Callable[[nn.Module]
             FP8 attention are asked for and impossible.
     """
     check_precision(config)
-    config, linears = gain.settle(config, lambda: checkpoint.saved_precision(config))
-    graph.choose(config)  # refuses what cannot be, before there is a model
+    config, linears = fp8_layers.settle(config, lambda: checkpoint.saved_precision(config))
+    step_graph.choose(config)  # refuses what cannot be, before there is a model
     recipe = build_recipe(config.precision)
     if recipe.fp8:
         warn_if_emulated(process_groups.device())

@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron.lm.interrupt import LeavingAtOnce
+from megatron.lm.shell.interrupt import LeavingAtOnce
 
 
 def main(argv: list[str] | None = None) -> int:

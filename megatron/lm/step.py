@@ -56,15 +56,15 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from megatron.lm.distributed import chunks, count_pipeline_traffic
 from megatron.lm.model.gpt import GPT
 from megatron.lm.model.loss import mean_loss
-from megatron.lm.training import Batches, StepResult, Training
+from megatron.lm.training.gradients import chunks, count_pipeline_traffic
+from megatron.lm.training.state import Batches, StepResult, Training
 from msamp.optim.device_flag import DeviceCopy
 
 
 class Graphs(Protocol):
-    """What a step asks of its CUDA graphs: `megatron.lm.graph.StepGraphs`, or on a pipeline `megatron.lm.stage_graph.StageGraphs`."""
+    """What a step needs of its CUDA graphs: `megatron.lm.graphs.step_graph.StepGraphs`, or `StageGraphs` of a pipeline's."""
 
     mode: str
 
@@ -78,13 +78,13 @@ class Graphs(Protocol):
 
 
 class Witness(Protocol):
-    """A callback between averaged gradients and update, such as `megatron.lm.recorder.Recorder`."""
+    """A callback between averaged gradients and update, such as `megatron.lm.run.reports.recorder.Recorder`."""
 
     def before_update(self) -> None: ...
 
 
 class RareWitness(Witness, Protocol):
-    """A witness that looks at some steps only, and at their graph as it is: `megatron.lm.run.lost_updates.LostUpdates`."""
+    """A witness that looks at some steps only, and at their graph as it is: `megatron.lm.run.reports.lost_updates.LostUpdates`."""
 
     def due(self) -> bool: ...
 

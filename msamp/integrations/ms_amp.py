@@ -2,7 +2,7 @@
 
 In one folder, the later installation has overwritten the files that both have, `msamp/__init__.py` first of all, and uninstalling either
 removes these files from the other. Where MS-AMP came later, `import msamp` is MS-AMP, and runs no line of this package; so the trainer's
-commands load this file by its path (`megatron.lm.entry`), and it imports nothing of ours.
+commands load this file by its path (`megatron.lm.shell.exit_codes`), and it imports nothing of ours.
 """
 
 import importlib.metadata

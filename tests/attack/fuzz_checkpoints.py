@@ -17,7 +17,7 @@ from attack import odd
 from attack.fuzz import CANARY, Command
 
 from megatron.lm import pretrain
-from megatron.lm.checkpoint.folder import INFO_FILE, read_info
+from megatron.lm.checkpoint.files.folder import INFO_FILE, read_info
 from megatron.lm.config.cli import config_from_dict, to_argv
 from megatron.lm.tools import convert_checkpoint, generate
 
@@ -113,7 +113,7 @@ def _forge_info(draw: random.Random, folder: Path) -> None:
 
 
 def _write_info(folder: Path, info: dict[str, Any]) -> None:
-    from megatron.lm.checkpoint.folder import write_info
+    from megatron.lm.checkpoint.files.folder import write_info
 
     info.pop("seal", None)
     try:

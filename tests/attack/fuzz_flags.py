@@ -12,7 +12,7 @@ from attack.fuzz import Command
 from megatron.lm import pretrain
 from megatron.lm.config import flag
 from megatron.lm.config.cli import section_types
-from megatron.lm.presets import PRESETS
+from megatron.lm.config.presets import PRESETS
 from megatron.lm.tools import convert_checkpoint, generate, inspect_scales, loss_compare, preprocess_data, report
 from tools.reproduce import table7, table8
 

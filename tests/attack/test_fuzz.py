@@ -14,8 +14,8 @@ import torch
 from attack import fuzz, fuzz_checkpoints, fuzz_files, fuzz_flags
 from attack.fuzz import CANARY, Command, Watch, problems
 
-from megatron.lm import process_groups
-from megatron.lm.cpu_home import cpu_home
+from megatron.lm.processes import process_groups
+from megatron.lm.processes.cpu_home import cpu_home
 
 ROOT = Path(__file__).parents[2]
 SMOKE = {"flags": 40, "files": 10, "checkpoints": 6}

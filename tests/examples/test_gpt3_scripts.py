@@ -199,7 +199,7 @@ def test_the_curve_on_enwik8_refuses_in_the_same_way(environment, wanted):
 
 def test_one_machine_is_torchrun_alone(prefix, python):
     launch, _, _ = called(start("125m", PYTHON=python, DATA=prefix, GPUS_PER_NODE=4))
-    assert launch == ["-m", "megatron.lm.launch", "--standalone", "--nproc-per-node", "4"]
+    assert launch == ["-m", "megatron.lm.shell.torchrun", "--standalone", "--nproc-per-node", "4"]
 
 
 def test_several_machines_by_hand(prefix, python):

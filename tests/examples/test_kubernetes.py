@@ -20,8 +20,8 @@ import torch.distributed.run
 import yaml
 
 from megatron.lm.config import Config, DataConfig
-from megatron.lm.config.check import check
 from megatron.lm.config.cli import parse_args
+from megatron.lm.config.rules.check import check
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "examples" / "kubernetes" / "pretrain.yaml"
@@ -46,7 +46,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
 def commands(container: dict[str, Any]) -> tuple[Any, str, list[str]]:
     """What torchrun's own parser makes of a container's arguments: its flags, the module, and the module's flags."""
-    assert container["command"] == ["python3", "-m", "megatron.lm.launch"]
+    assert container["command"] == ["python3", "-m", "megatron.lm.shell.torchrun"]
     assert all(isinstance(word, str) for word in container["args"])
     found = torch.distributed.run.get_args_parser().parse_args(container["args"])
     assert found.module
@@ -141,7 +141,7 @@ class Pods:
         """A pod's container; also again."""
         host = "--rdzv-conf=join_timeout=300,is_host=" + ("1" if pod == 0 else "0")  # what the name of the first pod decides there
         launch = [host if word.startswith("--rdzv-conf") else word for word in self.launch]
-        words = [sys.executable, "-m", "megatron.lm.launch", *launch, "-m", "megatron.lm.pretrain", *self.flags]
+        words = [sys.executable, "-m", "megatron.lm.shell.torchrun", *launch, "-m", "megatron.lm.pretrain", *self.flags]
         strange = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         kept = {name: value for name, value in os.environ.items() if name not in strange}
         ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}

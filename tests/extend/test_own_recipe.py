@@ -18,7 +18,7 @@ import tiny
 import torch
 
 from megatron.lm.config import Config
-from megatron.lm.plan import plan, report
+from megatron.lm.planning.memory import plan, report
 from megatron.lm.run.trainer import Trainer
 from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3, E5M2
@@ -176,7 +176,7 @@ def test_it_appears_in_the_plan(prefix: str, case: str):
 
 
 def test_what_its_recipe_does_not_send_in_fp8_is_refused_by_name(prefix: str):
-    from megatron.lm.config.check import check
+    from megatron.lm.config.rules.check import check
 
     config = settings(prefix, "O3 blockwise, tensor and sequence parallel", tp_wire="fp8")
     with pytest.raises(ValueError, match=r"--tp-wire fp8"):

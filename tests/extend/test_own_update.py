@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron.lm.checkpoint.reader import CheckpointReader
 from megatron.lm.config import Config
-from megatron.lm.plan import plan, report
+from megatron.lm.planning.memory import plan, report
 from megatron.lm.run.trainer import Trainer
 from msamp.kernels.reference.adamw import GRAD
 from msamp.kernels.reference.store import load, store_

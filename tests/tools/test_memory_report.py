@@ -10,9 +10,9 @@ import tiny
 import torch
 from torch import Tensor
 
-from megatron.lm import plan
 from megatron.lm.config import Config
-from megatron.lm.cpu_home import cpu_home
+from megatron.lm.planning import memory
+from megatron.lm.processes.cpu_home import cpu_home
 from msamp.kernels.scaled_mm import native_bf16
 from tools import memory_report
 from tools.memory_report import Alive, Row, activations, configuration, states
@@ -109,11 +109,11 @@ def test_differences_are_percents_of_the_prediction(row: Row, percent: float):
 
 
 def test_one_table_one_csv_and_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    real = plan.activation_parts
+    real = memory.activation_parts
     arguments = [*SHAPE.split(), "--levels", "O3", "--csv", str(tmp_path / "memory.csv"), "--commit", "abc1234"]
     arguments += ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
     monkeypatch.setattr(memory_report, "layer_bytes", lambda config, **widths: sum(real(config).values()) // (2 if widths else 1))
-    monkeypatch.setattr(plan, "activation_parts", lambda config: {"norms": 10**6, "attention": 1, "MLP": 0})
+    monkeypatch.setattr(memory, "activation_parts", lambda config: {"norms": 10**6, "attention": 1, "MLP": 0})
     with cpu_home():
         assert memory_report.main(arguments) == 1
     printed = capsys.readouterr().out.splitlines()

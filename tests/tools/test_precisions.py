@@ -2,7 +2,7 @@ import argparse
 
 import pytest
 
-from megatron.lm import peers
+from megatron.lm.config import baselines
 from megatron.lm.config.cli import parse_args
 from msamp.numerics import recipe
 from tools.precisions import case_flags, legal_case, legal_precision, precision_flags
@@ -24,7 +24,7 @@ def test_a_precision_as_tools_name_it_is_what_the_trainer_takes(text, flags):
     assert config.precision.recipe.name == flags[1]
 
 
-@pytest.mark.parametrize("name", peers.names())
+@pytest.mark.parametrize("name", baselines.names())
 def test_a_peer_is_a_precision_of_the_tools_too(name):
     """bench_step refused them, so that the comparison of one flag could not be measured."""
     assert legal_case(f"{name} --seed 2") == f"{name} --seed 2"

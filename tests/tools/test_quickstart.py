@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron.lm.config import check, cli
+from megatron.lm.config import cli
+from megatron.lm.config.rules import check
 from megatron.lm.tools.report import Run
 from tools import quickstart
 

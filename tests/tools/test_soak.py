@@ -10,10 +10,12 @@ import psutil
 import pytest
 import torch
 
-from megatron.lm.checkpoint import iteration_folder, storage
-from megatron.lm.checkpoint.folder import digest_entries, marked_iteration, new_partial_folder, publish, write_info
-from megatron.lm.checkpoint.storage import Item
-from megatron.lm.config import check, cli
+from megatron.lm.checkpoint import iteration_folder
+from megatron.lm.checkpoint.files import storage
+from megatron.lm.checkpoint.files.folder import digest_entries, marked_iteration, new_partial_folder, publish, write_info
+from megatron.lm.checkpoint.files.storage import Item
+from megatron.lm.config import cli
+from megatron.lm.config.rules import check
 from tools import soak
 from tools.soak import Job, Moment, Tally
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron.lm import entry
 from megatron.lm.model.attention import BACKENDS
-from megatron.lm.tools.arguments import Parser, count, output_file
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, output_file
 from msamp.kernels import ops
 from msamp.kernels.reference.fp8_attention import AttentionScales
 from msamp.nn.attention_block import split_heads
@@ -190,7 +190,7 @@ def flops(size: Shape, passes: str) -> float:
     return forward * (1.0 if passes == PASSES[0] else 3.5)
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append rows."""
     parser = Parser(description=__doc__)

@@ -23,11 +23,14 @@ from typing import Any
 
 import torch
 
-from megatron.lm import checkpoint, entry, graph, process_groups
+from megatron.lm import checkpoint
 from megatron.lm.build import build_training
-from megatron.lm.presets import PRESETS
+from megatron.lm.config.presets import PRESETS
+from megatron.lm.graphs import step_graph
+from megatron.lm.processes import process_groups
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, output_file, path
 from megatron.lm.step import train_step
-from megatron.lm.tools.arguments import Parser, count, output_file, path
 from tools.bench import bench_step, rows
 from tools.precisions import legal_precision
 
@@ -66,7 +69,7 @@ def measure(level: str, options: argparse.Namespace, folder: Path) -> dict[str, 
     fresh = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=None))
     training = build_training(fresh, options.vocab_size)
     batches = bench_step.random_batches(config, options.vocab_size, process_groups.device())
-    graphs = graph.build(training)
+    graphs = step_graph.build(training)
 
     def step() -> float:
         return _seconds(lambda: train_step(training, batches, graphs))
@@ -103,7 +106,7 @@ def measure(level: str, options: argparse.Namespace, folder: Path) -> dict[str, 
     }
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append rows."""
     parser = Parser(description=__doc__)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import msamp
-from megatron.lm import entry
-from megatron.lm.tools.arguments import Parser, count, output_file
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, output_file
 from msamp.numerics import recipe
 from tools.bench import rows
 
@@ -91,7 +91,7 @@ def measure(case: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
     return {"case": case + WAYS[way], **shape, **figures, "first_loss": losses[0], "loss": float(loss)}
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append rows."""
     parser = Parser(description=__doc__)

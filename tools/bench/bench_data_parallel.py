@@ -33,14 +33,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from megatron.lm import entry, graph, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import Config
-from megatron.lm.presets import PRESETS
-from megatron.lm.run.metrics import least_and_most
+from megatron.lm.config.presets import PRESETS
+from megatron.lm.graphs import step_graph
+from megatron.lm.processes import process_groups
+from megatron.lm.run.reports.metrics import least_and_most
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, output_file
 from megatron.lm.step import train_step
-from megatron.lm.tools.arguments import Parser, count, output_file
-from megatron.lm.training import StepResult, Training
+from megatron.lm.training.state import StepResult, Training
 from msamp.comm.collectives import Peers
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics.tensor import ScalingTensor
@@ -217,7 +219,7 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     training = build_training(config, options.vocab_size)
     sync = training.grad_sync
     batches = bench_step.random_batches(config, options.vocab_size, device)
-    step = functools.partial(train_step, training, batches, graph.build(training))
+    step = functools.partial(train_step, training, batches, step_graph.build(training))
     for number in range(options.warm_up):
         if number == 1 and device.type == "cuda":  # a replayed graph allocates nothing: its peak is that of the step that captured it
             torch.cuda.reset_peak_memory_stats()
@@ -315,7 +317,7 @@ def link() -> str:
     return "off" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "on"
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on every rank; rank 0 prints and appends rows, and runs the peers after the others have left."""
     flags = parser(__doc__, CASES, "data_parallel.csv")

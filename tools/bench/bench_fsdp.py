@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
-from megatron.lm.tools.arguments import Parser, count, output_file
+from megatron.lm.shell.arguments import Parser, count, output_file
 from msamp.integrations import fsdp
 from tools.bench import rows
 from tools.bench.bench_data_parallel import step_times

@@ -23,16 +23,17 @@ from typing import Any
 
 import torch
 
-from megatron.lm import entry, process_groups
 from megatron.lm.config import OPT_LEVELS, Config
 from megatron.lm.config.cli import parse_args
-from megatron.lm.generation import Sampling, generate
-from megatron.lm.model.decoding import Decoder
+from megatron.lm.config.precision import build_recipe
+from megatron.lm.config.presets import PRESETS
+from megatron.lm.evaluation.decoding import Decoder
+from megatron.lm.evaluation.generation import Sampling, generate
 from megatron.lm.model.gpt import build_model
 from megatron.lm.model.linear import FP8Gemm
-from megatron.lm.presets import PRESETS
-from megatron.lm.recipe import build_recipe
-from megatron.lm.tools.arguments import Parser, count, output_file
+from megatron.lm.processes import process_groups
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, output_file
 from megatron.lm.tools.convert.folder import write_json, write_tensors
 from megatron.lm.tools.convert.hugging_face import hf_config, hf_rules, hf_tensors
 from tools.bench import rows
@@ -154,7 +155,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = Parser(description=__doc__)

@@ -32,14 +32,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.lm import entry, graph, process_groups, replay
 from megatron.lm.build import build_training
 from megatron.lm.config import Config
-from megatron.lm.config.check import check
-from megatron.lm.presets import parameter_count
-from megatron.lm.recipe import build_recipe
+from megatron.lm.config.precision import build_recipe
+from megatron.lm.config.presets import parameter_count
+from megatron.lm.config.rules.check import check
+from megatron.lm.graphs import replay, step_graph
+from megatron.lm.processes import process_groups
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import count
 from megatron.lm.step import train_step
-from megatron.lm.tools.arguments import count
 from tools.bench import bench_step, rows
 from tools.bench.bench_data_parallel import exposed_communication, link, memory, parser, peer_rows, step_times
 
@@ -118,7 +120,7 @@ def warm_up(config: Config) -> int:
     some eager steps more."""
     gemm = build_recipe(config.precision).gemm
     window = 0 if gemm is None else gemm.input.scaling.window
-    return max(3, window + 1 + (replay.WARM_UP + 1 if graph.obstacle(config) is None else 0))
+    return max(3, window + 1 + (replay.WARM_UP + 1 if step_graph.obstacle(config) is None else 0))
 
 
 def grid(config: Config, ranks: int) -> dict[str, Any]:
@@ -159,7 +161,7 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     device, ranks = process_groups.device(), dist.get_world_size()
     training = build_training(config, options.vocab_size)
     batches = bench_step.random_batches(config, options.vocab_size, device)
-    step = functools.partial(train_step, training, batches, graph.build(training))
+    step = functools.partial(train_step, training, batches, step_graph.build(training))
     for number in range(warm_up(config) if options.warm_up is None else options.warm_up):
         if number == 1 and device.type == "cuda":  # a replayed graph allocates nothing: its peak is that of the step that captured it
             torch.cuda.reset_peak_memory_stats()
@@ -181,7 +183,7 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     return row if options.no_profile else row | exposed_communication(step)
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on every rank; rank 0 prints and appends rows, and runs the peers after the others have left."""
     flags = parser(__doc__, CASES, "grid.csv")

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron.lm import entry
 from megatron.lm.model.attention import BACKENDS
-from megatron.lm.tools.arguments import Parser, count, output_file
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, output_file
 from msamp.kernels import ops
 from msamp.kernels.reference.adamw import Batch, Hyper, hyper_numbers
 from msamp.kernels.tables import Tables
@@ -322,7 +322,7 @@ def attention(tokens: int, hidden: int) -> Iterator[Case]:
         yield Case(f"attention backward, {backend}", run, flops=2.5 * flops)
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append rows."""
     parser = Parser(description=__doc__)

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.lm import entry, graph, process_groups
 from megatron.lm.build import build_training
-from megatron.lm.run.lost_updates import EVERY, LostUpdates
-from megatron.lm.run.metrics import Metrics
+from megatron.lm.graphs import step_graph
+from megatron.lm.processes import process_groups
+from megatron.lm.run.reports.lost_updates import EVERY, LostUpdates
+from megatron.lm.run.reports.metrics import Metrics
+from megatron.lm.shell import exit_codes
 from megatron.lm.step import train_step
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
@@ -49,7 +51,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     training = build_training(config, options.vocab_size)
     device = process_groups.device()
     cuda = device.type == "cuda"
-    batches, graphs = random_batches(config, options.vocab_size, device), graph.build(training)
+    batches, graphs = random_batches(config, options.vocab_size, device), step_graph.build(training)
     everyone = Peers(dist.group.WORLD, WireBytes())
     check = Check(LostUpdates(training, Metrics(config, options.vocab_size, training), everyone))
 
@@ -82,7 +84,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append the row."""
     parser = step_parser(__doc__, steps=20, csv="lost_updates.csv")

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.lm import entry
 from megatron.lm.config import Config, ModelConfig
-from megatron.lm.config.check import check
-from megatron.lm.optim import build_loss_scaler
-from megatron.lm.presets import PRESETS
-from megatron.lm.recipe import build_recipe
-from megatron.lm.tools.arguments import Parser, count, output_file
+from megatron.lm.config.precision import build_recipe
+from megatron.lm.config.presets import PRESETS
+from megatron.lm.config.rules.check import check
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, output_file
+from megatron.lm.training.optimizer import build_loss_scaler
 from msamp.numerics.formats import E4M3, Format
 from msamp.numerics.recipe import KINDS, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
@@ -187,7 +187,7 @@ def _row(
     }
 
 
-@entry.command
+@exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and append; nothing to do without a GPU."""
     parser = Parser(description=__doc__)

@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 
-from megatron.lm import entry, graph, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import LoggingConfig
-from megatron.lm.recorder import Recorder
+from megatron.lm.graphs import step_graph
+from megatron.lm.processes import process_groups
+from megatron.lm.run.reports.recorder import Recorder
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, output_file
 from megatron.lm.step import train_step
-from megatron.lm.tools.arguments import Parser, count, output_file
 from tools.bench import rows
 from tools.bench.bench_step import WARM_UP, configuration, random_batches
 from tools.precisions import legal_precision
@@ -39,7 +41,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     training = build_training(config, options.vocab_size)
     device = process_groups.device()
     cuda = device.type == "cuda"
-    batches, graphs = random_batches(config, options.vocab_size, device), graph.build(training)
+    batches, graphs = random_batches(config, options.vocab_size, device), step_graph.build(training)
 
     def timed(step: contextlib.AbstractContextManager[None]) -> float:
         start = time.perf_counter()
@@ -104,7 +106,7 @@ def step_parser(description: str | None, *, steps: int, csv: str) -> Parser:
     return parser
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append the row."""
     parser = step_parser(__doc__, steps=10, csv="recorder.csv")

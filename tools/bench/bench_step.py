@@ -12,8 +12,8 @@ A step is forward, backward, clipping and update on random tokens. A peer is any
 case, ms, tokens_s_gpu, peak_gib (and those of COLUMNS it has). Rows are appended to --csv: `case` is the level with its flags, `preset` the
 preset with the flags of all cases.
 
---as-stage replays each micro-batch by the graphs of a pipeline stage (`megatron.lm.stage_graph`), without neighbours to send to: what they
-cost beside the graphs of a whole model.
+--as-stage replays each micro-batch by the graphs of a pipeline stage (`megatron.lm.graphs.stage_graph`), without neighbours to send to:
+what they cost beside the graphs of a whole model.
 """
 
 import argparse
@@ -32,16 +32,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.lm import capture, entry, graph, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import OPT_LEVELS, Config
 from megatron.lm.config.cli import parse_args
-from megatron.lm.presets import PRESETS, flops_per_token
-from megatron.lm.recorder import Recorder
-from megatron.lm.run.metrics import mfu, peak_tflops
-from megatron.lm.stage_graph import StageGraphs
+from megatron.lm.config.presets import PRESETS, flops_per_token
+from megatron.lm.graphs import capture, step_graph
+from megatron.lm.graphs.stage_graph import StageGraphs
+from megatron.lm.processes import process_groups
+from megatron.lm.run.reports.metrics import mfu, peak_tflops
+from megatron.lm.run.reports.recorder import Recorder
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, output_file
 from megatron.lm.step import train_step
-from megatron.lm.tools.arguments import Parser, count, output_file
 from tools.bench import rows
 from tools.precisions import case_flags, legal_case
 
@@ -103,7 +105,7 @@ def measure(level: str, options: argparse.Namespace) -> dict[str, Any]:
     batches = random_batches(config, options.vocab_size, device)
     if options.as_stage and (reason := capture.obstacle(config)) is not None:
         raise ValueError(f"--as-stage: no graph can be captured, since {reason}")
-    graphs = StageGraphs(training, "step") if options.as_stage else graph.build(training)
+    graphs = StageGraphs(training, "step") if options.as_stage else step_graph.build(training)
     recorded = config.logging.record_precision
     recorder = Recorder(training, recorded, config.logging.record_interval, lambda *_: None) if recorded else None
     times = []
@@ -155,7 +157,7 @@ def peer_rows(command: str) -> Iterator[dict[str, Any]]:
                 yield found | {"case": f"{name} {found['case']}{suffix}"}
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append rows."""
     parser = Parser(description=__doc__)

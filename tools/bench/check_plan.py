@@ -14,14 +14,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.lm import entry, plan
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
-from megatron.lm.cost.cluster import Cluster
-from megatron.lm.cost.rates import GPUS, rates_of
-from megatron.lm.cost.step import predict
-from megatron.lm.presets import PRESETS
-from megatron.lm.tools.arguments import Parser
+from megatron.lm.config.presets import PRESETS
+from megatron.lm.planning import memory
+from megatron.lm.planning.cluster import Cluster
+from megatron.lm.planning.rates import GPUS, rates_of
+from megatron.lm.planning.time import predict
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser
 from tools.bench.derive_rates import COAT_MEMORY, FITTED, GRID, PARALLEL, STEP
 from tools.docs.evidence import Row, read
 from tools.precisions import precision_flags
@@ -137,8 +138,8 @@ def compare(file: str, row: Row) -> Compared:
     config, rates = configuration(row), rates_of(next(kind for kind, gpu in GPUS.items() if row["gpu"].startswith(gpu.name)))
     gpus = int(row.get("gpus") or 1)
     cluster = Cluster(gpus=gpus, per_host=8, link=rates("link"), network=rates("link"), latency=rates("latency"))
-    ranks = plan.plan(config, gpus)
-    return Compared(file, row, max(rank.total for rank in ranks) / plan.GIB, 1e3 * predict(config, cluster, rates, ranks).total)
+    ranks = memory.plan(config, gpus)
+    return Compared(file, row, max(rank.total for rank in ranks) / memory.GIB, 1e3 * predict(config, cluster, rates, ranks).total)
 
 
 def rows() -> Iterator[tuple[str, Row]]:
@@ -172,7 +173,7 @@ def summary(some: Sequence[Compared]) -> dict[str, tuple[int, int, float, float]
     }
 
 
-@entry.command
+@exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 1 where a judged row lies outside a limit."""
     Parser(description=__doc__).parse_args(arguments)

@@ -1,4 +1,4 @@
-"""The planner's rates, `megatron/lm/cost/rates.csv`, computed from measured rows: what each is taken from stands in its row.
+"""The planner's rates, `megatron/lm/planning/rates.csv`, computed from measured rows: what each is taken from stands in its row.
 
     python tools/bench/derive_rates.py            # writes the file
     python tools/bench/derive_rates.py --check    # writes nothing; 1 where the file is not what the rows give
@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.lm import entry
-from megatron.lm.durable import written_aside
-from megatron.lm.tools.arguments import Parser
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser
+from megatron.lm.shell.durable import written_aside
 from tools.docs.evidence import ROOT, Row, read
 
 GPU = "NVIDIA H200"
-FILE = "megatron/lm/cost/rates.csv"
+FILE = "megatron/lm/planning/rates.csv"
 COLUMNS = ("gpu", "name", "at", "value", "unit", "source", "commit")
 BENCH, COAT_MEMORY = "tools/bench/results", "tools/reproduce/results/coat_memory.csv"
 PROFILE, KERNELS, STEP, OPTIMIZER, PARALLEL, GRID = (
@@ -212,7 +212,7 @@ def text() -> str:
     return stream.getvalue()
 
 
-@entry.command
+@exit_codes.command
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Command line; 0, or 1 where --check finds another file."""
     parser = Parser(description=__doc__)

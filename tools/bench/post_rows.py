@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.lm import entry
-from megatron.lm.tools.arguments import Parser, name, path
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, name, path
 from megatron.lm.tools.report import read_run
 from tools.bench import rows
 
@@ -96,7 +96,7 @@ def _json(file: Path) -> Mapping[str, Any]:
 FILES = {"post_curves": curves, "encoders": encoders, "boolq": boolq, "evaluation": evaluation}
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 for bad input."""
     parser = Parser(description=__doc__)

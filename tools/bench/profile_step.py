@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.lm import entry, graph, process_groups
 from megatron.lm.build import build_training
+from megatron.lm.graphs import step_graph
+from megatron.lm.processes import process_groups
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, output_file
 from megatron.lm.step import train_step
-from megatron.lm.tools.arguments import Parser, count, output_file
 from tools.bench import rows
 from tools.bench.bench_step import WARM_UP, configuration, random_batches
 from tools.precisions import legal_precision
@@ -53,7 +55,7 @@ def kernels(options: argparse.Namespace) -> list[tuple[str, float, float]]:
     """(name, start, duration) in microseconds of every kernel of one step; needs `process_groups.initialize`."""
     training = build_training(configuration(options.level, options), options.vocab_size)
     batches = random_batches(training.config, options.vocab_size, process_groups.device())
-    graphs = graph.build(training)
+    graphs = step_graph.build(training)
     for _ in range(options.warm_up):
         train_step(training, batches, graphs)
     torch.cuda.synchronize()
@@ -95,7 +97,7 @@ def longest(found: Sequence[tuple[str, float, float]], count: int) -> list[str]:
     return [f"{ms:9.2f} ms {calls:6d}  {kind(name):<10} {name[:90]}" for name, (ms, calls) in listed]
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Profile one step, print and append rows."""
     parser = Parser(description=__doc__)

@@ -28,11 +28,13 @@ from typing import Any
 
 import torch
 
-from megatron.lm import entry, graph, process_groups
 from megatron.lm.build import build_training
-from megatron.lm.presets import PRESETS
+from megatron.lm.config.presets import PRESETS
+from megatron.lm.graphs import step_graph
+from megatron.lm.processes import process_groups
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, name, output_file
 from megatron.lm.step import train_step
-from megatron.lm.tools.arguments import Parser, count, name, output_file
 from tools.bench import bench_step, rows
 
 QUANTITIES = ("step", "update")
@@ -83,7 +85,7 @@ def serve(case: str, options: argparse.Namespace) -> None:
         process_groups.initialize(config)
         training = build_training(config, options.vocab_size)
         batches = bench_step.random_batches(config, options.vocab_size, process_groups.device())
-        graphs, cuda = graph.build(training), process_groups.device().type == "cuda"
+        graphs, cuda = step_graph.build(training), process_groups.device().type == "cuda"
         captured = graphs is not None and graphs.mode == "step"
         clock = Clock(graphs, "update", cuda) if captured else Clock(training.optimizer, "step", cuda)
 
@@ -204,7 +206,7 @@ def trees_of(texts: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append rows."""
     parser = Parser(description=__doc__)

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterable, Sequence
 
-from megatron.lm.tools.paired_difference import Interval, PairedDifference, paired_difference
+from megatron.lm.evaluation.paired_difference import Interval, PairedDifference, paired_difference
 from tools.docs.cells import BENCH, PRECISIONS, REPRODUCE, Cell, Table, column, of, pick
 from tools.docs.evidence import Row, read
 from tools.reproduce.compare_precisions import FIRST_SEED, folder_of

@@ -92,7 +92,7 @@ def outside() -> Table:
 
 def rates() -> Table:
     """The rates."""
-    name = "megatron/lm/cost/rates.csv"
+    name = "megatron/lm/planning/rates.csv"
     columns = {"rate": column("name"), "at": column("at"), "value": column("value"), "unit": column("unit"), "from": column("source")}
     found = pick(name)
     return Table(list(columns), [[cell(row) for cell in columns.values()] for row in found], [(name, found)])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.lm.tools.paired_difference import EFFECT, HOLDS, PairedDifference, paired_difference
+from megatron.lm.evaluation.paired_difference import EFFECT, HOLDS, PairedDifference, paired_difference
 from tools.docs.evidence import ROOT, Row, marked
 from tools.docs.figures import Figure, Numbers, axes_of
 from tools.docs.tables import Table

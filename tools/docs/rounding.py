@@ -5,7 +5,7 @@ import shlex
 import statistics
 from collections.abc import Callable, Sequence
 
-from megatron.lm.tools.paired_difference import Interval
+from megatron.lm.evaluation.paired_difference import Interval
 from tools.docs import losses
 from tools.docs.cells import BENCH, REPRODUCE, Sentence, Table, column, of, pick
 from tools.docs.evidence import Row

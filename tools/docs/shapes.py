@@ -2,7 +2,7 @@
 
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
-from megatron.lm.plan import GIB, check_fits, plan, report, state_formats
+from megatron.lm.planning.memory import GIB, check_fits, plan, report, state_formats
 from msamp.optim import updates
 from msamp.optim.updates import MASTER, format_names
 from tools.docs.cells import Listing, Table
@@ -55,7 +55,7 @@ def memory_7b() -> Table:
         parts = [rank.weight, *(rank.states[column] for column in STATES), rank.gradient, rank.accumulated, rank.activations, rank.total]
         cells.append([name, *(f"{part / GIB:.2f}" for part in parts)])
     columns = ["GiB a process", "weight", *STATES, "gradient", "accumulated", "activations", "total"]
-    return Table(columns, cells, (), "Computed from shapes by `megatron/lm/plan.py`.")
+    return Table(columns, cells, (), "Computed from shapes by `megatron/lm/planning/memory.py`.")
 
 
 def dry_run_7b() -> Listing:

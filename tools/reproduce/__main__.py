@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.lm import entry
-from megatron.lm.tools.arguments import Parser, count, path
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, path
 from tools.bench.rows import ROOT
 from tools.reproduce import keep, texts
 from tools.reproduce.entry import Entry
@@ -42,7 +42,7 @@ def listing(folder: Path) -> list[str]:
     return lines
 
 
-@entry.command
+@exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 for bad input."""
     parser = Parser(description=__doc__)

@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.lm import entry
-from megatron.lm.tools.arguments import Parser, count, output_file, path
-from megatron.lm.tools.files import read_text
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, output_file, path
+from megatron.lm.shell.files import read_text
 from msamp.kernels import ops
 from msamp.nn.saved import GroupedFP8, Parts, Saved
 from msamp.numerics.formats import E4M3, E5M2
@@ -175,9 +175,9 @@ def error_row(xs: Sequence[Tensor], way: Saved, what: str, kind: str) -> dict[st
 
 def bytes_rows(config: "Config") -> Iterator[dict[str, Any]]:
     """The bytes that a layer keeps of a token at O0 and O2, with both values of --save-activations."""
-    from megatron.lm import plan
     from megatron.lm.config import PrecisionConfig
-    from megatron.lm.recipe import saved_activations
+    from megatron.lm.config.precision import saved_activations
+    from megatron.lm.planning import memory
 
     model = config.model
     tokens = model.seq_length * config.training.micro_batch_size
@@ -186,7 +186,7 @@ def bytes_rows(config: "Config") -> Iterator[dict[str, Any]]:
             precision = PrecisionConfig(opt_level=level, save_activations=way)
             found = replace(config, precision=precision)
             channels = 2 * model.hidden_size + model.ffn_size * (2 if model.swiglu else 1)
-            whole, non_linear = plan.layer_activations(found) / tokens, saved_activations(precision).element_bytes(2) * channels
+            whole, non_linear = memory.layer_activations(found) / tokens, saved_activations(precision).element_bytes(2) * channels
             yield {
                 "what": f"{level}, bytes a token and layer",
                 "kept": way,
@@ -350,7 +350,7 @@ def of_transformers(options: argparse.Namespace) -> tuple[str, list[dict[str, An
     return name, [dict.fromkeys(LAYER_COLUMNS, "") | line for line in lines]
 
 
-@entry.command
+@exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 for bad input."""
     parser = Parser(description=__doc__)
@@ -364,7 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.load and options.length:
         raise ValueError(f"--length {options.length} goes with --hf-model; a checkpoint of --load has its own length: leave it out")
-    from megatron.lm.process_groups import shutdown
+    from megatron.lm.processes.process_groups import shutdown
 
     try:
         model, lines = of_checkpoint(options) if options.load else of_transformers(options)

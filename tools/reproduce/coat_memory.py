@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from megatron.lm import entry
-from megatron.lm.presets import PRESETS
-from megatron.lm.tools.arguments import Parser, count, output_file
+from megatron.lm.config.presets import PRESETS
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, output_file
 from tools.bench import rows
 from tools.bench.bench_step import WARM_UP
 from tools.precisions import precision_flags
@@ -123,7 +123,7 @@ def search(case: str, options: argparse.Namespace, where: Row) -> dict[int, Row]
     return trials
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is missing and print the table."""
     parser = Parser(description=__doc__)

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.lm import entry
-from megatron.lm.tools.arguments import Parser, output_file, path
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, output_file, path
 from msamp.numerics.formats import E4M3, E5M2, Format
 from msamp.numerics.metrics import sqnr_db, underflow_frac
 from msamp.numerics.range_expand import STATE_GROUP, dynamic_range, quantize_expanded
@@ -113,7 +113,7 @@ def table(by_kind: Mapping[str, Moments], eps: float) -> list[dict[str, Any]]:
     return found
 
 
-@entry.command
+@exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 for bad input."""
     parser = Parser(description=__doc__)

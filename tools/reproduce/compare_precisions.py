@@ -6,10 +6,10 @@
 GPT-125M for 2,000 steps of 8k tokens, one epoch of cleaned enwik8 (`tools/prepare_text.py`), unless --flags say otherwise: they come after
 these and win. Every run is a `megatron.lm.pretrain` of its own with its metrics in --out; one that is complete is not run again, so that a
 list can grow. Losses of a precision with several seeds are reported as mean, least and most, and against BF16's of the same seeds as mean
-and half width of the 95 % interval (`megatron.lm.tools.paired_difference`); a verdict on each is printed. Every visible GPU is used, each
-run has one. With --at-once runs share a GPU, and speed and memory come from a short run of each precision with a GPU to itself, which goes
-first; then comes the first seed of each, then the second. --no-speed skips the short runs and leaves the speed empty, for a comparison of
-losses alone:
+and half width of the 95 % interval (`megatron.lm.evaluation.paired_difference`); a verdict on each is printed. Every visible GPU is used,
+each run has one. With --at-once runs share a GPU, and speed and memory come from a short run of each precision with a GPU to itself, which
+goes first; then comes the first seed of each, then the second. --no-speed skips the short runs and leaves the speed empty, for a comparison
+of losses alone:
 
     ... --precisions bf16 O2 --seeds bf16=8 O2=8 --steps 1000 --flags "--min-lr 0" --at-once 4 --no-speed
 
@@ -39,9 +39,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.lm import entry
-from megatron.lm.tools.arguments import Parser, count, path
-from megatron.lm.tools.paired_difference import PairedDifference, paired_difference
+from megatron.lm.evaluation.paired_difference import PairedDifference, paired_difference
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, path
 from megatron.lm.tools.report import COLORS, Run, differences, plain, read_run, write_curves
 from msamp.numerics import recipe
 from tools.bench import rows
@@ -202,7 +202,7 @@ def row_of(precision: str, runs: Mapping[int, Run], speed: Run, base: Mapping[in
     }
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Train what is missing, then write table and figure of what is complete; 1 where something is not."""
     parser = Parser(description=__doc__)

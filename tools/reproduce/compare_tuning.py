@@ -34,9 +34,9 @@ from typing import Any
 
 import torch
 
-from megatron.lm import entry
 from megatron.lm.post import chat, models, saved
-from megatron.lm.tools.arguments import Parser, count, path
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, path
 from tools.bench import rows
 from tools.reproduce.compare_precisions import FIRST_SEED, cards, folder_of
 
@@ -176,7 +176,7 @@ def write(jobs: Sequence[Job], options: argparse.Namespace) -> None:
         print(f"| {task} | {name} | {len(mine)} | " + " | ".join(means) + " |")
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing, then write the table of what is complete; 1 where something is not."""
     parser = Parser(description=__doc__)

@@ -111,7 +111,7 @@ class Entry:
         apart: every piece is a process of its own, and what else runs does not change its figures.
         slow: `toy` takes too long for the default tests.
         same_loss: pairs of quantities, (baseline, other), of which the claim says that their losses are equal; compared by seed. Where the
-            95 % interval is wider than `megatron.lm.tools.paired_difference.EFFECT`, the verdict cannot be "holds".
+            95 % interval is wider than `megatron.lm.evaluation.paired_difference.EFFECT`, the verdict cannot be "holds".
     """
 
     name: str

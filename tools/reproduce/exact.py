@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron.lm.presets import PRESETS
+from megatron.lm.config.presets import PRESETS
 from msamp.kernels.reference.collage import VARIANTS
 from msamp.numerics import formats, mcf
 from msamp.optim.collage import CollageAdamW

@@ -39,17 +39,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.lm import entry, graph, process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import Config
-from megatron.lm.config.check import check
 from megatron.lm.config.cli import parse_args
+from megatron.lm.config.rules.check import check
 from megatron.lm.data.batch import batches
 from megatron.lm.data.datasets import build_datasets
 from megatron.lm.data.tokenizer import build_tokenizer
+from megatron.lm.graphs import step_graph
 from megatron.lm.model.loss import mean_loss
+from megatron.lm.processes import process_groups
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, path
 from megatron.lm.step import train_step
-from megatron.lm.tools.arguments import Parser, count, path
 from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
@@ -118,7 +120,7 @@ class Ranks:
             device=process_groups.device(),
         )
         training = build_training(config, tokenizer.vocab_size)
-        graphs = graph.build(training)
+        graphs = step_graph.build(training)
         for iteration in range(1, settings.train_iters + 1):
             result = train_step(training, stream, graphs)
             if iteration in (1, settings.train_iters) or iteration % config.logging.log_interval == 0:
@@ -380,7 +382,7 @@ def _measured(options: argparse.Namespace, flags: Sequence[str]) -> list[dict[st
     return table
 
 
-@entry.command
+@exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 with a message on stderr for bad input."""
     parser = Parser(description=__doc__, allow_abbrev=False)

@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.lm import entry
-from megatron.lm.tools.arguments import Parser, count, output_file
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, output_file
 from msamp import amp
 from tools.bench import rows
 
@@ -185,7 +185,7 @@ def overflow() -> Iterator[dict[str, Any]]:
         }
 
 
-@entry.command
+@exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 for bad input."""
     parser = Parser(description=__doc__)

@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.lm import entry
-from megatron.lm.tools.arguments import Parser, output_file, path
-from megatron.lm.tools.files import read_text
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, output_file, path
+from megatron.lm.shell.files import read_text
 from msamp import amp
 from msamp.amp.opt_level import by_name
 from tools.bench import rows
@@ -149,7 +149,7 @@ def bytes_of(file: Path, most: int = 100_000_000) -> Tensor:
     return torch.frombuffer(bytearray(read_text(file, "a text in UTF-8").encode()[:most]), dtype=torch.uint8)
 
 
-@entry.command
+@exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 for bad input."""
     parser = Parser(description=__doc__)

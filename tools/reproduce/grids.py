@@ -6,10 +6,10 @@ Tables 7 and 8 also have what was counted on several GPUs, by rows on file.
 import re
 from collections.abc import Iterator, Sequence
 
-from megatron.lm import plan
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
-from megatron.lm.presets import PRESETS
+from megatron.lm.config.presets import PRESETS
+from megatron.lm.planning import memory
 from tools.docs.evidence import PREDICTED, Row, read
 from tools.reproduce import table7, table8, throughput
 from tools.reproduce.entry import NOT_MEASURED, WHOLE, Entry, Finding, Needs, Task, one_piece
@@ -58,7 +58,7 @@ def configuration(model: str, level: str, flags: str = "") -> Config:
 
 def fullest(config: Config, gpus: int) -> float:
     """GiB of the process that holds most."""
-    return max(rank.total for rank in plan.plan(config, gpus)) / GIB
+    return max(rank.total for rank in memory.plan(config, gpus)) / GIB
 
 
 def weight_volume(config: Config, gpus: int) -> float:
@@ -71,7 +71,7 @@ def weight_volume(config: Config, gpus: int) -> float:
     low = config.precision.recipe.fp8
     each = {"linear": 1 + 1, "matrix": 2 + 2, "vector": 4 + 4} if low else dict.fromkeys(("linear", "matrix", "vector"), 4 + 2)
     stages = config.parallel.pipeline_model_parallel_size
-    most = max(sum(p.size * each[p.kind] for p in plan.stage_parameters(config, stage)) for stage in range(stages))
+    most = max(sum(p.size * each[p.kind] for p in memory.stage_parameters(config, stage)) for stage in range(stages))
     return most * (ranks - 1) / ranks / GIB
 
 
@@ -121,7 +121,7 @@ def figure1(task: Task) -> Iterator[Finding]:
             held = fullest(configuration("175b", level, f"--seq-length {length}"), 32)
             paper = {(4096, "FP8"): "fits"}.get((length, name))
             yield Finding(
-                f"175B on 32 cards, {length} tokens, {name}", "fits" if held <= CARD - plan.RESERVED / GIB else "does not fit", paper
+                f"175B on 32 cards, {length} tokens, {name}", "fits" if held <= CARD - memory.RESERVED / GIB else "does not fit", paper
             )
             yield Finding(f"175B on 32 cards, {length} tokens, {name}: fullest", held, unit="GiB")
     for gpus in (32, 64, 128, 256):
@@ -136,7 +136,7 @@ def largest(level: str, gpus: int) -> int:
     low, high = 0, 128
     while high - low > 1:
         middle = (low + high) // 2
-        fits = fullest(configuration("175b", level, f"--num-layers {4 * middle}"), gpus) <= CARD - plan.RESERVED / GIB
+        fits = fullest(configuration("175b", level, f"--num-layers {4 * middle}"), gpus) <= CARD - memory.RESERVED / GIB
         low, high = (middle, high) if fits else (low, middle)
     return 4 * low
 
@@ -220,7 +220,7 @@ def neox(task: Task) -> Iterator[Finding]:
             flags = f"{shape} --seq-length {length} --micro-batch-size {micro_batch} --global-batch-size 128 --train-iters 10 --lr 1e-4"
             config = parse_args([*flags.split(), "--precision", option, "--lr-warmup-iters", "1"])
             held = fullest(config, 16)
-            ours, theirs = ("fits" if held <= 40 - plan.RESERVED / GIB else "does not fit"), {"y": "fits", "n": "does not fit"}[fits]
+            ours, theirs = ("fits" if held <= 40 - memory.RESERVED / GIB else "does not fit"), {"y": "fits", "n": "does not fit"}[fits]
             agree += ours == theirs
             yield Finding(f"{option}, micro-batch {micro_batch}, {length} tokens", ours, theirs)
             yield Finding(f"{option}, micro-batch {micro_batch}, {length} tokens: fullest", held, unit="GiB")

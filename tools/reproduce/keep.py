@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from megatron.lm.durable import written_aside
+from megatron.lm.shell.durable import written_aside
 from tools.bench import rows
 from tools.reproduce.entry import Entry, Finding, Task
 from tools.reproduce.texts import OWN_TEXT

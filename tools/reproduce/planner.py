@@ -15,13 +15,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.lm import entry, plan
 from megatron.lm.config.cli import parse_args
-from megatron.lm.cost.cluster import Cluster
-from megatron.lm.cost.rates import rates_of
-from megatron.lm.cost.search import Planned, best, candidates, planned
-from megatron.lm.presets import PRESETS
-from megatron.lm.tools.arguments import Parser, output_file
+from megatron.lm.config.presets import PRESETS
+from megatron.lm.planning import memory
+from megatron.lm.planning.cluster import Cluster
+from megatron.lm.planning.rates import rates_of
+from megatron.lm.planning.search import Planned, best, candidates, planned
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, output_file
 from megatron.lm.tools.plan import NETWORK_GB_S
 from tools.bench import rows
 
@@ -74,7 +75,7 @@ def row(what: str, model: str, one: Planned, gpus: int, **more: Any) -> dict[str
         "grid": f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size}{chunk} x {copies}",
         "micro_batch": training.micro_batch_size,
         "recompute": training.recompute_granularity or "",
-        "gib": round(one.fullest.total / plan.GIB, 2),
+        "gib": round(one.fullest.total / memory.GIB, 2),
         "ms": round(1e3 * one.step.total, 1),
         "samples_s": round(batch / one.step.total, 1),
         "tokens_s_gpu": round(batch * config.model.seq_length / one.step.total / gpus),
@@ -85,7 +86,7 @@ def row(what: str, model: str, one: Planned, gpus: int, **more: Any) -> dict[str
 def scale(model: str, precision: str, gpus: int) -> dict[str, Any] | None:
     """The fastest grid; None where none fits."""
     try:
-        (one,) = best(configuration(model, precision), cluster(gpus), rates_of(GPU), rates_of(GPU).gpu.memory_gib * plan.GIB, (), 1)
+        (one,) = best(configuration(model, precision), cluster(gpus), rates_of(GPU), rates_of(GPU).gpu.memory_gib * memory.GIB, (), 1)
     except ValueError:
         return None
     return row("scale", model, one, gpus, fits="yes")
@@ -107,7 +108,7 @@ def context(precision: str, sequence: int) -> dict[str, Any]:
         if parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size == 32:
             grids.append(planned(one, machines, rates_of(GPU)))
     leanest = min(grids, key=lambda one: one.fullest.total)
-    fits = leanest.fullest.total + plan.RESERVED <= PAPER_GIB * plan.GIB
+    fits = leanest.fullest.total + memory.RESERVED <= PAPER_GIB * memory.GIB
     return row("context", "175b", leanest, 32, fits="yes" if fits else "no")
 
 
@@ -123,7 +124,7 @@ def everything() -> Iterator[dict[str, Any]]:
             yield from filter(None, (scale(model, precision, gpus) for gpus in sizes))
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: writes the rows, in place of those that are there."""
     parser = Parser(description=__doc__)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import msamp
-from megatron.lm import entry
-from megatron.lm.tools.arguments import Parser, output_file
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, output_file
 from msamp.numerics.recipe import by_name
 from tools.bench import rows
 
@@ -58,7 +58,7 @@ def share(moved: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((moved * wanted.sign()).sum() / wanted.abs().sum())
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append rows."""
     parser = Parser(description=__doc__)

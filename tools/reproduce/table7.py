@@ -26,9 +26,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.lm import entry
-from megatron.lm.presets import PRESETS
-from megatron.lm.tools.arguments import Parser, output_file, path
+from megatron.lm.config.presets import PRESETS
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, output_file, path
 from msamp.numerics import recipe
 from tools.reproduce.table8 import DATA_PARALLEL
 
@@ -196,7 +196,7 @@ def change(value: float, plain: float) -> str:
     return "" if value == plain else f"{100 * (value / plain - 1):+.1f}%"
 
 
-@entry.command
+@exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description="FP8-LM Table 7: what tensor and sequence parallelism send, in BF16 and in FP8.")
     parser.add_argument(

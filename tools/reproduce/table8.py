@@ -23,9 +23,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megatron.lm import entry
-from megatron.lm.presets import PRESETS
-from megatron.lm.tools.arguments import Parser, count, output_file
+from megatron.lm.config.presets import PRESETS
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, output_file
 from msamp.comm.partition import Piece, partition, plan_buckets
 
 GIB = 2**30
@@ -176,7 +176,7 @@ def table(models: Sequence[str], ranks: Sequence[int]) -> list[dict[str, Any]]:
     return rows
 
 
-@entry.command
+@exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description="FP8-LM Table 8 from shapes: model state of the least and the most loaded rank.")
     parser.add_argument("--models", nargs="+", choices=DATA_PARALLEL, default=list(DATA_PARALLEL))

@@ -7,7 +7,7 @@ every commit.
 
 from pathlib import Path
 
-from megatron.lm.durable import written_aside
+from megatron.lm.shell.durable import written_aside
 from megatron.lm.tools.prepare_text import fetch, speeches
 from tools.bench.rows import ROOT
 from tools.reproduce.entry import Needs

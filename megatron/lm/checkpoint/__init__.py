@@ -3,7 +3,7 @@
 `content` says what one holds, `folder` where, `versions` what those of earlier versions hold.
 """
 
-from megatron.lm.checkpoint.folder import exists, iteration_folder, latest
+from megatron.lm.checkpoint.files.folder import exists, iteration_folder, latest
 from megatron.lm.checkpoint.loading import load, saved_precision
 from megatron.lm.checkpoint.reader import CheckpointReader, load_for_inference
 from megatron.lm.checkpoint.saving import Saver, save

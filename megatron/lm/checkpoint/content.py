@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.lm.checkpoint import rng
+from megatron.lm.checkpoint.files.storage import Item
+from megatron.lm.checkpoint.files.versions import VERSION
 from megatron.lm.checkpoint.place import Place, names_of, places
-from megatron.lm.checkpoint.storage import Item
-from megatron.lm.checkpoint.versions import VERSION
 from megatron.lm.config import Config
 from megatron.lm.config.cli import config_to_dict
-from megatron.lm.grid import Grid, Ranks
-from megatron.lm.training import Training
+from megatron.lm.processes.grid import Grid, Ranks
+from megatron.lm.training.state import Training
 from msamp.optim.kept_states import update_of
 from msamp.optim.states import Stored, as_stored, group_numbers, payload, scale_inv
 

@@ -9,20 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.lm import health, process_groups
 from megatron.lm.checkpoint import rng
 from megatron.lm.checkpoint.content import at
-from megatron.lm.checkpoint.folder import candidates, check_files, latest, no_checkpoint, read_info
+from megatron.lm.checkpoint.files.folder import candidates, check_files, latest, no_checkpoint, read_info
+from megatron.lm.checkpoint.files.storage import Stored
+from megatron.lm.checkpoint.files.versions import check_info
 from megatron.lm.checkpoint.place import Place, names_of, places
 from megatron.lm.checkpoint.saving import all_or_none
-from megatron.lm.checkpoint.storage import Stored
 from megatron.lm.checkpoint.values import Found, check_agree, check_remainder, chunk_offsets, find, find_whole, firsts, scalar
-from megatron.lm.checkpoint.versions import check_info
 from megatron.lm.config import CheckpointConfig, Config, ModelConfig, PrecisionConfig, flag
 from megatron.lm.config.cli import config_from_dict, config_to_dict
 from megatron.lm.data.order import check_same
-from megatron.lm.grid import Grid
-from megatron.lm.training import Training
+from megatron.lm.processes import process_groups
+from megatron.lm.processes.grid import Grid
+from megatron.lm.training import health
+from megatron.lm.training.state import Training
 from msamp.comm.grad_scaling import MU_MAX
 from msamp.nn.scaling_state import TensorScales
 from msamp.numerics import mcf

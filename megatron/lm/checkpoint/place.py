@@ -7,7 +7,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor, nn
 
-from megatron.lm.distributed import chunks
+from megatron.lm.training.gradients import chunks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,20 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.lm import health, process_groups
 from megatron.lm.checkpoint.content import scale_key
-from megatron.lm.checkpoint.folder import INFO_FILE, check_files, latest, read_info
+from megatron.lm.checkpoint.files.folder import INFO_FILE, check_files, latest, read_info
+from megatron.lm.checkpoint.files.storage import Stored
 from megatron.lm.checkpoint.loading import judge, take_model
 from megatron.lm.checkpoint.place import Place
-from megatron.lm.checkpoint.storage import Stored
 from megatron.lm.checkpoint.values import Found, check_agree, find, find_whole
 from megatron.lm.config import Config, ParallelConfig
-from megatron.lm.config.check import single_values
 from megatron.lm.config.cli import config_from_dict
+from megatron.lm.config.precision import build_recipe
+from megatron.lm.config.rules.check import single_values
 from megatron.lm.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.lm.model.gpt import build_model
 from megatron.lm.model.linear import FP8Gemm
-from megatron.lm.recipe import build_recipe
+from megatron.lm.processes import process_groups
+from megatron.lm.training import health
 from msamp.numerics.formats import of_dtype
 from msamp.optim.updates import MASTER
 

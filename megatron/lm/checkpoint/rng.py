@@ -10,7 +10,7 @@ import torch
 from megatron.core.tensor_parallel import convert_cuda_rng_state, get_cuda_rng_tracker
 from torch import Tensor
 
-from megatron.lm.grid import Grid
+from megatron.lm.processes.grid import Grid
 
 
 def own_number(grid: Grid) -> int:

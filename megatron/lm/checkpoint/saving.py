@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.lm import health
-from megatron.lm.checkpoint import content, storage
-from megatron.lm.checkpoint.folder import (
+from megatron.lm.checkpoint import content
+from megatron.lm.checkpoint.files import storage
+from megatron.lm.checkpoint.files.folder import (
     condemn,
     digest_entries,
     iteration_folder,
@@ -29,10 +29,11 @@ from megatron.lm.checkpoint.folder import (
     tidy,
     write_info,
 )
-from megatron.lm.checkpoint.lock import FolderLock, locked
-from megatron.lm.checkpoint.plan import PLAN_FILE
-from megatron.lm.checkpoint.storage import Item
-from megatron.lm.training import Training
+from megatron.lm.checkpoint.files.index import PLAN_FILE
+from megatron.lm.checkpoint.files.lock import FolderLock, locked
+from megatron.lm.checkpoint.files.storage import Item
+from megatron.lm.training import health
+from megatron.lm.training.state import Training
 
 T = TypeVar("T")
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron.lm.checkpoint.content import group_keys, scale_key
+from megatron.lm.checkpoint.files.index import Chunk
+from megatron.lm.checkpoint.files.storage import Region, Stored
 from megatron.lm.checkpoint.place import Place
-from megatron.lm.checkpoint.plan import Chunk
-from megatron.lm.checkpoint.storage import Region, Stored
 from msamp.numerics import mcf
 from msamp.numerics.formats import ALL, BF16, EXPANDED, REMAINDER_E4M3, Format, of_dtype
 from msamp.numerics.granularity import Group

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.lm.checkpoint import storage
 from megatron.lm.checkpoint.content import description
-from megatron.lm.checkpoint.folder import digest_entries, iteration_folder, new_partial_folder, publish, write_info
-from megatron.lm.checkpoint.storage import Item
+from megatron.lm.checkpoint.files import storage
+from megatron.lm.checkpoint.files.folder import digest_entries, iteration_folder, new_partial_folder, publish, write_info
+from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.config import Config
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron.lm.cleaning import code, duplicates, quality
 from megatron.lm.data import rows
-from megatron.lm.durable import written_aside
+from megatron.lm.shell.durable import written_aside
 
 PART_BYTES = 1 << 24  # of input in a part: what a kill may cost each worker
 LANGUAGE_LETTERS = 10_000  # of a document that its language is told by

@@ -14,10 +14,10 @@ from dataclasses import MISSING, Field, asdict, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
+from megatron.lm.config.blend_file import read_blend
+from megatron.lm.config.presets import PRESETS, preset
 from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, SIZE, choices_of, flag
 from megatron.lm.config.whole import Config
-from megatron.lm.data.blend_file import read_blend
-from megatron.lm.presets import PRESETS, preset
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.lm.durable import written_aside
+from megatron.lm.shell.durable import written_aside
 
 LOCK_FILE = ".lock"
 Arrays = tuple[np.ndarray, ...]

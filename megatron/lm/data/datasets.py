@@ -26,7 +26,7 @@ from megatron.lm.config import Config, DataConfig
 from megatron.lm.data.indexing import read_counts
 from megatron.lm.data.order import Builder, EpochDataset
 from megatron.lm.data.tokenizer import Tokenizer
-from megatron.lm.durable import written_aside
+from megatron.lm.shell.durable import written_aside
 
 SPLITS = ("train", "valid", "test")
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries

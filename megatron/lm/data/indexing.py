@@ -29,7 +29,7 @@ import numpy as np
 from megatron.lm.config import DataConfig
 from megatron.lm.data import rows
 from megatron.lm.data.tokenizer import END_OF_TEXT, Tokenizer, build_tokenizer
-from megatron.lm.durable import flush
+from megatron.lm.shell.durable import flush
 
 if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.lm.data.indexing import DatasetCounts, Document, EncodeOptions, Progress, Writer, write_datasets
 from megatron.lm.data.tokenizer import build_tokenizer
-from megatron.lm.durable import written_aside
+from megatron.lm.shell.durable import written_aside
 
 PART_BYTES = 1 << 28  # of input: half a minute of one process
 _PLAN = "plan.json"

@@ -13,8 +13,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from megatron.lm.evaluation.generation import Sampling
 from megatron.lm.evaluation.models import CheckpointModel, FolderModel, Model
-from megatron.lm.generation import Sampling
 
 TASKS = Path(__file__).parent / "tasks"
 MAX_GEN_TOKENS = 256  # where a task says nothing, as lm-eval's own adapters

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron.lm.generation import Generated, Sampling, generate
+from megatron.lm.evaluation.generation import Generated, Sampling, generate
 
 _ROWS = 1024  # positions of which log-probabilities are held at once: 0.2 GB with a vocabulary of 50,000
 
@@ -58,8 +58,8 @@ class CheckpointModel:
 
     def __init__(self, path: Path) -> None:
         from megatron.lm.checkpoint import CheckpointReader, load_for_inference
-        from megatron.lm.model.decoding import Decoder
-        from megatron.lm.recipe import build_recipe
+        from megatron.lm.config.precision import build_recipe
+        from megatron.lm.evaluation.decoding import Decoder
 
         info = CheckpointReader(path).info
         model, config, self._tokenizer = load_for_inference(path)
@@ -88,7 +88,7 @@ class CheckpointModel:
         return scores
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, stopped: Any = None) -> Generated:
-        """Up to `n` tokens after each prompt (`megatron.lm.generation.generate`)."""
+        """Up to `n` tokens after each prompt (`megatron.lm.evaluation.generation.generate`)."""
         return generate(
             self._decoder,
             prompts,
@@ -160,8 +160,8 @@ def opened(path: Path) -> Iterator[CheckpointModel | FolderModel]:
     if is_folder_of_hugging_face(path):
         yield FolderModel(path)
         return
-    from megatron.lm.cpu_home import cpu_home
-    from megatron.lm.process_groups import shutdown
+    from megatron.lm.processes.cpu_home import cpu_home
+    from megatron.lm.processes.process_groups import shutdown
 
     with cpu_home():  # left again: the next model may be another library's
         try:

@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron.lm import process_groups
 from megatron.lm.config import Config
+from megatron.lm.processes import process_groups
 from msamp.kernels.fp8_attention import check_width, default_scale, prepare
 from msamp.nn.fp8_attention import AttentionScaling, FP8Attention
 from msamp.nn.rotary import RotaryFunction
@@ -196,7 +196,7 @@ class SDPAttention(MegatronModule):
 class FP8CoreAttention(SDPAttention):
     """`SDPAttention` in FP8 (`msamp.nn.fp8_attention`), without dropout, padding mask or a choice of kernels.
 
-    Generation computes with keys and values of its own (`megatron.lm.model.decoding`), in the compute dtype.
+    Generation computes with keys and values of its own (`megatron.lm.evaluation.decoding`), in the compute dtype.
 
     Args:
         gemm: the casts of the model's linear layers, for the rule of the scales.

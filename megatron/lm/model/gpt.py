@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.lm.config import Config
-from megatron.lm.grid import Grid
+from megatron.lm.config.baselines import PeerRecipe
+from megatron.lm.config.precision import saved_activations
 from megatron.lm.model.attention import check_backend
 from megatron.lm.model.initial import draw_weights
 from megatron.lm.model.linear import HeadGemm, connect, layer_linears, output_linear
@@ -21,9 +22,8 @@ from megatron.lm.model.loss import token_loss
 from megatron.lm.model.peer import block_spec as peer_block_spec
 from megatron.lm.model.peer import check_available, core_settings, provider
 from megatron.lm.model.spec import block_spec
-from megatron.lm.peers import PeerRecipe
-from megatron.lm.process_groups import device, virtual_pipeline_size
-from megatron.lm.recipe import saved_activations
+from megatron.lm.processes.grid import Grid
+from megatron.lm.processes.process_groups import device, virtual_pipeline_size
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.nn.vocabulary_loss import COMPUTE, linear_cross_entropy

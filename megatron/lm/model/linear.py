@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.lm.config import Config
-from megatron.lm.grid import Grid
+from megatron.lm.processes.grid import Grid
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes, all_gather_sent, all_reduce_sent
 from msamp.kernels.scaled_mm import native_bf16

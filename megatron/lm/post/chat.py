@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.lm.post.conversations import Message
-from megatron.lm.tools.files import read_text
+from megatron.lm.shell.files import read_text
 
 
 class Example(NamedTuple):

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.lm.config.baselines import PeerRecipe
 from megatron.lm.data.masked import MASKED, model_vocabulary
 from megatron.lm.data.tokenizer import Tokenizer
 from megatron.lm.model.gpt import GPT
-from megatron.lm.peers import PeerRecipe
 from msamp.numerics.recipe import Recipe
 
 POOLING = ("first", "mean")

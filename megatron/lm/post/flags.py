@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.lm.post import models
-from megatron.lm.tools import arguments
+from megatron.lm.shell import arguments
 from msamp.numerics.stochastic_rounding import ROUNDINGS
 
 UNTOLD = frozenset({"save_interval", "log_interval", "rows", "commit", "save", "no_checkpoints", "device"})  # change no number

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.lm.durable import flush, written_aside
+from megatron.lm.shell.durable import flush, written_aside
 
 KEPT = 2
 _NAME = re.compile(r"step_(\d{8})\.pt")

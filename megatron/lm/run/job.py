@@ -5,10 +5,10 @@ import warnings
 from collections.abc import Sequence
 
 from megatron.lm.config import Config, PrecisionConfig
-from megatron.lm.config.check import check
 from megatron.lm.config.cli import parse_args
-from megatron.lm.entry import command
-from megatron.lm.interrupt import LeavingAtOnce
+from megatron.lm.config.rules.check import check
+from megatron.lm.shell.exit_codes import command
+from megatron.lm.shell.interrupt import LeavingAtOnce
 
 MOST_PROCESSES = 2**20
 
@@ -21,7 +21,7 @@ def job(argv: Sequence[str] | None = None) -> int:
         if config is None:
             return 0
         # Only now: megatron-core takes seconds to import, and a refusal should not.
-        from megatron.lm import process_groups
+        from megatron.lm.processes import process_groups
         from megatron.lm.run.trainer import Trainer
 
         process_groups.initialize(config)
@@ -51,7 +51,8 @@ def _dry_run(config: Config, world_size: int) -> None:
     """Print what a process would hold; ValueError where that is more than its device has."""
     import torch
 
-    from megatron.lm import gain, plan
+    from megatron.lm.model import fp8_layers
+    from megatron.lm.planning import memory
 
     def saved() -> PrecisionConfig | None:
         from megatron.lm.checkpoint import saved_precision  # megatron-core, for seconds
@@ -62,17 +63,17 @@ def _dry_run(config: Config, world_size: int) -> None:
             print(line)
         return saved_precision(found)
 
-    memory = (config.logging.device_memory_gib or 80) * plan.GIB
+    capacity = (config.logging.device_memory_gib or 80) * memory.GIB
     if config.logging.device_memory_gib is None and torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(0).total_memory
-    plan.check_weights(config, memory)
-    config, choice = gain.decide(config, None, saved if config.checkpoint.load else lambda: None)
+        capacity = torch.cuda.get_device_properties(0).total_memory
+    memory.check_weights(config, capacity)
+    config, choice = fp8_layers.decide(config, None, saved if config.checkpoint.load else lambda: None)
     if os.environ.get("RANK", "0") == "0":
-        print(plan.report(config, world_size))
-        print(gain.describe(config, choice), flush=True)
-    plan.check_fits(config, world_size, memory)
+        print(memory.report(config, world_size))
+        print(fp8_layers.describe(config, choice), flush=True)
+    memory.check_fits(config, world_size, capacity)
     if os.environ.get("RANK", "0") == "0":
-        print(f"fits into {memory / plan.GIB:.1f} GiB; nothing was started", flush=True)
+        print(f"fits into {capacity / memory.GIB:.1f} GiB; nothing was started", flush=True)
 
 
 def _check_resources(config: Config, world_size: int) -> None:
@@ -80,15 +81,15 @@ def _check_resources(config: Config, world_size: int) -> None:
     import psutil
     import torch
 
-    from megatron.lm import plan
+    from megatron.lm.planning import memory
 
     host = psutil.virtual_memory().total
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     device = host / int(local) if local.isdecimal() and int(local) else host
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0).total_memory
-    plan.check_fits(config, world_size, device, reserved=0)
-    plan.check_data_order(config, world_size, host)
+    memory.check_fits(config, world_size, device, reserved=0)
+    memory.check_data_order(config, world_size, host)
 
 
 def _world_size() -> int:

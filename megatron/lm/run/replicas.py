@@ -2,9 +2,9 @@
 
 import torch.distributed as dist
 
+from megatron.lm.errors import RunStopped
 from megatron.lm.model.initial import parameter_names
-from megatron.lm.run import RunStopped
-from megatron.lm.training import Training
+from megatron.lm.training.state import Training
 from msamp.comm.replicas import faults
 
 NAMED = 8  # faults that a message names

@@ -6,8 +6,8 @@ A rollback brings everything but the data back, so that a run that met a spike g
 from dataclasses import replace
 
 from megatron.lm import checkpoint
-from megatron.lm.run import RunStopped
-from megatron.lm.training import Training
+from megatron.lm.errors import RunStopped
+from megatron.lm.training.state import Training
 
 MAX_ROLLBACKS = 3  # to one checkpoint
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.lm import checkpoint, identity
-from megatron.lm.checkpoint.folder import owner, refuse_other_run
+from megatron.lm import checkpoint
+from megatron.lm.checkpoint.files.folder import owner, refuse_other_run
 from megatron.lm.config import CheckpointConfig, Config
-from megatron.lm.identity import Run
+from megatron.lm.training import identity
+from megatron.lm.training.identity import Run
 
 
 def settled(config: Config) -> tuple[Config, str | None]:

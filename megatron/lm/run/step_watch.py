@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.lm.config import Config
+from megatron.lm.errors import RunStopped
 from megatron.lm.model.initial import parameter_names
-from megatron.lm.run import RunStopped
-from megatron.lm.run.metrics import Metrics
+from megatron.lm.run.reports.metrics import Metrics
 from megatron.lm.run.signals import Requests
 from megatron.lm.run.spikes import LossSpikes
-from megatron.lm.training import StepResult, Training
+from megatron.lm.training.state import StepResult, Training
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_scaling import NOT_FINITE

@@ -10,34 +10,37 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from megatron.lm import checkpoint, gain, graph, process_groups
+from megatron.lm import checkpoint
 from megatron.lm.build import build_training
 from megatron.lm.checkpoint.saving import all_or_none
 from megatron.lm.config import Config
+from megatron.lm.config.blend_file import describe
+from megatron.lm.config.presets import parameter_count
 from megatron.lm.data import order
 from megatron.lm.data.batch import batches
-from megatron.lm.data.blend_file import describe
 from megatron.lm.data.datasets import build_datasets, split_blends
 from megatron.lm.data.indexing import read_counts
 from megatron.lm.data.masked import MASKED, masked, model_vocabulary
 from megatron.lm.data.tokenizer import build_tokenizer
-from megatron.lm.entry import lost_connection
-from megatron.lm.logs import cut_after
+from megatron.lm.errors import RunStopped
+from megatron.lm.graphs import step_graph
+from megatron.lm.model import fp8_layers
 from megatron.lm.model.linear import travels
-from megatron.lm.optim import bytes_per_parameter
-from megatron.lm.presets import parameter_count
-from megatron.lm.recorder import Recorder
-from megatron.lm.run import RunStopped
-from megatron.lm.run.lost_updates import LostUpdates
-from megatron.lm.run.metrics import Metrics, least_and_most
+from megatron.lm.processes import process_groups
 from megatron.lm.run.replicas import check_replicas
+from megatron.lm.run.reports.lost_updates import LostUpdates
+from megatron.lm.run.reports.metrics import Metrics, least_and_most
+from megatron.lm.run.reports.recorder import Recorder
 from megatron.lm.run.rollback import Rollback
 from megatron.lm.run.signals import Requests
 from megatron.lm.run.start import settled
 from megatron.lm.run.step_watch import LAUNCHER_GONE, StepWatch
 from megatron.lm.run.watchdog import READING, Watchdog
+from megatron.lm.shell.exit_codes import lost_connection
+from megatron.lm.shell.logs import cut_after
 from megatron.lm.step import evaluate, train_step
-from megatron.lm.training import Batches
+from megatron.lm.training.optimizer import bytes_per_parameter
+from megatron.lm.training.state import Batches
 
 
 class Trainer:
@@ -59,7 +62,7 @@ class Trainer:
         self.training = build_training(config, vocab_size)
         if self.train_data is not None:
             self.training.data = order.description(self.train_data, config.training.seed)
-        self.graphs = graph.build(self.training)
+        self.graphs = step_graph.build(self.training)
         self.config = config = self.training.config
         self.rollback = Rollback()
         if config.checkpoint.load:
@@ -112,8 +115,8 @@ class Trainer:
             print(training.model)
             if (blend := describe(self.config.data.data_path or self.config.data.train_data_path)) is not None:
                 print(blend)
-            print(gain.describe(self.config, linears))
-            print("CUDA graphs: {} ({})".format(*graph.choose(self.config)))
+            print(fp8_layers.describe(self.config, linears))
+            print("CUDA graphs: {} ({})".format(*step_graph.choose(self.config)))
             if (travel := travels(training.model)) is not None:
                 print(f"tensor parallelism: activations travel {travel}")
             print(
@@ -282,7 +285,7 @@ class Trainer:
         self.metrics.write({"kind": "rollback", "iteration": was, "to": self.training.iteration, "passed_over": self.training.passed_over})
         if self.graphs is not None:  # states stand at other addresses now
             self.graphs.release()
-            self.graphs = graph.build(self.training)
+            self.graphs = step_graph.build(self.training)
         return True
 
     def _recording(self, iteration: int) -> contextlib.AbstractContextManager[None]:

@@ -5,7 +5,7 @@ before a run    plan (the grids that fit a cluster, and their times), prepare_te
 after it        report and loss_compare (runs side by side), inspect_scales (what the precision recorder saw), generate (a prompt
                 continued)
 to elsewhere    convert_checkpoint, with convert/ (Hugging Face, safetensors, FP8 for inference)
-of all of them  arguments (command lines), files (what is read and written), paired_difference (mean and interval of losses by seed)
+of all of them  arguments and files of `megatron.lm.shell`, paired_difference of `megatron.lm.evaluation`
 
 Benchmarks, reproduced tables, the quick start and what judges the tests need a checkout and stay in tools/ there.
 """

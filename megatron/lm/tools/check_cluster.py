@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.lm import entry, rendezvous
-from megatron.lm.place import Launch, launch_from_environment
-from megatron.lm.run import RunStopped
-from megatron.lm.tools import arguments
+from megatron.lm.errors import RunStopped
+from megatron.lm.processes import rendezvous
+from megatron.lm.processes.environment import Launch, launch_from_environment
+from megatron.lm.shell import arguments, exit_codes
 from msamp.kernels.scaled_mm import fp8_hardware, scaled_mm
 
 LARGEST = 1  # of the integers: every partial sum is then exact in BF16, and in the 13 bits that FP8 tensor cores keep
@@ -331,9 +331,9 @@ def _judge_sums(
     return f"sums {name}: {'; '.join(problems)}" if problems else None
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; its exit codes are those of `megatron.lm.entry`."""
+    """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("--timeout-seconds", type=arguments.count(1, 3600), default=120, help="for each wait (default: %(default)s)")
     parser.add_argument(
@@ -361,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         # The interpreter's end would wait for what hangs.
         print(f"error on rank {launch.rank}: {problem}" if launch.rank else f"error: {problem}", file=sys.stderr, flush=True)
-        os._exit(entry.STOPPED)
+        os._exit(exit_codes.STOPPED)
     if launch.rank == 0:
         print(*lines, f"{launch.world_size} processes on {len(set(hosts))} machines: all is well", sep="\n")
     return 0

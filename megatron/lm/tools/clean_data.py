@@ -13,15 +13,14 @@
 import sys
 from collections.abc import Sequence
 
-from megatron.lm import entry
 from megatron.lm.cleaning.pipeline import PART_BYTES, Rules, clean
 from megatron.lm.data import rows
-from megatron.lm.tools import arguments
+from megatron.lm.shell import arguments, exit_codes
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; its exit codes are those of `megatron.lm.entry`."""
+    """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, type=arguments.path, metavar="FILE", help=rows.KINDS)
     parser.add_argument("--output", required=True, type=arguments.output_file, metavar="FILE", help="JSON lines; must not be there")

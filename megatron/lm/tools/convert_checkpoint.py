@@ -27,15 +27,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.lm import entry
 from megatron.lm.config import TOKENIZERS, Config, DataConfig
 from megatron.lm.config.cli import to_argv
-from megatron.lm.tools import arguments
+from megatron.lm.shell import arguments, exit_codes
+from megatron.lm.shell.files import new_folder
 from megatron.lm.tools.convert import tokenizer_files
 from megatron.lm.tools.convert.folder import Tensors, read_json, write_json, write_tensors
 from megatron.lm.tools.convert.fp8_export import fp8_tensors, quantization_config
 from megatron.lm.tools.convert.hugging_face import check_finite, from_hf, hf_config, hf_rules, hf_tensors
-from megatron.lm.tools.files import new_folder
 from msamp.numerics.tensor import ScalingTensor
 
 if TYPE_CHECKING:
@@ -211,9 +210,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; its exit codes are those of `megatron.lm.entry`."""
+    """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
     args: Any = _parser().parse_args(argv)
     print(args.work(args))
 

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.lm import durable, entry
-from megatron.lm.tools import arguments
+from megatron.lm.shell import arguments, durable, exit_codes
 
 Rows = dict[str, dict[str, dict[str, Any]]]  # model -> task -> metric -> value
 
@@ -171,9 +170,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; its exit codes are those of `megatron.lm.entry`."""
+    """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
     args = _parser().parse_args(argv)
     args.run(args)
 

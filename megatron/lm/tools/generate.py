@@ -13,10 +13,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.lm import entry
-from megatron.lm.generation import MOST_TOKENS, Generated, Sampling, generate
-from megatron.lm.tools import arguments
-from megatron.lm.tools.files import read_text
+from megatron.lm.evaluation.generation import MOST_TOKENS, Generated, Sampling, generate
+from megatron.lm.shell import arguments, exit_codes
+from megatron.lm.shell.files import read_text
 
 
 def continuations(load: Path, prompts: Sequence[str], *, n: int, sampling: Sampling, batch_size: int) -> Iterator[tuple[str, str, bool]]:
@@ -28,8 +27,8 @@ def continuations(load: Path, prompts: Sequence[str], *, n: int, sampling: Sampl
         ValueError: no checkpoint, a prompt that is no UTF-8, or longer than the model's sequence.
     """
     from megatron.lm.checkpoint import load_for_inference
-    from megatron.lm.model.decoding import Decoder
-    from megatron.lm.process_groups import shutdown
+    from megatron.lm.evaluation.decoding import Decoder
+    from megatron.lm.processes.process_groups import shutdown
 
     for prompt in prompts:
         try:
@@ -72,9 +71,9 @@ def _prompts(given: Sequence[str] | None, file: Path | None) -> list[str]:
     return found
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; its exit codes are those of `megatron.lm.entry`."""
+    """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("--load", required=True, type=arguments.path, help="folder of the trainer's checkpoints (its --save)")
     parser.add_argument("--prompt", action="append", help="text to continue; may be given again (default: the beginning of a document)")

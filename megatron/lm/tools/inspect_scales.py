@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.lm import entry
-from megatron.lm.tools import arguments
-from megatron.lm.tools.files import made_folder, read_text
+from megatron.lm.shell import arguments, exit_codes
+from megatron.lm.shell.files import made_folder, read_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -295,9 +294,9 @@ def write_page(steps: Sequence[Mapping[str, Any]], sentences: Sequence[str], out
     return page
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; its exit codes are those of `megatron.lm.entry`."""
+    """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("file", type=arguments.path, help="what --record-precision has written")
     parser.add_argument("--out", type=arguments.path, help="folder for the page and its pictures")

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.lm import entry
-from megatron.lm.tools import arguments
-from megatron.lm.tools.paired_difference import EFFECT, HOLDS, PairedDifference, paired_difference
+from megatron.lm.evaluation.paired_difference import EFFECT, HOLDS, PairedDifference, paired_difference
+from megatron.lm.shell import arguments, exit_codes
 from megatron.lm.tools.report import Run, differences, named_path, read_run, relative, smooth
 
 
@@ -110,9 +109,9 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(row[0].ljust(widths[0]) + "".join("  " + row[i].rjust(widths[i]) for i in (1, 2, 3)) for row in rows)
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 1 where --max-rel is exceeded or a loss is not finite, else the exit codes of `megatron.lm.entry`."""
+    """Command line; 1 where --max-rel is exceeded or a loss is not finite, else the exit codes of `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument(
         "--base", type=named_path, required=True, nargs="+", metavar="NAME=METRICS", help="the run, or group of runs, to compare with"

@@ -6,7 +6,7 @@
 
 Further flags are those of megatron.lm.pretrain, and override the model's. A flag of the grid, the micro-batch or recomputation fixes it;
 the rest is searched, and the grids that fit are listed, the fastest first. Times are predicted from measured rates
-(`megatron/lm/cost`); the page `docs/guide/planner.md` says how wrong they were where they could be compared.
+(`megatron/lm/planning`); the page `docs/guide/planner.md` says how wrong they were where they could be compared.
 """
 
 import argparse
@@ -16,12 +16,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.lm import entry
 from megatron.lm.config import Config
-from megatron.lm.config.check import check
 from megatron.lm.config.cli import parse_args
-from megatron.lm.presets import PRESETS, flops_per_token, published_vocabulary
-from megatron.lm.tools.arguments import Parser, count, name
+from megatron.lm.config.presets import PRESETS, flops_per_token, published_vocabulary
+from megatron.lm.config.rules.check import check
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, name
 
 NETWORK_GB_S = 40.0
 SEARCHED = {
@@ -87,8 +87,8 @@ def configuration(options: argparse.Namespace, rest: Sequence[str]) -> Config:
 
 def described(one: Any, cluster: Any, rates: Any, model: str) -> dict[str, Any]:
     """A planned grid as JSON can hold it: bytes, seconds, FLOPs of a process and of the whole step."""
-    from megatron.lm.cost import wire
-    from megatron.lm.plan import vocabulary
+    from megatron.lm.planning import wire
+    from megatron.lm.planning.memory import vocabulary
 
     config, fullest = one.config, one.fullest
     parallel, training = config.parallel, config.training
@@ -169,16 +169,16 @@ def details(one: dict[str, Any]) -> list[str]:
     ]
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; its exit codes are those of `megatron.lm.entry`."""
+    """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
     options, rest = parser().parse_known_args(argv)
     config = configuration(options, rest)
     fixed = [field for flag, field in SEARCHED.items() if any(word.partition("=")[0] == flag for word in rest)]
-    from megatron.lm.cost.cluster import Cluster
-    from megatron.lm.cost.rates import rates_of
-    from megatron.lm.cost.search import best
-    from megatron.lm.plan import GIB
+    from megatron.lm.planning.cluster import Cluster
+    from megatron.lm.planning.memory import GIB
+    from megatron.lm.planning.rates import rates_of
+    from megatron.lm.planning.search import best
 
     rates = rates_of(options.gpu.lower())
     link = rates("link") if options.link_gb_s is None else options.link_gb_s * 1e9

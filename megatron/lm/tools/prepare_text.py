@@ -30,13 +30,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron.lm import entry
 from megatron.lm.config import DataConfig
 from megatron.lm.data.indexing import DatasetCounts, Document, EncodeOptions, Progress, write_datasets
 from megatron.lm.data.tokenizer import END_OF_TEXT
-from megatron.lm.durable import written_aside
-from megatron.lm.tools.arguments import Parser, count, output_file, path
-from megatron.lm.tools.files import made_folder
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, output_file, path
+from megatron.lm.shell.durable import written_aside
+from megatron.lm.shell.files import made_folder
 
 REQUIREMENTS = Path(__file__).with_name("requirements-text.txt")
 FORM = 1  # raise it when the prepared files change, so that older ones are made anew
@@ -399,9 +399,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@entry.command
+@exit_codes.command
 def main(argv: list[str] | None = None) -> None:
-    """Run the tool; its exit codes are those of `megatron.lm.entry`."""
+    """Run the tool; its exit codes are those of `megatron.lm.shell.exit_codes`."""
     arguments = _parser().parse_args(argv)
     if not 0 < arguments.valid_share < 1:
         raise ValueError(f"--valid-share {arguments.valid_share} must lie between 0 and 1")

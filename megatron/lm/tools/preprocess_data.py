@@ -8,7 +8,6 @@ import time
 import warnings
 from pathlib import Path
 
-from megatron.lm import entry
 from megatron.lm.config import DataConfig
 from megatron.lm.data.indexing import (
     DOCUMENT_SEPARATORS,
@@ -20,7 +19,8 @@ from megatron.lm.data.indexing import (
 )
 from megatron.lm.data.parts import PART_BYTES, write_in_parts
 from megatron.lm.data.rows import identity
-from megatron.lm.tools.arguments import Parser, count, name, path
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, name, path
 
 _EPILOG = """\
 input forms:
@@ -37,9 +37,9 @@ example:
 """
 
 
-@entry.command
+@exit_codes.command
 def main(argv: list[str] | None = None) -> None:
-    """Run the tool; its exit codes are those of `megatron.lm.entry`, and nothing is written where it refuses."""
+    """Run the tool; its exit codes are those of `megatron.lm.shell.exit_codes`, and nothing is written where it refuses."""
     _preprocess(_parser().parse_args(argv))
 
 

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.lm import entry
-from megatron.lm.tools import arguments
-from megatron.lm.tools.files import made_folder, read_text
+from megatron.lm.shell import arguments, exit_codes
+from megatron.lm.shell.files import made_folder, read_text
 from megatron.lm.tools.inspect_scales import read as read_steps
 
 if TYPE_CHECKING:
@@ -385,9 +384,9 @@ def _number(value: float | None, digits: int) -> str:
     return "&ndash;" if value is None else f"{value:,.{digits}f}"
 
 
-@entry.command
+@exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; its exit codes are those of `megatron.lm.entry`."""
+    """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("--run", type=named_path, action="append", required=True, metavar="NAME=METRICS", help="a run; repeat the flag")
     parser.add_argument(

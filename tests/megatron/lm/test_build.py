@@ -7,9 +7,9 @@ from torch import nn
 
 from megatron.lm import build
 from megatron.lm.build import build_training
-from megatron.lm.graph import build as build_graphs
-from megatron.lm.grid import Grid
+from megatron.lm.graphs.step_graph import build as build_graphs
 from megatron.lm.model.gpt import GPT
+from megatron.lm.processes.grid import Grid
 
 
 def test_the_parts_of_a_training_know_each_other():

@@ -16,9 +16,10 @@ import pytest
 import tiny
 import torch
 
-from megatron.lm import pretrain, process_groups
-from megatron.lm.checkpoint.storage import Stored
-from megatron.lm.cpu_home import cpu_home
+from megatron.lm import pretrain
+from megatron.lm.checkpoint.files.storage import Stored
+from megatron.lm.processes import process_groups
+from megatron.lm.processes.cpu_home import cpu_home
 
 ROOT = Path(__file__).parents[3]
 FLAGS = shlex.split(

@@ -12,13 +12,13 @@ import tiny
 import torch
 from torch import Tensor
 
-from megatron.lm import process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import Config
 from megatron.lm.model.gpt import build_model
 from megatron.lm.model.loss import mean_loss
+from megatron.lm.processes import process_groups
 from megatron.lm.step import evaluate, train_step
-from megatron.lm.training import Batches, StepResult, Training
+from megatron.lm.training.state import Batches, StepResult, Training
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.recipe import FP32
 from msamp.numerics.tensor import ScalingTensor

@@ -7,7 +7,7 @@ import torch
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from torch import nn
 
-from megatron.lm.cpu_home import cpu_home
+from megatron.lm.processes.cpu_home import cpu_home
 from msamp.amp.scaler import LossScaler
 
 CPU = torch.device("cpu")

@@ -401,7 +401,7 @@ def test_memory_at_the_size_of_gpt_1_3b():
 
 @pytest.mark.gpu
 def test_memory_with_all_products_in_fp8_at_the_size_of_llama():
-    """As `megatron.lm.plan` has it."""
+    """As `megatron.lm.planning.memory` has it."""
     tokens, vocabulary, size = 8192, 128256, 4096
     hidden = torch.randn(tokens, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = (0.02 * torch.randn(vocabulary, size, device="cuda")).bfloat16().requires_grad_()

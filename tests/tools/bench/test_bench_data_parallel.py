@@ -8,8 +8,8 @@ import pytest
 from megatron.core import parallel_state
 from refusals import code
 
-from megatron.lm import process_groups
 from megatron.lm.build import build_training
+from megatron.lm.processes import process_groups
 from megatron.lm.step import train_step
 from msamp.numerics.tensor import ScalingTensor
 from tools.bench import bench_data_parallel, bench_step

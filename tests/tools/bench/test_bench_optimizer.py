@@ -5,7 +5,7 @@ import pytest
 import torch
 from refusals import code
 
-from megatron.lm.recipe import build_recipe
+from megatron.lm.config.precision import build_recipe
 from msamp.numerics import recipe
 from msamp.numerics.tensor import ScalingTensor
 from tools.bench import bench_optimizer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.lm.cost.rates import rates_of
+from megatron.lm.planning.rates import rates_of
 from tools.bench import derive_rates
 
 

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from megatron.lm.tools.paired_difference import EFFECT, Interval
+from megatron.lm.evaluation.paired_difference import EFFECT, Interval
 from tools.docs import losses
 from tools.docs.evidence import ROOT
 

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from megatron.lm.tools.paired_difference import EFFECT
+from megatron.lm.evaluation.paired_difference import EFFECT
 from tests.tools.docs.test_losses import last
 from tools.docs import rounding
 from tools.docs.evidence import ROOT

@@ -20,7 +20,7 @@ def test_the_rows_of_table_6_are_the_papers_formats():
     paper["#4"] = ("fp16", "fp8-e4m3", "fp8-e4m3")
     for name, formats in paper.items():
         config = parse_args(["--preset", "125m", "--micro-batch-size", "1", "--train-iters", "1", *case_flags(curves.TABLE6[name])])
-        from megatron.lm.plan import state_formats
+        from megatron.lm.planning.memory import state_formats
 
         states = state_formats(config)["linear"][1]
         assert tuple(str(getattr(states, key)) for key in ("master", "m", "v")) == formats, name

@@ -5,8 +5,8 @@ import dist
 import pytest
 from megatron.core import parallel_state
 
-from megatron.lm import process_groups
 from megatron.lm.build import build_training
+from megatron.lm.processes import process_groups
 from megatron.lm.step import train_step
 from tools.bench import bench_grid, bench_step
 from tools.reproduce import table7

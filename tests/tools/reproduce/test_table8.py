@@ -4,7 +4,7 @@ import math
 import pytest
 
 from megatron.lm.config import ModelConfig
-from megatron.lm.presets import PRESETS, parameter_count
+from megatron.lm.config.presets import PRESETS, parameter_count
 from msamp.comm.partition import Piece
 from tools.reproduce import table8
 

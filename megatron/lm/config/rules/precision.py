@@ -61,8 +61,8 @@ def fp8_linears(config: Config, world_size: int) -> Problems:
 
 def fp8_scaling(config: Config, world_size: int) -> Problems:
     """Flags for the scaling of operands need FP8 GEMMs, and each setting of a scaling rule needs a rule that has it."""
-    from megatron.lm.peers import PeerRecipe
-    from megatron.lm.recipe import RULE_SETTINGS, gemm_of, rule_setting
+    from megatron.lm.config.baselines import PeerRecipe
+    from megatron.lm.config.precision import RULE_SETTINGS, gemm_of, rule_setting
 
     precision = config.precision
     if precision.contradiction is not None:
@@ -112,7 +112,7 @@ def loss_scaling(config: Config, world_size: int) -> Problems:
 
 def peer_layers(config: Config, world_size: int) -> Problems:
     """A peer's library is installed, and flags that only our layers and states know do not go with its recipe."""
-    from megatron.lm.peers import INSTALL, PeerRecipe, installed
+    from megatron.lm.config.baselines import INSTALL, PeerRecipe, installed
 
     precision, named = config.precision, None if config.precision.contradiction else config.precision.named
     if not isinstance(named, PeerRecipe):

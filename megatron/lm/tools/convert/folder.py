@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.lm.tools.files import read_text
+from megatron.lm.shell.files import read_text
 
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # as in the folders that transformers writes

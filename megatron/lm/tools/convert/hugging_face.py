@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.lm.config import Config, ModelConfig, PrecisionConfig
-from megatron.lm.config.check import single_values
 from megatron.lm.config.cli import config_from_dict
+from megatron.lm.config.rules.check import single_values
 from megatron.lm.config.rules.shape import attention_shape
 from megatron.lm.tools.convert.architectures import ARCHITECTURES, EMBEDDING, HEAD, Architecture, Rule, architecture_of
 

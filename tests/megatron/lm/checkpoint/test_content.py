@@ -10,10 +10,10 @@ import torch
 
 from megatron.lm.checkpoint import content
 from megatron.lm.checkpoint.content import at, info, items, scale_key
+from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.place import Place
-from megatron.lm.checkpoint.storage import Item
 from megatron.lm.config.cli import config_from_dict
-from megatron.lm.grid import Ranks
+from megatron.lm.processes.grid import Ranks
 from megatron.lm.run.trainer import Trainer
 from msamp.numerics import formats
 from msamp.numerics.tensor import ScalingTensor

@@ -20,8 +20,8 @@ import torch
 from checkpoints import MARKER, contents, everything, pointed, rewrite, seal, tensors
 
 from megatron.lm.checkpoint import latest, load
-from megatron.lm.checkpoint.folder import INFO_FILE
-from megatron.lm.checkpoint.pickled import FORMER_PLAN_FILE
+from megatron.lm.checkpoint.files.folder import INFO_FILE
+from megatron.lm.checkpoint.files.pickled import FORMER_PLAN_FILE
 from megatron.lm.run.trainer import Trainer
 
 DATA, PLAN = "__0_0.bin", "plan.json"

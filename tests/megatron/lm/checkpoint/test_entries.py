@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.lm.checkpoint import storage
 from megatron.lm.checkpoint.content import group_keys, scale_key
+from megatron.lm.checkpoint.files import storage
+from megatron.lm.checkpoint.files.storage import Item, Stored
 from megatron.lm.checkpoint.place import Place
-from megatron.lm.checkpoint.storage import Item, Stored
 from megatron.lm.checkpoint.values import check_remainder, find, find_whole
 
 VOCABULARY = 5

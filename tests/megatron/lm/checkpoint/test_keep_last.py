@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from megatron.lm.checkpoint import Saver, latest
-from megatron.lm.checkpoint.folder import iteration_folder, iteration_of
+from megatron.lm.checkpoint.files.folder import iteration_folder, iteration_of
 from megatron.lm.run.trainer import Trainer
 
 

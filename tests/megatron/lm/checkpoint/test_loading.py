@@ -19,12 +19,13 @@ import torch
 from checkpoints import LEVELS, MARKER, contents, everything, pointed, resume, tensors, trained
 from torch import Tensor
 
-from megatron.lm.checkpoint import latest, load, save, saved_precision, storage
+from megatron.lm.checkpoint import latest, load, save, saved_precision
+from megatron.lm.checkpoint.files import storage
+from megatron.lm.checkpoint.files.storage import Item, Stored
 from megatron.lm.checkpoint.loading import _check_number, _TensorReader
 from megatron.lm.checkpoint.place import Place
-from megatron.lm.checkpoint.storage import Item, Stored
 from megatron.lm.config import Config
-from megatron.lm.training import Training
+from megatron.lm.training.state import Training
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, REMAINDER_E4M3
 from msamp.numerics.tensor import ScalingTensor

@@ -10,9 +10,9 @@ import tiny
 import torch
 from checkpoints import MARKER, tensors
 
-from megatron.lm import process_groups
 from megatron.lm.checkpoint import CheckpointReader, latest, load_for_inference
-from megatron.lm.cpu_home import cpu_home
+from megatron.lm.processes import process_groups
+from megatron.lm.processes.cpu_home import cpu_home
 from msamp.numerics.tensor import ScalingTensor
 
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"

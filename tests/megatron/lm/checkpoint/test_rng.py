@@ -11,8 +11,8 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch import Tensor
 
 from megatron.lm.checkpoint import rng
-from megatron.lm.cpu_home import cpu_home
-from megatron.lm.grid import Grid, Ranks
+from megatron.lm.processes.cpu_home import cpu_home
+from megatron.lm.processes.grid import Grid, Ranks
 
 
 def draws() -> list[float]:

@@ -21,12 +21,13 @@ import tiny
 import torch
 from checkpoints import MARKER, contents, pointed, tensors
 
-from megatron.lm.checkpoint import Saver, latest, load, load_for_inference, save, saving, storage
-from megatron.lm.checkpoint.folder import INFO_FILE, check_files, iteration_of, read_info, tidy
-from megatron.lm.checkpoint.lock import locked
-from megatron.lm.checkpoint.storage import Item
+from megatron.lm.checkpoint import Saver, latest, load, load_for_inference, save, saving
+from megatron.lm.checkpoint.files import storage
+from megatron.lm.checkpoint.files.folder import INFO_FILE, check_files, iteration_of, read_info, tidy
+from megatron.lm.checkpoint.files.lock import locked
+from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.run.trainer import Trainer
-from megatron.lm.training import Training
+from megatron.lm.training.state import Training
 from msamp.numerics.tensor import ScalingTensor
 
 FULL = OSError(errno.ENOSPC, "No space left on device")

@@ -9,11 +9,12 @@ import pytest
 import tiny
 from checkpoints import MARKER, contents, pointed
 
-from megatron.lm.checkpoint import Saver, latest, storage
-from megatron.lm.checkpoint.folder import check_files, read_info
-from megatron.lm.checkpoint.lock import locked
-from megatron.lm.identity import Run
+from megatron.lm.checkpoint import Saver, latest
+from megatron.lm.checkpoint.files import storage
+from megatron.lm.checkpoint.files.folder import check_files, read_info
+from megatron.lm.checkpoint.files.lock import locked
 from megatron.lm.run.trainer import Trainer
+from megatron.lm.training.identity import Run
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import tiny
 import torch
 from torch import Tensor
 
-from megatron.lm.checkpoint import storage
 from megatron.lm.checkpoint.content import group_keys, scale_key
+from megatron.lm.checkpoint.files import storage
+from megatron.lm.checkpoint.files.storage import Item, Stored
 from megatron.lm.checkpoint.place import Place
-from megatron.lm.checkpoint.storage import Item, Stored
 from megatron.lm.checkpoint.values import Found, check_agree, chunk_offsets, find, find_whole, scalar
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32, Format

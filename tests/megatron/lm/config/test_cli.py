@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, TrainingConfig, flag
-from megatron.lm.config.check import single_values
 from megatron.lm.config.cli import config_from_dict, config_to_dict, parse_args, section_types, to_argv
 from megatron.lm.config.precision import recipe_names
-from megatron.lm.presets import PRESETS
+from megatron.lm.config.presets import PRESETS
+from megatron.lm.config.rules.check import single_values
 from msamp.numerics import recipe
 
 REQUIRED = shlex.split(
@@ -104,7 +104,7 @@ def test_usage_errors_name_the_value_and_the_remedy(capsys, argv, words):
 
 def test_a_usage_error_and_good_flags_need_neither_torch_nor_megatron_core():
     program = (
-        "import sys; from megatron.lm.config import check, cli\n"
+        "import sys; from megatron.lm.config import cli; from megatron.lm.config.rules import check\n"
         f"cli.parse_args({[*REQUIRED, '--opt-level', 'O2']})\n"
         "try: cli.parse_args(['--opt-level', 'O4'])\n"
         "finally: print([m for m in sys.modules if m == 'torch' or m.startswith('megatron.core')])"

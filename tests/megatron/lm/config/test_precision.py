@@ -5,8 +5,7 @@ import pickle
 
 import pytest
 
-from megatron.lm import peers
-from megatron.lm.config import PrecisionConfig
+from megatron.lm.config import PrecisionConfig, baselines
 from megatron.lm.config.precision import amax_algorithms, gemm_names, recipe_names
 from msamp.numerics import recipe
 
@@ -74,7 +73,7 @@ def test_a_recipe_by_itself_is_what_its_constant_says(name):
 
 
 def test_choices_are_those_of_the_tables():
-    assert recipe_names() == (*recipe.names(), *peers.names())
+    assert recipe_names() == (*recipe.names(), *baselines.names())
     assert gemm_names() == tuple(recipe.GEMMS)
     assert amax_algorithms() == ("max", "most_recent")
 

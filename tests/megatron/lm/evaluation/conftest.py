@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import texts
 
-from megatron.lm.cpu_home import cpu_home
+from megatron.lm.processes.cpu_home import cpu_home
 from megatron.lm.tools import convert_checkpoint
 
 

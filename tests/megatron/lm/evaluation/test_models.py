@@ -7,10 +7,10 @@ import pytest
 import texts
 import torch
 
-from megatron.lm import process_groups
 from megatron.lm.checkpoint import load_for_inference
-from megatron.lm.cpu_home import cpu_home
 from megatron.lm.evaluation.models import CheckpointModel, FolderModel, needed, opened
+from megatron.lm.processes import process_groups
+from megatron.lm.processes.cpu_home import cpu_home
 
 SHARE = {"fp32": 1e-5, "O3": 0.05}  # of nats; in FP8 the scales of inputs are other ones
 

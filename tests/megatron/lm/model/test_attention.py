@@ -9,12 +9,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.lm import process_groups
 from megatron.lm.build import build_training
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, TrainingConfig
-from megatron.lm.cpu_home import cpu_home
 from megatron.lm.model.attention import _TABLES, Attention, FP8CoreAttention, SDPAttention, check_backend, check_precision, cos_sin
 from megatron.lm.model.gpt import build_model
+from megatron.lm.processes import process_groups
+from megatron.lm.processes.cpu_home import cpu_home
 from msamp.numerics.recipe import FP32, O3
 
 HEADS, CHANNELS = 4, 8

@@ -13,12 +13,12 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.lm import process_groups
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from megatron.lm.cpu_home import cpu_home
 from megatron.lm.model import gpt, linear
 from megatron.lm.model.gpt import GPT, assemble, build_model, transformer_config
 from megatron.lm.model.loss import mean_loss
+from megatron.lm.processes import process_groups
+from megatron.lm.processes.cpu_home import cpu_home
 from msamp.numerics.recipe import BF16, FP32, O2, Recipe
 
 VOCABULARY = 60  # padded to 64

@@ -11,10 +11,10 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron.lm import process_groups
+from megatron.lm.config.precision import build_recipe
 from megatron.lm.model.gpt import build_model
 from megatron.lm.model.initial import named_globally
-from megatron.lm.recipe import build_recipe
+from megatron.lm.processes import process_groups
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
 SHAPE: dict[str, Any] = {"num_layers": 4, "num_attention_heads": 4, "make_vocab_size_divisible_by": 16, "init_method_std": 0.1}

@@ -11,9 +11,9 @@ import torch
 from choices import each_once
 from torch import Tensor
 
-from megatron.lm import process_groups
 from megatron.lm.model.gpt import GPT, build_model
 from megatron.lm.model.layer import Layer
+from megatron.lm.processes import process_groups
 from msamp.kernels import ops
 from msamp.nn import block
 from msamp.nn.saved import AsItIs, GroupedFP8

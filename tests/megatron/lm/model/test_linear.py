@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.lm import process_groups
+from megatron.lm.config.precision import build_recipe
 from megatron.lm.model import linear
 from megatron.lm.model.gpt import build_model, transformer_config
 from megatron.lm.model.linear import FP8Gemm, column_linear, output_linear, row_linear
-from megatron.lm.recipe import build_recipe
+from megatron.lm.processes import process_groups
 from msamp.comm.counters import WireBytes, all_gather_sent, all_reduce_sent
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import ScalingState

@@ -7,9 +7,9 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from megatron.lm.cpu_home import cpu_home
 from megatron.lm.model.loss import mean_loss, token_loss
-from megatron.lm.process_groups import device, initialize, shutdown
+from megatron.lm.processes.cpu_home import cpu_home
+from megatron.lm.processes.process_groups import device, initialize, shutdown
 
 
 def config(**parallel: int) -> Config:

@@ -14,16 +14,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.lm import checkpoint, gain, graph, peers, process_groups
-from megatron.lm.config import Config
-from megatron.lm.cpu_home import cpu_home
-from megatron.lm.model import gpt, peer
+from megatron.lm import checkpoint
+from megatron.lm.config import Config, baselines
+from megatron.lm.config.baselines import PeerRecipe
+from megatron.lm.graphs import step_graph
+from megatron.lm.model import fp8_layers, gpt, peer
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import build_model, transformer_config
 from megatron.lm.model.initial import named_globally
 from megatron.lm.model.linear import column_linear, row_linear
 from megatron.lm.model.norm import LayerNorm, RMSNorm
-from megatron.lm.peers import PeerRecipe
+from megatron.lm.processes import process_groups
+from megatron.lm.processes.cpu_home import cpu_home
 from msamp.numerics.recipe import BF16
 
 
@@ -63,7 +65,7 @@ class Provider(LocalSpecProvider):
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine is there. Without its fusions, which want its kernels and a compiler."""
-    monkeypatch.setattr(peers, "installed", lambda: True)
+    monkeypatch.setattr(baselines, "installed", lambda: True)
     monkeypatch.setattr(gpt, "check_available", lambda recipe: None)
     monkeypatch.setattr(gpt, "provider", Provider)
     monkeypatch.setattr(peer, "fusions", lambda model: {})
@@ -88,7 +90,7 @@ def recipe_of(settings: Config) -> PeerRecipe:
     return found
 
 
-@pytest.mark.parametrize("name", peers.names())
+@pytest.mark.parametrize("name", baselines.names())
 def test_megatron_core_is_told_what_the_recipe_says(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peer, "fusions", lambda model: {})
     settings = tiny.config("corpus", precision=name)
@@ -175,8 +177,8 @@ def test_a_checkpoint_of_our_layers_is_refused_by_name(prefix: Path, tmp_path: P
 def test_steps_are_eager_and_the_log_says_of_whom_the_layers_are(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     settings = tiny.config("corpus", precision="te-delayed")
-    assert graph.choose(settings) == ("none", "Transformer Engine's layers are not captured")
-    assert gain.describe(settings, gain.Choice(reason="precision te-delayed")) == (
+    assert step_graph.choose(settings) == ("none", "Transformer Engine's layers are not captured")
+    assert fp8_layers.describe(settings, fp8_layers.Choice(reason="precision te-delayed")) == (
         "linear layers: 8 of Transformer Engine; precision te-delayed"
     )
 
@@ -217,7 +219,7 @@ def test_a_package_that_does_not_load_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", peers.names())
+@pytest.mark.parametrize("name", baselines.names())
 def test_transformer_engine_itself_trains(name: str, prefix: Path):
     pytest.importorskip("transformer_engine.pytorch", reason="pip install 'msamp[peers]'")
     wide = {"hidden_size": 256, "num_attention_heads": 4, "seq_length": 128, "micro_batch_size": 4}

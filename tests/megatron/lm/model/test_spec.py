@@ -5,13 +5,13 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from megatron.lm import process_groups
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, TrainingConfig
-from megatron.lm.cpu_home import cpu_home
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import assemble, transformer_config
 from megatron.lm.model.norm import HeadRMSNorm, LayerNorm, RMSNorm
 from megatron.lm.model.spec import block_spec
+from megatron.lm.processes import process_groups
+from megatron.lm.processes.cpu_home import cpu_home
 
 
 class Column(ColumnParallelLinear):

@@ -10,11 +10,11 @@ import tiny
 import torch
 from torch import Tensor
 
-from megatron.lm import process_groups
+from megatron.lm.config.baselines import find
 from megatron.lm.data.tokenizer import NullTokenizer
 from megatron.lm.model.gpt import build_model
-from megatron.lm.peers import find
 from megatron.lm.post.classifier import Classifier, Example, batch, check_encoder, check_recipe, encode_pair
+from megatron.lm.processes import process_groups
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.recipe import FP32, O2, O3, Recipe
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.lm.post import flags
-from megatron.lm.tools import arguments
+from megatron.lm.shell import arguments
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def test_a_number_of_processes_that_cannot_be(
 
 
 def test_a_dry_run_tells_and_begins_nothing(flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    from megatron.lm import process_groups
+    from megatron.lm.processes import process_groups
 
     monkeypatch.setattr(process_groups, "initialize", lambda config: pytest.fail("it began"))
     assert job.job([*flags, "--dry-run"]) == 0
@@ -40,7 +40,7 @@ def test_a_dry_run_tells_and_begins_nothing(flags: list[str], monkeypatch: pytes
 
 
 def test_the_groups_are_left_however_the_run_ends(flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    from megatron.lm import process_groups
+    from megatron.lm.processes import process_groups
     from megatron.lm.run import trainer
 
     class Fails:

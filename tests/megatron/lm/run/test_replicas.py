@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 
-from megatron.lm.run import RunStopped
+from megatron.lm.errors import RunStopped
 from megatron.lm.run.replicas import check_replicas
 from msamp.numerics.tensor import ScalingTensor
 

@@ -10,8 +10,8 @@ import tiny
 import torch
 from faulty import BATCH, Once, louder, patched, rolling, told, trained
 
-from megatron.lm.config.check import check
-from megatron.lm.run import RunStopped
+from megatron.lm.config.rules.check import check
+from megatron.lm.errors import RunStopped
 
 
 @pytest.mark.parametrize("level", [pytest.param("bf16", marks=pytest.mark.nightly), "O3"])

@@ -9,10 +9,10 @@ import tiny
 from checkpoints import of, published, seal
 
 from megatron.lm.checkpoint import latest
-from megatron.lm.checkpoint.folder import read_info
+from megatron.lm.checkpoint.files.folder import read_info
 from megatron.lm.config import CheckpointConfig
-from megatron.lm.identity import Run
 from megatron.lm.run.start import settled
+from megatron.lm.training.identity import Run
 
 
 def start(**settings: Any) -> tuple[CheckpointConfig, str | None]:

@@ -20,12 +20,13 @@ from faulty import FIRST, NORM, SPIKES, Once, at, louder, patched, rolling, save
 from torch import Tensor
 
 from megatron.lm import checkpoint, pretrain, step
-from megatron.lm.cpu_home import cpu_home
+from megatron.lm.errors import RunStopped
 from megatron.lm.model.loss import mean_loss
-from megatron.lm.run import RunStopped, trainer
+from megatron.lm.processes.cpu_home import cpu_home
+from megatron.lm.run import trainer
 from megatron.lm.run.signals import Requests
 from megatron.lm.run.start import settled
-from megatron.lm.training import Batches, StepResult, Training
+from megatron.lm.training.state import Batches, StepResult, Training
 
 # What only one of two ranks meets
 

@@ -14,9 +14,10 @@ import torch
 
 from megatron.lm import step
 from megatron.lm.checkpoint import saving
-from megatron.lm.run import RunStopped, trainer
+from megatron.lm.errors import RunStopped
+from megatron.lm.run import trainer
 from megatron.lm.run.trainer import Trainer
-from megatron.lm.training import Batches, StepResult, Training
+from megatron.lm.training.state import Batches, StepResult, Training
 from msamp.comm import collectives
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.nightly)

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed
 
-from megatron.lm.place import Launch
-from megatron.lm.run import RunStopped
+from megatron.lm.errors import RunStopped
+from megatron.lm.processes.environment import Launch
 from megatron.lm.tools import check_cluster
 from megatron.lm.tools.check_cluster import Board, Found, Summed
 

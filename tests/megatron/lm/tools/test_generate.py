@@ -9,10 +9,10 @@ import pytest
 import tiny
 import torch
 
-from megatron.lm import process_groups
 from megatron.lm.checkpoint import load_for_inference
-from megatron.lm.cpu_home import cpu_home
-from megatron.lm.generation import Sampling
+from megatron.lm.evaluation.generation import Sampling
+from megatron.lm.processes import process_groups
+from megatron.lm.processes.cpu_home import cpu_home
 from megatron.lm.tools import generate
 
 

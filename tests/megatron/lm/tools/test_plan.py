@@ -5,9 +5,9 @@ import shlex
 
 import pytest
 
-from megatron.lm import plan as dry_run
-from megatron.lm.config.check import check
 from megatron.lm.config.cli import parse_args
+from megatron.lm.config.rules.check import check
+from megatron.lm.planning import memory as dry_run
 from megatron.lm.tools.plan import flags_of, main
 
 LINE = "--model 7b --gpus 8 --gpu h100 --global-batch-size 64"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import refusals
 
-from megatron.lm.config.check import check
+from megatron.lm.config.rules.check import check
 from megatron.lm.config.rules.communication import RULES
 from msamp.comm import exchange
 from msamp.numerics import recipe

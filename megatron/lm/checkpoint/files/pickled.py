@@ -1,0 +1,302 @@
+"""Checkpoints of versions 3 and 4, which torch's distributed checkpoint (DCP) wrote: a plan that is a pickle, and chunks that are
+`torch.save`'s zip files with a pickle each. They are read here, and no pickle is executed.
+
+A pickle is a program. An unpickler imports any name, calls it, and sets attributes on any object. A list of permitted names is not enough,
+because BUILD changes a permitted class itself. Here each operation only records what it would have done: a name is text, a call and a
+new object are a `Record` of that name and its arguments, and BUILD gives a record its one state. Names are restricted to a short list, and
+operations to those that torch's writers use. The result is text, numbers, lists and records, from which the plan is taken.
+"""
+
+import io
+import pickletools
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.lm.checkpoint.files.index import DTYPES, Chunk, Entry, Plan, natural, size
+
+FORMER_PLAN_FILE = ".metadata"
+_DCP, _FILES, _PATHS = "torch.distributed.checkpoint.metadata ", "torch.distributed.checkpoint.filesystem ", ("pathlib ", "pathlib._local ")
+_STORAGES = {
+    "torch DoubleStorage": torch.float64,
+    "torch FloatStorage": torch.float32,
+    "torch BFloat16Storage": torch.bfloat16,
+    "torch HalfStorage": torch.float16,
+    "torch LongStorage": torch.int64,
+    "torch IntStorage": torch.int32,
+    "torch ShortStorage": torch.int16,
+    "torch CharStorage": torch.int8,
+    "torch ByteStorage": torch.uint8,
+    "torch BoolStorage": torch.bool,
+}
+_BITS = "torch.storage UntypedStorage"  # the dtype stands beside it
+# Names that torch's files call or instantiate; all other permitted names are dtypes or storages.
+_CALLED = {
+    *(_DCP + name for name in ("TensorProperties", "_MEM_FORMAT_ENCODING", "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata")),
+    *(_DCP + "MetadataIndex", _DCP + "StorageMeta", _FILES + "_StorageInfo", "torch Size", "torch.serialization _get_layout"),
+    *(path + name for path in _PATHS for name in ("PosixPath", "Path")),
+    *("torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3", "collections OrderedDict"),
+}
+_DTYPE_NAMES = {f"torch {name}": dtype for name, dtype in DTYPES.items()}
+_NAMED = _CALLED | _STORAGES.keys() | {_BITS} | _DTYPE_NAMES.keys()
+
+
+@dataclass(frozen=True, eq=False)
+class Name:
+    """A name that a pickle would import: "MODULE NAME"."""
+
+    name: str
+
+
+class Pairs(list[tuple[Any, Any]]):
+    """A dictionary as written: keys are not looked up, and so not hashed."""
+
+
+@dataclass(eq=False)
+class Record:
+    """A call or a new object of a pickle: the name of the function or class, its arguments, and the state that BUILD would set."""
+
+    name: str
+    args: tuple[Any, ...]
+    state: list[Any] = field(default_factory=list)
+
+
+class _Machine:
+    """The stack and the memory of a pickle, which holds records where an unpickler has objects."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+
+    def do(self, operation: str, arg: Any) -> None:
+        """One operation; ValueError, TypeError or LookupError for one that no writer of a checkpoint would do."""
+        if operation in _ATOMS:
+            self.stack.append(_ATOMS[operation](arg))
+        elif operation in _OPERATIONS:
+            _OPERATIONS[operation](self, arg)
+        else:
+            raise ValueError(f"it has the operation {operation}, which has no place in a checkpoint")
+
+    def pop(self, kind: type = object) -> Any:
+        """The top of the stack, which must be a `kind`."""
+        found = self.stack.pop()
+        if not isinstance(found, kind):
+            raise TypeError(f"it has a {type(found).__name__} where a {kind.__name__} belongs")
+        return found
+
+    def pop_mark(self) -> list[Any]:
+        """All objects since the last mark."""
+        found, self.stack = self.stack, self.marks.pop()
+        return found
+
+    def mark(self, arg: Any) -> None:
+        self.marks.append(self.stack)
+        self.stack = []
+
+    def name(self, arg: str | None) -> None:
+        if arg is None:
+            name, module = self.pop(str), self.pop(str)
+            arg = f"{module} {name}"
+        if arg not in _NAMED:
+            raise ValueError(f"it names {arg.replace(' ', '.')!r}, which has no place in a checkpoint")
+        self.stack.append(Name(arg))
+
+    def call(self, arg: Any) -> None:
+        args, called = self.pop(tuple), self.pop(Name)
+        if called.name not in _CALLED:
+            raise ValueError(f"it calls {called.name}, which is no function of a checkpoint")
+        self.stack.append(Record(called.name, args))
+
+    def build(self, arg: Any) -> None:
+        state, record = self.pop(), self.pop(Record)
+        if record.state:
+            raise ValueError("it sets one object twice")
+        record.state.append(state)
+        self.stack.append(record)
+
+    def items(self, arg: Any) -> None:
+        found = self.pop_mark()
+        pairs = list(zip(found[::2], found[1::2], strict=True))
+        self.top(Pairs).extend(pairs)
+
+    def item(self, arg: Any) -> None:
+        value, key = self.pop(), self.pop()
+        self.top(Pairs).append((key, value))
+
+    def appends(self, arg: Any) -> None:
+        found = self.pop_mark()
+        self.top(list).extend(found)
+
+    def append(self, arg: Any) -> None:
+        found = self.pop()
+        self.top(list).append(found)
+
+    def top(self, kind: type) -> Any:
+        found = self.pop(kind)
+        self.stack.append(found)
+        return found
+
+    def tuple_since_mark(self, arg: Any) -> None:
+        found = tuple(self.pop_mark())
+        self.stack.append(found)
+
+    def tuple_of(self, count: int) -> None:
+        found = [self.pop() for _ in range(count)]
+        self.stack.append(tuple(reversed(found)))
+
+    def keep(self, place: int) -> None:
+        self.memo[place] = self.stack[-1]
+
+
+_ATOMS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE"), lambda arg: arg),
+    "NONE": lambda arg: None,
+    "NEWFALSE": lambda arg: False,
+    "NEWTRUE": lambda arg: True,
+    "EMPTY_TUPLE": lambda arg: (),
+    "EMPTY_LIST": lambda arg: [],
+    "EMPTY_DICT": lambda arg: Pairs(),
+}
+_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda machine, arg: None),
+    **dict.fromkeys(("GLOBAL", "STACK_GLOBAL"), _Machine.name),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), _Machine.call),
+    "BUILD": _Machine.build,
+    "MARK": _Machine.mark,
+    "TUPLE": _Machine.tuple_since_mark,
+    "TUPLE1": lambda machine, arg: machine.tuple_of(1),
+    "TUPLE2": lambda machine, arg: machine.tuple_of(2),
+    "TUPLE3": lambda machine, arg: machine.tuple_of(3),
+    "SETITEMS": _Machine.items,
+    "SETITEM": _Machine.item,
+    "APPENDS": _Machine.appends,
+    "APPEND": _Machine.append,
+    "BINPERSID": lambda machine, arg: machine.stack.append(Record("persistent", machine.pop(tuple))),
+    "MEMOIZE": lambda machine, arg: machine.keep(len(machine.memo)),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.keep),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda machine, arg: machine.stack.append(machine.memo[arg])),
+}
+
+
+def interpreted(data: bytes) -> Any:
+    """The content of a pickle of torch's distributed checkpoint: text, numbers, tuples, lists, `Pairs`, `Name`s and `Record`s.
+
+    Raises:
+        ValueError: it is no such pickle, or has an operation that none of them has.
+    """
+    machine = _Machine()
+    try:
+        for operation, arg, _ in pickletools.genops(data):
+            machine.do(operation.name, arg)
+        (found,) = machine.stack
+    except IndexError:
+        raise ValueError("it takes from an empty stack") from None
+    except KeyError as error:
+        raise ValueError(f"it takes from place {error} of its memory, where nothing is") from None
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    return found
+
+
+def _fields(record: Any, name: str) -> dict[str, Any]:
+    """The attributes of a record of the class `name`."""
+    if not isinstance(record, Record) or record.name != name or not record.state or not isinstance(record.state[0], Pairs):
+        raise ValueError(f"it has something else where a {name.rpartition(' ')[2]} belongs")
+    return {key: value for key, value in record.state[0] if isinstance(key, str)}
+
+
+def _pairs(found: Any) -> Pairs:
+    if not isinstance(found, Pairs):
+        raise ValueError("it has something else where a table belongs")
+    return found
+
+
+def _size(record: Any) -> torch.Size:
+    match record:
+        case Record("torch Size", (tuple(numbers),)):
+            return size(numbers)
+    raise ValueError("it has something else where a shape belongs")
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    match properties:
+        case Record(_, (), [(Name(name), *_)]) if name in _DTYPE_NAMES:
+            return _DTYPE_NAMES[name]
+    raise ValueError("it has a tensor of a dtype that no checkpoint holds")
+
+
+def plan_of_pickle(data: bytes) -> Plan:
+    """The plan that the pickle in `.metadata` describes, with the bytes of the zip files as those of the chunks.
+
+    Raises:
+        ValueError: it describes no plan.
+    """
+    root = _fields(interpreted(data), _DCP + "Metadata")
+    where: dict[tuple[str, torch.Size], tuple[str, int, int]] = {}
+    for index, info in _pairs(root.get("storage_data")):
+        match _fields(index, _DCP + "MetadataIndex"), _fields(info, _FILES + "_StorageInfo"):
+            case {"fqn": str(key), "offset": offset}, {"relative_path": str(file), "offset": start, "length": length}:
+                where[key, _size(offset)] = file, natural(start), natural(length)
+            case _:
+                raise ValueError("it has a chunk that lies nowhere")
+    plan: Plan = {}
+    places = len(where)  # no list of chunks can be read more often than there are places for them
+    for key, record in _pairs(root.get("state_dict_metadata")):
+        match key, _fields(record, _DCP + "TensorStorageMetadata"):
+            case str(), {"properties": properties, "size": shape, "chunks": list(chunks)} if len(chunks) <= places:
+                places -= len(chunks)
+                plan[key] = Entry(_dtype(properties), _size(shape), tuple(_chunk(key, chunk, where) for chunk in chunks))
+            case _:
+                raise ValueError("it has a tensor without a dtype, a shape, or places for its chunks")
+    return plan
+
+
+def _chunk(key: str, record: Any, where: dict[tuple[str, torch.Size], tuple[str, int, int]]) -> Chunk:
+    match _fields(record, _DCP + "ChunkStorageMetadata"):
+        case {"offsets": offsets, "sizes": sizes} if (key, _size(offsets)) in where:
+            return Chunk(tuple(_size(offsets)), _size(sizes), *where[key, _size(offsets)])
+    raise ValueError(f"{key!r} has a chunk that lies nowhere")
+
+
+def chunk_of_zip(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """The tensor that `torch.save` has written as `data`, which must have this dtype and shape.
+
+    Raises:
+        ValueError: it holds no tensor, or another one.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            held = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            if any(info.compress_type != zipfile.ZIP_STORED for info in held.values()):
+                raise ValueError("a chunk is compressed, which torch's are not")
+            pickled, elements = (archive.read(held[name]) for name in ("data.pkl", "data/0"))
+            if "byteorder" in held and archive.read(held["byteorder"]) != b"little":
+                raise ValueError("a chunk is not little-endian")
+    except (zipfile.BadZipFile, KeyError, EOFError, RuntimeError) as error:  # RuntimeError: encrypted
+        raise ValueError(f"a chunk is no tensor as torch saves it ({error})") from None
+    match interpreted(pickled):
+        case Record("torch._utils _rebuild_tensor_v2", (storage, 0, tuple(sizes), tuple(strides), *_)):
+            found = _STORAGES.get(_storage(storage))
+        case Record("torch._utils _rebuild_tensor_v3", (storage, 0, tuple(sizes), tuple(strides), _, _, Name(name), *_)):
+            found = _DTYPE_NAMES.get(name) if _storage(storage) == _BITS else None
+        case _:
+            raise ValueError("a chunk is no tensor as torch saves it")
+    if found != dtype or size(sizes) != shape or len(elements) != shape.numel() * dtype.itemsize:
+        raise ValueError(f"a chunk that the plan says to be {tuple(shape)} {dtype} is another")
+    flat = torch.frombuffer(bytearray(elements), dtype=torch.uint8).view(dtype) if elements else torch.empty(0, dtype=dtype)
+    try:
+        return flat.as_strided(shape, [natural(stride) for stride in strides])
+    except RuntimeError:
+        raise ValueError("a chunk's strides lead out of it") from None
+
+
+def _storage(found: Any) -> str:
+    match found:
+        case Record("persistent", ("storage", Name(name), "0", *_)):
+            return name
+    return ""

@@ -1,0 +1,156 @@
+"""GPT sizes as data, and what follows from a shape by arithmetic alone: parameters and FLOPs.
+
+125m, 7b, 13b and 175b are table 1 of FP8-LM (the 7B to 175B micro-batches: table 5); 345m and 1.3b are GPT-2's and GPT-3's
+shapes with GPT-3's learning rates and batches. All train as section 3.1.2 of FP8-LM says: sequences of 2,048 tokens, betas 0.9 and
+0.95, weight decay 0.1, 1,000 iterations of warm-up, cosine decay to a tenth of the learning rate.
+
+llama2-7b, llama3-8b, llama3-70b and qwen3-8b have the shapes of the configurations that were published with the weights, and the sequence
+of their pre-training. The learning rates of the Llamas are those of their papers (table 1 of arXiv:2307.09288, table 3 of
+arXiv:2407.21783); Qwen3's was not published, and is that of llama3-8b. The rest is as for the paper's sizes: batches of 4M tokens, 100B
+tokens in all, where their makers trained on 2T to 36T. The vocabulary comes from the tokenizer; `VOCABULARIES` has the published ones.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megatron.lm.config import Config, ModelConfig
+
+SEQ_LENGTH = 2048
+MILLION_TOKENS = 2**20
+
+
+def _size(
+    layers: int,
+    hidden: int,
+    heads: int,
+    *,
+    lr: float,
+    batch: int,
+    tokens: float,
+    micro_batch: int,
+    tp: int = 1,
+    pp: int = 1,
+    sequence: int = SEQ_LENGTH,
+    **shape: Any,
+) -> Mapping[str, Any]:
+    """Settings of one size; `batch` and `tokens` (of the whole training) in tokens; `shape`: further settings of the model."""
+    return MappingProxyType(
+        {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "seq_length": sequence,
+            "micro_batch_size": micro_batch,
+            "global_batch_size": batch // sequence,
+            "train_iters": round(tokens / batch),
+            "lr": lr,
+            "min_lr": round(lr / 10, 12),  # 3e-05, not 2.9999999999999997e-05, wherever it is printed
+            "lr_warmup_iters": 1000,
+            "lr_decay_style": "cosine",
+            "weight_decay": 0.1,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.95,
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "sequence_parallel": tp > 1,
+            **shape,
+        }
+    )
+
+
+def _llama(
+    layers: int, hidden: int, heads: int, *, ffn: int, groups: int | None, base: float, sequence: int, lr: float, **rest: Any
+) -> Mapping[str, Any]:
+    """Settings of a size with Llama's layers; `groups`: key and value heads, None where each query head has its own."""
+    grouped = {} if groups is None else {"group_query_attention": True, "num_query_groups": groups}
+    return _size(
+        layers,
+        hidden,
+        heads,
+        sequence=sequence,
+        lr=lr,
+        batch=4 * MILLION_TOKENS,
+        tokens=100e9,
+        micro_batch=1,
+        ffn_hidden_size=ffn,
+        normalization="RMSNorm",
+        swiglu=True,
+        disable_bias_linear=True,
+        untie_embeddings_and_output_weights=True,
+        rotary_base=base,
+        **grouped,
+        **rest,
+    )
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "125m": _size(12, 768, 12, lr=6e-4, batch=MILLION_TOKENS, tokens=100e9, micro_batch=8),
+        "345m": _size(24, 1024, 16, lr=3e-4, batch=MILLION_TOKENS // 2, tokens=100e9, micro_batch=8),
+        "1.3b": _size(24, 2048, 16, lr=2e-4, batch=MILLION_TOKENS, tokens=100e9, micro_batch=4),
+        "7b": _size(32, 4096, 32, lr=3e-4, batch=4 * MILLION_TOKENS, tokens=100e9, micro_batch=2),
+        "13b": _size(40, 5120, 40, lr=3e-4, batch=4 * MILLION_TOKENS, tokens=100e9, micro_batch=2, tp=2),
+        "175b": _size(96, 12288, 96, lr=3e-5, batch=MILLION_TOKENS, tokens=40e9, micro_batch=1, tp=8, pp=4),
+        "llama2-7b": _llama(32, 4096, 32, ffn=11008, groups=None, base=1e4, sequence=4096, lr=3e-4),
+        "llama3-8b": _llama(32, 4096, 32, ffn=14336, groups=8, base=5e5, sequence=8192, lr=3e-4),
+        "llama3-70b": _llama(80, 8192, 64, ffn=28672, groups=8, base=5e5, sequence=8192, lr=1.5e-4, tp=8, pp=4),
+        "qwen3-8b": _llama(36, 4096, 32, ffn=12288, groups=8, base=1e6, sequence=4096, lr=3e-4, norm_epsilon=1e-6, qk_layernorm=True),
+    }
+)
+GPT2_VOCABULARY = 50257
+# Rows of the embedding, as published; not a setting, since the tokenizer brings its own. The other sizes have GPT-2's.
+VOCABULARIES: Mapping[str, int] = MappingProxyType({"llama2-7b": 32000, "llama3-8b": 128256, "llama3-70b": 128256, "qwen3-8b": 151936})
+
+
+def preset(name: str) -> dict[str, Any]:
+    """Settings of a size, by field name (over all sections of `Config`). ValueError listing the names for any other."""
+    if name not in PRESETS:
+        raise ValueError(f"--preset {name!r} is unknown: choose one of {', '.join(PRESETS)}")
+    return dict(PRESETS[name])
+
+
+def published_vocabulary(name: str) -> int:
+    """Rows of the embedding that the size was published with, not padded."""
+    return VOCABULARIES.get(name, GPT2_VOCABULARY)
+
+
+def linear_shapes(config: Config) -> dict[str, tuple[int, int]]:
+    """The linear layers of a transformer layer by slot -> (outputs, inputs) of a tensor-parallel rank's part."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    hidden, ffn = model.hidden_size, model.ffn_size // tp
+    queries, keys = model.num_attention_heads * model.head_size // tp, model.query_groups * model.head_size // tp
+    return {
+        "linear_qkv": (queries + 2 * keys, hidden),
+        "linear_proj": (hidden, queries),
+        "linear_fc1": (ffn * (2 if model.swiglu else 1), hidden),
+        "linear_fc2": (hidden, ffn),
+    }
+
+
+def parameter_count(model: ModelConfig, vocab_size: int) -> int:
+    """Parameters of the whole GPT with `vocab_size` embedding rows (the padded vocabulary)."""
+    hidden, ffn, biases = model.hidden_size, model.ffn_size, not model.disable_bias_linear
+    queries = model.num_attention_heads * model.head_size
+    qkv = queries + 2 * model.query_groups * model.head_size
+    fc1 = 2 * ffn if model.swiglu else ffn
+    linear = hidden * (qkv + queries + fc1 + ffn) + biases * (qkv + hidden + fc1 + hidden)
+    norm = hidden if model.normalization == "RMSNorm" else 2 * hidden
+    heads = 2 * (1 if model.normalization == "RMSNorm" else 2) * model.head_size if model.qk_layernorm else 0
+    embeddings = vocab_size * (2 if model.untie_embeddings_and_output_weights else 1)
+    positions = model.max_positions if model.position_embedding_type == "learned_absolute" else 0
+    return model.num_layers * (linear + 2 * norm + heads) + norm + hidden * (embeddings + positions)
+
+
+def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
+    """FLOPs of forward and backward for one token: 6 a parameter, and causal attention's 6 x layers x width x sequence, an encoder's 12.
+
+    Looking up an embedding is no product: an input embedding that is not also the LM head, and positions, do not count.
+    Attention: two products, 2 FLOPs each, over half of the sequence in the mean (an encoder: all of it), and twice as much again in
+    backward. Recomputed layers are not counted (model FLOPs, as in MFU). `vocab_size` as in `parameter_count`.
+    """
+    seen = 1 if model.objective == "causal-lm" else 2
+    attention = 6 * seen * model.num_layers * model.num_attention_heads * model.head_size * model.seq_length
+    untied = vocab_size if model.untie_embeddings_and_output_weights else 0
+    positions = model.max_positions if model.position_embedding_type == "learned_absolute" else 0
+    return 6 * (parameter_count(model, vocab_size) - model.hidden_size * (untied + positions)) + attention

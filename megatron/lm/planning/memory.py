@@ -1,0 +1,452 @@
+"""What every process of a grid will hold, from shapes alone: `--dry-run`. Nothing is allocated and no process group is needed.
+
+Parameters and model states are exact but for the scales, a few bytes a tensor. Activations are counted as Korthikanti et al. (2022,
+"Reducing Activation Recomputation in Large Transformer Models", section 4) count them, for what these layers save: see `layer_activations`.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from megatron.lm.config import LINEARS, Config, flag
+from megatron.lm.config.precision import saved_activations
+from megatron.lm.config.presets import GPT2_VOCABULARY, linear_shapes, parameter_count
+from megatron.lm.graphs.capture import captured, slots
+from msamp.comm.accumulate import OWNER, Plain, accumulator
+from msamp.comm.partition import plan_buckets
+from msamp.nn.saved import AS_IT_IS
+from msamp.nn.vocabulary_loss import ALL, CODES, LOGITS, chunk_rows
+from msamp.numerics.formats import Format
+from msamp.numerics.recipe import KINDS, StateFormats
+from msamp.optim import updates
+from msamp.optim.updates import MASTER, format_names
+
+GIB = 2**30
+# CUDA's context, NCCL's buffers, workspaces of GEMMs, a gathered activation, and what the allocator loses between blocks.
+RESERVED = 3 * GIB
+ORDER_BYTES = 20  # a sample in the indices of megatron-core's GPTDataset: its place in the data, and in the shuffled order
+
+
+class Parameter(NamedTuple):
+    """One parameter on one rank.
+
+    `kind`: linear, matrix (embeddings, LM head, linear layers of an FP8 recipe that stay BF16) or vector (norms, biases), as in
+    `optim.parameter_groups`.
+    `summed`: its gradient is also added up over other ranks than the data-parallel ones, so that it shares no bucket with the others.
+    """
+
+    shape: tuple[int, ...]
+    kind: str
+    summed: bool = False
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """Bytes on one rank: of pipeline stage `stage`, number `copy` of its data-parallel ranks, and any tensor-parallel rank.
+
+    Attributes:
+        parameters: elements of the parameters it has.
+        weight: stored weights.
+        states: the optimizer's between steps, by the column that the update gives them: master, m, v or another.
+        gradient: the averaged gradient that the optimizer takes.
+        accumulated: sums over the micro-batches of a step, before they are averaged; 0 where there is one.
+        activations: what backward needs of the micro-batches under way, and the logits.
+    """
+
+    stage: int
+    copy: int
+    parameters: int
+    weight: int
+    states: dict[str, int]
+    gradient: int
+    accumulated: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """The most at one time: averaged gradients come, bucket by bucket, as activations and sums of micro-batches go."""
+        return self.weight + sum(self.states.values()) + max(self.accumulated + self.activations, self.gradient)
+
+
+def plan(config: Config, world_size: int) -> list[Rank]:
+    """Every rank of the grid but for tensor-parallel peers, which are alike; `config` has passed `check.check`."""
+    copies = config.data_parallel_size(world_size)
+    ranks = []
+    for stage in range(config.parallel.pipeline_model_parallel_size):
+        parameters = stage_parameters(config, stage)
+        activations = stage_activations(config, stage, config.num_micro_batches(world_size))
+        # In graphs of stages also one micro-batch's gradients wait for the exchange behind the pipeline.
+        sums = config.num_micro_batches(world_size) > 1 or (config.parallel.pipeline_model_parallel_size > 1 and captured(config))
+        for copy, states in enumerate(_states(config, parameters, copies, sums)):
+            size = sum(p.size for p in parameters)
+            ranks.append(Rank(stage=stage, copy=copy, parameters=size, activations=activations, **states))
+    return ranks
+
+
+def vocabulary(config: Config) -> int:
+    """Rows of the embedding: `--vocab-size`, or GPT-2's (other tokenizers bring their own, which is not read here), padded."""
+    return config.padded_vocab_size(config.model.vocab_size or GPT2_VOCABULARY)
+
+
+def stage_parameters(config: Config, stage: int) -> list[Parameter]:
+    """The parameters of one tensor-parallel rank of a pipeline stage, in the order of `model.parameters()`."""
+    model, tp, stages = config.model, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    hidden, last = model.hidden_size, stage == stages - 1
+    embedding = Parameter((vocabulary(config) // tp, hidden), "matrix", stages > 1 and not model.untie_embeddings_and_output_weights)
+    found = []
+    if stage == 0:
+        found.append(embedding)
+        if model.position_embedding_type == "learned_absolute":
+            found.append(Parameter((model.max_positions, hidden), "matrix"))
+    found += _layer(config) * (model.num_layers // stages)
+    if last:
+        found += _norm(config)
+    if last and (model.untie_embeddings_and_output_weights or stages > 1):
+        found.append(embedding)
+    return found
+
+
+def _layer(config: Config) -> list[Parameter]:
+    """One transformer layer."""
+    shapes, wide = linear_shapes(config), config.precision.bf16_linears or ()
+
+    def linear(slot: str, summed: bool = False) -> list[Parameter]:
+        weight = Parameter(shapes[slot], "matrix" if slot in wide else "linear")
+        return [weight, Parameter(weight.shape[:1], "vector", summed)][: 1 if config.model.disable_bias_linear else 2]
+
+    split = config.parallel.sequence_parallel  # row-parallel biases are added to a slice of the sequence
+    attention = linear("linear_proj", split) + linear("linear_qkv") + _head_norms(config)
+    return [*_norm(config), *attention, *_norm(config), *linear("linear_fc1"), *linear("linear_fc2", split)]
+
+
+def _norm(config: Config) -> list[Parameter]:
+    vector = Parameter((config.model.hidden_size,), "vector", config.parallel.sequence_parallel)
+    return [vector] * (1 if config.model.normalization == "RMSNorm" else 2)
+
+
+def _head_norms(config: Config) -> list[Parameter]:
+    """Of queries and keys: all tensor-parallel ranks add to their gradients."""
+    vector = Parameter((config.model.head_size,), "vector", config.parallel.tensor_model_parallel_size > 1)
+    return [vector] * (0 if not config.model.qk_layernorm else 2 if config.model.normalization == "RMSNorm" else 4)
+
+
+def state_formats(config: Config) -> dict[str, tuple[Format, StateFormats]]:
+    """Kind of parameter -> its weight's format, and those of its master, gradient and moments."""
+    recipe = config.precision.recipe
+    weights = {"linear": recipe.weight, "matrix": recipe.compute, "vector": recipe.compute}
+    return {kind: (weights[kind], recipe.formats_of(kind)) for kind in KINDS}
+
+
+def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumulates: bool) -> Iterator[dict[str, Any]]:
+    """Bytes of each model state on each of `copies` data-parallel ranks. ValueError for formats that the update does not take."""
+    by_kind = state_formats(config)
+    update = {kind: updates.by_name(formats.update) for kind, (_, formats) in by_kind.items()}
+    for kind, (_, formats) in by_kind.items():
+        update[kind].check_group(format_names(formats), decoupled=True)
+    backward = list(reversed(parameters))
+    buckets = [(by_kind[p.kind][1].grad.name, p.summed) for p in backward]
+    divided = plan_buckets([p.shape for p in backward], buckets, copies, config.communication.bucket_size)
+    pieces: list[list[tuple[Parameter, tuple[int, ...]]]] = [[] for _ in range(copies)]
+    for piece in (piece for bucket in divided.buckets for piece in bucket.pieces):
+        p = backward[piece.tensor]
+        pieces[piece.owner].append((p, (piece.rows, *p.shape[1:])))
+    owned = pieces if config.shards_optimizer else [[(p, p.shape) for p in parameters]] * copies
+    at_owner = config.precision.grad_accum == OWNER
+    local = sum(p.size * _accumulator_bytes(config, by_kind[p.kind][1].grad) for p in parameters if p.summed or not at_owner)
+    weight = sum(p.size * by_kind[p.kind][0].bytes for p in parameters)
+    for held, own in zip(owned, pieces, strict=True):
+        sums = 4 * sum(math.prod(shape) for p, shape in own if not p.summed) if at_owner else 0
+        states = dict.fromkeys((MASTER.column, *(state.column for kind in by_kind for state in update[kind].states)), 0)
+        for p, shape in held:
+            weight_format, formats = by_kind[p.kind]
+            for state in update[p.kind].states:
+                fmt = state.format_beside(weight_format, format_names(formats))
+                states[state.column] += 0 if fmt is None else fmt.bytes_of(shape)
+        gradient = sum(by_kind[p.kind][1].grad.bytes_of(shape) for p, shape in held)
+        yield {"weight": weight, "states": states, "gradient": gradient, "accumulated": local + sums if accumulates else 0}
+
+
+def _accumulator_bytes(config: Config, grad: Format) -> int:
+    """Bytes an element of the sum over micro-batches."""
+    name = config.precision.grad_accum
+    chosen = accumulator("fp32" if name == OWNER else name, grad)
+    return chosen.dtype.itemsize if isinstance(chosen, Plain) else grad.bytes
+
+
+def layer_activations(config: Config) -> int:
+    """Bytes that one layer saves for backward of one micro-batch on one rank: the sum of `activation_parts`."""
+    return sum(activation_parts(config).values())
+
+
+def activation_parts(config: Config) -> dict[str, int]:
+    """Bytes that one layer saves for backward of one micro-batch on one rank: for its norms (and what they feed), attention and MLP.
+
+    With a = 2 bytes (4 at fp32), c = a or with --save-activations coat 17/16 (`msamp.nn.saved`), l = 1 for the input of an FP8 linear
+    layer (in blocks `Cast.element_bytes`, else a), s sequence, b micro-batch, t TP (T: t with sequence parallelism, else 1), q and k the
+    widths of a rank's queries and keys, f that of its share of the MLP:
+
+        norms          2 c h / T             their inputs, which are the residual stream
+                       2 l h / G             the inputs of QKV and fc1; G = t where a rank keeps its shard and gathers again (BF16, and
+                                             O3 with --tp-saved-input shard), else 1: O1 and O2 keep all of it
+                       2 h / T               two masks, where there is dropout on the residual stream
+        attention      a (q + 2 k)           QKV's output after rope, of which keys and values are views
+                       a q                   the queries where they come in several groups and have to be copied out of it
+                       a (q + k)             with norms of queries and keys: both behind their norms and rope, and for each of both the
+                       4 a d / b             cosines and sines, together, with d rotated channels of a head
+                       a q                   the output; no s x s matrix: the kernels recompute it
+                       l q with FP8          the projection's input, cast; without FP8 it is the output itself
+        MLP            c f, SwiGLU 2 c f     what GELU or SwiGLU sees
+                       l f                   fc2's input
+
+    in units of s b; where core_attn is recomputed, no output but the projection's input; where mlp is, nothing but fc1's input, in the
+    compute dtype. So with dropout on the residual stream, in BF16, and with tensor parallelism at O1 and O2. The fused FP8 layer of the
+    rest (`Config.fuses_layers`) keeps what cannot be made again from something else:
+
+        norms          2 c h / T             their inputs
+                       2 h                   with --tp-saved-input gathered: the FP8 inputs of the linear layers behind them, of all ranks
+        attention      a (q + 2 k)           QKV's output after rope
+                       a q                   the output, unless core_attn is recomputed; as much again for a copy of the queries
+                                             where they come in groups
+        MLP            c f, SwiGLU 2 c f     fc1's output, unless mlp is recomputed
+
+    With --attention-precision fp8 the attention of either keeps what `_kept_by_fp8_attention` says.
+
+    An unfused GPT without tensor parallelism has 32 s b h in BF16, 27 s b h with FP8, a fused one 20, with coat 14.4; Korthikanti et al.
+    have 34 s b h for BF16, with three dropout masks, and without the QKV output.
+    """
+    model, wide, again = config.model, _compute_bytes(config), _recomputed(config)
+    tp, split = config.parallel.tensor_model_parallel_size, _sequence_split(config)
+    hidden, ffn = model.hidden_size, model.ffn_size / tp
+    queries, keys = model.num_attention_heads * model.head_size / tp, model.query_groups * model.head_size / tp
+    copied = queries if 1 < model.query_groups // tp < model.num_attention_heads // tp else 0
+    saved = saved_activations(config.precision)
+    kept = saved.element_bytes(wide)
+    norms, seen = 2 * kept * hidden / split, kept * ffn * (2 if model.swiglu else 1)
+    if config.fuses_layers:
+        norms += 2 * hidden if split > 1 and config.parallel.tp_saved_input == "gathered" else 0
+        output = 0 if "core_attn" in again and not model.attention_dropout else queries + copied
+        attention = wide * (queries + 2 * keys + output)
+        if config.precision.attention_precision == "fp8":
+            attention = _kept_by_fp8_attention(config, "core_attn" not in again)
+        mlp = 0 if "mlp" in again else seen
+    else:
+        in_bf16 = config.precision.bf16_linears or ()
+        recipe = config.precision.recipe
+        fp8 = {slot: recipe.gemm is not None and slot not in in_bf16 for slot in LINEARS}
+        cast = wide if recipe.gemm is None else recipe.gemm.input.element_bytes
+        narrow = {slot: cast if fp8[slot] else wide for slot in LINEARS}
+        gathered = recipe.fp8 and not (recipe.fp8_wire and config.parallel.tp_saved_input == "shard")
+        for slot in ("linear_qkv", "linear_fc1"):
+            size = wide if slot == "linear_fc1" and "mlp" in again else narrow[slot]
+            norms += size * hidden / (1 if gathered and size == cast else split)
+        norms += 2 * hidden / split if model.hidden_dropout else 0
+        turned = model.qk_layernorm and model.position_embedding_type == "rope"  # by megatron-core
+        rotated = copied + (queries + keys if model.qk_layernorm else 0)
+        output = queries if "core_attn" not in again or not fp8["linear_proj"] else 0
+        tables = 4 * int(model.head_size * model.rotary_percent) / config.training.micro_batch_size if turned else 0
+        attention = wide * (queries + 2 * keys + rotated + tables + output) + (cast * queries if fp8["linear_proj"] else 0)
+        if config.precision.attention_precision == "fp8" and "core_attn" not in again:
+            wider = queries + 2 * keys if model.qk_layernorm else 0
+            attention = _kept_by_fp8_attention(config, True) + wide * (wider + tables) + (cast if fp8["linear_proj"] else wide) * queries
+        mlp = 0 if "mlp" in again else seen + narrow["linear_fc2"] * ffn
+    return {name: int(size * _tokens(config)) for name, size in (("norms", norms), ("attention", attention), ("MLP", mlp))}
+
+
+def _kept_by_fp8_attention(config: Config, output: bool) -> float:
+    """Bytes a token: q + 2 k for queries, keys and values in E4M3, and with `output` q for that one and 4 for each head's statistic.
+
+    They stand in place of QKV's output, queries, keys and output. In a layer that is not fused the projection's input stays, and with norms
+    of queries and keys QKV's output and the tables. Recomputed in such a layer, attention keeps its inputs in the compute dtype.
+    """
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    heads, groups = model.num_attention_heads / tp, model.query_groups / tp
+    return model.head_size * (heads + 2 * groups) + ((model.head_size + 4) * heads if output else 0)
+
+
+def _recomputed(config: Config) -> tuple[str, ...]:
+    """The modules that selective recomputation recomputes."""
+    return (config.training.recompute_modules or ("core_attn",)) if config.training.recompute_granularity == "selective" else ()
+
+
+def _recomputed_at_once(config: Config) -> int:
+    """Bytes that selective recomputation brings back while backward is in a layer: those of its attention or of its MLP."""
+    everything = replace(config, training=replace(config.training, recompute_granularity=None, recompute_modules=()))
+    kept = activation_parts(config)
+    return max(size - kept[name] for name, size in activation_parts(everything).items())
+
+
+def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
+    """Bytes that a rank of a pipeline stage keeps for backward, at the moment when they are most.
+
+    1F1B has P - p micro-batches under way on stage p of P; interleaved with V chunks a stage, 2 (P - p - 1) + (V - 1) P + 1 times a chunk.
+    In CUDA graphs each of the chunks' `slots` has memory of its own, see `_in_slots`.
+    Full recomputation leaves the inputs of its units, and of one unit everything; selective adds what it recomputes of one layer. The last
+    stage adds what the final norm, the LM head and the cross entropy keep of one micro-batch, `_head`, or where that is more, with a large
+    micro-batch, what backward of a layer makes after that, `_backward_of_a_layer`.
+    """
+    model, training, parallel = config.model, config.training, config.parallel
+    stages, chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    layers = model.num_layers // stages
+    if chunk is None:
+        chunk, under_way = layers, min(micro_batches, stages - stage)
+    else:
+        chunks = layers // chunk
+        under_way = min(micro_batches * chunks, 2 * (stages - stage - 1) + (chunks - 1) * stages + 1)
+    whole = layer_activations(config)
+    stream = _compute_bytes(config) * model.hidden_size * _tokens(config) // _sequence_split(config)
+    unit = training.recompute_num_layers or 1
+    if training.recompute_granularity != "full":
+        kept, again = chunk * whole, _recomputed_at_once(config)
+    elif training.recompute_method == "uniform":
+        kept, again = -(-chunk // unit) * stream, unit * whole
+    else:
+        kept, again = unit * stream + (chunk - unit) * whole, whole
+    head = max(2 * stream + _head(config), _backward_of_a_layer(config)) if stage == stages - 1 else 0
+    if stages > 1 and captured(config):
+        return _in_slots(slots(stage, stages, layers // chunk, micro_batches), kept + again, stream, _backward_of_a_layer(config), head)
+    return under_way * kept + again + head
+
+
+def _in_slots(slots: Sequence[int], kept: int, stream: int, backward: int, head: int) -> int:
+    """Bytes of the slots of a stage's graphs (`megatron.lm.graphs.stage_graph`): what each keeps, copies of its input and output, and what
+    its backward makes while it runs; and of each chunk the gradients of input and output. On the last stage the last chunk has the head."""
+    each = [head if head and chunk == len(slots) - 1 else backward for chunk in range(len(slots))]
+    return sum(count * (kept + 2 * stream + beside) + 2 * stream for count, beside in zip(slots, each, strict=True))
+
+
+def _head(config: Config) -> int:
+    """Bytes of logits and of the LM head's gradients, at the turn from forward to backward of one micro-batch.
+
+    The gradients of the head's input, of all tokens, and of its weight, this rank's rows, in FP32; and beside them the larger of a chunk of
+    logits with the input that sequence parallelism gathers (in forward), and the same gradients in the compute dtype (in backward). An FP8
+    product adds the weight and a chunk's input in FP8 to forward. With all products in FP8 there is no gradient of the weight in FP32: the
+    gradients of the logits, a byte each, and the input in FP8 take its place, and forward has weight and input in FP8 by rows and columns.
+    """
+    tokens, wide, hidden = _tokens(config), _compute_bytes(config), config.model.hidden_size
+    rows = vocabulary(config) // config.parallel.tensor_model_parallel_size
+    gradients = (rows + tokens) * hidden
+    gathered = tokens * hidden if _sequence_split(config) > 1 else 0
+    if config.precision.output_layer_precision == ALL:
+        logit = wide + CODES
+        chunk = chunk_rows(tokens, rows, hidden, wide, logit_bytes=logit)
+        kept = (4 + 1) * tokens * hidden + tokens * rows
+        return kept + max(wide * gradients, logit * chunk * rows + wide * gathered + 2 * rows * hidden + tokens * hidden)
+    chunk = chunk_rows(tokens, rows, hidden, wide)
+    narrow = (rows + chunk) * hidden if config.precision.output_layer_precision == LOGITS else 0
+    return 4 * gradients + max(wide * gradients, wide * (chunk * rows + gathered) + narrow)
+
+
+def _backward_of_a_layer(config: Config) -> int:
+    """Bytes that backward of a fused layer's MLP holds at one time beside what forward kept; 0 for other layers.
+
+    Of the hidden size h the gradients of the layer's output and of the residual stream (a each, as in `activation_parts`), the first also
+    in E5M2 by rows and by columns; of the MLP's share f the gradient of fc2's input (a), that of fc1's output in E5M2 by rows and by
+    columns, fc2's input again in E4M3 by columns, and with coat what GELU or SwiGLU sees (a).
+    """
+    if not config.fuses_layers:
+        return 0
+    model, wide = config.model, _compute_bytes(config)
+    fc1 = 2 if model.swiglu else 1
+    restored = 0 if saved_activations(config.precision) == AS_IT_IS else wide * fc1
+    ffn = model.ffn_size // config.parallel.tensor_model_parallel_size
+    return _tokens(config) * ((2 * wide + 2) * model.hidden_size + (wide + 2 * fc1 + 1 + restored) * ffn)
+
+
+def _compute_bytes(config: Config) -> int:
+    return config.precision.named.compute.bytes
+
+
+def _tokens(config: Config) -> int:
+    return config.model.seq_length * config.training.micro_batch_size
+
+
+def _sequence_split(config: Config) -> int:
+    return config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+
+
+def report(config: Config, world_size: int) -> str:
+    """Grid, parameters and GiB of the least and the fullest rank, as text."""
+    parallel, training, ranks = config.parallel, config.training, plan(config, world_size)
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    virtual = parallel.num_layers_per_virtual_pipeline_stage
+    grid = (
+        f"grid: {world_size} process{'es' if world_size > 1 else ''} = TP {tp} x PP {pp} x DP {config.data_parallel_size(world_size)}"
+        + (", sequence parallel" if parallel.sequence_parallel else "")
+        + (f", {virtual} layers a virtual stage" if virtual else "")
+        + (", ZeRO" if config.shards_optimizer else "")
+    )
+    tokens = config.global_batch_size(world_size) * config.model.seq_length
+    batch = (
+        f"batch: {config.global_batch_size(world_size)} sequences = {tokens:,} tokens, {config.num_micro_batches(world_size)} x "
+        f"{training.micro_batch_size} a process; {training.train_iters:,} iterations = "
+        f"{training.train_iters * tokens / 1e9:.1f}B tokens"
+    )
+    few, many = min(rank.parameters for rank in ranks), max(rank.parameters for rank in ranks)
+    whole = parameter_count(config.model, vocabulary(config))
+    size = f"parameters: {whole:,}; a process {few:,}" + (f" to {many:,}" if many > few else "") + f"; vocabulary {vocabulary(config):,}"
+    columns = ("weight", *ranks[0].states, "gradient", "accumulated", "activations", "total")
+    table = [f"{'GiB a process, ' + config.precision.name:<34}" + "".join(f"{name:>12}" for name in columns)]
+    for what, rank in (("least", min(ranks, key=lambda rank: rank.total)), ("fullest", max(ranks, key=lambda rank: rank.total))):
+        sizes = {**vars(rank), **rank.states, "total": rank.total}
+        where = f"{what}: stage {rank.stage}, data-parallel {rank.copy}"
+        table.append(f"{where:<34}" + "".join(f"{sizes[name] / GIB:>12.2f}" for name in columns))
+    return "\n".join([grid, batch, size, *table])
+
+
+def check_fits(config: Config, world_size: int, device_memory: float, reserved: int = RESERVED) -> None:
+    """Raise a ValueError where the fullest rank and `reserved` need more than `device_memory` bytes."""
+    check_weights(config, device_memory)
+    fullest = max(plan(config, world_size), key=lambda rank: rank.total)
+    if fullest.total + reserved > device_memory:
+        beside = f" and {reserved / GIB:g} for CUDA and NCCL" if reserved else ""
+        raise ValueError(
+            f"pipeline stage {fullest.stage} needs {fullest.total / GIB:.1f} GiB a process{beside}, and the device has "
+            f"{device_memory / GIB:.1f}{' (--device-memory-gib)' if reserved else ''}: {', '.join(_remedies(config, fullest))}"
+        )
+
+
+def check_weights(config: Config, device_memory: float) -> None:
+    """Raise a ValueError where a process's weights alone, a byte each, are more than `device_memory` bytes; at once, however many."""
+    parallel, count = config.parallel, parameter_count(config.model, vocabulary(config))
+    share = count // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    if share > device_memory:
+        raise ValueError(
+            f"the model has {count:.3g} parameters, of which a process would hold {share:.3g}, and the device has "
+            f"{device_memory / GIB:.1f} GiB: take smaller --num-layers, --hidden-size, --ffn-hidden-size, --kv-channels or vocabulary, "
+            "or raise --tensor-model-parallel-size or --pipeline-model-parallel-size"
+        )
+
+
+def check_data_order(config: Config, world_size: int, host_memory: float) -> None:
+    """Raise a ValueError where the order of the samples that a run reads is more than `host_memory` bytes."""
+    batch, training = config.global_batch_size(world_size), config.training
+    for name, iterations in (("train_iters", training.train_iters), ("eval_iters", training.eval_iters)):
+        size = iterations * batch * ORDER_BYTES
+        if size > host_memory:
+            raise ValueError(
+                f"{flag(name)} {iterations} reads {iterations * batch:.3g} sequences, and their order takes {size / GIB:.1f} GiB, and this "
+                f"machine has {host_memory / GIB:.1f}: lower it, or --global-batch-size {batch}"
+            )
+
+
+def _remedies(config: Config, rank: Rank) -> Iterator[str]:
+    """What would make a rank smaller, the cheapest first."""
+    states = rank.weight + sum(rank.states.values())
+    if not config.shards_optimizer:
+        yield "add --use-distributed-optimizer"
+    if rank.activations > states / 4:
+        if config.training.micro_batch_size > 1:
+            yield f"lower --micro-batch-size {config.training.micro_batch_size}"
+        if saved_activations(config.precision) == AS_IT_IS:
+            yield "add --save-activations coat"
+        if config.training.recompute_granularity is None:
+            yield "add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    if not config.precision.named.fp8:
+        yield "use --opt-level O3"
+    yield "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"

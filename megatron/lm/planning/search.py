@@ -1,0 +1,170 @@
+"""Grids of a model on a cluster: those that fit, the fastest first.
+
+Tensor parallelism stays on one host and comes with sequence parallelism. Settings that a run fixes (`fixed`) are not searched. Most grids
+are judged by bytes that ZeRO would divide evenly; the returned ones are judged rank by rank, as `megatron.lm.planning.memory` does.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.lm.config import Config
+from megatron.lm.config.rules import shape, training
+from megatron.lm.planning import memory
+from megatron.lm.planning.cluster import Cluster
+from megatron.lm.planning.memory import GIB, RESERVED, Rank
+from megatron.lm.planning.rates import Rates
+from megatron.lm.planning.time import Step, predict
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+RECOMPUTED: tuple[dict[str, Any], ...] = (
+    {"recompute_granularity": None, "recompute_modules": (), "recompute_method": None, "recompute_num_layers": None},
+    {
+        "recompute_granularity": "selective",
+        "recompute_modules": ("core_attn", "mlp"),
+        "recompute_method": None,
+        "recompute_num_layers": None,
+    },
+    {"recompute_granularity": "full", "recompute_modules": (), "recompute_method": "uniform", "recompute_num_layers": 1},
+)
+GRID = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "sequence_parallel")
+UNEVEN = 1.05  # what the busiest rank of a partition may have over the mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One grid: its configuration, what each rank holds, and the time of a step."""
+
+    config: Config
+    ranks: list[Rank]
+    step: Step
+
+    @property
+    def fullest(self) -> Rank:
+        """The rank that holds most."""
+        return max(self.ranks, key=lambda rank: rank.total)
+
+
+def planned(config: Config, cluster: Cluster, rates: Rates) -> Planned:
+    """One grid, as it is; ValueError as `predict`."""
+    ranks = _exact(config, cluster.gpus)
+    return Planned(config=config, ranks=ranks, step=predict(config, cluster, rates, ranks))
+
+
+def best(config: Config, cluster: Cluster, rates: Rates, capacity: float, fixed: Sequence[str] = (), top: int = 5) -> list[Planned]:
+    """At most `top` grids that fit, the fastest first.
+
+    Args:
+        config: the run; its grid, micro-batch and recomputation stay where `fixed` names them.
+        capacity: bytes of a GPU, of which `RESERVED` are kept free.
+        fixed: settings by field name that are not searched.
+
+    Raises:
+        ValueError: no grid divides the model and the GPUs, or none fits; the message says what would help.
+    """
+    found, least, refused = [], None, ""
+    for one in candidates(config, cluster, fixed):
+        problem = next(iter(_problems(one, cluster.gpus)), None)
+        if problem is not None:
+            refused = refused or problem
+            continue
+        rough = _even(one, cluster.gpus)
+        need = max(rank.total for rank in rough)
+        least = need if least is None else min(least, need)
+        if need / UNEVEN + RESERVED <= capacity:
+            found.append((predict(one, cluster, rates, rough).total, one))
+    if least is None:
+        raise ValueError(f"no grid divides this model and {cluster.gpus} GPUs: {refused}")
+    fits = []
+    for _, one in sorted(found, key=lambda pair: pair[0]):
+        exact = planned(one, cluster, rates)
+        if exact.fullest.total + RESERVED <= capacity:
+            fits.append(exact)
+        if len(fits) == top:
+            break
+    if not fits:
+        raise ValueError(
+            f"no grid of {cluster.gpus} GPUs fits: the leanest needs about {least / GIB:.1f} GiB a process and {RESERVED / GIB:g} for CUDA "
+            f"and NCCL, and a GPU has {capacity / GIB:.1f}: take more --gpus, a shorter --seq-length, or --precision O2 or O3, which keep "
+            "6 and 7 bytes a parameter"
+        )
+    return sorted(fits, key=lambda one: one.step.total)
+
+
+def candidates(config: Config, cluster: Cluster, fixed: Sequence[str] = ()) -> Iterator[Config]:
+    """Every combination of the searched settings, whether it divides or not."""
+    model = config.model
+    given = config.parallel
+    tensor = [given.tensor_model_parallel_size] if GRID[0] in fixed else [n for n in _powers(cluster.per_host) if n <= cluster.gpus]
+    stages = [given.pipeline_model_parallel_size] if GRID[1] in fixed else [n for n in _divisors(model.num_layers) if n <= cluster.gpus]
+    batches = [config.training.micro_batch_size] if "micro_batch_size" in fixed else list(MICRO_BATCHES)
+    again = [{}] if any(name.startswith("recompute") for name in fixed) else list(RECOMPUTED)
+    for tp, pp, micro_batch, recomputed in itertools.product(tensor, stages, batches, again):
+        if cluster.gpus % (tp * pp):
+            continue
+        chunks = [given.num_layers_per_virtual_pipeline_stage] if GRID[2] in fixed else _chunks(model.num_layers // pp if pp > 1 else 1)
+        for chunk in chunks:
+            split = given.sequence_parallel if GRID[3] in fixed else tp > 1
+            parallel = replace(
+                given,
+                tensor_model_parallel_size=tp,
+                pipeline_model_parallel_size=pp,
+                num_layers_per_virtual_pipeline_stage=chunk,
+                sequence_parallel=split,
+            )
+            trained = replace(config.training, micro_batch_size=micro_batch, **recomputed)
+            yield replace(config, parallel=parallel, training=trained)
+
+
+def _problems(config: Config, gpus: int) -> Iterator[str]:
+    for rules in (shape.RULES, training.RULES):
+        for rule in rules:
+            yield from rule(config, gpus)
+
+
+def _powers(most: int) -> list[int]:
+    return [2**n for n in range(most.bit_length()) if most % 2**n == 0]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _chunks(layers: int) -> list[int | None]:
+    """No interleaving, two chunks a stage, and one layer a chunk."""
+    return [None, *sorted({layers // 2, 1} - {0, layers})] if layers > 1 else [None]
+
+
+def _even(config: Config, gpus: int) -> list[Rank]:
+    """A rank of each stage, with what ZeRO spreads divided by the number of its ranks."""
+    parallel, share = config.parallel, config.data_parallel_size(gpus) if config.shards_optimizer else 1
+    one_copy = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    micro_batches, ranks = config.num_micro_batches(gpus), []
+    for rank in _of_states(_bare(config, 2 if micro_batches > 1 else 1), one_copy):
+        states = {name: round(size / share) for name, size in rank.states.items()}
+        activations = memory.stage_activations(config, rank.stage, micro_batches)
+        ranks.append(replace(rank, states=states, gradient=round(rank.gradient / share), activations=activations))
+    return ranks
+
+
+def _exact(config: Config, gpus: int) -> list[Rank]:
+    """The result of `plan.plan`."""
+    copies, micro_batches = config.data_parallel_size(gpus), config.num_micro_batches(gpus)
+    activations = [memory.stage_activations(config, stage, micro_batches) for stage in range(config.parallel.pipeline_model_parallel_size)]
+    ranks = _of_states(_bare(config, copies * (2 if micro_batches > 1 else 1)), gpus)
+    return [replace(rank, activations=activations[rank.stage]) for rank in ranks]
+
+
+def _bare(config: Config, batch: int) -> Config:
+    """The settings that decide about model states, so that many grids share one result: no recomputation, no chunks, one micro-batch a step
+    or two."""
+    parallel = replace(config.parallel, num_layers_per_virtual_pipeline_stage=None)
+    bare = replace(config.training, micro_batch_size=1, global_batch_size=batch, **RECOMPUTED[0])
+    return replace(config, parallel=parallel, training=bare)
+
+
+@functools.lru_cache(maxsize=512)
+def _of_states(config: Config, gpus: int) -> tuple[Rank, ...]:
+    return tuple(memory.plan(config, gpus))

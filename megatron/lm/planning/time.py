@@ -1,0 +1,245 @@
+"""Seconds of a step, by kind, from shapes and measured rates.
+
+A micro-batch of a stage costs its GEMMs, attention, element-wise kernels, the gaps between launches and the exposed part of the
+tensor-parallel collectives. In eager steps the host launches no faster than it can: a stage takes the longer of both times. Stages follow
+each other by 1F1B, interleaved ones with a V-th of its bubble (Narayanan et al., 2021, section 2.2). A step adds the update and the part of
+the exchange of gradients and weights that backward and forward of one micro-batch do not hide.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megatron.lm.config import Config, PrecisionConfig
+from megatron.lm.config.presets import linear_shapes
+from megatron.lm.graphs.capture import captured
+from megatron.lm.planning import wire
+from megatron.lm.planning.cluster import Cluster
+from megatron.lm.planning.memory import Rank, layer_activations, stage_parameters, vocabulary
+from megatron.lm.planning.rates import Rates
+from msamp.nn.vocabulary_loss import ALL
+
+BACKWARD = 2 / 3  # of the time of forward and backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A predicted step: `seconds` by kind, which add up to `total`; `captured`: whether it is a CUDA graph."""
+
+    seconds: dict[str, float]
+    captured: bool
+
+    @property
+    def total(self) -> float:
+        """Seconds."""
+        return sum(self.seconds.values())
+
+
+class _Stage(NamedTuple):
+    """Seconds of one micro-batch on one stage: on the GPU by kind, collectives as far as they are exposed, and the host's to launch it."""
+
+    kinds: dict[str, float]
+    host: float
+
+    @property
+    def device(self) -> float:
+        return sum(self.kinds.values())
+
+    @property
+    def seconds(self) -> float:
+        return max(self.device, self.host)
+
+
+def predict(config: Config, cluster: Cluster, rates: Rates, ranks: list[Rank]) -> Step:
+    """The time of a step.
+
+    Args:
+        config: has passed `check`.
+        ranks: what `megatron.lm.planning.memory.plan` says for this configuration and cluster.
+
+    Raises:
+        ValueError: a precision with GEMMs that have no rate.
+    """
+    if config.precision.recipe.compute.bytes > 2:
+        raise ValueError(f"--precision {config.precision.name} multiplies in FP32, for which there is no rate: choose a 16-bit or FP8 one")
+    graph, pp = captured(config), config.parallel.pipeline_model_parallel_size
+    stages = [_stage(config, cluster, rates, stage, graph=graph) for stage in range(pp)]
+    micro_batches, chunk = config.num_micro_batches(cluster.gpus), config.parallel.num_layers_per_virtual_pipeline_stage
+    chunks = config.model.num_layers // pp // chunk if chunk else 1
+    slowest = max(stages, key=lambda stage: stage.seconds)
+    bubble = (sum(stage.seconds for stage in stages) - slowest.seconds) / chunks
+    seconds = {kind: micro_batches * value for kind, value in slowest.kinds.items()}
+    seconds["host"] = micro_batches * (slowest.seconds - slowest.device)
+    seconds["bubble"] = bubble
+    update, exchange = 0.0, 0.0
+    for number, stage in enumerate(stages):
+        mine = [rank for rank in ranks if rank.stage == number]
+        update = max(update, *(_update(config, cluster, rates, rank, mine) for rank in mine))
+        exchange = max(exchange, _exchange(config, cluster, rates, number, stage.seconds, graph=graph))
+    seconds |= {"update": update, "data-parallel, exposed": exchange}
+    return Step(seconds={kind: value for kind, value in seconds.items() if value > 0}, captured=graph)
+
+
+def _stage(config: Config, cluster: Cluster, rates: Rates, stage: int, *, graph: bool) -> _Stage:
+    pp, fused = config.parallel.pipeline_model_parallel_size, config.fuses_layers
+    layers, last = config.model.num_layers // pp, stage == pp - 1
+    layer, forward = _layer(config, rates)
+    again = _recomputed_share(config)
+    kinds = {kind: layers * (value + again.get(kind, 0.0) * forward.get(kind, 0.0)) for kind, value in layer.items()}
+    kinds["weights"] = _weights(config, cluster, rates, stage)
+    kinds["gaps"] = layers * rates("gap")
+    if last:
+        for kind, value in _head(config, rates).items():
+            kinds[kind] = kinds.get(kind, 0.0) + value
+    sent = wire.tensor_parallel(config, stage).values()
+    tensor = sum(one.size / cluster.link + one.calls * cluster.latency for one in sent)
+    kinds["tensor-parallel, exposed"] = tensor * rates("tp exposed")
+    # On a stage of a pipeline the sends of a micro-batch stand between its kernels.
+    across = wire.pipeline(config, stage)
+    link = cluster.network if cluster.crosses_hosts(config) else cluster.link
+    kinds["pipeline sends"] = across.size / link + across.calls * cluster.latency
+    name = "host fused" if fused else "host fp8" if config.precision.recipe.gemm is not None else "host bf16"
+    more = 4 / 3 if config.training.recompute_granularity == "full" else 1.0
+    return _Stage(kinds, 0.0 if graph else layers * rates(name) * more)
+
+
+def _layer(config: Config, rates: Rates) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of one layer by kind, and those of its forward."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    tokens = model.seq_length * config.training.micro_batch_size
+    gemm, width = config.precision.recipe.gemm, model.hidden_size / tp
+    bf16 = config.precision.bf16_linears or ()
+    linear = 0.0
+    for slot, (outputs, inputs) in linear_shapes(config).items():
+        rate = "bf16 gemm" if gemm is None or slot in bf16 else "fp8 gemm" if gemm.tensorwise else "block gemm"
+        linear += 6 * tokens * outputs * inputs / rates(rate, model.hidden_size if rate == "bf16 gemm" else width)
+    queries = model.num_attention_heads * model.head_size / tp
+    # FP8 attention has no rate of its own: its time is BF16's, which is more.
+    core = "attention flash" if config.training.deterministic or model.attention_backend == "flash" else "attention"
+    attention = 7 * tokens * model.seq_length * queries / rates(core, model.seq_length)
+    elements = _fused_elements(config, rates) if config.fuses_layers else _unfused_elements(config, rates)
+    whole = {"linear": linear, "attention": attention, "element-wise": elements}
+    share = {"linear": 1 / 3, "attention": rates("attention forward"), "element-wise": 1 / 3}
+    return whole, {kind: share[kind] * value for kind, value in whole.items()}
+
+
+def _recomputed_share(config: Config) -> dict[str, float]:
+    """How much of a layer's forward runs again in backward, by kind."""
+    training, model = config.training, config.model
+    if training.recompute_granularity == "full":
+        unit, stage = training.recompute_num_layers or 1, model.num_layers // config.parallel.pipeline_model_parallel_size
+        share = 1.0 if training.recompute_method == "uniform" else unit / stage
+        return {"linear": share, "attention": share, "element-wise": share}
+    if training.recompute_granularity is None:
+        return {}
+    modules, shapes = training.recompute_modules or ("core_attn",), linear_shapes(config)
+    sizes = {slot: outputs * inputs for slot, (outputs, inputs) in shapes.items()}
+    mlp = sizes["linear_fc1"] + (0 if config.fuses_layers else sizes["linear_fc2"])
+    found = {"attention": 1.0} if "core_attn" in modules else {}
+    return found | ({"linear": mlp / sum(sizes.values())} if "mlp" in modules else {})
+
+
+def _fused_elements(config: Config, rates: Rates) -> float:
+    """Element-wise kernels of a fused FP8 layer."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    tokens = model.seq_length * config.training.micro_batch_size
+    split = tp if config.parallel.sequence_parallel else 1
+    channels = (model.num_attention_heads + 2 * model.query_groups) * model.head_size / tp
+    hidden, ffn = tokens * model.hidden_size, tokens * model.ffn_size / tp
+    seconds = 2 * hidden / split * rates("norm") + ffn * rates("swiglu" if model.swiglu else "gelu")
+    if model.position_embedding_type == "rope":
+        seconds += tokens * channels * rates("rotary")
+    # With tensor parallelism whole rows are gathered, cast and added up, on every rank.
+    seconds += hidden * (rates("rest of a layer") if tp == 1 else rates("rest of a layer, tp"))
+    if config.precision.kept_activations != "compute":
+        seconds += (2 * hidden / split + ffn * (2 if model.swiglu else 1)) * rates("groups of activations")
+    return seconds + _just_in_time(config, rates)
+
+
+def _unfused_elements(config: Config, rates: Rates) -> float:
+    """Element-wise kernels of a layer that is not fused: each byte kept for backward is read and written some times."""
+    kept = layer_activations(_keeping_all(config))
+    seconds = kept * rates("unfused byte")
+    return seconds + _just_in_time(config, rates)
+
+
+def _keeping_all(config: Config) -> Config:
+    """The same model in BF16 with nothing recomputed, on which the time of a byte was measured."""
+    training = replace(config.training, recompute_granularity=None, recompute_modules=())
+    return replace(config, precision=PrecisionConfig(precision="bf16"), training=training)
+
+
+def _just_in_time(config: Config, rates: Rates) -> float:
+    """Casts of operands that are not fused into other kernels: in an unfused layer all of them, just in time their maxima too."""
+    gemm = config.precision.recipe.gemm
+    if gemm is None:
+        return 0.0
+    tokens = config.model.seq_length * config.training.micro_batch_size
+    bf16 = config.precision.bf16_linears or ()
+    cast = tokens * sum(outputs + inputs for slot, (outputs, inputs) in linear_shapes(config).items() if slot not in bf16)
+    per_element = 0.0 if config.fuses_layers else rates("cast") if gemm.tensorwise else rates("block cast")
+    return cast * (per_element + (rates("just in time") if gemm.tensorwise and not _delayed(config) else 0.0))
+
+
+def _delayed(config: Config) -> bool:
+    gemm = config.precision.recipe.gemm
+    return gemm is not None and bool(gemm.input.scaling.window)
+
+
+def _weights(config: Config, cluster: Cluster, rates: Rates, stage: int) -> float:
+    """Per micro-batch: weights cast and transposed, their gradients packed, or added up over micro-batches."""
+    recipe = config.precision.recipe
+    sizes = {"linear": 0, "other": 0}
+    for p in stage_parameters(config, stage):
+        sizes["linear" if p.kind == "linear" else "other"] += p.size
+    micro_batches = config.num_micro_batches(cluster.gpus)
+    seconds = 0.0
+    if recipe.gemm is not None:
+        seconds += sizes["linear"] * rates("transpose of a weight")
+        if recipe.weight.bytes > 1:
+            seconds += sizes["linear"] * rates("cast of a weight")
+    if recipe.fp8_gradients:
+        seconds += sizes["linear"] * rates("pack of a gradient") / micro_batches
+    if micro_batches > 1:
+        seconds += (sizes["linear"] + sizes["other"]) * 6 / rates("copy")
+    return seconds
+
+
+def _head(config: Config, rates: Rates) -> dict[str, float]:
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    tokens, rows = model.seq_length * config.training.micro_batch_size, vocabulary(config) / tp
+    # One product of three in FP8 has no rate of its own: it saves little more than its casts take.
+    whole = config.precision.output_layer_precision == ALL
+    gemm = 6 * tokens * rows * model.hidden_size / rates("fp8 gemm" if whole else "bf16 gemm", model.hidden_size)
+    if whole:
+        gemm += rows * model.hidden_size * (rates("cast") + rates("just in time")) + tokens * rows * (rates("cast") + 2 / rates("copy"))
+    return {"LM head": gemm, "loss": tokens * rows * rates("loss" if tp == 1 else "loss, tp")}
+
+
+def _update(config: Config, cluster: Cluster, rates: Rates, rank: Rank, stage: list[Rank]) -> float:
+    """The optimizer's step on a rank: states read and written, gradients read twice (once for their norm), weights written."""
+    owned = rank.gradient / max(1, sum(one.gradient for one in stage)) if config.shards_optimizer else 1.0
+    states, master = sum(rank.states.values()), rank.states.get("master", 0)
+    weight = rank.weight * owned * (1 if 4 * master > rank.weight * owned else 2)
+    seconds = (2 * states + weight + 2 * rank.gradient) / rates("update")
+    if config.precision.recipe.states.m.group:
+        seconds += rank.parameters * owned * rates("update of groups")
+    copies = config.data_parallel_size(cluster.gpus)
+    return seconds + (rank.parameters * rates("data parallel") if copies > 1 else 0.0)
+
+
+def _exchange(config: Config, cluster: Cluster, rates: Rates, stage: int, micro_batch: float, *, graph: bool) -> float:
+    """Time of gradients and weights on the wire that no computation hides. In a graph all weights are there before the next step begins."""
+    copies = config.data_parallel_size(cluster.gpus)
+    gradients, weights = wire.data_parallel(config, copies, stage)
+    if copies == 1:
+        return 0.0
+    elements = sum(p.size for p in stage_parameters(config, stage))
+    waits = cluster.latency * max(1, round(elements / config.communication.bucket_size))
+    hidden = micro_batch * BACKWARD if config.communication.overlap_grad_reduce else 0.0
+    if graph and config.parallel.pipeline_model_parallel_size > 1:  # behind its last backward, while the stages before have theirs
+        hidden = stage * micro_batch * BACKWARD
+    seconds = max(0.0, cluster.exchange_seconds(gradients, config) + waits - hidden)
+    if weights:
+        hidden = micro_batch * (1 - BACKWARD) if config.communication.overlap_param_gather and not graph else 0.0
+        seconds += max(0.0, cluster.exchange_seconds(weights, config) + waits - hidden)
+    return seconds

@@ -1,0 +1,92 @@
+"""Bytes that a rank sends in a step, by kind, from shapes: what `tools/bench/bench_grid.py` counts.
+
+A rank sends (n - 1) / n S of a tensor of S bytes over n ranks in an all-gather or a reduce-scatter, and twice that in an all-reduce.
+"""
+
+from typing import NamedTuple
+
+from megatron.lm.config import Config
+from megatron.lm.planning.memory import Parameter, stage_parameters, state_formats
+
+GATHERS = ("input gather", "input gather again", "grad_output gather")
+
+
+class Transfer(NamedTuple):
+    """Collectives of one kind of one micro-batch: bytes that a rank sends in all of them, and how many they are."""
+
+    size: float
+    calls: int
+
+
+def tensor_parallel(config: Config, stage: int) -> dict[str, Transfer]:
+    """Per micro-batch, between the tensor-parallel ranks of a stage; empty for one."""
+    parallel, recipe = config.parallel, config.precision.recipe
+    tp = parallel.tensor_model_parallel_size
+    if tp == 1:
+        return {}
+    elements = config.model.seq_length * config.training.micro_batch_size * config.model.hidden_size * (tp - 1) / tp
+    wide, narrow = recipe.compute.bytes, 1 if recipe.fp8_wire and _fusible(config) else recipe.compute.bytes
+    output = 1 if recipe.fp8_wire and parallel.tp_wire == "fp8" else wide
+    layers = config.model.num_layers // parallel.pipeline_model_parallel_size
+    first, last = stage == 0, stage == parallel.pipeline_model_parallel_size - 1
+    if not parallel.sequence_parallel:  # all-reduces
+        found = {
+            "grad_input sum": Transfer(2 * elements * narrow * 2 * layers, 2 * layers),
+            "output sum": Transfer(2 * elements * output * 2 * layers, 2 * layers),
+        }
+        ends = first + last
+        return found | ({"head and embedding": Transfer(2 * elements * wide * ends, ends)} if ends else {})
+    again = recipe.gemm is None or (recipe.fp8_wire and parallel.tp_saved_input == "shard")
+    found = {
+        "input gather": Transfer(elements * narrow * 2 * layers, 2 * layers),
+        "input gather again": Transfer(elements * narrow * 2 * layers if again else 0.0, 2 * layers if again else 0),
+        "grad_input sum": Transfer(elements * narrow * 2 * layers, 2 * layers),
+        "output sum": Transfer(elements * output * 2 * layers, 2 * layers),
+        "grad_output gather": Transfer(elements * narrow * 2 * layers, 2 * layers),
+    }
+    ends = 2 * first + 3 * last
+    return found | ({"head and embedding": Transfer(elements * wide * ends, ends)} if ends else {})
+
+
+def _fusible(config: Config) -> bool:
+    gemm = config.precision.recipe.gemm
+    return gemm is not None and gemm.tensorwise
+
+
+def pipeline(config: Config, stage: int) -> Transfer:
+    """Per micro-batch, to the neighbouring stages: an activation onward and its gradient back, a chunk."""
+    parallel, model = config.parallel, config.model
+    stages, chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    if stages == 1:
+        return Transfer(0.0, 0)
+    chunks = model.num_layers // stages // chunk if chunk else 1
+    sends = 2 * chunks - (stage == 0) - (stage == stages - 1)
+    split = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    tokens = model.seq_length * config.training.micro_batch_size // split
+    return Transfer(float(sends * tokens * model.hidden_size * config.precision.recipe.compute.bytes), sends)
+
+
+def data_parallel(config: Config, copies: int, stage: int) -> tuple[float, float]:
+    """Per step, between the data-parallel ranks: bytes of gradients, and of weights gathered under ZeRO."""
+    if copies == 1:
+        return 0.0, 0.0
+    formats, share = state_formats(config), (copies - 1) / copies
+    parameters = stage_parameters(config, stage)
+
+    def size(p: Parameter) -> float:
+        return p.size * formats[p.kind][1].grad.bytes
+
+    gradients = share * sum(map(size, parameters)) * (1 if config.shards_optimizer else 2)
+    weights = share * sum(p.size * formats[p.kind][0].bytes for p in parameters) if config.shards_optimizer else 0.0
+    return gradients, weights
+
+
+def by_kind(config: Config, world_size: int) -> dict[str, float]:
+    """Bytes that a rank of the busiest stage sends in a step, by kind."""
+    micro_batches, copies = config.num_micro_batches(world_size), config.data_parallel_size(world_size)
+    stages = []
+    for stage in range(config.parallel.pipeline_model_parallel_size):
+        gradients, weights = data_parallel(config, copies, stage)
+        found = {"gradients": gradients, "weights": weights, "pipeline": micro_batches * pipeline(config, stage).size}
+        stages.append(found | {kind: micro_batches * sent.size for kind, sent in tensor_parallel(config, stage).items()})
+    return max(stages, key=lambda found: sum(found.values()))

@@ -1,0 +1,1 @@
+"""What only PPO needs: rollouts, rewards and advantages."""

@@ -1,0 +1,139 @@
+"""Warns once in a run where its master weights lose most of the updates: every 50 steps it measures the share of each layer.
+
+A learning rate can be so low that rounding a master to FP16, BF16 or FP8 takes most of each update away (`msamp.optim.lost_updates`
+measures it). The loss curve alone does not show it. A check runs the next update on copies of a few rows of each parameter. The host does
+not wait for it: a table of two numbers per layer is copied to the host during the step, and is read before the next update.
+
+The count of checks belongs to the process. A resumed run starts from 0, so its warning may come 100 steps later.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron.lm.model.initial import parameter_names
+from megatron.lm.run.reports.metrics import Metrics
+from megatron.lm.training.state import Training
+from msamp.comm.collectives import Peers
+from msamp.numerics.metrics import undelivered_share
+from msamp.optim import updates
+from msamp.optim.device_flag import DeviceCopy
+from msamp.optim.lost_updates import SUMS, update_distances
+
+EVERY = 50  # steps from check to check
+STEPS = 100  # for which a layer has lost more than `LIMIT` of its updates at every check when the run is warned
+LIMIT = 0.5
+NAMED = 3  # layers that the warning names
+
+
+class _Storage(NamedTuple):
+    """What the fix depends on: `StateFormats` of a layer."""
+
+    update: str
+    master: str
+    rounding: str
+
+    @property
+    def fix(self) -> str:
+        """What lets small updates arrive."""
+        if updates.by_name(self.update).in_fp32 is not None:
+            return "the update is computed in BF16: take a --precision with pairs of BF16 or with FP32 masters"
+        if self.master == "fp32":
+            return "the masters are FP32 already: raise --lr"
+        if self.rounding == "stochastic":
+            return "masters are rounded stochastically already: give --master-format fp32, or a --precision with FP32 masters"
+        return "add --master-rounding stochastic, or take FP32 masters (--master-format fp32 at O1 to O3)"
+
+
+class _Check(NamedTuple):
+    iteration: int
+    learning_rate: float
+    distances: DeviceCopy
+
+
+class LostUpdates:
+    """Measures every `EVERY` steps, on every rank; rank 0 prints one line for the run and writes a row of kind "lost_updates" when a layer
+    lost more than half of its update at every check for `STEPS` steps. A layer without an update at a check (frozen, learning rate 0, a
+    skipped step) is neither lost nor found again there.
+
+    Args:
+        training: what the steps work on.
+        metrics: where the row goes.
+        everyone: all ranks. Building this object is collective, and so is `before_update`.
+    """
+
+    def __init__(self, training: Training, metrics: Metrics, everyone: Peers) -> None:
+        self.training, self.metrics, self.everyone = training, metrics, everyone
+        names, optimizer = parameter_names(training.model), training.optimizer
+        own = {
+            names[p].removesuffix(".weight"): _Storage(formats["update"], formats["master"], formats.get("master_rounding", "nearest"))
+            for group in optimizer.param_groups
+            for p, formats in zip(group["params"], updates.formats_of(group), strict=True)
+        }
+        gathered = [own] * everyone.ranks
+        if everyone.ranks > 1:
+            dist.all_gather_object(gathered, own)
+        self._storage = {name: storage for layers in gathered for name, storage in layers.items()}
+        numbers = {name: number for number, name in enumerate(self._storage)}
+        device = next(iter(names)).device
+        self._rows = torch.tensor([numbers[name] for name in own], device=device)  # of this rank's parameters in the table of all layers
+        self._check: _Check | None = None
+        self._in_a_row: dict[str, int] = {}
+        self._warned = False
+
+    def due(self) -> bool:
+        """Whether the step under way is measured."""
+        return (self.training.iteration + 1) % EVERY == 0
+
+    def before_update(self) -> None:
+        """With the averaged gradients in place and the update to come: measure it where it is due, and judge the last check. Collective."""
+        self.judge()
+        if self.due():
+            self.measure()
+
+    def measure(self) -> None:
+        """Measure the update to come, on copies, and send the result to the host of rank 0. Collective."""
+        optimizer = self.training.optimizer
+        table = torch.zeros(len(self._storage), SUMS, dtype=torch.float64, device=self._rows.device)
+        with self.training.grad_sync.sent.uncounted():
+            table.index_add_(0, self._rows, update_distances(optimizer))
+        self.everyone.all_reduce(table, dist.ReduceOp.SUM, "the lost updates", None)
+        if self.metrics.main:
+            self._check = _Check(self.training.iteration + 1, float(optimizer.param_groups[0]["lr"]), DeviceCopy(table))
+
+    def judge(self) -> None:
+        """Look at the last check, on rank 0, and warn where it is time; without effect where it has been looked at."""
+        check, self._check = self._check, None
+        if check is None:
+            return
+        lost: dict[str, float] = {}
+        for name, (wanted, arrived) in zip(self._storage, check.distances.values().tolist(), strict=True):
+            if not wanted:
+                continue
+            share = undelivered_share(wanted, arrived)
+            self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if share > LIMIT else 0
+            if EVERY * (self._in_a_row[name] - 1) >= STEPS:
+                lost[name] = share
+        if lost and not self._warned:
+            self._warned = True
+            self._warn(check, lost)
+
+    def undone(self) -> None:
+        """Steps have been rolled back: begin to count again."""
+        self._check = None
+        self._in_a_row.clear()
+
+    def _warn(self, check: _Check, lost: dict[str, float]) -> None:
+        worst = sorted(lost, key=lambda name: -lost[name])
+        shares = ", ".join(f"{name} {100 * lost[name]:.0f} %" for name in worst[:NAMED])
+        more = f" and {len(worst) - NAMED} more" if len(worst) > NAMED else ""
+        fix = self._storage[worst[0]].fix
+        layers = {name: lost[name] for name in worst}
+        self.metrics.write({"kind": "lost_updates", "iteration": check.iteration, "lr": check.learning_rate, "layers": layers})
+        print(
+            f"updates are lost at iteration {check.iteration}: for {STEPS} iterations, the stored master weights of {len(worst)} of "
+            f"{len(self._storage)} parameters have lost more than half of each update (learning rate {check.learning_rate:g}), now "
+            f"{shares}{more}; {fix}",
+            flush=True,
+        )

@@ -1,0 +1,229 @@
+"""What a run tells about itself: the log line, TensorBoard and the metrics file (one JSON object a line)."""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from megatron.lm.config import Config
+from megatron.lm.config.presets import flops_per_token
+from megatron.lm.processes.process_groups import device
+from megatron.lm.shell.logs import EventFile, LogFile, Unwritten, cut_after
+from megatron.lm.training.state import StepResult, Training
+from msamp.comm.counters import KINDS
+
+# Dense peaks in TFLOP/s at compute capability 9.0 (H100 and H200 SXM data sheet). The papers divide BF16 runs by the first and FP8 runs
+# by the second. Either alone hides something: FP8 can exceed 100 % of the first, and of the second a BF16 run cannot reach half.
+HOPPER_PEAKS = {"bf16": 989.0, "fp8": 1979.0}
+
+
+def peak_tflops(config: Config) -> dict[str, float]:
+    """What counts as 100 % MFU, in TFLOP/s by the name of the peak: `bf16` and `fp8` on a Hopper GPU, whatever the precision; `given` where
+    `--peak-tflops` gives one; nothing where no peak is known."""
+    if config.logging.peak_tflops is not None:
+        return {"given": config.logging.peak_tflops}
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return dict(HOPPER_PEAKS) if hopper else {}
+
+
+def mfu(tflops: float, peaks: Mapping[str, float]) -> dict[str, float]:
+    """Model FLOPs utilisation by each peak, under names that say which: `mfu_bf16_peak`, `mfu_fp8_peak`, `mfu_given_peak`."""
+    return {f"mfu_{name}_peak": tflops / peak for name, peak in peaks.items()}
+
+
+def memory_gib() -> float:
+    """Peak memory of this process in GiB: allocated on the GPU, or resident on a CPU (as it is now)."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return psutil.Process().memory_info().rss / 2**30
+
+
+def least_and_most(value: float) -> tuple[float, float]:
+    """The least and the greatest of the ranks' values; collective."""
+    values = torch.tensor([-value, value], dtype=torch.float64, device=device())
+    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
+    return -float(values[0]), float(values[1])
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03`."""
+    minutes, s = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for NaN and infinities, which JSON does not know and strict readers refuse."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Metrics:
+    """Collects steps and reports an interval at a time. Rank 0 writes; on the others only the sums are combined.
+
+    Args:
+        config: of the run.
+        vocab_size: rows of the embedding (padded).
+        training: where the run starts, for the remaining time and the count of skipped steps.
+
+    Attributes:
+        unwritten: counts what could not be written.
+    """
+
+    def __init__(self, config: Config, vocab_size: int, training: Training) -> None:
+        world_size = torch.distributed.get_world_size()
+        self.config = config
+        self.world_size = world_size
+        self.main = torch.distributed.get_rank() == 0
+        self.tokens_a_step = config.global_batch_size(world_size) * config.model.seq_length
+        self.flops_a_token = flops_per_token(config.model, vocab_size)
+        self.peaks = peak_tflops(config)
+        self.start_iteration, self.start_time = training.iteration, time.perf_counter()
+        self.skipped = training.optimizer.skipped_steps
+        self.grad_sync = training.grad_sync
+        self.unwritten = Unwritten()
+        self.events: EventFile | None = None
+        self.file: LogFile | None = None
+        self._begin_interval()
+
+    def open(self, again: int = 0) -> None:
+        """Open the files, on rank 0.
+
+        Args:
+            again: the iteration behind which what was told goes, because a killed run is about to tell it again; 0: everything stays.
+
+        Raises:
+            OSError: one cannot be opened.
+        """
+        logging = self.config.logging
+        if self.main and logging.metrics_file:
+            path = Path(logging.metrics_file)
+            if again:
+                cut_after(path, again)
+            self.file = LogFile(path, f"--metrics-file {path}", self.unwritten)
+        if self.main and logging.tensorboard_dir:
+            self.events = EventFile(Path(logging.tensorboard_dir), again + 1 if again else None, self.unwritten)
+
+    def _begin_interval(self) -> None:
+        self.steps: list[StepResult] = []
+        self.interval_start = time.perf_counter()
+        self.paused = 0.0
+
+    def pause(self, seconds: float) -> None:
+        """Time that is not training (evaluation, saving) stays out of the throughput."""
+        self.paused += seconds
+
+    def record(self, step: StepResult, iteration: int) -> None:
+        """Take in one step; report where the interval ends."""
+        self.steps.append(step)
+        if self.reports(iteration):
+            self.report(iteration)
+
+    def reports(self, iteration: int) -> bool:
+        """Whether an interval ends with this iteration."""
+        return iteration % self.config.logging.log_interval == 0 or iteration == self.config.training.train_iters
+
+    def report(self, iteration: int) -> None:
+        """Report the steps since the last report, if there are any; collective."""
+        if self.steps:
+            self._report(iteration)
+            self._begin_interval()
+
+    def _report(self, iteration: int) -> None:
+        # One collective and one host sync an interval: the steps left their sums and flags on the device.
+        self.skipped += sum(bool(step.skipped) for step in self.steps)
+        sums = torch.stack([torch.stack([s.loss_sum, s.tokens]) for s in self.steps]).double().sum(0)
+        torch.distributed.all_reduce(sums)  # of tensor-parallel ranks all have the same: their ratio does not change
+        loss = float(sums[0] / sums[1])
+        seconds = (time.perf_counter() - self.interval_start - self.paused) / len(self.steps)
+        memory = least_and_most(memory_gib())
+        communication = self._communication()
+        if not self.main:
+            return
+        tokens_per_s = self.tokens_a_step / seconds
+        tflops = tokens_per_s * self.flops_a_token / 1e12 / self.world_size
+        left = (time.perf_counter() - self.start_time) / (iteration - self.start_iteration) * (self.config.training.train_iters - iteration)
+        last = self.steps[-1]
+        row: dict[str, Any] = {
+            "kind": "train",
+            "iteration": iteration,
+            "tokens": iteration * self.tokens_a_step,
+            "loss": loss,
+            "lr": last.lr,
+            **({} if last.loss_scale is None else {"loss_scale": float(last.loss_scale.values())}),
+            "grad_norm": float(last.grad_norm),
+            "skipped": self.skipped,
+            "step_ms": seconds * 1e3,
+            "tokens_per_s": tokens_per_s,
+            "tflops": tflops,
+            **mfu(tflops, self.peaks),
+            "memory_gib": memory[1],
+            "memory_gib_min": memory[0],
+            **communication,
+        }
+        self.write(row)
+        spread = " to ".join(dict.fromkeys(f"{value:.2f}" for value in memory))
+        activations = f" and {row['sent_activation_mib']:.2f} of activations" if row["sent_activation_mib"] else ""
+        loss_scale = f"loss scale {row['loss_scale']:g} | " if "loss_scale" in row else ""
+        shares = [f"{100 * row[f'mfu_{name}_peak']:.1f}% of {name} {peak:g}" for name, peak in self.peaks.items()]
+        used = f" (MFU {', '.join(shares)})" if shares else ""
+        print(
+            f"iteration {iteration:>7}/{self.config.training.train_iters} | tokens {row['tokens']:.3e} | loss {loss:.4f} | "
+            f"lr {last.lr:.3e} | {loss_scale}grad norm {row['grad_norm']:.3f} | skipped {self.skipped} | step {row['step_ms']:.1f} ms | "
+            f"{tokens_per_s:,.0f} tokens/s | {tflops:.2f} TFLOP/s/device{used} | memory {spread} GiB | "
+            f"sent {row['sent_weight_mib']:.2f} MiB a step{activations} | "
+            f"left {duration(left)}",
+            flush=True,
+        )
+
+    def _communication(self) -> dict[str, Any]:
+        """What this rank sent in a step of the interval, by kind and collective; how the last step's gradients fared; collective."""
+        sync, steps = self.grad_sync, len(self.steps)
+        sent = sync.sent.take()
+        row: dict[str, Any] = {
+            f"sent_{kind}_mib": sum(size for (k, _), size in sent.items() if k == kind) / steps / 2**20 for kind in KINDS
+        }
+        row["sent_bytes"] = {f"{kind} {collective}": size / steps for (kind, collective), size in sorted(sent.items())}
+        if sync.statistics.numel and sync.statistics.active:
+            row |= sync.statistics.shares(sync.peers)
+        if sync.autoscale is not None and sync.autoscale.mu.numel():  # none where every linear layer stays BF16
+            row |= {"mu_min": float(sync.autoscale.mu.min()), "mu_max": float(sync.autoscale.mu.max())}
+        return row
+
+    def evaluation(self, kind: str, iteration: int, loss: float, bits_per_byte: float | None) -> None:
+        """Report the loss (nats a token) of the `valid` or `test` split."""
+        if not self.main:
+            return
+        perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
+        tokens = iteration * self.tokens_a_step
+        self.write(
+            {"kind": kind, "iteration": iteration, "tokens": tokens, "loss": loss, "ppl": perplexity, "bits_per_byte": bits_per_byte}
+        )
+        bits = f" | {bits_per_byte:.4f} bits a byte" if bits_per_byte is not None else ""
+        print(f"{kind} at iteration {iteration}: loss {loss:.4f} | perplexity {perplexity:.2f}{bits}", flush=True)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """One object to the metrics file, its numbers to TensorBoard under kind/name. Does nothing on ranks other than 0."""
+        if self.file is not None:
+            self.file.write(json.dumps(_finite(row), allow_nan=False).encode() + b"\n")
+        if "iteration" in row:
+            values = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "iteration"}
+            self.scalars({f"{row['kind']}/{key}": value for key, value in values.items()}, row["iteration"])
+
+    def scalars(self, values: Mapping[str, float], iteration: int) -> None:
+        """Numbers to TensorBoard alone, by their whole name. Does nothing on ranks other than 0."""
+        if self.events is not None:
+            for name, value in values.items():
+                self.events.add_scalar(name, value, iteration)
+
+    def close(self) -> None:
+        """Close what was opened, and say what is lacking there."""
+        for file in (self.file, self.events):
+            if file is not None:
+                file.close()
+        self.unwritten.tell()

@@ -1,0 +1,295 @@
+"""The live precision recorder: on every N-th step, what each tensor lost where it was rounded, and what of each update arrived.
+
+A recorded step is the usual step, its graph or its eager code, to the bit: beside each cast the values before it are made once more and
+compared. Between the gradients and the update the update is rehearsed on copies. All of it is counted on the device, each tensor in one
+read beside what stands for it; the host reads one table at the end of the step. On other steps nothing is hooked and nothing runs.
+"""
+
+import functools
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.lm.model.initial import named_globally, parameter_names
+from megatron.lm.model.linear import FP8Gemm
+from megatron.lm.run.reports.amax_outliers import bits_held_down, outliers
+from megatron.lm.shell.logs import LogFile, Unwritten
+from megatron.lm.training.gradients import chunks
+from megatron.lm.training.state import Training
+from msamp.kernels import ops
+from msamp.nn.fp8_attention import CASTS_HERE, DK, DP, DQ, DV, AttentionScaling, O
+from msamp.nn.gemm import LayerGemm, tally_operand_
+from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, WIRE, TensorScales
+from msamp.numerics.metrics import TALLY, add_tallies, judge, undelivered_share
+from msamp.numerics.tensor import ScalingTensor, fp32_values
+from msamp.optim.rehearsal import rehearse
+from msamp.optim.updates import MASTER
+
+ROWS = {INPUT: "input", GRAD_OUTPUT: "grad_output"}
+OTHERS = {O: "attended", DP: "grad_probabilities", DQ: "grad_query", DK: "grad_key", DV: "grad_value"}
+CAST_COLUMNS = ("amax", "underflow", "saturation", "sqnr_db", "scale_exponent")
+UPDATE_COLUMNS = ("norm", "update_norm", "descent", "lost", "undelivered")
+# What `ops.tally_update_` adds up of an update, in this order.
+UPDATE_SUMS = ("elements", "squares", "wanted squares", "wanted . effective", "lost", "|wanted|", "sign(wanted) . effective")
+
+WORST: dict[str, Callable[[list[float]], float]] = {"underflow": max, "saturation": max, "sqnr_db": min}
+
+Key = tuple[str, str]  # name of a layer or parameter in the whole model, and which of its tensors
+Rows = dict[Any, list[float]]  # by Key, or of updates by name
+Scalars = Callable[[Mapping[str, float], int], None]
+
+
+class Recorder:
+    """Records steps of a training, and writes each as one JSON line; rank 0 writes what all ranks have seen.
+
+    A line: `iteration`; `skipped`: true where the update was skipped; `columns`: what the lists below hold; `casts`: by layer and tensor
+    (`input`, `weight`, `grad_output` as their GEMM casts them; `query`, `key`, `value`, `grad_attention` of FP8 attention; `grad`,
+    `grad_reduced`: a gradient as it is sent against what backward gave, and the average against the FP32 sum; `master`, `m`, `v`: as
+    stored against what the update computed in FP32; `weight` where it is cast from a master: against that); `updates`: by parameter, with
+    `total` of all; `mu`, with `--grad-scaling auto`; `outliers`: by layer and tensor, of delayed scales that one amax in the window holds
+    down, by how many powers of two (`megatron.lm.run.reports.amax_outliers`), after this step.
+
+    amax: of the values before the cast. Underflow: share of the non-zero values that became zero; saturation: share at the format's
+    maximum; SQNR in dB; the scale's exponent, base 2. Norms of the parameter after the update and of the update, which is the one that
+    FP32 arithmetic makes of the same states; descent: inner product of its direction with what arrived in the master (`descent /
+    update_norm` is 1 where nothing was lost; Collage's EDQ takes the direction of the optimizer's own arithmetic: `CollageAdamW.edq`);
+    lost: share of elements left unchanged by an update that is not zero; undelivered: share of the update's distance that did not arrive,
+    `msamp.numerics.metrics.undelivered_frac`, about 0 under stochastic rounding, which leaves most elements unchanged in one step. null:
+    not finite, nothing lost (SQNR), or unknown (a sum not taken in FP32).
+
+    Every number is over all elements of a tensor, all micro-batches of the step and all ranks. Tensors kept in FP32 lose nothing and are
+    left out, and so are the updates of the first step of a process, where optimizer states may only begin.
+
+    Args:
+        training: the training that makes the steps.
+        file: to append to.
+        interval: recorded are the iterations that it divides, and the first of a process, which prepares what graphs will need.
+        scalars: takes the `summary` of each line and its iteration; on rank 0.
+        unwritten: counts the lines that could not be written; default: one for this file alone.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, training: Training, file: str, interval: int, scalars: Scalars, unwritten: Unwritten | None = None) -> None:
+        self.training, self.interval, self.scalars = training, interval, scalars
+        self.recording = False
+        self._first = training.iteration + 1
+        modules = [found for chunk in chunks(training.model) for found in named_globally(chunk)]
+        self.layers = [(name, layer) for name, layer in modules if isinstance(layer, FP8Gemm)]
+        # Every cast with a watch: layer, scales, and the tensors by row.
+        self.watched: list[tuple[str, TensorScales, dict[int, str]]] = [
+            *((name, layer.scaling, ROWS) for name, layer in self.layers),
+            *((name.removesuffix(".scaling"), scales, CASTS_HERE) for name, scales in modules if isinstance(scales, AttentionScaling)),
+        ]
+        # Every delayed scale, those of casts without a watch too.
+        self._delayed = [
+            (name, scales, rows | (OTHERS if rows is CASTS_HERE else {WIRE: "partial_sums"}))
+            for name, scales, rows in self.watched
+            if scales.window
+        ]
+        self.names = {p: name.removesuffix(".weight") for p, name in parameter_names(training.model).items()}
+        device = next(iter(self.names)).device
+        # Always the same memory: graphs write there.
+        self._table = torch.zeros(sum(len(rows) for *_, rows in self.watched), len(TALLY), dtype=torch.float64, device=device)
+        self._one = torch.ones((), device=device)
+        # Rows on the device: tallies, those of a rehearsed update apart, and sums of updates.
+        self._casts: dict[Key, Tensor] = {}
+        self._rehearsed: dict[Key, Tensor] = {}
+        self._updates: dict[str, Tensor] = {}
+        self._file: LogFile | None = None
+        if torch.distributed.get_rank() == 0:
+            self._file = LogFile(Path(file), f"--record-precision {file}", unwritten or Unwritten())
+
+    def due(self, iteration: int) -> bool:
+        """Whether this iteration is recorded."""
+        return iteration == self._first or iteration % self.interval == 0
+
+    @contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """Inside, `train_step` is recorded; at the end it is written. Collective."""
+        self.recording = True
+        self._casts, self._rehearsed, self._updates = {}, {}, {}
+        self._table.zero_()
+        statistics = self.training.grad_sync.statistics
+        counted = statistics.active
+        statistics.watch(True, record=True)
+        tallies = iter(self._table)
+        for name, scales, rows in self.watched:
+            for row, tensor in rows.items():
+                tally = self._casts[name, tensor] = next(tallies)
+                scales.watches[row] = functools.partial(tally_operand_, tally)
+        try:
+            self._weights()
+            yield
+        finally:
+            self.recording = False
+            statistics.watch(counted)
+            for _, scales, _ in self.watched:
+                scales.watches.clear()
+        self._gradients()
+        flag = self.training.optimizer.skipped()
+        casts, rehearsed, updates, mu, bits = self._read()
+        skipped = bool(flag)
+        gathered, held_down = self._gather(casts, rehearsed, updates, mu, skipped), outliers(self._delayed, bits)
+        if gathered is not None:
+            written = line(iteration, skipped, *gathered, self.training.grad_sync.exchange.sums_in_fp32)
+            self._write(written | {"outliers": held_down})
+
+    @torch.no_grad()
+    def _weights(self) -> None:
+        """How the GEMMs will cast weights that are stored wider; alike on data-parallel ranks."""
+        self.training.optimizer.wait()
+        for name, layer in self.layers:
+            weight, fmt = layer.weight, layer.scaling.gemm.weight.format
+            assert isinstance(weight, ScalingTensor)
+            if weight.format != fmt and self.training.grid.counts(weight, every_copy=False):
+                operand, values = LayerGemm.of(layer.scaling, weight).weight(weight.payload), fp32_values(weight)
+                row = self._casts[name, "weight"] = self._table.new_zeros(len(TALLY))
+                tally_operand_(row, values, operand.codes, operand.element_scale_inv)
+
+    def before_update(self) -> None:
+        """With the averaged gradients there and the update to come: measure the update. Takes its collectives; every rank calls it."""
+        if not self.recording or self.training.iteration < self._first:
+            return
+        for part in rehearse(self.training.optimizer):
+            p = part.holding.param
+            if not self.training.grid.counts(p, every_copy=self.training.grad_sync.shard):
+                continue
+            name = self.names[p]
+            for tensor, stored in part.stored.items():
+                if tensor in part.rounded:
+                    row = self._rehearsed.setdefault((name, tensor), self._table.new_zeros(len(TALLY)))
+                    ops.tally_(row, part.wanted[tensor], *self._payload(stored))
+            row = self._updates.setdefault(name, self._table.new_zeros(len(UPDATE_SUMS)))
+            ops.tally_update_(row, part.before, part.wanted[MASTER.column], *self._payload(part.stored[MASTER.column]))
+
+    def _payload(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        return (stored.payload, stored.scale_inv) if isinstance(stored, ScalingTensor) else (stored, self._one)
+
+    def _gradients(self) -> None:
+        sync = self.training.grad_sync
+        for p, own, mean in zip(sync.scaled_params(), *sync.statistics.tallies, strict=True):
+            self._casts[self.names[p], "grad"] = own
+            if sync.peers.ranks > 1:
+                self._casts[self.names[p], "grad_reduced"] = mean
+
+    def _read(self) -> tuple[Rows, Rows, Rows, dict[str, float], Rows]:
+        """Read everything on the device in one transfer: casts, casts of the rehearsed update, updates, mu, bits held down."""
+        sync = self.training.grad_sync
+        held = {name: bits_held_down(scales) for name, scales, _ in self._delayed}
+        groups: tuple[dict[Any, Tensor], ...] = (self._casts, self._rehearsed, self._updates, held)
+        rows = [self._table.new_zeros(0), *(row for group in groups for row in group.values())]
+        mu = [] if sync.autoscale is None else [sync.autoscale.mu.double()]
+        numbers = iter(torch.cat([*rows, *mu]).tolist())
+        casts, rehearsed, updates, bits = (
+            {key: list(itertools.islice(numbers, len(row))) for key, row in group.items()} for group in groups
+        )
+        return casts, rehearsed, updates, dict(zip((self.names[p] for p in sync.scaled_params()), numbers, strict=bool(mu))), bits
+
+    def _gather(
+        self, casts: Rows, rehearsed: Rows, updates: Rows, mu: dict[str, float], skipped: bool
+    ) -> tuple[Rows, Rows, dict[str, float]] | None:
+        """On rank 0 the sums of all ranks, without an update that was skipped; None on the others. Collective."""
+        own = (casts, {}, mu) if skipped else (casts | rehearsed, updates, mu)
+        ranks = torch.distributed.get_world_size()
+        if ranks == 1:
+            return _summed([own])
+        everything: list[Any] | None = [None] * ranks if torch.distributed.get_rank() == 0 else None
+        torch.distributed.gather_object(own, everything)
+        return None if everything is None else _summed(everything)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self.scalars({f"precision/{name}": value for name, value in summary(row).items()}, row["iteration"])
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _summed(everything: Sequence[tuple[Rows, Rows, dict[str, float]]]) -> tuple[Rows, Rows, dict[str, float]]:
+    """What the ranks have seen, added up."""
+    casts: Rows = {}
+    updates: Rows = {}
+    mu: dict[str, float] = {}
+    for their_casts, their_updates, their_mu in everything:
+        mu |= their_mu
+        for key, tally in their_casts.items():
+            if tally[0]:  # a rank that owns nothing of a tensor has nothing to say of it
+                casts[key] = add_tallies(casts[key], tally) if key in casts else tally
+        for name, sums in their_updates.items():
+            updates[name] = [a + b for a, b in zip(updates.get(name, [0.0] * len(sums)), sums, strict=True)]
+    return casts, updates, mu
+
+
+def line(
+    iteration: int,
+    skipped: bool,
+    casts: Mapping[Key, Sequence[float]],
+    updates: Mapping[str, Sequence[float]],
+    mu: Mapping[str, float],
+    sums_in_fp32: bool,
+) -> dict[str, Any]:
+    """What is written of a step (see `Recorder`) from its sums: tallies by layer and tensor, `UPDATE_SUMS` by parameter."""
+    by_layer: dict[str, dict[str, list[float | int | None]]] = {}
+    for (layer, tensor), tally in casts.items():
+        found = judge(tally)
+        scale = found.pop("scale")
+        values: list[float | int | None] = [*map(_short, found.values()), round(math.log2(scale)) if 0 < scale < math.inf else None]
+        if tensor == "grad_reduced" and not sums_in_fp32:  # no rank has the sum to compare with
+            values[1] = values[3] = None
+        by_layer.setdefault(layer, {})[tensor] = values
+    total = [sum(column) for column in zip(*updates.values(), strict=True)]
+    return {
+        "iteration": iteration,
+        "skipped": skipped,
+        "columns": {"casts": CAST_COLUMNS, "updates": UPDATE_COLUMNS},
+        "casts": by_layer,
+        "updates": {name: _judge_update(sums) for name, sums in updates.items()},
+        "total": _judge_update(total) if total else None,
+        "mu": {name: _short(value) for name, value in mu.items()},
+    }
+
+
+def summary(row: Mapping[str, Any]) -> dict[str, float]:
+    """Mean and worst over the layers of a line's underflow, saturation and SQNR, by kind of layer and tensor; mean and worst over the
+    parameters of the undelivered share of their updates; and the total of the updates: what a page of curves can show."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for layer, tensors in row["casts"].items():
+        kind = re.sub(r"^decoder\.layers\.\d+\.", "", layer)
+        for tensor, values in tensors.items():
+            for column, value in zip(CAST_COLUMNS, values, strict=True):
+                if column in WORST and value is not None:
+                    found.setdefault((kind, tensor, column), []).append(value)
+    curves: dict[str, float] = {}
+    for (kind, tensor, column), several in found.items():
+        curves[f"{kind}/{tensor}/{column}"] = sum(several) / len(several)
+        curves[f"{kind}/{tensor}/{column}_worst"] = WORST[column](several)
+    undelivered = [values[UPDATE_COLUMNS.index("undelivered")] for values in row["updates"].values()]
+    known = [share for share in undelivered if share is not None]
+    if known:
+        curves |= {"updates/undelivered": sum(known) / len(known), "updates/undelivered_worst": max(known)}
+    total = dict(zip(UPDATE_COLUMNS, row["total"] or (), strict=False))
+    return curves | {f"total/{column}": value for column, value in total.items() if value is not None}
+
+
+def _judge_update(sums: Sequence[float]) -> list[float | None]:
+    elements, squares, wanted, product, lost, distance, arrived = sums
+    norm, share = math.sqrt(wanted), undelivered_share(distance, arrived)
+    return [_short(math.sqrt(squares)), _short(norm), _short(product / norm if norm else 0.0), _short(lost / elements), _short(share)]
+
+
+def _short(value: float) -> float | None:
+    """Five digits, and null for what JSON does not know."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None

@@ -1,0 +1,75 @@
+"""Gradients on the grid: which one travels where in which format, and what pipeline stages send each other."""
+
+from collections.abc import Sequence
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import nn
+
+from megatron.lm.config import Config
+from megatron.lm.processes.grid import Grid
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
+from msamp.comm.grad_sync import GradSync
+from msamp.numerics.recipe import Recipe
+from msamp.optim.states import parameter_kind
+from msamp.parallel.data_parallel import grad_sync
+
+
+def chunks(model: nn.Module) -> list[GPTModel]:
+    """What a rank has of the model: one part of it, or several that take turns (interleaved pipeline stages)."""
+    return list(model) if isinstance(model, nn.ModuleList) else [model]  # type: ignore[arg-type, list-item]
+
+
+def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: WireBytes | None = None, grid: Grid | None = None) -> GradSync:
+    """The synchroniser of this rank's gradients, told by megatron-core's schedule which micro-batch is the last.
+
+    Args:
+        model: this rank's.
+        config, recipe: of the run.
+        sent: where the bytes that this rank sends are counted.
+        grid: the ranks that average and those that sum; None: the current one.
+
+    Raises:
+        ValueError: a grid on which not all gradients are averaged over the same ranks.
+    """
+    communication = config.communication
+    sent = WireBytes() if sent is None else sent
+    grid = Grid.current() if grid is None else grid
+    average, *others = {grid.gradients(p) for p in model.parameters()}
+    if others:
+        raise ValueError(
+            f"the parameters' gradients are averaged over {1 + len(others)} groups of ranks, and a GradSync takes one: use a grid on which "
+            "all parameters have the same copies"
+        )
+    sync = grad_sync(
+        model,
+        {p: recipe.formats_of(parameter_kind(p)).grad for p in model.parameters()},
+        average.group,
+        bucket_elements=communication.bucket_size,
+        shard=config.shards_optimizer,
+        exchange=communication.grad_exchange,
+        scaling=communication.gradient_scaling,
+        mu_rule=communication.mu_adaptation,
+        accumulate=config.precision.grad_accum,
+        overlap=communication.overlap_grad_reduce,
+        seed=config.training.seed,
+        sums=[(Peers(ranks.group, sent), params) for ranks, params in grid.sums(model.parameters())],
+        sent=sent,
+        heed_zero_grad=False,  # this loop clears by `clear` alone
+    )
+    for chunk in chunks(model):
+        chunk.config.no_sync_func = sync.no_sync
+    return sync
+
+
+def count_pipeline_traffic(sent: WireBytes, config: Config, parts: Sequence[GPTModel], micro_batches: int) -> None:
+    """Count what this rank sends other pipeline stages in a step: an activation a micro-batch onward, its gradient back."""
+    model, parallel = config.model, config.parallel
+    if parallel.pipeline_model_parallel_size == 1:
+        return
+    tokens = model.seq_length * config.training.micro_batch_size
+    if parallel.sequence_parallel:
+        tokens //= parallel.tensor_model_parallel_size
+    transfers = sum((not part.post_process) + (not part.pre_process) for part in parts)
+    size = tokens * model.hidden_size * parts[0].config.pipeline_dtype.itemsize
+    sent.add("activation", "pipeline send", transfers * micro_batches * size)

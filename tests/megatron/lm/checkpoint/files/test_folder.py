@@ -1,0 +1,475 @@
+"""A folder of checkpoints: which one is taken, what is said of the others, and what a kill at any moment leaves."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+from checkpoints import MARKER, of, published, written
+
+from megatron.lm.checkpoint.files import folder as module
+from megatron.lm.checkpoint.files.folder import (
+    INFO_FILE,
+    candidates,
+    check_files,
+    condemn,
+    exists,
+    iteration_folder,
+    iteration_of,
+    latest,
+    marked_iteration,
+    partial_folder,
+    prune,
+    publish,
+    read_info,
+    refuse_other_run,
+    remove,
+    tidy,
+)
+from megatron.lm.checkpoint.files.versions import VERSION
+from megatron.lm.training import health
+from megatron.lm.training.identity import Run
+
+
+class Killed(BaseException):
+    """What a kill looks like from inside."""
+
+
+DEAD = "iteration 6 was skipped"
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_names(tmp_path: Path):
+    assert iteration_folder(tmp_path, 12).name == "iter_0000012"
+    assert iteration_folder(tmp_path, 123456789).name == "iter_123456789"
+    assert partial_folder(iteration_folder(tmp_path, 12)).name == "iter_0000012.partial"
+    assert [iteration_of(Path(name)) for name in ("iter_0000012", "iter_123456789", "iter_0000012.replaced")] == [12, 123456789, 12]
+    assert not any(iteration_of(Path(name)) for name in ("iter_0000012.partial", "iter_12", "0000012", "iter_0000012.old"))
+
+
+def test_a_published_checkpoint_is_found(tmp_path: Path):
+    assert not exists(tmp_path)
+    folder = published(tmp_path, 4)
+    assert exists(tmp_path)
+    assert (tmp_path / MARKER).read_text() == "4"
+    assert latest(tmp_path) == folder
+    info = read_info(folder)
+    assert info["text"] == "data"
+    check_files(folder, info["files"])
+    assert names(tmp_path) == ["iter_0000004", MARKER]
+
+
+def test_an_iteration_can_be_named(tmp_path: Path):
+    first, _ = published(tmp_path, 2), published(tmp_path, 4)
+    assert latest(tmp_path, 2) == first
+    with pytest.raises(ValueError, match=r"holds no checkpoint of iteration 3; it holds iterations 2, 4 \(name one by --ckpt-step\)"):
+        latest(tmp_path, 3)
+    with pytest.raises(ValueError, match="holds no checkpoint of iteration 3; it holds none"):
+        latest(tmp_path / "gone", 3)
+
+
+def test_only_the_marked_one_and_older_ones_are_offered_newest_first(tmp_path: Path):
+    for iteration in (2, 8, 4, 6):
+        published(tmp_path, iteration)
+    offered = candidates(tmp_path)
+    assert [path.name for path in offered.folders] == ["iter_0000006", "iter_0000004", "iter_0000002"]
+    assert offered.remarks == [f"{tmp_path / MARKER} names iteration 6: newer ones, 8, are left (name one by --ckpt-step)"]
+    assert [path.name for path in candidates(tmp_path, 8).folders] == ["iter_0000008"]
+
+
+@pytest.mark.parametrize("marker", [None, "", "release", "\xff"])
+def test_a_marker_that_is_missing_or_unreadable_means_the_newest_healthy_one(
+    tmp_path: Path, marker: str | None, capsys: pytest.CaptureFixture[str]
+):
+    for iteration in (2, 4):
+        published(tmp_path, iteration)
+    dead = published(tmp_path, 6, problem=DEAD)
+    if marker is None:
+        (tmp_path / MARKER).unlink()
+    else:
+        (tmp_path / MARKER).write_bytes(marker.encode("latin1"))
+    assert exists(tmp_path)
+    assert latest(tmp_path) == iteration_folder(tmp_path, 4)
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path / MARKER} is missing or names no iteration: the newest healthy checkpoint is looked for",
+        f"passed over: {dead} is unhealthy: {DEAD} (--ckpt-step 6 --load-unhealthy takes it)",
+    ]
+    assert tidy(tmp_path) == [f"wrote {tmp_path / MARKER} anew: it names iteration 4"]
+    assert (tmp_path / MARKER).read_text() == "4"
+    assert tidy(tmp_path) == []
+
+
+def test_an_unhealthy_one_moves_no_marker_and_is_taken_only_by_name_and_flag(tmp_path: Path):
+    good, dead = published(tmp_path, 4), published(tmp_path, 6, problem=DEAD)
+    assert latest(tmp_path) == good
+    with pytest.raises(ValueError, match=rf"holds no whole healthy checkpoint: {dead} is unhealthy: {DEAD} \(--ckpt-step 6 --load-un"):
+        latest(tmp_path, 6)
+    assert latest(tmp_path, 6, unhealthy=True) == dead
+    (tmp_path / MARKER).write_text("6")
+    assert latest(tmp_path) == good
+
+
+def test_no_fallback_leads_to_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    mine, other = Run(), Run()
+    first, foreign = published(tmp_path, 2, **of(mine)), published(tmp_path, 4, **of(other))
+    unnamed, torn = published(tmp_path, 5), published(tmp_path, 6, **of(mine))
+    (torn / "data").unlink()
+    assert latest(tmp_path) == first
+    said = capsys.readouterr().out
+    assert f"passed over: {foreign} is a checkpoint of another run" in said
+    assert f"passed over: {unnamed} is a checkpoint of another run" in said
+    remove(first)
+    with pytest.raises(ValueError, match="holds no whole healthy checkpoint"):
+        latest(tmp_path)
+
+
+def test_a_run_that_adopted_falls_back_to_what_has_no_identity(tmp_path: Path):
+    unnamed, torn = published(tmp_path, 2), published(tmp_path, 4, **of(Run(adopted=True)))
+    (torn / "data").unlink()
+    assert latest(tmp_path) == unnamed
+
+
+def test_a_folder_of_another_run_is_refused_with_the_ways_out(tmp_path: Path):
+    mine = Run()
+    refuse_other_run(tmp_path / "missing", mine)
+    refuse_other_run(tmp_path, mine)
+    published(tmp_path, 4, **of(mine))
+    refuse_other_run(tmp_path, mine)
+    (tmp_path / MARKER).unlink()
+    said = (
+        rf"holds another run \(iteration 4 of {mine.id[:8]}\), and saving .* --load {tmp_path} --save {tmp_path} to go on with it, another"
+    )
+    with pytest.raises(ValueError, match=said):
+        refuse_other_run(tmp_path, Run(adopted=True))
+    (iteration_folder(tmp_path, 4) / INFO_FILE).unlink()
+    with pytest.raises(ValueError, match="holds checkpoints that cannot be read, and saving there would lose it"):
+        refuse_other_run(tmp_path, mine)
+
+
+def test_checkpoints_without_identity_are_the_run_s_that_adopted_them(tmp_path: Path):
+    published(tmp_path, 4)
+    refuse_other_run(tmp_path, Run(adopted=True))
+    with pytest.raises(ValueError, match="holds another run"):
+        refuse_other_run(tmp_path, Run())
+
+
+def test_a_renamed_folder_is_no_checkpoint_of_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    good = published(tmp_path, 2)
+    renamed = published(tmp_path, 4).rename(tmp_path / "iter_0000009")
+    (tmp_path / MARKER).write_text("9")
+    assert latest(tmp_path) == good
+    assert f"passed over: {renamed} holds iteration 4: the folder was renamed; give it its name again" in capsys.readouterr().out
+
+
+def test_a_marked_one_that_is_missing_is_passed_over_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    older = published(tmp_path, 2)
+    (tmp_path / MARKER).write_text("4")
+    assert latest(tmp_path) == older
+    assert capsys.readouterr().out == f"passed over: {tmp_path / 'iter_0000004'} is missing\n"
+
+
+@pytest.mark.parametrize("marker", [None, "", "release", "9", "\xff"])
+def test_a_marker_that_leads_nowhere(tmp_path: Path, marker: str | None):
+    published(tmp_path, 4)
+    iteration_folder(tmp_path, 4).rename(tmp_path / "away")
+    if marker is None:
+        (tmp_path / MARKER).unlink()
+    else:
+        (tmp_path / MARKER).write_bytes(marker.encode("latin1"))
+    assert marked_iteration(tmp_path) == (9 if marker == "9" else None)
+    said = "names iteration 9, which is missing" if marker == "9" else "is missing or names no iteration; give the folder of an earlier"
+    with pytest.raises(ValueError, match=f"{MARKER} {said}"):
+        latest(tmp_path)
+
+
+# What is not a whole checkpoint, and what is said of it.
+TORN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no checkpoint.json": (lambda f: (f / INFO_FILE).unlink(), "iter_0000004 is no checkpoint, or one without checkpoint.json"),
+    "checkpoint.json of no bytes": (lambda f: (f / INFO_FILE).write_text(""), r"checkpoint\.json cannot be read"),
+    "checkpoint.json cut short": (
+        lambda f: (f / INFO_FILE).write_bytes((f / INFO_FILE).read_bytes()[:-9]),
+        r"checkpoint\.json cannot be read",
+    ),
+    "checkpoint.json is a list": (lambda f: (f / INFO_FILE).write_text("[]"), r"checkpoint\.json is damaged: its seal"),
+    "checkpoint.json was edited": (
+        lambda f: (f / INFO_FILE).write_text((f / INFO_FILE).read_text().replace('"text": "new"', '"text": "old"')),
+        r"checkpoint\.json is damaged: its seal does not fit",
+    ),
+    "checkpoint.json is no text": (lambda f: (f / INFO_FILE).write_bytes(b"\xff\xfe"), r"checkpoint\.json cannot be read"),
+    "a file missing": (lambda f: (f / "data").unlink(), "data is missing; it should be 3 bytes long"),
+    "a file cut short": (lambda f: (f / "data").write_text("ne"), "data is 2 bytes long; it should be 3 bytes long"),
+    "a version to come": (
+        lambda f: checkpoints.seal(f, version=VERSION + 1),
+        f"iter_0000004 has checkpoint version {VERSION + 1}, and this code reads versions 3 to {VERSION}: take the code that wrote it",
+    ),
+    "a path that leads out": (
+        lambda f: checkpoints.seal(f, files={"../iter_0000002/data": {"bytes": 3, "sha256": "0"}}),
+        r"checkpoint\.json names '\.\./iter_0000002/data', which is outside its folder",
+    ),
+    "an absolute path": (
+        lambda f: checkpoints.seal(f, files={str(f / "data"): {"bytes": 3, "sha256": "0"}}),
+        r"iter_0000004/data', which is outside its folder",
+    ),
+    "the folder above": (lambda f: checkpoints.seal(f, files={"..": {"bytes": 3, "sha256": "0"}}), r"\.\. is missing"),
+}
+
+
+@pytest.mark.parametrize("what", TORN)
+def test_a_torn_one_is_passed_over_with_a_message_or_refused(tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]):
+    damage, said = TORN[what]
+    older = published(tmp_path, 2, "old")
+    torn = published(tmp_path, 4, "new")
+    damage(torn)
+    assert latest(tmp_path) == older
+    out = capsys.readouterr().out
+    assert out.startswith(f"passed over: {torn}")
+    remove(older)
+    with pytest.raises(ValueError, match=f"holds no whole healthy checkpoint: .*{said}.*Restore one, or name another folder by --load"):
+        latest(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        read_info(torn)
+
+
+FOREIGN = {
+    "ours, one file a rank": (["mp_rank_00_000.pt", "rng_00000.pt"], "was written by an earlier version of this code"),
+    "ours, one file": (["state.pt"], "was written by an earlier version of this code"),
+    "Megatron-LM": (["mp_rank_00/model_optim_rng.pt"], "was written by Megatron-LM.*through Hugging Face's format"),
+    "Megatron-LM, pipeline": (["mp_rank_00_001/model_optim_rng.pt"], "was written by Megatron-LM"),
+    "Megatron-LM, distributed": (["common.pt", ".metadata", "metadata.json", "__0_0.distcp"], "was written by Megatron-LM"),
+    "anything": (["notes.txt", "model.safetensors"], "is no checkpoint, or one without checkpoint.json, which is written last"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_others_wrote_is_named(tmp_path: Path, kind: str):
+    files, said = FOREIGN[kind]
+    (tmp_path / MARKER).write_text("4")
+    for name in files:
+        file = tmp_path / "iter_0000004" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("theirs")
+    with pytest.raises(ValueError, match=said):
+        latest(tmp_path)
+
+
+def test_a_file_of_the_right_size_and_other_contents_is_named(tmp_path: Path):
+    folder = published(tmp_path, 4, "new")
+    (folder / "data").write_text("nEw")
+    info = read_info(folder)
+    with pytest.raises(ValueError, match=r"iter_0000004/data is damaged: its SHA-256 is not that in checkpoint\.json"):
+        check_files(folder, info["files"])
+
+
+def test_what_a_kill_left_is_cleared_before_writing(tmp_path: Path):
+    partial = partial_folder(iteration_folder(tmp_path, 4))
+    partial.mkdir()
+    (partial / "left").write_text("half")
+    published(tmp_path, 4)
+    assert names(tmp_path) == ["iter_0000004", MARKER]
+    assert names(tmp_path / "iter_0000004") == [INFO_FILE, "data"]
+
+
+# A kill at every moment
+
+
+def dying(monkeypatch: pytest.MonkeyPatch, after: int) -> list[str]:
+    """From now on the process dies before its call number `after` (from 0) that changes the disk; the calls it came to."""
+    calls: list[str] = []
+
+    def replace(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            if len(calls) >= after:
+                raise Killed
+            calls.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
+        replace(name)
+    return calls
+
+
+def save_new(root: Path) -> None:
+    tidy(root)
+    publish(written(root, 6, "new"))
+    prune(iteration_folder(root, 6), 1, settled=True)
+
+
+def save_again(root: Path) -> None:
+    tidy(root)
+    publish(written(root, 4, "new"))
+    prune(iteration_folder(root, 4), 1, settled=True)
+
+
+@pytest.mark.parametrize(("save", "least"), [(save_new, 14), (save_again, 14)])
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[Path], None], least: int
+):
+    seen = []
+    for after in range(200):
+        root = tmp_path / str(after)
+        published(root, 2, "older")
+        published(root, 4, "old")
+        with monkeypatch.context() as patch:
+            calls = dying(patch, after)
+            try:
+                save(root)
+            except Killed:
+                ended = False
+            else:
+                ended = True
+        folder = latest(root)
+        info = read_info(folder)
+        check_files(folder, info["files"])
+        assert info["text"] == (folder / "data").read_text()
+        seen.append(info["text"])
+        assert seen[-1] in ("old", "new"), (after, calls)
+        # Nobody who looks for a checkpoint meets half of one.
+        assert all((path / "data").is_file() for path in root.iterdir() if iteration_of(path) is not None)
+        save(root)  # the next save clears up
+        assert names(root) == [f"iter_{marked_iteration(root):07d}", MARKER], (after, calls)
+        if ended:
+            break
+    assert seen == ["old"] * seen.count("old") + ["new"] * seen.count("new")
+    assert ended
+    assert len(calls) >= least
+    assert min(seen.count("old"), seen.count("new")) > 3
+
+
+def test_prune_keeps_the_newest_up_to_the_one_just_saved(tmp_path: Path):
+    folders = {iteration: published(tmp_path, iteration) for iteration in (2, 4, 6, 8)}
+    prune(folders[6], 2, settled=True)  # of a run that went back: 8 is newer
+    assert names(tmp_path) == ["iter_0000004", "iter_0000006", "iter_0000008", MARKER]
+    prune(folders[6], 1, settled=True)
+    assert names(tmp_path) == ["iter_0000006", "iter_0000008", MARKER]
+    prune(folders[6], 5, settled=True)
+    assert names(tmp_path) == ["iter_0000006", "iter_0000008", MARKER]
+
+
+def test_prune_never_removes_the_newest_healthy_one(tmp_path: Path):
+    for iteration in (2, 4):
+        published(tmp_path, iteration)
+    for iteration in (6, 8, 10):
+        prune(published(tmp_path, iteration, problem=DEAD), 2, settled=True)
+    assert names(tmp_path) == ["iter_0000002", "iter_0000004", "iter_0000008", "iter_0000010", MARKER]
+    (iteration_folder(tmp_path, 4) / "data").unlink()  # then it serves nobody
+    prune(published(tmp_path, 12, problem=DEAD), 1, settled=True)
+    assert names(tmp_path) == ["iter_0000002", "iter_0000012", MARKER]
+    prune(published(tmp_path, 14), 1, settled=True)
+    assert names(tmp_path) == ["iter_0000014", MARKER]
+
+
+def test_prune_keeps_what_is_left_if_the_newest_turns_out_unhealthy(tmp_path: Path):
+    """The one before goes once the newest is settled."""
+    for iteration in (2, 4, 6):
+        published(tmp_path, iteration)
+    prune(iteration_folder(tmp_path, 6), 1, settled=False)
+    assert names(tmp_path) == ["iter_0000004", "iter_0000006", MARKER]
+    prune(published(tmp_path, 8, problem=DEAD), 1, settled=False)
+    assert names(tmp_path) == ["iter_0000004", "iter_0000006", "iter_0000008", MARKER]
+    prune(published(tmp_path, 10), 1, settled=True)
+    assert names(tmp_path) == ["iter_0000010", MARKER]
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_a_kill_at_any_moment_of_keep_last_1_leaves_a_whole_healthy_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sound: bool
+):
+    """As `Saver` does it; `sound`: whether the steps after a save show that it was."""
+    for after in range(200):
+        root, run = tmp_path / str(after), of(Run())
+        published(root, 2, **run)
+        with monkeypatch.context() as patch:
+            dying(patch, after)
+            try:
+                for iteration in (4, 6):
+                    if sound and iteration > 4:
+                        prune(iteration_folder(root, iteration - 2), 1, settled=True)
+                    publish(written(root, iteration, **run))
+                    prune(iteration_folder(root, iteration), 1, settled=False)
+                    if not sound:
+                        condemn(iteration_folder(root, iteration), DEAD)
+            except Killed:
+                ended = False
+            else:
+                ended = True
+        folder = latest(root)
+        info = read_info(folder)
+        check_files(folder, info["files"])
+        assert health.problem_of(info) is None
+        if ended:
+            break
+    assert names(root) == ["iter_0000004" if sound else "iter_0000002", "iter_0000006", MARKER]
+    assert after > 15
+
+
+def test_a_condemned_one_is_unhealthy_and_the_marker_goes_back(tmp_path: Path):
+    older, dead = published(tmp_path, 2, **of(run := Run())), published(tmp_path, 4, **of(run))
+    before = read_info(dead)
+    assert condemn(dead, DEAD) == older
+    assert (tmp_path / MARKER).read_text() == "2"
+    changed = read_info(dead)
+    check_files(dead, changed["files"])
+    own = {"health", "seal"}
+    assert {key: x for key, x in changed.items() if key not in own} == {key: x for key, x in before.items() if key not in own}
+    assert health.problem_of(changed) == DEAD
+    assert names(tmp_path) == ["iter_0000002", "iter_0000004", MARKER]
+    assert condemn(older, DEAD) is None
+    with pytest.raises(ValueError, match="holds no whole healthy checkpoint"):
+        latest(tmp_path)
+
+
+def test_prune_leaves_other_runs_alone(tmp_path: Path):
+    mine = of(Run())
+    published(tmp_path, 1)
+    published(tmp_path, 2, **of(Run()))
+    for iteration in (4, 6):
+        published(tmp_path, iteration, **mine)
+    prune(published(tmp_path, 8, **mine), 1, settled=True)
+    assert names(tmp_path) == ["iter_0000001", "iter_0000002", "iter_0000008", MARKER]
+
+
+def test_prune_counts_no_replaced_one_before_the_one_in_its_place(tmp_path: Path):
+    first, second = published(tmp_path, 2), published(tmp_path, 4)
+    second.rename(second.with_name("iter_0000004.replaced"))
+    newest = published(tmp_path, 4, "new")
+    first.rename(first.with_name("iter_0000004.replaced"))  # as a kill leaves it: publishing has removed the one before
+    prune(newest, 1, settled=True)
+    assert names(tmp_path) == ["iter_0000004", MARKER]
+
+
+def test_prune_leaves_what_it_does_not_know(tmp_path: Path):
+    for name in ("iter_0000001", "iter_0000002.old", "notes"):  # the first is another code's
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "common.pt").write_text("theirs")
+    for iteration in (2, 4):
+        prune(published(tmp_path, iteration), 1, settled=True)
+    assert names(tmp_path) == ["iter_0000001", "iter_0000002.old", "iter_0000004", MARKER, "notes"]
+
+
+def test_what_a_kill_left_of_any_iteration_is_cleared_at_the_next_start(tmp_path: Path):
+    published(tmp_path, 4)
+    for name in ("iter_0000002.partial", "iter_0000009.partial", "notes.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_text("half")
+    said = tidy(tmp_path)
+    assert said == [f"deleted {tmp_path / f'iter_000000{n}.partial'}, which an interrupted save has left" for n in (2, 9)]
+    assert names(tmp_path) == ["iter_0000004", MARKER, "notes.partial"]
+
+
+def test_the_seal_covers_all_but_itself(tmp_path: Path):
+    folder = published(tmp_path, 4, nested={"b": [1, None, 2.5], "a": "ü"})
+    text = (folder / INFO_FILE).read_text(encoding="utf-8")
+    assert json.loads(text)["seal"] == module.read_info(folder)["seal"]
+    (folder / INFO_FILE).write_text(text.replace("2.5", "2.25"), encoding="utf-8")
+    with pytest.raises(ValueError, match="its seal does not fit its contents"):
+        read_info(folder)

@@ -1,0 +1,252 @@
+"""Checkpoints that torch's distributed checkpoint wrote: every tensor as torch reads it, and no pickle in them executed."""
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path, PosixPath
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from megatron.lm.checkpoint.files.pickled import FORMER_PLAN_FILE, chunk_of_zip, interpreted
+from megatron.lm.checkpoint.files.storage import Stored
+
+RAW = torch.randint(0, 256, (16, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+HELD = {
+    f"{dtype}/{i}": x
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int64)
+    for i, x in enumerate((RAW.view(dtype), RAW.view(dtype)[3, 2], RAW[:0].view(dtype)))
+} | {"across": torch.arange(6.0).reshape(2, 3).T}
+DATA = "__0_0.distcp"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint by torch alone."""
+    dcp.save(dict(HELD), storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    return tmp_path
+
+
+def metadata(folder: Path) -> Any:
+    return pickle.loads((folder / FORMER_PLAN_FILE).read_bytes())
+
+
+def rewritten(folder: Path, change: Callable[[Any], object]) -> None:
+    held = metadata(folder)
+    change(held)
+    (folder / FORMER_PLAN_FILE).write_bytes(pickle.dumps(held))
+
+
+def refused(folder: Path, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        Stored(folder)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"{folder / FORMER_PLAN_FILE} cannot be read (")
+    assert line.endswith("); load an older checkpoint")
+
+
+def test_every_tensor_is_read_as_torch_reads_it(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """With every way to execute a pickle barred."""
+    for module, name in ((pickle, "Unpickler"), (pickle, "loads"), (pickle, "load"), (torch, "load")):
+        monkeypatch.setattr(module, name, None)
+    stored = Stored(folder)
+    assert stored.tensors.keys() == HELD.keys()
+    for key, x in HELD.items():
+        found = stored.tensor(key)
+        assert (found.dtype, found.shape) == (x.dtype, x.shape)
+        assert tiny.same(tiny.bits([found]), tiny.bits([x.contiguous()])), key
+
+
+class Runs:
+    """Whoever unpickles it calls `function`."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (os.system, r"'posix\.system'"),
+        (eval, r"'builtins\.eval'"),
+        (getattr, r"'builtins\.getattr'"),
+        (torch.load, r"'torch\.serialization\.load'"),
+        (io.open, r"'_?io\.open'"),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in-metadata"])
+def test_a_pickle_that_wants_to_run_code_is_refused_and_does_not_run(folder: Path, function: Callable[..., Any], named: str, inside: bool):
+    command = f"touch {folder}/ran" if function is os.system else f"open({str(folder / 'ran')!r}, 'w')"
+    evil = Runs(function, command)
+    if inside:
+        rewritten(folder, lambda held: setattr(held, "planner_data", evil))
+    else:
+        (folder / FORMER_PLAN_FILE).write_bytes(pickle.dumps(evil))
+    refused(folder, rf"it names {named}, which has no place in a checkpoint")
+    assert not (folder / "ran").exists()
+
+
+def text(word: bytes) -> bytes:
+    return b"\x8c" + bytes([len(word)]) + word
+
+
+def named(module: bytes, name: bytes) -> bytes:
+    return text(module) + text(name) + b"\x93"
+
+
+PATH, METADATA = named(b"pathlib", b"PosixPath"), named(b"torch.distributed.checkpoint.metadata", b"_MEM_FORMAT_ENCODING")
+
+
+@pytest.mark.parametrize("permitted", [PATH, METADATA], ids=["PosixPath", "an enum"])
+def test_build_changes_no_class(permitted: bytes):
+    """The way past every list of permitted names: BUILD with (None, attributes) sets them on the class itself."""
+    evil = b"\x80\x04" + permitted + b"N}" + text(b"canary") + PATH + b"s\x86b."
+    victim = pickle.loads(b"\x80\x04" + permitted + b".")
+    pickle.loads(evil)
+    assert victim.canary is PosixPath  # it would have
+    del victim.canary
+    with pytest.raises(ValueError, match="it has a Name where a Record belongs"):
+        interpreted(evil)
+    assert not hasattr(victim, "canary")
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    {
+        "a dotted name": (named(b"torch.distributed.checkpoint.metadata", b"Metadata.__init__"), "it names"),
+        "a call of a dtype": (named(b"torch", b"float32") + b")R", "it calls torch float32, which is no function"),
+        "a call of text": (text(b"os.system") + b")R", "it has a str where a Name belongs"),
+        "BUILD twice": (named(b"torch", b"Size") + b")R}b}b", "it sets one object twice"),
+        "INST": (b"(ios\nsystem\n", "it has the operation INST, which has no place"),
+        "OBJ": (b"(" + PATH + b"o", "it has the operation OBJ"),
+        "NEWOBJ_EX": (PATH + b")}\x92", "it has the operation NEWOBJ_EX"),
+        "an extension": (b"\x82\x01", "it has the operation EXT1"),
+        "an empty stack": (b"0", "it has the operation POP, which"),
+        "nothing to take": (b"R", "it takes from an empty stack"),
+        "a memory that is empty": (b"h\x07", "it takes from place 7 of its memory"),
+        "two results": (b"NN", "too many values"),
+        "an odd table": (b"}(NNNu", "shorter"),
+        "items of no table": (b"N(NNu", "it has a NoneType where a Pairs belongs"),
+    }.values(),
+)
+def test_what_a_pickle_must_not_do(program: bytes, said: str):
+    with pytest.raises(ValueError, match=said):
+        interpreted(b"\x80\x04" + program + b".")
+
+
+def test_a_table_whose_keys_double_themselves_costs_nothing():
+    """t = (t, t) a hundred times: to hash it as the key of a dictionary would take for ever."""
+    doubled = b")\x94" + b"".join(b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86\x94" for i in range(100))
+    table = interpreted(b"\x80\x04}(" + doubled + b"N" * 101 + b"u.")
+    assert len(table) == 101
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut short", "noise", "another object"])
+def test_a_plan_that_cannot_be_read(folder: Path, damage: str):
+    file, whole = folder / FORMER_PLAN_FILE, (folder / FORMER_PLAN_FILE).read_bytes()
+    if damage == "missing":
+        file.unlink()
+        with pytest.raises(ValueError, match=r"plan\.json cannot be read .*is missing"):
+            Stored(folder)
+        return
+    other = pickle.dumps(Path("here"))
+    file.write_bytes({"empty": b"", "cut short": whole[: len(whole) // 2], "noise": bytes(range(256)), "another object": other}[damage])
+    refused(folder, "cannot be read")
+
+
+def moved(**changes: Any) -> Callable[[Any], object]:
+    def change(held: Any) -> None:
+        for index, info in held.storage_data.items():
+            if index.fqn == "torch.float32/0":
+                held.storage_data[index] = _StorageInfo(**(vars(info) | changes))
+
+    return change
+
+
+def entry(**changes: Any) -> Callable[[Any], object]:
+    return lambda held: vars(held.state_dict_metadata["torch.float32/0"]).update(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    {
+        "a file above": (moved(relative_path=f"../{DATA}"), "which is outside its folder"),
+        "an absolute file": (moved(relative_path="/etc/hostname"), "which is outside its folder"),
+        "a file that is no text": (moved(relative_path=7), "it has a chunk that lies nowhere"),
+        "beyond the file": (moved(offset=10**9), r"ends at byte \d+ of __0_0\.distcp"),
+        "a length of 2^62": (moved(length=2**62), "ends at byte"),
+        "a negative offset": (moved(offset=-1), "a number in it is not a whole one"),
+        "too few bytes": (moved(length=100), r"has a chunk of \(16, 8\) torch.float32 in 100 bytes"),
+        "no places": (lambda held: held.storage_data.clear(), "it has a tensor without a dtype, a shape, or places"),
+        "a huge shape": (entry(size=torch.Size((2**31, 2**31))), r"more than 2\^48 elements"),
+        "a larger shape": (entry(size=torch.Size((17, 8))), r"do not fill its \(17, 8\)"),
+        "a shape that is text": (entry(size="16"), "it has something else where a shape belongs"),
+        "a tensor without properties": (entry(properties=None), "a dtype that no checkpoint holds"),
+        "tensors that are a list": (lambda held: setattr(held, "state_dict_metadata", []), "where a table belongs"),
+    }.values(),
+)
+def test_what_the_plan_must_not_say(folder: Path, change: Callable[[Any], object], said: str):
+    rewritten(folder, change)
+    refused(folder, said)
+
+
+# Chunks
+
+
+def saved(x: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(x, stream)
+    return stream.getvalue()
+
+
+def zipped(change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    """A saved tensor with other files in its archive."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved(torch.ones(2, 3)))) as old, zipfile.ZipFile(out, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, change(name, old.read(name)))
+    return out.getvalue()
+
+
+def of(name: str, change: Callable[[bytes], bytes]) -> Callable[[str, bytes], bytes]:
+    return lambda file, data: change(data) if file.endswith(name) else data
+
+
+def test_a_chunk_that_wants_to_run_code_does_not(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"it names 'posix\.system'"):
+        chunk_of_zip(
+            zipped(of("data.pkl", lambda _: pickle.dumps(Runs(os.system, f"touch {tmp_path}/ran")))), torch.float32, torch.Size((2, 3))
+        )
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    {
+        "no zip": (lambda: b"noise" * 50, "no tensor as torch saves it"),
+        "cut short": (lambda: saved(torch.ones(2, 3))[:-300], "no tensor as torch saves it"),
+        "another dtype": (lambda: saved(torch.ones(2, 3, dtype=torch.int32)), r"says to be \(2, 3\) torch.float32 is another"),
+        "another shape": (lambda: saved(torch.ones(3, 2)), "is another"),
+        "a number": (lambda: saved(7), "no tensor as torch saves it"),
+        "compressed": (lambda: zipped(lambda _, data: data, zipfile.ZIP_DEFLATED), "a chunk is compressed"),
+        "too few bytes": (lambda: zipped(of("/data/0", lambda data: data[:-4])), "is another"),
+        "big-endian": (lambda: zipped(of("byteorder", lambda _: b"big")), "not little-endian"),
+        "strides that lead out": (
+            lambda: zipped(of("data.pkl", lambda data: data.replace(b"K\x03K\x01\x86", b"K\x7fK\x01\x86"))),
+            "strides",
+        ),
+        "elements missing": (lambda: saved(torch.ones(2, 3)).replace(b"data/0", b"data/7"), "no tensor as torch saves it"),
+    }.values(),
+)
+def test_what_is_no_chunk(data: Callable[[], bytes], said: str):
+    with pytest.raises(ValueError, match=said):
+        chunk_of_zip(data(), torch.float32, torch.Size((2, 3)))

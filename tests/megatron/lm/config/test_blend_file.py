@@ -1,0 +1,82 @@
+"""Blends of a file, and FP8-LM's Table 10 as an example of one."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.lm.config.blend_file import describe, read_blend
+from megatron.lm.config.cli import parse_args, to_argv
+from megatron.lm.data.datasets import parse_blend
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+@pytest.fixture(autouse=True)
+def files() -> None:
+    """Unlike its neighbours this file writes into its folder."""
+
+
+TABLE_10 = ROOT / "examples" / "data" / "fp8_lm_table_10.txt"
+REQUIRED = [
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "8",
+    "--num-attention-heads",
+    "1",
+    "--seq-length",
+    "8",
+    "--micro-batch-size",
+    "1",
+    "--train-iters",
+    "2",
+    "--lr",
+    "1e-3",
+]
+
+
+def test_the_paper_s_blend_adds_up_to_more_than_100_and_is_normalised():
+    words = read_blend(str(TABLE_10))
+    blend = parse_blend(words)
+    assert len(blend.prefixes) == 13
+    assert blend.weights is not None
+    assert sum(blend.weights) == pytest.approx(101.41)
+    line = describe(words)
+    assert line is not None
+    assert line.startswith("data: data/commoncrawl_text_document 50.99 %, data/c4_text_document 25.20 %, ")
+    assert line.endswith("; the weights add up to 101.41 and are taken as shares of that")
+
+
+def test_words_and_comments(tmp_path: Path):
+    (tmp_path / "blend").write_text("# first\n3 a # half\n\n1 b\n")
+    assert read_blend(str(tmp_path / "blend")) == ("3", "a", "1", "b")
+    assert describe(("3", "a", "1", "b")) == "data: a 75.00 %, b 25.00 %; the weights add up to 4 and are taken as shares of that"
+
+
+@pytest.mark.parametrize("words", [(), ("a",), ("a", "b"), ("1", "a", "2"), ("0", "a"), ("inf", "a")])
+def test_a_blend_without_weights_has_no_line(words: tuple[str, ...]):
+    assert describe(words) is None
+
+
+def test_the_trainer_takes_it_as_data_path(tmp_path: Path):
+    (tmp_path / "blend").write_text("3 a\n1 b\n")
+    config = parse_args([*REQUIRED, "--data-args-path", str(tmp_path / "blend")])
+    assert config.data.data_path == ("3", "a", "1", "b")
+    assert parse_args(to_argv(config)) == config, "a checkpoint remembers the blend, not the file"
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "message"),
+    [
+        (None, [], "cannot be read"),
+        ("# none\n", [], "names no dataset: write a weight and a prefix a line"),
+        ("1 a\n", ["--data-path", "b"], "--data-path and --data-args-path contradict each other: give one of them"),
+    ],
+)
+def test_what_is_no_blend_is_refused(tmp_path: Path, capsys, content: str | None, words: list[str], message: str):
+    if content is not None:
+        (tmp_path / "blend").write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        parse_args([*REQUIRED, *words, "--data-args-path", str(tmp_path / "blend")])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""Sizes as in the papers; parameters and FLOPs against a layer-by-layer count."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from megatron.lm.config import ModelConfig
+from megatron.lm.config.cli import parse_args, section_types
+from megatron.lm.config.presets import PRESETS, flops_per_token, parameter_count, preset, published_vocabulary
+from megatron.lm.tools.convert.architectures import ARCHITECTURES
+from megatron.lm.tools.convert.hugging_face import hf_config
+
+VOCABULARY = 50304
+FP8_LM_TABLE_1 = {  # hidden, heads, layers, TP, PP, learning rate, tokens a batch in millions, tokens in billions
+    "125m": (768, 12, 12, 1, 1, 6e-4, 1, 100),
+    "7b": (4096, 32, 32, 1, 1, 3e-4, 4, 100),
+    "13b": (5120, 40, 40, 2, 1, 3e-4, 4, 100),
+    "175b": (12288, 96, 96, 8, 4, 3e-5, 1, 40),
+}
+
+
+PUBLISHED = {  # parameters, as counted by transformers; the settings of config.json
+    "llama2-7b": (
+        6_738_415_616,
+        {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False},
+    ),
+    "llama3-8b": (
+        8_030_261_248,
+        {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False},
+    ),
+    "llama3-70b": (
+        70_553_706_496,
+        {"model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+         "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False},
+    ),
+    "qwen3-8b": (
+        8_190_735_360,
+        {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+         "tie_word_embeddings": False, "attention_bias": False},
+    ),
+}  # fmt: skip
+
+
+def model(name: str, **changes) -> ModelConfig:
+    return dataclasses.replace(parse_args(["--preset", name]).model, **changes)
+
+
+def count(m: ModelConfig, vocabulary: int) -> int:
+    """Elements of every parameter of the GPT, listed one by one."""
+    h, q, kv, ffn = m.hidden_size, m.num_attention_heads * m.head_size, m.query_groups * m.head_size, m.ffn_size
+    norm = [h] if m.normalization == "RMSNorm" else [h, h]
+    weights = [(q, h), (kv, h), (kv, h), (h, q), *[(ffn, h)] * (2 if m.swiglu else 1), (h, ffn)]
+    biases = [] if m.disable_bias_linear else [rows for rows, _ in weights]
+    heads = [vocabulary * h] * (2 if m.untie_embeddings_and_output_weights else 1)
+    learned = [m.max_positions * h] if m.position_embedding_type == "learned_absolute" else []
+    heads_normed = [m.head_size] * (len(norm) * 2 if m.qk_layernorm else 0)
+    layer = [rows * columns for rows, columns in weights] + biases + norm + norm + heads_normed
+    return sum(m.num_layers * layer + norm + heads + learned)
+
+
+@pytest.mark.parametrize("name", FP8_LM_TABLE_1)
+def test_sizes_are_those_of_table_1(name):
+    hidden, heads, layers, tp, pp, lr, batch, tokens = FP8_LM_TABLE_1[name]
+    values = preset(name)
+    assert (values["hidden_size"], values["num_attention_heads"], values["num_layers"]) == (hidden, heads, layers)
+    assert (values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"]) == (tp, pp)
+    assert values["lr"] == lr
+    assert values["min_lr"] == pytest.approx(lr / 10)
+    assert values["global_batch_size"] * values["seq_length"] == batch * 2**20
+    assert values["train_iters"] * batch * 2**20 == pytest.approx(tokens * 1e9, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("125m", 123.7), ("345m", 353.8), ("1.3b", 1311.6), ("7b", 6650), ("13b", 12843), ("175b", 174580)]
+)
+def test_parameters_deserve_the_name(name, millions):
+    assert parameter_count(model(name), VOCABULARY) / 1e6 == pytest.approx(millions, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True, "untie_embeddings_and_output_weights": True},
+        {"group_query_attention": True, "num_query_groups": 4, "kv_channels": 32},
+        {"qk_layernorm": True},
+        {"qk_layernorm": True, "normalization": "RMSNorm", "kv_channels": 128},
+        {"position_embedding_type": "learned_absolute", "max_position_embeddings": 4096, "ffn_hidden_size": 1000},
+    ],
+)
+def test_parameters_are_those_of_the_layers(changes):
+    changed = model("125m", **changes)
+    assert parameter_count(changed, VOCABULARY) == count(changed, VOCABULARY)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_its_parameters_and_its_configuration(name):
+    parameters, settings = PUBLISHED[name]
+    assert published_vocabulary(name) == settings["vocab_size"]
+    assert parameter_count(model(name), settings["vocab_size"]) == parameters
+    theirs = json.loads(json.dumps(hf_config(parse_args(["--preset", name]), settings["vocab_size"], torch.bfloat16, 0)))
+    assert {key: theirs.get(key) for key in settings} == settings
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_transformers_builds_the_same_model_from_our_settings(name):
+    transformers = pytest.importorskip("transformers")
+    vocabulary, ours = published_vocabulary(name), parse_args(["--preset", name])
+    settings = hf_config(ours, vocabulary, torch.bfloat16, 0)
+    config = transformers.AutoConfig.for_model(**settings)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in theirs.parameters()) == PUBLISHED[name][0]
+    rules = ARCHITECTURES[settings["model_type"]].rules(ours.model, vocabulary)
+    shapes = {key: shape for rule in rules for key, shape in zip(rule.theirs, rule.their_shapes(), strict=True)}
+    assert shapes == {key: tuple(p.shape) for key, p in theirs.named_parameters()}
+
+
+def test_the_papers_sizes_have_the_vocabulary_of_gpt2():
+    assert {published_vocabulary(name) for name in PRESETS.keys() - PUBLISHED.keys()} == {50257}
+
+
+def test_flops_are_six_a_parameter_and_causal_attention():
+    gpt = model("1.3b")
+    expected = 6 * parameter_count(gpt, VOCABULARY) + 6 * 24 * 2048 * 2048
+    assert flops_per_token(gpt, VOCABULARY) == expected
+    looked_up = dataclasses.replace(gpt, untie_embeddings_and_output_weights=True, position_embedding_type="learned_absolute")
+    assert flops_per_token(looked_up, VOCABULARY) == expected  # neither a second embedding nor positions multiply anything
+
+
+def test_presets_name_real_settings_and_cannot_be_changed():
+    known = {setting.name for cls in section_types().values() for setting in dataclasses.fields(cls)}
+    for name, values in PRESETS.items():
+        assert set(values) <= known
+        assert parse_args(["--preset", name]).model.num_layers == values["num_layers"]
+    preset("7b")["lr"] = 1.0
+    assert preset("7b")["lr"] == 3e-4
+
+
+def test_an_unknown_size_is_refused_with_the_list():
+    with pytest.raises(ValueError, match=r"--preset '6b' is unknown: choose one of 125m, .*, 175b, .*qwen3-8b"):
+        preset("6b")

@@ -1,0 +1,59 @@
+"""What can be captured, and how many micro-batches a stage has under way; the stages themselves: test_stage_graph."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from megatron.lm.config import Config
+from megatron.lm.config.cli import parse_args
+from megatron.lm.graphs import step_graph
+from megatron.lm.graphs.capture import captured, slots
+
+SMALL = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1024 --micro-batch-size 2 --lr 1e-3 "
+    "--train-iters 9 --fp8-min-gain 0"
+)
+CAPTURED = {
+    "": True,
+    "--tensor-model-parallel-size 2 --sequence-parallel": True,
+    "--tensor-model-parallel-size 2": False,
+    "--pipeline-model-parallel-size 2": False,
+    "--pipeline-model-parallel-size 2 --cuda-graph step": True,
+    "--pipeline-model-parallel-size 2 --cuda-graph micro-batch": True,
+    "--cuda-graph none": False,
+    "--grad-accum-on owner": False,
+    "--hidden-dropout 0.1": False,
+    "--attention-dropout 0.1": False,
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": False,
+    "--recompute-granularity selective": True,
+    "--recompute-granularity selective --qk-layernorm": False,
+    "--grad-accum-dtype fp8": False,
+}
+
+
+def flags(text: str) -> Config:
+    return parse_args(text.split())
+
+
+@pytest.mark.parametrize("text", CAPTURED)
+def test_a_step_is_captured_where_the_trainer_captures_it(text: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    config = flags(f"{SMALL} --precision O3 {text}")
+    assert captured(config) == (step_graph.choose(config)[0] != "none") == CAPTURED[text]
+
+
+def test_slots_of_the_schedules():
+    assert [list(slots(stage, 4, 1, 8)) for stage in range(4)] == [[4], [3], [2], [1]]
+    assert list(slots(0, 4, 1, 2)) == [2]
+    assert list(slots(0, 1, 1, 5)) == [1]
+    assert [list(slots(stage, 2, 2, 6)) for stage in range(2)] == [[4, 2], [3, 1]]
+    for stages, chunks in ((2, 2), (4, 2), (4, 3)):
+        for stage in range(stages):
+            found = slots(stage, stages, chunks, 8 * stages)
+            assert len(found) == chunks
+            assert sum(found) >= 2 * (stages - stage - 1) + (chunks - 1) * stages + 1  # as many are under way together
+            assert list(found) == sorted(found, reverse=True)
+    assert list(slots(0, 4, 2, 4)) == [4, 4]  # all forwards come before the first backward

@@ -1,0 +1,283 @@
+"""Graphs of pipeline stages: steps on slots are eager steps bit for bit, with as many graphs as micro-batches are under way.
+
+On a CPU a replay runs again what was to be captured. On one GPU two processes share it and send each other through the host.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import dist
+import pytest
+import replayed
+import tiny
+import torch
+from torch import Tensor
+
+from megatron.lm.build import build_training
+from megatron.lm.graphs import capture
+from megatron.lm.graphs.stage_graph import Chunk, StageGraphs
+from megatron.lm.processes import process_groups
+from megatron.lm.run.reports.recorder import Recorder
+from megatron.lm.step import evaluate, train_step
+
+STEPS = 2 * tiny.WINDOW + 6
+PP: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_layers": 4, "micro_batch_size": 1, "global_batch_size": 5}
+VPP: dict[str, Any] = {**PP, "num_layers_per_virtual_pipeline_stage": 1, "global_batch_size": 6}
+CASES: dict[str, dict[str, Any]] = {
+    "O3": {"precision": "O3", **PP},
+    "O2 interleaved": {"precision": "O2", **VPP},
+    "O2 untied, one micro-batch": {"precision": "O2", **PP, "global_batch_size": 1, "untie_embeddings_and_output_weights": True},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16", **PP},
+    "coat interleaved, untied": {"precision": "coat", **VPP, "untie_embeddings_and_output_weights": True},
+    "fp16-amp": {"precision": "fp16-amp", **PP, "initial_loss_scale": 2.0**18, "loss_scale_window": 2, "hysteresis": 1},
+    "O3, current scaling": {"precision": "O3", "fp8_recipe": "tensorwise", **PP},
+    "O2, recomputed": {"precision": "O2", **PP, "recompute_granularity": "selective"},
+    "O2 in FP32 sums": {"precision": "O2", **PP, "grad_accum_dtype": "fp32"},
+}
+ON_FOUR: dict[str, dict[str, Any]] = {
+    "O3 x DP 2": {"precision": "O3", **PP, "global_batch_size": 6},
+    "bf16, four stages interleaved": {
+        "precision": "bf16",
+        "pipeline_model_parallel_size": 4,
+        "num_layers": 8,
+        "num_layers_per_virtual_pipeline_stage": 1,
+        "micro_batch_size": 1,
+        "global_batch_size": 8,
+    },
+    "O3 x TP 2": {"precision": "O3", **PP, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+}
+
+
+def trained(settings: dict[str, Any], mode: str | None, bad: int | None = None) -> tuple[list[Any], list[Tensor], list[int], int]:
+    """What the steps told, with an evaluation among them; the bits they end with; slots of each chunk, and graphs. mode None: eager."""
+    config = tiny.config("corpus", train_iters=STEPS, **settings)
+    with tiny.started(config):
+        process_groups.seed_all(config.training.seed)
+        made, seen = build_training(config, tiny.VOCABULARY), []
+        graphs, stream = None if mode is None else StageGraphs(made, mode), tiny.micro_batches(config, bad)
+        for step in range(STEPS):
+            made.grad_sync.statistics.watch(step % 4 == 3)
+            result = train_step(made, stream, graphs)
+            counts = made.grad_sync.statistics.counts.tolist() if made.grad_sync.statistics.active else None
+            scale = None if result.loss_scale is None else result.loss_scale.values().item()
+            sums = (result.loss_sum.item(), result.tokens.item(), result.grad_norm.item())
+            sent = sorted(made.grad_sync.sent.take().items())
+            seen.append((*sums, result.lr, bool(result.skipped), counts, scale, sent, made.grad_sync.steps))
+            if step == STEPS - 3:
+                seen.append(evaluate(made, tiny.micro_batches(config), 2))
+                made.grad_sync.sent.take()
+        tensors = [t for t in made.model.state_dict().values() if isinstance(t, Tensor)]
+        tensors += [t for state in made.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        slots = [] if graphs is None else [len(chunk.slots) for chunk in graphs.chunks]
+        captured = 0 if graphs is None else graphs.captured
+        if graphs is not None:
+            graphs.release()
+            assert not graphs.captured
+        return seen, tiny.bits(tensors), slots, captured
+
+
+def compared(cases: dict[str, dict[str, Any]], modes: tuple[str, ...] = ("step",), bad: int | None = None) -> dict[str, Any]:
+    """Of every case and mode whether the steps told the same, ended with the same bits; slots and graphs."""
+    found = {}
+    for (name, settings), mode in itertools.product(cases.items(), modes):
+        eager, bits, *_ = trained(settings, None, bad)
+        again, same, slots, captured = trained(settings, mode, bad)
+        differ = [number for number, (a, b) in enumerate(zip(eager, again, strict=True)) if repr(a) != repr(b)]
+        skipped = sum(row[4] for row in again if isinstance(row, tuple))
+        found[f"{name}, {mode}"] = (differ, tiny.same(bits, same), slots, captured, skipped)
+    return found
+
+
+def on_a_cpu(*arguments: Any) -> dict[str, Any]:
+    with replayed.on_a_cpu():
+        return compared(*arguments)
+
+
+def check(ranks: list[dict[str, Any]], cases: dict[str, dict[str, Any]], skipped: int | None = 0) -> None:
+    for (told, settings), mode in itertools.product(cases.items(), ("step", "micro-batch")):
+        name = f"{told}, {mode}"
+        for rank, found in enumerate(ranks) if name in ranks[0] else ():
+            differ, same, slots, captured, passed = found[name]
+            assert not differ, (name, differ)
+            assert same, name
+            stages, copies = settings["pipeline_model_parallel_size"], 2 if "DP" in told else 1
+            own = settings["num_layers"] // stages
+            chunks = own // settings.get("num_layers_per_virtual_pipeline_stage", own)
+            micro_batches = settings["global_batch_size"] // copies
+            assert slots == list(capture.slots(rank * stages // len(ranks), stages, chunks, micro_batches)), name
+            # Two kinds of steps, those that count their gradients and the others: pairs, the exchange and the update. The slot of the last
+            # micro-batch has a second pair, unless no other comes to it.
+            pairs = sum(count + (count < micro_batches) for count in slots)
+            assert captured == 2 * (2 * pairs + 1 + (mode == "step")), name
+            assert skipped is None or passed == skipped, name
+
+
+def test_replayed_stages_change_no_bit_and_take_as_many_slots_as_micro_batches_are_under_way():
+    check(dist.run(on_a_cpu, 2, CASES, timeout=300), CASES)
+
+
+@pytest.mark.nightly(40)
+def test_replayed_stages_of_other_precisions_change_no_bit():
+    check(dist.run(on_a_cpu, 2, MORE, timeout=600), MORE, skipped=None)
+
+
+@pytest.mark.nightly(40)
+def test_a_skipped_step_is_skipped_on_every_stage():
+    case = {"O3": CASES["O3"]}
+    check(dist.run(on_a_cpu, 2, case, ("step", "micro-batch"), (STEPS - 2) * 5 + 3), case, skipped=1)
+
+
+@pytest.mark.nightly(60)
+def test_replayed_stages_beside_data_and_tensor_parallel_ranks_change_no_bit():
+    check(dist.run(on_a_cpu, 4, ON_FOUR, timeout=600), ON_FOUR)
+
+
+def recorded(folder: str, mode: str | None) -> tuple[list[Any], list[Tensor]]:
+    """The recorder's lines of this rank's stage, and the bits that the steps end with."""
+    config = tiny.config("corpus", train_iters=STEPS, **CASES["O2 interleaved"])
+    file = Path(folder, f"{mode}_{torch.distributed.get_rank()}.jsonl")
+    with tiny.started(config):
+        process_groups.seed_all(config.training.seed)
+        made = build_training(config, tiny.VOCABULARY)
+        graphs, stream = None if mode is None else StageGraphs(made, mode), tiny.micro_batches(config)
+        recorder = Recorder(made, str(file), 3, lambda *_: None)
+        for iteration in range(1, STEPS + 1):
+            with recorder.step(iteration) if recorder.due(iteration) else contextlib.nullcontext():
+                train_step(made, stream, graphs, recorder)
+        recorder.close()
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [], tiny.bits(made.model.parameters())
+
+
+def recorded_both_ways(folder: str) -> Any:
+    with replayed.on_a_cpu():
+        (lines, bits), (again, same) = (recorded(folder, mode) for mode in (None, "step"))
+    return lines, lines == again, tiny.same(bits, same)
+
+
+@pytest.mark.nightly(20)
+def test_a_recorded_step_of_a_stage_has_graphs_of_its_own_and_the_same_lines(tmp_path: Path):
+    ranks = dist.run(recorded_both_ways, 2, str(tmp_path))
+    assert any(lines for lines, *_ in ranks)
+    assert all(same_lines and same_bits for _, same_lines, same_bits in ranks)
+
+
+def test_a_slot_is_taken_again_after_its_backward():
+    with replayed.on_a_cpu(), tiny.started(config := tiny.config("corpus")):
+        chunk = Chunk(0, build_training(config, tiny.VOCABULARY).model, config)
+        assert chunk.grad_input is None  # the first chunk of all gets nothing
+        assert chunk.source.requires_grad
+        a, b, c = chunk.take(), chunk.take(), chunk.take()
+        chunk.give_back(a)
+        chunk.give_back(b)
+        assert [chunk.take(), chunk.take(), chunk.take().number] == [a, b, 3]
+        assert chunk.begun == 6
+        with pytest.raises(RuntimeError, match="backwards in another order than forwards"):
+            chunk.give_back(a)  # that of c comes first
+        chunk.begin()
+        assert (chunk.begun, chunk.take()) == (0, a)
+        assert len({id(slot) for slot in (a, b, c)}) == len(chunk.slots) - 1 == 3
+
+
+# One GPU, two processes
+
+
+class Passed:
+    """A transfer through the host."""
+
+    def __init__(self, work: Any, host: Tensor, target: Tensor | None = None) -> None:
+        self.work, self.host, self.target = work, host, target
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.target is not None:
+            self.target.data.copy_(self.host)
+
+
+@contextlib.contextmanager
+def through_the_host() -> Iterator[None]:
+    """What stages send each other, and what the step adds up over them, over gloo: NCCL takes no two ranks on one GPU."""
+    sends, receives = torch.distributed.isend, torch.distributed.irecv
+    exchanges, adds_up = torch.distributed.all_to_all_single, torch.distributed.all_reduce
+
+    def isend(tensor: Tensor, dst: int, group: Any = None) -> Passed:
+        host = tensor.detach().cpu()
+        return Passed(sends(host, dst, group=group), host)
+
+    def irecv(tensor: Tensor, src: int, group: Any = None) -> Passed:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return Passed(receives(host, src, group=group), host, tensor)
+
+    def all_to_all_single(received: Tensor, sent: Tensor, *arguments: Any, **settings: Any) -> None:
+        host = torch.empty(received.shape, dtype=received.dtype)
+        exchanges(host, sent.cpu(), *arguments, **settings)
+        received.copy_(host)
+
+    def all_reduce(x: Tensor, *arguments: Any, **settings: Any) -> None:
+        host = x.cpu()
+        adds_up(host, *arguments, **settings)
+        x.copy_(host)
+
+    def batch(ops: list[Callable[[], Passed]]) -> list[Passed]:
+        return [op() for op in ops]
+
+    staged = {"isend": isend, "irecv": irecv, "all_to_all_single": all_to_all_single, "all_reduce": all_reduce}
+    staged |= {"batch_isend_irecv": batch, "P2POp": functools.partial}
+    with contextlib.ExitStack() as stack:
+        for name, stand_in in staged.items():
+            stack.enter_context(patch.object(torch.distributed, name, stand_in))
+        yield
+
+
+UNTIED = {"untie_embeddings_and_output_weights": True}  # tied ones are added up over gloo, which no graph can hold
+ON_ONE_GPU: dict[str, dict[str, Any]] = {
+    **{name: {"precision": name, **PP, **UNTIED} for name in ("bf16", "O1", "O2", "O3", "coat")},
+    "O3 interleaved": {"precision": "O3", **VPP, **UNTIED},
+    "bf16 interleaved": {"precision": "bf16", **VPP, **UNTIED},
+    "O2, one micro-batch": CASES["O2 untied, one micro-batch"],
+    "O2, recomputed": {**MORE["O2, recomputed"], **UNTIED},
+    "fp16-amp": {**MORE["fp16-amp"], **UNTIED},
+}
+
+
+def on_one_gpu() -> dict[str, Any]:
+    os.environ["LOCAL_RANK"] = "0"
+    with through_the_host():
+        return compared(ON_ONE_GPU, ("micro-batch",))
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+def test_graphs_of_two_stages_on_one_gpu_change_no_bit():
+    check(dist.run(on_one_gpu, 2, timeout=380), ON_ONE_GPU, skipped=None)
+
+
+# Two and four GPUs
+
+
+def over_nccl(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl")
+    return compared(cases, ("micro-batch", "step"))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.timeout(500)
+def test_graphs_of_stages_change_no_bit_over_nccl():
+    check(dist.run(over_nccl, 2, CASES | MORE, init=False, timeout=450), CASES | MORE, skipped=None)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.timeout(500)
+def test_graphs_of_stages_change_no_bit_on_four_gpus():
+    if torch.cuda.device_count() < 4:
+        pytest.skip("needs four GPUs")
+    check(dist.run(over_nccl, 4, ON_FOUR, init=False, timeout=450), ON_FOUR)

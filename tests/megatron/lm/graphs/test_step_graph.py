@@ -1,0 +1,382 @@
+"""CUDA graphs: what stands in their way, and that replayed steps are eager steps bit for bit."""
+
+import contextlib
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dist
+import pytest
+import replayed
+import tiny
+import torch
+from torch import Tensor
+
+from megatron.lm.build import build_training
+from megatron.lm.graphs.replay import UPDATE
+from megatron.lm.graphs.step_graph import FIRST, LAST, UNASKED, StepGraphs, build, choose, obstacle
+from megatron.lm.processes import process_groups
+from megatron.lm.run.reports import lost_updates
+from megatron.lm.run.reports.lost_updates import LostUpdates
+from megatron.lm.run.reports.metrics import Metrics
+from megatron.lm.run.reports.recorder import Recorder
+from megatron.lm.step import evaluate, train_step
+from megatron.lm.training.state import Training
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
+
+OBSTACLES = {
+    "tensor": ({"tensor_model_parallel_size": 2}, "without --sequence-parallel"),
+    "dropout": ({"hidden_dropout": 0.1}, "dropout"),
+    "recompute": ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, "recomputation"),
+    "selective": ({"recompute_granularity": "selective", "precision": "bf16"}, "recomputation"),
+    "stochastic": ({"grad_accum_dtype": "fp8-sr", "precision": "O2"}, "fp8-sr"),
+    "owner": ({"grad_accum_on": "owner", "precision": "O2"}, "in every micro-batch"),
+}
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_what_cannot_be_captured_says_why(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    settings, reason = OBSTACLES[name]
+    assert reason in (obstacle(tiny.config("corpus", **settings)) or "")
+    stages = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1, "num_layers": 4}
+    for free in ({"recompute_granularity": "selective"}, {"record_precision": "p.jsonl"}, stages):
+        assert obstacle(tiny.config("corpus", precision="O3", **free)) is None
+
+
+def test_what_is_captured_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    stages = {"pipeline_model_parallel_size": 2, "num_layers": 4}
+    assert choose(tiny.config("corpus")) == ("step", "forward and backward, and update")
+    assert choose(tiny.config("corpus", cuda_graph="micro-batch")) == ("micro-batch", "forward and backward")
+    assert choose(tiny.config("corpus", **stages)) == ("none", UNASKED)
+    told = choose(tiny.config("corpus", **stages, cuda_graph="step"))
+    assert told == ("step", "forward and backward of a stage, by micro-batch, and update")
+
+
+def test_without_a_gpu_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert obstacle(tiny.config("corpus")) == "there is no GPU"
+
+
+def trained(mode: str, settings: dict[str, Any], bad: int | None = None, unseen: int | None = None) -> tuple[list[Any], list[Tensor], int]:
+    """(losses, norms, rates, bytes sent) of 24 steps with an evaluation among them, the bits they end with, and the graphs captured.
+
+    Micro-batch `bad` has an infinite loss; a run that never sees number `unseen` has a step less.
+    """
+    config = tiny.config("corpus", train_iters=30, cuda_graph=mode, **settings)
+    with tiny.started(config):
+        process_groups.seed_all(config.training.seed)
+        made = build_training(config, tiny.VOCABULARY)
+        graphs, seen = build(made), []
+        stream = (batch for number, batch in enumerate(tiny.micro_batches(config, bad)) if number != unseen)
+        for step in range(24 - (unseen is not None)):
+            made.grad_sync.statistics.watch(step % 5 == 4)
+            result = train_step(made, stream, graphs)
+            if step in (10, 20):
+                seen.append(evaluate(made, tiny.micro_batches(config, None), 2))
+            made.grad_sync.sent.take()
+            counts = made.grad_sync.statistics.counts.tolist() if made.grad_sync.statistics.active else None
+            scale = None if result.loss_scale is None else result.loss_scale.values().item()
+            seen.append((result.loss_sum.item(), result.grad_norm.item(), result.lr, bool(result.skipped), counts, scale))
+        tensors = [t for t in made.model.state_dict().values() if isinstance(t, Tensor)]
+        tensors += [t for state in made.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        return seen, tiny.bits(tensors), 0 if graphs is None else graphs.captured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["bf16", "coat", "O1", "O2", "O3"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("mode", ["micro-batch", "step"])
+def test_graphs_change_no_bit(level, micro_batches, mode):
+    settings = {"precision": level, "micro_batch_size": 2, "global_batch_size": 2 * micro_batches}
+    eager, bits, _ = trained("none", settings)
+    again, same_bits, captured = trained(mode, settings)
+    assert captured
+    for number, (got, want) in enumerate(zip(again, eager, strict=True)):
+        assert repr(got) == repr(want), f"row {number}"
+    assert tiny.same(bits, same_bits)
+
+
+@pytest.mark.gpu
+def test_learned_positions_train_in_a_graph_too():
+    settings = {"precision": "O2", "micro_batch_size": 2, "global_batch_size": 2, "position_embedding_type": "learned_absolute"}
+    eager, bits, _ = trained("none", settings)
+    again, same_bits, captured = trained("step", settings)
+    assert captured
+    assert repr(again) == repr(eager)
+    assert tiny.same(bits, same_bits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_graphs_of_activations_kept_in_groups_change_no_bit(level):
+    settings = {"opt_level": level, "micro_batch_size": 2, "global_batch_size": 2, "save_activations": "coat"}
+    eager, bits, _ = trained("none", settings)
+    again, same_bits, captured = trained("step", settings)
+    assert captured
+    assert repr(again) == repr(eager)
+    assert tiny.same(bits, same_bits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["micro-batch", "step"])
+def test_a_skipped_step_is_skipped_in_a_graph_too(mode):
+    settings = {"precision": "O3", "micro_batch_size": 2, "global_batch_size": 2}
+    eager, bits, _ = trained("none", settings, bad=21)
+    again, same_bits, captured = trained(mode, settings, bad=21)
+    assert captured
+    assert [row[3] for row in again if isinstance(row, tuple)].count(True) == 1
+    assert repr(again) == repr(eager)
+    assert tiny.same(bits, same_bits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "coat"])
+@pytest.mark.parametrize("mode", ["none", "micro-batch", "step"])
+def test_a_step_skipped_in_a_graph_leaves_no_trace(level, mode):
+    settings = {"precision": level, "micro_batch_size": 2, "global_batch_size": 2}
+    _, struck, _ = trained(mode, settings, bad=15)
+    _, clean, _ = trained("none", settings, unseen=15)
+    assert tiny.same(struck, clean)
+
+
+@pytest.mark.parametrize("bad", [1, 12])  # an eager step, in which the window is filled, and a replayed one
+def test_a_step_skipped_beside_replays_leaves_no_trace(bad):
+    """Without a GPU: what the graphs would hold, and what the host counts beside them."""
+
+    def run(struck: bool) -> tuple[list[Tensor], int]:
+        config = tiny.config("corpus", precision="O2", micro_batch_size=2, global_batch_size=2, train_iters=30)
+        with tiny.started(config), replayed.on_a_cpu() as captures:
+            process_groups.seed_all(config.training.seed)
+            made = build_training(config, tiny.VOCABULARY)
+            graphs = StepGraphs(made, "step")
+            stream = (batch for number, batch in enumerate(tiny.micro_batches(config, bad)) if struck or number != bad)
+            for _ in range(15 + struck):
+                train_step(made, stream, graphs)
+            assert made.optimizer.skipped_steps == struck
+            layers = made.scaling.layers.values()
+            assert all(layer.delayed and layer.seen == 15 for layer in layers)
+            assert captures
+            states = [t for state in made.optimizer.state.values() for t in state.values()]
+            return tiny.bits([*made.model.parameters(), *made.model.buffers(), *states]), len(captures)
+
+    assert tiny.same(run(True)[0], run(False)[0])
+
+
+def recorded(mode: str, settings: dict[str, Any], file: str | None) -> tuple[list[Tensor], list[Any]]:
+    """The bits that 24 steps end with, and the recorder's lines."""
+    config = tiny.config("corpus", train_iters=30, cuda_graph=mode, **settings)
+    with tiny.started(config):
+        process_groups.seed_all(config.training.seed)
+        made, lines = build_training(config, tiny.VOCABULARY), []
+        graphs = build(made)
+        recorder = None if file is None else Recorder(made, file, 6, lambda *_: None)
+        stream = tiny.micro_batches(config, None)
+        for iteration in range(1, 25):
+            made.grad_sync.statistics.watch(iteration % 5 == 4)
+            due = recorder is not None and recorder.due(iteration)
+            with recorder.step(iteration) if due else contextlib.nullcontext():
+                train_step(made, stream, graphs, recorder)
+        if recorder is not None:
+            recorder.close()
+            lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
+        if graphs is not None:
+            assert graphs.captured
+            graphs.release()
+        states = [t for state in made.optimizer.state.values() for t in state.values()]
+        return tiny.bits([*made.model.parameters(), *made.model.buffers(), *states]), lines
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_gradients_of_the_last_eager_step_are_gone_before_a_capture_begins(micro_batches):
+    """What is freed within a capture stays in the allocator and out of the graph's pool: 7B at O0 ran out of memory there."""
+    config = tiny.config("corpus", micro_batch_size=1, global_batch_size=micro_batches, train_iters=30)
+    with tiny.started(config), replayed.on_a_cpu() as captures:
+        process_groups.seed_all(config.training.seed)
+        made, stream, held = build_training(config, tiny.VOCABULARY), tiny.micro_batches(config, None), []
+
+        def gradients() -> int:
+            return sum(average is not None for *_, average in made.grad_sync.averages())
+
+        captures.before = lambda: held.append(gradients())
+        graphs = StepGraphs(made, "step")
+        train_step(made, stream, None)
+        assert gradients() > 0
+        graphs.forward_backward(stream)
+        assert held[0] == 0
+        assert len(captures) == micro_batches
+
+
+@pytest.mark.parametrize("mode", ["step", pytest.param("micro-batch", marks=pytest.mark.nightly)])
+def test_after_a_recorded_step_the_graph_of_the_others_is_replayed_and_not_captured_again(mode, tmp_path: Path):
+    shared = {"num_layers": 1, "fp8_recipe": "tensorwise"}  # which needs no window
+    config = tiny.config("corpus", precision="O3", micro_batch_size=2, global_batch_size=4, train_iters=30, **shared)
+    with tiny.started(config), replayed.on_a_cpu() as captures:
+        process_groups.seed_all(config.training.seed)
+        made, captured_at = build_training(config, tiny.VOCABULARY), []
+        graphs = StepGraphs(made, mode)
+        recorder = Recorder(made, str(tmp_path / "p.jsonl"), 3, lambda *_: None)
+        stream = tiny.micro_batches(config, None)
+        for iteration in range(1, 14):
+            due = recorder.due(iteration)
+            before = len(captures)
+            with recorder.step(iteration) if due else contextlib.nullcontext():
+                train_step(made, stream, graphs, recorder)
+            captured_at += [(iteration, due)] * (len(captures) > before)
+        recorder.close()
+        replays = {key: done.graph.replays for key, done in graphs._graphs.items()}
+    (plain, was_due), (recorded_at, is_due) = sorted(captured_at, key=lambda found: found[1])
+    assert (was_due, is_due) == (False, True)
+    assert recorded_at % 3 == 0
+    places = {FIRST, LAST} | ({UPDATE} if mode == "step" else set())
+    recorded_steps = len(range(recorded_at, 14, 3))
+    assert recorded_steps > 1
+    others = 14 - min(plain, recorded_at) - recorded_steps
+    assert replays == {(p, on, on): recorded_steps if on else others for p in places for on in (False, True)}
+    assert len(captures) == len(replays)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["bf16", "O2", "O3"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("mode", ["micro-batch", "step"])
+def test_a_recorded_step_has_its_own_graph_and_changes_no_bit(level, micro_batches, mode, tmp_path: Path):
+    settings = {"precision": level, "micro_batch_size": 2, "global_batch_size": 2 * micro_batches}
+    plain, _ = recorded(mode, settings, None)
+    again, lines = recorded(mode, settings, str(tmp_path / "graph.jsonl"))
+    assert tiny.same(plain, again)
+    eager, eager_lines = recorded("none", settings, str(tmp_path / "eager.jsonl"))
+    assert tiny.same(plain, eager)
+    assert [line["iteration"] for line in lines] == [1, 6, 12, 18, 24]
+    for line, other in zip(lines, eager_lines, strict=True):
+        assert line == other, line["iteration"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("mode", ["micro-batch", "step"])
+def test_the_loss_scale_moves_in_graphs_as_it_does_without(mode, micro_batches):
+    settings = {"precision": "fp16-amp", "initial_loss_scale": 2.0**18, "loss_scale_window": 2, "hysteresis": 1}
+    settings |= {"micro_batch_size": 2, "global_batch_size": 2 * micro_batches}
+    eager, bits, _ = trained("none", settings)
+    again, same_bits, captured = trained(mode, settings)
+    scales = [row[-1] for row in again[-10:] if isinstance(row, tuple)]
+    assert captured
+    assert any(a < b for a, b in itertools.pairwise(scales))
+    assert any(a > b for a, b in itertools.pairwise(scales))
+    assert repr(again) == repr(eager)
+    assert tiny.same(bits, same_bits)
+
+
+@pytest.mark.gpu
+def test_current_scaling_and_a_run_with_checkpoints(tmp_path: Path):
+    prefix = tiny.write_data(tmp_path)
+    shared = {"precision": "O2", "fp8_recipe": "tensorwise", "train_iters": 12, "save_interval": 5, "eval_interval": 4, "eval_iters": 1}
+    runs = [tiny.run(tiny.config(prefix, save=str(tmp_path / mode), cuda_graph=mode, **shared)) for mode in ("none", "step")]
+    assert tiny.losses(runs[0]) == tiny.losses(runs[1])
+
+
+TP = {"tensor_model_parallel_size": 2}
+ON_TWO: dict[str, dict[str, Any]] = {
+    "O2": {"precision": "O2"},
+    "O3": {"precision": "O3"},
+    "bf16 TP+SP": {"precision": "bf16", **TP, "sequence_parallel": True},
+    "O2 TP+SP": {"precision": "O2", **TP, "sequence_parallel": True},
+    "O3 TP+SP": {"precision": "O3", **TP, "sequence_parallel": True, "tp_transport": "nccl"},
+    "O3 TP+SP copies": {"precision": "O3", **TP, "sequence_parallel": True, "tp_transport": "copies"},
+    "O3 TP+SP gathered, FP8 sums": {"precision": "O3", **TP, "sequence_parallel": True, "tp_saved_input": "gathered", "tp_wire": "fp8"},
+    "O3 TP+SP just in time": {"precision": "O3", "fp8_recipe": "tensorwise", **TP, "sequence_parallel": True},
+}
+
+
+def two(prefix: str, mode: str, name: str) -> tuple[list[float], list[Tensor]]:
+    settings = tiny.config(prefix, micro_batch_size=2, global_batch_size=8, train_iters=24, cuda_graph=mode, **ON_TWO[name])
+    file = Path(f"{prefix}.{mode}.{name.replace(' ', '-')}.jsonl")
+    settings = tiny.replace(settings, logging=tiny.replace(settings.logging, metrics_file=str(file)))
+    with tiny.trainer(settings) as made:
+        made.run()
+        weights = tiny.bits(made.training.model.parameters())
+        main = torch.distributed.get_rank() == 0
+    return tiny.losses(tiny.read(file)) if main else [], weights
+
+
+def two_in_every_mode(prefix: str) -> dict[tuple[str, str], tuple[list[float], list[Tensor]]]:
+    """In the same two processes: a fresh one takes a minute to import megatron-core on a cold machine."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl")
+    modes = ("none", "micro-batch", "step")
+    return {(name, mode): two(prefix, mode, name) for name, mode in itertools.product(ON_TWO, modes)}
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.timeout(500)
+def test_graphs_with_collectives_change_no_bit(tmp_path: Path):
+    prefix = str(tiny.write_data(tmp_path))
+    ranks = dist.run(two_in_every_mode, 2, prefix, init=False, timeout=450)
+    for (name, mode), (losses, weights) in ranks[0].items():
+        assert losses == ranks[0][name, "none"][0], (name, mode)
+        assert tiny.same(weights, ranks[0][name, "none"][1]), (name, mode)
+        others = ranks[1][name, "none" if "TP" in name else mode]
+        assert tiny.same(ranks[1][name, mode][1], others[1]), (name, mode)
+        if "TP" not in name:
+            assert tiny.same(weights, others[1]), (name, mode)
+    for rank in ranks:  # a sum of two numbers is rounded once, whoever adds them up
+        assert tiny.same(rank["O3 TP+SP", "none"][1], rank["O3 TP+SP copies", "none"][1])
+
+
+def lost_shares(
+    mode: str, settings: dict[str, Any], build: Callable[[Training], Any] = build
+) -> tuple[list[list[float]], list[Tensor], int]:
+    """The distances at the checks of 24 steps, the bits that they end with, and how many graphs were captured."""
+    config = tiny.config("corpus", train_iters=30, cuda_graph=mode, lr=1e-6, min_lr=1e-6, **settings)
+    with tiny.started(config):
+        process_groups.seed_all(config.training.seed)
+        made = build_training(config, tiny.VOCABULARY)
+        graphs, stream, found = build(made), tiny.micro_batches(config, None), []
+        everyone = Peers(torch.distributed.group.WORLD, WireBytes())
+        watch = LostUpdates(made, Metrics(config, tiny.VOCABULARY, made), everyone)
+        for iteration in range(1, 25):
+            made.grad_sync.statistics.watch(iteration % 5 == 4)
+            train_step(made, stream, graphs, None, watch)
+            if watch._check is not None:
+                found.append(watch._check.distances.values().flatten().tolist())
+        captured = 0 if graphs is None else graphs.captured
+        if graphs is not None:
+            graphs.release()
+        states = [t for state in made.optimizer.state.values() for t in state.values()]
+        return found, tiny.bits([*made.model.parameters(), *made.model.buffers(), *states]), captured
+
+
+def test_lost_updates_of_replayed_steps_are_those_of_eager_steps(monkeypatch):
+    monkeypatch.setattr(lost_updates, "EVERY", 2)
+    settings = {"precision": "O3", "micro_batch_size": 2, "global_batch_size": 4, "num_layers": 1, "fp8_recipe": "tensorwise"}
+    eager, bits, _ = lost_shares("none", settings)
+    with replayed.on_a_cpu() as captures:
+        again, same_bits, captured = lost_shares("none", settings, lambda made: StepGraphs(made, "step"))
+    assert captured == len(captures) > 3
+    assert again == eager
+    assert tiny.same(bits, same_bits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["bf16", "O2", "O3"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("mode", ["micro-batch", "step"])
+def test_lost_updates_are_the_same_in_graphs_and_change_no_bit(level, micro_batches, mode, monkeypatch):
+    """Steps that count their gradients have graphs of their own, with gradients elsewhere or in the same memory."""
+    monkeypatch.setattr(lost_updates, "EVERY", 2)
+    settings = {"precision": level, "micro_batch_size": 2, "global_batch_size": 2 * micro_batches}
+    eager, bits, _ = lost_shares("none", settings)
+    again, same_bits, captured = lost_shares(mode, settings)
+    assert captured
+    assert len(eager) == 12
+    assert again == eager
+    monkeypatch.setattr(lost_updates, "EVERY", 1000)
+    _, unwatched, _ = lost_shares(mode, settings)
+    assert tiny.same(bits, same_bits)
+    assert tiny.same(bits, unwatched)

@@ -1,0 +1,350 @@
+"""The choice between FP8 and BF16 linear layers: by whom, from which table, alike on all ranks; and runs with some of both."""
+
+import dataclasses
+import json
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dist
+import pytest
+import tiny
+import torch
+
+from megatron.lm.build import build_training
+from megatron.lm.config import LINEARS, Config, PrecisionConfig
+from megatron.lm.model import fp8_layers
+from megatron.lm.model.fp8_layers import Choice, Measure, Shape, Times, choose, describe, read_table, settled, write_table
+from megatron.lm.model.linear import FP8Gemm, WideGemm
+from msamp.numerics.recipe import Recipe
+from msamp.numerics.tensor import ScalingTensor
+
+SOME = ["linear_qkv", "linear_fc2"]
+TIMES = {(32, 96): Times(3.0, 4.0), (32, 32): Times(1.0, 2.0), (32, 128): Times(8.0, 4.0), (128, 32): Times(8.0, 5.0)}
+
+
+class Table:
+    """A measurement with made-up times by (inputs, outputs); remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Shape] = []
+
+    def __call__(self, shape: Shape, recipe: Recipe) -> Times:
+        self.asked.append(shape)
+        return TIMES[shape.inputs, shape.outputs]
+
+
+def config(folder: Path, **settings: Any) -> Config:
+    return tiny.config("unread", **{"opt_level": "O2", "fp8_min_gain": 1.0, "fp8_gain_cache": str(folder / "gain.json"), **settings})
+
+
+# Who decides
+
+
+def test_fused_layers_are_decided_together_by_the_sum_of_their_times(tmp_path: Path):
+    choice = choose(config(tmp_path), Table())
+    assert choice.bf16 == ()
+    assert choice.gains == dict.fromkeys(LINEARS, 20 / 15)
+    assert choose(config(tmp_path, fp8_min_gain=1.4), Table()).bf16 == LINEARS
+    assert choose(config(tmp_path, fp8_min_gain=20 / 15), Table()).bf16 == ()  # no less than asked for
+
+
+@pytest.mark.parametrize("settings", [{"hidden_dropout": 0.1}, {"tensor_model_parallel_size": 1, "hidden_dropout": 0.5}])
+def test_layers_that_are_not_fused_are_decided_one_by_one(tmp_path: Path, settings: dict[str, Any]):
+    choice = choose(config(tmp_path, **settings), Table())
+    assert choice.bf16 == ("linear_qkv", "linear_proj")
+    assert choice.gains == {"linear_qkv": 0.75, "linear_proj": 0.5, "linear_fc1": 2.0, "linear_fc2": 1.6}
+
+
+def test_shapes_are_those_of_a_tensor_parallel_rank(tmp_path: Path):
+    assert fp8_layers.layer_shapes(config(tmp_path, tensor_model_parallel_size=2, swiglu=True, ffn_hidden_size=48, micro_batch_size=3)) == {
+        "linear_qkv": Shape(48, 32, 48),
+        "linear_proj": Shape(48, 16, 32),
+        "linear_fc1": Shape(48, 32, 48),
+        "linear_fc2": Shape(48, 24, 32),
+    }
+
+
+def refuse(*_: Any) -> Any:
+    raise AssertionError("nothing was to be measured, and no checkpoint to be read")
+
+
+SAVED = PrecisionConfig(opt_level="O1", bf16_linears=("linear_fc1",))
+
+
+@pytest.mark.parametrize(
+    ("settings", "saved", "bf16", "reason"),
+    [
+        ({"opt_level": "O0", "fp8_gain_cache": None}, SAVED, (), "precision bf16"),
+        ({"bf16_linears": ["linear_fc2", "linear_qkv"]}, SAVED, ("linear_qkv", "linear_fc2"), "by --bf16-linears"),
+        ({"bf16_linears": []}, SAVED, (), "by --bf16-linears"),
+        ({"fp8_min_gain": 0.0}, SAVED, (), "--fp8-min-gain 0"),
+        ({}, SAVED, ("linear_fc1",), "as in the checkpoint"),
+        ({}, PrecisionConfig(opt_level="O3"), (), "as in the checkpoint"),
+    ],
+)
+def test_what_goes_before_a_measurement(
+    tmp_path: Path, settings: dict[str, Any], saved: PrecisionConfig, bf16: tuple[str, ...], reason: str
+):
+    assert choose(config(tmp_path, **settings), refuse, saved) == Choice(bf16, reason)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_fp8_hardware_all_are_fp8_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert choose(config(tmp_path), None) == Choice((), "not measured: FP8 is emulated, the hardware here has none")
+    monkeypatch.setattr(fp8_layers, "_has_fp8", lambda: True)
+    assert choose(config(tmp_path), None) == Choice((), "not measured on this GPU")
+    assert fp8_layers.default_measure() is fp8_layers.measure
+
+
+def test_a_dry_run_finds_what_a_run_has_measured(tmp_path: Path):
+    choose(config(tmp_path, hidden_dropout=0.1), Table())
+    assert choose(config(tmp_path, hidden_dropout=0.1), None).bf16 == ("linear_qkv", "linear_proj")
+
+
+def test_one_line_says_how_many_in_which_precision_and_why(tmp_path: Path):
+    def said(**settings: Any) -> str:
+        made = config(tmp_path, **settings)
+        return describe(made, choose(made, Table()))
+
+    assert said() == "linear layers: 8 FP8 (gain 1.33), 0 BF16; measured, --fp8-min-gain 1"
+    assert said(fp8_min_gain=1.5) == "linear layers: 0 FP8, 8 BF16 (gain 1.33); measured, --fp8-min-gain 1.5"
+    assert said(hidden_dropout=0.1) == (
+        "linear layers: 4 FP8 (linear_fc1 2.00, linear_fc2 1.60), 4 BF16 (linear_qkv 0.75, linear_proj 0.50); measured, --fp8-min-gain 1"
+    )
+    assert said(bf16_linears=["linear_fc2"]) == (
+        "linear layers: 6 FP8 (linear_qkv, linear_proj, linear_fc1), 2 BF16 (linear_fc2); by --bf16-linears"
+    )
+    assert said(fp8_min_gain=0.0) == "linear layers: 8 FP8, 0 BF16; --fp8-min-gain 0"
+    assert said(opt_level="O0") == "linear layers: 8 bf16; precision bf16"
+
+
+# The table
+
+
+def test_a_shape_is_measured_once_a_machine(tmp_path: Path):
+    table = Table()
+    settings = config(tmp_path)
+    first = choose(settings, table)
+    assert len(table.asked) == 4
+    assert choose(settings, refuse) == first
+    choose(dataclasses.replace(settings, training=dataclasses.replace(settings.training, micro_batch_size=8)), table)
+    assert {shape.tokens for shape in table.asked[4:]} == {128}
+    choose(config(tmp_path, opt_level="O1"), refuse)  # stores the weight as O2 does
+    choose(config(tmp_path, opt_level="O3"), table)
+    assert len(table.asked) == 12
+    keys = json.loads((tmp_path / "gain.json").read_text())
+    assert len(keys) == 12
+    for fp8_recipe in ("tensorwise", "blockwise", "blockwise-power-of-two"):  # the last two and the first share a scaling rule or a block
+        choose(config(tmp_path, fp8_recipe=fp8_recipe), table)
+    assert len(table.asked) == 24
+    assert all(f"cpu, torch {torch.__version__}, weight " in key for key in keys) or torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"cpu, torch',
+        b"[1, 2]",
+        b'"text"',
+        b"\xff\xfe\x00",
+        b'{"a": 1, "b": [1.0], "c": ["1", "2"], "d": [0.0, 1.0], "e": [1.0, NaN]}',
+    ],
+)
+def test_a_torn_or_foreign_file_is_measured_anew(tmp_path: Path, content: bytes):
+    file = tmp_path / "gain.json"
+    file.write_bytes(content)
+    assert read_table(file) == {}
+    table = Table()
+    choose(config(tmp_path), table)
+    assert len(table.asked) == 4
+    choose(config(tmp_path), refuse)
+
+
+def test_of_a_table_only_the_torn_entries_are_measured_anew(tmp_path: Path):
+    choose(config(tmp_path), Table())
+    file, table = tmp_path / "gain.json", Table()
+    entries = json.loads(file.read_text())
+    torn = next(iter(entries))
+    file.write_text(json.dumps(entries | {torn: [1.0]}))
+    choose(config(tmp_path), table)
+    assert len(table.asked) == 1
+    assert read_table(file).keys() == entries.keys()
+
+
+def test_a_table_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A reader sees the old table or the new one: the name moves from one whole file to another."""
+    file = tmp_path / "new" / "gain.json"
+    write_table(file, {"a": Times(1.0, 2.0)})
+    seen = []
+    replace = os.replace
+
+    def watched(source: str, target: Path) -> None:
+        seen.append((read_table(file), read_table(Path(source))))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    write_table(file, {"b": Times(3.0, 4.0)})
+    assert seen == [({"a": Times(1.0, 2.0)}, {"b": Times(3.0, 4.0)})]
+    assert read_table(file) == {"b": Times(3.0, 4.0)}
+    assert [path.name for path in file.parent.iterdir()] == ["gain.json"]
+
+
+def test_what_another_run_measured_in_the_meantime_stays(tmp_path: Path):
+    other, table = config(tmp_path, micro_batch_size=8), Table()
+
+    def slow(shape: Shape, recipe: Recipe) -> Times:
+        choose(other, table)
+        return table(shape, recipe)
+
+    choose(config(tmp_path), slow)
+    choose(other, refuse)
+    choose(config(tmp_path), refuse)
+
+
+def test_a_run_goes_on_where_the_table_cannot_be_kept(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match=r"will be measured again: .*--fp8-gain-cache"):
+        choice = choose(config(tmp_path, fp8_gain_cache=str(tmp_path / "file" / "gain.json")), Table())
+    assert choice.gains["linear_qkv"] == 20 / 15
+
+
+def test_the_cache_folder_is_xdg_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert fp8_layers.default_cache() == tmp_path / "msamp" / "fp8_gain.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert fp8_layers.default_cache() == tmp_path / ".cache" / "msamp" / "fp8_gain.json"
+    choose(tiny.config("unread", opt_level="O2", fp8_min_gain=1.0), Table())
+    assert stat.S_ISREG(fp8_layers.default_cache().stat().st_mode)
+
+
+# Runs
+
+
+def hardware(monkeypatch: pytest.MonkeyPatch, table: Measure) -> None:
+    monkeypatch.setattr(fp8_layers, "default_measure", lambda: table)
+
+
+@pytest.mark.parametrize("level", ["O3", *(pytest.param(level, marks=pytest.mark.nightly) for level in ("O1", "O2"))])
+def test_a_model_of_both_kinds_learns_and_resumes_bit_for_bit(prefix: Path, tmp_path: Path, level: str):
+    settings = {"opt_level": level, "bf16_linears": SOME, "train_iters": 12, "save": str(tmp_path / "straight")}
+    straight = tiny.losses(tiny.run(tiny.config(prefix, **settings)))
+    assert straight[-1] < straight[0] - 0.2
+    saved = str(tmp_path / "saved")
+    first = tiny.losses(tiny.run(tiny.config(prefix, **settings | {"exit_interval": 6, "save": saved})))
+    resumed = tiny.losses(tiny.run(tiny.config(prefix, opt_level=level, train_iters=12, load=saved, fp8_min_gain=1.0)))
+    assert first + resumed == straight
+
+
+def test_kinds_of_layer_and_their_states(prefix: Path):
+    with tiny.trainer(tiny.config(prefix, opt_level="O3", bf16_linears=SOME, train_iters=1)) as made:
+        made.run()
+        optimizer = made.training.optimizer
+        for layer in made.training.model.decoder.layers:
+            assert not layer.fused
+            for module, kind in (
+                (layer.self_attention.linear_qkv, WideGemm),
+                (layer.self_attention.linear_proj, FP8Gemm),
+                (layer.mlp.linear_fc1, FP8Gemm),
+                (layer.mlp.linear_fc2, WideGemm),
+            ):
+                assert isinstance(module, kind)
+                (group,) = [g for g in optimizer.param_groups if any(p is module.weight for p in g["params"])]
+                assert isinstance(module.weight, ScalingTensor) == (kind is FP8Gemm)
+                assert group["formats"]["grad"] == ("fp8-e4m3" if kind is FP8Gemm else "bf16")
+                assert group["wd_mult"] == 1.0
+
+
+@pytest.mark.parametrize("exchange", ["nccl", pytest.param("fp32-sum", marks=pytest.mark.nightly)])
+def test_all_linear_layers_in_bf16_are_o0_s_with_other_states(prefix: Path, exchange: str):
+    """The first loss is that of the same forward; nothing wants an FP8 gradient to be there."""
+    rows = {
+        name: tiny.losses(tiny.run(tiny.config(prefix, train_iters=6, **settings)))
+        for name, settings in (
+            ("O0", {"opt_level": "O0"}),
+            ("O2", {"opt_level": "O2", "bf16_linears": list(LINEARS), "grad_exchange": exchange, "grad_accum_dtype": "fp8"}),
+        )
+    }
+    assert rows["O2"][0] == rows["O0"][0]
+    assert rows["O2"] == pytest.approx(rows["O0"], rel=0.01)
+
+
+def test_the_measured_choice_is_told_kept_and_taken_over(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    saved, cache = str(tmp_path / "saved"), str(tmp_path / "gain.json")
+    hardware(monkeypatch, Table())
+    measured = {"opt_level": "O2", "fp8_min_gain": 1.5, "fp8_gain_cache": cache}
+    rows = tiny.run(tiny.config(prefix, train_iters=4, exit_interval=2, save=saved, **measured))
+    said = "linear layers: 0 FP8, 8 BF16 (gain 1.33); measured, --fp8-min-gain 1.5"
+    assert said in capsys.readouterr().out
+    (row,) = [row for row in rows if row["kind"] == "precision"]
+    gains = dict.fromkeys(LINEARS, 20 / 15)
+    assert row["linears"] == {"layers": 8, "bf16": list(LINEARS), "gain": gains, "reason": "measured, --fp8-min-gain 1.5"}
+
+    # On another machine all would be FP8.
+    hardware(monkeypatch, refuse)
+    tiny.run(tiny.config(prefix, opt_level="O2", train_iters=4, load=saved, fp8_min_gain=1.0))
+    assert "linear layers: 0 FP8, 8 BF16 (" in (out := capsys.readouterr().out)
+    assert "; as in the checkpoint" in out
+    for other in ({"fp8_min_gain": 0.0}, {"bf16_linears": ["linear_qkv"]}):
+        tiny.run(tiny.config(prefix, opt_level="O2", train_iters=4, load=saved, **other))
+        assert "converted: linear layers in BF16 linear_qkv linear_proj linear_fc1 linear_fc2 -> " in capsys.readouterr().out
+    tiny.run(tiny.config(prefix, opt_level="O2", train_iters=2, load=saved, finetune=True))  # the weights fit both
+
+
+def decide(cache: str) -> tuple[tuple[str, ...], str]:
+    """On rank 0 BF16 wins, on rank 1 FP8 would."""
+    times = Times(1.0, 2.0) if torch.distributed.get_rank() == 0 else Times(2.0, 1.0)
+    fp8_layers.default_measure = lambda: lambda shape, recipe: times  # type: ignore[assignment]
+    settings = tiny.config("unread", opt_level="O2", micro_batch_size=2, fp8_min_gain=1.0, fp8_gain_cache=cache)
+    with tiny.started(settings):
+        training = build_training(settings, tiny.VOCABULARY)
+        bf16 = training.config.precision.bf16_linears
+        assert bf16 == training.linears.bf16
+
+        def fail() -> Any:
+            raise ValueError("no checkpoint there") if torch.distributed.get_rank() == 0 else AssertionError("only rank 0 decides")
+
+        try:
+            fp8_layers.settle(settings, fail)
+        except ValueError as error:
+            return bf16, str(error)
+        raise AssertionError("the failure of rank 0 was not told")
+
+
+@pytest.mark.nightly
+def test_rank_0_decides_for_all(tmp_path: Path):
+    assert dist.run(decide, 2, str(tmp_path / "gain.json")) == [(LINEARS, "no checkpoint there")] * 2
+
+
+def test_a_checkpoint_is_asked_at_fp8_alone_and_its_scaling_kept(tmp_path: Path):
+    plain = tiny.config("unread", opt_level="O0")
+    assert fp8_layers.decide(plain, refuse, refuse) == (plain, Choice(reason="precision bf16"))
+    saved = PrecisionConfig(opt_level="O1", fp8_amax_history_len=4, bf16_linears=("linear_fc1",))
+    asked = config(tmp_path)
+    asked = replace(asked, precision=replace(asked.precision, fp8_amax_history_len=None))
+    decided, choice = fp8_layers.decide(asked, refuse, lambda: saved)
+    assert choice == Choice(("linear_fc1",), "as in the checkpoint")
+    assert (decided.precision.fp8_amax_history_len, decided.precision.bf16_linears) == (4, ("linear_fc1",))
+
+
+def test_a_choice_enters_only_fp8_configurations(tmp_path: Path):
+    plain = tiny.config("unread", opt_level="O0")
+    assert settled(plain, Choice()) is plain
+    assert settled(config(tmp_path), Choice(("linear_qkv",))).precision.bf16_linears == ("linear_qkv",)
+
+
+@pytest.mark.gpu
+def test_a_large_layer_gains_and_a_measurement_leaves_nothing_behind():
+    state, before = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
+    recipe = tiny.config("unread", opt_level="O3").precision.recipe
+    times = fp8_layers.measure(Shape(8192, 4096, 4096), recipe)
+    assert 1.1 < times.bf16 / times.fp8 < 3
+    assert 6 * 8192 * 4096**2 / times.bf16 / 1e12 == pytest.approx(650, rel=0.5)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert torch.cuda.memory_allocated() - before < 64 * 2**20

@@ -1,0 +1,417 @@
+"""The dry run's arithmetic: against built models on one process and on grids, against measured peaks, and by hand."""
+
+import dataclasses
+from typing import Any
+
+import dist
+import pytest
+import tiny
+
+from megatron.lm.config import Config
+from megatron.lm.config.cli import parse_args
+from megatron.lm.config.presets import PRESETS, parameter_count
+from megatron.lm.graphs.capture import slots
+from megatron.lm.planning.memory import (
+    GIB,
+    ORDER_BYTES,
+    Rank,
+    _head,
+    check_data_order,
+    check_fits,
+    check_weights,
+    layer_activations,
+    plan,
+    report,
+    stage_activations,
+    stage_parameters,
+    vocabulary,
+)
+
+STATES = ("weight", "master", "grad", "m", "v")
+MODELS: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "fp32"},
+    "O0 untied": {"opt_level": "O0", "untie_embeddings_and_output_weights": True, "position_embedding_type": "learned_absolute"},
+    "O1": {"opt_level": "O1"},
+    "O2 modern": {
+        "opt_level": "O2",
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "disable_bias_linear": True,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+    },
+    "O3 qwen": {
+        "opt_level": "O3",
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "disable_bias_linear": True,
+        "untie_embeddings_and_output_weights": True,
+        "qk_layernorm": True,
+    },
+    "O1 normed heads": {"opt_level": "O1", "qk_layernorm": True},
+    "O2 formats": {"opt_level": "O2", "master_format": "bf16", "grad_format": "fp32", "exp_avg_sq_format": "fp8-e5m2"},
+    "O3": {"opt_level": "O3"},
+    "coat": {"precision": "coat"},
+    "O2 some BF16": {"opt_level": "O2", "bf16_linears": ["linear_qkv", "linear_fc2"]},
+    "O3 all BF16": {"opt_level": "O3", "bf16_linears": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]},
+}
+TP, SP, PP = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
+GRIDS: dict[str, dict[str, Any]] = {
+    "DP": {"opt_level": "O3", "ddp_bucket_size": 5000},
+    "TP SP": {**MODELS["O3"], **TP, **SP},
+    "TP modern": {**MODELS["O2 modern"], **TP},
+    "TP qwen": {**MODELS["O3 qwen"], **TP},
+    "TP some BF16": {**MODELS["O2 some BF16"], "opt_level": "O3", **TP, **SP},
+    "PP": {"opt_level": "O3", **PP},
+    "PP untied": {**MODELS["O0 untied"], **PP},
+}
+
+
+def flags(text: str) -> Config:
+    return parse_args(text.split())
+
+
+def built(settings: Config) -> tuple[list[tuple[int, ...]], dict[str, float]]:
+    """Shapes of the parameters of this rank, and the bytes of its model states."""
+    from megatron.lm.build import build_training
+    from megatron.lm.training.optimizer import bytes_per_parameter
+
+    with tiny.started(settings):
+        training = build_training(settings, tiny.VOCABULARY)
+        shapes = [tuple(p.shape) for p in training.model.parameters()]
+        count = sum(p.numel() for p in training.model.parameters())
+        return shapes, {key: size * count for key, size in bytes_per_parameter(training.optimizer).items()}
+
+
+def built_all(settings: list[Config]) -> list[tuple[list[tuple[int, ...]], dict[str, float]]]:
+    return [built(one) for one in settings]
+
+
+def planned(rank: Rank) -> list[float]:
+    sizes = {"weight": rank.weight, "grad": rank.gradient, **rank.states}
+    return [sizes[key] for key in STATES]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_and_states_are_those_of_the_built_model(name):
+    settings = tiny.config("unread", **MODELS[name])
+    shapes, states = built(settings)
+    assert [p.shape for p in stage_parameters(settings, 0)] == shapes
+    (rank,) = plan(settings, 1)
+    assert planned(rank) == pytest.approx([states[key] for key in STATES])
+
+
+@pytest.mark.nightly
+def test_parameters_and_states_are_those_of_every_rank_of_a_grid():
+    settings = [tiny.config("unread", **grid) for grid in GRIDS.values()]
+    found = dist.run(built_all, 2, settings)
+    for i, (name, config) in enumerate(zip(GRIDS, settings, strict=True)):
+        ranks = plan(config, 2)
+        for number in (0, 1):
+            shapes, states = found[number][i]
+            rank = ranks[number if len(ranks) == 2 else 0]  # tensor-parallel peers are alike
+            assert [p.shape for p in stage_parameters(config, rank.stage)] == shapes, name
+            assert planned(rank) == pytest.approx([states[key] for key in STATES]), name
+
+
+@pytest.mark.parametrize("size", PRESETS)
+def test_the_ranks_of_a_grid_hold_the_model_and_copies_of_what_is_not_split(size):
+    config = flags(f"--preset {size}")
+    model, tp, pp = config.model, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    held = tp * sum(p.size for stage in range(pp) for p in stage_parameters(config, stage))
+    vectors = 1 if model.normalization == "RMSNorm" else 2
+    norms = ((2 * model.num_layers + 1) * model.hidden_size + 2 * model.qk_layernorm * model.num_layers * model.head_size) * vectors
+    row_biases = 0 if model.disable_bias_linear else model.num_layers * 2 * model.hidden_size
+    tied_copy = vocabulary(config) * model.hidden_size if pp > 1 and not model.untie_embeddings_and_output_weights else 0
+    assert held == parameter_count(model, vocabulary(config)) + (tp - 1) * (norms + row_biases) + tied_copy
+
+
+TP_2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+# Flags, GPUs, sequences (one micro-batch), peak GiB on H200s, relative tolerance.
+MEASURED = [
+    (f"--preset 1.3b --opt-level O0 {TP_2}", 2, 8, 24.62, 0.01),
+    (f"--preset 1.3b --opt-level O2 {TP_2}", 2, 8, 18.09, 0.01),
+    (f"--preset 1.3b --opt-level O3 {TP_2}", 2, 8, 13.77, 0.015),
+    (f"--preset 7b --opt-level O3 {TP_2}", 2, 4, 30.09, 0.015),
+    ("--preset 1.3b --opt-level O0", 1, 4, 31.67, 0.012),  # its step.csv rows are of trees before the rotation in place
+    ("--preset 1.3b --opt-level O1", 1, 4, 20.86, 0.012),
+    ("--preset 1.3b --opt-level O2", 1, 4, 14.69, 0.012),
+    ("--preset 1.3b --opt-level O3", 1, 4, 15.75, 0.012),
+    ("--preset 1.3b --opt-level O3 --recompute-granularity selective --recompute-modules mlp", 1, 4, 12.78, 0.012),
+    ("--preset 7b --opt-level O3", 1, 2, 48.77, 0.012),
+    ("--preset 13b --opt-level O3 --tensor-model-parallel-size 1 --no-sequence-parallel", 1, 1, 84.88, 0.012),
+]
+
+
+@pytest.mark.parametrize(("text", "gpus", "sequences", "peak", "within"), MEASURED)
+def test_the_peak_is_the_measured_one(text: str, gpus: int, sequences: int, peak: float, within: float):
+    """`max_memory_allocated` during steps. Those with tensor parallelism are rows of tools/bench/results/grid.csv, at O3 of commits
+    02ce428? and f551bc2?, else of 91ee630; the others of step.csv, commit cec76f9.
+
+    The head of those commits held all logits of a rank where there was tensor parallelism, in the compute dtype and in FP32, and layers
+    that were not fused kept queries and keys before and behind their rotation."""
+    config = flags(f"{text} --micro-batch-size {sequences} --global-batch-size {sequences}")
+    planned = max(rank.total for rank in plan(config, gpus))
+    if gpus > 1:
+        planned += (2 + 4) * config.model.seq_length * sequences * vocabulary(config) // gpus - _head(config)
+    if not config.fuses_layers:
+        tables = 4 * config.model.head_size / sequences
+        planned += (2 * 2 * config.model.hidden_size / gpus + tables) * config.model.seq_length * sequences * config.model.num_layers
+    assert planned / GIB == pytest.approx(peak, rel=within)
+
+
+def per_element(text: str) -> float:
+    """Bytes a layer saves, in units of sequence x micro-batch x hidden size."""
+    config = flags(f"--preset 1.3b {text}")
+    return layer_activations(config) / (config.model.seq_length * config.training.micro_batch_size * config.model.hidden_size)
+
+
+# Of megatron-core's rotary embedding, behind norms of queries and keys: two tables for each of both.
+ROPE = 4 * 2 * 128 / (4 * 2048)
+
+
+def test_activations_of_a_layer():
+    assert per_element("--opt-level O0") == 32
+    assert per_element("--precision fp32") == 2 * 32
+    assert per_element("--opt-level O0 --swiglu --ffn-hidden-size 4096") == 28
+    grouped = "--group-query-attention --num-query-groups 4"
+    assert per_element(f"--opt-level O0 {grouped}") == 32 - 2 * 2 * 3 / 4 + 2  # narrower keys and values; queries are copied
+    one_each = f"{grouped} --tensor-model-parallel-size 4 --sequence-parallel"
+    assert per_element(f"--opt-level O0 {one_each}") == 8 - 2 * 2 * 3 / 4 / 4  # a rank's one group has nothing to copy
+    assert per_element(f"--opt-level O3 {one_each}") == 5 - 2 * 2 * 3 / 4 / 4
+    tp = "--tensor-model-parallel-size 2"
+    assert per_element(f"--opt-level O0 {tp} --sequence-parallel") == 16
+    assert per_element(f"--opt-level O3 {tp} --sequence-parallel") == 10
+    assert per_element(f"--opt-level O3 {tp} --sequence-parallel --tp-saved-input gathered") == 12
+    assert per_element(f"--opt-level O2 {tp} --sequence-parallel") == 14.5  # its gather is BF16, so it keeps the cast whole
+    assert per_element(f"--opt-level O3 {tp}") == 12  # the residual stream on every rank
+    assert per_element(f"--opt-level O2 {tp}") == 13.5 + 2 + 1  # and its casts
+    assert per_element("--opt-level O0 --position-embedding-type learned_absolute") == 32
+    assert per_element("--opt-level O0 --hidden-dropout 0.1") == 34
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_fused_layer_keeps_what_cannot_be_made_again(level: str):
+    assert per_element(f"--opt-level {level}") == 20
+    assert per_element(f"--opt-level {level} --swiglu --ffn-hidden-size 4096") == 20
+    selective = f"--opt-level {level} --recompute-granularity selective"
+    assert per_element(selective) == per_element(f"{selective} --recompute-modules core_attn") == 18
+    assert per_element(f"{selective} --recompute-modules core_attn mlp") == 10
+    assert per_element(f"{selective} --attention-dropout 0.1") == 20  # what dropped out cannot be made again
+    grouped = "--group-query-attention --num-query-groups 4"
+    assert per_element(f"--opt-level {level} {grouped}") == 20 - 2 * 2 * 3 / 4 + 2  # narrower keys and values; queries are copied
+
+
+def test_fp8_attention_keeps_a_byte_an_element():
+    fp8, statistics = "--opt-level O3 --attention-precision fp8", 4 * 16 / 2048
+    assert per_element(fp8) == 20 - 4 + statistics
+    assert per_element(f"{fp8} --recompute-granularity selective") == 18 - 3
+    grouped = f"{fp8} --group-query-attention --num-query-groups 4"
+    assert per_element(grouped) == 16 + statistics - 2 * 3 / 4
+    unfused = f"{fp8} --bf16-linears linear_qkv"
+    assert per_element(unfused) == 27 + 1 - 8 + 4 + statistics
+    assert per_element(f"{fp8} --qk-layernorm") == 31 + ROPE - 2 + statistics  # its norms keep what they see
+    again = "--recompute-granularity selective --recompute-modules core_attn --qk-layernorm"
+    assert per_element(f"{fp8} {again}") == per_element(f"--opt-level O3 {again}")
+
+
+def test_norms_of_queries_and_keys_keep_a_copy_of_grouped_queries():
+    for level, unit in (("O0", 36), ("O3", 31)):
+        assert per_element(f"--opt-level {level} --qk-layernorm") == unit + ROPE  # not fused; what the norms see are views
+        grouped = "--group-query-attention --num-query-groups 4 --qk-layernorm"
+        assert per_element(f"--opt-level {level} {grouped}") == unit - 2 * 2 * 3 / 4 - 2 * 3 / 4 + ROPE + 2
+
+
+def test_bf16_linears_keep_bf16_inputs_in_a_layer_that_is_not_fused():
+    fp8 = 27
+    assert per_element("--opt-level O2 --bf16-linears") == 20
+    assert per_element("--opt-level O2 --bf16-linears linear_qkv") == fp8 + 1
+    assert per_element("--opt-level O2 --bf16-linears linear_proj") == fp8 - 1  # attention's output is its input
+    assert per_element("--opt-level O2 --bf16-linears linear_fc2") == fp8 + 4
+    assert per_element("--opt-level O2 --bf16-linears linear_qkv linear_proj linear_fc1 linear_fc2") == 32
+    tp = "--opt-level O2 --tensor-model-parallel-size 2 --sequence-parallel"
+    assert per_element(f"{tp} --bf16-linears linear_qkv") == 14.5  # half of the input in twice the bytes
+
+
+def test_selective_recomputation_brings_one_layer_s_back():
+    config = flags("--preset 1.3b --opt-level O3 --recompute-granularity selective --recompute-modules core_attn mlp")
+    unit = 2048 * 4 * 2048
+    everything = stage_activations(flags("--preset 1.3b --opt-level O3"), 0, 1)
+    assert stage_activations(config, 0, 1) == everything - 24 * 10 * unit + 8 * unit
+    bf16 = flags("--preset 1.3b --opt-level O0 --recompute-granularity selective --recompute-modules core_attn mlp")
+    assert layer_activations(bf16) == (32 - 16) * unit  # attention's output is the projection's input
+
+
+# Of the LM head's input and weight: the gradients in FP32, and in BF16 for backward. A chunk of logits, in forward, is less.
+HEAD = (4 + 2) * (2048 * 4 + 50304) * 2048
+
+
+def test_the_head_holds_its_gradients_and_a_chunk_of_logits():
+    def head(text: str) -> int:
+        config = flags(f"--opt-level O3 {text}")
+        model = config.model
+        stream = 2 * 2048 * config.training.micro_batch_size * model.hidden_size
+        return stage_activations(config, 0, 1) - layer_activations(config) * model.num_layers - 2 * stream
+
+    assert head("--preset 1.3b") == HEAD
+    # With tensor parallelism half of a vocabulary that is padded to a multiple of 256; two chunks of logits.
+    assert head("--preset 1.3b --tensor-model-parallel-size 2") == 4 * (8192 + 25216) * 2048 + 2 * 4096 * 25216
+    # A narrow model: the chunk of logits, of 2,048 tokens, is larger than the gradients in BF16.
+    assert head("--preset 125m --micro-batch-size 1") == 4 * (2048 + 50304) * 768 + 2 * 2048 * 50304
+
+
+def test_fp8_logits_hold_weight_and_input_of_the_head_in_fp8():
+    wide, narrow = (flags(f"--preset 125m --opt-level O3 --micro-batch-size 4 {more}") for more in ("", "--output-layer-precision fp8"))
+    assert stage_activations(narrow, 0, 1) - stage_activations(wide, 0, 1) == (50304 + 2048) * 768  # chunks of a fourth of the tokens
+
+
+def test_a_head_all_in_fp8_keeps_the_gradients_of_its_logits_and_none_of_its_weight():
+    wide, narrow = (flags(f"--preset 1.3b --opt-level O3 {more}") for more in ("", "--output-layer-precision fp8-all"))
+    logits, weight, stream = 8192 * 50304, 50304 * 2048, 8192 * 2048
+    kept = logits + 5 * stream  # in E5M2; the gradient of the input in FP32, and the input in E4M3
+    chunk = 4 * 1280 * 50304 + 2 * weight + stream  # logits, their gradient twice; weight twice and input once in E4M3
+    assert chunk > 2 * (weight + stream)
+    assert stage_activations(narrow, 0, 1) - stage_activations(wide, 0, 1) == kept + chunk - HEAD
+
+
+def test_sequence_parallelism_gathers_what_the_head_multiplies():
+    config = flags("--preset 125m --opt-level O3 --tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 4")
+    stream, chunk = 8192 * 768, 4096 * 25216  # of this rank: a half of the stream; half of the tokens in a chunk
+    ends = 2 * stream + 4 * (8192 + 25216) * 768 + 2 * chunk + 2 * stream
+    assert stage_activations(config, 0, 1) - 12 * layer_activations(config) == ends
+
+
+def test_with_a_large_micro_batch_backward_of_a_layer_is_more_than_the_head():
+    def beside(text: str) -> int:
+        config = flags(f"--preset 1.3b --micro-batch-size 64 {text}")
+        return stage_activations(config, 0, 1) - layer_activations(config) * 24
+
+    unit = 2048 * 64 * 2048
+    assert beside("--opt-level O3") == (6 + 5 * 4) * unit
+    assert beside("--opt-level O3 --save-activations coat") == (6 + 7 * 4) * unit
+    assert beside("--opt-level O3 --swiglu --ffn-hidden-size 4096") == (6 + 7 * 2) * unit
+    assert beside("--opt-level O0") == 4 * unit + (4 + 2) * (2048 * 64 + 50304) * 2048  # not fused: the head
+
+
+def test_micro_batches_under_way_on_the_stages_of_a_pipeline():
+    config = flags("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4")
+    layer, stream = layer_activations(config), 2 * 2048 * 4 * 2048
+    head = 2 * stream + HEAD
+    assert [stage_activations(config, stage, 8) for stage in range(4)] == [24 * layer, 18 * layer, 12 * layer, 6 * layer + head]
+    assert stage_activations(config, 0, 2) == 12 * layer
+    interleaved = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, num_layers_per_virtual_pipeline_stage=3))
+    assert [stage_activations(interleaved, stage, 8) for stage in range(3)] == [33 * layer, 27 * layer, 21 * layer]
+    assert stage_activations(interleaved, 3, 8) == 15 * layer + head
+
+
+def test_in_graphs_each_micro_batch_under_way_has_memory_of_its_own():
+    config = flags("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4 --cuda-graph step")
+    layer, stream = layer_activations(config), 2 * 2048 * 4 * 2048
+    head, beside = (
+        2 * stream + HEAD,
+        (2 * 2 + 2) * stream // 2 + (2 + 2 + 1) * 4 * stream // 2,
+    )  # of a layer's backward, and `HEAD` above it
+    each = 6 * layer + 2 * stream
+    assert [stage_activations(config, stage, 8) for stage in range(4)] == [
+        *(count * (each + beside) + 2 * stream for count in (4, 3, 2)),
+        each + max(head, beside) + 2 * stream,
+    ]
+    interleaved = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, num_layers_per_virtual_pipeline_stage=3))
+    chunks = slots(0, 4, 2, 8)
+    assert stage_activations(interleaved, 0, 8) == sum(count * (3 * layer + 2 * stream + beside) + 2 * stream for count in chunks)
+
+
+def test_full_recomputation_keeps_the_inputs_of_its_units():
+    config = flags("--preset 1.3b --opt-level O3 --recompute-granularity full --recompute-method uniform --recompute-num-layers 5")
+    layer, stream = layer_activations(config), 2 * 2048 * 4 * 2048
+    head = 2 * stream + HEAD
+    assert stage_activations(config, 0, 1) == 5 * stream + 5 * layer + head
+    blocks = dataclasses.replace(config, training=dataclasses.replace(config.training, recompute_method="block"))
+    assert stage_activations(blocks, 0, 1) == 5 * stream + 19 * layer + layer + head
+
+
+def test_several_micro_batches_are_summed_in_the_accumulators_format():
+    def accumulated(text: str, world_size: int = 1) -> int:
+        config = flags(f"--preset 125m --global-batch-size {16 * world_size} {text}")
+        return plan(config, world_size)[0].accumulated
+
+    count = parameter_count(flags("--preset 125m").model, 50304)
+    small = sum(p.size for p in stage_parameters(flags("--preset 125m"), 0) if p.kind == "vector")
+    assert accumulated("--opt-level O0") == 4 * count
+    assert accumulated("--opt-level O3", 2) == 2 * (count - small) + 4 * small
+    assert accumulated("--opt-level O3 --grad-accum-dtype fp8") == count - small + 4 * small + 50304 * 768
+    assert accumulated("--opt-level O3 --micro-batch-size 16") == 0
+    assert accumulated("--opt-level O3 --grad-accum-on owner") == 4 * count
+    shares = [rank.accumulated for rank in plan(flags("--preset 125m --opt-level O3 --grad-accum-on owner --global-batch-size 128"), 4)]
+    assert sum(shares) == 4 * count  # spread over the ranks
+    assert max(shares) < 1.1 * count
+
+
+def test_the_report_names_grid_batch_parameters_and_the_fullest_rank():
+    said = report(flags("--preset 175b --opt-level O3"), 128)
+    assert "grid: 128 processes = TP 8 x PP 4 x DP 4, sequence parallel, ZeRO" in said
+    assert "batch: 512 sequences = 1,048,576 tokens, 128 x 1 a process; 38,147 iterations = 40.0B tokens" in said
+    assert "parameters: 174,590,681,088; a process 5,437,845,504 to 5,516,513,280; vocabulary 51,200" in said
+    assert "fullest: stage 0" in said
+    assert "least: stage 3" in said
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize(("size", "gpus"), [("7b", 32), ("13b", 32), ("175b", 128)])
+def test_the_papers_models_fit_on_the_papers_gpus_at_every_level(size, gpus, level):
+    check_fits(flags(f"--preset {size} --opt-level {level} --use-distributed-optimizer"), gpus, 80 * GIB)
+
+
+def test_what_does_not_fit_is_refused_with_what_would_help():
+    config = flags("--preset 13b --opt-level O0 --micro-batch-size 4")
+    with pytest.raises(
+        ValueError, match=r"pipeline stage 0 needs 1\d\d.\d GiB a process and 3 for CUDA and NCCL, and the device"
+    ) as caught:
+        check_fits(config, 2, 80 * GIB)
+    for remedy in (
+        "--use-distributed-optimizer",
+        "lower --micro-batch-size 4",
+        "--save-activations coat",
+        "--opt-level O3",
+        "raise --tensor-model",
+    ):
+        assert remedy in str(caught.value)
+    assert "device has 80.0 (--device-memory-gib)" in str(caught.value)
+    check_fits(config, 2, 1000 * GIB)
+
+
+TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 --lr 1e-3 --micro-batch-size 2"
+HUGE = {
+    "width": ("--hidden-size 10000000", r"the model has 2\.4e\+15 parameters, .* take smaller --num-layers, --hidden-size"),
+    "depth": ("--num-layers 10000 --hidden-size 4096", r"the model has 2\.01e\+12 parameters"),
+    "head": ("--kv-channels 16777216 --num-attention-heads 1024", r"--kv-channels"),
+    "vocabulary": ("--vocab-size 2147483647", r"the model has 6\.87e\+10 parameters, .* or vocabulary"),
+    "batch": (
+        "--micro-batch-size 100000000",
+        r"needs .* and the device has 16\.0: .*lower --micro-batch-size 100000000",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_what_no_device_holds_is_refused_at_once(name):
+    settings, message = HUGE[name]
+    with pytest.raises(ValueError, match=message):
+        check_fits(flags(f"{TINY} --train-iters 5 {settings}"), 1, 16 * GIB, reserved=0)
+
+
+def test_weights_are_judged_by_the_share_of_a_process():
+    settings = flags("--preset 13b --pipeline-model-parallel-size 4")  # with 2 tensor-parallel ranks, 8 shares
+    check_weights(settings, 2 * GIB)
+    with pytest.raises(ValueError, match=r"1\.28e\+10 parameters, of which a process would hold 1\.61e\+09"):
+        check_weights(settings, GIB)
+
+
+@pytest.mark.parametrize("name", ["train-iters", "eval-iters"])
+def test_the_order_of_the_data_fits_into_the_machine(name):
+    settings = flags(f"{TINY} --train-iters 5 --eval-iters 0 --{name} 1000")
+    check_data_order(settings, 1, 2000 * ORDER_BYTES)
+    with pytest.raises(ValueError, match=rf"--{name} 1000 reads 2e\+03 sequences, .* lower it, or --global-batch-size 2"):
+        check_data_order(settings, 1, 2000 * ORDER_BYTES - 1)

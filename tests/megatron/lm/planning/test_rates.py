@@ -1,0 +1,56 @@
+"""Rates between and outside their sizes, and on another GPU."""
+
+import dataclasses
+import math
+
+import pytest
+
+from megatron.lm.planning.rates import GPUS, Rate, Rates, rates_of
+
+
+def some(*values: tuple[str, float | None, float, str], gpu: str = "h200") -> Rates:
+    rows = tuple(Rate("NVIDIA H200", name, at, value, unit, "a file", "0123456") for name, at, value, unit in values)
+    return Rates(GPUS[gpu], rows, gpu != "h200")
+
+
+def test_between_two_sizes_a_rate_goes_with_the_logarithm_and_outside_it_stays():
+    rates = some(("gemm", 1024, 1000.0, "TFLOP/s"), ("gemm", 4096, 1400.0, "TFLOP/s"))
+    assert rates("gemm", 1024) == 1e15
+    assert rates("gemm", 2048) == pytest.approx(1.2e15)
+    assert rates("gemm", 1024 * 2**0.5) == pytest.approx(1.1e15)
+    assert [rates("gemm", 16), rates("gemm", 10**6)] == [1e15, 1.4e15]
+
+
+def test_units_are_si():
+    rates = some(
+        ("a", None, 2.0, "ps"), ("b", None, 3.0, "us"), ("c", None, 4.0, "GB/s"), ("d", None, 5.0, "TB/s"), ("e", None, 0.5, "share")
+    )
+    assert [rates(name) for name in "abcde"] == pytest.approx([2e-12, 3e-6, 4e9, 5e12, 0.5])
+    with pytest.raises(KeyError, match=r"no row 'f'"):
+        rates("f")
+
+
+def test_another_gpu_has_the_quotients_of_the_data_sheets():
+    rows = (("gemm", None, 1000.0, "TFLOP/s"), ("norm", None, 6.0, "ps"), ("update", None, 3.0, "TB/s"), ("link", None, 320.0, "GB/s"))
+    h200, h100 = some(*rows), some(*rows, gpu="h100")
+    assert h100("gemm") == h200("gemm")  # the same chip
+    assert h100("norm") / h200("norm") == pytest.approx(4.8 / 3.35)
+    assert h100("update") / h200("update") == pytest.approx(3.35 / 4.8)
+    assert h100("link") == h200("link")
+    half = Rates(dataclasses.replace(GPUS["h200"], peaks=(494.5, 989.5)), h200.rows, True)
+    assert half("gemm") == pytest.approx(h200("gemm") / 2)
+
+
+def test_the_file_has_rows_of_the_h200_and_says_that_others_are_scaled():
+    h200, h100 = rates_of("h200"), rates_of("h100")
+    assert not h200.scaled
+    assert h100.scaled
+    assert "no row is of NVIDIA H100" in h100.note
+    assert "no row" not in h200.note
+    assert all("links between hosts: not measured" in rates.note for rates in (h200, h100))
+    assert all(row.source and row.commit and math.isfinite(row.value) and row.value > 0 for row in h200.rows)
+
+
+def test_an_unknown_gpu_is_refused_with_the_list():
+    with pytest.raises(ValueError, match=r"--gpu 'a100' is unknown: choose one of h200, h100"):
+        rates_of("a100")

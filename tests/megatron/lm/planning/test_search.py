@@ -1,0 +1,96 @@
+"""Grids that fit: all of them divide, more memory never leaves fewer, and what is listed is what the dry run says."""
+
+import dataclasses
+import time
+
+import pytest
+
+from megatron.lm.config.cli import parse_args
+from megatron.lm.config.rules.check import check
+from megatron.lm.planning import memory
+from megatron.lm.planning.cluster import Cluster
+from megatron.lm.planning.rates import rates_of
+from megatron.lm.planning.search import best, candidates, planned
+
+RATES = rates_of("h100")
+COMMON = ["--use-distributed-optimizer", "--fp8-min-gain", "0", "--dry-run"]
+
+
+def config(*flags: str):
+    return parse_args([*flags, *COMMON])
+
+
+def machines(gpus: int) -> Cluster:
+    return Cluster(gpus=gpus, per_host=8, link=320e9, network=40e9, latency=45e-6)
+
+
+def test_grids_that_are_found_divide_fit_and_are_what_the_dry_run_says():
+    found = best(config("--preset", "13b", "--precision", "O3", "--global-batch-size", "256"), machines(16), RATES, 79 * memory.GIB, (), 8)
+    assert len(found) == 8
+    assert [one.step.total for one in found] == sorted(one.step.total for one in found)
+    for one in found:
+        check(one.config, 16)
+        assert one.ranks == memory.plan(one.config, 16)
+        memory.check_fits(one.config, 16, 79 * memory.GIB)
+        assert one.fullest.total == max(rank.total for rank in memory.plan(one.config, 16))
+
+
+def test_more_memory_never_leaves_fewer_grids():
+    model = config("--preset", "7b", "--precision", "O3", "--global-batch-size", "16")
+    counts, fastest = [], []
+    for gib in (20, 30, 50, 80):
+        found = best(model, machines(4), RATES, gib * memory.GIB, (), 1000)
+        counts.append(len(found))
+        fastest.append(found[0].step.total)
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+    assert fastest == sorted(fastest, reverse=True)
+
+
+def test_what_is_fixed_stays():
+    model = config("--preset", "13b", "--tensor-model-parallel-size", "4", "--micro-batch-size", "2")
+    found = list(candidates(model, machines(16), ("tensor_model_parallel_size", "micro_batch_size", "recompute_granularity")))
+    assert {one.parallel.tensor_model_parallel_size for one in found} == {4}
+    assert {one.training.micro_batch_size for one in found} == {2}
+    assert {one.training.recompute_granularity for one in found} == {None}
+    assert {one.parallel.pipeline_model_parallel_size for one in found} == {1, 2, 4}
+
+
+def test_tensor_parallelism_stays_on_a_host_and_splits_the_sequence():
+    for one in candidates(config("--preset", "175b"), machines(64)):
+        assert one.parallel.tensor_model_parallel_size <= 8
+        assert one.parallel.sequence_parallel == (one.parallel.tensor_model_parallel_size > 1)
+
+
+def test_a_rough_judgement_never_leaves_out_what_fits():
+    """Every grid of a small case, exactly: `best` finds just those that fit."""
+    model, cluster, capacity = config("--preset", "1.3b", "--precision", "O2", "--global-batch-size", "8"), machines(2), 11 * memory.GIB
+    fits = 0
+    for one in candidates(model, cluster):
+        try:
+            check(one, 2)
+        except ValueError:
+            continue
+        fits += planned(one, cluster, RATES).fullest.total + memory.RESERVED <= capacity
+    assert 0 < fits == len(best(model, cluster, RATES, capacity, (), 1000))
+
+
+def test_what_does_not_fit_or_divide_is_refused_with_a_remedy():
+    model = config("--preset", "175b", "--precision", "bf16")
+    with pytest.raises(
+        ValueError, match=r"no grid of 8 GPUs fits: the leanest needs about \d+.\d GiB .* and a GPU has 79.0: take more --gpus"
+    ):
+        best(model, machines(8), RATES, 79 * memory.GIB)
+    with pytest.raises(ValueError, match=r"no grid divides this model and 7 GPUs: --global-batch-size 512 is not divisible"):
+        best(model, machines(7), RATES, 79 * memory.GIB)
+    odd = dataclasses.replace(model, parallel=dataclasses.replace(model.parallel, tensor_model_parallel_size=5))
+    with pytest.raises(ValueError, match=r"--num-attention-heads 96 is not divisible by --tensor-model-parallel-size 5"):
+        best(odd, machines(20), RATES, 79 * memory.GIB, ("tensor_model_parallel_size",))
+
+
+@pytest.mark.nightly(30)
+def test_a_thousand_gpus_take_seconds():
+    start = time.process_time()
+    (found,) = best(config("--preset", "175b", "--precision", "O3"), machines(1024), RATES, 79 * memory.GIB, (), 1)
+    assert time.process_time() - start < 60  # 5 on an idle core
+    assert found.config.data_parallel_size(1024) * found.config.parallel.tensor_model_parallel_size >= 8

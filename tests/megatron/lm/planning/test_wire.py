@@ -1,0 +1,95 @@
+"""Bytes on the wire against the rows that the counters of a real run wrote, and by the formulas of ring collectives."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from megatron.lm.config.cli import parse_args
+from megatron.lm.planning import wire
+
+ROOT = Path(__file__).resolve().parents[4]
+MIB = 2**20
+COLUMNS = {
+    "input gather": "input_gather_mib", "input gather again": "input_gather_again_mib", "grad_input sum": "grad_input_mib",
+    "output sum": "output_mib", "grad_output gather": "grad_output_mib",
+}  # fmt: skip
+
+
+def measured() -> list[dict[str, str]]:
+    with (ROOT / "tools/bench/results/grid.csv").open(newline="") as stream:
+        return [row for row in csv.DictReader(stream) if row["level"] and row["tp"] == "2" and row["pp"] == "1" and row["gpus"] == "2"]
+
+
+@pytest.mark.parametrize("row", measured(), ids=lambda row: f"{row['commit']} {row['preset']} {row['case']}")
+def test_what_tensor_parallel_ranks_send_is_what_was_counted(row: dict[str, str]):
+    level, _, flags = row["case"].partition(" ")
+    config = parse_args(["--preset", row["preset"], "--opt-level", level, *flags.split(), "--micro-batch-size", row["micro_batch"]])
+    sent = wire.tensor_parallel(config, 0)
+    assert {name: sent[name].size / MIB for name in COLUMNS} == pytest.approx({name: float(row[key]) for name, key in COLUMNS.items()})
+    if float(row["other_activation_mib"]):  # earlier trees did not count the embedding's
+        ends = float(row["head_mib"]) + float(row["other_activation_mib"])
+        assert sent["head and embedding"].size / MIB == pytest.approx(ends)
+
+
+def test_without_sequence_parallelism_there_are_all_reduces():
+    config = parse_args(["--preset", "1.3b", "--tensor-model-parallel-size", "4", "--micro-batch-size", "2", "--opt-level", "O0"])
+    stream = 2048 * 2 * 2048 * 2  # tokens x hidden x BF16
+    sent = wire.tensor_parallel(config, 0)
+    assert sent["output sum"] == sent["grad_input sum"] == (2 * 3 / 4 * stream * 48, 48)
+    assert sent["head and embedding"] == (2 * 3 / 4 * stream * 2, 2)
+    assert wire.tensor_parallel(parse_args(["--preset", "1.3b"]), 0) == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "copies", "gradients", "weights"),
+    [
+        ("--opt-level O0 --use-distributed-optimizer", 4, 4.0, 2.0),
+        ("--opt-level O0", 4, 8.0, 0.0),
+        ("--opt-level O2 --use-distributed-optimizer", 4, 1.0, 2.0),
+        ("--opt-level O3", 4, 1.0, 1.0),
+    ],
+)
+def test_gradients_and_weights_by_their_formats(flags: str, copies: int, gradients: float, weights: float):
+    """Bytes a linear weight; the rest is a small model's embedding and vectors, counted here by hand."""
+    config = parse_args(f"--preset 125m --vocab-size 128 {flags}".split())
+    linear, matrix = 12 * 768**2 * 12, 128 * 768
+    vectors = 12 * ((3 + 1 + 4 + 1) * 768 + 4 * 768) + 2 * 768  # biases, norms
+    whole = 4.0 if gradients > 1 else 2.0  # the embedding's gradient: FP32, or BF16 beside FP8
+    if flags == "--opt-level O0":
+        whole = 8.0
+    vector = 8.0 if flags == "--opt-level O0" else 4.0
+    sent = wire.data_parallel(config, copies, 0)
+    assert sent[0] == pytest.approx(3 / 4 * (gradients * linear + whole * matrix + vector * vectors))
+    assert sent[1] == pytest.approx(3 / 4 * (weights * linear + 2.0 * (matrix + vectors)) if weights else 0.0)
+    assert wire.data_parallel(config, 1, 0) == (0.0, 0.0)
+
+
+def test_bytes_a_parameter_are_those_that_two_gpus_counted():
+    """`wire_mib` of tools/bench/results/data_parallel.csv, commit d2fde52."""
+    for flags, mib in (
+        ("--opt-level O3", 1350.351),
+        ("--opt-level O0 --use-distributed-optimizer", 3752.601),
+        ("--opt-level O2", 1350.955),
+    ):
+        sent = sum(wire.data_parallel(parse_args(["--preset", "1.3b", *flags.split()]), 2, 0))
+        assert sent / MIB == pytest.approx(mib, rel=1e-3)
+
+
+def test_stages_send_an_activation_onward_and_its_gradient_back():
+    config = parse_args(["--preset", "1.3b", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "2"])
+    stream = 2048 * 2 * 2048 * 2
+    assert [wire.pipeline(config, stage) for stage in range(4)] == [(stream, 1), (2 * stream, 2), (2 * stream, 2), (stream, 1)]
+    interleaved = "--preset 1.3b --pipeline-model-parallel-size 4 --micro-batch-size 2 --num-layers-per-virtual-pipeline-stage 3"
+    chunked = parse_args(interleaved.split())
+    assert [wire.pipeline(chunked, stage).calls for stage in range(4)] == [3, 4, 4, 3]
+    assert wire.pipeline(parse_args(["--preset", "1.3b"]), 0) == (0.0, 0)
+
+
+def test_by_kind_adds_up_the_micro_batches_of_the_busiest_stage():
+    config = parse_args(["--preset", "13b", "--opt-level", "O3", "--pipeline-model-parallel-size", "2", "--global-batch-size", "32"])
+    found = wire.by_kind(config, 8)
+    assert config.num_micro_batches(8) == 8
+    assert found["output sum"] == 8 * wire.tensor_parallel(config, 0)["output sum"].size
+    assert found["pipeline"] == 8 * wire.pipeline(config, 0).size
+    assert found["gradients"] == wire.data_parallel(config, 2, 1)[0]

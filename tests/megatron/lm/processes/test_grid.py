@@ -1,0 +1,475 @@
+"""Grids of tensor, sequence, pipeline and data parallelism: runs on them as on one process, gradient by gradient, alike on all ranks;
+and at the end of the file what `Grid` answers.
+
+One start of processes serves all runs of a size; the tests look at what it returns. By default 2 processes and two grids, one
+of tensor and one of pipeline parallelism; what TP, ZeRO and the wire do to the bit, tests/msamp/parallel shows. The nightly tests add the
+rest of the table and 4 processes.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import dist
+import pytest
+import tiny
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from megatron.lm.config import Config
+from megatron.lm.config.precision import build_recipe
+from megatron.lm.model.initial import named_globally
+from megatron.lm.processes import process_groups
+from megatron.lm.processes.grid import ALONE, Grid, Ranks
+from megatron.lm.step import train_step
+from megatron.lm.training.gradients import build_grad_sync, chunks
+from megatron.lm.training.state import Training
+from msamp.numerics.metrics import sqnr_db
+from msamp.numerics.tensor import fp32_values
+
+STEPS = tiny.BOTH_PHASES
+SHARED: dict[str, Any] = {
+    "num_layers": 4,
+    "num_attention_heads": 4,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "train_iters": STEPS,
+    "make_vocab_size_divisible_by": 16,
+}
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+SP, VPP = {"sequence_parallel": True}, {"num_layers_per_virtual_pipeline_stage": 1}
+ZERO = {"use_distributed_optimizer": True}
+UNTIED = {"untie_embeddings_and_output_weights": True}
+LLAMA = {"swiglu": True, "group_query_attention": True, "num_query_groups": 2, "normalization": "RMSNorm", "disable_bias_linear": True}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+LEARNED = {"position_embedding_type": "learned_absolute"}
+# Largest relative difference of a loss from one process's over the steps; least SQNR in dB of a parameter's gradient in the first.
+LIMITS = {
+    "fp32": (1e-5, 100.0),
+    "bf16": (5e-3, 30.0),
+    "fp16-amp": (1e-3, 45.0),
+    "collage-plus": (5e-3, 30.0),
+    "collage-fp8": (5e-3, 30.0),
+    "coat": (1e-2, 12.0),
+    "O1": (1e-2, 12.0),
+    "O2": (1e-2, 12.0),
+    "O3": (1e-2, 12.0),
+}
+
+# Model settings by name: each is trained on one process too.
+QWEN = LLAMA | UNTIED | {"qk_layernorm": True}
+MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "llama": LLAMA | UNTIED, "learned": LEARNED, "qwen": QWEN}
+Case = tuple[str, str, dict[str, Any]]  # recipe, model, grid
+TWO: dict[str, Case] = {
+    "fp32 TP+SP": ("fp32", "gpt", TP2 | SP),
+    "O3 interleaved": ("O3", "gpt", PP2 | VPP),
+    "fp32 qwen TP": ("fp32", "qwen", TP2),
+}
+EVERY_TWO: dict[str, Case] = {
+    f"{recipe} {name}": (recipe, "gpt", grid)
+    for recipe in LIMITS
+    for name, grid in {"DP": {}, "TP": TP2, "TP+SP": TP2 | SP, "PP": PP2, "interleaved": PP2 | VPP}.items()
+    if f"{recipe} {name}" not in TWO
+}
+# Recipes between FP32 and O3 on the grids that differ least from others.
+TWO_REST = {name: case for name, case in EVERY_TWO.items() if case[0] not in ("fp32", "O3") and name.endswith((" TP", " interleaved"))}
+TWO_SLOW: dict[str, Case] = {
+    **{name: case for name, case in EVERY_TWO.items() if name not in TWO_REST},
+    "fp32 qwen TP+SP": ("fp32", "qwen", TP2 | SP),
+    "O3 qwen TP+SP": ("O3", "qwen", TP2 | SP),
+    "O3 qwen PP": ("O3", "qwen", PP2),
+    "O3 TP+SP again": ("O3", "gpt", TP2 | SP),
+    "O3 TP+SP recomputed": ("O3", "gpt", TP2 | SP | RECOMPUTE),
+    "O3 TP recomputed": ("O3", "gpt", TP2 | RECOMPUTE),
+    "O3 PP recomputed": ("O3", "gpt", PP2 | RECOMPUTE),
+    "O3 TP+SP fp8 wire": ("O3", "gpt", TP2 | SP | {"tp_wire": "fp8"}),
+    "O3 TP fp8 wire": ("O3", "gpt", TP2 | {"tp_wire": "fp8"}),
+    "O3 TP+SP gathered": ("O3", "gpt", TP2 | SP | {"tp_saved_input": "gathered"}),
+    "O3 TP+SP current": ("O3", "gpt", TP2 | SP | {"fp8_recipe": "tensorwise"}),
+    **{f"{recipe} llama TP+SP": (recipe, "llama", TP2 | SP) for recipe in ("fp32", "bf16", "O3")},
+    **{f"{recipe} llama interleaved": (recipe, "llama", PP2 | VPP) for recipe in ("fp32", "O3")},
+    "fp32 learned TP+SP": ("fp32", "learned", TP2 | SP),
+    "fp32 learned PP": ("fp32", "learned", PP2),
+    "O1 PP ZeRO": ("O1", "gpt", PP2 | ZERO),
+    **{f"{recipe} DP ZeRO": (recipe, "gpt", ZERO) for recipe in ("collage-plus", "collage-fp8")},
+    "coat DP ZeRO": ("coat", "gpt", ZERO),
+}
+EVERY_FOUR: dict[str, Case] = {
+    f"{recipe} {name}": (recipe, "gpt", grid)
+    for recipe in ("fp32", "bf16", "O3")
+    for name, grid in {
+        "TP 4 + SP": {"tensor_model_parallel_size": 4} | SP,
+        "PP 4": {"pipeline_model_parallel_size": 4},
+        "TP+SP x PP": TP2 | SP | PP2,
+        "TP+SP x interleaved": TP2 | SP | PP2 | VPP,
+        "DP x TP": TP2,
+        "DP x TP+SP ZeRO": TP2 | SP | ZERO,
+        "DP x PP": PP2,
+        "DP x PP ZeRO": PP2 | ZERO,
+        "DP x interleaved": PP2 | VPP,
+    }.items()
+} | {
+    f"{recipe} {name}": (recipe, "gpt", grid)
+    for recipe in ("O1", "O2", "fp16-amp")
+    for name, grid in {"TP+SP x PP": TP2 | SP | PP2, "DP x TP+SP ZeRO": TP2 | SP | ZERO}.items()
+}
+FOUR_REST = {name: case for name, case in EVERY_FOUR.items() if case[0] == "bf16"}
+FOUR = {name: case for name, case in EVERY_FOUR.items() if name not in FOUR_REST}
+# Over NCCL; the GPU's FP32 sums are in another order, and rounded otherwise.
+GPUS: dict[str, Case] = {
+    **{f"{recipe} TP+SP": (recipe, "gpt", TP2 | SP) for recipe in ("fp32", "bf16", "fp16-amp", "O2", "O3")},
+    **{f"{recipe} PP": (recipe, "gpt", PP2) for recipe in ("fp32", "fp16-amp", "O3")},
+    "fp32 interleaved": ("fp32", "gpt", PP2 | VPP),
+    "O3 interleaved": ("O3", "gpt", PP2 | VPP),
+    "O3 TP": ("O3", "gpt", TP2),
+    "O3 TP+SP again": ("O3", "gpt", TP2 | SP),
+    "O3 TP+SP recomputed": ("O3", "gpt", TP2 | SP | RECOMPUTE),
+    "O3 TP+SP fp8 wire": ("O3", "gpt", TP2 | SP | {"tp_wire": "fp8"}),
+    "O3 llama TP+SP": ("O3", "llama", TP2 | SP),
+}
+GPU_LIMITS = {"fp32": (1e-4, 60.0), "bf16": (1e-2, 25.0), "fp16-amp": (2e-3, 40.0), "O2": (2e-2, 10.0), "O3": (2e-2, 10.0)}
+SAME_BITS = [("O3 TP+SP", "O3 TP+SP again"), ("O3 TP+SP", "O3 TP+SP recomputed")]
+SAME_BITS_SLOW = [
+    *SAME_BITS,
+    ("O3 TP", "O3 TP recomputed"),
+    ("O3 PP", "O3 PP recomputed"),
+    ("O3 TP+SP", "O3 TP+SP gathered"),
+    ("O1 PP", "O1 PP ZeRO"),
+    *((f"{recipe} DP", f"{recipe} DP ZeRO") for recipe in ("collage-plus", "collage-fp8")),
+    ("coat DP", "coat DP ZeRO"),
+]
+SAME_BITS_FOUR = [(f"{recipe} DP x PP", f"{recipe} DP x PP ZeRO") for recipe in ("fp32", "O3")]
+
+
+def steps_of(recipe: str) -> int:
+    """A few, and where scaling is delayed both of its phases."""
+    return STEPS if recipe.startswith("O") else 5
+
+
+def settings_of(prefix: str, case: Case) -> Config:
+    recipe, model, grid = case
+    return tiny.config(prefix, **{"precision": recipe, **SHARED, **MODELS[model], **grid})
+
+
+def gradients(training: Training) -> list[tuple[str, int | None, int, Tensor]]:
+    """What this rank has of the averaged gradients: name on one process, dimension that is cut, first row in this rank's part, values."""
+    found = []
+    sync = training.grad_sync
+    for chunk in chunks(training.model):
+        for name, module in named_globally(chunk):
+            for key, p in module.named_parameters(recurse=False):
+                cut = p.partition_dim if getattr(p, "tensor_model_parallel", False) else None
+                for row, g in [(segment.row, segment.grad) for segment in sync.owned(p)] if sync.shard else [(0, p.main_grad)]:
+                    found.append((f"{name}.{key}", cut, row, fp32_values(g).cpu()))
+    return found
+
+
+def trained(settings: Config) -> dict[str, Any]:
+    """What this rank saw of a run of `STEPS` steps."""
+    with tiny.trainer(settings) as made:
+        training = made.training
+        stream = made._batches(made.train_data, 0)
+        losses, norms = [], []
+        first: list[tuple[str, int | None, int, Tensor]] = []
+        for _ in range(steps_of(settings.precision.name)):
+            result = train_step(training, stream)
+            total = torch.stack([result.loss_sum, result.tokens])
+            torch.distributed.all_reduce(total)
+            losses.append(float(total[0] / total[1]))
+            norms.append(float(result.grad_norm))
+            first = first or gradients(training)
+        alike = {
+            f"{name}.{key}": tiny.bits([p])
+            for chunk in chunks(training.model)
+            for name, module in named_globally(chunk)
+            for key, p in module.named_parameters(recurse=False)
+            if not getattr(p, "tensor_model_parallel", False) or name == "embedding.word_embeddings"
+        }
+        return {
+            "losses": losses,
+            "norms": norms,
+            "gradients": first,
+            "alike": alike,
+            "weights": tiny.bits(training.model.parameters()),
+            "place": (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()),
+        }
+
+
+def all_runs(prefix: str, cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+    return {name: trained(settings_of(prefix, case)) for name, case in cases.items()}
+
+
+def poisoned(prefix: str) -> list[tuple[bool, float]]:
+    """Was the step skipped and what is the norm, where in the second step one gradient of the last rank is NaN."""
+    found = []
+    with tiny.trainer(settings_of(prefix, ("O3", "gpt", TP2 | PP2))) as made:
+        stream = made._batches(made.train_data, 0)
+        bad = next(p for name, p in made.training.model.named_parameters() if name.endswith("linear_fc1.weight"))
+        for step in range(3):
+            handle = None
+            if step == 1 and torch.distributed.get_rank() == 3:
+                handle = bad.register_hook(lambda g: g * float("nan"))
+            result = train_step(made.training, stream)
+            found.append((result.skipped, float(result.grad_norm)))
+            if handle is not None:
+                handle.remove()
+    return found
+
+
+def four_processes(prefix: str) -> dict[str, Any]:
+    return {"runs": all_runs(prefix, FOUR), "poisoned": poisoned(prefix)}
+
+
+@pytest.fixture(scope="module")
+def one(gloo_prefix: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Runs on one process, made when first asked for."""
+
+    class Runs(dict):
+        def __missing__(self, key: tuple[str, str]) -> dict[str, Any]:
+            self[key] = trained(settings_of(str(gloo_prefix), (*key, {})))
+            return self[key]
+
+    return Runs()
+
+
+def runs_of(cases: dict[str, Case], ranks: int, timeout: float) -> Any:
+    """A fixture: what each of so many ranks saw of the cases, which are run once, at the first test that asks."""
+
+    @pytest.fixture(scope="module")
+    def runs(gloo_prefix: Path) -> list[dict[str, Any]]:
+        return dist.run(all_runs, ranks, str(gloo_prefix), cases, timeout=timeout)
+
+    return runs
+
+
+two = runs_of(TWO, 2, 850)
+two_slow = runs_of(TWO_SLOW, 2, 2500)
+two_rest = runs_of(TWO_REST, 2, 2500)
+four_rest = runs_of(FOUR_REST, 4, 2500)
+
+
+@pytest.fixture(scope="module")
+def four(gloo_prefix: Path) -> list[dict[str, Any]]:
+    return dist.run(four_processes, 4, str(gloo_prefix), timeout=2500)
+
+
+def check(
+    ranks: list[dict[str, Any]], name: str, case: Case, one: dict[tuple[str, str], dict[str, Any]], limits: dict[str, Any] = LIMITS
+) -> None:
+    """A run against one process: losses, gradients, and what must be alike on several ranks."""
+    recipe, model, _ = case
+    runs, alone = [rank[name] for rank in ranks], one[recipe, model]
+    limit, least = limits[recipe]
+    for run in runs:
+        assert run["losses"] == runs[0]["losses"]
+        assert run["norms"] == runs[0]["norms"], "the global norm decides on every rank alike"
+        assert run["losses"] == pytest.approx(alone["losses"], rel=limit)
+        assert run["norms"][0] == pytest.approx(alone["norms"][0], rel=10 * limit)
+    expected = {name: g for name, _, _, g in alone["gradients"]}
+    seen: set[str] = set()
+    for run in runs:
+        rank, size = run["place"]
+        for key, cut, row, g in run["gradients"]:
+            whole = expected[key]
+            if cut is not None:
+                strips = whole.chunk(2 if MODELS[model].get("swiglu") and "linear_fc1" in key else 1, cut)
+                whole = torch.cat([strip.chunk(size, cut)[rank] for strip in strips], cut)
+            assert sqnr_db(whole[row : row + g.shape[0]], g) >= least, key
+            seen.add(key)
+    assert seen == set(expected)
+    for key in {key for run in runs for key in run["alike"]}:
+        for rank in {run["place"][0] for run in runs}:  # the embedding is cut over tensor-parallel ranks, and has a copy a stage
+            same = [run["alike"][key] for run in runs if key in run["alike"] and (run["place"][0] == rank or "word_emb" not in key)]
+            assert all(tiny.same(same[0], other) for other in same), key
+
+
+def runs_on_gpus(prefix: str, cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl")
+    return all_runs(prefix, cases)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.timeout(600)
+def test_two_gpus_train_as_one(tmp_path: Path):
+    prefix = str(tiny.write_data(tmp_path))
+    alone = {(recipe, model): (recipe, model, {}) for recipe, model, _ in GPUS.values()}
+    (one,) = dist.run(runs_on_gpus, 1, prefix, alone, init=False, timeout=400)
+    two = dist.run(runs_on_gpus, 2, prefix, GPUS, init=False, timeout=400)
+    for name, case in GPUS.items():
+        check(two, name, case, one, GPU_LIMITS)
+    for a, b in SAME_BITS:
+        assert all(tiny.same(rank[a]["weights"], rank[b]["weights"]) for rank in two), (a, b)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_processes_train_as_one(two, one, name: str):
+    check(two, name, TWO[name], one)
+
+
+@pytest.mark.nightly(6)
+@pytest.mark.timeout(2700)  # of all runs, which the first test starts
+@pytest.mark.parametrize("name", TWO_SLOW)
+def test_every_recipe_on_two_processes(two_slow, one, name: str):
+    check(two_slow, name, TWO_SLOW[name], one)
+
+
+@pytest.mark.nightly(6)
+@pytest.mark.timeout(2700)
+@pytest.mark.parametrize("name", TWO_REST)
+def test_the_other_grids_of_two_processes(two_rest, one, name: str):
+    check(two_rest, name, TWO_REST[name], one)
+
+
+@pytest.mark.nightly(12)
+@pytest.mark.timeout(2700)
+@pytest.mark.parametrize("name", FOUR_REST)
+def test_bf16_on_four_processes(four_rest, one, name: str):
+    check(four_rest, name, FOUR_REST[name], one)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("a", "b"), SAME_BITS_SLOW, ids=str)
+def test_bits_do_not_depend_on_the_run_nor_on_recomputation(two, two_slow, a: str, b: str):
+    for rank, more in zip(two, two_slow, strict=True):
+        runs = rank | more
+        assert runs[a]["losses"] == runs[b]["losses"]
+        assert tiny.same(runs[a]["weights"], runs[b]["weights"])
+
+
+@pytest.mark.nightly(12)
+@pytest.mark.timeout(2700)
+@pytest.mark.parametrize("name", FOUR)
+def test_every_recipe_on_four_processes(four, one, name: str):
+    check([rank["runs"] for rank in four], name, FOUR[name], one)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("a", "b"), SAME_BITS_FOUR, ids=str)
+def test_zero_changes_no_bit_in_a_grid(four, a: str, b: str):
+    for rank in four:
+        assert tiny.same(rank["runs"][a]["weights"], rank["runs"][b]["weights"])
+
+
+@pytest.mark.nightly
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(four):
+    for rank in four:
+        assert [skipped for skipped, _ in rank["poisoned"]] == [False, True, False]
+        assert [repr(norm) for _, norm in rank["poisoned"]] == [repr(norm) for _, norm in four[0]["poisoned"]]
+
+
+# What the grid answers
+
+
+def parameter(**marks: bool) -> Tensor:
+    """A parameter with megatron-core's marks."""
+    p = nn.Parameter(torch.zeros(2))
+    for name, value in marks.items():
+        setattr(p, name, value)
+    return p
+
+
+# Marks, tensor-parallel rank, data-parallel rank -> does the rank count for it in a sum over `model`, and in one over all ranks?
+COUNTS = [
+    ({}, 0, 0, True, True),
+    ({}, 1, 0, False, False),
+    ({}, 0, 1, True, False),
+    ({"tensor_model_parallel": True}, 1, 0, True, True),
+    ({"tensor_model_parallel": True}, 1, 1, True, False),
+    ({"tensor_model_parallel": True, "shared": True}, 0, 0, False, False),
+    ({"shared_embedding": True}, 0, 0, True, True),
+]
+
+
+@pytest.mark.parametrize(("marks", "tensor", "data", "in_model", "of_all"), COUNTS)
+def test_every_element_counts_once(marks: dict[str, bool], tensor: int, data: int, in_model: bool, of_all: bool):
+    grid = Grid(tensor=Ranks(tensor, 2), copies=Ranks(data, 2))
+    assert grid.counts(parameter(**marks), every_copy=True) is in_model
+    assert grid.counts(parameter(**marks), every_copy=False) is of_all
+
+
+@pytest.mark.parametrize("chunks_a_stage", [1, 2])
+def test_the_model_begins_and_ends_once(chunks_a_stage: int):
+    grids = [Grid(pipeline=Ranks(rank, 3), chunks=chunks_a_stage) for rank in range(3)]
+    places = [(chunk, grid) for chunk in range(chunks_a_stage) for grid in grids]
+    count = len(places)
+    assert [grid.is_first_stage(chunk) for chunk, grid in places] == [True] + [False] * (count - 1)
+    assert [grid.is_last_stage(chunk) for chunk, grid in places] == [False] * (count - 1) + [True]
+    if chunks_a_stage == 1:
+        assert [grid.is_first_stage() for grid in grids] == [True, False, False]
+    else:
+        with pytest.raises(ValueError, match="a stage holds 2 chunks of the model: say which of 0 to 1"):
+            grids[0].is_last_stage()
+
+
+def test_sums_beside_the_average():
+    norm, tied, plain = parameter(sequence_parallel=True), parameter(shared_embedding=True), parameter()
+    ends, shards = Ranks(0, 2), Ranks(1, 4)
+    (first, embeddings), (second, norms) = Grid(embedding=ends, tensor=shards).sums(iter([norm, tied, plain]))
+    assert (first, second) == (ends, shards)
+    assert [p is tied for p in embeddings] == [True]
+    assert [p is norm for p in norms] == [True]
+    assert Grid().gradients(plain) == ALONE
+
+
+class WithExperts(Grid):
+    """A further axis: experts have fewer copies than the rest, told by megatron-core's mark."""
+
+    def gradients(self, parameter: Tensor) -> Ranks:
+        return self.copies if getattr(parameter, "allreduce", True) else Ranks(self.copies.rank // 2, self.copies.size // 2)
+
+
+def test_an_expert_axis_answers_by_parameter_and_one_synchroniser_for_two_averages_is_refused():
+    expert, grid = parameter(allreduce=False), WithExperts(copies=Ranks(1, 4))
+    assert (grid.gradients(expert), grid.gradients(parameter())) == (Ranks(0, 2), Ranks(1, 4))
+    assert grid.counts(expert, every_copy=False)
+    assert not grid.counts(parameter(), every_copy=False)
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    model[1].weight.allreduce = False  # type: ignore[assignment, union-attr]
+    config = tiny.config("corpus", precision="bf16")
+    with pytest.raises(ValueError, match="averaged over 2 groups of ranks, and a GradSync takes one"):
+        build_grad_sync(model, config, build_recipe(config.precision), grid=grid)
+
+
+PURPOSES = ("copies", "batch", "tensor", "pipeline", "scales", "model", "embedding")
+
+
+def on_two() -> dict[str, dict[str, Any]]:
+    """The current grid of three layouts: rank and size by purpose, the sum of ranks over each group, chunks."""
+    found = {}
+    for name, sizes in {"DP": {}, "TP": TP2, "PP": PP2 | VPP}.items():
+        process_groups.initialize(tiny.config("corpus", num_layers=4, global_batch_size=8, distributed_backend="gloo", **sizes))
+        grid = Grid.current()
+        assert grid == Grid.current()
+        seen: dict[str, Any] = {"chunks": grid.chunks}
+        for purpose in PURPOSES:
+            ranks = getattr(grid, purpose)
+            number = torch.tensor(torch.distributed.get_rank() + 1)
+            if ranks.group is not None:
+                torch.distributed.all_reduce(number, group=ranks.group)
+            seen[purpose] = (ranks.rank, ranks.size, int(number))
+        found[name] = seen
+        process_groups.leave_grid()
+    process_groups.shutdown()
+    with pytest.raises(RuntimeError, match=r"groups were left.*Grid\.current"):
+        _ = grid.model.group
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
+def test_groups_of_two_processes_by_purpose():
+    for rank, found in enumerate(dist.run(on_two, 2, init=False)):
+        both, alone = (rank, 2, 3), (0, 1, rank + 1)
+        together = {"DP": {"copies", "batch", "scales"}, "TP": {"tensor", "scales", "model"}, "PP": {"pipeline", "model", "embedding"}}
+        for name, purposes in together.items():
+            assert {p: found[name][p] for p in PURPOSES} == {p: both if p in purposes else alone for p in PURPOSES}, name
+            assert found[name]["chunks"] == (2 if name == "PP" else 1)
+
+
+def test_only_the_grid_and_its_maker_ask_megatron_core_for_groups():
+    root = Path(__file__).parents[4]
+    files = [path for top in ("megatron", "tools") for path in (root / top).rglob("*.py")]
+    asking = {path.relative_to(root).as_posix() for path in files if re.search(r"\bparallel_state\b", path.read_text(encoding="utf-8"))}
+    assert asking == {"megatron/lm/processes/grid.py", "megatron/lm/processes/process_groups.py"}

@@ -1,0 +1,126 @@
+"""How processes find each other, and how long they look: each failure names the address and what to do."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.lm.errors import RunStopped
+from megatron.lm.processes import rendezvous
+
+ROOT = Path(__file__).parents[4]
+
+
+def test_who_meets_again_in_an_old_store_finds_nothing_of_before():
+    store, limit = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), timedelta(seconds=30)
+    for word in ("first", "second"):
+        with ThreadPoolExecutor(3) as pool:
+            # Rank 0 comes last, when the questions of the others, and those of the last attempt, stand there.
+            came = [pool.submit(rendezvous.meet, store.clone(), rank, 3, limit) for rank in (2, 1, 0)]
+            parts = [each.result() for each in came]
+        assert not any(part.check(["word"]) for part in parts)
+        parts[0].set("word", word)
+        assert {part.get("word") for part in parts} == {word.encode()}
+
+
+def test_processes_that_do_not_come_are_not_waited_for_for_ever():
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RuntimeError, match="only 1 of 3 processes have started within 0 s"):
+        rendezvous.meet(store, 0, 3, timedelta(seconds=0.2))
+
+
+@pytest.fixture
+def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Something that listens and never answers, at MASTER_ADDR and MASTER_PORT."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(listener.getsockname()[1]))
+        yield listener
+
+
+def refusal(rank: int = 0, world_size: int = 2, seconds: float = 0.5) -> str:
+    limit, started = timedelta(seconds=seconds), time.monotonic()
+    with pytest.raises((ValueError, RunStopped)) as caught:
+        rendezvous.join("gloo", rank, world_size, limit, limit)
+    assert time.monotonic() - started < seconds + 10
+    assert not torch.distributed.is_initialized()
+    return str(caught.value)
+
+
+def test_a_port_that_is_taken(master: socket.socket):
+    port = master.getsockname()[1]
+    assert refusal() == f"MASTER_PORT {port} is taken on 127.0.0.1: end what listens there, or give all ranks another port"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_alone(rank: int, master: socket.socket):
+    master.close()
+    said = refusal(rank)
+    assert said.startswith(f"the 2 processes have not met at MASTER_ADDR:MASTER_PORT 127.0.0.1:{os.environ['MASTER_PORT']} ")
+    assert "within 0.5 s (--distributed-timeout-minutes 0.00833333): start all of them" in said
+
+
+def test_an_unknown_host(master: socket.socket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
+    assert "MASTER_ADDR nowhere.invalid is unknown (" in refusal()
+    assert capsys.readouterr().err.count("warning: MASTER_ADDR nowhere.invalid is unknown so far (") == 1
+
+
+@pytest.mark.parametrize("port", ["", "port", "0", "65536", "-1"])
+def test_a_port_that_is_none(port: str, master: socket.socket, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MASTER_PORT", port)
+    assert f"MASTER_PORT is {port!r}: give a free port of rank 0's machine in [1, 65535]" in refusal()
+
+
+def test_no_host(master: socket.socket, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("MASTER_ADDR")
+    assert "MASTER_ADDR is not set: give the host name of rank 0" in refusal()
+
+
+def test_a_meeting_that_takes_too_long_ends_the_process(
+    master: socket.socket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    codes: list[int] = []
+    monkeypatch.setattr(rendezvous, "LATE_SECONDS", 0.0)
+    monkeypatch.setattr(rendezvous.os, "_exit", codes.append)
+    with rendezvous.deadline(1, 2, timedelta(seconds=0.05)):
+        time.sleep(0.3)
+    with rendezvous.deadline(1, 2, timedelta(seconds=0.05)):
+        pass
+    time.sleep(0.1)
+    assert codes == [1]
+    said = capsys.readouterr().err
+    assert said.startswith("error on rank 1: the 2 processes have not met at MASTER_ADDR:MASTER_PORT 127.0.0.1:")
+    assert "where something else listens at that port, take another one" in said
+
+
+SCRIPT = """
+from datetime import timedelta
+from megatron.lm.processes import rendezvous
+if __name__ == "__main__":
+    limit = timedelta(seconds=1)
+    with rendezvous.deadline(1, 2, limit):
+        rendezvous.join("gloo", 1, 2, limit, limit)
+"""
+
+
+@pytest.mark.nightly(12)
+def test_a_stranger_who_listens_and_never_answers_is_left_in_time(master: socket.socket):
+    """In a process of its own, which the deadline ends."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "the 2 processes have not met at MASTER_ADDR:MASTER_PORT 127.0.0.1:" in last
+    assert "within 1 s" in last

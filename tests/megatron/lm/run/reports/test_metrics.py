@@ -1,0 +1,305 @@
+"""What a run says: log line, metrics file, TensorBoard, and the arithmetic behind them."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import tiny
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from megatron.lm.config import Config
+from megatron.lm.config.presets import flops_per_token
+from megatron.lm.run import trainer
+from megatron.lm.run.reports import metrics
+from megatron.lm.run.reports.metrics import Metrics, duration, memory_gib, mfu, peak_tflops
+from megatron.lm.training.state import StepResult, Training
+from msamp.numerics.formats import FP32
+from msamp.parallel.data_parallel import grad_sync
+
+# The fields that tools read by name.
+TRAIN_KEYS = {"kind", "iteration", "tokens", "loss", "lr", "grad_norm", "skipped", "tokens_per_s", "tflops", "memory_gib"} | {
+    "memory_gib_min",
+    "sent_weight_mib",
+    "sent_activation_mib",
+}
+EVALUATION_KEYS = {"kind", "iteration", "tokens", "loss", "ppl", "bits_per_byte"}
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    with tiny.started(tiny.config("corpus")):
+        yield
+
+
+class Clock:
+    """Stands for the clock of `metrics`: time passes only when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(metrics.time, "perf_counter", lambda: self.now)
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def result(loss_sum: float, tokens: float, skipped: bool = False) -> StepResult:
+    return StepResult(
+        loss_sum=torch.tensor(loss_sum),
+        tokens=torch.tensor(tokens),
+        grad_norm=torch.tensor(1.5, dtype=torch.float64),
+        lr=2e-4,
+        skipped=skipped,
+    )
+
+
+def new(config: Config, iteration: int = 0, skipped: int = 0) -> Metrics:
+    """Metrics of a run that stands at `iteration`."""
+    layer = nn.Linear(2, 2)
+    sync = grad_sync(layer, dict.fromkeys(layer.parameters(), FP32))
+    training = SimpleNamespace(iteration=iteration, optimizer=SimpleNamespace(skipped_steps=skipped), grad_sync=sync)
+    made = Metrics(config, vocab_size=64, training=cast("Training", training))
+    made.open()
+    return made
+
+
+def collect(made: Metrics) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    made.write = rows.append  # type: ignore[method-assign]
+    return rows
+
+
+def test_the_arithmetic_of_an_interval(one_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    clock = Clock(monkeypatch)
+    config = tiny.config("corpus", log_interval=2, train_iters=10, global_batch_size=8, peak_tflops=1e-6)
+    made = new(config)
+    rows = collect(made)
+    clock.pass_(1.0)
+    made.record(result(300.0, 100.0), 1)
+    assert rows == []
+    made.grad_sync.sent.add("weight", "all-to-all", 4 * 2**20)
+    made.grad_sync.sent.add("weight", "all-gather", 2 * 2**20)
+    made.grad_sync.sent.add("activation", "all-reduce", 2**20)
+    clock.pass_(3.0)
+    made.record(result(500.0, 100.0, skipped=True), 2)
+    (row,) = rows
+    tokens_per_s = 8 * 16 / 2.0
+    flops = flops_per_token(config.model, 64)
+    assert row["loss"] == pytest.approx(4.0)  # of all counted tokens of the interval
+    assert row["tokens"] == 2 * 8 * 16
+    assert row["skipped"] == 1
+    assert row["step_ms"] == pytest.approx(2000)
+    assert row["tokens_per_s"] == pytest.approx(tokens_per_s)
+    assert row["tflops"] == pytest.approx(tokens_per_s * flops / 1e12)
+    assert row["mfu_given_peak"] == pytest.approx(tokens_per_s * flops / 1e12 / 1e-6)
+    assert row["memory_gib_min"] == row["memory_gib"] > 0  # the least and the most of one process
+    assert (row["sent_weight_mib"], row["sent_activation_mib"]) == (3.0, 0.5)  # a step
+    assert row["sent_bytes"] == {"weight all-to-all": 2**21, "weight all-gather": 2**20, "activation all-reduce": 2**19}
+    assert not {"grad_saturation", "mu_min"} & set(row)  # no gradient is scaled
+    line = capsys.readouterr().out
+    for part in (
+        r"iteration +2/10 \|",
+        r"tokens 2\.560e\+02 \|",
+        r"loss 4\.0000 \|",
+        r"lr 2\.000e-04 \|",
+        r"grad norm 1\.500 \|",
+        r"skipped 1 \|",
+        r"step 2000\.0 ms \|",
+        r"64 tokens/s \|",
+        r"TFLOP/s/device \(MFU \d+\.\d% of given 1e-06\) \|",
+        r"memory \d+\.\d\d GiB \|",
+        r"sent 3\.00 MiB a step and 0\.50 of activations \|",
+        r"left 0:00:16$",
+    ):
+        assert re.search(part, line, re.MULTILINE), (part, line)
+
+
+def test_evaluations_and_saving_stay_out_of_the_throughput(one_process: None, monkeypatch: pytest.MonkeyPatch):
+    clock = Clock(monkeypatch)
+    made = new(tiny.config("corpus", log_interval=1, micro_batch_size=4))
+    rows = collect(made)
+    for iteration in (1, 2):
+        clock.pass_(2.0)
+        made.record(result(1.0, 1.0), iteration)
+        clock.pass_(50.0)
+        made.pause(50.0)
+    assert [row["tokens_per_s"] for row in rows] == pytest.approx([4 * 16 / 2] * 2)
+
+
+def test_throughput_of_a_run_with_evaluations_and_checkpoints(prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    clock = Clock(monkeypatch)
+
+    def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*args: Any) -> Any:
+            clock.pass_(seconds)
+            return function(*args)
+
+        return slow
+
+    monkeypatch.setattr(trainer, "train_step", taking(2.0, trainer.train_step))
+    monkeypatch.setattr(trainer, "evaluate", taking(50.0, trainer.evaluate))
+    monkeypatch.setattr(trainer.checkpoint, "save", taking(70.0, trainer.checkpoint.save))
+    rows = tiny.run(tiny.config(prefix, train_iters=6, eval_iters=1, eval_interval=2, save=str(tmp_path), save_interval=3))
+    assert [row["step_ms"] for row in rows if row["kind"] == "train"] == pytest.approx([2000] * 6)
+
+
+def test_the_last_iteration_is_reported_whatever_the_interval(one_process: None):
+    made = new(tiny.config("corpus", log_interval=4, train_iters=6))
+    rows = collect(made)
+    for iteration in range(1, 7):
+        made.record(result(float(iteration), 1.0), iteration)
+    assert [(row["iteration"], row["loss"]) for row in rows] == [(4, 2.5), (6, 5.5)]
+
+
+def test_a_resumed_run_tells_the_time_left_from_its_own_steps(
+    one_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    clock = Clock(monkeypatch)
+    made = new(tiny.config("corpus", train_iters=110), iteration=100)
+    clock.pass_(3.0)
+    made.record(result(1.0, 1.0), 101)
+    assert "left 0:00:27" in capsys.readouterr().out
+
+
+def test_a_resumed_run_counts_skipped_steps_on(one_process: None):
+    made = new(tiny.config("corpus", train_iters=110), iteration=100, skipped=2)
+    rows = collect(made)
+    made.record(result(1.0, 1.0, skipped=True), 101)
+    made.record(result(1.0, 1.0), 102)
+    assert [row["skipped"] for row in rows] == [3, 3]
+
+
+def test_mfu_only_where_the_peak_is_known(one_process: None, capsys: pytest.CaptureFixture[str]):
+    assert peak_tflops(tiny.config("corpus", peak_tflops=3.0)) == {"given": 3.0}
+    if torch.cuda.is_available():
+        pytest.skip("the peak of this GPU may be known")
+    assert peak_tflops(tiny.config("corpus")) == {}
+    made = new(tiny.config("corpus"))
+    rows = collect(made)
+    made.record(result(1.0, 1.0), 1)
+    assert not [key for key in rows[0] if key.startswith("mfu")]
+    assert "MFU" not in capsys.readouterr().out
+
+
+def test_hopper_counts_both_peaks_at_every_precision_and_names_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for level in ("O0", "O2"):
+        peaks = peak_tflops(tiny.config("corpus", opt_level=level))
+        assert peaks == {"bf16": 989.0, "fp8": 1979.0}
+    assert mfu(494.5, peaks) == pytest.approx({"mfu_bf16_peak": 0.5, "mfu_fp8_peak": 494.5 / 1979})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert peak_tflops(tiny.config("corpus")) == {}
+
+
+def test_durations_and_memory():
+    assert [duration(seconds) for seconds in (0, 59.6, 3723, 90000)] == ["0:00:00", "0:01:00", "1:02:03", "25:00:00"]
+    assert 0.05 < memory_gib() < 100
+
+
+def test_rows_of_the_metrics_file(prefix: Path, tmp_path: Path):
+    file = tmp_path / "new" / "folder" / "metrics.jsonl"
+    settings = {"opt_level": "O2", "train_iters": 4, "eval_iters": 1, "eval_interval": 2, "log_interval": 2}
+    rows = tiny.run(tiny.config(prefix, metrics_file=str(file), **settings))
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_kind.setdefault(row["kind"], []).append(row)
+    assert {kind: len(found) for kind, found in by_kind.items()} == {
+        "precision": 1,
+        "train": 2,
+        "valid": 2,
+        "test": 1,
+    }
+    assert all(set(row) >= TRAIN_KEYS for row in by_kind["train"])
+    assert all(set(row) == EVALUATION_KEYS for row in by_kind["valid"] + by_kind["test"])
+    assert set(by_kind["precision"][0]) == {"kind", "bytes_per_parameter", "parameters", "linears", "state_gib_min", "state_gib_max"}
+    for row in by_kind["train"]:
+        assert row["sent_bytes"] == {}  # there is no one to send to
+        assert row["grad_saturation"] == row["grad_saturation_reduced"] < 1e-3
+        assert row["grad_underflow"] >= row["grad_underflow_reduced"]
+        assert 0 < row["grad_underflow"] < 0.05
+        assert "mu_min" not in row
+    for row in by_kind["train"]:
+        for key in TRAIN_KEYS - {"kind"}:
+            assert isinstance(row[key], int | float), key
+            assert math.isfinite(row[key]), key
+    assert [row["tokens"] for row in by_kind["train"]] == [2 * 4 * 16, 4 * 4 * 16]
+    again = tiny.run(tiny.config(prefix, metrics_file=str(file), **settings))
+    assert len(again) == 2 * len(rows)  # a resumed run goes on in the same file
+    assert again[: len(rows)] == rows
+
+
+def test_mu_is_in_the_rows_where_it_adapts(prefix: Path):
+    rows = [row for row in tiny.run(tiny.config(prefix, opt_level="O2", train_iters=3, grad_exchange="nccl")) if row["kind"] == "train"]
+    assert [row["mu_max"] for row in rows] == pytest.approx([4.0 ** (i / 1000) for i in (1, 2, 3)])
+    assert all(0.25 <= row["mu_min"] <= row["mu_max"] for row in rows)
+    fixed = tiny.run(tiny.config(prefix, opt_level="O2", train_iters=1, grad_exchange="nccl", grad_scaling="post"))
+    assert "mu_min" not in fixed[-1]
+
+
+def test_a_metrics_file_is_strict_json_even_where_a_step_was_not_finite(one_process: None, tmp_path: Path):
+    file = tmp_path / "metrics.jsonl"
+    made = new(tiny.config("corpus", metrics_file=str(file)))
+    bad = StepResult(
+        loss_sum=torch.tensor(math.nan),
+        tokens=torch.tensor(1.0),
+        grad_norm=torch.tensor(math.inf, dtype=torch.float64),
+        lr=1e-3,
+        skipped=True,
+    )
+    made.record(bad, 1)
+    made.close()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    (row,) = [json.loads(line, parse_constant=refuse) for line in file.read_text().splitlines()]
+    assert row["skipped"] == 1
+
+
+def test_tensorboard_can_be_read(prefix: Path, tmp_path: Path):
+    folder = tmp_path / "events"
+    rows = tiny.run(tiny.config(prefix, opt_level="O2", train_iters=4, eval_iters=1, tensorboard_dir=str(folder)))
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {f"train/{key}" for key in TRAIN_KEYS - {"kind", "iteration"}} <= tags
+    assert {"valid/loss", "valid/ppl", "test/loss"} <= tags
+    losses = events.Scalars("train/loss")
+    assert [event.step for event in losses] == [1, 2, 3, 4]
+    assert [event.value for event in losses] == pytest.approx(tiny.losses(rows), rel=1e-6)
+
+
+def test_other_ranks_write_nothing(one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *group: 1)
+    made = new(tiny.config("corpus", metrics_file=str(tmp_path / "m.jsonl"), tensorboard_dir=str(tmp_path / "t")))
+    made.record(result(1.0, 1.0), 1)
+    made.evaluation("valid", 1, 1.0, None)
+    made.close()
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_evaluation_line_and_row(one_process: None, capsys: pytest.CaptureFixture[str]):
+    made = new(tiny.config("corpus", global_batch_size=8))
+    rows = collect(made)
+    made.evaluation("valid", 5, 2.0, 1.25)
+    made.evaluation("test", 5, 2.0, None)
+    assert rows[0] == {
+        "kind": "valid",
+        "iteration": 5,
+        "tokens": 5 * 8 * 16,
+        "loss": 2.0,
+        "ppl": pytest.approx(math.exp(2)),
+        "bits_per_byte": 1.25,
+    }
+    assert rows[1]["bits_per_byte"] is None
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "valid at iteration 5: loss 2.0000 | perplexity 7.39 | 1.2500 bits a byte"
+    assert second == "test at iteration 5: loss 2.0000 | perplexity 7.39"

@@ -1,0 +1,167 @@
+"""How a command ends: every kind of failure as one line and a code, and the traceback of what nobody foresaw in a file."""
+
+import argparse
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.lm.errors import RunStopped
+from megatron.lm.shell import exit_codes
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Files of bugs go here; SIGINT means afterwards what it did before."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(exit_codes.tempfile, "tempdir", str(tmp_path))
+    before = signal.getsignal(signal.SIGINT)
+    yield tmp_path
+    signal.signal(signal.SIGINT, before)
+
+
+def ended(error: BaseException, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    @exit_codes.command
+    def main() -> int:
+        raise error
+
+    code = main()
+    said = capsys.readouterr()
+    assert said.out == ""
+    return code, said.err
+
+
+FORESEEN = {
+    "refused": (ValueError("--lr 0: give more"), 2, "error: --lr 0: give more\n"),
+    "stopped": (RunStopped("20 steps were skipped: lower --lr"), 1, "error: 20 steps were skipped: lower --lr\n"),
+    "disk": (OSError(errno.ENOSPC, "No space left on device", "a/b"), 1, "error: a/b: No space left on device: free space there, or .*\n"),
+    "two files": (PermissionError(errno.EACCES, "Permission denied", "a", None, b"b"), 1, "error: a -> b: Permission denied: change .*\n"),
+    "own words": (
+        ConnectionError("nobody listens at MASTER_ADDR: start rank 0"),
+        1,
+        "error: nobody listens at MASTER_ADDR: start rank 0\n",
+    ),
+    "memory": (MemoryError(), 1, r"error: out of memory \(MemoryError\): take a smaller model.*--dry-run.*\n"),
+    "GPU memory": (torch.OutOfMemoryError("CUDA out of memory.\nTried"), 1, r"error: out of memory \(CUDA out of memory\.\): take .*\n"),
+    "CPU memory": (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 1, "error: out of memory .*\n"),
+    "store": (torch.distributed.DistNetworkError("refused\nstack"), 1, "error: refused: another process of this run is gone, .*\n"),
+    "gloo": (RuntimeError("[/x/gloo/transport/tcp/pair.cc:5] Connection closed by peer"), 1, "error: .*another process of this run.*\n"),
+    "SIGINT": (KeyboardInterrupt(), 130, "error: interrupted by SIGINT\n"),
+    "no reader": (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, ""),
+}
+
+
+@pytest.mark.parametrize("kind", FORESEEN)
+def test_what_was_foreseen_is_one_line_and_a_code(kind: str, temporary: Path, capsys: pytest.CaptureFixture[str]):
+    error, code, line = FORESEEN[kind]
+    found, said = ended(error, capsys)
+    assert found == code
+    assert re.fullmatch(line, said), said
+    assert list(temporary.iterdir()) == []
+
+
+BUGS = [
+    KeyError("grad"),
+    RuntimeError("shape '[3]' is invalid\nfor input"),
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+    json.JSONDecodeError("Expecting value", "", 0),
+]
+
+
+@pytest.mark.parametrize("error", BUGS, ids=lambda error: type(error).__name__)
+def test_what_nobody_foresaw_is_called_a_bug_and_its_traceback_is_in_a_file(
+    error: Exception, temporary: Path, capsys: pytest.CaptureFixture[str]
+):
+    code, said = ended(error, capsys)
+    assert code == 1
+    (file,) = temporary.iterdir()
+    what = str(error).partition("\n")[0]
+    assert said == f"error: this is a bug of the program, please report it ({type(error).__name__}: {what}); the traceback is in {file}\n"
+    kept = file.read_text(encoding="utf-8")
+    assert "Traceback (most recent call last)" in kept
+    assert type(error).__name__ in kept
+    assert f"torch {torch.__version__}" in kept
+
+
+def test_a_traceback_that_has_no_file_is_not_lost(temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(exit_codes.tempfile, "tempdir", str(temporary / "missing"))
+    code, said = ended(KeyError("grad"), capsys)
+    assert code == 1
+    assert "could not be written to a file:\nTraceback" in said
+
+
+def test_a_rank_says_which_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("RANK", "3")
+    assert ended(ValueError("no"), capsys) == (2, "error on rank 3: no\n")
+
+
+def test_what_ends_well_ends_as_it_says(capsys: pytest.CaptureFixture[str]):
+    @exit_codes.command
+    def main(argv: list[str] | None = None) -> int | None:
+        """What it does."""
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--code", type=int)
+        return parser.parse_args(argv).code
+
+    assert main([]) == 0
+    assert main(["--code", "7"]) == 7
+    assert main.__doc__ == "What it does."
+    with pytest.raises(SystemExit) as leaving:
+        main(["--cod"])
+    assert leaving.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+SCRIPT = """
+import sys, time
+from megatron.lm.shell import exit_codes
+
+@exit_codes.command
+def main():
+    print("x" * 100, flush=sys.argv[1] == "wait")
+    if sys.argv[1] == "wait":
+        time.sleep(60)
+    if sys.argv[1] == "raise":
+        raise ValueError("no: yes")
+
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "line"),
+    [
+        ("print", 1, "error: No space left on device: free space there, or name another place\n"),
+        ("raise", 2, "error: no: yes\n"),
+    ],
+)
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a system without /dev/full")
+def test_a_full_stdout_is_told_once(argument: str, code: int, line: str):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # else it is told at the first line
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", SCRIPT, argument]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (code, line)
+
+
+def test_sigint_ends_with_a_line():
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, "wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (130, "error: interrupted by SIGINT\n")

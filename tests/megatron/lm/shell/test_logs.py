@@ -1,0 +1,162 @@
+"""Logs that cannot be written cost what is lacking in them and nothing else; those of a restart tell every iteration once."""
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.lm.config import LATEST_CHECKPOINT_FILE
+from megatron.lm.shell import logs
+from megatron.lm.shell.logs import EventFile, LogFile, Unwritten, cut_after
+
+needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a system without /dev/full")
+
+
+@contextlib.contextmanager
+def space_up_to(size: int) -> Iterator[None]:
+    """No file of this process can grow beyond `size` bytes: a write that would is cut off, the next one fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_write_that_does_not_fit_leaves_no_torn_line_and_later_ones_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    unwritten = Unwritten()
+    path = tmp_path / "new" / "m.jsonl"
+    file = LogFile(path, "--metrics-file m", unwritten)
+    file.write(b"x" * (1 << 20) + b"\n")
+    assert unwritten.describe() is None
+    with space_up_to((1 << 20) + 10):
+        file.write(b'{"iteration": 1}\n')
+        file.write(b'{"iteration": 2}\n')
+    file.write(b'{"iteration": 3}\n')
+    file.close()
+    assert path.read_bytes() == b"x" * (1 << 20) + b'\n{"iteration": 3}\n'
+    assert unwritten.describe() == "2 of --metrics-file m"
+    said = capsys.readouterr().err
+    assert said.count("warning: --metrics-file m cannot be written (File too large): training goes on") == 1
+    unwritten.tell()
+    assert capsys.readouterr().err == "warning: writes that failed and are lacking: 2 of --metrics-file m\n"
+
+
+def test_events_that_do_not_fit_are_lacking_and_the_rest_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    unwritten = Unwritten()
+    events = EventFile(tmp_path, None, unwritten)
+    (path,) = tmp_path.iterdir()
+    events.add_scalar("train/loss", 4.0, 1)
+    with space_up_to(path.stat().st_size + 5):
+        events.add_scalar("train/loss", 3.0, 2)
+    events.add_scalar("train/loss", 2.0, 3)
+    events.close()
+    assert unwritten.counts == {f"--tensorboard-dir {tmp_path}": 1}
+    assert curve(tmp_path) == {1: 4.0, 3: 2.0}
+
+
+def curve(folder: Path) -> dict[int, float]:
+    read = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    read.Reload()
+    points = read.Scalars("train/loss")
+    assert len({point.step for point in points}) == len(points)
+    return {point.step: point.value for point in points}
+
+
+def test_tensorboard_shows_an_iteration_that_came_again_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for attempt, (purge, steps) in enumerate([(None, (1, 2, 3, 4)), (3, (3, 4, 5))]):
+        monkeypatch.setattr(logs.time, "time", lambda attempt=attempt: 1e9 + attempt)  # the files' order is that of their names
+        events = EventFile(tmp_path, purge, Unwritten())
+        for step in steps:
+            events.add_scalar("train/loss", 10 * attempt + step, step)
+        events.close()
+    assert curve(tmp_path) == {1: 1, 2: 2, 3: 13, 4: 14, 5: 15}
+
+
+@needs_full
+def test_a_full_stdout_is_endured_and_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    unwritten = Unwritten()
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with unwritten.stdout():
+            print("one", flush=True)
+            print("two", flush=True)
+        monkeypatch.undo()
+        assert unwritten.counts["stdout"] >= 2
+        assert "warning: stdout cannot be written (No space left on device)" in capsys.readouterr().err
+        with contextlib.suppress(OSError):
+            full.close()
+
+
+def test_a_stdout_with_space_is_as_it_was(capsys: pytest.CaptureFixture[str]):
+    unwritten = Unwritten()
+    with unwritten.stdout():
+        print("one", sys.stdout.isatty(), flush=True)
+    unwritten.tell()
+    assert capsys.readouterr() == ("one False\n", "")
+
+
+@needs_full
+def test_a_run_whose_logs_are_full_trains_to_its_end_and_saves(tmp_path: Path, prefix: Path, capsys: pytest.CaptureFixture[str]):
+    settings: dict[str, Any] = {"opt_level": "O2", "train_iters": 2, "save": str(tmp_path / "save")}
+    with tiny.trainer(tiny.config(prefix, metrics_file="/dev/full", record_precision="/dev/full", **settings)) as made:
+        made.run()
+    assert (tmp_path / "save" / "iter_0000002").is_dir()
+    said = capsys.readouterr().err
+    assert "writes that failed and are lacking: 3 of --metrics-file /dev/full, 1 of --record-precision /dev/full\n" in said
+
+
+def test_a_run_that_goes_on_from_its_checkpoint_tells_every_iteration_once(tmp_path: Path, prefix: Path):
+    save, file = tmp_path / "save", tmp_path / "m.jsonl"
+    settings: dict[str, Any] = {"save": str(save), "load": str(save), "save_interval": 2, "metrics_file": str(file)}
+    settings["tensorboard_dir"] = str(tmp_path / "events")
+    first = tiny.run(tiny.config(prefix, train_iters=4, **settings))
+    # A kill after iteration 4, and before its checkpoint.
+    shutil.rmtree(save / "iter_0000004")
+    (save / LATEST_CHECKPOINT_FILE).write_text("2")
+    second = tiny.run(tiny.config(prefix, train_iters=4, lr_decay_iters=4, **settings))
+    assert [row["iteration"] for row in second if row["kind"] == "train"] == [1, 2, 3, 4]
+    assert [row["kind"] for row in second].count("precision") == 2
+    assert tiny.losses(second) == tiny.losses(first)
+    assert list(curve(tmp_path / "events").values()) == pytest.approx(tiny.losses(first))
+
+
+def rows(*told: int | str) -> bytes:
+    return b"".join(json.dumps({"kind": one} if isinstance(one, str) else {"iteration": one}).encode() + b"\n" for one in told)
+
+
+@pytest.mark.parametrize(
+    ("before", "iteration", "after"),
+    [
+        (rows("precision", 1, 2, 3, 4), 2, rows("precision", 1, 2)),
+        (rows("precision", 1, 2), 2, rows("precision", 1, 2)),
+        (rows("precision", 1, 2, 3) + b'{"iteration": 4, "los', 2, rows("precision", 1, 2)),
+        (rows("precision", 1, 2) + b'{"iteration": 3, "los', 3, rows("precision", 1, 2)),
+        # rolled back from 5 to 2: what comes last counts
+        (rows("precision", 1, 2, 3, 4, 5, 3, 4, 5), 4, rows("precision", 1, 2, 3, 4, 5, 3, 4)),
+        # another run before, and nothing told of this one before its checkpoint
+        (rows("precision", 100, 200, "precision", 100), 50, rows("precision", 100, 200, "precision")),
+        (rows(100, 200), 50, rows(100, 200)),
+        (b"", 5, b""),
+    ],
+)
+def test_what_a_restart_will_tell_again_is_cut(tmp_path: Path, before: bytes, iteration: int, after: bytes):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(before)
+    cut_after(path, iteration)
+    assert path.read_bytes() == after
+
+
+def test_what_is_no_file_is_not_cut(tmp_path: Path):
+    cut_after(tmp_path / "missing", 3)
+    cut_after(Path(os.devnull), 3)
+    assert list(tmp_path.iterdir()) == []

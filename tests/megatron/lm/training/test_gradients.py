@@ -1,0 +1,199 @@
+"""How the flags reach the gradient synchroniser, whose work is tests/msamp/comm's; a rank's chunks; bytes between pipeline stages."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import dist
+import pytest
+import tiny
+import torch
+from torch import nn
+
+from megatron.lm.config.precision import build_recipe
+from megatron.lm.model.gpt import GPT, build_model
+from megatron.lm.step import evaluate, train_step
+from megatron.lm.training import gradients
+from megatron.lm.training.gradients import build_grad_sync, chunks, count_pipeline_traffic
+from msamp.comm.counters import WireBytes
+from msamp.comm.grad_sync import GradSync
+from msamp.numerics.formats import BF16, E4M3, E5M2, FP32, Format
+from msamp.numerics.tensor import ScalingTensor
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    with tiny.started(tiny.config("corpus")):
+        yield
+
+
+def build(**settings: Any) -> tuple[GPT, GradSync]:
+    config = tiny.config("corpus", **settings)
+    recipe = build_recipe(config.precision)
+    model = build_model(config, recipe, tiny.VOCABULARY)
+    return model, build_grad_sync(model, config, recipe)
+
+
+DEFAULTS = {
+    "bucket_elements": 2**27,
+    "shard": False,
+    "exchange": "fp32-sum",
+    "scaling": None,
+    "mu_rule": None,
+    "accumulate": "bf16",
+    "overlap": True,
+    "seed": 1234,
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, {}),
+        ({"grad_exchange": "nccl"}, {"exchange": "nccl", "scaling": "auto", "mu_rule": "halve"}),
+        ({"grad_exchange": "nccl", "mu_rule": "paper"}, {"exchange": "nccl", "scaling": "auto", "mu_rule": "paper"}),
+        ({"grad_exchange": "nccl", "grad_scaling": "pre"}, {"exchange": "nccl", "scaling": "pre"}),
+        ({"grad_exchange": "nccl", "grad_scaling": "post"}, {"exchange": "nccl", "scaling": "post"}),
+        ({"ddp_bucket_size": 5000}, {"bucket_elements": 5000}),
+        ({"use_distributed_optimizer": True}, {"shard": True}),
+        ({"opt_level": "O3"}, {"shard": True}),
+        ({"opt_level": "O0"}, {"accumulate": "fp32"}),
+        ({"grad_accum_dtype": "fp8-sr"}, {"accumulate": "fp8-sr"}),
+        ({"overlap_grad_reduce": False}, {"overlap": False}),
+        ({"seed": 7}, {"seed": 7}),
+    ],
+    ids=str,
+)
+def test_flags_reach_the_synchroniser(monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], expected: dict[str, Any]):
+    spy = Mock(wraps=gradients.grad_sync)
+    monkeypatch.setattr(gradients, "grad_sync", spy)
+    _, sync = build(**{"opt_level": "O2", **flags})
+    options = {**DEFAULTS, **expected}
+    assert {key: value for key, value in spy.call_args.kwargs.items() if key in DEFAULTS} == options
+    assert {"shard": sync.shard, "exchange": sync.exchange.name, "overlap": sync.overlap, "seed": sync.seed}.items() <= options.items()
+    assert (sync.autoscale.rule if sync.autoscale else None) == options["mu_rule"]
+    assert all(len(bucket.params) == 1 or sum(bucket.sizes) <= options["bucket_elements"] for bucket in sync.buckets)
+
+
+@pytest.mark.parametrize(
+    ("flags", "linear", "other"),
+    [
+        ({"precision": "fp32"}, FP32, FP32),
+        ({"opt_level": "O0"}, FP32, FP32),
+        ({"opt_level": "O1"}, E4M3, BF16),
+        ({"opt_level": "O2"}, E4M3, BF16),
+        ({"opt_level": "O2", "grad_format": "fp8-e5m2"}, E5M2, BF16),
+        ({"opt_level": "O2", "grad_format": "bf16"}, BF16, BF16),
+        ({"opt_level": "O3"}, E4M3, BF16),
+        ({"precision": "coat"}, BF16, BF16),
+    ],
+    ids=str,
+)
+def test_formats_of_the_gradients(flags: dict[str, Any], linear: Format, other: Format):
+    model, sync = build(**flags)
+    for name, p in model.named_parameters():
+        matrix = linear if isinstance(p, ScalingTensor) else other
+        assert sync.bucket_of(p).format is (matrix if p.dim() > 1 else FP32), name
+
+
+def test_all_micro_batches_but_the_last_stay_on_the_rank():
+    """megatron-core's schedule asks the model for the context in which nothing is sent."""
+    model, sync = build(opt_level="O2", ddp_bucket_size=1)
+    p = model.decoder.layers[0].mlp.linear_fc1.weight
+    with model.config.no_sync_func():
+        p.grad = torch.ones_like(p, dtype=torch.bfloat16)
+        sync.take(p)
+    assert not sync.bucket_of(p).sent
+    assert p.grad is None
+    sync.finish()
+    assert torch.equal(p.main_grad.dequantize(torch.float32), torch.ones(p.shape, device=p.device))
+
+
+def test_chunks_of_a_rank():
+    model, _ = build(opt_level="O2")
+    assert chunks(model) == [model]
+    several = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    assert chunks(nn.ModuleList(several)) == several
+
+
+# Bytes between pipeline stages
+
+PP = {"pipeline_model_parallel_size": 2, "num_layers": 4, "num_attention_heads": 4, "micro_batch_size": 2, "global_batch_size": 8}
+VPP = {"num_layers_per_virtual_pipeline_stage": 1}
+SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+BF16_BYTES = 16 * 2 * 32 * 2  # sequence x micro-batch x hidden size x 2 bytes
+FIRST, MIDDLE, LAST = (True, False), (False, False), (False, True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "parts", "transfers"),
+    [
+        (PP, torch.bfloat16, [FIRST], 4),
+        (PP, torch.bfloat16, [LAST], 4),
+        (PP, torch.bfloat16, [MIDDLE], 8),
+        (PP | VPP, torch.bfloat16, [FIRST, MIDDLE], 12),
+        (PP | VPP, torch.bfloat16, [MIDDLE, LAST], 12),
+        (PP | SP, torch.bfloat16, [FIRST], 2),  # of half the sequence each
+        (PP | {"tensor_model_parallel_size": 2}, torch.bfloat16, [FIRST], 4),
+        (PP, torch.float32, [FIRST], 8),  # of twice the bytes
+    ],
+)
+def test_pipeline_traffic_by_hand(flags: dict[str, Any], dtype: torch.dtype, parts: list[tuple[bool, bool]], transfers: int):
+    """4 micro-batches: each activation onward but from the last chunk, each gradient back but from the first."""
+    core = SimpleNamespace(pipeline_dtype=dtype)
+    held: Any = [SimpleNamespace(pre_process=first, post_process=last, config=core) for first, last in parts]
+    sent = WireBytes()
+    count_pipeline_traffic(sent, tiny.config("corpus", **flags), held, 4)
+    assert sent.rows() == {("activation", "pipeline send"): transfers * BF16_BYTES}
+
+
+def test_without_stages_nothing_is_counted():
+    sent = WireBytes()
+    part: Any = SimpleNamespace(pre_process=True, post_process=True)
+    count_pipeline_traffic(sent, tiny.config("corpus"), [part], 4)
+    assert sent.rows() == {}
+
+
+STAGES = {"PP": PP | {"precision": "fp32"}, "interleaved": PP | VPP | {"opt_level": "O2"}}
+
+
+def sent_to_stages(prefix: str) -> dict[str, list[tuple[int, int]]]:
+    """Bytes that this rank counts in each of two steps, with an evaluation between, and those that torch's process groups are given."""
+    passed = []
+    send = torch.distributed.ProcessGroup.send
+
+    def spy(group: Any, tensors: list[torch.Tensor], *args: Any) -> Any:
+        passed.append(sum(x.nbytes for x in tensors))
+        return send(group, tensors, *args)
+
+    torch.distributed.ProcessGroup.send = spy  # of this process alone, which ends with the test
+    found: dict[str, list[tuple[int, int]]] = {}
+    for name, flags in STAGES.items():
+        with tiny.trainer(tiny.config(prefix, **flags)) as made:
+            training, stream = made.training, made._batches(made.train_data, 0)
+            found[name] = []
+            for _ in range(2):
+                training.grad_sync.sent.take()
+                passed.clear()
+                train_step(training, stream)
+                found[name].append((training.grad_sync.sent.rows()["activation", "pipeline send"], sum(passed)))
+                evaluate(training, stream, 1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[tuple[int, int]]]]:
+    if torch.cuda.is_available():
+        pytest.skip("several processes on one GPU")
+    prefix: Path = tiny.write_data(tmp_path_factory.mktemp("data"))
+    return dist.run(sent_to_stages, 2, str(prefix))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", STAGES)
+def test_pipeline_traffic_is_what_goes_through_the_process_groups(stages: list[dict[str, list[tuple[int, int]]]], name: str):
+    for rank in stages:
+        for counted, passed in rank[name]:
+            assert counted == passed > 0

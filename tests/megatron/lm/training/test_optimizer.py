@@ -1,0 +1,403 @@
+"""The trainer's optimizer: groups and formats of every level, decay, schedule, and the bytes it says against those it takes."""
+
+import copy
+import math
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import dist
+import pytest
+import tiny
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from megatron.lm.config.precision import build_recipe
+from megatron.lm.model.gpt import GPT, build_model
+from megatron.lm.model.initial import named_globally
+from megatron.lm.processes import process_groups
+from megatron.lm.training.gradients import build_grad_sync
+from megatron.lm.training.optimizer import build_optimizer, build_schedule, bytes_per_parameter, rounding_keys
+from msamp.comm.grad_sync import GradSync
+from msamp.numerics import formats, recipe
+from msamp.numerics.formats import Format
+from msamp.numerics.stochastic_rounding import tensor_key
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.adamw import FP8AdamW
+from msamp.optim.device_flag import DeviceFlag
+from msamp.optim.updates import format_names
+from msamp.parallel.greedy_zero import ZeRO
+
+ZERO = {"opt_level": "O0", "use_distributed_optimizer": True}
+FP32 = {"master": "fp32", "grad": "fp32", "m": "fp32", "v": "fp32"}
+STATES = {
+    "fp32": FP32,
+    "bf16": FP32,
+    "O1": {"master": "fp16", "grad": "fp8-e4m3", "m": "fp32", "v": "fp32"},
+    "O2": {"master": "fp16", "grad": "fp8-e4m3", "m": "fp8-e4m3", "v": "fp16"},
+    "O3": {"master": "fp16", "grad": "fp8-e4m3", "m": "fp8-e4m3", "v": "fp16"},
+}
+# Table 6 of FP8-LM: how each row is asked for, and (linear weight, master, m, v); None: the weight is its own master.
+TABLE_6: dict[str, tuple[dict[str, Any], tuple[str, str | None, str, str]]] = {
+    "#0": ({"precision": "fp32"}, ("fp32", None, "fp32", "fp32")),
+    "#1": ({"opt_level": "O0"}, ("bf16", "fp32", "fp32", "fp32")),
+    "#2a": ({"opt_level": "O2"}, ("fp16", None, "fp8-e4m3", "fp16")),
+    "#2b": ({"opt_level": "O2", "master_format": "bf16"}, ("fp16", "bf16", "fp8-e4m3", "fp16")),
+    "#3": ({"opt_level": "O2", "master_format": "fp8-e4m3"}, ("fp16", "fp8-e4m3", "fp8-e4m3", "fp16")),
+    "#4": ({"opt_level": "O2", "exp_avg_sq_format": "fp8-e4m3"}, ("fp16", None, "fp8-e4m3", "fp8-e4m3")),
+}
+# Collage, Table 2: bytes a parameter.
+OPTIONS = {"bf16-a": 8, "bf16-kahan": 10, "collage-light": 10, "collage-plus": 12, "collage-fp8": 10, "bf16-dmw": 12, "bf16-d": 16}
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    with tiny.started(tiny.config("corpus")):
+        yield
+
+
+def build(**settings: Any) -> tuple[GPT, FP8AdamW, GradSync]:
+    config = tiny.config("corpus", **settings)
+    kind = build_recipe(config.precision)
+    model = build_model(config, kind, tiny.VOCABULARY)
+    sync = build_grad_sync(model, config, kind)
+    return model, build_optimizer(model, config, kind, sync), sync
+
+
+def test_keys_of_stochastic_rounding_follow_from_the_names_in_the_whole_model():
+    model, optimizer, _ = build(opt_level="O2", seed=3)
+    keys = rounding_keys(model, 3)
+    assert len(set(keys.values())) == len(keys) == len(list(model.parameters()))
+    assert keys[model.decoder.layers[1].mlp.linear_fc2.weight] == tensor_key(3, "decoder.layers.1.mlp.linear_fc2.weight", 0)
+    assert keys[model.embedding.word_embeddings.weight] == tensor_key(3, "embedding.word_embeddings.weight", 0)
+    held = {p: key for group in optimizer.param_groups for p, key in zip(group["params"], group["keys"], strict=True)}
+    assert held == keys
+    assert rounding_keys(nn.ModuleDict({"inner": model, "head": nn.Linear(2, 2)}), 3).items() >= keys.items()
+
+
+def step(optimizer: FP8AdamW, sync: GradSync, scale: float = 1.0) -> None:
+    """One update from made-up gradients of this magnitude, left there until the next."""
+    generator = torch.Generator().manual_seed(1)
+    sync.clear()
+    for p in sync.names:
+        p.grad = scale * torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+        sync.take(p)
+    sync.finish()
+    optimizer.step()
+
+
+def gradient_formats(optimizer: FP8AdamW) -> dict[Tensor, Format]:
+    return {p: formats.by_name(group["formats"]["grad"]) for group in optimizer.param_groups for p in group["params"]}
+
+
+def format_of(x: Tensor) -> str:
+    return (x.format if isinstance(x, ScalingTensor) else formats.of_dtype(x.dtype)).name
+
+
+def size_of(x: Tensor) -> int:
+    stored = x.payload if isinstance(x, ScalingTensor) else x
+    return stored.numel() * stored.element_size()
+
+
+@pytest.mark.parametrize("level", list(STATES))
+def test_groups_and_formats_of_a_level(level: str):
+    model, optimizer, sync = build(precision=level)
+    names = {p: name for name, p in model.named_parameters()}
+    groups = {frozenset(names[p] for p in group["params"]): group for group in optimizer.param_groups}
+    linear = {name for name in names.values() if ".linear_" in name and name.endswith("weight")}
+    vectors = {name for name in names.values() if name.endswith("bias") or "layernorm" in name}
+    rest = set(names.values()) - linear - vectors
+    assert rest == {"embedding.word_embeddings.weight"}
+    assert len(linear) == 8
+    if level in ("fp32", "bf16"):
+        expected = {frozenset(linear | rest): (STATES[level], 0.1), frozenset(vectors): (FP32, 0.0)}
+    else:
+        embedding = {**STATES[level], "grad": "bf16"}
+        expected = {frozenset(linear): (STATES[level], 0.1), frozenset(rest): (embedding, 0.1), frozenset(vectors): (FP32, 0.0)}
+    assert set(groups) == set(expected)
+    build_schedule(optimizer, tiny.config("corpus"))  # sets each group's decay
+    for members, (states, decay) in expected.items():
+        rounding = {name: value for name, value in groups[members]["formats"].items() if name.endswith("_rounding")}
+        assert groups[members]["formats"] == {**states, "update": "fp32", **rounding}
+        assert len(rounding) == 2
+        assert groups[members]["weight_decay"] == pytest.approx(decay)
+    assert gradient_formats(optimizer) == {p: sync.bucket_of(p).format for p in names}
+    assert isinstance(optimizer.shard, ZeRO) == sync.shard == (level == "O3")
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_of_collage_holds_for_every_parameter_and_has_its_bytes(option: str):
+    model, optimizer, sync = build(precision=option)
+    matrices, vectors = optimizer.param_groups
+    assert matrices["formats"] == vectors["formats"] == format_names(recipe.by_name(option).states)
+    assert set(vectors["params"]) == {p for p in model.parameters() if p.dim() == 1}
+    step(optimizer, sync)
+    found = measured(model, optimizer, sync)
+    assert sum(found.values()) == OPTIONS[option]
+    assert (found["weight"], found["grad"]) == (2, 2)
+    assert gradient_formats(optimizer) == dict.fromkeys(model.parameters(), formats.BF16)
+
+
+def test_an_untied_head_is_a_matrix_like_the_embedding():
+    model, optimizer, _ = build(opt_level="O2", untie_embeddings_and_output_weights=True, position_embedding_type="learned_absolute")
+    names = {p: name for name, p in model.named_parameters()}
+    matrices = {names[p] for p in optimizer.param_groups[1]["params"]}
+    assert matrices == {"embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight"}
+
+
+@pytest.mark.parametrize("row", list(TABLE_6))
+def test_rows_of_table_6(row: str):
+    flags, (weight, master, m, v) = TABLE_6[row]
+    model, optimizer, sync = build(**flags)
+    step(optimizer, sync)
+    layer = model.decoder.layers[0].mlp.linear_fc1.weight
+    state = optimizer.state[layer]
+    assert format_of(layer) == weight
+    assert ("master" in state) == (master is not None)
+    if master is not None:
+        assert format_of(state["master"]) == master
+    assert (format_of(state["exp_avg"]), format_of(state["exp_avg_sq"])) == (m, v)
+    norm = optimizer.state[model.decoder.final_layernorm.weight]
+    assert (format_of(norm["exp_avg"]), format_of(norm["exp_avg_sq"])) == ("fp32", "fp32")
+
+
+def test_gradient_format_reaches_linear_weights_only():
+    model, optimizer, _ = build(opt_level="O2", grad_format="fp8-e5m2")
+    found = {p: fmt.name for p, fmt in gradient_formats(optimizer).items()}
+    assert found[model.decoder.layers[0].mlp.linear_fc1.weight] == "fp8-e5m2"
+    assert found[model.embedding.word_embeddings.weight] == "bf16"
+    assert found[model.decoder.final_layernorm.weight] == "fp32"
+
+
+@pytest.mark.parametrize("level", list(STATES))
+def test_vectors_do_not_decay_and_matrices_do(level: str):
+    settings = {"precision": level, "lr": 0.1, "weight_decay": 0.5, "lr_warmup_iters": 0, "master_rounding": "nearest"}
+    model, optimizer, sync = build(**settings)
+    build_schedule(optimizer, tiny.config("corpus", **settings))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                p.fill_(0.5)
+    before = {name: p.float() if not isinstance(p, ScalingTensor) else p.dequantize(torch.float32) for name, p in model.named_parameters()}
+    before = {name: value.detach().clone() for name, value in before.items()}
+    step(optimizer, sync, scale=0.0)
+    for name, p in model.named_parameters():
+        now = p.dequantize(torch.float32) if isinstance(p, ScalingTensor) else p.float()
+        factor = 1 - 0.1 * 0.5 if p.dim() > 1 else 1.0
+        coarse = isinstance(p, ScalingTensor) and p.format is formats.E4M3
+        torch.testing.assert_close(now, factor * before[name], rtol=2**-3 if coarse else 2**-8, atol=2e-3 if coarse else 1e-6)
+
+
+def test_the_o3_master_starts_from_the_weight_as_drawn():
+    o3, optimizer, _ = build(opt_level="O3")
+    process_groups.seed_all(tiny.config("corpus").training.seed)
+    plain, _, _ = build(opt_level="O0")
+    weight = o3.decoder.layers[1].mlp.linear_fc2.weight
+    master = optimizer.state[weight]["master"].dequantize(torch.bfloat16)
+    assert torch.equal(master, plain.decoder.layers[1].mlp.linear_fc2.weight)
+    assert not torch.equal(weight.dequantize(), plain.decoder.layers[1].mlp.linear_fc2.weight)
+
+
+def gradients(p: Tensor, sync: GradSync) -> list[Tensor]:
+    return [segment.grad for segment in sync.owned(p)] if sync.shard else [p.main_grad]
+
+
+def measured(model: nn.Module, optimizer: FP8AdamW, sync: GradSync) -> dict[str, float]:
+    """Bytes a parameter, from the tensors that are there after a step."""
+    params = list(model.parameters())
+    states = [optimizer.state[p] for p in params]
+    sizes = {
+        "weight": sum(map(size_of, params)),
+        "master": sum(size_of(state[key]) for state in states for key in ("master", "weight_remainder") if key in state),
+        "grad": sum(size_of(g) for p in params for g in gradients(p, sync)),
+        "m": sum(size_of(state["exp_avg"]) for state in states),
+        "v": sum(size_of(state[key]) for state in states for key in ("exp_avg_sq", "exp_avg_sq_remainder") if key in state),
+    }
+    count = sum(p.numel() for p in params)
+    return {key: size / count for key, size in sizes.items()}
+
+
+@pytest.mark.parametrize(
+    "flags", [{"precision": level} for level in (*STATES, *OPTIONS)] + [flags for flags, _ in TABLE_6.values()] + [ZERO], ids=str
+)
+def test_bytes_per_parameter_are_those_of_the_tensors(flags: dict[str, Any]):
+    model, optimizer, sync = build(**flags)
+    foretold = bytes_per_parameter(optimizer)
+    step(optimizer, sync)
+    assert bytes_per_parameter(optimizer) == foretold == pytest.approx(measured(model, optimizer, sync))
+
+
+def test_a_linear_weight_takes_six_bytes_at_o2_and_o3_adds_one():
+    sums = {}
+    for level in ("O2", "O3"):
+        model, optimizer, sync = build(opt_level=level)
+        step(optimizer, sync)
+        p = model.decoder.layers[0].mlp.linear_fc1.weight
+        state = optimizer.state[p]
+        tensors = [p, *gradients(p, sync), state["exp_avg"], state["exp_avg_sq"], *([state["master"]] if "master" in state else [])]
+        sums[level] = sum(map(size_of, tensors)) / p.numel()
+    assert sums == {"O2": 2 + 1 + 1 + 2, "O3": 1 + 2 + 1 + 1 + 2}
+
+
+def test_the_schedule_moves_on_by_steps_that_count_as_soon_as_it_is_told():
+    _, optimizer, _ = build()
+    schedule = build_schedule(optimizer, tiny.config("corpus"))
+
+    def flag(value: bool) -> DeviceFlag:
+        return DeviceFlag(torch.tensor(value))
+
+    schedule.advance_unless(False)
+    schedule.advance_unless(True)
+    assert schedule.num_steps == 1
+    schedule.advance_unless(flag(False))
+    assert schedule.num_steps == 1
+    schedule.settle()
+    schedule.settle()
+    assert schedule.num_steps == 2
+    schedule.advance_unless(flag(True))
+    assert schedule.state_dict()["num_steps"] == 2
+    schedule.advance_unless(flag(False))
+    assert schedule.state_dict()["num_steps"] == 3, "a checkpoint sees the step before it"
+
+
+def lrs(steps: int, **settings: Any) -> list[float]:
+    """Learning rate of each of the first steps."""
+    _, optimizer, _ = build(**settings)
+    schedule = build_schedule(optimizer, tiny.config("corpus", **settings))
+    found = []
+    for _ in range(steps):
+        rates = {group["lr"] for group in optimizer.param_groups}
+        assert len(rates) == 1
+        found.append(rates.pop())
+        schedule.step(1)
+    return found
+
+
+def test_warm_up_and_cosine():
+    found = lrs(25, lr=1e-3, min_lr=1e-4, lr_warmup_iters=4, lr_decay_style="cosine", train_iters=20)
+    assert found[:5] == pytest.approx([0, 0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
+    assert found[12] == pytest.approx(5.5e-4)  # half-way of the decay
+    for i in (7, 9, 18):
+        assert found[i] == pytest.approx(1e-4 + 0.5 * 9e-4 * (1 + math.cos(math.pi * (i - 4) / 16)))
+    assert found[20:] == pytest.approx([1e-4] * 5)
+
+
+def test_decay_iters_shorter_than_the_run():
+    found = lrs(12, lr=1e-3, min_lr=0.0, lr_warmup_iters=0, lr_decay_style="linear", lr_decay_iters=8, train_iters=20)
+    assert found == pytest.approx([1e-3 * (8 - i) / 8 for i in range(9)] + [0.0] * 3)
+
+
+def test_constant():
+    assert lrs(4, lr=1e-3, lr_warmup_iters=2, lr_decay_style="constant") == pytest.approx([0, 5e-4, 1e-3, 1e-3])
+
+
+def test_no_clipping_at_zero():
+    assert build(clip_grad=0.0)[1].clip_grad is None
+    assert build(clip_grad=0.7)[1].clip_grad == 0.7
+
+
+def test_hyper_parameters_arrive():
+    _, optimizer, _ = build(adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6)
+    for group in optimizer.param_groups:
+        assert group["betas"] == (0.8, 0.95)
+        assert group["eps"] == 1e-6
+
+
+# One norm over the grid
+
+GRIDS: dict[str, dict[str, Any]] = {
+    "TP": {"tensor_model_parallel_size": 2},
+    "TP+SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "TP ZeRO": {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True},
+    "PP": {"pipeline_model_parallel_size": 2, "global_batch_size": 8},
+    "PP untied": {"pipeline_model_parallel_size": 2, "global_batch_size": 8, "untie_embeddings_and_output_weights": True},
+}
+
+
+def whole_gradient(name: str, shape: tuple[int, ...]) -> Tensor:
+    """FP32, the same on every rank; of each name apart and of magnitudes far apart."""
+    seed = sum(map(ord, name))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed % 3 - 1)
+
+
+def grid_norm(settings: dict[str, Any]) -> dict[str, Any]:
+    """The norm that a step finds where every rank has its part of the same gradients; and where one replicated copy is NaN."""
+    config = tiny.config("corpus", precision="fp32", clip_grad=1.0, **settings)
+    with tiny.started(config):
+        kind = build_recipe(config.precision)
+        model = build_model(config, kind, tiny.VOCABULARY)
+        sync = build_grad_sync(model, config, kind)
+        optimizer = build_optimizer(model, config, kind, sync)
+        rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+        shapes: dict[str, tuple[int, ...]] = {}
+        replicated = []
+        parts: dict[Tensor, Tensor] = {}
+        for module_name, module in named_globally(model):
+            for key, p in module.named_parameters(recurse=False):
+                name, shape = f"{module_name}.{key}", list(p.shape)
+                cut = getattr(p, "tensor_model_parallel", False)
+                if cut:
+                    shape[p.partition_dim] *= size
+                else:
+                    replicated.append(p)
+                shapes[name] = tuple(shape)
+                whole = whole_gradient(name, shapes[name])
+                parts[p] = whole.chunk(size, p.partition_dim)[rank] if cut else whole
+        norms = []
+        for poisoned in (False, True):
+            sync.clear()
+            for p, g in parts.items():
+                p.main_grad = g.clone()
+                for segment in sync.owned(p) if sync.shard else ():
+                    segment.grad = g[segment.row : segment.row + segment.rows].clone() if p.dim() else g.clone()
+                if poisoned and torch.distributed.get_rank() == 1 and p is replicated[0]:
+                    p.main_grad.fill_(float("nan"))
+                    for segment in sync.owned(p) if sync.shard else ():
+                        segment.grad.fill_(float("nan"))
+            optimizer.step()
+            norms.append(float(optimizer.grad_norm))
+        return {"shapes": shapes, "norms": norms, "skipped": optimizer.skipped_steps}
+
+
+def grid_norms() -> dict[str, dict[str, Any]]:
+    return {name: grid_norm(settings) for name, settings in GRIDS.items()}
+
+
+@pytest.fixture(scope="module")
+def norms_of_two() -> list[dict[str, dict[str, Any]]]:
+    if torch.cuda.is_available():
+        pytest.skip("several processes on one GPU")
+    return dist.run(grid_norms, 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("grid", GRIDS)
+def test_the_norm_over_a_grid_is_that_of_the_whole_tensors(norms_of_two: list[dict[str, dict[str, Any]]], grid: str):
+    """Replicated parameters count once, as does a tied embedding with its copy on the last stage."""
+    ranks = [rank[grid] for rank in norms_of_two]
+    shapes = {name: shape for rank in ranks for name, shape in rank["shapes"].items()}
+    squares = [float(whole_gradient(name, shape).double().square().sum()) for name, shape in shapes.items()]
+    for rank in ranks:
+        assert rank["norms"][0] == pytest.approx(math.sqrt(sum(squares)), rel=1e-12)
+        assert rank["norms"][0] == ranks[0]["norms"][0]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_copy_that_is_not_finite_skips_the_step_on_all(norms_of_two: list[dict[str, dict[str, Any]]], grid: str):
+    for rank in norms_of_two:
+        assert math.isnan(rank[grid]["norms"][1])
+        assert rank[grid]["skipped"] == 1
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_an_optimizer_is_copied_and_pickled_with_its_norm(how: Any):
+    optimizer = FP8AdamW([nn.Parameter(torch.ones(3, 4))], formats=recipe.FP32_STATES, clip_grad=1.0)
+    twin = how(optimizer)
+    for one in (optimizer, twin):
+        (p,) = one.param_groups[0]["params"]
+        p.grad = torch.full((3, 4), 2.0)
+        one.step()
+        assert float(one.grad_norm) == pytest.approx(math.sqrt(48))
+    assert torch.equal(*(one.param_groups[0]["params"][0] for one in (optimizer, twin)))

@@ -1,0 +1,70 @@
+"""A step that one rank's gradient spoils is in no rank's histories: tensor, pipeline and data parallelism, and ZeRO."""
+
+from typing import Any
+
+import dist
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from megatron.lm.build import build_training
+from megatron.lm.processes import process_groups
+from megatron.lm.step import train_step
+from megatron.lm.training.gradients import chunks
+
+BAD, STEPS = tiny.WINDOW + 2, tiny.WINDOW + 6
+SHARED: dict[str, Any] = {"num_layers": 2, "num_attention_heads": 4, "micro_batch_size": 2, "lr_warmup_iters": 0, "train_iters": 20}
+GRIDS: dict[str, dict[str, Any]] = {
+    "O3, ZeRO": {"precision": "O3", "use_distributed_optimizer": True, "global_batch_size": 4},
+    "O2, TP with FP8 sums": {"precision": "O2", "tensor_model_parallel_size": 2, "sequence_parallel": True, "global_batch_size": 4},
+    "O2, PP": {"precision": "O2", "pipeline_model_parallel_size": 2, "global_batch_size": 4},
+    "O2, DP with mu": {"precision": "O2", "grad_exchange": "nccl", "grad_scaling": "auto", "global_batch_size": 8},
+    "O1, DP": {"precision": "O1", "global_batch_size": 4},
+}
+
+
+def poison(g: Tensor) -> Tensor:
+    return torch.full_like(g, float("nan"))
+
+
+def run(settings: dict[str, Any], struck: bool) -> tuple[list[Tensor], list[Any], int]:
+    """The bits of weights, histories and states that this rank ends with, mu, and the skipped steps; one batch is left out unless
+    `struck`."""
+    config = tiny.config("corpus", **SHARED, **settings)
+    with tiny.started(config):
+        process_groups.seed_all(config.training.seed)
+        made = build_training(config, tiny.VOCABULARY)
+        stream, last = tiny.micro_batches(config), torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+        for step in range(STEPS):
+            batches = [next(stream) for _ in range(made.micro_batches)]
+            if step == BAD and not struck:
+                continue
+            layer = chunks(made.model)[-1].decoder.layers[-1].mlp.linear_fc1
+            hooks = [layer.bias.register_hook(poison)] if step == BAD and last else []
+            made.grad_sync.statistics.watch(False)
+            train_step(made, iter(batches))
+            for hook in hooks:
+                hook.remove()
+        made.optimizer.wait()
+        tensors = [t for t in made.model.state_dict().values() if isinstance(t, Tensor)]
+        tensors += [t for state in made.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        mu = [] if made.grad_sync.autoscale is None else made.grad_sync.autoscale.mu.tolist()
+        return tiny.bits(tensors), mu, made.optimizer.skipped_steps
+
+
+def on_ranks(names: list[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        (struck, mu, skipped), (clean, clean_mu, none) = run(GRIDS[name], True), run(GRIDS[name], False)
+        found[name] = tiny.same(struck, clean), mu == clean_mu, skipped, none
+    return found
+
+
+FEW = ["O3, ZeRO", "O2, TP with FP8 sums"]
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param([name for name in GRIDS if name not in FEW], marks=pytest.mark.nightly(20))], ids=len)
+def test_a_step_that_one_rank_spoils_leaves_no_trace_on_any(names: list[str]):
+    for found in dist.run(on_ranks, 2, names):
+        assert found == dict.fromkeys(names, (True, True, 1, 0))
