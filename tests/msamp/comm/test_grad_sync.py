@@ -343,7 +343,7 @@ class Alone(FP32SumWire):
 @pytest.mark.parametrize("wire", [Halving, Alone])
 def test_a_wire_that_changes_or_makes_its_payload_is_told_nothing_of(wire, monkeypatch):
     p, sync = one(E4M3)
-    monkeypatch.setitem(sync._wires, E4M3, wire(E4M3))
+    monkeypatch.setitem(sync.sender.wires, E4M3, wire(E4M3))
     for step in range(2):
         sync.clear()
         back(p, make("normal", (4, 8), seed=step).bfloat16())
