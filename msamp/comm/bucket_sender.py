@@ -165,18 +165,14 @@ class BucketSender:
     def deliver(self, bucket: Bucket, reduced: Reduced, proposals: Tensor) -> None:
         """Put the averages where the optimizer looks for them."""
         scale_inv = None if reduced.scale_inv is None else reduced.scale_inv.masked_fill(proposals < 0, float("nan"))
-        # What is told of the packed gradients tells of their average where no other rank, and no wire, has changed them.
-        told = bucket.tallies(reduced.own) if self.peers.ranks == 1 and not bucket.cut else None
-        tallies = None if told is None else told.unbind()
+        # A parameter in several pieces has a tally for each, and none of the whole.
+        tallies = None if reduced.tallies is None or bucket.cut else reduced.tallies.unbind()
         bucket.forget()
 
         def average(payload: Tensor, i: int) -> Tensor:
             if scale_inv is None:
                 return payload
-            made = ScalingTensor(payload, scale_inv[i], bucket.params[i].dtype)
-            if tallies is not None:
-                made.tell(tallies[i])
-            return made
+            return ScalingTensor(payload, scale_inv[i], bucket.params[i].dtype, tally=None if tallies is None else tallies[i])
 
         if self.shard:
             for segment in bucket.owned:
