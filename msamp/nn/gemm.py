@@ -34,11 +34,11 @@ from msamp.kernels.reference.block_cast import has_kernel
 from msamp.kernels.reference.tally import tally_ as reference_tally_
 from msamp.kernels.scaled_mm import have_product
 from msamp.nn.scaling_state import LinearScaling, Slot, just_in_time_scale, own_rule
-from msamp.numerics.block_scale import values
+from msamp.numerics.block_scale import name_of, values
 from msamp.numerics.granularity import TENSORWISE, Block, Granularity
 from msamp.numerics.quantize import dequantize, quantize
 from msamp.numerics.recipe import Cast, Gemms, Product
-from msamp.numerics.scaling import Current, Exact, Scaling, SharedExponent, inverse
+from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
 
 Scales = tuple[torch.Tensor, torch.Tensor]  # of a stored weight, as `LinearScaling.weight_scales` gives them
@@ -191,7 +191,7 @@ class _Blocks:
     def cast(
         self, x: torch.Tensor, slot: Slot, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> Operand:
-        rule, block = _BLOCK_RULES.get(type(cast.scaling)), _block(cast)
+        rule, block = name_of(cast.scaling), _block(cast)
         if rule is None or not has_kernel(block.rows, block.columns):
             return _DEFINITION.cast(x, slot, cast, row, col, combine)
         payload, table, payload_t, table_t = ops.block_cast(
@@ -200,7 +200,7 @@ class _Blocks:
         return Operand(payload if row else None, payload_t if col else None, table, table_t, block)
 
     def weight(self, payload: torch.Tensor, scales: Scales, cast: Cast, transpose: bool) -> Operand:
-        rule, block, dtype = _BLOCK_RULES.get(type(cast.scaling)), _block(cast), cast.format.dtype
+        rule, block, dtype = name_of(cast.scaling), _block(cast), cast.format.dtype
         if payload.dtype == dtype:
             stored = ops.transpose(payload) if transpose else payload
             table = scales[0].expand(block.scales_shape(stored.shape)).contiguous()
@@ -234,8 +234,6 @@ def _block(cast: Cast) -> Block:
     return cast.granularity
 
 
-# What `ops.block_cast` calls the rules that it knows.
-_BLOCK_RULES: dict[type[Scaling], str] = {Exact: "fp32", Current: "power-of-two", SharedExponent: "e8m0"}
 _DEFINITION = _ByDefinition()
 _WAYS: dict[type, Way] = {type(TENSORWISE): _Tensorwise(), Block: _Blocks()}
 

@@ -34,11 +34,11 @@ class Cast:
 
     @property
     def element_bytes(self) -> float:
-        """Bytes an element of a large operand with its share of the scales, one for each set: FP32, or a byte with `SharedExponent`."""
+        """Bytes an element of a large operand with its share of the scales, one for each set."""
         if self.granularity == TENSORWISE:
             return self.format.bytes
         sets = math.prod(self.granularity.scales_shape((LARGE, LARGE))) / LARGE**2
-        return self.format.bytes + sets * (1 if isinstance(self.scaling, SharedExponent) else 4)
+        return self.format.bytes + sets * self.scaling.kept_dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.format} {self.scaling}" if self.granularity == TENSORWISE else f"{self.format} {self.scaling} {self.granularity}"
