@@ -10,7 +10,7 @@ from torch import nn
 from msamp.kernels import ops
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.linear import FP8Linear
-from msamp.nn.linear_fn import LinearFunction, linear
+from msamp.nn.linear_fn import LinearFunction, LinearSettings, linear
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, LinearScaling, ScalingState
 from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3, E5M2
@@ -218,7 +218,7 @@ def test_the_function_is_what_the_layer_calls():
     low = layer()
     x = make("normal", (8, 32)).requires_grad_()
     y = linear(x, low.weight, None, low.scaling)
-    assert y.equal(LinearFunction.apply(x, low.weight, None, LayerGemm.of(low.scaling, low.weight)))
+    assert y.equal(LinearFunction.apply(x, low.weight, None, LinearSettings(LayerGemm.of(low.scaling, low.weight))))
     assert y.equal(low(x))
 
 
