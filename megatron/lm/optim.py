@@ -11,10 +11,10 @@ from megatron.lm.config import Config
 from megatron.lm.grid import Grid
 from megatron.lm.model.initial import parameter_names
 from megatron.lm.model.linear import FP8Gemm
-from msamp.amp.scaler import LossScaler
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_sync import GradSync
+from msamp.fp16.scaler import LossScaler
 from msamp.numerics import formats
 from msamp.numerics.recipe import KINDS, Recipe
 from msamp.numerics.stochastic_rounding import tensor_key

@@ -15,7 +15,7 @@ from megatron.lm.presets import GPT2_VOCABULARY, parameter_count
 from megatron.lm.recipe import saved_activations
 from msamp.comm.accumulate import OWNER, Plain, accumulator
 from msamp.comm.partition import plan_buckets
-from msamp.nn.saved import AS_IT_IS
+from msamp.nn.saved_activations import AS_IT_IS
 from msamp.nn.vocabulary_loss import ALL, CODES, LOGITS, chunk_rows
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import KINDS, StateFormats
@@ -200,9 +200,9 @@ def layer_activations(config: Config) -> int:
 def activation_parts(config: Config) -> dict[str, int]:
     """Bytes that one layer saves for backward of one micro-batch on one rank: for its norms (and what they feed), attention and MLP.
 
-    With a = 2 bytes (4 at fp32), c = a or with --save-activations coat 17/16 (`msamp.nn.saved`), l = 1 for the input of an FP8 linear
-    layer (in blocks `Cast.element_bytes`, else a), s sequence, b micro-batch, t TP (T: t with sequence parallelism, else 1), q and k the
-    widths of a rank's queries and keys, f that of its share of the MLP:
+    With a = 2 bytes (4 at fp32), c = a or with --save-activations coat 17/16 (`msamp.nn.saved_activations`), l = 1 for the input of an FP8
+    linear layer (in blocks `Cast.element_bytes`, else a), s sequence, b micro-batch, t TP (T: t with sequence parallelism, else 1), q and k
+    the widths of a rank's queries and keys, f that of its share of the MLP:
 
         norms          2 c h / T             their inputs, which are the residual stream
                        2 l h / G             the inputs of QKV and fc1; G = t where a rank keeps its shard and gathers again (BF16, and

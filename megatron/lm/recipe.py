@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 
 from megatron.lm.config.precision import OPTIMIZER_STATES, PrecisionConfig
 from megatron.lm.config.schema import flag
-from msamp.nn.saved import AS_IT_IS, IN_GROUPS, Saved
+from msamp.nn.saved_activations import AS_IT_IS, IN_GROUPS, Saved
 from msamp.numerics import formats
 from msamp.numerics.recipe import GEMMS, KINDS, Cast, Gemms, Product, Recipe
 from msamp.numerics.scaling import Scaling

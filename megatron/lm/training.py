@@ -15,8 +15,8 @@ from megatron.lm.grid import Grid
 from megatron.lm.health import Health
 from megatron.lm.identity import Run
 from megatron.lm.optim import Schedule
-from msamp.amp.scaler import LossScaler
 from msamp.comm.grad_sync import GradSync
+from msamp.fp16.scaler import LossScaler
 from msamp.nn.scaling_state import ScalingState
 from msamp.optim.adamw import FP8AdamW
 from msamp.optim.device_flag import DeviceCopy, DeviceFlag

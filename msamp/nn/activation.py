@@ -1,4 +1,4 @@
-"""GELU and SwiGLU that keep their input for backward as `msamp.nn.saved` says, for use outside of a fused block."""
+"""GELU and SwiGLU that keep their input for backward as `msamp.nn.saved_activations` says, for use outside of a fused block."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.nn.block import unviewed
-from msamp.nn.saved import IN_GROUPS, Saved
+from msamp.nn.saved_activations import IN_GROUPS, Saved
 
 
 class ActivationFunction(torch.autograd.Function):

@@ -1,9 +1,9 @@
 """The attention half of a transformer layer as one function: norm, QKV, rotary embedding, attention, projection, all casts fused.
 
 One kernel stands between two GEMMs and leaves FP8 operands in the layout of the next GEMM. Backward keeps only the residual stream, as
-`msamp.nn.saved` says, and in the compute dtype the rotated queries, keys and values, and the attention's output. The FP8 operands of the
-weight gradients (normalised input, attention output) are made again from them, to the same bits where the stream is kept as it is. That
-reads 2 bytes an element in backward instead of writing 1 in forward.
+`msamp.nn.saved_activations` says, and in the compute dtype the rotated queries, keys and values, and the attention's output. The FP8
+operands of the weight gradients (normalised input, attention output) are made again from them, to the same bits where the stream is kept as
+it is. That reads 2 bytes an element in backward instead of writing 1 in forward.
 
 With FP8 attention (`msamp.nn.fp8_attention`) the rotary embedding leaves FP8 queries, keys and values, and the attention's FP8 output is
 the projection's operand as it is. Backward keeps these four in place of the wide ones, and its rotary embedding reads FP8 gradients.
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from msamp.kernels import ops, places
+from msamp.kernels import ops, scalar_pool
 from msamp.nn.block import (
     CastTransposed,
     Inner,
@@ -29,7 +29,7 @@ from msamp.nn.block import (
 from msamp.nn.ends import ALONE, Ends
 from msamp.nn.fp8_attention import Attended, FP8Attention, K, Operands, Q, V, raise_amax
 from msamp.nn.gemm import LayerGemm, Operand
-from msamp.nn.saved import AS_IT_IS, Saved
+from msamp.nn.saved_activations import AS_IT_IS, Saved
 from msamp.numerics.quantize import dequantize
 from msamp.numerics.tensor import ScalingTensor
 
@@ -95,7 +95,7 @@ class AttentionBlock(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         b, x2d = x.shape[1], x.view(-1, x.shape[-1])
         qkv_gemm, proj, ends = how.qkv, how.proj, how.ends
-        n_scale_inv, o_scale_inv = places.take(x.device), places.take(x.device)
+        n_scale_inv, o_scale_inv = scalar_pool.take(x.device), scalar_pool.take(x.device)
         norm = NormWeights(how.norm, norm_weight, norm_bias)
         normed = norm.cast(x2d, None, slot=qkv_gemm.x, cast=qkv_gemm.gemm.input, ends=ends, scale_inv=n_scale_inv)
         gathered = ends.start_gather(normed.y, "input all-gather")
@@ -128,7 +128,7 @@ def _inner(ctx: Any, stream: Sequence[torch.Tensor], kept: KeptByBlock, grad_del
     how, attention, device, dtype = ctx.how, ctx.attention, grad_delta.device, grad_delta.dtype
     del ctx.attention
     qkv, proj, ends = how.qkv, how.proj, how.ends
-    start_g, proj_sums = start_grad_output(proj, grad_delta, places.take(device), ends, colsum=kept.last_bias is not None)
+    start_g, proj_sums = start_grad_output(proj, grad_delta, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
     again = start_input_again(how, stream, kept, dtype)
     attention.again()
     g = start_g()
@@ -136,7 +136,7 @@ def _inner(ctx: Any, stream: Sequence[torch.Tensor], kept: KeptByBlock, grad_del
     grad_o = proj.grad_input(g, proj.weight(kept.last_weight, transpose=True), dtype)
     dq, dk, dv, scale_invs = attention.gradients(grad_o)
     del attention, grad_o, g
-    g_scale_inv = places.take(device)
+    g_scale_inv = scalar_pool.take(device)
 
     def rotated_back(dtype: torch.dtype, **options: Any) -> CastTransposed:
         return CastTransposed(*ops.rotary_backward(dq, dk, dv, how.cos, how.sin, dtype=dtype, scale_invs=scale_invs, **options))

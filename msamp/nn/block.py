@@ -14,7 +14,7 @@ from msamp.kernels import ops
 from msamp.nn.ends import Ends, Pending
 from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.group_scaling import leave_maxima, maxima_for
-from msamp.nn.saved import Saved
+from msamp.nn.saved_activations import Saved
 from msamp.nn.scaling_state import Slot, just_in_time_scale
 from msamp.numerics.recipe import Cast
 

@@ -29,7 +29,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from msamp.kernels import ops, places
+from msamp.kernels import ops, scalar_pool
 from msamp.kernels.reference.block_cast import has_kernel
 from msamp.kernels.reference.tally import tally_ as reference_tally_
 from msamp.kernels.scaled_mm import have_product
@@ -115,7 +115,7 @@ class _Tensorwise:
             if amax_slot is not None:
                 amax_slot.copy_(torch.maximum(amax_slot, amax))
             scale, amax_slot = just_in_time_scale(cast, amax), None
-        place = places.place(x.device)
+        place = scalar_pool.try_take(x.device)
         payload, payload_t, made, _ = ops.cast_transpose(x, scale, amax_slot, fmt.dtype, row=row, col=col, scale_inv_slot=place)
         scale_inv = made if place is None else place
         if amax is not None:
@@ -129,7 +129,7 @@ class _Tensorwise:
             return Operand.tensorwise(ops.transpose(payload) if transpose else payload, scale_inv)
         if not transpose:
             return Operand.tensorwise(ops.cast(payload, multiplier, dtype), scale_inv)
-        place = places.place(payload.device)  # not asked for; it spares the kernel's own, which is a launch
+        place = scalar_pool.try_take(payload.device)  # not asked for; it spares the kernel's own, which is a launch
         return Operand.tensorwise(ops.cast_transpose(payload, multiplier, None, dtype, col=True, scale_inv_slot=place)[1], scale_inv)
 
     def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:

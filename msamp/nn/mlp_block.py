@@ -1,6 +1,6 @@
 """The MLP half of a transformer layer as one function: residual add, norm, FC1, GELU or SwiGLU, FC2, residual add, all casts fused.
 
-Backward keeps only the residual stream and FC1's output, as `msamp.nn.saved` says. The FP8 operands of the weight gradients
+Backward keeps only the residual stream and FC1's output, as `msamp.nn.saved_activations` says. The FP8 operands of the weight gradients
 (normalised input, activation) are made again from them, to the same bits where both are kept as they are.
 """
 
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from msamp.kernels import ops, places
+from msamp.kernels import ops, scalar_pool
 from msamp.nn.block import Inner, KeptByBlock, Norm, NormWeights, finish_backward, start_grad_output, start_input_again
 from msamp.nn.ends import ALONE, Ends
 from msamp.nn.gemm import LayerGemm, Operand
-from msamp.nn.saved import AS_IT_IS, Saved
+from msamp.nn.saved_activations import AS_IT_IS, Saved
 from msamp.numerics.tensor import ScalingTensor
 
 
@@ -76,7 +76,7 @@ class MLPBlock(torch.autograd.Function):
     ) -> torch.Tensor:
         x2d, delta2d = x.view(-1, x.shape[-1]), delta.view(-1, x.shape[-1])
         fc1, fc2, ends = how.fc1, how.fc2, how.ends
-        n_scale_inv, a_scale_inv = places.take(x.device), places.take(x.device)
+        n_scale_inv, a_scale_inv = scalar_pool.take(x.device), scalar_pool.take(x.device)
         norm = NormWeights(how.norm, norm_weight, norm_bias)
         normed = norm.cast(x2d, delta2d, slot=fc1.x, cast=fc1.gemm.input, ends=ends, scale_inv=n_scale_inv)
         gathered = ends.start_gather(normed.y, "input all-gather")
@@ -115,7 +115,7 @@ def _inner(how: MLPSettings, parts: Sequence[torch.Tensor], kept: KeptByBlock, g
     """Backward through FC2 and the activation; `parts` are those of the stream, then those of FC1's output."""
     fc1, fc2, ends, device, dtype = how.fc1, how.fc2, how.ends, grad_output.device, grad_output.dtype
     stream = parts if how.recompute else parts[: len(parts) // 2]
-    start_g, fc2_sums = start_grad_output(fc2, grad_output, places.take(device), ends, colsum=kept.last_bias is not None)
+    start_g, fc2_sums = start_grad_output(fc2, grad_output, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
     again = start_input_again(how, stream, kept, dtype, asked=how.recompute)
     if how.recompute:
         assert again is not None
@@ -123,7 +123,7 @@ def _inner(how: MLPSettings, parts: Sequence[torch.Tensor], kept: KeptByBlock, g
         again = again if ends.spread else None
     else:
         y = how.saved.restore(parts[len(stream) :], dtype)
-    g, scale_inv = start_g(), places.take(device)
+    g, scale_inv = start_g(), scalar_pool.take(device)
     grad_a = fc2.grad_input(g, fc2.weight(kept.last_weight, transpose=True), dtype)
 
     def through_activation(dtype: torch.dtype, **options: Any) -> ActivationGradient:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from msamp.kernels import ops
-from msamp.kernels.places import aligned
+from msamp.kernels.scalar_pool import aligned
 from msamp.kernels.scaled_mm import check_blockwise, warn_if_blocks_emulated
 from msamp.numerics.formats import FP32, Format
 from msamp.numerics.granularity import TENSORWISE, Block

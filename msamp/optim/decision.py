@@ -7,7 +7,7 @@ import torch
 
 
 class LossScale(Protocol):
-    """What multiplied the loss, and with it every gradient (`msamp.amp.scaler.LossScaler` is one)."""
+    """What multiplied the loss, and with it every gradient (`msamp.fp16.scaler.LossScaler` is one)."""
 
     def scale(self, device: torch.device) -> torch.Tensor:
         """FP32 0-dim on `device`; where a CUDA graph holds the step, always in the same memory."""

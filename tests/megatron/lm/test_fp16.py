@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.lm.run import RunStopped, trainer
 from megatron.lm.step import train_step
 from megatron.lm.training import Batches, StepResult, Training
-from msamp.amp.scaler import LossScaler
+from msamp.fp16.scaler import LossScaler
 
 FIRST = "decoder.layers.1.mlp.linear_fc2.weight"
 

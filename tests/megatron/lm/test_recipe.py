@@ -7,7 +7,7 @@ import pytest
 from megatron.lm.config import PrecisionConfig
 from megatron.lm.config.precision import ACTIVATIONS_SAVED
 from megatron.lm.recipe import SAVED, build_recipe, rule_setting, saved_activations, with_saved_rounding, with_saved_scaling
-from msamp.nn.saved import AS_IT_IS, IN_GROUPS
+from msamp.nn.saved_activations import AS_IT_IS, IN_GROUPS
 from msamp.numerics import formats, recipe
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.recipe import FP32_STATES, StateFormats
