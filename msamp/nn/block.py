@@ -15,7 +15,7 @@ from msamp.nn.ends import Ends, Pending
 from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.group_scaling import leave_maxima, maxima_for
 from msamp.nn.saved_activations import Saved
-from msamp.nn.scaling_state import Slot, just_in_time_scale
+from msamp.nn.scaling_state import CastScales, just_in_time_scale
 from msamp.numerics.recipe import Cast
 
 
@@ -64,7 +64,7 @@ class NormWeights(NamedTuple):
     bias: torch.Tensor | None
 
     def cast(
-        self, x: torch.Tensor, residual: torch.Tensor | None, slot: Slot, cast: Cast, ends: Ends, scale_inv: torch.Tensor
+        self, x: torch.Tensor, residual: torch.Tensor | None, slot: CastScales, cast: Cast, ends: Ends, scale_inv: torch.Tensor
     ) -> "Normalized":
         """`norm(x + residual)` of this rank's rows as the FP8 operand of the block's first GEMM.
 
@@ -208,7 +208,7 @@ class CastTransposed(NamedTuple):
 
 
 def _scale(
-    slot: Slot, cast: Cast, ends: Ends, amax: Callable[[], torch.Tensor]
+    slot: CastScales, cast: Cast, ends: Ends, amax: Callable[[], torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Scale and amax slot for a kernel that casts rows, and the ranks' amax where their rows share a scale just in time (else None)."""
     if slot.scale is not None or not ends.spread:

@@ -24,7 +24,7 @@ INPUT, GRAD_OUTPUT, WIRE = 0, 1, 2  # rows of a layer's arrays
 Watch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-class Slot(NamedTuple):
+class CastScales(NamedTuple):
     """The inputs and outputs of one cast beside its tensor.
 
     Attributes:
@@ -155,7 +155,7 @@ class TensorScales(nn.Module):
         # torch.compile would make a new graph for every value of a counter.
         self._count(0)
         self.watches: dict[int, Watch] = {}
-        self._known_slots: dict[bool, tuple[tuple[bool, ...], tuple[torch.Tensor, ...], tuple[Slot, ...]]] = {}
+        self._known_slots: dict[bool, tuple[tuple[bool, ...], tuple[torch.Tensor, ...], tuple[CastScales, ...]]] = {}
 
     def _count(self, steps: int) -> None:
         steps = min(steps, self.window)
@@ -180,14 +180,14 @@ class TensorScales(nn.Module):
         """The target formats, by row."""
         return tuple(cast.format for cast in self.casts)
 
-    def slots(self, record: bool) -> tuple[Slot, ...]:
+    def slots(self, record: bool) -> tuple[CastScales, ...]:
         """The slots by row; `record` False (evaluation) leaves no trace in the history."""
         slots = self._slots(record) if torch.compiler.is_compiling() else self._kept_slots(record)
         if record and self.watches:
             return tuple(slot._replace(watch=self.watches.get(row)) for row, slot in enumerate(slots))
         return slots
 
-    def _kept_slots(self, record: bool) -> tuple[Slot, ...]:
+    def _kept_slots(self, record: bool) -> tuple[CastScales, ...]:
         # Kept, since each of the six views of a layer takes the host 4 us in every forward.
         made_of = self.amax, self.scale, self.scale_inv
         known = self._known_slots.get(record)
@@ -196,10 +196,10 @@ class TensorScales(nn.Module):
                 known = self._known_slots[record] = self._filled, made_of, self._slots(record)
         return known[2]
 
-    def _slots(self, record: bool) -> tuple[Slot, ...]:
-        def slot(row: int) -> Slot:
+    def _slots(self, record: bool) -> tuple[CastScales, ...]:
+        def slot(row: int) -> CastScales:
             amax = self.amax[row] if record and self.casts[row].scaling.window else None
-            return Slot(self.scale[row], self.scale_inv[row], amax) if self._filled[row] else Slot(None, None, amax)
+            return CastScales(self.scale[row], self.scale_inv[row], amax) if self._filled[row] else CastScales(None, None, amax)
 
         return tuple(slot(row) for row in range(len(self.casts)))
 
