@@ -21,7 +21,6 @@ What was tried: sums in FP8 at each hop, as in the paper (`--grad-exchange nccl`
 import contextlib
 import functools
 import itertools
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -157,12 +156,6 @@ class GradSync:
         scaled = sorted({str(bucket.format) for bucket in self.buckets if bucket.format.scaled}) or ["no FP8 gradients"]
         how = f"{self.exchange} with auto-scaling" if self.scaling.adapts else str(self.exchange)
         return f"gradients in {len(self.buckets)} buckets ({', '.join(scaled)}, {how})"
-
-    @property
-    def own_slots(self) -> Tensor:
-        """Deprecated: `own_proposals`. Gone in the next version."""
-        warnings.warn("GradSync.own_slots is now GradSync.own_proposals, and will go", DeprecationWarning, stacklevel=2)
-        return self.own_proposals
 
     def bucket_of(self, p: Tensor) -> Bucket:
         """The bucket in which a parameter's gradient leaves."""

@@ -48,7 +48,7 @@ import torch
 
 from msamp.numerics.formats import Format
 from msamp.numerics.granularity import Granularity
-from msamp.numerics.quantize import dequantize, quantize
+from msamp.numerics.quantize import quantize
 from msamp.numerics.scaling import NOT_FINITE, Current, Exact, Scaling, SharedExponent
 
 RULES: dict[str, Scaling] = {"fp32": Exact(), "power-of-two": Current(), "e8m0": SharedExponent()}
@@ -104,10 +104,3 @@ def quantize_blocks(x: torch.Tensor, granularity: Granularity, fmt: Format, rule
     """
     scale_inv = block_scale_inv(granularity.maxima(x), fmt, rule)
     return quantize(x.detach(), granularity.spread(block_scale(scale_inv), x.shape), fmt), scale_inv
-
-
-def dequantize_blocks(
-    payload: torch.Tensor, scale_inv: torch.Tensor, granularity: Granularity, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """The values of what `quantize_blocks` gave: `payload * scale_inv` in FP32, rounded once to `dtype`."""
-    return dequantize(payload, granularity.spread(values(scale_inv), payload.shape), dtype)

@@ -5,7 +5,6 @@ A recipe enters by a constant here; nothing in the training loop asks for a reci
 """
 
 import math
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -317,12 +316,6 @@ _JUST_IN_TIME = Gemms.of(input=Cast(E4M3, Current()), weight=Cast(E4M3, Current(
 def _blocks(scaling: Scaling, along: Block, weight: Block) -> Gemms:
     """Operands in blocks, each E4M3: a block follows what it holds, so that gradients need no wider range [DeepSeek-V3, section 3.3.2]."""
     return Gemms.of(input=Cast(E4M3, scaling, along), weight=Cast(E4M3, scaling, weight), grad_output=Cast(E4M3, scaling, along))
-
-
-def Gemm(input: Cast, weight: Cast, grad_output: Cast) -> Gemms:
-    """The former name of `Gemms.of`, for one version more; warns."""
-    warnings.warn("recipes.Gemm(...) is recipes.Gemms.of(...) now", DeprecationWarning, stacklevel=2)
-    return Gemms.of(input, weight, grad_output)
 
 
 # Ways to cast the operands of the FP8 GEMMs, in the words of Megatron-LM's `--fp8-recipe`. "blockwise" is DeepSeek-V3's, with FP32 scales,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from definitions import dequantize_blocks
 from numerics import codes, make
 from torch import nn
 
@@ -14,7 +15,7 @@ from msamp.nn.gemm import LayerGemm, Operand, cast_operand
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import CastScales, LinearScaling, ScalingState
 from msamp.numerics import recipe
-from msamp.numerics.block_scale import dequantize_blocks, quantize_blocks
+from msamp.numerics.block_scale import quantize_blocks
 from msamp.numerics.formats import BF16, E4M3, E5M2
 from msamp.numerics.granularity import Group
 from msamp.numerics.quantize import dequantize, quantize

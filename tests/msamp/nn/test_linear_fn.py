@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from definitions import AmaxHistory
 from numerics import codes, make
 from torch import nn
 
@@ -15,7 +16,7 @@ from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, LinearScaling, ScalingSta
 from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.quantize import dequantize, quantize
-from msamp.numerics.scaling import AmaxHistory, Current, Delayed, inverse
+from msamp.numerics.scaling import Current, Delayed, inverse
 from msamp.numerics.tensor import ScalingTensor
 
 every_level = pytest.mark.parametrize("level", [recipe.O1, recipe.O2, recipe.O3], ids=lambda r: r.name)
