@@ -22,6 +22,11 @@ class ActivationFunction(torch.autograd.Function):
         return unviewed(ops.activate(y2d, kind, None, None, y.dtype)[0], (*y.shape[:-1], -1))
 
     @staticmethod
+    def saved_bytes(width: float, wide: int, saved: Saved) -> float:
+        """Bytes per token that backward keeps of an input of that width, `wide` bytes per element."""
+        return width * saved.element_bytes(wide)
+
+    @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_a: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         dtype = grad_a.dtype

@@ -29,7 +29,7 @@ from msamp.nn.block import (
 from msamp.nn.ends import ALONE, Ends
 from msamp.nn.fp8_attention import Attended, FP8Attention, K, Operands, Q, V, raise_amax
 from msamp.nn.gemm import LayerGemm, Operand
-from msamp.nn.saved_activations import AS_IT_IS, Saved
+from msamp.nn.saved_activations import AS_IT_IS, Saved, SavedBytes
 from msamp.numerics.quantize import dequantize
 from msamp.numerics.tensor import ScalingTensor
 
@@ -114,6 +114,37 @@ class AttentionBlock(torch.autograd.Function):
             ctx.attention, ctx.how = attention.kept(), how
             ctx.weight_dtypes = (qkv_weight.dtype, proj_weight.dtype)
         return x, delta.view(x.shape)
+
+    @staticmethod
+    def saved_bytes(
+        hidden: float,
+        heads: float,
+        groups: float,
+        head_size: int,
+        wide: int,
+        saved: Saved,
+        *,
+        ranks: int = 1,
+        gathered: bool = False,
+        recompute: bool = False,
+        fp8: bool = False,
+    ) -> SavedBytes:
+        """What backward keeps, see `SavedBytes`.
+
+        Args:
+            hidden: of the residual stream.
+            heads, groups, head_size: of this rank.
+            wide: bytes per element of the stream.
+            saved, recompute: as of `AttentionSettings`.
+            ranks, gathered: over which the rows are spread, and whether the ends keep the gathered input.
+            fp8: attention in FP8.
+        """
+        norm = saved.element_bytes(wide) * hidden / ranks + hidden * gathered
+        if fp8:
+            return SavedBytes(norm, FP8Attention.saved_bytes(heads, groups, head_size, output=not recompute))
+        queries, keys = heads * head_size, groups * head_size
+        copied = queries if 1 < groups < heads else 0.0  # out of the projection's output, where they come in several groups
+        return SavedBytes(norm, wide * (queries + 2 * keys + (0.0 if recompute else queries + copied)))
 
     @staticmethod
     @once_differentiable

@@ -105,6 +105,12 @@ class FP8Attention(NamedTuple):
         """With the scales of now; amaxes are recorded while gradients are enabled."""
         return cls(scaling, softmax_scale, causal, torch.is_grad_enabled())
 
+    @staticmethod
+    def saved_bytes(heads: float, groups: float, head_size: int, *, output: bool) -> float:
+        """Bytes per token that backward keeps of a rank's heads: the operands, and with `output` the attention's output and each head's
+        statistic."""
+        return head_size * (heads + 2 * groups) + ((head_size + 4) * heads if output else 0.0)
+
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Differentiable attention: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d], of the query's dtype."""
         return _Attention.apply(query, key, value, self)

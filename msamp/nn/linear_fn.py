@@ -18,6 +18,7 @@ from msamp.nn.block import unviewed
 from msamp.nn.ends import ALONE, Ends
 from msamp.nn.gemm import LayerGemm, Operand, cast_operand
 from msamp.nn.scaling_state import LinearScaling
+from msamp.numerics.recipe import Cast
 from msamp.numerics.tensor import ScalingTensor
 
 
@@ -57,6 +58,11 @@ class LinearFunction(torch.autograd.Function):
         ctx.how, ctx.shape, ctx.weight_dtype = how, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return unviewed(y, (*_rows(x.shape, ins, outs), y.shape[-1]))
+
+    @staticmethod
+    def saved_bytes(inputs: float, cast: Cast) -> float:
+        """Bytes per token that backward keeps: the input of that width, cast."""
+        return inputs * cast.element_bytes
 
     @staticmethod
     @once_differentiable

@@ -14,7 +14,7 @@ from msamp.kernels import ops, scalar_pool
 from msamp.nn.block import Inner, KeptByBlock, Norm, NormWeights, finish_backward, start_grad_output, start_input_again
 from msamp.nn.ends import ALONE, Ends
 from msamp.nn.gemm import LayerGemm, Operand
-from msamp.nn.saved_activations import AS_IT_IS, Saved
+from msamp.nn.saved_activations import AS_IT_IS, Saved, SavedBytes
 from msamp.numerics.tensor import ScalingTensor
 
 
@@ -98,6 +98,22 @@ class MLPBlock(torch.autograd.Function):
         ctx.save_for_backward(*stream, *(() if how.recompute else how.saved.keep(y)), *kept)
         ctx.how, ctx.weight_dtypes = how, (fc1_weight.dtype, fc2_weight.dtype)
         return out.view(x.shape)
+
+    @staticmethod
+    def saved_bytes(
+        hidden: float, width: float, wide: int, saved: Saved, *, ranks: int = 1, gathered: bool = False, recompute: bool = False
+    ) -> SavedBytes:
+        """What backward keeps, see `SavedBytes`.
+
+        Args:
+            hidden: of the residual stream.
+            width: FC1's outputs on this rank.
+            wide: bytes per element of the stream.
+            saved, recompute: as of `MLPSettings`.
+            ranks, gathered: over which the rows are spread, and whether the ends keep the gathered input.
+        """
+        size = saved.element_bytes(wide)
+        return SavedBytes(size * hidden / ranks + hidden * gathered, 0.0 if recompute else size * width)
 
     @staticmethod
     @once_differentiable

@@ -25,6 +25,11 @@ class NormFunction(torch.autograd.Function):
         return unviewed(y, x.shape)
 
     @staticmethod
+    def saved_bytes(hidden: float, wide: int, saved: Saved) -> float:
+        """Bytes per token that backward keeps of an input of that width, `wide` bytes per element, but for the statistics (8 bytes)."""
+        return hidden * saved.element_bytes(wide)
+
+    @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         *kept, weight, bias, mean, rstd = ctx.saved_tensors
