@@ -362,27 +362,23 @@ O3 = Recipe(
     accumulator="bf16",
 )
 
-# Collage, Table 2, and pairs with 8 bits: the same states for every parameter, BF16 gradients. D-MW's weights are their own masters.
-_A = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "a")
-_KAHAN = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "kahan")
-_LIGHT = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "light")
-_PLUS = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "plus")
-_FP8 = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "fp8")
-_DMW = StateFormats(BF16_FORMAT, BF16_FORMAT, FP32_FORMAT, FP32_FORMAT)
-_D = StateFormats(FP32_FORMAT, BF16_FORMAT, FP32_FORMAT, FP32_FORMAT)
-BF16_A = Recipe(name="bf16-a", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_A, vectors=_A, accumulator="bf16")
-BF16_KAHAN = Recipe(
-    name="bf16-kahan", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_KAHAN, vectors=_KAHAN, accumulator="bf16"
-)
-BF16_DMW = Recipe(name="bf16-dmw", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_DMW, vectors=_DMW, accumulator="bf16")
-BF16_D = Recipe(name="bf16-d", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_D, vectors=_D, accumulator="bf16")
-COLLAGE_LIGHT = Recipe(
-    name="collage-light", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_LIGHT, vectors=_LIGHT, accumulator="bf16"
-)
-COLLAGE_PLUS = Recipe(
-    name="collage-plus", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_PLUS, vectors=_PLUS, accumulator="bf16"
-)
-COLLAGE_FP8 = Recipe(name="collage-fp8", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_FP8, vectors=_FP8, accumulator="bf16")
+# Option of Collage's Table 2, or pairs with 8 bits ("fp8") -> the formats of its states, which are the same for every parameter.
+COLLAGE_FORMATS = {
+    **{update: StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, update) for update in COLLAGE_UPDATES},
+    "d-mw": StateFormats(BF16_FORMAT, BF16_FORMAT, FP32_FORMAT, FP32_FORMAT),  # weights are their own masters
+    "d": StateFormats(FP32_FORMAT, BF16_FORMAT, FP32_FORMAT, FP32_FORMAT),
+}
+
+
+def _collage(name: str, variant: str) -> Recipe:
+    states = COLLAGE_FORMATS[variant]
+    return Recipe(name=name, compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=states, vectors=states, accumulator="bf16")
+
+
+BF16_A, BF16_KAHAN = _collage("bf16-a", "a"), _collage("bf16-kahan", "kahan")
+BF16_DMW, BF16_D = _collage("bf16-dmw", "d-mw"), _collage("bf16-d", "d")
+COLLAGE_LIGHT, COLLAGE_PLUS = _collage("collage-light", "light"), _collage("collage-plus", "plus")
+COLLAGE_FP8 = _collage("collage-fp8", "fp8")
 
 # COAT: operands of linear layers with one just-in-time scale a tensor, moments with range expansion, gradients in BF16. The GEMMs read a
 # weight in E4M3 alone, so that it is stored in E4M3 between steps.

@@ -45,7 +45,7 @@ from msamp.optim.clip import (
 )
 from msamp.optim.decision import Decision, LossScale
 from msamp.optim.device_flag import DeviceFlag
-from msamp.optim.kept_states import expected_states, kept_states, update_of
+from msamp.optim.kept_states import expected_states, kept_states, named_by_variant, update_of
 from msamp.optim.masters import follow_states_, version_of
 from msamp.optim.shard import Holding, Shard, Whole
 from msamp.optim.states import (
@@ -525,6 +525,7 @@ class FP8AdamW(torch.optim.Optimizer):
         The roundings of masters and moments are those saved, as learning rates are, and so are the keys of stochastic rounding: the next
         step is that of the saved run, bit for bit. States saved before stochastic rounding existed keep nearest rounding.
         """
+        state_dict = named_by_variant(state_dict)
         states, names = saved_states(self, state_dict, "formats"), parameter_names(self)
         for whole in self._whole():
             if whole.index in states:

@@ -73,12 +73,9 @@ def lost_updates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
         gradient, before its first step, at learning rate 0, and for all where the step will be skipped.
 
     Raises:
-        ValueError: for another optimizer. `CollageAdamW(..., keep_update=True)` has `lost_frac` and `edq` of its own.
+        ValueError: for another optimizer.
     """
     if not isinstance(optimizer, FP8AdamW):
-        raise ValueError(
-            f"the optimizer is {type(optimizer).__name__}; lost_updates takes what msamp.initialize returns, or an FP8AdamW. "
-            "A CollageAdamW with keep_update=True has lost_frac and edq after each step"
-        )
+        raise ValueError(f"the optimizer is {type(optimizer).__name__}; lost_updates takes what msamp.initialize returns, or an FP8AdamW")
     sums = optimizer.shard.total(update_distances(optimizer)).tolist()
     return {name: undelivered_share(*row) for name, row in zip(parameter_names(optimizer), sums, strict=True)}
