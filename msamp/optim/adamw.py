@@ -65,7 +65,7 @@ from msamp.optim.states import (
     take_groups,
     weight_format,
 )
-from msamp.optim.updates import MASTER, Launch, formats_of, named_formats, take_options, updates_of
+from msamp.optim.updates import MASTER, StepInputs, UpdateBatch, formats_of, named_formats, take_options, updates_of
 
 SCALE_INV = -1  # row of the table of amaxes: the gradient's scale_inv
 
@@ -346,8 +346,9 @@ class FP8AdamW(torch.optim.Optimizer):
         # On a GPU the kernels look at the flag, and under ZeRO every rank must come to the gathering, whatever it has to update.
         if usable.is_cuda or usable:
             scale_invs = self._new_scale_invs(decision.amaxes) if self.shard.ranks > 1 else {}
-            for launch in self.launches(ready):
-                launch.update.run(self._table(), launch, decision.amaxes, self._kept, decision.coefficient, self._usable)
+            inputs = StepInputs(decision.amaxes, self._kept, decision.coefficient, self._usable)
+            for batch in self.batches(ready):
+                batch.update.run(self._table(), batch, inputs)
             self.shard.send_weights(scale_invs)
             self._written(ready)
         if fresh and not usable:
@@ -430,8 +431,8 @@ class FP8AdamW(torch.optim.Optimizer):
     def _keep_amaxes(self, holdings: Sequence[Holding]) -> None:
         """Take the amaxes as stored of what somebody else has changed."""
         stale = [holding for holding in holdings if self._seen.get(holding.weight) != self._signature(holding)]
-        for launch in self.launches(stale):
-            self._kept[: launch.update.master_row, launch.places] = launch.update.stored_amaxes(launch)
+        for batch in self.batches(stale):
+            self._kept[: batch.update.master_row, batch.places] = batch.update.stored_amaxes(batch)
 
     @staticmethod
     def _sorted_gradients(ready: Sequence[Holding]) -> tuple[list[torch.Tensor], tuple[list[int], list[int]]]:
@@ -468,7 +469,7 @@ class FP8AdamW(torch.optim.Optimizer):
             found |= zip(params, torch.where(self._usable, new, last).unbind(), strict=True)
         return found
 
-    def launches(self, ready: Sequence[Holding]) -> Iterator[Launch]:
+    def batches(self, ready: Sequence[Holding]) -> Iterator[UpdateBatch]:
         """Holdings that are updated together. They have states, and all or none have a gradient; they are of one group, and their
         tensors have the same formats and are all laid out by rows, or none is."""
         numbers = {id(group): number for number, group in enumerate(self.param_groups)}
@@ -481,9 +482,10 @@ class FP8AdamW(torch.optim.Optimizer):
         for (number, by_rows, _, own_format, *_), members in alike.items():
             held = [self.state[holding.weight] for holding in members]
             weights, beside = [holding.weight for holding in members], own_format is not None
-            formats = members[0].formats
-            keys = [declared.key for declared in update_of(formats).states if declared != MASTER]
-            yield Launch(
+            formats, update = members[0].formats, update_of(members[0].formats)
+            keys = [declared.key for declared in update.states if declared != MASTER]
+            yield UpdateBatch(
+                update=update,
                 group=members[0].group,
                 formats=formats,
                 hyper=self._hyper(number, formats["update"]),

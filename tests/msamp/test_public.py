@@ -32,7 +32,7 @@ def test_what_is_public():
     (msamp.formats, "Format FP32 BF16 FP16 E4M3 E5M2 COAT_E4M3 by_name"),
     (msamp.scaling, "Scaling Current Delayed"),
     (msamp.granularity, "Granularity Tensorwise Group Block"),
-    (msamp.updates, "Update State Launch MASTER register by_name"),
+    (msamp.updates, "Update State UpdateBatch StepInputs MASTER register by_name"),
     (msamp.exchanges, "Exchange Wire Reduced register by_name names"),
     (msamp.filters, "DEFAULT exclude_names include_names min_features all_of"),
 ])  # fmt: skip

@@ -14,7 +14,7 @@ from msamp.numerics.recipe import COAT, COLLAGE_FP8, COLLAGE_PLUS, FP32_STATES, 
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim import rehearsal
 from msamp.optim.adamw import FP8AdamW
-from msamp.optim.rehearsal import rehearse, rehearse_launches
+from msamp.optim.rehearsal import rehearse, rehearse_batches
 
 LEVELS = {
     "O1": (O1.states, FP16),
@@ -192,7 +192,7 @@ def test_a_sample_is_rows_of_the_whole_update_to_the_bit(level, device, monkeypa
 
 def one_by_one(optimizer: FP8AdamW, sample: int | None):
     """Each holding with its masters before, exact and as stored."""
-    for both in rehearse_launches(optimizer, sample):
+    for both in rehearse_batches(optimizer, sample):
         yield from zip(both.holdings, both.before, both.exact.masters, both.masters(), strict=True)
 
 
@@ -202,7 +202,7 @@ def test_a_sample_takes_no_more_memory_than_its_elements(monkeypatch):
     grow(ps, 0)
     optimizer.step()
     grow(ps, 1)
-    parts = rehearse_launches(optimizer, 48)
+    parts = rehearse_batches(optimizer, 48)
     next(parts)  # before which the gradients are measured, as a step does
     with Largest() as largest:
         list(parts)
