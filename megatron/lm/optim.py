@@ -18,9 +18,9 @@ from msamp.fp16.scaler import LossScaler
 from msamp.numerics import formats
 from msamp.numerics.recipe import KINDS, Recipe
 from msamp.numerics.stochastic_rounding import tensor_key
-from msamp.optim.adamw import FP8AdamW
 from msamp.optim.device_flag import DeviceFlag
 from msamp.optim.kept_states import kept_states, update_of
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.states import parameter_kind, weight_format
 from msamp.optim.updates import MASTER, WEIGHT, formats_of
 from msamp.parallel.greedy_zero import ZeRO

@@ -18,8 +18,8 @@ from megatron.lm.optim import Schedule
 from msamp.comm.grad_sync import GradSync
 from msamp.fp16.scaler import LossScaler
 from msamp.nn.scaling_state import ScalingState
-from msamp.optim.adamw import FP8AdamW
 from msamp.optim.device_flag import DeviceCopy, DeviceFlag
+from msamp.optim.optimizer import FP8AdamW
 
 Batches = Iterator[dict[str, Tensor]]
 

@@ -120,7 +120,7 @@ class ShardedOptimizer(LoopOptimizer):
         """Clip this rank's rows of some parameters' gradients, in place; the norm is that of the gradients as a step quantises them."""
         chosen = set(params)
         ready = [holding for holding in self.shard.ready(self._whole()) if holding.param in chosen]
-        norm = self._combined_norm(ready, *self._measure(ready, bounds=False))
+        norm = self.norm_of(ready)
         coefficient = clip_coefficient(norm, max_norm)
         for p in chosen:
             if p.grad is not None:

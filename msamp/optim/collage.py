@@ -31,7 +31,7 @@ from msamp.kernels.reference.adamw import Hyper
 from msamp.kernels.reference.collage import VARIANTS, step_
 from msamp.numerics import mcf, metrics
 from msamp.numerics.recipe import COLLAGE_FORMATS, StateFormats
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.updates import format_names
 
 

@@ -13,7 +13,7 @@ import torch
 
 from msamp.kernels.tables import Tables
 from msamp.numerics.metrics import undelivered_share
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.rehearsal import rehearse_batches
 from msamp.optim.states import parameter_names
 

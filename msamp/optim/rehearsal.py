@@ -14,7 +14,7 @@ from msamp.numerics.formats import FP32
 from msamp.numerics.range_expand import Expanded
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim import updates
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.shard import Holding
 from msamp.optim.states import copy_of_rows, decoded, own_values, payload, weight_format
 from msamp.optim.updates import MASTER, WEIGHT, State, StepInputs, UpdateBatch

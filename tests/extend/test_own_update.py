@@ -27,7 +27,7 @@ from msamp.numerics.formats import BF16, COAT_E4M3, E4M3, FP32
 from msamp.numerics.recipe import Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim import updates
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.rehearsal import rehearse
 from msamp.optim.updates import MASTER, State, StepInputs, Update, UpdateBatch
 from tools import memory_report

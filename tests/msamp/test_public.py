@@ -15,7 +15,7 @@ import msamp
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = {
-    "Activation", "FP8AdamW", "FP8Linear", "GradSync", "LayerNorm", "RMSNorm", "ScalingState",
+    "Activation", "FP8AdamW", "FP8Linear", "GradSync", "LayerNorm", "LowPrecisionOptimizer", "RMSNorm", "ScalingState",
     "ScalingTensor", "ZeRO", "amp", "clip_grad_norm_", "collage_adamw", "convert", "exact_state_dict", "exchanges", "filters", "float_copy",
     "formats", "fp8_state_dict", "fp32_values", "grad_sync", "granularity", "initialize", "lost_updates", "plain_state_dict", "recipes",
     "save_plain", "scaling", "survey", "update_quality", "updates",
@@ -83,15 +83,6 @@ def test_type_hints_travel_with_the_package(tmp_path):
     assert (tmp_path / "msamp" / "py.typed").is_file()
     assert (tmp_path / "megatron" / "lm" / "pretrain.py").is_file()
     assert not (tmp_path / "megatron" / "__init__.py").exists()
-
-
-def test_former_names_still_serve_with_a_warning():
-    model = nn.Linear(4, 4)
-    sync = msamp.grad_sync(model, dict.fromkeys(model.parameters(), msamp.formats.FP32), shard=True)
-    optimizer = msamp.FP8AdamW(model.parameters(), lr=1e-2, formats=msamp.recipes.FP32_STATES, shard=msamp.ZeRO(sync))
-    with pytest.warns(DeprecationWarning, match=r"FP8AdamW\.pieces is now FP8AdamW\.holdings"):
-        pieces = optimizer.pieces()
-    assert [piece.param for piece in pieces] == list(model.parameters())
 
 
 def test_drop_in_layers_compute_as_torch_s():

@@ -19,7 +19,7 @@ from msamp.nn.linear import FP8Linear
 from msamp.numerics.formats import ALL, BF16, E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.recipe import O2, O3
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.parallel.data_parallel import grad_sync
 
 INF, NAN = float("inf"), float("nan")

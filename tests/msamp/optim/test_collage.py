@@ -13,8 +13,8 @@ from msamp.kernels.reference.collage import VARIANTS
 from msamp.numerics import mcf
 from msamp.numerics.formats import E4M3
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW
 from msamp.optim.collage import collage_adamw, update_quality
+from msamp.optim.optimizer import FP8AdamW
 
 IN_BF16 = ("a", "light", "plus", "fp8", "kahan")
 PAIRED = ("light", "plus", "fp8", "kahan")

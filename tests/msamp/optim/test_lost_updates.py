@@ -15,8 +15,8 @@ import msamp
 from msamp.integrations import fsdp
 from msamp.numerics.metrics import undelivered_frac
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.adamw import FP8AdamW
 from msamp.optim.lost_updates import lost_updates, update_distances
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.updates.adamw import AdamW
 
 SMALL, USUAL = 1e-7, 1e-3

@@ -13,7 +13,7 @@ from msamp.numerics.formats import BF16, E4M3, FP16, FP32, Format
 from msamp.numerics.recipe import COAT, COLLAGE_FP8, COLLAGE_PLUS, FP32_STATES, O1, O2, O3, StateFormats
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim import rehearsal
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.rehearsal import rehearse, rehearse_batches
 
 LEVELS = {

@@ -17,7 +17,7 @@ from torch import nn
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, FP32
 from msamp.numerics.recipe import FP32_STATES, StateFormats, by_name
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.parallel.data_parallel import grad_sync
 from msamp.parallel.greedy_zero import ZeRO
 

@@ -1,4 +1,4 @@
-"""How the update is launched. Its numbers: tests/msamp/optim/test_adamw.py and tests/msamp/kernels."""
+"""How the update is launched. Its numbers: tests/msamp/optim/test_optimizer.py and tests/msamp/kernels."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 
 from msamp.numerics.formats import COAT_E4M3, E4M3, FP16, FP32
 from msamp.numerics.recipe import StateFormats
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.updates import adamw
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from msamp.numerics.formats import BF16, E4M3, FP32
 from msamp.numerics.recipe import COLLAGE_PLUS, StateFormats
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 
 FOUR_BF16 = StateFormats(BF16, BF16, BF16, BF16, "plus")
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from msamp.numerics.formats import E4M3, FP32
 from msamp.numerics.recipe import StateFormats
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 
 
 def built(update: str, p: torch.Tensor, **options) -> FP8AdamW:

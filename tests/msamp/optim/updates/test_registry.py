@@ -9,7 +9,7 @@ from msamp.numerics.formats import BF16, COAT_E4M3, E4M3, FP16, REMAINDER_E4M3
 from msamp.numerics.recipe import ALL, O2, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.updates import MASTER, WEIGHT, State, Update, format_names
 
 
