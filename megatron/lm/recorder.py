@@ -30,7 +30,7 @@ from msamp.nn.gemm import LayerGemm, tally_operand_
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, WIRE, TensorScales
 from msamp.numerics.metrics import TALLY, add_tallies, judge, undelivered_share
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.rehearsal import rehearse
+from msamp.optim.update_error import rehearse
 from msamp.optim.updates import MASTER
 
 ROWS = {INPUT: "input", GRAD_OUTPUT: "grad_output"}

@@ -14,8 +14,8 @@ import torch
 from msamp.kernels.tables import Tables
 from msamp.numerics.metrics import undelivered_share
 from msamp.optim.optimizer import FP8AdamW
-from msamp.optim.rehearsal import rehearse_batches
 from msamp.optim.states import parameter_names
+from msamp.optim.update_error import rehearse_batches
 
 SAMPLE = 2**15  # elements of a matrix: stochastic rounding of updates of 1/1000 of a code leaves a noise of 0.17 in their share
 SUMS = 2  # of a parameter: distance wanted, and what arrives of it
@@ -28,7 +28,7 @@ def update_distances(optimizer: FP8AdamW, sample: int | None = SAMPLE) -> torch.
 
     Args:
         optimizer: with the gradients of its next step in place.
-        sample: as for `rehearsal.rehearse_batches`.
+        sample: as for `update_error.rehearse_batches`.
 
     Returns:
         FP64 [parameters, 2], group by group, on the device of the parameters: sums over the rows of this process of abs(wanted) and of

@@ -28,7 +28,7 @@ from msamp.numerics.recipe import Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim import updates
 from msamp.optim.optimizer import FP8AdamW
-from msamp.optim.rehearsal import rehearse
+from msamp.optim.update_error import rehearse
 from msamp.optim.updates import MASTER, State, StepInputs, Update, UpdateBatch
 from tools import memory_report
 
