@@ -128,10 +128,7 @@ class GradSync:
         self._held_back = {bucket for bucket in buckets if summed & set(bucket.params)}
         self.buckets = sorted(buckets, key=lambda bucket: bucket in self._held_back)
         self._place = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)}
-        self._owned: dict[Tensor, list[Segment]] = {}
-        for bucket in self.buckets:
-            for segment in bucket.owned:
-                self._owned.setdefault(bucket.params[segment.index], []).append(segment)
+        self._owned = _owned(self.buckets)
         device = next((p.device for p in self.names), torch.device("cpu"))
         self.sender = BucketSender(self.buckets, self.peers, self.exchange, self.scaling, mu_rule=mu_rule, shard=shard, device=device)
         self.autoscale, self.statistics, self.own_proposals = self.sender.autoscale, self.sender.statistics, self.sender.own_proposals
@@ -349,6 +346,15 @@ class GradSync:
 
     def _scaled_names(self) -> list[str]:
         return [name for bucket in self.buckets if bucket.format.scaled for name in bucket.names]
+
+
+def _owned(buckets: Sequence[Bucket]) -> dict[Tensor, list[Segment]]:
+    """The pieces of each parameter that this rank owns."""
+    owned: dict[Tensor, list[Segment]] = {}
+    for bucket in buckets:
+        for segment in bucket.owned:
+            owned.setdefault(bucket.params[segment.index], []).append(segment)
+    return owned
 
 
 def _make_way(sync: "weakref.ref[GradSync]", number: int, _: Tensor) -> None:

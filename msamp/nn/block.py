@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from msamp.kernels import ops
+from msamp.nn.cast_scales import CastScales, just_in_time_scale
 from msamp.nn.ends import Ends, Pending
 from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.group_scaling import leave_maxima, maxima_for
 from msamp.nn.saved_activations import Saved
-from msamp.nn.scaling_state import CastScales, just_in_time_scale
 from msamp.numerics.recipe import Cast
 
 

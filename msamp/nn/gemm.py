@@ -33,7 +33,8 @@ from msamp.kernels import ops, scalar_pool
 from msamp.kernels.reference.block_cast import has_kernel
 from msamp.kernels.reference.tally import tally_ as reference_tally_
 from msamp.kernels.scaled_mm import have_product
-from msamp.nn.scaling_state import CastScales, LinearScaling, just_in_time_scale, own_rule
+from msamp.nn.cast_scales import CastScales, just_in_time_scale, own_rule
+from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.block_scale import name_of, values
 from msamp.numerics.granularity import TENSORWISE, Block, Granularity
 from msamp.numerics.quantize import dequantize, quantize

@@ -14,7 +14,7 @@ version or memory, and is read as ever. A write that hides from the version coun
 
 import torch
 
-from msamp.nn.scaling_state import CastScales
+from msamp.nn.cast_scales import CastScales
 
 _LEFT = "_group_scaling_maxima"
 

@@ -8,8 +8,8 @@ small rows keep bits which they would have lost.
 
 import torch
 
+from msamp.nn.cast_scales import CastScales
 from msamp.nn.gemm import Operand, kernels_of
-from msamp.nn.scaling_state import CastScales
 from msamp.numerics.formats import E4M3
 from msamp.numerics.granularity import Block, Group
 from msamp.numerics.recipe import Cast, Gemms

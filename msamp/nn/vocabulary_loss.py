@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.kernels.scaled_mm import native_bf16
+from msamp.nn.cast_scales import CastScales, just_in_time_scale
 from msamp.nn.gemm import Operand, cast_operand, multiply
-from msamp.nn.scaling_state import CastScales, just_in_time_scale
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.recipe import Cast, Gemms, Product
 from msamp.numerics.scaling import Current

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from msamp.comm.collectives import Peers
 from msamp.kernels import ops
+from msamp.nn.cast_scales import CastScales
 from msamp.nn.gemm import cast_operand
-from msamp.nn.scaling_state import CastScales
 from msamp.numerics.recipe import Cast
 
 KIND = "activation"

@@ -1,6 +1,6 @@
 """The known updates by name, and what a parameter group takes of those that its formats name."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -12,7 +12,7 @@ from msamp.numerics.recipe import StateFormats
 from msamp.optim.updates.adamw import MOMENTS, AdamW
 from msamp.optim.updates.collage import collage_update
 from msamp.optim.updates.momentum import MOMENTUM, SGD, Muon
-from msamp.optim.updates.update import MASTER, ROUNDING_FIELDS, WEIGHT, Update
+from msamp.optim.updates.update import MASTER, ROUNDING_FIELDS, WEIGHT, State, Update
 
 _KNOWN: dict[str, Update] = {
     "fp32": AdamW("fp32", (MASTER, *MOMENTS), kept=("exp_avg", "exp_avg_sq")),
@@ -86,24 +86,28 @@ def remainders() -> dict[str, str]:
 
 def _check_states(update: Update) -> None:
     keys, numbers = [state.key for state in update.states], [state for state in update.states if state.remainder_of is None]
-    legal = [f.name for f in fields(StateFormats) if f.name not in ("grad", "update", *ROUNDING_FIELDS)]
     problems = [f"{key} is declared twice" for key in sorted({key for key in keys if keys.count(key) > 1})]
     problems += ["step is the key of the number of steps, which every update has"] if "step" in keys else []
     problems += [f"{state.key}: a key takes no '/', '@' or '.'" for state in update.states if set(state.key) & set("/@.")]
     columns = [state.column for state in numbers]
     problems += [f"two states count in column {column}" for column in sorted({c for c in columns if columns.count(c) > 1})]
-    for state in update.states:
-        if not isinstance(state.format, Format) and state.format not in legal:
-            problems.append(f"{state.key} has format {state.format!r}: give a Format, or one of {', '.join(legal)}")
-        if state.copy and state != MASTER:
-            problems.append(f"{state.key} is a copy of the parameter: only {MASTER.key} is, declare updates.MASTER")
-        if state.remainder_of not in (None, WEIGHT, *keys):
-            problems.append(f"{state.key} is the remainder of {state.remainder_of}, which is not among the states")
-        elif state.remainder_of is not None and remainders().get(state.key, state.remainder_of) != state.remainder_of:
-            problems.append(f"{state.key} is the remainder of {remainders()[state.key]} in another update: choose another key")
+    problems += [problem for state in update.states for problem in _problems(state, keys)]
     problems += [f"it keeps the amax of {key}, which is not among the states" for key in update.kept if key not in keys]
     problems += [f"it keeps the amax of {MASTER.key}, which every update has: drop it"] if MASTER.key in update.kept else []
     if update.in_fp32 is not None:
         by_name(update.in_fp32)
     if problems:
         raise ValueError(f"update {update.name!r} cannot be registered: {'; '.join(problems)}")
+
+
+def _problems(state: State, keys: Sequence[str]) -> Iterator[str]:
+    """What is wrong with one state of an update with states of these keys."""
+    legal = [f.name for f in fields(StateFormats) if f.name not in ("grad", "update", *ROUNDING_FIELDS)]
+    if not isinstance(state.format, Format) and state.format not in legal:
+        yield f"{state.key} has format {state.format!r}: give a Format, or one of {', '.join(legal)}"
+    if state.copy and state != MASTER:
+        yield f"{state.key} is a copy of the parameter: only {MASTER.key} is, declare updates.MASTER"
+    if state.remainder_of not in (None, WEIGHT, *keys):
+        yield f"{state.key} is the remainder of {state.remainder_of}, which is not among the states"
+    elif state.remainder_of is not None and remainders().get(state.key, state.remainder_of) != state.remainder_of:
+        yield f"{state.key} is the remainder of {remainders()[state.key]} in another update: choose another key"

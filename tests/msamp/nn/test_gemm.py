@@ -11,9 +11,10 @@ from torch import nn
 
 from msamp.kernels import ops
 from msamp.nn.block import vector_gradients
+from msamp.nn.cast_scales import CastScales
 from msamp.nn.gemm import LayerGemm, Operand, cast_operand
 from msamp.nn.linear import FP8Linear
-from msamp.nn.scaling_state import CastScales, LinearScaling, ScalingState
+from msamp.nn.scaling_state import LinearScaling, ScalingState
 from msamp.numerics import recipe
 from msamp.numerics.block_scale import quantize_blocks
 from msamp.numerics.formats import BF16, E4M3, E5M2

@@ -11,9 +11,9 @@ from numerics import make
 from msamp.kernels import ops
 from msamp.nn import block
 from msamp.nn.attention_block import AttentionBlock
+from msamp.nn.cast_scales import CastScales
 from msamp.nn.group_scaling import leave_maxima, maxima_for
 from msamp.nn.mlp_block import MLPBlock
-from msamp.nn.scaling_state import CastScales
 from msamp.numerics import recipe
 from msamp.numerics.granularity import TENSORWISE
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
-from msamp.nn.scaling_state import CastScales
+from msamp.nn.cast_scales import CastScales
 from msamp.numerics.formats import E4M3, E5M2, Format
 from msamp.numerics.recipe import Cast
 from msamp.parallel.sequence_parallel import gathered_shape, shared_amax, start_gather, start_sum
