@@ -19,16 +19,16 @@ from msamp.numerics import formats, granularity, scaling
 from msamp.numerics import recipe as recipes
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim import updates
-from msamp.optim.adamw import FP8AdamW
-from msamp.optim.collage import CollageAdamW
+from msamp.optim.collage import collage_adamw, update_quality
 from msamp.optim.lost_updates import lost_updates
+from msamp.optim.optimizer import FP8AdamW, LowPrecisionOptimizer
 from msamp.parallel.data_parallel import grad_sync
-from msamp.parallel.greedy_zero import GreedyZeRO, ZeRO
+from msamp.parallel.greedy_zero import ZeRO
 
 __version__ = "0.1.0"  # setup.py reads it here
 __all__ = [
-    "Activation", "CollageAdamW", "FP8AdamW", "FP8Linear", "GradSync", "GreedyZeRO", "LayerNorm", "RMSNorm", "ScalingState",
-    "ScalingTensor", "ZeRO", "amp", "clip_grad_norm_", "convert", "exact_state_dict", "exchanges", "filters", "float_copy", "formats",
-    "fp8_state_dict", "fp32_values", "grad_sync", "granularity", "initialize", "lost_updates", "plain_state_dict", "recipes", "save_plain",
-    "scaling", "survey", "updates",
+    "Activation", "FP8AdamW", "FP8Linear", "GradSync", "LayerNorm", "LowPrecisionOptimizer", "RMSNorm", "ScalingState",
+    "ScalingTensor", "ZeRO", "amp", "clip_grad_norm_", "collage_adamw", "convert", "exact_state_dict", "exchanges", "filters", "float_copy",
+    "formats", "fp8_state_dict", "fp32_values", "grad_sync", "granularity", "initialize", "lost_updates", "plain_state_dict", "recipes",
+    "save_plain", "scaling", "survey", "update_quality", "updates",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from msamp.nn.convert import convert
 from msamp.numerics import recipe
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.recipe import StateFormats
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 
 opt_levels = ["O1", "O2", "O3"]
 

@@ -8,7 +8,7 @@ from megatron.lm.config import baselines
 from msamp.numerics import recipe
 
 TABLE = "msamp/numerics/recipe.py"  # where the names stand
-APEX = "msamp/amp/"  # its O0 to O3 are Apex's levels, which say what they do in a table of their own
+APEX = "msamp/fp16/"  # its O0 to O3 are Apex's levels, which say what they do in a table of their own
 
 NAMES = {*recipe.names(), *baselines.names(), "O0"}
 # Also names of formats, of ways to keep an activation, and of rows measured elsewhere: judged by what they are compared with.

@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # A file's code lines, without docstrings, comments and blank lines: no essay is cut, and no file is split, to pass. A function's lines.
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_FIELDS, MAX_INIT = 400, 80, 120, 25, 40
 
-FLOORS = {"numerics", "kernels", "nn", "optim", "comm", "amp", "parallel", "integrations"}  # ordered by import-linter: pyproject.toml
+FLOORS = {"numerics", "kernels", "nn", "optim", "comm", "fp16", "parallel", "integrations"}  # ordered by import-linter: pyproject.toml
 ASSIGNS_INTO_FOREIGN_MODULES = "megatron/lm/processes/cpu_home.py"  # megatron-core calls CUDA by name: DESIGN's single exception
-MARKS_FOREIGN_OPTIMIZERS = "msamp/amp/api.py"  # Apex's API takes torch's own optimizers, which declare nothing of ours
+MARKS_FOREIGN_OPTIMIZERS = "msamp/fp16/api.py"  # Apex's API takes torch's own optimizers, which declare nothing of ours
 SWITCHES = ("torch.backends.", "torch.utils.deterministic.")  # torch's own documented settings are attributes to assign
 REGISTRATIONS = re.compile(r"torch\.serialization\.add_safe_globals|torch\.library\.\w+|\w+\.(define|impl|register_\w+)|_register\w*")
 IMPURE_CALLS = re.compile(

@@ -6,7 +6,7 @@ In order:
 1. Forward and backward of each micro-batch, by megatron-core's schedule. Gradients are the mean over micro-batches of the mean over
    counted tokens. Beside it stand the sum of the losses and the number of counted tokens, which give the exact mean for the log.
 2. Gradients leave during the last backward, bucket by bucket (`msamp.comm.grad_sync`); `finish` waits for them.
-3. The optimizer clips, updates and, under ZeRO, gathers the weights (`msamp.optim.adamw`, `msamp.parallel.greedy_zero`).
+3. The optimizer clips, updates and, under ZeRO, gathers the weights (`msamp.optim.optimizer`, `msamp.parallel.greedy_zero`).
 4. The amax histories of delayed scaling roll, once a step and alike on all ranks that share a layer (`msamp.nn.scaling_state`).
 5. The schedule of the learning rate advances, unless the step was skipped.
 

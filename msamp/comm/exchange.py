@@ -40,12 +40,15 @@ class Reduced:
             the payload.
         before: flat, like `own`: reference values against which underflow is counted. The FP32 mean times `factor` where the exchange
             sums in FP32, else this rank's own payload.
+        tallies: int64 [segments, 3], what packing measured of `own` (`Bucket.tallies`), where `own` is what was packed: on one rank. With
+            them the gradients' norm needs no further read. None where nothing was measured.
     """
 
     own: torch.Tensor
     flat: torch.Tensor | None
     scale_inv: torch.Tensor | None
     before: torch.Tensor
+    tallies: torch.Tensor | None = None
 
 
 class Wire(Protocol):
@@ -107,7 +110,7 @@ class FP32SumWire:
 
     def reduce(self, bucket: Bucket, flat: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
         if peers.ranks == 1:
-            return Reduced(flat, flat, inverse(factor), flat)
+            return Reduced(flat, flat, inverse(factor), flat, bucket.tallies(flat))
         return self.store(bucket, self.mean(bucket, flat, peers), factor, peers, shard)
 
     def mean(self, bucket: Bucket, flat: torch.Tensor, peers: Peers) -> torch.Tensor:
@@ -141,7 +144,7 @@ class NCCLWire(FP32SumWire):
     def reduce(self, bucket: Bucket, flat: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
         scale_inv = inverse(factor) / peers.ranks  # factor * N would leave FP32 for gradients near the end of its range
         if peers.ranks == 1:
-            return Reduced(flat, flat, scale_inv, flat)
+            return Reduced(flat, flat, scale_inv, flat, bucket.tallies(flat))
         what, before = f"the gradients of {bucket}", flat[bucket.own]
         if not peers.nccl:
             return Reduced(self._sum(peers.all_to_all(flat, bucket.sizes, what)), None, scale_inv, before)

@@ -21,7 +21,6 @@ What was tried: sums in FP8 at each hop, as in the paper (`--grad-exchange nccl`
 import contextlib
 import functools
 import itertools
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -33,16 +32,14 @@ from torch.utils.hooks import unserializable_hook
 
 from msamp.comm.accumulate import ACCUMULATORS, OWNER, Accumulator, accumulator, squares_are_finite
 from msamp.comm.bucket import Bucket, Segment
+from msamp.comm.bucket_sender import BucketSender
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
-from msamp.comm.exchange import Exchange, PlainWire, Reduced, Wire, by_name
+from msamp.comm.exchange import Exchange, Wire, by_name
 from msamp.comm.grad_marks import GradMarks
-from msamp.comm.grad_scaling import ABSENT, GRAD_SCALINGS, MU_RULES, AutoScale, GradScaling, proposals_of, propose_scales, scales_of
-from msamp.comm.owner_sums import OwnerSums, SummingWire
+from msamp.comm.owner_sums import SummingWire
 from msamp.comm.partition import BucketPlan
-from msamp.comm.statistics import SATURATED, SUM_SATURATED, Statistics
 from msamp.numerics.formats import Format
-from msamp.numerics.tensor import ScalingTensor, fp32_values
 
 
 class GradSync:
@@ -83,6 +80,7 @@ class GradSync:
 
     Attributes:
         model: a weak reference to it.
+        sender: what averages and delivers a bucket that leaves, see `msamp.comm.bucket_sender`.
         sent: bytes this rank has sent, by kind and collective.
         statistics: saturation and underflow before and after the exchange, while `statistics.active`.
         exchange, scaling: those in use; POST where the sum needs no room.
@@ -130,29 +128,17 @@ class GradSync:
         self._held_back = {bucket for bucket in buckets if summed & set(bucket.params)}
         self.buckets = sorted(buckets, key=lambda bucket: bucket in self._held_back)
         self._place = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)}
-        self._owned: dict[Tensor, list[Segment]] = {}
-        for bucket in self.buckets:
-            for segment in bucket.owned:
-                self._owned.setdefault(bucket.params[segment.index], []).append(segment)
-        self._wires: dict[Format, Wire] = {f: self.exchange.wire(f) if f.scaled else PlainWire(f) for f in {b.format for b in self.buckets}}
-        _check_mu_is_told(self.exchange, self.scaling, self._wires)
+        self._owned = _owned(self.buckets)
         device = next((p.device for p in self.names), torch.device("cpu"))
+        self.sender = BucketSender(self.buckets, self.peers, self.exchange, self.scaling, mu_rule=mu_rule, shard=shard, device=device)
+        self.autoscale, self.statistics, self.own_proposals = self.sender.autoscale, self.sender.statistics, self.sender.own_proposals
+        self._at_owner = accumulate == OWNER
+        if self._at_owner:
+            _check_sums_in_fp32(self.exchange, self.sender.wires)
         self._generator = torch.Generator(device) if accumulate == "fp8-sr" else None
-        self._owner_sums = OwnerSums() if accumulate == OWNER else None
-        if self._owner_sums is not None:
-            _check_sums_in_fp32(self.exchange, self._wires)
-        local = "fp32" if accumulate == OWNER else accumulate  # of what is held back
-        self._accumulators: dict[Format, Accumulator] = {fmt: accumulator(local, fmt, self._generator) for fmt in self._wires}
-        scaled = [len(bucket.params) if bucket.format.scaled else 0 for bucket in self.buckets]
-        self._first_scaled = dict(zip(self.buckets, itertools.accumulate(scaled, initial=0), strict=False))
-        numel = [p.numel() for bucket in self.buckets if bucket.format.scaled for p in bucket.params]
-        self.autoscale = AutoScale(numel, self.peers.ranks, mu_rule or MU_RULES[0], device) if self.scaling.adapts else None
-        self.statistics = Statistics(numel, device, always=self.autoscale is not None)
-        self._valid = torch.zeros(len(numel), dtype=torch.bool, device=device)
+        local = "fp32" if self._at_owner else accumulate  # of what is held back
+        self._accumulators: dict[Format, Accumulator] = {fmt: accumulator(local, fmt, self._generator) for fmt in self.sender.wires}
         self.params = [p for bucket in self.buckets for p in bucket.params]
-        self._first = dict(zip(self.buckets, itertools.accumulate((len(b.params) for b in self.buckets), initial=0), strict=False))
-        self.own_proposals = torch.ones(len(self.params), device=device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and self.peers.ranks > 1 else None
         # A weak reference: hooks live in autograd's graph, where the collector does not find a cycle back to the model.
         hook = functools.partial(_take, weakref.ref(self))
         self._marks = GradMarks() if heed_zero_grad else None
@@ -167,12 +153,6 @@ class GradSync:
         scaled = sorted({str(bucket.format) for bucket in self.buckets if bucket.format.scaled}) or ["no FP8 gradients"]
         how = f"{self.exchange} with auto-scaling" if self.scaling.adapts else str(self.exchange)
         return f"gradients in {len(self.buckets)} buckets ({', '.join(scaled)}, {how})"
-
-    @property
-    def own_slots(self) -> Tensor:
-        """Deprecated: `own_proposals`. Gone in the next version."""
-        warnings.warn("GradSync.own_slots is now GradSync.own_proposals, and will go", DeprecationWarning, stacklevel=2)
-        return self.own_proposals
 
     def bucket_of(self, p: Tensor) -> Bucket:
         """The bucket in which a parameter's gradient leaves."""
@@ -193,9 +173,7 @@ class GradSync:
             self._marks.clear()
         self._holding: object | None = None
         self._next, self._partial = 0, False  # partial, of sums at the owners: the gradients that are coming are not the step's last
-        if self._owner_sums is not None:
-            self._owner_sums.clear()
-        self.statistics.clear()
+        self.sender.clear()
         if self._generator is not None:  # by step and rank, so that a resumed run draws the same numbers
             self._generator.manual_seed(((self.seed * 1_000_003 + self.steps) * 100_003 + self.peers.rank) % 2**63)
 
@@ -238,7 +216,7 @@ class GradSync:
         g, p.grad = p.grad, None
         assert g is not None
         bucket, i = self._place[p]
-        at_owner = self._owner_sums is not None and bucket not in self._held_back
+        at_owner = self._at_owner and bucket not in self._held_back
         if at_owner and self._partial and (bucket.gradients[i] is not None or bucket.sent):
             self._next_micro_batch()
         if bucket.gradients[i] is not None or bucket.sent:
@@ -293,9 +271,7 @@ class GradSync:
         for others, params in self.sums:
             self._add_up(others, params)
         self._send_rest()
-        if self.autoscale is not None:
-            summed, largest = self.statistics.combine(self.peers)
-            self.autoscale.update(largest[SATURATED], summed[SUM_SATURATED], self._valid)
+        self.sender.finish_step()
         self.steps += 1
 
     def decided(self, usable: Tensor) -> None:
@@ -332,121 +308,13 @@ class GradSync:
     def _send_rest(self) -> None:
         while self._next < len(self.buckets):
             self._send_next()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self.sender.wait()
 
     def _send_next(self) -> None:
         bucket = self.buckets[self._next]
         self._next += 1
         bucket.sent = True
-        with torch.no_grad(), self._on_stream(bucket):
-            self._send(bucket)
-
-    @contextlib.contextmanager
-    def _on_stream(self, bucket: Bucket) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        for g in bucket.gradients:
-            if g is not None:  # made by the compute stream, read by this one: its memory must wait for both
-                for part in (g.payload, g.scale_inv) if isinstance(g, ScalingTensor) else (g,):
-                    part.record_stream(self._stream)
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def _factor(self, bucket: Bucket, scales: Tensor) -> Tensor:
-        """FP32 [n]: what multiplies the gradients of a bucket into their payloads."""
-        if not bucket.format.scaled:
-            return scales
-        return self.scaling.factor(scales, self.peers.ranks, None if self.autoscale is None else self.autoscale.mu[self._scaled(bucket)])
-
-    def _scaled(self, bucket: Bucket) -> slice:
-        """Where a bucket's tensors stand among all scaled ones."""
-        first = self._first_scaled[bucket]
-        return slice(first, first + len(bucket.params))
-
-    def _send(self, bucket: Bucket) -> None:
-        wire, peers = self._wires[bucket.format], self.peers
-        device = bucket.params[0].device
-        gradients = [None if g is None else (fp32_values(g) if isinstance(g, ScalingTensor) else g.contiguous()) for g in bucket.gradients]
-        bucket.gradients = [None] * len(gradients)
-        here = [g for g in gradients if g is not None]
-        if wire.format.scaled and self.autoscale is None and len(here) == len(gradients):  # mu, which adapts, makes every guess wrong
-            proposals = proposals_of(bucket.measure(here, wire.format), wire.format)
-        else:
-            proposals = propose_scales(gradients, wire.format, device, bucket.tables, plain=bucket.format.scaled or peers.ranks > 1)
-        summed = self._owner_sums is not None and bucket in self._owner_sums
-        if peers.ranks > 1:  # after the exchange the rank of a gradient that is not finite is unknown
-            told = self.own_proposals[self._first[bucket] : self._first[bucket] + len(proposals)]
-            told.copy_(torch.minimum(told, proposals) if summed else proposals)
-        peers.all_reduce(proposals, dist.ReduceOp.MIN, f"the scales of {bucket}")
-        factor = self._factor(bucket, scales_of(proposals))
-        filled = [torch.zeros(p.shape, device=device) if g is None else g for p, g in zip(bucket.params, gradients, strict=True)]
-        flat = wire.pack(bucket, filled, factor)
-        partial = self._partial and bucket not in self._held_back
-        counting = bucket.format.scaled and self.statistics.active and not partial
-        if counting:
-            self.statistics.count_packed(self._first_scaled[bucket], gradients, bucket.unflatten(flat), wire.format)
-        if counting and self.statistics.recording:
-            self.statistics.record_packed(self._first_scaled[bucket], gradients, bucket.unflatten(flat), factor)
-        missing = [i for i, g in enumerate(gradients) if g is None]
-        del gradients, filled, here
-        if partial or summed:
-            assert self._owner_sums is not None
-            assert isinstance(wire, SummingWire)
-            self._owner_sums.add(bucket, wire.mean(bucket, flat, peers), factor, proposals)
-            if partial:
-                bucket.forget()
-                return
-            total, proposals = self._owner_sums.take(bucket)
-            factor = torch.ones_like(factor)
-            reduced = wire.store(bucket, total, factor, peers, self.shard)
-        else:
-            reduced = wire.reduce(bucket, flat, factor, peers, self.shard)
-        if reduced.own.dtype != bucket.format.dtype:
-            raise ValueError(
-                f"gradient exchange {self.exchange} averaged {bucket} in {reduced.own.dtype}, and its gradients are {bucket.format}; "
-                f"round to {bucket.format.dtype} in the wire's reduce"
-            )
-        if self.autoscale is not None and bucket.format.scaled:
-            self._valid[self._scaled(bucket)] = (proposals > 0) & ~proposals.isinf()
-        if counting:
-            self.statistics.count_reduced(self._first_scaled[bucket], bucket, reduced.own, reduced.before)
-            if self.statistics.recording and peers.ranks > 1 and reduced.scale_inv is not None:
-                before = reduced.before if self.exchange.sums_in_fp32 else None
-                self.statistics.record_reduced(self._first_scaled[bucket], bucket, reduced.own, reduced.scale_inv, before, factor)
-        # Only a rank that lacks a gradient asks whether the others had one: a host sync that no usual step takes.
-        bucket.absent = {i for i in missing if (peers.ranks == 1 and not summed) or proposals[i].item() == ABSENT}
-        # What is told of the packed gradients tells of their average where no other rank, and no wire, has changed them.
-        tallies = bucket.tallies(reduced.own) if peers.ranks == 1 and not bucket.cut else None
-        bucket.forget()
-        self._place_averages(bucket, reduced, proposals, None if tallies is None else tallies.unbind())
-
-    def _place_averages(self, bucket: Bucket, reduced: Reduced, proposals: Tensor, tallies: Sequence[Tensor] | None) -> None:
-        scale_inv = None if reduced.scale_inv is None else reduced.scale_inv.masked_fill(proposals < 0, float("nan"))
-
-        def average(payload: Tensor, i: int) -> Tensor:
-            if scale_inv is None:
-                return payload
-            made = ScalingTensor(payload, scale_inv[i], bucket.params[i].dtype)
-            if tallies is not None:
-                made.tell(tallies[i])
-            return made
-
-        if self.shard:
-            for segment in bucket.owned:
-                if segment.index not in bucket.absent:
-                    p = bucket.params[segment.index]
-                    shape = (segment.rows, *p.shape[1:]) if p.dim() else ()
-                    segment.grad = average(bucket.part(segment, reduced.own).view(shape), segment.index)
-            return
-        flat = reduced.flat
-        if flat is None:
-            flat = self.peers.all_gather(reduced.own, bucket.sizes, f"the averaged gradients of {bucket}")
-        for i, (p, payload) in enumerate(zip(bucket.params, bucket.unflatten(flat), strict=True)):
-            if i not in bucket.absent:
-                p.main_grad = average(payload, i)  # type: ignore[attr-defined]
+        self.sender.send(bucket, last=not self._partial or bucket in self._held_back)
 
     def averages(self) -> list[tuple[Any, str, Any]]:
         """Where this step's averages have been put, for `restore`: a CUDA graph leaves later ones in the same memory."""
@@ -480,6 +348,15 @@ class GradSync:
         return [name for bucket in self.buckets if bucket.format.scaled for name in bucket.names]
 
 
+def _owned(buckets: Sequence[Bucket]) -> dict[Tensor, list[Segment]]:
+    """The pieces of each parameter that this rank owns."""
+    owned: dict[Tensor, list[Segment]] = {}
+    for bucket in buckets:
+        for segment in bucket.owned:
+            owned.setdefault(bucket.params[segment.index], []).append(segment)
+    return owned
+
+
 def _make_way(sync: "weakref.ref[GradSync]", number: int, _: Tensor) -> None:
     alive = sync()
     if alive is not None:
@@ -498,17 +375,6 @@ def _check_sums_in_fp32(exchange: Exchange, wires: Mapping[Format, Wire]) -> Non
             raise ValueError(
                 f"gradient accumulation {OWNER!r} adds up FP32 sums at the owner, and gradient exchange {exchange} has none; choose "
                 f"exchange 'fp32-sum', or accumulation {', '.join(ACCUMULATORS)}"
-            )
-
-
-def _check_mu_is_told(exchange: Exchange, scaling: GradScaling, wires: Mapping[Format, Wire]) -> None:
-    """mu counts what is at the maximum in the averages, which tells of the sum only where both are in one format."""
-    for fmt, wire in wires.items():
-        if scaling.adapts and wire.format != fmt:
-            others = [name for name in exchange.scalings if not GRAD_SCALINGS[name].adapts]
-            raise ValueError(
-                f"gradient scaling {scaling.name!r} sees overflow in averages of the payloads' format, and exchange {exchange} makes {fmt} "
-                f"of {wire.format} payloads; choose gradient scaling {' or '.join(map(repr, others)) or 'none'}, or another exchange"
             )
 
 

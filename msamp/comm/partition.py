@@ -90,7 +90,8 @@ def partition(
         ValueError: `ranks` below 1, `limit` not above 0, or not one entry of `carried` a rank.
     """
     _check(ranks, limit=limit)
-    if carried is not None and len(carried) != ranks:
+    carried = [0] * ranks if carried is None else carried
+    if len(carried) != ranks:
         raise ValueError(f"carried has {len(carried)} entries for {ranks} ranks: give one number of elements a rank, or None")
     rows = [shape[0] if shape else 1 for shape in shapes]
     widths = [math.prod(shape[1:]) for shape in shapes]
@@ -105,14 +106,11 @@ def partition(
 
     best: Partition | None = None
     for halvings in itertools.count():
-        counts = [
-            min(height, -(-(size << halvings) // largest)) if size and i not in whole else 1
-            for i, (height, size) in enumerate(zip(rows, sizes, strict=True))
-        ]
+        counts = [min(rows[i], -(-(size << halvings) // largest)) if size and i not in whole else 1 for i, size in enumerate(sizes)]
         longest = max((-(-height // count) * width for height, width, count in zip(rows, widths, counts, strict=True)), default=0)
         if not accepted(longest):
             continue  # the rank that gets that piece has too much already
-        found = _greedy(rows, widths, counts, carried or [0] * ranks)
+        found = _greedy(rows, widths, counts, carried)
         if best is None or found.padding < best.padding:
             best = found
         single_rows = all(counts[i] == rows[i] for i, size in enumerate(sizes) if size and i not in whole)

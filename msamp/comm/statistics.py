@@ -6,6 +6,7 @@ import torch
 
 from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
+from msamp.comm.exchange import Reduced
 from msamp.kernels import ops
 from msamp.numerics.formats import Format
 from msamp.numerics.metrics import TALLY
@@ -59,6 +60,40 @@ class Statistics:
         self.counts.zero_()
         if self.recording:
             self.tallies.zero_()
+
+    def observe_packed(
+        self, first: int, bucket: Bucket, gradients: Sequence[torch.Tensor | None], flat: torch.Tensor, factor: torch.Tensor, fmt: Format
+    ) -> None:
+        """Look at a bucket before the exchange, where this step is counted and the bucket's format has scales.
+
+        Args:
+            first: place of its first tensor among the scaled ones.
+            gradients: of this rank; None where it has none.
+            flat: the payloads.
+            factor: FP32 [parameters], multiplies the gradients into them.
+            fmt: of the payloads.
+        """
+        if not (self.active and bucket.format.scaled):
+            return
+        payloads = bucket.unflatten(flat)
+        self.count_packed(first, gradients, payloads, fmt)
+        if self.recording:
+            self.record_packed(first, gradients, payloads, factor)
+
+    def observe_reduced(self, first: int, bucket: Bucket, reduced: Reduced, factor: torch.Tensor, *, ranks: int, fp32_sum: bool) -> None:
+        """Look at this rank's slice of the averages of the same bucket.
+
+        Args:
+            factor: FP32 [parameters], of `reduced.before`.
+            ranks: over which the average is taken.
+            fp32_sum: whether `reduced.before` is the sum in FP32.
+        """
+        if not (self.active and bucket.format.scaled):
+            return
+        self.count_reduced(first, bucket, reduced.own, reduced.before)
+        if self.recording and ranks > 1 and reduced.scale_inv is not None:
+            before = reduced.before if fp32_sum else None
+            self.record_reduced(first, bucket, reduced.own, reduced.scale_inv, before, factor)
 
     def count_packed(self, first: int, gradients: Sequence[torch.Tensor | None], payloads: Sequence[torch.Tensor], fmt: Format) -> None:
         """Count one bucket's payloads before the exchange; `first`: place of its first tensor."""

@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from msamp.integrations.initialize import _check_optimizer, _chosen, _groups, _replaced
 from msamp.integrations.loop_optimizer import LoopOptimizer
+from msamp.integrations.takeover import check_optimizer, chosen_recipe, parameter_groups, retire
 from msamp.kernels.scaled_mm import warn_if_emulated
 from msamp.nn.convert import convert
 from msamp.nn.filters import DEFAULT, Filter
@@ -42,7 +42,7 @@ from msamp.parallel.fsdp import FSDP, ShardedWeight, check_cut, rows_of, sharded
 
 
 def _recipe(recipe: str | Recipe | None, opt_level: str | None, fp8_recipe: str | None, *roundings: str | None) -> Recipe:
-    chosen = _chosen(recipe, opt_level, fp8_recipe, *roundings)
+    chosen = chosen_recipe(recipe, opt_level, fp8_recipe, *roundings)
     if chosen.gemm is None:
         raise ValueError(
             f"recipe {chosen.name!r} has no FP8 GEMM; use torch's fully_shard and torch.optim.AdamW without msamp, or O1 or O2"
@@ -120,7 +120,7 @@ class ShardedOptimizer(LoopOptimizer):
         """Clip this rank's rows of some parameters' gradients, in place; the norm is that of the gradients as a step quantises them."""
         chosen = set(params)
         ready = [holding for holding in self.shard.ready(self._whole()) if holding.param in chosen]
-        norm = self._combined_norm(ready, *self._measure(ready, bounds=False))
+        norm = self.norm_of(ready)
         coefficient = clip_coefficient(norm, max_norm)
         for p in chosen:
             if p.grad is not None:
@@ -175,14 +175,16 @@ def optimizer(
                 f"{chosen.gemm.weight}; give the recipe that fsdp.prepare was given"  # type: ignore[union-attr]
             )
     given = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
-    _check_optimizer(given, chosen)
+    check_optimizer(given, chosen)
     known = {id(p) for p in model.parameters()}
     if not all(id(p) in known for group in given.param_groups for p in group["params"]):
         raise ValueError("the optimizer holds parameters that are not this model's now; build it from model.parameters() after fully_shard")
     shard = FSDP(casts, next(iter(names.values())).device_mesh.get_group())  # type: ignore[attr-defined]
     _check_scales(shard, model)
-    low = ShardedOptimizer(_groups(given, {}, model, chosen), chosen, ScalingState(model), clip_grad=clip_grad, shard=shard, seed=seed)
-    _replaced(given, low)
+    low = ShardedOptimizer(
+        parameter_groups(given, {}, model, chosen), chosen, ScalingState(model), clip_grad=clip_grad, shard=shard, seed=seed
+    )
+    retire(given, low)
     return low
 
 

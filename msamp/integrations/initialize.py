@@ -12,7 +12,7 @@ A recipe states facts, and this file asks for nothing else. In a loop that is no
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,18 +22,17 @@ from torch import nn
 from msamp.integrations import ms_amp
 from msamp.integrations.loop_optimizer import LoopOptimizer, NoDistributedDataParallel, parameter_formats
 from msamp.integrations.saving import save_plain
+from msamp.integrations.takeover import check_optimizer, chosen_recipe, defaults_of, parameter_groups, retire
 from msamp.kernels.scaled_mm import warn_if_emulated
 from msamp.nn.convert import Survey, convert, survey
 from msamp.nn.filters import DEFAULT, Filter
 from msamp.nn.linear import check_finite, transposed_weights
 from msamp.nn.scaling_state import ScalingState
-from msamp.numerics import recipe as recipes
 from msamp.numerics.formats import Format
-from msamp.numerics.recipe import FP32_STATES, GEMMS, KINDS, Recipe, StateFormats
+from msamp.numerics.recipe import Recipe
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
 from msamp.optim.clip import check_max_norm
-from msamp.optim.updates import format_names
 from msamp.parallel.data_parallel import grad_sync
 from msamp.parallel.greedy_zero import ZeRO
 
@@ -47,35 +46,6 @@ _WRAPPERS = {  # modules that hold or cut the weights of others, and what to do 
     "FSDPModule": _UNCUT,
 }
 _CASTS = {torch.float32: "model.float()", torch.bfloat16: "model.bfloat16()"}
-_ACCEPTED = {"Adam": None, "AdamW": None, "SGD": "sgd-momentum", "Muon": "muon"}  # of torch.optim, and the update; None: the recipe's
-_UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
-_TORCH_ONLY = {*_UNSUPPORTED, "params", "foreach", "fused", "decoupled_weight_decay"}
-
-
-def _chosen(
-    recipe: str | Recipe | None,
-    opt_level: str | None,
-    fp8_recipe: str | None,
-    master_rounding: str | None = None,
-    moment_rounding: str | None = None,
-) -> Recipe:
-    """The recipe that the arguments name together; O2 where they name none."""
-    named = [each if isinstance(each, Recipe) else recipes.by_name(each) for each in (recipe, opt_level) if each is not None]
-    first, *others = named or [recipes.O2]
-    if any(other != first for other in others):
-        raise ValueError(f"recipe is {first.name!r} and opt_level is {opt_level!r}; they say the same thing, so give one of them")
-    if first.scales_loss:
-        raise ValueError(f"recipe {first.name!r} scales the loss, which an optimizer cannot do; use msamp.amp.initialize and scale_loss")
-    first = first.with_rounding(master=master_rounding, moments=moment_rounding)
-    if fp8_recipe is None:
-        return first
-    if fp8_recipe not in GEMMS:
-        raise ValueError(f"fp8_recipe is {fp8_recipe!r}; it must be one of {', '.join(GEMMS)}")
-    if not first.fp8:
-        raise ValueError(
-            f"fp8_recipe is {fp8_recipe!r}, and recipe {first.name!r} has no FP8 GEMM; drop it, or take a recipe with FP8 GEMMs"
-        )
-    return first.with_gemm(GEMMS[fp8_recipe])
 
 
 def _ranks(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -85,39 +55,6 @@ def _ranks(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group given; pass the group of its own data-parallel ranks")
     return (group or dist.group.WORLD) if dist.get_world_size(group) > 1 else None
-
-
-def _update(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str | None:
-    """The update that a parameter group of an accepted optimizer asks for, or its defaults; None: the recipe's own, AdamW's."""
-    name = _ACCEPTED[type(optimizer).__name__]
-    return "sgd" if name == "sgd-momentum" and not group["momentum"] else name
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    kind = type(optimizer).__name__
-    if kind not in _ACCEPTED or vars(torch.optim).get(kind) is not type(optimizer):  # torch.optim.Muon is of torch 2.9
-        raise ValueError(
-            f"optimizer is a {type(optimizer).__module__}.{kind}; accepted are torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, "
-            "torch.optim.Muon, a list of them, and None (which makes an FP8AdamW with AdamW's defaults)"
-        )
-    if optimizer.state:
-        raise ValueError("the optimizer has stepped already; call msamp.initialize before the first step, or load its state afterwards")
-    for group in optimizer.param_groups:
-        for option in _UNSUPPORTED:
-            if group.get(option):
-                raise ValueError(f"optimizer option {option}=True is not available in low precision; build the optimizer without it")
-        name = _update(optimizer, group)
-        if name is not None and recipe.states.update != FP32_STATES.update:
-            raise ValueError(
-                f"recipe {recipe.name!r} has an update of its own, AdamW's in BF16, and the optimizer is a {kind}; give torch.optim.AdamW, "
-                "or take another recipe"
-            )
-        for states in map(recipe.formats_of, KINDS):
-            update = updates.by_name(name or states.update)
-            update.check_group(format_names(states), _decoupled(optimizer, group))
-            update.check_numbers(group)
-        for p in group["params"] if name is not None else ():
-            update.check_parameter(p)
 
 
 def _given(
@@ -130,7 +67,7 @@ def _given(
     if not optimizers:
         raise ValueError("optimizer is an empty list; give at least one, or None")
     for each in optimizers:
-        _check_optimizer(each, recipe)
+        check_optimizer(each, recipe)
     return optimizers
 
 
@@ -152,10 +89,6 @@ def _checked(
         for device in {p.device for p in model.parameters()}:
             warn_if_emulated(device)
     return optimizers
-
-
-def _decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    return bool(group.get("decoupled_weight_decay", type(optimizer).__name__ in ("AdamW", "Muon")))
 
 
 def _dtypes(recipe: Recipe) -> tuple[torch.dtype, ...]:
@@ -220,46 +153,6 @@ def _start_equal(model: nn.Module, group: dist.ProcessGroup) -> None:
         dist.broadcast(x, group=group, group_src=0)
 
 
-def _groups(
-    optimizer: torch.optim.Optimizer, renamed: Mapping[int, nn.Parameter], model: nn.Module, recipe: Recipe
-) -> list[dict[str, Any]]:
-    """The parameter groups of `optimizer`, over the parameters of the converted model, with their names and formats."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    groups: list[dict[str, Any]] = []
-    for number, group in enumerate(optimizer.param_groups):
-        params = [renamed.get(id(p), p) for p in group["params"]]
-        common = {k: v for k, v in group.items() if k not in _TORCH_ONLY} | {"lr": float(group["lr"])}
-        common["formats"] = [parameter_formats(p, recipe, _update(optimizer, group)) for p in params]
-        common.setdefault("param_names", [names.get(id(p), f"parameter {i} of group {number}") for i, p in enumerate(params)])
-        groups.append({"params": params, "decoupled": _decoupled(optimizer, group), **common})
-    return groups
-
-
-def _defaults(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Settings of a LoopOptimizer that give later groups the options of `optimizer`; of Adam's none."""
-    usual = optimizer.defaults
-    name = _update(optimizer, usual)
-    if name is None:
-        return {}
-    own = {option: usual[option] for option in ("lr", "weight_decay", *updates.by_name(name).options())}
-    return {**own, "decoupled": _decoupled(optimizer, usual), "formats": StateFormats(update=name)}
-
-
-def _replaced(optimizer: torch.optim.Optimizer, low: LoopOptimizer, groups: slice | None = None) -> None:
-    """Retire the given optimizer: its step raises, and its groups are those of `low`, or some of them, so that a scheduler bound to it,
-    before or after, sets the rates of `low`."""
-    optimizer.param_groups = low.param_groups if groups is None else low.param_groups[groups]
-    optimizer.register_step_pre_hook(_refuse_step)
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler bound to it would warn that it never steps
-
-
-def _refuse_step(*_: Any) -> None:
-    raise ValueError(
-        "this optimizer was replaced by msamp.initialize and holds no states; step the one that it returned: "
-        "model, optimizer = msamp.initialize(model, optimizer)"
-    )
-
-
 def _low_precision_optimizer(
     model: nn.Module,
     groups: list[dict[str, Any]],
@@ -304,8 +197,8 @@ def _converted(
         _report(survey(model, recipe, accept), recipe)
     made = {name: p for name, p in model.named_parameters() if isinstance(p, ScalingTensor) and originals[name] is not p}
     renamed = {id(originals[name]): p for name, p in made.items()}
-    groups = [g for optimizer in optimizers for g in _groups(optimizer, renamed, model, recipe)]
-    low = _low_precision_optimizer(model, groups, recipe, group, zero, **settings, **_defaults(optimizers[-1]))
+    groups = [g for optimizer in optimizers for g in parameter_groups(optimizer, renamed, model, recipe)]
+    low = _low_precision_optimizer(model, groups, recipe, group, zero, **settings, **defaults_of(optimizers[-1]))
     owned = {id(p) for g in low.param_groups for p in g["params"]}
     if recipe.weight != recipe.states.master:  # the master starts from the weight as it was, not from its FP8 rounding
         transposed = transposed_weights(model)
@@ -316,7 +209,7 @@ def _converted(
     start = 0
     for optimizer in optimizers:
         end = start + len(optimizer.param_groups)
-        _replaced(optimizer, low, None if len(optimizers) == 1 else slice(start, end))
+        retire(optimizer, low, None if len(optimizers) == 1 else slice(start, end))
         start = end
     if recipe.fp8 or group is not None:
         model._ddp_params_and_buffers_to_ignore = NoDistributedDataParallel()  # type: ignore[assignment]
@@ -397,7 +290,7 @@ def initialize(
             models differ. No layer has been converted then.
     """
     ms_amp.check_alone()
-    chosen = _chosen(recipe, opt_level, fp8_recipe, master_rounding, moment_rounding)
+    chosen = chosen_recipe(recipe, opt_level, fp8_recipe, master_rounding, moment_rounding)
     group = _ranks(group)
     if clip_grad is not None:
         check_max_norm(clip_grad)

@@ -20,9 +20,9 @@ from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.formats import FP32
 from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW
 from msamp.optim.clip import clip_, clip_coefficient
-from msamp.optim.decision import Decision, LossScale
+from msamp.optim.decision import GradientDecision, LossScale
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.shard import Holding, gradient
 from msamp.optim.states import local, parameter_kind, weight_format
 
@@ -154,7 +154,7 @@ class LoopOptimizer(FP8AdamW):
         if all(_is_taken(p) for p in self._params()):
             return None
         ready = self.shard.ready(self._whole())
-        return self._combined_norm(ready, *self._measure(ready, bounds=False)).float().square().isfinite()
+        return self.norm_of(ready).float().square().isfinite()
 
     def _taken(self, those: Sequence[bool] | None = None) -> None:
         """Mark the gradients that are there, or `those`, by their version: they are a step's, or were zeroed, and not of a backward since.
@@ -198,7 +198,7 @@ class LoopOptimizer(FP8AdamW):
             return clip_([g for g in map(gradient, params) if g is not None], max_norm)
         chosen = set(params)
         ready = [holding for holding in self.shard.ready(self._whole()) if holding.param in chosen]
-        norm = self._combined_norm(ready, *self._measure(ready, bounds=False))
+        norm = self.norm_of(ready)
         coefficient = clip_coefficient(norm, max_norm)
         # Pieces of one tensor share the memory of its scale.
         found = [each.grad for each in ready if each.grad is not None]
@@ -254,7 +254,7 @@ class LoopOptimizer(FP8AdamW):
             raise ValueError("the optimizer has a loss_scale and GradScaler scales the loss too; take one of the two")
         return GradScale(factor)
 
-    def decide(self, ready: Sequence[Holding]) -> Decision:
+    def decide(self, ready: Sequence[Holding]) -> GradientDecision:
         """As FP8AdamW's; a step in which torch's GradScaler has found an overflow, on any process, is not usable either."""
         found = getattr(self, "found_inf", None)
         if found is None:

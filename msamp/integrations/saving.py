@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from msamp.nn.linear import transposed_weights
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.updates import MASTER
 
 _EXACT = contextvars.ContextVar("exact", default=False)  # True: the hook of `save_plain` does nothing

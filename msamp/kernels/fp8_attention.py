@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from msamp.kernels import places
+from msamp.kernels import scalar_pool
 from msamp.kernels.reference import fp8_attention as twin
 from msamp.kernels.reference.fp8_attention import SOFTMAX_SCALE, AttentionScales, check_heads
 
@@ -106,7 +106,7 @@ def prepare(query: torch.Size | tuple[int, ...], groups: int, softmax_scale: flo
     check_available(device, query[3])
     if device.type == "cuda":
         s, b, heads, d = query
-        shape = Shape(places.gpu_index(device), s, b, heads, groups, d, softmax_scale, causal)
+        shape = Shape(scalar_pool.gpu_index(device), s, b, heads, groups, d, softmax_scale, causal)
         _forward_graph(shape)
         _backward_graph(shape)
 
@@ -129,7 +129,7 @@ def attention_forward(
     s, b, heads, _ = query.shape
     softmax = _softmax_scales(query.device)
     o, stats = torch.empty_like(query), torch.empty(b, heads, s, 1, dtype=torch.float32, device=query.device)
-    amaxes = places.take(query.device, 2)
+    amaxes = scalar_pool.take(query.device, 2)
     given = {"q": query, "k": key, "v": value, "descale_s": softmax[1], "scale_s": softmax[0], "scale_o": o_scale}
     given |= {f"descale_{name}": scale_invs[i] for i, name in enumerate("qkv")}
     _execute(built, given | {"o": o, "stats": stats, "amax_s": amaxes[0], "amax_o": amaxes[1]}, query.device)
@@ -155,7 +155,7 @@ def attention_backward(
     built = _backward_graph(_shape(query, key, softmax_scale, causal))
     softmax = _softmax_scales(query.device)
     dq, dk, dv = (torch.empty_like(x, dtype=torch.float8_e5m2) for x in (query, key, value))
-    amaxes = places.take(query.device, 4)
+    amaxes = scalar_pool.take(query.device, 4)
     given = {"q": query, "k": key, "v": value, "o": o, "dO": grad_o, "stats": stats, "descale_s": softmax[1], "scale_s": softmax[0]}
     given |= {"descale_o": scales.o, "descale_dO": scales.grad_o, "descale_dP": scales.dp_scale_inv}
     given |= {f"descale_{name}": scales.qkv[i] for i, name in enumerate("qkv")}
@@ -167,7 +167,7 @@ def attention_backward(
 
 def _shape(query: torch.Tensor, key: torch.Tensor, softmax_scale: float, causal: bool) -> Shape:
     s, b, heads, d = query.shape
-    return Shape(places.gpu_index(query.device), s, b, heads, key.shape[2], d, softmax_scale, causal)
+    return Shape(scalar_pool.gpu_index(query.device), s, b, heads, key.shape[2], d, softmax_scale, causal)
 
 
 @functools.cache
@@ -188,7 +188,7 @@ def _handle(index: int) -> Any:
 def _execute(built: _Built, given: dict[str, torch.Tensor], device: torch.device) -> None:
     import cudnn
 
-    index = places.gpu_index(device)
+    index = scalar_pool.gpu_index(device)
     handle, workspace = _handle(index), torch.empty(max(1, built.workspace), dtype=torch.uint8, device=device)
     with torch.cuda.device(index):
         cudnn.set_stream(handle, torch.cuda.current_stream().cuda_stream)

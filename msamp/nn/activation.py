@@ -1,4 +1,4 @@
-"""GELU and SwiGLU that keep their input for backward as `msamp.nn.saved` says, for use outside of a fused block."""
+"""GELU and SwiGLU that keep their input for backward as `msamp.nn.saved_activations` says, for use outside of a fused block."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.nn.block import unviewed
-from msamp.nn.saved import IN_GROUPS, Saved
+from msamp.nn.saved_activations import IN_GROUPS, Saved
 
 
 class ActivationFunction(torch.autograd.Function):
@@ -20,6 +20,11 @@ class ActivationFunction(torch.autograd.Function):
         ctx.save_for_backward(*saved.keep(y2d))
         ctx.kind, ctx.saved, ctx.shape = kind, saved, y.shape
         return unviewed(ops.activate(y2d, kind, None, None, y.dtype)[0], (*y.shape[:-1], -1))
+
+    @staticmethod
+    def saved_bytes(width: float, wide: int, saved: Saved) -> float:
+        """Bytes per token that backward keeps of an input of that width, `wide` bytes per element."""
+        return width * saved.element_bytes(wide)
 
     @staticmethod
     @once_differentiable

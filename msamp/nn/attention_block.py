@@ -1,27 +1,35 @@
 """The attention half of a transformer layer as one function: norm, QKV, rotary embedding, attention, projection, all casts fused.
 
 One kernel stands between two GEMMs and leaves FP8 operands in the layout of the next GEMM. Backward keeps only the residual stream, as
-`msamp.nn.saved` says, and in the compute dtype the rotated queries, keys and values, and the attention's output. The FP8 operands of the
-weight gradients (normalised input, attention output) are made again from them, to the same bits where the stream is kept as it is. That
-reads 2 bytes an element in backward instead of writing 1 in forward.
+`msamp.nn.saved_activations` says, and in the compute dtype the rotated queries, keys and values, and the attention's output. The FP8
+operands of the weight gradients (normalised input, attention output) are made again from them, to the same bits where the stream is kept as
+it is. That reads 2 bytes an element in backward instead of writing 1 in forward.
 
 With FP8 attention (`msamp.nn.fp8_attention`) the rotary embedding leaves FP8 queries, keys and values, and the attention's FP8 output is
 the projection's operand as it is. Backward keeps these four in place of the wide ones, and its rotary embedding reads FP8 gradients.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from msamp.kernels import ops, places
-from msamp.nn.block import Norm, NormWeights, start_grad_output, vector_gradients
+from msamp.kernels import ops, scalar_pool
+from msamp.nn.block import (
+    CastTransposed,
+    Inner,
+    KeptByBlock,
+    Norm,
+    NormWeights,
+    finish_backward,
+    start_grad_output,
+    start_input_again,
+)
 from msamp.nn.ends import ALONE, Ends
 from msamp.nn.fp8_attention import Attended, FP8Attention, K, Operands, Q, V, raise_amax
 from msamp.nn.gemm import LayerGemm, Operand
-from msamp.nn.group_scaling import leave_maxima
-from msamp.nn.saved import AS_IT_IS, Saved
+from msamp.nn.saved_activations import AS_IT_IS, Saved, SavedBytes
 from msamp.numerics.quantize import dequantize
 from msamp.numerics.tensor import ScalingTensor
 
@@ -58,6 +66,14 @@ class AttentionSettings(NamedTuple):
     ends: Ends = ALONE
     fp8: FP8Attention | None = None
 
+    @property
+    def first(self) -> LayerGemm:
+        return self.qkv
+
+    @property
+    def last(self) -> LayerGemm:
+        return self.proj
+
 
 class AttentionBlock(torch.autograd.Function):
     """(x, norm weight and bias, QKV weight and bias, projection weight and bias, settings) -> (x, what attention adds to it).
@@ -79,10 +95,10 @@ class AttentionBlock(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         b, x2d = x.shape[1], x.view(-1, x.shape[-1])
         qkv_gemm, proj, ends = how.qkv, how.proj, how.ends
-        n_scale_inv, o_scale_inv = places.take(x.device), places.take(x.device)
+        n_scale_inv, o_scale_inv = scalar_pool.take(x.device), scalar_pool.take(x.device)
         norm = NormWeights(how.norm, norm_weight, norm_bias)
-        _, n8, mean, rstd = norm.cast(x2d, None, qkv_gemm.x, qkv_gemm.gemm.input, ends, n_scale_inv)
-        gathered = ends.start_gather(n8, "input all-gather")
+        normed = norm.cast(x2d, None, slot=qkv_gemm.x, cast=qkv_gemm.gemm.input, ends=ends, scale_inv=n_scale_inv)
+        gathered = ends.start_gather(normed.y, "input all-gather")
         w_qkv = qkv_gemm.weight(qkv_weight.payload)
         n8 = gathered()
         qkv = qkv_gemm.output(Operand.tensorwise(n8, n_scale_inv), w_qkv, qkv_bias, x.dtype)
@@ -93,69 +109,80 @@ class AttentionBlock(torch.autograd.Function):
         if how.keep:
             weights = (qkv_weight.payload, qkv_bias, proj_weight.payload, proj_bias)
             whole = n8 if ends.keeps_gathered else None
-            ctx.save_for_backward(*how.saved.keep(x2d), norm_weight, norm_bias, mean, rstd, n_scale_inv, o_scale_inv, whole, *weights)
+            kept = KeptByBlock(norm_weight, norm_bias, normed.mean, normed.rstd, n_scale_inv, o_scale_inv, whole, *weights)
+            ctx.save_for_backward(*how.saved.keep(x2d), *kept)
             ctx.attention, ctx.how = attention.kept(), how
             ctx.weight_dtypes = (qkv_weight.dtype, proj_weight.dtype)
         return x, delta.view(x.shape)
 
     @staticmethod
+    def saved_bytes(
+        hidden: float,
+        heads: float,
+        groups: float,
+        head_size: int,
+        wide: int,
+        saved: Saved,
+        *,
+        ranks: int = 1,
+        gathered: bool = False,
+        recompute: bool = False,
+        fp8: bool = False,
+    ) -> SavedBytes:
+        """What backward keeps, see `SavedBytes`.
+
+        Args:
+            hidden: of the residual stream.
+            heads, groups, head_size: of this rank.
+            wide: bytes per element of the stream.
+            saved, recompute: as of `AttentionSettings`.
+            ranks, gathered: over which the rows are spread, and whether the ends keep the gathered input.
+            fp8: attention in FP8.
+        """
+        norm = saved.element_bytes(wide) * hidden / ranks + hidden * gathered
+        if fp8:
+            return SavedBytes(norm, FP8Attention.saved_bytes(heads, groups, head_size, output=not recompute))
+        queries, keys = heads * head_size, groups * head_size
+        copied = queries if 1 < groups < heads else 0.0  # out of the projection's output, where they come in several groups
+        return SavedBytes(norm, wide * (queries + 2 * keys + (0.0 if recompute else queries + copied)))
+
+    @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_x: torch.Tensor, grad_delta: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        *kept, norm_weight, norm_bias, mean, rstd, n_scale_inv, o_scale_inv, whole = ctx.saved_tensors[:-4]
-        qkv_weight, qkv_bias, proj_weight, proj_bias = ctx.saved_tensors[-4:]
-        how, attention, dtype = ctx.how, ctx.attention, grad_x.dtype
-        del ctx.attention
-        qkv, proj, ends, (qkv_dtype, proj_dtype) = how.qkv, how.proj, how.ends, ctx.weight_dtypes
-        norm = NormWeights(how.norm, norm_weight, norm_bias)
-        start_g, proj_sums = start_grad_output(proj, grad_delta, places.take(grad_x.device), ends, colsum=proj_bias is not None)
-        again = None if whole is None else lambda: whole
-        if again is None and ends.spread:
-            again = norm.start_again(how.saved.restore(kept, dtype), n_scale_inv, qkv.x_dtype, ends)
-        attention.again()
-        g = start_g()
-        o = attention.transposed(o_scale_inv)
-        grad_proj = proj.grad_weight(g, o, proj_dtype)
-        grad_o = proj.grad_input(g, proj.weight(proj_weight, transpose=True), dtype)
-        dq, dk, dv, scale_invs = attention.gradients(grad_o)
-        del attention, grad_o, g, o
-        g_scale_inv = places.take(grad_x.device)
-        g8, g8_t, _, qkv_sums = ops.rotary_backward(
-            dq,
-            dk,
-            dv,
-            how.cos,
-            how.sin,
-            qkv.grad.scale,
-            qkv.grad.amax,
-            qkv.grad_dtype,
-            colsum=qkv_bias is not None,
-            scale_inv_slot=g_scale_inv,
-            scale_invs=scale_invs,
-        )
-        if qkv.grad.watch is not None:
-            wide = ops.rotary_backward(dq, dk, dv, how.cos, how.sin, None, None, torch.float32, scale_invs=scale_invs)[0]
-            qkv.grad.watch(wide, g8, g_scale_inv)
-        del dq, dk, dv
-        g = Operand.tensorwise(g8, g_scale_inv, g8_t)
-        partial = qkv.grad_input(g, qkv.weight(qkv_weight, transpose=True), dtype)
-        grad_n = ends.start_sum_grad(partial, qkv)  # on its way while the weight's gradient is computed
-        del partial
-        x2d = how.saved.restore(kept, dtype)
-        if again is None:
-            n8_t = ops.normalize_transposed(x2d, mean, rstd, norm_weight, norm_bias, n_scale_inv, qkv.x_dtype, rms=how.norm.rms)
-        else:
-            n8_t = ops.transpose(again())
-        grad_qkv = qkv.grad_weight(g, Operand.tensorwise(None, n_scale_inv, n8_t), qkv_dtype)
-        residual = grad_x.reshape(-1, grad_x.shape[-1])
-        grad_x2d, *norm_sums, maxima = ops.normalize_backward(
-            grad_n(), x2d, mean, rstd, norm_weight, residual, rms=how.norm.rms, maxima=proj.grad_just_in_time
-        )
-        vectors = (norm_weight, norm_bias, qkv_bias, proj_bias)
-        grad_norm_weight, grad_norm_bias, grad_qkv_bias, grad_proj_bias = vector_gradients(
-            *zip((*norm_sums, qkv_sums, proj_sums), vectors, strict=True)
-        )
-        grad = leave_maxima(grad_x2d.view(grad_x.shape), maxima)
-        return grad, grad_norm_weight, grad_norm_bias, grad_qkv, grad_qkv_bias, grad_proj, grad_proj_bias, None
+        stream, kept = KeptByBlock.of(ctx.saved_tensors)
+        how, dtypes = ctx.how, ctx.weight_dtypes
+        return *finish_backward(how, stream, kept, _inner(ctx, stream, kept, grad_delta), residual=grad_x, weight_dtypes=dtypes), None
+
+
+def _inner(ctx: Any, stream: Sequence[torch.Tensor], kept: KeptByBlock, grad_delta: torch.Tensor) -> Inner:
+    """Backward through the projection, the attention and the rotary embedding."""
+    how, attention, device, dtype = ctx.how, ctx.attention, grad_delta.device, grad_delta.dtype
+    del ctx.attention
+    qkv, proj, ends = how.qkv, how.proj, how.ends
+    start_g, proj_sums = start_grad_output(proj, grad_delta, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
+    again = start_input_again(how, stream, kept, dtype)
+    attention.again()
+    g = start_g()
+    grad_proj = proj.grad_weight(g, attention.transposed(kept.last_scale_inv), ctx.weight_dtypes[1])
+    grad_o = proj.grad_input(g, proj.weight(kept.last_weight, transpose=True), dtype)
+    dq, dk, dv, scale_invs = attention.gradients(grad_o)
+    del attention, grad_o, g
+    g_scale_inv = scalar_pool.take(device)
+
+    def rotated_back(dtype: torch.dtype, **options: Any) -> CastTransposed:
+        return CastTransposed(*ops.rotary_backward(dq, dk, dv, how.cos, how.sin, dtype=dtype, scale_invs=scale_invs, **options))
+
+    made = rotated_back(
+        qkv.grad_dtype,
+        scale=qkv.grad.scale,
+        amax_slot=qkv.grad.amax,
+        colsum=kept.first_bias is not None,
+        scale_inv_slot=g_scale_inv,
+    )
+    if qkv.grad.watch is not None:
+        qkv.grad.watch(rotated_back(torch.float32, scale=None, amax_slot=None).payload, made.payload, g_scale_inv)
+    grad = Operand.tensorwise(made.payload, g_scale_inv, made.payload_t)
+    return Inner(grad, first_sums=made.sums, last_sums=proj_sums, last_weight=lambda: grad_proj, again=again)
 
 
 class _Wide:
@@ -183,7 +210,8 @@ class _Wide:
     def operand(self, scale_inv: torch.Tensor) -> Operand:
         """The projection's input in FP8, its scale_inv left in the given slot."""
         x, rows = self.how.proj.x, self._rows
-        o8 = ops.cast_transpose(rows, x.scale, x.amax, self.how.proj.x_dtype, row=True, scale_inv_slot=scale_inv)[0]
+        made = ops.cast_transpose(rows, scale=x.scale, amax_slot=x.amax, dtype=self.how.proj.x_dtype, row=True, scale_inv_slot=scale_inv)
+        o8 = CastTransposed(*made).payload
         if x.watch is not None:
             x.watch(rows, o8, scale_inv)
         return Operand.tensorwise(o8, scale_inv)

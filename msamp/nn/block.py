@@ -1,16 +1,21 @@
-"""Parts that layers share: norms, the casts at a block's two ends, the places where kernels leave scales, gradients of vectors, and outputs
-that may be changed in place."""
+"""The two ends of a fused block, which attention and MLP share: the norm before, and the end of backward; and what other layers share too.
+
+forward    `NormWeights.cast`      norm -> the FP8 operand of the block's first GEMM
+backward   `start_grad_output`     the output's gradient -> the FP8 operand of the block's last GEMM
+           `finish_backward`       the first GEMM's FP8 grad_output -> gradients of that layer, the norm and the residual stream
+"""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from msamp.kernels import ops
+from msamp.nn.cast_scales import CastScales, just_in_time_scale
 from msamp.nn.ends import Ends, Pending
 from msamp.nn.gemm import LayerGemm, Operand
-from msamp.nn.group_scaling import maxima_for
-from msamp.nn.scaling_state import Slot, just_in_time_scale
+from msamp.nn.group_scaling import leave_maxima, maxima_for
+from msamp.nn.saved_activations import Saved
 from msamp.numerics.recipe import Cast
 
 
@@ -27,6 +32,25 @@ def unviewed(y: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return torch.ops.aten._unsafe_view.default(y, shape)
 
 
+class BlockSettings(Protocol):
+    """What attention's and MLP's settings have in common."""
+
+    @property
+    def norm(self) -> Norm: ...
+
+    @property
+    def first(self) -> LayerGemm: ...
+
+    @property
+    def last(self) -> LayerGemm: ...
+
+    @property
+    def saved(self) -> Saved: ...
+
+    @property
+    def ends(self) -> Ends: ...
+
+
 class NormWeights(NamedTuple):
     """A block's norm and its parameters.
 
@@ -39,7 +63,9 @@ class NormWeights(NamedTuple):
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def cast(self, x: torch.Tensor, residual: torch.Tensor | None, slot: Slot, cast: Cast, ends: Ends, scale_inv: torch.Tensor) -> "Normed":
+    def cast(
+        self, x: torch.Tensor, residual: torch.Tensor | None, slot: CastScales, cast: Cast, ends: Ends, scale_inv: torch.Tensor
+    ) -> "Normalized":
         """`norm(x + residual)` of this rank's rows as the FP8 operand of the block's first GEMM.
 
         Args:
@@ -50,9 +76,8 @@ class NormWeights(NamedTuple):
             scale_inv: FP32 0-dim holding 0, where the cast leaves its own.
         """
 
-        def run(scale: torch.Tensor | None, amax: torch.Tensor | None, into: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-            eps, rms, dtype = *self.norm, cast.format.dtype
-            return ops.normalize(x, residual, self.weight, self.bias, eps, scale, amax, dtype, rms=rms, scale_inv_slot=into)
+        def run(scale: torch.Tensor | None, amax_slot: torch.Tensor | None, scale_inv_slot: torch.Tensor | None) -> Normalized:
+            return self._run(x, residual, scale=scale, amax_slot=amax_slot, dtype=cast.format.dtype, scale_inv_slot=scale_inv_slot)
 
         def amax() -> torch.Tensor:
             # Just in time over several ranks: the norm is computed once for its amax alone, as its kernel does on one.
@@ -61,43 +86,129 @@ class NormWeights(NamedTuple):
             return found
 
         scale, amax_slot, shared = _scale(slot, cast, ends, amax)
-        total, payload, _, mean, rstd = run(scale, amax_slot, scale_inv)
+        made = run(scale, amax_slot, scale_inv)
         if shared is not None:
             scale_inv.add_(shared, alpha=0)
-        total = x if residual is None else total
+        made = made if residual is not None else made._replace(total=x)
         if slot.watch is not None:
-            slot.watch(self.wide(total), payload, scale_inv)
-        return Normed(total, payload, mean, rstd)
+            slot.watch(self.wide(made.total), made.y, scale_inv)
+        return made
+
+    def _run(self, x: torch.Tensor, residual: torch.Tensor | None = None, **options: Any) -> "Normalized":
+        return Normalized(*ops.normalize(x, residual, weight=self.weight, bias=self.bias, eps=self.norm.eps, rms=self.norm.rms, **options))
 
     def wide(self, total: torch.Tensor) -> torch.Tensor:
         """FP32: the values before the cast."""
-        eps, rms = self.norm
-        return ops.normalize(total, None, self.weight, self.bias, eps, None, None, torch.float32, rms=rms)[1]
+        return self._run(total, scale=None, amax_slot=None, dtype=torch.float32).y
 
     def start_again(self, total: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, ends: Ends) -> Pending:
         """The payload of all rows, cast again in backward from the stream [M, h] with the scale of forward: the same codes."""
-        eps, rms = self.norm
-        again = ops.normalize(total, None, self.weight, self.bias, eps, scale_inv.reciprocal(), None, dtype, rms=rms)[1]
+        again = self._run(total, scale=scale_inv.reciprocal(), amax_slot=None, dtype=dtype).y
         return ends.start_gather(again, "input all-gather again")
 
+    def transposed(self, total: torch.Tensor, kept: "KeptByBlock", dtype: torch.dtype) -> torch.Tensor:
+        """The transpose of `cast`'s payload, made again in backward: the same codes."""
+        return ops.normalize_transposed(
+            total, kept.mean, kept.rstd, self.weight, self.bias, scale_inv=kept.input_scale_inv, dtype=dtype, rms=self.norm.rms
+        )
 
-class Normed(NamedTuple):
-    """The results of a block's norm.
+
+class Normalized(NamedTuple):
+    """The results of `ops.normalize`.
 
     Attributes:
         total: [M, h], the stream that was normalised, as stored.
-        payload: [M, h], FP8.
+        y: [M, h], FP8 or wide.
+        scale_inv: FP32 0-dim; empty where it has a slot.
         mean, rstd: FP32 [M]; mean empty for RMSNorm.
     """
 
     total: torch.Tensor
-    payload: torch.Tensor
+    y: torch.Tensor
+    scale_inv: torch.Tensor
     mean: torch.Tensor
     rstd: torch.Tensor
 
 
+class KeptByBlock(NamedTuple):
+    """What a block keeps for backward beside its stream, in the order in which autograd saves it.
+
+    Attributes:
+        norm_weight, norm_bias: [h].
+        mean, rstd: FP32 [M], see `Normalized`.
+        input_scale_inv, last_scale_inv: FP32 0-dim, of the inputs of the first and of the last linear layer.
+        gathered: FP8 [M of all ranks, h], the first layer's input, where the ends keep it.
+        first_weight, last_weight: payloads as stored.
+        first_bias, last_bias: [N] or None.
+    """
+
+    norm_weight: torch.Tensor
+    norm_bias: torch.Tensor | None
+    mean: torch.Tensor
+    rstd: torch.Tensor
+    input_scale_inv: torch.Tensor
+    last_scale_inv: torch.Tensor
+    gathered: torch.Tensor | None
+    first_weight: torch.Tensor
+    first_bias: torch.Tensor | None
+    last_weight: torch.Tensor
+    last_bias: torch.Tensor | None
+
+    @classmethod
+    def of(cls, saved: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], "KeptByBlock"]:
+        """The parts of the stream (`Saved.keep`), which come first, and the others."""
+        return saved[: -len(cls._fields)], cls(*saved[-len(cls._fields) :])
+
+
+class Inner(NamedTuple):
+    """What backward has come to between a block's last layer and its first.
+
+    Attributes:
+        grad: of the first layer's output, cast for both of its GEMMs.
+        first_sums, last_sums: FP32 [parts, N], column sums of the grad_outputs of both layers, for the biases' gradients; empty without.
+        last_weight: computes the gradient of the last layer's weight, where that can still wait; it is called once.
+        again: the first layer's input of all ranks' rows; None casts it again, transposed, from the stream.
+    """
+
+    grad: Operand
+    first_sums: torch.Tensor
+    last_sums: torch.Tensor
+    last_weight: Callable[[], torch.Tensor]
+    again: Pending | None
+
+
+class BlockGradients(NamedTuple):
+    """The gradients of a block's arguments."""
+
+    x: torch.Tensor
+    norm_weight: torch.Tensor | None
+    norm_bias: torch.Tensor | None
+    first_weight: torch.Tensor
+    first_bias: torch.Tensor | None
+    last_weight: torch.Tensor
+    last_bias: torch.Tensor | None
+
+
+class NormGradients(NamedTuple):
+    """The results of `ops.normalize_backward`: of the input, FP32 [parts, h] sums for weight and bias, and maxima of `x`'s parts."""
+
+    x: torch.Tensor
+    weight_sums: torch.Tensor
+    bias_sums: torch.Tensor
+    maxima: torch.Tensor
+
+
+class CastTransposed(NamedTuple):
+    """The results of `ops.cast_transpose`, and of other operators that cast for two GEMMs."""
+
+    payload: torch.Tensor
+    payload_t: torch.Tensor
+    scale_inv: torch.Tensor
+    sums: torch.Tensor
+
+
 def _scale(
-    slot: Slot, cast: Cast, ends: Ends, amax: Callable[[], torch.Tensor]
+    slot: CastScales, cast: Cast, ends: Ends, amax: Callable[[], torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Scale and amax slot for a kernel that casts rows, and the ranks' amax where their rows share a scale just in time (else None)."""
     if slot.scale is not None or not ends.spread:
@@ -126,28 +237,83 @@ def start_grad_output(
     """
     rows, maxima = grad.reshape(-1, grad.shape[-1]), maxima_for(layer.grad, grad)
     scale, amax_slot, shared = _scale(layer.grad, layer.gemm.grad_output, ends, lambda: ops.amax(rows) if maxima is None else maxima.max())
-    payload, payload_t, _, sums = ops.cast_transpose(
-        rows,
-        scale,
-        amax_slot,
-        layer.grad_dtype,
-        row=True,
-        col=not ends.spread,
-        colsum=colsum,
-        scale_inv_slot=scale_inv,
-        maxima=maxima if shared is None else None,
+    layouts = {"row": True, "col": not ends.spread, "colsum": colsum}
+    maxima = maxima if shared is None else None
+    made = CastTransposed(
+        *ops.cast_transpose(
+            rows, scale=scale, amax_slot=amax_slot, dtype=layer.grad_dtype, scale_inv_slot=scale_inv, maxima=maxima, **layouts
+        )
     )
     if shared is not None:
         scale_inv.add_(shared, alpha=0)
     if layer.grad.watch is not None:
-        layer.grad.watch(rows, payload, scale_inv)
-    gathered = ends.start_gather(payload, "grad_output all-gather")
+        layer.grad.watch(rows, made.payload, scale_inv)
+    gathered = ends.start_gather(made.payload, "grad_output all-gather")
 
     def operand() -> Operand:
         codes = gathered()
-        return Operand.tensorwise(codes, scale_inv, ops.transpose(codes) if ends.spread else payload_t)
+        return Operand.tensorwise(codes, scale_inv, ops.transpose(codes) if ends.spread else made.payload_t)
 
-    return operand, sums
+    return operand, made.sums
+
+
+def start_input_again(
+    how: BlockSettings, stream: Sequence[torch.Tensor], kept: KeptByBlock, dtype: torch.dtype, *, asked: bool = False
+) -> Pending | None:
+    """The first layer's input of all ranks' rows for backward: as kept, or cast again from the stream and gathered. None where this rank
+    has all rows, unless `asked`."""
+    if kept.gathered is not None:
+        return lambda: kept.gathered  # type: ignore[return-value]
+    if not (asked or how.ends.spread):
+        return None
+    norm = NormWeights(how.norm, kept.norm_weight, kept.norm_bias)
+    return norm.start_again(how.saved.restore(stream, dtype), kept.input_scale_inv, how.first.x_dtype, how.ends)
+
+
+def finish_backward(
+    how: BlockSettings,
+    stream: Sequence[torch.Tensor],
+    kept: KeptByBlock,
+    inner: Inner,
+    *,
+    residual: torch.Tensor,
+    weight_dtypes: tuple[torch.dtype, torch.dtype],
+) -> BlockGradients:
+    """The end of a block's backward: its first linear layer, its norm and the residual stream.
+
+    Args:
+        how: of the block.
+        stream: the parts of the norm's input, as `how.saved` keeps it.
+        kept: the other tensors kept.
+        inner: what backward has come to. Only this call may hold it: its memory is freed before the norm's gradients need some.
+        residual: [..., h], the gradient along the residual path, which the norm's kernel adds.
+        weight_dtypes: of the gradients of the first and the last weight.
+    """
+    first, dtype = how.first, residual.dtype
+    grad, first_sums, last_sums, last_weight, again = inner
+    del inner
+    norm = NormWeights(how.norm, kept.norm_weight, kept.norm_bias)
+    partial = first.grad_input(grad, first.weight(kept.first_weight, transpose=True), dtype)
+    grad_n = how.ends.start_sum_grad(partial, first)  # on its way while the weights' gradients are computed
+    del partial
+    grad = grad._replace(payload=None)
+    grad_last = last_weight()
+    del last_weight
+    total = how.saved.restore(stream, dtype)
+    n8_t = norm.transposed(total, kept, first.x_dtype) if again is None else ops.transpose(again())
+    grad_first = first.grad_weight(grad, Operand.tensorwise(None, kept.input_scale_inv, n8_t), weight_dtypes[0])
+    del grad, n8_t, again
+    rows = residual.reshape(-1, residual.shape[-1])
+    made = NormGradients(
+        *ops.normalize_backward(
+            grad_n(), total, kept.mean, kept.rstd, kept.norm_weight, rows, rms=how.norm.rms, maxima=how.last.grad_just_in_time
+        )
+    )
+    norm_weight, norm_bias, first_bias, last_bias = vector_gradients(
+        (made.weight_sums, kept.norm_weight), (made.bias_sums, kept.norm_bias), (first_sums, kept.first_bias), (last_sums, kept.last_bias)
+    )
+    x = leave_maxima(made.x.view(residual.shape), made.maxima)
+    return BlockGradients(x, norm_weight, norm_bias, grad_first, first_bias, grad_last, last_bias)
 
 
 def vector_gradients(*found: tuple[torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor | None]:

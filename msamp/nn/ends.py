@@ -1,4 +1,4 @@
-"""The two ends of a fused block, where tensor parallelism enters it.
+"""The two ends of a fused block or a linear layer, where tensor parallelism enters it.
 
 A block takes rows of the residual stream [M, h] and gives rows back. Tensor parallelism splits the features between its first and its last
 GEMM: each rank has the heads, or the part of the MLP, that belong to its shards of the weights. So only the ends differ from a block on one
@@ -29,11 +29,13 @@ class Ends(Protocol):
     """Where a block's rows come from, and where its partial sums go.
 
     Attributes:
+        ranks: of the group.
         spread: whether a rank has only its own rows of the stream, M / ranks of them (sequence parallelism).
         adds_bias: whether the bias of the last GEMM enters this rank's partial sum; true on one rank of the group.
         keeps_gathered: keep the gathered input for backward instead of gathering it again; only where `spread`.
     """
 
+    ranks: int
     spread: bool
     adds_bias: bool
     keeps_gathered: bool
@@ -54,7 +56,7 @@ class Ends(Protocol):
 class _Alone:
     """One GPU has all rows and all sums."""
 
-    spread, adds_bias, keeps_gathered = False, True, False
+    ranks, spread, adds_bias, keeps_gathered = 1, False, True, False
 
     def shared_amax(self, amax: torch.Tensor) -> torch.Tensor:
         return amax

@@ -32,7 +32,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import fp8_attention as kernels
-from msamp.kernels import ops, places
+from msamp.kernels import ops, scalar_pool
 from msamp.kernels.reference.fp8_attention import AttentionScales
 from msamp.nn.scaling_state import TensorScales
 from msamp.numerics.formats import E4M3, E5M2
@@ -105,6 +105,12 @@ class FP8Attention(NamedTuple):
         """With the scales of now; amaxes are recorded while gradients are enabled."""
         return cls(scaling, softmax_scale, causal, torch.is_grad_enabled())
 
+    @staticmethod
+    def saved_bytes(heads: float, groups: float, head_size: int, *, output: bool) -> float:
+        """Bytes per token that backward keeps of a rank's heads: the operands, and with `output` the attention's output and each head's
+        statistic."""
+        return head_size * (heads + 2 * groups) + ((head_size + 4) * heads if output else 0.0)
+
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Differentiable attention: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d], of the query's dtype."""
         return _Attention.apply(query, key, value, self)
@@ -113,7 +119,7 @@ class FP8Attention(NamedTuple):
         """The operands from the packed projection, queries and keys rotated: see `ops.rotary_cast`."""
         scaling = self.scaling
         scales = scaling.scale[:O] if scaling.delayed else None
-        slots, amaxes = places.take(qkv.device, 3), scaling.amax[:O] if self.record else None
+        slots, amaxes = scalar_pool.take(qkv.device, 3), scaling.amax[:O] if self.record else None
         query, key, value, _ = ops.rotary_cast(qkv, cos, sin, heads, groups, scales, amaxes, E4M3.dtype, scale_inv_slots=slots)
         return Operands(query, key, value, slots)
 
@@ -127,7 +133,7 @@ class FP8Attention(NamedTuple):
         """Payload in the shape of `x` [s, b, n, d], and scale_inv."""
         slot, fmt = self.scaling.slots(self.record)[row], self.scaling.casts[row].format
         x2d = x.reshape(x.shape[0] * x.shape[1], -1)
-        scale_inv = places.take(x.device)
+        scale_inv = scalar_pool.take(x.device)
         payload, *_ = ops.cast_transpose(x2d, slot.scale, slot.amax, fmt.dtype, row=True, scale_inv_slot=scale_inv)
         if slot.watch is not None:
             slot.watch(x2d, payload, scale_inv)

@@ -11,9 +11,9 @@ they lie and another one transposed. An `Operand` has both layouts, or the one t
 tensor both layouts hold the same codes and share the scale. With blocks a layout is cast by itself, since a block lies along the
 dimension that is summed over.
 
-Every FP8 product goes through `LayerGemm`: the linear function, the fused blocks with kernels that leave operands themselves,
-and the tensor-parallel layers, which gather payloads between cast and GEMM. Code that depends on a granularity stands in a `Way`: one for a
-scale a tensor, one for blocks, and one for any other granularity, which follows its definition in plain torch.
+Every FP8 product goes through `LayerGemm`: the linear function, the fused blocks with kernels that leave operands themselves, and the
+tensor-parallel layers, which gather payloads between cast and GEMM. Code that depends on a granularity is in its `GranularityKernels`: one
+for a scale a tensor, one for blocks, and one for any other granularity, which follows its definition in plain torch.
 
 With one scale an operand the product is undone by one factor: y = (q_x q_w^T) scale_inv_x scale_inv_w. Shapes: x [tokens, inputs], W
 [outputs, inputs], g [tokens, outputs].
@@ -29,16 +29,17 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from msamp.kernels import ops, places
+from msamp.kernels import ops, scalar_pool
 from msamp.kernels.reference.block_cast import has_kernel
 from msamp.kernels.reference.tally import tally_ as reference_tally_
 from msamp.kernels.scaled_mm import have_product
-from msamp.nn.scaling_state import LinearScaling, Slot, just_in_time_scale, own_rule
-from msamp.numerics.block_scale import values
+from msamp.nn.cast_scales import CastScales, just_in_time_scale, own_rule
+from msamp.nn.scaling_state import LinearScaling
+from msamp.numerics.block_scale import name_of, values
 from msamp.numerics.granularity import TENSORWISE, Block, Granularity
 from msamp.numerics.quantize import dequantize, quantize
 from msamp.numerics.recipe import Cast, Gemms, Product
-from msamp.numerics.scaling import Current, Exact, Scaling, SharedExponent, inverse
+from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
 
 Scales = tuple[torch.Tensor, torch.Tensor]  # of a stored weight, as `LinearScaling.weight_scales` gives them
@@ -87,11 +88,11 @@ class Operand(NamedTuple):
         return Operand(self.payload_t, self.payload, self.scale_inv_t, self.scale_inv, self.granularity)
 
 
-class Way(Protocol):
+class GranularityKernels(Protocol):
     """How one granularity casts operands and multiplies them."""
 
     def cast(
-        self, x: torch.Tensor, slot: Slot, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
+        self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> Operand:
         """`x` [M, K] in the layouts asked for; see `cast_operand`."""
 
@@ -106,7 +107,7 @@ class _Tensorwise:
     """One scale a tensor: casts and products by kernels, both layouts from one read."""
 
     def cast(
-        self, x: torch.Tensor, slot: Slot, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
+        self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> Operand:
         scale, amax_slot, fmt = slot.scale, slot.amax, cast.format
         amax = None
@@ -115,7 +116,7 @@ class _Tensorwise:
             if amax_slot is not None:
                 amax_slot.copy_(torch.maximum(amax_slot, amax))
             scale, amax_slot = just_in_time_scale(cast, amax), None
-        place = places.place(x.device)
+        place = scalar_pool.try_take(x.device)
         payload, payload_t, made, _ = ops.cast_transpose(x, scale, amax_slot, fmt.dtype, row=row, col=col, scale_inv_slot=place)
         scale_inv = made if place is None else place
         if amax is not None:
@@ -129,7 +130,7 @@ class _Tensorwise:
             return Operand.tensorwise(ops.transpose(payload) if transpose else payload, scale_inv)
         if not transpose:
             return Operand.tensorwise(ops.cast(payload, multiplier, dtype), scale_inv)
-        place = places.place(payload.device)  # not asked for; it spares the kernel's own, which is a launch
+        place = scalar_pool.try_take(payload.device)  # not asked for; it spares the kernel's own, which is a launch
         return Operand.tensorwise(ops.cast_transpose(payload, multiplier, None, dtype, col=True, scale_inv_slot=place)[1], scale_inv)
 
     def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
@@ -140,7 +141,7 @@ class _ByDefinition:
     """Any other granularity, as its definition says, in plain torch: `maxima`, `spread`, `quantize`, the product of the values in FP32."""
 
     def cast(
-        self, x: torch.Tensor, slot: Slot, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
+        self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> Operand:
         if slot.amax is not None:
             slot.amax.copy_(torch.maximum(slot.amax, ops.amax(x)))
@@ -189,9 +190,9 @@ class _Blocks:
     """
 
     def cast(
-        self, x: torch.Tensor, slot: Slot, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
+        self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> Operand:
-        rule, block = _BLOCK_RULES.get(type(cast.scaling)), _block(cast)
+        rule, block = name_of(cast.scaling), _block(cast)
         if rule is None or not has_kernel(block.rows, block.columns):
             return _DEFINITION.cast(x, slot, cast, row, col, combine)
         payload, table, payload_t, table_t = ops.block_cast(
@@ -200,7 +201,7 @@ class _Blocks:
         return Operand(payload if row else None, payload_t if col else None, table, table_t, block)
 
     def weight(self, payload: torch.Tensor, scales: Scales, cast: Cast, transpose: bool) -> Operand:
-        rule, block, dtype = _BLOCK_RULES.get(type(cast.scaling)), _block(cast), cast.format.dtype
+        rule, block, dtype = name_of(cast.scaling), _block(cast), cast.format.dtype
         if payload.dtype == dtype:
             stored = ops.transpose(payload) if transpose else payload
             table = scales[0].expand(block.scales_shape(stored.shape)).contiguous()
@@ -234,20 +235,18 @@ def _block(cast: Cast) -> Block:
     return cast.granularity
 
 
-# What `ops.block_cast` calls the rules that it knows.
-_BLOCK_RULES: dict[type[Scaling], str] = {Exact: "fp32", Current: "power-of-two", SharedExponent: "e8m0"}
 _DEFINITION = _ByDefinition()
-_WAYS: dict[type, Way] = {type(TENSORWISE): _Tensorwise(), Block: _Blocks()}
+_KERNELS: dict[type, GranularityKernels] = {type(TENSORWISE): _Tensorwise(), Block: _Blocks()}
 
 
-def way(granularity: Granularity) -> Way:
+def kernels_of(granularity: Granularity) -> GranularityKernels:
     """How a granularity casts and multiplies."""
-    return _WAYS.get(type(granularity), _DEFINITION)
+    return _KERNELS.get(type(granularity), _DEFINITION)
 
 
 def cast_operand(
     x: torch.Tensor,
-    slot: Slot,
+    slot: CastScales,
     cast: Cast,
     *,
     row: bool = True,
@@ -266,7 +265,7 @@ def cast_operand(
     Returns:
         The operand. A scale_inv is a copy, and NaN where what it serves is not finite.
     """
-    operand = way(cast.granularity).cast(x, slot, cast, row, col, combine)
+    operand = kernels_of(cast.granularity).cast(x, slot, cast, row, col, combine)
     if slot.watch is not None:
         seen, x2d = (operand, x) if row else (operand.transposed(), x.t())
         slot.watch(x2d, seen.codes, seen.element_scale_inv)
@@ -288,13 +287,13 @@ class LayerGemm(NamedTuple):
     """
 
     gemm: Gemms
-    x: Slot
-    grad: Slot
-    wire: Slot | None
+    x: CastScales
+    grad: CastScales
+    wire: CastScales | None
     scales: Scales
 
     @property
-    def sums(self) -> Slot:
+    def sums(self) -> CastScales:
         """`wire`, for a layer that has one."""
         assert self.wire is not None
         return self.wire
@@ -323,7 +322,7 @@ class LayerGemm(NamedTuple):
     def weight(self, payload: torch.Tensor, *, transpose: bool = False) -> Operand:
         """The FP8 weight from what is stored, [N, K], or its transpose [K, N], as grad_input's GEMM wants it, in `payload`."""
         cast = self.gemm.grad_input.right if transpose else self.gemm.output.right
-        return way(cast.granularity).weight(payload, self.scales, cast, transpose)
+        return kernels_of(cast.granularity).weight(payload, self.scales, cast, transpose)
 
     def output(self, x: Operand, w: Operand, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """`x W^T + b` [M, N] of `dtype` from the input [M, K], the weight [N, K] and the bias [N] or None."""
@@ -340,5 +339,5 @@ class LayerGemm(NamedTuple):
 
 def multiply(a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, product: Product) -> torch.Tensor:
     """`a b^T + bias` [M, N] of `dtype` from two operands as they lie, [M, K] and [N, K], and a bias [N] of `dtype` or None."""
-    left, right = way(a.granularity), way(b.granularity)
+    left, right = kernels_of(a.granularity), kernels_of(b.granularity)
     return (left if left is right else _DEFINITION).multiply(a, b, bias, dtype, product.fast)

@@ -14,7 +14,7 @@ version or memory, and is read as ever. A write that hides from the version coun
 
 import torch
 
-from msamp.nn.scaling_state import Slot
+from msamp.nn.cast_scales import CastScales
 
 _LEFT = "_group_scaling_maxima"
 
@@ -31,7 +31,7 @@ def leave_maxima(x: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def maxima_for(slot: Slot, x: torch.Tensor) -> torch.Tensor | None:
+def maxima_for(slot: CastScales, x: torch.Tensor) -> torch.Tensor | None:
     """The maxima of `x` for a cast by the slot; None where the scale is known beforehand, and where `x` has none that are its own."""
     maxima, state = getattr(x, _LEFT, (None, None))
     return maxima if maxima is not None and slot.scale is None and state == _state(x) else None

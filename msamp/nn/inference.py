@@ -8,8 +8,8 @@ small rows keep bits which they would have lost.
 
 import torch
 
-from msamp.nn.gemm import Operand, way
-from msamp.nn.scaling_state import Slot
+from msamp.nn.cast_scales import CastScales
+from msamp.nn.gemm import Operand, kernels_of
 from msamp.numerics.formats import E4M3
 from msamp.numerics.granularity import Block, Group
 from msamp.numerics.recipe import Cast, Gemms
@@ -18,7 +18,7 @@ from msamp.numerics.tensor import ScalingTensor
 
 # In place of a recipe's casts that share scales between rows: blocks that Hopper multiplies itself.
 _INPUT, _WEIGHT = Cast(E4M3, Current(), Block(1, 128)), Cast(E4M3, Current(), Block(128, 128))
-_NOTHING = Slot(None, None, None)
+_NOTHING = CastScales(None, None, None)
 
 
 def row_casts(gemm: Gemms) -> tuple[Cast, Cast]:
@@ -44,14 +44,14 @@ class InferenceGemm:
 
     def __init__(self, weight: ScalingTensor, gemm: Gemms) -> None:
         self._cast, self._weight_cast = row_casts(gemm)
-        self._way = way(self._cast.granularity)
+        self._kernels = kernels_of(self._cast.granularity)
         self.weight, self._copied = self._taken(weight)
 
     @torch.no_grad()
     def _taken(self, weight: ScalingTensor) -> tuple[Operand, tuple[bool, bool]]:
         """The operand, and whether its payload and its scales are copies."""
         cast, scales = self._weight_cast, (weight.scale_inv, weight.scale_inv)
-        made = way(cast.granularity).weight(weight.payload, scales, cast, False)
+        made = kernels_of(cast.granularity).weight(weight.payload, scales, cast, False)
         pairs = ((made.codes, weight.payload), (made.scale_inv, weight.scale_inv))
         copied, copied_scales = (mine.data_ptr() != stored.data_ptr() for mine, stored in pairs)
         return made, (copied, copied_scales)
@@ -78,8 +78,8 @@ class InferenceGemm:
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [.., inputs] BF16, FP16 or FP32, bias [outputs] of its dtype or None -> [.., outputs] of the dtype of x."""
         rows = x.reshape(-1, x.shape[-1])
-        operand = self._way.cast(rows, _NOTHING, self._cast, True, False, None)
-        y = self._way.multiply(operand, self.weight, bias, x.dtype, False)
+        operand = self._kernels.cast(rows, _NOTHING, self._cast, True, False, None)
+        y = self._kernels.multiply(operand, self.weight, bias, x.dtype, False)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 

@@ -1,51 +1,108 @@
-"""An FP8 linear layer as one autograd function (FP8-LM section 2): E4M3 forward, E5M2 backward. Its GEMMs are those of `msamp.nn.gemm`."""
+"""An FP8 linear layer as one autograd function (FP8-LM section 2): E4M3 forward, E5M2 backward. Its GEMMs are those of `msamp.nn.gemm`.
 
-from typing import Any
+The same function serves a layer on one GPU and both kinds of tensor-parallel layers. They differ only at its two ends (`msamp.nn.ends`):
+
+    layer             input end                                     output end
+    on one GPU        `ALONE`                                       `ALONE`
+    column-parallel   rows gathered; sums of grad_input added up    `ALONE`
+    row-parallel      `ALONE`                                       sums of the output added up; rows of grad_output gathered
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from msamp.kernels import ops
 from msamp.nn.block import unviewed
+from msamp.nn.ends import ALONE, Ends
 from msamp.nn.gemm import LayerGemm, Operand, cast_operand
 from msamp.nn.scaling_state import LinearScaling
+from msamp.numerics.recipe import Cast
 from msamp.numerics.tensor import ScalingTensor
+
+
+class LinearSettings(NamedTuple):
+    """The arguments that are no tensors of the graph: the layer's GEMMs, and where its rows come from and its sums go."""
+
+    layer: LayerGemm
+    input_end: Ends = ALONE
+    output_end: Ends = ALONE
 
 
 class LinearFunction(torch.autograd.Function):
     """y = x W^T + b with FP8 operands.
 
-    Backward keeps the FP8 input, transposed as grad_weight's GEMM wants it, 1 byte an element, and the weight's stored payload, which is
-    cast again to the same bits. No FP8 or transposed copy of a weight outlives its GEMM.
+    Backward keeps the FP8 input, 1 byte per element: transposed as grad_weight's GEMM reads it, or, where the input end gathers rows, this
+    rank's rows or all of them. It also keeps the weight's stored payload, which is cast again to the same bits. No FP8 or transposed copy
+    of a weight outlives its GEMM.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, layer: LayerGemm
+        ctx: Any, x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, how: LinearSettings
     ) -> torch.Tensor:
-        operand = cast_operand(x.reshape(-1, x.shape[-1]), layer.x, layer.gemm.input, col=ctx.needs_input_grad[1])
-        y = layer.output(operand, layer.weight(weight.payload), bias, x.dtype)
-        ctx.save_for_backward(operand.payload_t, operand.scale_inv_t, weight.payload)
-        ctx.layer, ctx.shape, ctx.weight_dtype = layer, x.shape, weight.dtype
+        layer, ins, outs = how
+        needs_w = ctx.needs_input_grad[1]
+        combine = ins.shared_amax if ins.spread else None
+        x2d = x.reshape(-1, x.shape[-1])
+        operand = cast_operand(x2d, layer.x, layer.gemm.input, col=needs_w and not ins.spread, combine=combine)
+        saved = operand.payload_t
+        gathered = ins.start_gather(operand.codes, "input all-gather")
+        w = layer.weight(weight.payload)
+        if ins.spread:
+            shard, operand = operand.codes, operand._replace(payload=gathered())
+            saved = (operand.codes if ins.keeps_gathered else shard) if needs_w else None
+        y = outs.sum_output(layer.output(operand, w, bias, x.dtype), layer)
+        ctx.save_for_backward(saved, operand.scale_inv_t, weight.payload)
+        ctx.how, ctx.shape, ctx.weight_dtype = how, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return unviewed(y, (*x.shape[:-1], y.shape[-1]))
+        return unviewed(y, (*_rows(x.shape, ins, outs), y.shape[-1]))
+
+    @staticmethod
+    def saved_bytes(inputs: float, cast: Cast) -> float:
+        """Bytes per token that backward keeps: the input of that width, cast."""
+        return inputs * cast.element_bytes
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        payload_t, scale_inv_t, w_payload = ctx.saved_tensors
-        layer, (needs_x, needs_w, needs_b, _) = ctx.layer, ctx.needs_input_grad
-        g2d = grad_output.reshape(-1, grad_output.shape[-1])
+        saved, x_scale_inv, w_payload = ctx.saved_tensors
+        (layer, ins, outs), (needs_x, needs_w, needs_b, _) = ctx.how, ctx.needs_input_grad
         grad_x = grad_w = grad_b = None
+        x8 = lambda: saved  # noqa: E731
+        if needs_w and ins.spread and not ins.keeps_gathered:
+            x8 = ins.start_gather(saved, "input all-gather again")
+        g2d = grad_output.reshape(-1, grad_output.shape[-1])
         if needs_x or needs_w:
-            g = cast_operand(g2d, layer.grad, layer.gemm.grad_output, col=needs_w)
-        if needs_w:
-            grad_w = layer.grad_weight(g, Operand.kept(payload_t, scale_inv_t, layer.gemm.input), ctx.weight_dtype)
+            combine = outs.shared_amax if outs.spread else None
+            g = cast_operand(g2d, layer.grad, layer.gemm.grad_output, col=needs_w and not outs.spread, combine=combine)
+            gathered = outs.start_gather(g.codes, "grad_output all-gather")
         if needs_x:
-            grad_x = layer.grad_input(g, layer.weight(w_payload, transpose=True), grad_output.dtype).view(ctx.shape)
+            w = layer.weight(w_payload, transpose=True)
+        if outs.spread:
+            g = g._replace(payload=gathered())
+        if needs_x:
+            partial = layer.grad_input(g, w, grad_output.dtype)
+            del w
+            summed = ins.start_sum_grad(partial, layer)  # on its way while the weight's gradient is computed
+        if needs_w:
+            g = g._replace(payload_t=ops.transpose(g.codes)) if outs.spread else g
+            x8_t = ops.transpose(x8()) if ins.spread else saved
+            grad_w = layer.grad_weight(g, Operand.kept(x8_t, x_scale_inv, layer.gemm.input), ctx.weight_dtype)
         if needs_b and ctx.bias_dtype is not None:
             # Either way torch adds up in FP32; into its own dtype it is one launch less.
             grad_b = g2d.sum(0, dtype=None if g2d.dtype == ctx.bias_dtype else torch.float32).to(ctx.bias_dtype)
+        if needs_x:
+            grad_x = summed().view(ctx.shape)
         return grad_x, grad_w, grad_b, None
+
+
+def _rows(shape: torch.Size, ins: Ends, outs: Ends) -> tuple[int, ...]:
+    """The output's shape without its last dimension: dim 0 is gathered at the input end, and spread at the output end."""
+    if ins.spread:
+        return (shape[0] * ins.ranks, *shape[1:-1])
+    return (shape[0] // outs.ranks, *shape[1:-1]) if outs.spread else shape[:-1]
 
 
 def activation(x: torch.Tensor) -> torch.Tensor:
@@ -71,4 +128,4 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sca
     """
     if not isinstance(weight, ScalingTensor):
         return torch.nn.functional.linear(x, weight, bias)
-    return LinearFunction.apply(activation(x), weight, bias, LayerGemm.of(scaling, weight))
+    return LinearFunction.apply(activation(x), weight, bias, LinearSettings(LayerGemm.of(scaling, weight)))

@@ -1,20 +1,20 @@
 """The MLP half of a transformer layer as one function: residual add, norm, FC1, GELU or SwiGLU, FC2, residual add, all casts fused.
 
-Backward keeps only the residual stream and FC1's output, as `msamp.nn.saved` says. The FP8 operands of the weight gradients
+Backward keeps only the residual stream and FC1's output, as `msamp.nn.saved_activations` says. The FP8 operands of the weight gradients
 (normalised input, activation) are made again from them, to the same bits where both are kept as they are.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from msamp.kernels import ops, places
-from msamp.nn.block import Norm, NormWeights, start_grad_output, vector_gradients
+from msamp.kernels import ops, scalar_pool
+from msamp.nn.block import Inner, KeptByBlock, Norm, NormWeights, finish_backward, start_grad_output, start_input_again
 from msamp.nn.ends import ALONE, Ends
 from msamp.nn.gemm import LayerGemm, Operand
-from msamp.nn.group_scaling import leave_maxima
-from msamp.nn.saved import AS_IT_IS, Saved
+from msamp.nn.saved_activations import AS_IT_IS, Saved, SavedBytes
 from msamp.numerics.tensor import ScalingTensor
 
 
@@ -38,6 +38,25 @@ class MLPSettings(NamedTuple):
     saved: Saved = AS_IT_IS
     ends: Ends = ALONE
 
+    @property
+    def first(self) -> LayerGemm:
+        return self.fc1
+
+    @property
+    def last(self) -> LayerGemm:
+        return self.fc2
+
+
+class ActivationGradient(NamedTuple):
+    """The results of `ops.activate_backward`: the input's gradient in both layouts, its scale_inv, the activation's transpose in FP8, and
+    column sums of the gradient."""
+
+    payload: torch.Tensor
+    payload_t: torch.Tensor
+    scale_inv: torch.Tensor
+    activated_t: torch.Tensor
+    sums: torch.Tensor
+
 
 class MLPBlock(torch.autograd.Function):
     """(x, delta, norm weight and bias, FC1 weight and bias, FC2 weight and bias, settings) -> x + delta + MLP(norm(x + delta))."""
@@ -57,83 +76,91 @@ class MLPBlock(torch.autograd.Function):
     ) -> torch.Tensor:
         x2d, delta2d = x.view(-1, x.shape[-1]), delta.view(-1, x.shape[-1])
         fc1, fc2, ends = how.fc1, how.fc2, how.ends
-        n_scale_inv, a_scale_inv = places.take(x.device), places.take(x.device)
+        n_scale_inv, a_scale_inv = scalar_pool.take(x.device), scalar_pool.take(x.device)
         norm = NormWeights(how.norm, norm_weight, norm_bias)
-        total, n8, mean, rstd = norm.cast(x2d, delta2d, fc1.x, fc1.gemm.input, ends, n_scale_inv)
-        gathered = ends.start_gather(n8, "input all-gather")
+        normed = norm.cast(x2d, delta2d, slot=fc1.x, cast=fc1.gemm.input, ends=ends, scale_inv=n_scale_inv)
+        gathered = ends.start_gather(normed.y, "input all-gather")
         w1 = fc1.weight(fc1_weight.payload)
         n8 = gathered()
         y = fc1.output(Operand.tensorwise(n8, n_scale_inv), w1, fc1_bias, x.dtype)
-        a8, _ = ops.activate(y, how.activation, fc2.x.scale, fc2.x.amax, fc2.x_dtype, scale_inv_slot=a_scale_inv)
+        a8, _ = ops.activate(y, kind=how.activation, scale=fc2.x.scale, amax_slot=fc2.x.amax, dtype=fc2.x_dtype, scale_inv_slot=a_scale_inv)
         if fc2.x.watch is not None:
-            fc2.x.watch(ops.activate(y, how.activation, None, None, torch.float32)[0], a8, a_scale_inv)
+            wide, _ = ops.activate(y, kind=how.activation, scale=None, amax_slot=None, dtype=torch.float32)
+            fc2.x.watch(wide, a8, a_scale_inv)
+            del wide
         a = Operand.tensorwise(a8, a_scale_inv)
         partial = fc2.output(a, fc2.weight(fc2_weight.payload), fc2_bias if ends.adds_bias else None, x.dtype)
-        out = ends.sum_output(partial, fc2).add_(total)
-        kept = how.saved.keep(total) if how.recompute else (*how.saved.keep(total), *how.saved.keep(y))
+        out = ends.sum_output(partial, fc2).add_(normed.total)
+        stream = how.saved.keep(normed.total)
         weights = (fc1_weight.payload, fc1_bias, fc2_weight.payload, fc2_bias)
         whole = n8 if ends.keeps_gathered else None
-        ctx.save_for_backward(*kept, norm_weight, norm_bias, mean, rstd, n_scale_inv, a_scale_inv, whole, *weights)
+        kept = KeptByBlock(norm_weight, norm_bias, normed.mean, normed.rstd, n_scale_inv, a_scale_inv, whole, *weights)
+        ctx.save_for_backward(*stream, *(() if how.recompute else how.saved.keep(y)), *kept)
         ctx.how, ctx.weight_dtypes = how, (fc1_weight.dtype, fc2_weight.dtype)
         return out.view(x.shape)
 
     @staticmethod
+    def saved_bytes(
+        hidden: float, width: float, wide: int, saved: Saved, *, ranks: int = 1, gathered: bool = False, recompute: bool = False
+    ) -> SavedBytes:
+        """What backward keeps, see `SavedBytes`.
+
+        Args:
+            hidden: of the residual stream.
+            width: FC1's outputs on this rank.
+            wide: bytes per element of the stream.
+            saved, recompute: as of `MLPSettings`.
+            ranks, gathered: over which the rows are spread, and whether the ends keep the gathered input.
+        """
+        size = saved.element_bytes(wide)
+        return SavedBytes(size * hidden / ranks + hidden * gathered, 0.0 if recompute else size * width)
+
+    @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        *kept, norm_weight, norm_bias, mean, rstd, n_scale_inv, a_scale_inv, whole = ctx.saved_tensors[:-4]
-        fc1_weight, fc1_bias, fc2_weight, fc2_bias = ctx.saved_tensors[-4:]
-        how, (fc1_dtype, fc2_dtype) = ctx.how, ctx.weight_dtypes
-        fc1, fc2, ends, rms, dtype = how.fc1, how.fc2, how.ends, how.norm.rms, grad_output.dtype
-        g2d = grad_output.reshape(-1, grad_output.shape[-1])
-        parts = len(kept) if how.recompute else len(kept) // 2
-        norm = NormWeights(how.norm, norm_weight, norm_bias)
-        start_g, fc2_sums = start_grad_output(fc2, grad_output, places.take(g2d.device), ends, colsum=fc2_bias is not None)
-        again = None if whole is None else lambda: whole
-        if again is None and (how.recompute or ends.spread):
-            again = norm.start_again(how.saved.restore(kept[:parts], dtype), n_scale_inv, fc1.x_dtype, ends)
-        if how.recompute:
-            assert again is not None
-            y = fc1.output(Operand.tensorwise(again(), n_scale_inv), fc1.weight(fc1_weight), fc1_bias, dtype)
-            again = again if ends.spread else None
-        else:
-            y = how.saved.restore(kept[parts:], dtype)
-        g, h_scale_inv = start_g(), places.take(g2d.device)
-        grad_a = fc2.grad_input(g, fc2.weight(fc2_weight, transpose=True), dtype)
-        h8, h8_t, _, a8_t, fc1_sums = ops.activate_backward(
-            grad_a,
-            y,
-            how.activation,
-            a_scale_inv,
-            fc2.x_dtype,
-            fc1.grad.scale,
-            fc1.grad.amax,
-            fc1.grad_dtype,
-            colsum=fc1_bias is not None,
-            scale_inv_slot=h_scale_inv,
+        parts, kept = KeptByBlock.of(ctx.saved_tensors)
+        how, dtypes = ctx.how, ctx.weight_dtypes
+        stream = parts if how.recompute else parts[: len(parts) // 2]
+        grads = finish_backward(
+            how, stream, kept, _inner(how, parts, kept, grad_output, dtypes[1]), residual=grad_output, weight_dtypes=dtypes
         )
-        if fc1.grad.watch is not None:
-            wide = ops.activate_backward(grad_a, y, how.activation, a_scale_inv, fc2.x_dtype, None, None, torch.float32)[0]
-            fc1.grad.watch(wide, h8, h_scale_inv)
-            del wide
-        del grad_a, y
-        partial = fc1.grad_input(Operand.tensorwise(h8, h_scale_inv), fc1.weight(fc1_weight, transpose=True), dtype)
-        grad_n = ends.start_sum_grad(partial, fc1)  # on its way while the weights' gradients are computed
-        del h8, partial
-        grad_fc2 = fc2.grad_weight(g, Operand.tensorwise(None, a_scale_inv, a8_t), fc2_dtype)
-        del g, a8_t
-        total = how.saved.restore(kept[:parts], dtype)
-        if again is None:
-            n8_t = ops.normalize_transposed(total, mean, rstd, norm_weight, norm_bias, n_scale_inv, fc1.x_dtype, rms=rms)
-        else:
-            n8_t = ops.transpose(again())
-        grad_fc1 = fc1.grad_weight(Operand.tensorwise(None, h_scale_inv, h8_t), Operand.tensorwise(None, n_scale_inv, n8_t), fc1_dtype)
-        del h8_t, n8_t, again
-        grad_x, *norm_sums, maxima = ops.normalize_backward(
-            grad_n(), total, mean, rstd, norm_weight, g2d, rms=rms, maxima=fc2.grad_just_in_time
+        return grads.x, *grads, None
+
+
+def _inner(how: MLPSettings, parts: Sequence[torch.Tensor], kept: KeptByBlock, grad_output: torch.Tensor, fc2_dtype: torch.dtype) -> Inner:
+    """Backward through FC2 and the activation; `parts` are those of the stream, then those of FC1's output."""
+    fc1, fc2, ends, device, dtype = how.fc1, how.fc2, how.ends, grad_output.device, grad_output.dtype
+    stream = parts if how.recompute else parts[: len(parts) // 2]
+    start_g, fc2_sums = start_grad_output(fc2, grad_output, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
+    again = start_input_again(how, stream, kept, dtype, asked=how.recompute)
+    if how.recompute:
+        assert again is not None
+        y = fc1.output(Operand.tensorwise(again(), kept.input_scale_inv), fc1.weight(kept.first_weight), kept.first_bias, dtype)
+        again = again if ends.spread else None
+    else:
+        y = how.saved.restore(parts[len(stream) :], dtype)
+    g, scale_inv = start_g(), scalar_pool.take(device)
+    grad_a = fc2.grad_input(g, fc2.weight(kept.last_weight, transpose=True), dtype)
+
+    def through_activation(dtype: torch.dtype, **options: Any) -> ActivationGradient:
+        scale_inv, a_dtype = kept.last_scale_inv, fc2.x_dtype
+        return ActivationGradient(
+            *ops.activate_backward(grad_a, y, kind=how.activation, a_scale_inv=scale_inv, a_dtype=a_dtype, dtype=dtype, **options)
         )
-        grad_x = leave_maxima(grad_x.view(grad_output.shape), maxima)
-        vectors = (norm_weight, norm_bias, fc1_bias, fc2_bias)
-        grad_norm_weight, grad_norm_bias, grad_fc1_bias, grad_fc2_bias = vector_gradients(
-            *zip((*norm_sums, fc1_sums, fc2_sums), vectors, strict=True)
-        )
-        return grad_x, grad_x, grad_norm_weight, grad_norm_bias, grad_fc1, grad_fc1_bias, grad_fc2, grad_fc2_bias, None
+
+    made = through_activation(
+        fc1.grad_dtype,
+        scale=fc1.grad.scale,
+        amax_slot=fc1.grad.amax,
+        colsum=kept.first_bias is not None,
+        scale_inv_slot=scale_inv,
+    )
+    if fc1.grad.watch is not None:
+        fc1.grad.watch(through_activation(torch.float32, scale=None, amax_slot=None).payload, made.payload, scale_inv)
+    activated = Operand.tensorwise(None, kept.last_scale_inv, made.activated_t)
+
+    def grad_fc2() -> torch.Tensor:
+        return fc2.grad_weight(g, activated, fc2_dtype)
+
+    grad = Operand.tensorwise(made.payload, scale_inv, made.payload_t)
+    return Inner(grad, first_sums=made.sums, last_sums=fc2_sums, last_weight=grad_fc2, again=again)

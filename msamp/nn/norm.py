@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm that keep their input for backward as `msamp.nn.saved` says, for use outside of a fused block."""
+"""LayerNorm and RMSNorm that keep their input for backward as `msamp.nn.saved_activations` says, for use outside of a fused block."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.nn.block import unviewed, vector_gradients
-from msamp.nn.saved import IN_GROUPS, Saved
+from msamp.nn.saved_activations import IN_GROUPS, Saved
 
 
 class NormFunction(torch.autograd.Function):
@@ -23,6 +23,11 @@ class NormFunction(torch.autograd.Function):
         ctx.save_for_backward(*saved.keep(x2d), weight, bias, mean, rstd)
         ctx.rms, ctx.saved = rms, saved
         return unviewed(y, x.shape)
+
+    @staticmethod
+    def saved_bytes(hidden: float, wide: int, saved: Saved) -> float:
+        """Bytes per token that backward keeps of an input of that width, `wide` bytes per element, but for the statistics (8 bytes)."""
+        return hidden * saved.element_bytes(wide)
 
     @staticmethod
     @once_differentiable

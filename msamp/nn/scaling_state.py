@@ -1,16 +1,17 @@
 """The scales of a model's FP8 tensors between steps: delayed scaling kept on the device, rolled once a step."""
 
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from msamp.kernels import ops
-from msamp.kernels.places import aligned
+from msamp.kernels.scalar_pool import aligned
 from msamp.kernels.scaled_mm import check_blockwise, warn_if_blocks_emulated
+from msamp.nn.cast_scales import CastScales, Watch, own_rule, scales_of_weights
 from msamp.numerics.formats import FP32, Format
 from msamp.numerics.granularity import TENSORWISE, Block
 from msamp.numerics.recipe import Cast, Gemms
@@ -18,52 +19,6 @@ from msamp.numerics.scaling import MAX_EXPONENT, Current, Delayed, Scaling, chec
 from msamp.numerics.tensor import ScalingTensor
 
 INPUT, GRAD_OUTPUT, WIRE = 0, 1, 2  # rows of a layer's arrays
-
-
-# Callback after a cast: the values before it, the payload, and scale_inv, 0-dim or for every element.
-Watch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-
-
-class Slot(NamedTuple):
-    """The inputs and outputs of one cast beside its tensor.
-
-    Attributes:
-        scale, scale_inv: FP32 0-dim, known beforehand; None takes the scale just in time.
-        amax: FP32 0-dim, where this step's amax goes; None takes none.
-        watch: optional callback, called after the cast.
-    """
-
-    scale: torch.Tensor | None
-    scale_inv: torch.Tensor | None
-    amax: torch.Tensor | None
-    watch: Watch | None = None
-
-
-def own_rule(cast: Cast) -> bool:
-    """Whether a cast without history has a rule that the kernels do not know. They know `Current`."""
-    return not cast.scaling.window and type(cast.scaling) is not Current
-
-
-def just_in_time_scale(cast: Cast, amax: torch.Tensor) -> torch.Tensor:
-    """The scale that follows from the tensor's own amax, FP32 0-dim; unless `own_rule`, [n] amaxes give the scales of n tensors."""
-    if own_rule(cast):
-        return cast.scaling.next_scale(amax.view(1), cast.format.max, 1.0)
-    return ops.scale_from_amax(amax, cast.format.max, None, 1.0)
-
-
-def scales_of_weights(cast: Cast, amaxes: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What brings stored weights into FP8 and back.
-
-    Args:
-        cast: of the weights, with one scale each.
-        amaxes: FP32 [n] or 0-dim, of the payloads as they are stored.
-        stored: FP32 of the same shape, their scale_invs.
-
-    Returns:
-        The multiplier from payload to FP8, and scale_inv of the FP8 weight, both FP32 of that shape.
-    """
-    scale = just_in_time_scale(cast, amaxes * stored)
-    return scale * stored, inverse(scale)
 
 
 def check_gemm(gemm: Gemms) -> None:
@@ -155,7 +110,7 @@ class TensorScales(nn.Module):
         # torch.compile would make a new graph for every value of a counter.
         self._count(0)
         self.watches: dict[int, Watch] = {}
-        self._known_slots: dict[bool, tuple[tuple[bool, ...], tuple[torch.Tensor, ...], tuple[Slot, ...]]] = {}
+        self._known_slots: dict[bool, tuple[tuple[bool, ...], tuple[torch.Tensor, ...], tuple[CastScales, ...]]] = {}
 
     def _count(self, steps: int) -> None:
         steps = min(steps, self.window)
@@ -180,14 +135,14 @@ class TensorScales(nn.Module):
         """The target formats, by row."""
         return tuple(cast.format for cast in self.casts)
 
-    def slots(self, record: bool) -> tuple[Slot, ...]:
+    def slots(self, record: bool) -> tuple[CastScales, ...]:
         """The slots by row; `record` False (evaluation) leaves no trace in the history."""
         slots = self._slots(record) if torch.compiler.is_compiling() else self._kept_slots(record)
         if record and self.watches:
             return tuple(slot._replace(watch=self.watches.get(row)) for row, slot in enumerate(slots))
         return slots
 
-    def _kept_slots(self, record: bool) -> tuple[Slot, ...]:
+    def _kept_slots(self, record: bool) -> tuple[CastScales, ...]:
         # Kept, since each of the six views of a layer takes the host 4 us in every forward.
         made_of = self.amax, self.scale, self.scale_inv
         known = self._known_slots.get(record)
@@ -196,10 +151,10 @@ class TensorScales(nn.Module):
                 known = self._known_slots[record] = self._filled, made_of, self._slots(record)
         return known[2]
 
-    def _slots(self, record: bool) -> tuple[Slot, ...]:
-        def slot(row: int) -> Slot:
+    def _slots(self, record: bool) -> tuple[CastScales, ...]:
+        def slot(row: int) -> CastScales:
             amax = self.amax[row] if record and self.casts[row].scaling.window else None
-            return Slot(self.scale[row], self.scale_inv[row], amax) if self._filled[row] else Slot(None, None, amax)
+            return CastScales(self.scale[row], self.scale_inv[row], amax) if self._filled[row] else CastScales(None, None, amax)
 
         return tuple(slot(row) for row in range(len(self.casts)))
 

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.kernels.scaled_mm import native_bf16
+from msamp.nn.cast_scales import CastScales, just_in_time_scale
 from msamp.nn.gemm import Operand, cast_operand, multiply
-from msamp.nn.scaling_state import Slot, just_in_time_scale
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.recipe import Cast, Gemms, Product
 from msamp.numerics.scaling import Current
@@ -35,7 +35,7 @@ PRECISIONS = COMPUTE, LOGITS, ALL = ("bf16", "fp8", "fp8-all")
 _CAST = Cast(E4M3, Current())
 _GEMMS = Gemms.of(_CAST, _CAST, Cast(E5M2, Current()))
 _LOGITS = Product(_CAST, _CAST)  # the full sum: rounding errors of logits enter the loss as they are
-_UNSCALED = Slot(None, None, None)
+_UNSCALED = CastScales(None, None, None)
 
 # (logits [M, V], labels [M], weights [M]) -> losses [M]; the gradient takes the place of the logits. As `ops.cross_entropy_`.
 CrossEntropy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -161,7 +161,7 @@ class _AllInFP8(torch.autograd.Function):
         to_hidden, to_weight = ctx.needs_input_grad[:2]
         x = cast_operand(hidden, _UNSCALED, _GEMMS.input, col=to_weight)
         w = cast_operand(weight, _UNSCALED, _GEMMS.weight, col=to_hidden)
-        slot = Slot(just_in_time_scale(_GEMMS.grad_output, weights.abs().amax()), None, None)
+        slot = CastScales(just_in_time_scale(_GEMMS.grad_output, weights.abs().amax()), None, None)
         grad_hidden = torch.empty_like(hidden, dtype=torch.float32) if to_hidden else None
         columns = hidden.new_empty((weight.shape[0], hidden.shape[0]), dtype=E5M2.dtype) if to_weight else None
         scale_inv = hidden.new_zeros((), dtype=torch.float32)

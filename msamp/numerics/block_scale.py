@@ -44,60 +44,35 @@ DeepSeek-V3 does, would round twice, and with `fp32` scales to values that neith
 every operand, weights too, is cast in 1 x 32 along the dimension that its GEMM sums over, so a weight is cast twice as well.
 """
 
-from collections.abc import Callable
-
 import torch
 
 from msamp.numerics.formats import Format
 from msamp.numerics.granularity import Granularity
-from msamp.numerics.quantize import dequantize, quantize
-from msamp.numerics.scaling import _fields, inverse, scale_from_amax
+from msamp.numerics.quantize import quantize
+from msamp.numerics.scaling import NOT_FINITE, Current, Exact, Scaling, SharedExponent
 
-NOT_FINITE = 255  # NaN of E8M0
-SMALLEST = 2.0**-126  # the smallest scale_inv of `fp32`: FP32's smallest normal value
-
-
-def _fp32(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
-    scale_inv = amax.clamp(min=fmt.max * SMALLEST) / torch.full_like(amax, fmt.max)  # by a number, CUDA takes the reciprocal
-    return scale_inv.masked_fill(amax == 0, 1.0).masked_fill(~amax.isfinite(), float("nan"))
+RULES: dict[str, Scaling] = {"fp32": Exact(), "power-of-two": Current(), "e8m0": SharedExponent()}
 
 
-def _power_of_two(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
-    return inverse(scale_from_amax(amax, fmt.max)).masked_fill(~amax.isfinite(), float("nan"))
-
-
-def _e8m0(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
-    emax = _fields(fmt.max)[0] - 127
-    # The exponent field of a subnormal amax is 0, which says 2^-127: too large, but below the clamp all the same.
-    exponent = ((amax.view(torch.int32) >> 23) - emax).clamp(min=0)
-    return exponent.masked_fill(~amax.isfinite(), NOT_FINITE).to(torch.uint8)
-
-
-RULES: dict[str, Callable[[torch.Tensor, Format], torch.Tensor]] = {"fp32": _fp32, "power-of-two": _power_of_two, "e8m0": _e8m0}
-
-
-def check_rule(rule: str) -> None:
-    """ValueError for the name of a scale rule that does not exist."""
+def by_name(rule: str) -> Scaling:
+    """The scale rule of that name; ValueError for one that does not exist."""
     if rule not in RULES:
         raise ValueError(f"scale rule {rule!r} is unknown; choose one of {', '.join(RULES)}")
+    return RULES[rule]
+
+
+def name_of(scaling: Scaling) -> str | None:
+    """The name in `RULES` of a scaling rule; None for any other."""
+    return next((name for name, rule in RULES.items() if rule == scaling), None)
 
 
 def block_scale_inv(amax: torch.Tensor, fmt: Format, rule: str) -> torch.Tensor:
-    """The scale_inv of blocks with these maxima, as it is kept.
-
-    Args:
-        amax: FP32, any shape, not negative: `Granularity.maxima`, +inf where a block is not finite.
-        fmt: E4M3 or E5M2.
-        rule: one of `RULES`.
-
-    Returns:
-        In the shape of `amax`: FP32, NaN where a block is not finite; by `e8m0` uint8, 255 there.
+    """The scale_inv of blocks with these maxima, as it is kept: `Scaling.scale_inv` of the rule of that name, into `fmt`.
 
     Raises:
         ValueError: for an unknown rule.
     """
-    check_rule(rule)
-    return RULES[rule](amax, fmt)
+    return by_name(rule).scale_inv(amax, fmt.max)
 
 
 def values(scale_inv: torch.Tensor) -> torch.Tensor:
@@ -129,10 +104,3 @@ def quantize_blocks(x: torch.Tensor, granularity: Granularity, fmt: Format, rule
     """
     scale_inv = block_scale_inv(granularity.maxima(x), fmt, rule)
     return quantize(x.detach(), granularity.spread(block_scale(scale_inv), x.shape), fmt), scale_inv
-
-
-def dequantize_blocks(
-    payload: torch.Tensor, scale_inv: torch.Tensor, granularity: Granularity, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """The values of what `quantize_blocks` gave: `payload * scale_inv` in FP32, rounded once to `dtype`."""
-    return dequantize(payload, granularity.spread(values(scale_inv), payload.shape), dtype)

@@ -25,8 +25,6 @@ from torch import Tensor, bfloat16, float64, tensor
 
 Pair = tuple[Tensor, Tensor]
 
-SPLITTER = 2.0**4 + 1.0  # 2^ceil(p / 2) + 1 for the p = 8 binary digits of BF16
-
 
 def fast_two_sum(a: Tensor, b: Tensor) -> Pair:
     """Fast2Sum, 3 operations: (x, y), x = BF16(a + b), y = BF16(b - BF16(x - a)) [Collage, theorem 4.1].
@@ -43,21 +41,6 @@ def two_sum(a: Tensor, b: Tensor) -> Pair:
     x = a + b
     from_b = x - a
     return x, (a - (x - from_b)) + (b - from_b)
-
-
-def split(a: Tensor) -> Pair:
-    """Split: (high, low) of at most 4 binary digits each, high + low = a exactly, |a| < 2^123 (beyond, 17 a overflows)."""
-    _check_bf16(a)
-    scaled = a * SPLITTER
-    high = scaled - (scaled - a)
-    return high, a - high
-
-
-def two_product_dekker(a: Tensor, b: Tensor) -> Pair:
-    """TwoProd by Split, 17 operations that never leave BF16: what `two_product` returns, within Split's range and for |a b| < 2^127."""
-    x = a * b
-    (a_high, a_low), (b_high, b_low) = split(a), split(b)
-    return x, ((a_high * b_high - x) + a_high * b_low + a_low * b_high) + a_low * b_low
 
 
 def two_product(a: Tensor, b: Tensor) -> Pair:

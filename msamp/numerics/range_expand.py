@@ -1,4 +1,4 @@
-"""FP8 by groups [COAT]: dynamic range expansion for optimizer states, plain groups for activations, group scaling.
+"""FP8 by groups [COAT]: dynamic range expansion for optimizer states, and group scaling.
 
 A group of Adam's moments uses little of E4M3's range of 2.3e5. f(x) = sign(x) |x|^k stretches, or squeezes, the range of each group to
 the format's, so that all codes are in use, and no element that was not zero becomes zero.
@@ -10,7 +10,8 @@ For x in groups of 128 of a row, with max and min the largest and smallest non-z
     x' = sign(q) max (|q| / fp_max)^(1 / k)
 
 Why: the smallest non-zero value of a group meets the smallest code and the largest the largest code. Without expansion a cast spends
-its codes on binades that the group does not have. Activations have groups of 16 channels with a scale each, and no expansion.
+its codes on binades that the group does not have. Activations have groups of 16 channels with a scale each, and no expansion
+(`msamp.kernels.reference.group_cast`).
 
 What was tried: each of E4M3 and E5M2 for m and v, with and without expansion; `tools/reproduce/results/coat_states.csv` has the errors.
 """
@@ -22,11 +23,9 @@ import torch
 
 from msamp.numerics.formats import FP32, Format, of_dtype
 from msamp.numerics.granularity import TENSORWISE, Group
-from msamp.numerics.quantize import cast, dequantize, quantize
-from msamp.numerics.scaling import inverse, scale_from_amax
+from msamp.numerics.quantize import cast
 
 STATE_GROUP = Group(128)
-ACTIVATION_GROUP = Group(16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +43,6 @@ class Expanded:
     max: torch.Tensor
     k: torch.Tensor
     group: Group = STATE_GROUP
-
-    @property
-    def bytes_per_element(self) -> float:
-        """Payload, max and k together: 1.0625 in full groups of 128."""
-        return _bytes_per_element(self.payload, self.max, self.k)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values: computed in FP64, rounded to FP32 and then to `dtype`."""
@@ -90,49 +84,6 @@ def quantize_expanded(x: torch.Tensor, fmt: Format, group: Group = STATE_GROUP, 
     return Expanded(payload, largest.masked_fill(~largest.isfinite(), float("nan")), k, group)
 
 
-@dataclass(frozen=True, eq=False)
-class Grouped:
-    """A tensor with a scale for each group, as COAT keeps the activations of non-linear layers [COAT, part 2].
-
-    Attributes:
-        payload: FP8 or FP16, the shape of the tensor.
-        scale_inv: BF16 [.., groups], which holds powers of two exactly. NaN marks a group with values that were not finite.
-        group: which elements share a scale.
-    """
-
-    payload: torch.Tensor
-    scale_inv: torch.Tensor
-    group: Group = ACTIVATION_GROUP
-
-    @property
-    def bytes_per_element(self) -> float:
-        """Payload and scales together: 1.125 in FP8 with full groups of 16."""
-        return _bytes_per_element(self.payload, self.scale_inv)
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """`payload * scale_inv` in FP32, rounded once to `dtype`."""
-        return dequantize(self.payload, self.group.spread(self.scale_inv, self.payload.shape).float(), dtype)
-
-
-def quantize_grouped(x: torch.Tensor, fmt: Format, group: Group = ACTIVATION_GROUP) -> Grouped:
-    """Quantise just in time with one power-of-two scale a group.
-
-    Args:
-        x: FP32, BF16 or FP16, any shape.
-        fmt: E4M3, E5M2 or FP16.
-        group: which elements share a scale.
-
-    Raises:
-        ValueError: for a format without a scale.
-    """
-    if not fmt.scaled:
-        raise ValueError(f"{fmt} carries no scale; choose fp8-e4m3, fp8-e5m2 or fp16")
-    amax = group.maxima(x)
-    scale = scale_from_amax(amax, fmt.max)
-    scale_inv = inverse(scale).masked_fill(~amax.isfinite(), float("nan")).bfloat16()
-    return Grouped(quantize(x.detach(), group.spread(scale, x.shape), fmt), scale_inv, group)
-
-
 def two_stage_amax(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     """Group Scaling [COAT, part 2]: the amax of a tensor in two stages; its producer takes the first.
 
@@ -165,7 +116,3 @@ def _smallest(x: torch.Tensor, group: Group) -> torch.Tensor:
     """FP32 [.., groups]: the smallest magnitude that is not zero, +inf where there is none."""
     magnitude = x.detach().float().abs()
     return group.split(magnitude.masked_fill(magnitude == 0, float("inf")), fill=float("inf")).amin(-1)
-
-
-def _bytes_per_element(payload: torch.Tensor, *groups: torch.Tensor) -> float:
-    return (payload.nbytes + sum(values.nbytes for values in groups)) / max(payload.numel(), 1)

@@ -5,7 +5,6 @@ A recipe enters by a constant here; nothing in the training loop asks for a reci
 """
 
 import math
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,11 +33,11 @@ class Cast:
 
     @property
     def element_bytes(self) -> float:
-        """Bytes an element of a large operand with its share of the scales, one for each set: FP32, or a byte with `SharedExponent`."""
+        """Bytes an element of a large operand with its share of the scales, one for each set."""
         if self.granularity == TENSORWISE:
             return self.format.bytes
         sets = math.prod(self.granularity.scales_shape((LARGE, LARGE))) / LARGE**2
-        return self.format.bytes + sets * (1 if isinstance(self.scaling, SharedExponent) else 4)
+        return self.format.bytes + sets * self.scaling.kept_dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.format} {self.scaling}" if self.granularity == TENSORWISE else f"{self.format} {self.scaling} {self.granularity}"
@@ -319,12 +318,6 @@ def _blocks(scaling: Scaling, along: Block, weight: Block) -> Gemms:
     return Gemms.of(input=Cast(E4M3, scaling, along), weight=Cast(E4M3, scaling, weight), grad_output=Cast(E4M3, scaling, along))
 
 
-def Gemm(input: Cast, weight: Cast, grad_output: Cast) -> Gemms:
-    """The former name of `Gemms.of`, for one version more; warns."""
-    warnings.warn("recipes.Gemm(...) is recipes.Gemms.of(...) now", DeprecationWarning, stacklevel=2)
-    return Gemms.of(input, weight, grad_output)
-
-
 # Ways to cast the operands of the FP8 GEMMs, in the words of Megatron-LM's `--fp8-recipe`. "blockwise" is DeepSeek-V3's, with FP32 scales,
 # or with the power of two that Transformer Engine takes; "mxfp8" has a shared exponent for each 32 elements [OCP Microscaling v1.0].
 GEMMS: dict[str, Gemms] = {
@@ -369,27 +362,23 @@ O3 = Recipe(
     accumulator="bf16",
 )
 
-# Collage, Table 2, and pairs with 8 bits: the same states for every parameter, BF16 gradients. D-MW's weights are their own masters.
-_A = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "a")
-_KAHAN = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "kahan")
-_LIGHT = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "light")
-_PLUS = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "plus")
-_FP8 = StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, "fp8")
-_DMW = StateFormats(BF16_FORMAT, BF16_FORMAT, FP32_FORMAT, FP32_FORMAT)
-_D = StateFormats(FP32_FORMAT, BF16_FORMAT, FP32_FORMAT, FP32_FORMAT)
-BF16_A = Recipe(name="bf16-a", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_A, vectors=_A, accumulator="bf16")
-BF16_KAHAN = Recipe(
-    name="bf16-kahan", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_KAHAN, vectors=_KAHAN, accumulator="bf16"
-)
-BF16_DMW = Recipe(name="bf16-dmw", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_DMW, vectors=_DMW, accumulator="bf16")
-BF16_D = Recipe(name="bf16-d", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_D, vectors=_D, accumulator="bf16")
-COLLAGE_LIGHT = Recipe(
-    name="collage-light", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_LIGHT, vectors=_LIGHT, accumulator="bf16"
-)
-COLLAGE_PLUS = Recipe(
-    name="collage-plus", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_PLUS, vectors=_PLUS, accumulator="bf16"
-)
-COLLAGE_FP8 = Recipe(name="collage-fp8", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=_FP8, vectors=_FP8, accumulator="bf16")
+# Option of Collage's Table 2, or pairs with 8 bits ("fp8") -> the formats of its states, which are the same for every parameter.
+COLLAGE_FORMATS = {
+    **{update: StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, update) for update in COLLAGE_UPDATES},
+    "d-mw": StateFormats(BF16_FORMAT, BF16_FORMAT, FP32_FORMAT, FP32_FORMAT),  # weights are their own masters
+    "d": StateFormats(FP32_FORMAT, BF16_FORMAT, FP32_FORMAT, FP32_FORMAT),
+}
+
+
+def _collage(name: str, variant: str) -> Recipe:
+    states = COLLAGE_FORMATS[variant]
+    return Recipe(name=name, compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=states, vectors=states, accumulator="bf16")
+
+
+BF16_A, BF16_KAHAN = _collage("bf16-a", "a"), _collage("bf16-kahan", "kahan")
+BF16_DMW, BF16_D = _collage("bf16-dmw", "d-mw"), _collage("bf16-d", "d")
+COLLAGE_LIGHT, COLLAGE_PLUS = _collage("collage-light", "light"), _collage("collage-plus", "plus")
+COLLAGE_FP8 = _collage("collage-fp8", "fp8")
 
 # COAT: operands of linear layers with one just-in-time scale a tensor, moments with range expansion, gradients in BF16. The GEMMs read a
 # weight in E4M3 alone, so that it is stored in E4M3 between steps.

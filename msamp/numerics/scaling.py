@@ -5,15 +5,16 @@ import math
 import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
-
-from msamp.numerics.formats import Format
 
 _EXPONENT_BIAS = 127
 _MANTISSA_BITS = 23
 MAX_EXPONENT = 126  # of a scale, either way
 MAX_MARGIN = 16
+SMALLEST = 2.0**-MAX_EXPONENT  # the smallest scale_inv of `Exact`: FP32's smallest normal value
+NOT_FINITE = 255  # NaN of E8M0
 
 
 @functools.cache
@@ -59,9 +60,11 @@ class Scaling(ABC):
     Attributes:
         window: steps of amax that the rule looks at. Until there are so many, and always with 0, the scale is just-in-time. With 0 it is
             `next_scale` of the tensor's own amax.
+        kept_dtype: of `scale_inv`.
     """
 
     window: int
+    kept_dtype: ClassVar[torch.dtype] = torch.float32
 
     @abstractmethod
     def next_scale(self, history: torch.Tensor, fp_max: float, last: torch.Tensor | float = 1.0) -> torch.Tensor:
@@ -75,6 +78,18 @@ class Scaling(ABC):
         Returns:
             FP32 [..].
         """
+
+    def scale_inv(self, amax: torch.Tensor, fp_max: float) -> torch.Tensor:
+        """What is kept of blocks that are scaled just in time (`msamp.numerics.block_scale`).
+
+        Args:
+            amax: FP32, any shape, not negative; +inf where a block is not finite.
+            fp_max: largest value of the target format.
+
+        Returns:
+            Of `kept_dtype`, in the shape of `amax`: scale_inv, NaN where a block is not finite.
+        """
+        return inverse(self.next_scale(amax.unsqueeze(-1), fp_max)).masked_fill(~amax.isfinite(), float("nan"))
 
 
 @dataclass(frozen=True)
@@ -100,9 +115,12 @@ class Exact(Scaling):
     window: int = field(default=0, init=False)
 
     def next_scale(self, history: torch.Tensor, fp_max: float, last: torch.Tensor | float = 1.0) -> torch.Tensor:
-        amax = history[..., -1]
-        scale = (amax.clamp(min=fp_max * 2.0**-MAX_EXPONENT) / torch.full_like(amax, fp_max)).reciprocal()
-        return scale.masked_fill(~((amax > 0) & amax.isfinite()), 1.0)
+        scale = self.scale_inv(history[..., -1], fp_max).reciprocal()
+        return scale.masked_fill(scale.isnan(), 1.0)
+
+    def scale_inv(self, amax: torch.Tensor, fp_max: float) -> torch.Tensor:
+        scale_inv = amax.clamp(min=fp_max * SMALLEST) / torch.full_like(amax, fp_max)  # by a number, CUDA takes the reciprocal
+        return scale_inv.masked_fill(amax == 0, 1.0).masked_fill(~amax.isfinite(), float("nan"))
 
     def __str__(self) -> str:
         return "exact"
@@ -116,11 +134,18 @@ class SharedExponent(Scaling):
     """
 
     window: int = field(default=0, init=False)
+    kept_dtype: ClassVar[torch.dtype] = torch.uint8
 
     def next_scale(self, history: torch.Tensor, fp_max: float, last: torch.Tensor | float = 1.0) -> torch.Tensor:
         amax = history[..., -1]
         binade = 2.0 ** math.floor(math.log2(fp_max))
         return scale_from_amax((amax.view(torch.int32) & 0x7F800000).view(torch.float32), binade, last)
+
+    def scale_inv(self, amax: torch.Tensor, fp_max: float) -> torch.Tensor:
+        emax = _fields(fp_max)[0] - _EXPONENT_BIAS
+        # The exponent field of a subnormal amax is 0, which says 2^-127: too large, but below the clamp all the same.
+        exponent = ((amax.view(torch.int32) >> _MANTISSA_BITS) - emax).clamp(min=0)
+        return exponent.masked_fill(~amax.isfinite(), NOT_FINITE).to(torch.uint8)
 
     def __str__(self) -> str:
         return "shared exponent"
@@ -179,32 +204,3 @@ def check_rule(rule: object, what: str) -> None:
             f"{what} has scaling rule {rule!r}, which is none; take Current() or Delayed(), or derive a class from "
             "msamp.numerics.scaling.Scaling"
         )
-
-
-class AmaxHistory:
-    """The amax of the last steps of one tensor and the scale that follows: the definition of delayed scaling, one slot.
-
-    An amax that is not finite enters as 0: its step is skipped, and in the window this amax would hold the scale for a whole window.
-
-    `msamp.nn.scaling_state` keeps the same for all tensors of a model in flat arrays.
-
-    Args:
-        scaling: the rule.
-        fmt: the format scaled into.
-    """
-
-    def __init__(self, scaling: Scaling, fmt: Format) -> None:
-        self.scaling = scaling
-        self.fmt = fmt
-        self.amaxes: list[torch.Tensor] = []
-        self.last: torch.Tensor | float = 1.0
-
-    def step(self, amax: torch.Tensor) -> torch.Tensor:
-        """The scale to quantise this step's tensor with, given its amax (FP32, 0-dim); then records the amax."""
-        window = self.scaling.window
-        if not window or len(self.amaxes) >= window:
-            self.last = self.scaling.next_scale(torch.stack(self.amaxes or [amax]), self.fmt.max, self.last)
-        else:
-            self.last = scale_from_amax(amax, self.fmt.max, self.last)
-        self.amaxes = [*self.amaxes, amax.masked_fill(~amax.isfinite(), 0.0)][-window:] if window else []
-        return self.last

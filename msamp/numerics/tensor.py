@@ -21,11 +21,11 @@ _OWN = ("payload", "scale_inv", "_is_param", "_tally")  # attributes that a Scal
 
 
 class Tally:
-    """What a kernel has told of a payload, for as long as that stays as it is; a deep copy is None.
+    """What a kernel measured of a payload while it wrote it, valid until the payload changes; a deep copy is None.
 
     Args:
-        tally: int64, as `ops.pack` tells it.
-        payload: of which it was told. A tensor of inference mode does not tell when it changes, so that nothing holds of it.
+        tally: int64, as `ops.pack` measures it.
+        payload: the measured payload. One of inference mode has no version that shows a change, so nothing is valid of it.
     """
 
     def __init__(self, tally: torch.Tensor, payload: torch.Tensor) -> None:
@@ -57,12 +57,13 @@ class ScalingTensor(torch.Tensor):
     payload: torch.Tensor
     scale_inv: torch.Tensor
     label: str = ""
-    _tally: Tally | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # ops are met below autograd, in __torch_dispatch__
 
     @staticmethod
-    def __new__(cls, payload: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> ScalingTensor:
+    def __new__(
+        cls, payload: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16, *, tally: torch.Tensor | None = None
+    ) -> ScalingTensor:
         fmt = of_dtype(payload.dtype)
         if not fmt.scaled:
             raise ValueError(f"a payload of {payload.dtype} carries no scale; use torch.float8_e4m3fn, torch.float8_e5m2 or torch.float16")
@@ -72,9 +73,12 @@ class ScalingTensor(torch.Tensor):
             cls, payload.shape, strides=payload.stride(), dtype=dtype, device=payload.device, requires_grad=False
         )
 
-    def __init__(self, payload: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, payload: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16, *, tally: torch.Tensor | None = None
+    ) -> None:
         self.payload = payload
         self.scale_inv = scale_inv
+        self._tally = None if tally is None else Tally(tally, payload)
 
     @classmethod
     def quantize(cls, x: torch.Tensor, fmt: Format, scale: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> ScalingTensor:
@@ -116,16 +120,10 @@ class ScalingTensor(torch.Tensor):
         """The values as a plain tensor of `dtype` (the outer dtype by default), `payload * scale_inv` rounded once."""
         return dequantize(self.payload, self.scale_inv, dtype or self.dtype)
 
-    def tell(self, tally: torch.Tensor) -> None:
-        """Keep what a kernel has told of the payload, int64 [3] as `ops.pack` tells it, for as long as the payload stays as it is.
-
-        Neither a deep copy, nor what an operation makes of it, nor a saved tensor has it.
-        """
-        self._tally = Tally(tally, self.payload)
-
     @property
     def tally(self) -> torch.Tensor | None:
-        """What was told of the payload as it is now; None where nothing was."""
+        """int64 [3]: what the kernel that wrote the payload measured of it, as `ops.pack` does; None without, and once the payload has
+        changed. Neither a deep copy, nor the result of an operation, nor a saved tensor has it."""
         return None if self._tally is None else self._tally.of(self.payload)
 
     def store_(self, value: torch.Tensor, scale: torch.Tensor | None = None) -> None:

@@ -13,9 +13,9 @@ import torch
 
 from msamp.kernels.tables import Tables
 from msamp.numerics.metrics import undelivered_share
-from msamp.optim.adamw import FP8AdamW
-from msamp.optim.rehearsal import rehearse_launches
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.states import parameter_names
+from msamp.optim.update_error import rehearse_batches
 
 SAMPLE = 2**15  # elements of a matrix: stochastic rounding of updates of 1/1000 of a code leaves a noise of 0.17 in their share
 SUMS = 2  # of a parameter: distance wanted, and what arrives of it
@@ -28,7 +28,7 @@ def update_distances(optimizer: FP8AdamW, sample: int | None = SAMPLE) -> torch.
 
     Args:
         optimizer: with the gradients of its next step in place.
-        sample: as for `rehearsal.rehearse_launches`.
+        sample: as for `update_error.rehearse_batches`.
 
     Returns:
         FP64 [parameters, 2], group by group, on the device of the parameters: sums over the rows of this process of abs(wanted) and of
@@ -37,7 +37,7 @@ def update_distances(optimizer: FP8AdamW, sample: int | None = SAMPLE) -> torch.
     params = [p for group in optimizer.param_groups for p in group["params"]]
     sums = torch.zeros(len(params), SUMS, dtype=torch.float64, device=params[0].device)
     tables = Tables(sums.device)
-    for number, both in enumerate(rehearse_launches(optimizer, sample)):
+    for number, both in enumerate(rehearse_batches(optimizer, sample)):
         columns = (both.before, both.exact.masters, both.masters())
         if len({x.shape for x in both.before}) == 1:  # a sample
             found = _distances(*(torch.stack(xs) for xs in columns))
@@ -73,12 +73,9 @@ def lost_updates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
         gradient, before its first step, at learning rate 0, and for all where the step will be skipped.
 
     Raises:
-        ValueError: for another optimizer. `CollageAdamW(..., keep_update=True)` has `lost_frac` and `edq` of its own.
+        ValueError: for another optimizer.
     """
     if not isinstance(optimizer, FP8AdamW):
-        raise ValueError(
-            f"the optimizer is {type(optimizer).__name__}; lost_updates takes what msamp.initialize returns, or an FP8AdamW. "
-            "A CollageAdamW with keep_update=True has lost_frac and edq after each step"
-        )
+        raise ValueError(f"the optimizer is {type(optimizer).__name__}; lost_updates takes what msamp.initialize returns, or an FP8AdamW")
     sums = optimizer.shard.total(update_distances(optimizer)).tolist()
     return {name: undelivered_share(*row) for name, row in zip(parameter_names(optimizer), sums, strict=True)}

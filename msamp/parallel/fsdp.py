@@ -28,9 +28,9 @@ from torch.distributed.tensor import Shard as CutAlong
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.kernels import ops
-from msamp.kernels.places import aligned
+from msamp.kernels.scalar_pool import aligned
+from msamp.nn.cast_scales import own_rule, scales_of_weights
 from msamp.nn.linear import FP8Linear
-from msamp.nn.scaling_state import own_rule, scales_of_weights
 from msamp.numerics.formats import by_name
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Cast

@@ -17,9 +17,8 @@ compares the loads.
 """
 
 import functools
-import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ import torch.distributed as dist
 from msamp.comm.bucket import Bucket, Segment, as_bytes
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW
 from msamp.optim.kept_states import kept_states, update_of
 from msamp.optim.shard import Holding
 from msamp.optim.states import begun, is_scaled, payload, scale_inv, view_of_rows
@@ -241,12 +239,6 @@ class ZeRO:
                 if self.sync.peers.rank == 0:
                     found[key] = ScalingTensor(x.cpu(), scale.cpu(), torch.float32) if is_scaled(like) else x.cpu()
         return found
-
-
-def GreedyZeRO(params: Iterable[Any], sync: GradSync, *args: Any, overlap: bool = True, **settings: Any) -> FP8AdamW:
-    """Deprecated: `FP8AdamW(params, ..., shard=ZeRO(sync, overlap))`, which it returns. Gone in the next version."""
-    warnings.warn("GreedyZeRO is now FP8AdamW(params, ..., shard=ZeRO(sync)), and will go", DeprecationWarning, stacklevel=2)
-    return FP8AdamW(params, *args, shard=ZeRO(sync, overlap), **settings)
 
 
 def _view(p: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, slice | None]:

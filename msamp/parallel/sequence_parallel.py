@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from msamp.comm.collectives import Peers
 from msamp.kernels import ops
+from msamp.nn.cast_scales import CastScales
 from msamp.nn.gemm import cast_operand
-from msamp.nn.scaling_state import Slot
 from msamp.numerics.recipe import Cast
 
 KIND = "activation"
@@ -44,7 +44,7 @@ def start_gather(payload: torch.Tensor, peers: Peers, label: str) -> Callable[[]
 
 
 def start_sum(
-    partial: torch.Tensor, peers: Peers, role: str, *, scatter: bool, wire: tuple[Slot, Cast] | None = None
+    partial: torch.Tensor, peers: Peers, role: str, *, scatter: bool, wire: tuple[CastScales, Cast] | None = None
 ) -> Callable[[], torch.Tensor]:
     """Add up the ranks' partial sums of a GEMM.
 

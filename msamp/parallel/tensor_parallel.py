@@ -46,21 +46,18 @@ What was tried, with the times in `tools/bench/LOG.md`:
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from msamp.comm.copies import TRANSPORTS, choose_peers
 from msamp.comm.counters import WireBytes
-from msamp.kernels import ops
-from msamp.nn.gemm import LayerGemm, Operand, cast_operand
-from msamp.nn.linear_fn import activation
+from msamp.nn.gemm import LayerGemm
+from msamp.nn.linear_fn import LinearFunction, LinearSettings, activation
 from msamp.nn.scaling_state import WIRE, LinearScaling
 from msamp.numerics.formats import Format
 from msamp.numerics.tensor import ScalingTensor
-from msamp.parallel.sequence_parallel import gathered_shape, shared_amax, start_gather, start_sum
+from msamp.parallel.sequence_parallel import shared_amax, start_gather, start_sum
 
 WIRES = ("bf16", "fp8")
 SAVED_INPUTS = ("shard", "gathered")
@@ -108,20 +105,9 @@ class TensorParallel:
         self.saved_input = saved_input
         self.sent = WireBytes() if sent is None else sent
         self.peers, self.travels = choose_peers(group, self.sent, transport, measure=measure)
-
-    @property
-    def spread(self) -> bool:
-        """`sequence_parallel`, as the blocks call it."""
-        return self.sequence_parallel
-
-    @property
-    def keeps_gathered(self) -> bool:
-        return self.sequence_parallel and self.saved_input == "gathered"
-
-    @property
-    def adds_bias(self) -> bool:
-        """In a block the first rank adds the bias of the last layer to its partial sum, in that GEMM: no kernel of its own."""
-        return self.peers.rank == 0
+        # As `Ends`. The first rank of a block adds the bias of the last layer to its partial sum, in that GEMM: no kernel of its own.
+        self.ranks, self.spread, self.adds_bias = self.peers.ranks, sequence_parallel, self.peers.rank == 0
+        self.keeps_gathered = sequence_parallel and saved_input == "gathered"
 
     def shared_amax(self, amax: torch.Tensor) -> torch.Tensor:
         """The largest amax of the group; what a rank gives is alike, or not sent, without sequence parallelism."""
@@ -146,92 +132,6 @@ class TensorParallel:
         return start_sum(partial, self.peers, "grad_input", scatter=self.sequence_parallel, wire=wire)
 
 
-class ColumnFunction(torch.autograd.Function):
-    """y = x W^T + b, W's rows spread over the ranks: g gathers the input, and adds up the partial sums of its gradient."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, layer: LayerGemm, tp: TensorParallel
-    ) -> torch.Tensor:
-        keep, gather = ctx.needs_input_grad[1], tp.sequence_parallel
-        x2d, shape = x.reshape(-1, x.shape[-1]), gathered_shape(x.shape, tp.peers) if gather else x.shape
-        operand = cast_operand(x2d, layer.x, layer.gemm.input, col=keep and not gather, combine=tp.shared_amax)
-        saved = operand.payload_t
-        gathered = tp.start_gather(operand.codes, "input all-gather")
-        w = layer.weight(weight.payload)
-        if gather:
-            shard, operand = operand.payload, operand._replace(payload=gathered())
-            saved = (shard if tp.saved_input == "shard" else operand.payload) if keep else None
-        y = layer.output(operand, w, bias, x.dtype)
-        ctx.save_for_backward(saved, operand.scale_inv, weight.payload)
-        ctx.layer, ctx.tp, ctx.shape, ctx.weight_dtype = layer, tp, x.shape, weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return y.view(*shape[:-1], y.shape[-1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        saved, x_scale_inv, w_payload = ctx.saved_tensors
-        layer, tp, (needs_x, needs_w, needs_b, *_) = ctx.layer, ctx.tp, ctx.needs_input_grad
-        grad_x = grad_w = grad_b = None
-        again = needs_w and tp.sequence_parallel and tp.saved_input == "shard"
-        if again:
-            gathered = tp.start_gather(saved, "input all-gather again")
-        g2d = grad_output.reshape(-1, grad_output.shape[-1])
-        if needs_x or needs_w:
-            g = cast_operand(g2d, layer.grad, layer.gemm.grad_output, col=needs_w)
-        if needs_x:
-            partial = layer.grad_input(g, layer.weight(w_payload, transpose=True), grad_output.dtype)
-            summed = tp.start_sum_grad(partial, layer)
-        if needs_w:
-            x8 = gathered() if again else saved
-            x8_t = ops.transpose(x8) if tp.sequence_parallel else x8
-            grad_w = layer.grad_weight(g, Operand.kept(x8_t, x_scale_inv, layer.gemm.input), ctx.weight_dtype)
-        if needs_b and ctx.bias_dtype is not None:
-            grad_b = g2d.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        if needs_x:
-            grad_x = summed().view(ctx.shape)
-        return grad_x, grad_w, grad_b, None, None
-
-
-class RowFunction(torch.autograd.Function):
-    """y = x W^T, W's columns spread over the ranks: g-bar adds up the partial sums of the output, and gathers its gradient."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, weight: ScalingTensor, layer: LayerGemm, tp: TensorParallel
-    ) -> torch.Tensor:
-        x2d = x.reshape(-1, x.shape[-1])
-        operand = cast_operand(x2d, layer.x, layer.gemm.input, col=ctx.needs_input_grad[1])
-        partial = layer.output(operand, layer.weight(weight.payload), None, x.dtype)
-        y = tp.sum_output(partial, layer)
-        ctx.save_for_backward(operand.payload_t, operand.scale_inv_t, weight.payload)
-        ctx.layer, ctx.tp, ctx.shape, ctx.weight_dtype = layer, tp, x.shape, weight.dtype
-        rows = x.shape[0] // tp.peers.ranks if tp.sequence_parallel else x.shape[0]
-        return y.view(rows, *x.shape[1:-1], y.shape[-1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        x8_t, x_scale_inv, w_payload = ctx.saved_tensors
-        layer, tp, (needs_x, needs_w, *_) = ctx.layer, ctx.tp, ctx.needs_input_grad
-        grad_x = grad_w = None
-        gather = tp.sequence_parallel
-        g2d = grad_output.reshape(-1, grad_output.shape[-1])
-        g = cast_operand(g2d, layer.grad, layer.gemm.grad_output, col=needs_w and not gather, combine=tp.shared_amax)
-        gathered = tp.start_gather(g.codes, "grad_output all-gather")
-        if needs_x:
-            w = layer.weight(w_payload, transpose=True)
-        if gather:
-            g = g._replace(payload=gathered())
-        if needs_x:
-            grad_x = layer.grad_input(g, w, grad_output.dtype).view(ctx.shape)
-        if needs_w:
-            g = g._replace(payload_t=ops.transpose(g.codes)) if gather else g
-            grad_w = layer.grad_weight(g, Operand.kept(x8_t, x_scale_inv, layer.gemm.input), ctx.weight_dtype)
-        return grad_x, grad_w, None, None
-
-
 def column_linear(
     x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, scaling: LinearScaling, tp: TensorParallel
 ) -> torch.Tensor:
@@ -254,7 +154,7 @@ def column_linear(
     x = _prepare(x, weight, scaling, scaling.gemm.grad_output.format)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}; this weight shard takes ({weight.shape[0]},)")
-    return ColumnFunction.apply(x, weight, bias, LayerGemm.of(scaling, weight), tp)
+    return LinearFunction.apply(x, weight, bias, LinearSettings(LayerGemm.of(scaling, weight), input_end=tp))
 
 
 def row_linear(x: torch.Tensor, weight: ScalingTensor, scaling: LinearScaling, tp: TensorParallel) -> torch.Tensor:
@@ -279,7 +179,7 @@ def row_linear(x: torch.Tensor, weight: ScalingTensor, scaling: LinearScaling, t
             f"sequence length {x.shape[0]} is no multiple of the {ranks} ranks that sequence parallelism spreads it over; "
             f"use {-(-x.shape[0] // ranks) * ranks}, or turn sequence parallelism off"
         )
-    return RowFunction.apply(x, weight, LayerGemm.of(scaling, weight), tp)
+    return LinearFunction.apply(x, weight, None, LinearSettings(LayerGemm.of(scaling, weight), output_end=tp))
 
 
 def _prepare(x: torch.Tensor, weight: ScalingTensor, scaling: LinearScaling, wire: Format | None) -> torch.Tensor:

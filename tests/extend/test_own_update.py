@@ -27,9 +27,9 @@ from msamp.numerics.formats import BF16, COAT_E4M3, E4M3, FP32
 from msamp.numerics.recipe import Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim import updates
-from msamp.optim.adamw import FP8AdamW
-from msamp.optim.rehearsal import rehearse
-from msamp.optim.updates import MASTER, Launch, State, Update
+from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.update_error import rehearse
+from msamp.optim.updates import MASTER, State, StepInputs, Update, UpdateBatch
 from tools import memory_report
 
 STEPS, SAVED = 6, 3
@@ -42,31 +42,24 @@ class Momentum(Update):
     def numbers(self, group: Any) -> list[float]:
         return [float(group["lr"]), group["betas"][0], group["weight_decay"]]
 
-    def run(
-        self,
-        tables: Tables,
-        launch: Launch,
-        amaxes: torch.Tensor,
-        kept: torch.Tensor,
-        coefficient: torch.Tensor | None,
-        usable: torch.Tensor,
-    ) -> None:
+    def run(self, tables: Tables, batch: UpdateBatch, inputs: StepInputs) -> None:
+        amaxes, kept, coefficient, usable = inputs
         if not usable:
             return
-        lr, momentum, weight_decay = launch.hyper.tolist()
+        lr, momentum, weight_decay = batch.hyper.tolist()
         clip = torch.ones(()) if coefficient is None else coefficient
-        bounds = momentum * amaxes[1, launch.indices] + amaxes[GRAD, launch.indices] * clip
-        buffers, masters = load(launch.states["momentum_buffer"]), load(launch.masters)
-        torch._foreach_add_(launch.steps, 1)
-        for buffer, master, g in zip(buffers, masters, launch.grads, strict=True):
+        bounds = momentum * amaxes[1, batch.indices] + amaxes[GRAD, batch.indices] * clip
+        buffers, masters = load(batch.states["momentum_buffer"]), load(batch.masters)
+        torch._foreach_add_(batch.steps, 1)
+        for buffer, master, g in zip(buffers, masters, batch.grads, strict=True):
             buffer.mul_(momentum).add_(fp32_values(g) * clip)
             master.mul_(1 - lr * weight_decay).add_(buffer, alpha=-lr)
-        master_bounds = 2.0 * amaxes[self.master_row, launch.indices]
-        store_(launch.states["momentum_buffer"], buffers, bounds)
-        store_(launch.masters, masters, master_bounds)
-        if launch.weights:
-            store_(launch.weights, load(launch.masters), master_bounds)
-        kept[: self.master_row, launch.places] = self.stored_amaxes(launch)
+        master_bounds = 2.0 * amaxes[self.master_row, batch.indices]
+        store_(batch.states["momentum_buffer"], buffers, bounds)
+        store_(batch.masters, masters, master_bounds)
+        if batch.weights:
+            store_(batch.weights, load(batch.masters), master_bounds)
+        kept[: self.master_row, batch.places] = self.stored_amaxes(batch)
 
 
 MOMENTUM = Momentum("momentum", (MASTER, State("momentum_buffer", "m", "momentum")), kept=("momentum_buffer",))
@@ -82,7 +75,6 @@ def register() -> None:
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known in this process too, to the end of the test."""
-    monkeypatch.setattr(updates, "_KNOWN", dict(updates._KNOWN))
     monkeypatch.setattr(recipe, "_TABLE", dict(recipe._TABLE))
     register()
 

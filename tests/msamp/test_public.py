@@ -15,10 +15,10 @@ import msamp
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = {
-    "Activation", "CollageAdamW", "FP8AdamW", "FP8Linear", "GradSync", "GreedyZeRO", "LayerNorm", "RMSNorm", "ScalingState",
-    "ScalingTensor", "ZeRO", "amp", "clip_grad_norm_", "convert", "exact_state_dict", "exchanges", "filters", "float_copy", "formats",
-    "fp8_state_dict", "fp32_values", "grad_sync", "granularity", "initialize", "lost_updates", "plain_state_dict", "recipes", "save_plain",
-    "scaling", "survey", "updates",
+    "Activation", "FP8AdamW", "FP8Linear", "GradSync", "LayerNorm", "LowPrecisionOptimizer", "RMSNorm", "ScalingState",
+    "ScalingTensor", "ZeRO", "amp", "clip_grad_norm_", "collage_adamw", "convert", "exact_state_dict", "exchanges", "filters", "float_copy",
+    "formats", "fp8_state_dict", "fp32_values", "grad_sync", "granularity", "initialize", "lost_updates", "plain_state_dict", "recipes",
+    "save_plain", "scaling", "survey", "update_quality", "updates",
 }  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def test_what_is_public():
     (msamp.formats, "Format FP32 BF16 FP16 E4M3 E5M2 COAT_E4M3 by_name"),
     (msamp.scaling, "Scaling Current Delayed"),
     (msamp.granularity, "Granularity Tensorwise Group Block"),
-    (msamp.updates, "Update State Launch MASTER register by_name"),
+    (msamp.updates, "Update State UpdateBatch StepInputs MASTER register by_name"),
     (msamp.exchanges, "Exchange Wire Reduced register by_name names"),
     (msamp.filters, "DEFAULT exclude_names include_names min_features all_of"),
 ])  # fmt: skip
@@ -83,19 +83,6 @@ def test_type_hints_travel_with_the_package(tmp_path):
     assert (tmp_path / "msamp" / "py.typed").is_file()
     assert (tmp_path / "megatron" / "lm" / "pretrain.py").is_file()
     assert not (tmp_path / "megatron" / "__init__.py").exists()
-
-
-def test_former_names_still_serve_with_a_warning():
-    model = nn.Linear(4, 4)
-    sync = msamp.grad_sync(model, dict.fromkeys(model.parameters(), msamp.formats.FP32), shard=True)
-    with pytest.warns(DeprecationWarning, match=r"GreedyZeRO is now FP8AdamW\(params, \.\.\., shard=ZeRO\(sync\)\)"):
-        optimizer = msamp.GreedyZeRO(model.parameters(), sync, lr=1e-2, formats=msamp.recipes.FP32_STATES)
-    assert isinstance(optimizer.shard, msamp.ZeRO)
-    with pytest.warns(DeprecationWarning, match=r"FP8AdamW\.pieces is now FP8AdamW\.holdings"):
-        pieces = optimizer.pieces()
-    assert [piece.param for piece in pieces] == list(model.parameters())
-    with pytest.warns(DeprecationWarning, match=r"GradSync\.own_slots is now GradSync\.own_proposals"):
-        assert sync.own_slots is sync.own_proposals
 
 
 def test_drop_in_layers_compute_as_torch_s():

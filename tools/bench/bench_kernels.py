@@ -29,7 +29,7 @@ from megatron.lm.shell.arguments import Parser, count, output_file
 from msamp.kernels import ops
 from msamp.kernels.reference.adamw import Batch, Hyper, hyper_numbers
 from msamp.kernels.tables import Tables
-from msamp.nn import saved
+from msamp.nn import saved_activations
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import formats, recipe
@@ -128,8 +128,8 @@ def elementwise(tokens: int, hidden: int, device: str = "cuda") -> Iterator[Case
 
 def grouped(tokens: int, hidden: int, device: str = "cuda") -> Iterator[Case]:
     """COAT's activations: into FP8 with an exponent byte for every few channels, and back."""
-    x, size = torch.randn(tokens, hidden, device=device, dtype=BF16), saved.IN_GROUPS.size
-    each = BF16.itemsize + saved.IN_GROUPS.element_bytes(BF16.itemsize)
+    x, size = torch.randn(tokens, hidden, device=device, dtype=BF16), saved_activations.IN_GROUPS.size
+    each = BF16.itemsize + saved_activations.IN_GROUPS.element_bytes(BF16.itemsize)
     parts = ops.group_cast(x, size, E4M3)
     yield Case(f"cast, groups of {size}", lambda: ops.group_cast(x, size, E4M3), each * x.numel())
     yield Case(f"groups of {size} as BF16", lambda: ops.group_decode(*parts, size, BF16), each * x.numel())

@@ -33,7 +33,7 @@ from msamp.numerics.formats import E4M3, Format
 from msamp.numerics.recipe import KINDS, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.states import weight_format
 from msamp.optim.updates import format_names
 from msamp.parallel.data_parallel import grad_sync

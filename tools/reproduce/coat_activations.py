@@ -38,7 +38,7 @@ from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file, path
 from megatron.lm.shell.files import read_text
 from msamp.kernels import ops
-from msamp.nn.saved import GroupedFP8, Parts, Saved
+from msamp.nn.saved_activations import GroupedFP8, Parts, Saved
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.metrics import saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import dequantize

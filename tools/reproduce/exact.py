@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron.lm.config.presets import PRESETS
 from msamp.kernels.reference.collage import VARIANTS
 from msamp.numerics import formats, mcf
-from msamp.optim.collage import CollageAdamW
+from msamp.optim.collage import collage_adamw
 from tools.reproduce.entry import Entry, Finding, Needs, Task
 
 TABLE1 = {  # width, heads, layers, TP, PP, learning rate, tokens of a batch in millions, of the training in billions
@@ -138,7 +138,7 @@ def collage_table2(task: Task) -> Iterator[Finding]:
     for variant, paper in COLLAGE2.items():
         weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
         weight.grad = torch.ones_like(weight)
-        optimizer = CollageAdamW([weight], variant=variant)
+        optimizer = collage_adamw([weight], variant=variant)
         optimizer.step()
         states: list[Tensor] = [x for x in optimizer.state[weight].values() if x.dim()]
         held = sum(x.numel() * x.element_size() for x in (weight, weight.grad, *states))

@@ -28,7 +28,7 @@ from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, output_file, path
 from megatron.lm.shell.files import read_text
 from msamp import amp
-from msamp.amp.opt_level import by_name
+from msamp.fp16.opt_level import by_name
 from tools.bench import rows
 
 SMALLEST = 2.0**-24  # FP16's smallest subnormal number

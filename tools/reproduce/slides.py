@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from msamp.amp.opt_level import by_name
+from msamp.fp16.opt_level import by_name
 from tools.reproduce import fp16_amp
 from tools.reproduce.entry import Entry, Finding, Needs, Task
 from tools.reproduce.fp16_lstm import bytes_of, table

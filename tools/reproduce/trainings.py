@@ -17,7 +17,7 @@ from megatron.lm.config import DataConfig
 from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
 from megatron.lm.data.tokenizer import END_OF_TEXT
 from megatron.lm.tools.report import Run, read_run
-from msamp.optim.collage import CollageAdamW
+from msamp.optim.collage import collage_adamw, update_quality
 from tools.reproduce.compare_precisions import Job, Session, cards, complete, train
 
 ENWIK8 = "data/enwik8"  # of the root: what `tools/prepare_text.py enwik8` makes
@@ -139,7 +139,7 @@ def collage(variant: str, beta2: float, loop: Loop, text: Tensor, seed: int, eve
     torch.manual_seed(seed)
     model = Bytes(loop)
     weights = {name: nn.Parameter(p.detach().bfloat16()) for name, p in model.named_parameters()}
-    optimizer = CollageAdamW(weights.values(), lr=loop.lr, betas=(0.9, beta2), weight_decay=0.1, variant=variant)
+    optimizer = collage_adamw(weights.values(), lr=loop.lr, betas=(0.9, beta2), weight_decay=0.1, variant=variant)
     cut = len(text) * 19 // 20
     losses: list[float] = []
     for step, tokens in enumerate(pieces(text[:cut], loop, loop.steps, seed), 1):
@@ -151,12 +151,12 @@ def collage(variant: str, beta2: float, loop: Loop, text: Tensor, seed: int, eve
         for p, g in zip(weights.values(), torch.autograd.grad(loss, list(wide.values())), strict=True):
             p.grad = g.bfloat16()
         told = step % every == 0 or step == loop.steps
-        optimizer.keep_update = told
+        quality = update_quality(optimizer) if told else None
         optimizer.step()
         losses.append(float(loss.detach()))
-        if told:
-            row = {"step": step, "loss": sum(losses) / len(losses), "edq": optimizer.edq, "update_norm": optimizer.update_norm}
-            row["lost"] = optimizer.lost_frac
+        if quality is not None:
+            row = {"step": step, "loss": sum(losses) / len(losses), "edq": quality.edq, "update_norm": quality.norm}
+            row["lost"] = quality.lost_frac
             row["norm"] = math.sqrt(sum(float(p.detach().double().square().sum()) for p in weights.values()))
             losses = []
             if step == loop.steps:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megatron.lm.config.schema import COUNT, NON_NEGATIVE, POSITIVE, Interval, flag, setting
 
 if TYPE_CHECKING:
-    from msamp.nn.saved import Saved
+    from msamp.nn.saved_activations import Saved
     from msamp.numerics.recipe import Cast, Gemms, Product, Recipe
     from msamp.numerics.scaling import Scaling
 
@@ -405,7 +405,7 @@ def with_saved_rounding(precision: PrecisionConfig, saved: PrecisionConfig | Non
 
 def saved_activations(precision: PrecisionConfig) -> Saved:
     """How the inputs of norms and activations are kept for backward."""
-    from msamp.nn.saved import AS_IT_IS, IN_GROUPS
+    from msamp.nn.saved_activations import AS_IT_IS, IN_GROUPS
 
     kept: dict[str, Saved] = {"compute": AS_IT_IS, "coat": IN_GROUPS}
     return kept[precision.kept_activations]

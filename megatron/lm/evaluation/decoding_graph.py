@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from msamp.kernels import places
+from msamp.kernels import scalar_pool
 
 WARM_UP = 2  # eager steps of a span before it is captured: kernels are compiled, cuDNN and cuBLAS have chosen theirs
 
@@ -70,7 +70,7 @@ class CudaDevice:
     def capture(self, run: Run) -> Captured:
         """As `Device`."""
         graph = torch.cuda.CUDAGraph()
-        with places.captured(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with scalar_pool.captured(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             out = run()
         return Captured(graph.replay, out)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.lm.training.state import Training
-from msamp.kernels import places
+from msamp.kernels import scalar_pool
 from msamp.numerics.tensor import ScalingTensor
 
 WARM_UP = 3  # eager steps as they will be captured: kernels are compiled, cuDNN and cuBLAS have chosen theirs, communicators exist
@@ -152,7 +152,7 @@ class Replays:
         sync = self.training.grad_sync
         before = sync.sent.rows()
         graph = torch.cuda.CUDAGraph()
-        with places.captured(), self._capturing(graph, pool):
+        with scalar_pool.captured(), self._capturing(graph, pool):
             run()
         sent = {what: size - before.get(what, 0) for what, size in sync.sent.rows().items()}
         # The update's graph knows the addresses by itself, so that a second variant may have the first one's memory.

@@ -50,7 +50,7 @@ from megatron.lm.training.state import Batches, Training
 FORWARD, BACKWARD, FINISH = "forward", "backward", "finish"
 
 
-class Slot(Inputs):
+class MicroBatchBuffers(Inputs):
     """Where the graphs of one micro-batch under way read and write.
 
     Attributes:
@@ -89,24 +89,24 @@ class Chunk:
         self.grad_output = torch.empty_like(self._output_like)
         self.grad_input = None if model.pre_process else hidden
         self.source = torch.zeros((), device=device, requires_grad=True)
-        self.slots: list[Slot] = []
+        self.slots: list[MicroBatchBuffers] = []
         self.begin()
 
     def begin(self) -> None:
         """A step begins: no micro-batch is under way."""
         self.begun, self._free = 0, list(self.slots)
-        self._under_way: list[Slot] = []
+        self._under_way: list[MicroBatchBuffers] = []
 
-    def take(self) -> Slot:
+    def take(self) -> MicroBatchBuffers:
         """The first free slot, for the next forward."""
         self.begun += 1
         if not self._free:
-            self._free = [Slot(len(self.slots), self.grad_input, self._output_like)]
+            self._free = [MicroBatchBuffers(len(self.slots), self.grad_input, self._output_like)]
             self.slots += self._free
         self._under_way.append(self._free.pop(0))
         return self._under_way[-1]
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: MicroBatchBuffers) -> None:
         """After its backward.
 
         Raises:
@@ -157,7 +157,7 @@ class StageGraphs(Replays):
         self._record((BACKWARD, chunk.number, slot.number, first), functools.partial(self._backward, chunk, slot), slot.pool)
         return _Replayed.apply(chunk.source if received is None else received, self, chunk, slot, first)
 
-    def _forward(self, chunk: Chunk, slot: Slot, first: bool) -> None:
+    def _forward(self, chunk: Chunk, slot: MicroBatchBuffers, first: bool) -> None:
         if first and chunk.number == 0:
             self.training.grad_sync.clear()
         chunk.model.set_input_tensor([slot.input])
@@ -165,7 +165,7 @@ class StageGraphs(Replays):
             slot.made = model_output(chunk.model, slot.batch)
         slot.output.copy_(slot.made.detach())
 
-    def _backward(self, chunk: Chunk, slot: Slot) -> None:
+    def _backward(self, chunk: Chunk, slot: MicroBatchBuffers) -> None:
         assert slot.made is not None
         with self.training.grad_sync.no_sync():  # `finish` takes the sums
             slot.made.backward(chunk.grad_output)
@@ -188,7 +188,7 @@ class _Replayed(torch.autograd.Function):
     """A micro-batch through a chunk, forward and backward by graphs."""
 
     @staticmethod
-    def forward(ctx: Any, received: Tensor, graphs: StageGraphs, chunk: Chunk, slot: Slot, first: bool) -> Tensor:
+    def forward(ctx: Any, received: Tensor, graphs: StageGraphs, chunk: Chunk, slot: MicroBatchBuffers, first: bool) -> Tensor:
         ctx.of = (graphs, chunk, slot, first)
         if slot.input is not None:
             slot.input.copy_(received)

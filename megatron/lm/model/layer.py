@@ -15,7 +15,7 @@ from msamp.nn.block import Norm
 from msamp.nn.ends import ALONE, Ends
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.mlp_block import MLPBlock, MLPSettings
-from msamp.nn.saved import AS_IT_IS, Saved
+from msamp.nn.saved_activations import AS_IT_IS, Saved
 
 
 class Layer(TransformerLayer):

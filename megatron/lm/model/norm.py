@@ -5,7 +5,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.lm.processes.process_groups import device
 from msamp.nn import norm
-from msamp.nn.saved import AS_IT_IS, Saved
+from msamp.nn.saved_activations import AS_IT_IS, Saved
 
 
 class LayerNorm(norm.LayerNorm):

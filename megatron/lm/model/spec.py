@@ -17,7 +17,7 @@ from megatron.lm.model.attention import Attention, FP8CoreAttention, SDPAttentio
 from megatron.lm.model.layer import Layer
 from megatron.lm.model.norm import head_norm_class, norm_class
 from msamp.nn.activation import ActivationFunction
-from msamp.nn.saved import AS_IT_IS, Saved
+from msamp.nn.saved_activations import AS_IT_IS, Saved
 from msamp.numerics.recipe import Gemms
 
 

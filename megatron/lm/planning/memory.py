@@ -15,7 +15,13 @@ from megatron.lm.config.presets import GPT2_VOCABULARY, linear_shapes, parameter
 from megatron.lm.graphs.capture import captured, slots
 from msamp.comm.accumulate import OWNER, Plain, accumulator
 from msamp.comm.partition import plan_buckets
-from msamp.nn.saved import AS_IT_IS
+from msamp.nn.activation import ActivationFunction
+from msamp.nn.attention_block import AttentionBlock
+from msamp.nn.fp8_attention import FP8Attention
+from msamp.nn.linear_fn import LinearFunction
+from msamp.nn.mlp_block import MLPBlock
+from msamp.nn.norm import NormFunction
+from msamp.nn.saved_activations import AS_IT_IS
 from msamp.nn.vocabulary_loss import ALL, CODES, LOGITS, chunk_rows
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import KINDS, StateFormats
@@ -187,9 +193,10 @@ def layer_activations(config: Config) -> int:
 def activation_parts(config: Config) -> dict[str, int]:
     """Bytes that one layer saves for backward of one micro-batch on one rank: for its norms (and what they feed), attention and MLP.
 
-    With a = 2 bytes (4 at fp32), c = a or with --save-activations coat 17/16 (`msamp.nn.saved`), l = 1 for the input of an FP8 linear
-    layer (in blocks `Cast.element_bytes`, else a), s sequence, b micro-batch, t TP (T: t with sequence parallelism, else 1), q and k the
-    widths of a rank's queries and keys, f that of its share of the MLP:
+    The fused FP8 layer (`Config.fuses_layers`) is two autograd functions, and each says what it saves: `AttentionBlock.saved_bytes` and
+    `MLPBlock.saved_bytes`. Another layer saves, in bytes per token, with a = 2 (4 at fp32), c = a or with --save-activations coat 17/16,
+    and l = 1 for the input of an FP8 linear layer (in blocks `Cast.element_bytes`, else a); t TP (T: t with sequence parallelism, else 1),
+    q and k the widths of a rank's queries and keys, f that of its share of the MLP:
 
         norms          2 c h / T             their inputs, which are the residual stream
                        2 l h / G             the inputs of QKV and fc1; G = t where a rank keeps its shard and gathers again (BF16, and
@@ -204,69 +211,75 @@ def activation_parts(config: Config) -> dict[str, int]:
         MLP            c f, SwiGLU 2 c f     what GELU or SwiGLU sees
                        l f                   fc2's input
 
-    in units of s b; where core_attn is recomputed, no output but the projection's input; where mlp is, nothing but fc1's input, in the
-    compute dtype. So with dropout on the residual stream, in BF16, and with tensor parallelism at O1 and O2. The fused FP8 layer of the
-    rest (`Config.fuses_layers`) keeps what cannot be made again from something else:
-
-        norms          2 c h / T             their inputs
-                       2 h                   with --tp-saved-input gathered: the FP8 inputs of the linear layers behind them, of all ranks
-        attention      a (q + 2 k)           QKV's output after rope
-                       a q                   the output, unless core_attn is recomputed; as much again for a copy of the queries
-                                             where they come in groups
-        MLP            c f, SwiGLU 2 c f     fc1's output, unless mlp is recomputed
-
-    With --attention-precision fp8 the attention of either keeps what `_kept_by_fp8_attention` says.
+    where core_attn is recomputed, no output but the projection's input; where mlp is, nothing but fc1's input, in the compute dtype. With
+    --attention-precision fp8, `FP8Attention.saved_bytes` stands in place of QKV's output, queries, keys and output; with norms of queries
+    and keys QKV's output and the tables stay. Recomputed in such a layer, attention keeps its inputs in the compute dtype.
 
     An unfused GPT without tensor parallelism has 32 s b h in BF16, 27 s b h with FP8, a fused one 20, with coat 14.4; Korthikanti et al.
     have 34 s b h for BF16, with three dropout masks, and without the QKV output.
     """
-    model, wide, again = config.model, _compute_bytes(config), _recomputed(config)
-    tp, split = config.parallel.tensor_model_parallel_size, _sequence_split(config)
-    hidden, ffn = model.hidden_size, model.ffn_size / tp
-    queries, keys = model.num_attention_heads * model.head_size / tp, model.query_groups * model.head_size / tp
-    copied = queries if 1 < model.query_groups // tp < model.num_attention_heads // tp else 0
-    saved = saved_activations(config.precision)
-    kept = saved.element_bytes(wide)
-    norms, seen = 2 * kept * hidden / split, kept * ffn * (2 if model.swiglu else 1)
-    if config.fuses_layers:
-        norms += 2 * hidden if split > 1 and config.parallel.tp_saved_input == "gathered" else 0
-        output = 0 if "core_attn" in again and not model.attention_dropout else queries + copied
-        attention = wide * (queries + 2 * keys + output)
-        if config.precision.attention_precision == "fp8":
-            attention = _kept_by_fp8_attention(config, "core_attn" not in again)
-        mlp = 0 if "mlp" in again else seen
-    else:
-        in_bf16 = config.precision.bf16_linears or ()
-        recipe = config.precision.recipe
-        fp8 = {slot: recipe.gemm is not None and slot not in in_bf16 for slot in LINEARS}
-        cast = wide if recipe.gemm is None else recipe.gemm.input.element_bytes
-        narrow = {slot: cast if fp8[slot] else wide for slot in LINEARS}
-        gathered = recipe.fp8 and not (recipe.fp8_wire and config.parallel.tp_saved_input == "shard")
-        for slot in ("linear_qkv", "linear_fc1"):
-            size = wide if slot == "linear_fc1" and "mlp" in again else narrow[slot]
-            norms += size * hidden / (1 if gathered and size == cast else split)
-        norms += 2 * hidden / split if model.hidden_dropout else 0
-        turned = model.qk_layernorm and model.position_embedding_type == "rope"  # by megatron-core
-        rotated = copied + (queries + keys if model.qk_layernorm else 0)
-        output = queries if "core_attn" not in again or not fp8["linear_proj"] else 0
-        tables = 4 * int(model.head_size * model.rotary_percent) / config.training.micro_batch_size if turned else 0
-        attention = wide * (queries + 2 * keys + rotated + tables + output) + (cast * queries if fp8["linear_proj"] else 0)
-        if config.precision.attention_precision == "fp8" and "core_attn" not in again:
-            wider = queries + 2 * keys if model.qk_layernorm else 0
-            attention = _kept_by_fp8_attention(config, True) + wide * (wider + tables) + (cast if fp8["linear_proj"] else wide) * queries
-        mlp = 0 if "mlp" in again else seen + narrow["linear_fc2"] * ffn
+    norms, attention, mlp = _fused_layer(config) if config.fuses_layers else _layer_of_modules(config)
     return {name: int(size * _tokens(config)) for name, size in (("norms", norms), ("attention", attention), ("MLP", mlp))}
 
 
-def _kept_by_fp8_attention(config: Config, output: bool) -> float:
-    """Bytes a token: q + 2 k for queries, keys and values in E4M3, and with `output` q for that one and 4 for each head's statistic.
-
-    They stand in place of QKV's output, queries, keys and output. In a layer that is not fused the projection's input stays, and with norms
-    of queries and keys QKV's output and the tables. Recomputed in such a layer, attention keeps its inputs in the compute dtype.
-    """
+def _widths(config: Config) -> tuple[float, float, float]:
+    """Of a rank: its heads, its query groups, and the width that GELU or SwiGLU sees."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    heads, groups = model.num_attention_heads / tp, model.query_groups / tp
-    return model.head_size * (heads + 2 * groups) + ((model.head_size + 4) * heads if output else 0)
+    return model.num_attention_heads / tp, model.query_groups / tp, model.ffn_size / tp * (2 if model.swiglu else 1)
+
+
+def _fused_layer(config: Config) -> tuple[float, float, float]:
+    """Bytes per token: norms, attention, MLP."""
+    model, wide, again, split = config.model, _compute_bytes(config), _recomputed(config), _sequence_split(config)
+    heads, groups, width = _widths(config)
+    saved = saved_activations(config.precision)
+    gathered = split > 1 and config.parallel.tp_saved_input == "gathered"
+    attention = AttentionBlock.saved_bytes(
+        model.hidden_size,
+        heads,
+        groups,
+        model.head_size,
+        wide,
+        saved,
+        ranks=split,
+        gathered=gathered,
+        recompute="core_attn" in again and not model.attention_dropout,
+        fp8=config.precision.attention_precision == "fp8",
+    )
+    mlp = MLPBlock.saved_bytes(model.hidden_size, width, wide, saved, ranks=split, gathered=gathered, recompute="mlp" in again)
+    return attention.norm + mlp.norm, attention.inner, mlp.inner
+
+
+def _layer_of_modules(config: Config) -> tuple[float, float, float]:
+    """Bytes per token of a layer that is not fused: norms, attention, MLP."""
+    model, wide, again, split = config.model, _compute_bytes(config), _recomputed(config), _sequence_split(config)
+    hidden, recipe = model.hidden_size, config.precision.recipe
+    heads, groups, width = _widths(config)
+    queries, keys = heads * model.head_size, groups * model.head_size
+    saved = saved_activations(config.precision)
+    in_bf16 = config.precision.bf16_linears or ()
+    fp8 = {slot: recipe.gemm is not None and slot not in in_bf16 for slot in LINEARS}
+    cast = wide if recipe.gemm is None else LinearFunction.saved_bytes(1, recipe.gemm.input)
+    narrow = {slot: cast if fp8[slot] else wide for slot in LINEARS}
+    gathered = recipe.fp8 and not (recipe.fp8_wire and config.parallel.tp_saved_input == "shard")
+    norms = 2 * NormFunction.saved_bytes(hidden, wide, saved) / split
+    for slot in ("linear_qkv", "linear_fc1"):
+        size = wide if slot == "linear_fc1" and "mlp" in again else narrow[slot]
+        norms += size * hidden / (1 if gathered and size == cast else split)
+    norms += 2 * hidden / split if model.hidden_dropout else 0
+    turned = model.qk_layernorm and model.position_embedding_type == "rope"  # by megatron-core
+    tables = 4 * int(model.head_size * model.rotary_percent) / config.training.micro_batch_size if turned else 0
+    projected = (cast if fp8["linear_proj"] else wide) * queries
+    if config.precision.attention_precision == "fp8" and "core_attn" not in again:
+        wider = queries + 2 * keys if model.qk_layernorm else 0
+        attention = FP8Attention.saved_bytes(heads, groups, model.head_size, output=True) + wide * (wider + tables) + projected
+    else:
+        rotated = (queries if 1 < groups < heads else 0) + (queries + keys if model.qk_layernorm else 0)
+        output = queries if "core_attn" not in again or not fp8["linear_proj"] else 0
+        attention = wide * (queries + 2 * keys + rotated + tables + output) + (projected if fp8["linear_proj"] else 0)
+    seen = ActivationFunction.saved_bytes(width, wide, saved)
+    mlp = 0 if "mlp" in again else seen + narrow["linear_fc2"] * model.ffn_size / config.parallel.tensor_model_parallel_size
+    return norms, attention, mlp
 
 
 def _recomputed(config: Config) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ NAMED = 3  # tensors of a rank, and ranks, that a message names
 LAUNCHER_GONE = "torchrun, which started this, is gone"
 
 
-class Decision(NamedTuple):
+class StepVerdict(NamedTuple):
     """What all ranks do now. `leave`: why, or None."""
 
     roll_back: bool = False
@@ -82,19 +82,19 @@ class StepWatch:
         self._order = [0, *(1 + place for place in sorted(range(len(params)), key=lambda place: backward[params[place]]))]
         self._steps: deque[_StepReport] = deque()
 
-    def look(self, result: StepResult, iteration: int, now: bool) -> Decision:
+    def look(self, result: StepResult, iteration: int, now: bool) -> StepVerdict:
         """Take in a step, and decide about the one before; `now`: about this one too, which waits for it. Collective.
 
         Raises:
             RunStopped: on every rank, after `--max-skipped-steps` skipped steps in a row, or a loss scale below `--min-loss-scale`.
         """
         self._steps.append(self._send(result, iteration))
-        decisions: list[Decision] = []
+        verdicts: list[StepVerdict] = []
         while len(self._steps) > (not now):
-            decisions.append(self._decide(self._steps.popleft()))
-            now = now or decisions[-1].save or decisions[-1].leave is not None  # what is saved has been looked at
-        leaving = next((decision.leave for decision in decisions if decision.leave), None)
-        return Decision(any(d.roll_back for d in decisions), any(d.save for d in decisions), leaving)
+            verdicts.append(self._decide(self._steps.popleft()))
+            now = now or verdicts[-1].save or verdicts[-1].leave is not None  # what is saved has been looked at
+        leaving = next((verdict.leave for verdict in verdicts if verdict.leave), None)
+        return StepVerdict(any(d.roll_back for d in verdicts), any(d.save for d in verdicts), leaving)
 
     def undone(self) -> None:
         """The spike, and what came after it, have been rolled back."""
@@ -111,7 +111,7 @@ class StepWatch:
         spoiled = torch.cat([~result.loss_sum.isfinite().view(1), gradients])
         return _StepReport(iteration, result.skipped, result.grad_norm, result.loss_scale, DeviceCopy(sums), DeviceCopy(spoiled))
 
-    def _decide(self, step: _StepReport) -> Decision:
+    def _decide(self, step: _StepReport) -> StepVerdict:
         loss_sum, tokens, terminate, save, over, orphaned = step.sums.values().tolist()
         clock = f"--exit-duration-in-mins {self.requests.minutes:g}" if over else None
         leave = "SIGTERM" if terminate else LAUNCHER_GONE if orphaned else clock
@@ -119,7 +119,7 @@ class StepWatch:
         if step.skipped:
             health.skipped(step.iteration, searches_scale=self._least is not None and math.isfinite(loss_sum))
             self._skipped(step)
-            return Decision(save=bool(save), leave=leave)
+            return StepVerdict(save=bool(save), leave=leave)
         self.in_a_row = 0
         loss = loss_sum / tokens if tokens else math.nan
         if tokens:
@@ -131,7 +131,7 @@ class StepWatch:
                 f"{self.config.loss_spike_window} steps (--loss-spike-threshold {self.config.loss_spike_threshold:g})",
                 {"kind": "spike", "iteration": step.iteration, "loss": loss, "mean": mean},
             )
-        return Decision(mean is not None and self.config.loss_spike_action == "rollback", bool(save), leave)
+        return StepVerdict(mean is not None and self.config.loss_spike_action == "rollback", bool(save), leave)
 
     def _skipped(self, step: _StepReport) -> None:
         spoiled = step.spoiled.values().tolist()

@@ -11,16 +11,16 @@ from megatron.lm.config import Config
 from megatron.lm.model.initial import parameter_names
 from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.processes.grid import Grid
-from msamp.amp.scaler import LossScaler
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_sync import GradSync
+from msamp.fp16.scaler import LossScaler
 from msamp.numerics import formats
 from msamp.numerics.recipe import KINDS, Recipe
 from msamp.numerics.stochastic_rounding import tensor_key
-from msamp.optim.adamw import FP8AdamW
 from msamp.optim.device_flag import DeviceFlag
 from msamp.optim.kept_states import kept_states, update_of
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.states import parameter_kind, weight_format
 from msamp.optim.updates import MASTER, WEIGHT, formats_of
 from msamp.parallel.greedy_zero import ZeRO

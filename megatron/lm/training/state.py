@@ -15,11 +15,11 @@ from megatron.lm.processes.grid import Grid
 from megatron.lm.training.health import Health
 from megatron.lm.training.identity import Run
 from megatron.lm.training.optimizer import Schedule
-from msamp.amp.scaler import LossScaler
 from msamp.comm.grad_sync import GradSync
+from msamp.fp16.scaler import LossScaler
 from msamp.nn.scaling_state import ScalingState
-from msamp.optim.adamw import FP8AdamW
 from msamp.optim.device_flag import DeviceCopy, DeviceFlag
+from msamp.optim.optimizer import FP8AdamW
 
 Batches = Iterator[dict[str, Tensor]]
 

@@ -3,7 +3,7 @@
 import torch
 
 from msamp.kernels.reference.amax import amax
-from msamp.numerics.block_scale import check_rule, quantize_blocks
+from msamp.numerics.block_scale import by_name, quantize_blocks
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.granularity import Block
 
@@ -24,19 +24,19 @@ def check_block_cast(x: torch.Tensor, rows: int, columns: int, scale_rule: str) 
             f"a block of {rows} x {columns} has no kernel; give 1 x n or n x n, n a power of two from {SMALLEST} to {LARGEST}, "
             "such as 1 x 128, 128 x 128 or 1 x 32"
         )
-    check_rule(scale_rule)
+    by_name(scale_rule)
 
 
 def new_operand(x: torch.Tensor, shape: tuple[int, int], block: Block, dtype: torch.dtype, scale_rule: str) -> list[torch.Tensor]:
     """Memory on the device of `x` for the payload of [M, N] in `block`s and for its scale_inv, as `block_cast` lays them out."""
-    (M, N), kind = block.scales_shape(shape), torch.uint8 if scale_rule == "e8m0" else torch.float32
+    (M, N), kind = block.scales_shape(shape), by_name(scale_rule).kept_dtype
     table = x.new_empty((N, M), dtype=kind).t() if block.rows == 1 else x.new_empty((M, N), dtype=kind)
     return [x.new_empty(shape, dtype=dtype), table]
 
 
 def no_operand(x: torch.Tensor, dtype: torch.dtype, scale_rule: str) -> list[torch.Tensor]:
     """Empty tensors in place of a layout that is not asked for."""
-    return [x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.uint8 if scale_rule == "e8m0" else torch.float32)]
+    return [x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=by_name(scale_rule).kept_dtype)]
 
 
 def block_cast(

@@ -35,7 +35,6 @@ VARIANTS = {
     "d-mw": Variant(torch.float32, "nothing"),
     "d": Variant(torch.float32, "master"),
 }
-SUMS = {"fast-two-sum": mcf.fast_two_sum, "two-sum": mcf.two_sum}
 
 
 def collage(
@@ -77,9 +76,6 @@ def step_(
     step: int,
     hyper: Hyper,
     variant: Variant,
-    *,
-    weight_sum: str = "fast-two-sum",
-    eps_inside_root: bool = False,
 ) -> torch.Tensor:
     """One step of one tensor, in place (Collage, algorithm 2).
 
@@ -90,20 +86,18 @@ def step_(
         step: number of this step, from 1.
         hyper: the group's numbers.
         variant: what is rounded where.
-        weight_sum: how a pair takes the update: one of `SUMS`.
-        eps_inside_root: sqrt(v^ + eps), as the paper prints it.
 
     Returns:
         The update of the weight as it was wanted, in the variant's dtype.
     """
-    delta = _delta(state.get("master", weight), g, state, step, hyper, variant, eps_inside_root)
+    delta = _delta(state.get("master", weight), g, state, step, hyper, variant)
     if variant.weight == "master":
         weight.copy_(state["master"].add_(delta))
     elif variant.weight == "nothing":
         weight.copy_(weight + delta)
     else:
         pair = mcf.load_pair(weight, state["weight_remainder"])
-        new = mcf.grow(pair, delta, SUMS[weight_sum]) if variant.weight == "pair" else mcf.fast_two_sum(weight, pair[1] + delta)
+        new = mcf.grow(pair, delta, mcf.fast_two_sum) if variant.weight == "pair" else mcf.fast_two_sum(weight, pair[1] + delta)
         _store(weight, state["weight_remainder"], new)
     return delta
 
@@ -115,7 +109,6 @@ def _delta(
     step: int,
     hyper: Hyper,
     variant: Variant,
-    eps_inside_root: bool,
 ) -> torch.Tensor:
     """Lines 6 to 12: bring the moments up to date and return the update of the weight."""
 
@@ -133,8 +126,7 @@ def _delta(
         v.copy_(v * scalar(beta2) + squares)
     m_hat, v_hat = m / scalar(1 - power(beta1, step)), v / scalar(1 - power(beta2, step))
     eps = scalar(hyper.eps)
-    root = (v_hat + eps).sqrt() if eps_inside_root else v_hat.sqrt() + eps
-    return (m_hat / root + theta * scalar(hyper.weight_decay)) * scalar(-hyper.lr)
+    return (m_hat / (v_hat.sqrt() + eps) + theta * scalar(hyper.weight_decay)) * scalar(-hyper.lr)
 
 
 def power(base: float, exponent: int) -> float:

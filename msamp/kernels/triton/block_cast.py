@@ -13,10 +13,9 @@ from msamp.kernels.triton.cast import fp8_constants
 from msamp.kernels.triton.cast_transpose import _code, _load_rows, _put, _tell, _tile
 from msamp.kernels.triton.group_cast import _group_exponent, _group_scale_inv
 from msamp.kernels.triton.pack import _value
-from msamp.numerics.block_scale import SMALLEST
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.granularity import Block
-from msamp.numerics.scaling import _fields
+from msamp.numerics.scaling import SMALLEST, _fields
 
 TILE, WARPS = 128, 8
 REGISTERS = 128  # a thread, so that two programs share a multiprocessor and one loads while the other stores; left alone it takes up to 214

@@ -19,7 +19,7 @@ from msamp.nn.linear import FP8Linear
 from msamp.numerics.formats import ALL, BF16, E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.recipe import O2, O3
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.parallel.data_parallel import grad_sync
 
 INF, NAN = float("inf"), float("nan")
@@ -343,7 +343,7 @@ class Alone(FP32SumWire):
 @pytest.mark.parametrize("wire", [Halving, Alone])
 def test_a_wire_that_changes_or_makes_its_payload_is_told_nothing_of(wire, monkeypatch):
     p, sync = one(E4M3)
-    monkeypatch.setitem(sync._wires, E4M3, wire(E4M3))
+    monkeypatch.setitem(sync.sender.wires, E4M3, wire(E4M3))
     for step in range(2):
         sync.clear()
         back(p, make("normal", (4, 8), seed=step).bfloat16())

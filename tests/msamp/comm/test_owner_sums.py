@@ -234,4 +234,4 @@ def test_sums_are_handed_out_once():
 @pytest.mark.parametrize("fmt", [E4M3, FP16, BF16, FP32], ids=str)
 def test_the_wires_of_the_default_exchange_sum(fmt: Format):
     sync = synced(model_of({f"{fmt}_a": (4, 8)}))
-    assert all(isinstance(wire, SummingWire) for wire in sync._wires.values())
+    assert all(isinstance(wire, SummingWire) for wire in sync.sender.wires.values())

@@ -14,7 +14,7 @@ from msamp.nn.linear import FP8Linear
 from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3, FP16
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.shard import Whole
 from msamp.optim.updates import format_names
 

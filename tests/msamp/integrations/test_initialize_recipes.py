@@ -23,7 +23,7 @@ COLLAGE = {
     "collage-light": "light",
     "collage-plus": "plus",
     "collage-fp8": "fp8",
-}  # name of a recipe -> the variant of CollageAdamW
+}  # name of a recipe -> the variant of collage_adamw
 LEVELS = ("O1", "O2", "O3")
 OTHERS = ("coat", "bf16", "fp32", *COLLAGE)
 WAYS = ("blockwise", "blockwise-power-of-two", "mxfp8")
@@ -150,7 +150,7 @@ def test_bf16_keeps_fp32_masters_of_a_bf16_model():
 @pytest.mark.parametrize("name", COLLAGE)
 def test_collage_s_options_are_those_of_its_own_optimizer(alone, name):
     model = net(name)
-    losses = go(model, msamp.CollageAdamW(model.parameters(), lr=1e-2, variant=COLLAGE[name]), range(STEPS))
+    losses = go(model, msamp.collage_adamw(model.parameters(), lr=1e-2, variant=COLLAGE[name]), range(STEPS))
     if recipes.by_name(name).states.m == formats.BF16:
         assert losses.equal(alone[name]["losses"])
         assert same(values(model), alone[name]["model"])

@@ -11,7 +11,7 @@ import torch.distributed
 from torch import nn
 
 import msamp
-from msamp.amp.scaler import LossScaler
+from msamp.fp16.scaler import LossScaler
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT
 from msamp.numerics import recipe
 from msamp.numerics.scaling import Delayed

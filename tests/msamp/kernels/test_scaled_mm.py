@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from definitions import dequantize_blocks
 from numerics import BLOCK_NOISE, blockwise, make, stored
 
 from msamp.kernels import scaled_mm as module
@@ -20,7 +21,6 @@ from msamp.kernels.scaled_mm import (
     warn_if_blocks_emulated,
     warn_if_emulated,
 )
-from msamp.numerics.block_scale import dequantize_blocks
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.granularity import Block
 from msamp.numerics.tensor import ScalingTensor

@@ -6,7 +6,7 @@ from numerics import make
 from torch.nn import functional
 
 from msamp.nn.activation import Activation
-from msamp.nn.saved import AsItIs, GroupedFP8
+from msamp.nn.saved_activations import AsItIs, GroupedFP8
 from msamp.numerics.metrics import sqnr_db
 
 

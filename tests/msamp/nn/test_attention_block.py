@@ -8,7 +8,7 @@ from numerics import COAT_GRADIENTS, KINDS, codes, make
 from msamp.kernels import scaled_mm
 from msamp.nn.attention_block import AttentionBlock, split_heads
 from msamp.nn.fp8_attention import CASTS_HERE
-from msamp.nn.saved import GroupedFP8
+from msamp.nn.saved_activations import GroupedFP8
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT
 from msamp.numerics import recipe
 from msamp.numerics.metrics import sqnr_db

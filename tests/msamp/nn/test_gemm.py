@@ -5,16 +5,18 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from definitions import dequantize_blocks
 from numerics import codes, make
 from torch import nn
 
 from msamp.kernels import ops
 from msamp.nn.block import vector_gradients
+from msamp.nn.cast_scales import CastScales
 from msamp.nn.gemm import LayerGemm, Operand, cast_operand
 from msamp.nn.linear import FP8Linear
-from msamp.nn.scaling_state import LinearScaling, ScalingState, Slot
+from msamp.nn.scaling_state import LinearScaling, ScalingState
 from msamp.numerics import recipe
-from msamp.numerics.block_scale import dequantize_blocks, quantize_blocks
+from msamp.numerics.block_scale import quantize_blocks
 from msamp.numerics.formats import BF16, E4M3, E5M2
 from msamp.numerics.granularity import Group
 from msamp.numerics.quantize import dequantize, quantize
@@ -47,14 +49,14 @@ def test_a_shared_amax_decides_the_scale_just_in_time_and_no_other():
 
     recorded = torch.zeros(())
     cast = Cast(E4M3)
-    payload, _, scale_inv, *_ = cast_operand(x, Slot(None, None, recorded), cast, combine=combine)
-    own_inv = cast_operand(x * 64, Slot(None, None, None), cast).scale_inv
+    payload, _, scale_inv, *_ = cast_operand(x, CastScales(None, None, recorded), cast, combine=combine)
+    own_inv = cast_operand(x * 64, CastScales(None, None, None), cast).scale_inv
     assert asked == [x.abs().max()]
     assert recorded == 64 * x.abs().max()
     assert scale_inv == own_inv
     assert codes(payload).equal(codes(quantize(x, inverse(own_inv), E4M3)))
-    assert cast_operand(x, Slot(None, None, None), cast, combine=lambda amax: amax / 0).scale_inv.isnan()
-    known = Slot(torch.tensor(2.0), torch.tensor(0.5), recorded)
+    assert cast_operand(x, CastScales(None, None, None), cast, combine=lambda amax: amax / 0).scale_inv.isnan()
+    known = CastScales(torch.tensor(2.0), torch.tensor(0.5), recorded)
     assert cast_operand(x, known, cast, combine=combine).scale_inv == 0.5
     assert len(asked) == 1
 
@@ -129,16 +131,16 @@ def test_one_of_blocks_and_one_with_one_scale_multiply_by_definition():
 def test_a_rule_of_ones_own_scales_the_cast_just_in_time():
     x = make("normal", (16, 8))
     cast = Cast(E4M3, Halved())
-    own, usual = (cast_operand(x, Slot(None, None, None), c) for c in (cast, Cast(E4M3, Current())))
+    own, usual = (cast_operand(x, CastScales(None, None, None), c) for c in (cast, Cast(E4M3, Current())))
     assert own.scale_inv == 2 * usual.scale_inv
     x[3, 3] = float("inf")
-    assert cast_operand(x, Slot(None, None, None), cast).scale_inv.isnan()
+    assert cast_operand(x, CastScales(None, None, None), cast).scale_inv.isnan()
 
 
 def test_a_set_that_is_not_finite_stays_visible():
     x = make("normal", (4, 32))
     x[1, 9] = float("nan")
-    operand = cast_operand(x, Slot(None, None, None), GROUPS.input, col=True)
+    operand = cast_operand(x, CastScales(None, None, None), GROUPS.input, col=True)
     assert operand.scale_inv.isnan().nonzero().tolist() == [[1, 1]]
     assert operand.scale_inv_t.isnan().nonzero().tolist() == [[9, 0]]
 
@@ -216,7 +218,7 @@ def test_blocks_follow_a_channel_that_one_scale_drowns():
     want = x[:, quiet] @ tensorwise.weight.detach().dequantize()[:, quiet].t()
     errors = []
     for low in (tensorwise, blocks):
-        operand = cast_operand(x, Slot(None, None, None), low.scaling.gemm.input)
+        operand = cast_operand(x, CastScales(None, None, None), low.scaling.gemm.input)
         values = dequantize_blocks(operand.payload, operand.scale_inv, operand.granularity)[:, quiet]
         errors.append(((values @ low.weight.detach().dequantize()[:, quiet].t()) - want).norm() / want.norm())
     assert errors[1] < errors[0] / 8

@@ -11,13 +11,13 @@ from numerics import make
 from msamp.kernels import ops
 from msamp.nn import block
 from msamp.nn.attention_block import AttentionBlock
+from msamp.nn.cast_scales import CastScales
 from msamp.nn.group_scaling import leave_maxima, maxima_for
 from msamp.nn.mlp_block import MLPBlock
-from msamp.nn.scaling_state import Slot
 from msamp.numerics import recipe
 from msamp.numerics.granularity import TENSORWISE
 
-JUST_IN_TIME = Slot(None, None, None)
+JUST_IN_TIME = CastScales(None, None, None)
 
 
 class Writer(torch.autograd.Function):
@@ -79,7 +79,7 @@ def test_a_change_in_place_ends_them_and_a_known_scale_wants_none():
     assert leave_maxima(x, maxima[:0]) is x
     assert maxima_for(JUST_IN_TIME, x) is None
     assert maxima_for(JUST_IN_TIME, leave_maxima(x, maxima)) is maxima
-    assert maxima_for(Slot(torch.ones(()), torch.ones(()), None), x) is None
+    assert maxima_for(CastScales(torch.ones(()), torch.ones(()), None), x) is None
     assert maxima_for(JUST_IN_TIME, x.clone()) is None
     x.mul_(2)
     for changed in (x, copy.deepcopy(x), torch.load(saved(x))):

@@ -4,18 +4,19 @@ import copy
 
 import pytest
 import torch
+from definitions import AmaxHistory
 from numerics import codes, make
 from torch import nn
 
 from msamp.kernels import ops
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.linear import FP8Linear
-from msamp.nn.linear_fn import LinearFunction, linear
+from msamp.nn.linear_fn import LinearFunction, LinearSettings, linear
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, LinearScaling, ScalingState
 from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.quantize import dequantize, quantize
-from msamp.numerics.scaling import AmaxHistory, Current, Delayed, inverse
+from msamp.numerics.scaling import Current, Delayed, inverse
 from msamp.numerics.tensor import ScalingTensor
 
 every_level = pytest.mark.parametrize("level", [recipe.O1, recipe.O2, recipe.O3], ids=lambda r: r.name)
@@ -218,7 +219,7 @@ def test_the_function_is_what_the_layer_calls():
     low = layer()
     x = make("normal", (8, 32)).requires_grad_()
     y = linear(x, low.weight, None, low.scaling)
-    assert y.equal(LinearFunction.apply(x, low.weight, None, LayerGemm.of(low.scaling, low.weight)))
+    assert y.equal(LinearFunction.apply(x, low.weight, None, LinearSettings(LayerGemm.of(low.scaling, low.weight))))
     assert y.equal(low(x))
 
 

@@ -6,7 +6,7 @@ from block_halves import B, H, S, check_casts, mlp_half, mlp_settings, plain_mlp
 from numerics import COAT_GRADIENTS, KINDS, make
 
 from msamp.nn.mlp_block import MLPBlock
-from msamp.nn.saved import GroupedFP8
+from msamp.nn.saved_activations import GroupedFP8
 from msamp.numerics import recipe
 from msamp.numerics.metrics import sqnr_db
 

@@ -5,7 +5,7 @@ import torch
 from numerics import make
 
 from msamp.nn.norm import LayerNorm, RMSNorm
-from msamp.nn.saved import AsItIs, GroupedFP8
+from msamp.nn.saved_activations import AsItIs, GroupedFP8
 from msamp.numerics.metrics import sqnr_db
 
 N = 64

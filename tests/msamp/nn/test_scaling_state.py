@@ -5,6 +5,7 @@ import copy
 import dist
 import pytest
 import torch
+from definitions import AmaxHistory
 from numerics import make
 from torch import nn
 
@@ -13,7 +14,7 @@ from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, WIRE, LinearScaling, ScalingState
 from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3, E5M2, FP16
-from msamp.numerics.scaling import AmaxHistory, Current, Delayed, scale_from_amax
+from msamp.numerics.scaling import Current, Delayed, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
 
 

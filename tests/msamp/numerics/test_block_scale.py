@@ -6,14 +6,15 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
+from definitions import dequantize_blocks
 from numerics import BLOCKWISE, KINDS, LARGE, SMALL, blockwise, check, codes, make, measure, random_floats, stored
 
-from msamp.numerics.block_scale import RULES, block_scale, block_scale_inv, dequantize_blocks, quantize_blocks, values
+from msamp.numerics.block_scale import RULES, block_scale, block_scale_inv, name_of, quantize_blocks, values
 from msamp.numerics.formats import E4M3, E5M2, by_name
 from msamp.numerics.granularity import TENSORWISE, Block, Group
 from msamp.numerics.metrics import saturation_frac
 from msamp.numerics.quantize import dequantize, quantize
-from msamp.numerics.scaling import inverse, scale_from_amax
+from msamp.numerics.scaling import Current, Delayed, inverse, scale_from_amax
 
 INF, NAN = float("inf"), float("nan")
 every_fp8 = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
@@ -203,3 +204,24 @@ def test_blocks_keep_their_digits_where_one_scale_runs_out_of_range(rule, column
 def test_an_unknown_rule_is_refused():
     with pytest.raises(ValueError, match=r"scale rule 'e5m3' is unknown; choose one of fp32, power-of-two, e8m0"):
         block_scale_inv(torch.ones(3), E4M3, "e5m3")
+
+
+def test_a_rule_has_its_name_and_its_subclass_has_none():
+    class Finer(Current):
+        pass
+
+    assert [name_of(rule) for rule in RULES.values()] == list(RULES)
+    assert name_of(Finer()) is name_of(Delayed()) is None
+
+
+@every_rule
+@every_fp8
+def test_the_next_scale_of_a_rule_is_the_inverse_of_what_it_keeps(rule, fmt):
+    """But at the ends of E8M0, where a scale stays within 2^+-126 and one of zeros is 1."""
+    amax = random_floats(10_000).abs()
+    amax = amax[(amax == 0) | (amax >= 2.0**-100)]
+    kept = RULES[rule].scale_inv(amax, fmt.max)
+    assert kept.dtype == RULES[rule].kept_dtype
+    differ = RULES[rule].next_scale(amax.unsqueeze(-1), fmt.max) != block_scale(kept)
+    assert amax[differ].count_nonzero() == 0
+    assert not differ.any() or rule == "e8m0"

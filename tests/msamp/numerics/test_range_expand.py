@@ -9,8 +9,7 @@ from numerics import KINDS, LARGE, SMALL, bits, check, codes, floats, golden, ma
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from msamp.numerics.granularity import TENSORWISE, Group
 from msamp.numerics.metrics import sqnr_db
-from msamp.numerics.range_expand import STATE_GROUP, Expanded, dynamic_range, quantize_expanded, quantize_grouped, two_stage_amax
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.range_expand import STATE_GROUP, Expanded, dynamic_range, quantize_expanded, two_stage_amax
 
 NAN, INF = float("nan"), float("inf")
 FP8 = {"e4m3": E4M3, "e5m2": E5M2}
@@ -73,10 +72,10 @@ def test_the_range_of_every_group_becomes_the_formats(fmt, kind):
 @shapes
 @kinds
 @fp8
-@pytest.mark.parametrize("what", ["expanded", "group 128", "group 16"])
-def test_loss_three_ways(what, fmt, kind, shape, device):
+@pytest.mark.parametrize("what", ["expanded", "group 128"])
+def test_loss_with_and_without_expansion(what, fmt, kind, shape, device):
     x = make(kind, shape, device=device)
-    stored = quantize_grouped(x, fmt) if what == "group 16" else quantize_expanded(x, fmt, expand=what == "expanded")
+    stored = quantize_expanded(x, fmt, expand=what == "expanded")
     check(what, fmt.name, kind, shape, measure(x, stored.dequantize(), stored.payload, fmt))
 
 
@@ -128,7 +127,6 @@ def test_groups_are_apart_and_the_last_may_be_short(fmt):
     assert same(whole, Expanded(*joined))
     assert whole.payload.shape == whole.dequantize().shape == x.shape
     assert whole.k.shape == (3, 2)
-    assert whole.bytes_per_element == (300 + 2 * 6 * 4) / 300
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -137,13 +135,6 @@ def test_narrow_inputs_are_taken_as_their_fp32_values(dtype):
     assert same(quantize_expanded(x, E4M3), quantize_expanded(x.float(), E4M3))
     stored = quantize_expanded(x, E4M3)
     assert stored.dequantize(dtype).equal(stored.dequantize().to(dtype))
-
-
-def test_bytes_per_element_of_full_groups():
-    x = make("normal", LARGE)
-    assert quantize_expanded(x, E5M2).bytes_per_element == 1 + 8 / 128
-    assert quantize_grouped(x, E4M3).bytes_per_element == 1 + 2 / 16
-    assert quantize_expanded(torch.empty(0, 4), E4M3).bytes_per_element == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- the edges
@@ -210,12 +201,11 @@ def test_no_random_bits_leave_the_range_or_vanish(fmt):
 
 @fp8
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("quantize", [quantize_expanded, quantize_grouped])
-def test_a_group_with_anything_not_finite_loads_as_nan_and_the_others_as_ever(quantize, fmt, bad):
+def test_a_group_with_anything_not_finite_loads_as_nan_and_the_others_as_ever(fmt, bad):
     x = make("normal", (4, 128))
-    clean = quantize(x, fmt).dequantize()
+    clean = quantize_expanded(x, fmt).dequantize()
     x[2, 7] = bad
-    stored = quantize(x, fmt)
+    stored = quantize_expanded(x, fmt)
     hit = stored.group.amax(x) == INF
     assert stored.dequantize().isnan().equal(hit)
     assert stored.dequantize()[~hit].equal(clean[~hit])
@@ -223,46 +213,18 @@ def test_a_group_with_anything_not_finite_loads_as_nan_and_the_others_as_ever(qu
 
 
 def test_an_empty_tensor():
-    for stored in (quantize_expanded(torch.empty(0, 4), E4M3), quantize_grouped(torch.empty(0, 4), E4M3)):
-        assert stored.dequantize().shape == (0, 4)
+    assert quantize_expanded(torch.empty(0, 4), E4M3).dequantize().shape == (0, 4)
 
 
 @pytest.mark.parametrize("fmt", [FP16, BF16, FP32], ids=str)
 def test_other_formats_are_refused(fmt):
     with pytest.raises(ValueError, match=f"{fmt} is not defined; choose fp8-e4m3 or fp8-e5m2"):
         quantize_expanded(torch.ones(2), fmt)
-    if not fmt.scaled:
-        with pytest.raises(ValueError, match=f"{fmt} carries no scale"):
-            quantize_grouped(torch.ones(2), fmt)
 
 
 def test_it_takes_no_part_in_autograd():
     x = torch.randn(4, requires_grad=True)
     assert not quantize_expanded(x, E4M3).dequantize().requires_grad
-    assert not quantize_grouped(x, E4M3).dequantize().requires_grad
-
-
-# ------------------------------------------------------------------------------------------------------------ activations
-
-
-@fp8
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_groups_of_16_are_each_quantised_as_a_tensor_of_its_own(fmt, dtype):
-    x = make("channel-outlier", (8, 64)).to(dtype)
-    stored = quantize_grouped(x, fmt)
-    alone = [ScalingTensor.quantize(part, fmt) for part in x.flatten().split(16)]
-    assert codes(stored.payload).flatten().equal(torch.cat([codes(part.payload) for part in alone]))
-    assert stored.scale_inv.dtype == torch.bfloat16
-    assert stored.scale_inv.float().flatten().equal(torch.stack([part.scale_inv for part in alone]))
-    assert stored.dequantize(dtype).flatten().equal(torch.cat([part.dequantize() for part in alone]))
-
-
-def test_scales_of_groups_are_exact_at_the_ends_of_fp32():
-    x = torch.tensor([2.0**-149, 3.4e38, 0.0, 1.0]).repeat_interleave(16)
-    stored = quantize_grouped(x, E4M3)
-    assert stored.scale_inv.float().log2().tolist() == [
-        -126.0 if v == 2.0**-149 else math.ceil(math.log2(v / 448)) if v else 0 for v in x[::16]
-    ]
 
 
 @pytest.mark.parametrize("size", [1, 16, 128])

@@ -134,12 +134,6 @@ def test_only_an_fp8_recipe_casts_in_another_way():
         recipe.BF16.with_gemm(recipe.GEMMS["tensorwise"])
 
 
-def test_the_former_name_of_the_three_gemms_warns():
-    own = recipe.O2.gemm
-    with pytest.warns(DeprecationWarning, match=r"Gemms\.of"):
-        assert recipe.Gemm(input=own.input, weight=own.weight, grad_output=own.grad_output) == own
-
-
 def test_an_operand_s_bytes_have_its_share_of_the_scales():
     bytes_of = {name: gemm.input.element_bytes for name, gemm in recipe.GEMMS.items()}
     assert bytes_of == {

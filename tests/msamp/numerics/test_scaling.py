@@ -3,10 +3,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from definitions import AmaxHistory
 from numerics import floats, golden
 
 from msamp.numerics.formats import E4M3, E5M2, FP16
-from msamp.numerics.scaling import AmaxHistory, Current, Delayed, check_rule, inverse, scale_from_amax
+from msamp.numerics.scaling import Current, Delayed, check_rule, inverse, scale_from_amax
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2, "fp16": FP16}
 

@@ -326,26 +326,29 @@ def test_what_is_assigned_to_data_is_copied_in():
     assert torch.equal(p.detach(), other)
 
 
-def test_what_was_told_of_a_payload_holds_until_it_changes():
-    x, tally = tensor(), torch.tensor([1, 2, 3])
-    assert x.tally is None
-    x.tell(tally)
+def measured(tally: torch.Tensor) -> ScalingTensor:
+    x = tensor()
+    return ScalingTensor(x.payload, x.scale_inv, x.dtype, tally=tally)
+
+
+def test_what_was_measured_of_a_payload_holds_until_it_changes():
+    tally = torch.tensor([1, 2, 3])
+    assert tensor().tally is None
+    x = measured(tally)
     assert x.tally is tally
     for other in (x.clone(), copy.deepcopy(x), pickle.loads(pickle.dumps(x)), x.detach(), x.to(torch.float32)):
         assert other.tally is None
     x.payload.view(torch.uint8).view(-1)[0] = 0  # by a view
     assert x.tally is None
     assert copy.deepcopy(x).tally is None
-    x.tell(tally)
+    x = measured(tally)
     x.store_(x.dequantize(torch.float32))
     assert x.tally is None
-    x.tell(tally)
+    x = measured(tally)
     x.payload = x.payload.clone()
     assert x.tally is None
 
 
-def test_a_payload_that_does_not_tell_when_it_changes_is_told_nothing_of():
+def test_nothing_is_kept_of_a_payload_that_does_not_show_when_it_changes():
     with torch.inference_mode():
-        x = tensor()
-        x.tell(torch.tensor([1, 2, 3]))
-        assert x.tally is None
+        assert measured(torch.tensor([1, 2, 3])).tally is None

@@ -14,7 +14,7 @@ from msamp.kernels import ops
 from msamp.numerics.formats import BF16, by_name
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, Recipe
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 
 SHAPES = {"linear": [(33, 17), (16, 48), (5,)], "matrix": [(12, 8)], "vector": [(7,), (), (16,)]}
 LARGE = {"linear": [(2048, 8192), (2048, 2047)], "matrix": [(6151, 64)], "vector": [(2048,)]}

@@ -7,11 +7,11 @@ import torch
 from numerics import make
 from torch import nn
 
-from msamp.amp.scaler import LossScaler
+from msamp.fp16.scaler import LossScaler
 from msamp.numerics.formats import FP16, PLAIN_FP16
 from msamp.numerics.recipe import FP32_STATES, O2
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 
 SHAPES = [(33, 17), (5,), (64, 48)]
 

@@ -11,7 +11,7 @@ from msamp.numerics.formats import BF16, E4M3, E5M2, FP16
 from msamp.numerics.recipe import FP32_STATES, O2, O3, StateFormats
 from msamp.numerics.stochastic_rounding import tensor_key
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 
 
 def trained(formats: StateFormats, names: tuple[str, ...] = (), steps: int = 2) -> FP8AdamW:

@@ -15,7 +15,7 @@ from torch import nn
 from msamp.kernels.reference.adamw import Hyper
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.recipe import StateFormats
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.states import as_stored, own_values
 
 LR, EPS = 1e-3, 1e-16

@@ -1,4 +1,4 @@
-"""CollageAdamW: NumPy's BF16 bit for bit, torch's AdamW where FP32 is kept, and what BF16 alone loses."""
+"""Collage by the one optimizer: NumPy's BF16 bit for bit, torch's AdamW where FP32 is kept, and what BF16 alone loses."""
 
 import copy
 import io
@@ -9,10 +9,12 @@ import pytest
 import torch
 from numerics import bits
 
+from msamp.kernels.reference.collage import VARIANTS
 from msamp.numerics import mcf
 from msamp.numerics.formats import E4M3
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.collage import SUMS, VARIANTS, CollageAdamW
+from msamp.optim.collage import collage_adamw, update_quality
+from msamp.optim.optimizer import FP8AdamW
 
 IN_BF16 = ("a", "light", "plus", "fp8", "kahan")
 PAIRED = ("light", "plus", "fp8", "kahan")
@@ -54,7 +56,7 @@ def assert_same(first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> 
         assert bits(a[name]).equal(bits(b[name])), name
 
 
-def value(optimizer: CollageAdamW, p: torch.Tensor) -> torch.Tensor:
+def value(optimizer: FP8AdamW, p: torch.Tensor) -> torch.Tensor:
     """What a weight stands for, FP64."""
     state = optimizer.state[p]
     x, y = mcf.load_pair(p.detach(), state.get("weight_remainder", torch.zeros_like(p)))
@@ -88,7 +90,7 @@ def eight_bits(x, y):
     return (units.astype(np.float64) * unit).astype(ml_dtypes.bfloat16)
 
 
-def by_numpy(variant, theta, grads, *, add=fast, inside=False, lr, betas, eps, weight_decay):
+def by_numpy(variant, theta, grads, *, lr, betas, eps, weight_decay):
     """Algorithm 2 with arrays of ml_dtypes.bfloat16, each of whose operations is rounded: (theta, remainder, m, v, remainder of v)."""
     bf16 = ml_dtypes.bfloat16
     lr, decay, eps = bf16(-lr), bf16(weight_decay), bf16(eps)
@@ -104,8 +106,7 @@ def by_numpy(variant, theta, grads, *, add=fast, inside=False, lr, betas, eps, w
         else:
             v = beta2[0] * v + squares
         m_hat, v_hat = m / bf16(1 - betas[0] ** t), v / bf16(1 - betas[1] ** t)
-        root = np.sqrt(v_hat + eps) if inside else np.sqrt(v_hat) + eps
-        delta = lr * (m_hat / root + decay * theta)
+        delta = lr * (m_hat / (np.sqrt(v_hat) + eps) + decay * theta)
         if variant == "a":
             theta = theta + delta
         elif variant == "kahan":  # as it is usually written, with the sign of the compensation turned
@@ -113,41 +114,26 @@ def by_numpy(variant, theta, grads, *, add=fast, inside=False, lr, betas, eps, w
             new = theta + wanted
             theta, rest = new, wanted - (new - theta)
         else:
-            theta, rest = grown((theta, rest), delta, add)
+            theta, rest = grown((theta, rest), delta, fast)
         if variant == "fp8":
             rest, v_rest = eight_bits(theta, rest), eight_bits(v, v_rest)
     return theta, rest, m, v, v_rest
 
 
-@pytest.mark.parametrize(
-    ("variant", "options"),
-    [
-        *((variant, {}) for variant in IN_BF16),
-        *((variant, {"weight_sum": "two-sum"}) for variant in ("light", "plus", "fp8")),
-        *((variant, {"eps_inside_root": True, "eps": 1e-3}) for variant in IN_BF16),
-    ],
-    ids=str,
-)
-def test_every_operation_is_rounded_to_bf16(variant, options):
+@pytest.mark.parametrize("variant", IN_BF16)
+def test_every_operation_is_rounded_to_bf16(variant):
     p = parameters(shapes=[(64, 8)])[0]
     with torch.no_grad():
         p[:8] = 0
-        p[8:16] *= 2**-12  # smaller than an update, where Fast2Sum and TwoSum part
+        p[8:16] *= 2**-12  # smaller than an update, where Fast2Sum loses digits
     start = p.detach().clone()
-    optimizer = CollageAdamW([p], **{**HYPER, **options}, variant=variant)
+    optimizer = collage_adamw([p], **HYPER, variant=variant)
     grads = []
     for seed in range(12):
         give_gradients([p], seed)
         grads.append(p.grad.float().numpy().astype(ml_dtypes.bfloat16))
         optimizer.step()
-    want = by_numpy(
-        variant,
-        start.float().numpy().astype(ml_dtypes.bfloat16),
-        grads,
-        add=two if "weight_sum" in options else fast,
-        inside=options.get("eps_inside_root", False),
-        **{**HYPER, "eps": options.get("eps", HYPER["eps"])},
-    )
+    want = by_numpy(variant, start.float().numpy().astype(ml_dtypes.bfloat16), grads, **HYPER)
     state = optimizer.state[p]
     zero = torch.zeros_like(p)
     rest = mcf.load_pair(p, state.get("weight_remainder", zero))[1]
@@ -161,7 +147,7 @@ def test_every_operation_is_rounded_to_bf16(variant, options):
 def test_variant_d_is_torchs_adamw_on_its_master(weight_decay):
     params = parameters()
     reference = [torch.nn.Parameter(p.detach().float()) for p in params]
-    ours = CollageAdamW(params, **{**HYPER, "weight_decay": weight_decay}, variant="d")
+    ours = collage_adamw(params, **{**HYPER, "weight_decay": weight_decay}, variant="d")
     torchs = torch.optim.AdamW(reference, **{**HYPER, "weight_decay": weight_decay})
     for seed in range(50):
         give_gradients(params, seed)
@@ -177,7 +163,7 @@ def test_variant_d_is_torchs_adamw_on_its_master(weight_decay):
 def test_variant_d_mw_is_one_fp32_step_rounded_to_bf16():
     p = parameters()[0]
     reference = torch.nn.Parameter(p.detach().float())
-    ours, torchs = CollageAdamW([p], **HYPER, variant="d-mw"), torch.optim.AdamW([reference], **HYPER)
+    ours, torchs = collage_adamw([p], **HYPER, variant="d-mw"), torch.optim.AdamW([reference], **HYPER)
     for seed in range(10):
         with torch.no_grad():
             reference.copy_(p)
@@ -200,12 +186,11 @@ def test_with_second_components_forced_to_zero_it_is_variant_a_bit_for_bit(varia
         return call
 
     options = {**HYPER, "betas": betas}
-    alone, params = CollageAdamW(parameters(), **options, variant="a"), parameters()
+    alone, params = collage_adamw(parameters(), **options, variant="a"), parameters()
     train(alone, range(40))
     for name in ("fast_two_sum", "two_sum", "two_product", "expansion"):
         monkeypatch.setattr(mcf, name, first_alone(getattr(mcf, name)))
-    monkeypatch.setitem(SUMS, "fast-two-sum", mcf.fast_two_sum)
-    forced = CollageAdamW(params, **options, variant=variant)
+    forced = collage_adamw(params, **options, variant=variant)
     train(forced, range(40))
     a, b = tensors(alone), tensors(forced)
     assert all(not bits(b[name]).any() for name in b.keys() - a.keys())
@@ -214,7 +199,7 @@ def test_with_second_components_forced_to_zero_it_is_variant_a_bit_for_bit(varia
 
 
 def test_without_the_force_it_is_not_variant_a():
-    alone, plus = CollageAdamW(parameters(), **HYPER, variant="a"), CollageAdamW(parameters(), **HYPER)
+    alone, plus = collage_adamw(parameters(), **HYPER, variant="a"), collage_adamw(parameters(), **HYPER)
     train(alone, range(40))
     train(plus, range(40))
     a, b = tensors(alone), tensors(plus)
@@ -245,17 +230,16 @@ class Regression:
             x = torch.randn(16, 64, generator=self.generator)
             error = x @ (self.weight.detach().float() - self.target) + 0.1 * torch.randn(16, generator=self.generator)
             self.weight.grad = (x.T @ error / 16).to(self.weight.dtype)
-            if isinstance(self.optimizer, CollageAdamW):
-                self.optimizer.keep_update = step < self.measured
+            if isinstance(self.optimizer, FP8AdamW) and 0 < step < self.measured:
+                quality = update_quality(self.optimizer)
+                self.edq.append(quality.edq)
+                self.lost.append(quality.lost_frac)
             self.optimizer.step()
-            if isinstance(self.optimizer, CollageAdamW) and step < self.measured:
-                self.edq.append(self.optimizer.edq)
-                self.lost.append(self.optimizer.lost_frac)
         return self
 
     @property
     def value(self):
-        return value(self.optimizer, self.weight) if isinstance(self.optimizer, CollageAdamW) else self.weight.detach().double()
+        return value(self.optimizer, self.weight) if isinstance(self.optimizer, FP8AdamW) else self.weight.detach().double()
 
     @property
     def distance(self):
@@ -270,7 +254,7 @@ def test_plus_follows_fp32_adamw_for_2000_steps_where_a_stalls():
     """
     options = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
     fp32 = Regression(lambda params: torch.optim.AdamW(params, **options), torch.float32).run()
-    runs = {v: Regression(lambda params, v=v: CollageAdamW(params, **options, variant=v)).run() for v in ("a", "fp8", "light", "plus")}
+    runs = {v: Regression(lambda params, v=v: collage_adamw(params, **options, variant=v)).run() for v in ("a", "fp8", "light", "plus")}
     away = {v: (run.value - fp32.value).norm().item() for v, run in runs.items()}
     edq = {v: sum(run.edq) / len(run.edq) for v, run in runs.items()}
     lost = {v: sum(run.lost) / len(run.lost) for v, run in runs.items()}
@@ -290,7 +274,7 @@ def test_plus_follows_fp32_adamw_for_2000_steps_where_a_stalls():
 
 def test_v_of_plus_follows_fp32_and_that_of_light_only_grows():
     params = {variant: parameters(shapes=[(512,)]) for variant in ("light", "plus", "d")}
-    optimizers = {variant: CollageAdamW(params[variant], **HYPER, variant=variant) for variant in params}
+    optimizers = {variant: collage_adamw(params[variant], **HYPER, variant=variant) for variant in params}
     for step in range(600):
         scale = 1.0 if step < 300 else 0.01
         for variant in params:
@@ -306,66 +290,66 @@ def test_v_of_plus_follows_fp32_and_that_of_light_only_grows():
 # ------------------------------------------------------------------------------------------------------------ EDQ and memory
 
 
+def begun(optimizer: FP8AdamW, params: list[torch.nn.Parameter], value: float) -> None:
+    """One step without gradients, after which the weights are what they were, and gradients of ones for the next."""
+    for g in (0.0, 1.0):
+        for p in params:
+            p.grad = torch.full_like(p, g)
+        if not g:
+            optimizer.step()
+    assert all(p.eq(value).all() for p in params)
+
+
 @every_variant
 def test_edq_of_an_update_that_bf16_cannot_see(variant):
     p = torch.nn.Parameter(torch.full((50,), 200.0, dtype=torch.bfloat16))
-    optimizer = CollageAdamW([p], lr=0.1, weight_decay=0.0, variant=variant, keep_update=True)
-    p.grad = torch.ones_like(p)
+    optimizer = collage_adamw([p], lr=0.1, betas=(0.0, 0.0), weight_decay=0.0, variant=variant)
+    begun(optimizer, [p], 200.0)
+    quality = update_quality(optimizer)
     optimizer.step()
     kept = variant in (*PAIRED, "d")
-    assert optimizer.edq == pytest.approx(0.1 * 50**0.5 if kept else 0.0, rel=2.0**-5 if variant == "fp8" else 2.0**-7)
-    assert (optimizer.lost_frac, optimizer.update_norm) == (0.0 if kept else 1.0, pytest.approx(0.1 * 50**0.5, rel=2.0**-7))
+    assert quality.edq == pytest.approx(0.1 * 50**0.5 if kept else 0.0, rel=2.0**-5 if variant == "fp8" else 2.0**-7)
+    assert (quality.lost_frac, quality.norm) == (0.0 if kept else 1.0, pytest.approx(0.1 * 50**0.5, rel=2.0**-7))
     assert value(optimizer, p) == pytest.approx(200.0 - 0.1 * kept, abs=2e-3)
 
 
 def test_edq_joins_all_parameters_of_a_step_and_leaves_out_those_without_gradient():
     params = [torch.nn.Parameter(torch.full((n,), 200.0, dtype=torch.bfloat16)) for n in (30, 20, 10)]
-    optimizer = CollageAdamW(params, lr=0.1, weight_decay=0.0, keep_update=True)
-    for p in params[:2]:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert optimizer.edq == pytest.approx(0.1 * 50**0.5, rel=2.0**-7)
+    optimizer = collage_adamw(params, lr=0.1, betas=(0.0, 0.0), weight_decay=0.0)
+    begun(optimizer, params[:2], 200.0)
+    assert update_quality(optimizer).edq == pytest.approx(0.1 * 50**0.5, rel=2.0**-7)
     assert params[2] not in optimizer.state
 
 
-def test_edq_has_to_be_asked_for():
-    optimizer = CollageAdamW(parameters())
-    train(optimizer, range(2))
-    for metric in ("edq", "lost_frac", "update_norm"):
-        with pytest.raises(ValueError, match="build the optimizer with keep_update=True and take a step"):
-            getattr(optimizer, metric)
+def test_before_the_first_step_and_of_another_update_there_is_nothing_to_measure():
+    params = parameters()
+    optimizer = collage_adamw(params)
+    give_gradients(params, 0)
+    with pytest.raises(ValueError, match="no parameter has a gradient and states; call update_quality after backward"):
+        update_quality(optimizer)
+    with pytest.raises(ValueError, match=r"update 'fp32' is not Collage's; build the optimizer by msamp\.collage_adamw"):
+        update_quality(FP8AdamW(params))
 
 
 @every_variant
 def test_measuring_changes_no_bit(variant):
-    plain, measured = (CollageAdamW(parameters(), **HYPER, variant=variant, keep_update=keep) for keep in (False, True))
-    train(plain, range(5))
-    train(measured, range(5))
+    plain, measured = (train(collage_adamw(parameters(), **HYPER, variant=variant), range(1)) for _ in range(2))
+    for step in range(1, 5):
+        train(plain, range(step, step + 1))
+        give_gradients(measured.param_groups[0]["params"], 100 + step)
+        update_quality(measured)
+        measured.step()
     assert_same(plain, measured)
 
 
 @pytest.mark.parametrize(("variant", "expected"), zip(VARIANTS, (8, 10, 12, 10, 10, 12, 16), strict=True))
 def test_bytes_a_parameter_measured_from_the_tensors(variant, expected):
     p = parameters(shapes=[(32, 16)])[0]
-    optimizer = CollageAdamW([p], variant=variant)
+    optimizer = collage_adamw([p], variant=variant)
     give_gradients([p], 0)
     optimizer.step()
     held = [p.detach(), p.grad, *(x for key, x in optimizer.state[p].items() if key != "step")]
     assert sum(x.untyped_storage().nbytes() for x in held) == expected * p.numel()
-
-
-def test_two_sum_keeps_all_of_an_update_that_exceeds_the_weight():
-    lost = {}
-    for weight_sum in SUMS:
-        p = torch.nn.Parameter(torch.full((4,), 1.0078125 * 2.0**-9, dtype=torch.bfloat16))
-        optimizer = CollageAdamW([p], lr=1.0, weight_decay=0.0, weight_sum=weight_sum, keep_update=True)
-        p.grad = torch.ones_like(p)
-        before = p.detach().double()
-        optimizer.step()
-        ((delta, _),) = optimizer._updates
-        lost[weight_sum] = (value(optimizer, p) - before - delta.double()).abs().max().item()
-    assert lost["two-sum"] == 0.0
-    assert lost["fast-two-sum"] > 0.0
 
 
 # --------------------------------------------------------------------------------------------------------------- saving
@@ -373,12 +357,12 @@ def test_two_sum_keeps_all_of_an_update_that_exceeds_the_weight():
 
 @every_variant
 def test_a_saved_optimizer_goes_on_bit_for_bit(variant):
-    whole = CollageAdamW(parameters(), **HYPER, variant=variant)
+    whole = collage_adamw(parameters(), **HYPER, variant=variant)
     train(whole, range(4))
     file = io.BytesIO()
     torch.save({"weights": [p.detach() for p in whole.param_groups[0]["params"]], "optimizer": whole.state_dict()}, file)
     saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    resumed = CollageAdamW([torch.nn.Parameter(w) for w in saved["weights"]], variant=variant)
+    resumed = collage_adamw([torch.nn.Parameter(w) for w in saved["weights"]], variant=variant)
     resumed.load_state_dict(saved["optimizer"])
     assert_same(whole, resumed)
     assert resumed.param_groups[0]["lr"] == HYPER["lr"]
@@ -388,7 +372,7 @@ def test_a_saved_optimizer_goes_on_bit_for_bit(variant):
 
 
 def test_loading_copies():
-    first, second = (CollageAdamW(parameters()) for _ in range(2))
+    first, second = (collage_adamw(parameters()) for _ in range(2))
     train(first, range(2))
     second.load_state_dict(first.state_dict())
     before = {name: x.clone() for name, x in tensors(first).items()}
@@ -396,25 +380,33 @@ def test_loading_copies():
     assert all(x.equal(before[name]) for name, x in tensors(first).items())
 
 
-def test_a_copy_goes_on_as_the_original():
-    first = CollageAdamW(parameters(), keep_update=True)
-    train(first, range(2))
-    second = copy.deepcopy(first)
-    assert second.edq == first.edq
-    for optimizer in (first, second):
-        train(optimizer, range(2, 4))
+@every_variant
+def test_states_of_the_former_optimizer_load(variant):
+    first = train(collage_adamw(parameters(), **HYPER, variant=variant), range(3))
+    saved = first.state_dict()
+    for group in saved["param_groups"]:
+        for name in ("formats", "decoupled", "keys"):
+            del group[name]
+        group |= {"variant": variant, "weight_sum": "fast-two-sum", "eps_inside_root": False}
+    second = collage_adamw([torch.nn.Parameter(p.detach().clone()) for p in first.param_groups[0]["params"]], variant=variant)
+    second.load_state_dict(saved)
+    assert "variant" not in second.param_groups[0]
+    train(first, range(3, 6))
+    train(second, range(3, 6))
     assert_same(first, second)
-    assert second.edq == first.edq
+    saved["param_groups"][0]["eps_inside_root"] = True
+    with pytest.raises(ValueError, match="saved with weight_sum or eps_inside_root, which no update has"):
+        second.load_state_dict(saved)
 
 
 @pytest.mark.parametrize("saved", ["light", "d", None])
 def test_states_of_another_variant_are_refused(saved):
-    other = CollageAdamW(parameters(), variant=saved) if saved else torch.optim.AdamW(parameters())
+    other = collage_adamw(parameters(), variant=saved) if saved else torch.optim.AdamW(parameters())
     train(other, range(1))
-    optimizer, twin = CollageAdamW(parameters(), **HYPER), CollageAdamW(parameters(), **HYPER)
+    optimizer, twin = collage_adamw(parameters(), **HYPER), collage_adamw(parameters(), **HYPER)
     train(optimizer, range(2))
     train(twin, range(2))
-    with pytest.raises(ValueError, match=rf"saved with variant {saved!r}, this optimizer has 'plus'; build it with the saved variant"):
+    with pytest.raises(ValueError, match=r"saved with formats .*; build it with the saved formats"):
         optimizer.load_state_dict(other.state_dict())
     assert_same(optimizer, twin)
     assert optimizer.param_groups[0]["lr"] == HYPER["lr"]
@@ -425,7 +417,7 @@ def test_states_of_another_variant_are_refused(saved):
     lambda state: state.pop("weight_remainder"), lambda state: state.update(exp_avg=state["exp_avg"].float()),
 ])  # fmt: skip
 def test_states_that_cannot_be_are_refused_and_nothing_changes(spoil):
-    second, twin = (train(CollageAdamW(parameters()), range(2)) for _ in range(2))
+    second, twin = (train(collage_adamw(parameters()), range(2)) for _ in range(2))
     saved = copy.deepcopy(twin.state_dict())
     spoil(saved["state"][0])
     with pytest.raises(ValueError, match=r"of parameter 0 of group 0 (holds|lacks|is torch\.float32)"):
@@ -438,7 +430,7 @@ def test_states_that_cannot_be_are_refused_and_nothing_changes(spoil):
 
 def test_a_closure_and_groups_of_their_own():
     first, second = parameters()
-    optimizer = CollageAdamW([{"params": [first], "variant": "light"}, {"params": [second], "weight_decay": 0.0}], lr=1e-2)
+    optimizer = collage_adamw([{"params": [first], "variant": "light"}, {"params": [second], "weight_decay": 0.0}], lr=1e-2)
 
     def closure():
         optimizer.zero_grad()
@@ -452,60 +444,12 @@ def test_a_closure_and_groups_of_their_own():
     assert "exp_avg_sq_remainder" in optimizer.state[second]
 
 
-def test_a_synchronisers_gradient_goes_first():
-    (p,), (q,) = parameters(shapes=[(8,)]), parameters(shapes=[(8,)])
-    p.main_grad = torch.ones_like(p)
-    q.grad = torch.ones_like(q)
-    first, second = CollageAdamW([p]), CollageAdamW([q])
-    first.step()
-    second.step()
-    assert_same(first, second)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"variant": "b"}, "variant 'b' is unknown; choose one of a, light, plus, fp8, kahan, d-mw, d"),
-        ({"weight_sum": "kahan"}, "weight_sum 'kahan' is unknown; choose one of fast-two-sum, two-sum"),
-        ({"weight_sum": "two-sum", "variant": "a"}, "its weights are no pairs; choose variant light, plus or fp8"),
-        ({"lr": -1.0}, r"lr is -1\.0; choose it in \[0, inf\)"),
-        ({"lr": float("nan")}, r"lr is nan; choose it in \[0, inf\)"),
-        ({"eps": -1e-8}, r"eps is -1e-08; choose it in \[0, inf\)"),
-        ({"weight_decay": -0.1}, r"weight_decay is -0\.1; choose it in \[0, inf\)"),
-        ({"betas": (1.0, 0.95)}, r"betas\[0\] is 1\.0; choose it in \[0, 1\.0\)"),
-        ({"betas": (0.9, -0.1)}, r"betas\[1\] is -0\.1; choose it in \[0, 1\.0\)"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        CollageAdamW(parameters(), **options)
-
-
-def test_parameters_that_are_not_plain_bf16_are_refused():
-    optimizer = CollageAdamW(parameters())
+def test_an_unknown_variant_and_parameters_that_are_not_plain_bf16_are_refused():
+    with pytest.raises(ValueError, match="variant 'b' is unknown; choose one of a, kahan, light, plus, fp8, d-mw, d"):
+        collage_adamw(parameters(), variant="b")
+    optimizer = collage_adamw(parameters())
     for p, kind in ((torch.zeros(4, 2), "torch.float32"), (ScalingTensor.quantize(torch.ones(4, 2).bfloat16(), E4M3), "a ScalingTensor")):
-        message = rf"shape \(4, 2\) is {kind}; CollageAdamW takes torch.bfloat16: convert the model by model.bfloat16\(\)"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=rf"is {kind}; update 'plus' takes plain torch.bfloat16"):
             optimizer.add_param_group({"params": [torch.nn.Parameter(p)]})
     assert len(optimizer.param_groups) == 1
     train(optimizer, range(1))
-
-
-@pytest.mark.parametrize(
-    ("g", "kind"),
-    [
-        (torch.ones(8), "torch.float32, torch.strided"),
-        (torch.ones(8).bfloat16().to_sparse(), "torch.bfloat16, torch.sparse_coo"),
-        (ScalingTensor.quantize(torch.ones(8).bfloat16(), E4M3), "a ScalingTensor"),
-    ],
-    ids=["fp32", "sparse", "fp8"],
-)
-def test_gradients_that_are_not_plain_bf16_are_refused_before_any_update(g, kind):
-    optimizer, twin = CollageAdamW(parameters()), CollageAdamW(parameters())
-    for each in (optimizer, twin):
-        train(each, range(1))
-    give_gradients(optimizer.param_groups[0]["params"], 1)
-    optimizer.param_groups[0]["params"][1].main_grad = g
-    with pytest.raises(ValueError, match=rf"{kind}; CollageAdamW takes dense torch.bfloat16: use dense embeddings, and formats.BF16"):
-        optimizer.step()
-    assert_same(optimizer, twin)

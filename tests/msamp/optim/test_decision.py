@@ -1,15 +1,15 @@
-"""What gradients decide: the fields of a Decision as an optimizer fills them."""
+"""What gradients decide: the fields of a GradientDecision as an optimizer fills them."""
 
 import pytest
 import torch
 from torch import nn
 
 from msamp.numerics.recipe import FP32_STATES
-from msamp.optim.adamw import FP8AdamW
-from msamp.optim.decision import Decision
+from msamp.optim.decision import GradientDecision
+from msamp.optim.optimizer import FP8AdamW
 
 
-def decided(gradients: list[list[float]], **settings) -> Decision:
+def decided(gradients: list[list[float]], **settings) -> GradientDecision:
     ps = [nn.Parameter(torch.ones(len(g))) for g in gradients]
     optimizer = FP8AdamW(ps, formats=FP32_STATES, **settings)
     for p, g in zip(ps, gradients, strict=True):

@@ -15,9 +15,9 @@ import msamp
 from msamp.integrations import fsdp
 from msamp.numerics.metrics import undelivered_frac
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.adamw import FP8AdamW
 from msamp.optim.lost_updates import lost_updates, update_distances
-from msamp.optim.updates import AdamW
+from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.updates.adamw import AdamW
 
 SMALL, USUAL = 1e-7, 1e-3
 BF16_MODELS = ("bf16-dmw", "collage-light", "collage-plus", "bf16-a")
@@ -273,5 +273,5 @@ def test_rows_of_fsdp_are_added_up():
 
 
 def test_other_optimizers_are_refused():
-    with pytest.raises(ValueError, match=r"the optimizer is CollageAdamW; lost_updates takes what msamp\.initialize returns"):
-        lost_updates(msamp.CollageAdamW([nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))]))
+    with pytest.raises(ValueError, match=r"the optimizer is AdamW; lost_updates takes what msamp\.initialize returns"):
+        lost_updates(torch.optim.AdamW([nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))]))

@@ -7,10 +7,8 @@ from torch import nn
 
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.quantize import cast
-from msamp.numerics.recipe import StateFormats
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.adamw import FP8AdamW
-from msamp.optim.collage import CollageAdamW
+from msamp.optim.collage import collage_adamw
 from msamp.optim.masters import follow_weight_, version_of
 from msamp.optim.states import make_master, payload, scale_inv, view_of_rows
 
@@ -121,7 +119,7 @@ def test_versions():
 @pytest.mark.parametrize("told", [False, True])
 def test_the_masters_of_collage_s_option_d_follow_too(told):
     p = torch.nn.Parameter(make("normal", SHAPE).bfloat16())
-    optimizer = CollageAdamW([p], variant="d", lr=0.01, weight_decay=0.0)
+    optimizer = collage_adamw([p], variant="d", lr=0.01, weight_decay=0.0)
     for step, lr in enumerate((0.01, 0.01, 1e-9)):
         optimizer.param_groups[0]["lr"] = lr
         if step == 2:
@@ -139,12 +137,6 @@ def test_the_masters_of_collage_s_option_d_follow_too(told):
 # ----------------------------------------------------------------------------------------------------------- pairs of BF16
 
 
-def of_pairs(kind: str, p: nn.Parameter, name: str) -> torch.optim.Optimizer:
-    if kind == "collage":
-        return CollageAdamW([p], lr=1e-3, weight_decay=0.0, variant=name)
-    return FP8AdamW([p], lr=1e-3, weight_decay=0.0, formats=StateFormats(BF16, BF16, BF16, BF16, name))
-
-
 def pair_steps(p: nn.Parameter, optimizer: torch.optim.Optimizer, count: int, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
@@ -153,10 +145,9 @@ def pair_steps(p: nn.Parameter, optimizer: torch.optim.Optimizer, count: int, se
 
 
 @pytest.mark.parametrize("name", ["light", "plus", "kahan", "fp8"])
-@pytest.mark.parametrize("kind", ["collage", "fp8adamw"])
-def test_of_a_pair_whose_weight_is_written_the_second_component_is_dropped(kind, name):
+def test_of_a_pair_whose_weight_is_written_the_second_component_is_dropped(name):
     p = nn.Parameter(torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).bfloat16())
-    optimizer = of_pairs(kind, p, name)
+    optimizer = collage_adamw([p], lr=1e-3, weight_decay=0.0, variant=name)
     pair_steps(p, optimizer, 3)
     remainder = optimizer.state[p]["weight_remainder"]
     before, kept = p.detach().clone(), remainder.float().clone()
@@ -179,12 +170,11 @@ def test_of_a_pair_whose_weight_is_written_the_second_component_is_dropped(kind,
     assert not p.any()
 
 
-@pytest.mark.parametrize("kind", ["collage", "fp8adamw"])
-def test_pairs_that_nobody_writes_keep_their_second_components(kind, monkeypatch):
+def test_pairs_that_nobody_writes_keep_their_second_components(monkeypatch):
     p = nn.Parameter((torch.randn(8, 64, generator=torch.Generator().manual_seed(1)) * 1e-3).bfloat16())
     p.data[:, ::3] = 0.0
     q = nn.Parameter(p.detach().clone())
-    optimizer, undisturbed = of_pairs(kind, p, "light"), of_pairs(kind, q, "light")
+    optimizer, undisturbed = (collage_adamw([x], lr=1e-3, weight_decay=0.0, variant="light") for x in (p, q))
     for seed in range(6):
         pair_steps(p, optimizer, 1, seed)
         pair_steps(q, undisturbed, 1, seed)

@@ -9,7 +9,7 @@ from msamp.numerics.formats import COAT_E4M3, E4M3, FP32
 from msamp.numerics.range_expand import quantize_expanded
 from msamp.numerics.recipe import FP32_STATES, O2
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.shard import Holding, Whole, gradient
 from msamp.optim.states import group_numbers, payload, scale_inv
 

@@ -18,7 +18,7 @@ from msamp.numerics.range_expand import Expanded, quantize_expanded
 from msamp.numerics.recipe import FP32_STATES, O2, StateFormats
 from msamp.numerics.scaling import scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.states import (
     CoatFormat,
     PlainFormat,

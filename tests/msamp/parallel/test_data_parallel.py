@@ -15,7 +15,7 @@ from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.formats import BF16, E4M3, FP32
 from msamp.numerics.recipe import FP32_STATES, by_name
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.parallel.data_parallel import BUCKET_ELEMENTS, grad_sync
 from msamp.parallel.greedy_zero import ZeRO
 

@@ -17,10 +17,9 @@ from torch import nn
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, FP32
 from msamp.numerics.recipe import FP32_STATES, StateFormats, by_name
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW
-from msamp.optim.shard import Whole
+from msamp.optim.optimizer import FP8AdamW
 from msamp.parallel.data_parallel import grad_sync
-from msamp.parallel.greedy_zero import GreedyZeRO, ZeRO
+from msamp.parallel.greedy_zero import ZeRO
 
 WORLDS = (pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly))
 LEVELS = ("fp32", "fp16-amp", "bf16", "collage-plus", "collage-fp8", "O1", "O2", "O3")
@@ -404,16 +403,6 @@ def test_a_synchroniser_that_does_not_shard_is_refused():
     sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32))
     with pytest.raises(ValueError, match="build it with shard=True, or leave out shard"):
         ZeRO(sync)
-
-
-def test_the_optimizer_that_was_called_greedy_zero_is_one_with_a_shard():
-    model = nn.Linear(4, 4)
-    sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True)
-    with pytest.warns(DeprecationWarning, match=r"GreedyZeRO is now FP8AdamW\(params, ..., shard=ZeRO\(sync\)\)"):
-        optimizer = GreedyZeRO(model.parameters(), sync, 0.25, formats=FP32_STATES, overlap=False)
-    assert (type(optimizer), type(optimizer.shard), optimizer.shard.sync) == (FP8AdamW, ZeRO, sync)
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    assert isinstance(FP8AdamW(model.parameters()).shard, Whole)
 
 
 def test_weights_that_are_not_gathered_stay_with_their_owners():

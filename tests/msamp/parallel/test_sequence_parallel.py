@@ -13,7 +13,7 @@ from torch import Tensor
 
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
-from msamp.nn.scaling_state import Slot
+from msamp.nn.cast_scales import CastScales
 from msamp.numerics.formats import E4M3, E5M2, Format
 from msamp.numerics.recipe import Cast
 from msamp.parallel.sequence_parallel import gathered_shape, shared_amax, start_gather, start_sum
@@ -34,8 +34,8 @@ def partial(rank: int, shape: tuple[int, int], dtype: torch.dtype, kind: str) ->
     return (make(kind, shape, rank) * 3).clamp(-6e4, 6e4).to(dtype)
 
 
-def slot(delayed: bool) -> Slot:
-    return Slot(torch.tensor(SCALE), torch.tensor(1 / SCALE), torch.zeros(())) if delayed else Slot(None, None, torch.zeros(()))
+def slot(delayed: bool) -> CastScales:
+    return CastScales(torch.tensor(SCALE), torch.tensor(1 / SCALE), torch.zeros(())) if delayed else CastScales(None, None, torch.zeros(()))
 
 
 def sums(peers: Peers) -> dict[tuple, dict[str, Any]]:

@@ -7,7 +7,7 @@ import torch
 from numerics import make
 
 from megatron.lm.processes.cpu_home import cpu_home
-from msamp.nn.saved import AS_IT_IS, IN_GROUPS, GroupedFP8
+from msamp.nn.saved_activations import AS_IT_IS, IN_GROUPS, GroupedFP8
 from tools.reproduce import coat_activations
 from tools.reproduce.coat_activations import KEPT, WAYS, OneScale, OneScaleAToken, error_row, layer_rows, losses, outliers, table
 

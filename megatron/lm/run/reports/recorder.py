@@ -30,7 +30,7 @@ from msamp.nn.gemm import LayerGemm, tally_operand_
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, WIRE, TensorScales
 from msamp.numerics.metrics import TALLY, add_tallies, judge, undelivered_share
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.rehearsal import rehearse
+from msamp.optim.update_error import rehearse
 from msamp.optim.updates import MASTER
 
 ROWS = {INPUT: "input", GRAD_OUTPUT: "grad_output"}
@@ -60,7 +60,7 @@ class Recorder:
     amax: of the values before the cast. Underflow: share of the non-zero values that became zero; saturation: share at the format's
     maximum; SQNR in dB; the scale's exponent, base 2. Norms of the parameter after the update and of the update, which is the one that
     FP32 arithmetic makes of the same states; descent: inner product of its direction with what arrived in the master (`descent /
-    update_norm` is 1 where nothing was lost; Collage's EDQ takes the direction of the optimizer's own arithmetic: `CollageAdamW.edq`);
+    update_norm` is 1 where nothing was lost; Collage's EDQ takes the direction of the optimizer's own arithmetic: `msamp.update_quality`);
     lost: share of elements left unchanged by an update that is not zero; undelivered: share of the update's distance that did not arrive,
     `msamp.numerics.metrics.undelivered_frac`, about 0 under stochastic rounding, which leaves most elements unchanged in one step. null:
     not finite, nothing lost (SQNR), or unknown (a sum not taken in FP32).

@@ -13,7 +13,7 @@ from megatron.lm.config.precision import (
     with_saved_rounding,
     with_saved_scaling,
 )
-from msamp.nn.saved import AS_IT_IS, IN_GROUPS
+from msamp.nn.saved_activations import AS_IT_IS, IN_GROUPS
 from msamp.numerics import formats, recipe
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.recipe import FP32_STATES, StateFormats

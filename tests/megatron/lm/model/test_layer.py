@@ -16,7 +16,7 @@ from megatron.lm.model.layer import Layer
 from megatron.lm.processes import process_groups
 from msamp.kernels import ops
 from msamp.nn import block
-from msamp.nn.saved import AsItIs, GroupedFP8
+from msamp.nn.saved_activations import AsItIs, GroupedFP8
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.recipe import BF16, COAT, FP32, O2, O3, Recipe
 

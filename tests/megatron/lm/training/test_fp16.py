@@ -14,7 +14,7 @@ from megatron.lm.errors import RunStopped
 from megatron.lm.run import trainer
 from megatron.lm.step import train_step
 from megatron.lm.training.state import Batches, StepResult, Training
-from msamp.amp.scaler import LossScaler
+from msamp.fp16.scaler import LossScaler
 
 FIRST = "decoder.layers.1.mlp.linear_fc2.weight"
 

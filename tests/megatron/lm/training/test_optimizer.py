@@ -24,8 +24,8 @@ from msamp.numerics import formats, recipe
 from msamp.numerics.formats import Format
 from msamp.numerics.stochastic_rounding import tensor_key
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW
 from msamp.optim.device_flag import DeviceFlag
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.updates import format_names
 from msamp.parallel.greedy_zero import ZeRO
 

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from definitions import dequantize_blocks
 from numerics import bits, codes, make
 
 from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.block_cast import block_cast
-from msamp.numerics.block_scale import RULES, dequantize_blocks, quantize_blocks
+from msamp.numerics.block_scale import RULES, quantize_blocks
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.granularity import Block
 

@@ -1,4 +1,4 @@
-"""The twin of the Collage update: what it reads and writes, and that the optimizer that stands alone computes the same."""
+"""The twin of the Collage update: what it reads and writes, and that the optimizer computes the same."""
 
 import math
 
@@ -9,7 +9,7 @@ from numerics import bits
 from msamp.kernels.reference.adamw import Batch, Hyper
 from msamp.kernels.reference.collage import VARIANTS, collage, power
 from msamp.optim import updates
-from msamp.optim.collage import CollageAdamW
+from msamp.optim.collage import collage_adamw
 
 HYPER = Hyper(lr=3e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 UPDATES = [name for name, variant in VARIANTS.items() if variant.dtype is torch.bfloat16]
@@ -37,7 +37,7 @@ def test_every_option_is_in_the_table():
 
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("clip", [None, 1.0, 0.3])
-def test_many_tensors_at_once_as_the_optimizer_that_stands_alone(update, clip):
+def test_many_tensors_at_once_as_the_optimizer(update, clip):
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in ((12, 8), (), (5,))]
     weights = [p.detach().clone() for p in params]
@@ -60,7 +60,7 @@ def test_many_tensors_at_once_as_the_optimizer_that_stands_alone(update, clip):
         weight_remainders=zeros("weight_remainder"),
         v_remainders=zeros("exp_avg_sq_remainder"),
     )
-    alone = CollageAdamW(params, HYPER.lr, HYPER[1:3], HYPER.eps, HYPER.weight_decay, variant=update)
+    alone = collage_adamw(params, HYPER.lr, HYPER[1:3], HYPER.eps, HYPER.weight_decay, variant=update)
     for _ in range(6):
         for p, g in zip(params, batch.grads, strict=True):
             g.copy_(torch.randn(p.shape, generator=generator) * 0.1)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from msamp.kernels.places import Places, aligned, captured, place, take
+from msamp.kernels.scalar_pool import ScalarPool, aligned, captured, take, try_take
 
 
 def test_every_place_for_a_scale_inv_is_zero_aligned_and_given_once(device):
-    places, taken = Places(2, torch.device(device)), []
+    places, taken = ScalarPool(2, torch.device(device)), []
     for _ in range(5):
         taken.append(places.take())
         assert (taken[-1].shape, float(taken[-1]), taken[-1].data_ptr() % 16) == ((), 0.0, 0)
@@ -19,7 +19,7 @@ def test_every_place_for_a_scale_inv_is_zero_aligned_and_given_once(device):
 
 
 def test_a_place_that_is_kept_for_backward_is_not_changed_by_those_beside_it(device):
-    places = Places(2, torch.device(device))
+    places = ScalarPool(2, torch.device(device))
     kept = places.take()
     version = kept._version
     places.take().fill_(1.0)
@@ -27,20 +27,20 @@ def test_a_place_that_is_kept_for_backward_is_not_changed_by_those_beside_it(dev
 
 
 def test_what_evaluation_leaves_over_serves_training(device):
-    places = Places(2, torch.device(device))
+    places = ScalarPool(2, torch.device(device))
     with torch.inference_mode():
         places.take()
     assert not places.take().is_inference()
 
 
 def test_on_a_cpu_a_cast_makes_its_own():
-    assert place(torch.device("cpu")) is None
+    assert try_take(torch.device("cpu")) is None
     with captured():
-        assert place(torch.device("cpu")) is None
+        assert try_take(torch.device("cpu")) is None
 
 
 def test_several_scalars_lie_together_and_none_is_given_twice(device):
-    places = Places(2, torch.device(device))
+    places = ScalarPool(2, torch.device(device))
     first, second = places.take(4), places.take(3)
     assert (first.shape, second.shape, first.data_ptr() % 16) == ((4,), (3,), 0)
     first.fill_(1.0)
@@ -73,15 +73,15 @@ def test_the_capture_of_another_thread_waits():
 @pytest.mark.gpu
 def test_an_eager_cast_on_a_gpu_is_given_a_place_of_its_stream_and_a_foreign_capture_none():
     here = torch.device("cuda", torch.cuda.current_device())
-    first, second = place(here), place(here)
+    first, second = try_take(here), try_take(here)
     assert first.data_ptr() != second.data_ptr()
     assert float(first) == float(second) == 0.0
     with torch.cuda.stream(torch.cuda.Stream()):
-        other = place(here)
+        other = try_take(here)
     assert other.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
     graph, x = torch.cuda.CUDAGraph(), torch.zeros(1, device=here)
     with torch.cuda.graph(graph):
-        assert place(here) is None
+        assert try_take(here) is None
         x.add_(1)
 
 
@@ -89,9 +89,9 @@ def test_an_eager_cast_on_a_gpu_is_given_a_place_of_its_stream_and_a_foreign_cap
 def test_under_a_dispatch_mode_nothing_is_left_in_the_pool():
     here = torch.device("cuda", torch.cuda.current_device())
     with FakeTensorMode():
-        assert place(here) is None
+        assert try_take(here) is None
         assert isinstance(take(here), FakeTensor)
-    assert not isinstance(place(here), FakeTensor)
+    assert not isinstance(try_take(here), FakeTensor)
 
 
 @pytest.mark.gpu

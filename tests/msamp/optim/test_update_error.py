@@ -12,9 +12,9 @@ from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, E4M3, FP16, FP32, Format
 from msamp.numerics.recipe import COAT, COLLAGE_FP8, COLLAGE_PLUS, FP32_STATES, O1, O2, O3, StateFormats
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim import rehearsal
-from msamp.optim.adamw import FP8AdamW
-from msamp.optim.rehearsal import rehearse, rehearse_launches
+from msamp.optim import update_error
+from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.update_error import rehearse, rehearse_batches
 
 LEVELS = {
     "O1": (O1.states, FP16),
@@ -63,7 +63,7 @@ def everything(optimizer: FP8AdamW) -> list[bytes]:
 )
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_is_stored_is_what_the_step_stores_and_nothing_changes(level, settings, device, monkeypatch):
-    monkeypatch.setattr(rehearsal, "ROWS", 100)
+    monkeypatch.setattr(update_error, "ROWS", 100)
     ps, optimizer = made(*LEVELS[level], device, **settings)
     for step in range(3):
         grow(ps, step)
@@ -102,7 +102,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_more_is_copied_at_a_time_than_some_rows(level, monkeypatch):
-    monkeypatch.setattr(rehearsal, "ROWS", 100)
+    monkeypatch.setattr(update_error, "ROWS", 100)
     ps, optimizer = made(*LEVELS[level])
     for step in range(2):
         grow(ps, step)
@@ -171,7 +171,7 @@ SAMPLED = {**NEAREST, "coat": (COAT.states, E4M3), "plus": (COLLAGE_PLUS.states,
 @pytest.mark.parametrize("level", SAMPLED)
 def test_a_sample_is_rows_of_the_whole_update_to_the_bit(level, device, monkeypatch):
     """Of (24, 16) every sixth row, of (8, 48) one; a sample of one row more than fits is two launches."""
-    monkeypatch.setattr(rehearsal, "SAMPLED", 100)
+    monkeypatch.setattr(update_error, "SAMPLED", 100)
     ps, optimizer = made(*SAMPLED[level], device, clip_grad=1e-2)
     more = [nn.Parameter(p.detach().clone()) for p in ps]
     optimizer.add_param_group({"params": more})
@@ -192,17 +192,17 @@ def test_a_sample_is_rows_of_the_whole_update_to_the_bit(level, device, monkeypa
 
 def one_by_one(optimizer: FP8AdamW, sample: int | None):
     """Each holding with its masters before, exact and as stored."""
-    for both in rehearse_launches(optimizer, sample):
+    for both in rehearse_batches(optimizer, sample):
         yield from zip(both.holdings, both.before, both.exact.masters, both.masters(), strict=True)
 
 
 def test_a_sample_takes_no_more_memory_than_its_elements(monkeypatch):
-    monkeypatch.setattr(rehearsal, "SAMPLED", 100)
+    monkeypatch.setattr(update_error, "SAMPLED", 100)
     ps, optimizer = made(*LEVELS["O2"])
     grow(ps, 0)
     optimizer.step()
     grow(ps, 1)
-    parts = rehearse_launches(optimizer, 48)
+    parts = rehearse_batches(optimizer, 48)
     next(parts)  # before which the gradients are measured, as a step does
     with Largest() as largest:
         list(parts)

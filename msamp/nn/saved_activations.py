@@ -8,7 +8,7 @@ them, which in a fused block would take 6 bytes a token and channel of a GPT, al
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -29,6 +29,13 @@ class Saved(Protocol):
 
     def restore(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
         """[M, N] of `dtype`, that of `x`, from the tensors of `keep`."""
+
+
+class SavedBytes(NamedTuple):
+    """What a fused block keeps for backward, in bytes per token: for its norm, but for the statistics (8 bytes), and for the rest."""
+
+    norm: float
+    inner: float
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,6 @@ model, optimizer = msamp.amp.initialize(model, optimizer, opt_level="O1")
 with msamp.amp.scale_loss(loss, optimizer) as scaled: scaled.backward()
 """
 
-from msamp.amp.api import initialize, load_state_dict, master_params, scale_loss, scaled_loss, state_dict
+from msamp.fp16.api import initialize, load_state_dict, master_params, scale_loss, scaled_loss, state_dict
 
 __all__ = ["initialize", "load_state_dict", "master_params", "scale_loss", "scaled_loss", "state_dict"]

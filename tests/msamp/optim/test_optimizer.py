@@ -13,8 +13,8 @@ from msamp.kernels.reference import adamw
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.adamw import FP8AdamW
 from msamp.optim.clip import clip_
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.updates import format_names
 
 ANY = (FP32, BF16, FP16, E4M3, E5M2)

@@ -1,25 +1,23 @@
-"""FP8 AdamW: AdamW with a format of its own for each of master weight, gradient and moments (FP8-LM section 2.2, Table 6).
+"""The optimizer: masters, gradients and moments each in a format of its own (FP8-LM section 2.2, Table 6).
 
-What: the update of AdamW in FP32, on states that are stored in fewer bits:
+What: the update of AdamW in FP32, on states that are stored in fewer bits (other updates, such as SGD's and Collage's, enter by
+`msamp.optim.updates`):
 
     m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2
     w = (1 - lr wd) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
-
-Each state has the shape of its parameter. A step loads the states to FP32, computes, and stores them again; the update of w uses m and v
-before they are rounded.
 
 Why these formats (O2): m is E4M3, since its direction matters more than its magnitude. v is FP16 with a scale, since the square of g
 doubles the range in powers of two. The master is FP16 with a scale, since an update far below the weight must not vanish (Table 6).
 Weight, gradient, m and v take 2 + 1 + 1 + 2 bytes, against 18 of BF16 with FP32 masters, gradients and moments.
 
-A step in four: read amax and norm of all gradients; agree on the norm and the clip coefficient; bound each new state to choose its scale;
-update all tensors in few launches. A gradient that is not finite changes nothing; the device decides, and the host does not wait.
+How, in four steps, each of which does not wait for the host:
 
-What was tried: a scale taken from the new values needs a second pass over them. A bound of the new values needs none
-(`msamp.optim.updates`). Other updates, such as Collage's in BF16, enter there too.
+1. `decision.measure` reads amax and norm of all gradients; `KeptAmaxes` has those of the states as they were last stored.
+2. `decision.decide` takes the norm of all processes to a clip coefficient, and decides whether the step is taken.
+3. Each new state's scale follows from a bound that holds before its values are known, so that no second pass is needed.
+4. `update_batches` groups tensors of one format, and their update runs each group in one launch.
 """
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,69 +26,51 @@ import torch
 
 from msamp.kernels.reference.adamw import GRAD
 from msamp.kernels.tables import Tables
-from msamp.numerics.formats import FP32, Format, by_name
+from msamp.numerics.formats import FP32, by_name
 from msamp.numerics.recipe import O2, StateFormats
-from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
-from msamp.optim.clip import (
-    check_max_norm,
-    clip_coefficient,
-    contiguous,
-    first_pass,
-    norms_from_square_sums,
-    scaled_first,
-    second_pass,
-    units,
-)
-from msamp.optim.decision import Decision, LossScale
+from msamp.optim.clip import check_max_norm, contiguous
+from msamp.optim.decision import GradientDecision, LossScale, Measured, decide, measure, weight_scale_invs
 from msamp.optim.device_flag import DeviceFlag
-from msamp.optim.kept_states import expected_states, kept_states, update_of
+from msamp.optim.kept_amaxes import KeptAmaxes
+from msamp.optim.kept_states import expected_states, kept_states, named_by_variant, update_of
 from msamp.optim.masters import follow_states_, version_of
 from msamp.optim.shard import Holding, Shard, Whole
 from msamp.optim.states import (
-    as_stored,
     begun,
     check_state,
     copy_of_rows,
     give_keys,
     is_own_master,
-    is_scaled,
     local,
     make_master,
     parameter_names,
-    payload,
     saved_states,
-    scale_inv,
     take_groups,
-    weight_format,
 )
-from msamp.optim.updates import MASTER, Launch, formats_of, named_formats, take_options, updates_of
+from msamp.optim.update_batches import update_batches
+from msamp.optim.updates import StepInputs, Update, UpdateBatch, formats_of, named_formats, take_options, updates_of
 
-SCALE_INV = -1  # row of the table of amaxes: the gradient's scale_inv
 
-
-class FP8AdamW(torch.optim.Optimizer):
-    """AdamW with states in low precision; with FP32 formats, torch.optim.AdamW bit for bit.
+class LowPrecisionOptimizer(torch.optim.Optimizer):
+    """An optimizer with states in low precision: AdamW (with FP32 formats torch.optim.AdamW bit for bit), or another update by its name.
 
     A gradient is `p.main_grad` where a synchroniser has put one (in any format), else `p.grad`.
 
-    Each step loads to FP32, updates in FP32 from the unquantised new moments and stores. Scales come from bounds that
-    hold before the values are known: m from beta1 amax_m + (1 - beta1) amax_g, v likewise with squares, master and
-    weight from twice the master's amax. COAT's moments (`formats.COAT_E4M3`, `COAT_E5M2`) are stored with the maximum and the range of
-    each group as they are. A weight with a master beside it is cast from the master as stored. A step with a
-    gradient that is not finite is skipped, counted in `skipped_steps`, and does not advance the bias correction.
+    Scales come from bounds: m from beta1 amax_m + (1 - beta1) amax_g, v likewise with squares, master and weight from twice the master's
+    amax. COAT's moments (`formats.COAT_E4M3`, `COAT_E5M2`) are stored with the maximum and the range of each group as they are. A weight
+    with a master beside it is cast from the master as stored. A step with a gradient that is not finite is skipped, counted in
+    `skipped_steps`, and does not advance the bias correction.
 
-    State of a parameter: `step` (FP32, on the parameter's device), `exp_avg`, `exp_avg_sq`, of COAT's moments also
-    their `_max` and `_k`, and `master` where the parameter is not itself stored in the master's format. `formats.update` names another
-    update than AdamW's in FP32, with states of its own (`msamp.optim.updates`): Collage's, all in BF16, keep `weight_remainder` and
-    `exp_avg_sq_remainder`, the second components of pairs.
+    State of a parameter: `step` (FP32, on its device), `exp_avg`, `exp_avg_sq`, of COAT's moments also their `_max` and `_k`, and `master`
+    where the parameter is not itself stored in the master's format. `formats.update` names another update than AdamW's in FP32, with states
+    of its own (`msamp.optim.updates`): Collage's keep `weight_remainder` and `exp_avg_sq_remainder`, the second components of pairs.
 
-    On a GPU with Triton a step is a few launches over all tensors, one a combination of formats, which read and write
-    each element once and take the amaxes that the next step's bounds need; elsewhere, and for weights that are not
-    contiguous, the reference twin (one host sync, FP32 temporaries). No step but the first waits for the host, and a
-    CUDA graph may hold one: gradients must keep their memory, `refresh` goes before a replay, and after `load_state_dict`,
-    `restart` or weights loaded by themselves it must be captured anew.
+    On a GPU with Triton a step is a few launches over all tensors, one a combination of formats, which read and write each element once and
+    take the amaxes that the next step's bounds need; elsewhere, and for weights that are not contiguous, the reference twin (one host sync,
+    FP32 temporaries). No step but the first waits for the host, and a CUDA graph may hold one: gradients must keep their memory, `refresh`
+    goes before a replay, and after `load_state_dict`, `restart` or weights loaded by themselves it must be captured anew.
 
     A master follows a weight that somebody else has written, by `model.load_state_dict`, `copy_` or whatever moves its version, at the next
     step (`msamp.optim.masters`); model and optimizer can be loaded in either order. `reload_model_params` finds writes through `.data` too.
@@ -158,9 +138,8 @@ class FP8AdamW(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drop what is only remembered: tables on the device, amaxes as stored."""
         self._tables: Tables | None = None
-        self._kept = torch.zeros(0)
+        self._kept = KeptAmaxes()
         self._grad_amaxes = torch.zeros(0)
-        self._seen: dict[torch.Tensor, tuple[int, ...]] = {}
         self._cast: dict[torch.Tensor, tuple[int, ...]] = {}  # weights as they were last known to be cast from their masters
 
     @property
@@ -196,13 +175,12 @@ class FP8AdamW(torch.optim.Optimizer):
     def refresh(self) -> None:
         """Before a replay of a CUDA graph that holds a step: send learning rates and weight decays that have changed to the device, and let
         masters follow weights that somebody has written."""
-        for number, group in enumerate(self.param_groups):
+        for group in self.param_groups:
             for update in updates_of(group):
-                self._hyper(number, update.name)
+                self._hyper(group, update)
         held = [holding for holding in self.holdings() if self.state.get(holding.weight)]
         self._follow(held)
-        if self._kept.dim() == 2:
-            self._keep_amaxes(held)
+        self._kept.take(held, self.state, self.batches)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch; refuses hyper-parameters out of range, naming value and range. The group has the options of its own updates alone."""
@@ -257,14 +235,16 @@ class FP8AdamW(torch.optim.Optimizer):
     def restart(self) -> None:
         """Start all masters and moments anew from the parameters as they are: where the moments of before mean nothing to new weights."""
         self.state.clear()
-        self._seen, self._cast = {}, {}
+        self._kept.forget()
+        self._cast = {}
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
         """Let masters follow weights that somebody has written, now, and find writes that no version tells of, such as those through the
         `.data` of a plain parameter (Megatron's name). A step does it by itself for all others."""
         self.wait()
-        self._seen, self._cast = {}, {}
+        self._kept.forget()
+        self._cast = {}
         self._follow([holding for holding in self.holdings() if self.state.get(holding.weight)])
 
     def _follow(self, holdings: Sequence[Holding]) -> None:
@@ -297,11 +277,6 @@ class FP8AdamW(torch.optim.Optimizer):
     def holdings(self) -> list[Holding]:
         """What this process updates, in parameter order."""
         return self.shard.holdings(self._whole())
-
-    def pieces(self) -> list[Holding]:
-        """Deprecated: `holdings`. Gone in the next version."""
-        warnings.warn("FP8AdamW.pieces is now FP8AdamW.holdings, and will go", DeprecationWarning, stacklevel=2)
-        return self.holdings()
 
     def ready(self) -> list[Holding]:
         """Those with a gradient in this step, which they carry in its format; waits for weights that are still on their way, and lets
@@ -345,29 +320,33 @@ class FP8AdamW(torch.optim.Optimizer):
             self.loss_scale.update(~usable)
         # On a GPU the kernels look at the flag, and under ZeRO every rank must come to the gathering, whatever it has to update.
         if usable.is_cuda or usable:
-            scale_invs = self._new_scale_invs(decision.amaxes) if self.shard.ranks > 1 else {}
-            for launch in self.launches(ready):
-                launch.update.run(self._table(), launch, decision.amaxes, self._kept, decision.coefficient, self._usable)
+            scale_invs = weight_scale_invs(self._whole(), decision.amaxes, self._usable, self._table()) if self.shard.ranks > 1 else {}
+            inputs = StepInputs(decision.amaxes, self._kept.table, decision.coefficient, self._usable)
+            for batch in self.batches(ready):
+                batch.update.run(self._table(), batch, inputs)
             self.shard.send_weights(scale_invs)
             self._written(ready)
         if fresh and not usable:
             for holding in fresh:  # a skipped step leaves no trace
                 del self.state[holding.weight]
 
-    def decide(self, ready: Sequence[Holding]) -> Decision:
+    def decide(self, ready: Sequence[Holding]) -> GradientDecision:
         """What the gradients of `ready` (as `self.ready` gives them, all with states) come to; collective under ZeRO. Changes no weight and
         no state."""
-        table, sums = self._measure(ready)
-        norm, coefficient = self._combined_norm(ready, table, sums), None
-        if self.loss_scale is not None:
-            coefficient = self.loss_scale.scale(norm.device).reciprocal()
-            norm = norm * coefficient
-        if self.clip_grad is not None:
-            clip = clip_coefficient(norm, self.clip_grad)
-            coefficient = clip if coefficient is None else clip * coefficient
-        # A gradient with a square beyond FP32 would leave the second moment without a bound; clipping brings it back in range.
-        usable = norm.isfinite() if self.clip_grad is not None else norm.float().square().isfinite()
-        return Decision(table, norm, coefficient, usable)
+        rows = max(update_of(whole.formats).master_row for whole in self._whole())
+        measured = self._measure(ready, lambda holdings: self._kept.of(holdings, self.state, self.batches, self._table(), rows))
+        return decide(measured, clip_grad=self.clip_grad, loss_scale=self.loss_scale)
+
+    def norm_of(self, ready: Sequence[Holding]) -> torch.Tensor:
+        """FP64 0-dim norm of the gradients of `ready`, as a step takes it before clipping; collective under ZeRO."""
+        return self._measure(ready, None).norm
+
+    def _measure(self, ready: Sequence[Holding], kept: Callable[[Sequence[Holding]], torch.Tensor] | None) -> Measured:
+        return measure(ready, self._params(), self._table(), self.shard, kept, self.combine_norms)
+
+    def batches(self, holdings: Sequence[Holding]) -> Iterator[UpdateBatch]:
+        """See `update_batches`; the holdings have states."""
+        return update_batches(holdings, self.state, self._hyper)
 
     def replayed(self) -> None:
         """After a replay of a CUDA graph that holds a step: what `step` does on the host once the device has been told."""
@@ -376,7 +355,7 @@ class FP8AdamW(torch.optim.Optimizer):
     def _written(self, holdings: Sequence[Holding]) -> None:
         """Kernels write behind torch's back: the version of a weight, by which its FP8 scale is kept, has to change."""
         torch.autograd.graph.increment_version([p.payload if isinstance(p, ScalingTensor) else p for p in map(local, self._params())])
-        self._seen |= {holding.weight: self._signature(holding) for holding in holdings}
+        self._kept.written(holdings, self.state)
         self._cast |= {holding.weight: version_of(holding.param) for holding in holdings}
 
     def _params(self) -> list[torch.Tensor]:
@@ -388,116 +367,10 @@ class FP8AdamW(torch.optim.Optimizer):
             self._tables = Tables(device)
         return self._tables
 
-    def _hyper(self, number: int, update: str) -> torch.Tensor:
+    def _hyper(self, group: Mapping[str, Any], update: Update) -> torch.Tensor:
         """FP64 on the device: the numbers of a group that an update asks for."""
-        return self._table().send(("hyper", number, update), updates.by_name(update).numbers(self.param_groups[number]), torch.float64)
-
-    def _signature(self, holding: Holding) -> tuple[int, ...]:
-        """Changes when other code changes a tensor with a kept amax."""
-        state = self.state[holding.weight]
-        kept = [state[key] for key in update_of(holding.formats).kept]
-        return version_of(holding.param, *kept, state.get(MASTER.key, holding.param))
-
-    def _measure(self, ready: Sequence[Holding], *, bounds: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the bounds and the norm need before anything is updated; with `bounds` False, what the norm needs alone.
-
-        Returns:
-            FP32 [rows, parameters]: the amaxes of a `Decision`, or of it the first row and the last.
-            int64 [parameters, 2]: sums of squares of this process's scaled gradients.
-        """
-        tables, count = self._table(), len(self._params())
-        gs, (scaled, plain) = self._sorted_gradients(ready)
-        ordered = [ready[i] for i in scaled + plain]
-        kept = self._kept_of(ordered) if bounds else torch.zeros(0, len(ordered), device=tables.device)
-        table = torch.zeros(len(kept) + 2, count, device=tables.device)
-        sums = torch.zeros(count, 2, dtype=torch.int64, device=tables.device)
-        if ready:
-            stats, found = first_pass(tables, gs[: len(scaled)], gs[len(scaled) :])
-            index = tables.send("indices", [holding.index for holding in ordered])
-            table.scatter_reduce_(1, index.expand(len(table), -1), torch.cat([stats[:1], kept, stats[1:]]), "amax")
-            sums.index_add_(0, index[: len(scaled)], found)
-        return self.shard.largest(table), sums
-
-    def _kept_of(self, ready: Sequence[Holding]) -> torch.Tensor:
-        """FP32 [rows, ready]: the amaxes as stored that are kept."""
-        tables, rows = self._table(), max(update_of(whole.formats).master_row for whole in self._whole())
-        size = 1 + max((holding.place for holding in ready), default=-1)
-        if self._kept.dim() != 2 or self._kept.shape[0] != rows or self._kept.shape[1] < size or self._kept.device != tables.device:
-            self._kept, self._seen = torch.zeros(rows, size, device=tables.device), {}
-        self._keep_amaxes(ready)
-        return self._kept.index_select(1, tables.send("places", [holding.place for holding in ready]))
-
-    def _keep_amaxes(self, holdings: Sequence[Holding]) -> None:
-        """Take the amaxes as stored of what somebody else has changed."""
-        stale = [holding for holding in holdings if self._seen.get(holding.weight) != self._signature(holding)]
-        for launch in self.launches(stale):
-            self._kept[: launch.update.master_row, launch.places] = launch.update.stored_amaxes(launch)
-
-    @staticmethod
-    def _sorted_gradients(ready: Sequence[Holding]) -> tuple[list[torch.Tensor], tuple[list[int], list[int]]]:
-        """The gradients, scaled ones first; the places in `ready` of the scaled and of the plain ones."""
-        gs = [holding.grad for holding in ready if holding.grad is not None]
-        scaled, plain = scaled_first(gs)
-        return [gs[i] for i in scaled + plain], (scaled, plain)
-
-    def _combined_norm(self, ready: Sequence[Holding], table: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-        """FP64 0-dim norm of all gradients, whichever process holds them."""
-        tables = self._table()
-        gs, (scaled, plain) = self._sorted_gradients(ready)
-        if plain:
-            index = tables.send("indices of plain", [ready[i].index for i in plain])
-            numels = [ready[i].param.numel() for i in plain]
-            sums.index_add_(0, index, second_pass(tables, gs[len(scaled) :], table[GRAD, index], numels))
-        plain_units = tables.send("units", [float(units(p.numel())) for p in self._params()], torch.float64)
-        return self.combine_norms(norms_from_square_sums(self.shard.total(sums), table[GRAD], table[SCALE_INV], plain_units))
-
-    def _new_scale_invs(self, amaxes: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
-        """The scale_inv that each scaled weight has after this step, as its owner computes it (`store_`)."""
-        alike: dict[tuple[Format, int], list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
-        for whole in self._whole():
-            last = scale_inv(whole.param)
-            if last is not None:
-                kind = weight_format(whole.param), update_of(whole.formats).master_row
-                alike.setdefault(kind, []).append((whole.index, whole.param, last))
-        found: dict[torch.Tensor, torch.Tensor] = {}
-        for (fmt, row), members in alike.items():
-            indices, params, scale_invs = (list(column) for column in zip(*members, strict=True))
-            last = torch.stack(scale_invs)
-            index = self._table().send(("weights", fmt, row), indices)
-            new = inverse(scale_from_amax(2.0 * amaxes[row][index], fmt.max, inverse(last)))
-            found |= zip(params, torch.where(self._usable, new, last).unbind(), strict=True)
-        return found
-
-    def launches(self, ready: Sequence[Holding]) -> Iterator[Launch]:
-        """Holdings that are updated together. They have states, and all or none have a gradient; they are of one group, and their
-        tensors have the same formats and are all laid out by rows, or none is."""
-        numbers = {id(group): number for number, group in enumerate(self.param_groups)}
-        alike: dict[tuple[Any, ...], list[Holding]] = {}
-        for holding in ready:
-            own = MASTER.key not in self.state[holding.weight]
-            stored = _dtype(holding.grad), None if own else _dtype(holding.weight)
-            kind = (numbers[id(holding.group)], holding.weight.is_contiguous(), *stored, *holding.formats.values())
-            alike.setdefault(kind, []).append(holding)
-        for (number, by_rows, _, own_format, *_), members in alike.items():
-            held = [self.state[holding.weight] for holding in members]
-            weights, beside = [holding.weight for holding in members], own_format is not None
-            formats = members[0].formats
-            keys = [declared.key for declared in update_of(formats).states if declared != MASTER]
-            yield Launch(
-                group=members[0].group,
-                formats=formats,
-                hyper=self._hyper(number, formats["update"]),
-                by_rows=by_rows,
-                grads=[holding.grad for holding in members if holding.grad is not None],
-                masters=[state[MASTER.key] for state in held] if beside else weights,
-                weights=weights if beside else [],
-                states={key: [as_stored(state, key) for state in held] for key in keys},
-                steps=[state["step"] for state in held],
-                indices=[holding.index for holding in members],
-                places=[holding.place for holding in members],
-                keys=[holding.key for holding in members],
-                offsets=[holding.offset for holding in members],
-            )
+        number = next(i for i, own in enumerate(self.param_groups) if own is group)
+        return self._table().send(("hyper", number, update.name), update.numbers(group), torch.float64)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Under ZeRO the state of the whole optimizer, gathered tensor by tensor; collective.
@@ -525,6 +398,7 @@ class FP8AdamW(torch.optim.Optimizer):
         The roundings of masters and moments are those saved, as learning rates are, and so are the keys of stochastic rounding: the next
         step is that of the saved run, bit for bit. States saved before stochastic rounding existed keep nearest rounding.
         """
+        state_dict = named_by_variant(state_dict)
         states, names = saved_states(self, state_dict, "formats"), parameter_names(self)
         for whole in self._whole():
             if whole.index in states:
@@ -573,6 +447,4 @@ class FP8AdamW(torch.optim.Optimizer):
         self._cast = {}
 
 
-def _dtype(x: torch.Tensor | None) -> tuple[torch.dtype, bool] | None:
-    """In what a tensor is stored, and whether with a scale; None of none."""
-    return None if x is None else (payload(x).dtype, is_scaled(x))
+FP8AdamW = LowPrecisionOptimizer  # its name while AdamW was its only update

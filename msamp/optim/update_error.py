@@ -14,14 +14,14 @@ from msamp.numerics.formats import FP32
 from msamp.numerics.range_expand import Expanded
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim import updates
-from msamp.optim.adamw import FP8AdamW
+from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.shard import Holding
 from msamp.optim.states import copy_of_rows, decoded, own_values, payload, weight_format
-from msamp.optim.updates import MASTER, WEIGHT, Launch, State
+from msamp.optim.updates import MASTER, WEIGHT, State, StepInputs, UpdateBatch
 
 ROWS = 2**24  # elements rehearsed at a time: a dozen FP32 copies of 64 MiB
 SAMPLED = 2**20  # of a sample, which must not raise the peak of a step
-LISTS = ("grads", "masters", "weights", "steps", "indices", "places", "keys", "offsets")  # of a launch, beside its states
+LISTS = ("grads", "masters", "weights", "steps", "indices", "places", "keys", "offsets")  # of a batch, beside its states
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class Rehearsal:
 
 
 class BothWays(NamedTuple):
-    """An update of copies, as it will be stored and as FP32 states would have it; the lists of both launches are alike in length and order.
+    """An update of copies, as it will be stored and as FP32 states would have it; the lists of both batches are alike in length and order.
 
     Attributes:
-        stored: the launch after the step's own kernels.
-        exact: the same launch on states in FP32, which are not rounded.
+        stored: the batch after the step's own kernels.
+        exact: the same batch on states in FP32, which are not rounded.
         before: the masters' values, FP32.
         holdings: the holdings that have these rows.
     """
 
-    stored: Launch
-    exact: Launch
+    stored: UpdateBatch
+    exact: UpdateBatch
     before: list[torch.Tensor]
     holdings: list[Holding]
 
@@ -73,13 +73,13 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
     parameter before its first update has no states, and is left out. Takes the collectives that a step takes. At most `ROWS` elements are
     there twice, a dozen bytes each stored and in FP32; of an update that takes whole parameters at least one of these.
     """
-    for both in rehearse_launches(optimizer):
+    for both in rehearse_batches(optimizer):
         yield from _told(both)
 
 
 @torch.no_grad()
-def rehearse_launches(optimizer: FP8AdamW, sample: int | None = None) -> Iterator[BothWays]:
-    """`rehearse`, launch by launch.
+def rehearse_batches(optimizer: FP8AdamW, sample: int | None = None) -> Iterator[BothWays]:
+    """`rehearse`, batch by batch.
 
     Args:
         optimizer: as for `rehearse`.
@@ -94,13 +94,13 @@ def rehearse_launches(optimizer: FP8AdamW, sample: int | None = None) -> Iterato
         return
     tables = Tables(amaxes.device)  # its own: those of the optimizer are what captured graphs read
     by_place = {holding.place: holding for holding in ready}
-    for launch in optimizer.launches(ready):
-        update = launch.update
+    for batch in optimizer.batches(ready):
+        update = batch.update
         exact_update = update if update.in_fp32 is None else updates.by_name(update.in_fp32)
         rows = max(update.master_row, exact_update.master_row)
         kept = amaxes.new_zeros(rows, 1 + max(by_place))
         no_bounds = amaxes.new_zeros(1 + rows, amaxes.shape[1])  # FP32 states have no scales
-        for part in _parts(launch) if sample is None or update.whole else _sampled(launch, sample):
+        for part in _parts(batch) if sample is None or update.whole else _sampled(batch, sample):
             before = _values(_pair(part, WEIGHT))
             exact = replace(
                 part,
@@ -109,13 +109,13 @@ def rehearse_launches(optimizer: FP8AdamW, sample: int | None = None) -> Iterato
                 weights=[],
                 steps=list(torch.stack(part.steps).unbind()),
             )
-            exact_update.run(tables, exact, no_bounds, kept, coefficient, usable)
-            update.run(tables, part, amaxes, kept, coefficient, usable)
+            exact_update.run(tables, exact, StepInputs(no_bounds, kept, coefficient, usable))
+            update.run(tables, part, StepInputs(amaxes, kept, coefficient, usable))
             yield BothWays(part, exact, before, [by_place[place] for place in part.places])
 
 
 def _told(both: BothWays) -> Iterator[Rehearsal]:
-    """The stored results of a launch on copies, and the exact ones."""
+    """The stored results of a batch on copies, and the exact ones."""
     part, exact = both.stored, both.exact
     numbers, formats = _numbers(part), part.formats
     stored = {MASTER.column: _pair(part, WEIGHT)} | {state.column: [decoded(x) for x in _pair(part, state.key)] for state in numbers}
@@ -130,45 +130,45 @@ def _told(both: BothWays) -> Iterator[Rehearsal]:
         yield Rehearsal(holding, both.before[i], exactly, as_kept, frozenset(rounded))
 
 
-def _numbers(launch: Launch) -> list[State]:
+def _numbers(batch: UpdateBatch) -> list[State]:
     """The states that are numbers by themselves or first components of pairs, but for the master."""
-    return [state for state in launch.update.states if state.remainder_of is None and state != MASTER]
+    return [state for state in batch.update.states if state.remainder_of is None and state != MASTER]
 
 
-def _pair(launch: Launch, first: str) -> list[Any]:
+def _pair(batch: UpdateBatch, first: str) -> list[Any]:
     """The states under a key, or with `WEIGHT` the masters; where a remainder stands beside them, the values of the pairs in FP32."""
-    states = launch.masters if first == WEIGHT else launch.states[first]
-    for state in launch.update.states:
+    states = batch.masters if first == WEIGHT else batch.states[first]
+    for state in batch.update.states:
         if state.remainder_of == first:
-            return [x.float() + y.float() for x, y in map(mcf.load_pair, states, launch.states[state.key])]
+            return [x.float() + y.float() for x, y in map(mcf.load_pair, states, batch.states[state.key])]
     return states
 
 
-def _parts(launch: Launch) -> Iterator[Launch]:
-    """Copies of the tensors of a launch: several small ones at a time, or some rows of a large one."""
-    columns = {name: getattr(launch, name) for name in LISTS} | {("state", key): states for key, states in launch.states.items()}
+def _parts(batch: UpdateBatch) -> Iterator[UpdateBatch]:
+    """Copies of the tensors of a batch: several small ones at a time, or some rows of a large one."""
+    columns = {name: getattr(batch, name) for name in LISTS} | {("state", key): states for key, states in batch.states.items()}
     group: list[dict[Any, Any]] = []
-    for i, g in enumerate(launch.grads):
-        rows = g.numel() + 1 if launch.update.whole else max(1, ROWS // max(1, math.prod(g.shape[1:])))
+    for i, g in enumerate(batch.grads):
+        rows = g.numel() + 1 if batch.update.whole else max(1, ROWS // max(1, math.prod(g.shape[1:])))
         for start in range(0, g.shape[0] if g.dim() else 1, rows):
             part = slice(start, start + rows)
             one = {name: _copy(column[i], part) for name, column in columns.items() if column}
             one["offsets"] += start * math.prod(g.shape[1:])
             if group and sum(other["grads"].numel() for other in (*group, one)) > ROWS:
-                yield _joined(launch, group)
+                yield _joined(batch, group)
                 group = []
             group.append(one)
     if group:
-        yield _joined(launch, group)
+        yield _joined(batch, group)
 
 
-def _sampled(launch: Launch, sample: int) -> Iterator[Launch]:
-    """Copies of rows of the tensors of a launch, those with as many elements in the sample together: a few operators copy all of them."""
+def _sampled(batch: UpdateBatch, sample: int) -> Iterator[UpdateBatch]:
+    """Copies of rows of the tensors of a batch, those with as many elements in the sample together: a few operators copy all of them."""
     alike: dict[torch.Size, list[tuple[int, slice]]] = defaultdict(list)
-    for i, g in enumerate(launch.grads):
+    for i, g in enumerate(batch.grads):
         rows = _spaced_rows(g.shape, sample)
         alike[payload(g)[rows].shape if g.dim() else g.shape].append((i, rows))
-    columns = {name: getattr(launch, name) for name in LISTS} | {("state", key): states for key, states in launch.states.items()}
+    columns = {name: getattr(batch, name) for name in LISTS} | {("state", key): states for key, states in batch.states.items()}
     for shape, members in alike.items():
         together = max(1, SAMPLED // max(1, shape.numel()))
         for start in range(0, len(members), together):
@@ -176,7 +176,7 @@ def _sampled(launch: Launch, sample: int) -> Iterator[Launch]:
             numbers, slices = [i for i, _ in chosen], [rows for _, rows in chosen]
             parts = {name: _copies([column[i] for i in numbers], slices) for name, column in columns.items() if column}
             lists: dict[str, Any] = {name: parts.get(name, []) for name in LISTS}
-            yield replace(launch, **lists, states={key: parts["state", key] for key in launch.states})
+            yield replace(batch, **lists, states={key: parts["state", key] for key in batch.states})
 
 
 def _spaced_rows(shape: torch.Size, sample: int) -> slice:
@@ -227,9 +227,9 @@ def _stack(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([x.view(torch.uint8) for x in xs]).view(xs[0].dtype)
 
 
-def _joined(launch: Launch, group: list[dict[Any, Any]]) -> Launch:
+def _joined(batch: UpdateBatch, group: list[dict[Any, Any]]) -> UpdateBatch:
     lists: dict[str, Any] = {name: [one[name] for one in group if name in one] for name in LISTS}
-    return replace(launch, **lists, states={key: [one["state", key] for one in group] for key in launch.states})
+    return replace(batch, **lists, states={key: [one["state", key] for one in group] for key in batch.states})
 
 
 def _copy(x: Any, rows: slice) -> Any:

@@ -1,4 +1,4 @@
-"""Places in memory where kernels leave scalars: a scale_inv, or the amaxes of what they make.
+"""A pool of zeroed scalars into which kernels write: a scale_inv, or the amaxes of their results.
 
 A kernel that quantises leaves 1 / scale, or NaN where it has met a value that is not finite: programs agree on it by an atomic maximum, so
 the place has to hold 0 before. cuBLAS reads scales at multiples of 16 bytes. A zeroed tensor for each cast is an allocation and a
@@ -20,7 +20,7 @@ ALIGNED = 4  # FP32 values from one place to the next: 16 bytes
 MANY = 256
 
 
-class Places:
+class ScalarPool:
     """Hands out zeroed FP32 scalars, up to four that lie together, many of them from one launch.
 
     Args:
@@ -46,8 +46,8 @@ class Places:
 
 
 Key = tuple[int, int]  # a GPU, and the handle of a stream on it
-_EAGER: dict[Key, Places] = {}
-_CAPTURES: list[dict[Key, Places]] = []  # the one that is under way
+_EAGER: dict[Key, ScalarPool] = {}
+_CAPTURES: list[dict[Key, ScalarPool]] = []  # the one that is under way
 
 
 @functools.cache
@@ -67,28 +67,28 @@ def captured() -> Iterator[None]:
             _CAPTURES.pop()
 
 
-def place(device: torch.device) -> torch.Tensor | None:
-    """A place as `Places.take` gives it, on the current stream of a GPU. None where the kernel has to make its own: on a CPU, in a graph of
-    torch.compile, under a dispatch mode, which may make fakes, and in a capture that has not said that it is one."""
-    places = _here(device)
-    return None if places is None else places.take()
+def try_take(device: torch.device) -> torch.Tensor | None:
+    """A scalar as `ScalarPool.take` gives it, on the current stream of a GPU. None where the kernel has to make its own: on a CPU, in a
+    graph of torch.compile, under a dispatch mode, which may make fakes, and in a capture that is not within `captured`."""
+    pool = _here(device)
+    return None if pool is None else pool.take()
 
 
 def take(device: torch.device, size: int | None = None) -> torch.Tensor:
-    """FP32 [size], 0-dim for None, holding 0: a place, or where there is none (`place`) memory of its own.
+    """FP32 [size], 0-dim for None, holding 0: a scalar of the pool, or where there is none (`try_take`) memory of its own.
 
     Raises:
         ValueError: a size that is not 1 to 4.
     """
     if size is not None and not 1 <= size <= ALIGNED:
         raise ValueError(f"a place of {size} values: give 1 to {ALIGNED}, which lie together")
-    places = _here(device)
-    if places is not None:
-        return places.take(size)
+    pool = _here(device)
+    if pool is not None:
+        return pool.take(size)
     return torch.zeros(() if size is None else size, dtype=torch.float32, device=device)
 
 
-def _here(device: torch.device) -> Places | None:
+def _here(device: torch.device) -> ScalarPool | None:
     if torch.compiler.is_compiling() or device.type != "cuda" or torch._C._len_torch_dispatch_stack():
         return None
     by_stream = _EAGER
@@ -99,10 +99,10 @@ def _here(device: torch.device) -> Places | None:
     index = gpu_index(device)
     # The handle alone, as torch.compile's own code asks for it: a Stream object for each cast took 5 us.
     key = index, torch._C._cuda_getCurrentRawStream(index)
-    places = by_stream.get(key)
-    if places is None:
-        places = by_stream[key] = Places(MANY, torch.device("cuda", index))
-    return places
+    pool = by_stream.get(key)
+    if pool is None:
+        pool = by_stream[key] = ScalarPool(MANY, torch.device("cuda", index))
+    return pool
 
 
 def gpu_index(device: torch.device) -> int:

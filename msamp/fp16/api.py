@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from msamp.amp.opt_level import Keep, OptLevel, by_name, check_model, is_norm, prepare_model
-from msamp.amp.scaler import LossScaler
-from msamp.amp.step import AmpStep
+from msamp.fp16.opt_level import Keep, OptLevel, by_name, check_model, is_norm, prepare_model
+from msamp.fp16.scaler import LossScaler
+from msamp.fp16.step import AmpStep
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import msamp
-from msamp.amp.opt_level import LEVELS, by_name, check_model, is_norm, prepare_model
+from msamp.fp16.opt_level import LEVELS, by_name, check_model, is_norm, prepare_model
 
 every_level = pytest.mark.parametrize("name", LEVELS)
 

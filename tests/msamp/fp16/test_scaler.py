@@ -8,7 +8,7 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from torch import nn
 
 from megatron.lm.processes.cpu_home import cpu_home
-from msamp.amp.scaler import LossScaler
+from msamp.fp16.scaler import LossScaler
 
 CPU = torch.device("cpu")
 PATTERNS = {

@@ -1,0 +1,236 @@
+"""Send one bucket of gradients: agree on scales, pack, reduce, deliver the averages (FP8-LM section 2.1).
+
+`GradSync` decides when a bucket leaves. `BucketSender` does the rest, in four steps, each a method that a reader can follow by itself:
+
+    agree     proposals [tensors]   each rank's scales, then the least of all ranks: one small MIN all-reduce (equation 4)
+    pack      flat [elements]       the gradients times `factor`, cast into one buffer
+    reduce    `Reduced`             the averages, by the wire of the exchange, or by the owners' sums of micro-batches
+    deliver   p.main_grad           or, under ZeRO, `segment.grad` on the owner
+
+`Statistics` looks on after `pack` and after `reduce`. On a GPU a bucket travels on a stream of its own, next to the rest of backward.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from msamp.comm.bucket import Bucket
+from msamp.comm.collectives import Peers
+from msamp.comm.exchange import Exchange, PlainWire, Reduced, Wire
+from msamp.comm.grad_scaling import ABSENT, GRAD_SCALINGS, MU_RULES, AutoScale, GradScaling, proposals_of, propose_scales, scales_of
+from msamp.comm.owner_sums import OwnerSums, SummingWire
+from msamp.comm.statistics import SATURATED, SUM_SATURATED, Statistics
+from msamp.numerics.formats import Format
+from msamp.numerics.tensor import ScalingTensor, fp32_values
+
+Gradients = Sequence[Tensor | None]
+
+
+class BucketSender:
+    """Averages the gradients of one bucket at a time over the data-parallel ranks.
+
+    Args:
+        buckets: all buckets, in the order in which they leave.
+        peers: the data-parallel ranks.
+        exchange, scaling, mu_rule, shard: as for `GradSync`.
+        device: of the gradients.
+
+    Attributes:
+        wires: gradient format -> the wire that sends it.
+        owner_sums: the sums of earlier micro-batches, where each micro-batch leaves by itself.
+        autoscale: mu of the scaled gradients; None where it does not adapt.
+        statistics: saturation and underflow before and after the exchange.
+        own_proposals: FP32 [parameters], see `GradSync`.
+
+    Raises:
+        ValueError: mu that adapts, with an exchange whose averages are in another format than its payloads.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        peers: Peers,
+        exchange: Exchange,
+        scaling: GradScaling,
+        *,
+        mu_rule: str | None,
+        shard: bool,
+        device: torch.device,
+    ) -> None:
+        self.peers, self.exchange, self.scaling, self.shard = peers, exchange, scaling, shard
+        self.wires: dict[Format, Wire] = {f: exchange.wire(f) if f.scaled else PlainWire(f) for f in {b.format for b in buckets}}
+        _check_mu_sees_overflow(exchange, scaling, self.wires)
+        self.owner_sums = OwnerSums()
+        numel = [p.numel() for bucket in buckets if bucket.format.scaled for p in bucket.params]
+        self.autoscale = AutoScale(numel, peers.ranks, mu_rule or MU_RULES[0], device) if scaling.adapts else None
+        self.statistics = Statistics(numel, device, always=self.autoscale is not None)
+        self.own_proposals = torch.ones(sum(len(bucket.params) for bucket in buckets), device=device)
+        self._valid = torch.zeros(len(numel), dtype=torch.bool, device=device)
+        self._places = _slices(buckets, [len(bucket.params) for bucket in buckets])
+        self._scaled_places = _slices(buckets, [len(bucket.params) if bucket.format.scaled else 0 for bucket in buckets])
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and peers.ranks > 1 else None
+
+    @torch.no_grad()
+    def send(self, bucket: Bucket, *, last: bool) -> None:
+        """Average a bucket's gradients, which it hands over; collective.
+
+        Args:
+            last: whether these are the step's last gradients of the bucket. Others wait for them as a sum at their owner.
+        """
+        with self._on_stream(bucket):
+            gradients = [None if g is None else _plain(g) for g in bucket.gradients]
+            bucket.gradients = [None] * len(gradients)
+            missing = [i for i, g in enumerate(gradients) if g is None]
+            summed = bucket in self.owner_sums
+            proposals = self.agree(bucket, gradients)
+            factor = self._factor(bucket, scales_of(proposals))
+            flat = self.pack(bucket, gradients, factor)
+            if not last:
+                del gradients
+                self._add(bucket, flat, factor, proposals)
+                bucket.forget()
+                return
+            self.statistics.observe_packed(
+                self._scaled_places[bucket].start, bucket, gradients, flat, factor, self.wires[bucket.format].format
+            )
+            del gradients
+            reduced, proposals = self.reduce(bucket, flat, factor, proposals)
+            # Only a rank that lacks a gradient asks whether the others had one: a host sync that no usual step takes.
+            bucket.absent = {i for i in missing if (self.peers.ranks == 1 and not summed) or proposals[i].item() == ABSENT}
+            self.deliver(bucket, reduced, proposals)
+
+    def wait(self) -> None:
+        """Let the compute stream wait for what has been sent."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def finish_step(self) -> None:
+        """Set mu of the next step, once every bucket has left."""
+        if self.autoscale is not None:
+            summed, largest = self.statistics.combine(self.peers)
+            self.autoscale.update(largest[SATURATED], summed[SUM_SATURATED], self._valid)
+
+    def clear(self) -> None:
+        """Forget the last step."""
+        self.owner_sums.clear()
+        self.statistics.clear()
+
+    def agree(self, bucket: Bucket, gradients: Gradients) -> Tensor:
+        """FP32 [parameters]: the least of the ranks' proposals (`propose_scales`)."""
+        fmt, ranks = self.wires[bucket.format].format, self.peers.ranks
+        here = [g for g in gradients if g is not None]
+        if fmt.scaled and self.autoscale is None and len(here) == len(gradients):  # mu, which adapts, makes every guess wrong
+            proposals = proposals_of(bucket.measure(here, fmt), fmt)
+        else:
+            device = bucket.params[0].device
+            proposals = propose_scales(gradients, fmt, device, bucket.tables, plain=bucket.format.scaled or ranks > 1)
+        if ranks > 1:  # after the exchange the rank of a gradient that is not finite is unknown
+            own = self.own_proposals[self._places[bucket]]
+            own.copy_(torch.minimum(own, proposals) if bucket in self.owner_sums else proposals)
+        self.peers.all_reduce(proposals, dist.ReduceOp.MIN, f"the scales of {bucket}")
+        return proposals
+
+    def pack(self, bucket: Bucket, gradients: Gradients, factor: Tensor) -> Tensor:
+        """The flat payload of the bucket; zeros where this rank has no gradient."""
+        device = bucket.params[0].device
+        filled = [torch.zeros(p.shape, device=device) if g is None else g for p, g in zip(bucket.params, gradients, strict=True)]
+        return self.wires[bucket.format].pack(bucket, filled, factor)
+
+    def reduce(self, bucket: Bucket, flat: Tensor, factor: Tensor, proposals: Tensor) -> tuple[Reduced, Tensor]:
+        """The averages, and FP32 [parameters] the least proposals of all micro-batches in them."""
+        wire, peers = self.wires[bucket.format], self.peers
+        if bucket in self.owner_sums:
+            assert isinstance(wire, SummingWire)
+            self._add(bucket, flat, factor, proposals)
+            total, proposals = self.owner_sums.take(bucket)
+            factor = torch.ones_like(factor)
+            reduced = wire.store(bucket, total, factor, peers, self.shard)
+        else:
+            reduced = wire.reduce(bucket, flat, factor, peers, self.shard)
+        if reduced.own.dtype != bucket.format.dtype:
+            raise ValueError(
+                f"gradient exchange {self.exchange} averaged {bucket} in {reduced.own.dtype}, and its gradients are {bucket.format}; "
+                f"round to {bucket.format.dtype} in the wire's reduce"
+            )
+        place = self._scaled_places[bucket]
+        if self.autoscale is not None and bucket.format.scaled:
+            self._valid[place] = (proposals > 0) & ~proposals.isinf()
+        self.statistics.observe_reduced(place.start, bucket, reduced, factor, ranks=peers.ranks, fp32_sum=self.exchange.sums_in_fp32)
+        return reduced, proposals
+
+    def deliver(self, bucket: Bucket, reduced: Reduced, proposals: Tensor) -> None:
+        """Put the averages where the optimizer looks for them."""
+        scale_inv = None if reduced.scale_inv is None else reduced.scale_inv.masked_fill(proposals < 0, float("nan"))
+        # A parameter in several pieces has a tally for each, and none of the whole.
+        tallies = None if reduced.tallies is None or bucket.cut else reduced.tallies.unbind()
+        bucket.forget()
+
+        def average(payload: Tensor, i: int) -> Tensor:
+            if scale_inv is None:
+                return payload
+            return ScalingTensor(payload, scale_inv[i], bucket.params[i].dtype, tally=None if tallies is None else tallies[i])
+
+        if self.shard:
+            for segment in bucket.owned:
+                if segment.index not in bucket.absent:
+                    p = bucket.params[segment.index]
+                    shape = (segment.rows, *p.shape[1:]) if p.dim() else ()
+                    segment.grad = average(bucket.part(segment, reduced.own).view(shape), segment.index)
+            return
+        flat = reduced.flat
+        if flat is None:
+            flat = self.peers.all_gather(reduced.own, bucket.sizes, f"the averaged gradients of {bucket}")
+        for i, (p, payload) in enumerate(zip(bucket.params, bucket.unflatten(flat), strict=True)):
+            if i not in bucket.absent:
+                p.main_grad = average(payload, i)  # type: ignore[attr-defined]
+
+    def _add(self, bucket: Bucket, flat: Tensor, factor: Tensor, proposals: Tensor) -> None:
+        """Add a micro-batch to the sums at the owners."""
+        wire = self.wires[bucket.format]
+        assert isinstance(wire, SummingWire)
+        self.owner_sums.add(bucket, wire.mean(bucket, flat, self.peers), factor, proposals)
+
+    def _factor(self, bucket: Bucket, scales: Tensor) -> Tensor:
+        """FP32 [parameters]: what multiplies the gradients of a bucket into their payloads."""
+        if not bucket.format.scaled:
+            return scales
+        mu = None if self.autoscale is None else self.autoscale.mu[self._scaled_places[bucket]]
+        return self.scaling.factor(scales, self.peers.ranks, mu)
+
+    @contextlib.contextmanager
+    def _on_stream(self, bucket: Bucket) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        for g in bucket.gradients:
+            if g is not None:  # made by the compute stream, read by this one: its memory must wait for both
+                for part in (g.payload, g.scale_inv) if isinstance(g, ScalingTensor) else (g,):
+                    part.record_stream(self._stream)
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+def _plain(g: Tensor) -> Tensor:
+    return fp32_values(g) if isinstance(g, ScalingTensor) else g.contiguous()
+
+
+def _slices(buckets: Sequence[Bucket], sizes: Sequence[int]) -> dict[Bucket, slice]:
+    """The place of each bucket's tensors in an array over all buckets."""
+    ends = list(itertools.accumulate(sizes))
+    return {bucket: slice(end - size, end) for bucket, size, end in zip(buckets, sizes, ends, strict=True)}
+
+
+def _check_mu_sees_overflow(exchange: Exchange, scaling: GradScaling, wires: Mapping[Format, Wire]) -> None:
+    """mu counts what is at the maximum in the averages, which shows the sum's overflow only where both are in one format."""
+    for fmt, wire in wires.items():
+        if scaling.adapts and wire.format != fmt:
+            others = [name for name in exchange.scalings if not GRAD_SCALINGS[name].adapts]
+            raise ValueError(
+                f"gradient scaling {scaling.name!r} sees overflow in averages of the payloads' format, and exchange {exchange} makes {fmt} "
+                f"of {wire.format} payloads; choose gradient scaling {' or '.join(map(repr, others)) or 'none'}, or another exchange"
+            )

@@ -1,0 +1,143 @@
+"""How a torch optimizer is taken over: which recipe was asked for, what its parameter groups become, and how it retires.
+
+`msamp.initialize` does it for a whole model, `msamp.integrations.fsdp` for one that `fully_shard` has cut. An integration of your own goes
+the same way:
+
+    recipe = chosen_recipe("O2", None, None)
+    check_optimizer(adamw, recipe)
+    low = LoopOptimizer(parameter_groups(adamw, {}, model, recipe), recipe, ScalingState(model))
+    retire(adamw, low)
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from msamp.integrations.loop_optimizer import LoopOptimizer, parameter_formats
+from msamp.numerics import recipe as recipes
+from msamp.numerics.recipe import FP32_STATES, GEMMS, KINDS, Recipe, StateFormats
+from msamp.optim import updates
+from msamp.optim.updates import format_names
+
+ACCEPTED = {"Adam": None, "AdamW": None, "SGD": "sgd-momentum", "Muon": "muon"}  # of torch.optim, and the update; None: the recipe's
+_UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
+_TORCH_ONLY = {*_UNSUPPORTED, "params", "foreach", "fused", "decoupled_weight_decay"}
+
+
+def chosen_recipe(
+    recipe: str | Recipe | None,
+    opt_level: str | None,
+    fp8_recipe: str | None,
+    master_rounding: str | None = None,
+    moment_rounding: str | None = None,
+) -> Recipe:
+    """The recipe that the arguments name together; O2 where they name none. Arguments as of `msamp.initialize`.
+
+    Raises:
+        ValueError: for an unknown name, two recipes, one that scales the loss, and a cast for a recipe without FP8 GEMMs.
+    """
+    named = [each if isinstance(each, Recipe) else recipes.by_name(each) for each in (recipe, opt_level) if each is not None]
+    first, *others = named or [recipes.O2]
+    if any(other != first for other in others):
+        raise ValueError(f"recipe is {first.name!r} and opt_level is {opt_level!r}; they say the same thing, so give one of them")
+    if first.scales_loss:
+        raise ValueError(f"recipe {first.name!r} scales the loss, which an optimizer cannot do; use msamp.amp.initialize and scale_loss")
+    first = first.with_rounding(master=master_rounding, moments=moment_rounding)
+    if fp8_recipe is None:
+        return first
+    if fp8_recipe not in GEMMS:
+        raise ValueError(f"fp8_recipe is {fp8_recipe!r}; it must be one of {', '.join(GEMMS)}")
+    if not first.fp8:
+        raise ValueError(
+            f"fp8_recipe is {fp8_recipe!r}, and recipe {first.name!r} has no FP8 GEMM; drop it, or take a recipe with FP8 GEMMs"
+        )
+    return first.with_gemm(GEMMS[fp8_recipe])
+
+
+def update_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str | None:
+    """The update that a parameter group of an accepted optimizer asks for, or its defaults; None: the recipe's own, AdamW's."""
+    name = ACCEPTED[type(optimizer).__name__]
+    return "sgd" if name == "sgd-momentum" and not group["momentum"] else name
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """ValueError for an optimizer of another class than `ACCEPTED`, one that has stepped, and options or parameters that the recipe's
+    updates do not take."""
+    kind = type(optimizer).__name__
+    if kind not in ACCEPTED or vars(torch.optim).get(kind) is not type(optimizer):  # torch.optim.Muon is of torch 2.9
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__module__}.{kind}; accepted are torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, "
+            "torch.optim.Muon, a list of them, and None (which makes an FP8AdamW with AdamW's defaults)"
+        )
+    if optimizer.state:
+        raise ValueError("the optimizer has stepped already; call msamp.initialize before the first step, or load its state afterwards")
+    for group in optimizer.param_groups:
+        for option in _UNSUPPORTED:
+            if group.get(option):
+                raise ValueError(f"optimizer option {option}=True is not available in low precision; build the optimizer without it")
+        name = update_name(optimizer, group)
+        if name is not None and recipe.states.update != FP32_STATES.update:
+            raise ValueError(
+                f"recipe {recipe.name!r} has an update of its own, AdamW's in BF16, and the optimizer is a {kind}; give torch.optim.AdamW, "
+                "or take another recipe"
+            )
+        for states in map(recipe.formats_of, KINDS):
+            update = updates.by_name(name or states.update)
+            update.check_group(format_names(states), is_decoupled(optimizer, group))
+            update.check_numbers(group)
+        for p in group["params"] if name is not None else ():
+            update.check_parameter(p)
+
+
+def is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether a parameter group of an accepted optimizer decays weights apart from the gradient."""
+    return bool(group.get("decoupled_weight_decay", type(optimizer).__name__ in ("AdamW", "Muon")))
+
+
+def parameter_groups(
+    optimizer: torch.optim.Optimizer, renamed: Mapping[int, nn.Parameter], model: nn.Module, recipe: Recipe
+) -> list[dict[str, Any]]:
+    """The parameter groups of `optimizer`, over the parameters of the converted model, with their names and formats.
+
+    Args:
+        optimizer: an accepted one.
+        renamed: id of a parameter that conversion has replaced -> the one in its place.
+        model: converted.
+        recipe: that it was converted by.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups: list[dict[str, Any]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        params = [renamed.get(id(p), p) for p in group["params"]]
+        common = {k: v for k, v in group.items() if k not in _TORCH_ONLY} | {"lr": float(group["lr"])}
+        common["formats"] = [parameter_formats(p, recipe, update_name(optimizer, group)) for p in params]
+        common.setdefault("param_names", [names.get(id(p), f"parameter {i} of group {number}") for i, p in enumerate(params)])
+        groups.append({"params": params, "decoupled": is_decoupled(optimizer, group), **common})
+    return groups
+
+
+def defaults_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Settings of a LoopOptimizer that give later groups the options of `optimizer`; of Adam's none."""
+    usual = optimizer.defaults
+    name = update_name(optimizer, usual)
+    if name is None:
+        return {}
+    own = {option: usual[option] for option in ("lr", "weight_decay", *updates.by_name(name).options())}
+    return {**own, "decoupled": is_decoupled(optimizer, usual), "formats": StateFormats(update=name)}
+
+
+def retire(optimizer: torch.optim.Optimizer, low: LoopOptimizer, groups: slice | None = None) -> None:
+    """Retire the given optimizer: its step raises, and its groups are those of `low`, or some of them, so that a scheduler bound to it,
+    before or after, sets the rates of `low`."""
+    optimizer.param_groups = low.param_groups if groups is None else low.param_groups[groups]
+    optimizer.register_step_pre_hook(_refuse_step)
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler bound to it would warn that it never steps
+
+
+def _refuse_step(*_: Any) -> None:
+    raise ValueError(
+        "this optimizer was replaced by msamp.initialize and holds no states; step the one that it returned: "
+        "model, optimizer = msamp.initialize(model, optimizer)"
+    )

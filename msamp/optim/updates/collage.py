@@ -1,0 +1,52 @@
+"""AdamW in BF16 with pairs of BF16 or compensations, the options of Collage's Table 2; its arithmetic: `kernels.reference.collage`."""
+
+import torch
+
+from msamp.kernels import ops
+from msamp.kernels.reference.collage import VARIANTS
+from msamp.kernels.reference.collage import collage as reference_collage
+from msamp.kernels.tables import Tables
+from msamp.numerics.formats import BF16, REMAINDER_E4M3
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.updates.adamw import MOMENTS, AdamW, kernel_batch
+from msamp.optim.updates.update import MASTER, ROUNDING_FIELDS, WEIGHT, Formats, State, StepInputs, UpdateBatch
+
+
+class Collage(AdamW):
+    """AdamW in BF16, a row of `kernels.reference.collage.VARIANTS` [Collage, algorithm 2 and Table 2]."""
+
+    def check_group(self, states: Formats, decoupled: bool) -> None:
+        """Takes BF16 in all four formats, and decoupled decay."""
+        if not decoupled:
+            raise ValueError(f"decoupled is False; update {self.name!r} has AdamW's decay alone: leave it True, or take update fp32")
+        four = {key: states[key] for key in ("master", "grad", "m", "v")}
+        if any(states.get(name) == "stochastic" for name in ROUNDING_FIELDS):
+            raise ValueError(
+                f"update {self.name!r} computes and rounds in BF16, to nearest, and stochastic rounding is asked for; give nearest, or "
+                "take update fp32"
+            )
+        if set(four.values()) != {BF16.name}:
+            given = ", ".join(f"{key} {fmt}" for key, fmt in four.items())
+            raise ValueError(f"update {self.name!r} computes in BF16, and the formats are {given}; give bf16 for all four, or update fp32")
+
+    def check_parameter(self, p: torch.Tensor) -> None:
+        """Takes plain BF16."""
+        if isinstance(p, ScalingTensor) or p.dtype is not torch.bfloat16:
+            kind = "a ScalingTensor" if isinstance(p, ScalingTensor) else p.dtype
+            raise ValueError(f"a parameter is {kind}; update {self.name!r} takes plain torch.bfloat16: give model.bfloat16() as it is")
+
+    def run(self, tables: Tables, batch: UpdateBatch, inputs: StepInputs) -> None:
+        run = ops.collage if batch.by_rows else reference_collage
+        run(tables, kernel_batch(batch), batch.hyper, self.name, inputs.coefficient, inputs.usable)
+
+
+def collage_update(name: str) -> Collage:
+    """The update of a row of `VARIANTS` in BF16."""
+    variant = VARIANTS[name]
+    fmt = BF16 if variant.remainder is torch.bfloat16 else REMAINDER_E4M3
+    states: tuple[State, ...] = MOMENTS
+    if variant.weight != "nothing":
+        states += (State("weight_remainder", fmt, MASTER.column, remainder_of=WEIGHT),)
+    if variant.pair_v:
+        states += (State("exp_avg_sq_remainder", fmt, "v", remainder_of="exp_avg_sq"),)
+    return Collage(name, states, in_fp32="fp32")

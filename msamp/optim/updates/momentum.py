@@ -1,0 +1,200 @@
+"""SGD and Muon: at most one state, the momentum, with torch operations tensor by tensor."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from msamp.kernels.reference.adamw import GRAD
+from msamp.kernels.reference.momentum import ADJUSTMENTS, COEFFICIENTS, Number, heavy_ball_, muon_
+from msamp.kernels.reference.store import load, store_
+from msamp.kernels.tables import Tables
+from msamp.numerics.stochastic_rounding import Thresholds
+from msamp.numerics.tensor import fp32_values
+from msamp.optim.states import local, payload, scale_inv
+from msamp.optim.updates.update import Formats, State, StepInputs, Update, UpdateBatch, check_range
+
+MOMENTUM = State("momentum_buffer", "m", "m")  # the key is torch's
+
+
+class _Momentum(Update):
+    """What SGD and Muon share: at most one state, and torch operations tensor by tensor. On a GPU no step waits for the host, and one that
+    is not usable is computed and put back."""
+
+    def numbers(self, group: Mapping[str, Any]) -> list[float]:
+        return [float(group["lr"]), group["weight_decay"], group["momentum"], group.get("dampening", 0.0)]
+
+    def run(self, tables: Tables, batch: UpdateBatch, inputs: StepInputs) -> None:
+        amaxes, kept, coefficient, usable = inputs
+        if not usable.is_cuda and not usable:
+            return
+        numbers: list[Number] = list(batch.hyper.unbind()) if batch.hyper.is_cuda else batch.hyper.tolist()
+        mine = amaxes[:, batch.indices]
+        g_amax = mine[GRAD] if coefficient is None else mine[GRAD] * coefficient
+        if batch.group["weight_decay"] and not batch.group["decoupled"]:  # the decay is part of the gradient
+            g_amax = g_amax + numbers[1] * mine[self.master_row]
+        bounds = self.bounds(numbers, mine, g_amax, torch.stack(batch.steps) == 0) if self.kept else g_amax
+        for i, g in enumerate(batch.grads):
+            values = fp32_values(g) if coefficient is None else fp32_values(g) * coefficient
+            stored = [x[i : i + 1] for x in (batch.states.get(MOMENTUM.key, []), batch.masters, batch.weights) if x]
+            before = [x.clone() for x in _memory(stored)] if usable.is_cuda else []
+            self._update(batch, i, values, numbers, (bounds[i : i + 1], 2.0 * mine[self.master_row, i : i + 1]))
+            for x, old in zip(_memory(stored), before, strict=False):
+                x.copy_(torch.where(usable, x, old))
+        torch._foreach_add_(batch.steps, usable.float())
+        kept[: self.master_row, batch.places] = self.stored_amaxes(batch)
+
+    def _update(
+        self, batch: UpdateBatch, i: int, g: torch.Tensor, numbers: Sequence[Number], bounds: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Load, update, store one parameter."""
+        buffers, masters = (x[i : i + 1] for x in (batch.states.get(MOMENTUM.key, []), batch.masters))
+        (p,), buffer = load(masters), load(buffers)
+        silent = [self.no_gradient(p, g, batch)] if buffer else None
+        self.change_(p, g, buffer[0] if buffer else None, batch, batch.steps[i] == 0, numbers)
+        step = batch.steps[i] + 1 if batch.steps[i].is_cuda else int(batch.steps[i]) + 1
+        drawn = [Thresholds(batch.keys[i], batch.offsets[i], step)]
+        if buffer:
+            store_(buffers, buffer, bounds[0], drawn if batch.rounding.m else None, "m", silent=silent)
+        store_(masters, [p], bounds[1], drawn if batch.rounding.masters else None, "master")
+        if batch.weights:
+            store_(batch.weights[i : i + 1], load(masters), bounds[1])
+
+    @staticmethod
+    def no_gradient(p: torch.Tensor, g: torch.Tensor, batch: UpdateBatch) -> torch.Tensor:
+        """bool, where neither a gradient nor a decay in it moves the momentum: there its code has to fall."""
+        decays = batch.group["weight_decay"] and not batch.group["decoupled"]
+        return (g == 0) & (p == 0) if decays else g == 0
+
+    @abstractmethod
+    def bounds(self, numbers: Sequence[Number], amaxes: torch.Tensor, g_amax: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        """FP32 [n], no less than the new momenta: from the table's columns, the amaxes of the clipped and decayed gradients, and bool [n],
+        whether it is their first step."""
+
+    @abstractmethod
+    def change_(
+        self,
+        p: torch.Tensor,
+        g: torch.Tensor,
+        buffer: torch.Tensor | None,
+        batch: UpdateBatch,
+        first: torch.Tensor,
+        numbers: Sequence[Number],
+    ) -> None:
+        """Update master and momentum in FP32, in place; `g` is only read."""
+
+
+class SGD(_Momentum):
+    """torch.optim.SGD: `sgd` without a state, `sgd-momentum` with one. The decay is part of the gradient, or with `decoupled` shrinks
+    the weight."""
+
+    def options(self) -> dict[str, Any]:
+        return {"momentum": 0.9 if self.kept else 0.0, "dampening": 0.0, "nesterov": False}
+
+    def check_numbers(self, group: Mapping[str, Any]) -> None:
+        super().check_numbers(group)
+        momentum, dampening = group["momentum"], group["dampening"]
+        check_range("momentum", momentum, 0.0, math.inf)
+        check_range("dampening", dampening, -math.inf, math.inf)
+        if momentum and not self.kept:
+            raise ValueError(f"momentum is {momentum}, and update 'sgd' keeps no state for it; give 0, or take update 'sgd-momentum'")
+        if group["nesterov"] and (dampening or not momentum):
+            raise ValueError(f"nesterov is True with momentum {momentum} and dampening {dampening}; it takes a momentum and no dampening")
+
+    def numbers(self, group: Mapping[str, Any]) -> list[float]:
+        self.check_numbers(group)  # schedulers write momenta
+        return super().numbers(group)
+
+    def bounds(self, numbers: Sequence[Number], amaxes: torch.Tensor, g_amax: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        _, _, momentum, dampening = numbers
+        share = torch.as_tensor(1 - dampening, device=first.device).abs()
+        return momentum * amaxes[1] + torch.where(first, torch.ones_like(share), share).float() * g_amax
+
+    def change_(
+        self,
+        p: torch.Tensor,
+        g: torch.Tensor,
+        buffer: torch.Tensor | None,
+        batch: UpdateBatch,
+        first: torch.Tensor,
+        numbers: Sequence[Number],
+    ) -> None:
+        lr, weight_decay, momentum, dampening = numbers
+        group = batch.group
+        decay, dampened = weight_decay if group["weight_decay"] else None, first if group["dampening"] else None
+        flags = {name: bool(group[name]) for name in ("nesterov", "decoupled")}
+        heavy_ball_(p, g, buffer, lr, momentum, dampening, decay, dampened, **flags)
+
+
+class Muon(_Momentum):
+    """torch.optim.Muon: momentum of whole matrices, orthogonalised in BF16 [Jordan et al. 2024]; `adjust_lr_fn` "match_rms_adamw" is the
+    scale of [Liu et al. 2025, section 2.2]. Vectors, embeddings and the head want AdamW, in a group of their own."""
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "momentum": 0.95,
+            "nesterov": True,
+            "ns_coefficients": COEFFICIENTS,
+            "eps": 1e-7,
+            "ns_steps": 5,
+            "adjust_lr_fn": None,
+        }
+
+    def check_group(self, states: Formats, decoupled: bool) -> None:
+        """Takes decoupled decay."""
+        super().check_group(states, decoupled)
+        if not decoupled:
+            raise ValueError("decoupled is False; update 'muon' has decoupled decay alone: leave it True, or take update fp32")
+
+    def check_parameter(self, p: torch.Tensor) -> None:
+        """Takes whole matrices."""
+        if p.dim() != 2:
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} is no matrix, and update 'muon' takes matrices alone; give it to AdamW, in a "
+                "parameter group of update fp32"
+            )
+        if local(p) is not p or getattr(p, "tensor_model_parallel", False):
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} is cut over processes (tensor parallelism or fully_shard), and update 'muon' "
+                "orthogonalises whole matrices; take AdamW or SGD, or spread the optimizer alone (zero=True)"
+            )
+
+    def check_numbers(self, group: Mapping[str, Any]) -> None:
+        super().check_numbers(group)
+        check_range("momentum", group["momentum"], 0.0, 1.0)
+        if not 0 <= group["ns_steps"] < 100:
+            raise ValueError(f"ns_steps is {group['ns_steps']}; it must be in [0, 100)")
+        if len(group["ns_coefficients"]) != 3:
+            raise ValueError(f"ns_coefficients are {group['ns_coefficients']}; give three")
+        if group["adjust_lr_fn"] not in ADJUSTMENTS:
+            legal = ", ".join(map(repr, ADJUSTMENTS))
+            raise ValueError(f"adjust_lr_fn is {group['adjust_lr_fn']!r}; choose one of {legal}")
+
+    def bounds(self, numbers: Sequence[Number], amaxes: torch.Tensor, g_amax: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        momentum = numbers[2]
+        return momentum * amaxes[1] + (1 - momentum) * g_amax
+
+    def change_(
+        self,
+        p: torch.Tensor,
+        g: torch.Tensor,
+        buffer: torch.Tensor | None,
+        batch: UpdateBatch,
+        first: torch.Tensor,
+        numbers: Sequence[Number],
+    ) -> None:
+        assert buffer is not None
+        lr, weight_decay, momentum, _ = numbers
+        options = {name: batch.group[name] for name in self.options() if name != "momentum"}
+        muon_(p, g, buffer, lr, momentum, weight_decay if batch.group["weight_decay"] else None, **options)
+
+
+def _memory(stored: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Payloads, those of FP8 as bytes, and scales, in their memory."""
+    found = []
+    for x in (x for xs in stored for x in xs):
+        own, scale = payload(x), scale_inv(x)
+        found += [own.view(torch.uint8) if own.element_size() == 1 else own, *([] if scale is None else [scale])]
+    return found

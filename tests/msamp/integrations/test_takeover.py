@@ -1,0 +1,59 @@
+"""The public parts of which an integration of one's own is made. What `msamp.initialize` does with them: test_initialize.py."""
+
+import pytest
+import torch
+from numerics import make
+from torch import nn
+
+import msamp
+from msamp.integrations.loop_optimizer import LoopOptimizer
+from msamp.integrations.takeover import check_optimizer, chosen_recipe, defaults_of, is_decoupled, parameter_groups, retire, update_name
+from msamp.nn.scaling_state import ScalingState
+from msamp.numerics import recipe as recipes
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(make("normal", (4, 16))).square().sum().backward()
+    optimizer.step()
+
+
+def test_an_integration_of_one_s_own_is_initialize_bit_for_bit():
+    torch.manual_seed(3)
+    plain, other = nn.Linear(16, 16), nn.Linear(16, 16)
+    other.load_state_dict(plain.state_dict())
+    given = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    recipe = chosen_recipe("O1", None, None)
+    check_optimizer(given, recipe)
+    before = dict(plain.named_parameters())
+    model = msamp.convert(nn.Sequential(plain), recipe)
+    renamed = {id(p): dict(model[0].named_parameters())[name] for name, p in before.items()}
+    low = LoopOptimizer(parameter_groups(given, renamed, model, recipe), recipe, ScalingState(model), **defaults_of(given))
+    retire(given, low)
+    same, usual = msamp.initialize(nn.Sequential(other), torch.optim.AdamW(other.parameters(), lr=1e-2), recipe="O1")
+    for _ in range(2):
+        step(model, low)
+        step(same, usual)
+    for own, theirs in zip(model.parameters(), same.parameters(), strict=True):
+        assert msamp.fp32_values(own).equal(msamp.fp32_values(theirs))
+    assert given.param_groups is low.param_groups
+    with pytest.raises(ValueError, match=r"this optimizer was replaced by msamp\.initialize"):
+        given.step()
+
+
+def test_the_recipe_is_the_one_that_all_arguments_name():
+    assert chosen_recipe(None, None, None) == recipes.O2
+    assert chosen_recipe(recipes.O3, "O3", None) == recipes.O3
+    assert chosen_recipe("O1", None, "mxfp8").gemm == recipes.GEMMS["mxfp8"]
+    with pytest.raises(ValueError, match="recipe is 'O1' and opt_level is 'O2'"):
+        chosen_recipe("O1", "O2", None)
+
+
+def test_the_update_and_the_decay_follow_from_the_class_and_its_options():
+    weight = nn.Parameter(torch.zeros(4, 4))
+    adam, sgd = torch.optim.Adam([weight]), torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    assert update_name(adam, adam.param_groups[0]) is None
+    assert update_name(sgd, sgd.param_groups[0]) == "sgd-momentum"
+    assert update_name(sgd, {"momentum": 0.0}) == "sgd"
+    assert not is_decoupled(adam, {})
+    assert is_decoupled(torch.optim.AdamW([weight]), {})
+    assert defaults_of(sgd)["formats"].update == "sgd-momentum"

@@ -1,0 +1,59 @@
+import torch
+from torch import nn
+
+from msamp.kernels.tables import Tables
+from msamp.numerics.formats import E4M3, FP16, FP32
+from msamp.numerics.recipe import StateFormats
+from msamp.optim.kept_amaxes import KeptAmaxes
+from msamp.optim.optimizer import LowPrecisionOptimizer
+
+FORMATS = StateFormats(FP16, FP32, E4M3, FP16)
+
+
+def stepped() -> LowPrecisionOptimizer:
+    ps = [nn.Parameter(torch.full((4, 4), value)) for value in (1.0, 2.0)]
+    optimizer = LowPrecisionOptimizer(ps, lr=0.0, formats=FORMATS)
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer
+
+
+def test_after_an_update_amaxes_are_read_again_where_somebody_else_has_written():
+    optimizer, kept, read = stepped(), KeptAmaxes(), []
+
+    def batches(holdings):
+        read.append([holding.index for holding in holdings])
+        return optimizer.batches(holdings)
+
+    def amaxes() -> torch.Tensor:
+        return kept.of(optimizer.holdings(), optimizer.state, batches, Tables(torch.device("cpu")), 3)
+
+    first = amaxes()
+    assert first.shape == (3, 2)
+    states = [optimizer.state[p] for p in optimizer.param_groups[0]["params"]]
+    assert first[0].tolist() == [float(state["exp_avg"].dequantize().abs().max()) for state in states]
+    kept.written(optimizer.holdings(), optimizer.state)
+    assert amaxes().equal(first)
+    states[1]["exp_avg"].mul_(2.0)
+    again = amaxes()
+    assert again[0].tolist() == [first[0, 0], 2 * first[0, 1]]
+    kept.forget()
+    assert amaxes().equal(again)
+    assert read == [[0, 1], [], [1], [0, 1]]
+
+
+def test_what_an_update_has_written_is_not_read_again():
+    optimizer, kept, read = stepped(), KeptAmaxes(), []
+    kept.of(optimizer.holdings(), optimizer.state, optimizer.batches, Tables(torch.device("cpu")), 3)
+    for p in optimizer.param_groups[0]["params"]:
+        optimizer.state[p]["exp_avg"].mul_(2.0)
+    kept.written(optimizer.holdings(), optimizer.state)
+    kept.take(optimizer.holdings(), optimizer.state, lambda holdings: read.extend(holdings) or ())
+    assert read == []
+
+
+def test_nothing_is_read_before_the_first_step():
+    kept = KeptAmaxes()
+    kept.take([], {}, lambda _: [][0])
+    assert kept.table.numel() == 0
