@@ -44,7 +44,7 @@ venv: $(READY) ## make .venv and install everything into it
 	@touch $@
 
 # A layer of its own over .venv: the torchvision of PyPI is built for CUDA, and beside a CPU build of torch it does not load, nor do then
-# transformers and timm, which import it (tests/hosts.py helps them).
+# transformers and timm, which import it (tests/helpers/hosts.py helps them).
 .venv-hosts/.installed: setup.py .venv/.installed
 	python3 -m venv --without-pip .venv-hosts
 	.venv/bin/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from precision_names import decisions_by_name
-from starters import is_starter
+
+from helpers.precision_names import decisions_by_name
+from helpers.starters import is_starter
 
 ROOT = Path(__file__).resolve().parents[1]
 # A file's code lines, without docstrings, comments and blank lines: no essay is cut, and no file is split, to pass. A function's lines.

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch.distributed.run
 import yaml
 
+from helpers import dist, tiny
 from megatron.lm.config import Config, DataConfig
 from megatron.lm.config.check import check
 from megatron.lm.config.cli import parse_args
@@ -124,9 +123,7 @@ class Pods:
 
     def __init__(self, container: dict[str, Any], folder: Path, prefix: Path, iterations: int) -> None:
         self.folder, self.save, self.metrics = folder, folder / "save", folder / "metrics.jsonl"
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = dist.free_port()
         launch = container["args"][: container["args"].index("-m")]
         changed = {"--nnodes": "2", "--nproc-per-node": "1", "--rdzv-endpoint": f"127.0.0.1:{port}"}
         self.launch = [re.sub(r"=.*", f"={changed[name]}", word) if (name := word.split("=")[0]) in changed else word for word in launch]

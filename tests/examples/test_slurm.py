@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+
+from helpers import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "pretrain.sh"

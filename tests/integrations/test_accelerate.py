@@ -3,12 +3,12 @@
 import os
 from unittest import mock
 
-import hosts
 import pytest
 import torch
 from torch import nn
 
 import msamp
+from helpers import hosts
 
 accelerate = hosts.need("accelerate")
 

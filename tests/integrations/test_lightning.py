@@ -1,15 +1,16 @@
 """Lightning's own Trainer and strategies with the optimizer of `msamp.initialize`: one process."""
 
-import hosts
 import pytest
 import torch
 
 import msamp
+from helpers import hosts
 from msamp.numerics.tensor import ScalingTensor
 
 hosts.need("lightning")
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging  # noqa: E402
-from lightning_runs import Module, fit  # noqa: E402
+
+from helpers.lightning_runs import Module, fit  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers, and on what it calls small
 every_level = pytest.mark.parametrize("level", ["O2", "O3"])

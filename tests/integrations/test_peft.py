@@ -1,13 +1,11 @@
 """LoRA of peft on FP8 base weights, in both orders."""
 
-import dist
-import host_loops
-import hosts
 import pytest
 import torch
 from torch import nn
 
 import msamp
+from helpers import dist, host_loops, hosts
 from msamp.nn.linear import FP8Linear
 from msamp.numerics.metrics import sqnr_db
 

@@ -2,14 +2,12 @@
 
 import warnings
 
-import dist
-import host_loops
-import hosts
 import pytest
 import torch
-from vision_runs import check_it_trains_saves_and_resumes, loss_of_pictures
 
 import msamp
+from helpers import dist, host_loops, hosts
+from helpers.vision_runs import check_it_trains_saves_and_resumes, loss_of_pictures
 from msamp.nn.linear import FP8Linear
 
 timm = hosts.need("timm")

@@ -1,13 +1,11 @@
 """Models of torchvision: layers whose weights others read, in-place activations, convolutions."""
 
-import dist
-import host_loops
-import hosts
 import pytest
 import torch
-from vision_runs import check_it_trains_saves_and_resumes, loss_of_pictures
 
 import msamp
+from helpers import dist, host_loops, hosts
+from helpers.vision_runs import check_it_trains_saves_and_resumes, loss_of_pictures
 
 torchvision = hosts.need("torchvision")
 

@@ -2,12 +2,11 @@
 
 import warnings
 
-import host_loops
-import hosts
 import pytest
 import torch
 
 import msamp
+from helpers import host_loops, hosts
 from msamp.nn.linear import FP8Conv1D, FP8Linear
 from msamp.numerics.metrics import sqnr_db
 

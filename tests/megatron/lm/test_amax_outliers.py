@@ -3,11 +3,10 @@
 import json
 from pathlib import Path
 
-import dist
 import pytest
-import tiny
 import torch
 
+from helpers import dist, tiny
 from megatron.lm import process_groups
 from megatron.lm.amax_outliers import FACTOR, bits_held_down, outliers
 from megatron.lm.build import build_training

@@ -5,10 +5,10 @@ import math
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from checkpoints import MARKER
 
+from helpers import tiny
+from helpers.checkpoints import MARKER
 from megatron.lm import health
 from megatron.lm.checkpoint import latest
 from megatron.lm.checkpoint.folder import read_info

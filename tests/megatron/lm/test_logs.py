@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from helpers import tiny
 from megatron.lm import logs
 from megatron.lm.config import LATEST_CHECKPOINT_FILE
 from megatron.lm.logs import EventFile, LogFile, Unwritten, cut_after

@@ -3,10 +3,9 @@
 import dataclasses
 from typing import Any
 
-import dist
 import pytest
-import tiny
 
+from helpers import dist, tiny
 from megatron.lm.capture import slots
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import dist, tiny
 from megatron.lm import process_groups
 from megatron.lm.build import build_training
 from megatron.lm.distributed import chunks

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from numerics import bits, make
-from synced import model_of, synced, told_right
 from torch import Tensor, nn
 
+from helpers.numerics import make
+from helpers.synced import model_of, stamp, synced, told_right
 from msamp.comm.accumulate import ACCUMULATORS
 from msamp.comm.exchange import Exchange, FP32SumWire, NCCLWire, pack_scaled
 from msamp.comm.grad_sync import GradSync
@@ -40,13 +40,6 @@ def give(model: nn.ParameterDict, gradients: dict[str, Tensor]) -> None:
 
 def back(p: nn.Parameter, g: Tensor) -> None:
     (p * g.to(p.dtype)).sum().backward()
-
-
-def stamp(g: Tensor) -> tuple:
-    """Everything about a gradient, comparable and small to send."""
-    payload = g.payload if isinstance(g, ScalingTensor) else g
-    scale = bits(g.scale_inv).numpy().tobytes() if isinstance(g, ScalingTensor) else b""
-    return g.dtype, payload.dtype, tuple(g.shape), bits(payload).numpy().tobytes(), scale
 
 
 @formats

@@ -7,13 +7,13 @@ import itertools
 import math
 from typing import Any
 
-import dist
 import pytest
 import torch
-from numerics import KINDS, bits, make
-from synced import model_of, synced, told_right
 from torch import Tensor, nn
 
+from helpers import dist
+from helpers.numerics import KINDS, make
+from helpers.synced import merged, model_of, stamp, synced, told_right
 from msamp.comm.accumulate import ACCUMULATORS
 from msamp.comm.grad_scaling import NOT_FINITE, exceeds, next_mu
 from msamp.comm.grad_sync import GradSync
@@ -35,13 +35,6 @@ def give(model: nn.ParameterDict, gradients: dict[str, Tensor | None], turned: b
         sum(terms).backward()
 
 
-def stamp(g: Tensor) -> tuple:
-    """Everything about a gradient, comparable and small to send."""
-    payload = g.payload if isinstance(g, ScalingTensor) else g
-    scale = bits(g.scale_inv).numpy().tobytes() if isinstance(g, ScalingTensor) else b""
-    return g.dtype, payload.dtype, tuple(g.shape), bits(payload).numpy().tobytes(), scale
-
-
 def averages(sync: GradSync, model: nn.Module) -> dict[str, dict[int, tuple]]:
     """By name and first row: the averages that this rank has."""
     found: dict[str, dict[int, tuple]] = {}
@@ -52,20 +45,6 @@ def averages(sync: GradSync, model: nn.Module) -> dict[str, dict[int, tuple]]:
         assert all(told_right(g) for g in [p.main_grad, *(g for _, g in segments)] if g is not None), f"of {name} was told what it is not"
         found[name] = {row: stamp(g) for row, g in ([(0, p.main_grad)] if p.main_grad is not None else segments)}
     return found
-
-
-def merged(ranks: list[dict[str, dict[int, tuple]]], name: str) -> tuple | None:
-    """The whole tensor's stamp, from equal copies or from pieces; None where no rank has it."""
-    pieces: dict[int, tuple] = {}
-    for rank in ranks:
-        for row, found in rank[name].items():
-            assert pieces.setdefault(row, found) == found, f"{name} differs between ranks"
-    if not pieces:
-        return None
-    ordered = [pieces[row] for row in sorted(pieces)]
-    assert len({(x[0], x[1], x[4]) for x in ordered}) == 1, f"the pieces of {name} do not share a scale"
-    shape = ordered[0][2] and (sum(x[2][0] for x in ordered), *ordered[0][2][1:])
-    return *ordered[0][:2], shape, b"".join(x[3] for x in ordered), ordered[0][4]
 
 
 def shared_scale(present: list[Tensor], fmt: Format) -> Tensor:

@@ -1,11 +1,11 @@
 """Copies of weights on several ranks: bits that differ, and values that are not finite."""
 
-import dist
 import pytest
 import torch
 import torch.distributed
-from numerics import make
 
+from helpers import dist
+from helpers.numerics import make
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.replicas import checksum, faults

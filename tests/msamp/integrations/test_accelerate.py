@@ -4,14 +4,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import dist
-import hosts
 import pytest
 import torch
 import torch.distributed
 from torch import nn
 
 import msamp
+from helpers import dist, hosts
 from msamp.numerics.tensor import ScalingTensor
 
 accelerate = hosts.need("accelerate")

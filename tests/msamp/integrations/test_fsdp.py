@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import dist
-import guide_blocks
 import pytest
 import torch
 import torch.distributed
@@ -19,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import msamp
+from helpers import dist, guide_blocks
 from msamp.integrations import fsdp
 from msamp.numerics.recipe import by_name
 from msamp.numerics.scaling import Delayed
@@ -83,7 +82,7 @@ def train(model, optimizer, steps, share=slice(None), dtype=torch.float32) -> li
     return losses
 
 
-def one_process(level: str, dtype: torch.dtype, clip_grad: float | None = None):
+def unsharded_run(level: str, dtype: torch.dtype, clip_grad: float | None = None):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the ranks have: a CPU's product splits its sum by threads
     try:
@@ -111,7 +110,7 @@ def trained_alike(level: str, dtype: torch.dtype, clip_grad: float):
 @pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float32), ("O2", torch.bfloat16)])
 def test_sharded_training_has_the_bits_of_one_process(level, dtype):
     (losses, weights, states), (again, *_) = dist.run(trained_alike, 2, level, dtype, 0.5)
-    expected, expected_weights, packed = one_process(level, dtype, 0.5)
+    expected, expected_weights, packed = unsharded_run(level, dtype, 0.5)
     assert losses == again == expected
     assert same(weights, dict(expected_weights))
     assert same(states, packed["state"])
@@ -232,7 +231,7 @@ def test_the_scales_of_gathered_weights_stand_where_cublas_takes_them(ranks):
 
 def test_batches_of_several_ranks_train_like_one_process_with_all(ranks):
     losses = torch.tensor([found["losses"] for found in ranks[1]]).mean(0)
-    expected = torch.tensor(one_process("O2", torch.float32)[0])
+    expected = torch.tensor(unsharded_run("O2", torch.float32)[0])
     assert torch.allclose(losses, expected, rtol=0.02)
     assert not torch.allclose(losses[0], losses, rtol=0.05)
 

@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 import torch
-from numerics import make
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import msamp
+from helpers.numerics import make
 
 LOUD = 64.0
 pytestmark = pytest.mark.filterwarnings("ignore:.*stores into fp8-e4m3")

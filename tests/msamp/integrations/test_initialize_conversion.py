@@ -3,13 +3,13 @@
 import re
 import warnings
 
-import dist
 import pytest
 import torch
-from numerics import make
 from torch import nn
 
 import msamp
+from helpers import dist
+from helpers.numerics import make
 
 
 def mlp() -> nn.Sequential:

@@ -5,13 +5,13 @@ import io
 import pickle
 import warnings
 
-import dist
 import pytest
 import torch
 import torch.distributed
 from torch import nn
 
 import msamp
+from helpers import dist
 from msamp.numerics import formats, recipe
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.updates import format_names

@@ -5,13 +5,13 @@ import gc
 import pickle
 import warnings
 
-import dist
 import pytest
 import torch
-from numerics import make
 from torch import nn
 
 import msamp
+from helpers import dist
+from helpers.numerics import make
 from msamp.integrations.saving import exact_state_dict, fp8_state_dict, plain_state_dict, save_plain
 from msamp.numerics import recipe
 from msamp.numerics.tensor import ScalingTensor

@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import dist
-import hosts
 import pytest
 import torch
 
+from helpers import dist, hosts
 from msamp.numerics.tensor import ScalingTensor
 
 transformers = hosts.need("transformers")

@@ -6,9 +6,9 @@ import re
 
 import pytest
 import torch
-from numerics import make
 from torch import nn
 
+from helpers.numerics import make
 from msamp.nn.convert import convert, float_copy, survey
 from msamp.nn.filters import DEFAULT, all_of, exclude_names, include_names, min_features
 from msamp.nn.linear import FP8Linear

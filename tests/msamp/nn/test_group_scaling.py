@@ -5,9 +5,9 @@ import io
 
 import pytest
 import torch
-from block_halves import B, H, S, attention_half, attention_settings, mlp_half, mlp_settings
-from numerics import make
 
+from helpers.block_halves import B, H, S, attention_half, attention_settings, mlp_half, mlp_settings
+from helpers.numerics import make
 from msamp.kernels import ops
 from msamp.nn import block
 from msamp.nn.attention_block import AttentionBlock

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from definitions import AmaxHistory
-from numerics import codes, make
 from torch import nn
 
+from helpers.numerics import codes, make
 from msamp.kernels import ops
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.linear import FP8Linear

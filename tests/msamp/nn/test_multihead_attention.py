@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from numerics import make
 from torch import nn
 
+from helpers.numerics import make
 from msamp.nn.convert import convert, float_copy, survey
 from msamp.nn.filters import exclude_names
 from msamp.nn.linear import FP8Linear

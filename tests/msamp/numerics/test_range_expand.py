@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from numerics import KINDS, LARGE, SMALL, bits, check, codes, floats, golden, make, measure, random_floats
 
+from helpers.numerics import KINDS, LARGE, SMALL, bits, check, codes, floats, golden, make, measure, random_floats
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from msamp.numerics.granularity import TENSORWISE, Group
 from msamp.numerics.metrics import sqnr_db

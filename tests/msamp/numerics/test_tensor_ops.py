@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
-from numerics import codes, make
 
 import msamp
+from helpers.numerics import codes, make
 from msamp.numerics.formats import E4M3, E5M2, FP16
 from msamp.numerics.tensor import ScalingTensor
 from msamp.numerics.tensor_ops import TABLE

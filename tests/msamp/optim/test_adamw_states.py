@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from numerics import make
 from torch import nn
 
+from helpers.numerics import make
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16
 from msamp.numerics.recipe import FP32_STATES, O2, O3, StateFormats
 from msamp.numerics.stochastic_rounding import tensor_key

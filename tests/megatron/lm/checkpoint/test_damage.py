@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import checkpoints
 import pytest
-import tiny
 import torch
-from checkpoints import MARKER, contents, everything, pointed, rewrite, seal, tensors
 
+from helpers import checkpoints, tiny
+from helpers.checkpoints import MARKER, contents, everything, pointed, rewrite, seal, tensors
 from megatron.lm.checkpoint import latest, load
 from megatron.lm.checkpoint.folder import INFO_FILE
 from megatron.lm.checkpoint.pickled import FORMER_PLAN_FILE

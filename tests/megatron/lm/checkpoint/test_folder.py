@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import pytest
-from checkpoints import MARKER, of, published, written
 
+from helpers import checkpoints
+from helpers.checkpoints import MARKER, of, published, written
 from megatron.lm import health
 from megatron.lm.checkpoint import folder as module
 from megatron.lm.checkpoint.folder import (

@@ -4,11 +4,10 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-import checkpoints
 import pytest
-import tiny
-from checkpoints import MARKER, contents, pointed
 
+from helpers import checkpoints, tiny
+from helpers.checkpoints import MARKER, contents, pointed
 from megatron.lm.checkpoint import Saver, latest, storage
 from megatron.lm.checkpoint.folder import check_files, read_info
 from megatron.lm.checkpoint.lock import locked

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import tiny
 from megatron.lm.checkpoint import storage
 from megatron.lm.checkpoint.content import group_keys, scale_key
 from megatron.lm.checkpoint.place import Place

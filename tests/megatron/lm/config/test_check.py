@@ -9,9 +9,9 @@ import sys
 from typing import get_type_hints
 
 import pytest
-import refusals
-from refusals import config
 
+from helpers import refusals
+from helpers.refusals import config
 from megatron.lm.config import LATEST_CHECKPOINT_FILE
 from megatron.lm.config.check import RULES, check, single_values
 from megatron.lm.config.cli import parse_args, section_types

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kills import killed_at_a_rename
 
+from helpers.kills import killed_at_a_rename
 from megatron.lm.data.cache import LOCK_FILE, _entry, kept
 
 NAMES = ("places", "draws")

@@ -5,12 +5,12 @@ import json
 import struct
 from pathlib import Path
 
-import dist
 import numpy as np
 import pytest
 import torch
-from kills import killed_at_a_rename
 
+from helpers import dist
+from helpers.kills import killed_at_a_rename
 from megatron.lm.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron.lm.data.datasets import build_datasets, parse_blend, parse_split
 from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets

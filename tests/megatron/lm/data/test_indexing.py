@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import dist
 import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
+from helpers import dist
 from megatron.lm.config import DataConfig
 from megatron.lm.data import indexing
 from megatron.lm.data.indexing import Document, EncodeOptions, Progress, check_inputs, read_counts, read_documents, write_datasets

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
+from helpers import tiny
 from megatron.lm.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron.lm.config.cli import config_to_dict
 from megatron.lm.data import datasets

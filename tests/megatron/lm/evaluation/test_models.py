@@ -4,9 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import texts
 import torch
 
+from helpers import texts
 from megatron.lm import process_groups
 from megatron.lm.checkpoint import load_for_inference
 from megatron.lm.cpu_home import cpu_home

@@ -1,22 +1,20 @@
 """The layers of a peer's recipe, by a provider that stands in for Transformer Engine's: same modules and names, computed by torch."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.lm import checkpoint, gain, graph, peers, process_groups
+from helpers import tiny
+from megatron.lm import checkpoint, gain, graph, peers
 from megatron.lm.config import Config
-from megatron.lm.cpu_home import cpu_home
 from megatron.lm.model import gpt, peer
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import build_model, transformer_config
@@ -72,14 +70,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    with cpu_home():
-        process_groups.initialize(tiny.config("corpus"))
-        yield
-        process_groups.shutdown()
 
 
 def recipe_of(settings: Config) -> PeerRecipe:

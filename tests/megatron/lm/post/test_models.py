@@ -3,11 +3,11 @@
 import json
 import sys
 
-import post_runs
 import pytest
 import torch
 
 import msamp
+from helpers import post_runs
 from megatron.lm.post import models
 from megatron.lm.post.memory import stored
 from msamp.nn.linear import FP8Linear

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from faulty import BATCH, Once, louder, patched, rolling, told, trained
 
+from helpers import tiny
+from helpers.faulty import BATCH, Once, louder, patched, rolling, told, trained
 from megatron.lm.config.check import check
 from megatron.lm.run import RunStopped
 

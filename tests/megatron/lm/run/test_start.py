@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
-from checkpoints import of, published, seal
 
+from helpers import tiny
+from helpers.checkpoints import of, published, seal
 from megatron.lm.checkpoint import latest
 from megatron.lm.checkpoint.folder import read_info
 from megatron.lm.config import CheckpointConfig

@@ -7,11 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
 
+from helpers import dist, tiny
 from megatron.lm import step
 from megatron.lm.checkpoint import saving
 from megatron.lm.run import RunStopped, trainer

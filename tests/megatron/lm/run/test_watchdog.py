@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,12 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import dist
 import psutil
 import pytest
-import tiny
 import torch
 
+from helpers import dist, tiny
 from megatron.lm.run.watchdog import READING, Watchdog, Whereabouts, verdict
 
 ROOT = Path(__file__).parents[4]
@@ -123,9 +121,7 @@ class Job:
 
     def __init__(self, folder: Path, prefix: Path, flags: list[str], restarts: int | None) -> None:
         self.save, self.metrics, self.log = folder / "save", folder / "metrics.jsonl", (folder / "log").open("w+")
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = str(listener.getsockname()[1])
+        port = str(dist.free_port())
         files = ["--data-path", str(prefix), "--save", str(self.save), "--load", str(self.save), "--metrics-file", str(self.metrics)]
         command = ["-m", "megatron.lm.pretrain", *FLAGS, *files, *flags]
         kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}

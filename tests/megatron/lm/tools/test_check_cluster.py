@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed
 
+from helpers import dist
 from megatron.lm.place import Launch
 from megatron.lm.run import RunStopped
 from megatron.lm.tools import check_cluster
@@ -241,9 +242,7 @@ def test_sums_are_known_and_a_wrong_one_is_noticed(monkeypatch: pytest.MonkeyPat
 
 def start(ranks: int, come: list[int], limit: int, *flags: str, kill: int | None = None) -> list[subprocess.CompletedProcess[str]]:
     """Of `ranks`, those that `come`, as processes of their own; `kill`: one that ends before its first sum."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = dist.free_port()
     kept = {name: value for name, value in os.environ.items() if name not in ALONE}
     ours = {
         "PYTHONPATH": str(ROOT),

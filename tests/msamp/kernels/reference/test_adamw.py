@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from numerics import make
 
+from helpers.numerics import make
 from msamp.kernels.reference.adamw import Batch, Hyper, adam_, adamw
 from msamp.numerics.formats import COAT_E4M3, E4M3, FP16
 from msamp.numerics.quantize import quantize

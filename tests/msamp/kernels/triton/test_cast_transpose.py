@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
-from agreement import assert_codes, assert_sums
-from choices import each_once
-from numerics import bits, codes, make, random_floats
 
+from helpers.agreement import assert_codes, assert_sums
+from helpers.choices import each_once
+from helpers.numerics import bits, codes, make, random_floats
 from msamp.kernels.reference.cast_transpose import cast_transpose as twin
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.granularity import Group

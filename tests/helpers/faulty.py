@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import tiny
 from megatron.lm import step
 from megatron.lm.config import Config
 from megatron.lm.run import trainer

@@ -5,7 +5,7 @@
         ../here/tests/checkpoints_of/version_3 [NAME ...]
 
 The folder gets the corpus, and of each run NAME.tar.xz, the checkpoint, and NAME.json, what the code of then made of it: the
-SHA-256 of every tensor of model and optimizer after loading, and the losses of the steps after that. Beside tests/tiny.py of the
+SHA-256 of every tensor of model and optimizer after loading, and the losses of the steps after that. Beside tests/helpers/tiny.py of the
 checkout only such parts of a training are used here as versions have in common. Without names of `RUNS` all of them are made.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import tiny
+from helpers import tiny
 
 STEPS_AFTER = 4
 SMALL = {"num_layers": 1, "ffn_hidden_size": 64, "disable_bias_linear": True, "normalization": "RMSNorm"}

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guide"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 _BLOCK = re.compile(r"(?:^<!-- takes: (?P<takes>[\w, ]+) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

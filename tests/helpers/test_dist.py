@@ -4,10 +4,11 @@ import os
 import time
 from dataclasses import dataclass
 
-import dist
 import psutil
 import pytest
 import torch
+
+from helpers import dist
 
 
 @dataclass

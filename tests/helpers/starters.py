@@ -3,7 +3,7 @@ more: what `test_architecture.py` needs to know of them. `test_starters.py` hold
 
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STARTER = '''"""Starts `python -m megatron.lm.tools.{name}`."""
 
 from megatron.lm.tools.{name} import main

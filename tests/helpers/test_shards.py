@@ -1,5 +1,6 @@
 import pytest
-import shards
+
+from helpers import shards
 
 
 def test_every_file_is_in_one_part_and_no_part_is_much_longer():

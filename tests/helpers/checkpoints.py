@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import tiny
 from megatron.lm.checkpoint.folder import INFO_FILE, digest_entries, iteration_folder, new_partial_folder, publish, read_info, write_info
 from megatron.lm.checkpoint.storage import Item, Stored, write
 from megatron.lm.checkpoint.versions import VERSION

@@ -1,8 +1,8 @@
 """How a kernel and its twin are compared where exp, rsqrt or a contracted product may differ in the last bit of FP32."""
 
 import torch
-from numerics import Measures, codes, measure
 
+from helpers.numerics import Measures, codes, measure
 from msamp.numerics.formats import Format
 from msamp.numerics.quantize import dequantize
 

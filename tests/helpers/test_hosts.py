@@ -3,10 +3,11 @@
 import re
 from pathlib import Path
 
-import hosts
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from helpers import hosts
+
+ROOT = Path(__file__).resolve().parents[2]
 MISSING = "no_such_host"
 
 

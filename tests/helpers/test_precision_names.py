@@ -3,7 +3,8 @@
 import ast
 
 import pytest
-from precision_names import TABLE, decisions_by_name
+
+from helpers.precision_names import TABLE, decisions_by_name
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 Its fragments do in tests/integrations/test_guide.py and tests/msamp/integrations/test_fsdp.py.
 """
 
-import guide_blocks
 import pytest
 import torch
+
+from helpers import guide_blocks
 
 PAGE = "own_loop.md"
 WHOLE = [block for block in guide_blocks.blocks(PAGE) if not block.takes]

@@ -3,11 +3,11 @@
 import logging
 from typing import Any
 
-import hosts
 import torch
 from torch import nn
 
 import msamp
+from helpers import hosts
 
 L = hosts.need("lightning")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -8,10 +8,10 @@ import math
 from typing import NamedTuple
 
 import torch
-from numerics import make
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
+from helpers.numerics import make
 from msamp.kernels import ops
 from msamp.nn.linear import scaling_parameter
 from msamp.numerics.formats import E4M3, E5M2, Format

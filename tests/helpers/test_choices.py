@@ -2,7 +2,7 @@
 
 import itertools
 
-from choices import each_once
+from helpers.choices import each_once
 
 
 def test_each_value_once_by_default_and_the_product_by_night():

@@ -6,9 +6,9 @@ folder = texts.trained(tmp_path, opt_level="O3")     # a checkpoint; tmp_path / 
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import tokenizers
 
+from helpers import checkpoints
 from megatron.lm.config import DataConfig
 from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
 

@@ -52,7 +52,7 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 12
         raise ValueError(f"{fn.__qualname__} cannot be found by a new process: move it to the top level of its file")
     with tempfile.TemporaryDirectory() as folder:
         payload = pickle.dumps(args)
-        port = _free_port()
+        port = free_port()
         context = _context()
         processes = [
             context.Process(
@@ -82,7 +82,8 @@ def _context() -> Any:
     return context
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

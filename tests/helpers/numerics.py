@@ -19,8 +19,8 @@ from msamp.numerics.scaling import scale_from_amax
 
 KINDS = ("normal", "channel-outlier", "log-normal")
 SMALL, LARGE = (256, 128), (1024, 512)
-GOLDEN = Path(__file__).parent / "golden" / "golden.json"
-BLOCKWISE = Path(__file__).parent / "golden" / "blockwise.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / "golden.json"
+BLOCKWISE = Path(__file__).parents[1] / "golden" / "blockwise.json"
 
 
 class Measures(NamedTuple):

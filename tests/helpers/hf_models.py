@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import tiny
 from megatron.lm.config import Config
 from megatron.lm.model.gpt import build_model
 from megatron.lm.recipe import build_recipe

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from starters import ROOT, is_starter, missing_starters
+from helpers.starters import ROOT, is_starter, missing_starters
 
 
 def test_every_tool_of_users_has_a_starter_of_two_lines():
