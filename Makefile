@@ -82,7 +82,7 @@ test-nightly: $(READY) ## the longer tests that need no GPU, and the mutants: al
 	$(PARALLEL) -m "nightly and not gpu and not multi_gpu" --shard $(SHARD) tests $(ARGS)
 	$(PYTHON) tools/mutants.py --shard $(SHARD) --jobs $(MUTANT_JOBS)
 
-mutants: $(READY) ## one-line faults that the tests of the default run must notice (ARGS="-k exchange" for some)
+mutants: $(READY) ## check that the tests notice each one-line fault of tools/mutants.toml (ARGS="-k gradients" for some)
 	$(PYTHON) tools/mutants.py --jobs $(MUTANT_JOBS) $(ARGS)
 
 test-gpu: $(READY) ## tests on one GPU with FP8
