@@ -58,7 +58,9 @@ def test_a_layer_keeps_what_it_says_and_computes_gradients_from_it(name: str):
 
 def test_a_model_with_it_trains_at_o2():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), msamp.Activation("gelu", saved=Halved()), msamp.LayerNorm(64, saved=Halved()), nn.Linear(64, 32))
+    model = nn.Sequential(
+        nn.Linear(32, 64), msamp.Activation("gelu", saved=Halved()), msamp.LayerNorm(64, saved=Halved()), nn.Linear(64, 32)
+    )
     model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe="O2")
     x, losses = torch.randn(64, 32), []
     for _ in range(20):
