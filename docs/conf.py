@@ -41,7 +41,7 @@ html_title = f"msamp {version}"
 html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["narrow.css"]
-LINKED = ("reproduction/", "reference/promises/")
+LINKED = ("reproduction/", "reference/hosts_matrix")
 UNBROKEN = 28  # characters of a word in code, and of a cell, that a phone has room for
 
 
@@ -115,7 +115,7 @@ def _keep_words(app: Sphinx, tree: nodes.document) -> None:
 
 
 def _leave_out_of_sidebar(app: Sphinx, env: BuildEnvironment) -> None:
-    """Mark pages of single tables and promises as reached by links from their overview, not from the sidebar."""
+    """Mark pages of single tables as reached by links from their overview, not from the sidebar."""
     for page in env.found_docs:
         if page.startswith(LINKED) and page != "reproduction/reproduction":
             env.metadata[page]["orphan"] = True

@@ -124,6 +124,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found | {"flags": found["files"]}
 
 
+@pytest.mark.promise("Tools", "Invalid flags and forged files end in a message; their code never runs (`make fuzz`).")
 @pytest.mark.parametrize("part", SMOKE)
 def test_some_of_each_part_pass(
     part: str, place: tuple[Path, Watch], material: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -142,6 +142,7 @@ def test_what_is_missing_is_said(environment, wanted, prefix):
         assert part in said
 
 
+@pytest.mark.promise("Starting and ending", "A launch script refuses an invalid environment in one line with exit code 2.")
 @pytest.mark.parametrize(
     ("environment", "wanted"),
     [

@@ -73,6 +73,7 @@ def test_as_many_pods_as_nodes_and_as_many_processes_as_gpus(job, train):
     assert train["resources"]["limits"]["nvidia.com/gpu"] == int(launch.nproc_per_node)
 
 
+@pytest.mark.promise("Clusters", "The Kubernetes Job's flags are valid for the trainer and torchrun.")
 def test_the_trainer_takes_its_flags_and_the_grid_fits(train):
     launch, module, flags = commands(train)
     assert module == "megatron.lm.pretrain"
@@ -193,6 +194,7 @@ def pods(train: dict[str, Any], tmp_path: Path) -> Iterator[Callable[[int], Pods
                 agent.kill()
 
 
+@pytest.mark.promise("Clusters", "One of two torchruns may be killed and return; no iteration is lost or reported twice.")
 @pytest.mark.nightly(120)
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "evicted"])
 def test_a_pod_that_is_lost_comes_back_and_all_go_on(end: signal.Signals, pods: Callable[[int], Pods]):

@@ -20,6 +20,7 @@ def test_every_block_is_a_program_or_says_what_it_takes():
     assert len(found) == text.count("```python")
 
 
+@pytest.mark.promise("Hosts", "The code blocks of docs/guide/own_loop.md run as printed.")
 @pytest.mark.parametrize("block", WHOLE, ids=lambda block: block.heading)
 def test_a_program_runs_as_printed(block: guide_blocks.Block):
     if "torch.optim.Muon" in block.code and not hasattr(torch.optim, "Muon"):

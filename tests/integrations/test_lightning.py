@@ -33,6 +33,7 @@ class SavedPlain(Module):
         return optimizer
 
 
+@pytest.mark.promise("Hosts", "Lightning's own strategies resume bit for bit with `initialize` in `configure_model`.")
 @every_level
 def test_initialize_in_configure_model_trains_saves_and_resumes_bit_for_bit(level, tmp_path):
     whole, first, resumed = (InConfigureModel(level) for _ in range(3))
@@ -76,6 +77,7 @@ class Seen(Callback):
         self.weights.append(msamp.fp32_values(module.net[0].weight.detach()).clone())
 
 
+@pytest.mark.promise("Hosts", "Lightning's weight averaging averages the weights.")
 @every_level
 def test_averages_of_lightning_are_those_of_the_weights(level, tmp_path):
     seen = Seen()

@@ -394,6 +394,7 @@ HUGE = {
 }
 
 
+@pytest.mark.promise("Starting and ending", "A model or batch that this machine cannot hold is refused before anything is built.")
 @pytest.mark.parametrize("name", HUGE)
 def test_what_no_device_holds_is_refused_at_once(name):
     settings, message = HUGE[name]

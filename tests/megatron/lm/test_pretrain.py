@@ -65,6 +65,7 @@ def outputs(folder: Path) -> list[str]:
 # One run that works, and every way in which it may be refused
 
 
+@pytest.mark.promise("Clusters", "A run stopped early can exit with its own code.")
 @pytest.mark.parametrize(("flags", "code"), [([], 0), (["--exit-code-unfinished", "75"], 75)])
 def test_a_run_that_leaves_early_may_say_so(flags: list[str], code: int, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     again = [*FLAGS, "--data-path", str(corpus), "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save"), *flags]
@@ -360,6 +361,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.promise("Starting and ending", "SIGINT during imports is one line and exit code 130.")
 @pytest.mark.parametrize(
     ("script", "name"),
     [("module", "megatron.lm.config"), ("console", "megatron.lm.config"), ("console", "torch._C"), ("module", "megatron.core")],

@@ -268,6 +268,7 @@ def test_a_step_never_waits_for_the_host(accumulate, exchange):
         sync.clear()
 
 
+@pytest.mark.promise("Hosts", "A gradient that would not be averaged, after a late `model.to()`, is named.")
 def test_a_gradient_that_passes_the_hooks_by_is_named():
     """As it does of a low-precision weight after `model.to`, which would otherwise be updated by this rank's own gradient."""
     model = nn.Sequential(FP8Linear(16, 16))

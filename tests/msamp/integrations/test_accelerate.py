@@ -86,6 +86,7 @@ def alone(monkeypatch: pytest.MonkeyPatch):
     fresh_state()
 
 
+@pytest.mark.promise("Hosts", "Our Accelerator on two processes trains what one trains, and resumes bit for bit.")
 @pytest.mark.nightly(30)
 def test_two_processes_train_as_one_does_save_and_resume(tmp_path: Path):
     from safetensors.torch import load_file

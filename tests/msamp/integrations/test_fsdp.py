@@ -107,6 +107,7 @@ def trained_alike(level: str, dtype: torch.dtype, clip_grad: float):
     return losses, fsdp.model_state(model), optimizer.state_dict()["state"]
 
 
+@pytest.mark.promise("FSDP2", "At O1 and O2 sharded training has one process's losses, weights and states, bit for bit.")
 @pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float32), ("O2", torch.bfloat16)])
 def test_sharded_training_has_the_bits_of_one_process(level, dtype):
     (losses, weights, states), (again, *_) = dist.run(trained_alike, 2, level, dtype, 0.5)
@@ -127,6 +128,7 @@ def compiled_alike() -> list[list[float]]:
     return found
 
 
+@pytest.mark.promise("FSDP2", "Compiled, the model has the losses that it has uncompiled.")
 @pytest.mark.nightly(10)
 def test_compiled_it_trains_with_the_same_losses():
     for plain, blocks, whole in dist.run(compiled_alike, 2):
@@ -213,6 +215,7 @@ def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     return folder, dist.run(several, 2, str(folder))
 
 
+@pytest.mark.promise("FSDP2", "FP8 weights are gathered at one byte per element.")
 def test_weights_are_gathered_at_one_byte_an_element(ranks):
     for found in ranks[1]:
         assert found["sent"] == [(torch.uint8, 2 * 64 * 48)] * 2  # forward, backward
@@ -236,6 +239,7 @@ def test_batches_of_several_ranks_train_like_one_process_with_all(ranks):
     assert not torch.allclose(losses[0], losses, rtol=0.05)
 
 
+@pytest.mark.promise("FSDP2", "A run resumes bit for bit from `fsdp.model_state` and `optimizer.state_dict()`.")
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(ranks):
     for found in ranks[1]:
         (losses, weights), (expected, expected_weights) = found["resumed"]
@@ -254,6 +258,7 @@ def test_one_process_takes_up_what_several_saved(ranks):
     assert same(optimizer.state_dict()["state"], states["state"])
 
 
+@pytest.mark.promise("FSDP2", "A non-finite gradient on one rank skips the step on all.")
 def test_a_step_of_which_one_rank_has_no_finite_gradient_is_skipped_on_all(ranks):
     for found in ranks[1]:
         skipped, weights = found["skipped"]
@@ -262,6 +267,7 @@ def test_a_step_of_which_one_rank_has_no_finite_gradient_is_skipped_on_all(ranks
         assert all(torch.equal(weights[name], kept[name]) for name in kept if ".scaling." not in name)
 
 
+@pytest.mark.promise("FSDP2", "`msamp.clip_grad_norm_` clips by the norm over all ranks and returns it.")
 def test_clip_grad_norm_clips_what_all_ranks_hold(ranks):
     (before, *after), others = (found["norms"] for found in ranks[1])
     assert [before, *after] == others
@@ -332,6 +338,7 @@ def _columns(p: nn.Parameter) -> Any:
     return Shard(1) if p.dim() > 1 else None
 
 
+@pytest.mark.promise("FSDP2", "Other orders of `prepare`, `fully_shard` and the optimizer are refused by name.")
 def test_other_orders_are_refused_by_name():
     expected = (
         "ranks have different models \\(blocks.1.weight\\)",
@@ -428,6 +435,7 @@ def skipped_each_way() -> dict[str, bool]:
     }
 
 
+@pytest.mark.promise("Optimizer states", "A skipped step changes no weight, state, amax history, scale or mu, bit for bit.")
 def test_a_skipped_step_leaves_no_trace_on_any_rank():
     for found in dist.run(skipped_each_way, 2):
         assert found == {"optimizer": True, "own loop": True, "GradScaler": True}

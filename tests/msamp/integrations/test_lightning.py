@@ -56,6 +56,7 @@ def trains(level: str, folder: str) -> dict[str, Any]:
     return {"whole": whole.losses, "parts": first.losses + resumed.losses, "weights": values(whole), "resumed": values(resumed)}
 
 
+@pytest.mark.promise("Hosts", "Lightning with our strategy trains, clips, saves and resumes bit for bit.")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(level: str, tmp_path: Path):
     found = trains(level, str(tmp_path))

@@ -46,6 +46,7 @@ def train(folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.promise("Hosts", "Our Trainer trains, clips, saves and resumes on two processes at O3.")
 @pytest.mark.nightly(40)
 def test_two_processes_train_save_and_resume(tmp_path: Path):
     first, second = dist.run(train, 2, str(tmp_path))

@@ -227,6 +227,7 @@ def test_it_takes_no_part_in_autograd():
     assert not quantize_expanded(x, E4M3).dequantize().requires_grad
 
 
+@pytest.mark.promise("Group scaling", "The two-stage amax equals the tensor's to the bit; NaN and infinity show in it.")
 @pytest.mark.parametrize("size", [1, 16, 128])
 @pytest.mark.parametrize("shape", [(6, 32), (5, 77), (0,), ()])
 def test_the_amax_in_two_stages_is_that_of_the_tensor(size, shape, device):

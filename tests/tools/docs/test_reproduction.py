@@ -131,6 +131,7 @@ def test_holds_about_a_loss_states_the_interval(monkeypatch, root):
     assert "- O3 against bf16: +0.0100 nats per token, +0.20 % (95 % interval +0.19 to +0.21 %), 3 seeds: the losses are equal" in text
 
 
+@pytest.mark.promise("Tools", "A reproduced claim about a loss holds only if the interval is within the effect.")
 @pytest.mark.parametrize(
     "losses",
     [{"bf16": LOSSES["bf16"], "O3": {"1": 5.06, "2": 5.05, "3": 4.95}}, {"bf16": {"1": 5.0}, "O3": {"1": 5.0}}, {"bf16": {"1": 5.0}}],

@@ -216,6 +216,7 @@ def judged(info: dict[str, Any]) -> None:
     check_info(now)
 
 
+@pytest.mark.promise("Checkpoints", "Types and ranges in `checkpoint.json` are checked, with one line for what is wrong.")
 @pytest.mark.parametrize("name", WRONG)
 def test_what_no_checkpoint_says_is_refused(info: dict[str, Any], name: str):
     changes, said = WRONG[name]

@@ -78,6 +78,7 @@ def recipe_of(settings: Config) -> PeerRecipe:
     return found
 
 
+@pytest.mark.promise("Baselines", "A `te-*` recipe sets its own megatron-core options and fusions, and nothing else.")
 @pytest.mark.parametrize("name", peers.names())
 def test_megatron_core_is_told_what_the_recipe_says(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peer, "fusions", lambda model: {})
@@ -141,6 +142,7 @@ def test_weights_start_from_the_numbers_of_every_other_recipe(fake: None, one_pr
     assert sum(p.numel() for p in theirs.values()) == sum(p.numel() for p in ours.values())
 
 
+@pytest.mark.promise("Baselines", "With layers that compute what O0's do, a `te-*` run has O0's losses to the bit.")
 def test_a_run_of_theirs_is_a_run_of_ours_but_for_the_layers(prefix: Path, fake: None):
     """The layers that stand in compute what O0's do, but rotate in BF16: data, seed, schedule, gradients and update are the same."""
     runs = {name: tiny.losses(tiny.run(tiny.config(prefix, precision=name, train_iters=4))) for name in ("bf16", "te-bf16")}
@@ -174,6 +176,7 @@ def test_steps_are_eager_and_the_log_says_of_whom_the_layers_are(monkeypatch: py
 # Refusals at the start
 
 
+@pytest.mark.promise("Baselines", "Without Transformer Engine a `te-*` recipe is refused by name.")
 def test_without_the_package_or_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch):
     recipe = recipe_of(tiny.config("corpus", precision="te-block"))
     monkeypatch.setattr(peer, "installed", lambda: False)

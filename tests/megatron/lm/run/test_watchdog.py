@@ -95,6 +95,7 @@ def spinning(phase: str) -> None:
         torch.distributed.all_reduce(torch.ones(1))
 
 
+@pytest.mark.promise("Starting and ending", "A rank that hangs inside a step is named by the others.")
 @pytest.mark.nightly
 @pytest.mark.parametrize("phase", [READING, "in a step"])
 def test_a_rank_that_spins_is_named_by_all_and_all_end(phase: str, capfd: pytest.CaptureFixture[str]):
@@ -229,6 +230,7 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed_and_one_whose_rank_was_st
     assert tiny.losses(job.rows())[-1] < tiny.losses(job.rows())[0]
 
 
+@pytest.mark.promise("Clusters", "Processes save and exit after their torchrun was killed.")
 @pytest.mark.nightly(40)
 def test_processes_whose_torchrun_was_killed_save_and_leave(start: Callable[..., Job]):
     job = start("--train-iters 100000", restarts=0)

@@ -48,6 +48,7 @@ def test_the_known_product_is_exact_in_bf16_however_it_is_added_up():
     assert torch.equal(left.to(torch.float8_e4m3fn).float(), left)
 
 
+@pytest.mark.promise("Clusters", "The check names rank and host of a GPU that computes wrong products.")
 @pytest.mark.parametrize("kind", ["BF16", "FP8"])
 def test_a_product_that_is_wrong_in_one_element_is_named(kind: str, monkeypatch: pytest.MonkeyPatch):
     honest = check_cluster.wrong_products
@@ -198,6 +199,7 @@ def test_without_a_verdict_no_rank_waits_for_ever(monkeypatch: pytest.MonkeyPatc
 # Sums
 
 
+@pytest.mark.promise("Clusters", "The check does not wait for a collective that hangs.")
 def test_a_sum_that_hangs_is_not_waited_for():
     held = threading.Event()
 

@@ -95,6 +95,7 @@ def test_scale_inv_is_left_in_its_slot(bad, scale, triton_device):
     assert all(codes(a).equal(codes(b)) for a, b in zip(own[:2], given[:2], strict=True))
 
 
+@pytest.mark.promise("Group scaling", "A cast by the producer's maxima has the codes, scale and amax of a cast that reads twice.")
 @each_once(fmt=FP8, bad=[1.0, float("nan"), -float("inf")])
 def test_an_amax_in_two_stages_changes_no_bit(fmt, bad, triton_device):
     x = make("log-normal", (140, 70), device=triton_device).bfloat16()

@@ -125,6 +125,7 @@ def test_bare_models_masks_and_second_heads_are_read():
         from_hf(about, theirs | {"lm_head.weight": theirs["transformer.wte.weight"] + 1})
 
 
+@pytest.mark.promise("Tools", "A value of the wrong type in `config.json` is refused by its key.")
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -161,6 +162,7 @@ def test_other_models_are_refused(name, change, message):
         from_hf(about | change, theirs)
 
 
+@pytest.mark.promise("Tools", "`from-hf` and `to-hf` refuse a non-finite weight by name.")
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_weight_that_is_not_finite_is_named_and_refused_both_ways(value):
     settings = config("gpt2")
