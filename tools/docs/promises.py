@@ -34,7 +34,7 @@ def promises(root: Path) -> list[Promise]:
     found: list[Promise] = []
     for file in sorted((root / "tests").rglob("test_*.py")):
         name = file.relative_to(root).as_posix()
-        found += (Promise(*words, f"{name}::{test}") for test, words in _marked(file, name))
+        found += _marked(file, name)
     texts = [promise.text for promise in found]
     for promise in found:
         if texts.count(promise.text) > 1:
@@ -42,7 +42,7 @@ def promises(root: Path) -> list[Promise]:
     return found
 
 
-def _marked(file: Path, name: str) -> Iterator[tuple[str, list[str]]]:
+def _marked(file: Path, name: str) -> Iterator[Promise]:
     text = file.read_text(encoding="utf-8")
     if "pytest.mark.promise" not in text:
         return
@@ -52,7 +52,7 @@ def _marked(file: Path, name: str) -> Iterator[tuple[str, list[str]]]:
                 words = [part.value for part in decorator.args if isinstance(part, ast.Constant) and isinstance(part.value, str)]
                 if len(words) != 2 or len(decorator.args) != 2:
                     raise ValueError(f"{name}:{decorator.lineno}: promise takes a section and a sentence, both literal strings")
-                yield function.name, words
+                yield Promise(words[0], words[1], f"{name}::{function.name}")
 
 
 def page(root: Path) -> str:
