@@ -124,14 +124,14 @@ def one_nan(g: Tensor) -> Tensor:
     return g
 
 
-ONE = torch.tensor(5)
+FIFTH = torch.tensor(5)
 MU_STEPS = 7
 AT_THE_MAXIMUM = 448.0 * 2.0**-12
 MU = named({
     "hot": Scenario(E4M3, (50, 40), lambda step, rank, g: torch.full_like(g, AT_THE_MAXIMUM) if step in (1, 2, 3) else g),
     "cold": Scenario(E5M2, (300,)),
     "gone": Scenario(FP16, (7, 7), lambda step, rank, g: None if step == 3 else one_nan(g) if (step, rank) == (4, 1) else g),
-    "lone": Scenario(E4M3, (64,), lambda step, rank, g: torch.full_like(g, 1e-3).index_fill(0, ONE, 448.0)),
+    "lone": Scenario(E4M3, (64,), lambda step, rank, g: torch.full_like(g, 1e-3).index_fill(0, FIFTH, 448.0)),
     "opposed": Scenario(E4M3, (8, 8), lambda step, rank, g: torch.full_like(g, (-1.0) ** rank * AT_THE_MAXIMUM)),  # two ranks: a sum of 0
     "plain": Scenario(BF16, (9,)),
 })  # fmt: skip
