@@ -164,6 +164,29 @@ def test_a_measured_number_stands_in_a_generated_block(page: Path) -> None:
     assert typed_numbers(page.read_text(encoding="utf-8")) == []
 
 
+def quoted_messages(text: str) -> list[str]:
+    """Code in the columns of tables whose heading speaks of messages."""
+    found, column = [], -1
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if not cells:
+            column = -1
+        elif column < 0:
+            column = next((i for i, cell in enumerate(cells) if cell.startswith(("message", "symptom"))), len(cells))
+        elif column < len(cells):
+            found += re.findall(r"^`([^`]+)`$", cells[column])
+    return found
+
+
+def test_a_quoted_message_is_in_the_source() -> None:
+    files = [path for top in ("msamp", "megatron", "examples") for kind in ("py", "sh") for path in (ROOT / top).rglob(f"*.{kind}")]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    source = re.sub(r'"\n\s+f?"', "", source)  # a literal that is continued on the next line
+    quoted = {page.name: quoted_messages(page.read_text(encoding="utf-8")) for page in GUIDE}
+    assert sum(map(len, quoted.values())) > 10
+    assert {name: lost for name, found in quoted.items() if (lost := [text for text in found if text not in source])} == {}
+
+
 @pytest.mark.parametrize(
     ("line", "found"),
     [
