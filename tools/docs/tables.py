@@ -404,8 +404,8 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "checkpoint": lambda: plain(
         f"{BENCH}/checkpoint.csv",
         {"case": code("case"), "bytes per parameter": column("bytes_param", 2), "save s": column("save_s", 0),
-         "load s": column("load_s", 0), "first stall s": column("first_stall_s", 1), "stall s": column("stall_s", 2), "ms/step": column("ms", 1),
-         "while it writes": column("ms_saving", 1), "written after s": column("write_s", 0)},
+         "load s": column("load_s", 0), "first stall s": column("first_stall_s", 1), "stall s": column("stall_s", 2),
+         "ms/step": column("ms", 1), "while it writes": column("ms_saving", 1), "written after s": column("write_s", 0)},
     ),
     "recorder": lambda: plain(
         f"{BENCH}/recorder.csv",
