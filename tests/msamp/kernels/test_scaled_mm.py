@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 import torch
-from definitions import dequantize_blocks
 
+from helpers.definitions import dequantize_blocks
 from helpers.numerics import BLOCK_NOISE, blockwise, make, stored
 from msamp.kernels import scaled_mm as module
 from msamp.kernels.reference.block_cast import block_cast

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from definitions import AmaxHistory
 from torch import nn
 
+from helpers.definitions import AmaxHistory
 from helpers.numerics import codes, make
 from msamp.kernels import ops
 from msamp.nn.gemm import LayerGemm

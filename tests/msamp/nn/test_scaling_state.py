@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from definitions import AmaxHistory
 from torch import nn
 
 from helpers import dist
+from helpers.definitions import AmaxHistory
 from helpers.numerics import make
 from msamp.nn.convert import convert
 from msamp.nn.linear import FP8Linear

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from definitions import dequantize_blocks
 
+from helpers.definitions import dequantize_blocks
 from helpers.numerics import bits, codes, make
 from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.block_cast import block_cast
