@@ -99,5 +99,5 @@ def test_it_trains_at_o2_with_its_state_in_the_format_of_the_second_moment_and_r
 
 def test_what_its_update_refuses_is_refused_by_initialize():
     model = nn.Sequential(nn.Linear(32, 32))
-    with pytest.raises(ValueError, match="momentum is 0.9; update 'rmsprop' supports 0 only"):
+    with pytest.raises(ValueError, match=r"momentum is 0\.9; update 'rmsprop' supports 0 only"):
         msamp.initialize(model, torch.optim.RMSprop(model.parameters(), momentum=0.9))
