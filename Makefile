@@ -44,7 +44,7 @@ venv: $(READY) ## make .venv and install everything into it
 	@touch $@
 
 # A layer of its own over .venv: the torchvision of PyPI is built for CUDA, and beside a CPU build of torch it does not load, nor do then
-# transformers and timm, which import it (tests/hosts.py helps them).
+# transformers and timm, which import it (tests/helpers/hosts.py helps them).
 .venv-hosts/.installed: setup.py .venv/.installed
 	python3 -m venv --without-pip .venv-hosts
 	.venv/bin/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
@@ -82,7 +82,7 @@ test-nightly: $(READY) ## the longer tests that need no GPU, and the mutants: al
 	$(PARALLEL) -m "nightly and not gpu and not multi_gpu" --shard $(SHARD) tests $(ARGS)
 	$(PYTHON) tools/mutants.py --shard $(SHARD) --jobs $(MUTANT_JOBS)
 
-mutants: $(READY) ## one-line faults that the tests of the default run must notice (ARGS="-k exchange" for some)
+mutants: $(READY) ## check that the tests notice each one-line fault of tools/mutants.toml (ARGS="-k gradients" for some)
 	$(PYTHON) tools/mutants.py --jobs $(MUTANT_JOBS) $(ARGS)
 
 test-gpu: $(READY) ## tests on one GPU with FP8

@@ -15,6 +15,7 @@ from unittest import mock
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 
 import msamp
 from megatron.lm.config.cli import parse_args
@@ -40,6 +41,7 @@ html_title = f"msamp {version}"
 html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["narrow.css"]
+LINKED = ("reproduction/", "reference/hosts_matrix")
 UNBROKEN = 28  # characters of a word in code, and of a cell, that a phone has room for
 
 
@@ -112,6 +114,13 @@ def _keep_words(app: Sphinx, tree: nodes.document) -> None:
             cell["classes"].append("unbroken")
 
 
+def _leave_out_of_sidebar(app: Sphinx, env: BuildEnvironment) -> None:
+    """Mark pages of single tables as reached by links from their overview, not from the sidebar."""
+    for page in env.found_docs:
+        if page.startswith(LINKED) and page != "reproduction/reproduction":
+            env.metadata[page]["orphan"] = True
+
+
 def _translate(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     lines[:] = as_rst(lines)
 
@@ -119,4 +128,5 @@ def _translate(app: Sphinx, what: str, name: str, obj: object, options: object, 
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", _translate, priority=100)  # before napoleon
     app.connect("doctree-read", _keep_words)
+    app.connect("env-updated", _leave_out_of_sidebar)
     app.add_directive("trainer-flags", TrainerFlags)

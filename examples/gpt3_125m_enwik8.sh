@@ -17,7 +17,7 @@ whole GPUS_PER_NODE 1 8
 whole SEED 0 2147483647
 interpreter
 
-[ -f "$DATA/meta.json" ] || "$PYTHON" tools/prepare_text.py enwik8 --out "$DATA"
+[ -f "$DATA/meta.json" ] || "$PYTHON" -m megatron.lm.tools.prepare_text enwik8 --out "$DATA"
 
 exec "$PYTHON" -m megatron.lm.shell.torchrun --standalone --nproc-per-node "$GPUS_PER_NODE" -m megatron.lm.pretrain \
   --preset 125m --opt-level "$OPT_LEVEL" --fp8-min-gain 0 --seed "$SEED" \

@@ -1,6 +1,6 @@
 """Names of Microsoft's MS-AMP, for code that was written for it: `from msamp.compat import LBAdamW`. `import msamp` does not load them.
 
-A name does what MS-AMP's did, through this library, or raises and says what to write instead. docs/guide/moving_from_ms_amp.md has the
+A name does what MS-AMP's did, through this library, or raises and says what to write instead. docs/guide/moving.md has the
 table, and what differs numerically.
 """
 

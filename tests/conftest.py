@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import shards
 import torch
 import torch.distributed
 
+from helpers import shards
 from msamp.comm import exchange
 from msamp.numerics import recipe
 from msamp.optim import updates
@@ -153,3 +153,12 @@ def registries() -> Iterator[None]:
         if table != known:
             table.clear()
             table.update(known)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """The trainer's process groups, device and seeds of a run on one process; on a CPU, in the CPU home."""
+    from helpers import tiny  # imports the trainer, which tests of msamp do without
+
+    with tiny.started(tiny.config("corpus")):
+        yield

@@ -101,6 +101,7 @@ def test_extras_of_the_images():
     assert "-devel-" in bases["peers"]
 
 
+@pytest.mark.promise("Clusters", "The commands of the CPU image work in a new environment.")
 @pytest.mark.nightly(900)
 @pytest.mark.timeout(3600)  # packages are fetched, and the quick start alone takes minutes
 def test_the_lines_of_the_cpu_image_work_in_a_new_environment(tmp_path: Path):

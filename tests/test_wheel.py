@@ -33,6 +33,7 @@ def declared() -> Distribution:
         return run_setup("setup.py", stop_after="init")
 
 
+@pytest.mark.promise("Packaging", "The wheel contains every module of `msamp` and `megatron.lm`, and nothing else.")
 def test_every_module_of_the_library_and_the_trainer_is_in_it_and_nothing_else(declared):
     folders = {path.parent for top in ("msamp", "megatron") for path in (ROOT / top).rglob("*.py")}
     assert set(declared.packages) == {folder.relative_to(ROOT).as_posix().replace("/", ".") for folder in folders}
@@ -104,6 +105,7 @@ def test_the_built_wheel_holds_the_tools_of_users_and_no_benchmarks(wheel):
     assert not {name for name in names if name.startswith("megatron/") and not name.startswith("megatron/lm/")}
 
 
+@pytest.mark.promise("Packaging", "An installed wheel prepares data, plans, trains and converts in an empty folder.")
 @pytest.mark.nightly(60)
 def test_an_installed_wheel_prepares_trains_and_converts_in_an_empty_folder(site, tmp_path):
     found = run(site, tmp_path, sys.executable, "-c", "import msamp, megatron.lm as lm; print(msamp.__file__, lm.__file__)")

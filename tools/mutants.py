@@ -1,11 +1,11 @@
-"""Checks that the tests notice faults: it puts one-line faults one by one into a copy of this tree, and runs the tests that should fail.
+"""Apply one-line faults to a copy of this tree, one at a time, and check that the tests notice each.
 
-    python tools/mutants.py                     all of tools/mutants.toml
-    python tools/mutants.py --list -k exchange  what there is, of the exchange alone
+    python tools/mutants.py                     every mutant of tools/mutants.toml
+    python tools/mutants.py --list -k gradients list the mutants that match, run nothing
 
-A mutant replaces a piece of one line, which is found by its text below a folder. Its tests are functions or files of the default run
-(`make test`), and pass without it. It is killed where one of them fails or takes longer than the limit. It survives where all pass: then
-a kind of failure has no test. The list holds a mutant of each kind, and every one that has survived before.
+A mutant replaces a piece of one line, found by its text below a folder. Its tests are functions or files of the default run
+(`make test`) that pass without the fault. The mutant is killed when one of them fails or exceeds the time limit. If all pass, the mutant
+survives: no test covers that kind of fault. The list contains one mutant for each kind.
 """
 
 import argparse

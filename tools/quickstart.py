@@ -169,7 +169,8 @@ def train_all(options: Options) -> list[Run]:
         run(command, threads)
     for level in LEVELS:
         say(f"words from {level}")
-        generate = [sys.executable, str(ROOT / "tools/generate.py"), "--load", str(options.out / level / "checkpoint"), "--prompt", PROMPT]
+        checkpoint = str(options.out / level / "checkpoint")
+        generate = [sys.executable, "-m", "megatron.lm.tools.generate", "--load", checkpoint, "--prompt", PROMPT]
         text = run(generate, threads, capture=True).strip()
         print(text, flush=True)
         (options.out / level / "sample.txt").write_text(text + "\n", encoding="utf-8")
@@ -186,7 +187,7 @@ def quickstart(options: Options) -> int:
     """Everything; 0, or 1 where the two runs are not as they should be."""
     training_flags(LEVELS[0], options)  # bad values are refused before anything is downloaded
     say("text and tokenizer")
-    run([sys.executable, str(ROOT / "tools/prepare_text.py"), "quickstart", "--out", str(options.data)], threads=os.cpu_count() or 1)
+    run([sys.executable, "-m", "megatron.lm.tools.prepare_text", "quickstart", "--out", str(options.data)], threads=os.cpu_count() or 1)
     runs = train_all(options)
     meta = json.loads((options.data / "meta.json").read_text(encoding="utf-8"))
     entropy = meta["unigram_entropy_nats"]

@@ -3,11 +3,11 @@
     make tables              # writes them: every `<!-- table: NAME -->` ... `<!-- end -->`, every docs/results/figures/NAME.png
     make tables ARGS=--check # writes nothing; 1 where what is published differs from the rows
 
-A page takes a table by its marker; `tools/docs/tables.py` lists the names, `planner.py`, `post.py` and `rounding.py` in the same folder
-those of the planner, of what follows pre-training, and of stochastic rounding. The pages of `python -m tools.reproduce` are made whole, by
-`tools/docs/reproduction.py`. Beside each figure lie the numbers it was drawn from, and a check compares these, not the image. A row of a
-commit that the history lacks is refused; one that says so itself (`+` or `?` behind its commit) is published with a mark. A shallow clone
-says what it could not check.
+A page names a table in its marker. `tools/docs/tables.py` lists the tables; `planner.py`, `post.py` and `rounding.py` in the same folder
+list those of the planner, of what follows pre-training, and of stochastic rounding. `tools/docs/reproduction.py` generates the pages of
+`python -m tools.reproduce`, and `promises.py` the page of promises. The numbers of each figure are stored next to it, and a check compares
+these, not the image. A row whose commit is not in the history is refused, unless it is marked (`+` or `?` after its commit); then it is
+published with a mark. In a shallow clone the commits that could not be checked are printed.
 """
 
 import functools
@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser
 from tools.docs import figures as drawn
-from tools.docs import planner, post, reproduction, rounding
+from tools.docs import planner, post, promises, reproduction, rounding
 from tools.docs import tables as listed
 from tools.docs.evidence import COMPUTED, ROOT, History, unproven
 from tools.docs.figures import Figure
@@ -61,7 +61,7 @@ def figures() -> Mapping[str, Callable[[], Figure]]:
 
 def generated(root: Path) -> dict[Path, str]:
     """The pages that are made whole, and where they are stale; "" for one of an entry that is gone."""
-    made = {root / path: text for path, text in reproduction.pages().items()}
+    made = {root / path: text for path, text in reproduction.pages().items()} | {root / promises.PAGE: promises.page(ROOT)}
     gone = {path: "" for path in (root / reproduction.PAGES).glob("*.md") if path not in made and path.stem != "reproduction"}
     there = {path: path.read_text(encoding="utf-8") if path.is_file() else "" for path in made}
     return {path: text for path, text in made.items() if text != there[path]} | gone

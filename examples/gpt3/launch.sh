@@ -4,7 +4,7 @@
 # VOCABULARY (of the published tokenizer, for DRY_RUN=1).
 #
 #   OPT_LEVEL       O0, O1, O2, O3 (default O3)
-#   DATA            a folder made by tools/prepare_text.py, or the prefix of a dataset made by tools/preprocess_data.py
+#   DATA            a folder made by megatron.lm.tools.prepare_text, or the prefix of a dataset made by megatron.lm.tools.preprocess_data
 #   TOKENIZER       folder with encoder.json and vocab.bpe, or tokenizer.json (default: where the data lies)
 #   GPUS_PER_NODE   processes on a machine (default 8)
 #   NNODES          machines (default: the script's); by hand, start it on each with NODE_RANK, MASTER_ADDR and MASTER_PORT
@@ -68,7 +68,7 @@ toy() {
   folder=$(mktemp -d 2>/dev/null) || refuse "no folder for the toy's data can be made: name a writable TMPDIR with space"
   trap 'rm -rf "$folder"' EXIT
   awk 'BEGIN { for (d = 1; d <= 100; d++) { for (i = 0; i < 40; i++) printf "%d ", d * i % 59; print "\n<|endoftext|>" } }' >"$folder/toy.txt"
-  "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "$folder/toy.txt" --output-prefix "$folder/toy" \
+  "$PYTHON" -m megatron.lm.tools.preprocess_data --input "$folder/toy.txt" --output-prefix "$folder/toy" \
     --tokenizer-type NullTokenizer --vocab-size 60 --append-eod >"$folder/log" 2>&1 || refuse "no toy data: $(cat "$folder/log")"
   FLAGS+=(--train-data-path "$folder/toy_text_document")
 }
@@ -76,8 +76,8 @@ toy() {
 data() {
   local tokenizer
   if [ -z "${DATA:-}" ]; then
-    refuse "DATA is not set: give DATA=FOLDER made by 'python tools/prepare_text.py enwik8 --out FOLDER', or DATA=PREFIX made by" \
-      "'python tools/preprocess_data.py'; TOY=1 and DRY_RUN=1 need none"
+    refuse "DATA is not set: give DATA=FOLDER made by 'python -m megatron.lm.tools.prepare_text enwik8 --out FOLDER', or DATA=PREFIX made by" \
+      "'python -m megatron.lm.tools.preprocess_data'; TOY=1 and DRY_RUN=1 need none"
   elif [ -f "$DATA/train_text_document.bin" ]; then
     FLAGS+=(--train-data-path "$DATA/train_text_document" --valid-data-path "$DATA/valid_text_document")
     tokenizer=${TOKENIZER:-$DATA}
@@ -85,8 +85,8 @@ data() {
     FLAGS+=(--data-path "$DATA")
     tokenizer=${TOKENIZER:-$(dirname "$DATA")}
   else
-    refuse "DATA=$DATA: neither $DATA/train_text_document.bin nor $DATA.bin exists; give a folder made by tools/prepare_text.py, or" \
-      "a prefix made by tools/preprocess_data.py"
+    refuse "DATA=$DATA: neither $DATA/train_text_document.bin nor $DATA.bin exists; give a folder made by megatron.lm.tools.prepare_text, or" \
+      "a prefix made by megatron.lm.tools.preprocess_data"
   fi
   if [ -f "$tokenizer/encoder.json" ]; then
     FLAGS+=(--tokenizer-type GPT2BPETokenizer --vocab-file "$tokenizer/encoder.json" --merge-file "$tokenizer/vocab.bpe")

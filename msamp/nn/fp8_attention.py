@@ -23,7 +23,7 @@ keeps no O and no statistics and runs the forward kernel again, to the same bits
 
 What is not finite shows: in a scale_inv that is NaN, or in an amax that is infinite.
 
-Speed and losses: `docs/guide/when_fp8_pays.md`.
+Speed and losses: `docs/guide/choosing.md`.
 """
 
 from typing import Any, NamedTuple

@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import checkpoints
-import tiny
 import torch
 from attack import odd
 from attack.fuzz import CANARY, Command
 
+from helpers import checkpoints, tiny
 from megatron.lm import pretrain
 from megatron.lm.checkpoint.files.folder import INFO_FILE, read_info
 from megatron.lm.config.cli import config_from_dict, to_argv

@@ -5,11 +5,10 @@ import random
 import shutil
 from pathlib import Path
 
-import hf_models
-import tiny
 from attack import odd
 from attack.fuzz import CANARY, Command
 
+from helpers import hf_models, tiny
 from megatron.lm import pretrain
 from megatron.lm.tools import convert_checkpoint, inspect_scales, loss_compare, preprocess_data, report
 from megatron.lm.tools.convert.folder import MODEL, write_json, write_tensors

@@ -5,10 +5,10 @@ import shlex
 from dataclasses import fields
 from pathlib import Path
 
-import tiny
 from attack import fuzz_files, odd
 from attack.fuzz import Command
 
+from helpers import tiny
 from megatron.lm import pretrain
 from megatron.lm.config import flag
 from megatron.lm.config.cli import section_types

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-import checkpoints
 import pytest
 from attack import fuzz_checkpoints
 from torch import Tensor
 
+from helpers import checkpoints
 from megatron.lm.checkpoint import CheckpointReader
 from megatron.lm.tools import convert_checkpoint
 

@@ -4,9 +4,9 @@ import json
 import math
 import re
 
-import post_runs
 import pytest
 
+from helpers import post_runs
 from megatron.lm.post import saved
 
 

@@ -6,10 +6,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import post_runs
 import pytest
-import refusals
-import tiny
+
+from helpers import post_runs, refusals, tiny
 
 YES, NO = 1, 2  # the passage holds one of them, three times
 

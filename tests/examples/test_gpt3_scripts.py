@@ -129,8 +129,8 @@ def test_a_prepared_folder_brings_validation_data_and_its_tokenizer(tmp_path, py
 @pytest.mark.parametrize(
     ("environment", "wanted"),
     [
-        ({}, ["DATA is not set", "tools/prepare_text.py", "tools/preprocess_data.py", "DRY_RUN=1"]),
-        ({"DATA": "/nowhere"}, ["DATA=/nowhere", "/nowhere.bin", "/nowhere/train_text_document.bin", "tools/preprocess_data.py"]),
+        ({}, ["DATA is not set", "megatron.lm.tools.prepare_text", "megatron.lm.tools.preprocess_data", "DRY_RUN=1"]),
+        ({"DATA": "/nowhere"}, ["DATA=/nowhere", "/nowhere.bin", "/nowhere/train_text_document.bin", "megatron.lm.tools.preprocess_data"]),
         ({"DATA": "corpus"}, ["NNODES=4 machines have to find each other", "srun", "MASTER_ADDR=HOST", "NODE_RANK=0 to 3"]),
     ],
 )
@@ -142,6 +142,7 @@ def test_what_is_missing_is_said(environment, wanted, prefix):
         assert part in said
 
 
+@pytest.mark.promise("Starting and ending", "A launch script refuses an invalid environment in one line with exit code 2.")
 @pytest.mark.parametrize(
     ("environment", "wanted"),
     [

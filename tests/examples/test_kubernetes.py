@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch.distributed.run
 import yaml
 
+from helpers import dist, tiny
 from megatron.lm.config import Config, DataConfig
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.rules.check import check
@@ -74,6 +73,7 @@ def test_as_many_pods_as_nodes_and_as_many_processes_as_gpus(job, train):
     assert train["resources"]["limits"]["nvidia.com/gpu"] == int(launch.nproc_per_node)
 
 
+@pytest.mark.promise("Clusters", "The Kubernetes Job's flags are valid for the trainer and torchrun.")
 def test_the_trainer_takes_its_flags_and_the_grid_fits(train):
     launch, module, flags = commands(train)
     assert module == "megatron.lm.pretrain"
@@ -124,9 +124,7 @@ class Pods:
 
     def __init__(self, container: dict[str, Any], folder: Path, prefix: Path, iterations: int) -> None:
         self.folder, self.save, self.metrics = folder, folder / "save", folder / "metrics.jsonl"
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = dist.free_port()
         launch = container["args"][: container["args"].index("-m")]
         changed = {"--nnodes": "2", "--nproc-per-node": "1", "--rdzv-endpoint": f"127.0.0.1:{port}"}
         self.launch = [re.sub(r"=.*", f"={changed[name]}", word) if (name := word.split("=")[0]) in changed else word for word in launch]
@@ -196,6 +194,7 @@ def pods(train: dict[str, Any], tmp_path: Path) -> Iterator[Callable[[int], Pods
                 agent.kill()
 
 
+@pytest.mark.promise("Clusters", "One of two torchruns may be killed and return; no iteration is lost or reported twice.")
 @pytest.mark.nightly(120)
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "evicted"])
 def test_a_pod_that_is_lost_comes_back_and_all_go_on(end: signal.Signals, pods: Callable[[int], Pods]):

@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import post_runs
 import pytest
+
+from helpers import post_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -3,9 +3,9 @@
 import json
 import re
 
-import post_runs
 import pytest
 
+from helpers import post_runs
 from megatron.lm.post import saved
 
 

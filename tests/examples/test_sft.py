@@ -8,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-import post_runs
 import pytest
 import torch
 
+from helpers import post_runs
 from megatron.lm.post import chat, conversations, packing, saved
 from megatron.lm.post.losses import answer_loss
 from megatron.lm.post.schedule import drawn, learning_rate

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+
+from helpers import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "pretrain.sh"
@@ -159,6 +160,7 @@ def test_it_can_be_submitted_as_it_stands():
     assert text.index("#SBATCH") < text.index("set -euo")  # Slurm reads none after the first command
 
 
+@pytest.mark.promise("Clusters", "The Slurm script checks every GPU, then trains with one process per GPU.")
 def test_every_gpu_is_checked_and_then_trains(slurm: Slurm):
     assert slurm.sbatch("--save-interval", "500") == [0], slurm.said()
     check, train = slurm.called("check"), slurm.called("train")
@@ -173,6 +175,7 @@ def test_every_gpu_is_checked_and_then_trains(slurm: Slurm):
     assert "training has come to its end" in slurm.said()
 
 
+@pytest.mark.promise("Clusters", "A failed check starts no training.")
 def test_a_check_that_fails_starts_nothing(slurm: Slurm):
     slurm.does("check", "echo 'error: rank 0 (localhost): wrong' >&2; exit 1")
     assert slurm.sbatch() == [1]
@@ -212,6 +215,7 @@ def test_a_cancelled_job_does_not_come_back(slurm: Slurm):
     assert len(slurm.called("train")) == TASKS
 
 
+@pytest.mark.promise("Clusters", "At the time limit all processes save and exit, the job is requeued and resumes.")
 def test_at_the_limit_it_saves_and_is_requeued_and_the_same_line_goes_on(slurm: Slurm):
     slurm.does("train", LEAVES.format(120))
     assert slurm.sbatch("--lr", "1e-4", limit=lambda run: run == 0 and slurm.trains()) == [0, 0], slurm.said()
@@ -230,6 +234,7 @@ def test_a_limit_during_the_check_requeues_a_run_that_has_a_checkpoint(slurm: Sl
     assert len(slurm.called("train")) == TASKS
 
 
+@pytest.mark.promise("Clusters", "A job that saved nothing before its limit is not requeued.")
 def test_a_limit_that_is_too_short_to_save_anything_ends_the_job(slurm: Slurm):
     slurm.does("train", "trap 'exit 75' TERM; touch \"$FAKE/trains\"; while :; do sleep 0.02; done")
     assert slurm.sbatch(limit=lambda run: slurm.trains()) == [2]

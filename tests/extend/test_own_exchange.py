@@ -12,15 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
-from checkpoints import everything
-from numerics import make, measure
-from synced import model_of, synced
 from torch import Tensor
 
+from helpers import dist, tiny
+from helpers.checkpoints import everything
+from helpers.numerics import make, measure
+from helpers.synced import model_of, synced
 from megatron.lm.run.trainer import Trainer
 from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers

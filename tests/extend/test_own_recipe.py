@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import checkpoints
-import dist
 import pytest
-import tiny
 import torch
 
+from helpers import checkpoints, dist, tiny
 from megatron.lm.config import Config
 from megatron.lm.planning.memory import plan, report
 from megatron.lm.run.trainer import Trainer

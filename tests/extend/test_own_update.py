@@ -8,13 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import checkpoints
-import dist
 import pytest
-import tiny
 import torch
 from torch import nn
 
+from helpers import checkpoints, dist, tiny
 from megatron.lm.checkpoint.reader import CheckpointReader
 from megatron.lm.config import Config
 from megatron.lm.planning.memory import plan, report

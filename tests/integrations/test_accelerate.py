@@ -3,12 +3,12 @@
 import os
 from unittest import mock
 
-import hosts
 import pytest
 import torch
 from torch import nn
 
 import msamp
+from helpers import hosts
 
 accelerate = hosts.need("accelerate")
 
@@ -49,6 +49,7 @@ def test_models_and_states_are_saved_and_loaded(level, tmp_path):
     assert torch.allclose(msamp.plain_state_dict(model, optimizer.optimizer)["0.weight"], want["0.weight"], rtol=0.07, atol=1e-3)
 
 
+@pytest.mark.promise("Hosts", "safetensors refuses exact low-precision weights before writing; pickle saves them bit for bit.")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_exact_weights_are_saved_by_pickle_and_safetensors_refuses_them_with_the_way_out(level, tmp_path):
     accelerator = accelerate.Accelerator(cpu=True)

@@ -3,11 +3,11 @@
 import os
 from unittest import mock
 
-import guide_blocks
-import hosts
 import pytest
 import torch
 from torch import nn
+
+from helpers import guide_blocks, hosts
 
 FRAGMENTS = {block.heading: block for block in guide_blocks.blocks("own_loop.md") if block.takes}
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers, and on what it calls small

@@ -1,15 +1,16 @@
 """Lightning's own Trainer and strategies with the optimizer of `msamp.initialize`: one process."""
 
-import hosts
 import pytest
 import torch
 
 import msamp
+from helpers import hosts
 from msamp.numerics.tensor import ScalingTensor
 
 hosts.need("lightning")
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging  # noqa: E402
-from lightning_runs import Module, fit  # noqa: E402
+
+from helpers.lightning_runs import Module, fit  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers, and on what it calls small
 every_level = pytest.mark.parametrize("level", ["O2", "O3"])
@@ -32,6 +33,7 @@ class SavedPlain(Module):
         return optimizer
 
 
+@pytest.mark.promise("Hosts", "Lightning's own strategies resume bit for bit with `initialize` in `configure_model`.")
 @every_level
 def test_initialize_in_configure_model_trains_saves_and_resumes_bit_for_bit(level, tmp_path):
     whole, first, resumed = (InConfigureModel(level) for _ in range(3))
@@ -75,6 +77,7 @@ class Seen(Callback):
         self.weights.append(msamp.fp32_values(module.net[0].weight.detach()).clone())
 
 
+@pytest.mark.promise("Hosts", "Lightning's weight averaging averages the weights.")
 @every_level
 def test_averages_of_lightning_are_those_of_the_weights(level, tmp_path):
     seen = Seen()

@@ -1,11 +1,10 @@
 """examples/sft with adapters of PEFT on FP8 base weights."""
 
-import hosts
-import post_runs
 import pytest
 import torch
 
 import msamp
+from helpers import hosts, post_runs
 from megatron.lm.post import models
 from megatron.lm.post.memory import stored
 from msamp.nn.linear import FP8Linear

@@ -1,13 +1,11 @@
 """LoRA of peft on FP8 base weights, in both orders."""
 
-import dist
-import host_loops
-import hosts
 import pytest
 import torch
 from torch import nn
 
 import msamp
+from helpers import dist, host_loops, hosts
 from msamp.nn.linear import FP8Linear
 from msamp.numerics.metrics import sqnr_db
 
@@ -58,6 +56,7 @@ def test_the_base_is_fp8_and_the_adapters_are_not(order):
     ]
 
 
+@pytest.mark.promise("Conversion", "LoRA adapters train, save and merge on FP8 base weights.")
 @both_orders
 @pytest.mark.parametrize("safe", [False, True])
 def test_adapters_merge_into_the_base(order, safe):
@@ -112,6 +111,7 @@ def test_a_compiled_model_trains_alike():
     host_loops.check_the_compiled_model_trains_alike(lora, loss_of_rows)
 
 
+@pytest.mark.promise("Hosts", "PEFT on two processes with the same data has the losses of one to the bit.")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_two_processes_train_as_one(level):
     ranks = dist.run(lora_of_a_rank, 2, level)

@@ -2,14 +2,12 @@
 
 import warnings
 
-import dist
-import host_loops
-import hosts
 import pytest
 import torch
-from vision_runs import check_it_trains_saves_and_resumes, loss_of_pictures
 
 import msamp
+from helpers import dist, host_loops, hosts
+from helpers.vision_runs import check_it_trains_saves_and_resumes, loss_of_pictures
 from msamp.nn.linear import FP8Linear
 
 timm = hosts.need("timm")
@@ -25,6 +23,7 @@ def convnext() -> torch.nn.Module:
     return timm.models.ConvNeXt(num_classes=32, depths=(1, 1, 1, 1), dims=(16, 16, 32, 32))
 
 
+@pytest.mark.promise("Hosts", "A vision transformer and a ConvNeXt of timm train, save and resume bit for bit.")
 @pytest.mark.parametrize(("build", "level"), [(vit, "O2"), (vit, "O3"), (convnext, "O2")])
 def test_models_train_save_and_resume(build, level, tmp_path):
     with warnings.catch_warnings():

@@ -1,13 +1,11 @@
 """Models of torchvision: layers whose weights others read, in-place activations, convolutions."""
 
-import dist
-import host_loops
-import hosts
 import pytest
 import torch
-from vision_runs import check_it_trains_saves_and_resumes, loss_of_pictures
 
 import msamp
+from helpers import dist, host_loops, hosts
+from helpers.vision_runs import check_it_trains_saves_and_resumes, loss_of_pictures
 
 torchvision = hosts.need("torchvision")
 
@@ -17,6 +15,7 @@ def swin() -> torch.nn.Module:
     return torchvision.models.SwinTransformer([4, 4], 32, [1, 1], [2, 2], [4, 4], num_classes=32, stochastic_depth_prob=0.0)
 
 
+@pytest.mark.promise("Hosts", "torchvision's Swin trains, saves and resumes bit for bit.")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_swin_trains_saves_and_resumes(level, tmp_path):
     check_it_trains_saves_and_resumes(swin, level, tmp_path)

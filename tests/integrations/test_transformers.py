@@ -2,12 +2,11 @@
 
 import warnings
 
-import host_loops
-import hosts
 import pytest
 import torch
 
 import msamp
+from helpers import host_loops, hosts
 from msamp.nn.linear import FP8Conv1D, FP8Linear
 from msamp.numerics.metrics import sqnr_db
 
@@ -63,6 +62,7 @@ def test_the_master_of_a_conv1d_starts_from_its_weight():
     assert (master.t() - want).norm() < 1e-3 * want.norm()
 
 
+@pytest.mark.promise("Conversion", "`save_pretrained`, the Trainer and accelerate save plain weights.")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_save_pretrained_writes_what_from_pretrained_reads(level, tmp_path):
     model, optimizer = initialized(gpt2(), level)
@@ -75,6 +75,7 @@ def test_save_pretrained_writes_what_from_pretrained_reads(level, tmp_path):
     assert sqnr_db(again.eval()(TOKENS).logits, model.eval()(TOKENS).logits) > 20
 
 
+@pytest.mark.promise("Conversion", "GPT-2's Conv1D becomes FP8 and keeps the host's layout in every state dict.")
 @pytest.mark.parametrize("square", ["c_proj", "c_attn"])
 def test_a_conv1d_loads_its_own_states_and_plain_ones(square):
     source = gpt2()

@@ -5,11 +5,10 @@ TRL brings datasets, pandas and pyarrow and is in no extra: where it is not inst
 
 import json
 
-import hosts
-import post_runs
 import pytest
 import torch
 
+from helpers import hosts, post_runs
 from megatron.lm.post import conversations, models
 from megatron.lm.post.losses import dpo_loss
 from msamp.nn.linear import FP8Linear

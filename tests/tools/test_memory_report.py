@@ -2,11 +2,9 @@
 
 import csv
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from torch import Tensor
 
@@ -47,12 +45,6 @@ CASES = {
 def config(text: str) -> Config:
     level, *flags = shlex.split(text)
     return configuration(level, [*SHAPE.split(), *flags])
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    with tiny.started(config("O3")):
-        yield
 
 
 @CPU

@@ -78,14 +78,6 @@ def test_the_trainer_takes_the_flags_and_resumes_by_itself(job: Job, tmp_path: P
     assert line[line.index("--nproc-per-node") + 1] == str(job.processes)
 
 
-def test_half_of_the_jobs_save_in_the_background_on_one_process_and_on_two():
-    assert {(job.processes, job.background) for job in soak.JOBS} == {(1, False), (1, True), (2, False), (2, True)}
-
-
-def test_some_jobs_keep_one_checkpoint_and_save_in_the_background():
-    assert {(job.processes, job.background) for job in soak.JOBS if job.kept == 1} == {(1, True), (2, True)}
-
-
 def test_a_checkpoint_that_is_gone_after_a_kill_is_noticed(tmp_path: Path, fake: list[str], monkeypatch: pytest.MonkeyPatch):
     found = iter([4, None])
     monkeypatch.setattr(soak, "newest_whole", lambda folder: next(found))

@@ -7,7 +7,7 @@ reads below --runs what is there of
     KIND/RECIPE/metrics.jsonl      of examples/sft and examples/rlhf, KIND being sft, dpo or ppo   -> post_curves.csv
     encoders/RECIPE/PHASE.jsonl    of examples/bert/pretrain_bert_base.sh                          -> encoders.csv
     boolq/RECIPE.json              of examples/bert/finetune_boolq.py --output                     -> boolq.csv
-    evaluation/NAME.json           of tools/evaluate.py --output                                   -> evaluation.csv
+    evaluation/NAME.json           of megatron.lm.tools.evaluate --output                                   -> evaluation.csv
 
 and appends to files of these names in --out. The loops' own --rows hold the rest. It is run on the machine of the runs: each row names
 its GPU.

@@ -131,7 +131,7 @@ class Absent:
 
     def markdown(self) -> str:
         """One line."""
-        return f"No row of a GPU is on file for the table of {self.file.rpartition('/')[2].removesuffix('.csv').replace('_', ' ')}."
+        return f"No GPU measurement is recorded for the table of {self.file.rpartition('/')[2].removesuffix('.csv').replace('_', ' ')}."
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def _draw_ranges(numbers: Numbers, path: Path) -> None:
     above = [most - loss for loss, most in zip(numbers["loss"], numbers["most"], strict=True)]
     axes.errorbar(numbers["names"], numbers["loss"], yerr=[below, above], fmt="o", color=OURS, ecolor=THEIRS, capsize=4)
     axes.axhline(numbers["loss"][numbers["names"].index("bf16")], color=THEIRS, linewidth=0.8)
-    axes.set(ylabel="validation loss, nats a token; bars: range of the seeds")
+    axes.set(ylabel="validation loss, nats per token; bars: range of the seeds")
     axes.tick_params(axis="x", rotation=45)
     figure.savefig(path)
 

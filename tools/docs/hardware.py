@@ -18,7 +18,7 @@ class Device(NamedTuple):
     otherwise: str
 
 
-KERNELS, HARDWARE, EMULATED = "Triton kernels", "in hardware", "on the values that FP8 stands for"
+KERNELS, HARDWARE, EMULATED = "Triton kernels", "in hardware", "on dequantized values"
 DEVICES = (
     Device("CPU, gloo", "", "exact", EMULATED, "tested on every change"),
     Device("NVIDIA H200 (Hopper), NVLink", "H200", KERNELS, HARDWARE, "untested"),

@@ -104,7 +104,7 @@ def rows_of_precisions(precisions: Iterable[str]) -> Sequence[Row]:
 def against_bf16() -> Table:
     """Validation loss of each precision against BF16 of the same seeds, at each evaluation: mean and 95 % interval."""
     losses = evaluations()
-    cells = [[f"`{BASE}`, nats a token", *(f"{statistics.fmean(by_run.values()):.4f}" for by_run in losses[BASE].values())]]
+    cells = [[f"`{BASE}`, nats per token", *(f"{statistics.fmean(by_run.values()):.4f}" for by_run in losses[BASE].values())]]
     for precision in (name for name in losses if name != BASE):
         found = (paired_difference(losses[BASE][tokens], by_run).relative for tokens, by_run in losses[precision].items())
         cells.append([f"`{precision}`, % from it, 95 % interval", *map(shown, found)])

@@ -157,7 +157,7 @@ def _draw(numbers: Numbers, path: Path) -> None:
         for color, (precision, values) in zip((THEIRS, OURS), lines.items(), strict=True):
             axes[0][place].plot(values["gpus"], [ms / 1e3 for ms in values["ms"]], marker="o", color=color, label=precision)
             axes[1][place].plot(values["gpus"], values["gib"], marker="o", color=color, label=precision)
-        axes[0][place].set(title=SIZES[model], xscale="log", yscale="log", ylabel="s a step" if place == 0 else None)
+        axes[0][place].set(title=SIZES[model], xscale="log", yscale="log", ylabel="s/step" if place == 0 else None)
         axes[1][place].set(xscale="log", xlabel="GPUs", ylim=(0, 80), ylabel="GiB of the fullest process" if place == 0 else None)
         for row in (0, 1):
             counts = sorted({count for values in lines.values() for count in values["gpus"]})

@@ -31,7 +31,7 @@ def _gain(rows: Sequence[Row], key: str, same: Sequence[str]) -> Cell:
 
 
 def _peak(row: Row) -> str:
-    """GiB, of bytes a parameter."""
+    """GiB, of bytes per parameter."""
     return f"{float(row['peak_bytes']) * int(row['parameters']) / 2**30:.2f}" if row["peak_bytes"] else ""
 
 
@@ -47,7 +47,7 @@ def sft() -> Table | Absent:
         "level": code("recipe"), "model": column("model"), "parameters M": column("parameters", 0, 1e-6), "steps": column("steps"),
         "loss": column("loss_last", 3), "held out, before": column("valid_loss_before", 3), "after": column("valid_loss_after", 3),
         "tokens/s": column("tokens_per_s", 0), "from O0": _gain(rows, "tokens_per_s", same), "peak GiB": _peak,
-        "memory from O0": _gain(rows, "peak_bytes", same), "bytes a parameter: weights": column("weight_bytes", 2),
+        "memory from O0": _gain(rows, "peak_bytes", same), "bytes per parameter: weights": column("weight_bytes", 2),
         "states": _states, "gradients": column("gradient_bytes", 2),
     }  # fmt: skip
     return of(SFT, rows, columns) if rows else Absent(SFT)
@@ -72,7 +72,7 @@ def ppo() -> Table | Absent:
     same = ("model", "reward", "global_batch_size", "steps", "seed", "commit", "gpu")
     columns: dict[str, Cell] = {
         "level": code("recipe"), "reward": column("reward"), "steps": column("steps"), "first 10 steps": column("reward_first", 3),
-        "last 10": column("reward_last", 3), "kl": column("kl_last", 2), "s a step": column("s_a_step", 2),
+        "last 10": column("reward_last", 3), "kl": column("kl_last", 2), "s/step": column("s_a_step", 2),
         "weights MiB": column("weight_mib", 0), "from O0": _gain(rows, "weight_mib", same), "states MiB": column("state_mib", 0),
         "states from O0": _gain(rows, "state_mib", same), "gradients MiB": column("gradient_mib", 0), "peak MiB": column("peak_mib", 0),
     }  # fmt: skip

@@ -54,7 +54,7 @@ def memory_7b() -> Table:
         rank = max(plan(config_7b(*flags, "--use-distributed-optimizer"), GPUS), key=lambda rank: rank.total)
         parts = [rank.weight, *(rank.states[column] for column in STATES), rank.gradient, rank.accumulated, rank.activations, rank.total]
         cells.append([name, *(f"{part / GIB:.2f}" for part in parts)])
-    columns = ["GiB a process", "weight", *STATES, "gradient", "accumulated", "activations", "total"]
+    columns = ["GiB per process", "weight", *STATES, "gradient", "accumulated", "activations", "total"]
     return Table(columns, cells, (), "Computed from shapes by `megatron/lm/planning/memory.py`.")
 
 

@@ -71,11 +71,11 @@ def summary() -> Table:
     """Whole steps of GPT-1.3B: the best measured row of each, beside the row of one run."""
     pairs = best_and_same_run()
     cells = [
-        [case(best), column("ms", 0)(same) if same else "not in it", column("ms", 0)(best), kilo("tokens_s_gpu")(best), mfu(best),
+        [case(best), column("ms", 0)(same) if same else "not measured", column("ms", 0)(best), kilo("tokens_s_gpu")(best), mfu(best),
          column("peak_gib", 1)(best)]
         for best, same in pairs
     ]  # fmt: skip
-    columns = [f"ms a step, run {RUN}", "ms, best", "tokens/s", "MFU of 989 / 1,979 TFLOP/s", "peak GiB"]
+    columns = [f"ms/step, run {RUN}", "ms, best", "tokens/s", "MFU of 989 / 1,979 TFLOP/s", "peak GiB"]
     rows = [row for pair in pairs for row in pair if row is not None]
     return Table(["GPT-1.3B, one H200", *columns], cells, [(STEP, rows)])
 
@@ -94,7 +94,7 @@ def larger_steps() -> Table:
 
 def _steps(rows: Sequence[Row]) -> Table:
     columns = {
-        "case": case, "model": column("preset"), "micro-batch": column("micro_batch"), "ms a step": column("ms", 1),
+        "case": case, "model": column("preset"), "micro-batch": column("micro_batch"), "ms/step": column("ms", 1),
         "tokens/s/GPU": kilo("tokens_s_gpu"), "MFU of 989 / 1,979": mfu, "peak GiB": column("peak_gib", 1),
         "at rest GiB": column("rest_gib", 1),
     }  # fmt: skip
@@ -103,7 +103,7 @@ def _steps(rows: Sequence[Row]) -> Table:
 
 def coat_parts() -> Table:
     """COAT's two parts at other levels, each commit's plain O3 beside them."""
-    columns = {"case": case, "commit": column("commit"), "ms a step": column("ms", 1), "peak GiB": column("peak_gib", 1)}
+    columns = {"case": case, "commit": column("commit"), "ms/step": column("ms", 1), "peak GiB": column("peak_gib", 1)}
     rows = pick(STEP, lambda row: row["commit"] in ("484bfc7", "849bdfd"))
     return replace(of(STEP, rows, columns), note=newer_o0(rows))
 
@@ -127,7 +127,7 @@ def coat_memory() -> Table:
         f"The largest micro-batches are of {earlier['commit']}, where BF16 took {float(earlier['ms']):.0f} ms per step at micro-batch 4, "
         f"and {float(base['ms']):.0f} at {base['commit']}: their multiples are of the slower BF16, and were not measured since."
     )
-    columns = ["", "micro-batch", "ms a step", "tokens/s", "peak GiB", "times BF16's speed", "times less memory", "commit"]
+    columns = ["", "micro-batch", "ms/step", "tokens/s", "peak GiB", "times BF16's speed", "times less memory", "commit"]
     return Table(columns, cells, [(STEP, list(newest.values())), (COAT_MEMORY, list(largest.values()))], note=note)
 
 
@@ -138,8 +138,8 @@ def _micro_batch(row: Row) -> int:
 def data_parallel(commit: str) -> Table:
     """Data parallelism over several H200s."""
     columns = {
-        "case": case, "GPUs": column("gpus"), "NVLink": column("p2p"), "ms a step": column("ms", 0), "tokens/s/GPU": kilo("tokens_s_gpu"),
-        "at rest GiB": column("rest_gib_max", 1), "bytes sent a parameter: all": column("wire_bytes_param", 2),
+        "case": case, "GPUs": column("gpus"), "NVLink": column("p2p"), "ms/step": column("ms", 0), "tokens/s/GPU": kilo("tokens_s_gpu"),
+        "at rest GiB": column("rest_gib_max", 1), "bytes sent per parameter: all": column("wire_bytes_param", 2),
         "linear weights": column("wire_linear_bytes_param", 2), "exposed %": column("exposed_share", 1, 100),
     }  # fmt: skip
     rows = pick(PARALLEL, lambda row: row["commit"] == commit)
@@ -155,7 +155,7 @@ def best_data_parallel() -> Table:
         best, worst = mine[0], mine[-1]
         used += [best, worst]
         cells.append([case(best), f"{float(best['ms']):.0f}", f"{float(worst['ms']):.0f}", kilo("tokens_s_gpu")(best), best["commit"]])
-    columns = ["", "best ms a step", "slowest on file", "tokens/s/GPU at best", "commit of the best"]
+    columns = ["", "best ms/step", "slowest recorded", "tokens/s/GPU at best", "commit of the best"]
     return Table(columns, cells, [(PARALLEL, used)], note=newer_o0(used))
 
 
@@ -163,7 +163,7 @@ def grid() -> Table:
     """Tensor and pipeline parallelism."""
     columns = {
         "model": column("preset"), "case": case, "TP x PP x DP": lambda row: f"{row['tp']} x {row['pp']} x {row['dp']}",
-        "micro-batch": column("micro_batch"), "ms a step": column("ms", 0), "tokens/s/GPU": kilo("tokens_s_gpu"),
+        "micro-batch": column("micro_batch"), "ms/step": column("ms", 0), "tokens/s/GPU": kilo("tokens_s_gpu"),
         "peak GiB": column("peak_gib_max", 1), "sent GiB, Table 7's scope": column("table7_mib", 2, 1 / 1024),
         "all transfers of a layer": column("activation_mib", 2, 1 / 1024),
     }  # fmt: skip
@@ -174,7 +174,7 @@ def optimizer() -> Table:
     """The update alone, in a CUDA graph: of each precision the newest row."""
     columns = {
         "precision": column("level"), "state": lambda row: "COAT" if "coat" in row["case"] else "", "ms": column("ms", 2),
-        "bytes a parameter": column("bytes_a_param", 1), "share of copy speed": column("share", 2), "commit": column("commit"),
+        "bytes per parameter": column("bytes_a_param", 1), "share of copy speed": column("share", 2), "commit": column("commit"),
     }  # fmt: skip
     name = f"{BENCH}/optimizer.csv"
     newest = {row["level"]: row for row in pick(name, lambda row: row["case"] == "step in a graph" and row["preset"] == "1.3b")}
@@ -301,7 +301,7 @@ def precisions() -> Table:
         "`--precision`": code("precision"), "seeds": column("seeds"), "validation loss": loss,
         "% from BF16 of the same seeds, 95 % interval": lambda row: losses.shown(losses.paired(row["precision"]).relative),
         "tokens/s": column("tokens_s", 0, 1e-3, "k"), "peak GiB": column("peak_gib", 2),
-        "states, bytes a parameter": column("state_bytes_param", 1),
+        "states, bytes per parameter": column("state_bytes_param", 1),
     }  # fmt: skip
     return replace(plain(PRECISIONS, columns), note=newer_o0(pick(PRECISIONS)))
 
@@ -343,7 +343,7 @@ def generation() -> Table:
     name = f"{BENCH}/generate.csv"
     columns = {
         "case": code("case"), "model": column("preset"), "prompts": column("batch"), "tokens of a prompt": column("prompt"),
-        "tokens/s of prompts": kilo("prefill_tokens_s"), "tokens/s appended": column("tokens_s", 0), "ms a token": column("ms_token", 1),
+        "tokens/s of prompts": kilo("prefill_tokens_s"), "tokens/s appended": column("tokens_s", 0), "ms/token": column("ms_token", 1),
         "peak GiB": column("peak_gib", 1),
     }  # fmt: skip
     return of(name, pick(name, lambda row: True), columns)
@@ -376,7 +376,7 @@ def fp16_amp() -> Table:
 
 
 def _speed_columns() -> dict[str, Cell]:
-    return {"case": code("case"), "ms a step": column("ms", 1), "peak GiB": column("peak_gib", 1), "commit": column("commit")}
+    return {"case": code("case"), "ms/step": column("ms", 1), "peak GiB": column("peak_gib", 1), "commit": column("commit")}
 
 
 TABLES: dict[str, Callable[[], Table | Listing]] = {
@@ -403,13 +403,13 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "fsdp": lambda: plain(f"{BENCH}/fsdp.csv", {"GPUs": column("gpus")} | _speed_columns() | {"at rest GiB": column("rest_gib", 1)}),
     "checkpoint": lambda: plain(
         f"{BENCH}/checkpoint.csv",
-        {"case": code("case"), "bytes a parameter": column("bytes_param", 2), "save s": column("save_s", 0), "load s": column("load_s", 0),
-         "first stall s": column("first_stall_s", 1), "stall s": column("stall_s", 2), "ms a step": column("ms", 1),
-         "while it writes": column("ms_saving", 1), "written after s": column("write_s", 0)},
+        {"case": code("case"), "bytes per parameter": column("bytes_param", 2), "save s": column("save_s", 0),
+         "load s": column("load_s", 0), "first stall s": column("first_stall_s", 1), "stall s": column("stall_s", 2),
+         "ms/step": column("ms", 1), "while it writes": column("ms_saving", 1), "written after s": column("write_s", 0)},
     ),
     "recorder": lambda: plain(
         f"{BENCH}/recorder.csv",
-        {"case": code("case"), "ms a step": column("ms", 1), "recorded ms": column("recorded_ms", 1), "every": column("interval"),
+        {"case": code("case"), "ms/step": column("ms", 1), "recorded ms": column("recorded_ms", 1), "every": column("interval"),
          "share of a run %": column("share_percent", 2), "peak GiB": column("peak_gib", 1), "recorded GiB": column("recorded_peak_gib", 1)},
     ),
     "kernels-arithmetic": lambda: kernels("tflops"),

@@ -3,13 +3,12 @@
     python tools/reproduce/compare_precisions.py --data data/enwik8 --out runs/precisions
     ... --precisions bf16 collage-plus O2+blockwise 'O2 --master-format bf16' --seeds bf16=3 --at-once 3 --flags "--adam-beta2 0.999"
 
-GPT-125M for 2,000 steps of 8k tokens, one epoch of cleaned enwik8 (`tools/prepare_text.py`), unless --flags say otherwise: they come after
-these and win. Every run is a `megatron.lm.pretrain` of its own with its metrics in --out; one that is complete is not run again, so that a
-list can grow. Losses of a precision with several seeds are reported as mean, least and most, and against BF16's of the same seeds as mean
-and half width of the 95 % interval (`megatron.lm.evaluation.paired_difference`); a verdict on each is printed. Every visible GPU is used,
-each run has one. With --at-once runs share a GPU, and speed and memory come from a short run of each precision with a GPU to itself, which
-goes first; then comes the first seed of each, then the second. --no-speed skips the short runs and leaves the speed empty, for a comparison
-of losses alone:
+The default is GPT-125M for 2,000 steps of 8k tokens, one epoch of cleaned enwik8 (`megatron.lm.tools.prepare_text`); --flags come last and
+override it. Each run is a `megatron.lm.pretrain` with its metrics in --out; a complete run is not repeated, so a list can grow. Losses of a
+precision with several seeds are reported as mean, minimum and maximum, and against BF16's of the same seeds as mean and half width of the
+95 % interval (`megatron.lm.evaluation.paired_difference`); a verdict is printed for each. Each run uses one of the visible GPUs. With
+--at-once runs share a GPU; speed and memory then come from a short run of each precision with a GPU to itself, which runs first. Then comes
+the first seed of each precision, then the second. --no-speed skips the short runs and leaves the speed empty, to compare losses alone:
 
     ... --precisions bf16 O2 --seeds bf16=8 O2=8 --steps 1000 --flags "--min-lr 0" --at-once 4 --no-speed
 
@@ -206,7 +205,7 @@ def row_of(precision: str, runs: Mapping[int, Run], speed: Run, base: Mapping[in
 def main(argv: Sequence[str] | None = None) -> int:
     """Train what is missing, then write table and figure of what is complete; 1 where something is not."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--data", default="data/enwik8", help="folder that tools/prepare_text.py made")
+    parser.add_argument("--data", default="data/enwik8", help="folder that megatron.lm.tools.prepare_text made")
     parser.add_argument("--out", type=path, default=Path("runs/precisions"))
     parser.add_argument("--precisions", nargs="+", default=list(recipe.names()), type=legal_case, metavar="'PRECISION FLAGS'")
     parser.add_argument(

@@ -52,7 +52,7 @@ class Needs:
     gib: int = 0
     minutes: float = 0.1
     files: tuple[str, ...] = ()
-    maker: str = "tools/prepare_text.py makes data"
+    maker: str = "megatron.lm.tools.prepare_text makes data"
     text: bool = False
 
     def lacking(self, root: Path = ROOT) -> str:

@@ -42,7 +42,7 @@ def byte_flags(text: Path, folder: Path) -> list[str]:
 
 
 def checkpoint(level: str, steps: int, shape: str, data: Path, folder: Path) -> Path:
-    """The folder of a checkpoint of a short training at a level; `data` is as `tools/prepare_text.py` makes it."""
+    """The folder of a checkpoint of a short training at a level; `data` is as `megatron.lm.tools.prepare_text` makes it."""
     saved = folder / f"{level}_{steps}"
     flags = f"{shape} --save {saved} --save-interval {steps}"
     trained(level, 1234, steps, flags, data, folder / "runs")

@@ -20,7 +20,7 @@ from megatron.lm.tools.report import Run, read_run
 from msamp.optim.collage import collage_adamw, update_quality
 from tools.reproduce.compare_precisions import Job, Session, cards, complete, train
 
-ENWIK8 = "data/enwik8"  # of the root: what `tools/prepare_text.py enwik8` makes
+ENWIK8 = "data/enwik8"  # of the root: what `megatron.lm.tools.prepare_text enwik8` makes
 # GPT-2's files want a merge: this one is of two bytes that no text in UTF-8 has.
 MERGE = ("\u00fe", "\u00ff")
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's vocabulary writes as themselves
@@ -34,7 +34,7 @@ def byte_symbols() -> dict[str, int]:
 
 
 def byte_data(text: Path, folder: Path) -> Path:
-    """A folder as `tools/prepare_text.py` makes them, of a text's bytes: the last twentieth is for validation."""
+    """A folder as `megatron.lm.tools.prepare_text` makes them, of a text's bytes: the last twentieth is for validation."""
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
@@ -65,7 +65,7 @@ def trained(case: str, seed: int, steps: int, flags: str, data: Path, folder: Pa
     Args:
         case: a precision, and flags behind it.
         flags: more flags, which win.
-        data: folder as `tools/prepare_text.py` makes them.
+        data: folder as `megatron.lm.tools.prepare_text` makes them.
         folder: for the metrics.
 
     Raises:

@@ -34,7 +34,7 @@ def check_folder(folder: Path) -> None:
         return
     if (folder / "latest_checkpointed_iteration.txt").is_file():
         raise ValueError(
-            f"{folder} holds checkpoints of megatron.lm.pretrain: run python tools/convert_checkpoint.py to-hf --load {folder} "
+            f"{folder} holds checkpoints of megatron.lm.pretrain: run python -m megatron.lm.tools.convert_checkpoint to-hf --load {folder} "
             "--output FOLDER, then give that folder"
         )
     raise ValueError(f"{folder} holds no config.json: give the folder of a model of transformers, as save_pretrained writes it")

@@ -1,4 +1,4 @@
-"""What a user runs beside the trainer: `python -m megatron.lm.tools.NAME --help`, or in a checkout `python tools/NAME.py --help`.
+"""What a user runs beside the trainer: `python -m megatron.lm.tools.NAME --help`.
 
 before a run    plan (the grids that fit a cluster, and their times), prepare_text (real text and its tokenizer, downloaded),
                 preprocess_data (text of one's own -> datasets)

@@ -5,7 +5,7 @@
 Started as the trainer is, a process a GPU, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Every process multiplies
 matrices of small integers in BF16 and in FP8, with products known to the bit, and looks at the free memory of its GPU. Then sums
 travel, first inside each machine, then between neighbours, then over all, each within `--timeout-seconds`. Ends with 0 where all is well,
-else with 1 on every process. Without a GPU the same runs over gloo, the FP8 product on the values that FP8 stands for.
+else with 1 on every process. Without a GPU the same runs over gloo, the FP8 product on dequantized values.
 """
 
 import itertools

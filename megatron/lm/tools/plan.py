@@ -1,8 +1,8 @@
 """What a training needs on a cluster, before any GPU is asked for: memory, bytes on the wire, and the time of a step, grid by grid.
 
-    python tools/plan.py --model llama3-8b --gpus 64 --gpu h100
-    python tools/plan.py --model 175b --gpus 32 --gpu h100 --precision O3 --sequence-length 4096 --top 3
-    python tools/plan.py --model 13b --gpus 16 --gpu h200 --tensor-model-parallel-size 2 --micro-batch-size 2 --json
+    python -m megatron.lm.tools.plan --model llama3-8b --gpus 64 --gpu h100
+    python -m megatron.lm.tools.plan --model 175b --gpus 32 --gpu h100 --precision O3 --sequence-length 4096 --top 3
+    python -m megatron.lm.tools.plan --model 13b --gpus 16 --gpu h200 --tensor-model-parallel-size 2 --micro-batch-size 2 --json
 
 Further flags are those of megatron.lm.pretrain, and override the model's. A flag of the grid, the micro-batch or recomputation fixes it;
 the rest is searched, and the grids that fit are listed, the fastest first. Times are predicted from measured rates

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
+
+from helpers import tiny
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
 """What is built of a configuration: all parts of a training, which know each other, and refusals before there is a model."""
 
 import pytest
-import tiny
 import torch
 from torch import nn
 
+from helpers import tiny
 from megatron.lm import build
 from megatron.lm.build import build_training
 from megatron.lm.graphs.step_graph import build as build_graphs

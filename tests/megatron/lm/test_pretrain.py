@@ -3,19 +3,17 @@
 import os
 import shlex
 import shutil
-import socket
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import checkpoints
 import numpy as np
 import pytest
-import tiny
 import torch
 
+from helpers import checkpoints, dist, tiny
 from megatron.lm import pretrain
 from megatron.lm.checkpoint.files.storage import Stored
 from megatron.lm.processes import process_groups
@@ -68,6 +66,7 @@ def outputs(folder: Path) -> list[str]:
 # One run that works, and every way in which it may be refused
 
 
+@pytest.mark.promise("Clusters", "A run stopped early can exit with its own code.")
 @pytest.mark.parametrize(("flags", "code"), [([], 0), (["--exit-code-unfinished", "75"], 75)])
 def test_a_run_that_leaves_early_may_say_so(flags: list[str], code: int, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     again = [*FLAGS, "--data-path", str(corpus), "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save"), *flags]
@@ -363,6 +362,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.promise("Starting and ending", "SIGINT during imports is one line and exit code 130.")
 @pytest.mark.parametrize(
     ("script", "name"),
     [("module", "megatron.lm.config"), ("console", "megatron.lm.config"), ("console", "torch._C"), ("module", "megatron.core")],
@@ -378,7 +378,7 @@ def test_sigint_while_the_trainer_is_imported_is_one_line(corpus: Path, tmp_path
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
 def test_two_processes_by_torchrun(corpus: Path, tmp_path: Path):
     flags = [*FLAGS, "--data-path", str(corpus), "--opt-level", "O2", "--global-batch-size", "8", *outputs(tmp_path)]
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(dist.free_port())]
     code, out, err = ended(command([*launch, "-m", "megatron.lm.pretrain", *flags]))
     assert code == 0, err
     assert out.count("iteration       4/4") == 1  # one rank speaks
@@ -393,19 +393,13 @@ def test_two_processes_with_bad_data_both_end_with_2_and_one_message(corpus: Pat
     prefix = damaged(corpus, tmp_path, "truncated")
     (tmp_path / "run").mkdir()
     flags = [*FLAGS, "--data-path", prefix, *outputs(tmp_path / "run")]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(dist.free_port())}
     processes = [command(["-m", "megatron.lm.pretrain", *flags], RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(2)]
     (first, _, said), (second, _, other) = (ended(process) for process in processes)
     assert (first, second) == (2, 2)
     assert "corpus.bin is truncated" in said
     assert "Traceback" not in said + other
     assert list((tmp_path / "run").iterdir()) == []
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def test_ms_amp_in_the_same_folder_is_refused(tmp_path, monkeypatch, capsys):

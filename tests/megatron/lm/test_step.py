@@ -4,14 +4,13 @@ import functools
 import gc
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import tiny
 from megatron.lm.build import build_training
 from megatron.lm.config import Config
 from megatron.lm.model.gpt import build_model
@@ -23,15 +22,11 @@ from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.recipe import FP32
 from msamp.numerics.tensor import ScalingTensor
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 DELAYED = tiny.WINDOW + 1  # steps after which delayed scaling is on
 NIGHTLY = functools.partial(pytest.param, marks=pytest.mark.nightly)
 LEVELS = ("fp32", "bf16", "O1", "O2", "O3", "fp16-amp")
-
-
-@pytest.fixture(autouse=True)
-def one_process() -> Iterator[None]:
-    with tiny.started(tiny.config("corpus")):
-        yield
 
 
 def training(**settings: Any) -> Training:

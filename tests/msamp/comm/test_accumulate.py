@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from numerics import KINDS, LARGE, SMALL, bits, make
 
+from helpers.numerics import KINDS, LARGE, SMALL, bits, make
 from msamp.comm.accumulate import ACCUMULATORS, accumulator, squares_are_finite
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from msamp.numerics.tensor import ScalingTensor, fp32_values

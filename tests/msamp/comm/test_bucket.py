@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from numerics import bits, make
 
+from helpers.numerics import bits, make
 from msamp.comm.bucket import Bucket, as_bytes
 from msamp.comm.partition import Piece, plan_buckets
 from msamp.kernels.reference.grad_stats import carried, grad_stats

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from numerics import make
-from synced import model_of, synced
 from torch import nn
 
+from helpers.numerics import make
+from helpers.synced import model_of, synced
 from msamp.comm.bucket import Bucket
 from msamp.comm.bucket_sender import BucketSender
 from msamp.comm.grad_scaling import ABSENT, scales_of

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from unittest import mock
 
-import dist
 import pytest
 import torch
-from numerics import bits, make
 from torch import nn
 
+from helpers import dist
+from helpers.numerics import bits, make
 from msamp.comm import collectives
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes

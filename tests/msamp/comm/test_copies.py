@@ -3,11 +3,11 @@
 import os
 from typing import Any
 
-import dist
 import pytest
 import torch
 from torch import Tensor
 
+from helpers import dist
 from msamp.comm import copies
 from msamp.comm.collectives import Peers
 from msamp.comm.copies import GATHER_WINDOWS, CopyPeers, choose_peers, obstacle

@@ -10,12 +10,12 @@ import math
 import os
 from types import SimpleNamespace
 
-import dist
 import pytest
 import torch
-from numerics import KINDS, SMALL, Measures, bits, codes, floats, golden, make, measure
 from torch import Tensor
 
+from helpers import dist
+from helpers.numerics import KINDS, SMALL, Measures, bits, codes, floats, golden, make, measure
 from msamp.comm import exchange as exchanges
 from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers

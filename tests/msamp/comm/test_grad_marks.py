@@ -8,9 +8,9 @@ import weakref
 
 import pytest
 import torch
-from numerics import make
 from torch import nn
 
+from helpers.numerics import make
 from msamp.comm.grad_marks import GradMarks
 from msamp.numerics.formats import BF16, E4M3, FP32
 from msamp.numerics.tensor import ScalingTensor

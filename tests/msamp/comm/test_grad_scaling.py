@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from numerics import KINDS, floats, golden, make
 
+from helpers.numerics import KINDS, floats, golden, make
 from msamp.comm.grad_scaling import (
     ABSENT,
     GRAD_SCALINGS,

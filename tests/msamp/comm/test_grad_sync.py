@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from numerics import bits, make
-from synced import model_of, synced, told_right
 from torch import Tensor, nn
 
+from helpers.numerics import make
+from helpers.synced import model_of, stamp, synced, told_right
 from msamp.comm.accumulate import ACCUMULATORS
 from msamp.comm.exchange import Exchange, FP32SumWire, NCCLWire, pack_scaled
 from msamp.comm.grad_sync import GradSync
@@ -40,13 +40,6 @@ def give(model: nn.ParameterDict, gradients: dict[str, Tensor]) -> None:
 
 def back(p: nn.Parameter, g: Tensor) -> None:
     (p * g.to(p.dtype)).sum().backward()
-
-
-def stamp(g: Tensor) -> tuple:
-    """Everything about a gradient, comparable and small to send."""
-    payload = g.payload if isinstance(g, ScalingTensor) else g
-    scale = bits(g.scale_inv).numpy().tobytes() if isinstance(g, ScalingTensor) else b""
-    return g.dtype, payload.dtype, tuple(g.shape), bits(payload).numpy().tobytes(), scale
 
 
 @formats
@@ -275,6 +268,7 @@ def test_a_step_never_waits_for_the_host(accumulate, exchange):
         sync.clear()
 
 
+@pytest.mark.promise("Hosts", "A gradient that would not be averaged, after a late `model.to()`, is named.")
 def test_a_gradient_that_passes_the_hooks_by_is_named():
     """As it does of a low-precision weight after `model.to`, which would otherwise be updated by this rank's own gradient."""
     model = nn.Sequential(FP8Linear(16, 16))

@@ -5,19 +5,21 @@ import datetime
 import functools
 import itertools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import dist
 import pytest
 import torch
-from numerics import KINDS, bits, make
-from synced import model_of, synced, told_right
 from torch import Tensor, nn
 
+from helpers import dist
+from helpers.numerics import KINDS, make
+from helpers.synced import merged, model_of, stamp, synced, told_right
 from msamp.comm.accumulate import ACCUMULATORS
 from msamp.comm.grad_scaling import NOT_FINITE, exceeds, next_mu
 from msamp.comm.grad_sync import GradSync
-from msamp.numerics.formats import ALL, BF16, E4M3, FP32, Format, by_name
+from msamp.numerics.formats import ALL, BF16, E4M3, E5M2, FP16, FP32, Format, by_name
 from msamp.numerics.quantize import quantize
 from msamp.numerics.scaling import scale_from_amax
 from msamp.numerics.tensor import ScalingTensor, fp32_values
@@ -35,13 +37,6 @@ def give(model: nn.ParameterDict, gradients: dict[str, Tensor | None], turned: b
         sum(terms).backward()
 
 
-def stamp(g: Tensor) -> tuple:
-    """Everything about a gradient, comparable and small to send."""
-    payload = g.payload if isinstance(g, ScalingTensor) else g
-    scale = bits(g.scale_inv).numpy().tobytes() if isinstance(g, ScalingTensor) else b""
-    return g.dtype, payload.dtype, tuple(g.shape), bits(payload).numpy().tobytes(), scale
-
-
 def averages(sync: GradSync, model: nn.Module) -> dict[str, dict[int, tuple]]:
     """By name and first row: the averages that this rank has."""
     found: dict[str, dict[int, tuple]] = {}
@@ -52,20 +47,6 @@ def averages(sync: GradSync, model: nn.Module) -> dict[str, dict[int, tuple]]:
         assert all(told_right(g) for g in [p.main_grad, *(g for _, g in segments)] if g is not None), f"of {name} was told what it is not"
         found[name] = {row: stamp(g) for row, g in ([(0, p.main_grad)] if p.main_grad is not None else segments)}
     return found
-
-
-def merged(ranks: list[dict[str, dict[int, tuple]]], name: str) -> tuple | None:
-    """The whole tensor's stamp, from equal copies or from pieces; None where no rank has it."""
-    pieces: dict[int, tuple] = {}
-    for rank in ranks:
-        for row, found in rank[name].items():
-            assert pieces.setdefault(row, found) == found, f"{name} differs between ranks"
-    if not pieces:
-        return None
-    ordered = [pieces[row] for row in sorted(pieces)]
-    assert len({(x[0], x[1], x[4]) for x in ordered}) == 1, f"the pieces of {name} do not share a scale"
-    shape = ordered[0][2] and (sum(x[2][0] for x in ordered), *ordered[0][2][1:])
-    return *ordered[0][:2], shape, b"".join(x[3] for x in ordered), ordered[0][4]
 
 
 def shared_scale(present: list[Tensor], fmt: Format) -> Tensor:
@@ -118,35 +99,49 @@ def exchanged(group, layout: dict[str, Any], dtype: torch.dtype) -> list:
     return found
 
 
+@dataclass(frozen=True)
+class Scenario:
+    """A parameter, and the gradients that it gets.
+
+    Attributes:
+        format: in which its gradient is sent.
+        shape: of the parameter.
+        gradient: (step or micro-batch, rank, normal numbers) -> the gradient; None: it has none.
+    """
+
+    format: Format
+    shape: tuple[int, ...]
+    gradient: Callable[[int, int, Tensor], Tensor | None] = lambda step, rank, g: g
+
+
+def named(scenarios: dict[str, Scenario]) -> dict[str, Scenario]:
+    """By the names of their parameters, from which `synced` reads the formats."""
+    return {f"{scenario.format}_{name}": scenario for name, scenario in scenarios.items()}
+
+
+def one_nan(g: Tensor) -> Tensor:
+    g[3, 3] = NAN
+    return g
+
+
+FIFTH = torch.tensor(5)
 MU_STEPS = 7
-MU_SHAPES = {
-    "fp8-e4m3_hot": (50, 40),
-    "fp8-e5m2_cold": (300,),
-    "fp16_gone": (7, 7),
-    "fp8-e4m3_lone": (64,),
-    "fp8-e4m3_opposed": (8, 8),
-    "bf16_plain": (9,),
-}
+AT_THE_MAXIMUM = 448.0 * 2.0**-12
+MU = named({
+    "hot": Scenario(E4M3, (50, 40), lambda step, rank, g: torch.full_like(g, AT_THE_MAXIMUM) if step in (1, 2, 3) else g),
+    "cold": Scenario(E5M2, (300,)),
+    "gone": Scenario(FP16, (7, 7), lambda step, rank, g: None if step == 3 else one_nan(g) if (step, rank) == (4, 1) else g),
+    "lone": Scenario(E4M3, (64,), lambda step, rank, g: torch.full_like(g, 1e-3).index_fill(0, FIFTH, 448.0)),
+    "opposed": Scenario(E4M3, (8, 8), lambda step, rank, g: torch.full_like(g, (-1.0) ** rank * AT_THE_MAXIMUM)),  # two ranks: a sum of 0
+    "plain": Scenario(BF16, (9,)),
+})  # fmt: skip
+MU_SHAPES = {name: scenario.shape for name, scenario in MU.items()}
 SCALINGS: tuple[dict[str, Any], ...] = ({}, {"scaling": "pre"}, {"scaling": "post"}, {"mu_rule": "paper", "shard": True})
 
 
 def overflowing(step: int, rank: int, name: str) -> Tensor | None:
-    """hot: everything at the maximum in steps 1 to 3. gone: absent in step 3, not finite on rank 1 in step 4. lone: one maximum a rank.
-    opposed: everything at the maximum on each rank, and the sum of two ranks is zero."""
-    place = list(MU_SHAPES).index(name)
-    g = make("normal", MU_SHAPES[name], 100 * step + 10 * rank + place)
-    if name == "fp8-e4m3_hot" and step in (1, 2, 3):
-        return torch.full(MU_SHAPES[name], 448.0 * 2.0**-12)
-    if name == "fp16_gone" and step == 3:
-        return None
-    if name == "fp16_gone" and step == 4 and rank == 1:
-        g[3, 3] = NAN
-    if name == "fp8-e4m3_lone":
-        g = torch.full(MU_SHAPES[name], 1e-3)
-        g[5] = 448.0
-    if name == "fp8-e4m3_opposed":
-        g = torch.full(MU_SHAPES[name], (-1.0) ** rank * 448.0 * 2.0**-12)
-    return g
+    """The gradient of a parameter of `MU`."""
+    return MU[name].gradient(step, rank, make("normal", MU_SHAPES[name], 100 * step + 10 * rank + list(MU).index(name)))
 
 
 def scaled_by_mu(group, options: dict[str, Any]) -> tuple[list, dict]:
@@ -188,14 +183,20 @@ def not_finite(group, **options: Any) -> dict[tuple[int, str], tuple]:
     return found
 
 
-MICRO = {f"{fmt}_{use}": (6, 9) for fmt in (E4M3, BF16) for use in ("all", "early", "mixed", "never")}
+USES: dict[str, Callable[[int, int], bool]] = {  # (micro-batch of three, rank) -> whether a parameter has a gradient in it
+    "all": lambda i, rank: True,
+    "early": lambda i, rank: i == 0,
+    "mixed": lambda i, rank: i == (1 if rank % 2 else 2),
+    "never": lambda i, rank: False,
+}
+MICRO_USES = {f"{fmt}_{use}": has for fmt in (E4M3, BF16) for use, has in USES.items()}
+MICRO = dict.fromkeys(MICRO_USES, (6, 9))
 
 
 def micro_batch(i: int, rank: int) -> dict[str, Tensor | None]:
-    """3 of them. early: in the first only. mixed: in the second only on odd ranks, in the last only on even ones."""
+    """The gradients of one of three."""
     g = {name: make("normal", shape, 100 * rank + 10 * i + place) for place, (name, shape) in enumerate(MICRO.items())}
-    used = {"all": True, "early": i == 0, "mixed": i == (1 if rank % 2 else 2), "never": False}
-    return {name: x if used[name.split("_")[1]] else None for name, x in g.items()}
+    return {name: x if MICRO_USES[name](i, rank) else None for name, x in g.items()}
 
 
 def accumulated(group, accumulate: str, **options: Any) -> list:
@@ -308,9 +309,9 @@ def test_nccl_over_gloo_follows_mu(ranks, case):
     """The sum in the format itself, in rank order; mu by the counts of it."""
     rule, scaling = SCALINGS[case].get("mu_rule", "halve"), SCALINGS[case].get("scaling", "auto")
     n = len(ranks)
-    mu = dict.fromkeys([name for name in MU_SHAPES if name != "bf16_plain"], torch.ones(1, dtype=torch.float64))
+    mu = dict.fromkeys([name for name, scenario in MU.items() if scenario.format.scaled], torch.ones(1, dtype=torch.float64))
     for step, name in itertools.product(range(MU_STEPS), list(mu)):
-        fmt = by_name(name.split("_")[0])
+        fmt = MU[name].format
         found = [rank["mu"][case][0][step] for rank in ranks]
         average = merged([x[0] for x in found], name)
         parts = [overflowing(step, rank, name) for rank in range(n)]
@@ -341,7 +342,7 @@ def test_nccl_over_gloo_follows_mu(ranks, case):
 def test_shares_over_the_ranks(ranks):
     """Step 1, in which hot is at the maximum everywhere and of the other tensors a few elements are; nobody asked for counts of "post"."""
     auto, post = ([rank["mu"][case][0][1][2] for rank in ranks] for case in (0, 2))
-    elements = sum(math.prod(shape) for name, shape in MU_SHAPES.items() if name != "bf16_plain")
+    elements = sum(math.prod(scenario.shape) for scenario in MU.values() if scenario.format.scaled)
     assert auto == [auto[0]] * len(ranks)
     assert 2000 / elements <= auto[0]["grad_saturation"] <= 2010 / elements
     assert 2000 / elements <= auto[0]["grad_saturation_reduced"] <= 2010 / elements

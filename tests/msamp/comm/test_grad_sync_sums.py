@@ -4,13 +4,13 @@ import contextlib
 import functools
 from typing import Any
 
-import dist
 import pytest
 import torch
-from numerics import bits, make
-from synced import formats_of, model_of, synced
 from torch import Tensor
 
+from helpers import dist
+from helpers.numerics import bits, make
+from helpers.synced import formats_of, model_of, synced
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes, all_reduce_sent
 from msamp.comm.grad_sync import GradSync

@@ -3,13 +3,13 @@
 import contextlib
 from typing import Any
 
-import dist
 import pytest
 import torch
-from numerics import bits, make
-from synced import model_of, synced
 from torch import Tensor, nn
 
+from helpers import dist
+from helpers.numerics import make
+from helpers.synced import merged, model_of, stamp, synced
 from msamp.comm.grad_scaling import NOT_FINITE
 from msamp.comm.grad_sync import GradSync
 from msamp.comm.owner_sums import OwnerSums, SummingWire
@@ -35,14 +35,6 @@ def gradient(i: int, rank: int, name: str) -> Tensor | None:
     if (name.endswith("2") and i == 1 and rank == 1) or (name == "fp16_0" and i == 2):
         return None
     return make("normal", EVERY[name] or (1,), 1000 * rank + 100 * i + place).view(EVERY[name]) * 30.0 ** ((rank + 2 * i + place) % 5 - 2)
-
-
-def stamp(g: Tensor | None) -> tuple | None:
-    if g is None:
-        return None
-    payload = g.payload if isinstance(g, ScalingTensor) else g
-    scale = bits(g.scale_inv).numpy().tobytes() if isinstance(g, ScalingTensor) else b""
-    return payload.dtype, tuple(g.shape), bits(payload).numpy().tobytes(), scale
 
 
 def defined(parts: list[list[Tensor | None]], fmt: Format, shape: tuple[int, ...]) -> tuple | None:
@@ -154,18 +146,6 @@ def two() -> list[dict[str, Any]]:
     return dist.run(ranks_of_two, 2)
 
 
-def whole(ranks: list[dict[str, dict[int, Any]]], name: str) -> tuple:
-    """The stamp of a tensor from equal copies or from pieces."""
-    pieces: dict[int, Any] = {}
-    for rank in ranks:
-        for row, found in rank[name].items():
-            assert pieces.setdefault(row, found) == found, name
-    ordered = [pieces[row] for row in sorted(pieces)]
-    assert len({(piece[0], piece[3]) for piece in ordered}) == 1
-    shape = ordered[0][1] and (sum(piece[1][0] for piece in ordered), *ordered[0][1][1:])
-    return ordered[0][0], shape, b"".join(piece[2] for piece in ordered), ordered[0][3]
-
-
 @pytest.mark.parametrize("when", ["first", "again"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -174,7 +154,7 @@ def test_the_sum_is_the_defined_one_bit_for_bit(request: pytest.FixtureRequest, 
     found = [rank[layout][when] for rank in (request.getfixturevalue("two") if ranks == 2 else [one_rank(0)])]
     for name, shape in EVERY.items():
         parts = [[gradient(i, rank, name) for rank in range(ranks)] for i in range(MICRO_BATCHES)]
-        assert whole(found, name) == defined(parts, by_name(name.split("_")[0]), shape), name
+        assert merged(found, name) == defined(parts, by_name(name.split("_")[0]), shape), name
 
 
 def test_what_is_not_finite_in_one_micro_batch_is_so_in_the_sum_and_blamed_on_its_rank(two: list[dict[str, Any]]):

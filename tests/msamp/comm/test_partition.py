@@ -1,8 +1,8 @@
 import math
 
 import pytest
-from numerics import golden
 
+from helpers.numerics import golden
 from msamp.comm.partition import Piece, partition, plan_buckets
 
 SIZES = {"345m": (24, 1024, 1), "1.3b": (24, 2048, 1), "7b": (32, 4096, 1), "13b": (40, 5120, 1), "175b": (96, 12288, 1)}

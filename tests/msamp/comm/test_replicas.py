@@ -1,11 +1,11 @@
 """Copies of weights on several ranks: bits that differ, and values that are not finite."""
 
-import dist
 import pytest
 import torch
 import torch.distributed
-from numerics import make
 
+from helpers import dist
+from helpers.numerics import make
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.replicas import checksum, faults
@@ -71,6 +71,7 @@ def looked_at() -> list[list[str]]:
     return [*found, faults(weights, pair), sorted(peers.sent.rows())]
 
 
+@pytest.mark.promise("Optimizer states", "Differing data-parallel copies of a weight stop the run with rank and tensor named.")
 def test_the_rank_and_the_tensor_are_named_on_every_rank():
     """Three ranks know who differs; two know that they differ."""
     first, second, third = dist.run(looked_at, 3)

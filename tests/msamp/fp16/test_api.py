@@ -3,13 +3,13 @@
 import io
 import math
 
-import dist
 import pytest
 import torch
-from numerics import bits
 from torch import nn
 
 import msamp
+from helpers import dist
+from helpers.numerics import bits
 from msamp import amp
 
 LEVELS = ("O0", "O1", "O2", "O3")

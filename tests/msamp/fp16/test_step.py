@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from numerics import bits
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.numerics import bits
 from msamp import amp
 
 ULP = 2.0**-10  # of FP16 at 1

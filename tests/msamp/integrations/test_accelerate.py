@@ -4,14 +4,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import dist
-import hosts
 import pytest
 import torch
 import torch.distributed
 from torch import nn
 
 import msamp
+from helpers import dist, hosts
 from msamp.numerics.tensor import ScalingTensor
 
 accelerate = hosts.need("accelerate")
@@ -87,6 +86,7 @@ def alone(monkeypatch: pytest.MonkeyPatch):
     fresh_state()
 
 
+@pytest.mark.promise("Hosts", "Our Accelerator on two processes trains what one trains, and resumes bit for bit.")
 @pytest.mark.nightly(30)
 def test_two_processes_train_as_one_does_save_and_resume(tmp_path: Path):
     from safetensors.torch import load_file

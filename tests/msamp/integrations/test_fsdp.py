@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import dist
-import guide_blocks
 import pytest
 import torch
 import torch.distributed
@@ -19,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import msamp
+from helpers import dist, guide_blocks
 from msamp.integrations import fsdp
 from msamp.numerics.recipe import by_name
 from msamp.numerics.scaling import Delayed
@@ -83,7 +82,7 @@ def train(model, optimizer, steps, share=slice(None), dtype=torch.float32) -> li
     return losses
 
 
-def one_process(level: str, dtype: torch.dtype, clip_grad: float | None = None):
+def unsharded_run(level: str, dtype: torch.dtype, clip_grad: float | None = None):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the ranks have: a CPU's product splits its sum by threads
     try:
@@ -108,10 +107,11 @@ def trained_alike(level: str, dtype: torch.dtype, clip_grad: float):
     return losses, fsdp.model_state(model), optimizer.state_dict()["state"]
 
 
+@pytest.mark.promise("FSDP2", "At O1 and O2 sharded training has one process's losses, weights and states, bit for bit.")
 @pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float32), ("O2", torch.bfloat16)])
 def test_sharded_training_has_the_bits_of_one_process(level, dtype):
     (losses, weights, states), (again, *_) = dist.run(trained_alike, 2, level, dtype, 0.5)
-    expected, expected_weights, packed = one_process(level, dtype, 0.5)
+    expected, expected_weights, packed = unsharded_run(level, dtype, 0.5)
     assert losses == again == expected
     assert same(weights, dict(expected_weights))
     assert same(states, packed["state"])
@@ -128,6 +128,7 @@ def compiled_alike() -> list[list[float]]:
     return found
 
 
+@pytest.mark.promise("FSDP2", "Compiled, the model has the losses that it has uncompiled.")
 @pytest.mark.nightly(10)
 def test_compiled_it_trains_with_the_same_losses():
     for plain, blocks, whole in dist.run(compiled_alike, 2):
@@ -214,6 +215,7 @@ def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     return folder, dist.run(several, 2, str(folder))
 
 
+@pytest.mark.promise("FSDP2", "FP8 weights are gathered at one byte per element.")
 def test_weights_are_gathered_at_one_byte_an_element(ranks):
     for found in ranks[1]:
         assert found["sent"] == [(torch.uint8, 2 * 64 * 48)] * 2  # forward, backward
@@ -232,11 +234,12 @@ def test_the_scales_of_gathered_weights_stand_where_cublas_takes_them(ranks):
 
 def test_batches_of_several_ranks_train_like_one_process_with_all(ranks):
     losses = torch.tensor([found["losses"] for found in ranks[1]]).mean(0)
-    expected = torch.tensor(one_process("O2", torch.float32)[0])
+    expected = torch.tensor(unsharded_run("O2", torch.float32)[0])
     assert torch.allclose(losses, expected, rtol=0.02)
     assert not torch.allclose(losses[0], losses, rtol=0.05)
 
 
+@pytest.mark.promise("FSDP2", "A run resumes bit for bit from `fsdp.model_state` and `optimizer.state_dict()`.")
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(ranks):
     for found in ranks[1]:
         (losses, weights), (expected, expected_weights) = found["resumed"]
@@ -255,6 +258,7 @@ def test_one_process_takes_up_what_several_saved(ranks):
     assert same(optimizer.state_dict()["state"], states["state"])
 
 
+@pytest.mark.promise("FSDP2", "A non-finite gradient on one rank skips the step on all.")
 def test_a_step_of_which_one_rank_has_no_finite_gradient_is_skipped_on_all(ranks):
     for found in ranks[1]:
         skipped, weights = found["skipped"]
@@ -263,6 +267,7 @@ def test_a_step_of_which_one_rank_has_no_finite_gradient_is_skipped_on_all(ranks
         assert all(torch.equal(weights[name], kept[name]) for name in kept if ".scaling." not in name)
 
 
+@pytest.mark.promise("FSDP2", "`msamp.clip_grad_norm_` clips by the norm over all ranks and returns it.")
 def test_clip_grad_norm_clips_what_all_ranks_hold(ranks):
     (before, *after), others = (found["norms"] for found in ranks[1])
     assert [before, *after] == others
@@ -333,6 +338,7 @@ def _columns(p: nn.Parameter) -> Any:
     return Shard(1) if p.dim() > 1 else None
 
 
+@pytest.mark.promise("FSDP2", "Other orders of `prepare`, `fully_shard` and the optimizer are refused by name.")
 def test_other_orders_are_refused_by_name():
     expected = (
         "ranks have different models \\(blocks.1.weight\\)",
@@ -429,6 +435,7 @@ def skipped_each_way() -> dict[str, bool]:
     }
 
 
+@pytest.mark.promise("Optimizer states", "A skipped step changes no weight, state, amax history, scale or mu, bit for bit.")
 def test_a_skipped_step_leaves_no_trace_on_any_rank():
     for found in dist.run(skipped_each_way, 2):
         assert found == {"optimizer": True, "own loop": True, "GradScaler": True}

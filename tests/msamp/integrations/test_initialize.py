@@ -5,10 +5,10 @@ import io
 
 import pytest
 import torch
-from numerics import make
 from torch import nn
 
 import msamp
+from helpers.numerics import make
 from msamp.nn.filters import include_names
 from msamp.nn.linear import FP8Linear
 from msamp.numerics import recipe

@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 import torch
-from numerics import make
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import msamp
+from helpers.numerics import make
 
 LOUD = 64.0
 pytestmark = pytest.mark.filterwarnings("ignore:.*stores into fp8-e4m3")
@@ -48,6 +48,7 @@ def error(model: nn.Module, exact: nn.Module) -> float:
         return float((model(x) - want).norm() / want.norm())
 
 
+@pytest.mark.promise("Hosts", "torch's AveragedModel multiplies by the averaged weights, with `use_buffers` too.")
 @pytest.mark.parametrize("buffers", [False, True])
 @pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.9)], ids=["mean", "ema"])
 def test_an_average_multiplies_by_the_averaged_weights(average, buffers):

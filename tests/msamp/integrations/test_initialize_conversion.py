@@ -3,19 +3,20 @@
 import re
 import warnings
 
-import dist
 import pytest
 import torch
-from numerics import make
 from torch import nn
 
 import msamp
+from helpers import dist
+from helpers.numerics import make
 
 
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 16))
 
 
+@pytest.mark.promise("Conversion", "A model in DistributedDataParallel or sharded by FSDP is refused by name.")
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_model_that_fsdp_has_cut_is_refused_by_name(tmp_path, inside):
     from torch.distributed.device_mesh import init_device_mesh
@@ -41,6 +42,7 @@ def test_a_model_that_fsdp_has_cut_is_refused_by_name(tmp_path, inside):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.promise("Hosts", "DDP, FSDP1, `fully_shard` and DTensor over converted weights are refused with the fix.")
 def test_what_would_cut_or_join_weights_that_are_fp8_already_is_refused_with_the_way_out(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -111,6 +113,7 @@ def test_each_wrapper_is_refused_on_two_processes_in_both_orders():
                 assert re.search(way, text)
 
 
+@pytest.mark.promise("Conversion", "`msamp.initialize` logs the FP8 share of layers, parameters and FLOPs, and warns below half.")
 def test_what_became_fp8_is_logged_and_little_or_nothing_is_warned_of(caplog):
     with caplog.at_level("INFO", logger="msamp"), warnings.catch_warnings():
         warnings.simplefilter("error")

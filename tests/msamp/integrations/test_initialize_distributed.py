@@ -2,13 +2,13 @@
 
 import re
 
-import dist
 import pytest
 import torch
 import torch.distributed
 from torch import nn
 
 import msamp
+from helpers import dist
 from msamp.nn.linear import FP8Linear
 from msamp.numerics.recipe import by_name
 from msamp.numerics.scaling import Delayed

@@ -3,14 +3,14 @@
 import copy
 import pickle
 
-import dist
 import pytest
 import torch
-from numerics import make
 from torch import nn
 from torch.utils._pytree import tree_leaves_with_path
 
 import msamp
+from helpers import dist
+from helpers.numerics import make
 from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3, E5M2, FP16, FP32
 from msamp.numerics.metrics import saturation_frac, sqnr_db, underflow_frac

@@ -4,13 +4,13 @@ import io
 import itertools
 from dataclasses import replace
 
-import dist
 import pytest
 import torch
 import torch.distributed
 from torch import nn
 
 import msamp
+from helpers import dist
 from msamp import formats, recipes
 from msamp.optim.updates import format_names
 from msamp.parallel.greedy_zero import ZeRO

@@ -5,20 +5,20 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import dist
-import hosts
 import pytest
 import torch
 import torch.distributed
 from torch import nn
 
 import msamp
+from helpers import dist, hosts
 from msamp.numerics.tensor import ScalingTensor
 
 hosts.need("lightning")
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging  # noqa: E402
 from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: E402
-from lightning_runs import ROWS, Module, fit  # noqa: E402
+
+from helpers.lightning_runs import ROWS, Module, fit  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers, and on what it calls small
 
@@ -56,6 +56,7 @@ def trains(level: str, folder: str) -> dict[str, Any]:
     return {"whole": whole.losses, "parts": first.losses + resumed.losses, "weights": values(whole), "resumed": values(resumed)}
 
 
+@pytest.mark.promise("Hosts", "Lightning with our strategy trains, clips, saves and resumes bit for bit.")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(level: str, tmp_path: Path):
     found = trains(level, str(tmp_path))

@@ -5,13 +5,13 @@ import io
 import pickle
 import warnings
 
-import dist
 import pytest
 import torch
 import torch.distributed
 from torch import nn
 
 import msamp
+from helpers import dist
 from msamp.numerics import formats, recipe
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.updates import format_names
@@ -57,6 +57,7 @@ def saved(pair):
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.promise("Optimizer states", "A deepcopy or pickle on one process continues bit for bit.")
 @every_level
 @pytest.mark.parametrize("how", [copy.deepcopy, pickled, saved])
 def test_a_copy_of_model_and_optimizer_trains_on_as_they_do(level, how):
@@ -93,6 +94,7 @@ def test_weights_loaded_after_initialize_survive_a_step():
 # ---------------------------------------------------------------------------------------------------- the optimizer given
 
 
+@pytest.mark.promise("Optimizer states", "After `msamp.initialize` the given optimizer's `step` raises.")
 def test_the_given_optimizer_s_step_raises_and_names_the_way_out():
     old = adamw(model := net())
     low, optimizer = msamp.initialize(model, old)
@@ -123,6 +125,7 @@ def test_a_scheduler_of_the_given_optimizer_sets_the_rates_of_the_returned_one(w
             assert [group["lr"] for group in optimizer.param_groups] == [want]
 
 
+@pytest.mark.promise("Optimizer states", "Parameter groups stay as the caller built them.")
 def test_groups_stay_as_they_are_so_that_a_lambda_each_is_enough():
     model = net()
     groups = [{"params": model[0].parameters()}, {"params": [*model[2].parameters(), *model[3].parameters()], "weight_decay": 0.0}]
@@ -216,6 +219,7 @@ def loops() -> dict[str, object]:
     return found
 
 
+@pytest.mark.promise("Hosts", "`optimizer.zero_grad()` drops gradients already sent; a backward after `model.zero_grad()` is refused.")
 def test_zero_grad_drops_gradients_that_have_left():
     for found in dist.run(loops, 2):
         for zero in (False, True):
@@ -282,6 +286,7 @@ def clearings() -> dict[tuple[str, bool], dict[str, object]]:
     return found | {"a step of nothing": all(a.equal(b) for a, b in zip(before, after, strict=True))}
 
 
+@pytest.mark.promise("Hosts", "`model.zero_grad()` and `p.grad = None` drop micro-batches that ran under `no_sync()`.")
 @pytest.mark.filterwarnings("ignore:the gradients of 2 processes")
 def test_the_model_s_zero_grad_drops_micro_batches_that_have_not_left():
     for found in dist.run(clearings, 2):
@@ -340,6 +345,7 @@ def refused() -> dict[str, object]:
     return found
 
 
+@pytest.mark.promise("Hosts", "On several processes `msamp.clip_grad_norm_` clips the averaged gradient, with and without ZeRO.")
 def test_the_average_is_clipped_on_several_processes_by_us_and_after_synchronize_by_torch():
     first, second = dist.run(clippings, 2)
     for zero in (False, True):
@@ -374,6 +380,7 @@ def test_on_one_process_clipping_is_torch_s():
     assert all(p.grad is not None for p in low.parameters())
 
 
+@pytest.mark.promise("Hosts", "DistributedDataParallel around a converted model is refused by name with the fix.")
 def test_distributed_data_parallel_around_the_model_is_refused():
     low, optimizer = msamp.initialize(net())
     with pytest.raises(ValueError, match=r"averages the gradients itself; use the model as it is.*accelerate\.Accelerator"):

@@ -31,6 +31,7 @@ def test_alone_nothing_is_said():
         check_alone()
 
 
+@pytest.mark.promise("Packaging", "MS-AMP in the same folder is refused before anything is converted.")
 def test_in_one_folder_it_is_refused_before_a_layer_is_converted(site):
     (site / "msamp").symlink_to(PACKAGE)
     model = nn.Sequential(nn.Linear(32, 32))
@@ -39,6 +40,7 @@ def test_in_one_folder_it_is_refused_before_a_layer_is_converted(site):
     assert type(model[0]) is nn.Linear
 
 
+@pytest.mark.promise("Packaging", "MS-AMP in another folder is named in a warning.")
 def test_elsewhere_it_is_named_where_the_caller_of_initialize_stands(site):
     def initialize():
         check_alone()

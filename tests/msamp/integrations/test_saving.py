@@ -5,13 +5,13 @@ import gc
 import pickle
 import warnings
 
-import dist
 import pytest
 import torch
-from numerics import make
 from torch import nn
 
 import msamp
+from helpers import dist
+from helpers.numerics import make
 from msamp.integrations.saving import exact_state_dict, fp8_state_dict, plain_state_dict, save_plain
 from msamp.numerics import recipe
 from msamp.numerics.tensor import ScalingTensor
@@ -39,6 +39,7 @@ def trained(level: str, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimize
     return model, optimizer
 
 
+@pytest.mark.promise("Conversion", "`msamp.plain_state_dict` has the unconverted model's keys and values, at O3 from the masters.")
 @every_level
 def test_a_plain_state_has_the_keys_and_the_values_of_the_unconverted_model(level):
     model, _ = trained(level)
@@ -95,6 +96,7 @@ def test_a_plain_state_that_is_not_finite_is_refused_by_name():
         model.load_state_dict(state)
 
 
+@pytest.mark.promise("Conversion", "`msamp.fp8_state_dict` round-trips through safetensors at one byte per FP8 element.")
 @every_level
 def test_the_fp8_form_is_exact_and_of_plain_tensors(level, tmp_path):
     from safetensors.torch import load_file, save_file
@@ -155,6 +157,7 @@ def test_under_zero_the_first_rank_gets_the_masters():
     assert other == []
 
 
+@pytest.mark.promise("Conversion", "An average in `msamp.float_copy(model)` loses nothing; one kept in FP8 is warned about.")
 def test_a_float_copy_averages_what_fp8_would_round_away():
     model, _ = trained("O3", steps=0)
     start = msamp.fp32_values(model[2][0].weight).clone()

@@ -4,13 +4,13 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import dist
 import pytest
 import torch
 import torch.distributed
 from torch import nn
 
 import msamp
+from helpers import dist
 from msamp.fp16.scaler import LossScaler
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT
 from msamp.numerics import recipe

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from numerics import make
 from torch import nn
 
 import msamp
+from helpers.numerics import make
 from msamp.integrations.loop_optimizer import LoopOptimizer
 from msamp.integrations.takeover import check_optimizer, chosen_recipe, defaults_of, is_decoupled, parameter_groups, retire, update_name
 from msamp.nn.scaling_state import ScalingState

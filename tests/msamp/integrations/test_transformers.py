@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import dist
-import hosts
 import pytest
 import torch
 
+from helpers import dist, hosts
 from msamp.numerics.tensor import ScalingTensor
 
 transformers = hosts.need("transformers")
@@ -47,6 +46,7 @@ def train(folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.promise("Hosts", "Our Trainer trains, clips, saves and resumes on two processes at O3.")
 @pytest.mark.nightly(40)
 def test_two_processes_train_save_and_resume(tmp_path: Path):
     first, second = dist.run(train, 2, str(tmp_path))

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from numerics import ATTENTION_KERNEL, make
 
+from helpers.numerics import ATTENTION_KERNEL, make
 from msamp.kernels import fp8_attention
 from msamp.kernels.fp8_attention import attention_backward, attention_forward, check_available, check_width, default_scale, prepare
 from msamp.kernels.reference import fp8_attention as twin

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from agreement import assert_codes
-from numerics import bits, make
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.agreement import assert_codes
+from helpers.numerics import bits, make
 from msamp.kernels import ops
 from msamp.kernels.reference.activate import activate, activate_backward
 from msamp.kernels.reference.adamw import Batch

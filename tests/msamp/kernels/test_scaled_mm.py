@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
-from definitions import dequantize_blocks
-from numerics import BLOCK_NOISE, blockwise, make, stored
 
+from helpers.definitions import dequantize_blocks
+from helpers.numerics import BLOCK_NOISE, blockwise, make, stored
 from msamp.kernels import scaled_mm as module
 from msamp.kernels.reference.block_cast import block_cast
 from msamp.kernels.scaled_mm import (

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from numerics import make
 from torch.nn import functional
 
+from helpers.numerics import make
 from msamp.nn.activation import Activation
 from msamp.nn.saved_activations import AsItIs, GroupedFP8
 from msamp.numerics.metrics import sqnr_db

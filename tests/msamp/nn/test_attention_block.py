@@ -2,9 +2,21 @@
 
 import pytest
 import torch
-from block_halves import HEADS, B, D, H, S, attention_half, attention_settings, check_casts, fp8_attention, plain_attention, watch_casts
-from numerics import COAT_GRADIENTS, KINDS, codes, make
 
+from helpers.block_halves import (
+    HEADS,
+    B,
+    D,
+    H,
+    S,
+    attention_half,
+    attention_settings,
+    check_casts,
+    fp8_attention,
+    plain_attention,
+    watch_casts,
+)
+from helpers.numerics import COAT_GRADIENTS, KINDS, codes, make
 from msamp.kernels import scaled_mm
 from msamp.nn.attention_block import AttentionBlock, split_heads
 from msamp.nn.fp8_attention import CASTS_HERE

@@ -1,8 +1,8 @@
 """What the fused blocks share."""
 
 import torch
-from numerics import make
 
+from helpers.numerics import make
 from msamp.nn.block import vector_gradients
 
 

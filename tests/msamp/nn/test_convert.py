@@ -6,9 +6,9 @@ import re
 
 import pytest
 import torch
-from numerics import make
 from torch import nn
 
+from helpers.numerics import make
 from msamp.nn.convert import convert, float_copy, survey
 from msamp.nn.filters import DEFAULT, all_of, exclude_names, include_names, min_features
 from msamp.nn.linear import FP8Linear
@@ -197,6 +197,7 @@ def test_print_shows_each_layer_s_precision(level):
     assert "(lm_head): Linear(in_features=32, out_features=100" in text
 
 
+@pytest.mark.promise("Optimizer states", "Python attributes of a weight survive conversion, copies and pickles.")
 def test_attributes_of_a_weight_survive_the_conversion_and_copies():
     model = nn.Sequential(nn.Linear(32, 32))
     model[0].weight._no_weight_decay, model[0].weight.sequence_parallel = True, [1]
@@ -228,6 +229,7 @@ class Mixed(nn.Module):
         self.fc = nn.Linear(32, 64)
 
 
+@pytest.mark.promise("Conversion", "`msamp.survey` names every unconverted module with weights, and why.")
 def test_a_survey_names_what_stays_as_it_is_and_why():
     model = Mixed()
     found = survey(model, accept=all_of(min_features(16), exclude_names(r"mix$")))

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from block_halves import B, H, S, attention_half, attention_settings, mlp_half, mlp_settings
-from numerics import make
 
+from helpers.block_halves import B, H, S, attention_half, attention_settings, mlp_half, mlp_settings
+from helpers.numerics import make
 from msamp.nn.attention_block import AttentionBlock
 from msamp.nn.ends import ALONE, Pending
 from msamp.nn.gemm import LayerGemm

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from numerics import make
 from torch.nn.functional import scaled_dot_product_attention
 
+from helpers.numerics import make
 from msamp.nn.fp8_attention import DP, DQ, GRAD, AttentionScaling, FP8Attention, K, O, Q, V
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import recipe

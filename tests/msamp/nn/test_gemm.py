@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from definitions import dequantize_blocks
-from numerics import codes, make
 from torch import nn
 
+from helpers.definitions import dequantize_blocks
+from helpers.numerics import codes, make
 from msamp.kernels import ops
 from msamp.nn.block import vector_gradients
 from msamp.nn.cast_scales import CastScales

@@ -5,9 +5,9 @@ import io
 
 import pytest
 import torch
-from block_halves import B, H, S, attention_half, attention_settings, mlp_half, mlp_settings
-from numerics import make
 
+from helpers.block_halves import B, H, S, attention_half, attention_settings, mlp_half, mlp_settings
+from helpers.numerics import make
 from msamp.kernels import ops
 from msamp.nn import block
 from msamp.nn.attention_block import AttentionBlock
@@ -59,6 +59,7 @@ def test_maxima_go_with_the_gradient_from_one_function_to_the_next():
     assert maxima.equal(grad.abs().amax(-1, keepdim=True))
 
 
+@pytest.mark.promise("Group scaling", "A gradient that its kernel did not write (a sum, a copy) is cast by its own amax.")
 @pytest.mark.parametrize(
     "use",
     [
@@ -120,6 +121,7 @@ def asked(monkeypatch) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     return seen
 
 
+@pytest.mark.promise("Group scaling", "Gradients between fused halves of a layer are cast by maxima without a second read.")
 @pytest.mark.parametrize("rms", [False, True], ids=["GELU, LayerNorm", "SwiGLU, RMSNorm"])
 def test_two_layers_cast_three_of_four_gradients_by_maxima_and_no_bit_changes(rms, device, asked, monkeypatch):
     found = two_layers(recipe.COAT, device, rms)
@@ -132,6 +134,7 @@ def test_two_layers_cast_three_of_four_gradients_by_maxima_and_no_bit_changes(rm
     assert all(a.equal(b) for a, b in zip(found, again, strict=True))
 
 
+@pytest.mark.promise("Group scaling", "Delayed scaling is unchanged.")
 def test_delayed_scaling_leaves_none(device, asked):
     two_layers(recipe.O3, device, False)
     assert [maxima for _, maxima in asked] == [None] * 4

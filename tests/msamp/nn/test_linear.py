@@ -5,11 +5,11 @@ import io
 
 import pytest
 import torch
-from choices import each_once
-from numerics import KINDS, Measures, check, make, measure, saturation_of_cast
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from helpers.choices import each_once
+from helpers.numerics import KINDS, Measures, check, make, measure, saturation_of_cast
 from msamp.nn.convert import convert
 from msamp.nn.linear import FP8Conv1D, FP8Linear, scaling_parameter, transposed_weights
 from msamp.nn.scaling_state import ScalingState

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from definitions import AmaxHistory
-from numerics import codes, make
 from torch import nn
 
+from helpers.definitions import AmaxHistory
+from helpers.numerics import codes, make
 from msamp.kernels import ops
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.linear import FP8Linear
@@ -253,6 +253,7 @@ IN_PLACE = {
 }
 
 
+@pytest.mark.promise("Conversion", "An FP8 layer's output may be modified in place; gradients are those of a copy.")
 @pytest.mark.parametrize("name", IN_PLACE)
 @pytest.mark.parametrize("shape", [(16, 32), (2, 8, 32)])
 def test_an_output_may_be_changed_in_place_with_the_gradients_of_the_copy(name, shape):
@@ -272,6 +273,7 @@ def test_a_plain_weight_multiplies_as_in_torch():
     assert linear(x, weight, None, low.scaling).equal(x @ weight.t())
 
 
+@pytest.mark.promise("Conversion", "A weight read by another module multiplies by its dequantized values.")
 @every_level
 def test_a_weight_that_another_module_reads_multiplies_by_its_values(level):
     # Torchvision's Swin: F.linear(x, self.qkv.weight, self.qkv.bias).

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from block_halves import B, H, S, check_casts, mlp_half, mlp_settings, plain_mlp, watch_casts
-from numerics import COAT_GRADIENTS, KINDS, make
 
+from helpers.block_halves import B, H, S, check_casts, mlp_half, mlp_settings, plain_mlp, watch_casts
+from helpers.numerics import COAT_GRADIENTS, KINDS, make
 from msamp.nn.mlp_block import MLPBlock
 from msamp.nn.saved_activations import GroupedFP8
 from msamp.numerics import recipe

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from numerics import make
 from torch import nn
 
+from helpers.numerics import make
 from msamp.nn.convert import convert, float_copy, survey
 from msamp.nn.filters import exclude_names
 from msamp.nn.linear import FP8Linear
@@ -51,6 +51,7 @@ CALLS = {
 }
 
 
+@pytest.mark.promise("Conversion", "`torch.nn.MultiheadAttention` becomes FP8 and computes what torch's does with every mask.")
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_self_attention_and_its_gradients_are_torch_s(name, batch_first):

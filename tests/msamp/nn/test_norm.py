@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from numerics import make
 
+from helpers.numerics import make
 from msamp.nn.norm import LayerNorm, RMSNorm
 from msamp.nn.saved_activations import AsItIs, GroupedFP8
 from msamp.numerics.metrics import sqnr_db

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from numerics import make
 
+from helpers.numerics import make
 from msamp.nn.attention_block import split_heads
 from msamp.nn.rotary import RotaryFunction
 

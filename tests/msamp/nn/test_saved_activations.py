@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from numerics import SMALL, make
 
+from helpers.numerics import SMALL, make
 from msamp.nn.saved_activations import AsItIs, GroupedFP8
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.metrics import sqnr_db, underflow_frac

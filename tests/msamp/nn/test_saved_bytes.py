@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from block_halves import HEADS, B, D, H, S, attention_half, attention_settings, fp8_attention, mlp_half, mlp_settings
-from numerics import make
 from torch import Tensor, nn
 
+from helpers.block_halves import HEADS, B, D, H, S, attention_half, attention_settings, fp8_attention, mlp_half, mlp_settings
+from helpers.numerics import make
 from msamp.nn.activation import ActivationFunction
 from msamp.nn.attention_block import AttentionBlock
 from msamp.nn.linear import FP8Linear

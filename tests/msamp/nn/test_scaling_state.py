@@ -2,13 +2,13 @@
 
 import copy
 
-import dist
 import pytest
 import torch
-from definitions import AmaxHistory
-from numerics import make
 from torch import nn
 
+from helpers import dist
+from helpers.definitions import AmaxHistory
+from helpers.numerics import make
 from msamp.nn.convert import convert
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, WIRE, LinearScaling, ScalingState

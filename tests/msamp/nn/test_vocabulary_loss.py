@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from numerics import KINDS, make, measure
 from torch import Tensor
 from torch.nn import functional
 
+from helpers.numerics import KINDS, make, measure
 from msamp.kernels.scaled_mm import fp8_hardware
 from msamp.nn import vocabulary_loss
 from msamp.nn.vocabulary_loss import chunk_rows, linear_cross_entropy

@@ -6,9 +6,9 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
-from definitions import dequantize_blocks
-from numerics import BLOCKWISE, KINDS, LARGE, SMALL, blockwise, check, codes, make, measure, random_floats, stored
 
+from helpers.definitions import dequantize_blocks
+from helpers.numerics import BLOCKWISE, KINDS, LARGE, SMALL, blockwise, check, codes, make, measure, random_floats, stored
 from msamp.numerics.block_scale import RULES, block_scale, block_scale_inv, name_of, quantize_blocks, values
 from msamp.numerics.formats import E4M3, E5M2, by_name
 from msamp.numerics.granularity import TENSORWISE, Block, Group

@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-from numerics import bits, every_bf16, floats, golden
 
+from helpers.numerics import bits, every_bf16, floats, golden
 from msamp.numerics import mcf
 from msamp.numerics.metrics import sqnr_db
 

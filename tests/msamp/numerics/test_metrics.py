@@ -2,8 +2,8 @@ import math
 
 import pytest
 import torch
-from numerics import floats, golden
 
+from helpers.numerics import floats, golden
 from msamp.numerics.formats import E4M3
 from msamp.numerics.metrics import (
     TALLY,

@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from numerics import KINDS, LARGE, SMALL, check, codes, every_bf16, floats, golden, make, measure, random_floats
 
+from helpers.numerics import KINDS, LARGE, SMALL, check, codes, every_bf16, floats, golden, make, measure, random_floats
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from msamp.numerics.quantize import cast, dequantize, quantize, quantize_stochastic
 from msamp.numerics.scaling import inverse, scale_from_amax

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from numerics import KINDS, LARGE, SMALL, bits, check, codes, floats, golden, make, measure, random_floats
 
+from helpers.numerics import KINDS, LARGE, SMALL, bits, check, codes, floats, golden, make, measure, random_floats
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from msamp.numerics.granularity import TENSORWISE, Group
 from msamp.numerics.metrics import sqnr_db
@@ -227,6 +227,7 @@ def test_it_takes_no_part_in_autograd():
     assert not quantize_expanded(x, E4M3).dequantize().requires_grad
 
 
+@pytest.mark.promise("Group scaling", "The two-stage amax equals the tensor's to the bit; NaN and infinity show in it.")
 @pytest.mark.parametrize("size", [1, 16, 128])
 @pytest.mark.parametrize("shape", [(6, 32), (5, 77), (0,), ()])
 def test_the_amax_in_two_stages_is_that_of_the_tensor(size, shape, device):

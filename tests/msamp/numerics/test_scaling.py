@@ -3,9 +3,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from definitions import AmaxHistory
-from numerics import floats, golden
 
+from helpers.definitions import AmaxHistory
+from helpers.numerics import floats, golden
 from msamp.numerics.formats import E4M3, E5M2, FP16
 from msamp.numerics.scaling import Current, Delayed, check_rule, inverse, scale_from_amax
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from numerics import make
 
+from helpers.numerics import make
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, Format
 from msamp.numerics.metrics import saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import cast

@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 import torch
-from numerics import bits, codes, make
 from torch import nn
 
+from helpers.numerics import bits, codes, make
 from msamp.numerics.formats import E4M3, E5M2, FP16
 from msamp.numerics.quantize import quantize
 from msamp.numerics.tensor import ScalingTensor, fp32_values

@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
-from numerics import codes, make
 
 import msamp
+from helpers.numerics import codes, make
 from msamp.numerics.formats import E4M3, E5M2, FP16
 from msamp.numerics.tensor import ScalingTensor
 from msamp.numerics.tensor_ops import TABLE
@@ -184,6 +184,7 @@ def test_an_operation_not_in_the_table_raises_with_its_name(name):
         REFUSED[name](tensor())
 
 
+@pytest.mark.promise("Conversion", "An unsupported operation names the layer and the filter that keeps it unconverted.")
 def test_an_undefined_operation_names_the_layer_and_how_to_keep_it():
     x = tensor()
     x.label = "blocks.0.qkv.weight"
@@ -240,6 +241,7 @@ STORED = {
 }
 
 
+@pytest.mark.promise("Conversion", "Arithmetic on a weight returns a plain tensor; in place it is computed in FP32 and stored.")
 @pytest.mark.parametrize("name", STORED)
 def test_arithmetic_in_place_is_stored_with_a_scale_of_its_own(name):
     x = tensor(FP16)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from choices import each_once
-from numerics import bits, make
 from torch import nn
 
+from helpers.choices import each_once
+from helpers.numerics import bits, make
 from msamp.kernels import ops
 from msamp.numerics.formats import BF16, by_name
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, Recipe

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from numerics import make
 from torch import nn
 
+from helpers.numerics import make
 from msamp.fp16.scaler import LossScaler
 from msamp.numerics.formats import FP16, PLAIN_FP16
 from msamp.numerics.recipe import FP32_STATES, O2

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from numerics import make
 from torch import nn
 
+from helpers.numerics import make
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16
 from msamp.numerics.recipe import FP32_STATES, O2, O3, StateFormats
 from msamp.numerics.stochastic_rounding import tensor_key
@@ -52,6 +52,7 @@ IMPOSSIBLE = {
 }
 
 
+@pytest.mark.promise("Optimizer states", "Invalid optimizer states are refused before anything changes.")
 @pytest.mark.parametrize("what", IMPOSSIBLE)
 def test_states_that_cannot_be_are_refused_and_nothing_changes(what):
     spoil, message = IMPOSSIBLE[what]
@@ -77,6 +78,7 @@ def test_saved_hyper_parameters_out_of_range_are_refused_and_nothing_changes():
     assert same(snapshot(optimizer), before)
 
 
+@pytest.mark.promise("Optimizer states", "States of another parameter are refused by shape or name.")
 def test_states_of_another_parameter_are_told_by_their_names():
     saved = trained(O2.states, ("first", "second")).state_dict()
     trained(O2.states, ("first", "second")).load_state_dict(saved)
@@ -140,6 +142,7 @@ WRITERS = {
 }
 
 
+@pytest.mark.promise("Optimizer states", "Weights written from outside survive the next step at every level with masters.")
 @with_masters
 @pytest.mark.parametrize("how", WRITERS)
 def test_weights_that_somebody_has_written_survive_the_next_step(kind, how):
@@ -163,6 +166,7 @@ def test_weights_that_are_swapped_out_and_back_change_nothing(kind):
     assert same(snapshot(loop.optimizer), snapshot(twin.optimizer))
 
 
+@pytest.mark.promise("Optimizer states", "Model and optimizer resume bit for bit in either order of loading.")
 @with_masters
 @pytest.mark.parametrize("model_first", [True, False])
 def test_model_and_optimizer_resume_bit_for_bit_in_either_order(kind, model_first):

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from choices import each_once
 from torch import nn
 
+from helpers.choices import each_once
 from msamp.kernels.reference.adamw import Hyper
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.recipe import StateFormats

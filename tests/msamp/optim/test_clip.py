@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from numerics import KINDS, bits, codes, make
 from torch import nn
 
+from helpers.numerics import KINDS, bits, codes, make
 from msamp.kernels import ops
 from msamp.kernels.reference.grad_stats import carried
 from msamp.kernels.tables import Tables

@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from numerics import bits
 
+from helpers.numerics import bits
 from msamp.kernels.reference.collage import VARIANTS
 from msamp.numerics import mcf
 from msamp.numerics.formats import E4M3

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
-from numerics import KINDS, bits, make
 
+from helpers.numerics import KINDS, bits, make
 from msamp.numerics.formats import E4M3, E5M2, FP16, FP32
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.tensor import ScalingTensor

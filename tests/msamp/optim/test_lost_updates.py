@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from typing import Any
 
-import dist
 import pytest
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import msamp
+from helpers import dist
 from msamp.integrations import fsdp
 from msamp.numerics.metrics import undelivered_frac
 from msamp.numerics.tensor import ScalingTensor, fp32_values

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from numerics import make
 from torch import nn
 
+from helpers.numerics import make
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.quantize import cast
 from msamp.numerics.tensor import ScalingTensor, fp32_values

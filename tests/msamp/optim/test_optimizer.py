@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from numerics import codes, floats, golden, make
 from torch import nn
 
+from helpers.numerics import codes, floats, golden, make
 from msamp.kernels.reference import adamw
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats

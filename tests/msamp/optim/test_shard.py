@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from numerics import bits, make
 from torch import nn
 
+from helpers.numerics import bits, make
 from msamp.numerics.formats import COAT_E4M3, E4M3, FP32
 from msamp.numerics.range_expand import quantize_expanded
 from msamp.numerics.recipe import FP32_STATES, O2

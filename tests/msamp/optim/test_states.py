@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
-from numerics import COAT_FOLLOWS, KINDS, LARGE, SMALL, check, codes, make, measure
 from torch import nn
 
+from helpers.numerics import COAT_FOLLOWS, KINDS, LARGE, SMALL, check, codes, make, measure
 from msamp.kernels.reference import coat_adamw
 from msamp.kernels.reference.store import load, store_
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, EXPANDED, FP16, FP32, PLAIN_FP16

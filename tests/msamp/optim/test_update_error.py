@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from numerics import make
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.numerics import make
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, E4M3, FP16, FP32, Format
 from msamp.numerics.recipe import COAT, COLLAGE_FP8, COLLAGE_PLUS, FP32_STATES, O1, O2, O3, StateFormats

@@ -4,12 +4,12 @@ import contextlib
 import os
 from typing import Any
 
-import dist
 import pytest
 import torch
-from numerics import bits
 from torch import nn
 
+from helpers import dist
+from helpers.numerics import bits
 from msamp.nn.convert import convert
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.formats import BF16, E4M3, FP32

@@ -8,12 +8,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import dist
 import pytest
 import torch
-from numerics import bits, make
 from torch import nn
 
+from helpers import dist
+from helpers.numerics import bits, make
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, FP32
 from msamp.numerics.recipe import FP32_STATES, StateFormats, by_name
 from msamp.numerics.tensor import ScalingTensor

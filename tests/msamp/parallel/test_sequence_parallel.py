@@ -5,12 +5,12 @@ import itertools
 import math
 from typing import Any
 
-import dist
 import pytest
 import torch
-from numerics import KINDS, bits, make
 from torch import Tensor
 
+from helpers import dist
+from helpers.numerics import KINDS, bits, make
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.nn.cast_scales import CastScales

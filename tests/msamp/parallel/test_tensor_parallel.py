@@ -10,15 +10,15 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import dist
 import pytest
 import torch
-from numerics import KINDS, Measures, bits, measure
-from one_process_mlp import B, Case, F, H, OneProcess, S, batch, shards, weights
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 from torch.utils.checkpoint import checkpoint
 
+from helpers import dist
+from helpers.numerics import KINDS, Measures, bits, measure
+from helpers.one_process_mlp import B, Case, F, H, OneProcess, S, batch, shards, weights
 from msamp.comm.counters import WireBytes
 from msamp.nn.linear_fn import linear as fp8_linear
 from msamp.nn.scaling_state import LinearScaling, ScalingState

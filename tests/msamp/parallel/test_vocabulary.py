@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import dist
 import pytest
 import torch
-from numerics import make
 from torch.distributed import group
 
+from helpers import dist
+from helpers.numerics import make
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.nn.vocabulary_loss import linear_cross_entropy

@@ -1,8 +1,8 @@
 import csv
 
-import dist
 import pytest
 
+from helpers import dist
 from tools.bench import bench_checkpoint
 
 TINY = "--seq-length 16 --num-layers 1 --hidden-size 128 --num-attention-heads 2 --lr-warmup-iters 1"

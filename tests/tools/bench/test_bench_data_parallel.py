@@ -3,11 +3,11 @@ import csv
 import json
 import sys
 
-import dist
 import pytest
 from megatron.core import parallel_state
-from refusals import code
 
+from helpers import dist
+from helpers.refusals import code
 from megatron.lm.build import build_training
 from megatron.lm.processes import process_groups
 from megatron.lm.step import train_step

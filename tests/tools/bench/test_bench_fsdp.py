@@ -1,8 +1,8 @@
-import dist
 import pytest
 import torch.distributed
-from refusals import code
 
+from helpers import dist
+from helpers.refusals import code
 from tools.bench import bench_fsdp
 
 TINY = "--layers 1 --hidden 32 --heads 2 --ffn 48 --vocab-size 32 --seq-length 16 --micro-batch-size 2 --warm-up 1 --steps 3 --lr 1e-2"

@@ -2,9 +2,9 @@
 
 import csv
 
-import dist
 import pytest
 
+from helpers import dist
 from tools.bench import bench_generate
 
 TINY = "--seq-length 32 --num-layers 1 --hidden-size 64 --num-attention-heads 2 --lr-warmup-iters 1"

@@ -5,10 +5,10 @@ import sys
 import weakref
 from unittest import mock
 
-import dist
 import pytest
-from refusals import code
 
+from helpers import dist
+from helpers.refusals import code
 from tools.bench import bench_grid
 
 TINY = "--seq-length 16 --num-layers 4 --hidden-size 32 --num-attention-heads 2 --lr-warmup-iters 1"

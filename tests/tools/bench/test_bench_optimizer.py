@@ -3,8 +3,8 @@ import csv
 
 import pytest
 import torch
-from refusals import code
 
+from helpers.refusals import code
 from megatron.lm.config.precision import build_recipe
 from msamp.numerics import recipe
 from msamp.numerics.tensor import ScalingTensor

@@ -2,9 +2,9 @@
 
 import csv
 
-import dist
 import pytest
 
+from helpers import dist
 from tools.bench import bench_recorder
 
 TINY = "--seq-length 16 --num-layers 1 --hidden-size 32 --num-attention-heads 2 --lr-warmup-iters 1 --fp8-min-gain 0"

@@ -2,11 +2,10 @@ import csv
 import json
 import sys
 
-import dist
 import pytest
-import replayed
 import torch
 
+from helpers import dist, replayed
 from msamp.numerics import recipe
 from tools.bench import bench_step
 

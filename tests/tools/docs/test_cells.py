@@ -3,7 +3,7 @@
 import pytest
 
 from tools.docs import cells
-from tools.docs.cells import Listing, Sentence, Table
+from tools.docs.cells import Sentence
 
 
 def test_a_row_on_no_known_tree_is_marked():
@@ -12,14 +12,6 @@ def test_a_row_on_no_known_tree_is_marked():
     table = cells.of("x.csv", rows, columns)
     assert table.cells == [["a", "2"], ["b" + cells.MARK, ""]]
     assert "Measured on a tree that the history does not have" in table.markdown()
-
-
-def test_what_is_told_replaces_what_is_derived():
-    assert Table(["a"], [["1"]], (), "Computed.").markdown() == "| a |\n| --- |\n| 1 |\n\nComputed."
-
-
-def test_a_listing_is_a_block_of_text():
-    assert Listing(["a", "b"]).markdown() == "```text\na\nb\n```"
 
 
 def test_a_sentence_names_where_its_numbers_were_measured():

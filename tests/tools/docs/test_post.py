@@ -50,7 +50,7 @@ def lines(table):
 def test_without_rows_the_table_says_so(root, name):
     table = post.TABLES[name]()
     assert isinstance(table, cells.Absent)
-    assert table.markdown() == f"No row of a GPU is on file for the table of {name}."
+    assert table.markdown() == f"No GPU measurement is recorded for the table of {name}."
     assert not table.sources
 
 
@@ -63,7 +63,7 @@ def test_levels_stand_beside_o0_of_the_same_setting(root):
     write(root, post.DPO, DPO, DPO | {"recipe": "O3", "state_mib": "768"})
     assert lines(post.dpo())[1]["from O0"] == "-50 %"
     write(root, post.PPO, PPO, PPO | {"recipe": "O3", "weight_mib": "576", "state_mib": "1500"})
-    assert [lines(post.ppo())[1][key] for key in ("from O0", "states from O0", "s a step")] == ["-25 %", "-50 %", ""]
+    assert [lines(post.ppo())[1][key] for key in ("from O0", "states from O0", "s/step")] == ["-25 %", "-50 %", ""]
 
 
 def test_encoders_and_boolq(root):

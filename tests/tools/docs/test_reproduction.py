@@ -1,6 +1,5 @@
 """Pages of the reproduced tables and figures, against rows made by hand."""
 
-import csv
 from dataclasses import replace
 
 import pytest
@@ -131,6 +130,7 @@ def test_holds_about_a_loss_states_the_interval(monkeypatch, root):
     assert "- O3 against bf16: +0.0100 nats per token, +0.20 % (95 % interval +0.19 to +0.21 %), 3 seeds: the losses are equal" in text
 
 
+@pytest.mark.promise("Tools", "A reproduced claim about a loss holds only if the interval is within the effect.")
 @pytest.mark.parametrize(
     "losses",
     [{"bf16": LOSSES["bf16"], "O3": {"1": 5.06, "2": 5.05, "3": 4.95}}, {"bf16": {"1": 5.0}, "O3": {"1": 5.0}}, {"bf16": {"1": 5.0}}],
@@ -157,29 +157,6 @@ def test_every_published_holds_about_a_loss_has_its_pairs():
     assert told.keys() >= {"fp8lm-figure4", "fp8lm-table6", "collage-table5", "coat-loss"}
 
 
-def test_pages_say_what_data_parallel_ranks_their_losses_had():
-    for name in ("fp8lm-figure4", "fp8lm-table6"):
-        text = reproduction.page(ENTRIES[name]).replace("\n", " ")
-        assert "one data-parallel rank and one micro-batch per step" in text
-        assert "was not measured" in text
-
-
-def test_no_page_names_a_reason_that_its_rows_contradict():
-    """ "No GPU has run it yet" was above rows of a GPU."""
-    for name, one in ENTRIES.items():
-        _, rows, _ = reproduction.published(one)
-        if any(row["gpu"] not in ("", "cpu") for row in rows):
-            assert "No GPU has run" not in one.reason, name
-            assert "want a GPU" not in one.reason, name
-
-
-def test_no_published_row_of_a_cpu_is_of_a_tree_that_history_lacks():
-    """Anyone can measure it again."""
-    for name, one in ENTRIES.items():
-        _, rows, _ = reproduction.published(one)
-        assert not any(reproduction.marked(row) for row in rows if row["gpu"] == "cpu"), name
-
-
 def test_the_overview_has_a_line_for_each_entry_and_a_verdict_in_each():
     table = reproduction.overview()
     assert len(table.cells) == len(ENTRIES)
@@ -187,14 +164,6 @@ def test_the_overview_has_a_line_for_each_entry_and_a_verdict_in_each():
     assert all(cells[2] for cells in table.cells)
     headlines = {one.headline for one in ENTRIES.values()}
     assert all(cells[2] in headlines and cells[4] for cells in table.cells if not cells[-1].startswith("not run"))
-
-
-def test_published_rows_are_whole():
-    for name in ENTRIES:
-        file = reproduction.ROOT / keep.RESULTS / f"{name}.csv"
-        if file.is_file():
-            with file.open(newline="") as stream:
-                assert all(row["commit"] and row["quantity"] for row in csv.DictReader(stream)), name
 
 
 def test_many_curves_have_a_panel_for_each_thing_they_tell_of():
@@ -205,13 +174,3 @@ def test_many_curves_have_a_panel_for_each_thing_they_tell_of():
     assert reproduction.panels_of(of_two) == {"": of_two}
     many = {f"{label}, {what}": line for what in ("beta2 0.9, loss", "loss") for label in "abcde"}
     assert reproduction.panels_of(many) == {what: dict.fromkeys("abcde", line) for what in ("beta2 0.9, loss", "loss")}
-
-
-def test_panels_are_drawn_above_each_other(tmp_path):
-    pytest.importorskip("matplotlib")
-    line = [[float(x) for x in range(1, 41)], [1000.0, *(10.0 / x for x in range(1, 40))]]
-    one, two = ({what: {"a": line} for what in told} for told in (["loss"], ["loss", "beta2 0.9, loss"]))
-    for name, panels in (("one", one), ("two", two)):
-        reproduction._draw({"panels": panels}, tmp_path / f"{name}.png")
-    heights = [int.from_bytes((tmp_path / f"{name}.png").read_bytes()[20:24], "big") for name in ("one", "two")]
-    assert heights == [570, 810]

@@ -1,7 +1,5 @@
 """Tables of stochastic rounding, against the rows read by hand, and the sentences that state them."""
 
-import csv
-import re
 import statistics
 
 import pytest
@@ -47,21 +45,6 @@ def test_nearest_ends_above_bf16_and_stochastic_below_nearest_by_less_than_the_e
     assert all(found.half_width < 0.003 for found in (from_bf16, stochastic, gained))
 
 
-def test_speed_is_compared_with_the_tree_that_the_command_names():
-    table = rounding.speed()
-    assert [cells[:4] for cells in table.cells[:3]] == [
-        ["`O2`", "7f90861", "nearest", "nearest"],
-        ["`O2`", "78ebc1e", "nearest", "nearest"],
-        ["`O2`", "78ebc1e", "stochastic", "stochastic"],
-    ]
-    with (ROOT / rounding.TIMES).open(newline="", encoding="utf-8") as stream:
-        rows = {(row["case"], row["quantity"]): row for row in csv.DictReader(stream)}
-    row = rows[f"now O2 {rounding.flags('stochastic')}", "update"]
-    assert table.cells[2][4] == f"{float(row['ms']):.2f}"
-    assert table.cells[2][5].startswith(f"{float(row['from_first']):+.1f} (")
-    assert table.cells[0][5] == table.cells[0][7] == ""
-
-
 def test_a_tree_or_a_rounding_without_a_name_is_refused():
     with pytest.raises(ValueError, match="without --tree before=FOLDER: name the tree's folder by its commit"):
         rounding.tree_before({"command": "side_by_side.py --cases 'now O2'"})
@@ -83,21 +66,3 @@ def test_shares_of_small_updates_are_those_of_the_rows():
     shares = {column: [float(line[n]) for line in table.cells] for n, column in enumerate(table.columns) if n > 1}
     assert min(shares["O1 stochastic"] + shares["O2 stochastic"]) > 0.93
     assert max(shares["O1 nearest"][2:] + shares["O2 nearest"][2:]) < 0.5
-
-
-def test_the_log_states_the_miss_of_the_goals():
-    """5 % of the update and 1 % of a step were asked for."""
-    for level in rounding.LEVELS:
-        assert float(rounding.change(level, "stochastic", "stochastic", "update")["from_first"]) > 5
-        assert float(rounding.change(level, "stochastic", "stochastic", "step")["from_first"]) > 1
-    assert re.search(r"5 % and 1 %.{0,80}missed", " ".join((ROOT / "tools/bench/LOG.md").read_text(encoding="utf-8").split()))
-
-
-def test_fine_tuning_lists_the_untrained_model_first():
-    cells = rounding.tuning().cells
-    assert [line[:2] for line in cells if line[1] == "start"] == [["SFT", "start"], ["DPO", "start"]]
-    assert [line[0] for line in cells] == sorted((line[0] for line in cells), reverse=True)
-    assert all(line[3] in ("", "1234", "1235") for line in cells)
-    exports = {tuple(line[:3]): float(line[5]) for line in cells}
-    for task, level in (("SFT", "O2"), ("DPO", "O2"), ("DPO", "O3")):  # what the guides say: no export reaches O0's
-        assert all(exports[task, level, how] > exports[task, "O0", ""] for how in ("nearest", "stochastic"))

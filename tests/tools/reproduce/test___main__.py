@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from refusals import code
 
+from helpers.refusals import code
 from tools.reproduce import __main__ as reproduce
 from tools.reproduce.registry import ENTRIES
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from numerics import make
 
+from helpers.numerics import make
 from megatron.lm.processes.cpu_home import cpu_home
 from msamp.nn.saved_activations import AS_IT_IS, IN_GROUPS, GroupedFP8
 from tools.reproduce import coat_activations
@@ -69,8 +69,7 @@ def test_large_tokens_swallow_their_neighbours_in_groups_of_tokens_alone():
 
 
 def test_the_command_reads_a_checkpoint(tmp_path, capsys):
-    import checkpoints
-    import tiny
+    from helpers import checkpoints, tiny
 
     folder = checkpoints.saved(tiny.write_data(tmp_path), tmp_path / "saved", opt_level="O2")
     (tmp_path / "text").write_text(" ".join(["3", "5", "7"] * 30))

@@ -2,11 +2,10 @@
 
 import csv
 
-import checkpoints
 import pytest
-import tiny
 import torch
 
+from helpers import checkpoints, tiny
 from megatron.lm.checkpoint import latest
 from msamp.numerics.formats import E4M3, E5M2
 from tools.reproduce import coat_states

@@ -4,9 +4,9 @@ import csv
 import json
 from pathlib import Path
 
-import post_runs
 import pytest
 
+from helpers import post_runs
 from tools.reproduce import compare_tuning
 from tools.reproduce.compare_tuning import Job, words_of
 

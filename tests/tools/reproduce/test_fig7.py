@@ -7,13 +7,12 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import dist
 import pytest
-import tiny
 import torch
-from numerics import make
-from refusals import code
 
+from helpers import dist, tiny
+from helpers.numerics import make
+from helpers.refusals import code
 from megatron.lm.config.cli import to_argv
 from msamp.comm.exchange import FP32SumWire, NCCLWire
 from msamp.comm.grad_scaling import MU_MAX, AutoScale

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 import torch
-from refusals import code
 
+from helpers.refusals import code
 from tools.reproduce import fp16_amp
 
 

@@ -4,8 +4,8 @@ import csv
 
 import pytest
 import torch
-from refusals import code
 
+from helpers.refusals import code
 from tools.reproduce import fp16_lstm
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40

@@ -1,9 +1,9 @@
 """The orders of an FP8 sum, by hand and against `NCCLWire`."""
 
 import pytest
-import tiny
 import torch
 
+from helpers import tiny
 from msamp.comm.exchange import NCCLWire
 from msamp.numerics.formats import E4M3
 from msamp.numerics.metrics import sqnr_db

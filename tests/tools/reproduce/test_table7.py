@@ -1,10 +1,10 @@
 import argparse
 import csv
 
-import dist
 import pytest
 from megatron.core import parallel_state
 
+from helpers import dist
 from megatron.lm.build import build_training
 from megatron.lm.processes import process_groups
 from megatron.lm.step import train_step

@@ -28,8 +28,8 @@ A setting that a run leaves open is saved as open, and means the default on resu
 writes the default of before into older configurations.
 
 To raise `VERSION`, add a paragraph above and a step to `_STEPS`, and before that, with the code that still writes the old version,
-checkpoints of it: `tests/make_checkpoints.py` makes them for `tests/megatron/lm/checkpoint/files/test_versions.py`, which resumes
-from each.
+checkpoints of it: `tests/helpers/make_checkpoints.py` writes them for `tests/megatron/lm/checkpoint/files/test_versions.py`, which
+resumes each.
 """
 
 import math

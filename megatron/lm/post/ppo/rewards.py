@@ -1,4 +1,8 @@
-"""Tasks with answers that a program can judge: questions by seed, and a reward from 0 to 1."""
+"""Tasks for PPO whose answers a program can judge: questions drawn by seed, and a reward from 0 to 1.
+
+A task is any pair of functions, so it need not be arithmetic. `register` adds one from your own file, and `examples/rlhf/ppo.py --reward`
+then accepts its name; `tests/extend/test_own_task.py` has one that asks for a word backwards.
+"""
 
 import re
 from collections.abc import Callable
@@ -11,7 +15,7 @@ from megatron.lm.post.conversations import Message
 
 
 class Question(NamedTuple):
-    """What is asked, and what a right answer holds."""
+    """A prompt, and what its judge needs to know of the right answer."""
 
     messages: list[Message]
     expected: str
@@ -22,17 +26,22 @@ class Task:
     """One kind of question.
 
     Attributes:
-        ask: two numbers from 0 to 99 -> the text of the question.
-        judge: an answer's text and what is expected -> 0 to 1.
+        questions: a number and a generator -> so many questions; the same generator state must give the same questions.
+        judge: an answer's text and the question's `expected` -> the reward, 0 to 1.
     """
 
-    ask: Callable[[int, int], str]
+    questions: Callable[[int, torch.Generator], list[Question]]
     judge: Callable[[str, str], float]
 
-    def questions(self, count: int, draw: torch.Generator) -> list[Question]:
-        """`count` of them."""
+
+def sums(text: str) -> Callable[[int, torch.Generator], list[Question]]:
+    """Return a function that asks for sums of two numbers from 0 to 99; `text` contains `{a}` and `{b}`."""
+
+    def questions(count: int, draw: torch.Generator) -> list[Question]:
         numbers = torch.randint(100, (count, 2), generator=draw).tolist()
-        return [Question([{"role": "user", "content": self.ask(a, b)}], str(a + b)) for a, b in numbers]
+        return [Question([{"role": "user", "content": text.format(a=a, b=b)}], str(a + b)) for a, b in numbers]
+
+    return questions
 
 
 def digits(answer: str, expected: str) -> float:
@@ -59,7 +68,17 @@ def tagged(answer: str, expected: str) -> float:
 
 
 TASKS = {
-    "digits": Task(lambda a, b: f"{a}+{b}", digits),
-    "arithmetic": Task(lambda a, b: f"What is {a} + {b}? Answer with the number alone.", number),
-    "format": Task(lambda a, b: f"What is {a} + {b}? Answer in the form <answer>NUMBER</answer> and write nothing else.", tagged),
+    "digits": Task(sums("{a}+{b}"), digits),
+    "arithmetic": Task(sums("What is {a} + {b}? Answer with the number alone."), number),
+    "format": Task(sums("What is {a} + {b}? Answer in the form <answer>NUMBER</answer> and write nothing else."), tagged),
 }
+
+
+def register(name: str, task: Task) -> None:
+    """Add a task, in every process that uses it.
+
+    Raises:
+        ValueError: the name is taken by another task.
+    """
+    if TASKS.setdefault(name, task) != task:
+        raise ValueError(f"task {name!r} exists already; choose a name other than {', '.join(TASKS)}")

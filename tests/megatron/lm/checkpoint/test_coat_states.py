@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 
+from helpers import tiny
 from megatron.lm import checkpoint
 from megatron.lm.checkpoint import CheckpointReader, iteration_folder
 from megatron.lm.run.trainer import Trainer

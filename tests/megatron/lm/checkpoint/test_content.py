@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 
+from helpers import tiny
 from megatron.lm.checkpoint import content
 from megatron.lm.checkpoint.content import at, info, items, scale_key
 from megatron.lm.checkpoint.files.storage import Item

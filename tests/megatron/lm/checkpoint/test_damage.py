@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import checkpoints
 import pytest
-import tiny
 import torch
-from checkpoints import MARKER, contents, everything, pointed, rewrite, seal, tensors
 
+from helpers import checkpoints, tiny
+from helpers.checkpoints import MARKER, contents, everything, pointed, rewrite, seal, tensors
 from megatron.lm.checkpoint import latest, load
 from megatron.lm.checkpoint.files.folder import INFO_FILE
 from megatron.lm.checkpoint.files.pickled import FORMER_PLAN_FILE
@@ -242,6 +241,7 @@ def refused(made: Trainer, copy: Path, said: str) -> None:
     assert contents(copy) == files
 
 
+@pytest.mark.promise("Checkpoints", "Impossible scales, second moments, histories, steps, random states and counts are refused.")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_where_there_is_no_older_checkpoint(made: Trainer, copy: Path, name: str):
     shutil.rmtree(copy / "iter_0000002")
@@ -259,6 +259,7 @@ def test_a_torn_checkpoint_is_passed_over_for_an_older_one(made: Trainer, copy: 
     assert str(copy / "iter_0000004") in said[0]
 
 
+@pytest.mark.promise("Checkpoints", "An invalid checkpoint with valid digests is skipped for an older one, and the log says so.")
 @pytest.mark.parametrize("name", ["NaN in a weight", "infinity in v", "a stale scale of a weight, too large", "a plan that runs code"])
 def test_what_is_wrong_behind_sound_digests_is_passed_over_too(made: Trainer, copy: Path, name: str, capsys: pytest.CaptureFixture[str]):
     SOUND[name].damage(copy / "iter_0000004")

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import checkpoints
 import pytest
-import tiny
 
+from helpers import checkpoints, tiny
 from megatron.lm.checkpoint import Saver, latest
 from megatron.lm.checkpoint.files.folder import iteration_folder, iteration_of
 from megatron.lm.run.trainer import Trainer

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import tiny
 from megatron.lm import checkpoint
 from megatron.lm.checkpoint import CheckpointReader, iteration_folder
 from megatron.lm.checkpoint.place import names_of

@@ -10,15 +10,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import checkpoints
-import dist
 import numpy
 import pytest
-import tiny
 import torch
-from checkpoints import LEVELS, MARKER, contents, everything, pointed, resume, tensors, trained
 from torch import Tensor
 
+from helpers import checkpoints, dist, tiny
+from helpers.checkpoints import LEVELS, MARKER, contents, everything, pointed, resume, tensors, trained
 from megatron.lm.checkpoint import latest, load, save, saved_precision
 from megatron.lm.checkpoint.files import storage
 from megatron.lm.checkpoint.files.storage import Item, Stored

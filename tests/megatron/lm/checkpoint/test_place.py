@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from torch import nn
 
+from helpers import tiny
 from megatron.lm.checkpoint.place import Place, names_of, places
 
 SHAPES: dict[str, dict[str, Any]] = {

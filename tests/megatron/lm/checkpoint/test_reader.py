@@ -4,12 +4,11 @@ import json
 import shutil
 from pathlib import Path
 
-import checkpoints
 import pytest
-import tiny
 import torch
-from checkpoints import MARKER, tensors
 
+from helpers import checkpoints, tiny
+from helpers.checkpoints import MARKER, tensors
 from megatron.lm.checkpoint import CheckpointReader, latest, load_for_inference
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.cpu_home import cpu_home

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import dist, tiny
 from megatron.lm import checkpoint
 from megatron.lm.checkpoint import CheckpointReader, iteration_folder
 from megatron.lm.checkpoint.place import places

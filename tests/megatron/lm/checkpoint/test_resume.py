@@ -10,12 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import dist, tiny
 from megatron.lm.config import Config
 from megatron.lm.run.trainer import Trainer
 from msamp.numerics.recipe import GEMMS, by_name

@@ -4,12 +4,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import dist, tiny
 from megatron.lm.config import Config
 from msamp.numerics import recipe
 

@@ -14,13 +14,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import checkpoints
-import dist
 import pytest
-import tiny
 import torch
-from checkpoints import MARKER, contents, pointed, tensors
 
+from helpers import checkpoints, dist, tiny
+from helpers.checkpoints import MARKER, contents, pointed, tensors
 from megatron.lm.checkpoint import Saver, latest, load, load_for_inference, save, saving
 from megatron.lm.checkpoint.files import storage
 from megatron.lm.checkpoint.files.folder import INFO_FILE, check_files, iteration_of, read_info, tidy

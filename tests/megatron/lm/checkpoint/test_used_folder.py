@@ -4,11 +4,10 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-import checkpoints
 import pytest
-import tiny
-from checkpoints import MARKER, contents, pointed
 
+from helpers import checkpoints, tiny
+from helpers.checkpoints import MARKER, contents, pointed
 from megatron.lm.checkpoint import Saver, latest
 from megatron.lm.checkpoint.files import storage
 from megatron.lm.checkpoint.files.folder import check_files, read_info
@@ -36,6 +35,7 @@ def full(*args: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.promise("Checkpoints", "If `--save` cannot be written, the checkpoint goes to `--emergency-save`.")
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["nowhere-else", "elsewhere"])
 @pytest.mark.parametrize("background", [False, True], ids=["at-once", "in-background"])
 def test_a_save_into_a_folder_that_was_taken_away_stops_and_may_go_elsewhere(
@@ -81,6 +81,7 @@ def test_a_folder_of_another_run_is_refused_and_stays(made: Trainer, tmp_path: P
         pass
 
 
+@pytest.mark.promise("Checkpoints", "Remains of an interrupted save are removed at the next start.")
 def test_entering_clears_up_what_kills_have_left(made: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     root = tmp_path / "save"
     checkpoints.published(root, 4, **checkpoints.of(made.training.run))

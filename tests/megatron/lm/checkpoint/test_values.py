@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import tiny
 from megatron.lm.checkpoint.content import group_keys, scale_key
 from megatron.lm.checkpoint.files import storage
 from megatron.lm.checkpoint.files.storage import Item, Stored
@@ -249,6 +249,7 @@ def cast(values: Tensor, weight: str, master: str, late: bool) -> tuple[Found, F
     return one(WEIGHTS[weight](values if late else one(copy).values())), one(copy)
 
 
+@pytest.mark.promise("Checkpoints", "A weight that is its rounded master is accepted, down to the smallest subnormals.")
 @pytest.mark.parametrize("late", [False, True], ids=["cast from the master", "from the same values"])
 @pytest.mark.parametrize("master", MASTERS)
 @pytest.mark.parametrize("weight", WEIGHTS)
@@ -264,6 +265,7 @@ def test_a_weight_that_saturates_agrees():
     check_agree(one(torch.tensor([65504.0]).half()), one(torch.tensor([7e4])), "here")
 
 
+@pytest.mark.promise("Checkpoints", "A weight that is not its rounded master is refused: a stale scale, another layer's weight.")
 @pytest.mark.parametrize("wrong", ["the weight's scale", "the master's scale", "another layer", "another step", "one value"])
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_a_weight_that_is_not_its_master_rounded_is_found(weight: str, wrong: str):

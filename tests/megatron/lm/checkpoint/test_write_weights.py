@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from checkpoints import LEVELS, MARKER, pointed, resume
 from torch import Tensor
 
+from helpers import tiny
+from helpers.checkpoints import LEVELS, MARKER, pointed, resume
 from megatron.lm.checkpoint import CheckpointReader, load, save, write_weights
 from megatron.lm.config import Config
 

@@ -1,9 +1,8 @@
 """Which documents count as one."""
 
-import hosts
 import pytest
-import texts
 
+from helpers import hosts, texts
 from megatron.lm.cleaning.duplicates import Seen, exact_key, signature
 
 

@@ -8,10 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-import hosts
 import pytest
-import texts
 
+from helpers import hosts, texts
 from megatron.lm.cleaning import pipeline
 from megatron.lm.cleaning.pipeline import Rules, clean, examine
 

@@ -1,8 +1,8 @@
 """Gopher's rules, each provoked."""
 
 import pytest
-import texts
 
+from helpers import texts
 from megatron.lm.cleaning.quality import problem
 
 

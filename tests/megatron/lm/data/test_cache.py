@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kills import killed_at_a_rename
 
+from helpers.kills import killed_at_a_rename
 from megatron.lm.data.cache import LOCK_FILE, _entry, kept
 
 NAMES = ("places", "draws")
@@ -52,6 +52,7 @@ def with_other_values(file):
         np.save(stream, MADE[0][::-1])
 
 
+@pytest.mark.promise("Data", "A torn, zeroed or otherwise invalid index cache is rebuilt, and the log says so.")
 @pytest.mark.parametrize("damage", [zeroed, torn, with_other_values, Path.unlink, lambda file: file.write_bytes(b"")])
 @pytest.mark.parametrize("name", ["x-places.npy", "x-draws.npy", "x.json"])
 def test_what_does_not_fit_is_made_anew(tmp_path, capsys, name, damage):
@@ -63,6 +64,7 @@ def test_what_does_not_fit_is_made_anew(tmp_path, capsys, name, damage):
     assert take(tmp_path)[1] == 0
 
 
+@pytest.mark.promise("Data", "No file of an index cache can run code.")
 def test_no_pickle_is_run(tmp_path):
     class Canary:
         def __reduce__(self):
@@ -89,6 +91,7 @@ def test_a_list_that_is_none(tmp_path, text):
     assert take(tmp_path)[1] == 1
 
 
+@pytest.mark.promise("Data", "A full disk costs the cache, not the run.")
 def test_a_full_disk_costs_the_cache_alone(tmp_path, capsys, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -127,6 +130,7 @@ def test_two_jobs_do_not_write_into_each_other(tmp_path, capsys):
     assert take(tmp_path)[1] == 0
 
 
+@pytest.mark.promise("Data", "A kill while index caches are written costs only rebuilding them.")
 @pytest.mark.parametrize("written", [0, 1, 2, 3])
 def test_a_kill_while_it_is_written(tmp_path, written):
     """SIGKILL when so many of the three files have their names: the next start makes what is missing."""

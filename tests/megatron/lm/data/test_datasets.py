@@ -5,12 +5,12 @@ import json
 import struct
 from pathlib import Path
 
-import dist
 import numpy as np
 import pytest
 import torch
-from kills import killed_at_a_rename
 
+from helpers import dist
+from helpers.kills import killed_at_a_rename
 from megatron.lm.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron.lm.data.datasets import build_datasets, parse_blend, parse_split
 from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
@@ -155,6 +155,7 @@ def test_a_kill_during_the_first_start_is_survived(tmp_path, prefix, renames):
     assert not list((tmp_path / "index_cache").rglob("*.partial"))
 
 
+@pytest.mark.promise("Data", "Invalid counts next to a dataset (`PREFIX.json`) are refused before the first step.")
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"tokens": 3}', '{"tokens": "3", "text_bytes": 4}', "\xff"])
 def test_bad_counts_are_refused_before_the_first_step(tmp_path, prefix, content):
     (tmp_path / "p.json").write_text(content, encoding="latin-1")
@@ -205,6 +206,7 @@ def test_truncated_and_overlong_data(tmp_path, prefix):
     refused(r"do not belong together", data_path=(prefix,))
 
 
+@pytest.mark.promise("Data", "A damaged index or data file of a dataset is refused in one line.")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import dist
 import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
+from helpers import dist
 from megatron.lm.config import DataConfig
 from megatron.lm.data import indexing
 from megatron.lm.data.indexing import Document, EncodeOptions, Progress, check_inputs, read_counts, read_documents, write_datasets
@@ -105,6 +105,7 @@ def killed_while_renaming(prefix: Path, renamed: int) -> None:
     write_datasets(documents("7 8 9"), {"text": prefix}, OPTIONS, workers=0)
 
 
+@pytest.mark.promise("Data", "Killed preprocessing restarts by the same command, which reports what it cleared.")
 @pytest.mark.parametrize(
     ("renamed", "left"), [(None, [".bin"]), (0, [".bin", ".idx", ".json"]), (1, [".idx", ".json"]), (2, [".idx"])], ids=str
 )
@@ -124,6 +125,7 @@ def test_the_same_command_after_a_kill_says_what_was_left_and_writes_the_dataset
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.promise("Data", "A second process that writes the same dataset is refused.")
 def test_two_processes_do_not_write_one_dataset(tmp_path):
     """The second is refused, and takes nothing from the first."""
 
@@ -226,6 +228,7 @@ def test_progress_counts_and_keeps_its_interval(capsys):
     assert all(word in lines[1] for word in ("20 documents (40 %)", "documents/s", "MB/s", "s left"))
 
 
+@pytest.mark.promise("Data", "A document that takes minutes shows progress.")
 def test_one_long_document_shows_progress(tmp_path, capsys, monkeypatch):
     """It takes half a second here, and a line is due every 0.05 s."""
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from torch.utils.data import Dataset
 
+from helpers import tiny
 from megatron.lm.data.masked import MaskedDataset, masked, model_vocabulary
 from megatron.lm.data.tokenizer import NullTokenizer, Tokenizer
 

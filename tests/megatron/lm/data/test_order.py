@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
+from helpers import tiny
 from megatron.lm.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron.lm.config.cli import config_to_dict
 from megatron.lm.data import datasets
@@ -58,6 +58,7 @@ def tokens(dataset, count=None):
     return [dataset[i]["tokens"].tolist() for i in range(len(dataset) if count is None else count)]
 
 
+@pytest.mark.promise("Data", "The data order depends on seed, data and blend, not on `--train-iters`.")
 def test_a_longer_run_keeps_the_order_that_was(prefix):
     settings = config(data_path=(prefix,))
     short = tokens(train(settings, 10))
@@ -83,6 +84,7 @@ def test_one_epoch_is_that_of_megatron_core(prefix, monkeypatch, tmp_path):
     assert tokens(ours) == tokens(theirs)
 
 
+@pytest.mark.promise("Data", "Each epoch reads every sequence once, in its own order.")
 def test_every_epoch_reads_every_sequence_once_in_an_order_of_its_own(prefix):
     dataset = train(config(data_path=(prefix,)), 200)
     each, per_epoch = dataset.sample_index.shape[0] - 1, len(train(config(data_path=(prefix,)), 1))
@@ -130,6 +132,7 @@ def test_what_stands_in_a_checkpoint(prefix, other):
     assert len(first["index"]) == len(first["content"]) == 64
 
 
+@pytest.mark.promise("Data", "Data that was moved or renamed is the same data.")
 def test_the_same_data_elsewhere_is_the_same(prefix, tmp_path):
     (tmp_path / "moved").mkdir()
     then = described(config(data_path=(prefix,)))
@@ -159,6 +162,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.promise("Data", "A resume with another seed, split, blend or dataset is refused without `--override-data`.")
 @pytest.mark.parametrize(("change", "message"), CHANGES)
 def test_a_change_is_refused_unless_overridden(prefix, other, change, message):
     then = described(config(data_path=(prefix,)))
@@ -184,6 +188,7 @@ def test_other_weights_and_another_way_to_draw_are_refused(prefix, other):
         check_same(info(now | {"order": "all at once"}), settings, now)
 
 
+@pytest.mark.promise("Data", "A checkpoint without digests of its data resumes within one epoch only.")
 def test_a_checkpoint_of_before_goes_on_in_its_one_epoch(prefix):
     settings = config(data_path=(prefix,), train_iters=54)
     now = described(settings, 200)

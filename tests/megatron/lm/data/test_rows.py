@@ -4,9 +4,9 @@ import json
 import sys
 from pathlib import Path
 
-import hosts
 import pytest
 
+from helpers import hosts
 from megatron.lm.data import rows
 
 ROWS = [{"text": "h\u00e9llo", "id": 1}, {"text": "world", "id": 2}]

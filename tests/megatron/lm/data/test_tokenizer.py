@@ -170,6 +170,7 @@ NARROW = [
 ]
 
 
+@pytest.mark.promise("Data", "Preprocessing refuses text that the tokenizer cannot encode.")
 @pytest.mark.parametrize("model", NARROW, ids=[f"{type(model).__name__}-{i}" for i, model in enumerate(NARROW)])
 def test_text_that_a_tokenizer_cannot_spell_is_refused(tmp_path, model):
     tokenizer = huggingface(tmp_path, model)
@@ -211,6 +212,7 @@ def test_ids_from_two_to_the_31(tmp_path, largest):
         build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), vocab_size=largest + 1)
 
 
+@pytest.mark.promise("Data", "Settings of another tokenizer are refused.")
 def test_settings_of_another_tokenizer_are_refused(gpt2_files):
     folder, reference = gpt2_files
     reference.save(str(folder / "tokenizer.json"))

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-import texts
 
+from helpers import texts
 from megatron.lm.processes.cpu_home import cpu_home
 from megatron.lm.tools import convert_checkpoint
 

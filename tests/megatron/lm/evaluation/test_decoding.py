@@ -3,11 +3,10 @@
 import copy
 from typing import Any
 
-import hf_models
 import pytest
-import tiny
 import torch
 
+from helpers import hf_models, tiny
 from megatron.lm.config.precision import build_recipe
 from megatron.lm.evaluation.decoding import Decoder
 from megatron.lm.model.gpt import build_model

@@ -6,13 +6,11 @@ import warnings
 import weakref
 from typing import Any
 
-import hf_models
 import pytest
-import recorded
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import hf_models, recorded, tiny
 from megatron.lm.build import build_training
 from megatron.lm.config.precision import build_recipe
 from megatron.lm.evaluation import decoding, decoding_graph

@@ -108,6 +108,7 @@ def test_top_p_keeps_the_likeliest_that_have_the_share():
     assert frequencies(top_p=1e-9)[1] == 1
 
 
+@pytest.mark.promise("Tools", "`generate` samples at every temperature above 0.")
 @pytest.mark.parametrize("temperature", [1e-45, 1e-320, 1e-10, 1e300])
 def test_every_temperature_above_zero_draws(temperature):
     drawn = made([[3]], 3, temperature=temperature).tokens[0]

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import hosts
 import pytest
-import texts
 import torch
+
+from helpers import hosts, texts
 
 hosts.need("lm_eval", "eval")
 

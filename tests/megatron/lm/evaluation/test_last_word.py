@@ -1,7 +1,6 @@
 """Passages by the rule, from text whose passages are known."""
 
-import texts
-
+from helpers import texts
 from megatron.lm.evaluation.last_word import passages
 
 FOUR = "The committee met on Monday. Its report was short. Nobody liked the report. They wrote another report."

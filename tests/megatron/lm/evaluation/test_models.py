@@ -4,9 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import texts
 import torch
 
+from helpers import texts
 from megatron.lm.checkpoint import load_for_inference
 from megatron.lm.evaluation.models import CheckpointModel, FolderModel, needed, opened
 from megatron.lm.processes import process_groups

@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 
 import pytest
-import texts
 import torch
 
+from helpers import texts
 from megatron.lm.evaluation.models import Score, opened
 from megatron.lm.evaluation.perplexity import perplexity, windows
 

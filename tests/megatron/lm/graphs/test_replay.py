@@ -3,10 +3,9 @@
 from typing import Any
 
 import pytest
-import replayed
-import tiny
 import torch
 
+from helpers import replayed, tiny
 from megatron.lm.build import build_training
 from megatron.lm.graphs.replay import UPDATE, WARM_UP, Captured, Inputs, Replays, alias
 from msamp.numerics.formats import E4M3

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import dist
 import pytest
-import replayed
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import dist, replayed, tiny
 from megatron.lm.build import build_training
 from megatron.lm.graphs import capture
 from megatron.lm.graphs.stage_graph import Chunk, StageGraphs

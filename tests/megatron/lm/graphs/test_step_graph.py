@@ -8,13 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import replayed
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import dist, replayed, tiny
 from megatron.lm.build import build_training
 from megatron.lm.graphs.replay import UPDATE
 from megatron.lm.graphs.step_graph import FIRST, LAST, UNASKED, StepGraphs, build, choose, obstacle

@@ -1,34 +1,22 @@
 import gc
-from collections.abc import Iterator
 
 import pytest
-import tiny
 import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from helpers import tiny
 from megatron.lm.build import build_training
-from megatron.lm.config import Config, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron.lm.model.attention import _TABLES, Attention, FP8CoreAttention, SDPAttention, check_backend, check_precision, cos_sin
 from megatron.lm.model.gpt import build_model
 from megatron.lm.processes import process_groups
-from megatron.lm.processes.cpu_home import cpu_home
 from msamp.numerics.recipe import FP32, O3
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 HEADS, CHANNELS = 4, 8
-
-
-@pytest.fixture(autouse=True)
-def one_process() -> Iterator[None]:
-    with cpu_home():
-        model = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=HEADS, seq_length=8)
-        process_groups.initialize(
-            Config(model=model, optimizer=OptimizerConfig(lr=1e-3), training=TrainingConfig(micro_batch_size=1, train_iters=1))
-        )
-        yield
-        process_groups.shutdown()
 
 
 def attention(

@@ -4,11 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
 
+from helpers import dist, tiny
 from megatron.lm.config import Config
 
 LOSS = 0.05  # most by which a training loss of about 2 to 4 may differ over 30 steps

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 
+from helpers import tiny
 from msamp.kernels import ops
 
 

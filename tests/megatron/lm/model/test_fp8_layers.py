@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
 
+from helpers import dist, tiny
 from megatron.lm.build import build_training
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.model import fp8_layers

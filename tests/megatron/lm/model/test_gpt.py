@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import dist
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -13,13 +12,15 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 from torch.nn import functional
 
+from helpers import dist
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.lm.model import gpt, linear
 from megatron.lm.model.gpt import GPT, assemble, build_model, transformer_config
 from megatron.lm.model.loss import mean_loss
 from megatron.lm.processes import process_groups
-from megatron.lm.processes.cpu_home import cpu_home
 from msamp.numerics.recipe import BF16, FP32, O2, Recipe
+
+pytestmark = pytest.mark.usefixtures("one_process")
 
 VOCABULARY = 60  # padded to 64
 COLUMN = dict.fromkeys(("linear_qkv", "linear_fc1", "output_layer"), ColumnParallelLinear)
@@ -52,14 +53,6 @@ def config(model: dict | None = None, parallel: dict | None = None, training: di
         training=TrainingConfig(micro_batch_size=3, train_iters=1, **(training or {})),
         parallel=ParallelConfig(distributed_backend="auto", **(parallel or {})),
     )
-
-
-@pytest.fixture(autouse=True)
-def one_process() -> Iterator[None]:
-    with cpu_home():
-        process_groups.initialize(config())
-        yield
-        process_groups.shutdown()
 
 
 def new_model(settings: Config, recipe: Recipe = FP32) -> GPT:

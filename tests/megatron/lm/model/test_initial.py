@@ -1,16 +1,14 @@
 """Initial weights: by name and seed alone, with the asked deviations, and the same part by part on any grid."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from helpers import dist, tiny
 from megatron.lm.config.precision import build_recipe
 from megatron.lm.model.gpt import build_model
 from megatron.lm.model.initial import named_globally
@@ -69,12 +67,6 @@ def both_shapes() -> dict[str, Any]:
     lists: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(lists, mine)
     return {"all": [[rank[i] for rank in lists] for i in range(2)]}
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    with tiny.started(tiny.config("corpus")):
-        yield
 
 
 def test_deviations():

@@ -1,16 +1,15 @@
 """The fused layer against megatron-core's composition of the same modules, and when it steps aside for it."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
-from choices import each_once
 from torch import Tensor
 
+from helpers import dist, tiny
+from helpers.choices import each_once
 from megatron.lm.model.gpt import GPT, build_model
 from megatron.lm.model.layer import Layer
 from megatron.lm.processes import process_groups
@@ -19,6 +18,8 @@ from msamp.nn import block
 from msamp.nn.saved_activations import AsItIs, GroupedFP8
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.recipe import BF16, COAT, FP32, O2, O3, Recipe
+
+pytestmark = pytest.mark.usefixtures("one_process")
 
 SHAPES: dict[str, dict[str, Any]] = {
     "rope": {"rotary_percent": 0.5},
@@ -33,12 +34,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "untie_embeddings_and_output_weights": True,
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def one_process() -> Iterator[None]:
-    with tiny.started(tiny.config("unread")):
-        yield
 
 
 def model(recipe: Recipe = O2, **settings: Any) -> GPT:

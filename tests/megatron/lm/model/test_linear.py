@@ -1,16 +1,14 @@
 """Our linear layers in megatron-core's classes: against msamp's FP8Linear, the weight as drawn, marks, bytes sent, `print(model)`."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from helpers import dist, tiny
 from megatron.lm.config.precision import build_recipe
 from megatron.lm.model import linear
 from megatron.lm.model.gpt import build_model, transformer_config
@@ -24,14 +22,10 @@ from msamp.numerics.recipe import BF16, FP32, O1, O2, O3, Recipe
 from msamp.numerics.scaling import Delayed
 from msamp.numerics.tensor import ScalingTensor
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 IN, OUT = 32, 48
 normal_ = functools.partial(nn.init.normal_, std=0.1)
-
-
-@pytest.fixture(autouse=True)
-def one_process() -> Iterator[None]:
-    with tiny.started(tiny.config("corpus")):
-        yield
 
 
 def make(kind: str, recipe: Recipe) -> nn.Module:

@@ -1,15 +1,13 @@
 import math
-from collections.abc import Iterator
 
-import dist
 import pytest
 import torch
 from megatron.core import parallel_state
 
+from helpers import dist
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.lm.model.loss import mean_loss, token_loss
-from megatron.lm.processes.cpu_home import cpu_home
-from megatron.lm.processes.process_groups import device, initialize, shutdown
+from megatron.lm.processes.process_groups import device, initialize
 
 
 def config(**parallel: int) -> Config:
@@ -19,14 +17,6 @@ def config(**parallel: int) -> Config:
         training=TrainingConfig(micro_batch_size=2, train_iters=1),
         parallel=ParallelConfig(**parallel),
     )
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    with cpu_home():
-        initialize(config())
-        yield
-        shutdown()
 
 
 def batch(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,10 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 
+from helpers import dist, tiny
 from megatron.lm.config import Config
 
 NARROW = ("fp8", "fp8-all")

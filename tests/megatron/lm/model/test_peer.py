@@ -1,19 +1,18 @@
 """The layers of a peer's recipe, by a provider that stands in for Transformer Engine's: same modules and names, computed by torch."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
+from helpers import tiny
 from megatron.lm import checkpoint
 from megatron.lm.config import Config, baselines
 from megatron.lm.config.baselines import PeerRecipe
@@ -24,8 +23,6 @@ from megatron.lm.model.gpt import build_model, transformer_config
 from megatron.lm.model.initial import named_globally
 from megatron.lm.model.linear import column_linear, row_linear
 from megatron.lm.model.norm import LayerNorm, RMSNorm
-from megatron.lm.processes import process_groups
-from megatron.lm.processes.cpu_home import cpu_home
 from msamp.numerics.recipe import BF16
 
 
@@ -76,20 +73,13 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_data(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    with cpu_home():
-        process_groups.initialize(tiny.config("corpus"))
-        yield
-        process_groups.shutdown()
-
-
 def recipe_of(settings: Config) -> PeerRecipe:
     found = settings.precision.recipe
     assert isinstance(found, PeerRecipe)
     return found
 
 
+@pytest.mark.promise("Baselines", "A `te-*` recipe sets its own megatron-core options and fusions, and nothing else.")
 @pytest.mark.parametrize("name", baselines.names())
 def test_megatron_core_is_told_what_the_recipe_says(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peer, "fusions", lambda model: {})
@@ -153,6 +143,7 @@ def test_weights_start_from_the_numbers_of_every_other_recipe(fake: None, one_pr
     assert sum(p.numel() for p in theirs.values()) == sum(p.numel() for p in ours.values())
 
 
+@pytest.mark.promise("Baselines", "With layers that compute what O0's do, a `te-*` run has O0's losses to the bit.")
 def test_a_run_of_theirs_is_a_run_of_ours_but_for_the_layers(prefix: Path, fake: None):
     """The layers that stand in compute what O0's do, but rotate in BF16: data, seed, schedule, gradients and update are the same."""
     runs = {name: tiny.losses(tiny.run(tiny.config(prefix, precision=name, train_iters=4))) for name in ("bf16", "te-bf16")}
@@ -186,6 +177,7 @@ def test_steps_are_eager_and_the_log_says_of_whom_the_layers_are(monkeypatch: py
 # Refusals at the start
 
 
+@pytest.mark.promise("Baselines", "Without Transformer Engine a `te-*` recipe is refused by name.")
 def test_without_the_package_or_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch):
     recipe = recipe_of(tiny.config("corpus", precision="te-block"))
     monkeypatch.setattr(peer, "installed", lambda: False)

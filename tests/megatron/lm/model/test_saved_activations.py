@@ -4,10 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 
+from helpers import dist, tiny
 from megatron.lm.config import Config
 
 # Most by which a training loss of about 2 to 4 may differ over 30 steps.

@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +9,8 @@ from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import assemble, transformer_config
 from megatron.lm.model.norm import HeadRMSNorm, LayerNorm, RMSNorm
 from megatron.lm.model.spec import block_spec
-from megatron.lm.processes import process_groups
-from megatron.lm.processes.cpu_home import cpu_home
+
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 class Column(ColumnParallelLinear):
@@ -31,14 +30,6 @@ def config(**model: object) -> Config:
         optimizer=OptimizerConfig(lr=1e-3),
         training=TrainingConfig(micro_batch_size=1, train_iters=1),
     )
-
-
-@pytest.fixture(autouse=True)
-def one_process() -> Iterator[None]:
-    with cpu_home():
-        process_groups.initialize(config())
-        yield
-        process_groups.shutdown()
 
 
 @pytest.mark.parametrize(("normalization", "norm"), [("LayerNorm", LayerNorm), ("RMSNorm", RMSNorm)])

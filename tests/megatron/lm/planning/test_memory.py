@@ -3,10 +3,9 @@
 import dataclasses
 from typing import Any
 
-import dist
 import pytest
-import tiny
 
+from helpers import dist, tiny
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.presets import PRESETS, parameter_count
@@ -395,6 +394,7 @@ HUGE = {
 }
 
 
+@pytest.mark.promise("Starting and ending", "A model or batch that this machine cannot hold is refused before anything is built.")
 @pytest.mark.parametrize("name", HUGE)
 def test_what_no_device_holds_is_refused_at_once(name):
     settings, message = HUGE[name]

@@ -24,6 +24,7 @@ def machines(gpus: int) -> Cluster:
     return Cluster(gpus=gpus, per_host=8, link=320e9, network=40e9, latency=45e-6)
 
 
+@pytest.mark.promise("Tools", "A plan's memory is the dry run's, to the byte.")
 def test_grids_that_are_found_divide_fit_and_are_what_the_dry_run_says():
     found = best(config("--preset", "13b", "--precision", "O3", "--global-batch-size", "256"), machines(16), RATES, 79 * memory.GIB, (), 8)
     assert len(found) == 8

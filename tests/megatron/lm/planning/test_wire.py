@@ -21,6 +21,7 @@ def measured() -> list[dict[str, str]]:
         return [row for row in csv.DictReader(stream) if row["level"] and row["tp"] == "2" and row["pp"] == "1" and row["gpus"] == "2"]
 
 
+@pytest.mark.promise("Tools", "A plan's bytes on the wire are those that runs counted.")
 @pytest.mark.parametrize("row", measured(), ids=lambda row: f"{row['commit']} {row['preset']} {row['case']}")
 def test_what_tensor_parallel_ranks_send_is_what_was_counted(row: dict[str, str]):
     level, _, flags = row["case"].partition(" ")

@@ -1,8 +1,8 @@
 """Which tokens of a conversation are answers: those between the generation prompt and the end of the turn, its mark included."""
 
-import post_runs
 import pytest
 
+from helpers import post_runs
 from megatron.lm.post import chat
 
 TALK = [

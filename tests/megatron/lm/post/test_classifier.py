@@ -1,15 +1,14 @@
 """A classifier on an encoder: padding has no say, pooling is what it says, pairs are cut, and strangers are refused."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import tiny
 from megatron.lm.config.baselines import find
 from megatron.lm.data.tokenizer import NullTokenizer
 from megatron.lm.model.gpt import build_model
@@ -18,14 +17,10 @@ from megatron.lm.processes import process_groups
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.recipe import FP32, O2, O3, Recipe
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 ROWS = [Example(list(range(1, 1 + length)), length % 2) for length in (3, 15, 16)]
 TOKENIZER = NullTokenizer(tiny.VOCABULARY)
-
-
-@pytest.fixture(autouse=True)
-def one_process() -> Iterator[None]:
-    with tiny.started(tiny.config("unread")):
-        yield
 
 
 def made(recipe: Recipe = FP32, pooling: str = "mean", **settings: Any) -> Classifier:

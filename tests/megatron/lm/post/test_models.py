@@ -3,11 +3,11 @@
 import json
 import sys
 
-import post_runs
 import pytest
 import torch
 
 import msamp
+from helpers import post_runs
 from megatron.lm.post import models
 from megatron.lm.post.memory import stored
 from msamp.nn.linear import FP8Linear
@@ -117,7 +117,7 @@ def test_folders_without_model_or_tokenizer_are_refused(folder, tmp_path):
     with pytest.raises(ValueError, match=r"holds no config.json: give the folder"):
         models.load_tokenizer(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    with pytest.raises(ValueError, match=r"convert_checkpoint.py to-hf --load"):
+    with pytest.raises(ValueError, match=r"convert_checkpoint to-hf --load"):
         models.load_model(tmp_path, "AutoModelForCausalLM", BF16, CPU)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ValueError, match=r"has no tokenizer that transformers reads|must be a fast one"):

@@ -1,9 +1,9 @@
 """Packed conversations: which sequence takes which, and that none sees another."""
 
-import post_runs
 import pytest
 import torch
 
+from helpers import post_runs
 from megatron.lm.post.chat import Example
 from megatron.lm.post.losses import answer_loss
 from megatron.lm.post.packing import batch, check_separates, fitting, packed

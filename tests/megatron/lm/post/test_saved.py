@@ -2,11 +2,10 @@
 
 import argparse
 
-import kills
-import post_runs
 import pytest
 import torch
 
+from helpers import kills, post_runs
 from megatron.lm.post import saved
 
 SETTINGS = {"lr": 1e-3, "data": "abc"}

@@ -1,11 +1,11 @@
 import logging
 
-import dist
 import megatron.core.tensor_parallel.random as megatron_random
 import pytest
 import torch
 from torch.utils._device import _device_constructors
 
+from helpers import dist
 from megatron.lm.processes import cpu_home
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU home is closed where CUDA exists")

@@ -11,13 +11,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from helpers import dist, tiny
 from megatron.lm.config import Config
 from megatron.lm.config.precision import build_recipe
 from megatron.lm.model.initial import named_globally

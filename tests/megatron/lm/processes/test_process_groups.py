@@ -3,12 +3,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-import dist
 import numpy
 import pytest
 import torch
 from megatron.core import parallel_state
 
+from helpers import dist
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.cpu_home import cpu_home

@@ -58,6 +58,7 @@ def refusal(rank: int = 0, world_size: int = 2, seconds: float = 0.5) -> str:
     return str(caught.value)
 
 
+@pytest.mark.promise("Starting and ending", "An occupied port is named.")
 def test_a_port_that_is_taken(master: socket.socket):
     port = master.getsockname()[1]
     assert refusal() == f"MASTER_PORT {port} is taken on 127.0.0.1: end what listens there, or give all ranks another port"
@@ -71,6 +72,7 @@ def test_a_rank_that_is_alone(rank: int, master: socket.socket):
     assert "within 0.5 s (--distributed-timeout-minutes 0.00833333): start all of them" in said
 
 
+@pytest.mark.promise("Starting and ending", "An unknown host is named.")
 def test_an_unknown_host(master: socket.socket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
     assert "MASTER_ADDR nowhere.invalid is unknown (" in refusal()
@@ -115,6 +117,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.promise("Starting and ending", "Processes that do not meet end within `--distributed-timeout-minutes` and name the address.")
 @pytest.mark.nightly(12)
 def test_a_stranger_who_listens_and_never_answers_is_left_in_time(master: socket.socket):
     """In a process of its own, which the deadline ends."""

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
 
+from helpers import tiny
 from megatron.lm.run import job
 
 FLAGS = shlex.split(

@@ -4,11 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
 
+from helpers import dist, tiny
 from megatron.lm.checkpoint import load_for_inference
 from megatron.lm.config import Config
 from megatron.lm.evaluation.decoding import Decoder

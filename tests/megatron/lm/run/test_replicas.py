@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-import dist
 import pytest
-import tiny
 import torch
 
+from helpers import dist, tiny
 from megatron.lm.errors import RunStopped
 from megatron.lm.run.replicas import check_replicas
 from msamp.numerics.tensor import ScalingTensor

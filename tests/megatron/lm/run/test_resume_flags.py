@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tiny
 
+from helpers import tiny
 from msamp.numerics.scaling import Delayed
 
 

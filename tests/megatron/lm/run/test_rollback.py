@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from faulty import BATCH, Once, louder, patched, rolling, told, trained
 
+from helpers import tiny
+from helpers.faulty import BATCH, Once, louder, patched, rolling, told, trained
 from megatron.lm.config.rules.check import check
 from megatron.lm.errors import RunStopped
 
@@ -70,6 +70,7 @@ def test_at_the_end_of_the_data_the_passed_over_is_made_up_for_from_its_start(pr
     assert torch.equal(again, tokens[1])
 
 
+@pytest.mark.promise("Checkpoints", "A rollback loads a healthy checkpoint.")
 def test_a_rollback_passes_over_an_unhealthy_checkpoint(prefix: Path, tmp_path: Path):
     settings = tiny.config(prefix, train_iters=10, save=str(tmp_path), save_interval=4)
     with tiny.trainer(settings) as made:

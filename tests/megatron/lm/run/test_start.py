@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
-from checkpoints import of, published, seal
 
+from helpers import tiny
+from helpers.checkpoints import of, published, seal
 from megatron.lm.checkpoint import latest
 from megatron.lm.checkpoint.files.folder import read_info
 from megatron.lm.config import CheckpointConfig
@@ -31,6 +31,7 @@ def a(tmp_path: Path) -> Path:
     return published(tmp_path / "a", 4, **of(Run())).parent
 
 
+@pytest.mark.promise("Checkpoints", "A `--save` folder with another run is refused, with the alternatives.")
 def test_a_used_folder_is_not_begun_anew(a: Path, tmp_path: Path):
     ways = f"--load {a} --save {a} to go on with it, another --save to keep both, or move it away"
     with pytest.raises(ValueError, match=f"{a} holds another run .*: give {ways}"):
@@ -44,6 +45,7 @@ def test_a_used_folder_is_not_begun_anew(a: Path, tmp_path: Path):
         start(save=a, load=other)
 
 
+@pytest.mark.promise("Checkpoints", "A first start that saved nothing can be repeated.")
 @pytest.mark.parametrize("left", ["nothing", "a folder", "what a kill left"])
 def test_a_first_start_that_came_to_nothing_is_repeated(tmp_path: Path, left: str):
     folder = tmp_path / "run"
@@ -66,11 +68,13 @@ def test_a_run_that_loads_what_it_saves_goes_on(a: Path):
     assert start(save=a, load=f"{a}/") == (tiny.config("corpus", save=str(a), load=f"{a}/").checkpoint, None)
 
 
+@pytest.mark.promise("Checkpoints", "`--ckpt-step` never starts from scratch.")
 def test_a_named_iteration_of_a_first_start_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"--ckpt-step 5: --load .*run holds no checkpoint; name its folder, or drop --ckpt-step to start"):
         start(save=tmp_path / "run", load=tmp_path / "run", ckpt_step=5)
 
 
+@pytest.mark.promise("Checkpoints", "`--load A --save B`, restarted, resumes from B.")
 @pytest.mark.parametrize("finetune", [False, True], ids=["whole", "finetune"])
 @pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
 def test_the_child_of_another_folder_goes_on_when_it_is_started_again(tmp_path: Path, finetune: bool, named: bool):
@@ -93,6 +97,7 @@ def test_a_copied_folder_is_not_the_child_of_its_original(a: Path, tmp_path: Pat
         start(load=a, save=copy)
 
 
+@pytest.mark.promise("Checkpoints", "Every checkpoint contains the identity of its run and of the run that it started from.")
 def test_identities_in_whole_runs(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Resumed, adopted, begun from elsewhere, and started again: each checkpoint says whose it is."""
     a, b = str(tmp_path / "a"), str(tmp_path / "b")

@@ -12,13 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
-from faulty import FIRST, NORM, SPIKES, Once, at, louder, patched, rolling, saved, signalled, told, trained
 from torch import Tensor
 
+from helpers import dist, tiny
+from helpers.faulty import FIRST, NORM, SPIKES, Once, at, louder, patched, rolling, saved, signalled, told, trained
 from megatron.lm import checkpoint, pretrain, step
 from megatron.lm.errors import RunStopped
 from megatron.lm.model.loss import mean_loss

@@ -7,11 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
 
+from helpers import dist, tiny
 from megatron.lm import step
 from megatron.lm.checkpoint import saving
 from megatron.lm.errors import RunStopped
@@ -180,6 +179,7 @@ def test_evaluations_and_checkpoints_on_time(prefix: Path, tmp_path: Path, capsy
     assert f"saved {tmp_path / 'save' / 'iter_0000009'}" in said
 
 
+@pytest.mark.promise("Data", "A failed evaluation does not prevent its iteration's save.")
 @pytest.mark.parametrize(("settings", "saved"), [({"eval_interval": 2, "save_interval": 2}, "2"), ({}, "3")])
 def test_an_evaluation_that_fails_costs_no_save(
     prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], saved: str
@@ -318,6 +318,7 @@ def dying_in_a_save(prefix: str, folder: str) -> None:
             os._exit(0)
 
 
+@pytest.mark.promise("Starting and ending", "A rank that dies during a save is named.")
 def test_a_rank_that_dies_in_a_save_is_named(gloo_prefix: Path, tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="result_"):
         dist.run(dying_in_a_save, 2, str(gloo_prefix), str(tmp_path))

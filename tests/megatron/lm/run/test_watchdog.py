@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,12 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import dist
 import psutil
 import pytest
-import tiny
 import torch
 
+from helpers import dist, tiny
 from megatron.lm.run.watchdog import READING, Watchdog, Whereabouts, verdict
 
 ROOT = Path(__file__).parents[4]
@@ -97,6 +95,7 @@ def spinning(phase: str) -> None:
         torch.distributed.all_reduce(torch.ones(1))
 
 
+@pytest.mark.promise("Starting and ending", "A rank that hangs inside a step is named by the others.")
 @pytest.mark.nightly
 @pytest.mark.parametrize("phase", [READING, "in a step"])
 def test_a_rank_that_spins_is_named_by_all_and_all_end(phase: str, capfd: pytest.CaptureFixture[str]):
@@ -123,9 +122,7 @@ class Job:
 
     def __init__(self, folder: Path, prefix: Path, flags: list[str], restarts: int | None) -> None:
         self.save, self.metrics, self.log = folder / "save", folder / "metrics.jsonl", (folder / "log").open("w+")
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = str(listener.getsockname()[1])
+        port = str(dist.free_port())
         files = ["--data-path", str(prefix), "--save", str(self.save), "--load", str(self.save), "--metrics-file", str(self.metrics)]
         command = ["-m", "megatron.lm.pretrain", *FLAGS, *files, *flags]
         kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
@@ -233,6 +230,7 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed_and_one_whose_rank_was_st
     assert tiny.losses(job.rows())[-1] < tiny.losses(job.rows())[0]
 
 
+@pytest.mark.promise("Clusters", "Processes save and exit after their torchrun was killed.")
 @pytest.mark.nightly(40)
 def test_processes_whose_torchrun_was_killed_save_and_leave(start: Callable[..., Job]):
     job = start("--train-iters 100000", restarts=0)

@@ -7,6 +7,7 @@ import pytest
 from megatron.lm.shell import arguments
 
 
+@pytest.mark.promise("Tools", "An empty path, or an output that cannot be written, is refused before the work.")
 @pytest.mark.parametrize(
     ("judge", "text", "message"),
     [
@@ -25,6 +26,7 @@ def test_a_value_that_cannot_serve_is_refused_before_the_work(judge, text, messa
         judge(text)
 
 
+@pytest.mark.promise("Tools", "A refused tool call is one line with value and fix, and exit code 2.")
 def test_errors_are_one_line(capsys):
     parser = arguments.Parser(description="A tool.\n\n    python tool.py")
     parser.add_argument("--runs", type=arguments.count(1))

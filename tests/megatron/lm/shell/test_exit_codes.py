@@ -61,6 +61,7 @@ FORESEEN = {
 }
 
 
+@pytest.mark.promise("Starting and ending", "A failing command prints one line and exits with 2 (refused), 1 (stopped) or 130 (SIGINT).")
 @pytest.mark.parametrize("kind", FORESEEN)
 def test_what_was_foreseen_is_one_line_and_a_code(kind: str, temporary: Path, capsys: pytest.CaptureFixture[str]):
     error, code, line = FORESEEN[kind]
@@ -78,6 +79,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.promise("Starting and ending", "An unexpected error is reported as a bug, with its traceback in a named file.")
 @pytest.mark.parametrize("error", BUGS, ids=lambda error: type(error).__name__)
 def test_what_nobody_foresaw_is_called_a_bug_and_its_traceback_is_in_a_file(
     error: Exception, temporary: Path, capsys: pytest.CaptureFixture[str]

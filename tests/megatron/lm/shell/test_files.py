@@ -12,6 +12,7 @@ def fails_after(file):
     raise ZeroDivisionError
 
 
+@pytest.mark.promise("Tools", "A converted folder appears complete or not at all, and nothing is overwritten.")
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     output = tmp_path / "deep" / "out"
     with new_folder(output) as partial:
@@ -39,6 +40,7 @@ def test_an_empty_folder_is_filled_and_anothers_work_left_alone(tmp_path, monkey
     assert (tmp_path / "busy.partial" / "y").is_file()
 
 
+@pytest.mark.promise("Tools", "A refused call leaves nothing behind, not even a created parent folder.")
 def test_parents_that_were_made_go_with_a_refusal_and_others_stay(tmp_path):
     with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "o" / "deep" / "out"):
         raise ZeroDivisionError

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from helpers import tiny
 from megatron.lm.config import LATEST_CHECKPOINT_FILE
 from megatron.lm.shell import logs
 from megatron.lm.shell.logs import EventFile, LogFile, Unwritten, cut_after
@@ -32,6 +32,7 @@ def space_up_to(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.promise("Starting and ending", "A write that does not fit leaves no torn line.")
 def test_a_write_that_does_not_fit_leaves_no_torn_line_and_later_ones_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     unwritten = Unwritten()
     path = tmp_path / "new" / "m.jsonl"
@@ -105,6 +106,7 @@ def test_a_stdout_with_space_is_as_it_was(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr() == ("one False\n", "")
 
 
+@pytest.mark.promise("Starting and ending", "A full disk under logs and metrics costs their lines, not the run.")
 @needs_full
 def test_a_run_whose_logs_are_full_trains_to_its_end_and_saves(tmp_path: Path, prefix: Path, capsys: pytest.CaptureFixture[str]):
     settings: dict[str, Any] = {"opt_level": "O2", "train_iters": 2, "save": str(tmp_path / "save")}
@@ -115,6 +117,7 @@ def test_a_run_whose_logs_are_full_trains_to_its_end_and_saves(tmp_path: Path, p
     assert "writes that failed and are lacking: 3 of --metrics-file /dev/full, 1 of --record-precision /dev/full\n" in said
 
 
+@pytest.mark.promise("Starting and ending", "A resumed run has every iteration once in metrics, record and TensorBoard.")
 def test_a_run_that_goes_on_from_its_checkpoint_tells_every_iteration_once(tmp_path: Path, prefix: Path):
     save, file = tmp_path / "save", tmp_path / "m.jsonl"
     settings: dict[str, Any] = {"save": str(save), "load": str(save), "save_interval": 2, "metrics_file": str(file)}

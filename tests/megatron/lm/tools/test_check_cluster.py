@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed
 
+from helpers import dist
 from megatron.lm.errors import RunStopped
 from megatron.lm.processes.environment import Launch
 from megatron.lm.tools import check_cluster
@@ -47,6 +48,7 @@ def test_the_known_product_is_exact_in_bf16_however_it_is_added_up():
     assert torch.equal(left.to(torch.float8_e4m3fn).float(), left)
 
 
+@pytest.mark.promise("Clusters", "The check names rank and host of a GPU that computes wrong products.")
 @pytest.mark.parametrize("kind", ["BF16", "FP8"])
 def test_a_product_that_is_wrong_in_one_element_is_named(kind: str, monkeypatch: pytest.MonkeyPatch):
     honest = check_cluster.wrong_products
@@ -197,6 +199,7 @@ def test_without_a_verdict_no_rank_waits_for_ever(monkeypatch: pytest.MonkeyPatc
 # Sums
 
 
+@pytest.mark.promise("Clusters", "The check does not wait for a collective that hangs.")
 def test_a_sum_that_hangs_is_not_waited_for():
     held = threading.Event()
 
@@ -241,9 +244,7 @@ def test_sums_are_known_and_a_wrong_one_is_noticed(monkeypatch: pytest.MonkeyPat
 
 def start(ranks: int, come: list[int], limit: int, *flags: str, kill: int | None = None) -> list[subprocess.CompletedProcess[str]]:
     """Of `ranks`, those that `come`, as processes of their own; `kill`: one that ends before its first sum."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = dist.free_port()
     kept = {name: value for name, value in os.environ.items() if name not in ALONE}
     ours = {
         "PYTHONPATH": str(ROOT),

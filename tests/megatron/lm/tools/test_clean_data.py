@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import texts
 
+from helpers import texts
 from megatron.lm.tools import clean_data
 
 

@@ -5,15 +5,13 @@ import json
 import sys
 from types import ModuleType
 
-import dist
-import numerics
 import pytest
-import tiny
 import torch
-from hf_models import MODELS, agree, config, our_logits, random_weights, their_logits
 from safetensors import safe_open
-from tiny import VOCABULARY
 
+from helpers import dist, numerics, tiny
+from helpers.hf_models import MODELS, agree, config, our_logits, random_weights, their_logits
+from helpers.tiny import VOCABULARY
 from megatron.lm.checkpoint.reader import CheckpointReader
 from megatron.lm.config.cli import config_to_dict, parse_args
 from megatron.lm.tools import convert_checkpoint

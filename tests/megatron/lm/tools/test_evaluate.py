@@ -5,10 +5,9 @@ import re
 import sys
 from pathlib import Path
 
-import hosts
 import pytest
-import texts
 
+from helpers import hosts, texts
 from megatron.lm.tools import convert_checkpoint, evaluate
 
 SENTENCES = "The committee met on Monday. Its report was short. Nobody liked the report. They wrote another report. "

@@ -4,11 +4,10 @@ import json
 import re
 from pathlib import Path
 
-import checkpoints
 import pytest
-import tiny
 import torch
 
+from helpers import checkpoints, tiny
 from megatron.lm.checkpoint import load_for_inference
 from megatron.lm.evaluation.generation import Sampling
 from megatron.lm.processes import process_groups

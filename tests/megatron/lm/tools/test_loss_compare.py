@@ -76,6 +76,7 @@ def groups(metrics):
     return write
 
 
+@pytest.mark.promise("Tools", "`loss_compare` pairs runs by seed and prints mean, 95 % interval and verdict.")
 def test_groups_of_runs_are_paired_by_seed(groups, capsys):
     arguments = groups([3.00, 3.10, 2.90], [3.003, 3.103, 2.903])
     assert loss_compare.main([*arguments, "--seeds", "7", "8", "9"]) == 0

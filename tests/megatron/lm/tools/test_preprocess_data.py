@@ -64,6 +64,7 @@ def test_bad_flags_exit_2(arguments, tmp_path, capsys, change, message):
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.promise("Data", "A refusal or a full disk leaves the previous dataset, without partial files or new folders.")
 def test_a_refusal_leaves_no_folder(arguments, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "1"}\n{"text": "word"}\n')
     assert preprocess_data.main([*arguments, "--output-prefix", str(tmp_path / "o" / "deep" / "p")]) == 2

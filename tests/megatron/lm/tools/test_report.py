@@ -63,6 +63,7 @@ def test_a_resumed_run_overrides_and_a_half_written_line_is_left_out(tmp_path):
     assert [(line["iteration"], line["loss"]) for line in run.train] == [(1, 5.0), (2, 3.0)]
 
 
+@pytest.mark.promise("Tools", "An invalid line of metrics is refused with its number.")
 @pytest.mark.parametrize(
     ("lines", "tail", "message"),
     [
@@ -81,6 +82,7 @@ def test_bad_files_are_refused(tmp_path, lines, tail, message):
         report.read_run("x", write(tmp_path / "m", lines, tail))
 
 
+@pytest.mark.promise("Tools", "`report` accepts a run that diverged and says so.")
 def test_a_loss_that_is_not_finite_is_a_gap_and_is_said(tmp_path, capsys):
     """The trainer writes null for it."""
     good = write(tmp_path / "a", [train_line(i, 5.0) for i in (1, 2)] + [valid_line(2, 5.0)])

@@ -6,11 +6,10 @@ One start of processes serves all runs of a size; the tests look at what it retu
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
 
+from helpers import dist, tiny
 from megatron.lm.config import Config
 from megatron.lm.step import train_step
 

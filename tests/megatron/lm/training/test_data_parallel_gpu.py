@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
+
+from helpers import dist, tiny
 
 RUNS: dict[str, dict[str, Any]] = {
     **{level: {"precision": level} for level in ("fp32", "bf16", "O1", "O2", "O3")},

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import tiny
 from megatron.lm.errors import RunStopped
 from megatron.lm.run import trainer
 from megatron.lm.step import train_step

@@ -1,17 +1,15 @@
 """How the flags reach the gradient synchroniser, whose work is tests/msamp/comm's; a rank's chunks; bytes between pipeline stages."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import dist
 import pytest
-import tiny
 import torch
 from torch import nn
 
+from helpers import dist, tiny
 from megatron.lm.config.precision import build_recipe
 from megatron.lm.model.gpt import GPT, build_model
 from megatron.lm.step import evaluate, train_step
@@ -22,11 +20,7 @@ from msamp.comm.grad_sync import GradSync
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP32, Format
 from msamp.numerics.tensor import ScalingTensor
 
-
-@pytest.fixture(autouse=True)
-def one_process() -> Iterator[None]:
-    with tiny.started(tiny.config("corpus")):
-        yield
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def build(**settings: Any) -> tuple[GPT, GradSync]:

@@ -5,10 +5,10 @@ import math
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from checkpoints import MARKER
 
+from helpers import tiny
+from helpers.checkpoints import MARKER
 from megatron.lm.checkpoint import latest
 from megatron.lm.checkpoint.files.folder import read_info
 from megatron.lm.training import health
@@ -101,6 +101,7 @@ def test_an_infinity_is_not_finite(monkeypatch: pytest.MonkeyPatch):
     assert health.not_finite([("x", x), ("y", torch.ones(10))]) == ["x"]
 
 
+@pytest.mark.promise("Checkpoints", "A diverging run under `--keep-last` deletes no healthy checkpoint; the next start resumes from it.")
 def test_a_diverged_run_costs_no_healthy_checkpoint_and_the_next_goes_on_from_it(
     prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -144,6 +145,7 @@ def test_a_checkpoint_right_after_the_step_that_ruined_it_is_condemned(prefix: P
     assert "iter_0000004 is unhealthy: all steps from it on failed: iteration 6 was skipped" in capsys.readouterr().out
 
 
+@pytest.mark.promise("Checkpoints", "A checkpoint with NaN or infinity in a tensor is unhealthy.")
 def test_a_checkpoint_with_one_nan_is_labelled_and_passed_over(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with tiny.trainer(tiny.config(prefix, train_iters=2, save=str(tmp_path / "run"), save_interval=1)) as made:
         made.run()

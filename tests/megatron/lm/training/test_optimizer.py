@@ -3,16 +3,14 @@
 import copy
 import math
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from helpers import dist, tiny
 from megatron.lm.config.precision import build_recipe
 from megatron.lm.model.gpt import GPT, build_model
 from megatron.lm.model.initial import named_globally
@@ -28,6 +26,8 @@ from msamp.optim.device_flag import DeviceFlag
 from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.updates import format_names
 from msamp.parallel.greedy_zero import ZeRO
+
+pytestmark = pytest.mark.usefixtures("one_process")
 
 ZERO = {"opt_level": "O0", "use_distributed_optimizer": True}
 FP32 = {"master": "fp32", "grad": "fp32", "m": "fp32", "v": "fp32"}
@@ -49,12 +49,6 @@ TABLE_6: dict[str, tuple[dict[str, Any], tuple[str, str | None, str, str]]] = {
 }
 # Collage, Table 2: bytes a parameter.
 OPTIONS = {"bf16-a": 8, "bf16-kahan": 10, "collage-light": 10, "collage-plus": 12, "collage-fp8": 10, "bf16-dmw": 12, "bf16-d": 16}
-
-
-@pytest.fixture(autouse=True)
-def one_process() -> Iterator[None]:
-    with tiny.started(tiny.config("corpus")):
-        yield
 
 
 def build(**settings: Any) -> tuple[GPT, FP8AdamW, GradSync]:

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import dist, tiny
 from megatron.lm.build import build_training
 from megatron.lm.processes import process_groups
 from megatron.lm.step import train_step

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from agreement import assert_no_worse
-from numerics import KINDS, bits, codes, make
 from torch.nn import functional
 
+from helpers.agreement import assert_no_worse
+from helpers.numerics import KINDS, bits, codes, make
 from msamp.kernels.reference.activate import activate, activate_backward
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.quantize import quantize

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from numerics import make
 
+from helpers.numerics import make
 from msamp.kernels.reference.adamw import Batch, Hyper, adam_, adamw
 from msamp.numerics.formats import COAT_E4M3, E4M3, FP16
 from msamp.numerics.quantize import quantize
@@ -79,6 +79,7 @@ def test_lists_of_unequal_length_are_refused(column):
         batch(**{column: getattr(batch(), column)[:1]})
 
 
+@pytest.mark.promise("Optimizer states", "No fused update runs if gradients, states and parameters do not match.")
 @pytest.mark.parametrize("column", ["grads", "ms", "vs", "masters", "weights", "weight_remainders", "v_remainders"])
 @pytest.mark.parametrize("other", [torch.ones(1024), torch.ones(4, 4), torch.ones(16, device="meta")], ids=["length", "shape", "device"])
 def test_a_state_of_another_shape_or_device_than_its_gradient_is_refused(column, other):

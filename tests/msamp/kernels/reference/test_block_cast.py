@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from definitions import dequantize_blocks
-from numerics import bits, codes, make
 
+from helpers.definitions import dequantize_blocks
+from helpers.numerics import bits, codes, make
 from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.block_cast import block_cast
 from msamp.numerics.block_scale import RULES, quantize_blocks

@@ -1,7 +1,7 @@
 import pytest
 import torch
-from numerics import codes, make
 
+from helpers.numerics import codes, make
 from msamp.kernels.reference.cast import cast
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.quantize import quantize

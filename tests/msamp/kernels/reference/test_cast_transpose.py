@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from numerics import KINDS, SMALL, bits, check, codes, make, measure
 
+from helpers.numerics import KINDS, SMALL, bits, check, codes, make, measure
 from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.cast import cast
 from msamp.kernels.reference.cast_transpose import cast_transpose, cast_transposed

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from numerics import bits, make
 
+from helpers.numerics import bits, make
 from msamp.kernels.reference import adamw
 from msamp.kernels.reference.adamw import Batch, Hyper, adam_
 from msamp.kernels.reference.coat_adamw import coat_adamw

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from numerics import bits
 
+from helpers.numerics import bits
 from msamp.kernels.reference.adamw import Batch, Hyper
 from msamp.kernels.reference.collage import VARIANTS, collage, power
 from msamp.optim import updates

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from numerics import KINDS, make, measure
 
+from helpers.numerics import KINDS, make, measure
 from msamp.kernels.reference.cross_entropy import cross_entropy_, cross_entropy_of_parts_, softmax_parts
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from numerics import ATTENTION_GRADIENTS, KINDS, check, make, measure
 from torch.nn.functional import scaled_dot_product_attention
 
+from helpers.numerics import ATTENTION_GRADIENTS, KINDS, check, make, measure
 from msamp.kernels.reference.fp8_attention import AttentionScales, attention_backward, attention_forward
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.metrics import sqnr_db

@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-from numerics import KINDS, make
 
+from helpers.numerics import KINDS, make
 from msamp.kernels.reference.grad_stats import PAYLOAD_UNITS, carried, grad_stats
 from msamp.numerics.formats import E4M3, E5M2, FP16
 from msamp.numerics.tensor import ScalingTensor

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from numerics import KINDS, LARGE, SMALL, check, make, measure
 
+from helpers.numerics import KINDS, LARGE, SMALL, check, make, measure
 from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.group_cast import NOT_FINITE, group_cast, group_decode
 from msamp.numerics.formats import E4M3, E5M2

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from numerics import KINDS, codes, make, measure
 
+from helpers.numerics import KINDS, codes, make, measure
 from msamp.kernels import ops
 from msamp.kernels.reference.normalize import normalize, normalize_backward, normalize_transposed
 from msamp.numerics.formats import E4M3, E5M2

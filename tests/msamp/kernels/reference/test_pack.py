@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from numerics import KINDS, bits, make
 
+from helpers.numerics import KINDS, bits, make
 from msamp.kernels.reference.grad_stats import carried, grad_stats
 from msamp.kernels.reference.pack import check_spans, pack
 from msamp.numerics.formats import ALL, E4M3, E5M2

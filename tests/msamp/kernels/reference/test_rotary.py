@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from agreement import assert_no_worse
-from numerics import KINDS, bits, codes, make
 
+from helpers.agreement import assert_no_worse
+from helpers.numerics import KINDS, bits, codes, make
 from msamp.kernels.reference.rotary import rotary_, rotary_backward
 from msamp.numerics.formats import E5M2
 from msamp.numerics.quantize import quantize

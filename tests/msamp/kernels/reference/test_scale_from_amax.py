@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from numerics import random_floats
 
+from helpers.numerics import random_floats
 from msamp.kernels.reference.scale_from_amax import scale_from_amax, scale_from_maxima
 from msamp.numerics import scaling
 from msamp.numerics.granularity import TENSORWISE, Group

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from numerics import make
 
+from helpers.numerics import make
 from msamp.kernels.reference.sum_parts import sum_parts
 
 

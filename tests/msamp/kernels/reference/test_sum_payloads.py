@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from numerics import KINDS, bits, make
 
+from helpers.numerics import KINDS, bits, make
 from msamp.kernels.reference.sum_payloads import sum_payloads
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 

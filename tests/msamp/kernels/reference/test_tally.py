@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from numerics import make
 
+from helpers.numerics import make
 from msamp.kernels.reference import tally
 from msamp.kernels.reference.tally import tally_, tally_update_
 from msamp.numerics.formats import E4M3

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from numerics import codes
 
+from helpers.numerics import codes
 from msamp.kernels.reference.transpose import transpose
 from msamp.numerics.formats import E4M3, E5M2
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from numerics import KINDS, make
 
+from helpers.numerics import KINDS, make
 from msamp.kernels.reference.weight_scales import weight_scales
 from msamp.numerics.formats import E4M3, FP16
 from msamp.numerics.quantize import quantize

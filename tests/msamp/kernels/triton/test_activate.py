@@ -9,10 +9,10 @@ import importlib
 
 import pytest
 import torch
-from agreement import assert_codes, assert_no_worse, assert_plain, assert_sums
-from choices import each_once
-from numerics import KINDS, codes, make
 
+from helpers.agreement import assert_codes, assert_no_worse, assert_plain, assert_sums
+from helpers.choices import each_once
+from helpers.numerics import KINDS, codes, make
 from msamp.kernels.reference import activate as twin
 from msamp.numerics.formats import E4M3, E5M2
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from numerics import bits, make
 
-from msamp.kernels.reference.adamw import Batch, Hyper, hyper_numbers
+from helpers.adamw_inputs import hyper
+from helpers.numerics import bits, make
+from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.adamw import adamw as twin
 from msamp.kernels.reference.store import NEAREST, Rounding
 from msamp.kernels.tables import Tables
@@ -33,16 +34,11 @@ FORMATS: dict[str, tuple[StateFormats, Format | None]] = {
     "e5m2 everywhere": (StateFormats(E5M2, E5M2, E5M2, E5M2), E5M2),
     "bf16 and fp16": (StateFormats(FP32, FP16, BF16, BF16), FP32),
 }
-HYPER = {"lr": 0.02, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def kernel(*args, **flags):
     # Imported late: the kernels take the interpreter or the compiler when their file is imported.
     return importlib.import_module("msamp.kernels.triton.adamw").adamw(*args, **flags)
-
-
-def hyper(device, **changed) -> torch.Tensor:
-    return torch.tensor(hyper_numbers(Hyper(**{**HYPER, **changed})), dtype=torch.float64, device=device)
 
 
 def stored(x: torch.Tensor, fmt: Format) -> torch.Tensor:

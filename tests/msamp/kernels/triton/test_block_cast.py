@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
-from agreement import assert_codes
-from choices import each_once
-from numerics import bits, every_bf16, make, random_floats
 
+from helpers.agreement import assert_codes
+from helpers.choices import each_once
+from helpers.numerics import bits, every_bf16, make, random_floats
 from msamp.kernels.reference.block_cast import block_cast as twin
 from msamp.numerics.block_scale import RULES
 from msamp.numerics.formats import E4M3, E5M2

@@ -4,8 +4,8 @@ import importlib
 
 import pytest
 import torch
-from numerics import codes, every_bf16, make, random_floats
 
+from helpers.numerics import codes, every_bf16, make, random_floats
 from msamp.kernels.reference.cast import cast as twin
 from msamp.numerics.formats import BF16, E4M3, E5M2
 

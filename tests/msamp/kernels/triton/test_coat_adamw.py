@@ -9,9 +9,10 @@ import importlib
 
 import pytest
 import torch
-from numerics import COAT_STEP, SMALL, bits, check, codes, make, measure
 
-from msamp.kernels.reference.adamw import Batch, Hyper, hyper_numbers
+from helpers.adamw_inputs import HYPER, hyper
+from helpers.numerics import COAT_STEP, SMALL, bits, check, codes, make, measure
+from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.coat_adamw import coat_adamw as twin
 from msamp.kernels.reference.store import NEAREST, Rounding
 from msamp.kernels.tables import Tables
@@ -36,7 +37,6 @@ FORMATS: dict[str, tuple[StateFormats, Format | None]] = {
     "v alone": (StateFormats(FP16, BF16, E4M3, COAT_E5M2), BF16),
     "v beside a plain m": (StateFormats(BF16, E5M2, BF16, COAT_E4M3), FP16),
 }
-HYPER = {"lr": 0.02, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 KINDS = ("normal", "log-normal", "channel-outlier")
 # The logarithm of 0, and values that are not finite, are meant.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
@@ -45,10 +45,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", 
 def kernel(*args, **flags):
     # Imported late: the kernels take the interpreter or the compiler when their file is imported.
     return importlib.import_module("msamp.kernels.triton.coat_adamw").coat_adamw(*args, **flags)
-
-
-def hyper(device, **changed) -> torch.Tensor:
-    return torch.tensor(hyper_numbers(Hyper(**{**HYPER, **changed})), dtype=torch.float64, device=device)
 
 
 def stored(x: torch.Tensor, fmt: Format):

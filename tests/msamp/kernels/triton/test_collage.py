@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from numerics import bits, make
 
+from helpers.numerics import bits, make
 from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.collage import VARIANTS
 from msamp.kernels.reference.collage import collage as twin

@@ -9,8 +9,8 @@ import math
 
 import pytest
 import torch
-from numerics import KINDS, codes, make, measure
 
+from helpers.numerics import KINDS, codes, make, measure
 from msamp.kernels.reference.cross_entropy import cross_entropy_ as twin
 from msamp.kernels.reference.cross_entropy import cross_entropy_of_parts_, softmax_parts
 

@@ -4,8 +4,8 @@ import importlib
 
 import pytest
 import torch
-from numerics import KINDS, bits, make
 
+from helpers.numerics import KINDS, bits, make
 from msamp.kernels.reference.grad_stats import grad_stats as twin
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import E4M3, E5M2, FP16

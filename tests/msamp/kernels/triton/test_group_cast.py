@@ -4,8 +4,8 @@ import importlib
 
 import pytest
 import torch
-from numerics import bits, codes, every_bf16, make, random_floats
 
+from helpers.numerics import bits, codes, every_bf16, make, random_floats
 from msamp.kernels.reference import group_cast as twin
 from msamp.numerics.formats import E4M3, E5M2
 

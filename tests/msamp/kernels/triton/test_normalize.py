@@ -9,9 +9,9 @@ import importlib
 
 import pytest
 import torch
-from choices import each_once
-from numerics import bits, codes, make
 
+from helpers.choices import each_once
+from helpers.numerics import bits, codes, make
 from msamp.kernels.reference import normalize as twin
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.granularity import TENSORWISE

@@ -4,8 +4,8 @@ import importlib
 
 import pytest
 import torch
-from numerics import KINDS, bits, make, random_floats
 
+from helpers.numerics import KINDS, bits, make, random_floats
 from msamp.kernels.reference.grad_stats import carried
 from msamp.kernels.reference.pack import pack as twin
 from msamp.kernels.tables import Tables

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
-from agreement import assert_codes, assert_no_worse, assert_plain, assert_sums
-from choices import each_once
-from numerics import KINDS, bits, codes, make
 
+from helpers.agreement import assert_codes, assert_no_worse, assert_plain, assert_sums
+from helpers.choices import each_once
+from helpers.numerics import KINDS, bits, codes, make
 from msamp.kernels.reference import rotary as twin
 from msamp.numerics.formats import E4M3, E5M2
 

@@ -4,8 +4,8 @@ import importlib
 
 import pytest
 import torch
-from numerics import bits, random_floats
 
+from helpers.numerics import bits, random_floats
 from msamp.kernels.reference.scale_from_amax import scale_from_amax as twin
 from msamp.kernels.reference.scale_from_amax import scale_from_maxima
 from msamp.numerics.formats import E4M3, E5M2, FP16

@@ -4,8 +4,8 @@ import importlib
 
 import pytest
 import torch
-from numerics import bits, make
 
+from helpers.numerics import bits, make
 from msamp.kernels.reference.sum_parts import sum_parts as twin
 
 

@@ -4,8 +4,8 @@ import importlib
 
 import pytest
 import torch
-from numerics import KINDS, make
 
+from helpers.numerics import KINDS, make
 from msamp.kernels.reference.sum_payloads import sum_payloads as twin
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 

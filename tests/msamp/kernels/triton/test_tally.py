@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from numerics import make
 
+from helpers.numerics import make
 from msamp.kernels.reference import tally as twin
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from msamp.numerics.quantize import cast

@@ -4,8 +4,8 @@ import importlib
 
 import pytest
 import torch
-from numerics import codes
 
+from helpers.numerics import codes
 from msamp.kernels.reference.transpose import transpose as twin
 from msamp.numerics.formats import E4M3, E5M2
 

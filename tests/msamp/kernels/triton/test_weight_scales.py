@@ -4,8 +4,8 @@ import importlib
 
 import pytest
 import torch
-from numerics import KINDS, bits, make
 
+from helpers.numerics import KINDS, bits, make
 from msamp.kernels.reference.weight_scales import weight_scales as twin
 from msamp.numerics.formats import E4M3, E5M2
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import pytest
-from checkpoints import MARKER, of, published, written
 
+from helpers import checkpoints
+from helpers.checkpoints import MARKER, of, published, written
 from megatron.lm.checkpoint.files import folder as module
 from megatron.lm.checkpoint.files.folder import (
     INFO_FILE,
@@ -74,6 +74,7 @@ def test_an_iteration_can_be_named(tmp_path: Path):
         latest(tmp_path / "gone", 3)
 
 
+@pytest.mark.promise("Checkpoints", "A marker that names a valid checkpoint is followed, and newer ones are mentioned.")
 def test_only_the_marked_one_and_older_ones_are_offered_newest_first(tmp_path: Path):
     for iteration in (2, 8, 4, 6):
         published(tmp_path, iteration)
@@ -83,6 +84,7 @@ def test_only_the_marked_one_and_older_ones_are_offered_newest_first(tmp_path: P
     assert [path.name for path in candidates(tmp_path, 8).folders] == ["iter_0000008"]
 
 
+@pytest.mark.promise("Checkpoints", "Without a readable marker the newest healthy checkpoint is used, and the marker is rewritten.")
 @pytest.mark.parametrize("marker", [None, "", "release", "\xff"])
 def test_a_marker_that_is_missing_or_unreadable_means_the_newest_healthy_one(
     tmp_path: Path, marker: str | None, capsys: pytest.CaptureFixture[str]
@@ -105,6 +107,7 @@ def test_a_marker_that_is_missing_or_unreadable_means_the_newest_healthy_one(
     assert tidy(tmp_path) == []
 
 
+@pytest.mark.promise("Checkpoints", "An unhealthy checkpoint is loaded only by `--ckpt-step` with `--load-unhealthy`.")
 def test_an_unhealthy_one_moves_no_marker_and_is_taken_only_by_name_and_flag(tmp_path: Path):
     good, dead = published(tmp_path, 4), published(tmp_path, 6, problem=DEAD)
     assert latest(tmp_path) == good
@@ -115,6 +118,7 @@ def test_an_unhealthy_one_moves_no_marker_and_is_taken_only_by_name_and_flag(tmp
     assert latest(tmp_path) == good
 
 
+@pytest.mark.promise("Checkpoints", "No fallback loads a checkpoint of another run.")
 def test_no_fallback_leads_to_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     mine, other = Run(), Run()
     first, foreign = published(tmp_path, 2, **of(mine)), published(tmp_path, 4, **of(other))
@@ -159,6 +163,7 @@ def test_checkpoints_without_identity_are_the_run_s_that_adopted_them(tmp_path: 
         refuse_other_run(tmp_path, Run())
 
 
+@pytest.mark.promise("Checkpoints", "A folder renamed to another iteration is not a checkpoint.")
 def test_a_renamed_folder_is_no_checkpoint_of_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     good = published(tmp_path, 2)
     renamed = published(tmp_path, 4).rename(tmp_path / "iter_0000009")
@@ -355,6 +360,7 @@ def test_prune_keeps_the_newest_up_to_the_one_just_saved(tmp_path: Path):
     assert names(tmp_path) == ["iter_0000006", "iter_0000008", MARKER]
 
 
+@pytest.mark.promise("Checkpoints", "`--keep-last` never deletes the newest healthy checkpoint.")
 def test_prune_never_removes_the_newest_healthy_one(tmp_path: Path):
     for iteration in (2, 4):
         published(tmp_path, iteration)
@@ -380,6 +386,7 @@ def test_prune_keeps_what_is_left_if_the_newest_turns_out_unhealthy(tmp_path: Pa
     assert names(tmp_path) == ["iter_0000010", MARKER]
 
 
+@pytest.mark.promise("Checkpoints", "`--keep-last 1` leaves a complete healthy checkpoint at every moment, also when killed.")
 @pytest.mark.parametrize("sound", [True, False])
 def test_a_kill_at_any_moment_of_keep_last_1_leaves_a_whole_healthy_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sound: bool
@@ -412,6 +419,7 @@ def test_a_kill_at_any_moment_of_keep_last_1_leaves_a_whole_healthy_checkpoint(
     assert after > 15
 
 
+@pytest.mark.promise("Checkpoints", "A checkpoint whose following steps all fail is marked unhealthy, and the marker moves back.")
 def test_a_condemned_one_is_unhealthy_and_the_marker_goes_back(tmp_path: Path):
     older, dead = published(tmp_path, 2, **of(run := Run())), published(tmp_path, 4, **of(run))
     before = read_info(dead)

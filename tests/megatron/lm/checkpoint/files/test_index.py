@@ -35,6 +35,7 @@ def entry(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]
     return Entry(torch.float32, torch.Size(shape), chunks)
 
 
+@pytest.mark.promise("Checkpoints", "No file of a checkpoint is a pickle.")
 def test_a_plan_is_json_and_names_every_chunk(folder: Path):
     first, second = ({"offset": [row, 0], "shape": [3, 8], "file": "__0_0.bin", "start": 32 * row} for row in (0, 3))
     last = {"offset": [0], "shape": [4], "file": "__0_0.bin", "start": 192}
@@ -47,6 +48,7 @@ def test_a_plan_is_json_and_names_every_chunk(folder: Path):
     assert plan["w"].chunks[1] == Chunk((3, 0), torch.Size((3, 8)), "__0_0.bin", 96, 96)
 
 
+@pytest.mark.promise("Checkpoints", "Chunks cover each tensor exactly once, or the checkpoint is refused.")
 def test_chunks_fill_a_tensor_exactly_where_each_element_is_in_one():
     """Against counting, for every set of at most 3 of the boxes of a 2 x 3."""
     sides = [[(start, end) for start in range(n) for end in range(start + 1, n + 1)] for n in (2, 3)]
@@ -109,6 +111,7 @@ ATTACKS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
+@pytest.mark.promise("Checkpoints", "No name, link, offset or size in a checkpoint leads outside its files.")
 @pytest.mark.parametrize("name", ATTACKS)
 def test_what_a_plan_must_not_say(folder: Path, name: str):
     (folder.parent / "outside").write_bytes(bytes(200))

@@ -68,6 +68,7 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
         pass
 
 
+@pytest.mark.promise("Checkpoints", "A job notices at its next save that its lock or folder was deleted or replaced.")
 @pytest.mark.parametrize(
     ("what", "said"),
     [

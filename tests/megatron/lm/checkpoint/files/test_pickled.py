@@ -9,11 +9,11 @@ from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
-import tiny
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from helpers import tiny
 from megatron.lm.checkpoint.files.pickled import FORMER_PLAN_FILE, chunk_of_zip, interpreted
 from megatron.lm.checkpoint.files.storage import Stored
 

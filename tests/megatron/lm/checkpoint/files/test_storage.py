@@ -5,10 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from torch import Tensor
 
+from helpers import tiny
 from megatron.lm.checkpoint.files.index import PLAN_FILE
 from megatron.lm.checkpoint.files.storage import Item, Region, Stored, write
 

@@ -1,4 +1,4 @@
-"""Checkpoints that earlier versions wrote (`tests/checkpoints_of`, by `tests/make_checkpoints.py`): loaded bit for bit, and gone on from.
+"""Checkpoints that earlier versions wrote (`tests/checkpoints_of`, by `tests/helpers/make_checkpoints.py`): loaded bit for bit and resumed.
 
 Losses of the steps after loading are compared to `LOSS`, because products add up in another order on another CPU. On the machine that made
 them they are equal to the bit, with the kernels for AVX2 and for AVX-512 without BF16 too; those for SSE move them by at most 6e-6.
@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import pytest
-import tiny
-from make_checkpoints import STEPS_AFTER, digests
 
+from helpers import checkpoints, tiny
+from helpers.make_checkpoints import STEPS_AFTER, digests
 from megatron.lm.checkpoint import CheckpointReader, latest, save
 from megatron.lm.checkpoint.files.folder import read_info
 from megatron.lm.checkpoint.files.versions import _STEPS, VERSION, check_info, files_of, upgraded
@@ -217,6 +216,7 @@ def judged(info: dict[str, Any]) -> None:
     check_info(now)
 
 
+@pytest.mark.promise("Checkpoints", "Types and ranges in `checkpoint.json` are checked, with one line for what is wrong.")
 @pytest.mark.parametrize("name", WRONG)
 def test_what_no_checkpoint_says_is_refused(info: dict[str, Any], name: str):
     changes, said = WRONG[name]

@@ -9,9 +9,9 @@ import sys
 from typing import get_type_hints
 
 import pytest
-import refusals
-from refusals import config
 
+from helpers import refusals
+from helpers.refusals import config
 from megatron.lm.config import LATEST_CHECKPOINT_FILE
 from megatron.lm.config.cli import parse_args, section_types
 from megatron.lm.config.rules.check import RULES, check, single_values
@@ -55,6 +55,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.promise("Starting and ending", "Impossible sizes and numbers are refused with their legal range.")
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusal_names_value_and_remedy(name):
     refusals.assert_refused(*REFUSALS[name])
@@ -155,6 +156,7 @@ def test_folders_without_permission_are_refused(monkeypatch):
     assert "--metrics-file corpus.bin cannot be written: change its permissions, or name another" in str(caught.value)
 
 
+@pytest.mark.promise("Starting and ending", "A path that is not UTF-8 is refused.")
 def test_a_path_that_is_no_utf_8_is_refused():
     with pytest.raises(ValueError, match=r"--save 'new/\\udcff' is no text in UTF-8: give it, or the file, another name"):
         check(parse_args([*shlex.split(refusals.GOOD), "--save", os.fsdecode(b"new/\xff")]), 1)
@@ -177,6 +179,7 @@ def test_the_checker_itself_imports_neither_torch_nor_megatron_core():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.promise("Checkpoints", "No flag accepts an empty path.")
 def test_no_text_may_be_empty():
     """Each flag that takes a path, and every other one that takes words."""
     sections = {name: get_type_hints(cls) for name, cls in section_types().items()}

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-import refusals
 
+from helpers import refusals
 from megatron.lm.config.rules.check import check
 from megatron.lm.config.rules.communication import RULES
 from msamp.comm import exchange

@@ -1,8 +1,8 @@
 """Refusals about data and tokenizer."""
 
 import pytest
-import refusals
 
+from helpers import refusals
 from megatron.lm.config.rules.data import RULES
 
 # flags beside (and over) those of `refusals.GOOD`, processes, what the message must hold

@@ -1,8 +1,8 @@
 """Refusals about what a run writes and reads back."""
 
 import pytest
-import refusals
 
+from helpers import refusals
 from megatron.lm.config.rules.outputs import RULES
 
 # flags beside (and over) those of `refusals.GOOD`, processes, what the message must hold

@@ -1,8 +1,8 @@
 """Refusals about the shape of the model and what is cut of it."""
 
 import pytest
-import refusals
 
+from helpers import refusals
 from megatron.lm.config.rules.shape import RULES
 
 # flags beside (and over) those of `refusals.GOOD`, processes, what the message must hold

@@ -1,8 +1,8 @@
 """Refusals about batches, schedule, recomputation and determinism."""
 
 import pytest
-import refusals
 
+from helpers import refusals
 from megatron.lm.config.rules.training import RULES
 
 PP_2 = "--pipeline-model-parallel-size 2"

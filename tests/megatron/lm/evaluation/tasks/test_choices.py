@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import hosts
 import pytest
 
+from helpers import hosts
 from megatron.lm.evaluation.tasks import choices
 
 

@@ -1,10 +1,10 @@
 """Generation inside of training: the cache changes no token, the weights stay where they are, padding changes nothing."""
 
-import post_runs
 import pytest
 import torch
 
 import msamp
+from helpers import post_runs
 from megatron.lm.post import models
 from megatron.lm.post.memory import stored
 from megatron.lm.post.ppo.rollout import generate, log_probs, scores, values

@@ -3,11 +3,10 @@
 import json
 from pathlib import Path
 
-import dist
 import pytest
-import tiny
 import torch
 
+from helpers import dist, tiny
 from megatron.lm.build import build_training
 from megatron.lm.processes import process_groups
 from megatron.lm.run.reports.amax_outliers import FACTOR, bits_held_down, outliers

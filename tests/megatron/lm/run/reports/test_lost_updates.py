@@ -5,12 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
-from faulty import Once, patched, rolling, told
 
+from helpers import dist, tiny
+from helpers.faulty import Once, patched, rolling, told
 from megatron.lm.run.reports import lost_updates
 from megatron.lm.run.reports.lost_updates import LostUpdates
 from megatron.lm.step import train_step

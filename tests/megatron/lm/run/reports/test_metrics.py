@@ -3,17 +3,17 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import tiny
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
+from helpers import tiny
 from megatron.lm.config import Config
 from megatron.lm.config.presets import flops_per_token
 from megatron.lm.run import trainer
@@ -30,12 +30,6 @@ TRAIN_KEYS = {"kind", "iteration", "tokens", "loss", "lr", "grad_norm", "skipped
     "sent_activation_mib",
 }
 EVALUATION_KEYS = {"kind", "iteration", "tokens", "loss", "ppl", "bits_per_byte"}
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    with tiny.started(tiny.config("corpus")):
-        yield
 
 
 class Clock:

@@ -9,15 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import dist
 import pytest
-import tiny
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers import dist, tiny
 from megatron.lm import build
 from megatron.lm.build import build_training
 from megatron.lm.processes import process_groups

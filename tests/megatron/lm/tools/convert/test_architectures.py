@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from hf_models import MODELS, config
 
+from helpers.hf_models import MODELS, config
 from megatron.lm.tools.convert.architectures import ARCHITECTURES, HALVES, QKV, SAME, STACKED_QKV, TRANSPOSED, architecture_of
 
 

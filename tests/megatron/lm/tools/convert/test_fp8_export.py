@@ -1,11 +1,11 @@
 """The FP8 layout as transformers with compressed-tensors reads it: one byte a weight, the values that the payload stands for."""
 
-import numerics
 import pytest
 import torch
-from hf_models import agree, config, our_logits, random_weights, their_logits
-from tiny import VOCABULARY
 
+from helpers import numerics
+from helpers.hf_models import agree, config, our_logits, random_weights, their_logits
+from helpers.tiny import VOCABULARY
 from megatron.lm.tools.convert.folder import Tensors, write_json, write_tensors
 from megatron.lm.tools.convert.fp8_export import fp8_tensors, quantization_config
 from megatron.lm.tools.convert.hugging_face import hf_config, hf_rules, to_hf

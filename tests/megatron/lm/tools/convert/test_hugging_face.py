@@ -2,12 +2,12 @@
 
 import json
 
-import numerics
 import pytest
 import torch
-from hf_models import MODELS, agree, config, our_logits, random_weights, their_logits
-from tiny import VOCABULARY
 
+from helpers import numerics
+from helpers.hf_models import MODELS, agree, config, our_logits, random_weights, their_logits
+from helpers.tiny import VOCABULARY
 from megatron.lm.tools.convert.architectures import EMBEDDING, HEAD
 from megatron.lm.tools.convert.folder import Tensors, write_json, write_tensors
 from megatron.lm.tools.convert.hugging_face import from_hf, hf_rules, to_hf
@@ -125,6 +125,7 @@ def test_bare_models_masks_and_second_heads_are_read():
         from_hf(about, theirs | {"lm_head.weight": theirs["transformer.wte.weight"] + 1})
 
 
+@pytest.mark.promise("Tools", "A value of the wrong type in `config.json` is refused by its key.")
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -161,6 +162,7 @@ def test_other_models_are_refused(name, change, message):
         from_hf(about | change, theirs)
 
 
+@pytest.mark.promise("Tools", "`from-hf` and `to-hf` refuse a non-finite weight by name.")
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_weight_that_is_not_finite_is_named_and_refused_both_ways(value):
     settings = config("gpt2")

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import tokenizers
-from hf_models import config
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from helpers.hf_models import config
 from megatron.lm.config import DataConfig
 from megatron.lm.data.tokenizer import END_OF_TEXT, build_tokenizer
 from megatron.lm.tools.convert.tokenizer_files import found, matching, write

@@ -1,0 +1,221 @@
+"""Run a test function on several gloo processes of this machine.
+
+    def allreduce(x):
+        y = x.clone()
+        torch.distributed.all_reduce(y)
+        return y
+
+    def test_allreduce():
+        assert dist.run(allreduce, 2, torch.ones(1)) == [2.0, 2.0]
+
+pytest's importlib mode gives test files module names that a new process cannot import, so functions travel as file path +
+qualified name and the child loads the file itself.
+
+Without a GPU children fork from a server that has imported torch and the trainer and done nothing else: a fresh interpreter
+took 4 s for that, on every rank of every call (100 s against 32 for 34 tests of tensor and sequence parallelism on 2 cores).
+With one they are fresh interpreters: some import asks CUDA what it has, and no fork can use CUDA after that.
+"""
+
+import contextlib
+import gc
+import importlib.util
+import inspect
+import io
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PRELOADED = ["torch", "torch.distributed", "megatron.lm.run.trainer"]
+GRACE_SECONDS = 2.0  # after one rank failed, the others get this long to fail by themselves
+
+
+def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, init: bool = True) -> list[Any]:
+    """Call `fn(*args)` on `world_size` new processes and return their results, rank 0 first.
+
+    fn: a function at the top level of a file; args and results travel by pickle (tensors by value).
+    init: join a gloo process group first; False leaves that to `fn`, which finds torchrun's variables in its environment.
+    The first rank to fail has its exception raised here, with its traceback as a note; TimeoutError after `timeout`
+    seconds. No process outlives the call.
+    """
+    path = inspect.getsourcefile(fn)
+    if path is None or not fn.__qualname__.isidentifier():
+        raise ValueError(f"{fn.__qualname__} cannot be found by a new process: move it to the top level of its file")
+    with tempfile.TemporaryDirectory() as folder:
+        payload = pickle.dumps(args)
+        port = free_port()
+        context = _context()
+        processes = [
+            context.Process(
+                target=_child,
+                args=(str(Path(path).resolve()), fn.__module__, fn.__qualname__, payload, rank, world_size, folder, port, timeout, init),
+                kwargs={"environment": dict(os.environ), "parent": os.getpid() if context.get_start_method() == "forkserver" else None},
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            _wait(processes, Path(folder), time.monotonic() + timeout)
+            return [_result(Path(folder), rank) for rank in range(world_size)]
+        finally:
+            for process in processes:
+                _kill(process)
+
+
+def _context() -> Any:
+    import torch
+
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _wait(processes: list, folder: Path, deadline: float) -> None:
+    """Return when every process has left with 0; raise the first failure, or TimeoutError at the deadline."""
+    limit = deadline
+    while running := [p for p in processes if p.is_alive()]:
+        if any(p.exitcode for p in processes):
+            limit = min(limit, time.monotonic() + GRACE_SECONDS)
+        if not multiprocessing.connection.wait([p.sentinel for p in running], max(0.0, limit - time.monotonic())):
+            break
+    failures = sorted(folder.glob("error_*.pkl"), key=lambda file: file.stat().st_mtime_ns)
+    codes = {rank: p.exitcode for rank, p in enumerate(processes)}
+    if any(code and not (folder / f"error_{rank}.pkl").exists() for rank, code in codes.items()):
+        raise RuntimeError(f"a process died without a Python exception; exit codes by rank: {codes}")
+    if failures:
+        raise _error(failures[0])
+    if None in codes.values():
+        raise TimeoutError(f"ranks {[r for r, code in codes.items() if code is None]} were still running at the timeout")
+
+
+def _error(file: Path) -> BaseException:
+    rank = file.stem.removeprefix("error_")
+    pickled, text = pickle.loads(file.read_bytes())
+    try:
+        error = pickle.loads(pickled)
+    except Exception:  # an exception class that does not survive pickling still has its text
+        error = RuntimeError("the exception of a rank could not be pickled")
+    error.add_note(f"on rank {rank}:\n{text}")
+    return error
+
+
+def _result(folder: Path, rank: int) -> Any:
+    return pickle.loads((folder / f"result_{rank}.pkl").read_bytes())
+
+
+def _kill(process: Any) -> None:
+    """End a process and whatever it started (each child leads its own process group)."""
+    if process.pid is None:
+        return
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        process.kill()
+    process.join()
+
+
+def _child(
+    path: str,
+    module: str,
+    name: str,
+    payload: bytes,
+    rank: int,
+    world_size: int,
+    folder: str,
+    port: int,
+    timeout: float,
+    init: bool,
+    environment: dict[str, str],
+    parent: int | None,
+) -> None:
+    os.setsid()
+    if parent is not None:  # the server writes to where the test that started it wrote, and this test reads what its own ranks say
+        for descriptor in (1, 2):
+            with contextlib.suppress(OSError):  # a socket has no such door; then it stays the server's
+                os.dup2(os.open(f"/proc/{parent}/fd/{descriptor}", os.O_WRONLY | os.O_APPEND), descriptor)
+    os.environ.clear()  # the server's: what a test has set since is not in it
+    os.environ.update(environment)
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+    )
+    try:
+        result = _call(path, module, name, payload, rank, world_size, folder, timeout, init)
+        Path(folder, f"result_{rank}.pkl").write_bytes(pickle.dumps(result))
+    except BaseException as error:
+        # Written before the process group goes: its end makes the other ranks fail too, and the first file is the cause.
+        try:
+            pickled = pickle.dumps(error)
+        except Exception:  # reported as text instead, see _error
+            pickled = b""
+        Path(folder, f"error_{rank}.pkl").write_bytes(pickle.dumps((pickled, traceback.format_exc())))
+        sys.exit(1)
+    import torch.distributed
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _call(path: str, module: str, name: str, payload: bytes, rank: int, world_size: int, folder: str, timeout: float, init: bool) -> Any:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    # Under the parent's module name, so that classes of the test file unpickle on both sides.
+    spec = importlib.util.spec_from_file_location(module, path)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[module] = loaded
+    spec.loader.exec_module(loaded)
+    gc.freeze()  # as in conftest.py
+    if init:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+        )
+        # A rank whose function is short would leave while another is still connecting to it, and fail that one.
+        torch.distributed.barrier()
+    return getattr(loaded, name)(*pickle.loads(payload))
+
+
+def written(state: dict[str, Any]) -> bytes:
+    """A file of it: plain pickle, which carries what ranks are given and return, knows no float8."""
+    import torch
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def read(file: bytes) -> dict[str, Any]:
+    """What `written` wrote."""
+    import torch
+
+    return torch.load(io.BytesIO(file), weights_only=True)

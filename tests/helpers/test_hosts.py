@@ -1,0 +1,73 @@
+"""How tests ask for the trainers and libraries of others."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from helpers import hosts
+
+ROOT = Path(__file__).resolve().parents[2]
+MATRIX = ROOT / "docs" / "reference" / "hosts_matrix.md"
+MISSING = "no_such_host"
+
+
+def test_a_host_that_is_not_there_skips_the_test_and_names_the_extra(monkeypatch):
+    monkeypatch.delenv("REQUIRE_HOSTS", raising=False)
+    with pytest.raises(pytest.skip.Exception, match=r"needs no_such_host .*pip install 'msamp\[integrations\]'"):
+        hosts.need(MISSING)
+
+
+def test_an_extra_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.delenv("REQUIRE_HOSTS", raising=False)
+    with pytest.raises(pytest.skip.Exception, match=r"needs no_such_host .*pip install 'msamp\[data\]', or make test-extras"):
+        hosts.need(MISSING, "data")
+
+
+def test_where_hosts_are_required_a_missing_one_fails_the_test(monkeypatch):
+    monkeypatch.setenv("REQUIRE_HOSTS", "1")
+    with pytest.raises(pytest.fail.Exception, match=r"REQUIRE_HOSTS is 1 and this test needs no_such_host"):
+        hosts.need(MISSING)
+
+
+def test_ci_runs_every_test_that_needs_a_host_and_lets_none_be_skipped():
+    makefile = (ROOT / "Makefile").read_text()
+    assert "step test-hosts" in (ROOT / ".ci" / "run").read_text()
+    assert "REQUIRE_HOSTS=1 $(PARALLEL) $(HOST_TESTS)" in makefile
+    names = re.search(r"^HOST_TESTS = tests/integrations \$\(addprefix (tests/msamp/integrations/test_),(.+)\)$", makefile, re.MULTILINE)
+    assert names is not None
+    run = {names[1] + name for name in names[2].split()}
+    asking = {
+        str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py") if re.search(r"hosts\.need\(\"\w+\"\)", path.read_text())
+    }
+    assert {path for path in asking if not path.startswith("tests/integrations/")} == run
+
+
+def test_ci_runs_every_test_that_needs_an_extra():
+    makefile = (ROOT / "Makefile").read_text()
+    assert "step test-extras" in (ROOT / ".ci" / "run").read_text()
+    named = re.search(r"^EXTRA_TESTS = ((?:.*\\\n)*.*)$", makefile, re.MULTILINE)
+    assert named is not None
+    run = named[1].replace("\\\n", " ").split()
+    asking = [path for path in ROOT.glob("tests/**/test_*.py") if re.search(r"hosts\.need\(\"\w+\", \"", path.read_text())]
+    assert asking
+    for path in asking:
+        assert any(path.is_relative_to(ROOT / part) for part in run), f"{path} asks for an extra, and EXTRA_TESTS does not name it"
+
+
+def test_every_test_that_the_matrix_names_is_there():
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)", MATRIX.read_text())
+    assert len(named) > 10
+    for path, test in named:
+        assert f"def {test}(" in (ROOT / path).read_text(), f"{path}::{test} is not there"
+
+
+def test_no_cell_of_the_matrix_is_empty():
+    rows = [line for line in MATRIX.read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) > 8
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        if set(row) <= set("|- "):
+            continue
+        assert len(cells) == 6
+        assert all(cells), f"{cells[0]} has an empty cell: name a test, a refusal with its test, or write: not tested"

@@ -1,6 +1,0 @@
-"""Starts `python -m megatron.lm.tools.evaluate`."""
-
-from megatron.lm.tools.evaluate import main
-
-if __name__ == "__main__":
-    raise SystemExit(main())
