@@ -14,7 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron.lm.data.indexing import DatasetCounts, Document, EncodeOptions, Progress, Writer, write_datasets
+from megatron.lm.data.indexing import DatasetCounts, Document, EncodeOptions, Writer, write_datasets
+from megatron.lm.data.progress import Progress
 from megatron.lm.data.tokenizer import build_tokenizer
 from megatron.lm.shell.durable import written_aside
 

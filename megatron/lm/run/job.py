@@ -52,7 +52,7 @@ def _dry_run(config: Config, world_size: int) -> None:
     import torch
 
     from megatron.lm.model import fp8_layers
-    from megatron.lm.planning import memory
+    from megatron.lm.planning import fits, memory
 
     def saved() -> PrecisionConfig | None:
         from megatron.lm.checkpoint import saved_precision  # megatron-core, for seconds
@@ -66,12 +66,12 @@ def _dry_run(config: Config, world_size: int) -> None:
     capacity = (config.logging.device_memory_gib or 80) * memory.GIB
     if config.logging.device_memory_gib is None and torch.cuda.is_available():
         capacity = torch.cuda.get_device_properties(0).total_memory
-    memory.check_weights(config, capacity)
+    fits.check_weights(config, capacity)
     config, choice = fp8_layers.decide(config, None, saved if config.checkpoint.load else lambda: None)
     if os.environ.get("RANK", "0") == "0":
         print(memory.report(config, world_size))
         print(fp8_layers.describe(config, choice), flush=True)
-    memory.check_fits(config, world_size, capacity)
+    fits.check_fits(config, world_size, capacity)
     if os.environ.get("RANK", "0") == "0":
         print(f"fits into {capacity / memory.GIB:.1f} GiB; nothing was started", flush=True)
 
@@ -81,15 +81,15 @@ def _check_resources(config: Config, world_size: int) -> None:
     import psutil
     import torch
 
-    from megatron.lm.planning import memory
+    from megatron.lm.planning import fits
 
     host = psutil.virtual_memory().total
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     device = host / int(local) if local.isdecimal() and int(local) else host
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0).total_memory
-    memory.check_fits(config, world_size, device, reserved=0)
-    memory.check_data_order(config, world_size, host)
+    fits.check_fits(config, world_size, device, reserved=0)
+    fits.check_data_order(config, world_size, host)
 
 
 def _world_size() -> int:

@@ -31,7 +31,8 @@ from typing import Any
 import numpy as np
 
 from megatron.lm.config import DataConfig
-from megatron.lm.data.indexing import DatasetCounts, Document, EncodeOptions, Progress, write_datasets
+from megatron.lm.data.indexing import DatasetCounts, Document, EncodeOptions, write_datasets
+from megatron.lm.data.progress import Progress
 from megatron.lm.data.tokenizer import END_OF_TEXT
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file, path

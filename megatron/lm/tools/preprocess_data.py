@@ -12,12 +12,12 @@ from megatron.lm.config import DataConfig
 from megatron.lm.data.indexing import (
     DOCUMENT_SEPARATORS,
     EncodeOptions,
-    Progress,
     check_inputs,
     read_documents,
     write_datasets,
 )
 from megatron.lm.data.parts import PART_BYTES, write_in_parts
+from megatron.lm.data.progress import Progress
 from megatron.lm.data.rows import identity
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, name, path

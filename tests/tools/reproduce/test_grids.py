@@ -28,7 +28,7 @@ def test_fp8_saves_a_half_where_the_paper_has_a_third_and_175b_fits_at_4096():
     assert 40 < found["7b, memory saved by FP8"] < 50
     assert all(60 < found[f"{model}, weight-related volume saved by FP8"] < 70 for model in grids.GRIDS)
     held = {level: grids.fullest(grids.configuration("175b", level, "--seq-length 4096"), 32) for level in ("O0", "O3")}
-    assert held["O3"] < grids.CARD - grids.plan.RESERVED / grids.GIB < held["O0"]
+    assert held["O3"] < grids.CARD - grids.memory.RESERVED / grids.GIB < held["O0"]
 
 
 def test_gb_are_gib_and_what_no_run_has_is_said():
@@ -46,7 +46,7 @@ def test_gb_are_gib_and_what_no_run_has_is_said():
 
 def test_the_largest_model_fits_and_one_step_more_does_not():
     layers = grids.largest("O3", 32)
-    room = grids.CARD - grids.plan.RESERVED / grids.GIB
+    room = grids.CARD - grids.memory.RESERVED / grids.GIB
     held = [grids.fullest(grids.configuration("175b", "O3", f"--num-layers {n}"), 32) for n in (layers, layers + 4)]
     assert held[0] <= room < held[1]
 

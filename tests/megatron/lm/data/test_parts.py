@@ -12,8 +12,9 @@ import pytest
 
 from megatron.lm.config import DataConfig
 from megatron.lm.data import parts
-from megatron.lm.data.indexing import Document, EncodeOptions, Progress, write_datasets
+from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
 from megatron.lm.data.parts import write_in_parts
+from megatron.lm.data.progress import Progress
 from megatron.lm.tools import preprocess_data
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -9,6 +9,7 @@ from megatron.lm.config.cli import parse_args
 from megatron.lm.config.rules.check import check
 from megatron.lm.planning import memory
 from megatron.lm.planning.cluster import Cluster
+from megatron.lm.planning.fits import check_fits
 from megatron.lm.planning.rates import rates_of
 from megatron.lm.planning.search import best, candidates, planned
 
@@ -32,7 +33,7 @@ def test_grids_that_are_found_divide_fit_and_are_what_the_dry_run_says():
     for one in found:
         check(one.config, 16)
         assert one.ranks == memory.plan(one.config, 16)
-        memory.check_fits(one.config, 16, 79 * memory.GIB)
+        check_fits(one.config, 16, 79 * memory.GIB)
         assert one.fullest.total == max(rank.total for rank in memory.plan(one.config, 16))
 
 
