@@ -16,15 +16,15 @@ import torch
 
 from msamp.kernels.reference.adamw import Batch, adamw
 from msamp.kernels.reference.coat_adamw import coat_adamw
-from msamp.kernels.reference.store import NEAREST, Rounding, load, store_
+from msamp.kernels.reference.store import load, rounding_of, store_
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, Format
-from msamp.numerics.stochastic_rounding import Thresholds, tensor_key
+from msamp.numerics.stochastic_rounding import ROUNDINGS, Thresholds, tensor_key
 from msamp.optim.states import as_stored, begun, make_master
 from tools.docs.cells import Table
 
 BETAS = ((0.9, 0.95), (0.9, 0.99), (0.9, 0.999), (0.95, 0.98))
-STOCHASTIC = Rounding(moments=True, masters=True)
-MOMENTS: tuple[tuple[Format, Format, Rounding], ...] = (
+NEAREST, STOCHASTIC = ROUNDINGS
+MOMENTS: tuple[tuple[Format, Format, str], ...] = (
     (BF16, BF16, NEAREST),
     (FP16, FP16, NEAREST),
     (E4M3, FP16, NEAREST),
@@ -45,12 +45,8 @@ CODES, WEIGHTS = 2, 1024
 LR = 2.0**-10  # a power of two, so that no displacement is rounded
 
 
-def _name(rounding: Rounding) -> str:
-    return "nearest" if rounding == NEAREST else "stochastic"
-
-
 @functools.cache
-def moment_shares(m: Format, v: Format, rounding: Rounding, betas: tuple[float, float]) -> tuple[float, ...]:
+def moment_shares(m: Format, v: Format, rounding: str, betas: tuple[float, float]) -> tuple[float, ...]:
     """Share of FP32's displacement that arrives for gradients of each binade: place i has those from 2^-i down to 2^-(i + 1), exclusive,
     of the tensor's largest."""
     sizes = 2.0 ** -(torch.arange(BINADES)[:, None] + torch.arange(MANTISSAS) / MANTISSAS)
@@ -63,9 +59,10 @@ def moment_shares(m: Format, v: Format, rounding: Rounding, betas: tuple[float, 
     amaxes, kept = torch.ones(4, 1), torch.zeros(3, 1)
     hyper = torch.tensor([LR, *betas, 0.0, 0.0], dtype=torch.float64)
     update = coat_adamw if m.group else adamw
+    stored = rounding_of(rounding, NEAREST, v, betas[1])
     for _ in range(STEPS):
         amaxes[1:] = kept
-        update(None, batch, hyper, amaxes, kept, None, torch.tensor(True), decoupled=True, rounding=rounding)
+        update(None, batch, hyper, amaxes, kept, None, torch.tensor(True), decoupled=True, rounding=stored)
     arrived = torch.empty_like(p[0])
     arrived[order] = -p[0] / (LR * STEPS)
     return tuple(arrived.view(copies, BINADES, MANTISSAS).mean((0, 2)).tolist())
@@ -86,14 +83,14 @@ def moments() -> Table:
             shares = moment_shares(m, v, rounding, betas)
             last = smallest_delivered(shares)
             least = "no gradient" if last is None else "all" if last == BINADES - 1 else f"2^-{last + 1}"
-            cells.append([f"{m}, {v}", _name(rounding), "{} / {}".format(*betas), *(f"{shares[place]:.2f}" for place in COLUMNS), least])
+            cells.append([f"{m}, {v}", rounding, "{} / {}".format(*betas), *(f"{shares[place]:.2f}" for place in COLUMNS), least])
     columns = ["m, v", "rounding", "betas", "1", "1e-2", "1e-4", "1e-5", "1e-6", f"at least {DELIVERED:g} down to"]
     told = "Computed by `tools/docs/state_formats.py`; each column is the mean over the gradients of one binade, the last a bound of it."
     return Table(columns, cells, (), told)
 
 
 @functools.cache
-def master_share(fmt: Format, part: int, rounding: Rounding) -> float:
+def master_share(fmt: Format, part: int, rounding: str) -> float:
     """Share that arrives of an update of 1 / `part` of a code per step, the mean over weights in [1, 1.5) and over the steps that two codes
     take."""
     master = make_master(1.0 + torch.arange(WEIGHTS) / (2 * WEIGHTS), fmt)
