@@ -18,12 +18,12 @@ from msamp.kernels.reference.adamw import Batch, adamw
 from msamp.kernels.reference.coat_adamw import coat_adamw
 from msamp.kernels.reference.store import load, rounding_of, store_
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, Format
-from msamp.numerics.stochastic_rounding import Thresholds, tensor_key
+from msamp.numerics.stochastic_rounding import ROUNDINGS, Thresholds, tensor_key
 from msamp.optim.states import as_stored, begun, make_master
 from tools.docs.cells import Table
 
 BETAS = ((0.9, 0.95), (0.9, 0.99), (0.9, 0.999), (0.95, 0.98))
-NEAREST, STOCHASTIC = "nearest", "stochastic"
+NEAREST, STOCHASTIC = ROUNDINGS
 MOMENTS: tuple[tuple[Format, Format, str], ...] = (
     (BF16, BF16, NEAREST),
     (FP16, FP16, NEAREST),
@@ -58,7 +58,8 @@ def moment_shares(m: Format, v: Format, rounding: str, betas: tuple[float, float
     batch = Batch([g], [as_stored(state, "m")], [as_stored(state, "v")], [p], [], [step], [0], [0], keys=[tensor_key(0, "w")], offsets=[0])
     amaxes, kept = torch.ones(4, 1), torch.zeros(3, 1)
     hyper = torch.tensor([LR, *betas, 0.0, 0.0], dtype=torch.float64)
-    update, stored = coat_adamw if m.group else adamw, rounding_of(rounding, NEAREST, v, betas[1])
+    update = coat_adamw if m.group else adamw
+    stored = rounding_of(rounding, NEAREST, v, betas[1])
     for _ in range(STEPS):
         amaxes[1:] = kept
         update(None, batch, hyper, amaxes, kept, None, torch.tensor(True), decoupled=True, rounding=stored)
