@@ -13,9 +13,6 @@ from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.store import NEAREST, Rounding
 from msamp.kernels.tables import Tables, numbered, rows_of
 from msamp.kernels.triton.adamw import (
-    COLUMNS,
-    ROW,
-    SCALARS,
     _averages,
     _fma,
     _keep,
@@ -23,12 +20,12 @@ from msamp.kernels.triton.adamw import (
     _numbers,
     _pointers,
     _raise,
-    _scalars_kernel,
     _store_weights,
     _table_rows,
     _within,
     constants_of,
 )
+from msamp.kernels.triton.adamw_scalars import COLUMNS, ROW, SCALARS, _scalars_kernel
 from msamp.kernels.triton.pack import HEAD, _payload, _pointer, _value
 from msamp.kernels.triton.store import _draws, _fallen, _store_m, _store_v
 from msamp.numerics.range_expand import STATE_GROUP, Expanded
