@@ -14,7 +14,7 @@ from msamp import compat
 from msamp.nn.linear import FP8Linear
 from msamp.numerics.formats import E4M3, E5M2, FP16
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "moving_from_ms_amp.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "moving.md"
 
 
 class Net(nn.Module):

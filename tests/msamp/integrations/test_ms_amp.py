@@ -93,7 +93,7 @@ def test_the_trainer_names_ms_amp_that_was_installed_later_and_what_it_took_alon
     assert run.stderr.startswith("error: MS-AMP 0.4.0 is installed in ")
     assert "pip uninstall ms-amp msamp, then install the one of them that is wanted" in run.stderr
     shutil.rmtree(theirs)
-    for gone in ("optim/adamw.py", "nn/linear.py"):
+    for gone in ("optim/optimizer.py", "nn/linear.py"):
         (installed / "msamp" / gone).unlink()
     run = started(installed)
     assert run.returncode == 2
