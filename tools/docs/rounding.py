@@ -79,7 +79,8 @@ def slower(level: str, quantity: str) -> float:
         ValueError: one of the two was not timed.
     """
     before, now = (
-        pick(TIMES, lambda row, tree=tree: (row["case"], row["quantity"]) == (f"{tree} {level}", quantity))[-1] for tree in ("before", "now")
+        pick(TIMES, lambda row, case=f"{tree} {level}": (row["case"], row["quantity"]) == (case, quantity))[-1]
+        for tree in ("before", "now")
     )
     return 100 * (float(now["ms"]) / float(before["ms"]) - 1)
 
