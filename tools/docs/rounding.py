@@ -73,15 +73,9 @@ def tree_before(row: Row) -> str:
 
 
 def slower(level: str, quantity: str) -> float:
-    """Change of the median `step` or `update` of a level's default from that of the tree before, in percent.
-
-    Raises:
-        ValueError: one of the two was not timed.
-    """
-    before, now = (
-        pick(TIMES, lambda row, case=f"{tree} {level}": (row["case"], row["quantity"]) == (case, quantity))[-1]
-        for tree in ("before", "now")
-    )
+    """Change of the median `step` or `update` of a level's default from that of the tree before, in percent."""
+    rows = pick(TIMES, lambda row: row["quantity"] == quantity)
+    before, now = ([row for row in rows if row["case"] == f"{tree} {level}"][-1] for tree in ("before", "now"))
     return 100 * (float(now["ms"]) / float(before["ms"]) - 1)
 
 
