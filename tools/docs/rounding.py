@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from megatron.lm.evaluation.paired_difference import Interval
+from msamp.numerics.recipe import by_name
 from tools.docs import losses
 from tools.docs.cells import BENCH, REPRODUCE, Sentence, Table, column, of, pick
 from tools.docs.evidence import Row
@@ -22,15 +23,16 @@ def flags(masters: str, moments: str = "") -> str:
 
 
 def roundings(case: str) -> tuple[str, str]:
-    """How masters and moments are rounded in a case.
+    """How masters and moments are rounded in a case: as its flags say, or else as the recipe's default.
 
-    Raises:
-        ValueError: the case does not name both.
+    Args:
+        case: a recipe and perhaps the flags of both roundings.
     """
     found = re.search(r"--master-rounding (\w+) --moment-rounding (\w+)", case)
-    if found is None:
-        raise ValueError(f"case {case!r} does not name both roundings: give {flags(NEAREST)} or {flags(STOCHASTIC)}")
-    return found[1], found[2]
+    if found is not None:
+        return found[1], found[2]
+    states = by_name(case.split()[0]).states
+    return states.master_rounding, states.moment_rounding
 
 
 def difference(case: str, base: str) -> Interval:
@@ -70,44 +72,39 @@ def tree_before(row: Row) -> str:
     return named.rpartition("/")[2]
 
 
-def change(level: str, masters: str, moments: str, quantity: str) -> Row:
-    """The row of a level, its roundings and `step` or `update`.
-
-    Raises:
-        ValueError: it was not timed.
-    """
-    return pick(TIMES, lambda row: (row["case"], row["quantity"]) == (f"now {level} {flags(masters, moments)}", quantity))[-1]
+def slower(level: str, quantity: str) -> float:
+    """Change of the median `step` or `update` of a level's default from that of the tree before, in percent."""
+    rows = pick(TIMES, lambda row: row["quantity"] == quantity)
+    before, now = ([row for row in rows if row["case"] == f"{tree} {level}"][-1] for tree in ("before", "now"))
+    return 100 * (float(now["ms"]) / float(before["ms"]) - 1)
 
 
 def speed() -> Table:
-    """Update and whole step with each rounding, and the change from the tree before, side by side in one call."""
+    """Update and whole step of each level's default, and the change from the tree before, side by side in one call."""
     rows = pick(TIMES)
     by_case: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_case.setdefault(row["case"], {})[row["quantity"]] = row
     cells = []
     for case, of_case in by_case.items():
-        tree, level, *given = case.split(maxsplit=2)
-        masters, moments = roundings(given[0]) if given else (NEAREST, NEAREST)
-        shown = [text for quantity in ("update", "step") for text in _shown(of_case[quantity], tree)]
-        named = tree_before(of_case["step"]) if tree == "before" else of_case["step"]["commit"]
-        cells.append([f"`{level}`", named, masters, moments, *shown])
+        tree, level = case.split()
+        before = tree == "before"
+        masters, moments = (NEAREST, NEAREST) if before else roundings(level)
+        shown = []
+        for quantity in ("update", "step"):
+            shown += [f"{float(of_case[quantity]['ms']):.2f}", "" if before else f"{slower(level, quantity):+.1f}"]
+        cells.append([f"`{level}`", tree_before(of_case["step"]) if before else of_case["step"]["commit"], masters, moments, *shown])
     columns = ["level", "tree", "masters", "moments", "ms/update", "% from before", "ms/step", "% from before"]
     return Table(columns, cells, [(TIMES, rows)])
 
 
-def _shown(row: Row, tree: str) -> list[str]:
-    change = "" if tree == "before" else f"{float(row['from_first']):+.1f} ({float(row['least']):+.1f} to {float(row['most']):+.1f})"
-    return [f"{float(row['ms']):.2f}", change]
-
-
 def cost() -> Sentence:
     """What the default costs, for the pages that state speeds of O1 to O3."""
-    used = [change(level, STOCHASTIC, STOCHASTIC, "step") for level in LEVELS]
-    costs = " and ".join(f"{float(row['from_first']):.1f} % at {level}" for level, row in zip(LEVELS, used, strict=True))
-    text = f"""The default of O1 to O3 is stochastic rounding, which makes a step of GPT-1.3B slower by {costs}, with micro-batch 4.
+    rows = pick(TIMES, lambda row: row["quantity"] == "step")
+    costs = " and ".join(f"{slower(level, 'step'):+.1f} % at {level}" for level in LEVELS)
+    text = f"""The default of O1 to O3 is stochastic rounding, which changes the time of a GPT-1.3B step by {costs}, with micro-batch 4.
         Speeds of O1 to O3 were measured with nearest rounding unless a table names another."""
-    return Sentence(" ".join(text.split()), [(TIMES, used)])
+    return Sentence(" ".join(text.split()), [(TIMES, rows)])
 
 
 def small_updates() -> Table:

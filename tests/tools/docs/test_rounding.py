@@ -45,16 +45,18 @@ def test_nearest_ends_above_bf16_and_stochastic_below_nearest_by_less_than_the_e
     assert all(found.half_width < 0.003 for found in (from_bf16, stochastic, gained))
 
 
-def test_a_tree_or_a_rounding_without_a_name_is_refused():
+def test_a_tree_without_a_name_is_refused_and_a_case_without_flags_has_the_default():
     with pytest.raises(ValueError, match="without --tree before=FOLDER: name the tree's folder by its commit"):
         rounding.tree_before({"command": "side_by_side.py --cases 'now O2'"})
-    with pytest.raises(ValueError, match="case 'now O2' does not name both roundings: give --master-rounding nearest"):
-        rounding.roundings("now O2")
+    assert rounding.roundings("O2") == ("stochastic", "stochastic")
+    assert rounding.roundings("O2 --master-rounding nearest --moment-rounding stochastic") == ("nearest", "stochastic")
 
 
 def test_the_cost_of_the_default_is_that_of_the_rows_and_is_in_the_pages_that_state_speeds():
-    costs = {level: float(rounding.change(level, "stochastic", "stochastic", "step")["from_first"]) for level in rounding.LEVELS}
-    assert f"slower by {costs['O2']:.1f} % at O2 and {costs['O3']:.1f} % at O3" in " ".join(rounding.cost().markdown().split())
+    costs = {level: rounding.slower(level, "step") for level in rounding.LEVELS}
+    assert all(cost < 1.0 for cost in costs.values())
+    assert all(rounding.slower(level, "update") < 5.0 for level in rounding.LEVELS)
+    assert f"by {costs['O2']:+.1f} % at O2 and {costs['O3']:+.1f} % at O3" in " ".join(rounding.cost().markdown().split())
     for page in ("README.md", "docs/results/results.md", "docs/guide/choosing.md"):
         assert "<!-- table: rounding-cost -->" in (ROOT / page).read_text(encoding="utf-8"), page
 
