@@ -138,7 +138,7 @@ def check(pair: str, betas: tuple[float, float], rounding: str, silent: int) -> 
     allowed = (1 + ALLOWANCE.get(pair, 0.15)) * found.silent_fp32 + 1.0
     # Few steps after the last gradient FP32 moments move weights too, and roundings add up to a part of that; after 500 it is nothing.
     # COAT's lowest code is the group's smallest m, however small that is, and moves weights by a little for longer.
-    late_allowed = 2 * found.late_fp32 + (0.1 if pair.startswith("coat") else 0.01)
+    late_allowed = 2 * found.late_fp32 + (0.15 if pair.startswith("coat") else 0.01)
     for name, moved, most in (("silent", found.silent, allowed), ("late", found.late, late_allowed)):
         worst = (moved - most).amax(1)
         assert float(worst.max()) <= 0, {kind: f"{name}: {over:.2f} lr too far" for kind, over in zip(KINDS, worst.tolist(), strict=True)}
