@@ -42,7 +42,7 @@ def large_feature_loss(recipe: str | None, steps: int = 120, **settings: Any) ->
 def test_a_huge_feature_does_not_make_a_training_diverge(recipe, moment_rounding):
     """O2 ended at 1,900 and O3 at 53,340, FP32 at 0.36: a second moment had become 0 under a first that had not.
 
-    Over 16 data sets the loss is 1.48 to 1.55 times that of FP32 in the mean, and up to 1.8 times: casts to FP8 beside the feature cost that
+    Over 16 data sets the loss is 1.48 to 1.55 times that of FP32 in the mean, and up to 1.8 times: FP8 casts beside the feature cost that
     much whatever the optimizer stores.
     """
     settings: dict[str, Any] = {} if recipe in ("O1", "coat") else {"moment_rounding": moment_rounding}
