@@ -77,14 +77,14 @@ class Graphs(Protocol):
     def gradients_in_sight(self) -> contextlib.AbstractContextManager[None]: ...
 
 
-class Witness(Protocol):
+class StepObserver(Protocol):
     """A callback between averaged gradients and update, such as `megatron.lm.run.reports.recorder.Recorder`."""
 
     def before_update(self) -> None: ...
 
 
-class RareWitness(Witness, Protocol):
-    """A witness that looks at some steps only, and at their graph as it is: `megatron.lm.run.reports.lost_updates.LostUpdates`."""
+class RareStepObserver(StepObserver, Protocol):
+    """An observer that looks at some steps only, and at their graph as it is: `megatron.lm.run.reports.lost_updates.LostUpdates`."""
 
     def due(self) -> bool: ...
 
@@ -93,8 +93,8 @@ def train_step(
     training: Training,
     batches: Batches,
     graphs: Graphs | None = None,
-    recorder: Witness | None = None,
-    lost_updates: RareWitness | None = None,
+    recorder: StepObserver | None = None,
+    lost_updates: RareStepObserver | None = None,
 ) -> StepResult:
     """Micro-batches forward and backward, gradients averaged while backward runs, clipped, the update, new scales.
 

@@ -54,7 +54,7 @@ SavedPrecision = Callable[[], PrecisionConfig | None]
 
 
 @dataclass(frozen=True)
-class Choice:
+class Fp8LayerChoice:
     """Which linear layers of a transformer layer are BF16 (slots, in the order of `LINEARS`), why, and the gains that decided, by slot."""
 
     bf16: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ def times_by_slot(config: Config, measure: Measure | None) -> dict[str, Times] |
     return {slot: table[key] for slot, key in keys.items()}
 
 
-def choose(config: Config, measure: Measure | None, saved: PrecisionConfig | None = None) -> Choice:
+def choose(config: Config, measure: Measure | None, saved: PrecisionConfig | None = None) -> Fp8LayerChoice:
     """The choice for a run, on one process.
 
     Args:
@@ -139,25 +139,27 @@ def choose(config: Config, measure: Measure | None, saved: PrecisionConfig | Non
     """
     precision = config.precision
     if not precision.named.fp8:
-        return Choice(reason=f"precision {precision.name}")
+        return Fp8LayerChoice(reason=f"precision {precision.name}")
     if precision.bf16_linears is not None:
-        return Choice(tuple(slot for slot in LINEARS if slot in precision.bf16_linears), "by --bf16-linears")
+        return Fp8LayerChoice(tuple(slot for slot in LINEARS if slot in precision.bf16_linears), "by --bf16-linears")
     if not precision.fp8_min_gain:
-        return Choice(reason="--fp8-min-gain 0")
+        return Fp8LayerChoice(reason="--fp8-min-gain 0")
     if saved is not None and saved.named.fp8:
-        return Choice(saved.bf16_linears or (), "as in the checkpoint")
+        return Fp8LayerChoice(saved.bf16_linears or (), "as in the checkpoint")
     if config.training.deterministic:
-        return Choice(reason="--deterministic: times are never the same")
+        return Fp8LayerChoice(reason="--deterministic: times are never the same")
     times = times_by_slot(config, measure)
     if times is None:
-        return Choice(reason="not measured on this GPU" if _has_fp8() else "not measured: FP8 is emulated, the hardware here has none")
+        return Fp8LayerChoice(
+            reason="not measured on this GPU" if _has_fp8() else "not measured: FP8 is emulated, the hardware here has none"
+        )
     groups = [LINEARS] if config.fuses_layers else [(slot,) for slot in LINEARS]
     gains = {slot: sum(times[s].bf16 for s in group) / sum(times[s].fp8 for s in group) for group in groups for slot in group}
     slow = tuple(slot for slot in LINEARS if gains[slot] < precision.fp8_min_gain)
-    return Choice(slow, f"measured, --fp8-min-gain {precision.fp8_min_gain:g}", gains)
+    return Fp8LayerChoice(slow, f"measured, --fp8-min-gain {precision.fp8_min_gain:g}", gains)
 
 
-def decide(config: Config, measure: Measure | None, saved: SavedPrecision = lambda: None) -> tuple[Config, Choice]:
+def decide(config: Config, measure: Measure | None, saved: SavedPrecision = lambda: None) -> tuple[Config, Fp8LayerChoice]:
     """What a run leaves open, decided on one process: how operands are scaled and states rounded, as in the checkpoint, and which linear
     layers are FP8.
 
@@ -177,7 +179,7 @@ def decide(config: Config, measure: Measure | None, saved: SavedPrecision = lamb
     return settled(config, choice), choice
 
 
-def settle(config: Config, saved: SavedPrecision = lambda: None) -> tuple[Config, Choice]:
+def settle(config: Config, saved: SavedPrecision = lambda: None) -> tuple[Config, Fp8LayerChoice]:
     """What rank 0 decides, on every rank; collective.
 
     Raises:
@@ -197,12 +199,12 @@ def settle(config: Config, saved: SavedPrecision = lambda: None) -> tuple[Config
     return replace(config, precision=decided.precision), choice
 
 
-def settled(config: Config, choice: Choice) -> Config:
+def settled(config: Config, choice: Fp8LayerChoice) -> Config:
     """The configuration with a choice in it."""
     return replace(config, precision=replace(config.precision, bf16_linears=choice.bf16)) if config.precision.named.fp8 else config
 
 
-def describe(config: Config, choice: Choice) -> str:
+def describe(config: Config, choice: Fp8LayerChoice) -> str:
     """One line: how many linear layers of the whole model (the LM head apart) run in which precision, and why."""
     counts = []
     for name, slots in (("FP8", [s for s in LINEARS if s not in choice.bf16]), ("BF16", choice.bf16)):

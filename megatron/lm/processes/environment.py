@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class LaunchEnvironment:
     """This process's place among those that were started together: global and per-machine rank and count."""
 
     rank: int = 0
@@ -15,14 +15,14 @@ class Launch:
     local_world_size: int = 1
 
 
-def launch_from_environment(environment: Mapping[str, str] = os.environ) -> Launch:
+def launch_from_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnvironment:
     """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them; without any of them, one process alone.
 
     Raises:
         ValueError: only some of RANK and WORLD_SIZE are set, a value is no integer, or a rank is outside its count.
     """
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
-        return Launch()
+        return LaunchEnvironment()
     rank, world_size = _integer(environment, "RANK"), _integer(environment, "WORLD_SIZE")
     local_rank = _integer(environment, "LOCAL_RANK", default=rank)
     local_world_size = _integer(environment, "LOCAL_WORLD_SIZE", default=world_size)
@@ -32,7 +32,7 @@ def launch_from_environment(environment: Mapping[str, str] = os.environ) -> Laun
     ):
         if not 0 <= value < count:
             raise ValueError(f"{name}={value} must be at least 0 and below {count_name}={count}: {_REMEDY}")
-    return Launch(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size)
+    return LaunchEnvironment(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size)
 
 
 def world_size_from_environment(environment: Mapping[str, str] = os.environ) -> int:

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.lm.config import Config
 from megatron.lm.processes import rendezvous
 from megatron.lm.processes.cpu_home import enter_cpu_home
-from megatron.lm.processes.environment import Launch, launch_from_environment
+from megatron.lm.processes.environment import LaunchEnvironment, launch_from_environment
 
 # Collectives wait this much longer than the watchdog of a run, so that it speaks first: what they say names no rank.
 GRACE_SECONDS = 30.0
@@ -116,7 +116,7 @@ def _backend(name: str) -> str:
     return ("nccl" if cuda else "gloo") if name == "auto" else name
 
 
-def _take_gpu(launch: Launch) -> None:
+def _take_gpu(launch: LaunchEnvironment) -> None:
     gpus = torch.cuda.device_count()
     if launch.local_rank >= gpus:
         raise ValueError(

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from megatron.lm.errors import RunStopped
 from megatron.lm.processes import rendezvous
-from megatron.lm.processes.environment import Launch, launch_from_environment
+from megatron.lm.processes.environment import LaunchEnvironment, launch_from_environment
 from megatron.lm.shell import arguments, exit_codes
 from msamp.kernels.scaled_mm import fp8_hardware, scaled_mm
 
@@ -99,7 +99,7 @@ def _seconds(device: torch.device, work: Callable[[], object], times: int = 20) 
     return (time.perf_counter() - started) / times
 
 
-def look(launch: Launch, least_free_gib: float | None) -> tuple[torch.device, Found]:
+def look(launch: LaunchEnvironment, least_free_gib: float | None) -> tuple[torch.device, Found]:
     """This process's device and what it finds there; what the driver raises is a problem like another.
 
     least_free_gib: None: of a GPU `FREE_SHARE` of its memory.
@@ -164,7 +164,7 @@ class Board:
         expected: hosts in the order of their ranks, as far as they are known before the ranks have come.
     """
 
-    def __init__(self, store: dist.Store, launch: Launch, limit: float, expected: Sequence[str]) -> None:
+    def __init__(self, store: dist.Store, launch: LaunchEnvironment, limit: float, expected: Sequence[str]) -> None:
         self.store, self.launch, self.limit = store, launch, limit
         ranks = range(launch.world_size)
         self.hosts = {rank: expected[rank * len(expected) // launch.world_size] for rank in ranks} if expected else {}
@@ -205,7 +205,7 @@ class Board:
             raise RunStopped(verdict)
 
 
-def open_board(launch: Launch, limit: float, expected: Sequence[str]) -> Board:
+def open_board(launch: LaunchEnvironment, limit: float, expected: Sequence[str]) -> Board:
     """The board of this job. RunStopped where rank 0 cannot be reached within the limit, ValueError without an address."""
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         return Board(dist.HashStore(), launch, limit, expected)

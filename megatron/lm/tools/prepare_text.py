@@ -39,7 +39,7 @@ from megatron.lm.shell.arguments import Parser, count, output_file, path
 from megatron.lm.shell.durable import written_aside
 from megatron.lm.shell.files import made_folder
 
-REQUIREMENTS = Path(__file__).with_name("requirements-text.txt")
+REQUIREMENTS = Path(__file__).parents[1] / "data" / "requirements-text.txt"
 FORM = 1  # raise it when the prepared files change, so that older ones are made anew
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"

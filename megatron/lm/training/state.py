@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.lm.config import Config
-from megatron.lm.model.fp8_layers import Choice
+from megatron.lm.model.fp8_layers import Fp8LayerChoice
 from megatron.lm.processes.grid import Grid
 from megatron.lm.training.health import Health
 from megatron.lm.training.identity import Run
@@ -45,7 +45,7 @@ class Training:
     micro_batches: int
     vocab_size: int
     loss_scaler: LossScaler | None = None
-    linears: Choice = field(default_factory=Choice)
+    linears: Fp8LayerChoice = field(default_factory=Fp8LayerChoice)
     iteration: int = 0
     consumed_samples: int = 0
     passed_over: int = 0

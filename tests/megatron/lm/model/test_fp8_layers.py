@@ -15,7 +15,7 @@ from helpers import dist, tiny
 from megatron.lm.build import build_training
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.model import fp8_layers
-from megatron.lm.model.fp8_layers import Choice, Measure, Shape, Times, choose, describe, read_table, settled, write_table
+from megatron.lm.model.fp8_layers import Fp8LayerChoice, Measure, Shape, Times, choose, describe, read_table, settled, write_table
 from megatron.lm.model.linear import FP8Gemm, WideGemm
 from msamp.numerics.recipe import Recipe
 from msamp.numerics.tensor import ScalingTensor
@@ -87,14 +87,14 @@ SAVED = PrecisionConfig(opt_level="O1", bf16_linears=("linear_fc1",))
 def test_what_goes_before_a_measurement(
     tmp_path: Path, settings: dict[str, Any], saved: PrecisionConfig, bf16: tuple[str, ...], reason: str
 ):
-    assert choose(config(tmp_path, **settings), refuse, saved) == Choice(bf16, reason)
+    assert choose(config(tmp_path, **settings), refuse, saved) == Fp8LayerChoice(bf16, reason)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_fp8_hardware_all_are_fp8_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert choose(config(tmp_path), None) == Choice((), "not measured: FP8 is emulated, the hardware here has none")
+    assert choose(config(tmp_path), None) == Fp8LayerChoice((), "not measured: FP8 is emulated, the hardware here has none")
     monkeypatch.setattr(fp8_layers, "_has_fp8", lambda: True)
-    assert choose(config(tmp_path), None) == Choice((), "not measured on this GPU")
+    assert choose(config(tmp_path), None) == Fp8LayerChoice((), "not measured on this GPU")
     assert fp8_layers.default_measure() is fp8_layers.measure
 
 
@@ -323,19 +323,19 @@ def test_rank_0_decides_for_all(tmp_path: Path):
 
 def test_a_checkpoint_is_asked_at_fp8_alone_and_its_scaling_kept(tmp_path: Path):
     plain = tiny.config("unread", opt_level="O0")
-    assert fp8_layers.decide(plain, refuse, refuse) == (plain, Choice(reason="precision bf16"))
+    assert fp8_layers.decide(plain, refuse, refuse) == (plain, Fp8LayerChoice(reason="precision bf16"))
     saved = PrecisionConfig(opt_level="O1", fp8_amax_history_len=4, bf16_linears=("linear_fc1",))
     asked = config(tmp_path)
     asked = replace(asked, precision=replace(asked.precision, fp8_amax_history_len=None))
     decided, choice = fp8_layers.decide(asked, refuse, lambda: saved)
-    assert choice == Choice(("linear_fc1",), "as in the checkpoint")
+    assert choice == Fp8LayerChoice(("linear_fc1",), "as in the checkpoint")
     assert (decided.precision.fp8_amax_history_len, decided.precision.bf16_linears) == (4, ("linear_fc1",))
 
 
 def test_a_choice_enters_only_fp8_configurations(tmp_path: Path):
     plain = tiny.config("unread", opt_level="O0")
-    assert settled(plain, Choice()) is plain
-    assert settled(config(tmp_path), Choice(("linear_qkv",))).precision.bf16_linears == ("linear_qkv",)
+    assert settled(plain, Fp8LayerChoice()) is plain
+    assert settled(config(tmp_path), Fp8LayerChoice(("linear_qkv",))).precision.bf16_linears == ("linear_qkv",)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from helpers import dist
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.cpu_home import cpu_home
-from megatron.lm.processes.environment import Launch
+from megatron.lm.processes.environment import LaunchEnvironment
 
 
 def config(**parallel: object) -> Config:
@@ -36,7 +36,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_more_processes_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match=r"LOCAL_RANK=2 of 3 processes.*2 GPUs.*--nproc-per-node 2"):
-        process_groups._take_gpu(Launch(rank=2, world_size=3, local_rank=2, local_world_size=3))
+        process_groups._take_gpu(LaunchEnvironment(rank=2, world_size=3, local_rank=2, local_world_size=3))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

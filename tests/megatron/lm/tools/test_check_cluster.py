@@ -16,7 +16,7 @@ import torch.distributed
 
 from helpers import dist
 from megatron.lm.errors import RunStopped
-from megatron.lm.processes.environment import Launch
+from megatron.lm.processes.environment import LaunchEnvironment
 from megatron.lm.tools import check_cluster
 from megatron.lm.tools.check_cluster import Board, Found, Summed
 
@@ -84,7 +84,7 @@ def test_what_the_driver_raises_is_a_problem_of_its_rank(monkeypatch: pytest.Mon
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nstack")
 
     monkeypatch.setattr(check_cluster, "operands", broken)
-    _, found = check_cluster.look(Launch(), None)
+    _, found = check_cluster.look(LaunchEnvironment(), None)
     assert found.problem == "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 
 
@@ -137,7 +137,7 @@ def test_stages_take_every_machine_and_every_neighbour_once(machines: int, gpus:
 def board(ranks: int, limit: float = 0.2, hosts: list[str] | None = None) -> list[Board]:
     store = torch.distributed.HashStore()
     return [
-        Board(store, Launch(rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks), limit, hosts or [])
+        Board(store, LaunchEnvironment(rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks), limit, hosts or [])
         for rank in range(ranks)
     ]
 
@@ -307,7 +307,7 @@ def test_the_store_of_torchrun_is_met_anew(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(server.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    found = check_cluster.open_board(Launch(), 10.0, [])
+    found = check_cluster.open_board(LaunchEnvironment(), 10.0, [])
     assert not found.store.check(["devices"])
     found.store.set_timeout(timedelta(seconds=5))
     found.agree("devices", lambda: None)
