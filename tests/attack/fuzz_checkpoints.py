@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import pickletools
 import random
 import shutil
 import tarfile
@@ -17,10 +16,11 @@ from attack.fuzz import CANARY, Command
 from helpers import checkpoints, tiny
 from megatron.lm import pretrain
 from megatron.lm.checkpoint.files.folder import INFO_FILE, read_info
+from megatron.lm.checkpoint.files.index import PLAN_FILE
 from megatron.lm.config.cli import config_from_dict, to_argv
 from megatron.lm.tools import convert_checkpoint, generate
 
-OLD = Path(__file__).parents[1] / "checkpoints_of" / "version_3"  # with their metadata in a pickle
+OLD = Path(__file__).parents[1] / "checkpoints_of" / "version_5"
 NEW = {"O2": {"opt_level": "O2"}, "O3": {"opt_level": "O3"}, "bf16": {"precision": "bf16"}, "fp16": {"precision": "fp16-amp"}}
 
 
@@ -122,45 +122,18 @@ def _write_info(folder: Path, info: dict[str, Any]) -> None:
 
 
 def _forge_plan(draw: random.Random, folder: Path) -> None:
-    """What says where the tensors stand: JSON, or the pickle of before."""
+    """Twist the plan, and damage the data files."""
     for file in folder.iterdir():
-        if file.name == INFO_FILE or file.suffix == ".distcp":
+        if file.name == INFO_FILE:
             continue
         data = file.read_bytes()
         try:
             content = json.loads(data)
         except ValueError:
-            file.write_bytes(odd.damaged(data, draw) if draw.random() < 0.3 else _other_words(data, draw))
+            file.write_bytes(odd.damaged(data, draw))
         else:
             file.write_text(json.dumps(odd.twisted(content, draw, draw.choice((1, 1, 3)))))
     _sealed(folder)
-
-
-def _other_words(data: bytes, draw: random.Random) -> bytes:
-    """A pickle in which a short string is another one of the same length, or a small number another."""
-    try:
-        places = [
-            (at, op.name, arg)
-            for op, arg, at in pickletools.genops(data)
-            if op.name in ("SHORT_BINUNICODE", "BINUNICODE", "BININT1", "BININT")
-        ]
-    except Exception:  # it is no pickle: whatever may be wrong with one
-        return odd.damaged(data, draw)
-    if not places:
-        return odd.damaged(data, draw)
-    at, name, arg = draw.choice(places)
-    changed = bytearray(data)
-    if name == "BININT1":
-        changed[at + 1] = draw.randrange(256)
-    elif name == "BININT":
-        changed[at + 1 : at + 5] = draw.randbytes(4)
-    else:
-        start = at + (2 if name == "SHORT_BINUNICODE" else 5)
-        text = arg.encode()
-        changed[start : start + len(text)] = (
-            ("../" * len(text)).encode()[: len(text)] if draw.random() < 0.5 else draw.sample(text, len(text))
-        )
-    return bytes(changed)
 
 
 CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
@@ -186,11 +159,7 @@ CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
 
 def _forge_tensors(draw: random.Random, folder: Path) -> None:
     """Other tensors under sound digests."""
-    try:
-        held = checkpoints.tensors(folder)
-    except ValueError:  # an earlier version's, whose tensors another test twists
-        _forge_info(draw, folder)
-        return
+    held = checkpoints.tensors(folder)
     keys, changed, without = sorted(held), {}, []
     for key in draw.sample(keys, draw.choice((1, 1, 2, 5))):
         what, x = draw.randrange(6), held[key]
@@ -238,7 +207,7 @@ def evil_pickles() -> list[bytes]:
 
 def _forge_pickle(draw: random.Random, folder: Path) -> None:
     evil = draw.choice(evil_pickles())
-    for file in (folder / ".metadata", *(path for path in folder.iterdir() if path.suffix == ".distcp" and draw.random() < 0.2)):
+    for file in (folder / ".metadata", folder / PLAN_FILE, *(path for path in folder.glob("*.bin") if draw.random() < 0.2)):
         file.write_bytes(evil)
     if draw.random() < 0.7:
         info = json.loads((folder / INFO_FILE).read_text())

@@ -2,7 +2,6 @@
 
 import io
 import shutil
-import tarfile
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -11,7 +10,8 @@ import pytest
 from attack import fuzz_checkpoints
 from torch import Tensor
 
-from helpers import checkpoints
+from helpers import checkpoints, tiny
+from helpers.make_checkpoints import SMALL
 from megatron.lm.checkpoint import CheckpointReader
 from megatron.lm.tools import convert_checkpoint
 
@@ -38,8 +38,7 @@ def said(argv: list[str]) -> tuple[int, str]:
     ],
 )
 def test_an_entry_of_another_shape_or_dtype_ends_in_a_line(level: str, kinds: Sequence[str], tmp_path: Path):
-    with tarfile.open(fuzz_checkpoints.OLD / f"{level}.tar.xz") as packed:
-        packed.extractall(tmp_path / "good", filter="data")
+    checkpoints.saved(tiny.write_data(tmp_path), tmp_path / "good", precision=level, **SMALL)
     good = next(path for path in (tmp_path / "good").rglob("iter_*") if path.is_dir())
     held, refused = checkpoints.tensors(good), 0
     for key in entries(held, kinds):

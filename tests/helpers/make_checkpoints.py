@@ -2,7 +2,7 @@
 
     git worktree add ../then COMMIT
     cd ../then && OMP_NUM_THREADS=1 PYTHONPATH=.:tests python -P ../here/tests/helpers/make_checkpoints.py \\
-        ../here/tests/checkpoints_of/version_3 [NAME ...]
+        ../here/tests/checkpoints_of/version_6 [NAME ...]
 
 The folder gets the corpus, and of each run NAME.tar.xz, the checkpoint, and NAME.json, what the code of then made of it: the
 SHA-256 of every tensor of model and optimizer after loading, and the losses of the steps after that. Beside tests/helpers/tiny.py of the

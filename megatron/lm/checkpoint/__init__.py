@@ -1,6 +1,6 @@
 """Checkpoints: sharded, moved between grids and levels on load, whole or not there.
 
-`content` says what one holds, `folder` where, `versions` what those of earlier versions hold.
+`content` says what one holds, `folder` where, `versions` what those of earlier versions hold; `foreign` parses those of other code.
 """
 
 from megatron.lm.checkpoint.files.folder import exists, iteration_folder, latest

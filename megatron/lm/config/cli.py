@@ -1,7 +1,7 @@
 """Command line of the trainer: flags generated from the sections of `Config`, and the way back.
 
 `--preset NAME` lays the values of `presets.py` under the flags: what is written beside it overrides them. A renamed flag is understood for
-one version more, with a warning that says what to write (`RENAMED`). `checkpoint/versions.py` knows the old name in checkpoints for good.
+one version more, with a warning that says what to write (`RENAMED`).
 """
 
 import argparse

@@ -2,7 +2,6 @@
 
 A tensor of the model is stored in chunks of any cut; a reader asks for a region of it and need not know the cut. Each rank writes the
 bytes of its chunks into a file of its own, and the first of them the plan (`plan`), which says where each chunk lies. Neither is a pickle.
-Checkpoints of versions 3 and 4 have both as pickles, and `pickled` reads them without executing one.
 """
 
 import io
@@ -29,7 +28,6 @@ from megatron.lm.checkpoint.files.index import (
     regular_file,
     write_plan,
 )
-from megatron.lm.checkpoint.files.pickled import FORMER_PLAN_FILE, chunk_of_zip, plan_of_pickle
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,13 +130,11 @@ class Stored:
 
     def __init__(self, folder: Path, known: Collection[str] | None = None) -> None:
         self.folder = folder
-        self._former = not os.path.lexists(folder / PLAN_FILE) and os.path.lexists(folder / FORMER_PLAN_FILE)
-        file = folder / (FORMER_PLAN_FILE if self._former else PLAN_FILE)
+        file = folder / PLAN_FILE
         try:
             if (length := regular_file(file).stat().st_size) > LARGEST_PLAN:
                 raise ValueError(f"it is {length} bytes long; a plan has at most {LARGEST_PLAN}")
-            data = file.read_bytes()
-            self.tensors = plan_of_pickle(data) if self._former else plan_of_json(data)
+            self.tensors = plan_of_json(file.read_bytes())
             check(folder, self.tensors)
             used = {file.name} | {chunk.file for entry in self.tensors.values() for chunk in entry.chunks}
             if known is not None and not used <= set(known):
@@ -175,9 +171,6 @@ class Stored:
         file, row = self.folder / chunk.file, math.prod(chunk.shape[1:]) * entry.dtype.itemsize
         try:
             with regular_file(file).open("rb") as stream:
-                if self._former:
-                    stream.seek(chunk.start)
-                    return chunk_of_zip(stream.read(chunk.length), entry.dtype, chunk.shape)[tuple(part)]
                 shape = (part[0].stop - part[0].start, *chunk.shape[1:]) if part else ()
                 found = torch.empty(shape, dtype=entry.dtype)
                 stream.seek(chunk.start + (part[0].start * row if part else 0))

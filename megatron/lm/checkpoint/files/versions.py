@@ -4,25 +4,20 @@
 know.
 
 1   A folder with one file, `state.pt`, and no `checkpoint.json`.
-2   A file a rank, such as `mp_rank_00_000.pt`, and no `checkpoint.json`. It could be read on the same grid alone.
-3   `checkpoint.json` and a sharded file a rank, with the keys that `content` lists; the states are master, exp_avg, exp_avg_sq, and of
-    Collage's pairs weight_remainder and exp_avg_sq_remainder. The configuration has `precision.fp8_scaling`: delayed, current, or none for
-    the recipe's own. Nothing says how delayed scaling does it: it looks at 16 steps, takes the largest amax, and leaves no margin. The
-    first ones also have `logging.log_underflow_interval`; at their time two settings with a derived default of today had a fixed one.
-4   Tensors as in 3. The states are those that the update declares, under its own names. The configuration has `precision.fp8_recipe`
-    (tensorwise, where version 3 says current), `fp8_amax_history_len`, `fp8_amax_compute_algo` and `fp8_margin`; a precision, an update and
-    a gradient exchange may be registered ones.
-5   Keys, tensors and configuration as in 4. The plan is `plan.json`, and a data file, `__RANK_0.bin`, holds the bytes of tensors alone
-    (`plan`). In 3 and 4 both are pickles of torch's distributed checkpoint, `.metadata` and `__RANK_0.distcp` (`pickled`).
-    `checkpoint.json` also says of which run it is (`run`) and whether it is healthy (`health`); older ones say neither.
-6   As 5, and the configuration has `precision.master_rounding` and `moment_rounding`: nearest in all older versions, whatever the recipe's
-    default is now.
+2   One file per rank, such as `mp_rank_00_000.pt`, and no `checkpoint.json`.
+3   `checkpoint.json`, a plan and one sharded file per rank; plan and files are pickles of torch's distributed checkpoint.
+4   As 3, with the optimizer states under the names that the update declares, and `precision.fp8_recipe` instead of `fp8_scaling`.
+5   `checkpoint.json`, with the keys that `content` lists. The plan is `plan.json` (`index`), and a data file, `__RANK_0.bin`, contains the
+    bytes of tensors alone. The states are those that the update declares, under its own names. `checkpoint.json` may also contain the run
+    (`run`) and its health (`health`).
+6   As 5, and the configuration has `precision.master_rounding` and `moment_rounding`: nearest in version 5, whatever the recipe's default
+    is now.
 
-A reader of version 6 reads 3 to 6. `upgraded` rewrites the configuration, one step a version, and the rest of the code knows today's
-alone. Tensors of version 3 have the keys of version 6, so that no step touches them, and a run goes on from them bit for bit. Versions 1
-and 2 are refused with the advice to read them with the code of then. A version above 6 is refused with the advice to take newer code:
-whatever such a checkpoint holds, this code cannot know what else to load. As with a damaged one, a resume then passes over it to an older
-checkpoint in the same folder, if there is one, and says so.
+This code reads versions 5 and 6. `upgraded` rewrites the configuration, one step per version, so that the rest of the code knows only the
+current one. Tensors of both versions have the same keys, and a run resumes from either bit for bit. No release wrote version 4 or older;
+they are refused, and the message says which code reads them. A version above 6 is refused with the advice to use newer code, because this
+code cannot know what else such a checkpoint contains. As with a damaged checkpoint, a resume then falls back to an older one in the same
+folder, if there is one, and prints a line.
 
 A setting that a run leaves open is saved as open, and means the default on resume. So a new default is a new version too, with a step that
 writes the default of before into older configurations.
@@ -64,7 +59,8 @@ def upgraded(info: dict[str, Any]) -> dict[str, Any]:
         )
     if version < oldest:
         raise ValueError(
-            f"has checkpoint version {version}, and this code reads versions {oldest} to {VERSION}: read it with the code of then"
+            f"has checkpoint version {version}, and this code reads versions {oldest} to {VERSION}: resume with the version of msamp that "
+            f"wrote it; to convert it, resume and save again with one that reads {version} and writes {oldest} or newer"
         )
     for name, is_one in _ENTRIES.items():
         if info.get(name) is not None and not is_one(info[name]):
@@ -165,24 +161,10 @@ def _natural(number: Any) -> bool:
     return type(number) is int and 0 <= number < 2**63
 
 
-def _from_3(config: dict[str, dict[str, Any]]) -> None:
-    precision = config.get("precision", {})
-    if config.get("logging", {}).pop("log_underflow_interval", None) is not None:
-        fixed = {"fp8_scaling": "delayed", "save_activations": "compute"}
-        precision |= {key: None for key, value in fixed.items() if precision.get(key) == value}
-    if "fp8_scaling" in precision:
-        scaling = precision.pop("fp8_scaling")
-        precision["fp8_recipe"] = "tensorwise" if scaling == "current" else scaling
-
-
-def _from_4(config: dict[str, dict[str, Any]]) -> None:
-    """Its configuration is that of 5."""
-
-
 def _from_5(config: dict[str, dict[str, Any]]) -> None:
     if "precision" in config:
         config["precision"] |= {"master_rounding": "nearest", "moment_rounding": "nearest"}
 
 
 # Version -> the function that turns its configuration into the next one's.
-_STEPS: dict[int, Callable[[dict[str, dict[str, Any]]], None]] = {3: _from_3, 4: _from_4, 5: _from_5}
+_STEPS: dict[int, Callable[[dict[str, dict[str, Any]]], None]] = {5: _from_5}

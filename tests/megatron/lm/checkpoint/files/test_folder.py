@@ -211,7 +211,7 @@ TORN: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file cut short": (lambda f: (f / "data").write_text("ne"), "data is 2 bytes long; it should be 3 bytes long"),
     "a version to come": (
         lambda f: checkpoints.seal(f, version=VERSION + 1),
-        f"iter_0000004 has checkpoint version {VERSION + 1}, and this code reads versions 3 to {VERSION}: take the code that wrote it",
+        f"iter_0000004 has checkpoint version {VERSION + 1}, and this code reads versions 5 to {VERSION}: take the code that wrote it",
     ),
     "a path that leads out": (
         lambda f: checkpoints.seal(f, files={"../iter_0000002/data": {"bytes": 3, "sha256": "0"}}),

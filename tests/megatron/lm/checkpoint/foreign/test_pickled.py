@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from helpers import tiny
-from megatron.lm.checkpoint.files.pickled import FORMER_PLAN_FILE, chunk_of_zip, interpreted
-from megatron.lm.checkpoint.files.storage import Stored
+from megatron.lm.checkpoint.files.index import Plan, check
+from megatron.lm.checkpoint.foreign.pickled import PLAN_FILE, chunk_of_zip, interpreted, plan_of_pickle
 
 RAW = torch.randint(0, 256, (16, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
 HELD = {
@@ -34,31 +34,38 @@ def folder(tmp_path: Path) -> Path:
 
 
 def metadata(folder: Path) -> Any:
-    return pickle.loads((folder / FORMER_PLAN_FILE).read_bytes())
+    return pickle.loads((folder / PLAN_FILE).read_bytes())
 
 
 def rewritten(folder: Path, change: Callable[[Any], object]) -> None:
     held = metadata(folder)
     change(held)
-    (folder / FORMER_PLAN_FILE).write_bytes(pickle.dumps(held))
+    (folder / PLAN_FILE).write_bytes(pickle.dumps(held))
+
+
+def checked(folder: Path) -> Plan:
+    """The plan, compared with the files beside it."""
+    plan = plan_of_pickle((folder / PLAN_FILE).read_bytes())
+    check(folder, plan)
+    return plan
 
 
 def refused(folder: Path, said: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
-        Stored(folder)
-    (line,) = str(caught.value).splitlines()
-    assert line.startswith(f"{folder / FORMER_PLAN_FILE} cannot be read (")
-    assert line.endswith("); load an older checkpoint")
+        checked(folder)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_every_tensor_is_read_as_torch_reads_it(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """With every way to execute a pickle barred."""
     for module, name in ((pickle, "Unpickler"), (pickle, "loads"), (pickle, "load"), (torch, "load")):
         monkeypatch.setattr(module, name, None)
-    stored = Stored(folder)
-    assert stored.tensors.keys() == HELD.keys()
+    plan = checked(folder)
+    assert plan.keys() == HELD.keys()
     for key, x in HELD.items():
-        found = stored.tensor(key)
+        (chunk,) = plan[key].chunks
+        data = (folder / chunk.file).read_bytes()[chunk.start : chunk.start + chunk.length]
+        found = chunk_of_zip(data, plan[key].dtype, chunk.shape)
         assert (found.dtype, found.shape) == (x.dtype, x.shape)
         assert tiny.same(tiny.bits([found]), tiny.bits([x.contiguous()])), key
 
@@ -90,7 +97,7 @@ def test_a_pickle_that_wants_to_run_code_is_refused_and_does_not_run(folder: Pat
     if inside:
         rewritten(folder, lambda held: setattr(held, "planner_data", evil))
     else:
-        (folder / FORMER_PLAN_FILE).write_bytes(pickle.dumps(evil))
+        (folder / PLAN_FILE).write_bytes(pickle.dumps(evil))
     refused(folder, rf"it names {named}, which has no place in a checkpoint")
     assert not (folder / "ran").exists()
 
@@ -150,17 +157,19 @@ def test_a_table_whose_keys_double_themselves_costs_nothing():
     assert len(table) == 101
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "cut short", "noise", "another object"])
-def test_a_plan_that_cannot_be_read(folder: Path, damage: str):
-    file, whole = folder / FORMER_PLAN_FILE, (folder / FORMER_PLAN_FILE).read_bytes()
-    if damage == "missing":
-        file.unlink()
-        with pytest.raises(ValueError, match=r"plan\.json cannot be read .*is missing"):
-            Stored(folder)
-        return
-    other = pickle.dumps(Path("here"))
-    file.write_bytes({"empty": b"", "cut short": whole[: len(whole) // 2], "noise": bytes(range(256)), "another object": other}[damage])
-    refused(folder, "cannot be read")
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    {
+        "empty": (lambda _: b"", "exhausted before seeing STOP"),
+        "cut short": (lambda whole: whole[:-1], "exhausted before seeing STOP"),
+        "noise": (lambda _: bytes(range(256)), "opcode .* unknown"),
+        "another object": (lambda _: pickle.dumps(Path("here")), "it has something else where a Metadata belongs"),
+    }.values(),
+)
+def test_a_plan_that_cannot_be_read(folder: Path, damage: Callable[[bytes], bytes], said: str):
+    file = folder / PLAN_FILE
+    file.write_bytes(damage(file.read_bytes()))
+    refused(folder, said)
 
 
 def moved(**changes: Any) -> Callable[[Any], object]:

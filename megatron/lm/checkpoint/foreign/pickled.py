@@ -1,5 +1,7 @@
-"""Checkpoints of versions 3 and 4, which torch's distributed checkpoint (DCP) wrote: a plan that is a pickle, and chunks that are
-`torch.save`'s zip files with a pickle each. They are read here, and no pickle is executed.
+"""Parse tensors that torch's distributed checkpoint (DCP) wrote, the format that Megatron-LM uses, without executing a pickle.
+
+The plan of such a checkpoint is a pickle, and each chunk is a zip file of `torch.save` with another pickle. The trainer's own checkpoints
+contain no pickle, so `loading` does not import this file.
 
 A pickle is a program. An unpickler imports any name, calls it, and sets attributes on any object. A list of permitted names is not enough,
 because BUILD changes a permitted class itself. Here each operation only records what it would have done: a name is text, a call and a
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from megatron.lm.checkpoint.files.index import DTYPES, Chunk, Entry, Plan, natural, size
 
-FORMER_PLAN_FILE = ".metadata"
+PLAN_FILE = ".metadata"
 _DCP, _FILES, _PATHS = "torch.distributed.checkpoint.metadata ", "torch.distributed.checkpoint.filesystem ", ("pathlib ", "pathlib._local ")
 _STORAGES = {
     "torch DoubleStorage": torch.float64,

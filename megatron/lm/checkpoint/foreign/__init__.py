@@ -1,0 +1,1 @@
+"""Parsers of checkpoints that other code wrote. None executes a pickle."""
