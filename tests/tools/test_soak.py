@@ -14,6 +14,7 @@ from megatron.lm.checkpoint import iteration_folder
 from megatron.lm.checkpoint.files import storage
 from megatron.lm.checkpoint.files.folder import digest_entries, marked_iteration, new_partial_folder, publish, write_info
 from megatron.lm.checkpoint.files.storage import Item
+from megatron.lm.checkpoint.files.versions import VERSION
 from megatron.lm.config import cli
 from megatron.lm.config.rules import check
 from tools import soak
@@ -62,7 +63,7 @@ def write(root: Path, iteration: int, **tensors: torch.Tensor) -> Path:
     folder = iteration_folder(root, iteration)
     partial = new_partial_folder(folder)
     storage.write(partial, [Item.whole(key, x) for key, x in tensors.items()])
-    write_info(partial, {"version": 3, "iteration": iteration, "files": digest_entries(partial.iterdir())})
+    write_info(partial, {"version": VERSION, "iteration": iteration, "files": digest_entries(partial.iterdir())})
     publish(folder)
     return folder
 

@@ -169,7 +169,7 @@ def test_steps_are_eager_and_the_log_says_of_whom_the_layers_are(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     settings = tiny.config("corpus", precision="te-delayed")
     assert step_graph.choose(settings) == ("none", "Transformer Engine's layers are not captured")
-    assert fp8_layers.describe(settings, fp8_layers.Choice(reason="precision te-delayed")) == (
+    assert fp8_layers.describe(settings, fp8_layers.Fp8LayerChoice(reason="precision te-delayed")) == (
         "linear layers: 8 of Transformer Engine; precision te-delayed"
     )
 
