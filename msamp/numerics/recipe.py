@@ -132,7 +132,8 @@ class StateFormats:
             update does not take.
         master_rounding, moment_rounding: how masters and moments are stored in their formats, "nearest" or "stochastic". The latter lets
             updates below half a code arrive in the mean (`msamp.numerics.stochastic_rounding`). FP32 rounds nothing. COAT's moments are
-            stored to nearest: their groups follow the values.
+            stored to nearest, because their groups follow the values. So is v where nearest rounding keeps it within 2 %, such as FP16 at
+            beta2 0.95 (`kernels.reference.store.rounding_of`).
 
     Raises:
         ValueError: COAT's format for another state, an unknown rounding, and stochastic rounding of what is not rounded.

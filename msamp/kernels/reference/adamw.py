@@ -159,7 +159,7 @@ def adamw(
     Args:
         tables: where the kernel keeps its table of addresses; the twin needs none.
         batch: the tensors.
-        hyper: FP64 [5], a `Hyper`.
+        hyper: FP64 [5 or more], a `Hyper` first.
         amaxes: FP32 [4 or more, parameters]: of gradient, m, v and master as stored, of whole tensors.
         kept: FP32 [3 or more, pieces], changed in place: amaxes of m, v and master as this call stores them; rows of plain moments are
             0, and so is that of a plain master unless its weight is scaled or its decay Adam's.

@@ -4,12 +4,10 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.triton.pack import _payload, _value
-from msamp.numerics.formats import BF16
 from msamp.numerics.stochastic_rounding import FIRST, HIGH, LANES, MULTIPLIERS, SECOND, SPREAD
 
 HASH_SPREAD, HASH_FIRST, HASH_SECOND, HASH_HIGH = (tl.constexpr(x) for x in (SPREAD, FIRST, SECOND, HIGH))
 HASH_LANES, OF_M, OF_V, OF_P = (tl.constexpr(x) for x in (LANES, *MULTIPLIERS.values()))
-BF16_MAX = tl.constexpr(BF16.max)
 
 
 @triton.jit
