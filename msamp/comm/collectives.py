@@ -197,6 +197,14 @@ class Pending:
             self._work = None
         return self._result
 
+    def keep(self) -> torch.Tensor:
+        """The result in memory that later collectives leave alone; after it `done` does nothing."""
+        return self.wait()
+
+    def done(self) -> None:
+        """The current stream has every kernel that reads the result: a later collective may write its memory. Call it once, after the last
+        such kernel; what was read from `wait` must not be read any more. Only memory that ranks share needs it (`msamp.comm.copies`)."""
+
 
 def _all_reduce_by_exchange(x: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
     rows = x.reshape(1, -1).repeat(dist.get_world_size(group), 1)

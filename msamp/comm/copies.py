@@ -8,7 +8,8 @@ work. That leaves a collective of two barriers, each a kernel of a few microseco
     wait for the producer -> barrier: every rank has done with this window -> copies into the peers' windows -> barrier: all is there
 
 A window is used again by a later collective. The first barrier makes that safe: it comes after all that a rank has enqueued before it,
-hence after the kernels that read the window last, if nothing on the host still holds what it had. `Window.take` looks whether that is so.
+hence after the kernels that read the window last, once they are enqueued. The reader says so by `Pending.done`, in program order, the same
+on every rank; `Window.take` refuses a window that has not been given back. When Python or an autograd thread frees a tensor plays no part.
 
 This library then computes sums itself: each rank has the others' partial sums in its memory and adds them up in FP32 in the order of the
 ranks, in one kernel (`ops.sum_payloads`). So the bits are those of the FP32 sum over any backend; NCCL's own sum of BF16 rounds after each
@@ -20,12 +21,11 @@ torch, so it is found by trying: `obstacle` says why a group has none.
 """
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from msamp.comm.bucket import as_bytes
 from msamp.comm.collectives import Peers, Pending
@@ -49,7 +49,7 @@ def choose_peers(group: dist.ProcessGroup, sent: WireBytes, transport: str, *, m
         measure: whether "auto" measures both where there are two; else it takes copies.
 
     Raises:
-        ValueError: copies are asked for where there can be none.
+        ValueError: copies are asked for where there can be none, or where they fail `self_test`.
     """
     if transport == "nccl" or dist.get_world_size(group) == 1:
         return Peers(group, sent), f"by {dist.get_backend(group)}"
@@ -59,6 +59,11 @@ def choose_peers(group: dist.ProcessGroup, sent: WireBytes, transport: str, *, m
             raise ValueError(f"transport 'copies': no rank can copy into another's memory, since {why}; choose nccl or auto")
         return Peers(group, sent), f"by {dist.get_backend(group)}: {why}"
     copies = CopyPeers(group, sent)
+    why = self_test(CopyPeers(group, WireBytes()), Peers(group, WireBytes()))
+    if why is not None:
+        if transport == "copies":
+            raise ValueError(f"transport 'copies': {why}; choose nccl or auto, and report it with the driver's version")
+        return Peers(group, sent), f"by NCCL: {why}"
     if transport == "copies" or not measure:
         return copies, "by copies between the GPUs"
     times = [_time_of_a_gather(peers) for peers in (Peers(group, WireBytes()), CopyPeers(group, WireBytes()))]
@@ -69,6 +74,56 @@ def choose_peers(group: dist.ProcessGroup, sent: WireBytes, transport: str, *, m
     return (copies, f"by copies between the GPUs: {told}") if copied < nccl else (Peers(group, sent), f"by NCCL: {told}")
 
 
+def self_test(copies: "CopyPeers", nccl: Peers) -> str | None:
+    """Why copies are not to be trusted on this machine; None where they bring, byte for byte, what NCCL brings. Collective, the same answer
+    on every rank.
+
+    More gathers and all-to-alls than there are windows, as in several micro-batches; in inference mode, as in evaluation; and captured in
+    a CUDA graph that is replayed over new data.
+    """
+    ranks, wrong = copies.ranks, []
+    payload = torch.empty(ranks * PROBE_BYTES, dtype=torch.uint8, device="cuda")
+    brought = torch.empty(2, ranks * ranks * PROBE_BYTES, dtype=torch.uint8, device="cuda")
+
+    def fill(seed: int) -> None:
+        payload.copy_(torch.arange(payload.numel(), device="cuda").mul_(2 * copies.rank + 3).add_(seed).remainder_(251))
+
+    def exchange(peers: Peers, out: torch.Tensor) -> None:
+        """A gather and an all-to-all that are out at a time."""
+        gather = peers.start_all_gather(payload, [payload.numel()] * ranks, "a sample", "activation")
+        slices = peers.start_all_to_all(payload, [PROBE_BYTES] * ranks, "a sample", "activation")
+        out.copy_(gather.wait())
+        out[: payload.numel()].bitwise_xor_(slices.wait())
+        if slices.lacks_own:  # its place holds the previous exchange's bytes
+            own = slice(peers.rank * PROBE_BYTES, (peers.rank + 1) * PROBE_BYTES)
+            out[own].bitwise_xor_(slices.wait()[own]).bitwise_xor_(payload[own])
+        gather.done()
+        slices.done()
+
+    def compare(when: str, seed: int, run: Callable[[], None]) -> None:
+        fill(seed)
+        run()
+        exchange(nccl, brought[1])
+        if not brought[0].equal(brought[1]):
+            wrong.append(when)
+
+    for seed in range(2 * GATHER_WINDOWS):
+        compare("in turn", seed, lambda: exchange(copies, brought[0]))
+    with torch.inference_mode():
+        for seed in range(10, 10 + GATHER_WINDOWS):
+            compare("in inference mode", seed, lambda: exchange(copies, brought[0]))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(GATHER_WINDOWS + 1):
+            exchange(copies, brought[0])
+    for seed in range(20, 20 + GATHER_WINDOWS):
+        compare("from a CUDA graph", seed, graph.replay)
+    torch.cuda.synchronize()  # before the graph and its memory go
+    found: list[Any] = [None] * ranks
+    dist.all_gather_object(found, next(iter(wrong), None), copies.group)
+    return next((f"they brought other bytes than NCCL {when} on rank {rank}" for rank, when in enumerate(found) if when), None)
+
+
 def _time_of_a_gather(peers: Peers) -> float:
     """Microseconds, mean of `REPEATS`."""
     payload = torch.zeros(SAMPLE_BYTES, dtype=torch.uint8, device="cuda")
@@ -76,7 +131,9 @@ def _time_of_a_gather(peers: Peers) -> float:
     for number in range(-2, REPEATS):
         if number == 0:
             start.record()
-        peers.start_all_gather(payload, [SAMPLE_BYTES] * peers.ranks, "a sample", "activation").wait()
+        gathered = peers.start_all_gather(payload, [SAMPLE_BYTES] * peers.ranks, "a sample", "activation")
+        gathered.wait()
+        gathered.done()
     end.record()
     end.synchronize()
     return 1e3 * start.elapsed_time(end) / REPEATS
@@ -118,29 +175,33 @@ class Window:
         self.size = size
         self._memory = symmetric.empty(size, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
         self.handle = symmetric.rendezvous(self._memory, group)
-        self._given: StorageWeakRef | None = None
+        self._taken = False
 
     def of(self, rank: int, start: int, size: int) -> torch.Tensor:
         """uint8 [size]: bytes of a rank's window, from byte `start`."""
         return self.handle.get_buffer(rank, (size,), torch.uint8, start)
 
     def take(self, rank: int) -> torch.Tensor:
-        """This rank's whole window, for the result of a collective; RuntimeError where the result before it is still held."""
-        if self._given is not None and not self._given.expired():
+        """This rank's whole window, for the result of a collective; RuntimeError where the one before it was not given back."""
+        if self._taken:
             raise RuntimeError(
-                "what a tensor-parallel collective brought is still held while its memory is wanted again: this is a bug of the program, "
-                "report it, and run with --tp-transport nccl"
+                "the result of a tensor-parallel collective was not given back before its memory is needed again: this is a bug of the "
+                "program, report it, and run with --tp-transport nccl"
             )
-        mine = self.of(rank, 0, self.size)
-        self._given = StorageWeakRef(mine.untyped_storage())
-        return mine
+        self._taken = True
+        return self.of(rank, 0, self.size)
+
+    def give_back(self) -> None:
+        """All kernels that read the window are enqueued on the current stream."""
+        self._taken = False
 
 
 class CopyPeers(Peers):
     """`Peers` that copy in all-gathers and all-to-alls of equal slices; all else is NCCL's.
 
-    The result of a collective stands in a window. Use it before `GATHER_WINDOWS` (`SUM_WINDOWS`) more are started, and clone it to keep it.
-    The result of an all-to-all lacks this rank's own slice, which the caller has already.
+    The result of a collective that was started stands in a window until `Pending.done`; of one size at most `GATHER_WINDOWS` gathers and
+    `SUM_WINDOWS` all-to-alls can be out at a time. The result of `start_all_to_all` lacks this rank's own slice, which the caller has
+    already. `all_gather` returns memory of its own, and `all_to_all` is NCCL's.
 
     Args:
         group: ranks of one host for which there is no `obstacle`.
@@ -154,6 +215,15 @@ class CopyPeers(Peers):
         self._windows: dict[tuple[str, int], list[Window]] = {}
         self._turn: dict[tuple[str, int], int] = {}
         self._stream = torch.cuda.Stream(priority=-1)  # before the GEMMs: what it brings is waited for
+
+    def all_to_all(self, flat: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight") -> torch.Tensor:
+        pending = super().start_all_to_all(flat, sizes, what, kind, async_op=False)
+        return pending.wait().view(self.ranks, sizes[self.rank])
+
+    def all_gather(
+        self, own: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight", label: str = "all-gather"
+    ) -> torch.Tensor:
+        return self.start_all_gather(own, sizes, what, kind, label).keep()
 
     def start_all_to_all(
         self,
@@ -220,19 +290,33 @@ class CopyPeers(Peers):
             window.handle.barrier(channel=COPIED)
             done = torch.cuda.Event()
             done.record()
-        return _Copied(self, mine.view(source.dtype), done, source, what)
+        return _Copied(self, window, mine.view(source.dtype), done, source, what)
 
 
 class _Copied(Pending):
     """The result of copies. It holds their sources until the stream that wrote them has waited; they may be written again then."""
 
-    def __init__(self, peers: Peers, result: torch.Tensor, done: torch.cuda.Event, source: torch.Tensor, what: str) -> None:
+    def __init__(
+        self, peers: Peers, window: Window, result: torch.Tensor, copied: torch.cuda.Event, source: torch.Tensor, what: str
+    ) -> None:
         super().__init__(peers, result, None, what)
-        self._done: torch.cuda.Event | None = done
+        self._window: Window | None = window
+        self._copied: torch.cuda.Event | None = copied
         self._source: torch.Tensor | None = source
 
     def wait(self) -> torch.Tensor:
-        if self._done is not None:
-            torch.cuda.current_stream().wait_event(self._done)
-            self._done = self._source = None
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._copied = self._source = None
         return self._result
+
+    def keep(self) -> torch.Tensor:
+        if self._window is not None:
+            self._result = self.wait().clone()
+            self.done()
+        return self._result
+
+    def done(self) -> None:
+        if self._window is not None:
+            self._window.give_back()
+            self._window = None

@@ -100,8 +100,9 @@ class AttentionBlock(torch.autograd.Function):
         normed = norm.cast(x2d, None, slot=qkv_gemm.x, cast=qkv_gemm.gemm.input, ends=ends, scale_inv=n_scale_inv)
         gathered = ends.start_gather(normed.y, "input all-gather")
         w_qkv = qkv_gemm.weight(qkv_weight.payload)
-        n8 = gathered()
+        n8 = gathered.keep() if ends.keeps_gathered and how.keep else gathered()
         qkv = qkv_gemm.output(Operand.tensorwise(n8, n_scale_inv), w_qkv, qkv_bias, x.dtype)
+        gathered.done()
         attention = (_Wide if how.fp8 is None else _Narrow)(qkv.view(-1, b, qkv.shape[-1]), how)
         o = attention.operand(o_scale_inv)
         partial = proj.output(o, proj.weight(proj_weight.payload), proj_bias if ends.adds_bias else None, x.dtype)
@@ -159,13 +160,14 @@ def _inner(ctx: Any, stream: Sequence[torch.Tensor], kept: KeptByBlock, grad_del
     how, attention, device, dtype = ctx.how, ctx.attention, grad_delta.device, grad_delta.dtype
     del ctx.attention
     qkv, proj, ends = how.qkv, how.proj, how.ends
-    start_g, proj_sums = start_grad_output(proj, grad_delta, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
+    grad_y = start_grad_output(proj, grad_delta, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
     again = start_input_again(how, stream, kept, dtype)
     attention.again()
-    g = start_g()
+    g = grad_y.operand()
     grad_proj = proj.grad_weight(g, attention.transposed(kept.last_scale_inv), ctx.weight_dtypes[1])
     grad_o = proj.grad_input(g, proj.weight(kept.last_weight, transpose=True), dtype)
     dq, dk, dv, scale_invs = attention.gradients(grad_o)
+    grad_y.done()
     del attention, grad_o, g
     g_scale_inv = scalar_pool.take(device)
 
@@ -182,7 +184,7 @@ def _inner(ctx: Any, stream: Sequence[torch.Tensor], kept: KeptByBlock, grad_del
     if qkv.grad.watch is not None:
         qkv.grad.watch(rotated_back(torch.float32, scale=None, amax_slot=None).payload, made.payload, g_scale_inv)
     grad = Operand.tensorwise(made.payload, g_scale_inv, made.payload_t)
-    return Inner(grad, first_sums=made.sums, last_sums=proj_sums, last_weight=lambda: grad_proj, again=again)
+    return Inner(grad, first_sums=made.sums, last_sums=grad_y.sums, last_weight=lambda: grad_proj, again=again)
 
 
 class _Wide:

@@ -12,7 +12,7 @@ import torch
 
 from msamp.kernels import ops
 from msamp.nn.cast_scales import CastScales, just_in_time_scale
-from msamp.nn.ends import Ends, Pending
+from msamp.nn.ends import Ends, PendingRows, ReadyRows
 from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.group_scaling import leave_maxima, maxima_for
 from msamp.nn.saved_activations import Saved
@@ -101,7 +101,7 @@ class NormWeights(NamedTuple):
         """FP32: the values before the cast."""
         return self._run(total, scale=None, amax_slot=None, dtype=torch.float32).y
 
-    def start_again(self, total: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, ends: Ends) -> Pending:
+    def start_again(self, total: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, ends: Ends) -> PendingRows:
         """The payload of all rows, cast again in backward from the stream [M, h] with the scale of forward: the same codes."""
         again = self._run(total, scale=scale_inv.reciprocal(), amax_slot=None, dtype=dtype).y
         return ends.start_gather(again, "input all-gather again")
@@ -174,7 +174,7 @@ class Inner(NamedTuple):
     first_sums: torch.Tensor
     last_sums: torch.Tensor
     last_weight: Callable[[], torch.Tensor]
-    again: Pending | None
+    again: PendingRows | None
 
 
 class BlockGradients(NamedTuple):
@@ -219,9 +219,21 @@ def _scale(
     return just_in_time_scale(cast, shared), None, shared
 
 
-def start_grad_output(
-    layer: LayerGemm, grad: torch.Tensor, scale_inv: torch.Tensor, ends: Ends, *, colsum: bool
-) -> tuple[Callable[[], Operand], torch.Tensor]:
+class GradOutput(NamedTuple):
+    """The gradient of a block's output on its way to both GEMMs of the last layer.
+
+    Attributes:
+        operand: waits for all rows, in both layouts.
+        done: the row layout will not be read any more, see `PendingRows.done`.
+        sums: FP32 [parts, N], column sums of this rank's rows; empty where they were not asked for.
+    """
+
+    operand: Callable[[], Operand]
+    done: Callable[[], None]
+    sums: torch.Tensor
+
+
+def start_grad_output(layer: LayerGemm, grad: torch.Tensor, scale_inv: torch.Tensor, ends: Ends, *, colsum: bool) -> GradOutput:
     """The gradient of a block's output, cast once for both GEMMs of the linear layer that gave it, by the maxima that its producer has
     left.
 
@@ -231,9 +243,6 @@ def start_grad_output(
         scale_inv: FP32 0-dim holding 0, where the cast leaves its own.
         ends: of the block.
         colsum: give the column sums of this rank's rows too, of which the bias's gradient is made.
-
-    Returns:
-        What waits for the operand of all rows in both layouts; FP32 [parts, N], empty without `colsum`.
     """
     rows, maxima = grad.reshape(-1, grad.shape[-1]), maxima_for(layer.grad, grad)
     scale, amax_slot, shared = _scale(layer.grad, layer.gemm.grad_output, ends, lambda: ops.amax(rows) if maxima is None else maxima.max())
@@ -254,16 +263,16 @@ def start_grad_output(
         codes = gathered()
         return Operand.tensorwise(codes, scale_inv, ops.transpose(codes) if ends.spread else made.payload_t)
 
-    return operand, made.sums
+    return GradOutput(operand, gathered.done, made.sums)
 
 
 def start_input_again(
     how: BlockSettings, stream: Sequence[torch.Tensor], kept: KeptByBlock, dtype: torch.dtype, *, asked: bool = False
-) -> Pending | None:
+) -> PendingRows | None:
     """The first layer's input of all ranks' rows for backward: as kept, or cast again from the stream and gathered. None where this rank
     has all rows, unless `asked`."""
     if kept.gathered is not None:
-        return lambda: kept.gathered  # type: ignore[return-value]
+        return ReadyRows(kept.gathered)
     if not (asked or how.ends.spread):
         return None
     norm = NormWeights(how.norm, kept.norm_weight, kept.norm_bias)
@@ -300,7 +309,11 @@ def finish_backward(
     grad_last = last_weight()
     del last_weight
     total = how.saved.restore(stream, dtype)
-    n8_t = norm.transposed(total, kept, first.x_dtype) if again is None else ops.transpose(again())
+    if again is None:
+        n8_t = norm.transposed(total, kept, first.x_dtype)
+    else:
+        n8_t = ops.transpose(again())
+        again.done()
     grad_first = first.grad_weight(grad, Operand.tensorwise(None, kept.input_scale_inv, n8_t), weight_dtypes[0])
     del grad, n8_t, again
     rows = residual.reshape(-1, residual.shape[-1])

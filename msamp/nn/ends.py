@@ -22,7 +22,34 @@ import torch
 
 from msamp.nn.gemm import LayerGemm
 
-Pending = Callable[[], torch.Tensor]
+
+class PendingRows(Protocol):
+    """Rows on their way. `rows()` waits for them, on a GPU in the stream alone."""
+
+    def __call__(self) -> torch.Tensor:
+        """The rows, valid until `done`."""
+
+    def keep(self) -> torch.Tensor:
+        """The rows in memory of their own, as what is kept for backward must be; `done` does nothing then."""
+
+    def done(self) -> None:
+        """The current stream has every kernel that reads the rows: the next collective may write their memory."""
+
+
+class ReadyRows:
+    """Rows that are there already, in memory of their own: a `PendingRows` of a tensor."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+
+    def __call__(self) -> torch.Tensor:
+        return self._rows
+
+    def keep(self) -> torch.Tensor:
+        return self._rows
+
+    def done(self) -> None:
+        pass
 
 
 class Ends(Protocol):
@@ -43,14 +70,15 @@ class Ends(Protocol):
     def shared_amax(self, amax: torch.Tensor) -> torch.Tensor:
         """The largest amax (FP32, 0-dim) of the ranks that gather their rows, for one scale; `amax` itself where no rows are gathered."""
 
-    def start_gather(self, payload: torch.Tensor, label: str) -> Pending:
-        """All ranks' rows [M, N] of this rank's [M / ranks, N], where `spread`; bytes are counted as `label`."""
+    def start_gather(self, payload: torch.Tensor, label: str) -> PendingRows:
+        """All ranks' rows [M, N] of this rank's [M / ranks, N], where `spread`; bytes are counted as `label`. The caller gives them back by
+        `done` before it returns: no gathered rows outlive the forward or backward of a layer."""
 
     def sum_output(self, partial: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
         """The sum of the ranks' partial sums [M, N], of which this rank gets its rows where `spread`; may be `partial` itself."""
 
-    def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Pending:
-        """As `sum_output`, for a grad_input."""
+    def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Callable[[], torch.Tensor]:
+        """As `sum_output`, for a grad_input; what is returned waits for it."""
 
 
 class _Alone:
@@ -61,13 +89,13 @@ class _Alone:
     def shared_amax(self, amax: torch.Tensor) -> torch.Tensor:
         return amax
 
-    def start_gather(self, payload: torch.Tensor, label: str) -> Pending:
-        return lambda: payload
+    def start_gather(self, payload: torch.Tensor, label: str) -> PendingRows:
+        return ReadyRows(payload)
 
     def sum_output(self, partial: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
         return partial
 
-    def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Pending:
+    def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Callable[[], torch.Tensor]:
         return lambda: partial
 
 

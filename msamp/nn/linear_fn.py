@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.nn.block import unviewed
-from msamp.nn.ends import ALONE, Ends
+from msamp.nn.ends import ALONE, Ends, PendingRows, ReadyRows
 from msamp.nn.gemm import LayerGemm, Operand, cast_operand
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.recipe import Cast
@@ -51,9 +51,12 @@ class LinearFunction(torch.autograd.Function):
         gathered = ins.start_gather(operand.codes, "input all-gather")
         w = layer.weight(weight.payload)
         if ins.spread:
-            shard, operand = operand.codes, operand._replace(payload=gathered())
-            saved = (operand.codes if ins.keeps_gathered else shard) if needs_w else None
-        y = outs.sum_output(layer.output(operand, w, bias, x.dtype), layer)
+            keeps = needs_w and ins.keeps_gathered
+            shard, operand = operand.codes, operand._replace(payload=gathered.keep() if keeps else gathered())
+            saved = (operand.codes if keeps else shard) if needs_w else None
+        partial = layer.output(operand, w, bias, x.dtype)
+        gathered.done()
+        y = outs.sum_output(partial, layer)
         ctx.save_for_backward(saved, operand.scale_inv_t, weight.payload)
         ctx.how, ctx.shape, ctx.weight_dtype = how, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -70,7 +73,7 @@ class LinearFunction(torch.autograd.Function):
         saved, x_scale_inv, w_payload = ctx.saved_tensors
         (layer, ins, outs), (needs_x, needs_w, needs_b, _) = ctx.how, ctx.needs_input_grad
         grad_x = grad_w = grad_b = None
-        x8 = lambda: saved  # noqa: E731
+        x8: PendingRows = ReadyRows(saved)
         if needs_w and ins.spread and not ins.keeps_gathered:
             x8 = ins.start_gather(saved, "input all-gather again")
         g2d = grad_output.reshape(-1, grad_output.shape[-1])
@@ -89,7 +92,10 @@ class LinearFunction(torch.autograd.Function):
         if needs_w:
             g = g._replace(payload_t=ops.transpose(g.codes)) if outs.spread else g
             x8_t = ops.transpose(x8()) if ins.spread else saved
+            x8.done()
             grad_w = layer.grad_weight(g, Operand.kept(x8_t, x_scale_inv, layer.gemm.input), ctx.weight_dtype)
+        if needs_x or needs_w:
+            gathered.done()
         if needs_b and ctx.bias_dtype is not None:
             # Either way torch adds up in FP32; into its own dtype it is one launch less.
             grad_b = g2d.sum(0, dtype=None if g2d.dtype == ctx.bias_dtype else torch.float32).to(ctx.bias_dtype)

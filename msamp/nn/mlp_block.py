@@ -81,8 +81,9 @@ class MLPBlock(torch.autograd.Function):
         normed = norm.cast(x2d, delta2d, slot=fc1.x, cast=fc1.gemm.input, ends=ends, scale_inv=n_scale_inv)
         gathered = ends.start_gather(normed.y, "input all-gather")
         w1 = fc1.weight(fc1_weight.payload)
-        n8 = gathered()
+        n8 = gathered.keep() if ends.keeps_gathered else gathered()
         y = fc1.output(Operand.tensorwise(n8, n_scale_inv), w1, fc1_bias, x.dtype)
+        gathered.done()
         a8, _ = ops.activate(y, kind=how.activation, scale=fc2.x.scale, amax_slot=fc2.x.amax, dtype=fc2.x_dtype, scale_inv_slot=a_scale_inv)
         if fc2.x.watch is not None:
             wide, _ = ops.activate(y, kind=how.activation, scale=None, amax_slot=None, dtype=torch.float32)
@@ -131,7 +132,7 @@ def _inner(how: MLPSettings, parts: Sequence[torch.Tensor], kept: KeptByBlock, g
     """Backward through FC2 and the activation; `parts` are those of the stream, then those of FC1's output."""
     fc1, fc2, ends, device, dtype = how.fc1, how.fc2, how.ends, grad_output.device, grad_output.dtype
     stream = parts if how.recompute else parts[: len(parts) // 2]
-    start_g, fc2_sums = start_grad_output(fc2, grad_output, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
+    grad_y = start_grad_output(fc2, grad_output, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
     again = start_input_again(how, stream, kept, dtype, asked=how.recompute)
     if how.recompute:
         assert again is not None
@@ -139,8 +140,10 @@ def _inner(how: MLPSettings, parts: Sequence[torch.Tensor], kept: KeptByBlock, g
         again = again if ends.spread else None
     else:
         y = how.saved.restore(parts[len(stream) :], dtype)
-    g, scale_inv = start_g(), scalar_pool.take(device)
+    g, scale_inv = grad_y.operand(), scalar_pool.take(device)
     grad_a = fc2.grad_input(g, fc2.weight(kept.last_weight, transpose=True), dtype)
+    g = g._replace(payload=None)
+    grad_y.done()
 
     def through_activation(dtype: torch.dtype, **options: Any) -> ActivationGradient:
         scale_inv, a_dtype = kept.last_scale_inv, fc2.x_dtype
@@ -163,4 +166,4 @@ def _inner(how: MLPSettings, parts: Sequence[torch.Tensor], kept: KeptByBlock, g
         return fc2.grad_weight(g, activated, fc2_dtype)
 
     grad = Operand.tensorwise(made.payload, scale_inv, made.payload_t)
-    return Inner(grad, first_sums=made.sums, last_sums=fc2_sums, last_weight=grad_fc2, again=again)
+    return Inner(grad, first_sums=made.sums, last_sums=grad_y.sums, last_weight=grad_fc2, again=again)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from msamp.comm.collectives import Peers
+from msamp.comm.collectives import Peers, Pending
 from msamp.kernels import ops
 from msamp.nn.cast_scales import CastScales
 from msamp.nn.gemm import cast_operand
@@ -28,7 +28,23 @@ def gathered_shape(shape: Sequence[int], peers: Peers) -> tuple[int, ...]:
     return (shape[0] * peers.ranks, *shape[1:])
 
 
-def start_gather(payload: torch.Tensor, peers: Peers, label: str) -> Callable[[], torch.Tensor]:
+class GatheredRows:
+    """All ranks' rows, on their way: `msamp.nn.ends.PendingRows` by a collective."""
+
+    def __init__(self, pending: Pending, shape: tuple[int, ...]) -> None:
+        self._pending, self._shape = pending, shape
+
+    def __call__(self) -> torch.Tensor:
+        return self._pending.wait().view(self._shape)
+
+    def keep(self) -> torch.Tensor:
+        return self._pending.keep().view(self._shape)
+
+    def done(self) -> None:
+        self._pending.done()
+
+
+def start_gather(payload: torch.Tensor, peers: Peers, label: str) -> GatheredRows:
     """All-gather rows, the same number from each rank.
 
     Args:
@@ -37,10 +53,10 @@ def start_gather(payload: torch.Tensor, peers: Peers, label: str) -> Callable[[]
         label: under which the bytes are counted, such as "input all-gather".
 
     Returns:
-        A function that waits, on a GPU in the stream alone, and returns [ranks M, N], rank after rank.
+        [ranks M, N], rank after rank, on its way. On a GPU the stream alone waits for it.
     """
     pending = peers.start_all_gather(payload.view(-1), [payload.numel()] * peers.ranks, f"an activation ({label})", KIND, label)
-    return lambda: pending.wait().view(gathered_shape(payload.shape, peers))
+    return GatheredRows(pending, gathered_shape(payload.shape, peers))
 
 
 def start_sum(
@@ -86,14 +102,22 @@ def start_sum(
     def finish() -> torch.Tensor:
         received = pending.wait().view(peers.ranks, sizes[peers.rank])
         own = payload.view(-1).split(sizes)[peers.rank] if pending.lacks_own else None
-        if scatter:
-            return ops.sum_payloads(received, scale_inv, dtype, own, peers.rank).view(shape)
         room = 2.0 ** (peers.ranks - 1).bit_length()
-        factor, fmt = (None, dtype) if scale_inv is None else (torch.full_like(scale_inv, 1.0 / room), cast.format.dtype)
-        rounded = ops.sum_payloads(received, factor, fmt, own, peers.rank)
-        whole = peers.start_all_gather(rounded, sizes, f"the sums of {role}", KIND, label).wait()
+        if scatter:
+            factor, fmt = scale_inv, dtype
+        elif scale_inv is None:
+            factor, fmt = None, dtype
+        else:
+            factor, fmt = torch.full_like(scale_inv, 1.0 / room), cast.format.dtype
+        summed = ops.sum_payloads(received, factor, fmt, own, peers.rank)
+        pending.done()
+        if scatter:
+            return summed.view(shape)
+        gathered = peers.start_all_gather(summed, sizes, f"the sums of {role}", KIND, label)
         if scale_inv is None:
-            return whole.clone().view(shape) if peers.copies else whole.view(shape)
-        return ops.sum_payloads(whole.view(1, -1), scale_inv * room, dtype).view(shape)
+            return gathered.keep().view(shape)
+        whole = ops.sum_payloads(gathered.wait().view(1, -1), scale_inv * room, dtype).view(shape)
+        gathered.done()
+        return whole
 
     return finish

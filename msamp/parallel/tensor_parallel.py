@@ -52,6 +52,7 @@ import torch.distributed as dist
 
 from msamp.comm.copies import TRANSPORTS, choose_peers
 from msamp.comm.counters import WireBytes
+from msamp.nn.ends import PendingRows, ReadyRows
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.linear_fn import LinearFunction, LinearSettings, activation
 from msamp.nn.scaling_state import WIRE, LinearScaling
@@ -113,13 +114,9 @@ class TensorParallel:
         """The largest amax of the group; what a rank gives is alike, or not sent, without sequence parallelism."""
         return shared_amax(amax, self.peers) if self.sequence_parallel else amax
 
-    def start_gather(self, payload: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
+    def start_gather(self, payload: torch.Tensor, label: str) -> PendingRows:
         """All ranks' rows, under sequence parallelism; else `payload`."""
-        if not self.sequence_parallel:
-            return lambda: payload
-        gathered = start_gather(payload, self.peers, label)
-        kept = self.peers.copies and self.keeps_gathered and label == "input all-gather"  # till backward: the window is wanted before
-        return (lambda: gathered().clone()) if kept else gathered
+        return start_gather(payload, self.peers, label) if self.sequence_parallel else ReadyRows(payload)
 
     def sum_output(self, partial: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
         """The sum of a row-parallel layer's output, sent as `wire` says."""

@@ -73,7 +73,7 @@ class _OfAllRanks(torch.autograd.Function):
         ctx.peers, ctx.scatter = peers, sequence_parallel
         if not sequence_parallel:
             return x.view_as(x)
-        return start_gather(x.contiguous(), peers, WHAT + "input all-gather")()
+        return start_gather(x.contiguous(), peers, WHAT + "input all-gather").keep()  # the graph holds it until backward
 
     @staticmethod
     @once_differentiable

@@ -56,8 +56,8 @@ class ParallelConfig:
     )
     tp_transport: str = setting(
         "what carries activations between tensor-parallel processes at O3: NCCL, copies between the GPUs of one host, or auto: the faster "
-        "of both, measured at the start. With --deterministic auto means copies where they are possible",
-        "nccl",
+        "of both, tested and measured at the start. With --deterministic auto means copies where they are possible",
+        "auto",
         choices=TP_TRANSPORTS,
     )
     use_distributed_optimizer: bool = setting(

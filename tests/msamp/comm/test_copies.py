@@ -12,6 +12,10 @@ from msamp.comm import copies
 from msamp.comm.collectives import Peers
 from msamp.comm.copies import GATHER_WINDOWS, CopyPeers, choose_peers, obstacle
 from msamp.comm.counters import WireBytes
+from msamp.nn.scaling_state import LinearScaling
+from msamp.numerics.recipe import O3
+from msamp.numerics.tensor import ScalingTensor
+from msamp.parallel.tensor_parallel import SAVED_INPUTS, TensorParallel, column_linear, row_linear
 
 
 def chosen_over_gloo() -> tuple[Any, ...]:
@@ -40,32 +44,31 @@ def together(group: Any) -> dict[str, Any]:
     for seed in range(2 * GATHER_WINDOWS):
         for dtype in (torch.float8_e4m3fn, torch.bfloat16):
             x = own(mine.rank, dtype, seed).view(-1)
-            gathered, wanted = (peers.start_all_gather(x, [x.numel()] * 2, "x").wait() for peers in (mine, nccl))
-            found["same"].append(gathered.view(torch.uint8).equal(wanted.view(torch.uint8)))
+            gathered, wanted = (peers.start_all_gather(x, [x.numel()] * 2, "x") for peers in (mine, nccl))
+            found["same"].append(gathered.keep().view(torch.uint8).equal(wanted.wait().view(torch.uint8)))
             sizes = [x.numel() // 2] * 2
             pending = mine.start_all_to_all(x, sizes, "x")
             received, wanted = pending.wait().view(2, -1), nccl.start_all_to_all(x, sizes, "x").wait().view(2, -1)
             other = 1 - mine.rank
             found["same"].append(pending.lacks_own and received[other].view(torch.uint8).equal(wanted[other].view(torch.uint8)))
-            del gathered, pending, received
+            pending.done()
     found["bytes"] = sent[0].take() == sent[1].take()
     x, graph = own(mine.rank, torch.float8_e5m2).view(-1), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(5):
-            gathered = mine.start_all_gather(x, [x.numel()] * 2, "x").wait()
-            y = gathered.view(torch.uint8).clone()
-            del gathered
+            y = mine.all_gather(x, [x.numel()] * 2, "x").view(torch.uint8)
     for seed in range(3):
         x.view(torch.uint8).copy_(own(mine.rank, torch.uint8, seed).view(-1))
         graph.replay()
         wanted = torch.cat([own(rank, torch.uint8, seed).view(-1) for rank in range(2)])
         found["graph"].append(y.equal(wanted))
-    held = [mine.start_all_gather(x, [x.numel()] * 2, "x").wait() for _ in range(GATHER_WINDOWS)]
+    held = [mine.start_all_gather(x, [x.numel()] * 2, "x") for _ in range(GATHER_WINDOWS)]
     try:
         mine.start_all_gather(x, [x.numel()] * 2, "x")
     except RuntimeError as error:
         found["held"] = str(error)
-    del held
+    for pending in held:
+        pending.done()
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         try:
             mine.start_all_gather(x[:96], [96] * 2, "x")
@@ -75,12 +78,42 @@ def together(group: Any) -> dict[str, Any]:
     return found
 
 
+def poison(window: copies.Window) -> None:
+    """`give_back` of a window whose memory the next collective of another layer writes: NaN in every FP8 and BF16 format."""
+    window._memory.fill_(0x7F)
+    window._taken = False
+
+
+def layers(group: Any, transport: str, saved_input: str) -> list[Tensor]:
+    """Output and gradients of a column- and a row-parallel layer over three micro-batches, then an output without gradients."""
+    tp = TensorParallel(group, sequence_parallel=True, transport=transport, saved_input=saved_input)
+    torch.manual_seed(tp.peers.rank)
+    weights = [
+        torch.nn.Parameter(ScalingTensor.quantize(torch.randn(shape, device="cuda") / 8, O3.weight)) for shape in ((64, 64), (64, 64))
+    ]
+    scalings = [LinearScaling(O3.gemm, "cuda", wire=wire) for wire in (O3.gemm.grad_output.format, None)]
+    found: list[Tensor] = []
+    for _ in range(3):
+        x = torch.randn(32, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        y = row_linear(column_linear(x, weights[0], None, scalings[0], tp), weights[1], scalings[1], tp)
+        found += [y.detach(), *torch.autograd.grad(y, (x, *weights), torch.randn_like(y))]
+    with torch.inference_mode():
+        found.append(row_linear(column_linear(x, weights[0], None, scalings[0], tp), weights[1], scalings[1], tp))
+    return found
+
+
 def on_two_gpus() -> dict[str, Any]:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("nccl")
     group = torch.distributed.group.WORLD
     auto, words = choose_peers(group, WireBytes(), "auto")
     found = together(group) | {"obstacle": obstacle(group), "auto": (auto.copies, words)}
+    found["self_test"] = copies.self_test(CopyPeers(group, WireBytes()), Peers(group, WireBytes()))
+    wanted = {saved: layers(group, "nccl", saved) for saved in SAVED_INPUTS}
+    copies.Window.give_back = poison
+    found["poisoned"] = [
+        all(a.equal(b) for a, b in zip(layers(group, "copies", saved), wanted[saved], strict=True)) for saved in SAVED_INPUTS
+    ]
     torch.distributed.destroy_process_group()
     return found
 
@@ -94,7 +127,9 @@ def test_copies_bring_what_nccl_brings():
         assert all(found["same"])
         assert found["bytes"]
         assert found["graph"] == [True] * 3
-        assert "still held" in found["held"]
+        assert found["self_test"] is None
+        assert found["poisoned"] == [True] * 2
+        assert "was not given back" in found["held"]
         assert "before an eager step has exchanged" in found["captured"]
         assert found["auto"] == ranks[0]["auto"]
         assert "us by copies" in found["auto"][1]

@@ -8,35 +8,58 @@ import torch
 from helpers.block_halves import B, H, S, attention_half, attention_settings, mlp_half, mlp_settings
 from helpers.numerics import make
 from msamp.nn.attention_block import AttentionBlock
-from msamp.nn.ends import ALONE, Pending
+from msamp.nn.ends import ALONE, PendingRows
 from msamp.nn.gemm import LayerGemm
+from msamp.nn.linear_fn import LinearFunction, LinearSettings
 from msamp.nn.mlp_block import MLPBlock
+from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.recipe import O3
+
+
+class Window:
+    """Gathered rows in memory that the next collective writes: once given back they are NaN."""
+
+    def __init__(self, payload: torch.Tensor) -> None:
+        self.rows, self.kept, self.given_back = payload.clone(), False, 0
+
+    def __call__(self) -> torch.Tensor:
+        assert not self.given_back
+        return self.rows
+
+    def keep(self) -> torch.Tensor:
+        self.kept = True
+        return self.rows.clone()
+
+    def done(self) -> None:
+        self.given_back += 1
+        self.rows.view(torch.uint8).fill_(0x7F)
 
 
 class OneRank:
     """A tensor-parallel group of one rank, under sequence parallelism, which notes what it is asked for."""
 
-    spread = True
+    ranks, spread = 1, True
 
     def __init__(self, keeps_gathered: bool, adds_bias: bool = True) -> None:
         self.keeps_gathered, self.adds_bias = keeps_gathered, adds_bias
         self.asked: list[str] = []
+        self.out: list[Window] = []
 
     def shared_amax(self, amax: torch.Tensor) -> torch.Tensor:
         self.asked.append("amax")
         return amax.clone()
 
-    def start_gather(self, payload: torch.Tensor, label: str) -> Pending:
+    def start_gather(self, payload: torch.Tensor, label: str) -> PendingRows:
         self.asked.append(label)
-        gathered = payload.clone()
-        return lambda: gathered
+        rows = Window(payload)
+        self.out.append(rows)
+        return rows
 
     def sum_output(self, partial: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
         self.asked.append("output")
         return partial.clone()
 
-    def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Pending:
+    def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Any:
         self.asked.append("grad_input")
         return partial.clone
 
@@ -72,6 +95,26 @@ def test_one_rank_is_a_block_alone(block, delayed, recompute, keeps_gathered):
     gathers = ["input all-gather", "output", "grad_output all-gather", *again, "grad_input"]
     assert [what for what in ends.asked if what != "amax"] == gathers
     assert ends.asked.count("amax") == (0 if delayed else 2)  # the norm's output and the grad_output
+    assert all(rows.given_back == 1 for rows in ends.out)
+
+
+@pytest.mark.parametrize("keeps_gathered", [False, True], ids=["shard", "gathered"])
+@pytest.mark.parametrize("end", ["input", "output"])
+def test_a_linear_layer_of_one_rank_gives_back_what_it_gathers(end, keeps_gathered):
+    half, ends = mlp_half(O3), OneRank(keeps_gathered)
+    weight, bias = half.tensors["fc1"], half.tensors["fc1_bias"]
+    x, grad = (make("normal", (S, B, n), seed=seed).to(torch.bfloat16) for seed, n in ((1, H), (2, weight.shape[0])))
+
+    def run(**how: Any) -> list[torch.Tensor]:
+        scaling = LinearScaling(O3.gemm)
+        leaf = x.clone().requires_grad_()
+        y = LinearFunction.apply(leaf, weight, bias, LinearSettings(LayerGemm.of(scaling, weight), **how))
+        return [y.detach(), *torch.autograd.grad(y, (leaf, weight, bias), grad)]
+
+    for got, want in zip(run(**{f"{end}_end": ends}), run(), strict=True):
+        assert got.equal(want)
+    assert ends.out
+    assert all(rows.given_back == 1 for rows in ends.out)
 
 
 def test_a_rank_that_adds_no_bias_lacks_it():

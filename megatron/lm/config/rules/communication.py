@@ -72,7 +72,7 @@ def tensor_parallel_wire(config: Config, world_size: int) -> Problems:
     for name, default, ground, there in (
         ("tp_wire", "bf16", "--tensor-model-parallel-size above 1", parallel.tensor_model_parallel_size > 1),
         ("tp_saved_input", "shard", "--sequence-parallel", parallel.sequence_parallel),
-        ("tp_transport", "nccl", "--tensor-model-parallel-size above 1", parallel.tensor_model_parallel_size > 1),
+        ("tp_transport", "auto", "--tensor-model-parallel-size above 1", parallel.tensor_model_parallel_size > 1),
     ):
         value = getattr(parallel, name)
         lacking = [remedy for remedy, given in ((level, fp8_wire), (ground, there)) if not given]
