@@ -1,16 +1,14 @@
 """Command line of the trainer: flags generated from the sections of `Config`, and the way back.
 
-`--preset NAME` lays the values of `presets.py` under the flags: what is written beside it overrides them. A renamed flag is understood for
-one version more, with a warning that says what to write (`RENAMED`).
+`--preset NAME` lays the values of `presets.py` under the flags: what is written beside it overrides them.
 """
 
 import argparse
 import difflib
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, fields
+from dataclasses import MISSING, Field, asdict, fields
 from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -18,24 +16,6 @@ from megatron.lm.config.blend_file import read_blend
 from megatron.lm.config.presets import PRESETS, preset
 from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, SIZE, choices_of, flag
 from megatron.lm.config.whole import Config
-
-
-@dataclass(frozen=True)
-class Renamed:
-    """A setting of the version before.
-
-    Attributes:
-        section: of both names.
-        now: its name today.
-        values: former value -> its name today.
-    """
-
-    section: str
-    now: str
-    values: Mapping[str, str]
-
-
-RENAMED = {"fp8_scaling": Renamed("precision", "fp8_recipe", {"delayed": "delayed", "current": "tensorwise"})}
 
 
 def section_types() -> dict[str, type]:
@@ -66,15 +46,6 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
             values["data_path"] = read_blend(values["data_args_path"])
         except ValueError as error:
             parser.error(str(error))
-    for name in RENAMED.keys() & values.keys():
-        new, value, old = RENAMED[name].now, RENAMED[name].values[values[name]], f"{flag(name)} {values[name]}"
-        if values[new] is not None:
-            parser.error(
-                f"{old} is the former name of {flag(new)} {value}, and {flag(new)} {values[new]} stands beside it: drop {flag(name)}"
-            )
-        # Python shows it where the caller is a script, as the trainer is.
-        warnings.warn(f"{old} will not be known to the next version: write {flag(new)} {value}", DeprecationWarning, stacklevel=2)
-        values[new] = value
     return config_from_dict({name: {f.name: values[f.name] for f in fields(cls)} for name, cls in section_types().items()})
 
 
@@ -205,10 +176,6 @@ def _parser(presets: Mapping[str, Any]) -> argparse.ArgumentParser:
         group = parser.add_argument_group(section, (cls.__doc__ or "").splitlines()[0])
         for setting in fields(cls):
             _add_flag(group, setting, _hints(cls)[setting.name], presets.get(setting.name, setting.default))
-        for name, renamed in RENAMED.items():
-            if renamed.section == section:
-                text = f"the former name of {flag(renamed.now)}, for one version more"
-                group.add_argument(flag(name), choices=tuple(renamed.values), default=argparse.SUPPRESS, help=text)
     return parser
 
 

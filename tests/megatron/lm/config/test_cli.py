@@ -85,7 +85,7 @@ def test_flags_override_a_preset():
     [
         ([], ["required", "--num-layers", "--train-iters"]),
         (["--opt-level", "O4"], ["--opt-level", "'O4'", "O0", "O1", "O2", "O3"]),
-        (["--fp8-scaling", "dynamic"], ["--fp8-scaling", "'dynamic'", "delayed", "current"]),
+        (["--fp8-scaling", "current"], ["unknown flag --fp8-scaling"]),
         (["--preset", "6b"], ["--preset", "'6b'", "7b", "175b"]),
         (["--tokenizer-type", "Sentencepiece"], ["'Sentencepiece'", "GPT2BPETokenizer", "HuggingFaceTokenizer"]),
         (["--num-layers", "two"], ["--num-layers", "'two'", "int"]),
@@ -122,7 +122,6 @@ def test_help_lists_every_flag_and_every_name_that_can_be_registered():
     assert "--preset" in done.stdout
     assert f"--precision {{{','.join(recipe_names())}}}" in done.stdout
     assert f"--fp8-recipe {{{','.join(recipe.GEMMS)}}}" in done.stdout
-    assert "--fp8-scaling {delayed,current}       the former name of --fp8-recipe" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -165,16 +164,3 @@ def test_what_a_preset_gives_is_legal():
     for name in PRESETS:
         config = parse_args(["--preset", name])
         assert [problem for section in section_types() for problem in single_values(getattr(config, section))] == []
-
-
-@pytest.mark.parametrize(("was", "now"), [("delayed", "delayed"), ("current", "tensorwise")])
-def test_a_renamed_flag_is_understood_with_a_warning(was, now):
-    want = parse_args([*REQUIRED, "--opt-level", "O2", "--fp8-recipe", now])
-    with pytest.warns(DeprecationWarning, match=rf"--fp8-scaling {was} will not be known .*: write --fp8-recipe {now}"):
-        assert parse_args([*REQUIRED, "--opt-level", "O2", "--fp8-scaling", was]) == want
-
-
-def test_a_renamed_flag_beside_its_new_name_is_refused(capsys):
-    message = usage_error(capsys, [*REQUIRED, "--fp8-scaling", "current", "--fp8-recipe", "delayed"])
-    assert "--fp8-scaling current is the former name of --fp8-recipe tensorwise" in message
-    assert "drop --fp8-scaling" in message
