@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megatron.lm.config.model import ModelConfig
 from megatron.lm.config.outputs import CheckpointConfig, FaultConfig, LoggingConfig
 from megatron.lm.config.parallel import CommunicationConfig, ParallelConfig
 from megatron.lm.config.precision import PrecisionConfig
 from megatron.lm.config.training import DataConfig, OptimizerConfig, TrainingConfig
+
+if TYPE_CHECKING:
+    from msamp.numerics.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +41,12 @@ class Config:
 
     @property
     def fuses_layers(self) -> bool:
-        """Whether a transformer layer's linear layers are two fused FP8 blocks: all four in FP8, cast as the blocks' kernels can, with
-        tensor parallelism sent in FP8, and nothing between QKV and the rotary embedding."""
-        recipe = self.precision.recipe
+        """Whether the transformer layers are fused, see `fuses`."""
+        return self.fuses(self.precision.recipe)
+
+    def fuses(self, recipe: "Recipe") -> bool:
+        """Whether the linear layers of a transformer layer in this recipe are two fused FP8 blocks: all four in FP8, cast as the blocks'
+        kernels can, with tensor parallelism sent in FP8, and nothing between QKV and the rotary embedding."""
         fp8 = recipe.gemm is not None and recipe.gemm.fusible and not self.precision.bf16_linears
         travels = self.parallel.tensor_model_parallel_size == 1 or recipe.fp8_wire
         return fp8 and travels and not self.model.hidden_dropout and not self.model.qk_layernorm

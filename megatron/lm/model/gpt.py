@@ -198,7 +198,7 @@ def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int
         check_available(recipe)  # megatron-core's configuration asks for it too, in other words
     core_config = transformer_config(config, recipe)
     layers = peer_block_spec(core_config, provider(), vp_stage) if isinstance(recipe, PeerRecipe) else None
-    model = assemble(config, core_config, vocab_size, linears, vp_stage, layers)
+    model = assemble(config, core_config, vocab_size, linears, vp_stage, layers, fused=config.fuses(recipe))
     connect(model, config, WireBytes() if sent is None else sent)
     return model
 
@@ -210,17 +210,20 @@ def assemble(
     linears: Mapping[str, type],
     vp_stage: int | None = None,
     layers: TransformerBlockSubmodules | None = None,
+    *,
+    fused: bool = False,
 ) -> GPT:
     """`build_model` with megatron-core's configuration and the classes of the linear layers by slot given, not connected.
 
     layers: those of the block and its final norm; None: ours, of `linears`.
+    fused: whether ours are fused (`Config.fuses`).
     """
     check_backend(config.model.attention_backend, config.model.attention_dropout)
     model, grid = config.model, Grid.current()
     if layers is None:
         saved, causal = saved_activations(config.precision), model.objective == "causal-lm"
         fp8_attention = config.precision.recipe.gemm if config.precision.attention_precision == "fp8" else None
-        layers = block_spec(core_config, linears, vp_stage, model.attention_backend, saved, causal, fp8_attention)
+        layers = block_spec(core_config, linears, vp_stage, model.attention_backend, saved, causal, fp8_attention, fused)
     gpt = GPT(
         config=core_config,
         transformer_layer_spec=layers,

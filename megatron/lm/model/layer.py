@@ -9,7 +9,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from megatron.lm.model.attention import FP8CoreAttention, cos_sin
-from megatron.lm.model.linear import FP8Gemm
 from msamp.nn.attention_block import AttentionBlock, AttentionSettings
 from msamp.nn.block import Norm
 from msamp.nn.ends import ALONE, Ends
@@ -21,21 +20,17 @@ from msamp.nn.saved_activations import AS_IT_IS, Saved
 class Layer(TransformerLayer):
     """megatron-core's TransformerLayer with the parameters it makes, computed by `msamp.nn`'s blocks where they serve.
 
-    They serve FP8 recipes that their kernels can cast (`Gemms.fusible`), without hidden dropout and without norms of queries and keys; with
-    tensor parallelism those where the activations travel in FP8 (`fp8_wire`). They do not serve while one of the layer's linear layers is
-    watched by a forward hook, since a fused block never calls it, nor in generation with a cache.
+    `Config.fuses` says for which models. They do not serve while one of the layer's linear layers is watched by a forward hook, since a
+    fused block never calls it, nor in generation with a cache.
 
     Attributes:
         fused: whether the blocks serve this layer.
         saved: how the blocks keep the inputs of norms and activation for backward.
     """
 
-    def __init__(self, *args: Any, saved: Saved = AS_IT_IS, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, fused: bool = False, saved: Saved = AS_IT_IS, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config, self.saved = self.config, saved
-        fusible = all(isinstance(m, FP8Gemm) and m.scaling.gemm.fusible for m in self._linears())
-        sends = self.tp_group.size() == 1 or all(isinstance(m, FP8Gemm) and m.recipe.fp8_wire for m in self._linears())
-        self.fused = fusible and sends and not config.hidden_dropout and not config.qk_layernorm
+        config, self.fused, self.saved = self.config, fused, saved
         self.norm = Norm(config.layernorm_epsilon, config.normalization == "RMSNorm")
         self.activation = "swiglu" if config.gated_linear_unit else "gelu"
         selected = config.recompute_modules if config.recompute_granularity == "selective" else []

@@ -28,6 +28,7 @@ def layer_spec(
     saved: Saved = AS_IT_IS,
     causal: bool = True,
     fp8_attention: Gemms | None = None,
+    fused: bool = False,
 ) -> ModuleSpec:
     """One pre-norm transformer layer: norm, self-attention, residual, norm, MLP (GELU or SwiGLU, as `config` says), residual.
 
@@ -40,6 +41,7 @@ def layer_spec(
             (`gpt.transformer_config`).
         causal: a token sees those before it; else all of its sequence.
         fp8_attention: the casts of the linear layers, where the core attention is in FP8 too.
+        fused: whether the blocks of `msamp.nn` compute the layer (`Config.fuses`); its linear layers are `FP8Gemm` then.
     """
     norm = ModuleSpec(module=norm_class(config.normalization), params={"saved": saved})
     head_norm = head_norm_class(config.normalization) if config.qk_layernorm else IdentityOp
@@ -61,7 +63,7 @@ def layer_spec(
     mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linears["linear_fc1"], activation, linears["linear_fc2"]))
     return ModuleSpec(
         module=Layer,
-        params={"saved": saved},
+        params={"saved": saved, "fused": fused},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=attention,
@@ -90,8 +92,9 @@ def block_spec(
     saved: Saved = AS_IT_IS,
     causal: bool = True,
     fp8_attention: Gemms | None = None,
+    fused: bool = False,
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's (virtual) pipeline stage and the final norm; arguments as `layer_spec`."""
-    layer = layer_spec(config, linears, attention_backend, saved, causal, fp8_attention)
+    layer = layer_spec(config, linears, attention_backend, saved, causal, fp8_attention, fused)
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm_class(config.normalization))

@@ -25,7 +25,8 @@ def tensor_parallel(config: Config, stage: int) -> dict[str, Transfer]:
     if tp == 1:
         return {}
     elements = config.model.seq_length * config.training.micro_batch_size * config.model.hidden_size * (tp - 1) / tp
-    wide, narrow = recipe.compute.bytes, 1 if recipe.fp8_wire and _fusible(config) else recipe.compute.bytes
+    wide, gemm = recipe.compute.bytes, recipe.gemm
+    narrow = 1 if recipe.fp8_wire and gemm is not None and gemm.tensorwise else wide
     output = 1 if recipe.fp8_wire and parallel.tp_wire == "fp8" else wide
     layers = config.model.num_layers // parallel.pipeline_model_parallel_size
     first, last = stage == 0, stage == parallel.pipeline_model_parallel_size - 1
@@ -46,11 +47,6 @@ def tensor_parallel(config: Config, stage: int) -> dict[str, Transfer]:
     }
     ends = 2 * first + 3 * last
     return found | ({"head and embedding": Transfer(elements * wide * ends, ends)} if ends else {})
-
-
-def _fusible(config: Config) -> bool:
-    gemm = config.precision.recipe.gemm
-    return gemm is not None and gemm.tensorwise
 
 
 def pipeline(config: Config, stage: int) -> Transfer:
