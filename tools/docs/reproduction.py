@@ -115,11 +115,11 @@ def difference(row: Row) -> str:
     try:
         ours, paper = float(row["ours"]), float(row["paper"])
     except ValueError:
-        return "same" if row["ours"] == row["paper"] else "differs in kind" if _number(row["ours"]) else "differs"
+        return "same" if row["ours"] == row["paper"] else "differs in kind" if _is_number(row["ours"]) else "differs"
     return f"{ours - paper:+.3g}" if not paper or row["unit"] == "%" else f"{100 * (ours / paper - 1):+.1f} %"
 
 
-def _number(text: str) -> bool:
+def _is_number(text: str) -> bool:
     try:
         float(text)
     except ValueError:
@@ -128,7 +128,7 @@ def _number(text: str) -> bool:
 
 
 def _short(text: str) -> str:
-    return f"{float(text):.4g}" if _number(text) else text
+    return f"{float(text):.4g}" if _is_number(text) else text
 
 
 def source(one: Entry) -> str:

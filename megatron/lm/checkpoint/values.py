@@ -190,13 +190,13 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
                     )
                 groups = groups or (torch.zeros(tuple(shape)), torch.ones(tuple(shape)))
                 for target, name in zip(groups, group_keys(key, chunk.offset), strict=True):
-                    target[part] = _of_elements(_number(stored, name, STATE_GROUP.groups(chunk.shape)), place, chunk, part)
+                    target[part] = _of_elements(_fp32_beside(stored, name, STATE_GROUP.groups(chunk.shape)), place, chunk, part)
             elif part is not None and (scale_key(key, chunk.offset) in stored.tensors or needs_scale):
-                scales.append((part, _number(stored, scale_key(key, chunk.offset), ())))
+                scales.append((part, _fp32_beside(stored, scale_key(key, chunk.offset), ())))
     return Found(f"{prefix}/{where[0].name}", payload, scales, groups, there)
 
 
-def _number(stored: Stored, key: str, shape: Sequence[int]) -> Tensor:
+def _fp32_beside(stored: Stored, key: str, shape: Sequence[int]) -> Tensor:
     """A tensor beside a payload: FP32 of this shape, or a ValueError."""
     entry = stored.tensors.get(key)
     if entry is not None and (entry.dtype, entry.shape) != (torch.float32, torch.Size(shape)):

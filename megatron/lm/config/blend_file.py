@@ -23,15 +23,20 @@ def read_blend(path: str) -> tuple[str, ...]:
     return words
 
 
+def number_of(word: str) -> float | None:
+    """The number that a word of a flag spells; None where it is a name."""
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
 def describe(words: Sequence[str]) -> str | None:
     """One line on the shares of a blend with weights, and what they add up to; None for one without."""
     if len(words) < 2 or len(words) % 2:
         return None
-    try:
-        weights = [float(word) for word in words[::2]]
-    except ValueError:
-        return None
-    total = sum(weights)
+    weights = [weight for weight in map(number_of, words[::2]) if weight is not None]
+    total = sum(weights) if 2 * len(weights) == len(words) else 0.0
     if not 0 < total < float("inf"):
         return None
     shares = ", ".join(f"{prefix} {100 * weight / total:.2f} %" for weight, prefix in zip(weights, words[1::2], strict=True))

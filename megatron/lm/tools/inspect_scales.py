@@ -111,10 +111,10 @@ def _iteration(step: Mapping[str, Any]) -> int:
 
 def _row(columns: Sequence[str], values: Sequence[Any]) -> dict[str, float | None]:
     """Column -> value; ValueError where one is neither a finite number nor null."""
-    return {column: None if value is None else _number(value) for column, value in zip(columns, values, strict=True)}
+    return {column: None if value is None else _finite(value) for column, value in zip(columns, values, strict=True)}
 
 
-def _number(value: Any) -> float:
+def _finite(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{value!r} is no finite number")
     return value
@@ -136,7 +136,7 @@ def _series(step: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], dict[str
     casts = {(layer, tensor): _row(columns["casts"], values) for layer, rows in step["casts"].items() for tensor, values in rows.items()}
     for layer, rows in step.get("outliers", {}).items():  # older files have none
         for tensor, bits in rows.items():
-            casts.setdefault((layer, tensor), {})["held_down"] = _number(bits)
+            casts.setdefault((layer, tensor), {})["held_down"] = _finite(bits)
     yield from casts.items()
     for name, values in step["updates"].items():
         yield (name, "update"), _update(columns["updates"], values)

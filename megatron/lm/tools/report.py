@@ -368,19 +368,19 @@ def _table(runs: Sequence[Run]) -> str:
         last, valid = run.train[-1], run.valid[-1] if run.valid else {}
         speeds = [line["tokens_per_s"] for line in run.train if line.get("tokens_per_s") is not None]
         memory = [line["memory_gib"] for line in run.train if line.get("memory_gib") is not None]
-        cells = [html.escape(run.name), str(last["iteration"]), _number(last["loss"], 4), _number(valid.get("loss"), 4)]
+        cells = [html.escape(run.name), str(last["iteration"]), _cell(last["loss"], 4), _cell(valid.get("loss"), 4)]
         cells += [
-            _number(valid.get("ppl"), 2),
-            _number(valid.get("bits_per_byte"), 3),
-            _number(statistics.median(speeds) if speeds else None, 0),
+            _cell(valid.get("ppl"), 2),
+            _cell(valid.get("bits_per_byte"), 3),
+            _cell(statistics.median(speeds) if speeds else None, 0),
         ]
-        cells += [_number(max(memory, default=None), 2), _number(last.get("skipped"), 0)]
+        cells += [_cell(max(memory, default=None), 2), _cell(last.get("skipped"), 0)]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     head = "<tr>" + "".join(f"<th>{column}</th>" for column in columns) + "</tr>"
     return "<table>\n" + "\n".join([head, *rows]) + "\n</table>"
 
 
-def _number(value: float | None, digits: int) -> str:
+def _cell(value: float | None, digits: int) -> str:
     return "&ndash;" if value is None else f"{value:,.{digits}f}"
 
 

@@ -2,6 +2,7 @@
 
 import os
 
+from megatron.lm.config.blend_file import number_of
 from megatron.lm.config.schema import flag
 from megatron.lm.config.training import DEFAULT_SPLIT, DataConfig
 from megatron.lm.config.whole import Config, Problems, Rules
@@ -84,20 +85,20 @@ def resumed(config: Config, world_size: int) -> Problems:
 
 
 def _is_split(text: str) -> bool:
-    shares = [_number(word) for word in text.split(",")]
+    shares = [number_of(word) for word in text.split(",")]
     return len(shares) <= 3 and shares[0] != 0 and all(share is not None and 0 <= share < float("inf") for share in shares)
 
 
 def _blend(name: str, words: tuple[str, ...]) -> Problems:
     weights, prefixes = words[0::2], words[1::2]
-    if all(_number(word) is None for word in words):
+    if all(number_of(word) is None for word in words):
         prefixes = words
-    elif len(words) % 2 or any(_number(word) is not None for word in prefixes):
+    elif len(words) % 2 or any(number_of(word) is not None for word in prefixes):
         yield f"{flag(name)} {' '.join(words)}: give prefixes alone, or a weight before each prefix"
         return
     else:
         for weight in weights:
-            value = _number(weight)
+            value = number_of(weight)
             if value is None or not 0 < value < float("inf"):
                 yield f"{flag(name)} {' '.join(words)}: the weight {weight} is not a number above 0; leave out what is not to be used"
     for prefix in prefixes:
@@ -105,13 +106,6 @@ def _blend(name: str, words: tuple[str, ...]) -> Problems:
         if missing:
             lacking = f"{flag(name)} {prefix}: {' and '.join(missing)} do not exist"
             yield f"{lacking}; give the prefix of what megatron.lm.tools.preprocess_data wrote"
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
 
 
 RULES: Rules = {
