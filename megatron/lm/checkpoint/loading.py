@@ -15,12 +15,12 @@ from megatron.lm.checkpoint.files.folder import candidates, check_files, latest,
 from megatron.lm.checkpoint.files.storage import Stored
 from megatron.lm.checkpoint.files.versions import check_info
 from megatron.lm.checkpoint.place import Place, names_of, places
-from megatron.lm.checkpoint.saving import all_or_none
 from megatron.lm.checkpoint.values import Found, check_agree, check_remainder, chunk_offsets, find, find_whole, firsts, scalar
 from megatron.lm.config import CheckpointConfig, Config, ModelConfig, PrecisionConfig, flag
 from megatron.lm.config.cli import config_from_dict, config_to_dict
 from megatron.lm.data.order import check_same
 from megatron.lm.processes import process_groups
+from megatron.lm.processes.agreement import all_or_none
 from megatron.lm.processes.grid import Grid
 from megatron.lm.training import health
 from megatron.lm.training.state import Training

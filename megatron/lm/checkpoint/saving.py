@@ -5,10 +5,10 @@ import dataclasses
 import datetime
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,25 +32,9 @@ from megatron.lm.checkpoint.files.folder import (
 from megatron.lm.checkpoint.files.index import PLAN_FILE
 from megatron.lm.checkpoint.files.lock import FolderLock, locked
 from megatron.lm.checkpoint.files.storage import Item
+from megatron.lm.processes.agreement import all_or_none
 from megatron.lm.training import health
 from megatron.lm.training.state import Training
-
-T = TypeVar("T")
-
-
-def all_or_none(work: Callable[[], T], message: str = "{}", group: dist.ProcessGroup | None = None) -> T:
-    """Runs `work()` on every rank, then a collective: if it failed on one rank, all raise, and none waits for ever."""
-    result, problem = None, None
-    try:
-        result = work()
-    except (OSError, RuntimeError, ValueError) as error:  # torch reports a full disk as a RuntimeError
-        problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group)
-    first = next((p for p in problems if p is not None), None)
-    if first is not None:
-        raise ValueError(message.replace("{}", first))
-    return cast("T", result)
 
 
 def save(training: Training, root: Path, keep_last: int | None = None) -> Path:

@@ -23,9 +23,11 @@ from megatron.core.datasets.indexed_dataset import DType
 from torch.utils.data import Dataset
 
 from megatron.lm.config import Config, DataConfig
+from megatron.lm.config.blend_file import number_of
 from megatron.lm.data.indexing import read_counts
 from megatron.lm.data.order import Builder, EpochDataset
 from megatron.lm.data.tokenizer import Tokenizer
+from megatron.lm.processes.agreement import all_or_none
 from megatron.lm.shell.durable import written_aside
 
 SPLITS = ("train", "valid", "test")
@@ -81,9 +83,9 @@ def build_datasets(
     if sample_counts[0] > 0 and wanted[0] == 0:
         raise ValueError(f"no training data: give train a share in --split {config.data.split}, or --train-data-path")
     with _process_group():
-        files = _together(lambda: _open_all(blends, wanted, shares, config))
+        files = all_or_none(lambda: _open_all(blends, wanted, shares, config))
         cache = _cache_folder(config.data, files)
-        _together(lambda: _prepare_cache(cache, files, tokenizer))
+        all_or_none(lambda: _prepare_cache(cache, files, tokenizer))
         weighted = [_weighted(blend, files, i, shares, config.data) for i, blend in enumerate(blends)]
         dataset_config = _gpt_config(config, tokenizer, weighted, wanted, cache)
         built = Builder(EpochDataset, list(wanted), lambda: True, dataset_config).build()
@@ -106,7 +108,7 @@ def split_blends(data: DataConfig) -> list[Blend | None]:
 
 def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
     """`prefix`, `prefix prefix ...` or `weight prefix weight prefix ...`; ValueError for a mixture or a weight that is not > 0."""
-    numbers = [_number(word) for word in words]
+    numbers = [number_of(word) for word in words]
     if all(number is None for number in numbers):
         return Blend(prefixes=list(words))
     weights = numbers[0::2]
@@ -119,7 +121,7 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
 
 def parse_split(split: str) -> list[float]:
     """`969,30,1` as three shares that sum to 1; ValueError unless one to three numbers >= 0 with a sum > 0."""
-    numbers = [_number(word.strip()) for word in split.split(",")]
+    numbers = [number_of(word.strip()) for word in split.split(",")]
     legal = [number for number in numbers if number is not None and 0 <= number < float("inf")]
     if len(legal) != len(numbers) or len(numbers) > len(SPLITS) or sum(legal) <= 0:
         raise ValueError(f"--split {split!r}: give up to three weights >= 0 for train, valid, test, not all 0, such as 969,30,1")
@@ -183,34 +185,12 @@ def check_token_range(prefix: str, dtype: np.dtype, vocab_size: int) -> None:
             )
 
 
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
 def _check_size(prefix: str, data: Path, expected: int) -> None:
     actual = data.stat().st_size
     if actual < expected:
         raise ValueError(f"dataset {prefix}: {data} is truncated: {actual} of the {expected} bytes its index asks for; {_HOW_TO_MAKE}")
     if actual > expected:
         raise ValueError(f"dataset {prefix}: {data} has {actual} bytes, its index only {expected}: .bin and .idx do not belong together")
-
-
-def _together(work: Any) -> Any:
-    """`work()` on every rank; a ValueError of any rank is raised on all, so that none waits for the others at a barrier."""
-    result, message = None, None
-    try:
-        result = work()
-    except ValueError as error:
-        message = str(error)
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    first = next((text for text in messages if text is not None), None)
-    if first is not None:
-        raise ValueError(first)
-    return result
 
 
 @contextlib.contextmanager

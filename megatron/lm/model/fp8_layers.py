@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.config.baselines import PeerRecipe
 from megatron.lm.config.precision import with_saved_rounding, with_saved_scaling
 from megatron.lm.config.presets import linear_shapes
+from megatron.lm.processes.agreement import rank_0_decides
 from msamp.kernels.scaled_mm import fp8_hardware
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import ScalingState
@@ -186,16 +187,7 @@ def settle(config: Config, saved: SavedPrecision = lambda: None) -> tuple[Config
         ValueError: on every rank, where rank 0 could not decide (`saved` raised, the flags contradict the checkpoint, or a measurement
             did not fit the GPU).
     """
-    answer: list[Any] = [None]
-    if torch.distributed.get_rank() == 0:
-        try:
-            answer[0] = decide(config, default_measure(), saved)
-        except Exception as error:  # whatever Triton or CUDA raises: the other ranks wait for an answer
-            answer[0] = str(error) or repr(error)
-    torch.distributed.broadcast_object_list(answer)
-    if isinstance(answer[0], str):
-        raise ValueError(answer[0])
-    decided, choice = answer[0]
+    decided, choice = rank_0_decides(lambda: decide(config, default_measure(), saved))
     return replace(config, precision=decided.precision), choice
 
 

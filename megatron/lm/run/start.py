@@ -8,13 +8,13 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from megatron.lm import checkpoint
 from megatron.lm.checkpoint.files.folder import owner, refuse_other_run
 from megatron.lm.config import CheckpointConfig, Config
+from megatron.lm.processes.agreement import rank_0_decides
 from megatron.lm.training import identity
 from megatron.lm.training.identity import Run
 
@@ -26,19 +26,9 @@ def settled(config: Config) -> tuple[Config, str | None]:
         ValueError: on every rank, where `--save` holds another run, `--ckpt-step` names what is not there, or some ranks see a checkpoint
             where others do not.
     """
-    asked, several = config.checkpoint, dist.is_initialized()
-    told: list[Any] = [asked, None]
-    if not several or dist.get_rank() == 0:
-        try:
-            told = list(_settled(asked))
-        except (OSError, ValueError) as problem:
-            told = [None, str(problem)]
-    if several:
-        dist.broadcast_object_list(told, 0)
-    settings, line = told
-    if settings is None:
-        raise ValueError(line)
-    if several and asked.load is not None:
+    asked = config.checkpoint
+    settings, line = rank_0_decides(lambda: _settled(asked))
+    if dist.is_initialized() and asked.load is not None:
         _check_seen(settings.load or asked.load)
     return replace(config, checkpoint=settings), line
 

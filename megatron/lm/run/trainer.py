@@ -12,7 +12,6 @@ from torch.utils.data import Dataset
 
 from megatron.lm import checkpoint
 from megatron.lm.build import build_training
-from megatron.lm.checkpoint.saving import all_or_none
 from megatron.lm.config import Config
 from megatron.lm.config.blend_file import describe
 from megatron.lm.config.presets import parameter_count
@@ -27,6 +26,7 @@ from megatron.lm.graphs import step_graph
 from megatron.lm.model import fp8_layers
 from megatron.lm.model.linear import travels
 from megatron.lm.processes import process_groups
+from megatron.lm.processes.agreement import all_or_none
 from megatron.lm.run.replicas import check_replicas
 from megatron.lm.run.reports.lost_updates import LostUpdates
 from megatron.lm.run.reports.metrics import Metrics, least_and_most
