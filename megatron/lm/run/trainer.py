@@ -27,6 +27,7 @@ from megatron.lm.model import fp8_layers
 from megatron.lm.model.linear import travels
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.agreement import all_or_none
+from megatron.lm.run.due import Due
 from megatron.lm.run.replicas import check_replicas
 from megatron.lm.run.reports.lost_updates import LostUpdates
 from megatron.lm.run.reports.metrics import Metrics, least_and_most
@@ -34,13 +35,13 @@ from megatron.lm.run.reports.recorder import Recorder
 from megatron.lm.run.rollback import Rollback
 from megatron.lm.run.signals import Requests
 from megatron.lm.run.start import settled
-from megatron.lm.run.step_watch import LAUNCHER_GONE, StepWatch
+from megatron.lm.run.step_watch import LAUNCHER_GONE, StepVerdict, StepWatch
 from megatron.lm.run.watchdog import READING, Watchdog
 from megatron.lm.shell.exit_codes import lost_connection
 from megatron.lm.shell.logs import cut_after
 from megatron.lm.step import evaluate, train_step
 from megatron.lm.training.optimizer import bytes_per_parameter
-from megatron.lm.training.state import Batches
+from megatron.lm.training.state import Batches, StepResult
 
 
 class Trainer:
@@ -227,46 +228,55 @@ class Trainer:
 
     def _train(self) -> str | None:
         """Train to `--train-iters`, or leave before: why."""
-        training, settings = self.training, self.config.training
         stream = self._training_batches()
-        while training.iteration < settings.train_iters:
-            iteration = training.iteration + 1
-            self.watchdog.at("in a step", iteration)
-            training.grad_sync.statistics.watch(self.metrics.reports(iteration))
-            with self._recording(iteration):
-                result = train_step(training, stream, self.graphs, self.recorder, self.lost_updates)
-            self.metrics.record(result, iteration)
+        while self.training.iteration < self.config.training.train_iters:
+            due = Due.after(self.training.iteration + 1, self.config)
+            result = self._step(stream, due.iteration)
             started = time.perf_counter()
-            last = iteration == settings.train_iters
-            intervals = (settings.eval_interval, self.config.checkpoint.save_interval, settings.exit_interval)
-            evaluates, saves, leaves, checks = (
-                interval is not None and iteration % interval == 0
-                for interval in (*intervals, settings.check_weight_hash_across_dp_replicas_interval)
-            )
-            if checks:
-                self.watchdog.at("comparing weights", iteration)
-                check_replicas(training, iteration)
-            found = self.step_watch.look(result, iteration, now=last or evaluates or saves or leaves)
-            saved = self.rollback.iteration
-            if self.saver is not None and saved is not None and self.saver.doubt(saved):
-                self.rollback.forget()
-            if found.roll_back and self._roll_back():
+            verdict = self._judge(result, due)
+            if verdict.roll_back and self._roll_back():
                 stream = self._training_batches()
                 continue
-            if last:
+            if due.last:
                 return None
-            why = found.leave or (f"--exit-interval {settings.exit_interval}" if leaves else None)
-            if saves or found.save or why:
-                self._save()  # before the evaluation, so that nothing that fails there costs it
-            if evaluates:
-                self._evaluate("valid", self.valid_data)
-            if found.save and self.metrics.main and not self.config.checkpoint.save:
-                print("SIGUSR1: nothing is saved, since there is no --save", flush=True)
-            if why:
-                self.metrics.report(iteration)
+            why = self._after_step(due, verdict)
+            if why is not None:
                 return why
             self.metrics.pause(time.perf_counter() - started)
         return None
+
+    def _step(self, stream: Batches, iteration: int) -> StepResult:
+        """The training step of an iteration, recorded and reported."""
+        self.watchdog.at("in a step", iteration)
+        self.training.grad_sync.statistics.watch(self.metrics.reports(iteration))
+        with self._recording(iteration):
+            result = train_step(self.training, stream, self.graphs, self.recorder, self.lost_updates)
+        self.metrics.record(result, iteration)
+        return result
+
+    def _judge(self, result: StepResult, due: Due) -> StepVerdict:
+        """What all ranks do about the steps so far. Collective."""
+        if due.comparison:
+            self.watchdog.at("comparing weights", due.iteration)
+            check_replicas(self.training, due.iteration)
+        verdict = self.step_watch.look(result, due.iteration, now=due.verdict)
+        saved = self.rollback.iteration
+        if self.saver is not None and saved is not None and self.saver.doubt(saved):
+            self.rollback.forget()
+        return verdict
+
+    def _after_step(self, due: Due, verdict: StepVerdict) -> str | None:
+        """Save and evaluate what is due; returns why the run stops here, or None."""
+        why = verdict.leave or (f"--exit-interval {self.config.training.exit_interval}" if due.leave else None)
+        if due.save or verdict.save or why:
+            self._save()  # before the evaluation, so that nothing that fails there costs it
+        if due.evaluation:
+            self._evaluate("valid", self.valid_data)
+        if verdict.save and self.metrics.main and not self.config.checkpoint.save:
+            print("SIGUSR1: nothing is saved, since there is no --save", flush=True)
+        if why:
+            self.metrics.report(due.iteration)
+        return why
 
     def _roll_back(self) -> bool:
         """Be where the newest checkpoint was, but for the data; whether there is one. Collective."""
