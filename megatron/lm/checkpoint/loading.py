@@ -155,45 +155,63 @@ def _defaults(section: type) -> dict[str, Any]:
 
 
 def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
-    settings, where, taken = training.config.checkpoint, places(training.model), _Taken()
-    with_states = not (settings.finetune or settings.no_load_optim)
-    if with_states and not any(key.partition("/")[0] in updates.own_keys() for key in stored.tensors):
-        if info["iteration"]:
-            raise ValueError(f"{stored.folder} holds weights alone; load them with --finetune")
-        with_states = False
-    taken.with_states = with_states
+    """This rank's part of a checkpoint, read and checked; ValueError naming what is damaged or missing. Changes nothing in `training`."""
+    settings, where = training.config.checkpoint, places(training.model)
+    taken = _Taken(with_states=_with_states(settings, stored, info))
     reader = _TensorReader(stored, info["vocab_size"], taken.requantised, info["iteration"])
-    masters = {p: by_name(group["formats"]["master"]) for group in training.optimizer.param_groups for p in group["params"]}
-    for name, p in training.model.named_parameters():
-        taken.model[name], values = reader.weight(p, masters[p], where[name], with_values=not with_states)
-        if values is not None:
-            taken.values[name] = values
+    _take_weights(training, reader, where, taken)
     if not settings.finetune:
         taken.model |= _scaling(training.model, stored, where)
         taken.rng = None if settings.no_load_rng else _take_rng(training, stored, info)
+    _take_states(training, reader, where, taken)
+    if taken.with_states:
+        taken.loss_scale = _loss_scale(info, training)
+        if taken.loss_scale is not None:
+            training.loss_scaler.check_state(taken.loss_scale)  # type: ignore[union-attr]
+        taken.mu = _mu(training, stored, where)
+    return taken
+
+
+def _with_states(settings: CheckpointConfig, stored: Stored, info: dict[str, Any]) -> bool:
+    """Whether the optimizer's states are taken. ValueError where a run would resume without them."""
+    if settings.finetune or settings.no_load_optim:
+        return False
+    held = any(key.partition("/")[0] in updates.own_keys() for key in stored.tensors)
+    if not held and info["iteration"]:
+        raise ValueError(f"{stored.folder} holds weights alone; load them with --finetune")
+    return held
+
+
+def _take_weights(training: Training, reader: "_TensorReader", where: dict[str, list[Place]], taken: _Taken) -> None:
+    masters = {p: by_name(group["formats"]["master"]) for group in training.optimizer.param_groups for p in group["params"]}
+    for name, p in training.model.named_parameters():
+        taken.model[name], values = reader.weight(p, masters[p], where[name], with_values=not taken.with_states)
+        if values is not None:
+            taken.values[name] = values
+
+
+def _take_states(training: Training, reader: "_TensorReader", where: dict[str, list[Place]], taken: _Taken) -> None:
     names = names_of(training.model)
     for holding in training.optimizer.holdings():
         if holding.param not in names:  # trained beside the model, and in no checkpoint of it: starts as it is
             continue
         at_place = where[names[holding.param]]
-        state = reader.state(holding, at_place) if with_states else reader.weight_remainder(holding, at_place)
+        state = reader.state(holding, at_place) if taken.with_states else reader.weight_remainder(holding, at_place)
         if state:
             taken.states[holding.place] = state
-    if with_states:
-        taken.loss_scale = _loss_scale(info, training)
-        if taken.loss_scale is not None:
-            training.loss_scaler.check_state(taken.loss_scale)  # type: ignore[union-attr]
-        for name in training.grad_sync.state_dict()["mu"]:
-            found = [
-                stored.tensor(key)
-                for place, offset in chunk_offsets(stored, where[name])
-                if (key := at(f"mu/{place.name}", offset)) in stored.tensors
-            ]
-            for mu in found:
-                _check_number(stored, f"mu/{name}", mu, 0, MU_MAX, torch.float64)
-            if found:
-                taken.mu[name] = torch.stack(found).amin()
-    return taken
+
+
+def _mu(training: Training, stored: Stored, where: dict[str, list[Place]]) -> dict[str, Tensor]:
+    """The saved mu of automatic gradient scaling (FP8-LM equation 3), by local name; the smallest where parts have their own."""
+    smallest = {}
+    for name in training.grad_sync.state_dict()["mu"]:
+        keys = [at(f"mu/{place.name}", offset) for place, offset in chunk_offsets(stored, where[name])]
+        found = [stored.tensor(key) for key in keys if key in stored.tensors]
+        for mu in found:
+            _check_number(stored, f"mu/{name}", mu, 0, MU_MAX, torch.float64)
+        if found:
+            smallest[name] = torch.stack(found).amin()
+    return smallest
 
 
 def _loss_scale(info: dict[str, Any], training: Training) -> dict[str, Any] | None:
