@@ -21,7 +21,6 @@ from msamp.optim.updates import MASTER, WEIGHT, State, StepInputs, UpdateBatch
 
 ROWS = 2**24  # elements rehearsed at a time: a dozen FP32 copies of 64 MiB
 SAMPLED = 2**20  # of a sample, which must not raise the peak of a step
-LISTS = ("grads", "masters", "weights", "steps", "indices", "places", "keys", "offsets")  # of a batch, beside its states
 
 
 @dataclass(frozen=True)
@@ -146,20 +145,27 @@ def _pair(batch: UpdateBatch, first: str) -> list[Any]:
 
 def _parts(batch: UpdateBatch) -> Iterator[UpdateBatch]:
     """Copies of the tensors of a batch: several small ones at a time, or some rows of a large one."""
-    columns = {name: getattr(batch, name) for name in LISTS} | {("state", key): states for key, states in batch.states.items()}
-    group: list[dict[Any, Any]] = []
+    members: list[tuple[int, slice]] = []
+    elements = 0
     for i, g in enumerate(batch.grads):
-        rows = g.numel() + 1 if batch.update.whole else max(1, ROWS // max(1, math.prod(g.shape[1:])))
-        for start in range(0, g.shape[0] if g.dim() else 1, rows):
-            part = slice(start, start + rows)
-            one = {name: _copy(column[i], part) for name, column in columns.items() if column}
-            one["offsets"] += start * math.prod(g.shape[1:])
-            if group and sum(other["grads"].numel() for other in (*group, one)) > ROWS:
-                yield _joined(batch, group)
-                group = []
-            group.append(one)
-    if group:
-        yield _joined(batch, group)
+        row, height = math.prod(g.shape[1:]), g.shape[0] if g.dim() else 1
+        rows = height + 1 if batch.update.whole else max(1, ROWS // max(1, row))
+        for start in range(0, height, rows):
+            size = row * min(rows, height - start)
+            if members and elements + size > ROWS:
+                yield _copied(batch, members)
+                members, elements = [], 0
+            members.append((i, slice(start, start + rows)))
+            elements += size
+    if members:
+        yield _copied(batch, members)
+
+
+def _copied(batch: UpdateBatch, members: Sequence[tuple[int, slice]]) -> UpdateBatch:
+    """Copies of rows of some tensors of a batch."""
+    shifts = [rows.start * math.prod(batch.grads[i].shape[1:]) for i, rows in members]
+    copies = batch.each(lambda column: [_copy(column[i], rows) for i, rows in members])
+    return replace(copies, offsets=[offset + shift for offset, shift in zip(copies.offsets, shifts, strict=True)])
 
 
 def _sampled(batch: UpdateBatch, sample: int) -> Iterator[UpdateBatch]:
@@ -168,15 +174,16 @@ def _sampled(batch: UpdateBatch, sample: int) -> Iterator[UpdateBatch]:
     for i, g in enumerate(batch.grads):
         rows = _spaced_rows(g.shape, sample)
         alike[payload(g)[rows].shape if g.dim() else g.shape].append((i, rows))
-    columns = {name: getattr(batch, name) for name in LISTS} | {("state", key): states for key, states in batch.states.items()}
     for shape, members in alike.items():
         together = max(1, SAMPLED // max(1, shape.numel()))
         for start in range(0, len(members), together):
-            chosen = members[start : start + together]
-            numbers, slices = [i for i, _ in chosen], [rows for _, rows in chosen]
-            parts = {name: _copies([column[i] for i in numbers], slices) for name, column in columns.items() if column}
-            lists: dict[str, Any] = {name: parts.get(name, []) for name in LISTS}
-            yield replace(batch, **lists, states={key: parts["state", key] for key in batch.states})
+            yield _copied_alike(batch, members[start : start + together])
+
+
+def _copied_alike(batch: UpdateBatch, members: Sequence[tuple[int, slice]]) -> UpdateBatch:
+    """Copies of rows of some tensors of a batch, as many of each."""
+    rows = [chosen for _, chosen in members]
+    return batch.each(lambda column: _copies([column[i] for i, _ in members], rows))
 
 
 def _spaced_rows(shape: torch.Size, sample: int) -> slice:
@@ -225,11 +232,6 @@ def _stack(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     if xs[0].element_size() > 1:
         return torch.stack(list(xs))
     return torch.stack([x.view(torch.uint8) for x in xs]).view(xs[0].dtype)
-
-
-def _joined(batch: UpdateBatch, group: list[dict[Any, Any]]) -> UpdateBatch:
-    lists: dict[str, Any] = {name: [one[name] for one in group if name in one] for name in LISTS}
-    return replace(batch, **lists, states={key: [one["state", key] for one in group] for key in batch.states})
 
 
 def _copy(x: Any, rows: slice) -> Any:

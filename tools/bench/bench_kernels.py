@@ -40,7 +40,7 @@ from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
 from msamp.optim.states import as_stored
 from msamp.optim.states import begun as begun_state
-from msamp.optim.updates import format_names
+from msamp.optim.updates import MASTER, format_names
 from tools.bench import rows
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
@@ -205,24 +205,18 @@ def batch_of(shapes: Sequence[tuple[int, ...]], weight: Format, states: StateFor
     def stored(x: Tensor, fmt: Format) -> Tensor:
         return ScalingTensor.quantize(x, fmt) if fmt.scaled else x.to(fmt.dtype)
 
-    def begun(key: str) -> list[Any]:
-        fmt = formats.get(key)
-        return [] if fmt is None else [as_stored(begun_state(key, fmt, x), key) for x in values]
-
     values = [torch.randn(shape, device=device) * 0.02 for shape in shapes]
-    formats = {state.key: state.format_beside(weight, format_names(states)) for state in updates.by_name(states.update).states}
+    kept = [state for state in updates.by_name(states.update).states if state != MASTER]
+    beside = {state.key: state.format_beside(weight, format_names(states)) for state in kept}
     places = list(range(len(shapes)))
     return Batch(
         grads=[stored(torch.randn_like(x) * 1e-4, states.grad) for x in values],
-        ms=begun("exp_avg"),
-        vs=begun("exp_avg_sq"),
         masters=[stored(x, states.master) for x in values],
         weights=[] if weight == states.master else [stored(x, weight) for x in values],
+        states={key: [as_stored(begun_state(key, fmt, x), key) for x in values] for key, fmt in beside.items() if fmt},
         steps=[torch.zeros((), device=device) for _ in shapes],
         indices=places,
         places=places,
-        weight_remainders=begun("weight_remainder"),
-        v_remainders=begun("exp_avg_sq_remainder"),
     )
 
 
@@ -234,8 +228,8 @@ def update_bytes(batch: Batch) -> int:
             return x.payload.nbytes + x.max.nbytes + x.k.nbytes
         return x.payload.nbytes if isinstance(x, ScalingTensor) else x.nbytes
 
-    states = (batch.ms, batch.vs, batch.masters, batch.weight_remainders, batch.v_remainders)
-    return sum(map(held, batch.grads + batch.weights)) + 2 * sum(held(x) for column in states for x in column)
+    changed = (batch.masters, *batch.states.values())
+    return sum(map(held, batch.grads + batch.weights)) + 2 * sum(held(x) for column in changed for x in column)
 
 
 def loss(tokens: int) -> Iterator[Case]:

@@ -55,7 +55,17 @@ def moment_shares(m: Format, v: Format, rounding: str, betas: tuple[float, float
     g = sizes.repeat(copies, 1, 1).reshape(-1)[order][None]
     p, step = torch.zeros_like(g), torch.zeros(())
     state = begun("m", m, g) | begun("v", v, g)
-    batch = Batch([g], [as_stored(state, "m")], [as_stored(state, "v")], [p], [], [step], [0], [0], keys=[tensor_key(0, "w")], offsets=[0])
+    batch = Batch(
+        grads=[g],
+        masters=[p],
+        weights=[],
+        states={"exp_avg": [as_stored(state, "m")], "exp_avg_sq": [as_stored(state, "v")]},
+        steps=[step],
+        indices=[0],
+        places=[0],
+        keys=[tensor_key(0, "w")],
+        offsets=[0],
+    )
     amaxes, kept = torch.ones(4, 1), torch.zeros(3, 1)
     hyper = torch.tensor([LR, *betas, 0.0, 0.0], dtype=torch.float64)
     update = coat_adamw if m.group else adamw

@@ -14,9 +14,9 @@ wherever a moment is not FP32, whatever the rounding:
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -30,8 +30,8 @@ from msamp.numerics.tensor import ScalingTensor, fp32_values
 # Elements updated at a time: each of the half dozen FP32 temporaries takes 128 MiB, or as much as the largest tensor.
 CHUNK = 2**25
 GRAD, M, V, MASTER = range(4)  # rows of the table of amaxes
-_COLUMNS = ("grads", "ms", "vs", "masters", "weights", "weight_remainders", "v_remainders")  # of a Batch, that hold a parameter's elements
-_OPTIONAL = ("weights", "weight_remainders", "v_remainders", "keys", "offsets")
+_LISTS = ("grads", "masters", "weights", "steps", "indices", "places", "keys", "offsets")  # of a Batch, beside its states
+_OPTIONAL = ("grads", "weights", "keys", "offsets")
 
 
 class Hyper(NamedTuple):
@@ -61,56 +61,79 @@ def hyper_numbers(hyper: Hyper) -> list[float]:
     return [*hyper, *(math.log(beta) if beta else -math.inf for beta in (hyper.beta1, hyper.beta2)), hyper.largest_step]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Tensors that are updated alike: in each list all are plain and of one dtype, or ScalingTensors or Expanded of one format.
+    """Parameters, or rows of parameters, that are updated together: each list has one entry for each, and its tensors are all plain and of
+    one dtype, or ScalingTensors or Expanded of one format.
 
     Attributes:
-        grads: any format; only read.
-        ms, vs, masters: the states, changed in place, their scales too; Expanded ones are for `coat_adamw`.
+        grads: any format; only read. Empty where nothing is updated.
+        masters: what is updated in place.
         weights: what is cast from the masters as stored; empty where the masters are the weights.
+        states: by key, what the update keeps beside the master, changed in place, scales too; AdamW's are named below.
         steps: FP32 0-dim, the number of steps taken, raised by one.
         indices: column of each in the table of amaxes of whole tensors.
         places: column of each in the table of amaxes as stored.
-        weight_remainders, v_remainders: what stands beside masters and vs for updates in BF16 (`reference.collage`), else empty.
-        keys: of each tensor's thresholds for stochastic rounding (`tensor_key`); empty with nearest rounding.
-        offsets: index of each tensor's first element in its shard, where it is some rows of it; as many as keys.
+        keys: of each one's thresholds for stochastic rounding (`tensor_key`); empty with nearest rounding.
+        offsets: index of each one's first element in its parameter, where it is some rows of it; as many as keys.
     """
 
     grads: list[torch.Tensor]
-    ms: list[Any]
-    vs: list[Any]
     masters: list[torch.Tensor]
     weights: list[torch.Tensor]
+    states: dict[str, list[Any]]
     steps: list[torch.Tensor]
     indices: list[int]
     places: list[int]
-    weight_remainders: list[torch.Tensor] = field(default_factory=list)
-    v_remainders: list[torch.Tensor] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """ValueError where lists differ in length, or tensors of one parameter in shape or device, or those of a list in format: a kernel
         takes addresses and one length, and would write into the memory of others."""
-        for name, column in vars(self).items():
-            if len(column) != len(self.grads) and (column or name not in _OPTIONAL):
-                raise ValueError(f"{len(self.grads)} gradients are given with {len(column)} {name}; give as many of each")
-        for name in _COLUMNS:
+        for name, column in (self._lists() | self.states).items():
+            if len(column) != len(self.masters) and (column or name not in _OPTIONAL):
+                raise ValueError(f"{len(self.masters)} masters are given with {len(column)} {name}; give as many of each")
+        for name, column in {"grads": self.grads, "masters": self.masters, "weights": self.weights, **self.states}.items():
             kinds = set()
-            for x, g in zip(getattr(self, name), self.grads, strict=False):
-                payload = x.payload if isinstance(x, ScalingTensor | Expanded) else x
+            for x, master in zip(column, self.masters, strict=False):
+                stored, payload = (y.payload if isinstance(y, ScalingTensor | Expanded) else y for y in (master, x))
                 kinds.add((payload.dtype, isinstance(x, ScalingTensor)))
-                if payload.shape != g.shape or payload.device != g.device:
+                if payload.shape != stored.shape or payload.device != stored.device:
                     raise ValueError(
-                        f"a gradient is {_described(g)}, and what stands beside it in {name} is {_described(payload)}; a parameter, its "
+                        f"a master is {_described(stored)}, and what stands beside it in {name} is {_described(payload)}; a parameter, its "
                         "gradient and its states have one shape, on one device"
                     )
             if len(kinds) > 1:
                 listed = ", ".join(sorted(f"{dtype}{' with a scale' if scaled else ''}" for dtype, scaled in kinds))
                 raise ValueError(f"{name} are in several formats ({listed}); update those of one format together")
 
-    def chunks(self) -> Iterator["Batch"]:
+    @property
+    def ms(self) -> list[Any]:
+        """AdamW's first moments; `Expanded` ones are for `coat_adamw`."""
+        return self.states["exp_avg"]
+
+    @property
+    def vs(self) -> list[Any]:
+        """AdamW's second moments, as `ms`."""
+        return self.states["exp_avg_sq"]
+
+    @property
+    def weight_remainders(self) -> list[torch.Tensor]:
+        """What stands beside the masters for updates in BF16 (`reference.collage`), else empty."""
+        return self.states.get("weight_remainder", [])
+
+    @property
+    def v_remainders(self) -> list[torch.Tensor]:
+        """What stands beside the second moments for updates in BF16, else empty."""
+        return self.states.get("exp_avg_sq_remainder", [])
+
+    def each(self, take: Callable[[list[Any]], list[Any]]) -> Self:
+        """The batch with `take` of each list that is not empty in its place, such as some of the parameters."""
+        lists: dict[str, Any] = {name: take(column) for name, column in self._lists().items() if column}
+        return replace(self, **lists, states={key: take(column) for key, column in self.states.items()})
+
+    def chunks(self) -> Iterator[Self]:
         """The batch in parts of at most CHUNK elements (or one larger tensor)."""
         start, elements = 0, 0
         for i, g in enumerate(self.grads):
@@ -120,8 +143,12 @@ class Batch:
             elements += g.numel()
         yield self._part(start, len(self.grads))
 
-    def _part(self, start: int, end: int) -> "Batch":
-        return Batch(**{name: column[start:end] for name, column in vars(self).items()})
+    def _part(self, start: int, end: int) -> Self:
+        return self.each(lambda column: column[start:end])
+
+    def _lists(self) -> dict[str, list[Any]]:
+        """The lists by name, but for the states."""
+        return {name: getattr(self, name) for name in _LISTS}
 
 
 def _described(x: torch.Tensor) -> str:

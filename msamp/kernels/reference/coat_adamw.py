@@ -38,7 +38,7 @@ def coat_adamw(
         return
     numbers = Hyper(*hyper.tolist()[:5])
     for part in batch.chunks():
-        plain = replace(part, ms=_loaded(part.ms), vs=_loaded(part.vs))
+        plain = replace(part, states={key: _loaded(states) for key, states in part.states.items()})
         own = amaxes[:, part.indices]
         silent = [_without_gradient(g, p, numbers.weight_decay and not decoupled) for g, p in zip(part.grads, part.masters, strict=True)]
         update_(plain, numbers, own, kept, coefficient, decoupled=decoupled, rounding=rounding, bounded=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from msamp.kernels import ops
-from msamp.kernels.reference.adamw import Batch, Hyper, hyper_numbers
+from msamp.kernels.reference.adamw import Hyper, hyper_numbers
 from msamp.kernels.reference.adamw import adamw as reference_adamw
 from msamp.kernels.reference.coat_adamw import coat_adamw as reference_coat_adamw
 from msamp.kernels.tables import Tables
@@ -13,24 +13,6 @@ from msamp.optim.states import warn_of
 from msamp.optim.updates.update import Formats, State, StepInputs, Update, UpdateBatch
 
 MOMENTS = (State("exp_avg", "m", "m"), State("exp_avg_sq", "v", "v", non_negative=True))
-
-
-def kernel_batch(batch: UpdateBatch) -> Batch:
-    """What the kernels of both families of AdamW take."""
-    return Batch(
-        grads=batch.grads,
-        ms=batch.states["exp_avg"],
-        vs=batch.states["exp_avg_sq"],
-        masters=batch.masters,
-        weights=batch.weights,
-        steps=batch.steps,
-        indices=batch.indices,
-        places=batch.places,
-        keys=batch.keys,
-        offsets=batch.offsets,
-        weight_remainders=batch.states.get("weight_remainder", []),
-        v_remainders=batch.states.get("exp_avg_sq_remainder", []),
-    )
 
 
 class AdamW(Update):
@@ -45,8 +27,7 @@ class AdamW(Update):
         return hyper_numbers(Hyper(*super().numbers(group)))
 
     def run(self, tables: Tables, batch: UpdateBatch, inputs: StepInputs) -> None:
-        tensors = kernel_batch(batch)
-        coat = any(isinstance(states[0], Expanded) for states in (tensors.ms, tensors.vs))
+        coat = any(isinstance(states[0], Expanded) for states in (batch.ms, batch.vs))
         kernel, twin = (ops.coat_adamw, reference_coat_adamw) if coat else (ops.adamw, reference_adamw)
         run = kernel if batch.by_rows else twin
-        run(tables, tensors, batch.hyper, *inputs, decoupled=batch.group["decoupled"], rounding=batch.rounding)
+        run(tables, batch, batch.hyper, *inputs, decoupled=batch.group["decoupled"], rounding=batch.rounding)

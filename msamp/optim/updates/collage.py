@@ -8,7 +8,7 @@ from msamp.kernels.reference.collage import collage as reference_collage
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import BF16, REMAINDER_E4M3
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.updates.adamw import MOMENTS, AdamW, kernel_batch
+from msamp.optim.updates.adamw import MOMENTS, AdamW
 from msamp.optim.updates.update import MASTER, ROUNDING_FIELDS, WEIGHT, Formats, State, StepInputs, UpdateBatch
 
 
@@ -37,7 +37,7 @@ class Collage(AdamW):
 
     def run(self, tables: Tables, batch: UpdateBatch, inputs: StepInputs) -> None:
         run = ops.collage if batch.by_rows else reference_collage
-        run(tables, kernel_batch(batch), batch.hyper, self.name, inputs.coefficient, inputs.usable)
+        run(tables, batch, batch.hyper, self.name, inputs.coefficient, inputs.usable)
 
 
 def collage_update(name: str) -> Collage:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from msamp.kernels.reference.adamw import stored_amaxes
+from msamp.kernels.reference.adamw import Batch, stored_amaxes
 from msamp.kernels.reference.store import Rounding, rounding_of
 from msamp.kernels.tables import Tables
 from msamp.numerics import formats as known_formats
@@ -88,9 +88,8 @@ MASTER = State("master", "master", "master", copy=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateBatch:
-    """Parameters, or rows of parameters, that are updated together: each list has one entry for each, and its tensors are all plain and of
-    one dtype, or ScalingTensors or Expanded of one format.
+class UpdateBatch(Batch):
+    """A batch of one parameter group, with all that the update declares in `states` but for the master.
 
     Attributes:
         update: that of their formats.
@@ -98,14 +97,7 @@ class UpdateBatch:
         formats: theirs, of the group's.
         hyper: FP64 on the device, the update's `numbers` of the group.
         by_rows: whether all tensors are laid out by rows, as kernels want them.
-        grads: any format; only read.
-        masters: what is updated in place.
-        weights: what is cast from the masters as stored; empty where the masters are the weights.
-        states: by key, all that the update declares but for the master, changed in place, their scales too.
-        steps: FP32 0-dim, the number of steps taken, raised by one.
-        indices: column of each in the table of amaxes of whole tensors.
-        places: column of each in the table of amaxes as stored.
-        keys, offsets: of each one's thresholds for stochastic rounding: of its parameter, and index of its first element there.
+        The others: as of `Batch`.
     """
 
     update: "Update"
@@ -113,15 +105,6 @@ class UpdateBatch:
     formats: Formats
     hyper: torch.Tensor
     by_rows: bool
-    grads: list[torch.Tensor]
-    masters: list[torch.Tensor]
-    weights: list[torch.Tensor]
-    states: dict[str, list[Any]]
-    steps: list[torch.Tensor]
-    indices: list[int]
-    places: list[int]
-    keys: list[int]
-    offsets: list[int]
 
     @property
     def rounding(self) -> Rounding:

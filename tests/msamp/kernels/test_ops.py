@@ -7,11 +7,11 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.adamw_inputs import adamw_batch
 from helpers.agreement import assert_codes
 from helpers.numerics import bits, make
 from msamp.kernels import ops
 from msamp.kernels.reference.activate import activate, activate_backward
-from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.block_cast import block_cast
 from msamp.kernels.reference.cast import cast
@@ -220,13 +220,7 @@ def test_operators_on_blocks_stay_in_one_graph(device):
 
 
 ONES = torch.ones(3)
-BATCH = Batch(
-    **{name: [torch.ones(3), torch.ones(3)] for name in ("grads", "ms", "vs", "masters")},
-    weights=[],
-    steps=[torch.zeros(()), torch.zeros(())],
-    indices=[0, 1],
-    places=[0, 1],
-)
+BATCH = adamw_batch(*([torch.ones(3), torch.ones(3)] for _ in range(4)))
 
 
 @pytest.mark.parametrize("name", ["adamw", "grad_stats", "pack"])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers.adamw_inputs import adamw_batch
 from helpers.numerics import make
 from msamp.kernels.reference.adamw import Batch, Hyper, adam_, adamw
 from msamp.numerics.formats import COAT_E4M3, E4M3, FP16
@@ -58,7 +59,7 @@ def test_a_weight_midway_between_two_codes_does_not_jump_by_an_update_that_its_m
     """1.0625 is midway between 1 and 1.125, E4M3's neighbours; the even one, 1, is its cast, and that of every smaller master."""
     p = torch.full((4, 16), 1.0625)
     master, weight = ScalingTensor.quantize(p, FP16), ScalingTensor.quantize(p, E4M3)
-    batch = Batch([-torch.ones_like(p)], [torch.zeros_like(p)], [torch.zeros_like(p)], [master], [weight], [torch.zeros(())], [0], [0])
+    batch = adamw_batch([-torch.ones_like(p)], [torch.zeros_like(p)], [torch.zeros_like(p)], [master], weights=[weight])
     amaxes, hyper = torch.tensor([[1.0], [0.0], [0.0], [1.0625]]), torch.tensor(Hyper(1e-5, 0.9, 0.999, 1e-8, 0.0), dtype=torch.float64)
     adamw(None, batch, hyper, amaxes, torch.zeros(3, 1), None, torch.tensor(True), decoupled=True)
     assert master.dequantize(torch.float32).eq(1.0625).all()  # half a unit in FP16's last place is 5e-4
@@ -68,15 +69,16 @@ def test_a_weight_midway_between_two_codes_does_not_jump_by_an_update_that_its_m
 
 def batch(**columns) -> Batch:
     """Two parameters of 16 elements, with `columns` in place of some lists."""
-    lists = {name: [torch.ones(16), torch.ones(16)] for name in ("grads", "ms", "vs", "masters")}
-    numbers = {"weights": [], "steps": [torch.zeros(()), torch.zeros(())], "indices": [0, 1], "places": [0, 1]}
-    return Batch(**(lists | numbers | columns))
+    return adamw_batch(**({name: [torch.ones(16), torch.ones(16)] for name in ("grads", "ms", "vs", "masters")} | columns))
 
 
-@pytest.mark.parametrize("column", ["ms", "vs", "masters", "steps", "indices", "places"])
-def test_lists_of_unequal_length_are_refused(column):
-    with pytest.raises(ValueError, match=f"2 gradients are given with 1 {column}; give as many of each"):
-        batch(**{column: getattr(batch(), column)[:1]})
+@pytest.mark.parametrize(
+    ("column", "name"), [("grads",) * 2, ("ms", "exp_avg"), ("vs", "exp_avg_sq"), ("steps",) * 2, ("indices",) * 2, ("places",) * 2]
+)
+def test_lists_of_unequal_length_are_refused(column, name):
+    lists = {"steps": batch().steps, "indices": [0, 1], "places": [0, 1], column: getattr(batch(), column)[:1]}
+    with pytest.raises(ValueError, match=f"2 masters are given with 1 {name}; give as many of each"):
+        batch(**lists)
 
 
 @pytest.mark.promise("Optimizer states", "No fused update runs if gradients, states and parameters do not match.")
@@ -94,5 +96,5 @@ def test_a_state_of_another_shape_or_device_than_its_gradient_is_refused(column,
     ids=["dtype", "scale", "groups"],
 )
 def test_a_list_in_two_formats_is_refused(other):
-    with pytest.raises(ValueError, match=r"ms are in several formats .*; update those of one format together"):
+    with pytest.raises(ValueError, match=r"exp_avg are in several formats .*; update those of one format together"):
         batch(ms=[torch.ones(16), other])

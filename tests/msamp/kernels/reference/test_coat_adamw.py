@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.adamw_inputs import adamw_batch
 from helpers.numerics import bits, make
 from msamp.kernels.reference import adamw
 from msamp.kernels.reference.adamw import Batch, Hyper, adam_
@@ -21,16 +22,8 @@ SHAPES = [(6, 200), (300,), ()]
 
 def batch(v: Callable[[torch.Tensor], Any] = lambda x: quantize_expanded(x, E5M2)) -> Batch:
     made = [[make("normal", shape or (1,), seed=10 * i + j).view(shape) for j, shape in enumerate(SHAPES)] for i in range(4)]
-    return Batch(
-        grads=made[0],
-        ms=[quantize_expanded(x, E4M3) for x in made[1]],
-        vs=[v(x.square()) for x in made[2]],
-        masters=made[3],
-        weights=[],
-        steps=[torch.tensor(4.0) for _ in SHAPES],
-        indices=[0, 1, 2],
-        places=[0, 1, 2],
-    )
+    ms, vs = [quantize_expanded(x, E4M3) for x in made[1]], [v(x.square()) for x in made[2]]
+    return adamw_batch(made[0], ms, vs, made[3], step=4.0)
 
 
 def run(x: Batch, usable: bool = True, kept: torch.Tensor | None = None) -> Batch:

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from helpers.adamw_inputs import adamw_batch
 from helpers.numerics import bits
-from msamp.kernels.reference.adamw import Batch, Hyper
+from msamp.kernels.reference.adamw import Hyper
 from msamp.kernels.reference.collage import VARIANTS, collage, power
 from msamp.optim import updates
 from msamp.optim.collage import collage_adamw
@@ -48,18 +49,8 @@ def test_many_tensors_at_once_as_the_optimizer(update, clip):
         dtype = keys[key].dtype if key in keys else torch.bfloat16
         return [torch.zeros_like(w, dtype=dtype) for w in weights] if not key or key in keys else []
 
-    batch = Batch(
-        grads=zeros(),
-        ms=zeros(),
-        vs=zeros(),
-        masters=weights,
-        weights=[],
-        steps=[torch.tensor(0.0) for _ in weights],
-        indices=[0, 1, 2],
-        places=[0, 1, 2],
-        weight_remainders=zeros("weight_remainder"),
-        v_remainders=zeros("exp_avg_sq_remainder"),
-    )
+    beside = {"weight_remainders": zeros("weight_remainder"), "v_remainders": zeros("exp_avg_sq_remainder")}
+    batch = adamw_batch(zeros(), zeros(), zeros(), weights, **beside)
     alone = collage_adamw(params, HYPER.lr, HYPER[1:3], HYPER.eps, HYPER.weight_decay, variant=update)
     for _ in range(6):
         for p, g in zip(params, batch.grads, strict=True):
@@ -70,16 +61,14 @@ def test_many_tensors_at_once_as_the_optimizer(update, clip):
         collage(None, batch, torch.tensor(HYPER, dtype=torch.float64), update, coefficient, torch.tensor(True))
     assert [float(step) for step in batch.steps] == [6.0] * 3
     for i, p in enumerate(params):
-        state, mine = alone.state[p], {"exp_avg": batch.ms, "exp_avg_sq": batch.vs}
-        mine |= dict(zip(keys, (batch.weight_remainders, batch.v_remainders), strict=False))
         assert bits(weights[i]).equal(bits(p.detach()))
-        for key, column in mine.items():
-            assert bits(column[i]).equal(bits(state[key])), key
+        for key, column in batch.states.items():
+            assert bits(column[i]).equal(bits(alone.state[p][key])), key
 
 
 def test_a_step_that_is_not_usable_reads_and_writes_nothing():
     weight = torch.ones(4, dtype=torch.bfloat16)
-    batch = Batch([weight.clone()], [weight.clone()], [weight.clone()], [weight], [], [torch.tensor(3.0)], [0], [0])
+    batch = adamw_batch([weight.clone()], [weight.clone()], [weight.clone()], [weight], step=3.0)
     collage(None, batch, torch.tensor(HYPER, dtype=torch.float64), "a", None, torch.tensor(False))
     assert weight.eq(1).all()
     assert batch.ms[0].eq(1).all()

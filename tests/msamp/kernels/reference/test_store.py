@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.adamw_inputs import adamw_batch
 from msamp.kernels.reference.adamw import Batch, Hyper, adamw, hyper_numbers
 from msamp.kernels.reference.store import Rounding, fallen, load, rounding_of, store_
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, Format, by_name
@@ -52,9 +53,7 @@ def golden_batch(run) -> tuple[Batch, torch.Tensor, torch.Tensor]:
         return ScalingTensor(zeros.to(fmt.dtype), torch.ones(()), torch.float32)
 
     master = ScalingTensor.quantize(p, FP16, dtype=torch.float32)
-    batch = Batch(
-        [zeros], [scaled(E4M3)], [scaled(FP16)], [master], [], [torch.zeros(())], [0], [0], keys=[run["key"]], offsets=[run["offset"]]
-    )
+    batch = adamw_batch([zeros], [scaled(E4M3)], [scaled(FP16)], [master], keys=[run["key"]], offsets=[run["offset"]])
     return batch, array(run["gradients"], np.float32).view(-1, *p.shape), torch.zeros(3, 1)
 
 

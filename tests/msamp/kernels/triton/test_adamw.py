@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.adamw_inputs import hyper
+from helpers.adamw_inputs import adamw_batch, hyper
 from helpers.numerics import bits, make
 from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.adamw import adamw as twin
@@ -54,7 +54,7 @@ def batch(formats: StateFormats, weight: Format | None, device, shapes=SHAPES, w
 
     count = len(shapes)
     masters = states(formats.master, 30, 0.1)
-    return Batch(
+    return adamw_batch(
         grads=states(formats.grad, 0, 1e-3),
         ms=states(formats.m, 10, 1e-3),
         vs=states(formats.v, 20, 1e-6, positive=True),
@@ -162,8 +162,7 @@ def test_every_exponent_of_moments_gives_the_twins_step_to_the_bit(eps, triton_d
     if torch.device(triton_device).type == "cpu":  # the interpreter reads subnormal BF16 wrongly
         v = torch.where(v < 2.0**-126, 0.0, v)
     zeros = torch.zeros(m.numel())
-    ours = Batch([zeros], [m], [v], [torch.randn(m.numel())], [], [torch.tensor(30.0)], [0], [0])
-    ours = Batch(**{k: [x.to(triton_device) if isinstance(x, torch.Tensor) else x for x in column] for k, column in vars(ours).items()})
+    ours = adamw_batch(*([x.to(triton_device)] for x in (zeros, m, v, torch.randn(m.numel()))), step=30.0)
     theirs, flag = copy.deepcopy(ours), torch.tensor(True, device=triton_device)
     for run, x in ((twin, theirs), (kernel, ours)):
         table, kept = torch.ones(4, 1, device=triton_device), torch.zeros(3, 1, device=triton_device)
@@ -264,7 +263,7 @@ def test_states_of_zeros_keep_their_scales(triton_device):
     device = triton_device
     made = batch(*FORMATS["O2"], device, [(5, 3)])
     zeros = [stored(torch.zeros(5, 3, device=device), fmt) for fmt in (E4M3, E4M3, FP16, FP16)]
-    x = replace(made, grads=zeros[:1], ms=zeros[1:2], vs=zeros[2:3], masters=zeros[3:])
+    x = replace(made, grads=zeros[:1], states={"exp_avg": zeros[1:2], "exp_avg_sq": zeros[2:3]}, masters=zeros[3:])
     for state in zeros[1:]:
         state.scale_inv.fill_(0.25)
     kept = torch.ones(3, 1, device=device)

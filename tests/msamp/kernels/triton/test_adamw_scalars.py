@@ -5,8 +5,7 @@ import importlib
 import pytest
 import torch
 
-from helpers.adamw_inputs import hyper
-from msamp.kernels.reference.adamw import Batch
+from helpers.adamw_inputs import adamw_batch, hyper
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import E4M3, FP16
 from msamp.numerics.tensor import ScalingTensor
@@ -20,10 +19,7 @@ def scales(bound: float, device) -> list[float]:
     zeros = [ScalingTensor.quantize(torch.zeros(5, device=device), fmt, dtype=torch.float32) for fmt in (E4M3, FP16)]
     for state in zeros:
         state.scale_inv.fill_(KEPT)
-    x = Batch(
-        grads=[torch.zeros(5, device=device)], ms=zeros[:1], vs=zeros[1:], masters=[torch.ones(5, device=device)], weights=[],
-        steps=[torch.zeros((), device=device)], indices=[0], places=[0],
-    )  # fmt: skip
+    x = adamw_batch([torch.zeros(5, device=device)], zeros[:1], zeros[1:], [torch.ones(5, device=device)])
     amaxes = torch.tensor([[0.0], [2 * bound], [2 * bound], [1.0], [0.0]], device=device)
     kept = torch.zeros(3, 1, device=device)
     adamw = importlib.import_module("msamp.kernels.triton.adamw").adamw  # late: the file takes the interpreter or the compiler

@@ -10,7 +10,7 @@ import importlib
 import pytest
 import torch
 
-from helpers.adamw_inputs import HYPER, hyper
+from helpers.adamw_inputs import HYPER, adamw_batch, hyper
 from helpers.numerics import COAT_STEP, SMALL, bits, check, codes, make, measure
 from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.coat_adamw import coat_adamw as twin
@@ -61,7 +61,7 @@ def batch(formats: StateFormats, weight: Format | None, device, shapes) -> Batch
         return [stored((x.square() if positive else x).to(device) * size * 2.0 ** (i - 3), fmt) for i, x in enumerate(made)]
 
     count = len(shapes)
-    return Batch(
+    return adamw_batch(
         grads=states(formats.grad, 0, 1e-3),
         ms=states(formats.m, 20, 1e-3),
         vs=states(formats.v, 40, 1e-6, positive=True),

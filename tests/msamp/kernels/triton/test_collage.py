@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.adamw_inputs import adamw_batch
 from helpers.numerics import bits, make
 from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.collage import VARIANTS
@@ -40,15 +41,12 @@ def batch(update, device, shapes=SHAPES) -> Batch:
     for weight in weights:
         weight.view(-1)[::7] = 0.0
         weight.view(-1)[1::7] *= 2.0**-12
-    return Batch(
-        grads=states(0, 1e-3),
-        ms=states(10, 1e-3),
-        vs=vs,
-        masters=weights,
-        weights=[],
+    return adamw_batch(
+        states(0, 1e-3),
+        states(10, 1e-3),
+        vs,
+        weights,
         steps=[torch.tensor(float(7 * i), device=device) for i in range(len(shapes))],
-        indices=list(range(len(shapes))),
-        places=list(range(len(shapes))),
         weight_remainders=remainders(weights, 2.0**-9, "weight_remainder"),
         v_remainders=remainders(vs, -(2.0**-10), "exp_avg_sq_remainder"),
     )
@@ -134,7 +132,8 @@ def test_remainders_in_e4m3_beside_weights_of_every_magnitude(triton_device):
     ulp = weight.float().abs() * 2.0**-8
     rest = (ulp * make("normal", weight.shape).to(triton_device) * 0.2).clamp(-0.49 * ulp, 0.49 * ulp).bfloat16()
     payload = mcf.remainder_payload((weight, rest * (rest.abs() >= 2.0**-126)), torch.float8_e4m3fn)  # the interpreter has no smaller ones
-    x = replace(batch("fp8", triton_device, [weight.shape]), masters=[weight.clone()], weight_remainders=[payload.clone()])
+    x = batch("fp8", triton_device, [weight.shape])
+    x = replace(x, masters=[weight.clone()], states=x.states | {"weight_remainder": [payload.clone()]})
     hyper = torch.tensor(list((HYPER | {"lr": 0.0}).values()), dtype=torch.float64, device=triton_device)
     kernel(Tables(torch.device(triton_device)), x, hyper, "fp8", None, torch.tensor(True, device=triton_device))
     assert bits(x.masters[0]).equal(bits(weight))
