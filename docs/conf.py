@@ -19,6 +19,7 @@ from sphinx.environment import BuildEnvironment
 
 import msamp
 from megatron.lm.config.cli import parse_args
+from megatron.lm.config.megatron_flags.listing import HEADING
 
 project = "msamp"
 version = release = msamp.__version__
@@ -62,11 +63,12 @@ def _list_table(rows: Sequence[str]) -> Iterator[str]:
 
 
 class TrainerFlags(Directive):
-    """The flags of the trainer as its `--help` lists them: a section for each group, a definition for each flag."""
+    """The flags of the trainer as its `--help` lists them: a section for each group, a definition for each flag. Those of Megatron-LM have
+    a page of their own."""
 
     def run(self) -> list[nodes.Node]:
         sections: list[nodes.Node] = []
-        for title, told, flags in groups_of(help_text()):
+        for title, told, flags in groups_of(help_text().partition(f"\n{HEADING}")[0]):
             section = nodes.section(ids=[nodes.make_id(f"flags {title}")], names=[title])
             section += nodes.title(text=title.capitalize())
             if told:

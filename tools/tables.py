@@ -5,9 +5,10 @@
 
 A page names a table in its marker. `tools/docs/tables.py` lists the tables; `planner.py`, `post.py` and `rounding.py` in the same folder
 list those of the planner, of what follows pre-training, and of stochastic rounding. `tools/docs/reproduction.py` generates the pages of
-`python -m tools.reproduce`, and `promises.py` the page of promises. The numbers of each figure are stored next to it, and a check compares
-these, not the image. A row whose commit is not in the history is refused, unless it is marked (`+` or `?` after its commit); then it is
-published with a mark. In a shallow clone the commits that could not be checked are printed.
+`python -m tools.reproduce`, `promises.py` the page of promises, and `megatron/lm/config/megatron_flags/listing.py` that of Megatron-LM's
+flags. The numbers of each figure are stored next to it, and a check compares these, not the image. A row whose commit is not in the
+history is refused, unless it is marked (`+` or `?` after its commit); then it is published with a mark. In a shallow clone the commits that
+could not be checked are printed.
 """
 
 import functools
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from megatron.lm.config.megatron_flags import listing
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser
 from tools.docs import figures as drawn
@@ -61,7 +63,8 @@ def figures() -> Mapping[str, Callable[[], Figure]]:
 
 def generated(root: Path) -> dict[Path, str]:
     """The pages that are made whole, and where they are stale; "" for one of an entry that is gone."""
-    made = {root / path: text for path, text in reproduction.pages().items()} | {root / promises.PAGE: promises.page(ROOT)}
+    made = {root / path: text for path, text in reproduction.pages().items()}
+    made |= {root / promises.PAGE: promises.page(ROOT), root / listing.PAGE: listing.page()}
     gone = {path: "" for path in (root / reproduction.PAGES).glob("*.md") if path not in made and path.stem != "reproduction"}
     there = {path: path.read_text(encoding="utf-8") if path.is_file() else "" for path in made}
     return {path: text for path, text in made.items() if text != there[path]} | gone

@@ -19,7 +19,8 @@ def published(tmp_path):
     for folder in (tables.FIGURE_FOLDER, "docs/reproduction"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "docs/reference").mkdir()
-    shutil.copy(ROOT / "docs/reference/promises.md", tmp_path / "docs/reference")
+    for page in ("promises.md", "megatron_flags.md"):
+        shutil.copy(ROOT / "docs/reference" / page, tmp_path / "docs/reference")
     (tmp_path / "README.md").write_text("before\n<!-- table: memory-error -->\n<!-- end -->\nafter\n")
     return tmp_path
 

@@ -1,6 +1,7 @@
 """Command line of the trainer: flags generated from the sections of `Config`, and the way back.
 
-`--preset NAME` lays the values of `presets.py` under the flags: what is written beside it overrides them.
+`--preset NAME` lays the values of `presets.py` under the flags: what is written beside it overrides them. Flags that Megatron-LM spells or
+means differently go through the table of `megatron_flags` first.
 """
 
 import argparse
@@ -13,6 +14,8 @@ from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from megatron.lm.config.blend_file import read_blend
+from megatron.lm.config.megatron_flags.apply import apply
+from megatron.lm.config.megatron_flags.listing import help_sections
 from megatron.lm.config.presets import PRESETS, preset
 from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, SIZE, choices_of, flag
 from megatron.lm.config.whole import Config
@@ -29,15 +32,38 @@ def _hints(section: type) -> Mapping[str, Any]:
     return get_type_hints(section)
 
 
+@dataclass(frozen=True)
+class Parsed:
+    """A command line as the trainer understands it.
+
+    Attributes:
+        config: its settings.
+        lines: what became of flags of Megatron-LM that it spells or means differently, for the log.
+    """
+
+    config: Config
+    lines: tuple[str, ...]
+
+
 def parse_args(argv: Sequence[str] | None = None) -> Config:
-    """Flags (default: those of the process) -> Config. A usage error leaves with exit code 2 and a message on stderr.
+    """The settings of `parse`."""
+    return parse(argv).config
+
+
+def parse(argv: Sequence[str] | None = None) -> Parsed:
+    """Flags (default: those of the process) -> settings. A usage error leaves with exit code 2 and a message on stderr.
 
     Values are only parsed here; `check.check` judges them.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     chosen = _preset_parser(add_help=False).parse_known_args(argv)[0].preset
-    parser = _parser(preset(chosen) if chosen else {})
-    _refuse_unknown_flags(parser, argv)
+    settings = preset(chosen) if chosen else {}
+    parser = _parser(settings)
+    try:
+        applied = apply(argv, _options(parser), settings)
+    except ValueError as error:
+        parser.error(str(error))
+    argv = list(applied.argv)
     values = vars(parser.parse_args(argv))
     if values["data_args_path"] is not None:
         if values["data_path"]:
@@ -46,7 +72,17 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
             values["data_path"] = read_blend(values["data_args_path"])
         except ValueError as error:
             parser.error(str(error))
-    return config_from_dict({name: {f.name: values[f.name] for f in fields(cls)} for name, cls in section_types().items()})
+    config = config_from_dict({name: {f.name: values[f.name] for f in fields(cls)} for name, cls in section_types().items()})
+    return Parsed(config, applied.lines)
+
+
+def known_flags() -> frozenset[str]:
+    """The trainer's own flags."""
+    return _options(_parser({}))
+
+
+def _options(parser: argparse.ArgumentParser) -> frozenset[str]:
+    return frozenset(option for action in parser._actions for option in action.option_strings)
 
 
 def to_argv(config: Config) -> list[str]:
@@ -141,7 +177,7 @@ class _Parser(argparse.ArgumentParser):
         for action in self._actions:
             if isinstance(action, _Registered):
                 action.metavar = f"{{{','.join(action.names())}}}"
-        return super().format_help()
+        return f"{super().format_help()}\n{help_sections()}"
 
 
 class _Registered(argparse.Action):
@@ -207,11 +243,3 @@ def _add_flag(group: Any, setting: Field, hint: Any, default: Any) -> None:
     choices = choices_of(setting)
     metavar = None if choices else {int: "N", float: "X", str: "TEXT"}[kind]
     group.add_argument(flag(setting.name), type=kind, choices=choices, metavar=metavar, **options)
-
-
-def _refuse_unknown_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-    """Runs before argparse, which would first complain of the required flag that was misspelt, and propose nothing."""
-    known = {option: None for action in parser._actions for option in action.option_strings}
-    for word in (token.partition("=")[0] for token in argv if token.startswith("--")):
-        if word not in known:
-            parser.error(f"unknown flag {word}{_did_you_mean(word, known)}")

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Sequence
 
 from megatron.lm.config import Config, PrecisionConfig
-from megatron.lm.config.cli import parse_args
+from megatron.lm.config.cli import parse
 from megatron.lm.config.rules.check import check
 from megatron.lm.shell.exit_codes import command
 from megatron.lm.shell.interrupt import LeavingAtOnce
@@ -36,9 +36,11 @@ def job(argv: Sequence[str] | None = None) -> int:
 
 def _judged(argv: Sequence[str] | None) -> Config | None:
     """What is asked for, once it can be; None where it was a dry run."""
-    config = parse_args(argv)
-    world_size = _world_size()
+    parsed = parse(argv)
+    config, world_size = parsed.config, _world_size()
     check(config, world_size)
+    if os.environ.get("RANK", "0") == "0" and parsed.lines:
+        print("\n".join(parsed.lines), flush=True)
     if config.logging.dry_run:
         _dry_run(config, world_size)
         return None

@@ -14,7 +14,11 @@ REFUSALS = {
     ),
     "heads": ("--hidden-size 66", 1, "--hidden-size 66 is not divisible by --num-attention-heads 4: choose a multiple of 4"),
     "rotary width": ("--hidden-size 60", 1, "15 channels a head x --rotary-percent 1 must be an even number; change"),
-    "lone groups": ("--num-query-groups 2", 1, "--num-query-groups 2 has no effect by itself: add --group-query-attention"),
+    "lone groups": (
+        "--preset llama3-8b --no-group-query-attention",
+        1,
+        "--num-query-groups 8 has no effect by itself: add --group-query-attention",
+    ),
     "groups": (
         "--group-query-attention --num-query-groups 3",
         1,
@@ -60,7 +64,7 @@ REFUSALS = {
         "--seq-length 31 is not divisible by --tensor-model-parallel-size 2: choose 30 or 32$",
     ),
     "SP alone": (
-        "--sequence-parallel",
+        "--preset 13b --tensor-model-parallel-size 1",
         1,
         "--sequence-parallel splits between tensor-parallel processes, and there is one: drop it .*--no-sequence-parallel.*, or raise --t",
     ),

@@ -1,0 +1,112 @@
+"""Run the table over a command line: the trainer's own flags come out, and a line for each flag that was dropped or translated."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megatron.lm.config.megatron_flags.in_context import JUDGES, Given, Values
+from megatron.lm.config.megatron_flags.row import ACCEPTED, DROPPED, REFUSED, Verdict, spelled
+from megatron.lm.config.megatron_flags.table import find, lines_about, names
+from megatron.lm.config.megatron_flags.typos import closest
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A command line in the trainer's own flags.
+
+    Attributes:
+        argv: what argparse takes.
+        lines: what became of Megatron-LM's flags, for the log.
+        given: the flags that were written, with hyphens.
+    """
+
+    argv: tuple[str, ...]
+    lines: tuple[str, ...]
+    given: Given
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A flag with the words behind it; an empty flag: words before the first one."""
+
+    flag: str
+    words: Values
+
+    def __str__(self) -> str:
+        return " ".join((self.flag, *self.words)).strip()
+
+
+def apply(argv: Sequence[str], known: Collection[str], preset: Mapping[str, Any] = MappingProxyType({})) -> Applied:
+    """Translate a command line, with hyphens for underscores.
+
+    Args:
+        argv: the words of the command line.
+        known: the trainer's own flags.
+        preset: settings below the flags, by field name.
+
+    Raises:
+        ValueError: unknown and refused flags, all in one message, each with its reason and what to do.
+    """
+    written = list(_written(argv, known))
+    given = Given({entry.flag: entry.words for entry in written if entry.flag}, preset)
+    words: list[str] = []
+    problems: list[str] = []
+    dropped: dict[str, list[str]] = {}
+    translated: list[str] = []
+    for entry in written:
+        takes, verdict = _judged(entry, given, known)
+        used, stray = _Written(entry.flag, entry.words[:takes]), entry.words[len(entry.words[:takes]) :]
+        if verdict.treatment == ACCEPTED:
+            words += verdict.becomes or (used.flag, *used.words) if used.flag else used.words
+        elif verdict.treatment == REFUSED:
+            problems.append(f"{used}: {verdict.says}" if verdict.says else f"unknown flag {used.flag}{_hint(used.flag, known)}")
+        elif takes is not None and len(used.words) < takes:
+            problems.append(f"{used} lacks its value: give {takes}")
+        elif verdict.treatment == DROPPED:
+            dropped.setdefault(verdict.says, []).append(str(used))
+        else:
+            words += verdict.becomes
+            translated.append(f"{used} means {' '.join(verdict.becomes)} here")
+        words += stray
+    if problems:
+        many = f"{len(problems)} flags are refused, nothing was started:"
+        raise ValueError(problems[0] if len(problems) == 1 else "\n- ".join([many, *problems]))
+    return Applied(tuple(words), (*translated, *(f"{', '.join(flags)} dropped: {why}" for why, flags in dropped.items())), given)
+
+
+def _written(argv: Sequence[str], known: Collection[str]) -> Iterator[_Written]:
+    """The flags of a command line with the words behind each; `--flag=value` is a flag with a word behind it."""
+    flag, words = "", []  # type: str, list[str]
+    for word in argv:
+        if not word.startswith("--") or word == "--":
+            words.append(word)
+            continue
+        if flag or words:
+            yield _Written(flag, tuple(words))
+        name, equals, value = word.partition("=")
+        flag, words = name if name in known else spelled(name), [value] if equals else []
+    if flag or words:
+        yield _Written(flag, tuple(words))
+
+
+def _judged(entry: _Written, given: Given, known: Collection[str]) -> tuple[int | None, Verdict]:
+    """How many of the words belong to a flag (None: all), and what happens to it; of an unknown one a refusal without a reason."""
+    rows = lines_about(entry.flag)
+    if not rows:
+        return None, Verdict(ACCEPTED if entry.flag in known or not entry.flag else REFUSED)
+    takes = None if any(row.takes is None for row in rows) else max(row.takes or 0 for row in rows)
+    values = entry.words[:takes]
+    row = find(entry.flag, values)
+    if row is None:
+        return (None, Verdict(ACCEPTED)) if entry.flag in known else (takes, Verdict(REFUSED))
+    judge = JUDGES.get(entry.flag)
+    enough = takes is None or len(values) == takes
+    verdict = (judge(given, values) if judge and enough else None) or row.judged(values)
+    return (None if verdict.treatment == ACCEPTED and not verdict.becomes else takes), verdict
+
+
+def _hint(flag: str, known: Collection[str]) -> str:
+    served = {name for name in names() if any(row.verdict.treatment != REFUSED for row in lines_about(name))}
+    close = closest(flag, {*known, *served})
+    return f" (did you mean {close}?)" if close else ""

@@ -1,0 +1,127 @@
+"""Flags whose meaning depends on other flags of the command line, as Megatron-LM's own checks of its arguments have it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from megatron.lm.config.megatron_flags.row import ACCEPTED, DROPPED, REFUSED, TRANSLATED, Verdict
+
+Values = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A command line by flag.
+
+    Attributes:
+        flags: flag with hyphens -> its values, where it was written last.
+        preset: the settings below them, by field name.
+    """
+
+    flags: Mapping[str, Values]
+    preset: Mapping[str, Any] = field(default_factory=dict)
+
+    def __contains__(self, flag: str) -> bool:
+        return flag in self.flags or bool(self.preset.get(flag[2:].replace("-", "_")))
+
+    def value(self, flag: str) -> str | None:
+        """The first value of a flag, or the preset's; None without both."""
+        if flag in self.flags:
+            return self.flags[flag][0] if self.flags[flag] else None
+        value = self.preset.get(flag[2:].replace("-", "_"))
+        return None if value is None else str(value)
+
+    def count(self, flag: str) -> int | None:
+        """A whole number; None where it is absent or no number."""
+        value = self.value(flag)
+        return int(value) if value is not None and value.isdecimal() else None
+
+
+def _sequence_parallel(given: Given, values: Values) -> Verdict | None:
+    if given.count("--tensor-model-parallel-size") in (None, 1) and "--model-parallel-size" not in given:
+        return Verdict(DROPPED, "it splits between tensor-parallel processes, and there is one")
+    return None
+
+
+def _num_query_groups(given: Given, values: Values) -> Verdict | None:
+    if "--group-query-attention" not in given:
+        return Verdict(DROPPED, "without --group-query-attention each query head has its own keys and values")
+    return None
+
+
+def _no_position_embedding(given: Given, values: Values) -> Verdict | None:
+    learned = given.value("--position-embedding-type") == "learned_absolute"
+    return Verdict(REFUSED, "it contradicts --position-embedding-type learned_absolute: drop one") if learned else None
+
+
+def _vocab_size(given: Given, values: Values) -> Verdict | None:
+    kind = given.value("--tokenizer-type")
+    if kind in (None, "NullTokenizer"):
+        return None
+    return Verdict(DROPPED, f"the vocabulary is that of --tokenizer-type {kind}")
+
+
+def _split(given: Given, values: Values) -> Verdict | None:
+    """A script that expands an array without quotes leaves them around the value, where Megatron-LM looks for numbers alone."""
+    bare = tuple(value.strip("'\"") for value in values)
+    return Verdict(ACCEPTED, becomes=("--split", *bare)) if bare != values else None
+
+
+def _calculate_per_token_loss(given: Given, values: Values) -> Verdict | None:
+    uneven = next((flag for flag in ("--eod-mask-loss", "--objective") if flag in given), None)
+    if uneven is None:
+        return None
+    return Verdict(REFUSED, f"with {uneven} micro-batches have unequal numbers of tokens, and gradients are their mean here: drop one")
+
+
+def _weight_decay_end(given: Given, values: Values) -> Verdict | None:
+    ends = {given.value(flag) for flag in ("--weight-decay", "--start-weight-decay", "--end-weight-decay")}
+    if len({float(end) for end in ends if end is not None and _is_number(end)}) > 1:
+        return Verdict(REFUSED, "weight decay is constant here: give --weight-decay alone")
+    return None
+
+
+def _virtual_stages(given: Given, values: Values) -> Verdict | None:
+    layers, stages, virtual = given.count("--num-layers"), given.count("--pipeline-model-parallel-size") or 1, values[0]
+    if not virtual.isdecimal() or not int(virtual):
+        return Verdict(REFUSED, "give a whole number above 0")
+    if int(virtual) == 1 or stages == 1:
+        return Verdict(
+            DROPPED, "one virtual stage for each pipeline stage is no interleaving" if int(virtual) == 1 else "there is one stage"
+        )
+    parts = stages * int(virtual)
+    if layers is None or layers % parts:
+        return Verdict(
+            REFUSED, f"--num-layers {layers} is not divisible by {stages} pipeline stages x {virtual}: choose a multiple of {parts}"
+        )
+    return Verdict(TRANSLATED, "", ("--num-layers-per-virtual-pipeline-stage", str(layers // parts)))
+
+
+def _decoder_seq_length(given: Given, values: Values) -> Verdict | None:
+    same = values[0] == given.value("--seq-length")
+    return Verdict(DROPPED, "GPT has one sequence, of --seq-length tokens") if same else None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+JUDGES: Mapping[str, Callable[[Given, Values], Verdict | None]] = MappingProxyType(
+    {
+        "--sequence-parallel": _sequence_parallel,
+        "--num-query-groups": _num_query_groups,
+        "--no-position-embedding": _no_position_embedding,
+        "--vocab-size": _vocab_size,
+        "--split": _split,
+        "--calculate-per-token-loss": _calculate_per_token_loss,
+        "--start-weight-decay": _weight_decay_end,
+        "--end-weight-decay": _weight_decay_end,
+        "--num-virtual-stages-per-pipeline-rank": _virtual_stages,
+        "--decoder-seq-length": _decoder_seq_length,
+    }
+)

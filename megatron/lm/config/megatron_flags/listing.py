@@ -1,0 +1,71 @@
+"""The table as text: sections of `--help`, and the page `docs/reference/megatron_flags.md`."""
+
+import textwrap
+from collections.abc import Iterator
+
+from megatron.lm.config.megatron_flags.row import ACCEPTED, DROPPED, REFUSED, TRANSLATED, Row
+from megatron.lm.config.megatron_flags.table import TABLE
+
+PAGE = "docs/reference/megatron_flags.md"
+WIDTH = 132
+HEADING = "Megatron flags"
+HEAD = """# Flags of Megatron-LM
+
+What the trainer does with each flag of Megatron-LM (core_v0.16.1, and some of older versions). A launch script starts here as it is,
+unless it has a refused flag; the message names all of them. `make tables` generates this page from the table in
+`megatron/lm/config/megatron_flags/`.
+
+- **accepted**: the trainer has the flag, with Megatron-LM's meaning. [Its own page](flags.md) describes it.
+- **translated**: the trainer has it under another name.
+- **dropped**: the flag has no effect here; the run starts with a line that says why.
+- **refused**: the run does not start; the message has the reason and what to do instead.
+
+Underscores serve for hyphens. A flag that ends with `*` is each flag that begins so.
+"""
+EXAMPLES = """examples:
+  a small model on the data of `make quickstart`, on one GPU or a CPU:
+    python -m megatron.lm.pretrain --preset 125m --opt-level O2 --data-path data/quickstart/train_text_document \\
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model data/quickstart/tokenizer.json --train-iters 100
+  what a process of a large run would hold, without starting it:
+    WORLD_SIZE=64 python -m megatron.lm.pretrain --preset llama3-8b --opt-level O3 --dry-run
+  eight GPUs, with checkpoints that the same command resumes from:
+    torchrun --nproc-per-node 8 -m megatron.lm.pretrain --preset 1.3b --opt-level O3 --data-path DATA --tokenizer-type \\
+        HuggingFaceTokenizer --tokenizer-model tokenizer.json --save RUN --load RUN --save-interval 1000
+"""
+
+
+def help_sections() -> str:
+    """The end of `--help`: what becomes of Megatron-LM's flags, and three examples."""
+    rows = [row for group in TABLE.values() for row in group]
+    parts = [f"{HEADING} (a start names what it drops or translates; the reasons are in {PAGE}):"]
+    for treatment, told in ((TRANSLATED, "translated"), (DROPPED, "dropped, since they have no effect here"), (REFUSED, "refused")):
+        lines = [f"{row.line} -> {' '.join(row.verdict.becomes)}" if treatment == TRANSLATED else row.line for row in _of(rows, treatment)]
+        whole = ", ".join(line.replace(" ", "\0") for line in lines)  # a flag and its value stay on one line
+        listed = textwrap.fill(whole, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False).replace("\0", " ")
+        parts.append(f"  {told}:\n{listed}")
+    return "\n".join(parts) + "\n\n" + EXAMPLES
+
+
+def page() -> str:
+    """The page of the documentation."""
+    parts = [HEAD]
+    for subject, rows in TABLE.items():
+        parts.append(f"## {subject.capitalize()}\n")
+        parts.append("| flag | here | |\n| --- | --- | --- |")
+        parts += [f"| {_code(row.line)} | {row.verdict.treatment} | {_cell(row)} |" for row in rows]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _cell(row: Row) -> str:
+    if row.verdict.treatment == ACCEPTED:
+        return ""
+    return _code(" ".join(row.verdict.becomes)) if row.verdict.treatment == TRANSLATED else row.verdict.says
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def _of(rows: list[Row], treatment: str) -> Iterator[Row]:
+    return (row for row in rows if row.verdict.treatment == treatment)

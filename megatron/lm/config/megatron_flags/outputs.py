@@ -1,0 +1,130 @@
+"""Flags of checkpoints, logs and profiles."""
+
+from megatron.lm.config.megatron_flags.row import accepted, dropped, refused, translated
+
+FORMAT = "checkpoints have one format here, written and read in parallel on any grid"
+METRICS = "it is always written, to --tensorboard-dir and --metrics-file"
+TIMERS = "the log has time, throughput and bytes of each step; there are no timers of its parts"
+PROFILE = "profiles are not built into the trainer yet: use `python -m tools.bench.profile_step`"
+WANDB = "wandb is not built here yet: use --tensorboard-dir or --metrics-file"
+LOCAL = "it is not built here yet: save by --save-interval, --async-save and --keep-last"
+
+FLAGS = (
+    *accepted(
+        "--save FOLDER",
+        "--save-interval N",
+        "--load FOLDER",
+        "--ckpt-step N",
+        "--async-save",
+        "--finetune",
+        "--no-load-optim",
+        "--no-load-rng",
+        "--log-interval N",
+        "--tensorboard-dir FOLDER",
+    ),
+    *translated("--save-interval N", "--persistent-save-interval N"),
+    *dropped(
+        FORMAT,
+        "--ckpt-format torch_dist",
+        "--ckpt-format torch",
+        "--ckpt-format torch_dcp",
+        "--use-dist-ckpt",
+        "--dist-ckpt-format TEXT",
+        "--auto-detect-ckpt-format",
+        "--ckpt-fully-parallel-save",
+        "--no-ckpt-fully-parallel-save",
+        "--disable-ckpt-fully-parallel-save",
+        "--ckpt-fully-parallel-load",
+        "--ckpt-assume-constant-structure",
+        "--dist-ckpt-strictness TEXT",
+        "--dist-ckpt-save-pre-mcore-014",
+        "--dist-ckpt-optim-fully-reshardable",
+        "--distrib-optim-fully-reshardable-mem-efficient",
+        "--use-persistent-ckpt-worker",
+        "--ckpt-convert-update-legacy-dist-opt-format",
+    ),
+    *dropped(
+        METRICS,
+        "--log-throughput",
+        "--log-memory-to-tensorboard",
+        "--log-validation-ppl-to-tensorboard",
+        "--log-world-size-to-tensorboard",
+        "--log-timers-to-tensorboard",
+        "--log-learning-rate-to-tensorboard",
+        "--log-memory-interval N",
+        "--log-device-memory-used",
+        "--log-progress",
+    ),
+    *dropped(
+        "the loss scale is written with FP16, where there is one",
+        "--no-log-loss-scale-to-tensorboard",
+        "--disable-log-loss-scale-to-tensorboard",
+    ),
+    *dropped(
+        "TensorBoard gets what the log gets, at --log-interval, and at once", "--tensorboard-log-interval N", "--tensorboard-queue-size N"
+    ),
+    *dropped(TIMERS, "--timing-log-level N", "--timing-log-option TEXT", "--no-barrier-with-level-1-timing"),
+    *dropped(
+        "a stuck rank is named after --distributed-timeout-minutes; `python -m megatron.lm.tools.check_cluster` finds slow GPUs",
+        "--log-straggler",
+        "--disable-straggler-on-startup",
+        "--straggler-ctrlr-port N",
+        "--straggler-minmax-count N",
+    ),
+    *dropped("the log has the peak of memory, and --dry-run what holds it", "--record-memory-history", "--memory-snapshot-path FILE"),
+    *dropped(
+        "programs of the trainer log at one level", "--logging-level N", "--config-logger-dir FOLDER", "--run-workload-inspector-server"
+    ),
+    *refused(PROFILE, "--profile", "--profile-step-start N", "--profile-step-end N", "--profile-ranks N...", "--use-pytorch-profiler"),
+    *refused(WANDB, "--wandb-project TEXT", "--wandb-exp-name TEXT", "--wandb-save-dir FOLDER", "--wandb-entity TEXT"),
+    *refused(
+        "it is not built here yet: --record-precision records what each tensor of a step loses",
+        "--log-params-norm",
+        "--log-num-zeros-in-grad",
+    ),
+    *refused(
+        "it is not built here: --record-precision records what each tensor of a step loses",
+        "--log-max-attention-logit",
+        "--log-energy",
+        "--save-wgrads-interval N",
+        "--save-dgrads-interval N",
+    ),
+    *refused(
+        "a checkpoint holds all that a resume needs: `python -m megatron.lm.tools.convert_checkpoint` writes weights alone",
+        "--no-save-optim",
+        "--no-save-rng",
+    ),
+    *refused(
+        "give the model's flags: a checkpoint of another shape is refused by name",
+        "--use-checkpoint-args",
+        "--use-mp-args-from-checkpoint-args",
+        "--no-use-tokenizer-model-from-checkpoint-args",
+        "--disable-use-tokenizer-model-from-checkpoint-args",
+    ),
+    *refused("a missing checkpoint ends the run, unless --load is the folder of --save: drop it", "--exit-on-missing-checkpoint"),
+    *refused(
+        "a resume takes the schedule of the flags: give those of the run before",
+        "--override-opt_param-scheduler",
+        "--use-checkpoint-opt_param-scheduler",
+    ),
+    *refused(
+        LOCAL,
+        "--non-persistent-save-interval N",
+        "--non-persistent-ckpt-type TEXT",
+        "--non-persistent-global-ckpt-dir FOLDER",
+        "--non-persistent-local-ckpt-dir FOLDER",
+        "--non-persistent-local-ckpt-algo TEXT",
+        "--replication",
+        "--replication-jump N",
+        "--replication-factor N",
+        "--save-retain-interval N",
+    ),
+    *refused("name the checkpoint by --load, with --finetune", "--pretrained-checkpoint FOLDER", "--load-main-params-from-ckpt"),
+    *refused("convert by `python -m megatron.lm.tools.convert_checkpoint`", "--ckpt-convert-format TEXT", "--ckpt-convert-save FOLDER"),
+    *refused(
+        "checkpoints of FSDP are not written here: use --ckpt-format torch_dist",
+        "--ckpt-format TEXT",
+        "--no-strict-fsdp-dtensor-load",
+        "--disable-strict-fsdp-dtensor-load",
+    ),
+)

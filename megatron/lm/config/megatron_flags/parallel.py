@@ -1,0 +1,119 @@
+"""Flags of parallelism and communication."""
+
+from megatron.lm.config.megatron_flags.model import MOE
+from megatron.lm.config.megatron_flags.row import accepted, dropped, refused, translated
+
+CONTEXT = "context parallelism is not built here yet: shorten --seq-length, or use --tensor-model-parallel-size with --sequence-parallel"
+FSDP = "the trainer shards the optimizer's states, and gradients on their way: use --use-distributed-optimizer, or --opt-level O3"
+STAGES = "pipeline stages have equal shares of the layers: choose --num-layers as a multiple of the stages"
+NCCL = "it changes speed alone: buckets of --ddp-bucket-size travel on a stream of their own"
+TP_COMM = "it changes speed alone, in Transformer Engine; at O3 --tp-transport copies moves activations beside the GEMMs"
+
+FLAGS = (
+    *accepted(
+        "--tensor-model-parallel-size N",
+        "--pipeline-model-parallel-size N",
+        "--num-layers-per-virtual-pipeline-stage N",
+        "--sequence-parallel",
+        "--use-distributed-optimizer",
+        "--distributed-backend TEXT",
+        "--distributed-timeout-minutes X",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--ddp-bucket-size N",
+    ),
+    *translated("--use-distributed-optimizer", "--data-parallel-sharding-strategy optim"),
+    *translated("--tensor-model-parallel-size N", "--model-parallel-size N"),
+    *translated("--num-layers-per-virtual-pipeline-stage N", "--num-virtual-stages-per-pipeline-rank N"),
+    *dropped(
+        "context parallelism is not built here, and one process is none",
+        "--context-parallel-size 1",
+        "--cp-comm-type TEXT...",
+    ),
+    *dropped(
+        "expert parallelism is not built here, and one process is none",
+        "--expert-model-parallel-size 1",
+        "--expert-tensor-parallel-size 1",
+    ),
+    *dropped(
+        "it is one more than this trainer's sharding has",
+        "--data-parallel-sharding-strategy no_shard",
+        "--outer-dp-sharding-strategy no_shard",
+    ),
+    *dropped(
+        NCCL,
+        "--ddp-num-buckets N",
+        "--ddp-pad-buckets-for-high-nccl-busbw",
+        "--no-align-grad-reduce",
+        "--no-align-param-gather",
+        "--overlap-param-gather-with-optimizer-step",
+        "--high-priority-stream-groups TEXT...",
+        "--create-all-gather-group",
+        "--use-nccl-ub",
+        "--disable-symmetric-registration",
+        "--use-sharp",
+        "--sharp-enabled-group TEXT",
+        "--disable-gloo-process-groups",
+    ),
+    *dropped(
+        "gradients are averaged in FP32 by the rank that owns them, whichever comes first",
+        "--ddp-average-in-collective",
+        "--no-gradient-reduce-div-fusion",
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+    ),
+    *dropped(
+        "it changes speed alone, and the schedule of the pipeline chooses",
+        "--no-overlap-p2p-communication",
+        "--overlap-p2p-communication-warmup-flush",
+        "--no-scatter-gather-tensors-in-pipeline",
+        "--use-ring-exchange-p2p",
+        "--microbatch-group-size-per-virtual-pipeline-stage N",
+        "--pipeline-model-parallel-comm-backend TEXT",
+        "--defer-embedding-wgrad-compute",
+        "--wgrad-deferral-limit N",
+    ),
+    *dropped(
+        TP_COMM,
+        "--tp-comm-*",
+        "--no-tp-comm-*",
+        "--disable-tp-comm-*",
+        "--no-async-tensor-model-parallel-allreduce",
+        "--disable-async-tensor-model-parallel-allreduce",
+    ),
+    *dropped("torchrun gives each process its number by the environment", "--local-rank N", "--lazy-mpu-init TEXT"),
+    *dropped("--distributed-timeout-minutes holds for the whole run", "--distributed-timeout-seconds-after-init N"),
+    *dropped("there is one copy of the sharded states here", "--num-distributed-optimizer-instances 1"),
+    *refused(
+        CONTEXT,
+        "--context-parallel-size N",
+        "--hierarchical-context-parallel-sizes N...",
+        "--max-seqlen-per-dp-cp-rank N",
+        "--hybrid-context-parallel",
+    ),
+    *refused(MOE, "--expert-model-parallel-size N", "--expert-tensor-parallel-size N"),
+    *refused(
+        FSDP,
+        "--use-torch-fsdp2",
+        "--torch-fsdp2-no-reshard-after-forward",
+        "--use-megatron-fsdp",
+        "--data-parallel-sharding-strategy TEXT",
+        "--outer-dp-sharding-strategy TEXT",
+        "--num-distributed-optimizer-instances N",
+        "--fsdp-*",
+        "--suggested-communication-unit-size N",
+        "--keep-fp8-transpose-cache",
+        "--enable-full-sharding-in-hsdp",
+    ),
+    *refused(
+        STAGES,
+        "--decoder-first-pipeline-num-layers N",
+        "--decoder-last-pipeline-num-layers N",
+        "--pipeline-model-parallel-layout TEXT",
+        "--account-for-embedding-in-pipeline-split",
+        "--account-for-loss-in-pipeline-split",
+        "--standalone-embedding-stage",
+    ),
+    *refused("ranks are numbered tensor, data, pipeline: drop it", "--use-tp-pp-dp-mapping"),
+    *refused("give NCCL's settings by its environment variables, such as NCCL_MAX_CTAS", "--nccl-communicator-config-path FILE"),
+    *refused("use --dry-run, which prints what a process would hold", "--fake-process-group"),
+)

@@ -1,0 +1,63 @@
+"""Flags of precision: FP16, FP8 and the formats of the optimizer's states."""
+
+from megatron.lm.config.megatron_flags.row import accepted, dropped, refused
+
+STATES = "give the format by this trainer's flag"
+
+FLAGS = (
+    *accepted(
+        "--bf16",
+        "--fp16",
+        "--loss-scale X",
+        "--initial-loss-scale X",
+        "--min-loss-scale X",
+        "--loss-scale-window N",
+        "--hysteresis N",
+        "--fp8-recipe TEXT",
+        "--fp8-margin N",
+        "--fp8-amax-history-len N",
+        "--fp8-amax-compute-algo TEXT",
+    ),
+    *dropped(
+        "gradients accumulate and are reduced in FP32, and at O1 to O3 as --grad-accum-dtype says", "--accumulate-allreduce-grads-in-fp32"
+    ),
+    *dropped("scales of delayed scaling are made anew in each step, in Megatron-LM too", "--fp8-interval N"),
+    *dropped("gradients of FP8 weights accumulate in BF16 and travel in FP8; all others are reduced in FP32", "--grad-reduce-in-bf16"),
+    *dropped(
+        "states are FP32 unless the precision says otherwise",
+        "--main-grads-dtype fp32",
+        "--main-params-dtype fp32",
+        "--exp-avg-dtype fp32",
+        "--exp-avg-sq-dtype fp32",
+    ),
+    *dropped("it is a choice of kernels of Transformer Engine", "--reuse-grad-buf-for-mxfp8-param-ag"),
+    *refused(
+        "FP8 is chosen by level here: use --opt-level O1, whose GEMMs are E4M3 forward and E5M2 for gradients",
+        "--fp8-format hybrid",
+        "--fp8-hybrid",
+        "--fp8-format e4m3",
+        "--fp8-format TEXT",
+    ),
+    *refused("weights stay in FP8 from --opt-level O2 on: use that", "--fp8-param-gather"),
+    *refused("all three GEMMs of an FP8 layer are FP8: keep a layer in BF16 by --bf16-linears", "--no-fp8-wgrad", "--disable-fp8-wgrad"),
+    *refused(
+        "a linear layer of every transformer layer stays in BF16 by --bf16-linears: use that",
+        "--first-last-layers-bf16",
+        "--num-layers-at-start-in-bf16 N",
+        "--num-layers-at-end-in-bf16 N",
+    ),
+    *refused(f"{STATES}: --exp-avg-format, --exp-avg-sq-format, --master-format, --grad-format", "--use-precision-aware-optimizer"),
+    *refused(f"{STATES}: --grad-accum-dtype", "--main-grads-dtype TEXT"),
+    *refused(f"{STATES}: --master-format", "--main-params-dtype TEXT"),
+    *refused(f"{STATES}: --exp-avg-format", "--exp-avg-dtype TEXT"),
+    *refused(f"{STATES}: --exp-avg-sq-format", "--exp-avg-sq-dtype TEXT"),
+    *refused("FP4 is not built here: use FP8, --opt-level O1 to O3", "--fp4-*"),
+    *refused(
+        "recipes are data here: register one, as CONTRIBUTING.md says",
+        "--fp8-quantizer-factory TEXT",
+        "--te-precision-config-file FILE",
+        "--use-kitchen-attention",
+        "--kitchen-*",
+    ),
+    *refused("the loss is computed in FP32: drop it", "--fp16-lm-cross-entropy"),
+)

@@ -1,0 +1,101 @@
+"""A line of the table: a flag of Megatron-LM, perhaps with one value, and what happens to it here.
+
+A line is written as a script writes it: `--seed N` takes one value, `--spec TEXT...` any number, `--use-flash-attn` none. Any other word
+than those of `PLACEHOLDERS` is a value that the line is about: `--context-parallel-size 1`, `--optimizer sgd`. `--moe-*` is about every
+flag that begins so.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ACCEPTED, DROPPED, TRANSLATED, REFUSED = "accepted", "dropped", "translated", "refused"
+TREATMENTS = (ACCEPTED, TRANSLATED, DROPPED, REFUSED)
+PLACEHOLDERS = ("N", "X", "TEXT", "FILE", "FOLDER", "N...", "TEXT...")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What happens to a flag on a command line.
+
+    Attributes:
+        treatment: one of `TREATMENTS`.
+        says: dropped: why it has no effect here; translated: what it becomes; refused: the reason and the alternative; accepted: "".
+        becomes: the words that replace it; of a dropped flag none.
+    """
+
+    treatment: str
+    says: str = ""
+    becomes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    Attributes:
+        line: as a script writes it.
+        verdict: what happens to it.
+    """
+
+    line: str
+    verdict: Verdict
+
+    @property
+    def flag(self) -> str:
+        """The flag, with hyphens; ends with `*` where the line is about a family of flags."""
+        return spelled(self.line.partition(" ")[0])
+
+    @property
+    def takes(self) -> int | None:
+        """Values that follow the flag; None: all words up to the next flag."""
+        words = self.line.split()[1:]
+        return None if self.flag.endswith("*") or any(word.endswith("...") for word in words) else len(words)
+
+    @property
+    def value(self) -> str | None:
+        """The value that the line is about; None where it is about any."""
+        words = self.line.split()[1:]
+        return None if not words or words[0] in PLACEHOLDERS else " ".join(words)
+
+    def serves(self, values: Sequence[str]) -> bool:
+        """Whether the line is about these values."""
+        return self.value is None or _same(self.value, " ".join(values))
+
+    def judged(self, values: Sequence[str]) -> Verdict:
+        """The verdict with the values of a command line in place of the placeholder."""
+        words: list[str] = []
+        for word in self.verdict.becomes:
+            words.extend(values if word in PLACEHOLDERS else [word])
+        return Verdict(self.verdict.treatment, self.verdict.says, tuple(words))
+
+
+def accepted(*lines: str) -> tuple[Row, ...]:
+    """Flags that the trainer has under Megatron-LM's name and with its meaning."""
+    return tuple(Row(line, Verdict(ACCEPTED)) for line in lines)
+
+
+def dropped(why: str, *lines: str) -> tuple[Row, ...]:
+    """Flags without an effect here, for one reason."""
+    return tuple(Row(line, Verdict(DROPPED, why)) for line in lines)
+
+
+def refused(why: str, *lines: str) -> tuple[Row, ...]:
+    """Flags that the trainer cannot serve, for one reason and with one alternative."""
+    return tuple(Row(line, Verdict(REFUSED, why)) for line in lines)
+
+
+def translated(becomes: str, *lines: str) -> tuple[Row, ...]:
+    """Flags that the trainer spells differently; `becomes` has the same placeholder as the lines."""
+    return tuple(Row(line, Verdict(TRANSLATED, f"means {becomes} here", tuple(becomes.split()))) for line in lines)
+
+
+def spelled(flag: str) -> str:
+    """A flag with hyphens where a script writes underscores: `--micro_batch_size` -> `--micro-batch-size`."""
+    return flag.replace("_", "-")
+
+
+def _same(one: str, other: str) -> bool:
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return one == other

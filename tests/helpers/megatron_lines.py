@@ -1,0 +1,252 @@
+"""Flag lines as they appear in public launch scripts of Megatron-LM, by what the trainer does with each.
+
+A line moves to another block where its feature is built.
+"""
+
+LINES = {
+    "accepted": """
+--swiglu
+--normalization RMSNorm
+--disable-bias-linear
+--position-embedding-type rope
+--rotary-base 10000
+--rotary-base 500000
+--rotary-percent 0.5
+--group-query-attention --num-query-groups 2
+--kv-channels 64
+--qk-layernorm
+--untie-embeddings-and-output-weights
+--attention-dropout 0
+--hidden-dropout 0
+--norm-epsilon 1e-5
+--init-method-std 0.01
+--bf16
+--fp16
+--fp16 --loss-scale 1024
+--fp16 --initial-loss-scale 4294967296
+--fp16 --loss-scale-window 1000 --hysteresis 2 --min-loss-scale 1
+--distributed-backend nccl
+--distributed-backend gloo
+--distributed-timeout-minutes 60
+--lr-warmup-iters 2
+--lr-decay-iters 10
+--lr-decay-style cosine
+--min-lr 1e-5
+--weight-decay 0.1
+--adam-beta1 0.9 --adam-beta2 0.95
+--adam-eps 1e-8
+--clip-grad 1.0
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+--recompute-granularity selective
+--recompute-granularity selective --recompute-modules core_attn
+--recompute-granularity selective --recompute-modules layernorm mlp
+--tensor-model-parallel-size 2
+--pipeline-model-parallel-size 2
+--use-distributed-optimizer
+--overlap-grad-reduce
+--overlap-param-gather
+--num-layers-per-virtual-pipeline-stage 1
+--ddp-bucket-size 40000000
+--tokenizer-type GPT2BPETokenizer --vocab-file x --merge-file y
+--tokenizer-type HuggingFaceTokenizer --tokenizer-model data/quickstart/tokenizer.json
+--tokenizer-type NullTokenizer --vocab-size 1000
+--make-vocab-size-divisible-by 128
+--data-path a 0.5 b
+--train-data-path data/quickstart/train_text_document
+--data-cache-path x
+--data-args-path x
+--split 949,50,1
+--split 99,1,0
+--reset-position-ids
+--eod-mask-loss
+--num-workers 2
+--num-workers 0
+--eval-iters 10
+--eval-interval 100
+--seed 1234
+--save x --save-interval 100
+--load x
+--async-save
+--no-load-optim
+--no-load-rng
+--finetune
+--ckpt-step 10
+--log-interval 1
+--tensorboard-dir x
+--exit-interval 100
+--exit-duration-in-mins 230
+--check-weight-hash-across-dp-replicas-interval 100
+--fp8-recipe delayed
+--fp8-recipe tensorwise
+--fp8-recipe blockwise
+--fp8-recipe mxfp8
+--fp8-amax-history-len 1024 --opt-level O2
+--fp8-amax-compute-algo max --opt-level O2
+--fp8-margin 0 --opt-level O2
+--attention-backend auto
+--attention-backend flash
+--vocab-file x --merge-file y --tokenizer-type GPT2BPETokenizer
+--vocab-size 32000
+--max-position-embeddings 2048
+--ffn-hidden-size 688
+--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer
+--micro_batch_size 2
+--num_layers 2
+--mask-prob 0.15
+""",
+    "translated": """
+--use-rotary-position-embeddings
+--layernorm-epsilon 1e-5
+--recompute-activations
+--deterministic-mode
+--attention-backend fused
+--attention-backend unfused
+--attention-backend local
+""",
+    "dropped": """
+--use-flash-attn
+--no-position-embedding
+--no-rope-fusion
+--attention-softmax-in-fp32
+--no-masked-softmax-fusion
+--no-bias-gelu-fusion
+--no-bias-swiglu-fusion
+--no-bias-dropout-fusion
+--no-gradient-accumulation-fusion
+--bias-swiglu-fusion
+--cross-entropy-loss-fusion
+--apply-layernorm-1p
+--accumulate-allreduce-grads-in-fp32
+--use-mcore-models
+--transformer-impl transformer_engine
+--transformer-impl local
+--lr-warmup-init 0
+--start-weight-decay 0.1 --end-weight-decay 0.1 --weight-decay-incr-style constant
+--optimizer adam
+--sequence-parallel
+--no-overlap-p2p-communication
+--tp-comm-overlap
+--context-parallel-size 1
+--expert-model-parallel-size 1
+--num-virtual-stages-per-pipeline-rank 2
+--ddp-average-in-collective
+--grad-reduce-in-bf16
+--no-mmap-bin-files
+--no-create-attention-mask-in-dataloader
+--dataloader-type cyclic
+--ckpt-format torch_dist
+--ckpt-format torch
+--use-dist-ckpt
+--dist-ckpt-format torch_dist
+--auto-detect-ckpt-format
+--ckpt-fully-parallel-load
+--ckpt-assume-constant-structure
+--log-throughput
+--log-timers-to-tensorboard
+--log-memory-to-tensorboard
+--log-validation-ppl-to-tensorboard
+--log-world-size-to-tensorboard
+--tensorboard-log-interval 1
+--tensorboard-queue-size 5
+--timing-log-level 2
+--timing-log-option minmax
+--log-progress
+--exit-signal-handler
+--manual-gc
+--manual-gc-interval 100
+--empty-unused-memory-level 1
+--record-memory-history
+--check-for-nan-in-loss-and-grad
+--no-check-for-nan-in-loss-and-grad
+--rerun-mode disabled
+--fp8-interval 1
+--enable-cuda-graph
+--cuda-graph-impl local
+--external-cuda-graph
+--calculate-per-token-loss
+--tiktoken-pattern v2
+--sequence-parallel --tensor-model-parallel-size 1
+--local-rank 0
+--seq-length 128 --decoder-seq-length 128
+--use-cpu-initialization
+--no-initialization
+--test-mode
+--mid-level-dataset-surplus 0.005
+--high-priority-stream-groups dp
+--disable-straggler-on-startup
+--log-straggler
+--clone-scatter-output-in-embedding
+--no-persist-layer-norm
+--bert-no-binary-head
+""",
+    "refused": """
+--add-qkv-bias
+--position-embedding-type none
+--rotary-seq-len-interpolation-factor 2
+--use-rope-scaling
+--squared-relu
+--use-legacy-models
+--lr-warmup-fraction 0.01
+--lr-warmup-samples 8
+--train-samples 80
+--lr-decay-samples 80
+--lr-decay-style WSD --lr-wsd-decay-iters 2
+--decoupled-lr 5e-4
+--optimizer sgd
+--rampup-batch-size 2 2 100
+--step-batch-size-schedule "0:16 2.4B:320"
+--distribute-saved-activations
+--context-parallel-size 2
+--expert-model-parallel-size 2
+--num-experts 8
+--moe-router-topk 2
+--decoder-first-pipeline-num-layers 1
+--use-torch-fsdp2
+--use-megatron-fsdp
+--data-parallel-sharding-strategy optim_grads_params
+--use-precision-aware-optimizer
+--main-grads-dtype bf16
+--main-params-dtype fp16
+--exp-avg-dtype fp8
+--exp-avg-sq-dtype fp16
+--optimizer-cpu-offload
+--tokenizer-type Llama2Tokenizer --tokenizer-model x.model
+--tokenizer-type SentencePieceTokenizer --tokenizer-model x.model
+--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model x.model
+--tokenizer-type TikTokenizer --tokenizer-model x
+--tokenizer-type BertWordPieceLowerCase --vocab-file x
+--tokenizer-type Llama3Tokenizer --tokenizer-model x
+--mock-data
+--per-split-data-args-path x
+--reset-attention-mask
+--use-checkpoint-args
+--no-save-optim
+--no-save-rng
+--override-opt_param-scheduler
+--use-checkpoint-opt_param-scheduler
+--exit-on-missing-checkpoint
+--non-persistent-save-interval 10
+--log-params-norm
+--log-num-zeros-in-grad
+--wandb-project p
+--wandb-exp-name e
+--wandb-save-dir d
+--profile
+--profile-step-start 4 --profile-step-end 6
+--use-pytorch-profiler
+--fp8-format hybrid
+--fp8-format e4m3
+--fp8-hybrid
+--fp8-param-gather
+--no-fp8-wgrad
+--first-last-layers-bf16
+--multi-latent-attention
+--spec megatron.core.models.gpt x
+--standalone-embedding-stage
+--skip-train
+--yaml-cfg x.yaml
+--nccl-communicator-config-path x
+""",
+}
+
+BY_LINE = {line: treatment for treatment, lines in LINES.items() for line in lines.strip().splitlines()}
