@@ -9,7 +9,7 @@ import difflib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, fields
+from dataclasses import MISSING, Field, asdict, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
