@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
-from msamp.nn.block import unviewed
+from msamp.nn.block import Activated, ActivationGradient, unviewed
 from msamp.nn.saved_activations import IN_GROUPS, Saved
 
 
@@ -19,7 +19,7 @@ class ActivationFunction(torch.autograd.Function):
         y2d = y.reshape(-1, y.shape[-1])
         ctx.save_for_backward(*saved.keep(y2d))
         ctx.kind, ctx.saved, ctx.shape = kind, saved, y.shape
-        return unviewed(ops.activate(y2d, kind, None, None, y.dtype)[0], (*y.shape[:-1], -1))
+        return unviewed(Activated(*ops.activate(y2d, kind, scale=None, amax_slot=None, dtype=y.dtype)).payload, (*y.shape[:-1], -1))
 
     @staticmethod
     def saved_bytes(width: float, wide: int, saved: Saved) -> float:
@@ -33,8 +33,9 @@ class ActivationFunction(torch.autograd.Function):
         y2d = ctx.saved.restore(ctx.saved_tensors, dtype)
         unscaled = y2d.new_empty(0, dtype=torch.float32)  # no FP8 operand was made of the result
         g2d = grad_a.reshape(-1, grad_a.shape[-1])
-        grad_y = ops.activate_backward(g2d, y2d, ctx.kind, unscaled, dtype, None, None, dtype)[0]
-        return grad_y.view(ctx.shape), None, None
+        options: dict[str, Any] = {"a_scale_inv": unscaled, "a_dtype": dtype, "scale": None, "amax_slot": None, "dtype": dtype}
+        made = ActivationGradient(*ops.activate_backward(g2d, y2d, ctx.kind, **options))
+        return made.payload.view(ctx.shape), None, None
 
 
 class Activation(nn.Module):

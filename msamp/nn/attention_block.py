@@ -23,6 +23,7 @@ from msamp.nn.block import (
     Norm,
     NormWeights,
     finish_backward,
+    first_grad_output,
     start_grad_output,
     start_input_again,
 )
@@ -101,7 +102,7 @@ class AttentionBlock(torch.autograd.Function):
         gathered = ends.start_gather(normed.y, "input all-gather")
         w_qkv = qkv_gemm.weight(qkv_weight.payload)
         n8 = gathered.keep() if ends.keeps_gathered and how.keep else gathered()
-        qkv = qkv_gemm.output(Operand.tensorwise(n8, n_scale_inv), w_qkv, qkv_bias, x.dtype)
+        qkv = qkv_gemm.output(Operand.tensorwise(n8, scale_inv=n_scale_inv), w_qkv, qkv_bias, x.dtype)
         gathered.done()
         attention = (_Wide if how.fp8 is None else _Narrow)(qkv.view(-1, b, qkv.shape[-1]), how)
         o = attention.operand(o_scale_inv)
@@ -169,21 +170,11 @@ def _inner(ctx: Any, stream: Sequence[torch.Tensor], kept: KeptByBlock, grad_del
     dq, dk, dv, scale_invs = attention.gradients(grad_o)
     grad_y.done()
     del attention, grad_o, g
-    g_scale_inv = scalar_pool.take(device)
 
-    def rotated_back(dtype: torch.dtype, **options: Any) -> CastTransposed:
-        return CastTransposed(*ops.rotary_backward(dq, dk, dv, how.cos, how.sin, dtype=dtype, scale_invs=scale_invs, **options))
+    def rotated_back(**options: Any) -> CastTransposed:
+        return CastTransposed(*ops.rotary_backward(dq, dk, dv, how.cos, how.sin, scale_invs=scale_invs, **options))
 
-    made = rotated_back(
-        qkv.grad_dtype,
-        scale=qkv.grad.scale,
-        amax_slot=qkv.grad.amax,
-        colsum=kept.first_bias is not None,
-        scale_inv_slot=g_scale_inv,
-    )
-    if qkv.grad.watch is not None:
-        qkv.grad.watch(rotated_back(torch.float32, scale=None, amax_slot=None).payload, made.payload, g_scale_inv)
-    grad = Operand.tensorwise(made.payload, g_scale_inv, made.payload_t)
+    grad, made = first_grad_output(qkv, rotated_back, colsum=kept.first_bias is not None, device=device)
     return Inner(grad, first_sums=made.sums, last_sums=grad_y.sums, last_weight=lambda: grad_proj, again=again)
 
 
@@ -212,11 +203,11 @@ class _Wide:
     def operand(self, scale_inv: torch.Tensor) -> Operand:
         """The projection's input in FP8, its scale_inv left in the given slot."""
         x, rows = self.how.proj.x, self._rows
-        made = ops.cast_transpose(rows, scale=x.scale, amax_slot=x.amax, dtype=self.how.proj.x_dtype, row=True, scale_inv_slot=scale_inv)
-        o8 = CastTransposed(*made).payload
+        options: dict[str, Any] = {"scale": x.scale, "amax_slot": x.amax, "dtype": self.how.proj.x_dtype, "scale_inv_slot": scale_inv}
+        o8 = CastTransposed(*ops.cast_transpose(rows, row=True, **options)).payload
         if x.watch is not None:
             x.watch(rows, o8, scale_inv)
-        return Operand.tensorwise(o8, scale_inv)
+        return Operand.tensorwise(o8, scale_inv=scale_inv)
 
     def kept(self) -> "_Wide":
         """This, with what backward needs."""
@@ -231,7 +222,7 @@ class _Wide:
 
     def transposed(self, scale_inv: torch.Tensor) -> Operand:
         """The projection's input for grad_weight."""
-        return Operand.tensorwise(None, scale_inv, ops.cast_transposed(self._rows, scale_inv, self.how.proj.x_dtype))
+        return Operand.tensorwise(scale_inv=scale_inv, payload_t=ops.cast_transposed(self._rows, scale_inv, self.how.proj.x_dtype))
 
     def gradients(self, grad_o: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Gradients of query, key and value, and what they are to be multiplied by."""
@@ -274,7 +265,7 @@ class _Narrow:
         if x.watch is not None:
             x.watch(dequantize(rows, attended.o_scale_inv, torch.float32), rows, attended.o_scale_inv)
         scale_inv.copy_(attended.o_scale_inv)  # cuBLAS wants 16-byte alignment, which a row of the scaling state does not have
-        return Operand.tensorwise(rows, scale_inv)
+        return Operand.tensorwise(rows, scale_inv=scale_inv)
 
     def kept(self) -> "_Narrow":
         if self.how.recompute:
@@ -286,7 +277,7 @@ class _Narrow:
             self.attended = self.fp8.attend(self.operands)
 
     def transposed(self, scale_inv: torch.Tensor) -> Operand:
-        return Operand.tensorwise(None, scale_inv, ops.transpose(self._rows()[0]))
+        return Operand.tensorwise(scale_inv=scale_inv, payload_t=ops.transpose(self._rows()[0]))
 
     def gradients(self, grad_o: torch.Tensor) -> Operands:
         assert self.attended is not None

@@ -2,15 +2,16 @@
 
 forward    `NormWeights.cast`      norm -> the FP8 operand of the block's first GEMM
 backward   `start_grad_output`     the output's gradient -> the FP8 operand of the block's last GEMM
+           `first_grad_output`     what an operator makes of the last GEMM's result -> the first layer's FP8 grad_output
            `finish_backward`       the first GEMM's FP8 grad_output -> gradients of that layer, the norm and the residual stream
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from msamp.kernels import ops
+from msamp.kernels import ops, scalar_pool
 from msamp.nn.cast_scales import CastScales, just_in_time_scale
 from msamp.nn.ends import Ends, PendingRows, ReadyRows
 from msamp.nn.gemm import LayerGemm, Operand
@@ -77,7 +78,7 @@ class NormWeights(NamedTuple):
         """
 
         def run(scale: torch.Tensor | None, amax_slot: torch.Tensor | None, scale_inv_slot: torch.Tensor | None) -> Normalized:
-            return self._run(x, residual, scale=scale, amax_slot=amax_slot, dtype=cast.format.dtype, scale_inv_slot=scale_inv_slot)
+            return self.run(x, residual, scale=scale, amax_slot=amax_slot, dtype=cast.format.dtype, scale_inv_slot=scale_inv_slot)
 
         def amax() -> torch.Tensor:
             # Just in time over several ranks: the norm is computed once for its amax alone, as its kernel does on one.
@@ -94,16 +95,17 @@ class NormWeights(NamedTuple):
             slot.watch(self.wide(made.total), made.y, scale_inv)
         return made
 
-    def _run(self, x: torch.Tensor, residual: torch.Tensor | None = None, **options: Any) -> "Normalized":
+    def run(self, x: torch.Tensor, residual: torch.Tensor | None = None, **options: Any) -> "Normalized":
+        """`ops.normalize` of `x + residual`; `options` are its other arguments."""
         return Normalized(*ops.normalize(x, residual, weight=self.weight, bias=self.bias, eps=self.norm.eps, rms=self.norm.rms, **options))
 
     def wide(self, total: torch.Tensor) -> torch.Tensor:
         """FP32: the values before the cast."""
-        return self._run(total, scale=None, amax_slot=None, dtype=torch.float32).y
+        return self.run(total, scale=None, amax_slot=None, dtype=torch.float32).y
 
     def start_again(self, total: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, ends: Ends) -> PendingRows:
         """The payload of all rows, cast again in backward from the stream [M, h] with the scale of forward: the same codes."""
-        again = self._run(total, scale=scale_inv.reciprocal(), amax_slot=None, dtype=dtype).y
+        again = self.run(total, scale=scale_inv.reciprocal(), amax_slot=None, dtype=dtype).y
         return ends.start_gather(again, "input all-gather again")
 
     def transposed(self, total: torch.Tensor, kept: "KeptByBlock", dtype: torch.dtype) -> torch.Tensor:
@@ -207,6 +209,27 @@ class CastTransposed(NamedTuple):
     sums: torch.Tensor
 
 
+class Activated(NamedTuple):
+    """The results of `ops.activate`."""
+
+    payload: torch.Tensor
+    scale_inv: torch.Tensor
+
+
+class ActivationGradient(NamedTuple):
+    """The results of `ops.activate_backward`: the input's gradient in both layouts, its scale_inv, the activation's transpose in FP8, and
+    column sums of the gradient."""
+
+    payload: torch.Tensor
+    payload_t: torch.Tensor
+    scale_inv: torch.Tensor
+    activated_t: torch.Tensor
+    sums: torch.Tensor
+
+
+_Cast = TypeVar("_Cast", CastTransposed, ActivationGradient)
+
+
 def _scale(
     slot: CastScales, cast: Cast, ends: Ends, amax: Callable[[], torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -261,7 +284,8 @@ def start_grad_output(layer: LayerGemm, grad: torch.Tensor, scale_inv: torch.Ten
 
     def operand() -> Operand:
         codes = gathered()
-        return Operand.tensorwise(codes, scale_inv, ops.transpose(codes) if ends.spread else made.payload_t)
+        codes_t = ops.transpose(codes) if ends.spread else made.payload_t
+        return Operand.tensorwise(codes, scale_inv=scale_inv, payload_t=codes_t)
 
     return GradOutput(operand, gathered.done, made.sums)
 
@@ -277,6 +301,25 @@ def start_input_again(
         return None
     norm = NormWeights(how.norm, kept.norm_weight, kept.norm_bias)
     return norm.start_again(how.saved.restore(stream, dtype), kept.input_scale_inv, how.first.x_dtype, how.ends)
+
+
+def first_grad_output(layer: LayerGemm, run: Callable[..., _Cast], *, colsum: bool, device: torch.device) -> tuple[Operand, _Cast]:
+    """The grad_output of a block's first linear layer, computed and cast for both of its GEMMs by one operator.
+
+    Args:
+        layer: the block's first linear layer.
+        run: the operator, called with its dtype, scale, amax_slot and flags.
+        colsum: give column sums too, of which the bias's gradient is made.
+        device: of the gradient.
+
+    Returns:
+        The operand in both layouts, and all that the operator gave.
+    """
+    slot, scale_inv = layer.grad, scalar_pool.take(device)
+    made = run(dtype=layer.grad_dtype, scale=slot.scale, amax_slot=slot.amax, colsum=colsum, scale_inv_slot=scale_inv)
+    if slot.watch is not None:
+        slot.watch(run(dtype=torch.float32, scale=None, amax_slot=None).payload, made.payload, scale_inv)
+    return Operand.tensorwise(made.payload, scale_inv=scale_inv, payload_t=made.payload_t), made
 
 
 def finish_backward(
@@ -314,7 +357,7 @@ def finish_backward(
     else:
         n8_t = ops.transpose(again())
         again.done()
-    grad_first = first.grad_weight(grad, Operand.tensorwise(None, kept.input_scale_inv, n8_t), weight_dtypes[0])
+    grad_first = first.grad_weight(grad, Operand.tensorwise(scale_inv=kept.input_scale_inv, payload_t=n8_t), weight_dtypes[0])
     del grad, n8_t, again
     rows = residual.reshape(-1, residual.shape[-1])
     made = NormGradients(

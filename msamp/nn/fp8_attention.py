@@ -134,7 +134,7 @@ class FP8Attention(NamedTuple):
         slot, fmt = self.scaling.slots(self.record)[row], self.scaling.casts[row].format
         x2d = x.reshape(x.shape[0] * x.shape[1], -1)
         scale_inv = scalar_pool.take(x.device)
-        payload, *_ = ops.cast_transpose(x2d, slot.scale, slot.amax, fmt.dtype, row=True, scale_inv_slot=scale_inv)
+        payload, *_ = ops.cast_transpose(x2d, scale=slot.scale, amax_slot=slot.amax, dtype=fmt.dtype, row=True, scale_inv_slot=scale_inv)
         if slot.watch is not None:
             slot.watch(x2d, payload, scale_inv)
         return payload.view(x.shape), scale_inv

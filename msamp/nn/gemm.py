@@ -25,7 +25,7 @@ its tiles.
 import functools
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -63,7 +63,9 @@ class Operand(NamedTuple):
     granularity: Granularity = TENSORWISE
 
     @classmethod
-    def tensorwise(cls, payload: torch.Tensor | None, scale_inv: torch.Tensor, payload_t: torch.Tensor | None = None) -> "Operand":
+    def tensorwise(
+        cls, payload: torch.Tensor | None = None, *, scale_inv: torch.Tensor, payload_t: torch.Tensor | None = None
+    ) -> "Operand":
         """An operand with one scale, FP32 0-dim, as a fused kernel leaves it."""
         return cls(payload, payload_t, scale_inv, scale_inv, TENSORWISE)  # the default has no source that torch 2.11 could trace
 
@@ -117,21 +119,23 @@ class _Tensorwise:
                 amax_slot.copy_(torch.maximum(amax_slot, amax))
             scale, amax_slot = just_in_time_scale(cast, amax), None
         place = scalar_pool.try_take(x.device)
-        payload, payload_t, made, _ = ops.cast_transpose(x, scale, amax_slot, fmt.dtype, row=row, col=col, scale_inv_slot=place)
+        options: dict[str, Any] = {"scale": scale, "amax_slot": amax_slot, "dtype": fmt.dtype, "scale_inv_slot": place}
+        payload, payload_t, made, _ = ops.cast_transpose(x, row=row, col=col, **options)
         scale_inv = made if place is None else place
         if amax is not None:
             scale_inv = torch.add(scale_inv, amax, alpha=0)  # NaN on every rank where any rank's share is not finite
-        return Operand.tensorwise(payload if row else None, scale_inv, payload_t if col else None)
+        return Operand.tensorwise(payload if row else None, scale_inv=scale_inv, payload_t=payload_t if col else None)
 
     def weight(self, payload: torch.Tensor, scales: Scales, cast: Cast, transpose: bool) -> Operand:
         multiplier, scale_inv = scales
         dtype = cast.format.dtype
         if payload.dtype == dtype:
-            return Operand.tensorwise(ops.transpose(payload) if transpose else payload, scale_inv)
+            return Operand.tensorwise(ops.transpose(payload) if transpose else payload, scale_inv=scale_inv)
         if not transpose:
-            return Operand.tensorwise(ops.cast(payload, multiplier, dtype), scale_inv)
+            return Operand.tensorwise(ops.cast(payload, multiplier, dtype), scale_inv=scale_inv)
         place = scalar_pool.try_take(payload.device)  # not asked for; it spares the kernel's own, which is a launch
-        return Operand.tensorwise(ops.cast_transpose(payload, multiplier, None, dtype, col=True, scale_inv_slot=place)[1], scale_inv)
+        made = ops.cast_transpose(payload, scale=multiplier, amax_slot=None, dtype=dtype, col=True, scale_inv_slot=place)
+        return Operand.tensorwise(made[1], scale_inv=scale_inv)
 
     def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
         return ops.scaled_mm(a.codes, b.codes, a.scale_inv, b.scale_inv, bias, dtype, fast_accum=fast)

@@ -11,7 +11,18 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops, scalar_pool
-from msamp.nn.block import Inner, KeptByBlock, Norm, NormWeights, finish_backward, start_grad_output, start_input_again
+from msamp.nn.block import (
+    Activated,
+    ActivationGradient,
+    Inner,
+    KeptByBlock,
+    Norm,
+    NormWeights,
+    finish_backward,
+    first_grad_output,
+    start_grad_output,
+    start_input_again,
+)
 from msamp.nn.ends import ALONE, Ends
 from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.saved_activations import AS_IT_IS, Saved, SavedBytes
@@ -47,17 +58,6 @@ class MLPSettings(NamedTuple):
         return self.fc2
 
 
-class ActivationGradient(NamedTuple):
-    """The results of `ops.activate_backward`: the input's gradient in both layouts, its scale_inv, the activation's transpose in FP8, and
-    column sums of the gradient."""
-
-    payload: torch.Tensor
-    payload_t: torch.Tensor
-    scale_inv: torch.Tensor
-    activated_t: torch.Tensor
-    sums: torch.Tensor
-
-
 class MLPBlock(torch.autograd.Function):
     """(x, delta, norm weight and bias, FC1 weight and bias, FC2 weight and bias, settings) -> x + delta + MLP(norm(x + delta))."""
 
@@ -82,14 +82,16 @@ class MLPBlock(torch.autograd.Function):
         gathered = ends.start_gather(normed.y, "input all-gather")
         w1 = fc1.weight(fc1_weight.payload)
         n8 = gathered.keep() if ends.keeps_gathered else gathered()
-        y = fc1.output(Operand.tensorwise(n8, n_scale_inv), w1, fc1_bias, x.dtype)
+        y = fc1.output(Operand.tensorwise(n8, scale_inv=n_scale_inv), w1, fc1_bias, x.dtype)
         gathered.done()
-        a8, _ = ops.activate(y, kind=how.activation, scale=fc2.x.scale, amax_slot=fc2.x.amax, dtype=fc2.x_dtype, scale_inv_slot=a_scale_inv)
+
+        def activated(**options: Any) -> torch.Tensor:
+            return Activated(*ops.activate(y, kind=how.activation, **options)).payload
+
+        a8 = activated(scale=fc2.x.scale, amax_slot=fc2.x.amax, dtype=fc2.x_dtype, scale_inv_slot=a_scale_inv)
         if fc2.x.watch is not None:
-            wide, _ = ops.activate(y, kind=how.activation, scale=None, amax_slot=None, dtype=torch.float32)
-            fc2.x.watch(wide, a8, a_scale_inv)
-            del wide
-        a = Operand.tensorwise(a8, a_scale_inv)
+            fc2.x.watch(activated(scale=None, amax_slot=None, dtype=torch.float32), a8, a_scale_inv)
+        a = Operand.tensorwise(a8, scale_inv=a_scale_inv)
         partial = fc2.output(a, fc2.weight(fc2_weight.payload), fc2_bias if ends.adds_bias else None, x.dtype)
         out = ends.sum_output(partial, fc2).add_(normed.total)
         stream = how.saved.keep(normed.total)
@@ -136,34 +138,23 @@ def _inner(how: MLPSettings, parts: Sequence[torch.Tensor], kept: KeptByBlock, g
     again = start_input_again(how, stream, kept, dtype, asked=how.recompute)
     if how.recompute:
         assert again is not None
-        y = fc1.output(Operand.tensorwise(again(), kept.input_scale_inv), fc1.weight(kept.first_weight), kept.first_bias, dtype)
+        y = fc1.output(Operand.tensorwise(again(), scale_inv=kept.input_scale_inv), fc1.weight(kept.first_weight), kept.first_bias, dtype)
         again = again if ends.spread else None
     else:
         y = how.saved.restore(parts[len(stream) :], dtype)
-    g, scale_inv = grad_y.operand(), scalar_pool.take(device)
+    g = grad_y.operand()
     grad_a = fc2.grad_input(g, fc2.weight(kept.last_weight, transpose=True), dtype)
     g = g._replace(payload=None)
     grad_y.done()
 
-    def through_activation(dtype: torch.dtype, **options: Any) -> ActivationGradient:
-        scale_inv, a_dtype = kept.last_scale_inv, fc2.x_dtype
-        return ActivationGradient(
-            *ops.activate_backward(grad_a, y, kind=how.activation, a_scale_inv=scale_inv, a_dtype=a_dtype, dtype=dtype, **options)
-        )
+    def through_activation(**options: Any) -> ActivationGradient:
+        a: dict[str, Any] = {"kind": how.activation, "a_scale_inv": kept.last_scale_inv, "a_dtype": fc2.x_dtype}
+        return ActivationGradient(*ops.activate_backward(grad_a, y, **a, **options))
 
-    made = through_activation(
-        fc1.grad_dtype,
-        scale=fc1.grad.scale,
-        amax_slot=fc1.grad.amax,
-        colsum=kept.first_bias is not None,
-        scale_inv_slot=scale_inv,
-    )
-    if fc1.grad.watch is not None:
-        fc1.grad.watch(through_activation(torch.float32, scale=None, amax_slot=None).payload, made.payload, scale_inv)
-    activated = Operand.tensorwise(None, kept.last_scale_inv, made.activated_t)
+    grad, made = first_grad_output(fc1, through_activation, colsum=kept.first_bias is not None, device=device)
+    activated = Operand.tensorwise(scale_inv=kept.last_scale_inv, payload_t=made.activated_t)
 
     def grad_fc2() -> torch.Tensor:
         return fc2.grad_weight(g, activated, fc2_dtype)
 
-    grad = Operand.tensorwise(made.payload, scale_inv, made.payload_t)
     return Inner(grad, first_sums=made.sums, last_sums=grad_y.sums, last_weight=grad_fc2, again=again)

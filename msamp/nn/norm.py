@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
-from msamp.nn.block import unviewed, vector_gradients
+from msamp.nn.block import Norm, NormGradients, NormWeights, unviewed, vector_gradients
 from msamp.nn.saved_activations import IN_GROUPS, Saved
 
 
@@ -19,10 +19,10 @@ class NormFunction(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, rms: bool, saved: Saved
     ) -> torch.Tensor:
         x2d = x.reshape(-1, x.shape[-1])
-        _, y, _, mean, rstd = ops.normalize(x2d, None, weight, bias, eps, None, None, x.dtype, rms=rms)
-        ctx.save_for_backward(*saved.keep(x2d), weight, bias, mean, rstd)
+        made = NormWeights(Norm(eps, rms), weight, bias).run(x2d, scale=None, amax_slot=None, dtype=x.dtype)
+        ctx.save_for_backward(*saved.keep(x2d), weight, bias, made.mean, made.rstd)
         ctx.rms, ctx.saved = rms, saved
-        return unviewed(y, x.shape)
+        return unviewed(made.y, x.shape)
 
     @staticmethod
     def saved_bytes(hidden: float, wide: int, saved: Saved) -> float:
@@ -35,8 +35,9 @@ class NormFunction(torch.autograd.Function):
         *kept, weight, bias, mean, rstd = ctx.saved_tensors
         g2d = grad_y.reshape(-1, grad_y.shape[-1])
         x2d = ctx.saved.restore(kept, grad_y.dtype)
-        grad_x, *sums, _ = ops.normalize_backward(g2d, x2d, mean, rstd, weight, None, rms=ctx.rms)
-        return grad_x.view(grad_y.shape), *vector_gradients(*zip(sums, (weight, bias), strict=True)), None, None, None
+        made = NormGradients(*ops.normalize_backward(g2d, x2d, mean, rstd, weight, grad_residual=None, rms=ctx.rms))
+        of_vectors = vector_gradients((made.weight_sums, weight), (made.bias_sums, bias))
+        return made.x.view(grad_y.shape), *of_vectors, None, None, None
 
 
 class LayerNorm(nn.LayerNorm):

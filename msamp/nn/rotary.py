@@ -7,6 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.nn.attention_block import split_heads
+from msamp.nn.block import CastTransposed
 
 
 class RotaryFunction(torch.autograd.Function):
@@ -38,5 +39,5 @@ class RotaryFunction(torch.autograd.Function):
         ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        grad = ops.rotary_backward(dq, dk, dv, cos, sin, None, None, dq.dtype)[0]
-        return grad.view(*dq.shape[:2], -1), None, None, None, None
+        made = CastTransposed(*ops.rotary_backward(dq, dk, dv, cos, sin, scale=None, amax_slot=None, dtype=dq.dtype))
+        return made.payload.view(*dq.shape[:2], -1), None, None, None, None

@@ -168,7 +168,7 @@ class _AllInFP8(torch.autograd.Function):
         losses = []
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
-            logits = multiply(Operand.tensorwise(x.codes[part], x.scale_inv), w, None, hidden.dtype, _LOGITS).contiguous()  # was padded
+            logits = multiply(Operand.tensorwise(x.codes[part], scale_inv=x.scale_inv), w, None, hidden.dtype, _LOGITS).contiguous()
             losses.append(cross_entropy(logits, labels[part], weights[part]))
             g = cast_operand(logits, slot, _GEMMS.grad_output, row=to_hidden, col=to_weight)
             del logits  # before the next product allocates
@@ -192,7 +192,8 @@ class _AllInFP8(torch.autograd.Function):
         to_hidden = None if grad_hidden is None else _times(grad_hidden, grad_loss_sum, ctx.dtype)
         to_weight = None
         if columns is not None:
-            g, x = Operand.tensorwise(columns, scale_inv * grad_loss_sum), Operand.tensorwise(x_t, x_scale_inv)
+            g = Operand.tensorwise(columns, scale_inv=scale_inv * grad_loss_sum)
+            x = Operand.tensorwise(x_t, scale_inv=x_scale_inv)
             to_weight = multiply(g, x, None, ctx.dtype, _GEMMS.grad_weight)
         return to_hidden, to_weight, None, None, None, None
 

@@ -72,7 +72,8 @@ def test_the_gemms_are_those_of_the_layer(level, device):
     gemm, payload = LayerGemm.of(layer.scaling, layer.weight), layer.weight.payload
     x8, x8_t, x_scale_inv, _ = ops.cast_transpose(x.detach(), None, None, gemm.x_dtype, row=True, col=True, colsum=False)
     g8, g8_t, g_scale_inv, sums = ops.cast_transpose(g, None, None, gemm.grad_dtype, row=True, col=True, colsum=True)
-    xs, gs = Operand.tensorwise(x8, x_scale_inv, x8_t), Operand.tensorwise(g8, g_scale_inv, g8_t)
+    xs = Operand.tensorwise(x8, scale_inv=x_scale_inv, payload_t=x8_t)
+    gs = Operand.tensorwise(g8, scale_inv=g_scale_inv, payload_t=g8_t)
     assert gemm.output(xs, gemm.weight(payload), layer.bias, x.dtype).equal(y)
     assert gemm.grad_input(gs, gemm.weight(payload, transpose=True), x.dtype).equal(x.grad)
     assert gemm.grad_weight(gs, xs, torch.bfloat16).equal(layer.weight.grad)
