@@ -7,7 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # imported early, see Peers
+
+# Early: its functions keep the group of the moment as their default (see WithGroup), and the first optimizer made imports it too (by way of
+# torch.compile), usually when there is one.
+import torch.distributed.nn.functional
 
 from msamp.comm.bucket import as_bytes
 from msamp.comm.counters import WireBytes, all_gather_sent, all_reduce_sent, all_to_all_sent
@@ -17,7 +20,29 @@ ROLL_CALL_SECONDS = 5.0  # how long a rank that saw a collective fail waits for 
 T = TypeVar("T")
 
 
-class Peers:
+class WithGroup:
+    """Something that talks over a process group, which it does not keep alive: one that outlives destroy_process_group() leaves gloo's
+    threads running into the interpreter's end, where one that still drops a tensor aborts the process (1 of 4 runs on a busy machine).
+
+    Args:
+        group: None is this process alone.
+    """
+
+    destroyed = "the process group was destroyed while gradients or weights were still to be exchanged"  # the error of `group`
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = None if group is None else weakref.ref(group)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group; RuntimeError where it has been destroyed."""
+        group = None if self._group is None else self._group()
+        if group is None and self._group is not None:
+            raise RuntimeError(self.destroyed)
+        return group
+
+
+class Peers(WithGroup):
     """The ranks of a group, as seen from this one. With one rank no collective is run.
 
     Over gloo everything goes by all-to-all, where each rank talks to each: a lost rank fails all others at once, while in
@@ -34,25 +59,11 @@ class Peers:
     copies = False
 
     def __init__(self, group: dist.ProcessGroup | None, sent: WireBytes) -> None:
-        # Weak: a process group that outlives destroy_process_group() leaves gloo's threads running into the interpreter's
-        # end, where one that still drops a tensor aborts the process (1 of 4 runs on a busy machine). For the same reason
-        # the import above: its functions have the group of the moment as their default, and the first optimizer made
-        # imports it too (by way of torch.compile), usually when there is one.
-        self._group = None if group is None else weakref.ref(group)
+        super().__init__(group)
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.nccl = group is not None and self.ranks > 1 and dist.get_backend(group) == "nccl"
         self.sent = sent
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The group; RuntimeError where it has been destroyed."""
-        if self._group is None:
-            return None
-        group = self._group()
-        if group is None:
-            raise RuntimeError("the process group was destroyed while gradients or weights were still to be exchanged")
-        return group
 
     def all_reduce(
         self, x: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str, kind: str | None = "weight", label: str = "all-reduce"

@@ -23,7 +23,6 @@ A further axis is added in two places, `process_groups.initialize`, which makes 
   are averaged over several groups, by name, until the synchroniser takes more than one.
 """
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,8 +30,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from msamp.comm.collectives import WithGroup
 
-class Ranks:
+
+class Ranks(WithGroup):
     """Some of the ranks, as one of them sees them.
 
     Args:
@@ -42,26 +43,17 @@ class Ranks:
     Two of the same group are equal.
     """
 
+    destroyed = "the process groups were left: ask `Grid.current()` again after `process_groups.initialize`"
+
     def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(group)
         self.rank, self.size = rank, size
-        # Weak: gloo's threads of a group that outlives `destroy_process_group` may abort the process at its end.
-        self._group = None if group is None else weakref.ref(group)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> "Ranks":
         """The members of a group; this process alone for None and where it is no member."""
         rank = -1 if group is None else dist.get_rank(group)
         return cls() if rank < 0 else cls(rank, dist.get_world_size(group), group)
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group, as `Peers` takes it; RuntimeError where it has been destroyed."""
-        if self._group is None:
-            return None
-        group = self._group()
-        if group is None:
-            raise RuntimeError("the process groups were left: ask `Grid.current()` again after `process_groups.initialize`")
-        return group
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ranks) and self._key == other._key
