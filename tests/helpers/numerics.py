@@ -6,6 +6,7 @@ inputs made here and set with a margin of about 0.5 dB and a tenth of a share.
 
 import base64
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from msamp.numerics.formats import Format
 from msamp.numerics.metrics import saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import cast
 from msamp.numerics.scaling import scale_from_amax
+from msamp.numerics.tensor import ScalingTensor
 
 KINDS = ("normal", "channel-outlier", "log-normal")
 SMALL, LARGE = (256, 128), (1024, 512)
@@ -65,6 +67,17 @@ def codes(payload: torch.Tensor) -> torch.Tensor:
 def bits(x: torch.Tensor) -> torch.Tensor:
     """The bit pattern of any plain tensor, so that NaN equals NaN and -0 differs from 0."""
     return x.detach().reshape(-1).contiguous().view(torch.uint8).cpu()
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of the bytes of tensors, a ScalingTensor's payload and scale apart: so that NaN equals NaN, and -0 is not 0."""
+    plain = [part for x in tensors for part in ([x.payload, x.scale_inv] if isinstance(x, ScalingTensor) else [x])]
+    return [x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).clone() for x in plain]
+
+
+def same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    """Whether two lists of tensors are equal."""
+    return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 def measure(x: torch.Tensor, approx: torch.Tensor, payload: torch.Tensor | None = None, fmt: Format | None = None) -> Measures:

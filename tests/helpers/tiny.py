@@ -10,7 +10,7 @@ import itertools
 import json
 import random
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from helpers import numerics
 from megatron.lm.config import Config, DataConfig
 from megatron.lm.config.cli import config_from_dict, section_types
 from megatron.lm.config.precision import rule_setting
@@ -27,8 +28,8 @@ from megatron.lm.processes import process_groups
 from megatron.lm.processes.cpu_home import cpu_home
 from megatron.lm.processes.environment import world_size_from_environment
 from megatron.lm.run.trainer import Trainer
-from msamp.numerics.tensor import ScalingTensor
 
+bits, same = numerics.bytes_of, numerics.same  # of lists of tensors
 VOCABULARY = 60  # padded to 64
 WINDOW = 3  # of delayed scaling: a short one shows both of its phases in few steps
 BOTH_PHASES = WINDOW + 3  # steps that end some steps after its window was filled
@@ -149,14 +150,3 @@ def read(metrics_file: Path) -> list[dict[str, Any]]:
 def losses(rows: list[dict[str, Any]]) -> list[float]:
     """Training losses by iteration."""
     return [row["loss"] for row in rows if row["kind"] == "train"]
-
-
-def bits(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of the bytes of tensors, a ScalingTensor's payload and scale apart: so that NaN equals NaN, and -0 is not 0."""
-    plain = [part for x in tensors for part in ([x.payload, x.scale_inv] if isinstance(x, ScalingTensor) else [x])]
-    return [x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).clone() for x in plain]
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    """Whether two lists of bytes are equal."""
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

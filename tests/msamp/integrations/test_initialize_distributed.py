@@ -9,6 +9,7 @@ from torch import nn
 
 import msamp
 from helpers import dist
+from helpers.numerics import same
 from msamp.nn.linear import FP8Linear
 from msamp.numerics.recipe import by_name
 from msamp.numerics.scaling import Delayed
@@ -65,10 +66,6 @@ def parts(x: torch.Tensor) -> list[torch.Tensor]:
 def values(model: nn.Module) -> list[torch.Tensor]:
     """All that a model keeps, scaling histories included."""
     return [part.clone() for x in model.state_dict().values() for part in parts(x)]
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def train(level: str, *, micro_batches: int = 1, closure: bool = False, seed: int = 0, steps: int = STEPS, **options) -> dict:

@@ -11,6 +11,7 @@ from torch import nn
 
 import msamp
 from helpers import dist
+from helpers.numerics import same
 from msamp import formats, recipes
 from msamp.optim.updates import format_names
 from msamp.parallel.greedy_zero import ZeRO
@@ -89,10 +90,6 @@ def parts(x: torch.Tensor) -> list[torch.Tensor]:
 
 def values(model: nn.Module) -> list[torch.Tensor]:
     return [part for x in model.state_dict().values() for part in parts(x)]
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def trained(recipe: str, steps: int = STEPS, **options) -> dict:

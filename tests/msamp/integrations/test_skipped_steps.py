@@ -11,6 +11,7 @@ from torch import nn
 
 import msamp
 from helpers import dist
+from helpers.numerics import same
 from msamp.fp16.scaler import LossScaler
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT
 from msamp.numerics import recipe
@@ -80,10 +81,6 @@ def bits(pair: Pair) -> list[torch.Tensor]:
     states = [x for state in optimizer.state_dict()["state"].values() for x in state.values()]
     every = [part for x in [*model.state_dict().values(), *states] for part in parts(x)]
     return [x.detach().reshape(-1).contiguous().view(torch.uint8).clone() for x in every]
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(x.equal(y) for x, y in zip(a, b, strict=True))
 
 
 def histories(model: nn.Module) -> list[torch.Tensor]:

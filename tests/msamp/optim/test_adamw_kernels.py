@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from helpers.choices import each_once
-from helpers.numerics import bits, make
+from helpers.numerics import bits, make, same
 from msamp.kernels import ops
 from msamp.numerics.formats import BF16, by_name
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, Recipe
@@ -81,10 +81,6 @@ class Training:
             for x in (p, *self.optimizer.state[p].values()):
                 tensors += [bits(x.payload).clone(), bits(x.scale_inv).clone()] if isinstance(x, ScalingTensor) else [bits(x).clone()]
         return tensors
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(x.equal(y) for x, y in zip(a, b, strict=True))
 
 
 def run(package: str, monkeypatch: pytest.MonkeyPatch, level: Recipe, device, **settings: Any) -> tuple[list[torch.Tensor], ...]:

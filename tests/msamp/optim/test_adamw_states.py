@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.numerics import make
+from helpers.fp8_adamw import snapshot
+from helpers.numerics import make, same
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16
 from msamp.numerics.recipe import FP32_STATES, O2, O3, StateFormats
 from msamp.numerics.stochastic_rounding import tensor_key
@@ -24,17 +25,6 @@ def trained(formats: StateFormats, names: tuple[str, ...] = (), steps: int = 2) 
             p.grad = make("normal", (4, 16), seed=10 + 2 * step + i)
         optimizer.step()
     return optimizer
-
-
-def snapshot(optimizer: FP8AdamW) -> list[torch.Tensor]:
-    """Bytes of all weights and states."""
-    tensors = [x for p in optimizer.param_groups[0]["params"] for x in (p, *optimizer.state[p].values())]
-    plain = [part for x in tensors for part in ([x.payload, x.scale_inv] if isinstance(x, ScalingTensor) else [x])]
-    return [x.detach().contiguous().reshape(-1).view(torch.uint8).clone() for x in plain]
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 IMPOSSIBLE = {

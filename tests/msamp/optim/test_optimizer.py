@@ -1,57 +1,26 @@
 """FP8AdamW: torch's AdamW in FP32, the golden vectors in FP8, and every row of Table 6."""
 
-import copy
-import io
 import itertools
 
 import pytest
 import torch
 from torch import nn
 
-from helpers.numerics import codes, floats, golden, make
+from helpers.fp8_adamw import TABLE6, parameter, snapshot
+from helpers.numerics import codes, floats, golden, make, same
 from msamp.kernels.reference import adamw
-from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32
+from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.clip import clip_
 from msamp.optim.optimizer import FP8AdamW
-from msamp.optim.updates import format_names
 
 ANY = (FP32, BF16, FP16, E4M3, E5M2)
-TABLE6 = {
-    "#0": FP32_STATES,
-    "#1": FP32_STATES,  # beside a BF16 weight
-    "#2a": O2.states,
-    "#2b": O2.states.varied(master=BF16),
-    "#3": O2.states.varied(master=E4M3),
-    "#4": O2.states.varied(v=E4M3),
-    "O1": O1.states,
-    "coat": O2.states.varied(m=COAT_E4M3, v=COAT_E5M2),
-}
 ONE_CHANGED = {f"{field} {fmt}": O2.states.varied(**{field: fmt}) for field, fmt in itertools.product(("master", "grad", "m", "v"), ANY)}
-
-
-def parameter(shape=(24, 16), weight=FP16, seed=0, device="cpu") -> nn.Parameter:
-    x = make("normal", shape, seed=seed, device=device) * 0.1
-    return nn.Parameter(ScalingTensor.quantize(x, weight) if weight.scaled else x.to(weight.dtype))
 
 
 def value(p: torch.Tensor) -> torch.Tensor:
     return p.detach().dequantize(torch.float32) if isinstance(p, ScalingTensor) else p.detach().float()
-
-
-def snapshot(optimizer: FP8AdamW) -> list[torch.Tensor]:
-    """Copies of all bits of weights and states."""
-    tensors = []
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            for t in (p, *(v for _, v in sorted(optimizer.state[p].items()))):
-                tensors += [codes(t.payload), t.scale_inv.clone()] if isinstance(t, ScalingTensor) else [t.detach().clone()]
-    return tensors
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(x.equal(y) for x, y in zip(a, b, strict=True))
 
 
 # --------------------------------------------------------------------------------------------------------- FP32 and golden
@@ -362,81 +331,7 @@ def test_the_norm_is_that_of_the_quantised_gradients():
     )
 
 
-# ------------------------------------------------------------------------------------------------------ saving and refusing
-
-
-def trained(formats: StateFormats, weight=FP16, steps=4) -> tuple[list[nn.Parameter], FP8AdamW]:
-    ps = [parameter(weight=weight), nn.Parameter(make("normal", (7,)))]
-    groups = [{"params": ps[:1], "lr": 0.02}, {"params": ps[1:], "formats": FP32_STATES, "weight_decay": 0.0}]
-    optimizer = FP8AdamW(groups, lr=0.01, formats=formats, clip_grad=1.0)
-    go_on(ps, optimizer, range(steps))
-    return ps, optimizer
-
-
-def go_on(ps: list[nn.Parameter], optimizer: FP8AdamW, steps: range) -> None:
-    for step in steps:
-        for i, p in enumerate(ps):
-            p.grad = make("normal", p.shape, seed=10 * step + i)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("name", [*TABLE6, "O3"])
-def test_a_loaded_optimizer_goes_on_bit_for_bit(name):
-    formats, weight = (O3.states, E4M3) if name == "O3" else (TABLE6[name], FP16)
-    ps, optimizer = trained(formats, weight)
-    file = io.BytesIO()
-    torch.save({"weights": ps, "optimizer": optimizer.state_dict()}, file)
-    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    others, other = trained(formats, weight, steps=1)
-    with torch.no_grad():
-        for p, q in zip(others, loaded["weights"], strict=True):
-            p.copy_(q)
-    other.load_state_dict(loaded["optimizer"])
-    assert same(snapshot(other), snapshot(optimizer))
-    assert [g["lr"] for g in other.param_groups] == [0.02, 0.01]
-    go_on(ps, optimizer, range(4, 8))
-    go_on(others, other, range(4, 8))
-    assert same(snapshot(other), snapshot(optimizer))
-
-
-def test_a_state_dict_names_its_formats_in_plain_strings():
-    first, second = (group["formats"] for group in trained(O2.states)[1].state_dict()["param_groups"])
-    rounding = {"master_rounding": O2.states.master_rounding, "moment_rounding": O2.states.moment_rounding}
-    formats = {"master": "fp16", "grad": "fp8-e4m3", "m": "fp8-e4m3", "v": "fp16", "update": "fp32"}
-    assert first == format_names(O2.states) == formats | rounding
-    assert set(second.values()) == {"fp32", "nearest"}
-
-
-@pytest.mark.parametrize("saved", [O1.states, TABLE6["#4"], TABLE6["coat"], FP32_STATES], ids=str)
-def test_states_in_other_formats_are_refused_and_nothing_changes(saved):
-    _, optimizer = trained(O2.states)
-    before, groups = snapshot(optimizer), copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups])
-    with pytest.raises(
-        ValueError, match=r"parameter group 0 was saved with formats .*this optimizer has .*build it with the saved formats"
-    ):
-        optimizer.load_state_dict(trained(saved)[1].state_dict())
-    assert same(snapshot(optimizer), before)
-    assert [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] == groups
-
-
-@pytest.mark.parametrize("formats", [O2.states, FP32_STATES], ids=["O2", "fp32"])
-def test_a_state_dict_of_torch_is_refused(formats):
-    p = parameter(weight=FP32)
-    theirs = torch.optim.AdamW([p])
-    p.grad = torch.ones_like(p)
-    theirs.step()
-    with pytest.raises(ValueError, match="parameter group 0 was saved with formats None"):
-        FP8AdamW([p], formats=formats).load_state_dict(theirs.state_dict())
-
-
-def test_other_groups_are_refused_and_nothing_changes():
-    _, optimizer = trained(O2.states)
-    before = snapshot(optimizer)
-    saved = trained(O2.states)[1].state_dict()
-    saved["param_groups"] = saved["param_groups"][:1]
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict(saved)
-    assert same(snapshot(optimizer), before)
+# ---------------------------------------------------------------------------------------------------------------- refusing
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.adamw_inputs import adamw_batch, hyper
-from helpers.numerics import bits, make
+from helpers.numerics import bits, make, same
 from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.adamw import adamw as twin
 from msamp.kernels.reference.store import NEAREST, Rounding
@@ -100,10 +100,6 @@ def run_both(
             run(tables, x, numbers, amaxes_of(x, device), kept, coefficient, flag, decoupled=decoupled, rounding=rounding)
         results.append(everything(x, kept))
     return before, *results
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(x.equal(y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.fixture(autouse=True)

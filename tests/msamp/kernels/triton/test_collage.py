@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.adamw_inputs import adamw_batch
-from helpers.numerics import bits, make
+from helpers.numerics import bits, make, same
 from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.collage import VARIANTS
 from msamp.kernels.reference.collage import collage as twin
@@ -67,10 +67,6 @@ def run_both(update, device, clip=0.3, usable=True, shapes=SHAPES, steps=2, **ch
         for run, x in ((twin, theirs), (kernel, ours)):
             run(tables, x, hyper, update, coefficient, torch.tensor(usable, device=device))
     return before, everything(theirs), everything(ours)
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(x.equal(y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("update", UPDATES)
