@@ -1,13 +1,16 @@
 """Training steps of several cases and several trees on one GPU, round by round: how much slower is a change than what was there before?
 
-    git worktree add ../before 7f90861
+    git worktree add ../before 7f90861; git -C ../before checkout 0fe148f -- tools/bench/side_by_side.py
     python tools/bench/side_by_side.py --tree before=../before --cases 'before O2' 'now O2' 'now O2 --moment-rounding stochastic'
 
-A case is the name of a tree (`now` is the tree of this file) and a precision with flags. Each case is a process that builds the preset,
-captures its graphs, and then waits. They are built one after the other and hold their memory at once: 1.3B with micro-batch 4 takes some
-16 GiB per case. In a round each case takes --steps steps while the others wait. Every round begins with another case, so that clocks and
-temperatures are the same for all. The first case is the baseline: `from_first` is the median over the rounds of the ratio of medians
-within a round, in percent; `least` and `most` are the extremes.
+A case is the name of a tree (`now` is the tree of this file) and a precision with flags. Each case is a process of its tree's own copy of
+this file, which builds the preset, captures its graphs, and then waits. A tree from before 0fe148f has no copy. The first one fits it:
+`git -C ../before checkout 0fe148f -- tools/bench/side_by_side.py`.
+
+The cases are built one after the other and hold their memory at once: 1.3B with micro-batch 4 takes some 16 GiB per case.
+In a round each case takes --steps steps while the others wait. Every round begins with another case, so that clocks and temperatures are
+the same for all. The first case is the baseline: `from_first` is the median over the rounds of the ratio of medians within a round, in
+percent; `least` and `most` are the extremes.
 
 `step` is a whole step by the host's clock, with the device synchronised before and after. `update` is the optimizer's part of the same
 step, from the norm of the gradients to the new scales, between two events on the device. Rows are appended to --csv.
@@ -39,6 +42,7 @@ from tools.bench import bench_step, rows
 
 QUANTITIES = ("step", "update")
 NOW = "now"
+PROGRAM = "tools/bench/side_by_side.py"  # of a tree: modules that it imports have other names in other trees
 Times = Mapping[str, Sequence[float]]  # of each quantity, ms
 
 
@@ -119,7 +123,7 @@ class Worker:
         path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.case, self.tree = case, tree
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), *given],
+            [sys.executable, str(tree / PROGRAM), *given],
             cwd=tree,
             env=os.environ | {"PYTHONPATH": path},
             stdin=subprocess.PIPE,
@@ -195,13 +199,18 @@ def trees_of(texts: Sequence[str]) -> dict[str, Path]:
     """`NAME=FOLDER` flags -> folders by name, with the tree of this file as `NOW`.
 
     Raises:
-        ValueError: another form, or a folder without the trainer.
+        ValueError: another form, or a folder without the trainer or a copy of this file.
     """
     found = {NOW: rows.ROOT}
     for text in texts:
         label, _, folder = text.partition("=")
         if not label or not (Path(folder) / "megatron/lm/step.py").is_file():
             raise ValueError(f"--tree {text}: give NAME=FOLDER, a folder with a tree of this repository")
+        if not (Path(folder) / PROGRAM).is_file():
+            raise ValueError(
+                f"--tree {text}: it has no {PROGRAM}, which runs its cases: it is older than that; give it the first one by "
+                f"git -C {folder} checkout 0fe148f -- {PROGRAM}"
+            )
         found[label] = Path(folder).resolve()
     return found
 

@@ -86,6 +86,43 @@ def test_a_case_that_imported_another_tree_is_refused(tmp_path):
         worker.build()
 
 
+def test_a_case_runs_its_tree_s_own_copy(tmp_path, capfd):
+    """A tree whose trainer has other modules: only its own copy of the program can import them."""
+    (tmp_path / "tools/bench").mkdir(parents=True)
+    (tmp_path / "megatron/lm").mkdir(parents=True)
+    (tmp_path / "megatron/lm/step.py").touch()
+    words = [
+        "--tree",
+        f"before={tmp_path}",
+        "--cases",
+        "before O2",
+        "--csv",
+        str(tmp_path / "rows.csv"),
+        "--rounds",
+        "1",
+        "--commit",
+        "abc",
+    ]
+    assert side_by_side.main(words) == 2
+    fix = f"git -C {tmp_path} checkout 0fe148f -- tools/bench/side_by_side.py"
+    assert f"it has no tools/bench/side_by_side.py, which runs its cases: it is older than that; give it the first one by {fix}" in (
+        capfd.readouterr().err
+    )
+    (tmp_path / "tools/bench/side_by_side.py").write_text(OTHER_TREE)
+    assert side_by_side.main(words) == 0
+    assert "before O2: eager steps, 1.5 GiB" in capfd.readouterr().out
+
+
+OTHER_TREE = """
+import json, sys
+assert sys.argv[sys.argv.index("--serve") + 1] == "O2"
+sys.stdin.readline()
+print(json.dumps({"captured": False, "gib": 1.5, "trainer": __file__}), flush=True)
+for line in sys.stdin:
+    print(json.dumps({"step": [2.0] * int(line), "update": [1.0] * int(line)}), flush=True)
+"""
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
