@@ -139,15 +139,19 @@ class GradSync:
         local = "fp32" if self._at_owner else accumulate  # of what is held back
         self._accumulators: dict[Format, Accumulator] = {fmt: accumulator(local, fmt, self._generator) for fmt in self.sender.wires}
         self.params = [p for bucket in self.buckets for p in bucket.params]
-        # A weak reference: hooks live in autograd's graph, where the collector does not find a cycle back to the model.
-        hook = functools.partial(_take, weakref.ref(self))
         self._marks = GradMarks() if heed_zero_grad else None
-        for number, p in enumerate(self.params):
-            p.register_post_accumulate_grad_hook(hook)
-            if heed_zero_grad:  # runs before a gradient is added; by number, since `model.to` cannot swap a tensor with weak references
-                p.register_hook(unserializable_hook(functools.partial(_make_way, weakref.ref(self), number)))
+        self._hook()
         self.steps = 0
         self.clear()
+
+    def _hook(self) -> None:
+        """Be called by autograd for each gradient."""
+        # A weak reference: hooks live in autograd's graph, where the collector does not find a cycle back to the model.
+        hook = functools.partial(_take, weakref.ref(self))
+        for number, p in enumerate(self.params):
+            p.register_post_accumulate_grad_hook(hook)
+            if self._marks is not None:  # runs before a gradient is added; by number: `model.to` cannot swap a tensor with weak references
+                p.register_hook(unserializable_hook(functools.partial(_make_way, weakref.ref(self), number)))
 
     def __str__(self) -> str:
         scaled = sorted({str(bucket.format) for bucket in self.buckets if bucket.format.scaled}) or ["no FP8 gradients"]

@@ -97,27 +97,32 @@ def partition(
     widths = [math.prod(shape[1:]) for shape in shapes]
     sizes = [height * width for height, width in zip(rows, widths, strict=True)]
     total, largest = sum(sizes), max(sizes, default=0)
-    # No cut brings the busiest rank below one row or one whole tensor, nor below the mean.
-    least = [size if i in whole else width for i, (width, size) in enumerate(zip(widths, sizes, strict=True))]
-    floor = max([-(-total // ranks), *(width for width, size in zip(least, sizes, strict=True) if size)])
+    floor = max(-(-total // ranks), _largest_uncut(widths, sizes, whole))
 
     def accepted(load: int) -> bool:
         return load <= floor or load / (total / ranks) - 1 <= limit
 
+    cuttable = [i for i, size in enumerate(sizes) if size and i not in whole]
     best: Partition | None = None
     for halvings in itertools.count():
-        counts = [min(rows[i], -(-(size << halvings) // largest)) if size and i not in whole else 1 for i, size in enumerate(sizes)]
+        counts = [1] * len(sizes)
+        for i in cuttable:
+            counts[i] = min(rows[i], -(-(sizes[i] << halvings) // largest))
         longest = max((-(-height // count) * width for height, width, count in zip(rows, widths, counts, strict=True)), default=0)
         if not accepted(longest):
             continue  # the rank that gets that piece has too much already
         found = _greedy(rows, widths, counts, carried)
         if best is None or found.padding < best.padding:
             best = found
-        single_rows = all(counts[i] == rows[i] for i, size in enumerate(sizes) if size and i not in whole)
-        if accepted(max(found.loads)) or single_rows:
+        if accepted(max(found.loads)) or all(counts[i] == rows[i] for i in cuttable):
             break
     assert best is not None
     return best
+
+
+def _largest_uncut(widths: Sequence[int], sizes: Sequence[int], whole: Collection[int]) -> int:
+    """Elements of the largest row or whole tensor, below which no cut brings the busiest rank."""
+    return max((size if i in whole else width for i, (width, size) in enumerate(zip(widths, sizes, strict=True)) if size), default=0)
 
 
 def plan_buckets(

@@ -224,8 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--minutes {options.minutes:g}: give a number above 0, or leave it out for no limit")
     session = Session(end=time.monotonic() + 60 * options.minutes)
     jobs = {p: [job_of(p, number, options.steps) for number in range(seeds.get(p, 1))] for p in options.precisions}
-    short = options.at_once > 1 and not options.no_speed
-    alone = {p: job_of(p, "alone", options.speed_steps) if short else jobs[p][0] for p in jobs}
+    alone = alone_of(jobs, options)
     by_seed = itertools.chain.from_iterable(itertools.zip_longest(*jobs.values()))
     first = [] if options.no_speed else list(alone.values())
     shared = [job for job in by_seed if job is not None and job not in first]
@@ -244,6 +243,12 @@ def job_of(precision: str, number: int | str, steps: int) -> Job:
     """A numbered training with a seed that follows from the number, or the one that runs alone, with the first seed."""
     seed = FIRST_SEED + number if isinstance(number, int) else FIRST_SEED
     return Job(precision=precision, seed=seed, steps=steps, name=f"{folder_of(precision)}_{number}")
+
+
+def alone_of(jobs: Mapping[str, Sequence[Job]], options: argparse.Namespace) -> dict[str, Job]:
+    """Of each precision the training that has the GPU for itself, whose speed is told: a short one where the others share it."""
+    short = options.at_once > 1 and not options.no_speed
+    return {p: job_of(p, "alone", options.speed_steps) if short else found[0] for p, found in jobs.items()}
 
 
 def folder_of(precision: str) -> str:

@@ -154,13 +154,7 @@ def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumu
     update = {kind: updates.by_name(formats.update) for kind, (_, formats) in by_kind.items()}
     for kind, (_, formats) in by_kind.items():
         update[kind].check_group(format_names(formats), decoupled=True)
-    backward = list(reversed(parameters))
-    buckets = [(by_kind[p.kind][1].grad.name, p.summed) for p in backward]
-    divided = plan_buckets([p.shape for p in backward], buckets, copies, config.communication.bucket_size)
-    pieces: list[list[tuple[Parameter, tuple[int, ...]]]] = [[] for _ in range(copies)]
-    for piece in (piece for bucket in divided.buckets for piece in bucket.pieces):
-        p = backward[piece.tensor]
-        pieces[piece.owner].append((p, (piece.rows, *p.shape[1:])))
+    pieces = _owned_pieces(config, parameters, copies)
     owned = pieces if config.shards_optimizer else [[(p, p.shape) for p in parameters]] * copies
     at_owner = config.precision.grad_accum == OWNER
     local = sum(p.size * _accumulator_bytes(config, by_kind[p.kind][1].grad) for p in parameters if p.summed or not at_owner)
@@ -175,6 +169,18 @@ def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumu
                 states[state.column] += 0 if fmt is None else fmt.bytes_of(shape)
         gradient = sum(by_kind[p.kind][1].grad.bytes_of(shape) for p, shape in held)
         yield {"weight": weight, "states": states, "gradient": gradient, "accumulated": local + sums if accumulates else 0}
+
+
+def _owned_pieces(config: Config, parameters: Sequence[Parameter], copies: int) -> list[list[tuple[Parameter, tuple[int, ...]]]]:
+    """The parameters, or rows of them, whose gradients each data-parallel rank reduces, with their shapes."""
+    formats, backward = state_formats(config), list(reversed(parameters))
+    buckets = [(formats[p.kind][1].grad.name, p.summed) for p in backward]
+    divided = plan_buckets([p.shape for p in backward], buckets, copies, config.communication.bucket_size)
+    pieces: list[list[tuple[Parameter, tuple[int, ...]]]] = [[] for _ in range(copies)]
+    for piece in (piece for bucket in divided.buckets for piece in bucket.pieces):
+        p = backward[piece.tensor]
+        pieces[piece.owner].append((p, (piece.rows, *p.shape[1:])))
+    return pieces
 
 
 def _accumulator_bytes(config: Config, grad: Format) -> int:
@@ -251,34 +257,51 @@ def _fused_layer(config: Config) -> tuple[float, float, float]:
 
 def _layer_of_modules(config: Config) -> tuple[float, float, float]:
     """Bytes per token of a layer that is not fused: norms, attention, MLP."""
-    model, wide, again, split = config.model, _compute_bytes(config), _recomputed(config), _sequence_split(config)
-    hidden, recipe = model.hidden_size, config.precision.recipe
-    heads, groups, width = _widths(config)
-    queries, keys = heads * model.head_size, groups * model.head_size
-    saved = saved_activations(config.precision)
-    in_bf16 = config.precision.bf16_linears or ()
-    fp8 = {slot: recipe.gemm is not None and slot not in in_bf16 for slot in LINEARS}
-    cast = wide if recipe.gemm is None else LinearFunction.saved_bytes(1, recipe.gemm.input)
-    narrow = {slot: cast if fp8[slot] else wide for slot in LINEARS}
+    return _norms_of_modules(config), _attention_of_modules(config), _mlp_of_modules(config)
+
+
+def _input_bytes(config: Config) -> tuple[float, dict[str, float]]:
+    """Bytes per element of an input in FP8 (in the compute dtype without FP8 GEMMs), and of each linear layer's input."""
+    wide, gemm, in_bf16 = _compute_bytes(config), config.precision.recipe.gemm, config.precision.bf16_linears or ()
+    cast = wide if gemm is None else LinearFunction.saved_bytes(1, gemm.input)
+    return cast, {slot: wide if slot in in_bf16 else cast for slot in LINEARS}
+
+
+def _norms_of_modules(config: Config) -> float:
+    """The inputs of the norms and of the linear layers behind them."""
+    model, recipe, wide, split = config.model, config.precision.recipe, _compute_bytes(config), _sequence_split(config)
+    cast, narrow = _input_bytes(config)
     gathered = recipe.fp8 and not (recipe.fp8_wire and config.parallel.tp_saved_input == "shard")
-    norms = 2 * NormFunction.saved_bytes(hidden, wide, saved) / split
-    for slot in ("linear_qkv", "linear_fc1"):
-        size = wide if slot == "linear_fc1" and "mlp" in again else narrow[slot]
-        norms += size * hidden / (1 if gathered and size == cast else split)
-    norms += 2 * hidden / split if model.hidden_dropout else 0
+    fc1 = wide if "mlp" in _recomputed(config) else narrow["linear_fc1"]
+    norms = 2 * NormFunction.saved_bytes(model.hidden_size, wide, saved_activations(config.precision)) / split
+    for size in (narrow["linear_qkv"], fc1):
+        norms += size * model.hidden_size / (1 if gathered and size == cast else split)
+    return norms + (2 * model.hidden_size / split if model.hidden_dropout else 0)
+
+
+def _attention_of_modules(config: Config) -> float:
+    """Queries, keys, values and output of the attention, and the input of its projection."""
+    model, wide, again = config.model, _compute_bytes(config), "core_attn" in _recomputed(config)
+    heads, groups, _ = _widths(config)
+    queries, keys = heads * model.head_size, groups * model.head_size
     turned = model.qk_layernorm and model.position_embedding_type == "rope"  # by megatron-core
     tables = 4 * int(model.head_size * model.rotary_percent) / config.training.micro_batch_size if turned else 0
-    projected = (cast if fp8["linear_proj"] else wide) * queries
-    if config.precision.attention_precision == "fp8" and "core_attn" not in again:
+    projected = _input_bytes(config)[1]["linear_proj"] * queries
+    if config.precision.attention_precision == "fp8" and not again:
         wider = queries + 2 * keys if model.qk_layernorm else 0
-        attention = FP8Attention.saved_bytes(heads, groups, model.head_size, output=True) + wide * (wider + tables) + projected
-    else:
-        rotated = (queries if 1 < groups < heads else 0) + (queries + keys if model.qk_layernorm else 0)
-        output = queries if "core_attn" not in again or not fp8["linear_proj"] else 0
-        attention = wide * (queries + 2 * keys + rotated + tables + output) + (projected if fp8["linear_proj"] else 0)
-    seen = ActivationFunction.saved_bytes(width, wide, saved)
-    mlp = 0 if "mlp" in again else seen + narrow["linear_fc2"] * model.ffn_size / config.parallel.tensor_model_parallel_size
-    return norms, attention, mlp
+        return FP8Attention.saved_bytes(heads, groups, model.head_size, output=True) + wide * (wider + tables) + projected
+    in_fp8 = config.precision.recipe.gemm is not None and "linear_proj" not in (config.precision.bf16_linears or ())
+    rotated = (queries if 1 < groups < heads else 0) + (queries + keys if model.qk_layernorm else 0)
+    output = 0 if again and in_fp8 else queries
+    return wide * (queries + 2 * keys + rotated + tables + output) + (projected if in_fp8 else 0)
+
+
+def _mlp_of_modules(config: Config) -> float:
+    """What GELU or SwiGLU sees, and the input of fc2."""
+    if "mlp" in _recomputed(config):
+        return 0
+    seen = ActivationFunction.saved_bytes(_widths(config)[2], _compute_bytes(config), saved_activations(config.precision))
+    return seen + _input_bytes(config)[1]["linear_fc2"] * config.model.ffn_size / config.parallel.tensor_model_parallel_size
 
 
 def _recomputed(config: Config) -> tuple[str, ...]:

@@ -156,17 +156,19 @@ def verdict(places: Mapping[int, Whereabouts], ranks: int, timeout: float, now: 
     named = f"{_ranks(stuck)} {'is' if len(stuck) == 1 else 'are'} stuck" if stuck else "no rank is behind the others"
     groups: dict[str, list[int]] = {}
     for rank in range(ranks):
-        if rank not in places:
-            said = "has never said where it is"
-        else:
-            place = places[rank]
-            said = f"at iteration {place.iteration}, {place.phase}"
-            if rank in stuck:
-                said += "" if place.waits else ", waiting for no rank"
-                said += f", for {place.seconds:.0f} s; last heard of {max(0.0, now - place.time):.0f} s ago"
+        said = _where(places[rank], now if rank in stuck else None) if rank in places else "has never said where it is"
         groups.setdefault(said, []).append(rank)
     ordered = sorted(groups.items(), key=lambda group: group[1][0] not in stuck)
     return "; ".join([named, *(f"{_ranks(members)} {said}" for said, members in ordered)])
+
+
+def _where(place: Whereabouts, now: float | None) -> str:
+    """Where a rank is; with `now`, of one that is stuck, for how long, and when it was last heard of."""
+    said = f"at iteration {place.iteration}, {place.phase}"
+    if now is None:
+        return said
+    waits = "" if place.waits else ", waiting for no rank"
+    return f"{said}{waits}, for {place.seconds:.0f} s; last heard of {max(0.0, now - place.time):.0f} s ago"
 
 
 def _ranks(numbers: list[int]) -> str:

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -190,6 +190,13 @@ def candidates(root: Path, iteration: int | None = None, *, unhealthy: bool = Fa
     folders: list[Path] = []
     if marked is not None and root.is_dir() and (iteration is None or offered) and marked not in dict(offered):
         folders.append(iteration_folder(root, marked))  # so that its reader says that it is missing
+    judged = _judged(offered, unhealthy)
+    return Candidates([*folders, *judged.folders], [*remarks, *judged.remarks])
+
+
+def _judged(offered: Sequence[tuple[int, Path]], unhealthy: bool) -> Candidates:
+    """Those of one run that are healthy or cannot be read, and why the others are passed over."""
+    folders, remarks = [], []
     first: dict[str, Any] | None = None
     for number, path in offered:
         try:

@@ -75,17 +75,20 @@ def outputs(config: Config, world_size: int) -> Problems:
         "fp8_gain_cache": config.precision.fp8_gain_cache,
     }
     for name, path in files.items():
-        if path is None:
-            continue
-        file = Path(path)
-        if os.path.isdir(file):
-            yield f"{flag(name)} {file} is a folder: name a file in it"
-        elif os.path.exists(file) and not _takes_lines(file, name):
-            yield f"{flag(name)} {file} is no file: name one"
-        elif os.path.exists(file) and not os.access(file, os.W_OK):
-            yield f"{flag(name)} {file} cannot be written: change its permissions, or name another"
-        else:
-            yield from _writable(f"{flag(name)} {file}", file.parent)
+        if path is not None:
+            yield from _writable_file(name, Path(path))
+
+
+def _writable_file(name: str, file: Path) -> Problems:
+    """Can `file`, the value of a flag, be written or made?"""
+    if os.path.isdir(file):
+        yield f"{flag(name)} {file} is a folder: name a file in it"
+    elif os.path.exists(file) and not _takes_lines(file, name):
+        yield f"{flag(name)} {file} is no file: name one"
+    elif os.path.exists(file) and not os.access(file, os.W_OK):
+        yield f"{flag(name)} {file} cannot be written: change its permissions, or name another"
+    else:
+        yield from _writable(f"{flag(name)} {file}", file.parent)
 
 
 def _takes_lines(file: Path, name: str) -> bool:
