@@ -133,13 +133,25 @@ def run(settings: Config) -> list[dict[str, Any]]:
 
 def micro_batches(settings: Config, bad: int | None = None) -> Iterator[dict[str, torch.Tensor]]:
     """Micro-batches for ever, on this process's device; number `bad` has an infinite loss."""
+    for number, text in enumerate(_texts(settings, 8)):
+        yield _micro_batch(text.cumsum(1) % 59, float("inf") if number == bad else 1.0)
+
+
+def random_batches(settings: Config) -> Iterator[dict[str, torch.Tensor]]:
+    """Micro-batches of random tokens for ever, on this process's device."""
+    return (_micro_batch(text) for text in _texts(settings, 59))
+
+
+def _texts(settings: Config, tokens: int) -> Iterator[torch.Tensor]:
     for number in itertools.count():
         generator = torch.Generator().manual_seed(number)
-        text = torch.randint(0, 8, (settings.training.micro_batch_size, settings.model.seq_length + 1), generator=generator).cumsum(1) % 59
-        mask = torch.full(text[:, 1:].shape, float("inf") if number == bad else 1.0)
-        positions = torch.arange(settings.model.seq_length).expand_as(mask)
-        fields = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": mask, "position_ids": positions}
-        yield {name: x.contiguous().to(process_groups.device()) for name, x in fields.items()}
+        yield torch.randint(0, tokens, (settings.training.micro_batch_size, settings.model.seq_length + 1), generator=generator)
+
+
+def _micro_batch(text: torch.Tensor, weight: float = 1.0) -> dict[str, torch.Tensor]:
+    mask = torch.full(text[:, 1:].shape, weight)
+    fields = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": mask, "position_ids": torch.arange(mask.shape[1]).expand_as(mask)}
+    return {name: x.contiguous().to(process_groups.device()) for name, x in fields.items()}
 
 
 def read(metrics_file: Path) -> list[dict[str, Any]]:

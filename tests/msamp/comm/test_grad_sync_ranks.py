@@ -89,9 +89,8 @@ def gradient(step: int, rank: int, place: int, shape: tuple[int, ...]) -> Tensor
 def exchanged(group, layout: dict[str, Any], dtype: torch.dtype) -> list:
     model = model_of(EVERY, dtype)
     sync = synced(model, group, **layout)
-    found = []
+    rank, found = torch.distributed.get_rank(), []
     for step in range(3):
-        rank = torch.distributed.get_rank()
         give(model, {name: gradient(step, rank, i, shape) for i, (name, shape) in enumerate(EVERY.items())}, bool(rank % 2))
         sync.finish()
         found.append(averages(sync, model))

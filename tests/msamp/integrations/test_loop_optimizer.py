@@ -12,6 +12,7 @@ from torch import nn
 
 import msamp
 from helpers import dist
+from helpers.mlp_loop import adamw
 from msamp.numerics import formats, recipe
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.updates import format_names
@@ -24,10 +25,6 @@ FP32 = format_names(recipe.FP32_STATES)
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 16))
-
-
-def adamw(model: nn.Module, **options) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), **{"lr": 2e-3, **options})
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:

@@ -1,8 +1,6 @@
 """How optimizer states begin and are stored; masters; and states as they were saved."""
 
-import dataclasses
 import functools
-import warnings
 
 import pytest
 import torch
@@ -23,26 +21,20 @@ from msamp.optim.states import (
     CoatFormat,
     PlainFormat,
     ScaledFormat,
-    _warn_once,
     as_stored,
     begun,
     by_key,
-    check_state,
     copy_of_rows,
     decoded,
-    expected_moment,
     group_numbers,
     is_own_master,
     is_scaled,
     make_master,
     own_values,
-    parameter_names,
     payload,
-    saved_states,
     scale_inv,
     state_format,
     stored_bytes,
-    take_groups,
     view_of_rows,
     weight_format,
 )
@@ -336,131 +328,3 @@ def test_a_master_never_shares_memory_with_its_parameter():
     p = nn.Parameter(torch.ones(4))
     make_master(p, FP32).add_(1.0)
     assert p.detach().eq(1).all()
-
-
-# ------------------------------------------------------------------------------------------------------- what was saved
-
-
-def trained(**options) -> torch.optim.SGD:
-    params = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(3)]
-    optimizer = torch.optim.SGD([{"params": params[:1]}, {"params": params[1:]}], lr=0.1, momentum=0.9, **options)
-    for p in params[::2]:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    return optimizer
-
-
-def test_states_come_back_as_they_were_saved_by_number_of_parameter_and_the_groups_are_taken_over():
-    saved = trained().state_dict()
-    saved["state"][0]["momentum_buffer"] = torch.full((3,), 1.001)  # FP32 beside a BF16 parameter
-    saved["param_groups"][1]["lr"] = 0.5
-    optimizer = trained()
-    found = saved_states(optimizer, saved, "momentum")
-    assert list(found) == [0, 2]
-    assert found[0]["momentum_buffer"] is saved["state"][0]["momentum_buffer"]
-    assert len(optimizer.state) == 2
-    groups = list(optimizer.param_groups)
-    take_groups(optimizer, saved)
-    assert not optimizer.state
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
-    assert all(group is known for group, known in zip(optimizer.param_groups, groups, strict=True)), "a scheduler holds them"
-
-
-def test_another_option_is_refused_before_anything_changes():
-    optimizer, saved = trained(), trained(nesterov=True).state_dict()
-    saved["param_groups"][0]["lr"] = 0.5
-    message = "parameter group 0 was saved with nesterov True, this optimizer has False; build it with the saved nesterov, or"
-    with pytest.raises(ValueError, match=message):
-        saved_states(optimizer, saved, "nesterov")
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    assert len(optimizer.state) == 2
-    del saved["param_groups"][0]["nesterov"]
-    with pytest.raises(ValueError, match="saved with nesterov None"):
-        saved_states(optimizer, saved, "nesterov")
-
-
-def test_other_numbers_and_names_of_parameters_are_refused():
-    def named(*names: str) -> torch.optim.Optimizer:
-        return torch.optim.SGD([(name, nn.Parameter(torch.ones(3))) for name in names], lr=0.1)
-
-    assert parameter_names(named("a", "b")) == ["a", "b"]
-    assert parameter_names(trained())[:2] == ["parameter 0 of group 0", "parameter 0 of group 1"]
-    saved_states(named("a", "b"), named("a", "b").state_dict(), "momentum")
-    with pytest.raises(ValueError, match="parameter group 0 was saved with b where this optimizer has a; build the optimizer as"):
-        saved_states(named("a", "b"), named("b", "a").state_dict(), "momentum")
-    with pytest.raises(ValueError, match="parameter group 0 was saved with 1 parameters, this optimizer has 2"):
-        saved_states(named("a", "b"), named("a").state_dict(), "momentum")
-
-
-WHOLE = torch.Size((4, 256))
-
-
-def state_of(fmt) -> dict[str, torch.Tensor]:
-    return begun("exp_avg_sq", fmt, torch.ones(WHOLE))
-
-
-@pytest.mark.parametrize("fmt", [FP32, BF16, FP16, E4M3, E5M2, COAT_E4M3, COAT_E5M2], ids=str)
-def test_a_saved_state_is_held_to_its_format_and_shape(fmt):
-    expected = expected_moment("exp_avg_sq", fmt, WHOLE, non_negative=True)
-    check_state("w", state_of(fmt), expected)
-    for other in (FP32, BF16, FP16, E4M3, E5M2, COAT_E4M3, COAT_E5M2):
-        if other != fmt:
-            with pytest.raises(ValueError, match=r"the state of w (lacks|has unknown)|exp_avg_sq of w is torch\.\w+.*this optimizer keeps"):
-                check_state("w", state_of(other), expected)
-    for shape in ((256, 4), (4, 255), (4, 256, 1)):
-        with pytest.raises(ValueError, match=r"of w is torch.*this optimizer keeps"):
-            check_state("w", begun("exp_avg_sq", fmt, torch.ones(shape)), expected)
-    with pytest.raises(ValueError, match="exp_avg_sq of w is a list, and this optimizer keeps"):
-        check_state("w", state_of(fmt) | {"exp_avg_sq": [0.0]}, expected)
-    with pytest.raises(ValueError, match="the state of w lacks exp_avg_sq"):
-        check_state("w", {}, expected)
-    check_state("w", {}, expected, whole=False)
-
-
-def stored(values: torch.Tensor, fmt) -> torch.Tensor:
-    return ScalingTensor.quantize(values, fmt) if fmt.scaled else values.to(fmt.dtype)
-
-
-@pytest.mark.parametrize("fmt", [FP32, BF16, FP16, E4M3, E5M2], ids=str)
-def test_a_saved_state_is_held_to_what_it_can_hold(fmt):
-    expected = expected_moment("exp_avg_sq", fmt, WHOLE, non_negative=True)
-    bad = make("normal", WHOLE).abs()
-    bad[1, 2] = -1.0
-    with pytest.raises(ValueError, match=r"exp_avg_sq of w holds -.*, and cannot be less than 0"):
-        check_state("w", {"exp_avg_sq": stored(bad, fmt)}, expected)
-    check_state("w", {"exp_avg_sq": stored(bad, fmt)}, expected_moment("exp_avg_sq", fmt, WHOLE, non_negative=False))
-    x = stored(bad.abs(), fmt)
-    payload(x).flatten()[:2] = torch.tensor(float("nan")).to(fmt.dtype)
-    with pytest.raises(ValueError, match="exp_avg_sq of w holds 2 values that are NaN or infinite"):
-        check_state("w", {"exp_avg_sq": x}, expected)
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan"), 2.0**127])
-def test_a_scale_that_no_state_can_have_is_refused(scale):
-    x = stored(make("normal", WHOLE), E4M3)
-    x.scale_inv.fill_(scale)
-    with pytest.raises(ValueError, match=r"which must be finite and above 0|values that are NaN or infinite"):
-        check_state("w", {"exp_avg": x}, expected_moment("exp_avg", E4M3, WHOLE, non_negative=False))
-
-
-@pytest.mark.parametrize(("key", "value"), [("_max", -1.0), ("_max", float("nan")), ("_k", 0.0), ("_k", float("inf"))])
-def test_numbers_of_groups_that_cannot_be_are_refused(key, value):
-    state = state_of(COAT_E4M3)
-    state[f"exp_avg_sq{key}"][0, 0] = value
-    with pytest.raises(ValueError, match=f"exp_avg_sq{key} of w holds"):
-        check_state("w", state, expected_moment("exp_avg_sq", COAT_E4M3, WHOLE, non_negative=True))
-
-
-@pytest.mark.parametrize(
-    ("states", "told"), [({"v": E4M3}, "v in fp8-e4m3 .* give fp16 or coat-e4m3"), ({"master": E4M3}, "a master in fp8")]
-)
-def test_formats_that_a_training_was_seen_to_fail_with_are_told_once(states, told):
-    _warn_once.cache_clear()
-    formats = dataclasses.replace(O2.states, **states)
-    with pytest.warns(UserWarning, match=told):
-        FP8AdamW([nn.Parameter(torch.zeros(4, 4))], formats=formats)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        FP8AdamW([nn.Parameter(torch.zeros(4, 4))], formats=formats)
-        for silent in (O2.states, dataclasses.replace(O2.states, v=COAT_E4M3), dataclasses.replace(O2.states, m=E5M2, v=E5M2)):
-            FP8AdamW([nn.Parameter(torch.zeros(4, 4))], formats=silent)

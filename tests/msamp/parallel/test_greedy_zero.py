@@ -5,7 +5,6 @@ Each number of ranks is one run of `everything` (a start of processes takes seco
 
 import contextlib
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -393,96 +392,3 @@ def test_nothing_is_held_twice_and_no_rank_holds_much_more_than_another(seen, le
     assert sum(held) == total
     row = 4 * 48 * total / sum(torch.Size(shape).numel() for shape in GPT)
     assert max(held) <= 1.05 * total / len(held) + row
-
-
-# ------------------------------------------------------------------------------------------------------ one process
-
-
-def test_a_synchroniser_that_does_not_shard_is_refused():
-    model = nn.Linear(4, 4)
-    sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32))
-    with pytest.raises(ValueError, match="build it with shard=True, or leave out shard"):
-        ZeRO(sync)
-
-
-def test_weights_that_are_not_gathered_stay_with_their_owners():
-    model = nn.Linear(4, 4)
-    sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True)
-    shard, sent = ZeRO(sync), []
-    sync.peers = SimpleNamespace(ranks=2, rank=0, all_gather=lambda own, sizes, what: (sent.append(what), own.repeat(2))[1])  # type: ignore[assignment]
-    for shard.gathers in (True, False):
-        sent.clear()
-        shard.send_weights({})
-        assert bool(sent) == shard.gathers
-
-
-def test_a_parameter_unknown_to_the_synchroniser_is_refused_and_nothing_changes():
-    model, later = nn.Linear(4, 4), nn.Parameter(torch.ones(3, 2))
-    sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True)
-    message = r"a parameter of shape \(3, 2\) is not known to the gradient synchroniser; build both anew"
-    with pytest.raises(ValueError, match=message):
-        FP8AdamW([*model.parameters(), later], formats=FP32_STATES, shard=ZeRO(sync))
-    optimizer = FP8AdamW(model.parameters(), formats=FP32_STATES, shard=ZeRO(sync))
-    with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group({"params": [later]})
-    assert [len(group["params"]) for group in optimizer.param_groups] == [2]
-    assert len(optimizer.holdings()) == 2
-
-
-def test_a_known_parameter_added_later_is_trained_and_a_frozen_one_left_alone():
-    model = nn.Linear(4, 4)
-    model.register_parameter("frozen", nn.Parameter(torch.ones(3), requires_grad=False))
-    sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True)
-    optimizer = FP8AdamW([model.weight, model.frozen], lr=0.5, formats=FP32_STATES, shard=ZeRO(sync))
-    optimizer.add_param_group({"params": [model.bias]})
-    before = model.bias.detach().clone()
-    model(torch.ones(2, 4)).sum().backward()
-    sync.finish()
-    optimizer.step()
-    assert not (model.bias == before).any()
-    assert model.frozen.eq(1).all()
-    assert list(optimizer.state_dict()["state"]) == [0, 2]
-
-
-def test_a_gradient_format_that_is_not_the_synchroniser_s_is_refused():
-    """FP8AdamW would quantise the average once more; the owner of some rows cannot."""
-    p = nn.ParameterList([torch.ones(4, 4)])
-    sync = grad_sync(p, {p[0]: BF16}, shard=True)
-    with pytest.raises(ValueError, match=r"bf16.*fp8-e4m3"):
-        FP8AdamW(p, formats=by_name("O2").states, shard=ZeRO(sync))
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, set[str], set[str]]:
-    """A model whose weights are all on their way, as on a GPU after `step`; the names of their events; those waited for."""
-    waited: set[str] = set()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(wait_event=waited.add))
-    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-    sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True, bucket_elements=1)
-    model.kept_alive = shard = ZeRO(sync)  # type: ignore[assignment]
-    shard.watch_forward()
-    shard._pending.update({bucket: str(bucket) for bucket in sync.buckets})  # type: ignore[misc]
-    return model, {str(bucket) for bucket in sync.buckets}, waited
-
-
-def test_a_module_waits_for_its_own_weights(watched):
-    model, _, waited = watched
-    model.linear1(torch.ones(1, 16))
-    assert waited == {"linear1.weight", "linear1.bias"}
-
-
-def test_a_module_waits_for_the_weights_that_it_takes_from_its_children(watched):
-    """nn.MultiheadAttention reads its projection's weight without calling the projection."""
-    model, events, waited = watched
-    x = torch.ones(1, 3, 16)
-    model.self_attn(x, x, x)
-    assert waited == {name for name in events if name.startswith("self_attn")}
-
-
-@pytest.mark.parametrize("what", ["save", "save a part", "load", "load a part"])
-def test_weights_on_their_way_arrive_before_a_model_is_saved_or_loaded(watched, what):
-    model, events, waited = watched
-    part = model.self_attn if "part" in what else model
-    state = (nn.TransformerEncoderLayer(16, 2, 32) if part is model else nn.MultiheadAttention(16, 2)).state_dict()
-    part.state_dict() if what.startswith("save") else part.load_state_dict(state)
-    assert waited >= ({name for name in events if name.startswith("self_attn")} if "part" in what else events)

@@ -1,6 +1,5 @@
-"""Saving: kills, full disks, other jobs, and the background; the last whole checkpoint is never lost. One launch serves two ranks."""
+"""Saving: kills, full disks, other jobs, and the background; the last whole checkpoint is never lost."""
 
-import errno
 import multiprocessing
 import os
 import re
@@ -8,7 +7,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,18 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import checkpoints, dist, tiny
+from helpers import checkpoints, tiny
 from helpers.checkpoints import MARKER, contents, pointed, tensors
-from megatron.lm.checkpoint import Saver, latest, load, load_for_inference, save, saving
+from helpers.kills import FULL, Killed, dying, failing
+from megatron.lm.checkpoint import Saver, latest, load, save, saving
 from megatron.lm.checkpoint.files import storage
-from megatron.lm.checkpoint.files.folder import INFO_FILE, check_files, iteration_of, read_info, tidy
+from megatron.lm.checkpoint.files.folder import check_files, read_info, tidy
 from megatron.lm.checkpoint.files.lock import locked
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.run.trainer import Trainer
 from megatron.lm.training.state import Training
 from msamp.numerics.tensor import ScalingTensor
-
-FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +68,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", place], check=True)
 
 
-def failing(error: BaseException) -> Callable[..., None]:
-    def write(*args: object, **options: object) -> None:
-        raise error
-
-    return write
-
-
 def in_background(training: Training) -> None:
     training.config = pointed(training.config, async_save=True)
 
@@ -110,10 +101,6 @@ def test_saving_again_replaces_the_same_iteration(made: Trainer, tmp_path: Path)
 # Kills
 
 
-class Killed(BaseException):
-    """What a kill looks like from inside."""
-
-
 @pytest.mark.parametrize("iteration", [4, 6], ids=["over-itself", "the-next"])
 def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
     made: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iteration: int
@@ -130,10 +117,8 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
     for after in range(100):
         root = tmp_path / str(after)
         publish(root, 4, 4.0)
-        calls: list[str] = []
         with monkeypatch.context() as patch, suppress(Killed):
-            for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
-                patch.setattr(os, name, dying(getattr(os, name), calls, after))
+            calls = dying(patch, after)
             publish(root, iteration, 5.0, keep=1)
         folder = latest(root)
         check_files(folder, read_info(folder)["files"])
@@ -148,18 +133,6 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
     assert seen == sorted(seen)
     assert (seen[0], seen[-1]) == (4.0, 5.0)
     assert len(calls) > 15
-
-
-def dying(real: Callable[..., Any], calls: list[str], after: int) -> Callable[..., Any]:
-    """A function of `os` that is the end when `after` calls are through."""
-
-    def call(*args: Any, **options: Any) -> Any:
-        if len(calls) >= after:
-            raise Killed
-        calls.append(real.__name__)
-        return real(*args, **options)
-
-    return call
 
 
 @pytest.mark.parametrize("left", ["an empty folder", "half of the data", "all but the marker"])
@@ -377,117 +350,3 @@ def test_a_run_that_fails_keeps_the_save_under_way(made: Trainer, tmp_path: Path
     with pytest.raises(RuntimeError, match="the run"), Saver(made.training) as saver:
         save_and_fail(saver)
     assert latest(tmp_path / "save").name == "iter_0000006"
-
-
-# Two ranks, in one launch
-
-SHARED: dict[str, Any] = {"train_iters": 6, "global_batch_size": 8, "micro_batch_size": 4, "ddp_bucket_size": 5000}
-O3: dict[str, Any] = {"opt_level": "O3", "grad_exchange": "nccl", "hidden_dropout": 0.1}  # with mu; rows of one tensor on two ranks
-TP: dict[str, Any] = {"precision": "fp32", "tensor_model_parallel_size": 2, "micro_batch_size": 8}
-TOKENS = torch.arange(32).view(2, 16)
-
-
-def two_ranks(prefix: str, folder: str) -> dict[str, Any]:
-    root = Path(folder)
-    shared = SHARED | O3
-    seen: dict[str, Any] = {
-        "straight": checkpoints.trained(tiny.config(prefix, **shared)),
-        "first": checkpoints.trained(tiny.config(prefix, **shared, exit_interval=3, save=str(root / "O3"))),
-        "resumed": checkpoints.trained(tiny.config(prefix, **shared, load=str(root / "O3"))),
-    }
-    with tiny.trainer(tiny.config(prefix, **shared, load=str(root / "O3"), save=str(root / "again"), async_save=True)) as made:
-        seen["in use"] = in_use(made.training, root / "again")
-        with Saver(made.training) as saver:
-            saver.save()
-        seen["full"] = full(made.training, root)
-        seen["damaged"] = damaged(made.training, root)
-    with tiny.trainer(tiny.config(prefix, **SHARED | TP)) as made:
-        save(made.training, root / "TP")
-        with torch.no_grad():
-            seen["logits"] = made.training.model.eval()(TOKENS, torch.arange(16).expand(2, 16), None)
-    return seen
-
-
-def in_use(training: Training, root: Path) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "locked", failing(ValueError(f"--save {root} is in use")))
-        with pytest.raises(ValueError, match="is in use") as error, Saver(training):
-            pass
-    return str(error.value)
-
-
-def full(training: Training, root: Path) -> str:
-    """What a save says whose data rank 1 cannot write."""
-    with pytest.MonkeyPatch.context() as patch:
-        if torch.distributed.get_rank() == 1:
-            patch.setattr(os, "fsync", failing(FULL))
-        with pytest.raises(ValueError, match="cannot save to") as error:
-            save(training, root / "full")
-    return str(error.value)
-
-
-def damaged(training: Training, root: Path) -> str:
-    """What loading says when a byte of the file of rank 1 is another."""
-    file = latest(root / "O3") / "__1_0.bin"
-    whole = file.read_bytes()
-    torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0:
-        file.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-    torch.distributed.barrier()
-    before = tiny.bits(p.detach() for p in training.model.parameters())
-    with pytest.raises(ValueError, match="damaged") as error:
-        load(training)
-    torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0:
-        file.write_bytes(whole)
-    torch.distributed.barrier()
-    assert tiny.same(before, tiny.bits(p.detach() for p in training.model.parameters()))
-    return str(error.value)
-
-
-@pytest.fixture(scope="module")
-def ranks(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
-    """What two processes saw, by rank, and where they saved."""
-    folder = tmp_path_factory.mktemp("two")
-    return dist.run(two_ranks, 2, str(gloo_prefix), str(folder), timeout=600), folder
-
-
-def test_two_ranks_resume_bit_for_bit(ranks: tuple[list[dict[str, Any]], Path]):
-    for rank in ranks[0]:
-        (losses, bits), (before, _), (after, resumed) = rank["straight"], rank["first"], rank["resumed"]
-        assert before + after == losses
-        assert tiny.same(bits, resumed)
-    assert len(ranks[0][0]["first"][0]) == len(ranks[0][0]["resumed"][0]) == 3
-
-
-def test_each_rank_writes_its_share(ranks: tuple[list[dict[str, Any]], Path]):
-    folder = ranks[1] / "O3" / "iter_0000003"
-    assert sorted(path.name for path in folder.iterdir()) == ["__0_0.bin", "__1_0.bin", INFO_FILE, "plan.json"]
-    sizes = [(folder / f"__{rank}_0.bin").stat().st_size for rank in range(2)]
-    assert min(sizes) > 0.8 * max(sizes)
-    held = tensors(folder)
-    mu = [float(x) for key, x in held.items() if key.startswith("mu/")]
-    assert len(mu) == 8
-    assert all(value != 1 for value in mu)
-
-
-def test_the_background_of_two_ranks_writes_what_was_loaded(ranks: tuple[list[dict[str, Any]], Path]):
-    assert checkpoints.same(*(tensors(ranks[1] / name / "iter_0000003") for name in ("O3", "again")))
-
-
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [("in use", "is in use"), ("full", "No space left on device; free space"), ("damaged", "__1_0.bin is damaged: its SHA-256")],
-)
-def test_what_fails_on_one_rank_is_told_by_both(ranks: tuple[list[dict[str, Any]], Path], what: str, said: str):
-    first, second = (rank[what] for rank in ranks[0])
-    assert first == second
-    assert said in first
-    assert [path for path in ranks[1].rglob("*.partial") if iteration_of(path.with_suffix("")) is not None] == []
-
-
-def test_a_tensor_parallel_checkpoint_is_one_model_for_inference(ranks: tuple[list[dict[str, Any]], Path], trainer: Trainer):
-    model, _, _ = load_for_inference(ranks[1] / "TP")  # in the trainer's process groups
-    with torch.no_grad():
-        found = model(TOKENS, torch.arange(16).expand(2, 16), None)
-    torch.testing.assert_close(found, torch.cat([rank["logits"] for rank in ranks[0]], dim=-1), rtol=1e-5, atol=1e-6)

@@ -7,53 +7,20 @@ import torch
 from torch import Tensor
 
 from helpers import tiny
-from megatron.lm.checkpoint.content import group_keys, scale_key
-from megatron.lm.checkpoint.files import storage
-from megatron.lm.checkpoint.files.storage import Item, Stored
+from helpers.stored_tensors import chunk, draw, one, place, quantized, stored
+from megatron.lm.checkpoint.content import scale_key
+from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.values import Found, check_agree, chunk_offsets, find, find_whole, scalar
 from msamp.numerics import mcf
-from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32, Format
-from msamp.numerics.metrics import sqnr_db
-from msamp.numerics.quantize import quantize
-from msamp.numerics.range_expand import Expanded, quantize_expanded
+from msamp.numerics.formats import BF16, COAT_E4M3, E4M3, E5M2, FP16, FP32, Format
+from msamp.numerics.range_expand import quantize_expanded
 from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
 
 SCALED = [E4M3, E5M2, FP16]
 VOCABULARY = 5
 EMBEDDING = "embedding.word_embeddings.weight"
-
-
-def place(offset: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...], start: int = 0, name: str = "w") -> Place:
-    return Place(name=name, shape=shape, offset=offset, start=start, sizes=sizes, first=True)
-
-
-def quantized(values: Tensor, fmt: Format, scale: float) -> ScalingTensor:
-    return ScalingTensor(quantize(values, torch.tensor(scale), fmt), torch.tensor(1 / scale), torch.float32)
-
-
-def chunk(x: ScalingTensor | Tensor, offset: tuple[int, ...], shape: tuple[int, ...], key: str = "model/w") -> list[Item]:
-    if not isinstance(x, ScalingTensor):
-        return [Item(key, x, shape, offset)]
-    return [Item(key, x.payload, shape, offset), Item.whole(scale_key(key, offset), x.scale_inv)]
-
-
-def stored(folder: Path, *chunks: list[Item]) -> Stored:
-    folder.mkdir(exist_ok=True)
-    storage.write(folder, [item for items in chunks for item in items])
-    return Stored(folder)
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
-
-
-def one(x: ScalingTensor | Tensor) -> Found:
-    """The whole of a tensor as found in one chunk."""
-    if isinstance(x, ScalingTensor):
-        return Found("model/w", x.payload, [((slice(None),) * x.dim(), x.scale_inv)])
-    return Found("model/w", x, [])
 
 
 # Another cut
@@ -405,77 +372,3 @@ def test_scalars_and_the_chunks_a_local_tensor_comes_from(tmp_path: Path):
     assert float(step) == 7
     assert scalar(there, "elsewhere", here) is None
     assert [(found, tuple(offset)) for found, offset in chunk_offsets(there, [here])] == [(here, (0, 0)), (here, (4, 0))]
-
-
-# COAT's moments
-
-
-def coat_chunks(x: Tensor, cuts: list[tuple[slice, slice]], fmt: Format = COAT_E4M3) -> tuple[list[list[Item]], Expanded]:
-    """The chunks of a moment, each quantised by itself, and the whole moment quantised as one."""
-    found = []
-    for rows, columns in cuts:
-        part, offset = quantize_expanded(x[rows, columns].clone(), fmt), (rows.start or 0, columns.start or 0)
-        numbers = zip(group_keys("exp_avg/w", offset), (part.max, part.k), strict=True)
-        found.append([Item("exp_avg/w", part.payload, tuple(x.shape), offset), *(Item.whole(name, n) for name, n in numbers)])
-    return found, quantize_expanded(x, fmt)
-
-
-def same_bits(a: object, b: Expanded) -> bool:
-    return isinstance(a, Expanded) and tiny.same(tiny.bits([a.payload, a.max, a.k]), tiny.bits([b.payload, b.max, b.k]))
-
-
-@pytest.mark.parametrize("fmt", [COAT_E4M3, COAT_E5M2], ids=str)
-def test_coat_s_groups_keep_their_bits_over_rows_and_over_columns_at_multiples_of_128(tmp_path: Path, fmt: Format):
-    x = draw(6, 300)
-    cuts = [(slice(0, 2), slice(0, 256)), (slice(2, 6), slice(0, 256)), (slice(0, 6), slice(256, 300))]
-    items, whole = coat_chunks(x, cuts, fmt)
-    saved = stored(tmp_path, *items)
-    everything = find(saved, "exp_avg", [place((0, 0), (6, 300), (6, 300))], (6, 300), VOCABULARY)
-    everything.check(tmp_path)
-    assert everything.keeps_bits(fmt)
-    assert not everything.keeps_bits(FP32)
-    assert not everything.keeps_bits(E4M3)
-    assert same_bits(everything.moment(fmt), whole)
-    part = find(saved, "exp_avg", [place((1, 128), (4, 172), (6, 300))], (4, 172), VOCABULARY).moment(fmt)
-    assert same_bits(part, Expanded(whole.payload[1:5, 128:], whole.max[1:5, 1:], whole.k[1:5, 1:]))
-
-
-def test_two_local_rows_of_one_tensor_in_two_places(tmp_path: Path):
-    items, whole = coat_chunks(draw(8, 130), [(slice(0, 8), slice(0, 130))])
-    where = [place((2, 0), (2, 130), (8, 130)), place((6, 0), (2, 130), (8, 130), start=2)]
-    found = find(stored(tmp_path, *items), "exp_avg", where, (4, 130), VOCABULARY).moment(COAT_E4M3)
-    rows = torch.tensor([2, 3, 6, 7])
-    payload = whole.payload.view(torch.uint8)[rows].view(whole.payload.dtype)
-    assert same_bits(found, Expanded(payload, whole.max[rows], whole.k[rows]))
-
-
-def test_coat_s_groups_that_are_cut_elsewhere_are_stored_anew_with_the_error_of_one_more_rounding(tmp_path: Path):
-    x = draw(6, 200)
-    items, _ = coat_chunks(x, [(slice(0, 6), slice(0, 100)), (slice(0, 6), slice(100, 200))])
-    found = find(stored(tmp_path, *items), "exp_avg", [place((0, 0), (6, 200), (6, 200))], (6, 200), VOCABULARY)
-    assert not found.keeps_bits(COAT_E4M3)
-    once, again = found.values(), found.moment(COAT_E4M3)
-    assert isinstance(again, Expanded)
-    assert same_bits(again, quantize_expanded(once, COAT_E4M3))
-    assert sqnr_db(x, once) > 36
-    assert sqnr_db(x, again.dequantize()) > 33
-    assert found.to(FP32).equal(once)
-    assert same_bits(one(x).moment(COAT_E4M3), quantize_expanded(x, COAT_E4M3))
-
-
-@pytest.mark.parametrize(("number", "bad"), [(0, float("nan")), (0, -1.0), (1, 0.0), (1, float("inf"))])
-def test_impossible_numbers_of_groups_are_refused(tmp_path: Path, number: int, bad: float):
-    ((payload, *numbers),), _ = coat_chunks(draw(2, 130), [(slice(0, 2), slice(0, 130))])
-    numbers[number].tensor[1, 1] = bad
-    found = find(stored(tmp_path, [payload, *numbers]), "exp_avg", [place((0, 0), (2, 130), (2, 130))], (2, 130), VOCABULARY)
-    with pytest.raises(ValueError, match="exp_avg/w has groups with a maximum or exponent out of range; load an older checkpoint"):
-        found.check(tmp_path)
-
-
-def test_padding_rows_of_coat_s_moments_are_copies(tmp_path: Path):
-    x = draw(7, 130)
-    items, whole = coat_chunks(x, [(slice(0, 7), slice(0, 130))])
-    renamed = [[Item(i.key.replace("exp_avg/w", f"exp_avg/{EMBEDDING}"), i.tensor, i.shape, i.offset) for i in chunk] for chunk in items]
-    found = find(stored(tmp_path, *renamed), "exp_avg", [place((0, 0), (9, 130), (9, 130), name=EMBEDDING)], (9, 130), VOCABULARY)
-    values = whole.dequantize()
-    assert found.values().equal(torch.cat([values, values[-1:], values[-1:]]))

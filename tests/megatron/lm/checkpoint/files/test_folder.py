@@ -1,15 +1,14 @@
 """A folder of checkpoints: which one is taken, what is said of the others, and what a kill at any moment leaves."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from helpers import checkpoints
 from helpers.checkpoints import MARKER, of, published, written
+from helpers.kills import Killed, dying
 from megatron.lm.checkpoint.files import folder as module
 from megatron.lm.checkpoint.files.folder import (
     INFO_FILE,
@@ -32,11 +31,6 @@ from megatron.lm.checkpoint.files.folder import (
 from megatron.lm.checkpoint.files.versions import VERSION
 from megatron.lm.training import health
 from megatron.lm.training.identity import Run
-
-
-class Killed(BaseException):
-    """What a kill looks like from inside."""
-
 
 DEAD = "iteration 6 was skipped"
 
@@ -283,42 +277,14 @@ def test_what_a_kill_left_is_cleared_before_writing(tmp_path: Path):
 # A kill at every moment
 
 
-def dying(monkeypatch: pytest.MonkeyPatch, after: int) -> list[str]:
-    """From now on the process dies before its call number `after` (from 0) that changes the disk; the calls it came to."""
-    calls: list[str] = []
-
-    def replace(name: str) -> None:
-        real = getattr(os, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            if len(calls) >= after:
-                raise Killed
-            calls.append(name)
-            return real(*args, **options)
-
-        monkeypatch.setattr(os, name, call)
-
-    for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
-        replace(name)
-    return calls
-
-
-def save_new(root: Path) -> None:
+def save(root: Path, iteration: int) -> None:
     tidy(root)
-    publish(written(root, 6, "new"))
-    prune(iteration_folder(root, 6), 1, settled=True)
+    publish(written(root, iteration, "new"))
+    prune(iteration_folder(root, iteration), 1, settled=True)
 
 
-def save_again(root: Path) -> None:
-    tidy(root)
-    publish(written(root, 4, "new"))
-    prune(iteration_folder(root, 4), 1, settled=True)
-
-
-@pytest.mark.parametrize(("save", "least"), [(save_new, 14), (save_again, 14)])
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[Path], None], least: int
-):
+@pytest.mark.parametrize("iteration", [6, 4], ids=["a new one", "over itself"])
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iteration: int):
     seen = []
     for after in range(200):
         root = tmp_path / str(after)
@@ -327,7 +293,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
         with monkeypatch.context() as patch:
             calls = dying(patch, after)
             try:
-                save(root)
+                save(root, iteration)
             except Killed:
                 ended = False
             else:
@@ -340,13 +306,13 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
         assert seen[-1] in ("old", "new"), (after, calls)
         # Nobody who looks for a checkpoint meets half of one.
         assert all((path / "data").is_file() for path in root.iterdir() if iteration_of(path) is not None)
-        save(root)  # the next save clears up
+        save(root, iteration)  # the next save clears up
         assert names(root) == [f"iter_{marked_iteration(root):07d}", MARKER], (after, calls)
         if ended:
             break
     assert seen == ["old"] * seen.count("old") + ["new"] * seen.count("new")
     assert ended
-    assert len(calls) >= least
+    assert len(calls) >= 14
     assert min(seen.count("old"), seen.count("new")) > 3
 
 

@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers import dist, tiny
+from helpers import checkpoints, dist, tiny
 from megatron.lm import build
 from megatron.lm.build import build_training
 from megatron.lm.processes import process_groups
@@ -41,20 +40,9 @@ def read(file: Path) -> list[dict[str, Any]]:
     """The lines; a torn one is left out."""
     found = []
     for text in file.read_text(encoding="utf-8").splitlines():
-        try:
+        with contextlib.suppress(ValueError):
             found.append(json.loads(text))
-        except ValueError:
-            continue
     return found
-
-
-def batches(config: Any) -> Iterator[dict[str, Tensor]]:
-    for number in range(100):
-        generator = torch.Generator().manual_seed(number)
-        text = torch.randint(0, 59, (config.training.micro_batch_size, config.model.seq_length + 1), generator=generator)
-        positions = torch.arange(config.model.seq_length).expand(config.training.micro_batch_size, -1)
-        fields = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": torch.ones(positions.shape), "position_ids": positions}
-        yield {name: x.contiguous().to(process_groups.device()) for name, x in fields.items()}
 
 
 def cast(x: Tensor, fmt: Any, scale: Tensor | None = None) -> dict[str, float]:
@@ -87,7 +75,7 @@ def stored(state: Tensor, wanted: Tensor) -> dict[str, float]:
 def by_hand(made: Training, recorder: Recorder, steps: int) -> tuple[dict[str, dict[str, float]], list[float]]:
     """The casts of one linear layer in the last of some steps, and its update, from what hooks and states show."""
     layer = chunks(made.model)[0].decoder.layers[1].mlp.linear_fc1
-    stream = batches(made.config)
+    stream = tiny.random_batches(made.config)
     for _ in range(steps):
         train_step(made, stream)
     optimizer, seen = made.optimizer, {}
@@ -140,7 +128,7 @@ def test_numbers_are_the_definitions(tmp_path: Path, steps: int):
         assert found == pytest.approx(columns, rel=2e-3, abs=1e-12), tensor
     assert row["updates"][LINEAR] == pytest.approx(update, rel=2e-3, abs=1e-4)
     norms = [values[0] for values in row["updates"].values()]
-    assert row["total"][0] == pytest.approx(math.sqrt(sum(norm**2 for norm in norms)), rel=1e-3)
+    assert row["total"][0] == pytest.approx(math.hypot(*norms), rel=1e-3)
     assert len(norms) == sum(1 for _ in made.model.parameters())
 
 
@@ -159,8 +147,7 @@ def test_a_recorded_run_ends_with_the_same_bits(prefix: Path, tmp_path: Path, le
         with tiny.trainer(config) as run:
             run.run()
             assert (run.recorder is None) == (recorded is None)
-            states = [t for state in run.training.optimizer.state.values() for t in state.values()]
-            ends.append(tiny.bits([*run.training.model.parameters(), *run.training.model.buffers(), *states]))
+            ends.append(checkpoints.everything(run))
     assert tiny.same(*ends)
     rows = read(file)
     assert [row["iteration"] for row in rows] == [1, 6, 12, 18]
@@ -184,7 +171,7 @@ def test_several_micro_batches_are_one_step(tmp_path: Path):
             process_groups.seed_all(config.training.seed)
             made = build_training(config, tiny.VOCABULARY)
             recorder = Recorder(made, str(tmp_path / f"{size}.jsonl"), 1, lambda *_: None)
-            whole = next(batches(tiny.config("corpus", micro_batch_size=4)))
+            whole = next(tiny.random_batches(tiny.config("corpus", micro_batch_size=4)))
             with recorder.step(1):
                 train_step(made, iter({name: x[i : i + size] for name, x in whole.items()} for i in range(0, 4, size)), recorder=recorder)
             recorder.close()
@@ -216,7 +203,7 @@ def test_a_recorded_step_reads_the_device_once(tmp_path: Path, monkeypatch: pyte
     with tiny.started(config):
         made = build_training(config, tiny.VOCABULARY)
         recorder = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None)
-        stream, reads, update = batches(config), Reads(), ops.adamw
+        stream, reads, update = tiny.random_batches(config), Reads(), ops.adamw
 
         def kernel(*args: Any, **flags: Any) -> None:
             """A kernel reads nothing, its twin learning rates and step counts."""
@@ -256,7 +243,7 @@ def test_steps_that_are_not_recorded_are_the_usual_ones_to_the_operator(tmp_path
         config = tiny.config("corpus", precision="O3")
         with tiny.started(config):
             made = build_training(config, tiny.VOCABULARY)
-            stream = batches(config)
+            stream = tiny.random_batches(config)
             recorder = Recorder(made, str(tmp_path / "p.jsonl"), 500, lambda *_: None) if recorded else None
             for number in (1, 2):
                 with recorder.step(number) if recorder is not None else contextlib.nullcontext():
@@ -282,7 +269,7 @@ def test_delayed_scales_are_judged_as_they_are(tmp_path: Path):
     with tiny.started(config):
         process_groups.seed_all(config.training.seed)
         made = build_training(config, tiny.VOCABULARY)
-        stream = batches(config)
+        stream = tiny.random_batches(config)
         for _ in range(17):
             train_step(made, stream)
         recorder = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None)
@@ -326,7 +313,7 @@ def test_recomputed_layers_are_recorded_too(tmp_path: Path):
             made = build_training(config, tiny.VOCABULARY)
             recorder = Recorder(made, str(tmp_path / f"{name}.jsonl"), 1, lambda *_: None)
             with recorder.step(1):
-                train_step(made, batches(config), recorder=recorder)
+                train_step(made, tiny.random_batches(config), recorder=recorder)
             recorder.close()
         rows.append(read(tmp_path / f"{name}.jsonl")[0]["casts"])
     assert rows[0] == rows[1]
@@ -340,8 +327,8 @@ def test_a_skipped_step_says_so_and_a_torn_line_is_left_behind(tmp_path: Path):
         process_groups.seed_all(config.training.seed)
         made = build_training(config, tiny.VOCABULARY)
         recorder = Recorder(made, str(file), 1, lambda *_: None)
-        train_step(made, batches(config))
-        batch = next(batches(config))
+        train_step(made, tiny.random_batches(config))
+        batch = next(tiny.random_batches(config))
         batch["loss_mask"][0, 0] = math.inf
         with recorder.step(3):
             train_step(made, iter([batch]), recorder=recorder)
@@ -381,7 +368,7 @@ def test_moments_of_coat_are_recorded_too(tmp_path: Path, monkeypatch: pytest.Mo
         process_groups.seed_all(config.training.seed)
         made = build_training(config, tiny.VOCABULARY)
         recorder = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None)
-        stream = batches(config)
+        stream = tiny.random_batches(config)
         train_step(made, stream)
         with recorder.step(2):
             train_step(made, stream, recorder=recorder)
@@ -448,7 +435,7 @@ def test_operands_in_blocks_are_judged_by_the_scale_of_their_block(tmp_path: Pat
     with tiny.started(config):
         process_groups.seed_all(config.training.seed)
         made = build_training(config, tiny.VOCABULARY)
-        recorder, stream = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None), batches(made.config)
+        recorder, stream = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None), tiny.random_batches(made.config)
         for iteration in (1, 2):
             with recorder.step(iteration):
                 train_step(made, stream, recorder=recorder)
