@@ -1,10 +1,21 @@
-"""A blend of datasets in a file: the words that `--data-path` takes, a weight and a prefix a line, `#` before a comment.
+"""Blends of datasets, `--data-path`, also in a file with a weight and a prefix a line and `#` before a comment; and `--split`.
 
 Weights need not add up to 1 or to 100: what counts is each one's share of their sum (`describe` tells it).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blend:
+    """Datasets to draw from, with their weights (None: in proportion to their tokens)."""
+
+    prefixes: list[str]
+    weights: list[float] | None = None
 
 
 def read_blend(path: str) -> tuple[str, ...]:
@@ -31,13 +42,37 @@ def number_of(word: str) -> float | None:
         return None
 
 
+def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
+    """`prefix`, `prefix prefix ...` or `weight prefix weight prefix ...`; ValueError for a mixture or a weight that is not > 0."""
+    numbers = [number_of(word) for word in words]
+    if all(number is None for number in numbers):
+        return Blend(prefixes=list(words))
+    if len(words) % 2 or any(number is not None for number in numbers[1::2]):
+        raise ValueError(f"{flag} {' '.join(words)}: give prefixes alone, or a weight before each prefix")
+    wrong = next((word for word, number in zip(words[::2], numbers[::2], strict=True) if not 0 < (number or 0.0) < float("inf")), None)
+    if wrong is not None:
+        raise ValueError(f"{flag} {' '.join(words)}: the weight {wrong} is not a number above 0; leave out what is not to be used")
+    return Blend(prefixes=list(words[1::2]), weights=[weight for weight in numbers[::2] if weight is not None])
+
+
+def parse_split(split: str) -> list[float]:
+    """`969,30,1` as three shares that sum to 1; ValueError unless one to three numbers >= 0 with a sum > 0."""
+    numbers = [number_of(word.strip()) for word in split.split(",")]
+    legal = [number for number in numbers if number is not None and 0 <= number < float("inf")]
+    if len(legal) != len(numbers) or len(numbers) > len(SPLITS) or sum(legal) <= 0:
+        raise ValueError(f"--split {split}: give one to three numbers, 0 or more, for train, valid and test, such as 969,30,1")
+    legal += [0.0] * (len(SPLITS) - len(legal))
+    return [number / sum(legal) for number in legal]
+
+
 def describe(words: Sequence[str]) -> str | None:
     """One line on the shares of a blend with weights, and what they add up to; None for one without."""
-    if len(words) < 2 or len(words) % 2:
+    try:
+        blend = parse_blend(words)
+    except ValueError:
         return None
-    weights = [weight for weight in map(number_of, words[::2]) if weight is not None]
-    total = sum(weights) if 2 * len(weights) == len(words) else 0.0
-    if not 0 < total < float("inf"):
+    if blend.weights is None:
         return None
-    shares = ", ".join(f"{prefix} {100 * weight / total:.2f} %" for weight, prefix in zip(weights, words[1::2], strict=True))
+    total = sum(blend.weights)
+    shares = ", ".join(f"{prefix} {100 * weight / total:.2f} %" for weight, prefix in zip(blend.weights, blend.prefixes, strict=True))
     return f"data: {shares}; the weights add up to {total:g} and are taken as shares of that"

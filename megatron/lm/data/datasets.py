@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,26 +23,17 @@ from megatron.core.datasets.indexed_dataset import DType
 from torch.utils.data import Dataset
 
 from megatron.lm.config import Config, DataConfig
-from megatron.lm.config.blend_file import number_of
+from megatron.lm.config.blend_file import SPLITS, Blend, parse_blend, parse_split
 from megatron.lm.data.indexing import read_counts
 from megatron.lm.data.order import Builder, EpochDataset
 from megatron.lm.data.tokenizer import Tokenizer
 from megatron.lm.processes.agreement import all_or_none
 from megatron.lm.shell.durable import written_aside
 
-SPLITS = ("train", "valid", "test")
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
 _MAGIC = b"MMIDIDX\x00\x00"
 _SCAN = 1 << 24  # tokens looked at at once
 _HOW_TO_MAKE = "make one with megatron.lm.tools.preprocess_data, and give its prefix without .bin or .idx"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Blend:
-    """Datasets to draw from, with their weights (None: in proportion to their tokens)."""
-
-    prefixes: list[str]
-    weights: list[float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,29 +95,6 @@ def split_blends(data: DataConfig) -> list[Blend | None]:
     if not any(per_split):
         raise ValueError("no data: give --data-path, or --train-data-path with --valid-data-path and --test-data-path")
     return [parse_blend(path, f"--{name}-data-path") if path else None for name, path in zip(SPLITS, per_split, strict=True)]
-
-
-def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
-    """`prefix`, `prefix prefix ...` or `weight prefix weight prefix ...`; ValueError for a mixture or a weight that is not > 0."""
-    numbers = [number_of(word) for word in words]
-    if all(number is None for number in numbers):
-        return Blend(prefixes=list(words))
-    weights = numbers[0::2]
-    if len(words) % 2 or any(number is not None for number in numbers[1::2]):
-        raise ValueError(f"{flag} {' '.join(words)}: give either prefixes alone, or a weight before every prefix")
-    if any(weight is None or not 0 < weight < float("inf") for weight in weights):
-        raise ValueError(f"{flag} {' '.join(words)}: every prefix wants a weight > 0 before it; leave out what is not to be used")
-    return Blend(prefixes=list(words[1::2]), weights=[weight for weight in weights if weight is not None])
-
-
-def parse_split(split: str) -> list[float]:
-    """`969,30,1` as three shares that sum to 1; ValueError unless one to three numbers >= 0 with a sum > 0."""
-    numbers = [number_of(word.strip()) for word in split.split(",")]
-    legal = [number for number in numbers if number is not None and 0 <= number < float("inf")]
-    if len(legal) != len(numbers) or len(numbers) > len(SPLITS) or sum(legal) <= 0:
-        raise ValueError(f"--split {split!r}: give up to three weights >= 0 for train, valid, test, not all 0, such as 969,30,1")
-    legal += [0.0] * (len(SPLITS) - len(legal))
-    return [number / sum(legal) for number in legal]
 
 
 def read_index(prefix: str) -> IndexedFile:

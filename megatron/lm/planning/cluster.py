@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from megatron.lm.config import Config
 
-LATENCY = 45e-6  # of a collective between hosts, as between the GPUs of one: no row measures it
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:

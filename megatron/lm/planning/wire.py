@@ -8,8 +8,6 @@ from typing import NamedTuple
 from megatron.lm.config import Config
 from megatron.lm.planning.memory import Parameter, stage_parameters, state_formats
 
-GATHERS = ("input gather", "input gather again", "grad_output gather")
-
 
 class Transfer(NamedTuple):
     """Collectives of one kind of one micro-batch: bytes that a rank sends in all of them, and how many they are."""

@@ -2,7 +2,7 @@
 
 import os
 
-from megatron.lm.config.blend_file import number_of
+from megatron.lm.config.blend_file import parse_blend, parse_split
 from megatron.lm.config.schema import flag
 from megatron.lm.config.training import DEFAULT_SPLIT, DataConfig
 from megatron.lm.config.whole import Config, Problems, Rules
@@ -28,8 +28,7 @@ def datasets(config: Config, world_size: int) -> Problems:
         yield f"no training data{beside}: give --data-path PREFIX or --train-data-path PREFIX (made by megatron.lm.tools.preprocess_data)"
     elif data.train_data_path and data.split != DEFAULT_SPLIT:
         yield f"--split {data.split} has no effect on --train-data-path: drop it, or give --data-path"
-    if not _is_split(data.split):
-        yield f"--split {data.split}: give one to three numbers, 0 or more, for train, valid and test, the first above 0, such as 969,30,1"
+    yield from _split(data.split)
     for name, words in {"data_path": data.data_path, **per_split}.items():
         yield from _blend(name, words)
 
@@ -84,23 +83,22 @@ def resumed(config: Config, world_size: int) -> Problems:
         yield f"--override-data has no effect {why}: drop it"
 
 
-def _is_split(text: str) -> bool:
-    shares = [number_of(word) for word in text.split(",")]
-    return len(shares) <= 3 and shares[0] != 0 and all(share is not None and 0 <= share < float("inf") for share in shares)
+def _split(split: str) -> Problems:
+    """`--split` is shares, the first above 0."""
+    try:
+        if not parse_split(split)[0]:
+            yield f"--split {split}: give one to three numbers, the first above 0, such as 969,30,1"
+    except ValueError as problem:
+        yield str(problem)
 
 
 def _blend(name: str, words: tuple[str, ...]) -> Problems:
-    weights, prefixes = words[0::2], words[1::2]
-    if all(number_of(word) is None for word in words):
-        prefixes = words
-    elif len(words) % 2 or any(number_of(word) is not None for word in prefixes):
-        yield f"{flag(name)} {' '.join(words)}: give prefixes alone, or a weight before each prefix"
+    """The words of a blend make sense, and its datasets exist."""
+    try:
+        prefixes = parse_blend(words, flag(name)).prefixes
+    except ValueError as problem:
+        yield str(problem)
         return
-    else:
-        for weight in weights:
-            value = number_of(weight)
-            if value is None or not 0 < value < float("inf"):
-                yield f"{flag(name)} {' '.join(words)}: the weight {weight} is not a number above 0; leave out what is not to be used"
     for prefix in prefixes:
         missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
         if missing:

@@ -1,12 +1,11 @@
-"""Blends of a file, and FP8-LM's Table 10 as an example of one."""
+"""Blends, also of a file, splits, and FP8-LM's Table 10 as an example of one."""
 
 from pathlib import Path
 
 import pytest
 
-from megatron.lm.config.blend_file import describe, read_blend
+from megatron.lm.config.blend_file import describe, parse_blend, parse_split, read_blend
 from megatron.lm.config.cli import parse_args, to_argv
-from megatron.lm.data.datasets import parse_blend
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -80,3 +79,17 @@ def test_what_is_no_blend_is_refused(tmp_path: Path, capsys, content: str | None
         parse_args([*REQUIRED, *words, "--data-args-path", str(tmp_path / "blend")])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["1", "a", "b"], ["a", "1"], ["1", "a", "2"], ["0", "a", "1", "b"], ["-1", "a"], ["nan", "a"]])
+def test_bad_blends(words):
+    with pytest.raises(ValueError, match="--data-path"):
+        parse_blend(words)
+
+
+def test_splits():
+    assert parse_split("969,30,1") == pytest.approx([0.969, 0.03, 0.001])
+    assert parse_split("8, 2") == [0.8, 0.2, 0.0]
+    for bad in ("", "a,b", "1,-1", "0,0,0", "1,1,1,1", "nan,1"):
+        with pytest.raises(ValueError, match="969,30,1"):
+            parse_split(bad)

@@ -12,7 +12,7 @@ import torch
 from helpers import dist
 from helpers.kills import killed_at_a_rename
 from megatron.lm.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from megatron.lm.data.datasets import build_datasets, parse_blend, parse_split
+from megatron.lm.data.datasets import build_datasets
 from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
 from megatron.lm.data.tokenizer import NullTokenizer
 
@@ -268,17 +268,3 @@ def test_contradictory_paths(prefix):
 def test_cache_that_cannot_be_written(tmp_path, prefix):
     (tmp_path / "file").touch()
     refused("--data-cache-path", data_path=(prefix,), data_cache_path=str(tmp_path / "file"))
-
-
-@pytest.mark.parametrize("words", [["1", "a", "b"], ["a", "1"], ["1", "a", "2"], ["0", "a", "1", "b"], ["-1", "a"], ["nan", "a"]])
-def test_bad_blends(words):
-    with pytest.raises(ValueError, match="--data-path"):
-        parse_blend(words)
-
-
-def test_splits():
-    assert parse_split("969,30,1") == pytest.approx([0.969, 0.03, 0.001])
-    assert parse_split("8, 2") == [0.8, 0.2, 0.0]
-    for bad in ("", "a,b", "1,-1", "0,0,0", "1,1,1,1", "nan,1"):
-        with pytest.raises(ValueError, match="969,30,1"):
-            parse_split(bad)
