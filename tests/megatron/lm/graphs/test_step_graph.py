@@ -86,51 +86,45 @@ def trained(mode: str, settings: dict[str, Any], bad: int | None = None, unseen:
         return seen, tiny.bits(tensors), 0 if graphs is None else graphs.captured
 
 
+def as_eager(mode: str, settings: dict[str, Any], bad: int | None = None) -> list[Any]:
+    """What a run in graphs gives: the rows of an eager run, and the bits it ends with."""
+    eager, bits, _ = trained("none", settings, bad)
+    again, same_bits, captured = trained(mode, settings, bad)
+    assert captured
+    for number, (got, want) in enumerate(zip(again, eager, strict=True)):
+        assert repr(got) == repr(want), f"row {number}"
+    assert tiny.same(bits, same_bits)
+    return again
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", ["bf16", "coat", "O1", "O2", "O3"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("mode", ["micro-batch", "step"])
 def test_graphs_change_no_bit(level, micro_batches, mode):
     settings = {"precision": level, "micro_batch_size": 2, "global_batch_size": 2 * micro_batches}
-    eager, bits, _ = trained("none", settings)
-    again, same_bits, captured = trained(mode, settings)
-    assert captured
-    for number, (got, want) in enumerate(zip(again, eager, strict=True)):
-        assert repr(got) == repr(want), f"row {number}"
-    assert tiny.same(bits, same_bits)
+    as_eager(mode, settings)
 
 
 @pytest.mark.gpu
 def test_learned_positions_train_in_a_graph_too():
     settings = {"precision": "O2", "micro_batch_size": 2, "global_batch_size": 2, "position_embedding_type": "learned_absolute"}
-    eager, bits, _ = trained("none", settings)
-    again, same_bits, captured = trained("step", settings)
-    assert captured
-    assert repr(again) == repr(eager)
-    assert tiny.same(bits, same_bits)
+    as_eager("step", settings)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
 def test_graphs_of_activations_kept_in_groups_change_no_bit(level):
     settings = {"opt_level": level, "micro_batch_size": 2, "global_batch_size": 2, "save_activations": "coat"}
-    eager, bits, _ = trained("none", settings)
-    again, same_bits, captured = trained("step", settings)
-    assert captured
-    assert repr(again) == repr(eager)
-    assert tiny.same(bits, same_bits)
+    as_eager("step", settings)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["micro-batch", "step"])
 def test_a_skipped_step_is_skipped_in_a_graph_too(mode):
     settings = {"precision": "O3", "micro_batch_size": 2, "global_batch_size": 2}
-    eager, bits, _ = trained("none", settings, bad=21)
-    again, same_bits, captured = trained(mode, settings, bad=21)
-    assert captured
-    assert [row[3] for row in again if isinstance(row, tuple)].count(True) == 1
-    assert repr(again) == repr(eager)
-    assert tiny.same(bits, same_bits)
+    rows = as_eager(mode, settings, bad=21)
+    assert [row[3] for row in rows if isinstance(row, tuple)].count(True) == 1
 
 
 @pytest.mark.gpu
@@ -261,14 +255,9 @@ def test_a_recorded_step_has_its_own_graph_and_changes_no_bit(level, micro_batch
 def test_the_loss_scale_moves_in_graphs_as_it_does_without(mode, micro_batches):
     settings = {"precision": "fp16-amp", "initial_loss_scale": 2.0**18, "loss_scale_window": 2, "hysteresis": 1}
     settings |= {"micro_batch_size": 2, "global_batch_size": 2 * micro_batches}
-    eager, bits, _ = trained("none", settings)
-    again, same_bits, captured = trained(mode, settings)
-    scales = [row[-1] for row in again[-10:] if isinstance(row, tuple)]
-    assert captured
+    scales = [row[-1] for row in as_eager(mode, settings)[-10:] if isinstance(row, tuple)]
     assert any(a < b for a, b in itertools.pairwise(scales))
     assert any(a > b for a, b in itertools.pairwise(scales))
-    assert repr(again) == repr(eager)
-    assert tiny.same(bits, same_bits)
 
 
 @pytest.mark.gpu
