@@ -34,7 +34,7 @@ from msamp.optim.clip import check_max_norm, contiguous
 from msamp.optim.decision import GradientDecision, LossScale, Measured, decide, measure, weight_scale_invs
 from msamp.optim.device_flag import DeviceFlag
 from msamp.optim.kept_amaxes import KeptAmaxes
-from msamp.optim.kept_states import expected_states, kept_states, named_by_variant, update_of
+from msamp.optim.kept_states import expected_states, kept_states, update_of
 from msamp.optim.masters import follow_states_, version_of
 from msamp.optim.shard import Holding, Shard, Whole
 from msamp.optim.states import (
@@ -398,7 +398,6 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         The roundings of masters and moments are those saved, as learning rates are, and so are the keys of stochastic rounding: the next
         step is that of the saved run, bit for bit. States saved before stochastic rounding existed keep nearest rounding.
         """
-        state_dict = named_by_variant(state_dict)
         states, names = saved_states(self, state_dict, "formats"), parameter_names(self)
         for whole in self._whole():
             if whole.index in states:

@@ -121,8 +121,7 @@ def _finite(value: Any) -> float:
 
 
 def _update(columns: Sequence[str], values: Sequence[Any]) -> dict[str, float | None]:
-    # Older files call it edq, which is Collage's name for something else.
-    row = _row(["descent" if column == "edq" else column for column in columns], values)
+    row = _row(columns, values)
     moved, arrived = row["update_norm"], row["descent"]
     return row | {"arrived": arrived / moved if moved and arrived is not None else None}
 

@@ -374,25 +374,6 @@ def test_loading_copies():
     assert all(x.equal(before[name]) for name, x in tensors(first).items())
 
 
-@every_variant
-def test_states_of_the_former_optimizer_load(variant):
-    first = train(collage_adamw(parameters(), **HYPER, variant=variant), range(3))
-    saved = first.state_dict()
-    for group in saved["param_groups"]:
-        for name in ("formats", "decoupled", "keys"):
-            del group[name]
-        group |= {"variant": variant, "weight_sum": "fast-two-sum", "eps_inside_root": False}
-    second = collage_adamw([torch.nn.Parameter(p.detach().clone()) for p in first.param_groups[0]["params"]], variant=variant)
-    second.load_state_dict(saved)
-    assert "variant" not in second.param_groups[0]
-    train(first, range(3, 6))
-    train(second, range(3, 6))
-    assert_same(first, second)
-    saved["param_groups"][0]["eps_inside_root"] = True
-    with pytest.raises(ValueError, match="saved with weight_sum or eps_inside_root, which no update has"):
-        second.load_state_dict(saved)
-
-
 @pytest.mark.parametrize("saved", ["light", "d", None])
 def test_states_of_another_variant_are_refused(saved):
     other = collage_adamw(parameters(), variant=saved) if saved else torch.optim.AdamW(parameters())

@@ -83,12 +83,6 @@ def test_elements_that_stay_are_no_complaint_where_the_update_arrives(tmp_path):
         assert ("layer 3 linear_fc2 update: 70 % of the update is lost since step 7" in told) == complains
 
 
-def test_a_file_of_before_that_calls_descent_edq_reads_the_same(tmp_path):
-    new = step(7, descent=0.25)
-    old = new | {"columns": {"casts": CASTS, "updates": ["norm", "update_norm", "edq", "lost"]}}
-    assert read(write(tmp_path / "old", [old]))[0]["series"] == read(write(tmp_path / "new", [new]))[0]["series"]
-
-
 def test_where_all_is_well_the_worst_of_each_is_told(tmp_path):
     told = words(read(write(tmp_path / "p", [step(7)])), most=10)
     assert told[0].startswith("no tensor stands out")
