@@ -97,7 +97,7 @@ class UpdateBatch(Batch):
         formats: theirs, of the group's.
         hyper: FP64 on the device, the update's `numbers` of the group.
         by_rows: whether all tensors are laid out by rows, as kernels want them.
-        The others: as of `Batch`.
+        The others: as of `msamp.kernels.reference.adamw.Batch`.
     """
 
     update: "Update"
