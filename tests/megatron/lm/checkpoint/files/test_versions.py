@@ -20,7 +20,7 @@ from helpers.make_checkpoints import STEPS_AFTER, digests
 from megatron.lm.checkpoint import latest, save
 from megatron.lm.checkpoint.files.folder import read_info
 from megatron.lm.checkpoint.files.versions import _STEPS, VERSION, check_info, files_of, upgraded
-from megatron.lm.config import CheckpointConfig, Config, LoggingConfig
+from megatron.lm.config import CheckpointConfig, Config, LoggingConfig, ParallelConfig
 from megatron.lm.config.cli import config_from_dict
 from megatron.lm.model import fp8_layers
 
@@ -37,7 +37,8 @@ def beside_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unpacked(run: str) -> Config:
-    """Fetch a run's checkpoint and corpus; the configuration of a run that resumes from it with its flags, but for scaling and rounding."""
+    """Fetch a run's checkpoint and corpus; the configuration of a run that resumes from it with its flags, but for scaling, rounding and
+    the transport, whose default was another."""
     archive = ROOT / f"{run}.tar.xz"
     shutil.unpack_archive(archive)
     for file in archive.parent.glob("corpus.*"):
@@ -47,6 +48,7 @@ def unpacked(run: str) -> Config:
     return replace(
         config,
         training=replace(config.training, exit_interval=None),
+        parallel=replace(config.parallel, tp_transport=ParallelConfig.tp_transport),
         precision=replace(config.precision, fp8_recipe=None, master_rounding=None, moment_rounding=None),
         logging=LoggingConfig(log_interval=1),
         checkpoint=CheckpointConfig(load=name),
