@@ -35,6 +35,7 @@ EARLIER = ("fb6e7d2", "ba5f0e1", "35e0ef0", "0e5ed93", "f13da06")
 FORMER_HEAD = ("02ce428?", "f551bc2?")
 # Until then, and in this tree, torch's operations rotated queries and keys in layers that are not fused.
 ROTATED_BY_TORCH = ("2026-11-24", "2575da6")
+AUTO_TRANSPORT = "2026-11-25"  # since this day, a row that names no --tp-transport ran with auto; nccl before
 NO_NVLINK = "off"
 KINDS = {
     "judged": "judged: runs that no rate was taken from",
@@ -114,6 +115,8 @@ def configuration(row: Row) -> Config:
     flags += ["--micro-batch-size", row["micro_batch"]]
     if row["commit"] in EARLIER:
         flags += ["--cuda-graph", "none"]
+    if row["date"] < AUTO_TRANSPORT:
+        flags = ["--tp-transport", "nccl", *flags]
     return parse_args(flags)
 
 

@@ -141,7 +141,6 @@ def test_warm_up_fills_the_window_of_delayed_scaling():
         (["--cases", "O4"], "O3"),
         (["--cases", "O0"], None),
         (["--cases", f"O3 {SPLIT}"], "1 processes do not fit --tensor-model-parallel-size 2"),
-        (["--cases", "O0 --sequence-parallel"], "--sequence-parallel splits between tensor-parallel processes"),
         (["--cases", "O0", "--micro-batch-size", "0"], "argument --micro-batch-size: 0 is out of range"),
     ],
 )
