@@ -61,6 +61,7 @@ setup(
         "megatron-core==0.16.1",
         "numpy",
         "psutil",  # megatron-core's dist_checkpointing imports it without declaring it
+        "rich",
         "safetensors",
         "tensorboard",
         "tiktoken",

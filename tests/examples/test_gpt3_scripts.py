@@ -256,7 +256,7 @@ def test_the_toy_has_the_grid_and_the_flags(python):
 def test_the_toy_trains(size, level, tmp_path):
     done = start(size, TOY=1, OPT_LEVEL=level, TMPDIR=tmp_path)
     assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"iteration +\d/3 .* loss (\S+)", done.stdout)]
+    losses = [float(loss) for loss in re.findall(r"iter +\d/3 .*loss (\S+)", done.stdout)]
     assert len(losses) == 3
     assert all(3 < loss < 5 for loss in losses)  # log 64 is 4.2
     assert ("(tensor 2 with sequence, pipeline 1, data 1)" in done.stdout) == (size == "13b")

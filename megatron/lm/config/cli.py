@@ -19,6 +19,7 @@ from megatron.lm.config.megatron_flags.listing import help_sections
 from megatron.lm.config.presets import PRESETS, preset
 from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, SIZE, choices_of, flag
 from megatron.lm.config.whole import Config
+from megatron.lm.errors import report
 
 
 def section_types() -> dict[str, type]:
@@ -171,7 +172,8 @@ class _Parser(argparse.ArgumentParser):
     """Errors without the usage text, which would fill two screens."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
+        report(f"{self.prog}: error: {message} (--help lists the flags)", message)
+        self.exit(2)
 
     def format_help(self) -> str:
         for action in self._actions:

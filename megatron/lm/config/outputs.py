@@ -14,6 +14,7 @@ class LoggingConfig:
     """What a run tells about itself."""
 
     log_interval: int = setting("iterations between log lines", 100, legal=COUNT)
+    log_level: str = setting("debug also prints every module of the model at the start", "info", choices=("info", "debug"))
     tensorboard_dir: str | None = setting("folder for TensorBoard's event files", None)
     metrics_file: str | None = setting("file to which every measurement is appended, one JSON object a line", None)
     peak_tflops: float | None = setting(

@@ -174,6 +174,7 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
         # torch.compile for the sake of one addition: it saves well under 1 % of a step on a GPU and wants a C compiler everywhere.
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
+        cuda_graph_scope=[],  # the whole layer; the default says so by a word that warns of itself
     )
     return settings(**core_settings(recipe, model))
 

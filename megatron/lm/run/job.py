@@ -1,7 +1,6 @@
 """What the trainer's command does: judges what it is asked for, then says what a process would hold, or trains."""
 
 import os
-import warnings
 from collections.abc import Sequence
 
 from megatron.lm.config import Config, PrecisionConfig
@@ -45,7 +44,6 @@ def _judged(argv: Sequence[str] | None) -> Config | None:
         _dry_run(config, world_size)
         return None
     _check_resources(config, world_size)
-    warnings.filterwarnings("ignore", message=".*Apex")  # megatron-core says at every start that it does without
     return config
 
 

@@ -39,6 +39,7 @@ from megatron.lm.run.step_watch import LAUNCHER_GONE, StepVerdict, StepWatch
 from megatron.lm.run.watchdog import READING, Watchdog
 from megatron.lm.shell.exit_codes import lost_connection
 from megatron.lm.shell.logs import cut_after
+from megatron.lm.shell.terminal import wrapped
 from megatron.lm.step import evaluate, train_step
 from megatron.lm.training.optimizer import bytes_per_parameter
 from megatron.lm.training.state import Batches, StepResult
@@ -113,17 +114,19 @@ class Trainer:
                 print(f"resumed from {self.config.checkpoint.load} at iteration {training.iteration}")
             listed = ", ".join(f"{key} {size:.2f}" for key, size in sizes.items())
             zero = ", ZeRO" if training.grad_sync.shard else ""
-            print(training.model)
+            if self.config.logging.log_level == "debug":
+                print(training.model)
             if (blend := describe(self.config.data.data_path or self.config.data.train_data_path)) is not None:
-                print(blend)
-            print(fp8_layers.describe(self.config, linears))
+                print(wrapped(blend))
+            print(wrapped(fp8_layers.describe(self.config, linears)))
             print("CUDA graphs: {} ({})".format(*step_graph.choose(self.config)))
             if (travel := travels(training.model)) is not None:
-                print(f"tensor parallelism: activations travel {travel}")
+                print(wrapped(f"tensor parallelism: activations travel {travel}"))
+            print(wrapped(f"precision {self.config.precision.name}: {sum(sizes.values()):.2f} bytes per parameter ({listed})"))
+            print(wrapped(f"{processes} processes{self._grid()}{zero}, {training.grad_sync}"))
+            state_gib = " to ".join(dict.fromkeys((f"{low:.2f}", f"{high:.2f}")))
             print(
-                f"{parameters / 1e6:.1f}M parameters | precision {self.config.precision.name} | "
-                f"bytes a parameter {sum(sizes.values()):.2f} ({listed}) | model state {low:.2f} to {high:.2f} GiB a process | "
-                f"{processes} processes{self._grid()}{zero}, {training.grad_sync} | micro-batches a step {training.micro_batches}",
+                f"{parameters / 1e6:.1f}M parameters, model state {state_gib} GiB per process, micro-batches per step {training.micro_batches}",
                 flush=True,
             )
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.lm.errors import report
+
 
 class Parser(argparse.ArgumentParser):
     """A tool's command line: its docstring as it is written, and errors in one line."""
@@ -24,7 +26,8 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (--help lists the flags)\n")
+        report(f"error: {message} (--help lists the flags)", message)
+        self.exit(2)
 
 
 def count(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:

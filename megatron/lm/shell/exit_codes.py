@@ -22,12 +22,13 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TextIO
 
-from megatron.lm.errors import RunStopped
-from megatron.lm.shell.interrupt import INTERRUPTED, WORDS, line
+from megatron.lm.errors import RunStopped, report
+from megatron.lm.shell.interrupt import INTERRUPTED, WORDS, line, reports_signals
 
 REFUSED, STOPPED = 2, 1
 
@@ -60,6 +61,8 @@ def command(main: Callable[P, int | None]) -> Callable[P, int]:
 
     @functools.wraps(main)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
+        # Packages that megatron-core can do without: it says at every import that it does.
+        warnings.filterwarnings("ignore", message=".*(Apex|Transformer.Engine)", module=r"(?!megatron\.lm|msamp)")
         try:
             check_package()
             code = main(*args, **kwargs) or 0
@@ -67,7 +70,7 @@ def command(main: Callable[P, int | None]) -> Callable[P, int]:
             return code
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left is leaving
-            return _tell(WORDS, INTERRUPTED)
+            return _tell(WORDS, INTERRUPTED) if reports_signals() else INTERRUPTED
         except Exception as error:
             code = _ends(error)
             with contextlib.suppress(OSError):
@@ -114,12 +117,12 @@ def _ends(error: Exception) -> int:
     if lost_connection(error):
         return _tell(f"{_first_line(error)}: {_OTHER_RANK}", STOPPED)
     what = f"{type(error).__name__}: {_first_line(error)}"
-    return _tell(f"this is a bug of the program, please report it ({what}); {_kept(error)}", STOPPED)
+    return _tell(f"this is a bug of the program, please report it ({what})", STOPPED, f"; {_kept(error)}")
 
 
-def _tell(message: str, code: int) -> int:
-    with contextlib.suppress(OSError):  # stderr may be what is full
-        print(line(message), file=sys.stderr, flush=True)
+def _tell(message: str, code: int, beside: str = "") -> int:
+    """`beside`: what only this process has to say."""
+    report(line(message + beside), message)
     return code
 
 

@@ -34,9 +34,15 @@ class LeavingAtOnce:
 
 def _leave(number: int, frame: object) -> None:
     try:
-        os.write(2, f"{line(WORDS)}\n".encode())  # sys.stderr may be in the middle of a line; and full
+        if reports_signals():
+            os.write(2, f"{line(WORDS)}\n".encode())  # sys.stderr may be in the middle of a line; and full
     finally:
         os._exit(INTERRUPTED)
+
+
+def reports_signals() -> bool:
+    """Whether this process is the one of its machine that reports a signal; torchrun's processes all get it."""
+    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def line(message: str) -> str:

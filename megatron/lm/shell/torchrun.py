@@ -1,9 +1,11 @@
 """torchrun, with a line where it would leave a traceback: `python -m megatron.lm.shell.torchrun --nproc-per-node 8 -m PROGRAM`.
 
-It takes torchrun's flags. When one of its processes fails torchrun ends with the traceback of its own ChildFailedError and with 1, whatever
-the process ended with; that has said what is wrong, so here follows one line that names it, and its exit code.
+It takes torchrun's flags. When one of its processes fails torchrun ends with some 35 lines, the traceback of its own ChildFailedError, and
+with 1, whatever the process ended with. Here the line of the process that failed is the last one, and its exit code is ours. Where a process
+left no line, because a signal ended it or it is none of our commands, one line names it.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -25,16 +27,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import main as torchrun
 
+    # The first two report a failure that is reported here; the last that a process gets one thread, in six lines.
+    for name in ("api", "errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.run").addFilter(lambda entry: "OMP_NUM_THREADS" not in entry.getMessage())
     words = list(sys.argv[1:] if argv is None else argv)
     if any(word.startswith(("--rdzv-endpoint", "--rdzv_endpoint")) for word in words):
         os.environ.setdefault(OWN_STORE, "1")
     try:
         torchrun(words)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        explained = {rank: failure for rank, failure in error.failures.items() if os.path.isfile(failure.error_file)}
+        rank, failure = min((explained or error.failures).items(), key=lambda item: item[1].timestamp)
         code = failure.exitcode
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        print(f"error: rank {rank} {how}; what it said stands above", file=sys.stderr, flush=True)
+        if not explained:
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            print(f"error: rank {rank} {how}; its own message, if it left one, is above", file=sys.stderr, flush=True)
         return 128 - code if code < 0 else code
     except SignalException as error:
         print(f"error: ended by {error.sigval.name}", file=sys.stderr, flush=True)

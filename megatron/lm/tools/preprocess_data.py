@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import warnings
 from pathlib import Path
 
 from megatron.lm.config import DataConfig
@@ -79,7 +78,6 @@ def _preprocess(arguments: argparse.Namespace) -> None:
     options = EncodeOptions(data=data, vocab_size=arguments.vocab_size, append_eod=arguments.append_eod)
     documents = (document for path in arguments.input for document in read_documents(path, arguments.json_keys, arguments.split_documents))
     prefixes = {key: Path(f"{arguments.output_prefix}_{key}_document") for key in arguments.json_keys}
-    warnings.filterwarnings("ignore", message=".*Apex")  # megatron-core says at every start that it does without
     start = time.monotonic()
     progress = Progress(total_bytes, arguments.log_interval)
     if total_bytes <= arguments.part_bytes:

@@ -81,7 +81,7 @@ def test_a_run_trains_evaluates_and_saves(corpus: Path, tmp_path: Path, capsys: 
     code, out, _ = run([*FLAGS, "--data-path", str(corpus), "--opt-level", "O2", *outputs(tmp_path)], capsys)
     assert code == 0
     assert "precision O2" in out
-    for part in ("iteration       4/4", "valid at iteration 4", "test at iteration 4", f"saved {tmp_path / 'save' / 'iter_0000004'}"):
+    for part in ("iter 4/4  loss", "valid at iteration 4", "test at iteration 4", f"saved {tmp_path / 'save' / 'iter_0000004'}"):
         assert part in out
     assert not torch.distributed.is_initialized()
     assert {row["kind"] for row in tiny.read(tmp_path / "out" / "metrics.jsonl")} == {"precision", "train", "valid", "test"}
@@ -91,7 +91,7 @@ def test_a_run_trains_evaluates_and_saves(corpus: Path, tmp_path: Path, capsys: 
     )
     assert code == 0
     assert "at iteration 4" in out
-    assert "iteration       6/6" in out
+    assert "iter 6/6  loss" in out
 
 
 # flags beside (and over) FLAGS; what stderr must hold: the value, and the remedy
@@ -381,7 +381,7 @@ def test_two_processes_by_torchrun(corpus: Path, tmp_path: Path):
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(dist.free_port())]
     code, out, err = ended(command([*launch, "-m", "megatron.lm.pretrain", *flags]))
     assert code == 0, err
-    assert out.count("iteration       4/4") == 1  # one rank speaks
+    assert out.count("iter 4/4") == 1  # one rank speaks
     assert "2 processes" in out
     assert any(key.startswith("rng/1/") for key in Stored(tmp_path / "save" / "iter_0000004").tensors)
     assert len(tiny.losses(tiny.read(tmp_path / "out" / "metrics.jsonl"))) == 2

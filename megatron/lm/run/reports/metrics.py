@@ -13,7 +13,9 @@ import torch
 from megatron.lm.config import Config
 from megatron.lm.config.presets import flops_per_token
 from megatron.lm.processes.process_groups import device
+from megatron.lm.run.reports.log_line import evaluation_line, train_line
 from megatron.lm.shell.logs import EventFile, LogFile, Unwritten, cut_after
+from megatron.lm.shell.terminal import show
 from megatron.lm.training.state import StepResult, Training
 from msamp.comm.counters import KINDS
 
@@ -48,12 +50,6 @@ def least_and_most(value: float) -> tuple[float, float]:
     values = torch.tensor([-value, value], dtype=torch.float64, device=device())
     torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
     return -float(values[0]), float(values[1])
-
-
-def duration(seconds: float) -> str:
-    """`1:02:03`."""
-    minutes, s = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
 
 
 def _finite(value: Any) -> Any:
@@ -167,19 +163,7 @@ class Metrics:
             **communication,
         }
         self.write(row)
-        spread = " to ".join(dict.fromkeys(f"{value:.2f}" for value in memory))
-        activations = f" and {row['sent_activation_mib']:.2f} of activations" if row["sent_activation_mib"] else ""
-        loss_scale = f"loss scale {row['loss_scale']:g} | " if "loss_scale" in row else ""
-        shares = [f"{100 * row[f'mfu_{name}_peak']:.1f}% of {name} {peak:g}" for name, peak in self.peaks.items()]
-        used = f" (MFU {', '.join(shares)})" if shares else ""
-        print(
-            f"iteration {iteration:>7}/{self.config.training.train_iters} | tokens {row['tokens']:.3e} | loss {loss:.4f} | "
-            f"lr {last.lr:.3e} | {loss_scale}grad norm {row['grad_norm']:.3f} | skipped {self.skipped} | step {row['step_ms']:.1f} ms | "
-            f"{tokens_per_s:,.0f} tokens/s | {tflops:.2f} TFLOP/s/device{used} | memory {spread} GiB | "
-            f"sent {row['sent_weight_mib']:.2f} MiB a step{activations} | "
-            f"left {duration(left)}",
-            flush=True,
-        )
+        show(train_line(row, self.config.training.train_iters, left))
 
     def _communication(self) -> dict[str, Any]:
         """What this rank sent in a step of the interval, by kind and collective; how the last step's gradients fared; collective."""
@@ -201,11 +185,9 @@ class Metrics:
             return
         perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
         tokens = iteration * self.tokens_a_step
-        self.write(
-            {"kind": kind, "iteration": iteration, "tokens": tokens, "loss": loss, "ppl": perplexity, "bits_per_byte": bits_per_byte}
-        )
-        bits = f" | {bits_per_byte:.4f} bits a byte" if bits_per_byte is not None else ""
-        print(f"{kind} at iteration {iteration}: loss {loss:.4f} | perplexity {perplexity:.2f}{bits}", flush=True)
+        row = {"kind": kind, "iteration": iteration, "tokens": tokens, "loss": loss, "ppl": perplexity, "bits_per_byte": bits_per_byte}
+        self.write(row)
+        show(evaluation_line(row))
 
     def write(self, row: dict[str, Any]) -> None:
         """One object to the metrics file, its numbers to TensorBoard under kind/name. Does nothing on ranks other than 0."""

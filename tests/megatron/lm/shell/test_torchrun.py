@@ -1,7 +1,10 @@
 """torchrun's failures as one line, and the code of the process that failed."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +15,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megatron.lm.shell import torchrun
 
+ROOT = Path(__file__).parents[4]
+
 
 def failure(code: int) -> ChildFailedError:
     return ChildFailedError("trainer", {3: ProcessFailure(local_rank=3, pid=os.getpid(), exitcode=code, error_file="<N/A>")})
@@ -20,8 +25,8 @@ def failure(code: int) -> ChildFailedError:
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (failure(2), 2, "error: rank 3 ended with exit code 2; what it said stands above\n"),
-        (failure(-signal.SIGKILL), 137, "error: rank 3 was ended by SIGKILL; what it said stands above\n"),
+        (failure(2), 2, "error: rank 3 ended with exit code 2; its own message, if it left one, is above\n"),
+        (failure(-signal.SIGKILL), 137, "error: rank 3 was ended by SIGKILL; its own message, if it left one, is above\n"),
         (SignalException("stopped", signal.SIGTERM), 143, "error: ended by SIGTERM\n"),
         (ValueError("Unsupported nproc_per_node value: x"), 2, "error: Unsupported nproc_per_node value: x\n"),
     ],
@@ -45,15 +50,53 @@ def test_it_is_torchrun(monkeypatch: pytest.MonkeyPatch):
     assert called.argv == ["--standalone", "x.py"]
 
 
-@pytest.mark.nightly(20)
-def test_a_refusal_of_the_trainer_reaches_the_caller(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    script = tmp_path / "refuses.py"
-    script.write_text("import sys\nprint('error: --lr 0', file=sys.stderr)\nsys.exit(2)\n", encoding="utf-8")
-    assert torchrun.main(["--standalone", "--nproc-per-node", "1", str(script)]) == 2
-    said = capfd.readouterr().err
-    assert "error: --lr 0" in said
-    assert "error: rank 0 ended with exit code 2" in said
-    assert "Traceback" not in said
+SCRIPT = """
+import os, signal, sys
+from megatron.lm.shell.arguments import Parser
+from megatron.lm.shell.exit_codes import command
+
+@command
+def main():
+    parser = Parser()
+    parser.add_argument("kind")
+    kind, rank = parser.parse_args().kind, os.environ["RANK"]
+    if kind == "both":
+        raise ValueError(f"--lr 0: give more (seen on GPU {rank})")
+    if kind == "second" and rank == "1":
+        raise ValueError("shard 1 is damaged: restore it")
+    if kind == "bug":
+        raise KeyError("grad")
+    if kind == "killed" and rank == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+sys.exit(main())
+"""
+BUG = r"error: this is a bug of the program, please report it \(KeyError: 'grad'\); the traceback is in \S+\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["both"], 2, r"error: --lr 0: give more \(seen on GPU 0\)\n"),
+        pytest.param(["second"], 2, r"error on rank 1: shard 1 is damaged: restore it\n", marks=pytest.mark.nightly(20)),
+        pytest.param(
+            [], 2, r"error: the following arguments are required: kind \(--help lists the flags\)\n", marks=pytest.mark.nightly(8)
+        ),
+        pytest.param(["bug"], 1, BUG, marks=pytest.mark.nightly(8)),
+        pytest.param(["killed"], 137, r"error: rank 0 was ended by SIGKILL; its own message, .*\n", marks=pytest.mark.nightly(8)),
+    ],
+    ids=str,
+)
+def test_an_error_of_two_processes_is_one_line_and_the_exit_code(arguments: list[str], code: int, said: str, tmp_path: Path):
+    """Before, torchrun added two lines of log, 35 of traceback and a table, and both processes printed the error."""
+    script = tmp_path / "fails.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    launch = [sys.executable, "-m", "megatron.lm.shell.torchrun", "--standalone", "--nproc-per-node", "2", str(script), *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert re.fullmatch(said, done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megatron.lm.config import Config
 from megatron.lm.config.presets import flops_per_token
 from megatron.lm.run import trainer
 from megatron.lm.run.reports import metrics
-from megatron.lm.run.reports.metrics import Metrics, duration, memory_gib, mfu, peak_tflops
+from megatron.lm.run.reports.metrics import Metrics, memory_gib, mfu, peak_tflops
 from megatron.lm.training.state import StepResult, Training
 from msamp.numerics.formats import FP32
 from msamp.parallel.data_parallel import grad_sync
@@ -97,21 +97,11 @@ def test_the_arithmetic_of_an_interval(one_process: None, monkeypatch: pytest.Mo
     assert row["sent_bytes"] == {"weight all-to-all": 2**21, "weight all-gather": 2**20, "activation all-reduce": 2**19}
     assert not {"grad_saturation", "mu_min"} & set(row)  # no gradient is scaled
     line = capsys.readouterr().out
-    for part in (
-        r"iteration +2/10 \|",
-        r"tokens 2\.560e\+02 \|",
-        r"loss 4\.0000 \|",
-        r"lr 2\.000e-04 \|",
-        r"grad norm 1\.500 \|",
-        r"skipped 1 \|",
-        r"step 2000\.0 ms \|",
-        r"64 tokens/s \|",
-        r"TFLOP/s/device \(MFU \d+\.\d% of given 1e-06\) \|",
-        r"memory \d+\.\d\d GiB \|",
-        r"sent 3\.00 MiB a step and 0\.50 of activations \|",
-        r"left 0:00:16$",
-    ):
-        assert re.search(part, line, re.MULTILINE), (part, line)
+    assert re.fullmatch(
+        r"\d\d:\d\d:\d\d  iter  2/10  loss 4\.0000  lr 2\.0e-04  norm 1\.5  skipped 1  2000 ms  64 tok/s  MFU \d+%"
+        r"  \d+\.\d GiB  ETA 0:00:16\n",
+        line,
+    ), line
 
 
 def test_evaluations_and_saving_stay_out_of_the_throughput(one_process: None, monkeypatch: pytest.MonkeyPatch):
@@ -158,7 +148,7 @@ def test_a_resumed_run_tells_the_time_left_from_its_own_steps(
     made = new(tiny.config("corpus", train_iters=110), iteration=100)
     clock.pass_(3.0)
     made.record(result(1.0, 1.0), 101)
-    assert "left 0:00:27" in capsys.readouterr().out
+    assert "ETA 0:00:27" in capsys.readouterr().out
 
 
 def test_a_resumed_run_counts_skipped_steps_on(one_process: None):
@@ -192,8 +182,7 @@ def test_hopper_counts_both_peaks_at_every_precision_and_names_them(monkeypatch:
     assert peak_tflops(tiny.config("corpus")) == {}
 
 
-def test_durations_and_memory():
-    assert [duration(seconds) for seconds in (0, 59.6, 3723, 90000)] == ["0:00:00", "0:01:00", "1:02:03", "25:00:00"]
+def test_memory():
     assert 0.05 < memory_gib() < 100
 
 
@@ -295,5 +284,5 @@ def test_evaluation_line_and_row(one_process: None, capsys: pytest.CaptureFixtur
     }
     assert rows[1]["bits_per_byte"] is None
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "valid at iteration 5: loss 2.0000 | perplexity 7.39 | 1.2500 bits a byte"
-    assert second == "test at iteration 5: loss 2.0000 | perplexity 7.39"
+    assert first.endswith("  valid at iteration 5  loss 2.0000  perplexity 7.39  1.2500 bits per byte")
+    assert second.endswith("  test at iteration 5  loss 2.0000  perplexity 7.39")

@@ -1,0 +1,74 @@
+"""The log line of a training interval: time, iteration, loss and speed in at most 120 columns.
+
+    10:52:40  iter   200/95368  loss 4.1947  lr 1.2e-04  norm 1.85  143 ms  61.9k tok/s  MFU 42/21%  14.6 GiB  ETA 3:46:40
+
+norm is the gradient's, tok/s are of all devices together, TFLOP/s and MFU are of one. Where two peaks are known MFU is given of both: of
+the BF16 peak, then of the FP8 peak. Skipped steps and the loss scale are shown where there are any. The metrics file has every number in
+full, and those that the line leaves out.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.lm.shell.terminal import Part, fitted
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03`."""
+    minutes, s = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
+
+
+def short(value: float) -> str:
+    """Three or four digits with k, M or G: 897, 61.9k, 1.06M."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
+        if value >= size:
+            scaled = value / (1e3 if unit == "k" else size)
+            return f"{scaled:.2f}{unit}" if scaled < 10 else f"{scaled:.1f}{unit}" if scaled < 100 else f"{scaled:.0f}{unit}"
+    return f"{value:,.0f}"
+
+
+def clock() -> Part:
+    """The time of day."""
+    return Part(time.strftime("%H:%M:%S"), "dim")
+
+
+def train_line(row: Mapping[str, Any], train_iters: int, seconds_left: float) -> list[Part]:
+    """The parts of a log line.
+
+    Args:
+        row: of the metrics file, kind "train".
+        train_iters: iterations of the run.
+        seconds_left: until the last one.
+    """
+    shares = [100 * value for name, value in row.items() if name.startswith("mfu_")]
+    speed = f"MFU {'/'.join(f'{share:.0f}' for share in shares)}%" if shares else f"{row['tflops']:.3g} TFLOP/s"
+    low, high = f"{row['memory_gib_min']:.1f}", f"{row['memory_gib']:.1f}"
+    ms = row["step_ms"]
+    step = f"{ms:.1f} ms" if ms < 100 else f"{ms:.0f} ms" if ms < 1e4 else f"{ms / 1e3:.1f} s"
+    parts = [
+        clock(),
+        Part(f"iter {row['iteration']:>{len(str(train_iters))}}/{train_iters}", "bold"),
+        Part(f"loss {row['loss']:.4f}", "bold green" if row["loss"] == row["loss"] else "bold red"),
+        Part(f"lr {row['lr']:.1e}"),
+        *([Part(f"loss scale {row['loss_scale']:g}")] if "loss_scale" in row else []),
+        Part(f"norm {row['grad_norm']:.3g}"),
+        *([Part(f"skipped {row['skipped']}", "yellow")] if row["skipped"] else []),
+        Part(step, "cyan", 1),
+        Part(f"{short(row['tokens_per_s'])} tok/s", "cyan", 2),
+        Part(speed, "cyan", 4),
+        Part(f"{low if low == high else f'{low}-{high}'} GiB", "", 3),
+        *([Part(f"sent {row['sent_weight_mib']:.2f} MiB", "", 5)] if row["sent_weight_mib"] else []),
+        Part(f"ETA {duration(seconds_left)}", "magenta"),
+    ]
+    return fitted(parts)
+
+
+def evaluation_line(row: Mapping[str, Any]) -> list[Part]:
+    """The parts of the line of an evaluation: `row` of the metrics file, kind "valid" or "test"."""
+    bits = [] if row["bits_per_byte"] is None else [Part(f"{row['bits_per_byte']:.4f} bits per byte")]
+    loss = Part(f"loss {row['loss']:.4f}", "bold green" if row["loss"] == row["loss"] else "bold red")
+    return fitted(
+        [clock(), Part(f"{row['kind']} at iteration {row['iteration']}", "bold"), loss, Part(f"perplexity {row['ppl']:.2f}"), *bits]
+    )

@@ -1,0 +1,56 @@
+"""Lines for people: coloured on a terminal, plain text in a file or a pipe, at most 120 columns wide."""
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import NamedTuple, TextIO
+
+WIDTH = 120
+SEPARATOR = "  "
+
+
+class Part(NamedTuple):
+    """One field of a line.
+
+    Attributes:
+        text: what is printed.
+        style: its colour on a terminal, as rich names styles; "" leaves it as it is.
+        rank: fields of the highest rank are left out first where the line would be wider than `WIDTH`; 0 always stays.
+    """
+
+    text: str
+    style: str = ""
+    rank: int = 0
+
+
+def fitted(parts: Sequence[Part], width: int = WIDTH) -> list[Part]:
+    """The parts that fit into `width` columns with a separator between them, in their order."""
+    kept = list(parts)
+    while sum(len(part.text) for part in kept) + len(SEPARATOR) * (len(kept) - 1) > width and any(part.rank for part in kept):
+        kept.remove(max(kept, key=lambda part: part.rank))
+    return kept
+
+
+def wrapped(text: str) -> str:
+    """`text` in lines of at most `WIDTH` columns, continued with an indent; a longer word, such as a path, stays whole."""
+    return textwrap.fill(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
+def show(parts: Sequence[Part], stream: TextIO | None = None) -> None:
+    """Print one line of `parts` to `stream` (default: stdout). NO_COLOR and TERM=dumb are obeyed, as rich does."""
+    stream = sys.stdout if stream is None else stream
+    if not (stream.isatty() and _show_in_colour(parts, stream)):
+        print(SEPARATOR.join(part.text for part in parts), file=stream, flush=True)
+
+
+def _show_in_colour(parts: Sequence[Part], stream: TextIO) -> bool:
+    """Whether it was printed: a machine without rich, such as a GPU image that was built by hand, still prints its log."""
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:
+        return False
+    text = Text(SEPARATOR).join(Text(part.text, part.style) for part in parts)
+    Console(file=stream, highlight=False, emoji=False).print(text, soft_wrap=True)
+    stream.flush()
+    return True
