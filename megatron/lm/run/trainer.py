@@ -125,10 +125,8 @@ class Trainer:
             print(wrapped(f"precision {self.config.precision.name}: {sum(sizes.values()):.2f} bytes per parameter ({listed})"))
             print(wrapped(f"{processes} processes{self._grid()}{zero}, {training.grad_sync}"))
             state_gib = " to ".join(dict.fromkeys((f"{low:.2f}", f"{high:.2f}")))
-            print(
-                f"{parameters / 1e6:.1f}M parameters, model state {state_gib} GiB per process, micro-batches per step {training.micro_batches}",
-                flush=True,
-            )
+            steps = f"micro-batches per step {training.micro_batches}"
+            print(f"{parameters / 1e6:.1f}M parameters, model state {state_gib} GiB per process, {steps}", flush=True)
 
     def _grid(self) -> str:
         """` (tensor 2 with sequence, pipeline 2 x 2 virtual, data 1)`; nothing where every process has the whole model."""

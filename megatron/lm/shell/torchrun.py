@@ -1,8 +1,8 @@
 """torchrun, with a line where it would leave a traceback: `python -m megatron.lm.shell.torchrun --nproc-per-node 8 -m PROGRAM`.
 
 It takes torchrun's flags. When one of its processes fails torchrun ends with some 35 lines, the traceback of its own ChildFailedError, and
-with 1, whatever the process ended with. Here the line of the process that failed is the last one, and its exit code is ours. Where a process
-left no line, because a signal ended it or it is none of our commands, one line names it.
+with 1, whatever the process ended with. Here the line of the process that failed comes last, and its exit code is ours. Where it left no
+line, because a signal ended it or it is none of our commands, one line names it.
 """
 
 import logging

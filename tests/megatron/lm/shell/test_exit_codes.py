@@ -171,6 +171,7 @@ def test_sigint_ends_with_a_line():
 
 IMPORTS = """
 import sys, warnings
+__name__ = "megatron.lm.own"
 from megatron.lm.shell import exit_codes
 
 @exit_codes.command
@@ -178,17 +179,14 @@ def main():
     import megatron.core.models.gpt.gpt_layer_specs, megatron.core.optimizer
     warnings.warn("Transformer Engine 9 is not the version that was tested")
 
-if __name__ == "__main__":
-    sys.exit(main())
+sys.exit(main())
 """
 
 
 def test_megatron_core_does_not_warn_of_packages_that_it_does_without(tmp_path: Path):
     """Our own warnings of them stay."""
     script = tmp_path / "imports.py"
-    script.write_text(
-        IMPORTS.replace("import sys", "__name__ = 'megatron.lm.own'\nimport sys", 1).replace('"__main__"', '"megatron.lm.own"')
-    )
+    script.write_text(IMPORTS, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
