@@ -175,7 +175,7 @@ def test_evaluations_and_checkpoints_on_time(prefix: Path, tmp_path: Path, capsy
         "latest_checkpointed_iteration.txt",
     ]
     said = capsys.readouterr().out
-    assert "valid at iteration 4:" in said
+    assert "  valid at iteration 4  loss " in said
     assert f"saved {tmp_path / 'save' / 'iter_0000009'}" in said
 
 
