@@ -7,7 +7,6 @@ import pytest
 from megatron.core import parallel_state
 
 from helpers import dist
-from helpers.refusals import code
 from megatron.lm.build import build_training
 from megatron.lm.processes import process_groups
 from megatron.lm.step import train_step
@@ -121,9 +120,3 @@ def test_a_case_is_a_level_and_flags_that_override_those_of_all_cases():
     assert config.num_micro_batches(4) == 1
     accumulating = argparse.Namespace(**vars(OPTIONS) | {"flags": TINY + " --global-batch-size 32"})
     assert bench_data_parallel.configuration("O1", accumulating, 4).num_micro_batches(4) == 4
-
-
-def test_one_measured_step_and_an_unknown_level_are_refused(capsys):
-    for arguments, message in ((["--steps", "1"], "give 2"), (["--cases", "O4"], "O3")):
-        assert code(bench_data_parallel.main, arguments) == 2
-        assert message in capsys.readouterr().err

@@ -88,21 +88,6 @@ def test_groups_are_cast_and_come_back():
     assert cast.bytes == back.bytes == 8 * 48 * (2 + 1) + 8 * 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--repeats", "1"], "argument --repeats: 1 is out of range: give 2"),
-        (["--only", "sort"], "invalid choice: 'sort'"),
-        ([], "there is no GPU here"),
-    ],
-)
-def test_refusals(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        bench_kernels.main(arguments)
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.gpu
 def test_a_table_of_small_kernels(tmp_path):
     file = tmp_path / "kernels.csv"

@@ -26,10 +26,3 @@ def test_a_row_has_plain_and_checked_steps(tmp_path):
     assert plain > 0
     assert checked > 0
     assert float(row["share_percent"]) == pytest.approx(100 * (checked - plain) / (50 * plain), rel=0.2, abs=2e-2)
-
-
-def test_no_steps_are_refused(capsys):
-    with pytest.raises(SystemExit) as leaving:
-        bench_lost_updates.main(["--steps", "0"])
-    assert leaving.value.code == 2
-    assert "argument --steps: 0 is out of range" in capsys.readouterr().err

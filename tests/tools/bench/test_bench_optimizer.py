@@ -4,7 +4,6 @@ import csv
 import pytest
 import torch
 
-from helpers.refusals import code
 from megatron.lm.config.precision import build_recipe
 from msamp.numerics import recipe
 from msamp.numerics.tensor import ScalingTensor
@@ -102,21 +101,6 @@ def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench_optimizer.main([]) == 1
     assert "measures a GPU" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--repeats", "1"], "argument --repeats: 1 is out of range: give 2"),
-        (["--levels", "O9"], "precision 'O9' is unknown"),
-        (["--levels", "O3 --optimizer-states coat"], "unknown flag --optimizer-states"),
-        (["--levels", "bf16", "collage-plus", "--flags=--optimizer-state coat"], "contradicts precision collage-plus"),
-        (["--flags=--optimizer-states coat"], "unknown flag --optimizer-states"),
-    ],
-)
-def test_refusals(arguments, message, capsys):
-    assert code(bench_optimizer.main, arguments) == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.gpu

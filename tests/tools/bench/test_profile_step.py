@@ -1,7 +1,6 @@
 import csv
 
 import pytest
-import torch
 
 from tools.bench import profile_step
 from tools.bench.profile_step import by_kind, idle, kind, longest
@@ -56,14 +55,6 @@ def test_the_longest_kernels():
         ["2.40", "ms", "2", "GEMM", "FP8", "nvjet_qqtst_128x256_128x6_2x1_v_bz_TNT"],
         ["0.50", "ms", "1", "optimizer", "_adamw_kernel"],
     ]
-
-
-@pytest.mark.parametrize(("arguments", "message"), [(["--level", "O4"], "precision 'O4' is unknown"), ([], "there is no GPU here")])
-def test_refusals(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        profile_step.main(arguments)
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -104,19 +104,3 @@ def test_the_table_by_hand_and_a_call_that_was_cut_off_goes_on(
     assert [row["micro_batch"] for row in written if row["ms"] == ""] == ["16", "64", "48", "40", "36"]
     assert coat_memory.main(["--csv", str(tmp_path / "rows.csv"), "--commit", "abd", "--micro-batch-size", "64", "--cases", "bf16"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "| bf16 | 64 |  |  |  |  |  | 0 |  |  |"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--cases", "O9 --flag"], "--cases 'O9 --flag': begin with a precision"),
-        (["--micro-batch-size", "0"], "argument --micro-batch-size: 0 is out of range"),
-        ([], "there is no GPU here"),
-    ],
-)
-def test_refusals(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as leaving:
-        coat_memory.main(arguments)
-    assert leaving.value.code == 2
-    assert message in capsys.readouterr().err

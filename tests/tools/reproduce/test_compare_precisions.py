@@ -197,9 +197,3 @@ def test_every_visible_card_takes_its_share(tmp_path: Path, monkeypatch: pytest.
 def test_seeds_that_cannot_be_are_refused(text: str, word: str):
     with pytest.raises(ValueError, match=word):
         seeds_of([text])
-
-
-def test_no_time_is_refused(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        compare_precisions.main(["--minutes", "0"])
-    assert "--minutes 0: give a number above 0" in capsys.readouterr().err

@@ -88,18 +88,3 @@ def test_a_case_passes_its_flags_to_the_script(words, tmp_path, monkeypatch):
     args = post_runs.example("rlhf/dpo.py").parse(words_of(job, options))
     assert (args.opt_level, args.master_rounding, args.moment_rounding) == ("O3", "nearest", "stochastic")
     assert (args.seed, args.train_iters, args.valid_rows) == (7, 6, 2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--load", "there"], "neither --sft nor --dpo is given"),
-        (["--load", "there", "--sft", "a", "--minutes", "0"], "--minutes 0: give a number above 0"),
-        (["--load", "there", "--sft", "a", "--cases", "--lr 1"], "begin with a recipe"),
-        (["--load", "there", "--sft", "a", "--cases", " "], "begin with a recipe"),
-    ],
-)
-def test_refusals(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        compare_tuning.main(arguments)
-    assert message in capsys.readouterr().err
