@@ -15,7 +15,8 @@ from megatron.lm.checkpoint.files.folder import candidates, check_files, latest,
 from megatron.lm.checkpoint.files.storage import Stored
 from megatron.lm.checkpoint.files.versions import check_info
 from megatron.lm.checkpoint.place import Place, names_of, places
-from megatron.lm.checkpoint.values import Found, check_agree, check_remainder, chunk_offsets, find, find_whole, firsts, scalar
+from megatron.lm.checkpoint.tensor_reader import TensorReader, check_number
+from megatron.lm.checkpoint.values import chunk_offsets
 from megatron.lm.config import CheckpointConfig, Config, ModelConfig, PrecisionConfig, flag
 from megatron.lm.config.cli import config_from_dict, config_to_dict
 from megatron.lm.data.order import check_same
@@ -26,14 +27,9 @@ from megatron.lm.training import health
 from megatron.lm.training.state import Training
 from msamp.comm.grad_scaling import MU_MAX
 from msamp.nn.scaling_state import TensorScales
-from msamp.numerics import mcf
-from msamp.numerics.formats import BF16, FP32, Format, by_name
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.formats import by_name
 from msamp.optim import updates
-from msamp.optim.kept_states import kept_states
-from msamp.optim.shard import Holding
-from msamp.optim.states import by_key, is_own_master, weight_format
-from msamp.optim.updates import MASTER, WEIGHT, State
+from msamp.optim.states import weight_format
 
 # Settings of the model that may change on resume: they give no saved number another meaning.
 _FREE = {"attention_backend", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
@@ -158,7 +154,7 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
     """This rank's part of a checkpoint, read and checked; ValueError naming what is damaged or missing. Changes nothing in `training`."""
     settings, where = training.config.checkpoint, places(training.model)
     taken = _Taken(with_states=_with_states(settings, stored, info))
-    reader = _TensorReader(stored, info["vocab_size"], taken.requantised, info["iteration"])
+    reader = TensorReader(stored, info["vocab_size"], taken.requantised, info["iteration"])
     _take_weights(training, reader, where, taken)
     if not settings.finetune:
         taken.model |= _scaling(training.model, stored, where)
@@ -182,7 +178,7 @@ def _with_states(settings: CheckpointConfig, stored: Stored, info: dict[str, Any
     return held
 
 
-def _take_weights(training: Training, reader: "_TensorReader", where: dict[str, list[Place]], taken: _Taken) -> None:
+def _take_weights(training: Training, reader: TensorReader, where: dict[str, list[Place]], taken: _Taken) -> None:
     masters = {p: by_name(group["formats"]["master"]) for group in training.optimizer.param_groups for p in group["params"]}
     for name, p in training.model.named_parameters():
         taken.model[name], values = reader.weight(p, masters[p], where[name], with_values=not taken.with_states)
@@ -190,7 +186,7 @@ def _take_weights(training: Training, reader: "_TensorReader", where: dict[str, 
             taken.values[name] = values
 
 
-def _take_states(training: Training, reader: "_TensorReader", where: dict[str, list[Place]], taken: _Taken) -> None:
+def _take_states(training: Training, reader: TensorReader, where: dict[str, list[Place]], taken: _Taken) -> None:
     names = names_of(training.model)
     for holding in training.optimizer.holdings():
         if holding.param not in names:  # trained beside the model, and in no checkpoint of it: starts as it is
@@ -208,7 +204,7 @@ def _mu(training: Training, stored: Stored, where: dict[str, list[Place]]) -> di
         keys = [at(f"mu/{place.name}", offset) for place, offset in chunk_offsets(stored, where[name])]
         found = [stored.tensor(key) for key in keys if key in stored.tensors]
         for mu in found:
-            _check_number(stored, f"mu/{name}", mu, 0, MU_MAX, torch.float64)
+            check_number(stored, f"mu/{name}", mu, 0, MU_MAX, torch.float64)
         if found:
             smallest[name] = torch.stack(found).amin()
     return smallest
@@ -219,114 +215,6 @@ def _loss_scale(info: dict[str, Any], training: Training) -> dict[str, Any] | No
     settings, saved = training.config.checkpoint, info.get("loss_scale")
     taken = not (settings.finetune or settings.no_load_optim or saved is None)
     return saved if taken and training.loss_scaler is not None and training.loss_scaler.dynamic else None
-
-
-def _check_number(stored: Stored, name: str, x: Tensor, low: float, high: float, dtype: torch.dtype) -> None:
-    """ValueError for a single number of a checkpoint that is none in [low, high]."""
-    if x.dim() or x.dtype != dtype or not low <= x <= high:
-        raise ValueError(f"{stored.folder}: {name} is {x.tolist()}; it must be one {dtype} in [{low}, {high}]; load an older checkpoint")
-
-
-class _TensorReader:
-    """Weights and optimizer states of one checkpoint in this run's formats."""
-
-    def __init__(self, stored: Stored, vocab_size: int, requantised: set[str], steps: int = 0) -> None:
-        self.stored, self.vocab_size, self.requantised, self.steps = stored, vocab_size, requantised, steps
-        self.weights: dict[str, Found] = {}  # by name, those read so far that have a master beside them
-
-    def find(self, prefix: str, where: list[Place], shape: torch.Size) -> Found:
-        found = find(self.stored, prefix, where, shape, self.vocab_size)
-        found.check(self.stored.folder)
-        return found
-
-    def value(self, prefix: str, where: list[Place], shape: torch.Size, fmt: Format) -> Found:
-        """The source of a tensor in `fmt`: the tensor with its remainder; for BF16 the first component alone, to which the pair rounds."""
-        if fmt == BF16:
-            return self.find(prefix, where, shape)
-        found = find_whole(self.stored, prefix, where, shape, self.vocab_size)
-        found.check(self.stored.folder)
-        return found
-
-    def best(self, where: list[Place], shape: torch.Size, fmt: Format) -> Found:
-        """The master where there is one, else the weight; see `value`."""
-        return self.value(MASTER.key if f"{MASTER.key}/{where[0].name}" in self.stored.tensors else "model", where, shape, fmt)
-
-    def remainder(self, key: str, where: list[Place], shape: torch.Size, fmt: Format) -> Tensor:
-        """A remainder's payload in `fmt`: as stored, converted from another format, or the part of the stored weight or state that BF16
-        drops."""
-        name, first_key = f"{key}/{where[0].name}", firsts()[key]
-        if name in self.stored.tensors:
-            check_remainder(self.stored, key, where)
-            payload = self.find(key, where, shape).payload
-            if payload.dtype == fmt.dtype:
-                return payload
-            pair = mcf.load_pair(self.find(first_key, where, shape).payload, payload)
-        else:
-            found = self.best(where, shape, FP32) if first_key == "model" else self.value(first_key, where, shape, FP32)
-            first = found.values().bfloat16()
-            pair = first, found.values() - first.float()
-        self.requantised.add(name)
-        return mcf.remainder_payload(pair, fmt.dtype)
-
-    def weight(self, p: Tensor, master: Format, where: list[Place], with_values: bool) -> tuple[Tensor, Tensor | None]:
-        """The weight, and `with_values` the values for a master beside it (None: the weight is its own master)."""
-        fmt = weight_format(p)
-        if is_own_master(p, master):
-            return self._to(self.best(where, p.shape, fmt), fmt, p.dtype), None
-        weight = self.find("model", where, p.shape)
-        self.weights[where[0].name] = weight
-        keeps = weight.keeps_bits(fmt)
-        if keeps and not with_values:
-            return weight.to(fmt, p.dtype), None
-        best = self.best(where, p.shape, FP32)
-        check_agree(weight, best, self.stored.folder)
-        values = best.values()
-        if keeps:
-            return weight.to(fmt, p.dtype), values
-        self.requantised.add(weight.key)
-        return (ScalingTensor.quantize(values, fmt, dtype=p.dtype) if fmt.scaled else values.to(fmt.dtype)), values
-
-    def state(self, holding: Holding, where: list[Place]) -> dict[str, Tensor]:
-        """The optimizer states of a holding; empty where none were saved."""
-        step = scalar(self.stored, "step", where[0])
-        if step is None:
-            return {}
-        _check_number(self.stored, f"step/{where[0].name}", step, 0, self.steps, torch.float32)
-        state = {"step": step}
-        for declared, fmt in kept_states(holding.param, holding.formats):
-            state |= {key: holding.copy_of(x) for key, x in self._state(declared, fmt, where, holding.param.shape).items()}
-        self.requantised |= {f"{key}/{where[0].name}" for key in firsts() if key not in state} & self.stored.tensors.keys()
-        return state
-
-    def _state(self, declared: State, fmt: Format, where: list[Place], shape: torch.Size) -> dict[str, Tensor]:
-        """One state of a whole parameter in `fmt`, as it stands in the optimizer's state."""
-        key = declared.key
-        if declared.copy:
-            best = self.best(where, shape, fmt)
-            check_agree(self.weights[where[0].name], best, self.stored.folder)
-            return {key: self._to(best, fmt)}
-        if declared.remainder_of is not None:
-            return {key: self.remainder(key, where, shape, fmt)}
-        if not any(name.startswith(f"{key}/") for name in self.stored.tensors):
-            raise ValueError(
-                f"{self.stored.folder} holds no {key}, which this run's optimizer keeps: it was saved with another update; start the "
-                "optimizer's states anew with --no-load-optim, or resume with the saved precision"
-            )
-        found = self.value(key, where, shape, fmt)
-        found.check(self.stored.folder, non_negative=declared.non_negative)
-        if not found.keeps_bits(fmt):
-            self.requantised.add(found.key)
-        return by_key(key, found.moment(fmt))
-
-    def weight_remainder(self, holding: Holding, where: list[Place]) -> dict[str, Tensor]:
-        """The second component of a holding's weight, which is part of the weight; empty where it has none."""
-        kept = [(state, fmt) for state, fmt in kept_states(holding.param, holding.formats) if state.remainder_of == WEIGHT]
-        return {state.key: holding.copy_of(self.remainder(state.key, where, holding.param.shape, fmt)) for state, fmt in kept}
-
-    def _to(self, found: Found, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
-        if not found.keeps_bits(fmt):
-            self.requantised.add(found.key)
-        return found.to(fmt, dtype)
 
 
 def _scaling(model: nn.Module, stored: Stored, where: dict[str, list[Place]]) -> dict[str, Tensor]:
@@ -349,7 +237,7 @@ def _scaling(model: nn.Module, stored: Stored, where: dict[str, list[Place]]) ->
 
 def take_model(model: nn.Module, stored: Stored, vocab_size: int) -> None:
     """Load the weights as they are, and the scales of the casts, into a model that is not trained any more."""
-    where, reader = places(model), _TensorReader(stored, vocab_size, set())
+    where, reader = places(model), TensorReader(stored, vocab_size, set())
     weights = {name: reader.find("model", where[name], p.shape).to(weight_format(p), p.dtype) for name, p in model.named_parameters()}
     model.load_state_dict(weights | _scaling(model, stored, where), strict=False)
 

@@ -1,0 +1,131 @@
+"""The tensors of a checkpoint in the formats of a run: each weight and optimizer state from the best that is stored of it."""
+
+import torch
+from torch import Tensor
+
+from megatron.lm.checkpoint.files.storage import Stored
+from megatron.lm.checkpoint.place import Place
+from megatron.lm.checkpoint.values import Found, check_agree, check_remainder, find, find_whole, firsts, scalar
+from msamp.numerics import mcf
+from msamp.numerics.formats import BF16, FP32, Format
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.kept_states import kept_states
+from msamp.optim.shard import Holding
+from msamp.optim.states import by_key, is_own_master, weight_format
+from msamp.optim.updates import MASTER, WEIGHT, State
+
+
+def check_number(stored: Stored, name: str, x: Tensor, low: float, high: float, dtype: torch.dtype) -> None:
+    """ValueError where an entry of a checkpoint is not one number in [low, high]."""
+    if x.dim() or x.dtype != dtype or not low <= x <= high:
+        raise ValueError(f"{stored.folder}: {name} is {x.tolist()}; it must be one {dtype} in [{low}, {high}]; load an older checkpoint")
+
+
+class TensorReader:
+    """Weights and optimizer states of one checkpoint in this run's formats.
+
+    Args:
+        stored: the checkpoint.
+        vocab_size: of the tokenizer, not padded.
+        requantised: gets the keys of tensors that could not keep their bits.
+        steps: iteration of the checkpoint, the largest step count that an optimizer state may have.
+    """
+
+    def __init__(self, stored: Stored, vocab_size: int, requantised: set[str], steps: int = 0) -> None:
+        self.stored, self.vocab_size, self.requantised, self.steps = stored, vocab_size, requantised, steps
+        self.weights: dict[str, Found] = {}  # by name, those read so far that have a master beside them
+
+    def find(self, prefix: str, where: list[Place], shape: torch.Size) -> Found:
+        """A tensor of `shape` at these places, checked."""
+        found = find(self.stored, prefix, where, shape, self.vocab_size)
+        found.check(self.stored.folder)
+        return found
+
+    def value(self, prefix: str, where: list[Place], shape: torch.Size, fmt: Format) -> Found:
+        """The source of a tensor in `fmt`: the tensor with its remainder; for BF16 the first component alone, to which the pair rounds."""
+        if fmt == BF16:
+            return self.find(prefix, where, shape)
+        found = find_whole(self.stored, prefix, where, shape, self.vocab_size)
+        found.check(self.stored.folder)
+        return found
+
+    def best(self, where: list[Place], shape: torch.Size, fmt: Format) -> Found:
+        """The master where there is one, else the weight; see `value`."""
+        return self.value(MASTER.key if f"{MASTER.key}/{where[0].name}" in self.stored.tensors else "model", where, shape, fmt)
+
+    def remainder(self, key: str, where: list[Place], shape: torch.Size, fmt: Format) -> Tensor:
+        """A remainder's payload in `fmt`: as stored, converted from another format, or the part of the stored weight or state that BF16
+        drops."""
+        name, first_key = f"{key}/{where[0].name}", firsts()[key]
+        if name in self.stored.tensors:
+            check_remainder(self.stored, key, where)
+            payload = self.find(key, where, shape).payload
+            if payload.dtype == fmt.dtype:
+                return payload
+            pair = mcf.load_pair(self.find(first_key, where, shape).payload, payload)
+        else:
+            found = self.best(where, shape, FP32) if first_key == "model" else self.value(first_key, where, shape, FP32)
+            first = found.values().bfloat16()
+            pair = first, found.values() - first.float()
+        self.requantised.add(name)
+        return mcf.remainder_payload(pair, fmt.dtype)
+
+    def weight(self, p: Tensor, master: Format, where: list[Place], with_values: bool) -> tuple[Tensor, Tensor | None]:
+        """The weight, and `with_values` the values for a master beside it (None: the weight is its own master)."""
+        fmt = weight_format(p)
+        if is_own_master(p, master):
+            return self._to(self.best(where, p.shape, fmt), fmt, p.dtype), None
+        weight = self.find("model", where, p.shape)
+        self.weights[where[0].name] = weight
+        keeps = weight.keeps_bits(fmt)
+        if keeps and not with_values:
+            return weight.to(fmt, p.dtype), None
+        best = self.best(where, p.shape, FP32)
+        check_agree(weight, best, self.stored.folder)
+        values = best.values()
+        if keeps:
+            return weight.to(fmt, p.dtype), values
+        self.requantised.add(weight.key)
+        return (ScalingTensor.quantize(values, fmt, dtype=p.dtype) if fmt.scaled else values.to(fmt.dtype)), values
+
+    def state(self, holding: Holding, where: list[Place]) -> dict[str, Tensor]:
+        """The optimizer states of a holding; empty where none were saved."""
+        step = scalar(self.stored, "step", where[0])
+        if step is None:
+            return {}
+        check_number(self.stored, f"step/{where[0].name}", step, 0, self.steps, torch.float32)
+        state = {"step": step}
+        for declared, fmt in kept_states(holding.param, holding.formats):
+            state |= {key: holding.copy_of(x) for key, x in self._state(declared, fmt, where, holding.param.shape).items()}
+        self.requantised |= {f"{key}/{where[0].name}" for key in firsts() if key not in state} & self.stored.tensors.keys()
+        return state
+
+    def _state(self, declared: State, fmt: Format, where: list[Place], shape: torch.Size) -> dict[str, Tensor]:
+        """One state of a whole parameter in `fmt`, as it stands in the optimizer's state."""
+        key = declared.key
+        if declared.copy:
+            best = self.best(where, shape, fmt)
+            check_agree(self.weights[where[0].name], best, self.stored.folder)
+            return {key: self._to(best, fmt)}
+        if declared.remainder_of is not None:
+            return {key: self.remainder(key, where, shape, fmt)}
+        if not any(name.startswith(f"{key}/") for name in self.stored.tensors):
+            raise ValueError(
+                f"{self.stored.folder} holds no {key}, which this run's optimizer keeps: it was saved with another update; start the "
+                "optimizer's states anew with --no-load-optim, or resume with the saved precision"
+            )
+        found = self.value(key, where, shape, fmt)
+        found.check(self.stored.folder, non_negative=declared.non_negative)
+        if not found.keeps_bits(fmt):
+            self.requantised.add(found.key)
+        return by_key(key, found.moment(fmt))
+
+    def weight_remainder(self, holding: Holding, where: list[Place]) -> dict[str, Tensor]:
+        """The second component of a holding's weight, which is part of the weight; empty where it has none."""
+        kept = [(state, fmt) for state, fmt in kept_states(holding.param, holding.formats) if state.remainder_of == WEIGHT]
+        return {state.key: holding.copy_of(self.remainder(state.key, where, holding.param.shape, fmt)) for state, fmt in kept}
+
+    def _to(self, found: Found, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
+        if not found.keeps_bits(fmt):
+            self.requantised.add(found.key)
+        return found.to(fmt, dtype)
