@@ -7,8 +7,7 @@ from typing import Any
 
 from megatron.lm.config.megatron_flags.in_context import JUDGES, Given, Values
 from megatron.lm.config.megatron_flags.row import ACCEPTED, DROPPED, REFUSED, Verdict, spelled
-from megatron.lm.config.megatron_flags.table import find, lines_about, names
-from megatron.lm.config.megatron_flags.typos import closest
+from megatron.lm.config.megatron_flags.table import closest, find, lines_about, names
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from helpers.megatron_lines import BY_LINE
 from megatron.lm.config.cli import known_flags
 from megatron.lm.config.megatron_flags.apply import apply
 from megatron.lm.config.megatron_flags.row import ACCEPTED, DROPPED, REFUSED, TRANSLATED, spelled
-from megatron.lm.config.megatron_flags.table import TABLE, find, lines_about, names
+from megatron.lm.config.megatron_flags.table import TABLE, closest, distance_of, find, lines_about, names
 
 ROWS = [row for rows in TABLE.values() for row in rows]
 NAMES = (Path(__file__).parents[4] / "helpers" / "megatron_flag_names.txt").read_text().split()
@@ -66,3 +66,32 @@ def test_a_family_serves_the_flags_that_have_no_line_of_their_own():
     assert find("--hybrid-attention-ratio", ["0.5"]).verdict.treatment == REFUSED
     assert find("--no-such-flag", []) is None
     assert "--moe-*" not in names()
+
+
+KNOWN = ("--train-iters", "--lr", "--override-data", "--min-lr", "--tensor-model-parallel-size", "--seed")
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--trian-iters", "--train-iters"),
+        ("--train-iter", "--train-iters"),
+        ("--tarin-iter", "--train-iters"),
+        ("--sede", "--seed"),
+        ("--mock-data", None),
+        ("--max-lr", None),
+        ("--tensor-parallel-size", None),
+        ("--lr", "--lr"),
+    ],
+)
+def test_only_a_slip_of_the_fingers_is_hinted_at(word, meant):
+    assert closest(word, KNOWN) == meant
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "slips"),
+    [("ab", "ab", 0), ("ab", "ba", 1), ("abc", "abd", 1), ("abc", "ab", 1), ("abcd", "badc", 2), ("abcd", "wxyz", 3)],
+)
+def test_slips_are_counted_up_to_the_most(one, other, slips):
+    assert distance_of(one, other, 2) == slips
+    assert distance_of(other, one, 2) == slips
