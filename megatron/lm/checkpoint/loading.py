@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from megatron.lm.checkpoint import rng
 from megatron.lm.checkpoint.content import at
-from megatron.lm.checkpoint.files.folder import candidates, check_files, latest, no_checkpoint, read_info
+from megatron.lm.checkpoint.files.folder import INFO_FILE, candidates, check_files, latest, no_checkpoint, read_info
 from megatron.lm.checkpoint.files.storage import Stored
 from megatron.lm.checkpoint.files.versions import check_info
+from megatron.lm.checkpoint.foreign import megatron
+from megatron.lm.checkpoint.foreign.megatron import read_megatron
+from megatron.lm.checkpoint.foreign.torch_dist import TorchDist, is_torch_dist, read_common
 from megatron.lm.checkpoint.place import Place, names_of, places
 from megatron.lm.checkpoint.tensor_reader import TensorReader, check_number
 from megatron.lm.checkpoint.values import chunk_offsets
@@ -82,13 +85,13 @@ def load(training: Training) -> None:
     problems: list[str] = []
     for folder in offered[0].folders:
         try:
-            info = all_or_none(lambda folder=folder: _checked(folder))  # type: ignore[misc]
+            info, stored = all_or_none(lambda folder=folder: _opened(folder, training))  # type: ignore[misc]
         except ValueError as problem:
             problems.append(f"passed over: {problem}")
             continue
         remark = all_or_none(lambda info=info: _check_fits(info, training))  # type: ignore[misc]
         try:
-            taken = all_or_none(lambda folder=folder, info=info: _take(training, Stored(folder, info["files"]), info))  # type: ignore[misc]
+            taken = all_or_none(lambda stored=stored, info=info: _take(training, stored, info))  # type: ignore[misc]
         except ValueError as problem:
             problems.append(f"passed over: {problem}")
             continue
@@ -101,6 +104,26 @@ def load(training: Training) -> None:
     _apply(training, taken, info)
     if not settings.finetune:
         _say_what_changed(training, taken, info)
+
+
+def _opened(folder: Path, training: Training) -> tuple[dict[str, Any], Stored]:
+    """What is not a tensor, and the tensors, of a checkpoint of ours or of Megatron-LM."""
+    if is_foreign(folder):
+        return read_megatron(folder, training.config, training.vocab_size)
+    info = _checked(folder)
+    return info, open_stored(folder, info)
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether Megatron-LM wrote the checkpoint, and not this trainer, in whatever format."""
+    return is_torch_dist(folder) and not (folder / INFO_FILE).is_file()
+
+
+def open_stored(folder: Path, info: dict[str, Any]) -> Stored:
+    """The tensors of a checkpoint of this trainer, in either of its formats."""
+    if info.get("format") == "torch_dist":
+        return TorchDist(folder, read_common(folder))
+    return Stored(folder, info["files"])
 
 
 def _checked(folder: Path) -> dict[str, Any]:
@@ -130,6 +153,8 @@ def _check_fits(info: dict[str, Any], training: Training) -> str | None:
     rope = config.model.position_embedding_type == "rope"
     free = _FREE | ({"seq_length"} if finetune and (rope or same_table) else set())
     differing = [f"{flag(k)} {v} (saved: {then.get(k)})" for k, v in now.items() if k not in free and then.get(k) != v]
+    if "megatron_args" in info:
+        differing = megatron.differing(info["megatron_args"], config.model)
     if info["vocab_size"] != training.vocab_size:
         differing.append(f"a tokenizer of {training.vocab_size} tokens (saved: {info['vocab_size']})")
     batch, before = config.global_batch_size(dist.get_world_size()), info["consumed_samples"]
@@ -153,6 +178,8 @@ def _defaults(section: type) -> dict[str, Any]:
 def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
     """This rank's part of a checkpoint, read and checked; ValueError naming what is damaged or missing. Changes nothing in `training`."""
     settings, where = training.config.checkpoint, places(training.model)
+    if isinstance(stored, TorchDist):
+        megatron.check_names(stored, (place.name for found in where.values() for place in found), training.config.model.num_layers)
     taken = _Taken(with_states=_with_states(settings, stored, info))
     reader = TensorReader(stored, info["vocab_size"], taken.requantised, info["iteration"])
     _take_weights(training, reader, where, taken)
@@ -172,9 +199,11 @@ def _with_states(settings: CheckpointConfig, stored: Stored, info: dict[str, Any
     """Whether the optimizer's states are taken. ValueError where a run would resume without them."""
     if settings.finetune or settings.no_load_optim:
         return False
+    if isinstance(stored, TorchDist) and stored.moments_refused is not None:
+        raise ValueError(stored.moments_refused)
     held = any(key.partition("/")[0] in updates.own_keys() for key in stored.tensors)
     if not held and info["iteration"]:
-        raise ValueError(f"{stored.folder} holds weights alone; load them with --finetune")
+        raise ValueError(f"{stored.folder} holds weights alone; load them with --finetune, or resume without states by --no-load-optim")
     return held
 
 
@@ -323,6 +352,9 @@ def saved_precision(config: Config) -> PrecisionConfig | None:
     """The precision settings of the run that `config` resumes; None where it resumes none. ValueError for a damaged one."""
     settings = config.checkpoint
     if settings.load is None or settings.finetune:
+        return None
+    offered = candidates(Path(settings.load), settings.ckpt_step, unhealthy=settings.load_unhealthy).folders
+    if offered and is_foreign(offered[0]):
         return None
     folder = latest(Path(settings.load), settings.ckpt_step, unhealthy=settings.load_unhealthy, say=False)  # loading will say
     return config_from_dict(read_info(folder)["config"]).precision

@@ -156,8 +156,10 @@ def _what_it_is(folder: Path) -> str:
         return "is missing"
     if (folder / "mp_rank_00_000.pt").is_file() or (folder / "state.pt").is_file():
         return f"was written by an earlier version of this code (it has no {INFO_FILE}); read it with the code of then"
-    if (folder / "common.pt").is_file() or any(folder.glob("mp_rank_*/model_optim_rng.pt")):
-        return "was written by Megatron-LM, and its optimizer states are others; take its weights through Hugging Face's format"
+    if (folder / "common.pt").is_file():
+        return "was written by Megatron-LM as torch_dist, which the trainer reads: give it this --load, and another --save"
+    if any(folder.glob("mp_rank_*/model_optim_rng.pt")):
+        return "was written by Megatron-LM as --ckpt-format torch: save it there as torch_dist, or take it through Hugging Face's format"
     return f"is no checkpoint, or one without {INFO_FILE}, which is written last"
 
 
@@ -237,6 +239,10 @@ def refuse_other_run(root: Path, run: Run) -> None:
     info = owner(root)
     if any(_numbered(root)) and (info is None or not run.holds(info)):
         held = f"another run (iteration {info['iteration']} of {identity.name(info)[:8]})" if info else "checkpoints that cannot be read"
+        if info is None and any((path / "common.pt").is_file() for _, path in _numbered(root)):
+            raise ValueError(
+                f"{root} holds checkpoints of Megatron-LM, and saving there would lose them: give --load {root} and another --save"
+            )
         raise ValueError(
             f"{root} holds {held}, and saving there would lose it: give --load {root} --save {root} to go on with it, another "
             "--save to keep both, or move it away"

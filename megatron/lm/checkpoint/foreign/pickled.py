@@ -12,7 +12,7 @@ operations to those that torch's writers use. The result is text, numbers, lists
 import io
 import pickletools
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,16 +35,30 @@ _STORAGES = {
     "torch ByteStorage": torch.uint8,
     "torch BoolStorage": torch.bool,
 }
+_MOST_VALUES = 2**20
 _BITS = "torch.storage UntypedStorage"  # the dtype stands beside it
+_PLANNER = "torch.distributed.checkpoint.planner "
+_METADATA = (_DCP + "Metadata", "megatron.core.dist_checkpointing.strategies.torch MCoreMetadata")
+_OBJECT = _DCP + "BytesStorageMetadata"
 # Names that torch's files call or instantiate; all other permitted names are dtypes or storages.
 _CALLED = {
     *(_DCP + name for name in ("TensorProperties", "_MEM_FORMAT_ENCODING", "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata")),
-    *(_DCP + "MetadataIndex", _DCP + "StorageMeta", _FILES + "_StorageInfo", "torch Size", "torch.serialization _get_layout"),
+    *(_DCP + "MetadataIndex", _DCP + "StorageMeta", _DCP + "BytesStorageMetadata", _FILES + "_StorageInfo"),
+    *("torch Size", "torch.serialization _get_layout"),
+    # The plan of each rank, which Megatron-LM adds for later saves, and megatron-core's own class of former versions.
+    *(_PLANNER + name for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
+    "megatron.core.dist_checkpointing.strategies.torch MCoreMetadata",
+    "megatron.core.dist_checkpointing.strategies.torch MCoreSavePlan",
     *(path + name for path in _PATHS for name in ("PosixPath", "Path")),
     *("torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3", "collections OrderedDict"),
 }
 _DTYPE_NAMES = {f"torch {name}": dtype for name, dtype in DTYPES.items()}
 _NAMED = _CALLED | _STORAGES.keys() | {_BITS} | _DTYPE_NAMES.keys()
+# Where the names of an argparse.Namespace and the plain state beside it come from: nothing of theirs is imported, called or built.
+PLAIN_MODULES = (
+    *("argparse", "collections", "datetime", "enum", "megatron", "nemo", "numpy", "pathlib", "signal", "torch", "transformer_engine"),
+    "types",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +79,15 @@ class Record:
     name: str
     args: tuple[Any, ...]
     state: list[Any] = field(default_factory=list)
+    pairs: Pairs = field(default_factory=Pairs)  # what SETITEMS would put into a subclass of dict
 
 
 class _Machine:
-    """The stack and the memory of a pickle, which holds records where an unpickler has objects."""
+    """The stack and the memory of a pickle, which holds records where an unpickler has objects. `modules`: top-level modules of which any
+    name may stand in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str] = ()) -> None:
+        self.modules = frozenset(modules)
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -104,13 +121,13 @@ class _Machine:
         if arg is None:
             name, module = self.pop(str), self.pop(str)
             arg = f"{module} {name}"
-        if arg not in _NAMED:
+        if arg not in _NAMED and arg.split(" ")[0].split(".")[0] not in self.modules:
             raise ValueError(f"it names {arg.replace(' ', '.')!r}, which has no place in a checkpoint")
         self.stack.append(Name(arg))
 
     def call(self, arg: Any) -> None:
         args, called = self.pop(tuple), self.pop(Name)
-        if called.name not in _CALLED:
+        if called.name not in _CALLED and (not self.modules or called.name in _DTYPE_NAMES):
             raise ValueError(f"it calls {called.name}, which is no function of a checkpoint")
         self.stack.append(Record(called.name, args))
 
@@ -124,11 +141,18 @@ class _Machine:
     def items(self, arg: Any) -> None:
         found = self.pop_mark()
         pairs = list(zip(found[::2], found[1::2], strict=True))
-        self.top(Pairs).extend(pairs)
+        self.table().extend(pairs)
 
     def item(self, arg: Any) -> None:
         value, key = self.pop(), self.pop()
-        self.top(Pairs).append((key, value))
+        self.table().append((key, value))
+
+    def table(self) -> Pairs:
+        """The dictionary on top of the stack, or what a subclass of it would hold."""
+        top = self.top(object)
+        if isinstance(top, Record) and top.name in ("collections OrderedDict", "collections defaultdict"):
+            return top.pairs
+        return self.top(Pairs)
 
     def appends(self, arg: Any) -> None:
         found = self.pop_mark()
@@ -163,6 +187,7 @@ _ATOMS: dict[str, Callable[[Any], Any]] = {
     "EMPTY_TUPLE": lambda arg: (),
     "EMPTY_LIST": lambda arg: [],
     "EMPTY_DICT": lambda arg: Pairs(),
+    **dict.fromkeys(("BINFLOAT", "BINBYTES", "SHORT_BINBYTES", "LONG4", "BINUNICODE8"), lambda arg: arg),
 }
 _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda machine, arg: None),
@@ -185,13 +210,17 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
 }
 
 
-def interpreted(data: bytes) -> Any:
+def interpreted(data: bytes, modules: Sequence[str] = ()) -> Any:
     """The content of a pickle of torch's distributed checkpoint: text, numbers, tuples, lists, `Pairs`, `Name`s and `Record`s.
+
+    Args:
+        data: the pickle.
+        modules: top-level modules of which any name may stand in it, as text; beside those of tensors and of the plan.
 
     Raises:
         ValueError: it is no such pickle, or has an operation that none of them has.
     """
-    machine = _Machine()
+    machine = _Machine(modules)
     try:
         for operation, arg, _ in pickletools.genops(data):
             machine.do(operation.name, arg)
@@ -233,15 +262,21 @@ def _dtype(properties: Any) -> torch.dtype:
 
 
 def plan_of_pickle(data: bytes) -> Plan:
-    """The plan that the pickle in `.metadata` describes, with the bytes of the zip files as those of the chunks.
+    """The plan that the pickle in `.metadata` describes, with the bytes of the zip files as those of the chunks; without the objects
+    beside the tensors, which are pickles of any content and are not read.
 
     Raises:
         ValueError: it describes no plan.
     """
-    root = _fields(interpreted(data), _DCP + "Metadata")
+    content = interpreted(data)
+    root = _fields(content, _METADATA[1] if isinstance(content, Record) and content.name == _METADATA[1] else _METADATA[0])
     where: dict[tuple[str, torch.Size], tuple[str, int, int]] = {}
     for index, info in _pairs(root.get("storage_data")):
         match _fields(index, _DCP + "MetadataIndex"), _fields(info, _FILES + "_StorageInfo"):
+            case {"fqn": str(), **rest}, _ if rest.get("offset") is None:
+                continue  # an object
+            case _, {"transform_descriptors": [*transforms]} if transforms:
+                raise ValueError(f"its files are transformed by {transforms[0]!r}; save it without compression or encryption")
             case {"fqn": str(key), "offset": offset}, {"relative_path": str(file), "offset": start, "length": length}:
                 where[key, _size(offset)] = file, natural(start), natural(length)
             case _:
@@ -249,6 +284,8 @@ def plan_of_pickle(data: bytes) -> Plan:
     plan: Plan = {}
     places = len(where)  # no list of chunks can be read more often than there are places for them
     for key, record in _pairs(root.get("state_dict_metadata")):
+        if isinstance(record, Record) and record.name == _OBJECT:
+            continue
         match key, _fields(record, _DCP + "TensorStorageMetadata"):
             case str(), {"properties": properties, "size": shape, "chunks": list(chunks)} if len(chunks) <= places:
                 places -= len(chunks)
@@ -295,6 +332,52 @@ def chunk_of_zip(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         return flat.as_strided(shape, [natural(stride) for stride in strides])
     except RuntimeError:
         raise ValueError("a chunk's strides lead out of it") from None
+
+
+def plain_of_zip(data: bytes) -> Any:
+    """The plain values that `torch.save` has written as `data`: an argparse.Namespace and a dictionary become a `dict` of their text keys;
+    a tensor of one element becomes its number, and what no number, text, list or tuple says (other tensors, classes) None.
+
+    Raises:
+        ValueError: it is no file of `torch.save`, or a pickle that names what has no place in a checkpoint.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            (name,) = (name for name in archive.namelist() if name.partition("/")[2] == "data.pkl")
+            if archive.getinfo(name).compress_type != zipfile.ZIP_STORED:
+                raise ValueError("it is compressed, which torch's files are not")
+            pickled, folder = archive.read(name), name.removesuffix("data.pkl")
+            small = {info.filename.removeprefix(f"{folder}data/"): info for info in archive.infolist() if 0 < info.file_size <= 8}
+            numbers = {key: archive.read(info) for key, info in small.items() if info.compress_type == zipfile.ZIP_STORED}
+    except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
+        raise ValueError(f"it is no file of torch.save ({error})") from None
+    try:
+        return _plain(interpreted(pickled, PLAIN_MODULES), iter(range(_MOST_VALUES)), numbers)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _plain(found: Any, left: Iterator[int], numbers: dict[str, bytes]) -> Any:
+    """`left`: as many numbers as values may still be taken, since a list that holds another twice, and so on, grows without bounds.
+    `numbers`: the bytes of storages that may be one number.
+    """
+    if next(left, None) is None:
+        raise ValueError(f"it has more than {_MOST_VALUES} values")
+    match found:
+        case Record("argparse Namespace", _, [Pairs() as pairs]) | Record("types SimpleNamespace", _, [Pairs() as pairs]):
+            return _plain(pairs, left, numbers)
+        case Record("collections OrderedDict" | "collections defaultdict", _, _, pairs):
+            return _plain(pairs, left, numbers)
+        case Pairs():
+            return {key: _plain(value, left, numbers) for key, value in found if isinstance(key, str | int)}
+        case list() | tuple():
+            return [_plain(value, left, numbers) for value in found]
+        case Record("torch._utils _rebuild_tensor_v2", (Record("persistent", ("storage", Name(name), str(key), *_)), 0, (), *_)):
+            dtype, data = _STORAGES.get(name), numbers.get(key, b"")
+            return torch.frombuffer(bytearray(data), dtype=dtype).item() if dtype is not None and len(data) == dtype.itemsize else None
+        case None | bool() | int() | float() | str():
+            return found
+    return None
 
 
 def _storage(found: Any) -> str:

@@ -1,0 +1,137 @@
+"""A checkpoint of Megatron-LM as one of ours: its shape against this run's flags, its iteration, samples and place in the schedule."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.lm.checkpoint.files.index import natural
+from megatron.lm.checkpoint.foreign.names import layer_of
+from megatron.lm.checkpoint.foreign.torch_dist import COMMON_FILE, TorchDist, names_of_weights, read_common
+from megatron.lm.config import Config, ModelConfig
+from megatron.lm.config.cli import config_to_dict
+from megatron.lm.config.schema import flag
+
+_BATCH = "global_batch_size"
+
+
+def read_megatron(folder: Path, config: Config, vocab_size: int) -> tuple[dict[str, Any], TorchDist]:
+    """What `checkpoint.json` says of a checkpoint of ours, for one of Megatron-LM, and its tensors.
+
+    The vocabulary is taken to be this run's tokenizer's: Megatron-LM stores only how many rows the embedding has.
+
+    Raises:
+        ValueError: the checkpoint cannot be read.
+    """
+    common = read_common(folder)
+    stored = TorchDist(folder, common)
+    args = arguments(common)
+    try:
+        iteration = natural(common.get("iteration", 0))
+        consumed = natural(args.get("consumed_train_samples", 0) or 0)
+        samples = natural((common.get("opt_param_scheduler") or {}).get("num_steps", consumed))
+        step = natural(stored.step)
+    except (AttributeError, ValueError) as error:
+        raise ValueError(f"{folder / COMMON_FILE} has an impossible count ({error}); load an older checkpoint") from None
+    batch = args.get(_BATCH) or max(1, consumed // max(1, iteration))
+    info = {
+        **dict.fromkeys(("passed_over", "skipped_steps"), 0),
+        "config": _configuration(args, config),
+        "iteration": iteration,
+        "consumed_samples": consumed,
+        "schedule_steps": min(iteration, samples // batch),
+        "grad_sync_steps": step,
+        "processes": args.get("world_size") or _size(args, "tensor") * _size(args, "pipeline"),
+        "vocab_size": vocab_size,
+        "loss_scale": _loss_scale(common),
+        "seal": hashlib.sha256((folder / COMMON_FILE).read_bytes()).hexdigest(),
+        "megatron_args": args,
+    }
+    return info, stored
+
+
+def _loss_scale(common: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The dynamic loss scale of FP16, as `msamp.fp16.scaler` has it; None where there is none."""
+    optimizer = common.get("optimizer")
+    match optimizer.get("grad_scaler") if isinstance(optimizer, dict) else None:
+        case {"scale": float(scale), "growth_tracker": int(good), "hysteresis_tracker": int(left)} if scale > 0 and min(good, left) >= 0:
+            return {"loss_scale": scale, "unskipped": good, "overflows_left": left}
+    return None
+
+
+def arguments(common: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron-LM's arguments, by name; empty where the checkpoint has none."""
+    args = common.get("args")
+    return args if isinstance(args, dict) else {}
+
+
+def _size(args: Mapping[str, Any], axis: str) -> int:
+    size = args.get(f"{axis}_model_parallel_size")
+    return size if type(size) is int and size > 0 else 1
+
+
+def _configuration(args: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """This run's configuration with what the checkpoint's arguments say of precision, grid, seed and data."""
+    found = config_to_dict(config)
+    precision = "fp16-amp" if args.get("fp16") is True else "bf16" if args.get("bf16") is True else "fp32"
+    found["precision"] = {"precision": precision}
+    found["parallel"] = {f"{axis}_model_parallel_size": _size(args, axis) for axis in ("tensor", "pipeline")}
+    for section, name in (("training", "seed"), ("training", "train_iters"), ("data", "split")):
+        if type(args.get(name)) is type(found[section].get(name)):
+            found[section][name] = args[name]
+    return found
+
+
+def differing(args: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """The flags of `model` that do not describe the model of Megatron-LM's arguments, each with its value and the checkpoint's."""
+    expected: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "ffn_hidden_size": model.ffn_size,
+        "kv_channels": model.head_size,
+        "normalization": model.normalization,
+        "swiglu": model.swiglu,
+        "qk_layernorm": model.qk_layernorm,
+        "position_embedding_type": model.position_embedding_type,
+        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
+    }
+    if model.position_embedding_type == "rope":
+        expected |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
+    if model.position_embedding_type == "learned_absolute":
+        expected["max_position_embeddings"] = model.max_positions
+    found = [_told(name, value, args[name]) for name, value in expected.items() if args.get(name) is not None and args[name] != value]
+    epsilon = args.get("norm_epsilon", args.get("layernorm_epsilon"))
+    if epsilon is not None and epsilon != model.norm_epsilon:
+        found.append(_told("norm_epsilon", model.norm_epsilon, epsilon))
+    if isinstance(bias := args.get("add_bias_linear"), bool) and bias == model.disable_bias_linear:
+        found.append(_told("disable_bias_linear", model.disable_bias_linear, not bias))
+    heads = args.get("num_attention_heads")
+    groups = args.get("num_query_groups") if args.get("group_query_attention") is True else heads
+    if groups is not None and groups != model.query_groups:
+        found.append(_told("num_query_groups", model.query_groups, groups))
+    return found
+
+
+def _told(name: str, now: Any, then: Any) -> str:
+    return f"{flag(name)} {now} (saved: {then})"
+
+
+def check_names(stored: TorchDist, own: Iterable[str], num_layers: int) -> None:
+    """ValueError where the checkpoint holds weights that the model does not have, such as those of experts, or layers beyond its last.
+
+    `own`: names of weights of a pipeline stage, in the whole model.
+    """
+    suffixes = {suffix for layer, suffix in map(layer_of, own) if layer is not None}
+    ends = ("embedding.word_embeddings.", "embedding.position_embeddings.", "decoder.final_layernorm.", "output_layer.")
+    strange = [
+        name
+        for name in names_of_weights(stored)
+        for layer, suffix in [layer_of(name)]
+        if (layer is None and not name.startswith(ends)) or (layer is not None and (suffix not in suffixes or layer >= num_layers))
+    ]
+    if strange:
+        raise ValueError(
+            f"{stored.folder} holds {len(strange)} weights that this model does not have, such as {strange[0]}: give the flags of the "
+            "model that was saved (experts, multi-latent attention and multi-token prediction are not read)"
+        )

@@ -1,0 +1,193 @@
+"""Read a `torch_dist` checkpoint of Megatron-LM under our names, whatever grid wrote it, without executing a pickle.
+
+    iter_0000010/.metadata       which tensors there are, and where in which file each chunk lies (a pickle: `pickled`)
+    iter_0000010/__0_0.distcp    chunks, each a file of `torch.save`
+    iter_0000010/common.pt       arguments, iteration, schedule and the optimizer's step count (a pickle)
+    iter_0000010/metadata.json   names the format
+
+The layout `fully_sharded_model_space`, up to megatron-core 0.14, flattens each tensor-parallel shard of an optimizer state and cuts it
+among data-parallel ranks: a state of [X, Y] whose shards are [x, y] is stored as [X / x, Y / y, x y]. The shards are put together here.
+`dp_reshardable` cuts the concatenation of all parameters, whose order no file says: of such a checkpoint the weights alone are read.
+`_extra_state` (scales and amax histories of Transformer Engine) and random states are not read.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megatron.lm.checkpoint.files.index import LARGEST_PLAN, Chunk, Entry, Plan, check, regular_file
+from megatron.lm.checkpoint.files.storage import Stored
+from megatron.lm.checkpoint.foreign.names import OPTIMIZER, MegatronName, ours
+from megatron.lm.checkpoint.foreign.pickled import PLAN_FILE, chunk_of_zip, plain_of_zip, plan_of_pickle
+
+COMMON_FILE, FORMAT_FILE = "common.pt", "metadata.json"
+_DP_RESHARDABLE = f"{OPTIMIZER}distributed."
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Whether Megatron-LM's distributed checkpointing wrote the folder."""
+    return (folder / FORMAT_FILE).is_file() and (folder / COMMON_FILE).is_file()
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """The plain values of `common.pt` (`pickled.plain_of_zip`).
+
+    Raises:
+        ValueError: the folder has another format, or the file cannot be read; the message names it.
+    """
+    file = folder / FORMAT_FILE
+    try:
+        found = json.loads(_bytes(file))
+        if not isinstance(found, dict) or found.get("sharded_backend") != "torch_dist":
+            raise ValueError("it does not say sharded_backend torch_dist; save it with --ckpt-format torch_dist")
+        file = folder / COMMON_FILE
+        common = plain_of_zip(_bytes(file))
+        if not isinstance(common, dict):
+            raise ValueError("it holds no table")
+    except (OSError, RecursionError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); load an older checkpoint") from None
+    return common
+
+
+def _bytes(file: Path) -> bytes:
+    if (length := regular_file(file).stat().st_size) > LARGEST_PLAN:
+        raise ValueError(f"it is {length} bytes long; it may have {LARGEST_PLAN}")
+    return file.read_bytes()
+
+
+@dataclass(frozen=True)
+class _Tile(Chunk):
+    """A chunk of one of our tensors: the stored chunks whose elements follow each other in it, or one and the layer taken from it."""
+
+    parts: tuple[Chunk, ...]
+    layer: int | None = None
+
+
+class TorchDist(Stored):
+    """The tensors of a Megatron-LM checkpoint under the keys of ours: `model/NAME`, and of the optimizer `master/NAME`, `exp_avg/NAME`,
+    `exp_avg_sq/NAME` and `step/NAME`.
+
+    Args:
+        folder: of the checkpoint.
+        common: contents of its `common.pt`.
+
+    Attributes:
+        step: of the optimizer.
+        moments_refused: what to say where the optimizer's states are asked for and cannot be read; None where they can, or there are none.
+
+    Raises:
+        ValueError: the plan cannot be read, is impossible, or does not fit the files beside it.
+    """
+
+    def __init__(self, folder: Path, common: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.moments_refused: str | None = None
+        file = folder / PLAN_FILE
+        try:
+            plan = plan_of_pickle(_bytes(file))
+            if any(key.startswith(_DP_RESHARDABLE) for key in plan):
+                self.moments_refused = (
+                    f"{folder} stores the optimizer's states as dp_reshardable, whose order only the run that wrote it knows: save it in "
+                    "Megatron-LM with --dist-ckpt-optim-fully-reshardable, or take the weights alone with --no-load-optim or --finetune"
+                )
+            named = {key: name for key in plan if (name := ours(key)) is not None}
+            check(folder, {key: plan[key] for key in named})
+            self.tensors = _translated(plan, named)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file} cannot be read ({error}); load an older checkpoint") from None
+        self.step = optimizer_step(common)
+        for key in [key for key in self.tensors if key.startswith("exp_avg/")]:
+            self.tensors[f"step/{key.removeprefix('exp_avg/')}"] = Entry(torch.float32, torch.Size(()), ())
+
+    def tensor(self, key: str) -> Tensor:
+        """A whole tensor, in the dtype in which it is stored."""
+        return torch.tensor(float(self.step)) if key.startswith("step/") and key in self.tensors else super().tensor(key)
+
+    def _rows(self, entry: Entry, chunk: Chunk, part: Sequence[slice]) -> Tensor:
+        tile = cast("_Tile", chunk)
+        if tile.layer is not None:
+            return self._stored(entry, tile.parts[0])[tile.layer][tuple(part)]
+        flat = [self._stored(entry, stored).flatten() for stored in tile.parts]
+        return torch.cat(flat).view(tile.shape)[tuple(part)]
+
+    def _stored(self, entry: Entry, chunk: Chunk) -> Tensor:
+        file = self.folder / chunk.file
+        try:
+            with regular_file(file).open("rb") as stream:
+                stream.seek(chunk.start)
+                return chunk_of_zip(stream.read(chunk.length), entry.dtype, chunk.shape)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file} cannot be read ({error}); load an older checkpoint") from None
+
+
+def optimizer_step(common: Mapping[str, Any]) -> int:
+    """The optimizer's step count in `common.pt`: of a distributed optimizer in each of its groups, of another one beside the states."""
+    found = [common.get("optimizer")]
+    while found:
+        here = found.pop(0)
+        if isinstance(here, dict):
+            for key in ("step", "common_step"):
+                if isinstance(here.get(key), int | float) and 0 <= here[key] < 2**24:
+                    return int(here[key])
+            found += list(here.values())
+        elif isinstance(here, list):
+            found += here
+    iteration = common.get("iteration")
+    return iteration if type(iteration) is int else 0
+
+
+def _translated(plan: Plan, named: Mapping[str, MegatronName]) -> Plan:
+    shapes = {name.name: plan[key].shape for key, name in named.items() if name.prefix == "model"}
+    found: Plan = {}
+    for key, name in named.items():
+        entry, whole = plan[key], shapes.get(name.name)
+        if whole is not None and len(entry.shape) == len(whole) + 1:
+            entry = _joined(key, entry, whole)
+        if not name.stacked:
+            found[f"{name.prefix}/{name.name}"] = Entry(entry.dtype, entry.shape, tuple(_tile(chunk) for chunk in entry.chunks))
+            continue
+        for layer in range(entry.shape[0]):
+            chunks = tuple(_of_layer(chunk, layer) for chunk in entry.chunks if 0 <= layer - chunk.offset[0] < chunk.shape[0])
+            found[f"{name.prefix}/{name.name.format(layer)}"] = Entry(entry.dtype, entry.shape[1:], chunks)
+    return found
+
+
+def _tile(chunk: Chunk) -> _Tile:
+    if isinstance(chunk, _Tile):
+        return chunk
+    return _Tile(chunk.offset, chunk.shape, chunk.file, chunk.start, chunk.length, (chunk,))
+
+
+def _of_layer(chunk: Chunk, layer: int) -> _Tile:
+    shape, file = chunk.shape[1:], (chunk.file, chunk.start, chunk.length)
+    if isinstance(chunk, _Tile):  # a shard of one layer
+        return _Tile(chunk.offset[1:], shape, *file, chunk.parts)
+    return _Tile(chunk.offset[1:], shape, *file, (chunk,), layer - chunk.offset[0])
+
+
+def _joined(key: str, entry: Entry, whole: torch.Size) -> Entry:
+    """A state of `fully_sharded_model_space` in the shape of its weight: a chunk per tensor-parallel shard."""
+    counts, length = entry.shape[:-1], entry.shape[-1]
+    if any(count == 0 or size % count for size, count in zip(whole, counts, strict=True)):
+        raise ValueError(f"{key!r} is {tuple(entry.shape)}, which does not divide the shape {tuple(whole)} of its weight into shards")
+    shape = torch.Size(size // count for size, count in zip(whole, counts, strict=True))
+    if shape.numel() != length or any(any(n != 1 for n in chunk.shape[:-1]) for chunk in entry.chunks):
+        raise ValueError(f"{key!r} is {tuple(entry.shape)}, and shards of {tuple(shape)} elements are needed")
+    parts = sorted((chunk for chunk in entry.chunks if chunk.shape.numel()), key=lambda chunk: chunk.offset)
+    tiles = []
+    for shard, group in itertools.groupby(parts, key=lambda chunk: chunk.offset[:-1]):
+        pieces = tuple(group)
+        offset = tuple(number * size for number, size in zip(shard, shape, strict=True))
+        tiles.append(_Tile(offset, shape, pieces[0].file, pieces[0].start, pieces[0].length, pieces))
+    return Entry(entry.dtype, whole, tuple(tiles))
+
+
+def names_of_weights(stored: Stored) -> Iterator[str]:
+    """Our names of the weights that a checkpoint of Megatron-LM holds."""
+    return (key.removeprefix("model/") for key in stored.tensors if key.startswith("model/"))

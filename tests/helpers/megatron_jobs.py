@@ -1,0 +1,34 @@
+"""Jobs of plain megatron-core in processes without this repository (`plain_megatron.py`)."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PROGRAM = Path(__file__).with_name("plain_megatron.py")
+
+
+def job(what: str, folder: Path, cases: dict[str, dict[str, Any]], processes: int = 1) -> None:
+    """Run `plain_megatron.py` in so many processes; AssertionError with the end of its output where one fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    about = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LOCAL_RANK")} | about
+    # -P: the folder of the program is not searched for modules; -s: nor the user's.
+    command = [sys.executable, "-P", "-s", "-W", "ignore", str(PROGRAM), what, str(folder), json.dumps(cases)]
+    started = [
+        subprocess.Popen(
+            command, env=environment | {"RANK": str(rank)}, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(processes)
+    ]
+    try:
+        texts = [process.communicate(timeout=300)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert all(process.returncode == 0 for process in started), "\n".join(text[-3000:] for text in texts)

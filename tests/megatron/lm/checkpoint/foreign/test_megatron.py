@@ -1,0 +1,136 @@
+"""The trainer starts from checkpoints of plain megatron-core: the same logits, the states quantized, and a place in the run."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+from helpers import dist, megatron_checkpoints, tiny
+from helpers.megatron_checkpoints import SETTINGS
+from megatron.lm.checkpoint.foreign.megatron import differing
+from megatron.lm.config import Config, ModelConfig
+from megatron.lm.run.trainer import Trainer
+
+LOGITS = 1e-5  # largest difference from megatron-core's own forward in FP32
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 60,
+    "tokenizer_type": "NullTokenizer",
+    "micro_batch_size": 4,
+    "global_batch_size": 4,
+    "train_iters": 12,
+}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_data(tmp_path_factory.mktemp("data"))
+
+
+def settings(prefix: Path | str, folder: Path | str, case: str, **more: Any) -> Config:
+    return tiny.config(prefix, **DEFAULTS | SETTINGS[case] | {"load": f"{folder}/{case}", "precision": "fp32"} | more)
+
+
+def logits(made: Trainer) -> torch.Tensor:
+    text = megatron_checkpoints.tokens()
+    with torch.no_grad():
+        found = made.training.model(text, torch.arange(16).repeat(2, 1), None)
+        return gather_from_tensor_model_parallel_region(found.float())
+
+
+def on_two(prefix: str, folder: str, cases: list[str]) -> list[torch.Tensor]:
+    """The logits of checkpoints that a grid of TP 2 has loaded."""
+    found = []
+    for case in cases:
+        with tiny.trainer(
+            settings(prefix, folder, case, finetune=True, tensor_model_parallel_size=2, make_vocab_size_divisible_by=16)
+        ) as made:
+            found.append(logits(made))
+    return found
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama", "tied"])
+def test_logits_are_megatron_cores(written: Path, prefix: Path, case: str):
+    with tiny.trainer(settings(prefix, written, case, finetune=True)) as made:
+        found = logits(made)
+        assert made.training.iteration == 0
+    expected = megatron_checkpoints.logits(written, case)
+    assert expected.abs().amax() > 0.01
+    torch.testing.assert_close(found, expected, rtol=0, atol=LOGITS)
+
+
+def test_logits_on_a_grid_of_two_are_megatron_cores(written: Path, prefix: Path):
+    cases = ["gpt2", "llama", "tied"]  # written at TP 1, 2, 2
+    for case, found in zip(cases, dist.run(on_two, 2, str(prefix), str(written), cases)[0], strict=True):
+        torch.testing.assert_close(found, megatron_checkpoints.logits(written, case), rtol=0, atol=LOGITS)
+
+
+@pytest.mark.parametrize(("case", "precision"), [("bf16", "O2"), ("bf16", "O3"), ("stages", "bf16"), ("llama", "fp32")])
+def test_a_run_resumes_with_masters_and_moments_in_its_own_formats(written: Path, prefix: Path, case: str, precision: str):
+    expected = megatron_checkpoints.whole(written, case)
+    with tiny.trainer(settings(prefix, written, case, precision=precision)) as made:
+        training = made.training
+        assert (training.iteration, training.consumed_samples, training.schedule.num_steps) == (10, 40, 10)
+        names = {p: name for name, p in training.model.named_parameters()}
+        states = [(names[holding.param], training.optimizer.state[holding.weight]) for holding in training.optimizer.holdings()]
+        assert len(states) == len(names)
+        for name, state in states:
+            assert state["step"].item() == 3
+            for key, bits in (("exp_avg", 3), ("exp_avg_sq", 3)):
+                kept = state[key].dequantize() if hasattr(state[key], "dequantize") else state[key]
+                error = (kept.float() - expected[f"{key}/{name}"]).abs().amax() / expected[f"{key}/{name}"].abs().amax()
+                assert error <= (0 if precision == "fp32" else 2.0 ** -(bits + 1)), (name, key)
+        made.run()  # 2 more steps
+        assert training.iteration == 12
+
+
+def test_a_vocabulary_padded_otherwise_is_cut_and_filled(written: Path, prefix: Path):
+    with tiny.trainer(settings(prefix, written, "gpt2", finetune=True, make_vocab_size_divisible_by=60)) as made:
+        assert logits(made).shape[-1] == 60
+        torch.testing.assert_close(logits(made), megatron_checkpoints.logits(written, "gpt2")[..., :60], rtol=0, atol=LOGITS)
+    with tiny.trainer(settings(prefix, written, "gpt2", finetune=True, make_vocab_size_divisible_by=100)) as made:
+        torch.testing.assert_close(logits(made)[..., :60], megatron_checkpoints.logits(written, "gpt2")[..., :60], rtol=0, atol=LOGITS)
+
+
+def refused(config: Config) -> str:
+    with pytest.raises(ValueError, match=r"checkpoint|weights|dp_reshardable") as caught, tiny.trainer(config) as made:
+        made.run()
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def test_moments_of_dp_reshardable_are_refused_with_the_fix_and_its_weights_are_taken(written: Path, prefix: Path):
+    said = refused(settings(prefix, written, "dp_reshardable"))
+    for told in ("dp_reshardable", "--dist-ckpt-optim-fully-reshardable", "--no-load-optim"):
+        assert told in said
+    with tiny.trainer(settings(prefix, written, "dp_reshardable", no_load_optim=True)) as made:
+        assert made.training.iteration == 10
+
+
+def test_one_message_names_every_flag_of_another_shape(written: Path, prefix: Path):
+    other = {"num_attention_heads": 2, "num_query_groups": 1, "swiglu": False, "untie_embeddings_and_output_weights": False}
+    said = refused(settings(prefix, written, "llama", finetune=True, norm_epsilon=1e-6, **other))
+    for told in (
+        *("--num-attention-heads 2 (saved: 4)", "--num-query-groups 1 (saved: 2)", "--swiglu False (saved: True)"),
+        *("--norm-epsilon 1e-06 (saved: 1e-05)", "--untie-embeddings-and-output-weights False (saved: True)"),
+    ):
+        assert told in said
+
+
+def test_weights_that_the_model_lacks_are_refused(written: Path, prefix: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megatron.lm.checkpoint.foreign.megatron.arguments", lambda common: {})  # a checkpoint without arguments
+    said = refused(settings(prefix, written, "gpt2", finetune=True, disable_bias_linear=True))
+    assert re.search(r"holds \d+ weights that this model does not have, such as .*bias", said)
+
+
+def test_saving_beside_checkpoints_of_megatron_is_refused(written: Path, prefix: Path, tmp_path: Path):
+    shutil.copytree(written / "gpt2", tmp_path / "gpt2")
+    said = refused(settings(prefix, tmp_path, "gpt2", save=str(tmp_path / "gpt2")))
+    assert re.search("holds checkpoints of Megatron-LM, .* another --save", said)
+
+
+def test_an_absent_argument_is_not_compared():
+    assert differing({}, ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16)) == []

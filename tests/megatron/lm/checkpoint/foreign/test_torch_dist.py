@@ -1,0 +1,102 @@
+"""Checkpoints that plain megatron-core 0.16.1 wrote in a process without this repository: every tensor to the bit, in any grid."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import megatron_checkpoints, tiny
+from helpers.megatron_checkpoints import CASES
+from megatron.lm.checkpoint.files.index import Chunk, Entry
+from megatron.lm.checkpoint.files.storage import Region
+from megatron.lm.checkpoint.foreign.torch_dist import TorchDist, _joined, is_torch_dist, optimizer_step, read_common
+
+
+def opened(folder: Path, case: str) -> TorchDist:
+    checkpoint = folder / case / "iter_0000010"
+    return TorchDist(checkpoint, read_common(checkpoint))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tensor_has_the_bits_that_megatron_core_held(written: Path, case: str):
+    stored, expected = opened(written, case), megatron_checkpoints.whole(written, case)
+    assert is_torch_dist(stored.folder)
+    if case == "dp_reshardable":
+        assert "--dist-ckpt-optim-fully-reshardable" in (stored.moments_refused or "")
+        expected = {key: x for key, x in expected.items() if key.startswith("model/")}
+    else:
+        assert stored.moments_refused is None
+        assert stored.tensor("step/decoder.layers.1.mlp.linear_fc1.weight").item() == stored.step == 3
+    if CASES[case].get("optimizer") == "plain" and "dtype" not in CASES[case]:
+        expected = {key: x for key, x in expected.items() if not key.startswith("master/")}  # an FP32 weight is its own
+    assert {key for key in stored.tensors if not key.startswith("step/")} == expected.keys()
+    for key, x in expected.items():
+        found = stored.tensor(key)
+        assert found.dtype == x.dtype, key
+        assert torch.equal(found, x), key
+
+
+def test_a_region_is_read_across_the_shards_of_the_writer(written: Path):
+    stored, key = opened(written, "llama"), "model/decoder.layers.1.mlp.linear_fc1.weight"
+    into = torch.empty(50, 7)
+    stored.read([Region(key, (20, 3), into)])
+    assert torch.equal(into, megatron_checkpoints.whole(written, "llama")[key][20:70, 3:10])
+
+
+def test_flattened_shards_of_model_space_are_put_together():
+    """As megatron-core up to 0.14 stores a state of [4, 6] under TP 2 along the rows, each shard cut between two data-parallel ranks."""
+    pieces = [((0, 0, 0), (1, 1, 5)), ((0, 0, 5), (1, 1, 7)), ((1, 0, 0), (1, 1, 12))]
+    chunks = tuple(Chunk(offset, torch.Size(shape), "f", i, 1) for i, (offset, shape) in enumerate(pieces))
+    found = _joined("k", Entry(torch.float32, torch.Size((2, 1, 12)), chunks), torch.Size((4, 6)))
+    assert found.shape == (4, 6)
+    assert [(tile.offset, tuple(tile.shape), len(tile.parts)) for tile in found.chunks] == [((0, 0), (2, 6), 2), ((2, 0), (2, 6), 1)]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="does not divide the shape"):
+        _joined("k", Entry(torch.float32, torch.Size((3, 1, 8)), chunks), torch.Size((4, 6)))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "step"),
+    [
+        ({"optimizer": {"param_groups": [{"lr": 1.0}, {"step": 7}]}}, 7),
+        ({"state": {"common_step": 5.0}}, 5),
+        ({"optimizer": {"param_groups": [{"step": float("nan")}]}}, 10),
+        (None, 10),
+    ],
+)
+def test_the_step_count_is_that_of_the_optimizer_or_the_iteration(optimizer: Any, step: int):
+    assert optimizer_step({"optimizer": optimizer, "iteration": 10}) == step
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("metadata.json", json.dumps({"sharded_backend": "zarr"}), "does not say sharded_backend torch_dist; save it with --ckpt-format"),
+        ("metadata.json", "[" * 10**5, "metadata.json cannot be read"),
+        ("common.pt", "PK", "common.pt cannot be read .it is no file of torch.save"),
+        (".metadata", "", "metadata cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(written: Path, tmp_path: Path, file: str, content: str, said: str):
+    folder = tmp_path / "iter_0000010"
+    shutil.copytree(written / "gpt2" / "iter_0000010", folder)
+    (folder / file).write_text(content)
+    with pytest.raises(ValueError, match=said):
+        TorchDist(folder, read_common(folder))
+
+
+def test_a_short_data_file_is_refused_before_a_tensor_is_read(written: Path, tmp_path: Path):
+    folder = tmp_path / "iter_0000010"
+    shutil.copytree(written / "gpt2" / "iter_0000010", folder)
+    data = max(folder.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    data.write_bytes(data.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=f"of {data.name}, which has 1000"):
+        TorchDist(folder, read_common(folder))
+
+
+def test_nothing_of_this_repository_is_in_the_writing_process():
+    text = (Path(tiny.__file__).parent / "plain_megatron.py").read_text()
+    assert not re.search("import msamp|megatron.lm", text)
