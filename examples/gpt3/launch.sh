@@ -9,7 +9,7 @@
 #   GPUS_PER_NODE   processes on a machine (default 8)
 #   NNODES          machines (default: the script's); by hand, start it on each with NODE_RANK, MASTER_ADDR and MASTER_PORT
 #   DRY_RUN=1       print the grid, and parameters and bytes of a process; exit with 2 where they do not fit
-#   GPU_MEMORY_GIB  into which DRY_RUN=1 has to fit (default: that of the GPU here, without one 80)
+#   GPU_MEMORY_GIB  into which DRY_RUN=1 has to fit (default: that of the GPU here, without one an H100's 79)
 #   TOY=1           the same grid and flags on a few CPU processes: a small model, three steps, generated data
 #   PYTHON          interpreter (default python3)
 #

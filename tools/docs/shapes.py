@@ -2,14 +2,14 @@
 
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
-from megatron.lm.planning.fits import check_fits
+from megatron.lm.planning.fits import check_fits, device_memory
 from megatron.lm.planning.memory import GIB, plan, report, state_formats
 from msamp.optim import updates
 from msamp.optim.updates import MASTER, format_names
 from tools.docs.cells import Listing, Table
 
 SIDE = 4096  # rows and columns of the counted weight
-GPUS, MEMORY = 8, 80 * GIB  # of a host with H100s
+GPUS, MEMORY = 8, device_memory(None, "h100")  # of a host with H100s
 STATES = ("master", "m", "v")
 LEVELS = (
     ("O0", ("--opt-level", "O0")),
@@ -65,7 +65,7 @@ def dry_run_7b() -> Listing:
 
 
 def refused_7b() -> Listing:
-    """How the dry run of GPT-7B at O0 without ZeRO ends on 8 GPUs of 80 GiB.
+    """How the dry run of GPT-7B at O0 without ZeRO ends on 8 H100s.
 
     Raises:
         ValueError: it fits.
@@ -75,4 +75,4 @@ def refused_7b() -> Listing:
         check_fits(config, GPUS, MEMORY)
     except ValueError as refusal:
         return Listing([f"error: {refusal}"])
-    raise ValueError("GPT-7B at O0 fits into 80 GiB without ZeRO: docs/guide/choosing.md says that it does not")
+    raise ValueError("GPT-7B at O0 fits into an H100 without ZeRO: docs/guide/choosing.md says that it does not")

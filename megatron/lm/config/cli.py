@@ -16,7 +16,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 from megatron.lm.config.blend_file import read_blend
 from megatron.lm.config.megatron_flags.apply import apply
 from megatron.lm.config.megatron_flags.listing import help_sections
-from megatron.lm.config.presets import PRESETS, preset
+from megatron.lm.config.presets import PRESETS, preset, published_vocabulary
 from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, SIZE, choices_of, flag
 from megatron.lm.config.whole import Config
 from megatron.lm.errors import report
@@ -73,6 +73,8 @@ def parse(argv: Sequence[str] | None = None) -> Parsed:
             values["data_path"] = read_blend(values["data_args_path"])
         except ValueError as error:
             parser.error(str(error))
+    if chosen and values["dry_run"] and values["vocab_size"] is None and values["tokenizer_type"] is None:
+        values["vocab_size"] = published_vocabulary(chosen)  # a dry run without a tokenizer, which would bring it
     config = config_from_dict({name: {f.name: values[f.name] for f in fields(cls)} for name, cls in section_types().items()})
     return Parsed(config, applied.lines)
 

@@ -24,7 +24,7 @@ class LoggingConfig:
         "print the grid, and parameters and bytes of a process, without training; exit code 2 where it does not fit", False
     )
     device_memory_gib: float | None = setting(
-        "memory of one device, for --dry-run; derived: that of this machine's GPU, or 80", None, legal=POSITIVE
+        "memory of one device, for --dry-run; derived: that of this machine's GPU, or an H100's 79", None, legal=POSITIVE
     )
     record_precision: str | None = setting(
         "file of the precision recorder: what each tensor of a recorded step lost, one JSON object a step", None

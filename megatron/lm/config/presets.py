@@ -7,7 +7,8 @@ shapes with GPT-3's learning rates and batches. All train as section 3.1.2 of FP
 llama2-7b, llama3-8b, llama3-70b and qwen3-8b have the shapes of the configurations that were published with the weights, and the sequence
 of their pre-training. The learning rates of the Llamas are those of their papers (table 1 of arXiv:2307.09288, table 3 of
 arXiv:2407.21783); Qwen3's was not published, and is that of llama3-8b. The rest is as for the paper's sizes: batches of 4M tokens, 100B
-tokens in all, where their makers trained on 2T to 36T. The vocabulary comes from the tokenizer; `VOCABULARIES` has the published ones.
+tokens in all, where their makers trained on 2T to 36T. The vocabulary comes from the tokenizer; a dry run without one has the published
+one, of `VOCABULARIES`.
 """
 
 from collections.abc import Mapping

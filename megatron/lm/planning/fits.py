@@ -1,14 +1,40 @@
 """Refusals of what no process of a grid, or no host, can hold: now, and not after minutes of allocating."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron.lm.config import Config, flag
 from megatron.lm.config.precision import saved_activations
 from megatron.lm.config.presets import parameter_count
+from megatron.lm.data.masked import model_vocabulary
+from megatron.lm.data.tokenizer import build_tokenizer
 from megatron.lm.planning.memory import GIB, RESERVED, Rank, plan, vocabulary
+from megatron.lm.planning.rates import GPUS
 from msamp.nn.saved_activations import AS_IT_IS
 
 ORDER_BYTES = 20  # a sample in the indices of megatron-core's GPTDataset: its place in the data, and in the shuffled order
+
+
+def device_memory(gib: float | None, gpu: str | None = None) -> float:
+    """Bytes that a process can have, for dry run and planner: `gib` where it is given, else those of the data sheet of `gpu`, a key of
+    `rates.GPUS`; without `gpu` those of the GPU here, and without one an H100's."""
+    import torch
+
+    if gib is None and gpu is None and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    return (GPUS[gpu or "h100"].memory_gib if gib is None else gib) * GIB
+
+
+def with_vocabulary(config: Config) -> Config:
+    """`config` with the number of ids of its tokenizer as `vocab_size`, by which memory is planned; as it is where it names none.
+
+    Raises:
+        ValueError: the tokenizer's files cannot be read.
+    """
+    if config.data.tokenizer_type in (None, "NullTokenizer"):
+        return config
+    size = model_vocabulary(config, build_tokenizer(config.data))
+    return replace(config, model=replace(config.model, vocab_size=size))
 
 
 def check_fits(config: Config, world_size: int, device_memory: float, reserved: int = RESERVED) -> None:
@@ -16,10 +42,11 @@ def check_fits(config: Config, world_size: int, device_memory: float, reserved: 
     check_weights(config, device_memory)
     fullest = max(plan(config, world_size), key=lambda rank: rank.total)
     if fullest.total + reserved > device_memory:
+        remedies = ", ".join(_remedies(config, fullest, config.data_parallel_size(world_size)))
         beside = f" and {reserved / GIB:g} for CUDA and NCCL" if reserved else ""
         raise ValueError(
             f"pipeline stage {fullest.stage} needs {fullest.total / GIB:.1f} GiB a process{beside}, and the device has "
-            f"{device_memory / GIB:.1f}{' (--device-memory-gib)' if reserved else ''}: {', '.join(_remedies(config, fullest))}"
+            f"{device_memory / GIB:.1f}{' (--device-memory-gib)' if reserved else ''}: {remedies}"
         )
 
 
@@ -47,8 +74,8 @@ def check_data_order(config: Config, world_size: int, host_memory: float) -> Non
             )
 
 
-def _remedies(config: Config, rank: Rank) -> Iterator[str]:
-    """What would make a rank smaller, the cheapest first."""
+def _remedies(config: Config, rank: Rank, copies: int) -> Iterator[str]:
+    """What would make a rank smaller, the cheapest first. `copies`: data-parallel ranks, over which ZeRO divides."""
     states = rank.weight + sum(rank.states.values())
     if not config.shards_optimizer:
         yield "add --use-distributed-optimizer"
@@ -60,5 +87,5 @@ def _remedies(config: Config, rank: Rank) -> Iterator[str]:
         if config.training.recompute_granularity is None:
             yield "add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     if not config.precision.named.fp8:
-        yield "use --opt-level O3"
+        yield f"use --opt-level {'O3' if copies > 2 else 'O2'}"  # bytes per parameter: 1 + 6 / N, and 2 + 4 / N
     yield "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"

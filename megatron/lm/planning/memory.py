@@ -95,7 +95,7 @@ def plan(config: Config, world_size: int) -> list[Rank]:
 
 
 def vocabulary(config: Config) -> int:
-    """Rows of the embedding: `--vocab-size`, or GPT-2's (other tokenizers bring their own, which is not read here), padded."""
+    """Rows of the embedding: `--vocab-size`, or GPT-2's (other tokenizers bring their own: `with_vocabulary`), padded."""
     return config.padded_vocab_size(config.model.vocab_size or GPT2_VOCABULARY)
 
 

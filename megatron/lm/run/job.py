@@ -49,8 +49,6 @@ def _judged(argv: Sequence[str] | None) -> Config | None:
 
 def _dry_run(config: Config, world_size: int) -> None:
     """Print what a process would hold; ValueError where that is more than its device has."""
-    import torch
-
     from megatron.lm.model import fp8_layers
     from megatron.lm.planning import fits, memory
 
@@ -63,9 +61,7 @@ def _dry_run(config: Config, world_size: int) -> None:
             print(line)
         return saved_precision(found)
 
-    capacity = (config.logging.device_memory_gib or 80) * memory.GIB
-    if config.logging.device_memory_gib is None and torch.cuda.is_available():
-        capacity = torch.cuda.get_device_properties(0).total_memory
+    capacity, config = fits.device_memory(config.logging.device_memory_gib), fits.with_vocabulary(config)
     fits.check_weights(config, capacity)
     config, choice = fp8_layers.decide(config, None, saved if config.checkpoint.load else lambda: None)
     if os.environ.get("RANK", "0") == "0":

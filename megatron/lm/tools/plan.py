@@ -176,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = configuration(options, rest)
     fixed = [field for flag, field in SEARCHED.items() if any(word.partition("=")[0] == flag for word in rest)]
     from megatron.lm.planning.cluster import Cluster
+    from megatron.lm.planning.fits import device_memory
     from megatron.lm.planning.memory import GIB
     from megatron.lm.planning.rates import rates_of
     from megatron.lm.planning.search import best
@@ -185,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cluster = Cluster(
         gpus=options.gpus, per_host=options.gpus_per_node, link=link, network=options.network_gb_s * 1e9, latency=rates("latency")
     )
-    memory = (options.gpu_memory_gib or rates.gpu.memory_gib) * GIB
+    memory = device_memory(options.gpu_memory_gib, options.gpu.lower())
     grids = best(config, cluster, rates, memory, fixed, options.top)
     check(grids[0].config, options.gpus)
     found = [described(one, cluster, rates, options.model) for one in grids]

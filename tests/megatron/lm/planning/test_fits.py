@@ -1,11 +1,19 @@
 """What does not fit is refused by its size, with what would help, before anything is built."""
 
-import pytest
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from helpers import texts
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
-from megatron.lm.planning.fits import ORDER_BYTES, check_data_order, check_fits, check_weights
-from megatron.lm.planning.memory import GIB
+from megatron.lm.config.presets import parameter_count
+from megatron.lm.data.tokenizer import build_tokenizer
+from megatron.lm.planning.fits import ORDER_BYTES, check_data_order, check_fits, check_weights, device_memory, with_vocabulary
+from megatron.lm.planning.memory import GIB, plan, vocabulary
+from megatron.lm.planning.rates import GPUS
 
 
 def flags(text: str) -> Config:
@@ -28,12 +36,22 @@ def test_what_does_not_fit_is_refused_with_what_would_help():
         "--use-distributed-optimizer",
         "lower --micro-batch-size 4",
         "--save-activations coat",
-        "--opt-level O3",
+        "--opt-level O2",
         "raise --tensor-model",
     ):
         assert remedy in str(caught.value)
     assert "device has 80.0 (--device-memory-gib)" in str(caught.value)
     check_fits(config, 2, 1000 * GIB)
+    with pytest.raises(ValueError, match="use --opt-level O3"):
+        check_fits(config, 64, 40 * GIB)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 8])
+def test_o2_needs_the_least_memory_on_up_to_two_gpus_and_o3_on_more(gpus: int):
+    """README, choosing.md and the remedies say so: by ZeRO O2 has 2 + 4 / N bytes per parameter on N GPUs, O3 1 + 6 / N."""
+    words = f"--preset 1.3b --use-distributed-optimizer --micro-batch-size 1 --global-batch-size {gpus} --opt-level"
+    o2, o3 = (max(rank.total for rank in plan(flags(f"{words} {level}"), gpus)) / GIB for level in ("O2", "O3"))
+    assert o2 < o3 - 0.5 if gpus == 1 else o2 == pytest.approx(o3, abs=0.01) if gpus == 2 else o3 < o2 - 0.2
 
 
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 --lr 1e-3 --micro-batch-size 2"
@@ -70,3 +88,31 @@ def test_the_order_of_the_data_fits_into_the_machine(name):
     check_data_order(settings, 1, 2000 * ORDER_BYTES)
     with pytest.raises(ValueError, match=rf"--{name} 1000 reads 2e\+03 sequences, .* lower it, or --global-batch-size 2"):
         check_data_order(settings, 1, 2000 * ORDER_BYTES - 1)
+
+
+def test_dry_run_and_planner_ask_one_function_for_a_gpus_memory(monkeypatch: pytest.MonkeyPatch):
+    """Before, a dry run without a GPU took 80 GiB, and the planner the H100's 79."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_memory(None) == device_memory(None, "h100") == GPUS["h100"].memory_gib * GIB
+    assert device_memory(None, "h200") == GPUS["h200"].memory_gib * GIB
+    assert device_memory(40.0) == device_memory(40.0, "h200") == 40 * GIB
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=123))
+    assert device_memory(None) == 123
+    assert device_memory(None, "h100") == GPUS["h100"].memory_gib * GIB
+
+
+@pytest.mark.parametrize(("name", "rows"), [("llama3-8b", 128256), ("llama2-7b", 32000), ("qwen3-8b", 151936), ("125m", 50304)])
+def test_a_dry_run_of_a_preset_has_its_published_vocabulary(name: str, rows: int):
+    """Before, it was GPT-2's: Llama-3-8B was planned with 7.39B parameters."""
+    config = with_vocabulary(flags(f"--preset {name} --dry-run"))
+    assert vocabulary(config) == -(-rows // 128) * 128
+    assert vocabulary(flags(f"--preset {name} --dry-run --vocab-size 1000")) == 1024
+    if name == "llama3-8b":
+        assert parameter_count(config.model, vocabulary(config)) == 8_030_261_248
+
+
+def test_a_dry_run_with_a_tokenizer_has_that_tokenizers_vocabulary(tmp_path: Path):
+    config = flags(f"--preset llama3-8b --dry-run --tokenizer-type HuggingFaceTokenizer --tokenizer-model {texts.tokenizer(tmp_path)}")
+    size = build_tokenizer(config.data).vocab_size
+    assert with_vocabulary(config).model.vocab_size == size < 1000
