@@ -12,7 +12,6 @@ DATA=${DATA:-data/enwik8/train_text_document}
 VALID=${VALID:-${DATA/train/valid}}
 OUT=${OUT:-runs/bert_base/${PRECISION}_seed${SEED}}
 GPUS_PER_NODE=${GPUS_PER_NODE:-1}
-PYTHON=${PYTHON:-python3}
 STEPS_1=${STEPS_1:-2000} STEPS_2=${STEPS_2:-500}
 BATCH_1=${BATCH_1:-256} BATCH_2=${BATCH_2:-64} # sequences: 32k tokens a step in both
 TOY=${TOY:-0}
@@ -27,6 +26,7 @@ for name in BATCH_1 BATCH_2; do
   ((${!name} % GPUS_PER_NODE == 0)) || refuse "$name=${!name} is not divisible by GPUS_PER_NODE=$GPUS_PER_NODE: give a multiple"
 done
 interpreter
+((TOY)) || gpu "TOY=1 runs a small one"
 
 shape=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --attention-dropout 0.1 --hidden-dropout 0.1)
 [ "$TOY" = 0 ] || shape=(--num-layers 2 --hidden-size 64 --num-attention-heads 2)

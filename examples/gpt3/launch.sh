@@ -11,7 +11,8 @@
 #   DRY_RUN=1       print the grid, and parameters and bytes of a process; exit with 2 where they do not fit
 #   GPU_MEMORY_GIB  into which DRY_RUN=1 has to fit (default: that of the GPU here, without one an H100's 79)
 #   TOY=1           the same grid and flags on a few CPU processes: a small model, three steps, generated data
-#   PYTHON          interpreter (default python3)
+#   ON_CPU=1        train at full size without a GPU too, which takes days
+#   PYTHON          interpreter (default: that of .venv here, else python3)
 #
 # Under srun either one task a GPU, or one task a machine; MASTER_ADDR is then the first host of the job. Flags of
 # megatron.lm.pretrain may follow and override what stands here: bash pretrain_gpt_13b.sh --save checkpoints --save-interval 500
@@ -20,7 +21,6 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 # shellcheck source=examples/preamble.sh
 source "$ROOT/examples/preamble.sh"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-PYTHON=${PYTHON:-python3}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 SEQUENCE=${SEQUENCE:-2048}
 TOY=${TOY:-0} DRY_RUN=${DRY_RUN:-0}
@@ -134,6 +134,7 @@ launch() {
 if ((TOY)); then
   toy
 elif ((!DRY_RUN)); then
+  gpu "TOY=1 runs a small one in a minute"
   data
 fi
 if ((DRY_RUN)); then

@@ -7,7 +7,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source examples/preamble.sh
-PYTHON=${PYTHON:-.venv/bin/python}
 OUT=${OUT:-runs/rlhf}
 LEVELS=${LEVELS:-O0 O3}
 interpreter

@@ -7,7 +7,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source examples/preamble.sh
-PYTHON=${PYTHON:-.venv/bin/python}
 OUT=${OUT:-runs/sft}
 LEVELS=${LEVELS:-O0 O1 O2 O3}
 interpreter

@@ -41,7 +41,7 @@ shift
 ATTEMPTS=${ATTEMPTS:-3} REQUEUES=${REQUEUES:-100}
 whole ATTEMPTS 1 1000
 whole REQUEUES 0 10000
-export PYTHON=${PYTHON:-python3} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export PYTHON OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun no longer takes it from the job by itself
 interpreter

@@ -37,6 +37,14 @@ def report(line: str, message: str) -> None:
             Path(file).write_text(json.dumps(content), encoding="utf-8")
 
 
+def missing(package: str) -> str:
+    """What to do where the interpreter lacks `package`."""
+    return (
+        f"{sys.executable} has no {package}: activate the environment with it (`source .venv/bin/activate` after `make venv`), or install "
+        "msamp there (`pip install -e .`)"
+    )
+
+
 def _first_rank_reports(message: str) -> bool:
     file, rank = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get("LOCAL_RANK", "0")
     if not file or rank == "0":

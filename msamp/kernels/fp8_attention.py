@@ -19,7 +19,7 @@ from msamp.kernels.reference import fp8_attention as twin
 from msamp.kernels.reference.fp8_attention import SOFTMAX_SCALE, AttentionScales, check_heads
 
 PACKAGE = "cudnn"
-INSTALL = "pip install 'msamp[cudnn]'"
+INSTALL = "pip install -e '.[cudnn]'"
 CAPABILITY = (9, 0)
 MULTIPLE, WIDEST = 16, 128  # of the channels of a head
 HOPPER_WIDTH = 128  # the one that its backward has

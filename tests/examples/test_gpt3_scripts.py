@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,9 +38,8 @@ def python(tmp_path: Path) -> Path:
 def start(size: str, *arguments: str, **environment: object) -> subprocess.CompletedProcess[str]:
     """Run a script in a clean environment with `environment`; from the root folder, which none of them may rely on."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
-    env = (
-        kept | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHON": sys.executable} | {k: str(v) for k, v in environment.items()}
-    )
+    env = kept | {"OMP_NUM_THREADS": "1", "ON_CPU": "1", "PYTHONWARNINGS": "ignore", "PYTHON": sys.executable}
+    env |= {name: str(value) for name, value in environment.items()}
     file = FOLDER.parent / "llama" / f"pretrain_{size}.sh" if size in LLAMAS else FOLDER / f"pretrain_gpt_{size}.sh"
     script = ["bash", str(file), *arguments]
     return subprocess.run(script, env=env, cwd="/", capture_output=True, text=True, timeout=600, check=False)  # a machine may be busy
@@ -193,6 +193,54 @@ def test_the_curve_on_enwik8_refuses_in_the_same_way(environment, wanted):
     script = ["bash", str(FOLDER.parent / "gpt3_125m_enwik8.sh")]
     done = subprocess.run(script, env=os.environ | environment, cwd="/", capture_output=True, text=True, timeout=60, check=False)
     assert refused(done).startswith(f"error: {wanted}")
+
+
+@pytest.mark.parametrize("script", ["gpt3_125m_enwik8.sh", "bert/pretrain_bert_base.sh", "gpt3/pretrain_gpt_125m.sh"])
+def test_a_training_of_full_size_is_refused_without_a_gpu(script, prefix, python):
+    """Before, hours of emulation began without a word."""
+    environment = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "", "PYTHON": str(python), "DATA": str(prefix)}
+    command = ["bash", str(FOLDER.parent / script)]
+
+    def run(**more):
+        return subprocess.run(command, env=environment | more, cwd=prefix.parent, capture_output=True, text=True, timeout=60, check=False)
+
+    said = refused(run())
+    assert said.startswith("error: no GPU is visible here")
+    assert "TOY=1" in said
+    assert said.count("\n") == 1
+    if not script.startswith("bert"):
+        (prefix.parent / "meta.json").touch()
+        assert "megatron.lm.pretrain" in run(ON_CPU="1", DATA=str(prefix.parent if "enwik8" in script else prefix)).stdout
+
+
+def test_a_toy_of_the_curve_on_enwik8_overrides_its_size(prefix, python):
+    (prefix.parent / "meta.json").touch()
+    environment = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "", "PYTHON": str(python), "DATA": str(prefix.parent), "TOY": "1"}
+    script = ["bash", str(FOLDER.parent / "gpt3_125m_enwik8.sh")]
+    _, flags, _ = called(subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60, check=False))
+    settings = parse_args(flags)
+    assert (settings.model.num_layers, settings.model.seq_length, settings.training.train_iters) == (2, 128, 20)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_scripts_take_the_environment_of_the_checkout_if_there_is_one(kept, tmp_path):
+    shutil.copytree(FOLDER.parent, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    own = tmp_path / ".venv" / "bin" / "python"
+    if kept:
+        own.parent.mkdir(parents=True)
+        own.write_text("#!/bin/bash\n", encoding="utf-8")
+        own.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", "source examples/preamble.sh; echo $PYTHON"], env={"PATH": os.environ["PATH"]}, cwd=tmp_path,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == f"{own if kept else 'python3'}\n"
+
+
+@pytest.mark.parametrize("script", sorted(path.relative_to(FOLDER.parent) for path in FOLDER.parent.rglob("*.sh")), ids=str)
+def test_only_the_preamble_says_which_interpreter(script):
+    text = (FOLDER.parent / script).read_text(encoding="utf-8")
+    assert script.name == "preamble.sh" or not re.search(r"PYTHON:[-=]|^PYTHON=|^\s*(exec )?python", text, re.MULTILINE)
 
 
 # How processes are started

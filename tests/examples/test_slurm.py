@@ -114,7 +114,7 @@ class Slurm:
             "SLURM_CPUS_PER_TASK": 1,
             "FAKE": self.fake,
         }
-        path = {"PATH": f"{self.fake}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+        path = {"PATH": f"{self.fake}:{os.environ['PATH']}", "ON_CPU": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
         codes: list[int] = []
         while not codes or ((self.fake / "requeued").exists() and "--requeue" in directives and len(codes) < runs):
             (self.fake / "requeued").unlink(missing_ok=True)

@@ -28,7 +28,7 @@ def need(name: str, extra: str = "integrations") -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         target = "test-hosts" if extra == "integrations" else "test-extras"
-        reason = f"needs {name} ({error}): pip install 'msamp[{extra}]', or make {target}"
+        reason = f"needs {name} ({error}): pip install -e '.[{extra}]', or make {target}"
         if os.environ.get("REQUIRE_HOSTS") == "1":
             pytest.fail(f"REQUIRE_HOSTS is 1 and this test {reason}", pytrace=False)
         pytest.skip(reason, allow_module_level=True)

@@ -14,13 +14,13 @@ MISSING = "no_such_host"
 
 def test_a_host_that_is_not_there_skips_the_test_and_names_the_extra(monkeypatch):
     monkeypatch.delenv("REQUIRE_HOSTS", raising=False)
-    with pytest.raises(pytest.skip.Exception, match=r"needs no_such_host .*pip install 'msamp\[integrations\]'"):
+    with pytest.raises(pytest.skip.Exception, match=r"needs no_such_host .*pip install -e '\.\[integrations\]'"):
         hosts.need(MISSING)
 
 
 def test_an_extra_that_is_not_there_is_named(monkeypatch):
     monkeypatch.delenv("REQUIRE_HOSTS", raising=False)
-    with pytest.raises(pytest.skip.Exception, match=r"needs no_such_host .*pip install 'msamp\[data\]', or make test-extras"):
+    with pytest.raises(pytest.skip.Exception, match=r"needs no_such_host .*pip install -e '\.\[data\]', or make test-extras"):
         hosts.need(MISSING, "data")
 
 

@@ -76,7 +76,7 @@ def _needed(name: str, value: Any) -> Any:
     try:
         importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"{name} is missing ({error}): pip install 'msamp[data]'") from None
+        raise ValueError(f"{name} is missing ({error}): pip install -e '.[data]'") from None
     return value
 
 

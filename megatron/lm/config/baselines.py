@@ -12,7 +12,7 @@ from typing import Any
 from msamp.numerics.recipe import BF16, Recipe
 
 PACKAGE = "transformer_engine"
-INSTALL = "pip install 'msamp[peers]' with a CUDA compiler and cuDNN's headers there (docs/guide/installation.md)"
+INSTALL = "pip install -e '.[peers]' with a CUDA compiler and cuDNN's headers there (docs/guide/installation.md)"
 
 
 @dataclass(frozen=True, kw_only=True)

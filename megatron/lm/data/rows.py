@@ -1,6 +1,6 @@
 """Rows of data in files of several kinds: JSON lines, parquet, and folders that Hugging Face's `datasets` saved or downloaded.
 
-Parquet needs pyarrow (`pip install 'msamp[data]'`), a folder of `save_to_disk` needs datasets; a missing one is named in the error.
+Parquet needs pyarrow (`pip install -e '.[data]'`), a folder of `save_to_disk` needs datasets; a missing one is named in the error.
 """
 
 import hashlib
@@ -114,4 +114,4 @@ def _needed(name: str, path: Path) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         extra = "eval" if name == "datasets" else "data"
-        raise ValueError(f"{path} needs {name} ({error}): pip install 'msamp[{extra}]', or give .jsonl") from None
+        raise ValueError(f"{path} needs {name} ({error}): pip install -e '.[{extra}]', or give .jsonl") from None

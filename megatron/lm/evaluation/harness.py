@@ -1,6 +1,6 @@
 """Our models in lm-eval (EleutherAI's language model evaluation harness), and tasks from local files.
 
-Imported only where lm-eval is installed: `pip install 'msamp[eval]'`.
+Imported only where lm-eval is installed: `pip install -e '.[eval]'`.
 """
 
 from collections.abc import Sequence

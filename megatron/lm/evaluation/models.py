@@ -177,7 +177,7 @@ def needed(name: str, what: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"{name} is missing {what} ({error}): pip install 'msamp[eval]'") from None
+        raise ValueError(f"{name} is missing {what} ({error}): pip install -e '.[eval]'") from None
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from msamp.nn.convert import convert
 from msamp.numerics.recipe import Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_EXTRAS = {"transformers": "transformers", "peft": "'msamp[integrations]', or peft", "gguf": "gguf", "accelerate": "accelerate"}
+_EXTRAS = {"transformers": "transformers", "peft": "-e '.[integrations]', or peft", "gguf": "gguf", "accelerate": "accelerate"}
 
 
 def need(name: str) -> ModuleType:

@@ -1,7 +1,7 @@
 """How a command ends: `@entry.command` on its main function, and whatever goes wrong in it is one line on stderr and an exit code.
 
     0    it has done what was asked
-    2    what was asked cannot be: settings, files or data are refused (ValueError, and argparse's usage errors)
+    2    what was asked cannot be: settings, files or data are refused (ValueError, and argparse's usage errors), a package is missing
     1    it had to stop: RunStopped, the system (OSError: disk full, no permission), no memory, another process that is gone
     1    an unforeseen error: the line says that this is a bug, and names a file with the traceback
     130  SIGINT
@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TextIO
 
-from megatron.lm.errors import RunStopped, report
+from megatron.lm.errors import RunStopped, missing, report
 from megatron.lm.shell.interrupt import INTERRUPTED, WORDS, line, reports_signals
 
 REFUSED, STOPPED = 2, 1
@@ -106,6 +106,8 @@ def _ends(error: Exception) -> int:
     """Say what ended a command; its exit code."""
     if isinstance(error, ValueError) and not isinstance(error, UnicodeError | json.JSONDecodeError):
         return _tell(str(error), REFUSED)
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(("megatron.lm", "msamp")):
+        return _tell(missing(error.name), REFUSED)
     if isinstance(error, RunStopped):
         return _tell(str(error), STOPPED)
     if isinstance(error, BrokenPipeError) and error.filename is None:

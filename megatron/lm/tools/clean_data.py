@@ -7,7 +7,7 @@
 - --code has the rules of FP8-LM, appendix A.3; --quality those of Gopher. Without flags exact duplicates alone are dropped.
 - Other members of a document stay as they are. The first of several duplicates in the order of the input stays.
 - The same command goes on where a killed one stopped; the output is the same whatever the number of workers, and whole or not there.
-- --languages and --near-duplicates need py3langid and datasketch, parquet needs pyarrow: pip install 'msamp[data]'.
+- --languages and --near-duplicates need py3langid and datasketch, parquet needs pyarrow: pip install -e '.[data]'.
 """
 
 import sys

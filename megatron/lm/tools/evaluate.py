@@ -5,7 +5,7 @@
     python -m megatron.lm.tools.evaluate tasks --load checkpoints gpt-fp8 --tasks piqa last_word --data-dir tasks --output results.json
 
 - --load takes the trainer's checkpoints and folders of Hugging Face (to-hf and export-fp8 of convert_checkpoint), as many as there are.
-- perplexity needs nothing more. tasks needs lm-eval, and a folder of Hugging Face transformers: pip install 'msamp[eval]'.
+- perplexity needs nothing more. tasks needs lm-eval, and a folder of Hugging Face transformers: pip install -e '.[eval]'.
 - Nothing is downloaded: tasks are YAML files here or below --include-path, their documents files below --data-dir.
 """
 

@@ -24,7 +24,7 @@ from megatron.lm.shell.arguments import Parser, count, name, path
 _EPILOG = """\
 input forms:
   .jsonl, .json   one JSON object a line; --json-keys names the members to take, each making its own dataset
-  .parquet        a column for each of --json-keys; also a folder of Hugging Face's datasets (pip install 'msamp[data]')
+  .parquet        a column for each of --json-keys; also a folder of Hugging Face's datasets (pip install -e '.[data]')
   .txt            documents separated by lines holding only <|endoftext|>, or with --split-documents blank-lines by blank lines
 
 Input of more than --part-bytes is tokenised part by part: the same command goes on where a killed one stopped, and the dataset is the same.

@@ -47,7 +47,7 @@ def test_a_gpu_that_has_none_is_refused_by_name(monkeypatch):
     on_a_gpu(monkeypatch, (10, 0))
     check_available(CUDA, 64)
     on_a_gpu(monkeypatch, (9, 0), installed=False)
-    with pytest.raises(ValueError, match=r"cuDNN's frontend, which is not installed: pip install 'msamp\[cudnn\]'"):
+    with pytest.raises(ValueError, match=r"cuDNN's frontend, which is not installed: pip install -e '\.\[cudnn\]'"):
         check_available(CUDA, 128)
 
 

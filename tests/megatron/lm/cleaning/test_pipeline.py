@@ -141,7 +141,7 @@ def test_rules_that_contradict_are_refused(settings: dict, message: str):
 
 def test_rules_of_libraries_are_judged_or_the_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasketch", None)
-    with pytest.raises(ValueError, match=r"datasketch is missing .*pip install 'msamp\[data\]'"):
+    with pytest.raises(ValueError, match=r"datasketch is missing .*pip install -e '\.\[data\]'"):
         Rules(near=0.8)
     hosts.need("py3langid", "data")
     with pytest.raises(ValueError, match="language klingon is unknown: give ISO 639-1 codes"):

@@ -44,7 +44,7 @@ def test_a_saved_dataset(tmp_path: Path):
 def test_a_library_that_lacks_is_named(tmp_path: Path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"x")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ValueError, match=r"a.parquet needs pyarrow.parquet .*pip install 'msamp\[data\]', or give .jsonl"):
+    with pytest.raises(ValueError, match=r"a.parquet needs pyarrow.parquet .*pip install -e '\.\[data\]', or give .jsonl"):
         list(rows.read(tmp_path / "a.parquet"))
 
 

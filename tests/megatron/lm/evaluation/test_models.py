@@ -90,5 +90,5 @@ def test_what_is_neither_is_refused(tmp_path: Path, made: dict[str, Path]):
 
 
 def test_a_missing_extra_says_how_to_install_it():
-    with pytest.raises(ValueError, match=r"no_such_module is missing to run tasks .*pip install 'msamp\[eval\]'"):
+    with pytest.raises(ValueError, match=r"no_such_module is missing to run tasks .*pip install -e '\.\[eval\]'"):
         needed("no_such_module", "to run tasks")

@@ -182,7 +182,7 @@ def test_without_the_package_or_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPa
     recipe = recipe_of(tiny.config("corpus", precision="te-block"))
     monkeypatch.setattr(peer, "installed", lambda: False)
     with pytest.raises(
-        ValueError, match=r"precision te-block wants Transformer Engine, which is not installed: pip install 'msamp\[peers\]'"
+        ValueError, match=r"precision te-block wants Transformer Engine, which is not installed: pip install -e '\.\[peers\]'"
     ):
         peer.check_available(recipe)
     monkeypatch.setattr(peer, "installed", lambda: True)
@@ -213,7 +213,7 @@ def test_a_package_that_does_not_load_is_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", baselines.names())
 def test_transformer_engine_itself_trains(name: str, prefix: Path):
-    pytest.importorskip("transformer_engine.pytorch", reason="pip install 'msamp[peers]'")
+    pytest.importorskip("transformer_engine.pytorch", reason="pip install -e '.[peers]'")
     wide = {"hidden_size": 256, "num_attention_heads": 4, "seq_length": 128, "micro_batch_size": 4}
     losses = {one: tiny.losses(tiny.run(tiny.config(prefix, precision=one, train_iters=10, **wide))) for one in ("bf16", name)}
     assert losses[name][-1] < losses[name][0]

@@ -83,7 +83,7 @@ def test_without_lm_eval_tasks_say_how_to_install_it(made: Path, monkeypatch, ca
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     code, out, err = run(capsys, "tasks", "--load", made / "O3", "--tasks", "piqa")
     assert (code, out) == (2, "")
-    assert re.fullmatch(r"error: lm_eval is missing to run tasks \(.*\): pip install 'msamp\[eval\]'\n", err)
+    assert re.fullmatch(r"error: lm_eval is missing to run tasks \(.*\): pip install -e '\.\[eval\]'\n", err)
 
 
 def test_the_table_has_standard_errors_and_gaps():
