@@ -47,6 +47,7 @@ from torch import nn
 
 from msamp.nn.linear_fn import linear
 from msamp.nn.scaling_state import LinearScaling
+from msamp.numerics.lost_writes import loading
 from msamp.numerics.recipe import O2, Gemms, Recipe
 from msamp.numerics.tensor import ScalingTensor
 from msamp.numerics.tensor_ops import watch
@@ -120,7 +121,8 @@ class Loading(nn.Module):
                 if not any(each.startswith(f"{prefix}scaling.") for each in state_dict):
                     fresh = LinearScaling(self.scaling.gemm, device=self.scaling.amax.device)
                     state_dict |= fresh.state_dict(prefix=f"{prefix}scaling.")
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        with loading():
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
 class FP8Linear(Loading, nn.Linear):

@@ -3,17 +3,19 @@
 An operation enters by one decorated function. Arguments are those of the aten operation, behind the operation itself.
 
 Arithmetic serves work on weights by hand: averages, merged adapters, initialisations, modules that read another module's weight.
-The result is a plain tensor of the outer dtype; in place it is computed in FP32 and stored with a new scale. Operations that would inflate
+The result is a plain tensor of the outer dtype; in place it is computed in FP32, rounded to nearest and stored with a new scale, and a
+write that rounding loses warns (`msamp.numerics.lost_writes`). Operations that would inflate
 a weight without being arithmetic (indexing, cutting, joining) stay undefined.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from msamp.numerics.lost_writes import warn_if_copy_lost, warn_if_lost, warn_of_rounding
 
 if TYPE_CHECKING:
     from msamp.numerics.tensor import ScalingTensor
@@ -114,7 +116,12 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
         target.payload.copy_(source.payload, non_blocking)
         target.scale_inv.copy_(source.scale_inv, non_blocking)
         return _changed(target)
-    target.store_(source.dequantize(torch.float32) if _is_scaling(source) else source.to(target.device, torch.float32))
+    if _is_scaling(source):
+        target.store_(source.dequantize(torch.float32))
+        return _changed(target)
+    before = target.dequantize(torch.float32)
+    target.store_(source.to(target.device, torch.float32).expand(target.shape))
+    warn_if_copy_lost(str(func), target.format, before, source.expand(target.shape), target.dequantize(torch.float32))
     return _changed(target)
 
 
@@ -181,19 +188,16 @@ def _stored(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
     func(values if several else values[0], *(beside(argument) for argument in args), **others)
     for x, value in zip(targets, values, strict=True):
         if _is_scaling(x):
-            if x.payload.itemsize == 1 and func._opname.removeprefix("_foreach_") in _AVERAGING:
-                _warn_of_rounding(func, x)
+            # `mul_` by a number may have folded into the scale just before, as in k.mul_(m).add_(q, alpha=1 - m): begin before that.
+            before = x.payload.float() * torch.exp2(torch.log2(x.scale_inv).round())
             x.store_(value)
+            if func._opname.removeprefix("_foreach_") in _AVERAGING:
+                if x.payload.itemsize == 1:
+                    warn_of_rounding(str(func), x.format)
+                else:
+                    warn_if_lost(str(func), x.format, before, value, x.dequantize(torch.float32))
             _changed(x)
     return None if several else target
-
-
-def _warn_of_rounding(func: Any, x: "ScalingTensor") -> None:
-    warnings.warn(
-        f"{func} stores into {x.format}, with steps of {2.0**-x.format.mantissa_bits:g} of a value: smaller changes are lost, and an "
-        "average stands still; keep averages in msamp.float_copy(model)",
-        stacklevel=2,
-    )
 
 
 @_on(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar)

@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import pickle
+import warnings
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import msamp
+from helpers import dist
 from helpers.numerics import make
 
 LOUD = 64.0
@@ -101,3 +104,57 @@ def test_a_weight_written_by_hand_begins_the_windows_anew_and_one_of_the_optimiz
     state = copy.deepcopy(low.state_dict())
     low.load_state_dict(state)
     assert low[0].scaling.delayed
+
+
+def momentum_encoder(recipe: str, kept: str) -> tuple[bool, float, float]:
+    """Whether MoCo's line warned, how far the encoder is from the true average, and how far that is from the start."""
+    low, optimizer = msamp.initialize(model := net(), torch.optim.AdamW(model.parameters(), lr=1e-3), recipe)
+    encoder = (msamp.float_copy(low) if kept == "float" else copy.deepcopy(low)).requires_grad_(False)
+    start = [msamp.fp32_values(p).clone() for p in encoder.parameters()]
+    true = [x.clone() for x in start]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(12):
+            train_one(low, optimizer, step + (100 * torch.distributed.get_rank() if torch.distributed.is_initialized() else 0))
+            for k, q, t in zip(encoder.parameters(), low.parameters(), true, strict=True):
+                k.data = k.data * 0.999 + q.data * 0.001
+                t.lerp_(msamp.fp32_values(q), 0.001)
+        encoder.load_state_dict(pickle.loads(pickle.dumps(encoder)).state_dict())
+    said = any("lost" in str(w.message) and "msamp.float_copy" in str(w.message) for w in caught)
+    kept_values = [msamp.fp32_values(p) for p in encoder.parameters()]
+    off = sum(float((a - b).norm()) for a, b in zip(kept_values, true, strict=True))
+    return said, off, sum(float((a - b).norm()) for a, b in zip(true, start, strict=True))
+
+
+def train_one(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    x = make("normal", (64, 32), seed)
+    optimizer.zero_grad()
+    (model(x) - x[:, :16]).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.promise("Hosts", "An average or momentum encoder that few bits hold still warns, and one in `msamp.float_copy` follows.")
+@pytest.mark.parametrize("recipe", ["O1", "O2", "O3"])
+def test_a_momentum_encoder_in_few_bits_warns_and_one_in_a_float_copy_follows(recipe):
+    said, off, way = momentum_encoder(recipe, "low")
+    assert said
+    assert off > 0.3 * way
+    said, off, way = momentum_encoder(recipe, "float")
+    assert not said
+    assert off < 1e-3 * way
+
+
+def test_so_does_one_on_two_processes():
+    for said, off, way in dist.run(momentum_encoder, 2, "O2", "low"):
+        assert said
+        assert off > 0.3 * way
+
+
+@pytest.mark.parametrize("recipe", ["O1", "O2", "O3"])
+def test_torch_s_moving_average_warns(recipe):
+    low, optimizer = msamp.initialize(model := net(), torch.optim.AdamW(model.parameters(), lr=1e-3), recipe)
+    average = AveragedModel(low, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+    average.update_parameters(low)
+    train_one(low, optimizer, 0)
+    with pytest.warns(UserWarning, match=r"changes are lost.*msamp\.float_copy"):
+        average.update_parameters(low)

@@ -1,0 +1,81 @@
+"""Warnings of writes by hand that rounding loses: an average of weights in 16 or 8 bits stands still, and nothing else shows it.
+
+A weight of 16 or 8 bits rounds each write to the nearest value of its format. An exponential average moves by (1 - decay) of a difference
+per step, far less than half a step of the format: it rounds back to where it was, at every step. Stochastic rounding would be right in the
+mean, and at a decay of 0.9999 an average would still be off by a third. So an average belongs into `msamp.float_copy`, and a write whose
+rounding error is more than half of its change warns:
+
+- in-place arithmetic (`lerp_`, `add_`), always;
+- a copy of plain values (`copy_`, `.data =`) if the values lie so close to the stored ones that they must have been computed from them: a
+  checkpoint or an average kept in FP32 lies a quarter of a step away from its own rounding, on average. Values computed in BF16 have lost
+  the change before they come here, and equal the stored ones.
+"""
+
+import contextlib
+import contextvars
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from msamp.numerics.formats import Format
+
+NEAR = 1 / 16  # of abs(x) 2^-mantissa, the mean change of values; of independent values it is about 0.18
+HALF = 0.5
+_LOADING: contextvars.ContextVar[bool] = contextvars.ContextVar("loading", default=False)
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Copies within come from a checkpoint, which may hold the very values that are stored."""
+    token = _LOADING.set(True)
+    try:
+        yield
+    finally:
+        _LOADING.reset(token)
+
+
+def warn_if_copy_lost(how: str, fmt: Format, before: torch.Tensor, given: torch.Tensor, after: torch.Tensor) -> None:
+    """Warn where plain values that were computed from the stored ones have changed less than half of what they should have.
+
+    Args:
+        how: the operation, for the message.
+        fmt: of the stored values.
+        before, after: FP32, the stored values.
+        given: the values copied, of any float dtype and the same shape.
+    """
+    if _LOADING.get() or not before.numel() or _capturing(before):
+        return
+    change = given.to(before.device, torch.float32) - before
+    if given.dtype.itemsize == 2:
+        step, size, stored = torch.finfo(given.dtype).eps, change.abs(), before.abs()
+        # The second: an edit of some elements is small in the sum, but not beside the largest.
+        if size.sum() < NEAR * step * stored.sum() and size.max() < step * stored.max():
+            warn_of_rounding(f"{how} of {given.dtype} values that are almost those stored", fmt)
+    elif change.abs().sum() < NEAR * 2.0**-fmt.mantissa_bits * before[change != 0].abs().sum():
+        warn_if_lost(how, fmt, before, before + change, after)
+
+
+def warn_if_lost(how: str, fmt: Format, before: torch.Tensor, wanted: torch.Tensor, after: torch.Tensor) -> None:
+    """Warn where the rounding error of a write is more than half of its change. Waits for the device.
+
+    Args:
+        how, fmt: as above.
+        before, wanted, after: FP32 of one shape, the stored values, those written, those stored then.
+    """
+    if not _capturing(before) and (after - wanted).abs().sum() > HALF * (wanted - before).abs().sum():
+        warn_of_rounding(how, fmt)
+
+
+def warn_of_rounding(how: str, fmt: Format) -> None:
+    """Warn of a write whose change is smaller than what the format holds."""
+    warnings.warn(
+        f"{how} stores into {fmt}, with steps of {2.0**-fmt.mantissa_bits:g} of a value: smaller changes are lost, and an average stands "
+        "still; keep averages in msamp.float_copy(model)",
+        stacklevel=2,
+    )
+
+
+def _capturing(x: torch.Tensor) -> bool:
+    """Whether a CUDA graph is being captured, where the host cannot ask for a value."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
