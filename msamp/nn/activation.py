@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.nn.block import Activated, ActivationGradient, unviewed
+from msamp.nn.differentiable_once import differentiable_once
 from msamp.nn.saved_activations import IN_GROUPS, Saved
 
 
@@ -27,7 +27,7 @@ class ActivationFunction(torch.autograd.Function):
         return width * saved.element_bytes(wide)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_a: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         dtype = grad_a.dtype
         y2d = ctx.saved.restore(ctx.saved_tensors, dtype)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops, scalar_pool
 from msamp.nn.block import (
@@ -27,6 +26,7 @@ from msamp.nn.block import (
     start_grad_output,
     start_input_again,
 )
+from msamp.nn.differentiable_once import differentiable_once
 from msamp.nn.ends import ALONE, Ends
 from msamp.nn.fp8_attention import Attended, FP8Attention, K, Operands, Q, V, raise_amax
 from msamp.nn.gemm import LayerGemm, Operand
@@ -149,7 +149,7 @@ class AttentionBlock(torch.autograd.Function):
         return SavedBytes(norm, wide * (queries + 2 * keys + (0.0 if recompute else queries + copied)))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_x: torch.Tensor, grad_delta: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         stream, kept = KeptByBlock.of(ctx.saved_tensors)
         how, dtypes = ctx.how, ctx.weight_dtypes

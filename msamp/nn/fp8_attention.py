@@ -29,11 +29,11 @@ Speed and losses: `docs/guide/choosing.md`.
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from msamp.kernels import fp8_attention as kernels
 from msamp.kernels import ops, scalar_pool
 from msamp.kernels.reference.fp8_attention import AttentionScales
+from msamp.nn.differentiable_once import differentiable_once
 from msamp.nn.scaling_state import TensorScales
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.quantize import dequantize
@@ -206,7 +206,7 @@ class _Attention(torch.autograd.Function):
         return dequantize(attended.o, attended.o_scale_inv, query.dtype).flatten(2)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         *made, scale_invs = ctx.how.gradients(*ctx.kept, grad_o.contiguous())
         return *(dequantize(x, scale_inv, ctx.dtype) for x, scale_inv in zip(made, scale_invs, strict=True)), None

@@ -11,10 +11,10 @@ The same function serves a layer on one GPU and both kinds of tensor-parallel la
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.nn.block import unviewed
+from msamp.nn.differentiable_once import differentiable_once
 from msamp.nn.ends import ALONE, Ends, PendingRows, ReadyRows
 from msamp.nn.gemm import LayerGemm, Operand, cast_operand
 from msamp.nn.scaling_state import LinearScaling
@@ -59,6 +59,7 @@ class LinearFunction(torch.autograd.Function):
         y = outs.sum_output(partial, layer)
         ctx.save_for_backward(saved, operand.scale_inv_t, weight.payload)
         ctx.how, ctx.shape, ctx.weight_dtype = how, x.shape, weight.dtype
+        ctx.label = "" if torch.compiler.is_compiling() else weight.label
         ctx.bias_dtype = None if bias is None else bias.dtype
         return unviewed(y, (*_rows(x.shape, ins, outs), y.shape[-1]))
 
@@ -68,7 +69,7 @@ class LinearFunction(torch.autograd.Function):
         return inputs * cast.element_bytes
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         saved, x_scale_inv, w_payload = ctx.saved_tensors
         (layer, ins, outs), (needs_x, needs_w, needs_b, _) = ctx.how, ctx.needs_input_grad

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops, scalar_pool
 from msamp.nn.block import (
@@ -23,6 +22,7 @@ from msamp.nn.block import (
     start_grad_output,
     start_input_again,
 )
+from msamp.nn.differentiable_once import differentiable_once
 from msamp.nn.ends import ALONE, Ends
 from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.saved_activations import AS_IT_IS, Saved, SavedBytes
@@ -119,7 +119,7 @@ class MLPBlock(torch.autograd.Function):
         return SavedBytes(size * hidden / ranks + hidden * gathered, 0.0 if recompute else size * width)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         parts, kept = KeptByBlock.of(ctx.saved_tensors)
         how, dtypes = ctx.how, ctx.weight_dtypes

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.nn.block import Norm, NormGradients, NormWeights, unviewed, vector_gradients
+from msamp.nn.differentiable_once import differentiable_once
 from msamp.nn.saved_activations import IN_GROUPS, Saved
 
 
@@ -30,7 +30,7 @@ class NormFunction(torch.autograd.Function):
         return hidden * saved.element_bytes(wide)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         *kept, weight, bias, mean, rstd = ctx.saved_tensors
         g2d = grad_y.reshape(-1, grad_y.shape[-1])

@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.nn.attention_block import split_heads
 from msamp.nn.block import CastTransposed
+from msamp.nn.differentiable_once import differentiable_once
 
 
 class RotaryFunction(torch.autograd.Function):
@@ -34,7 +34,7 @@ class RotaryFunction(torch.autograd.Function):
         return split_heads(rotated, heads, groups)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(  # type: ignore[override]
         ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None]:

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from msamp.kernels import ops
 from msamp.kernels.scaled_mm import native_bf16
 from msamp.nn.cast_scales import CastScales, just_in_time_scale
+from msamp.nn.differentiable_once import differentiable_once
 from msamp.nn.gemm import Operand, cast_operand, multiply
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.recipe import Cast, Gemms, Product
@@ -131,7 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (weights * losses).sum(), losses
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_loss_sum: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         factor = grad_loss_sum / ctx.factor
         grads = (None if g is None else _times(g, factor, ctx.dtype) for g in ctx.saved_tensors)
@@ -186,7 +186,7 @@ class _AllInFP8(torch.autograd.Function):
         return (weights * told).sum(), told
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_loss_sum: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         grad_hidden, columns, scale_inv, x_t, x_scale_inv = ctx.saved_tensors
         to_hidden = None if grad_hidden is None else _times(grad_hidden, grad_loss_sum, ctx.dtype)

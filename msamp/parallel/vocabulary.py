@@ -13,10 +13,10 @@ megatron-core's vocabulary-parallel cross entropy copies all logits to FP32, pas
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from msamp.comm.collectives import Peers
 from msamp.kernels import ops
+from msamp.nn.differentiable_once import differentiable_once
 from msamp.nn.vocabulary_loss import COMPUTE, linear_cross_entropy
 from msamp.parallel.sequence_parallel import KIND, start_gather, start_sum
 
@@ -76,6 +76,6 @@ class _OfAllRanks(torch.autograd.Function):
         return start_gather(x.contiguous(), peers, WHAT + "input all-gather").keep()  # the graph holds it until backward
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         return start_sum(grad.contiguous(), ctx.peers, WHAT + "grad_input", scatter=ctx.scatter)(), None, None
