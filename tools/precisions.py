@@ -2,14 +2,20 @@
 
 O2                           --precision O2
 O2+blockwise                 --precision O2 --fp8-recipe blockwise
-te-delayed                   --precision te-delayed, of a peer, where it is installed
+te-delayed                   --precision te-delayed, of a baseline, where it is installed
 'O2 --master-format bf16'    --precision O2 --master-format bf16, where a tool takes a precision with flags
+
+As a program it lists them: python tools/precisions.py, or python tools/precisions.py O2+blockwise
 """
 
 import argparse
 import shlex
+import sys
 
+from megatron.lm.config import baselines
 from megatron.lm.config.precision import recipe_by_name
+from megatron.lm.shell.arguments import Parser
+from megatron.lm.shell.exit_codes import command
 from msamp.numerics import recipe
 
 
@@ -57,3 +63,23 @@ def legal_case(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def known() -> list[str]:
+    """Every precision that tools take, without flags of its own."""
+    recipes = [recipe.by_name(name) for name in recipe.names()]
+    casts = [f"{found.name}+{gemm}" for found in recipes if found.fp8 for gemm in recipe.GEMMS]
+    return [*(found.name for found in recipes), *casts, *baselines.names()]
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Print the flags of megatron.lm.pretrain for each precision."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("precision", nargs="*", type=legal_case, help="which (default: all)")
+    for text in parser.parse_args(argv).precision or known():
+        print(f"{text:<32}{shlex.join(case_flags(text))}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,7 +5,7 @@ import pytest
 from megatron.lm.config import baselines
 from megatron.lm.config.cli import parse_args
 from msamp.numerics import recipe
-from tools.precisions import case_flags, legal_case, legal_precision, precision_flags
+from tools.precisions import case_flags, known, legal_case, legal_precision, main, precision_flags
 
 
 @pytest.mark.parametrize(
@@ -65,3 +65,14 @@ def test_flags_follow_a_precision():
 def test_flags_without_a_precision_are_refused(text, word):
     with pytest.raises(argparse.ArgumentTypeError, match=word):
         legal_case(text)
+
+
+def test_as_a_program_it_lists_every_precision_and_its_flags(capsys):
+    """It printed nothing."""
+    assert main([]) == 0
+    lines = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, _ in lines] == known()
+    assert {"bf16", "O2", "O3+blockwise", "coat+mxfp8", "te-delayed"} <= set(known())
+    assert dict(lines)["O2+blockwise"] == "--precision O2 --fp8-recipe blockwise"
+    assert main(["O2 --master-format bf16"]) == 0
+    assert capsys.readouterr().out.split() == ["O2", "--master-format", "bf16", "--precision", "O2", "--master-format", "bf16"]

@@ -11,10 +11,10 @@ from typing import TextIO
 class Progress:
     """Prints documents/s, MB/s and the time left to standard error, at most once in `interval` documents.
 
-    While it is entered it also prints whenever `seconds` have passed without a line: one document may take minutes.
+    While it is entered it also prints after a second, and whenever `seconds` have passed without a line: one document may take minutes.
     """
 
-    def __init__(self, total_bytes: int, interval: int, stream: TextIO | None = None, seconds: float = 10.0) -> None:
+    def __init__(self, total_bytes: int, interval: int, stream: TextIO | None = None, seconds: float = 5.0) -> None:
         self.documents = 0
         self._bytes, self._begun_bytes, self._total_bytes = 0, 0, total_bytes
         self._interval, self._next = interval, interval
@@ -24,6 +24,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._left.clear()
+        self._printed = time.monotonic() - max(0.0, self._seconds - 1.0)  # the first line is due in a second
         self._thread = threading.Thread(target=self._keep_telling, daemon=True)
         self._thread.start()
         return self

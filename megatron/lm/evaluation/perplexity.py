@@ -8,7 +8,7 @@ longer. Bytes are those of the text in UTF-8, so that models of different tokeni
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -66,13 +66,22 @@ def windows(count: int, window: int, stride: int) -> Iterator[tuple[int, int, in
         told = end
 
 
-def perplexity(model: Model, documents: Iterable[str], *, stride: int, batch_size: int = 8, window: int | None = None) -> Told:
+def perplexity(
+    model: Model,
+    documents: Iterable[str],
+    *,
+    stride: int,
+    batch_size: int = 8,
+    window: int | None = None,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> Told:
     """Tell each document by itself.
 
     Args:
         stride: tokens that a window moves on by, 1 to the window.
         batch_size: windows that run side by side.
         window: tokens that the model sees; its sequence length where None.
+        progress: is called with the tokens of each batch when they are told.
 
     Raises:
         ValueError: no text, or a stride or window out of range.
@@ -86,6 +95,7 @@ def perplexity(model: Model, documents: Iterable[str], *, stride: int, batch_siz
     while batch := list(islice(cut, batch_size)):
         scores = model.score([sequence for sequence, _ in batch], [start for _, start in batch])
         nats -= sum(float(score.logprobs.double().sum()) for score in scores)
+        progress(sum(len(score.logprobs) for score in scores))
     if not seen["tokens"]:
         raise ValueError("the text is empty: there is nothing to tell")
     return Told(**seen, nats=nats, window=window, stride=stride)

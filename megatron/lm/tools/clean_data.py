@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from megatron.lm.cleaning.pipeline import PART_BYTES, Rules, clean
 from megatron.lm.data import rows
 from megatron.lm.shell import arguments, exit_codes
+from megatron.lm.shell.progress import Progress
 
 
 @exit_codes.command
@@ -47,14 +48,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.size(path)  # refuses what is no input, before anything is written
     if args.output.exists():
         raise ValueError(f"--output {args.output} exists: nothing is overwritten, name another one")
-    counts = clean(
-        args.input,
-        args.output,
-        rules,
-        workers=args.workers,
-        part_bytes=args.part_bytes,
-        say=lambda line: print(line, file=sys.stderr, flush=True),
-    )
+    with Progress(f"cleaning {len(args.input)} inputs"):
+        counts = clean(
+            args.input,
+            args.output,
+            rules,
+            workers=args.workers,
+            part_bytes=args.part_bytes,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
     print(f"{args.output}: {counts['kept']} of {counts['read']} documents, {counts['bytes kept']} bytes of text")
     for why, count in sorted((why, count) for why, count in counts.items() if why not in ("read", "kept", "bytes kept")):
         print(f"  {count:8d}  {why}")

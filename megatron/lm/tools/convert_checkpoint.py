@@ -31,6 +31,7 @@ from megatron.lm.config import TOKENIZERS, Config, DataConfig
 from megatron.lm.config.cli import to_argv
 from megatron.lm.shell import arguments, exit_codes
 from megatron.lm.shell.files import new_folder
+from megatron.lm.shell.progress import Progress
 from megatron.lm.tools.convert import tokenizer_files
 from megatron.lm.tools.convert.folder import Tensors, read_json, write_json, write_tensors
 from megatron.lm.tools.convert.fp8_export import fp8_tensors, quantization_config
@@ -94,7 +95,8 @@ def _export(args: argparse.Namespace, fp8: bool) -> str:
     rules, values = hf_rules(config, vocab_size, saved.names()), Values(saved)
     tensors = fp8_tensors(rules, values, saved.weight) if fp8 else hf_tensors(rules, values, dtype)
     with new_folder(args.output) as folder:
-        size = write_tensors(folder, tensors)
+        total = sum(len(rule.theirs) for rule in rules)
+        size = write_tensors(folder, args.progress.counted(tensors, total, "tensors"))
         write_json(folder / "config.json", about)
         tokenizer_files.write(config, tokenizer, folder)
     return f"{args.output}: {about['model_type']}, iteration {saved.info['iteration']}, {size:,} bytes"
@@ -115,7 +117,7 @@ def export_bf16(args: argparse.Namespace) -> str:
     saved = _saved(args.load)
     metadata = {key: json.dumps(saved.info[key]) for key in ("version", "config", "vocab_size", "iteration")}
     with new_folder(args.output) as folder:
-        size = write_tensors(folder, _in_bf16(Values(saved)), metadata)
+        size = write_tensors(folder, args.progress.counted(_in_bf16(Values(saved)), len(saved.names()), "tensors"), metadata)
     return f"{args.output}: iteration {saved.info['iteration']}, {size:,} bytes"
 
 
@@ -162,7 +164,7 @@ def inspect(args: argparse.Namespace) -> str:
     lines += [f"precision: {config.precision.name}", f"grid: {grid}", f"flags: {shlex.join(to_argv(config))}", ""]
     lines.append(f"{'tensor':<56}{'shape':<20}{'dtype':<16}{'bytes':>14}  scale_inv")
     elements, size = 0, 0
-    for name in saved.names():
+    for name in args.progress.counted(saved.names(), len(saved.names()), "tensors"):
         dtype, shape, scales = saved.format(name)
         lines.append(
             f"{name:<56}{' x '.join(map(str, shape)):<20}{str(dtype).removeprefix('torch.'):<16}{shape.numel() * dtype.itemsize:>14,}  "
@@ -214,7 +216,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
     args: Any = _parser().parse_args(argv)
-    print(args.work(args))
+    with Progress(f"{args.command} {args.load}") as args.progress:
+        text = args.work(args)
+    print(text)
 
 
 if __name__ == "__main__":

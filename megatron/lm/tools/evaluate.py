@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.lm.shell import arguments, durable, exit_codes
+from megatron.lm.shell.progress import Progress
 
 Rows = dict[str, dict[str, dict[str, Any]]]  # model -> task -> metric -> value
 
@@ -74,19 +75,28 @@ def _cell(values: Mapping[str, Any], metric: str) -> str:
     return f"{text} ± {error:.4f}" if isinstance(error, int | float) else text
 
 
-def _each(loads: Sequence[Path], measure: Callable[[Any], dict[str, dict[str, Any]]], output: Path | None) -> None:
-    from megatron.lm.evaluation.models import opened
-
+def _each(loads: Sequence[Path], measure: Callable[[Any, Progress], dict[str, dict[str, Any]]], output: Path | None) -> None:
     names = [str(load) for load in loads]
     if len(set(names)) < len(names):
         raise ValueError(f"--load {' '.join(names)}: a model is named twice")
+    with Progress(f"loading {loads[0]}") as progress:
+        rows, about = _measured(loads, measure, progress)
+    _report(rows, about, output)
+
+
+def _measured(
+    loads: Sequence[Path], measure: Callable[[Any, Progress], dict[str, dict[str, Any]]], progress: Progress
+) -> tuple[Rows, dict[str, Mapping[str, Any]]]:
+    from megatron.lm.evaluation.models import opened
+
     rows: Rows = {}
     about: dict[str, Mapping[str, Any]] = {}
     for load in loads:
+        progress.begin(f"loading {load}")
         with opened(load) as model:
             print(f"{load}: {', '.join(f'{key} {value}' for key, value in model.about.items())}", file=sys.stderr, flush=True)
-            rows[model.name], about[model.name] = measure(model), model.about
-    _report(rows, about, output)
+            rows[model.name], about[model.name] = measure(model, progress), model.about
+    return rows, about
 
 
 def tell_perplexity(args: argparse.Namespace) -> None:
@@ -95,10 +105,15 @@ def tell_perplexity(args: argparse.Namespace) -> None:
 
     _check_texts(args.text)
 
-    def measure(model: Any) -> dict[str, dict[str, Any]]:
+    def measure(model: Any, progress: Progress) -> dict[str, dict[str, Any]]:
+        def advance(tokens: int) -> None:
+            progress.done += tokens
+
+        progress.begin(f"perplexity of {model.name}", unit="tokens")
         window = model.seq_length if args.window is None else args.window
         stride = max(1, window // 2) if args.stride is None else args.stride
-        told = perplexity(model, _texts(args.text, args.json_key), stride=stride, batch_size=args.batch_size, window=window)
+        documents = _texts(args.text, args.json_key)
+        told = perplexity(model, documents, stride=stride, batch_size=args.batch_size, window=window, progress=advance)
         return {"text": told.row()}
 
     _each(args.load, measure, args.output)
@@ -120,7 +135,8 @@ def run_tasks(args: argparse.Namespace) -> None:
     known = harness.manager(args.data_dir, args.include_path)
     harness.check_tasks(args.tasks, known)
 
-    def measure(model: Any) -> dict[str, dict[str, Any]]:
+    def measure(model: Any, progress: Progress) -> dict[str, dict[str, Any]]:
+        progress.begin(f"{len(args.tasks)} tasks of {model.name}")
         return harness.evaluate(model, args.tasks, known, batch_size=args.batch_size, limit=args.limit, fewshot=args.num_fewshot)
 
     _each(args.load, measure, args.output)

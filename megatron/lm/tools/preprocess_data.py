@@ -80,6 +80,7 @@ def _preprocess(arguments: argparse.Namespace) -> None:
     prefixes = {key: Path(f"{arguments.output_prefix}_{key}_document") for key in arguments.json_keys}
     start = time.monotonic()
     progress = Progress(total_bytes, arguments.log_interval)
+    print(f"tokenising {total_bytes / 1e6:.1f} MB of {len(arguments.input)} inputs", file=sys.stderr, flush=True)
     if total_bytes <= arguments.part_bytes:
         counts = write_datasets(documents, prefixes, options, workers=arguments.workers, progress=progress)
     else:

@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import re
 import sys
+import time
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -14,6 +17,7 @@ from helpers.hf_models import MODELS, agree, config, our_logits, random_weights,
 from helpers.tiny import VOCABULARY
 from megatron.lm.checkpoint.reader import CheckpointReader
 from megatron.lm.config.cli import config_to_dict, parse_args
+from megatron.lm.shell.progress import Progress
 from megatron.lm.tools import convert_checkpoint
 from megatron.lm.tools.convert.architectures import EMBEDDING
 from megatron.lm.tools.convert.folder import Tensors
@@ -191,6 +195,16 @@ def test_inspect_lists_what_is_there(known, capsys):
     assert rows["decoder.final_layernorm.weight"].split()[1:] == ["32", "bfloat16", "64", "-"]
     parameters = sum(x.numel() for x in saved.weights.values())
     assert f"{len(saved.weights)} tensors, {parameters:,} parameters" in text
+
+
+def test_it_shows_how_far_it_is(known, monkeypatch, capsys):
+    """Once it takes more than a second, which is a thousandth here."""
+    saved = known("llama")
+    read = type(saved).weight
+    monkeypatch.setattr(type(saved), "weight", lambda self, name: (time.sleep(0.02), read(self, name))[1])
+    monkeypatch.setattr(convert_checkpoint, "Progress", partial(Progress, first=0.001, seconds=0.001))
+    assert run("inspect", "--load", "here") == 0
+    assert re.search(rf"^inspect here: \d+ of {len(saved.names())} tensors \(\d+ %\), 0 s", capsys.readouterr().err, re.MULTILINE)
 
 
 def test_inspect_of_nothing_is_told(known, capsys):

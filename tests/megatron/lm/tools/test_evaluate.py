@@ -3,11 +3,13 @@
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from helpers import hosts, texts
+from megatron.lm.shell.progress import Progress
 from megatron.lm.tools import convert_checkpoint, evaluate
 
 SENTENCES = "The committee met on Monday. Its report was short. Nobody liked the report. They wrote another report. "
@@ -47,6 +49,15 @@ def test_several_models_stand_beside_each_other(made: Path, tmp_path: Path, caps
     header, _, *rows = out.splitlines()
     assert header == "| task | metric | " + " | ".join(map(str, loads)) + " |"
     assert f"| text | bits_per_byte | {bits[0]:.4f} | {bits[1]:.4f} | {bits[2]:.4f} |" in rows
+
+
+def test_it_shows_how_far_it_is(made: Path, tmp_path: Path, capsys, monkeypatch):
+    """Once it takes more than a second, which is a thousandth here."""
+    monkeypatch.setattr(evaluate, "Progress", partial(Progress, first=0.001, seconds=0.001))
+    code, _, err = run(capsys, "perplexity", "--load", made / "O3", "--text", made / "held.txt", "--output", tmp_path / "r.json")
+    assert code == 0
+    assert re.search(rf"^loading {made / 'O3'}: \d+ s$", err, re.MULTILINE)
+    assert re.search(rf"^perplexity of {made / 'O3'}: \d+ tokens, \d+ s$", err, re.MULTILINE)
 
 
 def test_lines_of_json_and_a_stride_of_one_s_own(made: Path, tmp_path: Path, capsys):
