@@ -378,9 +378,11 @@ def test_sigint_while_the_trainer_is_imported_is_one_line(corpus: Path, tmp_path
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
 def test_two_processes_by_torchrun(corpus: Path, tmp_path: Path):
     flags = [*FLAGS, "--data-path", str(corpus), "--opt-level", "O2", "--global-batch-size", "8", *outputs(tmp_path)]
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(dist.free_port())]
+    launch = ["-m", "megatron.lm.shell.torchrun", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(dist.free_port())]
     code, out, err = ended(command([*launch, "-m", "megatron.lm.pretrain", *flags]))
     assert code == 0, err
+    assert err == ""  # no warning of another package, no banner of torchrun
+    assert [line for line in out.splitlines() if len(line) > 120] == []
     assert out.count("iter 4/4") == 1  # one rank speaks
     assert "2 processes" in out
     assert any(key.startswith("rng/1/") for key in Stored(tmp_path / "save" / "iter_0000004").tensors)

@@ -27,9 +27,10 @@ def check(config: Config, world_size: int) -> None:
     for rule, sections in RULES.items():
         if not broken & set(sections):
             problems += rule(config, world_size)
+    if len(problems) == 1:
+        raise ValueError(problems[0])
     if problems:
-        count = "a setting is" if len(problems) == 1 else f"{len(problems)} settings are"
-        raise ValueError("\n- ".join([f"{count} refused, nothing was started:", *problems]))
+        raise ValueError("\n- ".join([f"{len(problems)} settings are refused, nothing was started:", *problems]))
 
 
 def single_values(section: object) -> Problems:

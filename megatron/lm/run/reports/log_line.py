@@ -29,6 +29,10 @@ def short(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def _rate(tflops: float) -> str:
+    return f"{tflops:.3g} TFLOP/s" if tflops >= 0.1 else f"{1e3 * tflops:.2f} GFLOP/s"
+
+
 def clock() -> Part:
     """The time of day."""
     return Part(time.strftime("%H:%M:%S"), "dim")
@@ -43,7 +47,7 @@ def train_line(row: Mapping[str, Any], train_iters: int, seconds_left: float) ->
         seconds_left: until the last one.
     """
     shares = [100 * value for name, value in row.items() if name.startswith("mfu_")]
-    speed = f"MFU {'/'.join(f'{share:.0f}' for share in shares)}%" if shares else f"{row['tflops']:.3g} TFLOP/s"
+    speed = f"MFU {'/'.join(f'{share:.0f}' for share in shares)}%" if shares else _rate(row["tflops"])
     low, high = f"{row['memory_gib_min']:.1f}", f"{row['memory_gib']:.1f}"
     ms = row["step_ms"]
     step = f"{ms:.1f} ms" if ms < 100 else f"{ms:.0f} ms" if ms < 1e4 else f"{ms / 1e3:.1f} s"

@@ -35,6 +35,7 @@ def test_a_line_of_one_gpu():
 
 def test_without_a_known_peak_it_shows_tflops():
     assert "  413 TFLOP/s  " in text(train_line(ROW, 95368, 1.0))
+    assert "  0.52 GFLOP/s  " in text(train_line(ROW | {"tflops": 0.000518}, 6, 1.0))  # a CPU
 
 
 @pytest.mark.parametrize(
