@@ -378,7 +378,16 @@ def test_sigint_while_the_trainer_is_imported_is_one_line(corpus: Path, tmp_path
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
 def test_two_processes_by_torchrun(corpus: Path, tmp_path: Path):
     flags = [*FLAGS, "--data-path", str(corpus), "--opt-level", "O2", "--global-batch-size", "8", *outputs(tmp_path)]
-    launch = ["-m", "megatron.lm.shell.torchrun", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(dist.free_port())]
+    launch = [
+        "-m",
+        "megatron.lm.shell.torchrun",
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(dist.free_port()),
+    ]
     code, out, err = ended(command([*launch, "-m", "megatron.lm.pretrain", *flags]))
     assert code == 0, err
     assert err == ""  # no warning of another package, no banner of torchrun
