@@ -87,7 +87,7 @@ def accumulator(name: str, fmt: Format, generator: torch.Generator | None = None
 def squares_are_finite(gradients: Iterable[torch.Tensor], device: torch.device, peers: Peers | None = None) -> torch.Tensor:
     """Bool 0-dim on `device`, without a host sync: whether gradients in any format, and the sum of their squares in FP32, are finite; with
     `peers` those of all ranks, collective."""
-    finite = sum((fp32_values(g).square().sum() for g in gradients), torch.zeros((), device=device)).isfinite()
+    finite = sum((fp32_values(g).square().sum() for g in gradients), torch.zeros((), device=device, dtype=torch.float32)).isfinite()
     if peers is None:
         return finite
     return peers.all_reduce(finite.float(), dist.ReduceOp.MIN, "whether dropped gradients were finite", None) > 0

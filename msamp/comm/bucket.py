@@ -83,7 +83,7 @@ class Bucket:
         device = self.params[0].device
         self.tables, self.sum_tables = Tables(device), Tables(device)
         # The factors of the last step: always in the same memory, since CUDA graphs read and write them.
-        self._guess = torch.ones(len(self.params), device=device)
+        self._guess = torch.ones(len(self.params), device=device, dtype=torch.float32)
         self._run_params = torch.tensor([segment.index for segment in self.segments], device=device)
         self.clear()
 
@@ -113,7 +113,7 @@ class Bucket:
         those to pack that the guess was wrong for. What comes of both does not depend on the guess.
         """
         flat = torch.empty(sum(self.sizes), dtype=fmt.dtype, device=gradients[0].device)
-        amaxes = torch.zeros(len(gradients), device=flat.device)
+        amaxes = torch.zeros(len(gradients), device=flat.device, dtype=torch.float32)
         tallies = torch.zeros(2, len(self.spans), TALLY, dtype=torch.int64, device=flat.device) if fmt == E4M3 else None
         ops.pack(self.tables, gradients, self.spans, flat, self._guess, amaxes=amaxes, tallies=None if tallies is None else tallies[0])
         self._guessed = _Guessed(tuple(gradients), versions_of(gradients), fmt, flat, tallies)

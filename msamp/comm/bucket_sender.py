@@ -68,7 +68,7 @@ class BucketSender:
         numel = [p.numel() for bucket in buckets if bucket.format.scaled for p in bucket.params]
         self.autoscale = AutoScale(numel, peers.ranks, mu_rule or MU_RULES[0], device) if scaling.adapts else None
         self.statistics = Statistics(numel, device, always=self.autoscale is not None)
-        self.own_proposals = torch.ones(sum(len(bucket.params) for bucket in buckets), device=device)
+        self.own_proposals = torch.ones(sum(len(bucket.params) for bucket in buckets), device=device, dtype=torch.float32)
         self._valid = torch.zeros(len(numel), dtype=torch.bool, device=device)
         self._places = _slices(buckets, [len(bucket.params) for bucket in buckets])
         self._scaled_places = _slices(buckets, [len(bucket.params) if bucket.format.scaled else 0 for bucket in buckets])
@@ -137,7 +137,10 @@ class BucketSender:
     def pack(self, bucket: Bucket, gradients: Gradients, factor: Tensor) -> Tensor:
         """The flat payload of the bucket; zeros where this rank has no gradient."""
         device = bucket.params[0].device
-        filled = [torch.zeros(p.shape, device=device) if g is None else g for p, g in zip(bucket.params, gradients, strict=True)]
+        filled = [
+            torch.zeros(p.shape, device=device, dtype=torch.float32) if g is None else g
+            for p, g in zip(bucket.params, gradients, strict=True)
+        ]
         return self.wires[bucket.format].pack(bucket, filled, factor)
 
     def reduce(self, bucket: Bucket, flat: Tensor, factor: Tensor, proposals: Tensor) -> tuple[Reduced, Tensor]:

@@ -67,7 +67,7 @@ def choose_peers(group: dist.ProcessGroup, sent: WireBytes, transport: str, *, m
     if transport == "copies" or not measure:
         return copies, "by copies between the GPUs"
     times = [_time_of_a_gather(peers) for peers in (Peers(group, WireBytes()), CopyPeers(group, WireBytes()))]
-    slowest = torch.tensor(times, device="cuda")
+    slowest = torch.tensor(times, device="cuda", dtype=torch.float32)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     nccl, copied = slowest.tolist()
     told = f"a gather of {SAMPLE_BYTES / 2**20:g} MiB a rank takes {copied:.0f} us by copies, {nccl:.0f} us by NCCL"

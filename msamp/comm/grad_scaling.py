@@ -82,10 +82,10 @@ def propose_scales(
         amaxes = ops.grad_stats(tables or Tables(device), [g.contiguous() for g in present], squares=False)[0][0]
         scales = proposals_of(amaxes, fmt)
     else:
-        scales = torch.ones(len(present), device=device)
+        scales = torch.ones(len(present), device=device, dtype=torch.float32)
     if len(present) == len(gradients):
         return scales
-    proposals = torch.full((len(gradients),), ABSENT, device=device)
+    proposals = torch.full((len(gradients),), ABSENT, device=device, dtype=torch.float32)
     proposals[[i for i, g in enumerate(gradients) if g is not None]] = scales
     return proposals
 

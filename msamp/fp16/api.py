@@ -44,7 +44,7 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], level: OptLev
                 raise ValueError("a parameter is in two optimizers, and would be unscaled twice: give each parameter to one")
             seen.update(group["params"])
             eps, rounded = group.get("eps"), level.fp16_weights and not level.master_weights and not group.get("fused")
-            if rounded and isinstance(eps, float) and eps and not torch.tensor(eps).half():
+            if rounded and isinstance(eps, float) and eps and not torch.tensor(eps, dtype=torch.float32).half():
                 raise ValueError(f"eps is {eps}, which is 0 in FP16, where {level.name} divides by it: take eps >= 1e-7, or O2")
 
 

@@ -173,7 +173,7 @@ def _shape(query: torch.Tensor, key: torch.Tensor, softmax_scale: float, causal:
 @functools.cache
 def _softmax_scales(device: torch.device) -> torch.Tensor:
     """FP32 [2]: the scale of S, and its inverse."""
-    return torch.tensor([SOFTMAX_SCALE, 1 / SOFTMAX_SCALE], device=device)
+    return torch.tensor([SOFTMAX_SCALE, 1 / SOFTMAX_SCALE], device=device, dtype=torch.float32)
 
 
 @functools.cache

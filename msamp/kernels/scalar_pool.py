@@ -40,7 +40,7 @@ class ScalarPool:
                 return place if size is None else place.as_strided((size,), (1,))
             except IndexError:
                 with torch.inference_mode(False):  # what evaluation leaves over has to serve training
-                    zeros = torch.zeros(self._count, ALIGNED, device=self._device)[:, 0].unbind()
+                    zeros = torch.zeros(self._count, ALIGNED, device=self._device, dtype=torch.float32)[:, 0].unbind()
                     # Detached, so that it has a version of its own: writes beside it do not change what is kept for backward.
                     self._left = [zero.data for zero in zeros]
 

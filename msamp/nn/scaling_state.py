@@ -101,10 +101,10 @@ class TensorScales(nn.Module):
         self.casts = casts
         self.window = max(cast.scaling.window for cast in casts)
         rows = len(casts)
-        self.register_buffer("amax", torch.zeros(rows, device=device))
-        self.register_buffer("history", torch.zeros(rows, self.window, device=device))
-        self.register_buffer("scale", torch.ones(rows, device=device))
-        self.register_buffer("scale_inv", torch.ones(rows, device=device))
+        self.register_buffer("amax", torch.zeros(rows, device=device, dtype=torch.float32))
+        self.register_buffer("history", torch.zeros(rows, self.window, device=device, dtype=torch.float32))
+        self.register_buffer("scale", torch.ones(rows, device=device, dtype=torch.float32))
+        self.register_buffer("scale_inv", torch.ones(rows, device=device, dtype=torch.float32))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64, device=device))
         # `seen` is kept on the host too, since asking the device would be a sync in every forward. Full windows are flags of their own:
         # torch.compile would make a new graph for every value of a counter.

@@ -70,5 +70,5 @@ def quantize_stochastic(
     steps = magnitude / spacing
     down = steps.floor()
     # Compared and not added: adding a random number to `steps` would round in FP32 and move values that are representable.
-    up = torch.rand(y.shape, generator=generator, device=y.device) < steps - down
+    up = torch.rand(y.shape, generator=generator, device=y.device, dtype=torch.float32) < steps - down
     return torch.copysign((down + up) * spacing, y).to(fmt.dtype)

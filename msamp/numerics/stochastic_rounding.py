@@ -104,7 +104,9 @@ def round_stochastically(x: torch.Tensor, words: torch.Tensor, fmt: Format, *, s
     magnitude = x.abs()
     # Codes below `tiny` have the spacing that FP32 has between `tiny` and 2 `tiny` once as many bits are dropped. BF16 has FP32's
     # exponents, so its codes below `tiny` need no shift.
-    base = torch.where(magnitude < fmt.tiny, fmt.tiny, 0.0) if fmt.scaled and subnormals else torch.zeros_like(magnitude)
+    base = torch.zeros_like(magnitude)
+    if fmt.scaled and subnormals:
+        base.masked_fill_(magnitude < fmt.tiny, fmt.tiny)
     raised = (magnitude + base).view(torch.int32) + added
     rounded = (raised & -(1 << shift)).view(torch.float32) - base
     if not subnormals:

@@ -80,8 +80,8 @@ def measure(
     given = [holding.grad for holding in ready if holding.grad is not None]
     scaled, plain = scaled_first(given)
     gs, ordered = [given[i] for i in scaled + plain], [ready[i] for i in scaled + plain]
-    rows = torch.zeros(0, len(ordered), device=tables.device) if kept is None else kept(ordered)
-    table = torch.zeros(len(rows) + 2, len(params), device=tables.device)
+    rows = torch.zeros(0, len(ordered), device=tables.device, dtype=torch.float32) if kept is None else kept(ordered)
+    table = torch.zeros(len(rows) + 2, len(params), device=tables.device, dtype=torch.float32)
     sums = torch.zeros(len(params), 2, dtype=torch.int64, device=tables.device)
     if ready:
         stats, found = first_pass(tables, gs[: len(scaled)], gs[len(scaled) :])

@@ -26,7 +26,7 @@ class KeptAmaxes:
     """
 
     def __init__(self) -> None:
-        self.table = torch.zeros(0)
+        self.table = torch.zeros(0, dtype=torch.float32)
         self._seen: dict[torch.Tensor, tuple[int, ...]] = {}
 
     def forget(self) -> None:
@@ -45,7 +45,7 @@ class KeptAmaxes:
         """
         size = 1 + max((holding.place for holding in holdings), default=-1)
         if self.table.dim() != 2 or self.table.shape[0] != rows or self.table.shape[1] < size or self.table.device != tables.device:
-            self.table, self._seen = torch.zeros(rows, size, device=tables.device), {}
+            self.table, self._seen = torch.zeros(rows, size, device=tables.device, dtype=torch.float32), {}
         self.take(holdings, states, batches)
         return self.table.index_select(1, tables.send("places", [holding.place for holding in holdings]))
 

@@ -25,7 +25,7 @@ def kept_states(p: torch.Tensor, formats: Formats) -> Iterator[tuple[State, Form
 
 def expected_states(p: torch.Tensor, formats: Formats, shape: torch.Size) -> dict[str, Expected]:
     """By key, what a saved state of a parameter, or of some of its rows in `shape`, has to be."""
-    expected = {"step": Expected(torch.empty((), device="meta"), least=0.0)}
+    expected = {"step": Expected(torch.empty((), device="meta", dtype=torch.float32), least=0.0)}
     for state, fmt in kept_states(p, formats):
         expected |= expected_moment(state.key, fmt, shape, non_negative=state.non_negative)
     return expected

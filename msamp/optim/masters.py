@@ -46,7 +46,7 @@ def follow_weight_(master: torch.Tensor, weight: torch.Tensor, whole: torch.Tens
     fmt, own = weight_format(weight), weight_format(master)
     slack = 2.0**-own.mantissa_bits if own.mantissa_bits > fmt.mantissa_bits else 0.0
     last, of_weight = scale_inv(master), scale_inv(weight)
-    factor = torch.ones((), device=weight.device) if of_weight is None else inverse(of_weight)
+    factor = torch.ones((), device=weight.device, dtype=torch.float32) if of_weight is None else inverse(of_weight)
     scale = None if last is None else _scale(inverse(last), whole, own.max)
     stored, written = payload(master), payload(weight)
     length = weight.shape[0] if weight.dim() else 1

@@ -139,7 +139,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         """Drop what is only remembered: tables on the device, amaxes as stored."""
         self._tables: Tables | None = None
         self._kept = KeptAmaxes()
-        self._grad_amaxes = torch.zeros(0)
+        self._grad_amaxes = torch.zeros(0, dtype=torch.float32)
         self._cast: dict[torch.Tensor, tuple[int, ...]] = {}  # weights as they were last known to be cast from their masters
 
     @property
@@ -257,7 +257,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def _init_state(self, holding: Holding, values: torch.Tensor | None = None) -> None:
         state = self.state[holding.weight]
-        state["step"] = torch.zeros((), device=holding.weight.device)
+        state["step"] = torch.zeros((), device=holding.weight.device, dtype=torch.float32)
         for declared, fmt in kept_states(holding.param, holding.formats):
             if declared.copy:
                 # From the whole parameter, so that its scale does not depend on how it is cut.

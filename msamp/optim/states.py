@@ -83,7 +83,7 @@ class ScaledFormat:
 
     def init(self, like: torch.Tensor) -> torch.Tensor:
         payload = torch.zeros(like.shape, dtype=self.format.dtype, device=like.device)
-        return ScalingTensor(payload, torch.ones((), device=like.device), torch.float32)
+        return ScalingTensor(payload, torch.ones((), device=like.device, dtype=torch.float32), torch.float32)
 
     def beside(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
         return {}
@@ -103,7 +103,7 @@ class CoatFormat:
         return torch.zeros(like.shape, dtype=self.format.dtype, device=like.device)
 
     def beside(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
-        largest = torch.zeros(STATE_GROUP.groups(like.shape), device=like.device)
+        largest = torch.zeros(STATE_GROUP.groups(like.shape), device=like.device, dtype=torch.float32)
         return {MAX: largest, EXPONENT: torch.ones_like(largest)}
 
 
@@ -241,7 +241,7 @@ class Expected:
 def expected_moment(key: str, fmt: Format, shape: torch.Size, *, non_negative: bool) -> dict[str, Expected]:
     """For a state in `fmt`: what `begun` would put under its keys."""
     least = {key: 0.0 if non_negative else -math.inf, key + MAX: 0.0, key + EXPONENT: FP32.tiny}
-    return {name: Expected(x, least[name]) for name, x in begun(key, fmt, torch.empty(shape, device="meta")).items()}
+    return {name: Expected(x, least[name]) for name, x in begun(key, fmt, torch.empty(shape, device="meta", dtype=torch.float32)).items()}
 
 
 def check_state(name: str, state: Mapping[str, Any], expected: Mapping[str, Expected], *, whole: bool = True) -> None:

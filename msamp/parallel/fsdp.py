@@ -267,7 +267,7 @@ class FSDP:
     ) -> dict[int, dict[str, torch.Tensor]]:
         """The states of whole parameters, gathered tensor by tensor, on the CPU of the first rank; collective."""
         mine = {holding.index: state.get(holding.weight, {}) for holding in self.holdings(wholes)}
-        steps = torch.full((len(wholes),), -1.0, device=wholes[0].param.device)
+        steps = torch.full((len(wholes),), -1.0, device=wholes[0].param.device, dtype=torch.float32)
         for index, states in mine.items():
             if states:
                 steps[index] = states["step"]

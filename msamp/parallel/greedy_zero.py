@@ -209,7 +209,7 @@ class ZeRO:
     ) -> dict[int, dict[str, torch.Tensor]]:
         """The states of whole parameters, gathered tensor by tensor, on the CPU of the group's first rank; collective."""
         owned, device = self._owned(wholes), wholes[0].param.device
-        steps = torch.full((len(wholes),), -1.0)
+        steps = torch.full((len(wholes),), -1.0, dtype=torch.float32)
         for holding, _ in owned:
             if state.get(holding.weight):
                 steps[holding.index] = state[holding.weight]["step"]
@@ -228,7 +228,7 @@ class ZeRO:
         name, found = self.sync.names[whole.param], {}
         for declared, fmt in kept_states(whole.param, whole.formats):
             for key, like in begun(declared.key, fmt, whole.param).items():
-                x, scale = torch.zeros_like(payload(like)), torch.zeros((), device=whole.param.device)
+                x, scale = torch.zeros_like(payload(like)), torch.zeros((), device=whole.param.device, dtype=torch.float32)
                 for state, segment in owned:
                     _rows(x, segment).copy_(payload(state[key]))
                     own_scale = scale_inv(state[key])

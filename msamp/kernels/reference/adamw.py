@@ -259,7 +259,7 @@ def stored_amaxes(
     columns = (*states, masters)
     wanted = [isinstance(column[0], ScalingTensor) for column in columns]
     wanted[-1] |= not decoupled or any(isinstance(x, ScalingTensor) for x in weights)
-    none = torch.zeros(len(masters), device=masters[0].device)
+    none = torch.zeros(len(masters), device=masters[0].device, dtype=torch.float32)
     return torch.stack([grad_stats(None, x, squares=False)[0][0] if want else none for x, want in zip(columns, wanted, strict=True)])
 
 

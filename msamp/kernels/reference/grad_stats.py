@@ -38,7 +38,7 @@ def grad_stats(
         0 <= those < 2^30. Meaningless where a value is not finite; int64 [0, 2] without `squares`.
     """
     device = gs[0].device if gs else torch.device("cpu")
-    stats = torch.stack([_amaxes(gs), _scale_invs(gs)]) if gs else torch.zeros(2, 0)
+    stats = torch.stack([_amaxes(gs), _scale_invs(gs)]) if gs else torch.zeros(2, 0, dtype=torch.float32)
     if not squares or not gs:
         return stats, torch.zeros(0, 2, dtype=torch.int64, device=device)
     if factors is None:
@@ -73,7 +73,7 @@ def square_sum(x: torch.Tensor, factor: torch.Tensor, units: float) -> torch.Ten
 
 
 def _scale_invs(gs: Sequence[torch.Tensor]) -> torch.Tensor:
-    none = torch.zeros((), device=gs[0].device)
+    none = torch.zeros((), device=gs[0].device, dtype=torch.float32)
     return torch.stack([g.scale_inv if isinstance(g, ScalingTensor) and g.numel() else none for g in gs]).nan_to_num(0.0, posinf=0.0)
 
 
@@ -96,4 +96,4 @@ def _fp8_amaxes(payloads: Sequence[torch.Tensor]) -> torch.Tensor:
     largest = [
         (x.view(torch.uint8) & 0x7F).max().view(x.dtype).float() if x.numel() else x.new_zeros((), dtype=torch.float32) for x in payloads
     ]
-    return torch.stack(largest) if largest else torch.zeros(0)
+    return torch.stack(largest) if largest else torch.zeros(0, dtype=torch.float32)

@@ -90,7 +90,7 @@ def store_(
     for i, (state, value) in enumerate(zip(states, values, strict=True)):
         x = value if scales[i] is None else value * scales[i]
         if positive:
-            x = x.clamp(min=torch.where(bounds[i] > 0, fmt.smallest, 0.0) if bounds is not None else fmt.smallest)
+            x = x.clamp(min=(bounds[i] > 0).float() * fmt.smallest if bounds is not None else fmt.smallest)
         here = None if silent is None else silent[i]
         if thresholds is not None:
             payload = cast_stochastically(x, fmt, thresholds[i], name, here)

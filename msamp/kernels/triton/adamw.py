@@ -308,7 +308,7 @@ def adamw(
     drawn = constants_of(batch, formats["M"], formats["V"], formats["P"], rounding)
     key = ("adamw", batch.indices[0], *formats.values())
     table, parts = tables.lay_out(key, rows, 5, CHUNK)
-    scalars = torch.empty(len(rows), SCALARS, device=tables.device)
+    scalars = torch.empty(len(rows), SCALARS, device=tables.device, dtype=torch.float32)
     flag, sizes = usable.view(torch.uint8), {"COLUMNS": COLUMNS, "SCALARS": SCALARS}
     # For its scale a plain FP16 weight is as one in FP32: it has none.
     scales_of = formats if any(isinstance(w, ScalingTensor) for w in batch.weights) else formats | {"W": 23}

@@ -278,7 +278,7 @@ def coat_adamw(
     drawn = constants_of(batch, 23 if m_coat else formats["M"], 23 if v_coat else formats["V"], formats["P"], rounding)
     key = ("coat_adamw", batch.indices[0], m_coat, v_coat, *formats.values())
     table, parts = tables.lay_out(key, rows, 5, CHUNK * GROUP)
-    scalars = torch.empty(len(rows), SCALARS, device=tables.device)
+    scalars = torch.empty(len(rows), SCALARS, device=tables.device, dtype=torch.float32)
     flag, sizes = usable.view(torch.uint8), {"COLUMNS": WIDTH, "SCALARS": SCALARS}
     # COAT's moments and a plain FP16 weight carry no scale of their own, and count as FP32 here.
     scaled = {"M": not m_coat, "V": not v_coat, "W": any(isinstance(w, ScalingTensor) for w in batch.weights)}

@@ -241,7 +241,7 @@ def collage(
         weight_remainder=weight_remainder, v_remainder=v_remainder, step=[step.data_ptr() for step in batch.steps],
     )  # fmt: skip
     table, parts = tables.lay_out(("collage", update, batch.indices[0]), rows, len(columns), CHUNK)
-    scalars = torch.empty(len(rows), SCALARS, device=tables.device)
+    scalars = torch.empty(len(rows), SCALARS, device=tables.device, dtype=torch.float32)
     flag, hardware = usable.view(torch.uint8), tables.device.type == "cuda"
     common = {"CLIP": coefficient is not None, "HARDWARE": hardware, "COLUMNS": COLUMNS, "SCALARS": SCALARS, "enable_fp_fusion": False}
     _scalars_kernel[(len(rows),)](table, hyper, flag if coefficient is None else coefficient, flag, scalars, num_warps=1, **common)

@@ -103,7 +103,7 @@ def grad_stats(
     squares: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the reference twin."""
-    stats = torch.zeros(2, len(gs), device=tables.device)
+    stats = torch.zeros(2, len(gs), device=tables.device, dtype=torch.float32)
     sums = torch.zeros(len(gs) if squares else 0, 2, dtype=torch.int64, device=tables.device)
     by_format: dict[tuple[torch.dtype, bool], list[tuple[int, ...]]] = {}
     for i, g in enumerate(gs):
