@@ -158,6 +158,11 @@ class GradSync:
         how = f"{self.exchange} with auto-scaling" if self.scaling.adapts else str(self.exchange)
         return f"gradients in {len(self.buckets)} buckets ({', '.join(scaled)}, {how})"
 
+    @property
+    def idle(self) -> bool:
+        """Whether no gradient has come since the last step."""
+        return not self._totals and not any(bucket.sent or bucket.waiting < len(bucket.params) for bucket in self.buckets)
+
     def bucket_of(self, p: Tensor) -> Bucket:
         """The bucket in which a parameter's gradient leaves."""
         return self._place[p][0]
@@ -301,7 +306,11 @@ class GradSync:
         model = self.model()
         for name, p in model.named_parameters() if model is not None else ():
             if p.requires_grad and p not in self._place:
-                raise ValueError(f"{name} was not there when the synchroniser was built; build a new one after changing the model")
+                raise ValueError(
+                    f"{name} was not there when the synchroniser was built, or wanted no gradient; call renew_grad_sync() of the optimizer "
+                    "of msamp.initialize on every rank, after zero_grad() and before the next backward (its add_param_group does so "
+                    "itself), or build a new synchroniser after changing the model"
+                )
         past = [name for p, name in self.names.items() if p.grad is not None]
         if past:  # torch swaps a low-precision parameter's inside for a new one in model.to, whether it moves or not, and drops its hooks
             raise ValueError(

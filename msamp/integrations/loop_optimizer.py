@@ -17,14 +17,17 @@ import torch.distributed as dist
 from msamp.comm.accumulate import squares_are_finite
 from msamp.comm.grad_sync import GradSync
 from msamp.nn.scaling_state import ScalingState
-from msamp.numerics.formats import FP32
+from msamp.numerics.formats import FP32, Format
 from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.clip import clip_, clip_coefficient
 from msamp.optim.decision import GradientDecision, LossScale
+from msamp.optim.kept_states import update_of
 from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.shard import Holding, gradient
 from msamp.optim.states import local, parameter_kind, weight_format
+from msamp.optim.updates import formats_of
+from msamp.parallel.data_parallel import grad_sync
 
 _MARK = "_msamp_taken"  # attribute of a gradient
 
@@ -112,11 +115,20 @@ class LoopOptimizer(FP8AdamW):
         _LIVE.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As FP8AdamW's, with the recipe's formats where the group has none, and a name for each parameter where the others have names."""
+        """As FP8AdamW's, with the recipe's formats where the group has none, and a name for each parameter where the others have names.
+
+        On several processes the call is collective where a parameter begins to want a gradient, such as one that was frozen before: its
+        gradients are averaged from then on (`renew_grad_sync`).
+
+        Raises:
+            ValueError: on several processes for a parameter outside of the model, which nothing would average, and for what
+                `renew_grad_sync` refuses. The optimizer is as it was then.
+        """
         params = param_group["params"]
         if not isinstance(params, set):
             params = [params] if isinstance(params, torch.Tensor) else list(params)
             tensors = [p[1] if isinstance(p, tuple) else p for p in params]
+            renewed = self._unaveraged(tensors)
             param_group["params"] = params
             usual = self.defaults["formats"].update
             update = None if usual == FP32_STATES.update else usual
@@ -125,6 +137,55 @@ class LoopOptimizer(FP8AdamW):
             if not named and any("param_names" in group for group in self.param_groups):
                 param_group["param_names"] = [f"parameter {i} of group {len(self.param_groups)}" for i in range(len(params))]
         super().add_param_group(param_group)
+        if not isinstance(params, set) and renewed:
+            self.renew_grad_sync()
+
+    def _unaveraged(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether the synchroniser has to be rebuilt for parameters that are to be updated; ValueError where it cannot."""
+        if self.grad_sync is None:
+            return False
+        model = self.grad_sync.model()
+        known = {id(p) for p in model.parameters()} if model is not None else set()
+        outside = [tuple(p.shape) for p in params if id(p) not in known]
+        if outside:
+            raise ValueError(
+                f"{len(outside)} of the {len(params)} parameters to be added are not in the model of this optimizer, so that nothing would "
+                f"average their gradients over the ranks (the first has shape {outside[0]}); give their module an optimizer of its own: "
+                "msamp.initialize(module, torch.optim.AdamW(module.parameters()))"
+            )
+        fresh = any(p.requires_grad and p not in self.grad_sync.names for p in params)
+        if fresh:
+            self._check_renewal()
+        return fresh
+
+    def _check_renewal(self) -> None:
+        assert self.grad_sync is not None
+        if self.grad_sync.shard:
+            raise ValueError(
+                "the optimizer is spread over the processes (ZeRO), and its shares are cut for the parameters that wanted a gradient at "
+                "msamp.initialize; give initialize zero=False, or unfreeze every parameter to be trained before msamp.initialize and "
+                "freeze it again after"
+            )
+        if self._averaged or not self.grad_sync.idle:
+            raise ValueError("gradients of a backward wait for a step; call optimizer.step() or optimizer.zero_grad() first, on every rank")
+
+    def renew_grad_sync(self) -> None:
+        """After `requires_grad_(True)` in the middle of a run: average the gradients of every parameter of the model that wants one now.
+        Collective; between a step (or `zero_grad`) and the next backward. Without effect on one process.
+
+        Raises:
+            ValueError: under ZeRO, for gradients that wait for a step, and where the ranks' models differ. Nothing has changed then.
+        """
+        if self.grad_sync is None:
+            return
+        self._check_renewal()
+        old, model = self.grad_sync, self.grad_sync.model()
+        if model is None:
+            raise ValueError("the model of this optimizer is gone; keep a reference to it as long as it is trained")
+        formats: dict[torch.Tensor, Format] = {p: parameter_formats(p, self.recipe).grad for p in model.parameters()}
+        whole = [p for g in self.param_groups for p, own in zip(g["params"], formats_of(g), strict=True) if update_of(own).whole]
+        self.grad_sync = grad_sync(model, formats, old.peers.group, whole=whole, accumulate=self.recipe.accumulator)
+        self.grad_sync.steps = old.steps  # the hooks of `old` refer to it weakly, and it goes
 
     @property
     def group(self) -> dist.ProcessGroup | None:
