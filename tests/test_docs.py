@@ -16,7 +16,7 @@ TOOLS = [path for folder in ("megatron/lm/tools", "megatron/lm/post", "tools", "
 OTHERS = {  # flags of other people's commands, and of ours that argparse makes by itself
     "--help", "--nproc-per-node", "--index-url", "--extra-index-url", "--nodes", "--ntasks-per-node", "--export", "--transformer-impl",
     "--time", "--signal", "--requeue", "--exclude", "--target", "--rm", "--gpus", "--shm-size", "--no-build-isolation",
-    "--nnodes", "--max-restarts", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf",
+    "--dist-ckpt-optim-fully-reshardable", "--nnodes", "--max-restarts", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf",
 }  # fmt: skip
 MADE = "docs/_build/"  # what `make docs` writes
 PREDECESSOR = "MS-AMP"  # also imported as msamp: a column of a table with this heading holds its names, not ours

@@ -25,6 +25,7 @@ LINES = {
 --fp16 --loss-scale 1024
 --fp16 --initial-loss-scale 4294967296
 --fp16 --loss-scale-window 1000 --hysteresis 2 --min-loss-scale 1
+--ckpt-format torch_dist
 --distributed-backend nccl
 --distributed-backend gloo
 --distributed-timeout-minutes 60
@@ -134,7 +135,6 @@ LINES = {
 --no-mmap-bin-files
 --no-create-attention-mask-in-dataloader
 --dataloader-type cyclic
---ckpt-format torch_dist
 --ckpt-format torch
 --use-dist-ckpt
 --dist-ckpt-format torch_dist

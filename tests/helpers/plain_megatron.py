@@ -252,6 +252,20 @@ def held(model: Any, optimizer: Any, s: dict[str, Any]) -> dict[str, torch.Tenso
     return found
 
 
+def keep_step(optimizer: Any) -> None:
+    """megatron-core 0.16.1 looks for torch Adam's `step` among the stored tensors, where neither it nor Megatron-LM puts it: its own
+    checkpoints do not load either without Transformer Engine's Adam, which has none."""
+    inner = optimizer.chained_optimizers[0]
+    take = inner._set_main_param_and_optimizer_states
+
+    def with_step(p: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = inner.model_param_group_index_map[p]
+        main = inner.optimizer.param_groups[group]["params"][order]
+        take(p, tensors | {"step": inner.optimizer.state[main]["step"]})
+
+    inner._set_main_param_and_optimizer_states = with_step
+
+
 def one(what: str, folder: Path, s: dict[str, Any]) -> None:
     """Write or load one checkpoint, and store what the model and its optimizer hold then."""
     from megatron.core import dist_checkpointing, parallel_state
@@ -274,11 +288,14 @@ def one(what: str, folder: Path, s: dict[str, Any]) -> None:
         if dist.get_rank() == 0:
             (folder / "latest_checkpointed_iteration.txt").write_text(str(s["iteration"]))
     else:
+        if optimizer is not None:
+            train(ddp, optimizer, s | {"steps": 1})  # torch's Adam has no states to load into before its first step
         asked = state(model, optimizer, s, True)
         del asked["rng_state"]
         loaded = dist_checkpointing.load(asked, str(checkpoint), strict=StrictHandling.ASSUME_OK_UNEXPECTED)
         model.load_state_dict(loaded["model"])
         if optimizer is not None:
+            keep_step(optimizer)
             optimizer.load_state_dict(loaded["optimizer"])
     expected = {"held": held(model, optimizer, s), "logits": logits_of(model, s)}
     torch.save(expected, folder / f"{what}_{dist.get_rank()}.pt")

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from megatron.lm.checkpoint.content import scale_key
 from megatron.lm.checkpoint.files.folder import INFO_FILE, check_files, latest, read_info
-from megatron.lm.checkpoint.files.storage import Stored
-from megatron.lm.checkpoint.loading import judge, take_model
+from megatron.lm.checkpoint.loading import judge, open_stored, take_model
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.values import Found, check_agree, find, find_whole
 from megatron.lm.config import Config, ParallelConfig
@@ -51,7 +50,7 @@ class CheckpointReader:
             print(f"warning: {self.folder} is unhealthy: {problem}", flush=True)
         check_files(self.folder, self.info["files"])
         judge(self.folder, self.info)
-        self.stored = Stored(self.folder, self.info["files"])
+        self.stored = open_stored(self.folder, self.info)
 
     @property
     def config(self) -> Config:
@@ -76,6 +75,14 @@ class CheckpointReader:
         master = self._find(MASTER.key, name)
         check_agree(self._find("model", name), master, self.folder)
         return master.values()
+
+    def state(self, key: str, name: str) -> Tensor | None:
+        """A whole optimizer state of a weight in FP32, such as exp_avg; None where the checkpoint has none."""
+        return self._find(key, name, find_whole).values() if f"{key}/{name}" in self.stored.tensors else None
+
+    def step(self, name: str) -> int | None:
+        """How often the optimizer has updated a weight; None where the checkpoint does not hold it."""
+        return int(self.stored.tensor(f"step/{name}")) if f"step/{name}" in self.stored.tensors else None
 
     def weight(self, name: str) -> Tensor:
         """The whole weight as saved, a ScalingTensor where it has one scale; in FP32 where its pieces have several."""

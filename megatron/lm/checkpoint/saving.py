@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.lm.checkpoint import content
+from megatron.lm.checkpoint import content, megatron_content
 from megatron.lm.checkpoint.files import storage
 from megatron.lm.checkpoint.files.folder import (
     condemn,
@@ -32,6 +32,8 @@ from megatron.lm.checkpoint.files.folder import (
 from megatron.lm.checkpoint.files.index import PLAN_FILE
 from megatron.lm.checkpoint.files.lock import FolderLock, locked
 from megatron.lm.checkpoint.files.storage import Item
+from megatron.lm.checkpoint.foreign import write_torch_dist
+from megatron.lm.checkpoint.megatron_content import MegatronContent
 from megatron.lm.processes.agreement import all_or_none
 from megatron.lm.training import health
 from megatron.lm.training.state import Training
@@ -49,9 +51,19 @@ def save(training: Training, root: Path, keep_last: int | None = None) -> Path:
         ValueError: on every rank, where one cannot write (full disk, permissions); the last checkpoint stays as it was.
     """
     folder = iteration_folder(root, training.iteration)
-    items = content.items(training)
-    _write(folder, items, content.info(training, _spoiled(items)), keep_last)
+    items, info, foreign = _contents(training)
+    _write(folder, items, info, keep_last, foreign=foreign)
     return folder
+
+
+def _contents(training: Training) -> tuple[list[Item], dict[str, Any], MegatronContent | None]:
+    """This rank's chunks, `checkpoint.json`, and with `--ckpt-format torch_dist` what Megatron-LM stores beside the chunks. Collective."""
+    items = content.items(training)
+    info = content.info(training, _spoiled(items))
+    if training.config.checkpoint.ckpt_format == "own":
+        return items, info, None
+    foreign = megatron_content.of_training(training, items, info)
+    return foreign.items, info | {"format": write_torch_dist.BACKEND}, foreign
 
 
 def _spoiled(items: Sequence[Item]) -> list[str]:
@@ -72,10 +84,11 @@ def _write(
     lock: FolderLock | None = None,
     settled: Path | None = None,
     doubted: bool = False,
+    foreign: MegatronContent | None = None,
 ) -> None:
     """`group`: the ranks that meet; None: the default one. `lock`: rank 0's on the folder of checkpoints. `settled`: the checkpoint before,
     where the steps since have shown that it is sound, so that those before it can go. `doubted`: whether steps to come may show that this
-    one is unhealthy.
+    one is unhealthy. `foreign`: of a checkpoint in Megatron-LM's format, whose chunks are `items`.
     """
     partial, rank, ranks = partial_folder(folder), dist.get_rank(), dist.get_world_size()
 
@@ -89,11 +102,16 @@ def _write(
             new_partial_folder(folder)
 
     def write() -> None:
-        storage.write(partial, items, (group or dist.group.WORLD) if ranks > 1 else None)
+        meeting = (group or dist.group.WORLD) if ranks > 1 else None
+        if foreign is None:
+            storage.write(partial, items, meeting)
+        else:
+            write_torch_dist.write(partial, items, foreign.common, foreign.objects, meeting)
 
     def digests() -> dict[str, Any]:
         # Read again from the disk, so that only readable files are published.
-        return digest_entries([*partial.glob(f"__{rank}_*"), *([partial / PLAN_FILE] if rank == 0 else [])])
+        beside = (PLAN_FILE,) if foreign is None else write_torch_dist.FILES
+        return digest_entries([*partial.glob(f"__{rank}_*"), *(partial / name for name in beside if rank == 0)])
 
     def finish() -> None:
         if rank == 0:
@@ -140,6 +158,8 @@ class Saver:
     def __init__(self, training: Training) -> None:
         settings = training.config.checkpoint
         assert settings.save is not None
+        if settings.ckpt_format != "own":
+            megatron_content.check_states(training)
         self.training, self.root, self.keep_last = training, Path(settings.save), settings.keep_last
         self.elsewhere = Path(settings.emergency_save) if settings.emergency_save else None
         self.background = settings.async_save
@@ -187,18 +207,19 @@ class Saver:
         """
         self.finish()
         folder = iteration_folder(self.root, self.training.iteration)
-        items = content.items(self.training)
-        info = content.info(self.training, _spoiled(items))
+        items, info, foreign = _contents(self.training)
         stepped = (
             self._newest is not None and (iteration_of(self._newest) or 0) < self.training.iteration
         )  # some iteration has been done since
         settled = self._newest if stepped and self.training.health.failed == 0 else None
         self._newest = folder if health.problem_of(info) is None else None
         if self.background:
-            self._thread = threading.Thread(target=self._write_staged, args=(folder, self._stage(items), info, settled), name="save")
+            self._thread = threading.Thread(
+                target=self._write_staged, args=(folder, self._stage(items), info, settled, foreign), name="save"
+            )
             self._thread.start()
         else:
-            self._write(folder, items, info, settled)
+            self._write(folder, items, info, settled, foreign)
         return health.problem_of(info) is None
 
     def doubt(self, saved: int) -> bool:
@@ -236,22 +257,26 @@ class Saver:
         if error is not None:
             raise error
 
-    def _write_staged(self, folder: Path, items: list[Item], info: dict[str, Any], settled: Path | None) -> None:
+    def _write_staged(
+        self, folder: Path, items: list[Item], info: dict[str, Any], settled: Path | None, foreign: MegatronContent | None
+    ) -> None:
         try:
-            self._write(folder, items, info, settled)
+            self._write(folder, items, info, settled, foreign)
         except BaseException as error:
             self._error = error
             print(f"saving in the background failed: {error}", flush=True)
 
-    def _write(self, folder: Path, items: Sequence[Item], info: dict[str, Any], settled: Path | None) -> None:
+    def _write(
+        self, folder: Path, items: Sequence[Item], info: dict[str, Any], settled: Path | None, foreign: MegatronContent | None
+    ) -> None:
         try:
-            _write(folder, items, info, self.keep_last, self.group, self._lock, settled, doubted=True)
+            _write(folder, items, info, self.keep_last, self.group, self._lock, settled, doubted=True, foreign=foreign)
         except ValueError as error:
             if self.elsewhere is None:
                 raise
             other = self.elsewhere / folder.name
             try:
-                _write(other, items, info, None, self.group)
+                _write(other, items, info, None, self.group, foreign=foreign)
             except ValueError as second:
                 raise ValueError(f"{error}; and {second}") from None
             raise ValueError(f"{error}. The checkpoint was saved to {other} instead") from None

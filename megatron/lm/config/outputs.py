@@ -38,6 +38,12 @@ class CheckpointConfig:
 
     save: str | None = setting("folder to save checkpoints in", None)
     load: str | None = setting("folder with the checkpoint to start from", None)
+    ckpt_format: str = setting(
+        "format of --save: own keeps every bit of the run's formats; torch_dist is Megatron-LM's, with FP32 masters and moments of AdamW, "
+        "which plain megatron-core loads. --load takes both",
+        "own",
+        choices=("own", "torch_dist"),
+    )
     save_interval: int | None = setting("iterations between checkpoints; derived: only one, at the end", None, legal=COUNT)
     async_save: bool = setting("write checkpoints in the background, from a copy in the host's memory, while training goes on", False)
     keep_last: int | None = setting("newest checkpoints to keep in --save; derived: all", None, legal=COUNT)

@@ -4,10 +4,12 @@
     python -m megatron.lm.tools.convert_checkpoint from-hf --load gpt-hf --output imported      # then train with --load imported --finetune
     python -m megatron.lm.tools.convert_checkpoint export-bf16 --load checkpoints --output plain
     python -m megatron.lm.tools.convert_checkpoint export-fp8 --load checkpoints --output gpt-fp8
+    python -m megatron.lm.tools.convert_checkpoint to-megatron --load checkpoints --output for-megatron
     python -m megatron.lm.tools.convert_checkpoint inspect --load checkpoints
 
 - to-hf writes a gpt2, gpt_neox (sequential residual) or llama of transformers, whichever holds the model: weights from the best copy in
   the checkpoint (the master, where there is one), without the rows that pad the vocabulary, and the tokenizer's files.
+- to-megatron writes a torch_dist checkpoint that plain megatron-core loads: BF16 weights, and FP32 masters and moments of AdamW.
 - from-hf reads safetensors and JSON, never pickled files, and writes the weights alone.
 - export-bf16 keeps our names and the padded vocabulary; the configuration is in the file's metadata.
 - export-fp8 is what vLLM reads as compressed-tensors: E4M3 linear weights with a scale each, the rest BF16.
@@ -112,6 +114,20 @@ def export_fp8(args: argparse.Namespace) -> str:
     return _export(args, fp8=True)
 
 
+def to_megatron(args: argparse.Namespace) -> str:
+    """A checkpoint -> one of Megatron-LM, in its format torch_dist."""
+    from megatron.lm.checkpoint.write_megatron import write_megatron
+
+    saved = _saved(args.load)
+    with new_folder(args.output) as folder:
+        written = write_megatron(saved, folder, states=not args.no_optim).name
+        held = "weights and optimizer states" if args.no_optim is False and saved.step(saved.names()[0]) is not None else "weights"
+    return (
+        f"{args.output}: {held} as {written}; load it in Megatron-LM with --use-distributed-optimizer "
+        "--dist-ckpt-optim-fully-reshardable, or with --no-load-optim"
+    )
+
+
 def export_bf16(args: argparse.Namespace) -> str:
     """A checkpoint -> safetensors of our names in BF16."""
     saved = _saved(args.load)
@@ -204,6 +220,8 @@ def _parser() -> argparse.ArgumentParser:
     tokenizer_flags(to, null)
     tokenizer_flags(subcommand("export-fp8", export_fp8, ours), null)
     subcommand("export-bf16", export_bf16, ours)
+    megatron = subcommand("to-megatron", to_megatron, ours)
+    megatron.add_argument("--no-optim", action="store_true", help="leave out the optimizer's masters and moments")
     of = subcommand("from-hf", import_hf, "folder with config.json and safetensors")
     tokenizer_flags(of, "the folder's own, without one NullTokenizer")
     divisible = "pad the vocabulary to a multiple of this x tensor-parallel size (default: %(default)s)"

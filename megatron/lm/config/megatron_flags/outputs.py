@@ -2,7 +2,7 @@
 
 from megatron.lm.config.megatron_flags.row import accepted, dropped, refused, translated
 
-FORMAT = "checkpoints have one format here, written and read in parallel on any grid"
+FORMAT = "checkpoints are written and read in parallel on any grid, in the trainer's own format or by --ckpt-format torch_dist"
 METRICS = "it is always written, to --tensorboard-dir and --metrics-file"
 TIMERS = "the log has time, throughput and bytes of each step; there are no timers of its parts"
 PROFILE = "profiles are not built into the trainer yet: use `python -m tools.bench.profile_step`"
@@ -15,6 +15,7 @@ FLAGS = (
         "--save-interval N",
         "--load FOLDER",
         "--ckpt-step N",
+        "--ckpt-format torch_dist",
         "--async-save",
         "--finetune",
         "--no-load-optim",
@@ -25,7 +26,6 @@ FLAGS = (
     *translated("--save-interval N", "--persistent-save-interval N"),
     *dropped(
         FORMAT,
-        "--ckpt-format torch_dist",
         "--ckpt-format torch",
         "--ckpt-format torch_dcp",
         "--use-dist-ckpt",
@@ -123,7 +123,7 @@ FLAGS = (
     *refused("convert by `python -m megatron.lm.tools.convert_checkpoint`", "--ckpt-convert-format TEXT", "--ckpt-convert-save FOLDER"),
     *refused(
         "checkpoints of FSDP are not written here: use --ckpt-format torch_dist",
-        "--ckpt-format TEXT",
+        "--ckpt-format fsdp_dtensor",
         "--no-strict-fsdp-dtensor-load",
         "--disable-strict-fsdp-dtensor-load",
     ),

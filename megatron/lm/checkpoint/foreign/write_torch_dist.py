@@ -1,0 +1,73 @@
+"""Write a `torch_dist` checkpoint that plain megatron-core loads: torch's distributed checkpoint with megatron-core's planner.
+
+megatron-core's own `dist_checkpointing.save` writes through a process that it starts; here each rank writes its file itself, so that a
+thread can save while training goes on. The files are the same.
+"""
+
+import io
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+
+from megatron.lm.checkpoint.files.storage import Item
+from megatron.lm.checkpoint.foreign.pickled import PLAN_FILE
+from megatron.lm.checkpoint.foreign.torch_dist import COMMON_FILE, FORMAT_FILE
+
+FILES = (PLAN_FILE, COMMON_FILE, FORMAT_FILE)  # those of the first rank, beside its data
+BACKEND = "torch_dist"
+
+
+def write(folder: Path, items: Iterable[Item], common: Mapping[str, Any], objects: Iterable[str], group: dist.ProcessGroup | None) -> None:
+    """Store the items of all ranks in `folder`, one file per rank, with what is not a tensor; all is on the disk then. Collective.
+
+    Args:
+        folder: exists, and is empty.
+        items: this rank's chunks, under Megatron-LM's keys.
+        common: plain values and an argparse.Namespace; the first rank's are written.
+        objects: keys under which a loader expects an object, which is None here; the first rank's are written.
+        group: the ranks that meet, of a backend that moves CPU memory; None: this process alone.
+
+    Raises:
+        OSError, RuntimeError: on every rank, where one cannot write.
+    """
+    first = group is None or dist.get_rank(group) == 0
+    shards: dict[str, list[CheckpointableShardedTensor]] = {}
+    for item in items:
+        shards.setdefault(item.key, []).append(_shard(item))
+    state: dict[str, Any] = {key: found[0] if len(found) == 1 else LocalShardsContainer(found) for key, found in shards.items()}
+    if first:
+        state |= {key: _nothing() for key in objects}
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    try:
+        dcp.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    except dcp.CheckpointException as error:
+        raise RuntimeError(next(iter(error.failures.values()))[0]) from None
+    if first:
+        with (folder / COMMON_FILE).open("wb") as stream:
+            torch.save(dict(common), stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        save_config(CheckpointingConfig(BACKEND, 1), str(folder))
+
+
+def _shard(item: Item) -> CheckpointableShardedTensor:
+    data = item.tensor.detach().cpu().contiguous()
+    sharded = ShardedTensor(item.key, data, data.dtype, tuple(data.shape), item.shape, item.offset, axis_fragmentations=None)
+    return CheckpointableShardedTensor.from_sh_ten(sharded)
+
+
+def _nothing() -> io.BytesIO:
+    """A list of one None, as megatron-core stores an object."""
+    stream = io.BytesIO()
+    torch.save([None], stream)
+    return stream

@@ -1,0 +1,214 @@
+"""The content of a checkpoint of ours as Megatron-LM stores it: FP32 masters and moments, BF16 weights, stacked layers, `args`.
+
+Scaled and COAT formats are dequantized. A weight that is its own master is stored twice, as the weight in BF16 and as the master in FP32;
+an FP8 weight with a master beside it is stored as that master in BF16.
+"""
+
+import math
+from argparse import Namespace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.lm.checkpoint.content import group_keys, scale_key
+from megatron.lm.checkpoint.files.storage import Item
+from megatron.lm.checkpoint.foreign.names import LAYERS, theirs
+from megatron.lm.checkpoint.place import places
+from megatron.lm.config import Config
+from megatron.lm.config.cli import config_from_dict
+from megatron.lm.training.state import Training
+from msamp.numerics.formats import by_name
+from msamp.numerics.range_expand import Expanded
+from msamp.optim.kept_states import update_of
+from msamp.optim.states import is_own_master, weight_format
+from msamp.optim.updates import MASTER, formats_of
+
+_STATES = {MASTER.key: "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_EXTRA = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2", "self_attention.core_attention")
+_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+
+
+class MegatronContent(NamedTuple):
+    """This rank's chunks under Megatron-LM's keys, `common.pt`, and the keys of objects that are None."""
+
+    items: list[Item]
+    common: dict[str, Any]
+    objects: list[str]
+
+
+def check_states(training: Training) -> None:
+    """ValueError where the run's optimizer keeps states that Megatron-LM's does not have."""
+    kinds = [kind for group in training.optimizer.param_groups for kind in formats_of(group)]
+    kept = [{state.key for state in update_of(kind).states} for kind in kinds]
+    other = sorted({key for keys in kept for key in (keys - {MASTER.key}) ^ set(MOMENTS)})
+    if other:
+        raise ValueError(
+            "--ckpt-format torch_dist holds the states of AdamW, exp_avg and exp_avg_sq, and the optimizer of this run differs in "
+            f"{', '.join(other)}: save in the trainer's own format, without --ckpt-format"
+        )
+
+
+def of_training(training: Training, items: Sequence[Item], info: Mapping[str, Any]) -> MegatronContent:
+    """What Megatron-LM would store of a run with these `content.items` and this `content.info`. Collective."""
+    steps = [int(state["step"]) for state in training.optimizer.state.values() if "step" in state]
+    found: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, max(steps, default=None))
+    step = max((x for x in found if x is not None), default=None)
+    layers = training.config.model.num_layers
+    own, rounded = _by_master(training) if step is not None else (set(), set())
+    return MegatronContent(list(megatron_items(items, own, rounded, layers)), common(info, step), extra_states(layers))
+
+
+def _by_master(training: Training) -> tuple[set[str], set[str]]:
+    """Names, in the whole model, of weights that are their own masters, and of scaled ones with a master beside them."""
+    masters = {p: by_name(group["formats"]["master"]) for group in training.optimizer.param_groups for p in group["params"]}
+    own, rounded, where = set[str](), set[str](), places(training.model)
+    for name, p in training.model.named_parameters():
+        names = {place.name for place in where[name]}
+        if p in masters and is_own_master(p, masters[p]):
+            own |= names
+        elif p in masters and weight_format(p).scaled:
+            rounded |= names
+    return own, rounded
+
+
+def megatron_items(
+    items: Sequence[Item], own_masters: Collection[str], rounded_masters: Collection[str], num_layers: int
+) -> Iterator[Item]:
+    """This rank's chunks under Megatron-LM's keys: weights as they are or in BF16, states in FP32.
+
+    Args:
+        items: those of `content.items`.
+        own_masters: names, in the whole model, of weights that have optimizer states and no master beside them.
+        rounded_masters: names of weights that are stored as their masters rounded to BF16, and not as the run has them, in FP8.
+        num_layers: of the whole model.
+    """
+    beside = {item.key: item.tensor.cpu() for item in items if "@" in item.key}
+    for item in items:
+        prefix, _, name = item.key.partition("/")
+        if prefix not in ("model", *_STATES) or ".scaling." in name or "@" in name:
+            continue
+        scaled = scale_key(item.key, item.offset) in beside
+        item = replace(item, tensor=item.tensor.detach().cpu())  # the host has room for FP32
+        values = _values(item, beside)
+        if prefix in _STATES:
+            yield _stacked(f"optimizer.state.{_STATES[prefix]}.", name, item, values, num_layers)
+            if prefix == MASTER.key and name in rounded_masters:
+                yield _stacked("", name, item, values.bfloat16(), num_layers)
+            continue
+        if name in rounded_masters:
+            continue
+        yield _stacked("", name, item, values.bfloat16() if scaled else item.tensor, num_layers)
+        if name in own_masters:
+            yield _stacked(f"optimizer.state.{_STATES[MASTER.key]}.", name, item, values, num_layers)
+
+
+def _values(item: Item, beside: Mapping[str, Tensor]) -> Tensor:
+    """A chunk in FP32."""
+    largest, k = (beside.get(key) for key in group_keys(item.key, item.offset))
+    if largest is not None and k is not None:
+        return Expanded(item.tensor, largest, k).dequantize()
+    scale = beside.get(scale_key(item.key, item.offset))
+    return item.tensor.float() if scale is None else item.tensor.float() * scale
+
+
+def _stacked(prefix: str, name: str, item: Item, values: Tensor, num_layers: int) -> Item:
+    key, layer = theirs(name)
+    if layer is None:
+        return Item(prefix + key, values, item.shape, item.offset)
+    return Item(prefix + key, values[None], (num_layers, *item.shape), (layer, *item.offset))
+
+
+def extra_states(num_layers: int) -> list[str]:
+    """Keys of the objects that linear layers and attention of a loader ask for; of no FP8 layer, they are None."""
+    return [f"{LAYERS}{module}._extra_state/shard_{layer}_{num_layers}" for module in _EXTRA for layer in range(num_layers)]
+
+
+def common(info: Mapping[str, Any], step: int | None) -> dict[str, Any]:
+    """`common.pt` of the checkpoint that `info` describes. `step`: of the optimizer; None: the checkpoint holds weights alone."""
+    config = config_from_dict(info["config"])
+    about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    found = {"args": arguments(config, info, step is not None), "checkpoint_version": 3.0, "iteration": info["iteration"]}
+    if step is not None:
+        about |= _SHARDING
+        # Counted in samples, as Megatron-LM does.
+        samples = info["consumed_samples"] // max(1, info["iteration"])
+        found["opt_param_scheduler"] = {
+            "max_lr": config.optimizer.lr,
+            "min_lr": config.optimizer.min_lr,
+            "lr_warmup_steps": config.optimizer.lr_warmup_iters * samples,
+            "lr_decay_steps": config.lr_decay_iters * samples,
+            "lr_decay_style": config.optimizer.lr_decay_style,
+            "num_steps": info["schedule_steps"] * samples,
+            **dict.fromkeys(("start_wd", "end_wd"), config.optimizer.weight_decay),
+            "wd_incr_style": "constant",
+            "wd_incr_steps": config.lr_decay_iters * samples,
+        }
+        found["optimizer"] = {
+            "optimizer": {"param_groups": [_group(config, decay, step) for decay in (1.0, 0.0)]},
+            "param_state_sharding_type": _SHARDING["distrib_optim_sharding_type"],
+        }
+        if (scale := info.get("loss_scale")) is not None:
+            found["optimizer"]["grad_scaler"] = {
+                "scale": torch.tensor([scale["loss_scale"]]),
+                "growth_tracker": scale["unskipped"],
+                "hysteresis_tracker": scale.get("overflows_left", 1),
+            }
+    return found | {"content_metadata": about}
+
+
+def _group(config: Config, decay: float, step: int) -> dict[str, Any]:
+    optim = config.optimizer
+    return {
+        "wd_mult": decay,
+        "lr_mult": 1.0,
+        "is_expert_parallel": False,
+        "is_decoupled_lr": False,
+        "default_config": True,
+        "max_lr": optim.lr,
+        "min_lr": optim.min_lr,
+        "lr": optim.lr,
+        "weight_decay": optim.weight_decay * decay,
+        "step": step,
+        "betas": (optim.adam_beta1, optim.adam_beta2),
+        "eps": optim.adam_eps,
+        "bias_correction": True,
+    }
+
+
+def arguments(config: Config, info: Mapping[str, Any], with_states: bool) -> Namespace:
+    """Megatron-LM's arguments of the model, and of what the checkpoint does not hold."""
+    model, rows = config.model, config.padded_vocab_size(info["vocab_size"])
+    same = (
+        *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "group_query_attention", "normalization", "norm_epsilon"),
+        *("swiglu", "qk_layernorm", "position_embedding_type", "rotary_percent", "untie_embeddings_and_output_weights"),
+    )
+    return Namespace(
+        **{name: getattr(model, name) for name in same},
+        ffn_hidden_size=model.ffn_size,
+        kv_channels=model.head_size,
+        num_query_groups=model.query_groups if model.group_query_attention else 1,
+        max_position_embeddings=model.max_positions,
+        add_bias_linear=not model.disable_bias_linear,
+        add_position_embedding=model.position_embedding_type == "learned_absolute",
+        rotary_base=int(model.rotary_base) if math.isfinite(model.rotary_base) else model.rotary_base,
+        padded_vocab_size=rows,
+        make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
+        tokenizer_type=config.data.tokenizer_type,
+        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
+        bf16=config.precision.recipe.compute_dtype is torch.bfloat16,
+        fp16=config.precision.recipe.compute_dtype is torch.float16,
+        use_distributed_optimizer=True,
+        global_batch_size=info["consumed_samples"] // max(1, info["iteration"]) or None,
+        consumed_train_samples=info["consumed_samples"],
+        consumed_valid_samples=0,
+        skipped_train_samples=0,
+        no_save_rng=True,
+        no_save_optim=not with_states,
+    )

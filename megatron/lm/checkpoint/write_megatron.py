@@ -1,0 +1,51 @@
+"""Writes a checkpoint of ours as Megatron-LM stores it, in one process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.lm.checkpoint.files.folder import iteration_folder
+from megatron.lm.checkpoint.files.storage import Item
+from megatron.lm.checkpoint.foreign import write_torch_dist
+from megatron.lm.checkpoint.megatron_content import MOMENTS, common, extra_states, megatron_items
+from megatron.lm.checkpoint.reader import CheckpointReader
+from megatron.lm.config import LATEST_CHECKPOINT_FILE
+from msamp.optim.updates import MASTER
+
+
+def write_megatron(saved: CheckpointReader, root: Path, *, states: bool = True) -> Path:
+    """Write the checkpoint under `root`, with the file that names it. Returns its folder.
+
+    Args:
+        saved: of any grid and precision.
+        root: an empty folder.
+        states: the optimizer's too, as FP32 masters and moments, where the checkpoint has those of AdamW.
+
+    Raises:
+        ValueError: a tensor of the checkpoint is damaged.
+        OSError, RuntimeError: the folder cannot be written.
+    """
+    names, layers = saved.names(), saved.config.model.num_layers
+    steps = [saved.step(name) for name in names] if states else []
+    whole = bool(steps) and all(step is not None for step in steps) and _has_moments(saved, names)
+    step = max((step for step in steps if step is not None), default=None) if whole else None
+    folder = iteration_folder(root, saved.info["iteration"])
+    folder.mkdir()
+    items = list(megatron_items(list(_items(saved, names, step is not None)), (), (), layers))
+    write_torch_dist.write(folder, items, common(saved.info, step), extra_states(layers), None)
+    (root / LATEST_CHECKPOINT_FILE).write_text(str(saved.info["iteration"]), encoding="utf-8")
+    return folder
+
+
+def _has_moments(saved: CheckpointReader, names: list[str]) -> bool:
+    return all(f"{key}/{name}" in saved.stored.tensors for name in names for key in MOMENTS)
+
+
+def _items(saved: CheckpointReader, names: list[str], with_states: bool) -> Iterator[Item]:
+    for name in names:
+        scaled = bool(saved.format(name)[2])
+        yield Item.whole(f"model/{name}", saved.values(name).bfloat16() if scaled else saved.weight(name))
+        if with_states:
+            yield Item.whole(f"{MASTER.key}/{name}", saved.values(name))
+            for key in MOMENTS:
+                if (state := saved.state(key, name)) is not None:
+                    yield Item.whole(f"{key}/{name}", state)

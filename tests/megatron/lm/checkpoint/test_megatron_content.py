@@ -1,0 +1,112 @@
+"""Checkpoints of the trainer in Megatron-LM's format: plain megatron-core loads them, and so does the trainer."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import checkpoints, dist, megatron_checkpoints, tiny
+from helpers.megatron_checkpoints import SETTINGS
+from helpers.megatron_jobs import job
+from megatron.lm.checkpoint import CheckpointReader
+from megatron.lm.config import Config
+
+RUN: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "train_iters": 4, "ckpt_format": "torch_dist"}
+TP: dict[str, Any] = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 16}
+GPT2 = {"positions": "learned_absolute", "dtype": "bfloat16", "iteration": 4}
+# Settings of our run, and the case as which plain megatron-core loads it (TP 2, TP 2 and TP 1).
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "bf16": ({"precision": "O2"} | SETTINGS["bf16"], megatron_checkpoints.CASES["bf16"] | {"iteration": 4}),
+    "llama": ({"precision": "fp32", **TP} | SETTINGS["llama"], megatron_checkpoints.CASES["llama"] | {"iteration": 4}),
+    "gpt2": (
+        {"precision": "O3", "use_distributed_optimizer": True} | SETTINGS["gpt2"],
+        {"positions": "learned_absolute", "dtype": "bfloat16", "iteration": 4},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_data(tmp_path_factory.mktemp("data"))
+
+
+def settings(prefix: Path | str, folder: Path | str, name: str, **more: Any) -> Config:
+    return tiny.config(prefix, **RUN | RUNS[name][0] | {"save": f"{folder}/{name}"} | more)
+
+
+def train(prefix: str, folder: str) -> None:
+    for name in RUNS:
+        tiny.run(settings(prefix, folder, name))
+
+
+@pytest.fixture(scope="module")
+def saved(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs on two processes, by name, which plain megatron-core has loaded."""
+    folder = tmp_path_factory.mktemp("saved")
+    dist.run(train, 2, str(prefix), str(folder))
+    job("load", folder, {name: case for name, (_, case) in RUNS.items()}, 2)
+    return folder
+
+
+def held(reader: CheckpointReader) -> Mapping[str, Tensor]:
+    return {key: reader.stored.tensor(key) for key in reader.stored.tensors if not key.startswith("step/")}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_plain_megatron_core_loads_every_tensor(saved: Path, name: str):
+    found, expected = megatron_checkpoints.whole(saved, name, "load"), held(CheckpointReader(saved / name))
+    assert found.keys() == expected.keys()
+    for key, x in found.items():
+        assert torch.equal(x, expected[key]), key
+
+
+def test_its_logits_are_ours(saved: Path, prefix: Path):
+    alone = {"precision": "fp32", "save": None, "finetune": True, "ckpt_format": "own"}
+    alone |= {"tensor_model_parallel_size": 1, "make_vocab_size_divisible_by": 32, "use_distributed_optimizer": False}
+    with tiny.trainer(settings(prefix, saved, "llama", load=f"{saved}/llama", **alone)) as made, torch.no_grad():
+        ours = made.training.model(megatron_checkpoints.tokens(), torch.arange(16).repeat(2, 1), None)
+    torch.testing.assert_close(ours, megatron_checkpoints.logits(saved, "llama", "load"), rtol=0, atol=1e-5)
+
+
+def test_the_trainer_resumes_from_it_as_from_its_own_format(prefix: Path, tmp_path: Path):
+    """FP32 keeps every bit; the losses go on as without a stop."""
+    flags = RUN | {"precision": "fp32"} | SETTINGS["llama"]
+    whole = tiny.losses(tiny.run(tiny.config(prefix, **flags | {"train_iters": 6})))
+    tiny.run(tiny.config(prefix, **flags | {"train_iters": 6, "exit_interval": 4, "save": str(tmp_path)}))
+    assert {".metadata", "common.pt", "metadata.json", "checkpoint.json"} <= set(os.listdir(tmp_path / "iter_0000004"))
+    resumed = tiny.losses(tiny.run(tiny.config(prefix, **flags | {"train_iters": 6, "load": str(tmp_path), "save": str(tmp_path)})))
+    assert resumed == whole[4:]
+
+
+def test_a_run_of_o3_resumes_on_another_grid(saved: Path, prefix: Path):
+    """Its weights are stored as their masters in BF16, which agree with the masters beside them."""
+    flags = {"save": None, "load": f"{saved}/gpt2", "ckpt_format": "own", "use_distributed_optimizer": False, "train_iters": 6}
+    with tiny.trainer(settings(prefix, saved, "gpt2", **flags)) as made:
+        assert made.training.iteration == 4
+        made.run()
+
+
+def test_a_save_in_the_background_is_the_same(prefix: Path, tmp_path: Path):
+    found = []
+    for background in (False, True):
+        folder = tmp_path / str(background)
+        tiny.run(tiny.config(prefix, **RUN | {"precision": "O2", "save": str(folder), "async_save": background} | SETTINGS["llama"]))
+        found.append(held(CheckpointReader(folder)))
+    assert checkpoints.same(*found)
+
+
+@pytest.mark.parametrize(("precision", "said"), [("collage-plus", "weight_remainder"), ("coat", None)])
+def test_states_that_megatron_lacks_are_refused_at_the_start(prefix: Path, tmp_path: Path, precision: str, said: str | None):
+    config = tiny.config(prefix, **RUN | {"precision": precision, "save": str(tmp_path)})
+    if said is None:  # COAT's moments are dequantized
+        tiny.run(config)
+        assert held(CheckpointReader(tmp_path))["exp_avg_sq/decoder.final_layernorm.weight"].min() >= 0
+        return
+    with pytest.raises(ValueError, match=re.escape("--ckpt-format torch_dist holds the states of AdamW")) as caught:
+        tiny.run(config)
+    assert said in str(caught.value)
