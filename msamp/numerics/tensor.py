@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from msamp.numerics import tensor_ops
 from msamp.numerics.formats import Format, of_dtype
@@ -45,8 +43,8 @@ class ScalingTensor(torch.Tensor):
     """A tensor stored as `payload` (native FP8 or FP16) and `scale_inv`; its value is `payload * scale_inv` (FP8-LM 2.1).
 
     It looks like a tensor of `dtype` (the outer dtype, which gradients take), works as a Parameter and in `.grad`, and
-    is saved and loaded with its payload as it is. Only the operations in `tensor_ops.TABLE` are defined; any other
-    raises with its name, so that nothing is silently inflated to a wider format. Values assigned to `.data` are copied into the payload.
+    is saved and loaded with its payload as it is. The operations in `tensor_ops.TABLE` are defined, elementwise ones and
+    `torch._foreach_*`; any other raises with its name and names the dense form. Values assigned to `.data` are copied into the payload.
 
     Attributes:
         payload: FP8 or FP16, the shape of the tensor.
@@ -136,6 +134,15 @@ class ScalingTensor(torch.Tensor):
         """Refused: the wrapper has no storage to share (torch would crash on it). Share `payload` and `scale_inv`."""
         raise ValueError("a ScalingTensor cannot be moved to shared memory; share its payload and its scale_inv instead")
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as a NumPy array of their own, as of a plain tensor of the outer dtype (NumPy has no BF16)."""
+        x = self.detach() if force else self
+        return x.dequantize().requires_grad_(x.requires_grad).numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The values as nested lists of numbers."""
+        return self.dequantize().tolist()
+
     def storage(self) -> Any:
         """Refused: the wrapper has no storage, and code that writes a tensor by its memory (safetensors, accelerate) asks for it."""
         raise ValueError(
@@ -167,35 +174,13 @@ class ScalingTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        op, kwargs = tensor_ops.TABLE.get(func), kwargs or {}
+        op, kwargs = tensor_ops.TABLE.get(func) or tensor_ops.by_schema(func), kwargs or {}
         if op is None:
             parts = func.decompose(*args, **kwargs)  # in inference mode torch asks for composites whole
             if parts is not NotImplemented:
                 return parts
-            # Not a TypeError: Python would turn that into "unsupported operand" and drop the name.
-            raise RuntimeError(_undefined(func, (args, kwargs)))
+            raise tensor_ops.undefined(func, (args, kwargs))
         return op(func, *args, **kwargs)
-
-
-_CUTS = (torch.ops.aten.cat.default, torch.ops.aten.split.Tensor)
-
-
-def _undefined(func: Any, arguments: Any) -> str:
-    label = next((x.label for x in tree_leaves(arguments) if isinstance(x, ScalingTensor) and x.label), "")
-    layer = label.rpartition(".")[0]
-    asked = f"{func} is not defined for a ScalingTensor; call .dequantize() first, or work on its payload and scale_inv"
-    if func in _CUTS:
-        asked += (
-            ". DistributedDataParallel, FullyShardedDataParallel, fully_shard and DTensor join or cut weights so, and cannot hold this "
-            "one: use the model of msamp.initialize as it is: its optimizer averages the gradients (zero=True spreads it over the "
-            "processes), or msamp.integrations.fsdp.prepare(model) before fully_shard"
-        )
-    if not label:
-        return asked
-    return (
-        f"{asked}. It is {label} of the model; to keep that layer as it is: "
-        f"msamp.initialize(..., accept=msamp.filters.all_of(msamp.filters.DEFAULT, msamp.filters.exclude_names(r'^{re.escape(layer)}$')))"
-    )
 
 
 def fp32_values(x: torch.Tensor) -> torch.Tensor:

@@ -4,15 +4,18 @@ An operation enters by one decorated function. Arguments are those of the aten o
 
 Arithmetic serves work on weights by hand: averages, merged adapters, initialisations, modules that read another module's weight.
 The result is a plain tensor of the outer dtype; in place it is computed in FP32, rounded to nearest and stored with a new scale, and a
-write that rounding loses warns (`msamp.numerics.lost_writes`). Operations that would inflate
-a weight without being arithmetic (indexing, cutting, joining) stay undefined.
+write that rounding loses warns (`msamp.numerics.lost_writes`). Elementwise operations and those of `torch._foreach_*` are arithmetic by
+their schema (`by_schema`). Views of a part (slices, `split`) stay undefined: a write to one would need a scale of its own. Weights are not
+joined either, which is how wrappers flatten a model; gradients are.
 """
 
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from msamp.numerics.lost_writes import warn_if_copy_lost, warn_if_lost, warn_of_rounding
@@ -52,6 +55,29 @@ def _like(x: "ScalingTensor", payload: torch.Tensor, scale_inv: torch.Tensor | N
 
 def _is_scaling(x: Any) -> bool:
     return hasattr(x, "payload") and hasattr(x, "scale_inv")
+
+
+_CUTS = (aten.cat.default, aten.split.Tensor)
+
+
+def undefined(func: Any, arguments: Any) -> RuntimeError:
+    """The error of an operation that has no meaning for a ScalingTensor. Not a TypeError: Python would turn that into "unsupported operand"
+    and drop the name."""
+    label = next((x.label for x in tree_leaves(arguments) if _is_scaling(x) and x.label), "")
+    layer = label.rpartition(".")[0]
+    asked = f"{func} is not defined for a ScalingTensor; call .dequantize() first, or work on its payload and scale_inv"
+    if func in _CUTS:
+        asked += (
+            ". DistributedDataParallel, FullyShardedDataParallel, fully_shard and DTensor join or cut weights so, and cannot hold this "
+            "one: use the model of msamp.initialize as it is: its optimizer averages the gradients (zero=True spreads it over the "
+            "processes), or msamp.integrations.fsdp.prepare(model) before fully_shard"
+        )
+    if not label:
+        return RuntimeError(asked)
+    return RuntimeError(
+        f"{asked}. It is {label} of the model; to keep that layer as it is: "
+        f"msamp.initialize(..., accept=msamp.filters.all_of(msamp.filters.DEFAULT, msamp.filters.exclude_names(r'^{re.escape(layer)}$')))"
+    )
 
 
 class WeightWatch(Protocol):
@@ -166,11 +192,54 @@ def _computed(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*_plain(args, None), **{name: _plain(value, None) for name, value in kwargs.items()})
 
 
+# What reads values and is not elementwise. A result has memory of its own: no view of a part, to which a write would be lost.
+_READING = (
+    *("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "any", "all", "prod", "var", "std", "var_mean", "std_mean", "median"),
+    *("nanmedian", "nansum", "mode", "kthvalue", "topk", "sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "logsumexp"),
+    *("count_nonzero", "nonzero", "histc", "dot", "vdot", "outer", "allclose", "isin", "tril", "triu", "trace", "flip", "roll", "norm"),
+    *("index", "index_select", "masked_select", "gather", "take", "item", "_local_scalar_dense", "_linalg_svd", "_linalg_eigh"),
+    *("linalg_qr", "linalg_cholesky_ex", "linalg_inv_ex", "cdist", "_unique2", "is_nonzero", "masked_fill", "index_put", "where"),
+)
+
+
+@_on(*_overloads(*_READING))
+def _read(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """As of the values, in the outer dtype."""
+    return _computed(func, *args, **kwargs)
+
+
+@_on(aten.cat.default, aten.stack.default)
+def _joined(func: Any, tensors: Any, *args: Any) -> Any:
+    """Gradients and other tensors that are no weight of a model join as plain values."""
+    if any(getattr(x, "label", "") for x in tensors):
+        raise undefined(func, tensors)
+    return _computed(func, tensors, *args)
+
+
+@_on(*_overloads("_foreach_norm"))
+def _norms(func: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
+    return func([x.dequantize(torch.float32) if _is_scaling(x) else x for x in xs], *args, **kwargs)
+
+
 _AVERAGING = ("add_", "sub_", "lerp_", "addcmul_", "addcdiv_")
 
 
 @_on(
-    *_overloads(*_AVERAGING, "mul_", "div_", "neg_", "clamp_", "erfinv_", "fill_", "normal_", "uniform_"),
+    *_overloads(
+        *_AVERAGING,
+        "mul_",
+        "div_",
+        "neg_",
+        "clamp_",
+        "erfinv_",
+        "fill_",
+        "normal_",
+        "uniform_",
+        "masked_fill_",
+        "index_put_",
+        "tril_",
+        "triu_",
+    ),
     *_overloads(*(f"_foreach_{name}" for name in (*_AVERAGING, "mul_", "div_"))),
 )
 def _stored(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -210,6 +279,25 @@ def _scale_(func: Any, x: Any, factor: Any) -> Any:
     return _changed(x)
 
 
+@_on(aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten._foreach_div_.Tensor, aten._foreach_div_.Scalar)
+def _scale_all_(func: Any, xs: Any, factor: Any) -> None:
+    """As `_scale_`, of each."""
+    for x in xs:
+        (x.mul_ if func in (aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar) else x.div_)(factor)
+
+
+@_on(aten._foreach_zero_.default)
+def _zero_all_(func: Any, xs: Any) -> None:
+    for x in xs:
+        x.zero_()
+
+
+@_on(aten._foreach_copy_.default)
+def _copy_all_(func: Any, targets: Any, sources: Any, non_blocking: bool = False) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking)
+
+
 @_on(aten._amp_foreach_non_finite_check_and_unscale_.default)
 def _unscale_(func: Any, gradients: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """What torch's GradScaler does to gradients: the factor folds into scale_inv and no element is rounded."""
@@ -226,6 +314,20 @@ def _unscale_(func: Any, gradients: Any, found_inf: torch.Tensor, inv_scale: tor
 @_on(aten.linalg_vector_norm.default)
 def _norm(func: Any, x: "ScalingTensor", *args: Any, **kwargs: Any) -> torch.Tensor:
     return func(x.dequantize(torch.float32), *args, **kwargs)
+
+
+def by_schema(func: Any) -> Callable[..., Any] | None:
+    """What serves an operation that is not in the table, where its schema says enough: elementwise ones, and those of `torch._foreach_*`;
+    None for any other, for views, and for those that write into an `out`."""
+    if torch.Tag.pointwise not in func.tags and not func._opname.startswith("_foreach_"):
+        return None
+    if any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
+        return None
+    arguments = func._schema.arguments
+    written = [each for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    if not written:
+        return _computed
+    return _stored if len(written) == 1 and written[0].name == arguments[0].name == "self" else None
 
 
 @_on(aten.equal.default)

@@ -1,0 +1,217 @@
+"""One list of all of torch's foreach and elementwise functions, on tensors as gradients and weights of every level are: each has the
+result of the values, or names the dense form."""
+
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import msamp
+from helpers import dist
+from helpers.numerics import make
+from msamp.numerics.formats import E4M3, FP16
+from msamp.numerics.tensor import ScalingTensor
+
+aten = torch.ops.aten
+every_format = pytest.mark.parametrize("fmt", [E4M3, FP16], ids=str)
+RANDOM = ("bernoulli", "rand", "dropout", "normal", "uniform", "exponential", "geometric", "log_normal", "cauchy", "poisson", "random")
+VALUES: dict[str, Any] = {
+    "number": 0.5,
+    "Optional[number]": 0.5,
+    "int": 1,
+    "float": 0.5,
+    "bool": False,
+    "str": "floor",
+    "Optional[float]": 0.5,
+}
+
+
+def overloads(*, foreach: bool) -> list[Any]:
+    found = []
+    listed = {name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+    for name in sorted(listed):
+        packet = getattr(aten, name, None)
+        if packet is None or name.startswith("_foreach_") != foreach:
+            continue
+        for each in packet.overloads():
+            op = getattr(packet, each)
+            first = op._schema.arguments[:1]
+            takes = bool(first) and str(first[0].type) == ("List[Tensor]" if foreach else "Tensor")
+            if takes and not any(a.is_out for a in op._schema.arguments) and (foreach or torch.Tag.pointwise in op.tags):
+                found.append(op)
+    return found
+
+
+def given(op: Any, plain: bool, fmt: Any) -> list[Any] | None:
+    """Arguments that its schema takes; None where this test knows none."""
+
+    def tensor(seed: int) -> torch.Tensor:
+        x = ScalingTensor.quantize(make("normal", (4, 6), seed).abs() * 0.4 + 0.1, fmt)
+        return x.dequantize() if plain else x
+
+    arguments: list[Any] = []
+    for place, argument in enumerate(op._schema.arguments):
+        kind = str(argument.type)
+        if argument.kwarg_only or (argument.has_default_value() and kind not in ("Tensor", "number")):
+            break
+        if kind == "Tensor":
+            single = op._opname.startswith("_foreach_")
+            arguments.append(torch.tensor(0.5) if single else tensor(place))
+        elif kind == "List[Tensor]":
+            arguments.append([tensor(place), tensor(place + 9)])
+        elif kind == "List[number]":
+            arguments.append([0.5, 0.25])
+        elif kind in VALUES:
+            arguments.append(VALUES[kind])
+        else:
+            return None
+    return arguments
+
+
+def flat(x: Any) -> list[Any]:
+    return [y for each in x for y in flat(each)] if isinstance(x, list | tuple) else [x]
+
+
+@every_format
+@pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "elementwise"])
+@pytest.mark.filterwarnings("ignore")
+def test_every_elementwise_function_has_the_result_of_the_values_or_names_the_dense_form(foreach, fmt):
+    served, refused, wrong = 0, [], []
+    for op in overloads(foreach=foreach):
+        arguments, values = given(op, False, fmt), given(op, True, fmt)
+        if arguments is None or any(word in op._opname for word in RANDOM):
+            continue
+        try:
+            want = op(*values)
+        except Exception:  # arguments that torch itself does not take, such as floats for bitwise_and
+            continue
+        try:
+            got = op(*arguments)
+        except RuntimeError as error:
+            refused.append(str(op))
+            wrong += [] if "call .dequantize() first" in str(error) else [f"{op}: {error}"]
+            continue
+        served += 1
+        if any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments):
+            got, want = arguments[0], values[0]
+        tolerance = 0.07 if fmt == E4M3 and op._schema.is_mutable else 2e-3
+        for a, b in zip(flat(got), flat(want), strict=True):
+            if isinstance(a, torch.Tensor):
+                a, b = (x.dequantize() if isinstance(x, ScalingTensor) else x for x in (a, b))
+                if op._schema.is_mutable and not b.isfinite().all():
+                    b = torch.full_like(b, float("nan"))  # one scale for all: a value that is not finite shows in each
+                if not torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance, equal_nan=True):
+                    wrong.append(f"{op}: {a.flatten()[:3].tolist()} for {b.flatten()[:3].tolist()}")
+    assert not wrong
+    assert served > (80 if foreach else 150)
+    assert len(refused) < 0.1 * served, refused
+
+
+READ = {
+    "cat": lambda x: torch.cat([x.view(-1), x.flatten()]),
+    "stack": lambda x: torch.stack([x, x]),
+    "mask": lambda x: x[x > 0],
+    "rows by number": lambda x: x[torch.tensor([0, 2])],
+    "comparison": lambda x: (x > 0) & (x <= x),
+    "largest": lambda x: x.abs().max(),
+    "rows' largest": lambda x: x.max(1).values,
+    "any": lambda x: torch.isnan(x).any(),
+    "item": lambda x: torch.tensor(x.sum().item()),
+    "one item": lambda x: torch.tensor(x[:, None].sum(0).sum(0)[0].item()) if type(x) is torch.Tensor else torch.tensor(float(x.sum(0)[0])),
+    "std": lambda x: x.std(),
+    "quantile": lambda x: x.quantile(0.5),
+    "topk": lambda x: x.flatten().topk(3).values,
+    "singular values": torch.linalg.svdvals,
+    "cosine": lambda x: torch.nn.functional.cosine_similarity(x.view(-1), x.view(-1) * 2, dim=0),
+    "norms": lambda x: torch.stack(torch._foreach_norm([x, x * 2])),
+    "total norm": lambda x: torch.nn.utils.get_total_norm([x, x], foreach=True),
+    "numpy": lambda x: torch.from_numpy(np.asarray(x).copy()),
+    "list": lambda x: torch.tensor(x.tolist()),
+}
+
+
+@every_format
+@pytest.mark.parametrize("name", READ)
+def test_reading_gives_plain_values(name, fmt):
+    x = ScalingTensor.quantize(make("normal", (4, 6)), fmt)
+    got = READ[name](x)
+    assert type(got) is torch.Tensor
+    assert torch.allclose(got, READ[name](x.dequantize()), rtol=1e-5)
+    assert READ[name](pickle.loads(pickle.dumps(x))).equal(got)
+
+
+@every_format
+def test_clipping_by_foreach_folds_into_the_scale(fmt):
+    x = ScalingTensor.quantize(make("normal", (4, 6)), fmt)
+    values, payload = x.dequantize(), x.payload.clone()
+    torch._foreach_mul_([x], torch.tensor(0.3))
+    torch._foreach_div_([x], 2.0)
+    assert x.payload.view(torch.uint8).equal(payload.view(torch.uint8))
+    assert torch.allclose(x.dequantize(), values * 0.15)
+    torch._foreach_copy_([x], [values])
+    assert x.dequantize().equal(values)
+    torch._foreach_zero_([x])
+    assert x.dequantize().eq(0).all()
+
+
+@every_format
+def test_elements_are_overwritten_by_a_mask(fmt):
+    x = ScalingTensor.quantize(make("normal", (4, 6)), fmt)
+    values = x.dequantize()
+    x[x > 0] = 0.0
+    x.masked_fill_(x < -1, -1.0)
+    assert torch.allclose(x.dequantize(), values.clamp(-1, 0), rtol=0.07 if fmt == E4M3 else 1e-3)
+
+
+CUT = {"slice": lambda x: x[1:3], "row": lambda x: x[0], "split": lambda x: x.split(2), "rows": list}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_part_names_the_dense_form(name):
+    """A view of a part could be written to, and would need a scale of its own."""
+    with pytest.raises(RuntimeError, match=r"call \.dequantize\(\) first"):
+        CUT[name](ScalingTensor.quantize(make("normal", (4, 6)), E4M3))
+
+
+def test_numpy_of_a_weight_that_wants_a_gradient_is_torch_s_error():
+    p = torch.nn.Parameter(ScalingTensor.quantize(make("normal", (4, 6)), E4M3))
+    with pytest.raises(RuntimeError, match="requires grad"):
+        p.numpy()
+    assert np.array_equal(p.numpy(force=True), p.detach().numpy())
+
+
+def gradients_are_tensors(level: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+    spread = {"zero": False} if torch.distributed.is_initialized() else {}
+    model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters()), level, **spread)
+    for step in range(2):
+        optimizer.zero_grad()
+        (model(x := make("normal", (16, 32), step)) - x).square().mean().backward()
+        optimizer.synchronize()
+        gs = [p.grad for p in model.parameters()]
+        flat_gradient = torch.cat([g.view(-1) for g in gs])
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=True)
+        assert torch.allclose(flat_gradient.norm(), norm.float(), rtol=1e-3)
+        assert not any(torch.isnan(p.grad).any() for p in model.parameters())
+        assert torch.allclose(torch.cat([p.grad.view(-1) for p in model.parameters()]).norm(), torch.tensor(1e-3), rtol=1e-2)
+        assert all(np.isfinite(p.grad.numpy()).all() for p in model.parameters())
+        for p in model.parameters():
+            assert torch.sgn(p).abs().max() <= 1
+            assert (p > -1e3).all()
+        optimizer.step()
+    assert optimizer.skipped_steps == 0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "coat"])
+def test_gradients_and_weights_of_every_level_are_tensors(level):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradients_are_tensors(level)
+
+
+def test_so_are_the_averages_of_two_processes():
+    dist.run(gradients_are_tensors, 2, "O2")
