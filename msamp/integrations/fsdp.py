@@ -32,6 +32,7 @@ from msamp.kernels.scaled_mm import warn_if_emulated
 from msamp.nn.convert import convert
 from msamp.nn.filters import DEFAULT, Filter
 from msamp.nn.linear import FP8Linear
+from msamp.nn.parameter_swap import swap_contents_
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Recipe
@@ -98,8 +99,7 @@ def prepare(
         if isinstance(layer, FP8Linear):
             last = layer.weight
             assert isinstance(last, ScalingTensor)
-            layer.weight = nn.Parameter(ShardedWeight(last.payload, last.scale_inv, last.dtype), last.requires_grad)
-            vars(layer.weight).update({k: v for k, v in vars(last).items() if k not in ("payload", "scale_inv", "_is_param")})
+            swap_contents_(last, nn.Parameter(ShardedWeight(last.payload, last.scale_inv, last.dtype), last.requires_grad))
     return model
 
 
@@ -181,9 +181,7 @@ def optimizer(
         raise ValueError("the optimizer holds parameters that are not this model's now; build it from model.parameters() after fully_shard")
     shard = FSDP(casts, next(iter(names.values())).device_mesh.get_group())  # type: ignore[attr-defined]
     _check_scales(shard, model)
-    low = ShardedOptimizer(
-        parameter_groups(given, {}, model, chosen), chosen, ScalingState(model), clip_grad=clip_grad, shard=shard, seed=seed
-    )
+    low = ShardedOptimizer(parameter_groups(given, model, chosen), chosen, ScalingState(model), clip_grad=clip_grad, shard=shard, seed=seed)
     retire(given, low)
     return low
 

@@ -12,7 +12,7 @@ A recipe states facts, and this file asks for nothing else. In a loop that is no
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,15 +22,14 @@ from torch import nn
 from msamp.integrations import ms_amp
 from msamp.integrations.loop_optimizer import LoopOptimizer, NoDistributedDataParallel, parameter_formats
 from msamp.integrations.saving import save_plain
-from msamp.integrations.takeover import check_optimizer, chosen_recipe, defaults_of, parameter_groups, retire
+from msamp.integrations.takeover import check_groups, check_optimizer, chosen_recipe, defaults_of, parameter_groups, retire
 from msamp.kernels.scaled_mm import warn_if_emulated
-from msamp.nn.convert import Survey, convert, survey
+from msamp.nn.convert import Conversion, Survey, carry_out, plan_conversions, survey
 from msamp.nn.filters import DEFAULT, Filter
-from msamp.nn.linear import check_finite, transposed_weights
+from msamp.nn.linear import check_finite
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import Recipe
-from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
 from msamp.optim.clip import check_max_norm
 from msamp.parallel.data_parallel import grad_sync
@@ -75,20 +74,32 @@ def _checked(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     recipe: Recipe,
+    accept: Filter,
     group: dist.ProcessGroup | None,
-) -> list[torch.optim.Optimizer]:
-    """The optimizers given, once model and optimizers are known to fit the recipe and the ranks have the same weights."""
-    optimizers = _given(model, optimizer, recipe)
-    _check_model(model, optimizers, recipe, group)
-    _check_muon(model, optimizers)
+) -> tuple[list[torch.optim.Optimizer], dict[nn.Module, Conversion]]:
+    """The optimizers given and what will be converted, once nothing speaks against it and the ranks have the same weights. What one rank
+    refuses, all refuse."""
+    refusal: ValueError | None = None
+    optimizers: list[torch.optim.Optimizer] = []
+    conversions: dict[nn.Module, Conversion] = {}
+    try:
+        optimizers = _given(model, optimizer, recipe)
+        _check_model(model, optimizers, recipe, group)
+        _check_muon(model, optimizers)
+        conversions = plan_conversions(model, recipe, accept)
+        check_groups(optimizers, {module.get_parameter(planned.attribute) for module, planned in conversions.items()}, recipe)
+    except ValueError as error:
+        if group is None:
+            raise
+        refusal = error
     if group is not None:
-        _start_equal(model, group)
+        _start_equal(model, [recipe.name, *(f"{planned.name} converted" for planned in conversions.values())], refusal, group)
     for name, p in model.named_parameters():
         check_finite(p, name)
     if recipe.fp8:
         for device in {p.device for p in model.parameters()}:
             warn_if_emulated(device)
-    return optimizers
+    return optimizers, conversions
 
 
 def _dtypes(recipe: Recipe) -> tuple[torch.dtype, ...]:
@@ -138,13 +149,20 @@ def _check_muon(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
         )
 
 
-def _start_equal(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Every rank takes the weights and buffers of the group's first, as DistributedDataParallel does."""
+def _start_equal(model: nn.Module, plan: list[str], refusal: ValueError | None, group: dist.ProcessGroup) -> None:
+    """Every rank takes the weights and buffers of the group's first, as DistributedDataParallel does; where a rank has a refusal, or other
+    plans or another model than the first, all raise ValueError."""
     tensors = {name: x.detach() for name, x in [*model.named_parameters(), *model.named_buffers()]}
     wanting = {name for name, p in model.named_parameters() if p.requires_grad}
     mine = [f"{name} {tuple(x.shape)} {x.dtype}{'' if name in wanting else ', no gradient'}" for name, x in tensors.items()]
-    lists: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(lists, mine, group=group)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (mine + plan, None if refusal is None else str(refusal)), group=group)
+    if refusal is not None:
+        raise refusal
+    for rank, (_, theirs) in enumerate(gathered):
+        if theirs is not None:
+            raise ValueError(f"rank {rank} of the group has refused: {theirs}")
+    lists = [described for described, _ in gathered]
     for rank, theirs in enumerate(lists):
         if theirs != lists[0]:
             differing = ", ".join(sorted(set(theirs) ^ set(lists[0]))[:4]) or "the order of their parameters"
@@ -181,9 +199,22 @@ def _report(found: Survey, recipe: Recipe) -> None:
         _LOG.info("%s", found)
 
 
+def _warn_of_untrained(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    given = {id(p) for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]}
+    left = [name for name, p in model.named_parameters() if p.requires_grad and p.dim() >= 2 and id(p) not in given]
+    if left:
+        more = f" and {len(left) - 4} more" if len(left) > 4 else ""
+        warnings.warn(
+            f"no optimizer given holds {', '.join(left[:4])}{more}, and nothing here trains them; give all optimizers in a list, "
+            "msamp.initialize(model, [first, second]), or freeze these parameters by requires_grad_(False)",
+            stacklevel=4,
+        )
+
+
 def _converted(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
+    conversions: Mapping[nn.Module, Conversion],
     recipe: Recipe,
     accept: Filter,
     group: dist.ProcessGroup | None,
@@ -191,21 +222,18 @@ def _converted(
     **settings: Any,
 ) -> tuple[nn.Module, LoopOptimizer]:
     """The model with its layers converted, and the optimizer that takes the place of those given."""
-    originals = dict(model.named_parameters())
-    model = convert(model, recipe, accept)
     if recipe.fp8 and (group is None or dist.get_rank(group) == 0):
         _report(survey(model, recipe, accept), recipe)
-    made = {name: p for name, p in model.named_parameters() if isinstance(p, ScalingTensor) and originals[name] is not p}
-    renamed = {id(originals[name]): p for name, p in made.items()}
-    groups = [g for optimizer in optimizers for g in parameter_groups(optimizer, renamed, model, recipe)]
+    _warn_of_untrained(model, optimizers)
+    # A master starts from the weight as it was, not from its FP8 rounding.
+    former: dict[torch.Tensor, torch.Tensor] | None = {} if recipe.weight != recipe.states.master else None
+    carry_out(model, recipe, conversions, former)
+    groups = [g for optimizer in optimizers for g in parameter_groups(optimizer, model, recipe)]
     low = _low_precision_optimizer(model, groups, recipe, group, zero, **settings, **defaults_of(optimizers[-1]))
     owned = {id(p) for g in low.param_groups for p in g["params"]}
-    if recipe.weight != recipe.states.master:  # the master starts from the weight as it was, not from its FP8 rounding
-        transposed = transposed_weights(model)
-        for name, p in made.items():
-            if id(p) in owned:
-                values = originals[name].detach()
-                low.init_master(p, values.t() if name in transposed else values)
+    for p, values in (former or {}).items():
+        if id(p) in owned:
+            low.init_master(p, values)
     start = 0
     for optimizer in optimizers:
         end = start + len(optimizer.param_groups)
@@ -294,6 +322,6 @@ def initialize(
     group = _ranks(group)
     if clip_grad is not None:
         check_max_norm(clip_grad)
-    optimizers = _checked(model, optimizer, chosen, group)
+    optimizers, conversions = _checked(model, optimizer, chosen, accept, group)
     zero = chosen.shards_optimizer if zero is None else zero
-    return _converted(model, optimizers, chosen, accept, group, zero, clip_grad=clip_grad, seed=seed)
+    return _converted(model, optimizers, conversions, chosen, accept, group, zero, clip_grad=clip_grad, seed=seed)

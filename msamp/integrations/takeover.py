@@ -5,11 +5,11 @@ the same way:
 
     recipe = chosen_recipe("O2", None, None)
     check_optimizer(adamw, recipe)
-    low = LoopOptimizer(parameter_groups(adamw, {}, model, recipe), recipe, ScalingState(model))
+    low = LoopOptimizer(parameter_groups(adamw, model, recipe), recipe, ScalingState(model))
     retire(adamw, low)
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from msamp.integrations.loop_optimizer import LoopOptimizer, parameter_formats
 from msamp.numerics import recipe as recipes
 from msamp.numerics.recipe import FP32_STATES, GEMMS, KINDS, Recipe, StateFormats
 from msamp.optim import updates
+from msamp.optim.optimizer import LowPrecisionOptimizer
+from msamp.optim.states import parameter_kind
 from msamp.optim.updates import format_names
 
 ACCEPTED = {"Adam": None, "AdamW": None, "SGD": "sgd-momentum", "Muon": "muon"}  # of torch.optim, and the update; None: the recipe's
@@ -96,26 +98,41 @@ def is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
     return bool(group.get("decoupled_weight_decay", type(optimizer).__name__ in ("AdamW", "Muon")))
 
 
-def parameter_groups(
-    optimizer: torch.optim.Optimizer, renamed: Mapping[int, nn.Parameter], model: nn.Module, recipe: Recipe
-) -> list[dict[str, Any]]:
+def parameter_groups(optimizer: torch.optim.Optimizer, model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     """The parameter groups of `optimizer`, over the parameters of the converted model, with their names and formats.
 
     Args:
         optimizer: an accepted one.
-        renamed: id of a parameter that conversion has replaced -> the one in its place.
         model: converted.
         recipe: that it was converted by.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     groups: list[dict[str, Any]] = []
     for number, group in enumerate(optimizer.param_groups):
-        params = [renamed.get(id(p), p) for p in group["params"]]
+        params = list(group["params"])
         common = {k: v for k, v in group.items() if k not in _TORCH_ONLY} | {"lr": float(group["lr"])}
         common["formats"] = [parameter_formats(p, recipe, update_name(optimizer, group)) for p in params]
         common.setdefault("param_names", [names.get(id(p), f"parameter {i} of group {number}") for i, p in enumerate(params)])
         groups.append({"params": params, "decoupled": is_decoupled(optimizer, group), **common})
     return groups
+
+
+def check_groups(optimizers: Sequence[torch.optim.Optimizer], linear: Collection[torch.Tensor], recipe: Recipe) -> None:
+    """ValueError for what a LoopOptimizer would refuse of the groups of accepted optimizers, found on a trial that keeps nothing.
+
+    Args:
+        optimizers: accepted ones.
+        linear: parameters that will be converted.
+        recipe: of the formats.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            name = update_name(optimizer, group)
+            formats = [recipe.formats_of("linear" if p in linear else parameter_kind(p)) for p in group["params"]]
+            trial = {k: v for k, v in group.items() if k not in _TORCH_ONLY} | {"lr": float(group["lr"])}
+            trial["formats"] = [states if name is None else states.varied(update=name) for states in formats]
+            trial["params"], trial["decoupled"] = list(group["params"]), is_decoupled(optimizer, group)
+            LowPrecisionOptimizer([trial])
 
 
 def defaults_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -6,7 +6,7 @@ of every module that holds matrices whether it is one of them, and why not: it d
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from msamp.nn.filters import DEFAULT, Filter, why_refused
-from msamp.nn.linear import FP8Conv1D, FP8Linear, Loading, check_finite
+from msamp.nn.linear import FP8Conv1D, FP8Linear, Loading, check_finite, scaling_parameter
 from msamp.nn.multihead_attention import FP8MultiheadAttention, why_not
+from msamp.nn.parameter_swap import check_swappable, swap_contents_
+from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.recipe import O2, Recipe
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.tensor import PLAIN, ScalingTensor
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _SHOWN = 3  # names of a reason
@@ -103,7 +105,7 @@ def survey(model: nn.Module, recipe: Recipe = O2, accept: Filter = DEFAULT) -> S
 
 def _survey(model: nn.Module, recipe: Recipe, accept: Filter, left_out: str = "") -> Survey:
     """As `survey`. A layer that `convert` would take gets the reason `left_out`, or "", which says that it is in FP8."""
-    shared = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    shared = _shared(model)
     within: set[int] = set()  # the projections inside of an attention module are told with it
     holders = []
     for name, module in model.named_modules():
@@ -114,7 +116,7 @@ def _survey(model: nn.Module, recipe: Recipe, accept: Filter, left_out: str = ""
             within.add(id(module.out_proj))
             weights.append(module.out_proj.weight)
         if weights:
-            tied = any(shared[id(p)] > 1 for p in weights)
+            tied = any(id(p) in shared for p in weights)
             why = "" if _in_fp8(module) else _why_left(name, module, tied, recipe, accept) or left_out
             holders.append(Holder(name, sum(p.numel() for p in weights), why))
     return Survey(tuple(holders), sum(p.numel() for p in model.parameters()))
@@ -124,6 +126,10 @@ def _why_left(name: str, module: nn.Module, tied: bool, recipe: Recipe, accept: 
     """Why a module that multiplies by weights of its own, plain ones, will not be in FP8; "" where it will."""
     if isinstance(module, _CONVOLUTIONS):
         return "a convolution"
+    if type(module) is nn.Linear or _is_conv1d(module) or type(module) is nn.MultiheadAttention:
+        own = _reads_otherwise(module)
+        if own:
+            return own
     linear = _as_linear(module)
     if linear is None and type(module) is not nn.MultiheadAttention:
         return _what_else(module)
@@ -136,6 +142,37 @@ def _why_left(name: str, module: nn.Module, tied: bool, recipe: Recipe, accept: 
     assert isinstance(module, nn.MultiheadAttention)
     parts = {"in_proj": nn.Linear(module.embed_dim, 3 * module.embed_dim, device="meta"), "out_proj": module.out_proj}
     return why_not(module) or next((why for part, each in parts.items() if (why := why_refused(accept, _join(name, part), each))), "")
+
+
+def _reads_otherwise(module: nn.Module) -> str:
+    """Why a module of a class that can be converted does not compute what its class does; "" where it does."""
+    parts = [("in_proj_weight", module), ("weight", module.out_proj)] if isinstance(module, nn.MultiheadAttention) else [("weight", module)]
+    for attribute, part in parts:
+        if attribute not in part._parameters:
+            return "its weight is computed from other parameters (weight_norm, spectral_norm, pruning)"
+        if "forward" in vars(part):
+            return "its forward was replaced, by hooks of accelerate or by hand, and may read the weight in its own way"
+    return ""
+
+
+def _shared(model: nn.Module) -> set[int]:
+    """id of each parameter that two modules hold, or that has memory in common with another parameter of the model."""
+    held = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    shared = {each for each, count in held.items() if count > 1}
+    spans = sorted((*_span(p), id(p)) for p in model.parameters() if type(p) in PLAIN and p.numel() and not p.is_meta)
+    end, last = -1, 0
+    for start, stop, each in spans:
+        if start < end:
+            shared |= {each, last}
+        if stop > end:
+            end, last = stop, each
+    return shared
+
+
+def _span(p: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+    return p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size()
 
 
 def _in_fp8(module: nn.Module) -> bool:
@@ -167,7 +204,7 @@ def _what_else(module: nn.Module) -> str:
 
 
 def convert(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> nn.Module:
-    """Turn linear layers into FP8Linear, in place: a converted layer is the same object, with its hooks.
+    """Turn linear layers into FP8Linear, in place: layers and Parameters stay the objects that they are, with their hooks and attributes.
 
     Only a plain `torch.nn.Linear`, a Conv1D of Hugging Face and a plain `torch.nn.MultiheadAttention` are converted: a subclass may read
     its weight in its own way. A weight that two modules share (an LM head tied to its embedding) stays as it is, because the other module
@@ -182,36 +219,82 @@ def convert(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> nn.Mo
         The model.
 
     Raises:
-        ValueError: naming the layer with NaN or infinity in its weight; nothing has been converted then.
+        ValueError: naming the weight with NaN or infinity, or one of which a view is alive, and who holds the view
+            (`msamp.nn.parameter_swap`); nothing has been converted then.
     """
-    chosen = {name: model.get_submodule(name) for name in _survey(model, recipe, accept).converted}
-    chosen = {name: module for name, module in chosen.items() if not isinstance(module, Loading)}
-    for name, module in chosen.items():
-        for part, p in module.named_parameters():
-            if p.dim() >= 2:
-                check_finite(p, _join(name, part))
-    for name, module in chosen.items():
+    conversions = plan_conversions(model, recipe, accept)
+    for module, planned in conversions.items():
+        check_finite(module.get_parameter(planned.attribute), planned.name)
+    carry_out(model, recipe, conversions)
+    return model
+
+
+class Conversion(NamedTuple):
+    """What a module becomes.
+
+    Attributes:
+        kind: its class.
+        attribute: of the weight.
+        name: of the weight in the model.
+        scaling: of its casts.
+    """
+
+    kind: type[Loading]
+    attribute: str
+    name: str
+    scaling: LinearScaling
+
+
+def plan_conversions(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> dict[nn.Module, Conversion]:
+    """What `convert` will change, once nothing but its values speaks against it. Changes nothing; arguments and errors as of `convert`."""
+    conversions: dict[nn.Module, Conversion] = {}
+
+    def plan(module: nn.Module, kind: type[Loading], attribute: str, name: str) -> None:
+        assert recipe.gemm is not None
+        scaling = LinearScaling(recipe.gemm, device=module.get_parameter(attribute).device)
+        conversions[module] = Conversion(kind, attribute, _join(name, attribute), scaling)
+
+    for name in _survey(model, recipe, accept).converted:
+        module = model.get_submodule(name)
+        if isinstance(module, Loading):
+            continue
         if isinstance(module, nn.MultiheadAttention):
-            FP8MultiheadAttention.take_over(module, recipe, name)
-            _take_over(module.out_proj, FP8Linear, recipe, _join(name, "out_proj"))
+            plan(module, FP8MultiheadAttention, "in_proj_weight", name)
+            plan(module.out_proj, FP8Linear, "weight", _join(name, "out_proj"))
         else:
-            _take_over(module, FP8Conv1D if _is_conv1d(module) else FP8Linear, recipe, name)
+            plan(module, FP8Conv1D if _is_conv1d(module) else FP8Linear, "weight", name)
+    check_swappable({planned.name: module.get_parameter(planned.attribute) for module, planned in conversions.items()})
+    return conversions
+
+
+def carry_out(
+    model: nn.Module,
+    recipe: Recipe,
+    conversions: Mapping[nn.Module, Conversion],
+    former: dict[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Convert what `plan_conversions` has planned; the weights are finite.
+
+    former: takes the values of each Parameter before they were rounded, [outputs, inputs], for masters; None frees them layer by layer.
+    """
+    for module, (kind, attribute, name, scaling) in conversions.items():
+        p, turned = module.get_parameter(attribute), kind is FP8Conv1D
+        values = p.detach().t() if turned else p.detach()
+        swap_contents_(p, scaling_parameter(values, recipe, p.requires_grad, name), transposed=turned)
+        if former is not None:
+            former[p] = values
+        # The object stays, so that hooks on it and other references to it stay valid; only its class changes.
+        module.__class__ = kind
+        if issubclass(kind, FP8Linear):
+            module.out_features, module.in_features = p.shape  # type: ignore[assignment]
+        module.add_module("scaling", scaling)
+        module.watch_weights()  # type: ignore[operator]
     for parent in model.modules():
         # Torch's fused inference path, and the nested tensors that it takes, would read weights as plain tensors.
         if isinstance(parent, nn.TransformerEncoderLayer) and any(isinstance(m, Loading) for m in (parent.linear1, parent.self_attn)):
             parent.activation_relu_or_gelu = 0
         if isinstance(parent, nn.TransformerEncoder) and any(isinstance(m, Loading) for m in parent.modules()):
             parent.use_nested_tensor = False
-    return model
-
-
-def _take_over(module: nn.Module, kind: type[FP8Linear], recipe: Recipe, name: str) -> None:
-    layer = kind.from_linear(module, recipe, _join(name, "weight"))  # type: ignore[arg-type]  # a Conv1D has what is read of a Linear
-    # The object stays, so that hooks on it and other references to it go on working; only what it is changes.
-    module.__class__ = kind  # type: ignore[assignment]
-    module.in_features, module.out_features = layer.in_features, layer.out_features  # type: ignore[assignment]
-    module.weight = layer.weight
-    module.add_module("scaling", layer.scaling)
 
 
 def _join(name: str, part: str) -> str:

@@ -7,10 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from msamp.nn.linear import Loading, scaling_parameter
+from msamp.nn.linear import Loading
 from msamp.nn.linear_fn import linear
-from msamp.nn.scaling_state import LinearScaling
-from msamp.numerics.recipe import Recipe
 from msamp.numerics.tensor import ScalingTensor
 
 
@@ -46,18 +44,6 @@ class FP8MultiheadAttention(Loading, nn.MultiheadAttention):
     One GEMM projects query, key and value of self-attention; otherwise there is one for each different input. They share the scales in
     `scaling`. `out_proj` is an FP8Linear.
     """
-
-    @classmethod
-    def take_over(cls, module: nn.MultiheadAttention, recipe: Recipe, name: str) -> None:
-        """Convert `module`, for which `why_not` gives no reason, except for its `out_proj`; it stays the same object."""
-        assert recipe.gemm is not None
-        weight = module.in_proj_weight
-        stored = scaling_parameter(weight.detach(), recipe, weight.requires_grad, f"{name}.in_proj_weight".lstrip("."))
-        vars(stored).update(vars(weight))
-        module.__class__ = cls
-        module.in_proj_weight = stored
-        module.add_module("scaling", LinearScaling(recipe.gemm, device=weight.device))
-        module.watch_weights()  # type: ignore[operator]  # it is one of these by now
 
     def _projected(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Project query, key and value [B, .., E] by their thirds of the weight; neighbours that are one tensor share a GEMM."""

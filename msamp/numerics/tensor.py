@@ -15,7 +15,7 @@ from msamp.numerics.quantize import dequantize, quantize
 from msamp.numerics.scaling import inverse, scale_from_amax
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # by `type(x)`: neither a ScalingTensor nor another subclass
-_OWN = ("payload", "scale_inv", "_is_param", "_tally")  # attributes that a ScalingTensor has of itself; any other is its user's
+OWN_ATTRIBUTES = ("payload", "scale_inv", "_is_param", "_tally")  # attributes that a ScalingTensor has of itself; any other is its user's
 
 
 class Tally:
@@ -167,7 +167,7 @@ class ScalingTensor(torch.Tensor):
         # An FP8 payload travels as bytes: plain pickle knows no float8 storage.
         payload = self.payload.view(torch.uint8) if self.payload.itemsize == 1 else self.payload
         flags = (self.requires_grad, isinstance(self, torch.nn.Parameter))
-        attributes = {name: value for name, value in vars(self).items() if name not in _OWN}
+        attributes = {name: value for name, value in vars(self).items() if name not in OWN_ATTRIBUTES}
         return _rebuild, (payload, self.payload.dtype, self.scale_inv, self.dtype, *flags, *([attributes] if attributes else []))
 
     @classmethod

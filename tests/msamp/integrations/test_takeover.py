@@ -24,10 +24,8 @@ def test_an_integration_of_one_s_own_is_initialize_bit_for_bit():
     given = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     recipe = chosen_recipe("O1", None, None)
     check_optimizer(given, recipe)
-    before = dict(plain.named_parameters())
     model = msamp.convert(nn.Sequential(plain), recipe)
-    renamed = {id(p): dict(model[0].named_parameters())[name] for name, p in before.items()}
-    low = LoopOptimizer(parameter_groups(given, renamed, model, recipe), recipe, ScalingState(model), **defaults_of(given))
+    low = LoopOptimizer(parameter_groups(given, model, recipe), recipe, ScalingState(model), **defaults_of(given))
     retire(given, low)
     same, usual = msamp.initialize(nn.Sequential(other), torch.optim.AdamW(other.parameters(), lr=1e-2), recipe="O1")
     for _ in range(2):

@@ -1,0 +1,178 @@
+"""Lists of parameters that a loop took before `msamp.initialize`, on one and on two processes."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import msamp
+from helpers import dist
+
+LEVELS = ("O1", "O3", "coat", "bf16")
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+    return 100 * (model(x) - x).square().mean()
+
+
+def through_lists(level: str) -> dict[str, object]:
+    """Clip, average, freeze and count hooks by lists from before the conversion."""
+    model = mlp()
+    params, first, fired = list(model.parameters()), list(model[0].parameters()), []
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    live = dict(model.named_parameters())
+    params[0].register_hook(lambda g: fired.append("hook"))
+    params[2].register_post_accumulate_grad_hook(lambda p: fired.append("post"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = msamp.initialize(model, torch.optim.AdamW(params, lr=1e-2), recipe=level, clip_grad=float("inf"))
+    loss_of(model).backward()
+    large = msamp.clip_grad_norm_(params, 1.0)
+    clipped = msamp.clip_grad_norm_(params, 1.0)
+    optimizer.step()
+    moved = max(float((average[name] - p.detach().float()).abs().max()) for name, p in live.items())
+    for p in first:
+        p.requires_grad_(False)
+        p.grad = None
+    frozen, saved = [p.detach().clone().float() for p in first], io.BytesIO()
+    optimizer.zero_grad()
+    torch.save([model.state_dict(), optimizer.state_dict()], saved)
+    model.load_state_dict(torch.load(io.BytesIO(saved.getvalue()))[0])
+    same = all(p is q for p, q in zip(params, model.parameters(), strict=True))
+    return {"large": float(large), "clipped": float(clipped), "moved": moved, "fired": fired, "same": same, "frozen": frozen}
+
+
+@pytest.mark.promise("Conversion", "A list of parameters taken before `initialize` clips, averages and freezes.")
+@pytest.mark.parametrize("level", LEVELS)
+def test_lists_taken_before_initialize_act_on_the_converted_model(level):
+    found = through_lists(level)
+    assert found["large"] > 5
+    assert found["clipped"] == pytest.approx(1.0, rel=0.05)
+    assert found["moved"] > 0
+    assert sorted(found["fired"]) == ["hook", "post"]
+    assert found["same"]
+
+
+def test_lists_taken_before_initialize_act_on_two_processes():
+    for found in dist.run(through_lists, 2, "O1"):
+        assert found["large"] > 5
+        assert found["clipped"] == pytest.approx(1.0, rel=0.05)
+        assert sorted(found["fired"]) == ["hook", "post"]
+        assert found["same"]
+
+
+def test_frozen_through_a_list_a_layer_does_not_train_and_copies_have_parameters_of_their_own():
+    model = mlp()
+    first = list(model[0].parameters())
+    model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe="O2")
+    for p in first:
+        p.requires_grad_(False)
+    before = [msamp.fp32_values(p).clone() for p in first]
+    for other, its in ((model, optimizer), copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))):
+        loss_of(other).backward()
+        its.step()
+        assert all(msamp.fp32_values(p).equal(q) for p, q in zip(other[0].parameters(), before, strict=True))
+        assert other is model or all(p is not q for p, q in zip(other.parameters(), model.parameters(), strict=True))
+
+
+def test_matrices_that_no_optimizer_holds_are_named():
+    model = mlp()
+    with pytest.warns(UserWarning, match=r"no optimizer given holds 2\.weight.*in a list, msamp\.initialize\(model, \[first, second\]\)"):
+        msamp.initialize(model, torch.optim.AdamW(model[0].parameters()), recipe="O2")
+    frozen = mlp()
+    frozen[2].requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        msamp.initialize(frozen, torch.optim.AdamW(frozen[0].parameters()), recipe="O2")
+
+
+COMPUTED = {
+    "weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.spectral_norm,
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+}
+
+
+@pytest.mark.promise("Conversion", "Layers with computed weights (weight_norm, pruning) stay unconverted and train.")
+@pytest.mark.parametrize("kind", list(COMPUTED))
+@pytest.mark.filterwarnings("ignore")
+def test_a_layer_whose_weight_is_computed_stays_as_it_is_and_trains(kind):
+    losses = []
+    for recipe in ("fp32", "O2"):
+        model = mlp()
+        COMPUTED[kind](model[0])
+        if recipe == "O2":
+            assert "computed from other parameters" in msamp.survey(model).left["0"]
+        model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe=recipe)
+        assert type(model[0]) is nn.Linear
+        for step in range(10):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            optimizer.step()
+        losses.append(float(loss.detach()))
+        assert pickle.loads(pickle.dumps(model.state_dict())).keys() == model.state_dict().keys()
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+def test_a_layer_whose_forward_was_replaced_stays_as_it_is():
+    model = mlp()
+    model[0].forward = model[0].forward  # as accelerate's hooks do
+    assert "its forward was replaced" in msamp.survey(model).left["0"]
+
+
+def refused(what: str) -> list[bool]:
+    """Whether the model is the same object by object after a refusal of `initialize`, on each of its parts."""
+    model = mlp()
+    params = list(model.parameters())
+    given, options = torch.optim.AdamW(params), {"recipe": "O3"}
+    if what == "a parameter of another dtype":
+        given.add_param_group({"params": [nn.Parameter(torch.zeros(4, dtype=torch.float64))]})
+    if what == "a view":
+        options["view"] = params[0].view(-1)
+    if what == "NaN":
+        with torch.no_grad():
+            params[2][0, 0] = float("nan")
+    if what == "an option":
+        given = torch.optim.AdamW(params, amsgrad=True)
+    if what == "a rank alone" and torch.distributed.get_rank() == 1:
+        given = torch.optim.AdamW(params, amsgrad=True)
+    before = [(id(p), type(p), p.detach().clone()) for p in params], [type(module) for module in model.modules()], vars(given).keys()
+    view = options.pop("view", None)
+    words = r"float64|cannot be converted in place|NaN or infinite|amsgrad=True|rank . of the group has refused"
+    with pytest.raises(ValueError, match=words):
+        msamp.initialize(model, given, **options)
+    del view
+    after = [(id(p), type(p)) for p in model.parameters()]
+    return [
+        after == [each[:2] for each in before[0]],
+        all(p.nan_to_num(7.0).equal(each[2].nan_to_num(7.0)) for p, each in zip(params, before[0], strict=True)),
+        [type(module) for module in model.modules()] == before[1],
+        not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in params),
+        not list(model.buffers()),
+    ]
+
+
+CAUSES = ("a parameter of another dtype", "a view", "NaN", "an option")
+
+
+@pytest.mark.promise("Conversion", "A refusal of `initialize` leaves the whole model as it was.")
+@pytest.mark.parametrize("what", CAUSES)
+def test_a_refusal_leaves_the_whole_model_as_it_was(what):
+    assert all(refused(what))
+
+
+@pytest.mark.parametrize("what", ["a view", "a rank alone"])
+def test_a_refusal_on_two_processes_is_everyone_s_and_leaves_the_model(what):
+    assert all(map(all, dist.run(refused, 2, what)))
