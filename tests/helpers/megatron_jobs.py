@@ -11,13 +11,17 @@ from typing import Any
 PROGRAM = Path(__file__).with_name("plain_megatron.py")
 
 
-def job(what: str, folder: Path, cases: dict[str, dict[str, Any]], processes: int = 1) -> None:
-    """Run `plain_megatron.py` in so many processes; AssertionError with the end of its output where one fails."""
+def job(what: str, folder: Path, cases: dict[str, dict[str, Any]], processes: int = 1, site: str | None = None) -> None:
+    """Run `plain_megatron.py` in so many processes; AssertionError with the end of its output where one fails.
+
+    `site`: a folder of packages, such as Transformer Engine's, that are not installed.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     about = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LOCAL_RANK")} | about
+    environment |= {"PYTHONPATH": site} if site else {}
     # -P: the folder of the program is not searched for modules; -s: nor the user's.
     command = [sys.executable, "-P", "-s", "-W", "ignore", str(PROGRAM), what, str(folder), json.dumps(cases)]
     started = [

@@ -12,6 +12,7 @@ where there is none.
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ DEFAULTS: dict[str, Any] = {
     "seed": 7,
     "metadata": {},
     "iteration": 10,
+    "spec": "local",
+    "fp8": None,
 }
 
 
@@ -72,7 +75,7 @@ def pretend_cuda() -> None:
 def build(s: dict[str, Any]) -> Any:
     """GPTModel of the local spec, with dense attention in plain torch."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch.nn import functional
@@ -95,17 +98,21 @@ def build(s: dict[str, Any]) -> Any:
         params_dtype=getattr(torch, s["dtype"]),
         pipeline_dtype=getattr(torch, s["dtype"]),
         bf16=s["dtype"] == "bfloat16",
-        use_cpu_initialization=True,
+        use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=True,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
+        **({"fp8": s["fp8"], "fp8_recipe": "delayed", "fp8_amax_history_len": 16} if s["fp8"] else {}),
     )
+    spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=s["qk_norm"])
+    if s["spec"] == "te":
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=s["qk_norm"])
     return GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=s["qk_norm"]),
+        transformer_layer_spec=spec,
         vocab_size=s["vocabulary"],
         max_sequence_length=s["sequence"],
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -154,8 +161,9 @@ def logits_of(model: Any, s: dict[str, Any]) -> torch.Tensor | None:
     tokens = torch.randint(0, s["vocabulary"] - 4, (2, s["sequence"]), generator=torch.Generator().manual_seed(3))
     positions = torch.arange(s["sequence"]).repeat(2, 1)
     mask = torch.ones(s["sequence"], s["sequence"], dtype=torch.bool).triu(1)[None, None]
+    tokens, positions, mask = (x.to(next(model.parameters()).device) for x in (tokens, positions, mask))
     with torch.no_grad():
-        return gather_from_tensor_model_parallel_region(model(tokens, positions, mask).float())
+        return gather_from_tensor_model_parallel_region(model(tokens, positions, mask).float()).cpu()
 
 
 def arguments(s: dict[str, Any]) -> argparse.Namespace:
@@ -275,12 +283,14 @@ def one(what: str, folder: Path, s: dict[str, Any]) -> None:
     parallel_state.initialize_model_parallel(s["tp"], s["pp"], create_gloo_process_groups=True)
     model_parallel_cuda_manual_seed(s["seed"])
     torch.manual_seed(s["seed"])
-    model = build(s).to(getattr(torch, s["dtype"]))  # as Float16Module does, norms included
+    model = build(s).to("cuda" if torch.cuda.is_available() else "cpu", getattr(torch, s["dtype"]))  # as Float16Module does, norms included
     ddp, optimizer = optimizer_of(model, s) if s["optimizer"] else (None, None)
     checkpoint = folder / f"iter_{s['iteration']:07d}"
     if what == "write":
         if optimizer is not None:
             train(ddp, optimizer, s)
+        if s["fp8"]:
+            logits_of(model, s)  # fills the amax histories that `_extra_state` holds
         if dist.get_rank() == 0:
             checkpoint.mkdir(parents=True)
         dist.barrier()
@@ -297,7 +307,7 @@ def one(what: str, folder: Path, s: dict[str, Any]) -> None:
         if optimizer is not None:
             keep_step(optimizer)
             optimizer.load_state_dict(loaded["optimizer"])
-    expected = {"held": held(model, optimizer, s), "logits": logits_of(model, s)}
+    expected = {"held": {key: x.cpu() for key, x in held(model, optimizer, s).items()}, "logits": logits_of(model, s)}
     torch.save(expected, folder / f"{what}_{dist.get_rank()}.pt")
     dist.barrier()
     parallel_state.destroy_model_parallel()
@@ -306,8 +316,12 @@ def one(what: str, folder: Path, s: dict[str, Any]) -> None:
 def main() -> None:
     what, folder, cases = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     assert not any(name.split(".")[0] == "msamp" for name in sys.modules)
-    pretend_cuda()
-    dist.init_process_group("gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist_rank := int(os.environ["RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", dist_rank))
+    else:
+        pretend_cuda()
+        dist.init_process_group("gloo")
     for name, case in cases.items():
         one(what, folder / name, DEFAULTS | case)
     dist.destroy_process_group()

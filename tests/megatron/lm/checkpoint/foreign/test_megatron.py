@@ -11,7 +11,11 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from helpers import dist, megatron_checkpoints, tiny
 from helpers.megatron_checkpoints import SETTINGS
+from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.foreign.megatron import differing
+from megatron.lm.checkpoint.foreign.torch_dist import read_common
+from megatron.lm.checkpoint.foreign.write_torch_dist import write
+from megatron.lm.checkpoint.place import places
 from megatron.lm.config import Config, ModelConfig
 from megatron.lm.run.trainer import Trainer
 
@@ -134,3 +138,86 @@ def test_saving_beside_checkpoints_of_megatron_is_refused(written: Path, prefix:
 
 def test_an_absent_argument_is_not_compared():
     assert differing({}, ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16)) == []
+
+
+def test_names_of_transformer_engines_spec_with_layers_apart(written: Path, prefix: Path, tmp_path: Path):
+    """Made by hand: the norm under the fused layer's name, a weight per layer, and `_extra_state` of FP8 layers beside them."""
+    fused = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    items = []
+    for key, x in megatron_checkpoints.whole(written, "llama").items():
+        prefix_of, _, name = key.partition("/")
+        for ours, theirs in fused.items():
+            name = name.replace(ours, theirs)
+        items += [Item.whole(name, x)] if prefix_of == "model" else []
+    assert {"decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"} <= {
+        item.key for item in items
+    }
+    linears = (
+        "self_attention.linear_qkv",
+        "self_attention.linear_proj",
+        "mlp.linear_fc1",
+        "mlp.linear_fc2",
+        "self_attention.core_attention",
+    )
+    objects = [f"decoder.layers.{layer}.{linear}._extra_state/shard_0_1" for layer in range(2) for linear in linears]
+    folder = tmp_path / "llama" / "iter_0000010"
+    folder.mkdir(parents=True)
+    write(folder, items, read_common(written / "llama" / "iter_0000010") | {"optimizer": None}, objects, None)
+    (tmp_path / "llama" / "latest_checkpointed_iteration.txt").write_text("10")
+    with tiny.trainer(settings(prefix, tmp_path, "llama", finetune=True)) as made:
+        torch.testing.assert_close(logits(made), megatron_checkpoints.logits(written, "llama"), rtol=0, atol=LOGITS)
+
+
+def flattened(key: str, x: torch.Tensor) -> list[Item]:
+    """A state as the layout `fully_sharded_model_space` has it: two shards along the rows, each in two pieces of one data-parallel rank."""
+    shards = list(x.chunk(2)) if x.shape[0] % 2 == 0 else [x]
+    counts, length = (len(shards), *[1] * (x.dim() - 1)), shards[0].numel()
+    found = []
+    for number, shard in enumerate(shards):
+        for part in (slice(0, length // 3), slice(length // 3, length)):
+            data = shard.flatten()[part].view(*[1] * x.dim(), -1)
+            found.append(Item(key, data, (*counts, length), (number, *[0] * (x.dim() - 1), part.start)))
+    return found
+
+
+def test_a_run_resumes_from_the_layout_of_former_versions(written: Path, prefix: Path, tmp_path: Path):
+    """`fully_sharded_model_space`, which megatron-core 0.14 was the last to write."""
+    expected = megatron_checkpoints.whole(written, "llama")
+    kinds = {"master": "optimizer.state.fp32_param.", "exp_avg": "optimizer.state.exp_avg.", "exp_avg_sq": "optimizer.state.exp_avg_sq."}
+    items = []
+    for key, x in expected.items():
+        kind, _, name = key.partition("/")
+        items += [Item.whole(name, x)] if kind == "model" else flattened(kinds[kind] + name, x)
+    folder = tmp_path / "llama" / "iter_0000010"
+    folder.mkdir(parents=True)
+    write(folder, items, read_common(written / "llama" / "iter_0000010"), (), None)
+    (tmp_path / "llama" / "latest_checkpointed_iteration.txt").write_text("10")
+    with tiny.trainer(settings(prefix, tmp_path, "llama")) as made:
+        names = {p: name for name, p in made.training.model.named_parameters()}
+        for holding in made.training.optimizer.holdings():
+            state, name = made.training.optimizer.state[holding.weight], names[holding.param]
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(state[key], expected[f"{key}/{name}"]), (key, name)
+
+
+def on_two_stages(prefix: str, folder: str) -> dict[str, torch.Tensor]:
+    """What a grid of PP 2 holds after it has resumed, by the names of the whole model."""
+    found = {}
+    with tiny.trainer(settings(prefix, folder, "llama", pipeline_model_parallel_size=2)) as made:
+        training = made.training
+        where, names = places(training.model), {p: name for name, p in training.model.named_parameters()}
+        for holding in training.optimizer.holdings():
+            name = where[names[holding.param]][0].name
+            found[f"model/{name}"] = holding.param.detach().clone()
+            found |= {f"{key}/{name}": training.optimizer.state[holding.weight][key].clone() for key in ("exp_avg", "exp_avg_sq")}
+        assert training.iteration == 10
+    return found
+
+
+def test_two_stages_resume_from_two_shards(written: Path, prefix: Path):
+    parts = dist.run(on_two_stages, 2, str(prefix), str(written))
+    expected = megatron_checkpoints.whole(written, "llama")
+    assert {key for part in parts for key in part} == {key for key in expected if not key.startswith("master/")}
+    for part in parts:
+        for key, x in part.items():
+            assert torch.equal(x, expected[key]), key
