@@ -83,6 +83,7 @@ def _checked(
     optimizers: list[torch.optim.Optimizer] = []
     conversions: dict[nn.Module, Conversion] = {}
     try:
+        _check_values(model)
         optimizers = _given(model, optimizer, recipe)
         _check_model(model, optimizers, recipe, group)
         _check_muon(model, optimizers)
@@ -100,6 +101,28 @@ def _checked(
         for device in {p.device for p in model.parameters()}:
             warn_if_emulated(device)
     return optimizers, conversions
+
+
+def _check_values(model: nn.Module) -> None:
+    """ValueError for a parameter without values, or with values that no optimizer in low precision trains."""
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ValueError(f"{name} is of a lazy module and has no shape yet; run a forward with one batch before msamp.initialize")
+        if p.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device and has no values; call model.to_empty(device=...) and load its weights before "
+                "msamp.initialize, which quantises them"
+            )
+        if p.is_complex():
+            raise ValueError(
+                f"{name} is {p.dtype}, and complex parameters have no low-precision form; keep real and imaginary parts in one real "
+                "parameter (torch.view_as_real), and join them in forward by torch.view_as_complex"
+            )
+        if not p.is_floating_point():
+            raise ValueError(
+                f"{name} is {p.dtype}, which has no gradient; make it a buffer (module.register_buffer), and give a base model that "
+                "another library has quantised in its floating-point form"
+            )
 
 
 def _dtypes(recipe: Recipe) -> tuple[torch.dtype, ...]:
@@ -152,7 +175,8 @@ def _check_muon(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
 def _start_equal(model: nn.Module, plan: list[str], refusal: ValueError | None, group: dist.ProcessGroup) -> None:
     """Every rank takes the weights and buffers of the group's first, as DistributedDataParallel does; where a rank has a refusal, or other
     plans or another model than the first, all raise ValueError."""
-    tensors = {name: x.detach() for name, x in [*model.named_parameters(), *model.named_buffers()]}
+    held = [*model.named_parameters(), *model.named_buffers()] if refusal is None else []  # a refused one may have no shape
+    tensors = {name: x.detach() for name, x in held}
     wanting = {name for name, p in model.named_parameters() if p.requires_grad}
     mine = [f"{name} {tuple(x.shape)} {x.dtype}{'' if name in wanting else ', no gradient'}" for name, x in tensors.items()]
     gathered: list[Any] = [None] * dist.get_world_size(group)

@@ -176,6 +176,8 @@ def _span(p: torch.Tensor) -> tuple[int, int]:
 
 
 def _in_fp8(module: nn.Module) -> bool:
+    if isinstance(module, FP8Linear):  # pruning and torch's parametrizations put a plain tensor there, computed from the stored weight
+        return isinstance(module.weight, ScalingTensor)
     return isinstance(module, Loading) and any(isinstance(p, ScalingTensor) for p in module.parameters(recurse=False))
 
 

@@ -76,7 +76,9 @@ def scaling_parameter(values: torch.Tensor, recipe: Recipe, requires_grad: bool 
 
 def describe_gemm(gemm: Gemms, weight: torch.Tensor) -> str:
     """One line for `print(model)`: what is stored and what the GEMMs run in."""
-    stored = weight.format if isinstance(weight, ScalingTensor) else weight.dtype
+    if not isinstance(weight, ScalingTensor):  # of a float copy, or computed from a weight: pruning, torch's parametrizations
+        return f"weight {weight.dtype}, multiplied in that dtype and not in FP8"
+    stored = weight.format
     blocks = "" if gemm.tensorwise else f", {' x '.join(str(cast.granularity) for cast in (gemm.input, gemm.weight))}"
     return f"weight {stored}, GEMM {gemm.input.format} x {gemm.weight.format}, grad_output {gemm.grad_output.format}{blocks}"
 

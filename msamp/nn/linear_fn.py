@@ -14,7 +14,7 @@ import torch
 
 from msamp.kernels import ops
 from msamp.nn.block import unviewed
-from msamp.nn.differentiable_once import differentiable_once
+from msamp.nn.differentiable_once import check_transforms, differentiable_once
 from msamp.nn.ends import ALONE, Ends, PendingRows, ReadyRows
 from msamp.nn.gemm import LayerGemm, Operand, cast_operand
 from msamp.nn.scaling_state import LinearScaling
@@ -135,4 +135,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sca
     """
     if not isinstance(weight, ScalingTensor):
         return torch.nn.functional.linear(x, weight, bias)
+    if not torch.compiler.is_compiling():
+        check_transforms(weight.label, x)
     return LinearFunction.apply(activation(x), weight, bias, LinearSettings(LayerGemm.of(scaling, weight)))
